@@ -424,6 +424,24 @@ MUTATIONS = (
     ),
     # Probes, search, statistics, findings
     Mutation(
+        "An explosion is compared with all layers, those behind it included.",
+        "    sizes_before = [tensors[0].input_rms] if tensors else []\n",
+        "    sizes_before = [tensor.activations.rms for tensor in tensors]\n",
+        ("test_an_explosion_names_its_gain_that_of_other_layers_and_all_layers_behind_once",),
+    ),
+    Mutation(
+        "Equal inputs are not told from others.",
+        "        return self.count > 1 and not self._differ\n",
+        "        return False\n",
+        ("test_two_inputs_of_one_picture_are_equal_and_channels_are_not_called_dead",),
+    ),
+    Mutation(
+        "The labels of a network that is unsure are doubted.",
+        "    if not learned or predictions.right > limit or loss < guess:\n",
+        "    if predictions.right > limit or loss < guess:\n",
+        ("test_labels_are_doubted_only_if_sure_answers_never_agree",),
+    ),
+    Mutation(
         "The penalty of logistic regression does not depend on the number of rows.",
         "        return 1 / (strengths * self.count)\n",
         "        return 1 / strengths\n",

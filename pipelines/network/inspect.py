@@ -137,7 +137,13 @@ def as_json(inspected: InspectionResult) -> dict[str, Any]:
         "failed": inspected.failed,
         "loss": {"of": inspected.loss, "mean": _finite_or_none(inspection.loss)} if inspected.loss else None,
         "findings": [
-            {"kind": finding.kind, "layer": finding.layer, "text": finding.text, "grave": finding.grave}
+            {
+                "kind": finding.kind,
+                "layer": finding.layer,
+                "text": finding.text,
+                "grave": finding.grave,
+                "layers": list(finding.layers),
+            }
             for finding in inspection.findings
         ],
         "layers": [_table_row(report) for report in inspection.tensors],

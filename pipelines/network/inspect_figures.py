@@ -20,8 +20,9 @@ __all__ = ["draw_inspection"]
 
 _BINS = 120
 _OUTER = 0.001  # fraction of a layer's values beyond each edge of a histogram
-_TALLEST_IN = 13.0
-_NAME_IN = 0.13  # height of a name; with more layers than fit, only some are named
+_ROW_IN, _LEAST_ROW_IN = 0.19, 0.13  # height of a layer; the smaller one still holds its name
+_ROOMY_IN = 13.0  # rows of a taller figure are closer together
+_TALLEST_IN = 400.0  # PNG files of Matplotlib have at most 65,536 pixels a side; with more layers, only some are named
 
 
 def draw_inspection(inspection: Inspection, backbone: str, folder: Path, suffix: str) -> list[Path]:
@@ -51,10 +52,10 @@ def _tensors(inspection: Inspection) -> list[TensorReport]:
 
 def _stacked(count: int, panels: int, names: Sequence[str], width: float) -> tuple[Figure, Any]:
     """Return a figure with plots side by side that share an axis of layers, from top to bottom, named at the left."""
-    height = min(_TALLEST_IN, 1.6 + 0.19 * count)
+    height = min(1.6 + _ROW_IN * count, max(_ROOMY_IN, 1.6 + _LEAST_ROW_IN * count), _TALLEST_IN)
     figure = Figure(figsize=(2.2 + width * panels, height), layout="constrained")
     axes = figure.subplots(1, panels, sharey=True, squeeze=False)[0]
-    step = -(-count // int((height - 1) / _NAME_IN))
+    step = -(-count // int((height - 1) / _LEAST_ROW_IN))
     axes[0].set_yticks(range(0, count, step), [drawable(name) for name in names[::step]], fontsize=7)
     axes[0].set_ylim(count - 0.5, -0.5)
     for panel in axes:

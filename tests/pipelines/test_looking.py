@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from PIL import Image
 
 from pipelines.cli import main
+from pipelines.network import inspect_figures
 from pipelines.network.image_sample import evenly
 from tests.conftest import make_picture
 
@@ -87,6 +90,8 @@ def test_json_and_csv_hold_the_same_numbers(net: Path, folder: Path, tmp_path: P
     )
     content = json.loads(output[output.index("{") :])
     assert content["loss"]["of"] == "net.py:loss"
+    assert all(one.keys() == {"kind", "layer", "text", "grave", "layers"} for one in content["findings"])
+    assert content["findings"]
     assert [one["layer"] for one in content["layers"]] == ["conv1", "relu1", "conv2", "relu2", "pool", "flatten", "fc"]
     with table.open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -127,6 +132,23 @@ def test_pictures_of_an_inspection(net: Path, folder: Path, tmp_path: Path, suff
     assert names == [f"{name}.{suffix}" for name in ("activations", "gradient-flow", "gradients", "layers")]
     start = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}[suffix]
     assert all(path.read_bytes().startswith(start) for path in out.iterdir())
+
+
+@pytest.mark.parametrize("count", [1, 30, 101, 1000])
+def test_every_row_of_the_figures_of_an_inspection_has_a_name(count: int) -> None:
+    figure, axes = inspect_figures._stacked(count, 2, [f"layer{i}" for i in range(count)], 3.6)
+    assert [label.get_text() for label in axes[0].get_yticklabels()] == [f"layer{i}" for i in range(count)]
+    assert 150 * figure.get_size_inches()[1] < 1 << 16  # pixels that Matplotlib can draw
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [30, 101, 400])
+def test_names_of_rows_do_not_overlap(count: int) -> None:
+    figure, axes = inspect_figures._stacked(count, 2, [f"layer{i}" for i in range(count)], 3.6)
+    labels = axes[0].get_yticklabels()
+    FigureCanvasAgg(figure).draw()
+    boxes = [label.get_window_extent() for label in labels]
+    assert all(above.y0 >= below.y1 - 1 for above, below in itertools.pairwise(boxes))  # they do not overlap
 
 
 @pytest.mark.parametrize("kind", ["maps", "channels", "top", "filters", "tokens"])

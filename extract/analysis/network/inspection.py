@@ -22,8 +22,17 @@ import torch
 from torch import Tensor, nn
 
 from extract.analysis.network.activation_statistics import Statistics, Summary, summarise
-from extract.analysis.network.findings import Finding, findings_of
-from extract.analysis.network.reports import ParameterReport, TensorReport
+from extract.analysis.network.findings import findings_of
+from extract.analysis.network.reports import (
+    AttentionReport,
+    Evidence,
+    Finding,
+    InputReport,
+    ParameterReport,
+    PredictionReport,
+    RunningStatistics,
+    TensorReport,
+)
 from extract.compute.pooling import recognise
 from extract.errors import InputError, LayertapError
 from extract.system.torch_state import evaluating, full_float32, keeping_freed_memory
@@ -130,8 +139,13 @@ def inspect_model(
             raise InputError("there are no batches; give at least one batch")
         names = _distinct_layers(model) if layers is None else match_layers(named_layers(model), layers)
         recorder = _Recorder(model, names, first[0], with_gradients=loss is not None)
+        attentions = _attentions(model, first[0])
         inspection = recorder.run(itertools.chain([first], pairs), loss, on_batch)
-    inspection.findings = findings_of(inspection.tensors, inspection.parameters, recorder.broken_inputs, name_of)
+    evidence = Evidence(
+        inspection.tensors, inspection.parameters, recorder.inputs, attentions, recorder.predictions,
+        inspection.never_ran, name_of,
+    )  # fmt: skip
+    inspection.findings = findings_of(evidence)
     return inspection
 
 
@@ -178,13 +192,14 @@ class _Recorder:
             site: TensorReport(
                 str(site), site.layer, type(named[site.layer]).__name__, site.layer in leaves,
                 plan.rows is not None, plan.shape, bounded=plan.bounds is not None,
-                zero_weight=_has_zero_weight(named[site.layer]),
+                zero_weight=_has_zero_weight(named[site.layer]), running=RunningStatistics.of(named[site.layer]),
             )
             for site, plan in self._plans.items()
         }  # fmt: skip
         # (layer, call) -> sum of squares of the input's finite values, and their number
         self._squares: dict[tuple[str, int], list[float]] = {}
-        self.broken_inputs: list[int] = []
+        self.inputs = InputReport()
+        self.predictions: PredictionReport | None = None
         self._with_gradients = with_gradients
         self._gradient_sites = _gradient_sites(model, self._plans, inputs) if with_gradients else []
 
@@ -204,9 +219,7 @@ class _Recorder:
                     losses.append(value)
                     for name, gradient in gradients.items():
                         squares[name].append(float(gradient.double().square().sum()))
-                if inputs.is_floating_point():
-                    broken = ~inputs.flatten(1).isfinite().all(1)
-                    self.broken_inputs += [images + int(i) for i in broken.nonzero().flatten().tolist()]
+                self.inputs.add(inputs)
                 self._add(taps.record, images)
                 images += len(inputs)
                 on_batch(len(inputs))
@@ -245,7 +258,8 @@ class _Recorder:
         with torch.enable_grad():
             # The input requires gradients, so that activations have gradients even if all parameters are frozen.
             inputs = inputs.clone().requires_grad_(inputs.is_floating_point())
-            value = loss(taps(inputs.clone()), targets)
+            output = taps(inputs.clone())
+            value = loss(output, targets)
             if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
                 description = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
                 raise InputError(
@@ -254,6 +268,9 @@ class _Recorder:
             computed = torch.autograd.grad(
                 value.reshape(()), [*trainable.values(), *([inputs] if inputs.requires_grad else [])], allow_unused=True
             )
+        predictions = PredictionReport.of(output, targets)
+        if predictions is not None:
+            self.predictions = predictions if self.predictions is None else self.predictions + predictions
         gradients = {name: g for name, g in zip(trainable, computed[: len(trainable)], strict=True) if g is not None}
         return float(value.detach()), gradients
 
@@ -273,6 +290,21 @@ class _Recorder:
                 total = self._squares.setdefault((site.layer, site.call), [0.0, 0.0])
                 total[0] += float(record[site][0])
                 total[1] += float(record[site][1])
+
+
+def _attentions(model: nn.Module, inputs: Tensor) -> list[AttentionReport]:
+    """Return reports of the layers called attention, on a few inputs: recomputing the weights of all takes long."""
+    names = [name for name, module in named_layers(model).items() if "attention" in type(module).__name__.lower()
+             or "attn" in type(module).__name__.lower()]  # fmt: skip
+    if not names:
+        return []
+    taps = Taps(model).keep(names, "attention")
+    with torch.no_grad(), taps:
+        taps(inputs[:_TRIAL_INPUTS].clone())
+        record = taps.record
+    sites = list(record.sites.values())
+    innermost = _leaves({site.layer for site in sites})  # a layer that contains another has its attention, too
+    return [AttentionReport.of(site.layer, record[site]) for site in sites if site.layer in innermost]
 
 
 def _gradient_of(site: Site) -> Site:

@@ -48,6 +48,14 @@ _DEAD_PART = 0.5  # share of dead channels in a layer that raises an alarm
 _EXPLODED = 100.0  # times the median of the layer's earlier sizes
 _LOOKS_BEFORE = 3  # earlier sizes needed for the median
 
+# Norm of a weight's change in a step divided by the norm of the weight. It should be about 1e-3: "A Recipe for Training
+# Neural Networks" (Karpathy 2019), cs231n ("Babysitting the learning process"). Adam with 3e-3 changes weights of 0.02
+# by 0.15 in its first steps. Changes below 1e-7 are mostly lost in the rounding of float32 (6e-8).
+_FAST, _SLOW, _USUAL_UPDATE = 0.3, 1e-7, 1e-3
+_FAST_LOOKS = 3  # consecutive monitored steps
+_WILD = 3.0  # in one step: the weights of before are lost, and the network may be dead after it
+_SLOW_LOOKS = 5  # monitored steps since the start; at its end, a schedule may lower the learning rate to zero
+
 Rows = list[dict[str, Any]]
 Target = Any  # a path of a CSV file, a SummaryWriter, a function of (step, rows), or None
 
@@ -58,8 +66,9 @@ class Alarm:
 
     Attributes:
         step: step in which the problem was detected.
-        kind: "not finite", "dead" or "exploding".
-        layer: first layer with the problem in the order of computation; for gradients, the layer nearest to the loss.
+        kind: "not finite", "dead", "exploding" or "learning rate".
+        layer: first layer with the problem in the order of computation; for gradients, the layer nearest to the loss;
+            "optimizer" for a learning rate.
         text: description of the problem.
     """
 
@@ -112,6 +121,7 @@ class _Monitor:
         self._input_shape: tuple[int, ...] = ()
         self._handle: RemovableHandle | None = None
         self._earlier_sizes: dict[str, list[float]] = defaultdict(list)
+        self._updates: list[float] = []  # median update of the weights in each monitored step
         self._active: set[tuple[str, str]] = set()  # (kind, layer) of alarms that persist
         self.step = 0
         self.rows: Rows = []
@@ -267,8 +277,12 @@ class GradientMonitor(_Monitor):
     uses. It may be missing if the model writes to the tensor in place.
 
     A row has step, layer, of ("output", or a parameter's name), norm (L2, of the whole batch), std and zeros (share of
-    the values) for an output, ratio (to the norm of the parameter) for a parameter, not_finite (number of values). With
-    a GradScaler, the gradients are scaled. The backward pass must end before the next forward starts.
+    the values) for an output, ratio (to the norm of the parameter) and update (norm of the change until the next
+    forward, to that of the parameter) for a parameter, not_finite (number of values). With a GradScaler, the gradients
+    are scaled. The backward pass must end before the next forward starts.
+
+    An alarm for a learning rate means that the median update of the weights is above 3 in a monitored step, above 0.3
+    in three consecutive ones, or below 1e-7 in all of the first five. Steps in which no parameter changes do not count.
     """
 
     def _request(self, taps: Taps) -> None:
@@ -279,20 +293,28 @@ class GradientMonitor(_Monitor):
             taps.keep(list(parameters), "grad", reduce=_norm)
         # Computed now, since the optimiser may change the parameters before the gradients are read.
         self._sizes = {name: float(parameter.detach().norm()) for name, parameter in parameters.items()}
+        # The parameters of the monitored step; at its end, the optimizer has changed them.
+        self._before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
 
     def _rows_of(self, record: Record) -> Rows:
         rows = []
+        parameters, before, self._before = named_parameters(self._model), self._before, {}
+        self._changed = False  # whether the optimizer has run
         for name, site in record.sites.items():
             tensors = record[site]
             if site.layer in self._sizes:
                 layer, _, of = site.layer.rpartition(".")
                 norm, size, not_finite = float(tensors["norm"]), self._sizes[site.layer], int(tensors["not_finite"])
-                columns = {"std": math.nan, "zeros": math.nan, "ratio": norm / size if size else math.nan}
+                change = float((parameters[site.layer].detach() - before[site.layer]).norm())
+                columns = {"std": math.nan, "zeros": math.nan, "ratio": norm / size if size else math.nan,
+                           "update": change / size if size else math.nan}  # fmt: skip
+                self._changed = self._changed or change > 0
             elif tensors:
                 layer, of, statistics = name.removesuffix("@grad"), "output", _statistics(tensors)
                 norm = statistics.rms * math.sqrt(statistics.total) if statistics.total else math.nan
                 not_finite = statistics.nan + statistics.infinite
-                columns = {"std": statistics.std, "zeros": statistics.zeros, "ratio": math.nan}
+                columns = {"std": statistics.std, "zeros": statistics.zeros, "ratio": math.nan,
+                           "update": math.nan}  # fmt: skip
             else:
                 continue
             rows.append({"layer": layer, "of": of, "norm": norm, **columns, "not_finite": not_finite})
@@ -311,6 +333,21 @@ class GradientMonitor(_Monitor):
             if self._exploded(f"{row['layer']} {row['of']}", row["norm"]):
                 text = f"the gradient of {row['of']} is 100 times as large as before (norm {row['norm']:.3g})"
                 yield "exploding", row["layer"], text
+        yield from self._alarms_of_updates([row for row in rows if row["of"] != "output"])
+
+    def _alarms_of_updates(self, rows: Rows) -> Iterable[tuple[str, str, str]]:
+        weights = [row["update"] for row in rows if row["of"].startswith("weight") and math.isfinite(row["update"])]
+        if not weights or not self._changed:
+            return  # the optimizer has not run, as while gradients are accumulated
+        self._updates.append(median(weights))
+        usual = f"the rule of thumb is {_USUAL_UPDATE:g}; is the learning rate too"
+        repeated = len(self._updates) >= _FAST_LOOKS and min(self._updates[-_FAST_LOOKS:]) > _FAST
+        if repeated or self._updates[-1] > _WILD:
+            text = f"the median change of a weight in a step is {self._updates[-1]:.2g} times its size; {usual} high?"
+            yield "learning rate", "optimizer", text
+        if len(self._updates) >= _SLOW_LOOKS and max(self._updates) < _SLOW:
+            text = f"the median change of a weight in a step is below {_SLOW:g} times its size; {usual} low?"
+            yield "learning rate", "optimizer", text
 
 
 def _norm(gradient: Tensor) -> dict[str, Tensor]:

@@ -1,13 +1,151 @@
-"""Inspection results for one output tensor of a layer, and for one parameter."""
+"""Results of an inspection: of the inputs, tensors, attentions, parameters and predictions; and what is wrong."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from extract.analysis.network.activation_statistics import Statistics
 
-__all__ = ["ParameterReport", "TensorReport"]
+__all__ = [
+    "AttentionReport", "Evidence", "Finding", "InputReport", "ParameterReport", "PredictionReport", "RunningStatistics",
+    "TensorReport",
+]  # fmt: skip
+
+SHOWN_LAYERS = 3  # names of further layers in the text of a finding
+_EQUAL = 1e-3  # inputs that differ by less than this part of the largest value are equal
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A problem, at the layer where it starts.
+
+    Attributes:
+        kind: "not finite", "equal inputs", "input scale", "running statistics", "exploding", "saturated attention",
+            "uniform attention", "saturated", "zero weight", "dead", "vanishing", "vanishing gradients",
+            "exploding gradients", "frozen", "no gradient" or "labels".
+        layer: layer where the problem starts; "input" or "loss" if it is outside the network.
+        text: description of the problem.
+        grave: whether the network is unlikely to work; otherwise the finding is for information.
+        layers: further layers that have the same problem or are affected by it, in the order of computation.
+    """
+
+    kind: str
+    layer: str
+    text: str
+    grave: bool = True
+    layers: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        more = len(self.layers) - SHOWN_LAYERS
+        names = ", ".join(self.layers[:SHOWN_LAYERS]) + (f" and {more:,} more" if more > 0 else "")
+        return f"{self.layer}: {self.text}" + (f" ({names})" if names else "")
+
+
+@dataclass
+class InputReport:
+    """Values of the model's input.
+
+    Attributes:
+        count: number of images.
+        broken: positions of images with values that are not finite.
+        low, high: smallest and largest finite value.
+        shape: shape of one image.
+    """
+
+    count: int = 0
+    broken: list[int] = field(default_factory=list)
+    low: float = math.inf
+    high: float = -math.inf
+    shape: tuple[int, ...] = ()
+    _sum: float = 0.0
+    _squares: float = 0.0
+    _values: int = 0
+    _first: Tensor | None = None
+    _differ: bool = False
+
+    def add(self, inputs: Tensor) -> None:
+        """Add a batch (B, ...); integers, such as tokens, are only counted."""
+        images, self.shape = self.count, tuple(inputs.shape[1:])
+        self.count += len(inputs)
+        if not inputs.is_floating_point():
+            self._differ = True
+            return
+        inputs = inputs.detach().float()
+        low, high = (float(value) for value in inputs.aminmax())
+        if not math.isfinite(high - low):  # NaN, infinity, or numbers near the largest of float32
+            finite = inputs.isfinite()
+            self.broken += [images + int(i) for i in (~finite.flatten(1).all(1)).nonzero().flatten().tolist()]
+            self._differ = True
+            inputs = inputs[finite]
+            low, high = (float(value) for value in inputs.aminmax()) if inputs.numel() else (math.inf, -math.inf)
+        self.low, self.high = min(self.low, low), max(self.high, high)
+        if inputs.numel():
+            mean, norm = float(inputs.mean()), float(torch.linalg.vector_norm(inputs))
+            self._sum, self._squares = self._sum + mean * inputs.numel(), self._squares + norm * norm
+            self._values += inputs.numel()
+        if not self._differ:
+            self._first = inputs[:1].clone() if self._first is None else self._first
+            same_shape = self._first.shape[1:] == inputs.shape[1:]
+            limit = _EQUAL * max(abs(self.low), abs(self.high))
+            self._differ = not same_shape or float((inputs - self._first).abs().max()) > limit
+
+    @property
+    def equal(self) -> bool:
+        """Whether there are several images, all equal up to rounding."""
+        return self.count > 1 and not self._differ
+
+    @property
+    def mean(self) -> float:
+        """Mean of the finite values; NaN without values."""
+        return self._sum / self._values if self._values else math.nan
+
+    @property
+    def rms(self) -> float:
+        """Root mean square of the finite values; NaN without values."""
+        return math.sqrt(self._squares / self._values) if self._values else math.nan
+
+    @property
+    def std(self) -> float:
+        """Standard deviation of the finite values; NaN without values."""
+        return math.sqrt(max(0.0, self.rms**2 - self.mean**2)) if self._values else math.nan
+
+
+@dataclass(frozen=True)
+class RunningStatistics:
+    """What the inputs of a batch normalisation were in training.
+
+    Attributes:
+        std: (C,) square root of the running variance, with the constant that avoids division by zero.
+        zero: share of the channels whose running variance is zero.
+        initial: whether no batch has changed the running statistics.
+    """
+
+    std: NDArray[np.float64]
+    zero: float
+    initial: bool
+
+    @classmethod
+    def of(cls, module: nn.Module) -> RunningStatistics | None:
+        """Return the statistics of a batch normalisation; None for other layers, and without running statistics."""
+        if not isinstance(module, _BatchNorm) or module.running_var is None or module.running_mean is None:
+            return None
+        mean, variance = _as_array(module.running_mean), _as_array(module.running_var)
+        initial = bool((mean == 0).all() and (variance == 1).all())
+        with np.errstate(invalid="ignore"):
+            return cls(np.sqrt(variance + module.eps), float((variance == 0).mean()), initial)
+
+
+def _as_array(values: Tensor) -> NDArray[np.float64]:
+    array: NDArray[np.float64] = values.detach().double().cpu().numpy()
+    return array
 
 
 @dataclass
@@ -26,6 +164,7 @@ class TensorReport:
         gradients: statistics of the loss gradient with respect to the tensor; None if not requested or not computed.
         bounded: whether the layer is a function with known bounds, such as a sigmoid.
         zero_weight: whether the layer's weight is zero, as in some layers before training.
+        running: running statistics, if the layer is a batch normalisation.
     """
 
     name: str
@@ -39,6 +178,15 @@ class TensorReport:
     gradients: Statistics | None = None
     bounded: bool = False
     zero_weight: bool = False
+    running: RunningStatistics | None = None
+
+    @property
+    def variation(self) -> float:
+        """Standard deviation within channels divided by the root mean square: how much the tensor depends on inputs."""
+        numbers = self.activations
+        if not numbers.total or not numbers.rms:
+            return 0.0 if numbers.total else math.nan
+        return math.sqrt(float(numbers.m2.sum()) / numbers.total) / numbers.rms
 
     @property
     def norm_ratio(self) -> float:
@@ -78,3 +226,97 @@ class ParameterReport:
     def gradient_to_weight(self) -> float:
         """Gradient norm divided by the parameter norm."""
         return self.gradient_norm / self.norm if self.norm else math.nan
+
+
+@dataclass(frozen=True)
+class AttentionReport:
+    """Attention weights of one layer, over all heads and queries of some images.
+
+    Attributes:
+        layer: layer that computes the attention.
+        keys: number of tokens that a query may attend to.
+        largest: mean over queries of the largest weight, from 1 / keys to 1.
+        one_hot: share of the queries with nearly all weight on one token.
+        deviation: largest deviation of a weight from 1 / keys, times the number of keys.
+    """
+
+    layer: str
+    keys: int
+    largest: float
+    one_hot: float
+    deviation: float
+
+    @classmethod
+    def of(cls, layer: str, weights: Tensor) -> AttentionReport:
+        """Summarise weights (B, heads, T, S)."""
+        keys, largest = weights.shape[-1], weights.amax(-1)
+        return cls(layer, keys, float(largest.mean()), float((largest > _ONE_HOT).float().mean()),
+                   float((weights * keys - 1).abs().max()))  # fmt: skip
+
+
+_ONE_HOT = 0.99
+
+
+@dataclass
+class PredictionReport:
+    """Predictions of a classifier (B, C) beside its labels.
+
+    Attributes:
+        predicted, labels: (C,) number of images by predicted and by true class.
+        right: number of images whose predicted class is the label.
+        sure: sum over images of the largest probability.
+        log_loss: sum over images of the cross-entropy.
+    """
+
+    predicted: NDArray[np.int64]
+    labels: NDArray[np.int64]
+    right: int = 0
+    sure: float = 0.0
+    log_loss: float = 0.0
+
+    @classmethod
+    def of(cls, output: object, targets: object) -> PredictionReport | None:
+        """Return the report of a batch; None without logits (B, C) and labels (B,). A negative label is unknown."""
+        if not (isinstance(output, Tensor) and isinstance(targets, Tensor)):
+            return None
+        if output.ndim != 2 or targets.shape != output.shape[:1] or targets.is_floating_point():
+            return None
+        known = (targets >= 0) & (targets < output.shape[1])
+        log_probabilities = output.detach()[known].double().log_softmax(1).cpu()
+        labels = targets[known].long().cpu()
+        classes = output.shape[1]
+        largest, chosen = log_probabilities.max(1) if len(labels) else (log_probabilities.sum(1), labels)
+        chosen_log = log_probabilities.gather(1, labels[:, None]) if len(labels) else log_probabilities
+        return cls(
+            torch.bincount(chosen, minlength=classes).numpy(), torch.bincount(labels, minlength=classes).numpy(),
+            int((chosen == labels).sum()), float(largest.exp().sum()), -float(chosen_log.sum()),
+        )  # fmt: skip
+
+    def __add__(self, other: PredictionReport) -> PredictionReport:
+        return PredictionReport(
+            self.predicted + other.predicted, self.labels + other.labels, self.right + other.right,
+            self.sure + other.sure, self.log_loss + other.log_loss,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """All that findings are made from.
+
+    Attributes:
+        tensors: in the order of computation.
+        parameters: parameters with their gradients; empty without a loss.
+        inputs: values of the model's input.
+        attentions: attention layers, in the order of computation.
+        predictions: predictions beside labels; None without a loss, logits or labels.
+        never_ran: requested layers that did not run.
+        name_of: function that returns the name of the image at a position.
+    """
+
+    tensors: Sequence[TensorReport]
+    parameters: Sequence[ParameterReport] = ()
+    inputs: InputReport = field(default_factory=InputReport)
+    attentions: Sequence[AttentionReport] = ()
+    predictions: PredictionReport | None = None
+    never_ran: Sequence[str] = ()
+    name_of: Callable[[int], str] = lambda position: f"image {position}"

@@ -313,3 +313,38 @@ def test_a_model_that_writes_under_another_name_is_trained_as_without_a_monitor(
         return seen
 
     assert losses(True) == losses(False)
+
+
+def test_updates_are_the_changes_of_the_parameters_by_the_optimizer() -> None:
+    model, rows = net(), []
+    images, labels = torch.randn(12, 3, 8, 8), torch.arange(12) % 3
+    optimiser = torch.optim.SGD(model.parameters(), 0.1)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    with GradientMonitor(model, every=1, to=lambda step, step_rows: rows.extend(step_rows)):
+        F.cross_entropy(model(images), labels).backward()
+        optimiser.step()
+    updates = {f"{row['layer']}.{row['of']}": row["update"] for row in rows if row["of"] != "output"}
+    for name, parameter in model.named_parameters():
+        if size := float(before[name].norm()):
+            assert updates[name] == pytest.approx(float((parameter.detach() - before[name]).norm()) / size, rel=1e-5)
+
+
+@pytest.mark.parametrize(("rate", "said"), [(0.05, []), (50.0, ["high?"]), (1e-9, ["low?"])])
+def test_learning_rates_far_from_the_rule_of_thumb_raise_one_alarm(rate: float, said: list[str]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+    images, labels, alarms = torch.randn(30, 6), torch.arange(30) % 3, []
+    optimiser = torch.optim.SGD(model.parameters(), rate)
+    with GradientMonitor(model, every=1, on_alarm=alarms.append):
+        for step in range(9):
+            F.cross_entropy(model(images), labels).backward()
+            if step % 2:  # gradients are accumulated over two steps
+                optimiser.step()
+                optimiser.zero_grad()
+        for _ in range(9):
+            F.cross_entropy(model(images), labels).backward()
+            optimiser.step()
+            optimiser.zero_grad()
+    about = [alarm for alarm in alarms if alarm.kind == "learning rate"]
+    assert [alarm.text.split()[-1] for alarm in about][:1] == said
+    assert all(alarm.layer == "optimizer" for alarm in about)
