@@ -40,13 +40,15 @@ class ProbedFeature:
         data_set: name of the data set.
         parts: names of the concatenated features; usually one.
         width: D.
-        result: result of the probe.
+        result: result of the probe, without its probabilities.
+        confidences: (N,) probability of the predicted class of each test row; None if the probe has none.
     """
 
     data_set: str
     parts: tuple[str, ...]
     width: int
     result: ProbeResult
+    confidences: NDArray[np.float32] | None = None
 
     @property
     def layer(self) -> str:
@@ -223,9 +225,12 @@ def _probed(
         protocol=config.protocol, scaling=config.scaling, balanced=config.class_weight == "balanced", seed=config.seed,
         device=config.device, memory_bytes=None if config.max_memory_mb is None else config.max_memory_mb << 20,
     )  # fmt: skip
+    confidences = None
+    if labelling.task == "classification" and result.probabilities is not None:
+        confidences = result.probabilities.max(1)
     # With many layers, arrays that are not reported would fill the memory.
     result = replace(result, probabilities=None, model=result.model if config.save else None)
-    return ProbedFeature(data_set, parts, train.rows.width, result)
+    return ProbedFeature(data_set, parts, train.rows.width, result, confidences)
 
 
 def _comparisons(outcome: ProbeRun, readers: dict[str, FeatureReader]) -> Iterator[Comparison]:

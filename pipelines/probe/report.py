@@ -327,10 +327,10 @@ def _write_predictions(outcome: ProbeRun, path: Path) -> bool:
                 continue
             names = [str(name) for name in result.classes.tolist()]
             paths = outcome.test_paths[feature.data_set]
-            certain = [""] * len(paths)
-            if result.task == "classification" and result.probabilities is not None:
-                certain = [f"{probability:.6f}" for probability in result.probabilities.max(1).tolist()]
-            rows = zip(paths, result.truth, result.predictions, certain, strict=True)
+            confidences = [""] * len(paths)
+            if feature.confidences is not None:
+                confidences = [f"{probability:.6f}" for probability in feature.confidences.tolist()]
+            rows = zip(paths, result.truth, result.predictions, confidences, strict=True)
             for name, truth, predicted, probability in rows:
                 unseen = outcome.labellings[feature.data_set].unseen
                 texts = [answer(value, names, result.task, unseen) for value in (truth, predicted)]
