@@ -34,7 +34,7 @@ _SATURATED_VALUES, _SATURATED_UNITS = 0.95, 0.5
 # normalisation, and 400 in a gate whose input is nearly zero; the gate's result does not exceed other activations.
 _GROWTH, _ABOVE_OTHERS = 100.0, 100.0
 # Standard deviation of the inputs of a batch normalisation, in those of training: 0.7 to 1.3 on images like those of
-# training. Pixels of 0 to 1 without normalisation give 0.25 at the first one. Later ones also depend on what is seen.
+# training. Pixels of 0 to 1 without normalisation give 0.31 at the first one. Later ones also depend on what is seen.
 _FIRST_MISFIT, _LATER_MISFIT = 3.0, 10.0
 _IMAGES_FOR_MISFIT = 20  # the values of few images vary less
 _LAYERS_BACK, _SAME_SIZE = 8, 2e-3  # where the input of a layer is looked for; sizes of inputs are summed in float32
