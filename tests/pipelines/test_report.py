@@ -40,6 +40,11 @@ def told(page: Path) -> dict[str, Any]:
     return json.loads(found[1])
 
 
+def n_thumbnails(page: Path) -> int:
+    """The number of pictures in a report."""
+    return len(told(page)["thumbnails"]["tiles"])
+
+
 def report(*arguments: object) -> tuple[Path, dict[str, Any]]:
     """A report, with a map by principal axes unless another is asked for."""
     result = layertap("report", *arguments, *(() if "--map" in arguments else ("--map", "pca")))

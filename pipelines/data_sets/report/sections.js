@@ -2,7 +2,7 @@
 
 const METRICS = {
   top1: "Top-1", top5: "Top-5", balanced_accuracy: "Balanced", macro_f1: "Macro F1", log_loss: "Log loss",
-  calibration_error: "ECE", r2: "R²", rmse: "RMSE", mae: "MAE", map: "Mean AP",
+  calibration_error: "ECE", calibration_error_if_calibrated: "ECE if calibrated", r2: "R²", rmse: "RMSE", mae: "MAE", map: "Mean AP",
 };
 const SHARES = ["top1", "top5", "balanced_accuracy"];
 const baseOf = (metric) => metric.split("@")[0];
