@@ -184,7 +184,8 @@ def test_the_first_example_reads_features_and_labels(run: Any) -> None:
 @pytest.mark.slow
 def test_the_extraction_example_stores_and_computes_the_same_features(run: Any) -> None:
     found, _ = run("docs/guides/extraction.md", images=torch.randn(2, 3, 224, 224))
-    assert found["reader"].layers == ["blocks.5", "blocks.6:max_map"]
+    assert found["reader"].layers == ["blocks.5", "blocks.6"]
+    assert found["reader"]["blocks.6"].shape == (11, 320)
     assert found["taps"].record["conv_stem"].shape == (2, 32, 112, 112)
 
 
@@ -331,7 +332,7 @@ def hooks() -> ModuleType:
 
 
 def test_the_page_of_commands_has_every_command_and_option(hooks: ModuleType) -> None:
-    parts = re.split(r"^## ", hooks.command_line(), flags=re.MULTILINE)[1:]
+    parts = re.split(r"^## ", "\n".join(hooks.command_line()), flags=re.MULTILINE)[1:]
     by_name = {part.partition("\n")[0]: part for part in parts}
     assert by_name.keys() == main.commands.keys()
     for name, command in main.commands.items():
@@ -341,7 +342,7 @@ def test_the_page_of_commands_has_every_command_and_option(hooks: ModuleType) ->
 
 
 def test_the_page_of_keys_has_every_key_of_the_models(hooks: ModuleType) -> None:
-    page = hooks.configuration()
+    page = "\n".join(hooks.configuration())
     for model in (EmbedConfig, SyncConfig, ScheduleConfig, hooks.ProbeConfig):
         for name, field in model.model_fields.items():
             assert f"`{name}`" in page
