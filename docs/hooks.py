@@ -5,9 +5,10 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, get_args, get_origin
 
 import click
+import yaml
 
 from pipelines.cli import main
 from pipelines.embed.config import EmbedConfig
@@ -57,7 +58,8 @@ def configuration() -> Iterator[str]:
     yield "# Configuration keys\n"
     yield "This page is generated from the models that check the files. An unknown key is an error. A flag on the"
     yield "command line replaces the key of the same name. Relative paths start at the working directory, and `~` is"
-    yield "expanded. The default of `workers` depends on the machine; the one below is of the machine that built this page.\n"
+    yield "expanded. The default of `workers` depends on the machine: the one below is that of the machine that built"
+    yield "this page. Times are seconds, or text such as `90s`, `15m`, `36h` or `30d`.\n"
     of_embed = {name: field.description for name, field in EmbedConfig.model_fields.items()}
     for heading, model, example in PARTS:
         yield f"## {heading}\n"
@@ -74,20 +76,22 @@ def configuration() -> Iterator[str]:
 
 
 def _key(name: str, field: Any) -> tuple[str, str, str, str]:
-    default = "required" if field.is_required() else f"`{field.get_default(call_default_factory=True)}`"
+    default = "required"
+    if not field.is_required():
+        default = f"`{yaml.safe_dump(field.get_default(), default_flow_style=True).splitlines()[0]}`"
     return f"`{name}`", f"`{_type(field.annotation)}`", default, _cell(field.description or "")
 
 
 def _type(annotation: Any) -> str:
-    """Return a type as text: `str`, `list[int]`, `exact or fast`, `int or none`."""
+    """Return a type as text: `str`, `list[int]`, `exact or fast`, `int or null`."""
     if annotation is type(None):
-        return "none"
+        return "null"
     if isinstance(annotation, type) and not get_args(annotation):
         return annotation.__name__
     if isinstance(annotation, str):  # a value of a Literal
         return annotation
     texts = [_type(part) for part in get_args(annotation)]
-    return f"list[{texts[0]}]" if annotation.__name__ == "list" else " or ".join(texts)
+    return f"list[{texts[0]}]" if get_origin(annotation) is list else " or ".join(texts)
 
 
 def _table(*heads: str, rows: Iterable[Iterable[str]]) -> Iterator[str]:

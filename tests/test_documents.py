@@ -278,7 +278,7 @@ def problem(words: list[str]) -> str | None:
 @pytest.mark.parametrize("page", [page for page in PAGES if page not in MISTAKES])
 def test_every_command_of_a_page_exists_with_its_options(page: str) -> None:
     for text, is_example in commands(page):
-        words = shlex.split(text) if re.match(r"layertap [a-z]", text) else []
+        words = shlex.split(text) if re.match(r"layertap [a-z]+( |$)", text) else []
         if words and (wrong := problem(words[1:])) is not None:
             mentions_an_option = not is_example and words[-1].startswith("-") and "requires an argument" in wrong
             assert mentions_an_option, f"{page}: {text}: {wrong}"
