@@ -68,8 +68,8 @@ def configuration() -> Iterator[str]:
         if model is SyncConfig:
             same = [name for name, field in fields.items() if of_embed.get(name) == field.description]
             yield f"These keys have the same meaning as for `embed`: {', '.join(f'`{name}`' for name in same)}."
-            yield "`schedule` holds the keys of the next table. `data_sets` is a list of several data sets, each with its"
-            yield "own keys; the keys beside it apply to all of them. The other keys are:\n"
+            yield "`schedule` holds the keys of the next table. `data_sets` is a list of several data sets, each with"
+            yield "its own keys; the keys beside it apply to all of them. The other keys are:\n"
             fields = {name: field for name, field in fields.items() if name not in same}
         yield from _table(
             "key", "type", "default", "meaning", rows=[_key(name, field) for name, field in fields.items()]

@@ -182,6 +182,13 @@ def test_the_first_example_reads_features_and_labels(run: Any) -> None:
 
 
 @pytest.mark.slow
+def test_the_search_example_finds_each_query_itself(run: Any) -> None:
+    found, _ = run("docs/guides/search-and-report.md")
+    assert found["found"].rows.shape == (2, 10)
+    assert found["found"].rows[:, 0].tolist() == [0, 1]
+
+
+@pytest.mark.slow
 def test_the_extraction_example_stores_and_computes_the_same_features(run: Any) -> None:
     found, _ = run("docs/guides/extraction.md", images=torch.randn(2, 3, 224, 224))
     assert found["reader"].layers == ["blocks.5", "blocks.6"]
