@@ -43,7 +43,7 @@ def command_line() -> Iterator[str]:
     yield "This page is generated from the commands themselves; `layertap COMMAND --help` prints the same text."
     yield "[Run an extraction](../guides/extraction.md#exit-codes) lists the exit codes.\n"
     for name, command in sorted(main.commands.items()):
-        context = click.Context(command, info_name=f"layertap {name}")
+        context = click.Context(command, info_name=f"layertap {name}", terminal_width=110, max_content_width=110)
         yield f"## {name}\n"
         yield f"```text\n{command.get_usage(context).removeprefix('Usage: ')}\n```\n"
         for paragraph in inspect.cleandoc(command.help or "").split("\n\n"):
