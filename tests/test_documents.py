@@ -1,0 +1,356 @@
+"""The documents: examples run and do what they say, commands and keys exist, links lead somewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import os
+import re
+import shlex
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import click
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from pipelines.cli import main
+from pipelines.embed.config import EmbedConfig
+from pipelines.sync.config import ScheduleConfig, SyncConfig, load_sync_file
+from tests.conftest import make_picture
+
+ROOT = Path(__file__).parents[1]
+PAGES = {
+    str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
+    for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+}
+SET_UP = ("pip install -e '.[demo]' && layertap demo", "pip install -e '.[test]' && pytest")
+
+# Examples that are not run here: the page, the first words of the example (all examples: ""), and the reason.
+NOT_RUN = {
+    ("docs/taps-compared.md", ""): "tests/test_taps_compared.py compares them with the code that it runs",
+    ("docs/file-format.md", ""): "tests/pipelines/test_golden.py runs it on data sets of each format version",
+    ("docs/guides/search-and-report.md", "from layertap import load_text_tower"): "needs weights from a server",
+}
+# Pages of which every command is a mistake.
+MISTAKES = ("docs/common-mistakes.md",)
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return [textwrap.dedent(code) for code in re.findall(rf"```{language}\n(.*?)```", PAGES[page], re.DOTALL)]
+
+
+def examples(page: str) -> list[str]:
+    """Python examples of a page, without those that are not run."""
+    omitted = [start for name, start in NOT_RUN if name == page]
+    return [code for code in blocks(page, "python") if not any(code.startswith(start) for start in omitted)]
+
+
+@pytest.fixture(scope="module")
+def names() -> dict[str, Any]:
+    torch.manual_seed(0)
+    found: dict[str, Any] = {}
+    for number, code in enumerate(examples("docs/guides/hooks.md")):
+        if "vgg16" in code:  # a test of its own: its 138 million weights take seconds
+            continue
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            exec(code, found)
+        found[f"printed by {number}"] = printed.getvalue()
+    return found
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with photos, their data set, and another picture."""
+    from extract import extract_features
+
+    place = tmp_path_factory.mktemp("documents")
+    for i in range(11):
+        path = place / "photos" / "ab"[i % 2] / f"{i}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        make_picture(i).save(path)
+    make_picture(11).save(place / "cat.jpg")
+    extract_features(str(place / "photos"), out=place / "outputs" / "photos", progress=False)
+    return place
+
+
+@pytest.fixture
+def run(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """A function that runs the examples of a page, one after the other, and returns their names and output."""
+    monkeypatch.chdir(place)
+
+    def run(page: str, **given: Any) -> tuple[dict[str, Any], str]:
+        names: dict[str, Any] = {"__name__": "__main__", **given}
+        assert examples(page)
+        for code in examples(page):
+            exec(code, names)
+        return names, capsys.readouterr().out
+
+    return run
+
+
+def test_there_are_nine_examples_of_hooks() -> None:
+    assert len(examples("docs/guides/hooks.md")) == 9
+
+
+def test_the_histogram_holds_every_gradient(names: dict[str, Any]) -> None:
+    assert names["counts"].sum() == 600  # one for each of the images
+
+
+def test_a_smoothed_gradient_is_a_moving_average(names: dict[str, Any]) -> None:
+    assert names["smoothed"].shape == (1, 8)
+    assert names["smoothed"].abs().sum() > 0
+
+
+def test_moments_are_of_all_batches(names: dict[str, Any]) -> None:
+    assert set(names["moments"]) == {"0", "1", "2"}
+    assert names["inspection"].images == 500
+
+
+def test_the_naive_hook_loses_what_the_inplace_relu_rewrites(names: dict[str, Any]) -> None:
+    assert names["lost"] == 0
+    assert 50 < names["there"] < 250
+
+
+def test_layer_shapes_of_resnet50(names: dict[str, Any]) -> None:
+    assert names["printed by 0"].splitlines() == [f"layer3.{i} (1, 1024, 14, 14)" for i in range(6)]
+
+
+def test_inputs_and_outputs_differ_by_nothing_from_what_forward_returned(names: dict[str, Any]) -> None:
+    assert names["difference"] == 0
+    assert names["passed_on"] == 0
+
+
+def test_the_clipped_gradient_is_clipped(names: dict[str, Any]) -> None:
+    assert names["largest"] == pytest.approx(0.01)
+
+
+def test_norms_of_the_weights_gradient_are_handed_over(names: dict[str, Any]) -> None:
+    assert len(names["norms"]) == 3
+    total = names["net"][2].weight.grad  # the sum over the steps, and over the example before them
+    assert all(norm > 0 for norm in names["norms"])
+    assert total is not None
+
+
+@pytest.mark.slow
+def test_doubling_the_first_layer_changes_its_gradients(names: dict[str, Any]) -> None:
+    (code,) = (code for code in examples("docs/guides/hooks.md") if "vgg16" in code)
+    torch.manual_seed(0)
+    exec(code, names)
+    one, two = names["gradients"]
+    assert not torch.allclose(one, two)
+    assert 1.5 < two.norm() / one.norm() < 2.5
+
+
+def test_the_reading_example_reads(run: Any) -> None:
+    found, _ = run("docs/guides/reading.md")
+    assert tuple(found["x"].shape) == (11, 1280)
+    assert sorted(found["y"].tolist()) == sorted(found["labels"].tolist())
+    assert sorted(found["rows"].tolist()) == list(range(11))
+    assert found["features"].shape == (11, 1280)
+    assert found["ok"].all()
+    assert list(found["classes"]) == ["a", "b"]
+
+
+def test_the_probe_example_probes(run: Any) -> None:
+    generator = np.random.default_rng(0)
+    y = generator.integers(0, 3, 150)
+    x = (generator.normal(size=(150, 8)) + 2 * np.eye(3, 8)[y]).astype(np.float32)
+    found, _ = run("docs/guides/probes.md", x_train=x[:100], y_train=y[:100], x_test=x[100:], y_test=y[100:])
+    assert found["result"].value > 0.7
+    assert len(found["result"].curve) == 45
+
+
+def test_the_examples_of_the_readme_read_and_hook(run: Any) -> None:
+    found, printed = run("README.md")
+    assert found["x"].shape == (11, 1280)
+    assert sorted(text.split("/")[1] for text in found["paths"]) == sorted(f"{i}.png" for i in range(11))
+    assert len(found["loader"]) == 1
+    assert "'layer2': (2, 128, 8, 8)" in printed
+    assert found["taps"].record["layer1@grad"].abs().sum() > 0
+
+
+def test_the_first_example_reads_features_and_labels(run: Any) -> None:
+    found, _ = run("docs/index.md")
+    assert (found["x"].shape, found["y"].tolist()) == ((11, 1280), [0] * 6 + [1] * 5)
+
+
+@pytest.mark.slow
+def test_the_search_example_finds_each_query_itself(run: Any) -> None:
+    found, _ = run("docs/guides/search-and-report.md")
+    assert found["found"].rows.shape == (2, 10)
+    assert found["found"].rows[:, 0].tolist() == [0, 1]
+
+
+@pytest.mark.slow
+def test_the_extraction_example_stores_and_computes_the_same_features(run: Any) -> None:
+    found, _ = run("docs/guides/extraction.md", images=torch.randn(2, 3, 224, 224))
+    assert found["reader"].layers == ["blocks.5", "blocks.6"]
+    assert found["reader"]["blocks.6"].shape == (11, 320)
+    assert found["taps"].record["conv_stem"].shape == (2, 32, 112, 112)
+
+
+@pytest.mark.slow
+def test_the_example_of_a_difference_prints_none_between_a_vector_and_itself(run: Any) -> None:
+    found, printed = run("docs/concepts/why-features-differ.md")
+    assert found["pixels"].shape == (224, 224, 3)
+    assert found["pixels"].dtype == torch.uint8
+    assert printed == "0.0\n"
+
+
+@pytest.mark.slow
+def test_the_example_of_diagnosis_inspects_ablates_and_explains(run: Any) -> None:
+    from extract import load_backbone
+
+    tensorboard = pytest.importorskip("torch.utils.tensorboard")
+    backbone = load_backbone("bundled/efficientnet_lite0", device="cpu")
+    net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
+    pictures, labels = torch.randn(4, 3, 2, 2), torch.tensor([0, 1, 2, 0])
+    looks: list[bool] = []
+    pixels = torch.randint(0, 256, (2, 224, 224, 3), dtype=torch.uint8)
+    batches: dict[str, Any] = {"batches": [(pictures, labels)]}
+
+    def train() -> None:
+        net(pictures).sum().backward()
+        looks.append(True)
+
+    given = {
+        "model": net, "backbone": backbone, "pixels": pixels, "train": train, "F": torch.nn.functional,
+        "SummaryWriter": tensorboard.SummaryWriter,
+    }  # fmt: skip
+    (code,) = examples("docs/guides/inside-a-network.md")
+    of_backbone = code.replace("ablation(backbone, batches", "ablation(backbone, inputs")
+    given["inputs"] = [(backbone.preprocessing.to_input(pixels), None)]
+    exec(of_backbone, given | batches, found := {})
+    assert found["inspection"].images == 4
+    assert len(found["effects"]) == 7
+    assert found["cam"].shape == (2, 7, 7)
+    assert looks == [True]
+
+
+@pytest.mark.slow
+def test_the_hand_written_loop_and_layertap_give_rows_of_all_images(run: Any) -> None:
+    found, _ = run("docs/coming-from/hand-written-loop.md")
+    assert torch.cat(found["rows"]).shape == (11, 512)
+    assert found["x"].shape == (11, 1280)
+
+
+@pytest.mark.slow
+def test_the_examples_of_feature_extractors_agree_but_beside_an_in_place_layer(run: Any) -> None:
+    found, _ = run("docs/coming-from/create-feature-extractor.md")
+    assert (found["theirs"] < 0).sum() == 0
+    negative = (found["taps"].record["bn1"] < 0).float().mean()
+    assert 0.3 < negative < 0.7
+
+
+def test_every_page_with_examples_is_run_or_exempt() -> None:
+    run_here = set(re.findall(r'(?:run|examples)\("([^"]+\.md)"', Path(__file__).read_text(encoding="utf-8")))
+    with_examples = {page for page in PAGES if examples(page)}
+    assert with_examples == run_here
+    for page, start in NOT_RUN:
+        assert any(code.startswith(start) for code in blocks(page, "python")), (page, start)
+
+
+def commands(page: str) -> Iterator[tuple[str, bool]]:
+    """Commands of layertap on a page, and whether each is a line of a shell example or text between backticks."""
+    for code in blocks(page, "bash"):
+        for line in code.replace("\\\n", " ").splitlines():
+            yield from ((part.strip(), True) for part in re.split(r"&&|;|\||>", line.partition(" #")[0]))
+    without_blocks = re.sub(r"```.*?```", "", PAGES[page], flags=re.DOTALL)
+    yield from ((text, False) for text in re.findall(r"`([^`\n]+(?:\n[^`\n]+)?)`", without_blocks))
+
+
+def problem(words: list[str]) -> str | None:
+    """What is wrong with a command, without running it: an unknown command, option or choice."""
+    if words[0] not in main.commands:
+        return f"no command {words[0]!r}"
+    command = main.commands[words[0]]
+    context = click.Context(command)
+    try:
+        values, rest, _ = command.make_parser(context).parse_args(words[1:])
+        for param in command.params:
+            if isinstance(param.type, click.Choice) and isinstance(values.get(str(param.name)), str):
+                param.type.convert(values[str(param.name)], param, context)
+    except click.UsageError as error:
+        return error.format_message()
+    return f"unexpected {rest}" if rest else None
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in MISTAKES])
+def test_every_command_of_a_page_exists_with_its_options(page: str) -> None:
+    for text, is_example in commands(page):
+        words = shlex.split(text) if re.match(r"layertap [a-z]+( |$)", text) else []
+        if words and (wrong := problem(words[1:])) is not None:
+            mentions_an_option = not is_example and words[-1].startswith("-") and "requires an argument" in wrong
+            assert mentions_an_option, f"{page}: {text}: {wrong}"
+
+
+def test_a_wrong_command_option_or_choice_is_noticed() -> None:
+    assert problem(["emded", "photos"]) == "no command 'emded'"
+    assert "--layer5" in str(problem(["embed", "photos", "--layer5", "x"]))
+    assert "'jpg' is not one of" in str(problem(["export", "outputs/photos", "--to", "jpg"]))
+    assert "unexpected" in str(problem(["show", "outputs/photos", "outputs/other"]))
+    assert problem(["export", "outputs/photos", "--to", "npy"]) is None
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "yaml")])
+def test_configuration_files_of_a_page_are_valid(page: str, tmp_path: Path) -> None:
+    for number, text in enumerate(blocks(page, "yaml")):
+        (tmp_path / f"{number}.yaml").write_text(text)
+        if {"settle", "schedule", "data_sets"} & yaml.safe_load(text).keys():
+            assert load_sync_file(tmp_path / f"{number}.yaml").data_sets
+        else:
+            EmbedConfig(**yaml.safe_load(text))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_link_of_a_page_leads_to_a_file(page: str) -> None:
+    text = re.sub(r"```.*?```|`[^`]*`", "", PAGES[page], flags=re.DOTALL)
+    generated = {"docs/reference/command-line.md", "docs/reference/configuration.md"}
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if "://" in target or target.startswith("#"):
+            continue
+        path = os.path.normpath(Path(page).parent / target.partition("#")[0])
+        assert path in generated or (ROOT / path).is_file(), f"{page} links to {target}"
+
+
+def test_the_readme_is_short_and_has_the_set_up_commands() -> None:
+    lines = PAGES["README.md"].splitlines()
+    assert len(lines) <= 150
+    assert set(SET_UP) <= set(lines)
+    assert max(len(line) for line in lines[:24]) <= 100  # the first screen
+
+
+@pytest.fixture(scope="module")
+def hooks() -> ModuleType:
+    """The module that MkDocs takes for its hooks."""
+    spec = importlib.util.spec_from_file_location("hooks", ROOT / "docs" / "hooks.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_of_commands_has_every_command_and_option(hooks: ModuleType) -> None:
+    parts = re.split(r"^## ", "\n".join(hooks.command_line()), flags=re.MULTILINE)[1:]
+    by_name = {part.partition("\n")[0]: part for part in parts}
+    assert by_name.keys() == main.commands.keys()
+    for name, command in main.commands.items():
+        for param in command.params:
+            if isinstance(param, click.Option) and not param.hidden:
+                assert all(option in by_name[name] for option in param.opts), (name, param.name)
+
+
+def test_the_page_of_keys_has_every_key_of_the_models(hooks: ModuleType) -> None:
+    page = "\n".join(hooks.configuration())
+    for model in (EmbedConfig, SyncConfig, ScheduleConfig, hooks.ProbeConfig):
+        for name, field in model.model_fields.items():
+            assert f"`{name}`" in page
+            assert hooks._cell(field.description or "") in page, name
