@@ -22,6 +22,7 @@ from extract import FeatureReader, Status
 from extract.store.format.layout import StoredFeature, create_shard
 from extract.store.format.writer import ShardWriter
 from pipelines.data_sets.report.page import PAGE_BYTES, _as_data
+from pipelines.data_sets.report.probe_results import probes
 from pipelines.data_sets.report.similar_images import near_duplicate_cosine
 from pipelines.data_sets.report.thumbnail_sheets import thumbnail_sheets
 from tests.conftest import make_picture
@@ -238,6 +239,21 @@ def test_probes_and_another_data_set_are_told(folder: Path, tmp_path: Path) -> N
     assert content["other"]["images"] == {"in_both": 60, "only_in_first": 0, "only_in_second": 0}
     ((layer, share, chance),) = content["other"]["neighbours"]
     assert (layer, share > 0.95, chance) == ("embedding", True, pytest.approx(10 / 59))
+
+
+def test_training_rows_of_a_probe_are_those_of_its_final_fit(tmp_path: Path) -> None:
+    probe = {
+        "data_set": "a", "layer": "x", "width": 4, "chosen": {}, "metrics": {},
+        "rows": {"train": 50, "val": 50, "test": 9},  # chosen on folds of the training rows
+    }  # fmt: skip
+    content = {
+        "configuration": {"protocol": "clip"}, "probes": [probe],
+        "data_sets": {"a": {"fingerprint": "f", "task": "classification"}},
+    }  # fmt: skip
+    (tmp_path / "results.json").write_text(json.dumps(content))
+    results, notes = probes(tmp_path / "none", [tmp_path])
+    assert notes == []
+    assert (results[tmp_path]["layers"][0]["train"], results[tmp_path]["layers"][0]["test"]) == (50, 9)
 
 
 def test_a_file_that_is_no_report_is_not_written_over(hostile: Path, tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ const addTable = (parent, caption, columns, rows) => {
   const headings = columns.map(([title, kind, value, shown]) => {
     const longest = Math.max(0, ...rows.map((row) => String((shown ? shown(row) : value(row)) ?? "").length));
     const heading = add(head, "th", null, {scope: "col", "aria-sort": "none", ...(kind === "number" ? {class: "number"} : {})});
-    if (kind === "text") heading.style.minWidth = `${Math.min(longest, 20)}ch`;
+    if (kind === "text") heading.style.minWidth = `calc(${Math.min(longest, 20)}ch + 1.2rem)`; // with the padding
     addButton(heading, title, () => {
       const up = heading.getAttribute("aria-sort") !== "ascending";
       for (const other of headings) other.setAttribute("aria-sort", "none");

@@ -77,7 +77,7 @@ def _probed(probe: dict[str, Any], data_sets: dict[str, Any]) -> dict[str, Any]:
         "data_set": printable(str(probe["data_set"])), "layer": printable(str(probe["layer"])),
         "fingerprint": str(data_set["fingerprint"]), "task": str(data_set["task"]),
         "width": int(probe["width"]),
-        "train": int(rows["train"]) + int(rows["val"]), "test": int(rows["test"]), "chosen": printable(chosen),
+        "train": int(rows["train"]), "test": int(rows["test"]), "chosen": printable(chosen),
         "metrics": metrics,
     }  # fmt: skip
     confusion, classes = probe.get("confusion"), probe.get("classes") or []

@@ -2,16 +2,18 @@
 
 const METRICS = {
   top1: "Top-1", top5: "Top-5", balanced_accuracy: "Balanced", macro_f1: "Macro F1", log_loss: "Log loss",
-  calibration_error: "ECE", calibration_error_if_calibrated: "ECE if calibrated", r2: "R²", rmse: "RMSE", mae: "MAE", map: "Mean AP",
+  calibration_error: "ECE", r2: "R²", rmse: "RMSE", mae: "MAE", map: "Mean AP",
 };
 const SHARES = ["top1", "top5", "balanced_accuracy"];
+const CALIBRATED = "calibration_error_if_calibrated"; // stands beside the calibration error
 const baseOf = (metric) => metric.split("@")[0];
 const metricName = (metric) => {
   const [base, shots] = metric.split("@");
   return (METRICS[base] || base.replace(/_/g, " ")) + (shots ? `, ${shots} per class` : "");
 };
 const metricValue = (metric, number) =>
-  number === null || number === undefined ? null : SHARES.includes(baseOf(metric)) ? percent(number) : short(number);
+  number === null || number === undefined ? null : SHARES.includes(baseOf(metric)) ? percent(number) :
+    Math.abs(number) < 100 ? number.toFixed(3) : short(number);
 const interval = (metric, [, low, high]) => {
   if (low === null || high === null || low === undefined) return "";
   const isShare = SHARES.includes(baseOf(metric)); // the unit stands behind the value
@@ -96,14 +98,15 @@ const addProbes = () => {
     addTable(part, `Results by layer, ${protocol}`, [
       ...(several ? [["Data set", "text", (item) => item.data_set]] : []),
       ["Layer", "text", (item) => item.layer],
-      ...metrics.map((key, i) => [metricName(key), "number", (item) => (item.metrics[key] || [null])[0], (item) => {
+      ...metrics.filter((key) => key !== CALIBRATED).map((key, i) => [metricName(key), "number", (item) => (item.metrics[key] || [null])[0], (item) => {
         const estimate = item.metrics[key] || [null, null, null];
-        return estimate[0] === null ? null : metricValue(key, estimate[0]) + (i === 0 ? interval(key, estimate) : "");
+        const calibrated = key === "calibration_error" ? metricValue(CALIBRATED, (item.metrics[CALIBRATED] || [null])[0]) : null;
+        return estimate[0] === null ? null : metricValue(key, estimate[0]) + (i === 0 ? interval(key, estimate) : "") +
+          (calibrated === null ? "" : ` (${calibrated} if calibrated)`);
       }]),
       ["Chosen", "text", (item) => item.chosen],
-      ["Values", "number", (item) => item.width, (item) => count(item.width)],
-      ["Train rows", "number", (item) => item.train, (item) => count(item.train)],
-      ["Test rows", "number", (item) => item.test, (item) => count(item.test)],
+      ["Train", "number", (item) => item.train, (item) => count(item.train)],
+      ["Test", "number", (item) => item.test, (item) => count(item.test)],
     ], layers);
   }
   addPredictions(part);
