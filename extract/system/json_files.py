@@ -32,7 +32,16 @@ from typing import Any
 from extract.errors import InputError, LayertapError
 from extract.system.atomic_files import open_regular
 
-__all__ = ["JSON_BYTES", "TIME", "Text", "check_shape", "parse_json", "read_json", "read_json_lines"]
+__all__ = [
+    "JSON_BYTES",
+    "TIME",
+    "Text",
+    "check_shape",
+    "is_finite_number",
+    "parse_json",
+    "read_json",
+    "read_json_lines",
+]
 
 JSON_BYTES = 1 << 26  # far more than a description, or the log of a thousand runs
 _DEPTH = 64  # functions that print or compare the content are recursive
@@ -188,7 +197,7 @@ def _fault(value: Any, shape: Any, where: _Place) -> str | None:
     elif isinstance(shape, dict):
         return _fault(value, dict, where) or _fault_in_object(value, shape, where)
     elif shape is float:
-        fits, expected = _is_finite(value), "a finite number"
+        fits, expected = is_finite_number(value), "a finite number"
     else:
         fits, expected = value is None if shape is None else isinstance(value, shape), _NAMES.get(shape, "a value")
     return None if fits else f"{_name_of(where)} is {_brief(value)}, expected {expected}"
@@ -229,7 +238,8 @@ def _name_of(where: _Place) -> str:
     return text
 
 
-def _is_finite(value: Any) -> bool:
+def is_finite_number(value: Any) -> bool:
+    """Return whether a value of JSON is a number, and not infinite or NaN."""
     try:
         return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     except OverflowError:  # a whole number beyond 1e308

@@ -13,8 +13,7 @@ from extract.errors import LayertapError
 from extract.store.format.dataset import DataSet
 from extract.store.format.schemas import RUN
 from extract.store.format.version import pass_folder
-from extract.system.json_files import read_json_lines
-from pipelines.data_sets.report.probe_results import is_number
+from extract.system.json_files import is_finite_number, read_json_lines
 from pipelines.terminal.text_output import printable
 
 __all__ = ["facts", "runs", "stages"]
@@ -103,7 +102,7 @@ def stages(dataset: DataSet) -> dict[str, float]:
         spent = line.get("made") if line["event"] == "shard" else line if line["event"] == "ended" else None
         spent = spent.get("stages") if isinstance(spent, dict) else None
         for stage, seconds in spent.items() if isinstance(spent, dict) else ():
-            if is_number(seconds):
+            if is_finite_number(seconds):
                 total[printable(str(stage))] = total.get(printable(str(stage)), 0.0) + float(seconds)
     return total
 
@@ -120,4 +119,4 @@ def _lines(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def _numbers(line: dict[str, Any]) -> dict[str, Any]:
-    return {name: line[name] for name in ("rows", "seconds") if is_number(line.get(name))}
+    return {name: line[name] for name in ("rows", "seconds") if is_finite_number(line.get(name))}

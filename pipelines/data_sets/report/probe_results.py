@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 from extract.errors import LayertapError
 from extract.system.csv_cells import safe_cell
-from extract.system.json_files import read_json
+from extract.system.json_files import is_finite_number, read_json
 from pipelines.terminal.text_output import printable
 
 __all__ = ["Prediction", "predictions_of", "probes"]
@@ -69,7 +68,7 @@ def _probed(probe: dict[str, Any], data_sets: dict[str, Any]) -> dict[str, Any]:
     chosen = ", ".join(f"{name} {value:.3g}" for name, value in probe["chosen"].items())
     rows, data_set = probe["rows"], data_sets[probe["data_set"]]
     metrics = {
-        printable(str(name)): [float(estimate[end]) if is_number(estimate[end]) else None
+        printable(str(name)): [float(estimate[end]) if is_finite_number(estimate[end]) else None
                                for end in ("value", "low", "high")]
         for name, estimate in probe["metrics"].items()
     }  # fmt: skip
@@ -87,14 +86,6 @@ def _probed(probe: dict[str, Any], data_sets: dict[str, Any]) -> dict[str, Any]:
         if [len(line) for line in layer["confusion"]] != [len(classes)] * len(classes):
             raise ValueError("the confusion matrix does not have a row and a column for each class")
     return layer
-
-
-def is_number(value: Any) -> bool:
-    """Return whether a value of a JSON file is a finite number."""
-    try:
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    except OverflowError:  # a whole number beyond 1e308
-        return False
 
 
 def predictions_of(
