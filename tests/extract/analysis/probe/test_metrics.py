@@ -133,7 +133,8 @@ def test_the_interval_of_a_proportion_holds_it_in_94_of_100_cases_and_is_little_
     result = of_proportions("Clopper-Pearson", rows)
     assert min(result["coverage"]) >= 0.94
     assert max(result["width"]) <= 1.2
-    assert min(of_proportions("percentile bootstrap", rows)["coverage"]) < 0.92  # what was used before
+    if rows <= 1000:  # with more, the percentile bootstrap is good as well
+        assert min(of_proportions("percentile bootstrap", rows)["coverage"]) < 0.92
 
 
 def test_the_interval_of_a_perfect_score_has_a_width():
