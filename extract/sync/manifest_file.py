@@ -79,12 +79,21 @@ class ManifestFile:
                 if rebuild_because:
                     self.recreate(rebuild_because)
                 else:
-                    self._open()
+                    self._open_again_if_damaged()
             except sqlite3.DatabaseError as error:
                 if isinstance(error, sqlite3.OperationalError):
                     raise LayertapError(f"cannot open {out / 'manifest.sqlite'}: {error}") from error
                 self.recreate(str(error))
             on_error.pop_all()
+
+    def _open_again_if_damaged(self) -> None:
+        """Open the file; if it seems to be damaged, once more: SQLite takes some failed reads for damage."""
+        try:
+            self._open()
+        except sqlite3.OperationalError:
+            raise
+        except sqlite3.DatabaseError:
+            self._open()
 
     def _open(self) -> None:
         is_new = not self._path.exists()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import sqlite3
 import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
@@ -26,6 +27,7 @@ from extract.sync import manifest as manifest_module
 from extract.sync import publishing
 from extract.sync.difference import difference
 from extract.sync.manifest import Manifest
+from extract.sync.manifest_file import ManifestFile
 from extract.sync.publishing import publish, remove_unneeded
 from extract.sync.records import StoredRow
 from extract.sync.safety_limits import Guards
@@ -355,3 +357,22 @@ def test_the_bytes_and_the_memory_of_a_pass_with_few_changes_do_not_grow_with_th
 def bytes_written() -> int:
     """Return the bytes that this process has passed to `write`."""
     return int(Path("/proc/self/io").read_text().partition("wchar:")[2].split()[0])
+
+
+def test_a_manifest_that_could_not_be_read_once_is_not_set_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Manifest(tmp_path) as manifest, manifest.transaction():
+        manifest.version = 7
+    opened, calls = ManifestFile._open, []
+
+    def failing_first(self: ManifestFile) -> None:
+        calls.append(1)
+        if len(calls) == 1:  # as SQLite reports some reads that failed
+            raise sqlite3.DatabaseError("database disk image is malformed")
+        opened(self)
+
+    monkeypatch.setattr(ManifestFile, "_open", failing_first)
+    with Manifest(tmp_path) as manifest:
+        assert (manifest.version, manifest.rebuilt_because) == (7, "")
+    assert not (tmp_path / "manifest.sqlite.damaged").exists()
