@@ -102,11 +102,15 @@ def _products(rows: FeatureRows) -> tuple[NDArray[np.float64], NDArray[np.float6
 def tsne(rows: FeatureRows, seed: int = 0) -> NDArray[np.float32]:
     """Compute t-SNE coordinates (N, 2) by cosine, from the first 50 principal components, held in memory.
 
+    They are zero if there is one row, or if all rows are equal.
+
     Raises:
         LayertapError: scikit-learn or threadpoolctl is not installed.
     """
     manifold = library("sklearn.manifold", "report", "a t-SNE map")
     vectors = _unit_vectors(principal(rows, _KEPT, seed).project(rows))
+    if not np.ptp(vectors, 0).any():
+        return np.zeros((len(vectors), 2), np.float32)
     perplexity = min(30.0, max(1.0, (len(vectors) - 1) / 3))
     estimator = manifold.TSNE(perplexity=perplexity, init="random" if len(vectors) < 4 else "pca", random_state=seed)
     # t-SNE's threads wait for each other in each of 1,000 steps; on busy cores this takes longer than the computation.
@@ -117,11 +121,15 @@ def tsne(rows: FeatureRows, seed: int = 0) -> NDArray[np.float32]:
 def umap(rows: FeatureRows, seed: int = 0) -> NDArray[np.float32]:
     """Compute UMAP coordinates (N, 2) by cosine, from the first 50 principal components, held in memory.
 
+    They are zero if there is one row, or if all rows are equal.
+
     Raises:
         LayertapError: umap-learn is not installed.
     """
     umap_learn = library("umap", "umap", "a UMAP map")
     vectors = _unit_vectors(principal(rows, _KEPT, seed).project(rows))
+    if not np.ptp(vectors, 0).any():
+        return np.zeros((len(vectors), 2), np.float32)
     neighbours = min(15, max(2, len(vectors) - 1))
     estimator = umap_learn.UMAP(n_neighbors=neighbours, metric="cosine", random_state=seed, n_jobs=1)
     return np.asarray(estimator.fit_transform(vectors), np.float32)

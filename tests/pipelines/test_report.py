@@ -240,6 +240,19 @@ def test_probes_and_another_data_set_are_told(folder: Path, tmp_path: Path) -> N
     assert content["other"]["images"] == {"in_both": 60, "only_in_first": 0, "only_in_second": 0}
     ((layer, share, chance),) = content["other"]["neighbours"]
     assert (layer, share > 0.95, chance) == ("embedding", True, pytest.approx(10 / 59))
+    file = tmp_path / "a" / "probe" / "centroid" / "predictions.csv"
+    confidences = {line["path"]: i % 5 / 5 for i, line in enumerate(lines)}
+    with file.open("w", newline="") as text:
+        writer = csv.DictWriter(text, lines[0])
+        writer.writeheader()
+        writer.writerows({**line, "probability": confidences[line["path"]]} for line in lines)
+    _, content = report(tmp_path / "a", "-o", tmp_path / "page.html")
+    shown = [confidences[content["rows"][str(row)][0]] for row in content["predictions"]["wrong"]]
+    assert shown == sorted((confidences[path] for path in wrong), reverse=True)
+    file.write_text("data_set,layer\na,embedding\n")
+    _, content = report(tmp_path / "a", "-o", tmp_path / "page.html")
+    assert "centroid/predictions.csv cannot be read as predictions: no column 'label'" in " ".join(content["notes"])
+    assert content["predictions"] == {"tested": 0, "wrong": [], "n_wrong": 0}
 
 
 def test_training_rows_of_a_probe_are_those_of_its_final_fit(tmp_path: Path) -> None:
@@ -334,6 +347,7 @@ def of_every_kind(folder: Path, tmp_path: Path) -> dict[str, str]:
 
 def test_data_sets_of_every_kind_have_a_report(folder: Path, tmp_path: Path) -> None:
     found = {name: report(tmp_path / name)[1] for name in of_every_kind(folder, tmp_path)}
+    assert report(tmp_path / "one", "--map", "tsne")[1]["map"]["ways"][0]["x"] == [0]
     assert found["failed"]["counts"]["good"] == 0
     assert len(found["failed"]["failures"]) == 7
     assert found["failed"]["layers"][0]["mean"] is None

@@ -308,6 +308,7 @@ def test_data_sets_of_every_kind_are_shown(browser: Any, folder: Path, tmp_path:
         for width in (400, 1280):
             view = opened(browser, page, width)
             assert says in view.inner_text("main")
+            assert name != "one" or "the same for all images" not in view.inner_text("main")
             fine(view)
 
 

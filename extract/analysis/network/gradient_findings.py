@@ -91,8 +91,9 @@ def layers_without_gradient(evidence: Evidence, explained: set[str]) -> list[Fin
     if unused[0].layer in evidence.never_ran:
         return _by_layer("no gradient", unused, "the layer never runs, so it gets no gradient")
     names, verb = _parameters_of_first(unused)
-    has = "has" if verb else "have"
-    return _by_layer("no gradient", unused, f"{names} {has} no gradient: in eval mode, the loss does not depend on it")
+    has, it = ("has", "it") if verb else ("have", "them")
+    text = f"{names} {has} no gradient: in eval mode, the loss does not depend on {it}"
+    return _by_layer("no gradient", unused, text)
 
 
 def _parameters_of_first(parameters: Sequence[ParameterReport]) -> tuple[str, str]:
@@ -103,5 +104,5 @@ def _parameters_of_first(parameters: Sequence[ParameterReport]) -> tuple[str, st
 
 def _by_layer(kind: str, parameters: Sequence[ParameterReport], text: str) -> list[Finding]:
     first, *others = dict.fromkeys(parameter.layer for parameter in parameters)
-    also = f"; so it is in {len(others):,} other layers" if others else ""
+    also = f"; the same in {len(others):,} other layers" if others else ""
     return [Finding(kind, first, text + also, grave=False, layers=tuple(others))]

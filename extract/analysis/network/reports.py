@@ -20,6 +20,7 @@ __all__ = [
 ]  # fmt: skip
 
 SHOWN_LAYERS = 3  # names of further layers in the text of a finding
+_ONE_HOT = 0.99  # weight of an attention on one token
 _EQUAL = 1e-3  # inputs that differ by less than this part of the largest value are equal
 
 
@@ -252,9 +253,6 @@ class AttentionReport:
         keys, largest = weights.shape[-1], weights.amax(-1)
         return cls(layer, keys, float(largest.mean()), float((largest > _ONE_HOT).float().mean()),
                    float((weights * keys - 1).abs().max()))  # fmt: skip
-
-
-_ONE_HOT = 0.99
 
 
 @dataclass

@@ -139,13 +139,14 @@ def distortions(evidence: Evidence, explained: set[str]) -> list[Finding]:
     if earlier:
         return earlier
     behind = tuple(other.name for other in tensors[misfit.position + 1 :])
-    text = f"the values that it normalises vary {misfit.ratio_in_words} as its running variance says"
     if misfit.variance_is_zero:
         text = f"its running variance is zero, so its output is {misfit.ratio:,.0f} times too large"
     else:
-        text = f"{text}: the running variance, or the layers before it, have changed since training"
-    text = f"{text}{_affected(len(behind), len(behind))}"
-    return [Finding("running statistics", tensor.name, text, layers=behind)]
+        text = (
+            f"the values that it normalises vary {misfit.ratio_in_words} as its running variance says: the running "
+            "variance, or the layers before it, have changed since training"
+        )
+    return [Finding("running statistics", tensor.name, text + _affected(len(behind), len(behind)), layers=behind)]
 
 
 def _exploding(tensors: Sequence[TensorReport], explained: set[str]) -> list[Finding]:
@@ -192,7 +193,7 @@ def _gains_of_like_layers(
 
 
 def one_hot_attention(evidence: Evidence, explained: set[str]) -> list[Finding]:
-    """Find attention that takes one token each: its softmax is saturated and passes no gradient."""
+    """Find attention in which each query attends to a single token: its softmax is saturated and passes no gradient."""
     sick = [report for report in evidence.attentions if report.one_hot >= _ONE_HOT_QUERIES and report.keys > 1]
     return _attention("saturated attention", sick, evidence, explained,
                       "{0.one_hot:.0%} of the queries attend to a single one of {0.keys:,} tokens")  # fmt: skip
@@ -210,7 +211,7 @@ def _attention(
 ) -> list[Finding]:
     if not sick or sick[0].layer in explained or "input" in explained:
         return []
-    also = f"; so it is in {len(sick) - 1:,} other layers" if len(sick) > 1 else ""
+    also = f"; the same in {len(sick) - 1:,} other layers" if len(sick) > 1 else ""
     others = tuple(report.layer for report in sick[1:])
     # Layers inside are affected: the projection of a uniform attention has constant queries and keys.
     inside = tuple(
@@ -235,7 +236,7 @@ def saturated_units(evidence: Evidence, explained: set[str]) -> list[Finding]:
         return []
     first, units = sick[0]
     text = f"{units:,} of {first.activations.channels:,} units are saturated: their values stay near the bounds"
-    also = f"; so it is in {len(sick) - 1:,} layers behind it" if len(sick) > 1 else ""
+    also = f"; the same in {len(sick) - 1:,} layers after it" if len(sick) > 1 else ""
     return [Finding("saturated", first.name, text + also, layers=tuple(tensor.name for tensor, _ in sick[1:]))]
 
 
@@ -332,7 +333,7 @@ def vanishing_signal(evidence: Evidence, explained: set[str]) -> list[Finding]:
     # An earlier cause may explain it, such as a dead layer or a weight of zero.
     if len(behind) < 2 or explained & {tensor.name for tensor in behind}:
         return []
-    text = f"from here on, the values depend on the input by less than 1 in {1 / _LOST:,.0f} of their size"
+    text = f"from here on, the values vary with the input by less than 1/{1 / _LOST:,.0f} of their size"
     text = f"{text}{_affected(len(behind) - 1, len(behind) - 1)}"
     return [Finding("vanishing", behind[0].name, text, layers=tuple(tensor.name for tensor in behind[1:]))]
 

@@ -149,9 +149,10 @@ class ReportContent:
         """Fill in results of probes, and the images that one of them misclassified, most confident first."""
         results, notes = probes(self._dataset.out, probe_results)
         self.data["notes"] += notes
-        about, self._predictions = predictions_of(
+        about, self._predictions, more_notes = predictions_of(
             results, self._reader.fingerprint, self.data["layer"], self._reader.paths
         )
+        self.data["notes"] += more_notes
         self.data["probes"] = list(results.values())
         wrong = [row for row, prediction in self._predictions.items() if prediction.predicted != prediction.label]
         wrong.sort(key=lambda row: -(self._predictions[row].probability or 0))

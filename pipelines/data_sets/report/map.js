@@ -143,7 +143,7 @@ const addMap = () => {
   const fit = () => {
     const {x, y} = ways[way];
     const [low, high] = [[Math.min(...x), Math.min(...y)], [Math.max(...x), Math.max(...y)]];
-    const margin = 24, wide = frame.clientWidth, tall = frame.clientHeight;
+    const margin = PICTURE_PX[1] / 2 + 4, wide = frame.clientWidth, tall = frame.clientHeight;
     const scale = Math.min((wide - 2 * margin) / (high[0] - low[0] || 1), (tall - 2 * margin) / (high[1] - low[1] || 1));
     return {scale, x: wide / 2 - scale * (low[0] + high[0]) / 2, y: tall / 2 + scale * (low[1] + high[1]) / 2};
   };

@@ -90,7 +90,7 @@ def _probed(probe: dict[str, Any], data_sets: dict[str, Any]) -> dict[str, Any]:
 
 def predictions_of(
     results: dict[Path, dict[str, Any]], fingerprint: str, layer: str, paths: Sequence[str]
-) -> tuple[dict[str, Any], dict[int, Prediction]]:
+) -> tuple[dict[str, Any], dict[int, Prediction], list[str]]:
     """Return the predictions of the probe that a report shows image by image.
 
     It is the first probe of this data set that classifies `layer`; without one, the first probe of another layer.
@@ -102,32 +102,39 @@ def predictions_of(
         paths: path of each row.
 
     Returns:
-        the result's `name`, `protocol` and `layer` (empty if there is none), and row -> prediction.
+        the result's `name`, `protocol` and `layer` (empty if there is none); row -> prediction; and notes on unreadable
+        files.
     """
+    notes = []
     candidates = [
         (folder, item) for folder, result in results.items() for item in result["layers"]
         if item["fingerprint"] == fingerprint and item["task"] == "classification"
     ]  # fmt: skip
     for folder, item in sorted(candidates, key=lambda pair: pair[1]["layer"] != layer):
-        by_path = _read_predictions(folder / "predictions.csv", item["data_set"], item["layer"])
+        file = folder / "predictions.csv"
+        try:
+            by_path = _read_predictions(file, item["data_set"], item["layer"])
+        except FileNotFoundError:  # few-shot probes predict no single image
+            continue
+        except (OSError, csv.Error, KeyError, TypeError, ValueError) as error:
+            reason = f"no column {error}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
+            notes.append(printable(f"{file} cannot be read as predictions: {reason}"))
+            continue
         by_row = {row: by_path[cell] for row, path in enumerate(paths) if (cell := safe_cell(path)) in by_path}
         if by_row:
             about = results[folder]
-            return {"name": about["name"], "protocol": about["protocol"], "layer": item["layer"]}, by_row
-    return {}, {}
+            return {"name": about["name"], "protocol": about["protocol"], "layer": item["layer"]}, by_row, notes
+    return {}, {}, notes
 
 
 def _read_predictions(file: Path, data_set: str, layer: str) -> dict[str, Prediction]:
-    """Return path -> prediction for a layer; empty if the file is missing, or is not a table of predictions."""
+    """Return path -> prediction for a layer."""
     predictions = {}
-    try:
-        with file.open(encoding="utf-8", errors="surrogateescape", newline="") as text:
-            for line in csv.DictReader(text):
-                if printable(line["data_set"]) == data_set and printable(line["layer"]) == layer:
-                    cell = line.get("probability")
-                    probability = float(cell) if cell else None
-                    label, predicted = printable(line["label"]), printable(line["predicted"])
-                    predictions[line["path"]] = Prediction(label, predicted, probability)
-    except (OSError, csv.Error, KeyError, TypeError, ValueError):
-        return {}
+    with file.open(encoding="utf-8", errors="surrogateescape", newline="") as text:
+        for line in csv.DictReader(text):
+            if printable(line["data_set"]) == data_set and printable(line["layer"]) == layer:
+                cell = line.get("probability")
+                probability = float(cell) if cell else None
+                label, predicted = printable(line["label"]), printable(line["predicted"])
+                predictions[line["path"]] = Prediction(label, predicted, probability)
     return predictions

@@ -44,7 +44,7 @@ const oddities = () => {
     (alike.pairs_in_splits ? `, ${count(alike.pairs_in_splits)} across splits` : "") + (alike.pairs_in_classes ? `, ${count(alike.pairs_in_classes)} across classes` : ""));
   if (content.classes.length > 1 && content.unlabelled) odd.push(`${plural(content.unlabelled, "image")} without a class`);
   for (const layer of content.layers)
-    if (layer.constant > layer.width / 10) odd.push(`${percent(layer.constant / layer.width)} of the values of ${layer.name} are the same for all images`);
+    if (counts.good > 1 && layer.constant > layer.width / 10) odd.push(`${percent(layer.constant / layer.width)} of the values of ${layer.name} are the same for all images`);
   return odd;
 };
 

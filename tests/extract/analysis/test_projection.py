@@ -40,3 +40,10 @@ def test_t_sne_keeps_groups_apart() -> None:
     spread = max(points[::2].std(0).max(), points[1::2].std(0).max())
     assert np.linalg.norm(middles[0] - middles[1]) > 2 * spread
     assert tsne(FeatureRows.of(values[:3])).shape == (3, 2)
+
+
+@pytest.mark.filterwarnings("error")
+def test_t_sne_of_one_row_and_of_equal_rows_has_a_place() -> None:
+    for count in (1, 2, 40):
+        points = tsne(FeatureRows.of(np.ones((count, 5), np.float32)))
+        assert points.tolist() == [[0, 0]] * count
