@@ -288,7 +288,7 @@ def dead_channels(evidence: Evidence, explained: set[str]) -> list[Finding]:
     first, names = sick[0], {dead.tensor.name for dead in sick[1:]}
     dead_in_all = sum(len(dead.channels) for dead in sick)
     in_all = sum(dead.tensor.activations.channels for dead in sick)
-    text = f"{first.text}; with {len(names):,} layers behind it, {dead_in_all:,} of {in_all:,} channels are constant"
+    text = f"{first.text}; with {len(names):,} layers after it, {dead_in_all:,} of {in_all:,} channels are constant"
     lost = [tensor.name for tensor in _lost_at_the_end(evidence.tensors)]
     if lost:  # dead channels are the first sign of a signal that fades
         text = f"{text}, and from {lost[0]} on, nothing depends on the input"
