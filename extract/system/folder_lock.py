@@ -7,6 +7,8 @@ import errno
 import fcntl
 import os
 import socket
+import struct
+import sys
 import threading
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -15,7 +17,10 @@ from pathlib import Path
 from extract.errors import LayertapError, LockedError
 from extract.system.atomic_files import check_own_folders, open_unfollowed
 
-__all__ = ["locked"]
+__all__ = ["holder", "locked"]
+
+# struct flock of fcntl(2) has these fields: type, whence, start, length, pid. Their order depends on the system.
+_FLOCK, _FIELDS = ("hhqqi", (0, 1, 2, 3, 4)) if sys.platform == "linux" else ("qqihh", (2, 3, 4, 0, 1))
 
 _HELD: set[tuple[int, Path]] = set()  # (pid, folder) of held locks; a forked process inherits the set, not the locks
 _HELD_GUARD = threading.Lock()
@@ -51,6 +56,29 @@ def locked(out: Path) -> Iterator[None]:
         _HELD.discard(name)
 
 
+def holder(out: Path) -> str:
+    """Return what holds the lock of a folder, such as "pid 12 on host since ..."; empty if nothing does.
+
+    The lock is only asked for, not taken, so a run that starts meanwhile is not disturbed.
+
+    Raises:
+        LayertapError: the lock cannot be read, or the file system has no locks.
+    """
+    if (os.getpid(), out.resolve()) in _HELD:  # closing the file would release the lock of this process
+        return "this process"
+    asked = (fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    try:
+        with os.fdopen(open_unfollowed(out / ".lock", os.O_RDONLY), encoding="utf-8", errors="replace") as file:
+            answer = fcntl.fcntl(file, fcntl.F_GETLK, struct.pack(_FLOCK, *(asked[field] for field in _FIELDS)))
+            if struct.unpack(_FLOCK, answer)[_FIELDS.index(0)] == fcntl.F_UNLCK:
+                return ""
+            return file.read().strip() or "another process"
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        raise LayertapError(f"the lock of {out} cannot be read: {error.strerror}") from error
+
+
 @contextlib.contextmanager
 def _lock_file(out: Path, is_new: bool) -> Iterator[None]:
     try:
@@ -64,10 +92,13 @@ def _lock_file(out: Path, is_new: bool) -> Iterator[None]:
             if error.errno not in (errno.EACCES, errno.EAGAIN):
                 raise LayertapError(f"cannot lock {out}: {error.strerror}") from error
             file.seek(0)
-            raise LockedError(f"{out} is locked by {file.read().strip() or 'another process'}") from error
+            raise LockedError(
+                f"{out} is locked by {file.read().strip() or 'another process'}",
+                hint="wait until that process ends, or choose another output folder",
+            ) from error
         # Do not open the lock file a second time to check it: closing that descriptor would release the lock.
         if not os.path.exists(out / ".lock") or not os.path.samestat(os.fstat(file.fileno()), os.stat(out / ".lock")):  # noqa: PTH110, PTH116
-            raise LockedError(f"{out} was removed by the process that held its lock; run again")
+            raise LockedError(f"{out} was removed by the process that held its lock", hint="run again")
         since = datetime.now(UTC).isoformat(timespec="seconds")
         _write_holder(file.fileno(), f"pid {os.getpid()} on {socket.gethostname()} since {since}\n")
         try:

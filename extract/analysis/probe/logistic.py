@@ -172,7 +172,7 @@ def _features(rows: FeatureRows, device: torch.device, memory_bytes: int) -> _Fe
         centred = torch.from_numpy(array).to(device) - mean
         moments += centred.T @ centred
     if not bool(moments.isfinite().all()):
-        raise LayertapError("the features are too large to be summed in float32; scale the features")
+        raise LayertapError("the features are too large to be summed in float32", hint="scale the features")
     eigenvalues, axes = torch.linalg.eigh(moments / count)
     axes, variances = axes.float(), _with_floor(eigenvalues)
     if not in_memory:
@@ -305,7 +305,7 @@ def _minimise(
     best = problem.start(scales)
     objectives, gradient = problem.evaluate(best, scales, penalty)
     if not bool(objectives.isfinite().all()):
-        raise LayertapError("the features are too large to be summed in float32; scale the features")
+        raise LayertapError("the features are too large to be summed in float32", hint="scale the features")
     first_objectives = objectives.clone()
     iterations = torch.zeros(len(strengths), dtype=torch.int64, device=problem.device)
     converged = torch.zeros(len(strengths), dtype=torch.bool, device=problem.device)

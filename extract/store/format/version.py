@@ -162,7 +162,9 @@ def read_rows(out: Path, version: Version, n_rows: int) -> RowTable:
     except OSError as error:
         raise LayertapError(f"cannot read {path}: {error.strerror}") from error
     if xxhash.xxh3_128_hexdigest(content) != version.rows_xxh3:
-        raise InputError(f"{path} is damaged: its hash does not match dataset.json; run `layertap sync` to repair it")
+        raise InputError(
+            f"{path} is damaged: its hash does not match dataset.json", hint="run `layertap sync` to repair it"
+        )
     columns: dict[str, NDArray[Any]] = {}
     try:
         with h5py.File(io.BytesIO(content), "r") as file:
