@@ -228,4 +228,4 @@ def greet() -> None:
 
 command.greet = greet"""
     assert run_main(added, "greet") == "hello\n"
-    assert "  greet      Say hello." in run_main(added, "--help").splitlines()
+    assert "  greet  Say hello." in run_main(added, "--help").splitlines()

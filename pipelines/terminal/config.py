@@ -165,11 +165,13 @@ def checked(model: type[Config], values: dict[str, Any], where: str = "") -> Con
                  if e["loc"] else e["msg"].removeprefix("Value error, ")
                  for e in error.errors()
                  if e["type"] != "missing"]  # fmt: skip
+        remedy = ""
         if len(lines) < error.error_count():
             missing = next(str(e["loc"][0]) for e in error.errors() if e["type"] == "missing")
-            remedy = f"name {missing.upper()}, or set the key `{missing}` in a config file (--config FILE)"
-            lines.append(f"the key `{missing}` is missing" if where else f"no {missing} given; {remedy}")
-        raise InputError((f"{where}: " if where else "") + "\n".join(lines)) from None
+            lines.append(f"the key `{missing}` is missing" if where else f"no {missing} given")
+            if not where:
+                remedy = f"name {missing.upper()}, or set the key `{missing}` in a config file (--config FILE)"
+        raise InputError((f"{where}: " if where else "") + "\n".join(lines), hint=remedy) from None
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -182,9 +184,12 @@ def read_yaml(path: Path) -> dict[str, Any]:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         near = did_you_mean(path) if isinstance(error, FileNotFoundError) else ""
-        raise InputError(f"config file {path}: {error.strerror}{near}") from None
+        raise InputError(f"config file {path}: {error.strerror}", hint=near) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InputError(f"config file {path} is not YAML: {_problem(error)}") from None
+        tabs = "\\t" in str(error)
+        raise InputError(
+            f"config file {path} is not YAML: {_problem(error)}", hint="indent with spaces" * tabs
+        ) from None
     if not isinstance(content, dict):
         raise InputError(f"config file {path} has no keys; expected lines such as `images: photos`")
     values: dict[str, Any] = _with_homes(content, f"config file {path}")
@@ -197,8 +202,7 @@ def _problem(error: yaml.YAMLError | UnicodeDecodeError) -> str:
     if mark is None:
         return first_line(error)
     problem = getattr(error, "problem", None) or getattr(error, "context", None) or "it cannot be read"
-    tab = "; indent with spaces" if "\\t" in problem else ""
-    return f"line {mark.line + 1}, column {mark.column + 1}: {problem}{tab}"
+    return f"line {mark.line + 1}, column {mark.column + 1}: {problem}"
 
 
 def with_home(text: str) -> str:
@@ -220,5 +224,7 @@ def _with_homes(value: Any, where: str, key: str = "") -> Any:
         return value
     if _HOME.match(expanded := with_home(value)):
         user, _, _ = expanded.partition("/")
-        raise InputError(f"{where}: {key}: {value}: no user has the home folder {user}; write ./{value} for a file")
+        raise InputError(
+            f"{where}: {key}: {value}: no user has the home folder {user}", hint=f"write ./{value} for a file"
+        )
     return expanded

@@ -111,7 +111,7 @@ class RayWorkers:
         ray = self._ray
         if self._address.startswith("ray://"):
             raise InputError(
-                f"--address {self._address}: not supported; run on a machine of the cluster, with --address auto"
+                f"--address {self._address}: not supported", hint="run on a machine of the cluster, with --address auto"
             )
         self._was_there = ray.is_initialized()
         if not self._was_there:
@@ -129,8 +129,8 @@ class RayWorkers:
                 )
             except (ConnectionError, OSError, ValueError, RuntimeError) as error:
                 raise LayertapError(
-                    f"no Ray cluster at {self._address!r}: {first_line(error).rstrip('.')}. Start a "
-                    "cluster (`ray start --head`), name its --address, or use --address local"
+                    f"no Ray cluster at {self._address!r}: {first_line(error).rstrip('.')}",
+                    hint="Start a cluster (`ray start --head`), name its --address, or use --address local",
                 ) from error
         self._resources = actor_resources(self._nodes(), *self._asked)
         self._grow()
