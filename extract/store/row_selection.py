@@ -281,8 +281,8 @@ def _select_from_files(dataset: DataSet, partial: bool, open_shards: OpenShards)
             state = "unfinished" if files.part is not None else "missing"
             raise LayertapError(
                 f"{path} is {state} (shard {shard} of {dataset.n_shards})",
-                hint="run the command that created the "
-                "data set again to finish it, or read the available rows with partial=True",
+                hint="run the command that created the data set again to finish it, or read the available rows with "
+                "partial=True",
             )
         try:
             opened = dataset.open_shard(shard, path)
@@ -322,8 +322,8 @@ def _stored_rows(shard: Shard, partial: bool) -> NDArray[np.int64]:
     if len(stored) < len(shard) and not partial:
         raise LayertapError(
             f"{shard.name} is unfinished: {len(shard) - len(stored)} rows are pending",
-            hint="run the command that created "
-            "the data set again to finish it, or read the available rows with partial=True",
+            hint="run the command that created the data set again to finish it, or read the available rows with "
+            "partial=True",
         )
     # A row that a power failure damaged may have a status, but does not match its hashes.
     return np.setdiff1d(stored, wrong_rows(shard, stored)) if is_part else stored

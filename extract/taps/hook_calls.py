@@ -92,8 +92,7 @@ def _copied(value: Any, site: Site, to_cpu: Callable[[Tensor], Tensor] | None) -
     if hasattr(value, "full_tensor"):
         raise InputError(
             f"{site} is a DTensor, spread over processes",
-            hint="reduce it to the part of this one (lambda t: t.to_local()) "
-            "or, in all of them, to the whole (lambda t: t.full_tensor())",
+            hint="reduce it to this part (lambda t: t.to_local()) or, in all, to the whole (lambda t: t.full_tensor())",
         )
     if torch._C._functorch.is_functorch_wrapped_tensor(value):
         raise InputError(

@@ -129,7 +129,7 @@ def separated_by_commas(text: str, names: Iterable[str], where: str) -> InputErr
     each = " ".join(f"-l {part}" for part in parts)
     return InputError(
         f"layer {text!r} of {where}: a name has no commas",
-        hint=f"name each layer by itself: {each}; in a list, one item each",
+        hint=f"name each layer by itself ({each}; in a list, one item each)",
     )
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from extract import defaults
+from extract.errors import first_line
 from extract.system.optional_libraries import pip_install, requirements
 from pipelines.doctor.check import Section
 
@@ -75,10 +76,14 @@ def check_devices(section: Section) -> None:
     gpus: list[dict[str, Any]] = []
     if torch.cuda.is_available():
         for number in range(torch.cuda.device_count()):
-            free, total = torch.cuda.mem_get_info(number)
-            gpus.append({"device": f"cuda:{number}", "name": torch.cuda.get_device_name(number)})
-            gpus[-1] |= {"memory_bytes": total, "free_bytes": free}
-            section.ok(f"cuda:{number} {gpus[-1]['name']}, {_gb(free)} of {_gb(total)} free")
+            name = torch.cuda.get_device_name(number)
+            try:
+                free, total = torch.cuda.mem_get_info(number)
+            except RuntimeError as error:  # another process may have taken the GPU for itself, or all of its memory
+                section.wrong(f"cuda:{number} {name} cannot be used: {first_line(error)}", "use another --device")
+                continue
+            gpus.append({"device": f"cuda:{number}", "name": name, "memory_bytes": total, "free_bytes": free})
+            section.ok(f"cuda:{number} {name}, {_gb(free)} of {_gb(total)} free")
     elif torch.backends.mps.is_available():
         gpus.append({"device": "mps", "name": "Apple"})
         section.ok("mps, the GPU of this computer")

@@ -157,6 +157,10 @@ def backbones(pattern: str | None, as_json: bool) -> None:
 
     if pattern is None:
         print_result(sources(), as_json, dict, print_sources)
+        if not as_json:
+            click.echo(
+                "layertap backbones 'timm/vit_*' lists the matching backbones, with their width and licence", err=True
+            )
     else:
         print_result(entries(pattern), as_json, entries_as_json, print_entries)
 

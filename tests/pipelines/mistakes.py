@@ -134,7 +134,7 @@ BACKBONES = (
 LAYERS = (
     Mistake("layers separated by a comma", "embed photos SMALL -l layer1,layer2",
             "layer 'layer1,layer2' of timm/test_resnet: a name has no commas",
-            hint="name each layer by itself: -l layer1 -l layer2; in a list, one item each"),
+            hint="name each layer by itself (-l layer1 -l layer2; in a list, one item each)"),
     Mistake("a layer that does not exist", "embed photos SMALL -l layr4",
             "layer 'layr4' not found in timm/test_resnet; nearest: 'layer4', ...",
             hint="List them: layertap layers timm/test_resnet"),

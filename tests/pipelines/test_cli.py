@@ -39,7 +39,8 @@ def fails(*arguments: object, code: int = 2) -> str:
     result = layertap(*arguments)
     assert result.exit_code == code, result.output
     assert result.stdout == ""
-    return result.stderr[result.stderr.index("error: ") :]
+    message, _, hint = result.stderr[result.stderr.index("error: ") :].partition("\n\nhint: ")
+    return message + (". " if hint[:1].isupper() else "; " if hint else "") + hint  # in one text, as `str(error)` is
 
 
 # embed

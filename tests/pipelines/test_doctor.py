@@ -19,10 +19,9 @@ from extract.backbones import sources
 from extract.images.listing import list_images
 from extract.system import optional_libraries
 from pipelines.doctor import machine, output
+from pipelines.doctor.check import Section
 from pipelines.doctor.machine import PURPOSES, quota_in_cores
 from tests.pipelines.test_cli import SMALL, layertap
-
-EXTRAS = optional_libraries.requirements  # of pyproject.toml
 
 
 def examined(*arguments: object, code: int = 0) -> dict[str, Any]:
@@ -122,7 +121,7 @@ def test_more_images_need_more_space(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     wrong = [
         bool([line for line in section.lines if line.state == "wrong"])
         for n_images in (0, 100_000, 200_000)
-        for section in [output.Section("output")]
+        for section in [Section("output")]
         if output.check_output(section, str(tmp_path), n_images) is None
     ]
     assert wrong == [False, False, True]  # 2,048 values in float32 are 8,192 bytes: 0.8 and 1.6 GB
@@ -236,6 +235,24 @@ def test_code_of_a_backbone_is_not_run(tmp_path: Path) -> None:
 def test_sources_whose_names_are_known_say_where_their_weights_are() -> None:
     for name, source in sources.SOURCES.items():
         assert (source.locate is None) == source.runs_code, name
+
+
+def test_a_gpu_that_cannot_be_used_is_a_problem_and_others_are_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    def memory(number: int) -> tuple[int, int]:
+        if number == 0:
+            raise RuntimeError("CUDA error: all CUDA-capable devices are busy or unavailable\nMore lines")
+        return 60 * 10**9, 80 * 10**9
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: "Model")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", memory)
+    section = Section("devices")
+    machine.check_devices(section)
+    assert [line.state for line in section.lines][-2:] == ["wrong", "ok"]
+    assert "busy or unavailable" in section.lines[-2].text
+    assert section.lines[-1].text == "cuda:1 Model, 60.0 GB of 80.0 GB free"
+    assert [gpu["device"] for gpu in section.facts["gpus"]] == ["cuda:1"]
 
 
 def test_the_smallest_quota_of_the_control_groups_counts(tmp_path: Path) -> None:

@@ -63,8 +63,8 @@ class Bucket:
         if (public := without_credentials(self.url)) != self.url:
             raise InputError(
                 f"{public}: the given URL has credentials, which files of the data set would repeat",
-                hint="give it without "
-                "them, and set them in the environment or in the configuration file of the protocol's library",
+                hint="give it without them, and set them in the environment or in the configuration file of the "
+                "protocol's library",
             )
         if not re.fullmatch(r"[a-z0-9]+://[^/]+(/[^/]+)*", self.url):
             raise InputError(f"{url} is not a location in a bucket; expected s3://BUCKET/NAME")
@@ -188,8 +188,8 @@ class Bucket:
             if f"{stem}.h5" not in sizes:
                 raise LayertapError(
                     f"{self.url}/shards/{stem}.h5 is missing, but its receipt exists",
-                    hint="restore the object, or remove "
-                    "the receipt and run the command that created the data set again",
+                    hint="restore the object, or remove the receipt and run the command that created the data set "
+                    "again",
                 )
             published[shard] = stem, sizes[f"{stem}.h5"], sizes[f"{stem}.json"]
         return published
@@ -283,8 +283,8 @@ class Bucket:
         if missing and not partial:
             raise LayertapError(
                 f"{self.url}/shards/{missing[0]:06d}.h5 is missing (shard {missing[0]} of {dataset.n_shards})",
-                hint="run the "
-                "command that created the data set again to finish it, or read the available rows with partial=True",
+                hint="run the command that created the data set again to finish it, or read the available rows with "
+                "partial=True",
             )
 
         def open_shard(shard: int) -> RemoteShard:
