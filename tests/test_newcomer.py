@@ -201,7 +201,7 @@ def test_a_format_is_a_choice_with_a_place_and_its_files_are_written(
     assert "--to [h5|npy|parquet|mat|txt|texts]" in layertap("export", "--help").stdout
     for to in ("txt", "texts"):
         assert layertap("export", out, "--to", to).exit_code == 0
-    assert "'parquet', 'mat', 'txt', 'texts'." in layertap("export", out, "--to", "jpg").stderr
+    assert "'parquet', 'mat', 'txt', 'texts'\n" in layertap("export", out, "--to", "jpg").stderr
     with FeatureReader(out) as reader:
         for written in (tmp_path / "out.txt", tmp_path / "out-texts" / "embedding.txt"):
             assert np.allclose(np.loadtxt(written), reader["embedding"][:])

@@ -40,7 +40,8 @@ def fails(*arguments: object, code: int = 2) -> str:
     assert result.exit_code == code, result.output
     assert result.stdout == ""
     message, _, hint = result.stderr[result.stderr.index("error: ") :].partition("\n\nhint: ")
-    return message + (". " if hint[:1].isupper() else "; " if hint else "") + hint  # in one text, as `str(error)` is
+    joint = "\n" if "\n" in message else ". " if hint[:1].isupper() else "; "
+    return message + joint + hint if hint else message  # in one text, as `str(error)` is
 
 
 # embed
@@ -222,7 +223,7 @@ def test_weights_with_wrong_keys(folder: Path, tmp_path: Path) -> None:
     assert text.splitlines()[1:] == [
         "  1 missing: fc.weight",
         "  1 unexpected: head.weight",
-        "  All but the classifier 'fc' fits; --allow-missing-head loads the model without it",
+        "All but the classifier 'fc' fits; --allow-missing-head loads the model without it",
     ]
 
 
