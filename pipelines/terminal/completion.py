@@ -65,8 +65,13 @@ _NAMES: dict[str, Callable[[], Iterator[str]]] = {
 
 def complete_backbones(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Complete a source, or the name of one of its backbones."""
-    source, slash, _ = incomplete.partition("/")
-    specs = [f"{source}/{name}" for name in backbone_names(source)] if slash else [f"{name}/" for name in _NAMES]
+    sources = [
+        source for source in _NAMES if f"{source}/".startswith(incomplete) or incomplete.startswith(f"{source}/")
+    ]
+    if len(sources) == 1:  # not the source alone, behind which a shell would put a space
+        specs = [f"{sources[0]}/{name}" for name in backbone_names(sources[0])]
+    else:
+        specs = [f"{source}/" for source in sources]
     return [CompletionItem(spec) for spec in specs if spec.startswith(incomplete)]
 
 

@@ -32,7 +32,8 @@ def test_commands_options_and_values_are_completed() -> None:
 
 @pytest.mark.parametrize("command", [["embed", "photos", "-b"], ["layers"], ["doctor", "--backbone"], ["backbones"]])
 def test_backbones_are_completed_by_source_and_by_name(command: list[str]) -> None:
-    assert offered(*command, "torchv") == ["torchvision/"]
+    assert offered(*command, "t") == ["torchvision/", "timm/"]
+    assert sorted(offered(*command, "torchv")) == sorted(offered(*command, "torchvision/"))  # no space after the source
     names = offered(*command, "torchvision/resnet")
     known = [f"torchvision/{name}" for name in SOURCES["torchvision"].names("resnet*")]
     assert sorted(names) == sorted(spec for spec in known if spec.startswith("torchvision/resnet"))
