@@ -1,6 +1,7 @@
 """Errors that layertap raises on purpose, and the message for an unknown name.
 
-The command line prints these as one line without a traceback; any other exception is a bug and keeps its traceback.
+The command line prints these without a traceback, as `error: MESSAGE` and, if there is something to do, `hint: HINT`.
+Any other exception is a bug and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -27,12 +28,26 @@ __all__ = [
 class LayertapError(Exception):
     """layertap refuses an operation or cannot finish it; the message says what failed and what to do.
 
+    `str(error)` is the whole text, `message` and `hint`; the command line prints the hint on a line of its own.
+
     Args:
-        args: the message; URLs in it lose their credentials.
+        args: the message: what failed. URLs in it lose their credentials.
+        hint: what to do, without credentials too. `str(error)` joins a hint that starts in lower case with a
+            semicolon, and one that starts in upper case as a sentence.
+
+    Attributes:
+        message: what failed.
+        hint: what to do; may be empty.
     """
 
-    def __init__(self, *args: object):
-        super().__init__(*(text_without_credentials(arg) if isinstance(arg, str) else arg for arg in args))
+    def __init__(self, *args: object, hint: str = ""):
+        cleaned = [text_without_credentials(arg) if isinstance(arg, str) else arg for arg in args]
+        self.message = str(cleaned[0]) if cleaned else ""
+        self.hint = text_without_credentials(hint)
+        if self.hint:
+            joint = "\n" if "\n" in self.message else ". " if self.hint[0].isupper() else "; "
+            cleaned[0] = self.message + joint + self.hint
+        super().__init__(*cleaned)  # pickle calls the class with the whole text, and then restores both attributes
 
 
 class InputError(LayertapError, ValueError):
@@ -53,7 +68,7 @@ class DisagreementError(LayertapError):
     """
 
     def __init__(self, reason: str, instead: str = ""):
-        super().__init__(f"{reason}. Use {instead}" if instead else reason)
+        super().__init__(reason, hint=f"Use {instead}" if instead else "")
         self.reason = reason
 
 
@@ -100,4 +115,4 @@ def unknown_name(kind: str, name: str, known: Iterable[str], where: str = "", hi
     elif known:
         shown = known[:8]
         message += "; available: " + ", ".join(map(repr, shown)) + (", ..." if len(known) > len(shown) else "")
-    return UnknownNameError(message + (f". {hint}" if hint else ""))
+    return UnknownNameError(message, hint=hint)

@@ -1,5 +1,8 @@
 """The command line: `layertap COMMAND`.
 
+Data goes to stdout; errors, hints, progress and notes go to stderr. An error is printed as `error: MESSAGE` and, if
+there is something to do, after a blank line, `hint: HINT`.
+
 Exit codes: 0 done; 1 failed, or all rows failed; 2 wrong usage or input; 3 done, but rows failed under `--strict`;
 4 another run holds the lock; 130 interrupted (Ctrl-C); 143 terminated (SIGTERM).
 """
@@ -18,14 +21,32 @@ from extract.errors import InputError, LayertapError, LockedError, UnknownNameEr
 from extract.system.foreign_code import exits_refused, own_faults_refused
 from pipelines import demo
 from pipelines.data_sets import command as data_sets
+from pipelines.doctor import command as doctor
 from pipelines.embed import command as embed
 from pipelines.network import command as network
 from pipelines.probe import command as probe
 from pipelines.sync import command as sync
+from pipelines.terminal import completion
 from pipelines.terminal.config import with_home
+from pipelines.terminal.error_output import print_error, print_usage_error
 from pipelines.terminal.graceful_stop import Terminated, end_on_signals
 
-__all__ = ["main"]
+__all__ = ["SECTIONS", "main"]
+
+# What `layertap --help` lists, by purpose. A command that is missing here is listed at the end.
+SECTIONS = {
+    "Extract features": ("embed", "plan", "bench", "slurm"),
+    "Look at data sets": ("show", "status", "report", "search", "diff", "verify", "export", "merge"),
+    "Follow a folder": ("sync", "watch", "schedule", "compact"),
+    "Measure features": ("probe", "predict"),
+    "Look inside a network": ("layers", "inspect", "draw", "ablate"),
+    "Set up": ("doctor", "backbones", "demo", "completion"),
+}
+_FIRST_COMMANDS = [
+    ("layertap doctor photos", "Check this machine and the images in photos."),
+    ("layertap embed photos", "Store their features in outputs/photos."),
+    ("layertap show outputs/photos", "Describe what is stored."),
+]
 
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
 _OPEN_FILES_ERRORS = {errno.EMFILE, errno.ENFILE}
@@ -33,8 +54,18 @@ _OPEN_FILES_ERRORS = {errno.EMFILE, errno.ENFILE}
 
 def _print_memory_error(error: BaseException) -> None:
     detail = f" ({first_line(error)})" if str(error) else ""
-    remedy = "Stored rows are safe. Free or add memory, or lower --workers and --batch-size"
-    click.secho(f"error: out of memory{detail}. {remedy}", fg="red", err=True)
+    print_error(
+        f"out of memory{detail}; stored rows are safe", "free or add memory, or lower --workers and --batch-size"
+    )
+
+
+def _print_disk_error(error: OSError) -> None:
+    hint = ""
+    if error.errno in _OPEN_FILES_ERRORS:
+        hint = "raise the limit of open files (ulimit -n)"
+    elif error.errno in (errno.ENOSPC, errno.EDQUOT):
+        hint = "free disk space, or choose another output folder, and run again"
+    print_error(f"{error.filename or 'writing'}: {error.strerror}", hint)
 
 
 def _with_home(argument: str) -> str:
@@ -47,7 +78,34 @@ def _with_home(argument: str) -> str:
 
 
 class _Commands(click.Group):
-    """Group that reports expected errors as one line on stderr and exits with the matching code."""
+    """Group that reports expected errors on stderr, without a traceback, and exits with the matching code."""
+
+    def main(self, *arguments: Any, standalone_mode: bool = True, **options: Any) -> Any:
+        """Run a command and exit, as click does; wrong usage is reported as other errors are."""
+        run: Any = super().main
+        if not standalone_mode:
+            return run(*arguments, standalone_mode=False, **options)
+        try:
+            # Without the standalone mode, click returns the exit code, and raises what it would print itself.
+            code = run(*arguments, standalone_mode=False, **options)
+        except click.ClickException as error:
+            print_usage_error(error)
+            sys.exit(error.exit_code)
+        except click.Abort:
+            click.echo("interrupted", err=True)
+            sys.exit(130)
+        sys.exit(code if isinstance(code, int) else 0)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the commands to start with, and then all commands by purpose."""
+        with formatter.section("Start with"):
+            formatter.write_dl(_FIRST_COMMANDS)
+        listed = {name for names in SECTIONS.values() for name in names}
+        others = tuple(name for name in self.list_commands(ctx) if name not in listed)
+        for title, names in {**SECTIONS, "Other commands": others}.items():
+            if names:
+                with formatter.section(title):
+                    formatter.write_dl([(name, self.commands[name].get_short_help_str(100)) for name in names])
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse the arguments, after the home folder in `~/photos`, `-o~/out` and `--out=~/out` is expanded."""
@@ -62,7 +120,7 @@ class _Commands(click.Group):
             with exits_refused(), own_faults_refused(_DISK_ERRORS | _OPEN_FILES_ERRORS | {errno.ENOMEM}):
                 return super().invoke(ctx)
         except LayertapError as error:
-            click.secho(f"error: {error}", fg="red", err=True)
+            print_error(error.message, error.hint)
             ctx.exit(
                 4 if isinstance(error, LockedError) else 2 if isinstance(error, InputError | UnknownNameError) else 1
             )
@@ -72,8 +130,7 @@ class _Commands(click.Group):
                 ctx.exit(1)
             if error.errno not in _DISK_ERRORS | _OPEN_FILES_ERRORS:
                 raise
-            remedy = "; raise the limit of open files (ulimit -n)" if error.errno in _OPEN_FILES_ERRORS else ""
-            click.secho(f"error: {error.filename or 'writing'}: {error.strerror}{remedy}", fg="red", err=True)
+            _print_disk_error(error)
             ctx.exit(1)
         except MemoryError as error:
             _print_memory_error(error)
@@ -93,7 +150,7 @@ def main() -> None:
 
 
 # Each click command defined in these modules becomes a command of `layertap`.
-for _module in (data_sets, demo, embed, network, probe, sync):
+for _module in (completion, data_sets, demo, doctor, embed, network, probe, sync):
     for _member in vars(_module).values():
         if isinstance(_member, click.Command):
             main.add_command(_member)

@@ -119,7 +119,9 @@ def layer_to_search(layers: Sequence[str], asked: str | None, where: str) -> str
     if "embedding" in layers:
         return "embedding"
     if len(layers) > 1:
-        raise InputError(f"{where} has {len(layers)} layers but no embedding; name a layer: -l {', -l '.join(layers)}")
+        raise InputError(
+            f"{where} has {len(layers)} layers but no embedding", hint=f"name a layer: -l {', -l '.join(layers)}"
+        )
     if not layers:
         raise LayertapError(f"{where} has no layers")
     return layers[0]

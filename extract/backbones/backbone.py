@@ -99,5 +99,6 @@ def downloading(request: LoadRequest, load: Callable[[], Any], remedy: Callable[
         raise InputError(f"{request.spec}: {first_line(error)}") from error
     except (OSError, RuntimeError) as error:  # the base classes of the hubs' own errors
         raise LayertapError(
-            f"{item} of {request.spec} could not be downloaded: {first_line(error)}. To download by hand: {remedy()}"
+            f"{item} of {request.spec} could not be downloaded: {first_line(error)}",
+            hint=f"To download by hand: {remedy()}",
         ) from error

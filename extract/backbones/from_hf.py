@@ -26,11 +26,12 @@ from extract.backbones.output_as_embedding import with_embedding
 from extract.backbones.preprocessing import IDENTITY, OVERRIDES, Preprocessing, from_hf, overridden
 from extract.backbones.text_tower import TextTower, too_long
 from extract.backbones.weights import UNSAFE, Weights, build_with_weights, is_named, weights_sha256
+from extract.backbones.weights_file import WeightsFile, in_cache_of_hub
 from extract.errors import InputError, LayertapError, first_line
 from extract.system.optional_libraries import library
 from extract.taps.layer_names import is_glob, named_layers
 
-__all__ = ["describe", "load", "load_text_tower", "names"]
+__all__ = ["describe", "load", "load_text_tower", "locate", "names"]
 
 _CLASSIFIES = "ForImageClassification"
 # Fields of a configuration that do not affect the features.
@@ -43,6 +44,12 @@ _NO_SETTINGS = {
     "label2id",
     "architectures",
 }
+_WEIGHTS_FILES = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
 _BY_HAND = ("config.json", "preprocessor_config.json", "model.safetensors")
 
 
@@ -176,6 +183,18 @@ def names(pattern: str) -> list[str]:
         return []
 
 
+def locate(request: LoadRequest) -> WeightsFile:
+    """Say where the weights are: in a folder, in the cache of the hub, or on the hub."""
+    library("transformers", "hf", "hf/")
+    location = _location(request)
+    if location.local:
+        files = (file for name in _WEIGHTS_FILES if (file := Path(location.name) / name).is_file())
+        return WeightsFile(f"hf/{location.name}", next(files, None))
+    revision = location.options.get("revision")
+    path = in_cache_of_hub(location.name, _WEIGHTS_FILES, revision)
+    return WeightsFile(f"hf/{location.name}", path, f"https://huggingface.co/{location.name}", from_hub=True)
+
+
 def describe(spec: str, name: str) -> Entry:
     """Describe a model from its configuration, without its weights."""
     transformers = library("transformers", "hf", "hf/")
@@ -199,11 +218,11 @@ def _location(request: LoadRequest) -> _Location:
     if local:
         name = str(Path(name).expanduser().resolve())
     elif name.count("/") > 1 or name.startswith((".", "/", "~")):
-        raise InputError(f"{request.spec}: no such folder; a model of the hub is OWNER/NAME")
+        raise InputError(f"{request.spec}: no such folder", hint="a model of the hub is OWNER/NAME")
     options: dict[str, Any] = {"trust_remote_code": False}
     if weights is not None and is_named(weights):
         if local:
-            raise InputError(f"{request.spec} is a folder, which has no revisions; remove --weights {weights}")
+            raise InputError(f"{request.spec} is a folder, which has no revisions", hint=f"remove --weights {weights}")
         options["revision"] = weights
     return _Location(request, name, local, options)
 
@@ -211,7 +230,7 @@ def _location(request: LoadRequest) -> _Location:
 def _config(transformers: Any, request: LoadRequest, location: _Location) -> Any:
     config = location.load(lambda: transformers.AutoConfig.from_pretrained(location.name, **location.options))
     if config.model_type == "timm_wrapper":
-        raise InputError(f"{request.spec} is a model of timm; use -b timm/{Path(location.name).name}")
+        raise InputError(f"{request.spec} is a model of timm", hint=f"use -b timm/{Path(location.name).name}")
     return config
 
 
@@ -344,8 +363,8 @@ def _preprocessing(transformers: Any, request: LoadRequest, location: _Location)
     files = [Path(location.name) / name for name in ("preprocessor_config.json", "processor_config.json")]
     if location.local and not any(file.is_file() for file in files):
         raise InputError(
-            f"{request.spec}: no preprocessor_config.json, which holds the preprocessing; copy this file there, or "
-            f"{instead}"
+            f"{request.spec}: no preprocessor_config.json, which holds the preprocessing",
+            hint=f"copy this file there, or {instead}",
         )
     processor = location.load(
         lambda: transformers.AutoImageProcessor.from_pretrained(location.name, **location.options)
@@ -353,7 +372,7 @@ def _preprocessing(transformers: Any, request: LoadRequest, location: _Location)
     try:
         return from_hf(processor)
     except InputError as error:
-        raise InputError(f"{request.spec}: its image processor {error}; to replace it, {instead}") from error
+        raise InputError(f"{request.spec}: its image processor {error}", hint=f"to replace it, {instead}") from error
 
 
 def _settings(config: Any) -> str:

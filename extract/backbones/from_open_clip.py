@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,10 +16,11 @@ from extract.backbones.output_as_embedding import WithEmbedding
 from extract.backbones.preprocessing import from_open_clip
 from extract.backbones.text_tower import TextTower, too_long
 from extract.backbones.weights import Weights, build_with_weights, is_named, weights_sha256
+from extract.backbones.weights_file import WeightsFile, in_cache_of_hub
 from extract.errors import InputError, unknown_name
 from extract.system.optional_libraries import library
 
-__all__ = ["describe", "load", "load_text_tower", "names"]
+__all__ = ["describe", "load", "load_text_tower", "locate", "names"]
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,20 @@ def load_text_tower(request: LoadRequest) -> TextTower:
     )  # fmt: skip
 
 
+def locate(request: LoadRequest) -> WeightsFile:
+    """Say where the published weights are; errors for unknown names as in `load`."""
+    open_clip = library("open_clip", "open_clip", "open_clip/")
+    selection = _select(open_clip, request)
+    name, tag = f"open_clip/{selection.name}:{selection.tag}", selection.tag or ""
+    url, repository, file = _origin(open_clip, selection.name, tag)
+    if repository:
+        # open_clip prefers a file of safetensors, whatever the name says.
+        files = ("open_clip_model.safetensors", f"{file.rpartition('.')[0]}.safetensors", file)
+        return WeightsFile(name, in_cache_of_hub(repository, files), url, from_hub=True)
+    path = Path("~/.cache/clip").expanduser() / url.rpartition("/")[2]
+    return WeightsFile(name, path if path.is_file() else None, url)
+
+
 def names(pattern: str) -> list[str]:
     """Return the names of open_clip's models."""
     return list(library("open_clip", "open_clip", "open_clip/").list_models())
@@ -134,18 +150,27 @@ def _select(open_clip: Any, request: LoadRequest) -> _Selection:
     spec, weights = request.spec, request.weights
     name, _, tag = request.name.partition(":")
     if name not in open_clip.list_models():
-        raise unknown_name("backbone", spec, [f"open_clip/{known}" for known in open_clip.list_models()])
+        raise unknown_name(
+            "backbone",
+            spec,
+            [f"open_clip/{known}" for known in open_clip.list_models()],
+            hint="List them: layertap backbones open_clip",
+        )
     tags = open_clip.list_pretrained_tags_by_model(name)
     if weights is not None and not is_named(weights):
         if tag and weights != "random":
-            raise InputError(f"{spec} names the weights {tag!r}, but --weights names {weights!r}; remove one of them")
+            raise InputError(
+                f"{spec} names the weights {tag!r}, but --weights names {weights!r}", hint="remove one of them"
+            )
         return _Selection(name, None, False, f"open_clip/{name}", ())
     if weights and tag and weights != tag:
-        raise InputError(f"{spec} names the weights {tag!r}, but --weights names {weights!r}; remove one of them")
+        raise InputError(
+            f"{spec} names the weights {tag!r}, but --weights names {weights!r}", hint="remove one of them"
+        )
     tag = weights or tag
     if not tag:
         choices = ", ".join(f"{spec}:{known}" for known in tags[:8]) or "--weights FILE"
-        raise InputError(f"{spec}: no weights are named; use {choices}")
+        raise InputError(f"{spec}: no weights are named", hint=f"use {choices}")
     if tag not in tags:
         raise unknown_name("weights", tag, tags, f"open_clip/{name}")
     if not _settings(open_clip, name, tag)["quick_gelu"] or _is_quick(open_clip, name):
@@ -189,11 +214,16 @@ def _is_quick(open_clip: Any, name: str) -> bool:
 
 
 def _by_hand(open_clip: Any, name: str, tag: str) -> str:
-    config = open_clip.get_pretrained_cfg(name, tag)
-    url = config.get("url")
-    if config.get("hf_hub"):
-        from huggingface_hub import hf_hub_url
+    return f"download {_origin(open_clip, name, tag)[0]}, and give the file: -b open_clip/{name} --weights FILE"
 
-        repository, _, file = config["hf_hub"].rpartition("/")
-        url = hf_hub_url(repository, file or "open_clip_model.safetensors")
-    return f"download {url}, and give the file: -b open_clip/{name} --weights FILE"
+
+def _origin(open_clip: Any, name: str, tag: str) -> tuple[str, str, str]:
+    """Return the URL of published weights, and the repository and name of the file if it is one of the hub."""
+    config = open_clip.get_pretrained_cfg(name, tag)
+    if not config.get("hf_hub"):
+        return str(config.get("url") or ""), "", ""
+    from huggingface_hub import hf_hub_url
+
+    repository, _, file = config["hf_hub"].rpartition("/")
+    file = file or "open_clip_model.safetensors"
+    return hf_hub_url(repository, file), repository, file

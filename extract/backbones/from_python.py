@@ -52,8 +52,8 @@ def load(request: LoadRequest) -> LoadedBackbone:
     name, weights, seed = request.name, request.weights, request.seed
     if request.allow_missing_head:
         raise InputError(
-            f"{request.spec}: the classifier layer is unknown, so --allow-missing-head is not supported; the factory "
-            "must return a model without a classifier"
+            f"{request.spec}: the classifier layer is unknown, so --allow-missing-head is not supported",
+            hint="the factory must return a model without a classifier",
         )
     file, _, factory_name = name.rpartition(":")
     path = Path(file).resolve()

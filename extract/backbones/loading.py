@@ -13,11 +13,12 @@ from extract.backbones.preprocessing import check_normalisation, overridden
 from extract.backbones.sources import SOURCES, BackboneSource
 from extract.backbones.spelling import unknown_spec
 from extract.backbones.text_tower import TextTower
+from extract.backbones.weights_file import WeightsFile
 from extract.errors import InputError, LayertapError
 from extract.system.foreign_code import described, exits_refused
 from extract.system.torch_state import device_named
 
-__all__ = ["load", "load_text_tower", "permitted"]
+__all__ = ["load", "load_text_tower", "locate_weights", "permitted"]
 
 
 def load(
@@ -57,6 +58,20 @@ def _load(source: BackboneSource, request: LoadRequest) -> LoadedBackbone:
             raise
         except Exception as error:
             raise InputError(f"{request.spec} cannot be loaded: {described(error)}") from error
+
+
+def locate_weights(spec: str) -> WeightsFile | None:
+    """Say where the published weights of a backbone are; nothing is loaded or downloaded.
+
+    Returns:
+        the file; None if only running the code of the backbone tells.
+
+    Raises:
+        UnknownNameError, InputError: the backbone does not exist, or has no published weights.
+        LayertapError: a library is missing.
+    """
+    source, request = _request(spec, None, 0, False, {})
+    return source.locate(request) if source.locate is not None else None
 
 
 def load_text_tower(
@@ -108,8 +123,8 @@ def permitted(recorded: str, named: str | None, where: Path | str) -> str:
     source = SOURCES.get(recorded.partition("/")[0])
     if named is None and source is not None and source.runs_code:
         raise InputError(
-            f"{where} records the backbone {recorded!r}, and loading this backbone runs its code. If you trust the "
-            f"code, name the backbone: --backbone {shlex.quote(recorded)}"
+            f"{where} records the backbone {recorded!r}, and loading this backbone runs its code",
+            hint=f"If you trust the code, name the backbone: --backbone {shlex.quote(recorded)}",
         )
     return named or recorded
 

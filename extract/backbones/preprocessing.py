@@ -90,7 +90,7 @@ class Preprocessing:
             InputError: `fast` is not supported.
         """
         if not self.can_be_faster:
-            raise InputError(f"fast decoding is not supported for {self}; set decode to exact")
+            raise InputError(f"fast decoding is not supported for {self}", hint="set decode to exact")
         return replace(self, fast=True)
 
     def cpu_transform(self, picture: Image.Image) -> Tensor:
@@ -281,10 +281,11 @@ def check_normalisation(given: Mapping[str, Any]) -> None:
         if len(values) == 3 and all(0 <= value <= 1 for value in values) and (name == "mean" or min(values) > 0):
             continue
         problem = f"{name} {given[name]}: expected three numbers {lowest} to 1, since pixels are scaled to 0..1"
+        hint = ""
         if len(values) == 3 and all(1 <= value <= 255 for value in values):
             scaled = ",".join(f"{value / 255:.4g}" for value in values)
-            problem += f". These look like values for pixels from 0 to 255; divide them by 255: {scaled}"
-        raise InputError(problem)
+            hint = f"These look like values for pixels from 0 to 255; divide them by 255: {scaled}"
+        raise InputError(problem, hint=hint)
 
 
 def overridden(preprocessing: Preprocessing, given: Mapping[str, Any]) -> Preprocessing:
@@ -305,7 +306,7 @@ def overridden(preprocessing: Preprocessing, given: Mapping[str, Any]) -> Prepro
     if preprocessing.library_transform is not None and given.keys() < OVERRIDES:
         missing = ", ".join(f"--{name}" for name in sorted(OVERRIDES) if name not in given)
         raise InputError(
-            f"the preprocessing is {preprocessing}, which can only be replaced as a whole; also give {missing}"
+            f"the preprocessing is {preprocessing}, which can only be replaced as a whole", hint=f"also give {missing}"
         )
     interpolation = given.get("interpolation", preprocessing.interpolation)
     if interpolation not in _OF_PILLOW.values():
@@ -323,7 +324,9 @@ def overridden(preprocessing: Preprocessing, given: Mapping[str, Any]) -> Prepro
     if max([size] if isinstance(size, int) else size) > _MAX_SIDE_PX:
         raise InputError(f"size {size}; expected 1 to {_MAX_SIDE_PX:,} pixels")
     if any(side < cut for side, cut in zip((size, size) if isinstance(size, int) else size, crop, strict=True)):
-        raise InputError(f"crop {crop} is larger than the picture after resizing to {size}; give a larger --size")
+        raise InputError(
+            f"crop {crop} is larger than the picture after resizing to {size}", hint="give a larger --size"
+        )
     return Preprocessing(size, crop, interpolation, mean, std)
 
 
@@ -350,8 +353,8 @@ def from_transform(transform: Transform, name: str) -> Preprocessing:
         raise InputError(f"returns tensors of several sizes, {sorted(sizes)}; expected the same size for all pictures")
     if why := _why_random(transform):
         raise InputError(
-            f"{why}, so features would differ from run to run; use the transform of the evaluation, without random "
-            "crops, flips and colours"
+            f"{why}, so features would differ from run to run",
+            hint="use the transform of the evaluation, without random crops, flips and colours",
         )
     height, width = sizes.pop()
     return Preprocessing((height, width), (height, width), "", (0.0,) * 3, (1.0,) * 3, transform, name)

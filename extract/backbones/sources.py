@@ -9,6 +9,7 @@ from extract.backbones import from_hf, from_hub, from_open_clip, from_python, fr
 from extract.backbones.backbone import LoadedBackbone, LoadRequest
 from extract.backbones.catalogue_entry import Entry
 from extract.backbones.text_tower import TextTower
+from extract.backbones.weights_file import WeightsFile
 
 __all__ = ["SOURCES", "BackboneSource"]
 
@@ -28,6 +29,8 @@ class BackboneSource:
         names: returns the known names that may match a pattern; raises LayertapError if a library is missing.
         describe: maps (spec, name) to a description without the weights; None if the source has no descriptions, and
             then `names` returns no names.
+        locate: says where the published weights are, or would be downloaded from, without loading them; None if only
+            running the code of a backbone tells.
         load_text_tower: loads the text tower of a backbone; None if no backbone of the source has a text tower.
         note: which other names are accepted; printed by `layertap backbones`.
         same_layers_at_random: whether a model has the same layers with random weights as with published weights; then
@@ -40,6 +43,7 @@ class BackboneSource:
     runs_code: bool
     names: Callable[[str], list[str]] = _no_names
     describe: Callable[[str, str], Entry] | None = None
+    locate: Callable[[LoadRequest], WeightsFile] | None = None
     load_text_tower: Callable[[LoadRequest], TextTower] | None = None
     note: str = ""
     same_layers_at_random: bool = False
@@ -53,6 +57,7 @@ SOURCES: dict[str, BackboneSource] = {
         runs_code=False,
         names=from_timm.bundled_names,
         describe=from_timm.describe_bundled,
+        locate=from_timm.locate_bundled,
         note="included in the installation",
     ),
     "torchvision": BackboneSource(
@@ -60,6 +65,7 @@ SOURCES: dict[str, BackboneSource] = {
         runs_code=False,
         names=from_torchvision.names,
         describe=from_torchvision.describe,
+        locate=from_torchvision.locate,
         same_layers_at_random=True,
     ),
     "timm": BackboneSource(
@@ -67,6 +73,7 @@ SOURCES: dict[str, BackboneSource] = {
         runs_code=False,
         names=from_timm.names,
         describe=from_timm.describe,
+        locate=from_timm.locate,
         note="a tag may follow, such as timm/resnet50.a1_in1k",
         same_layers_at_random=True,
     ),
@@ -75,6 +82,7 @@ SOURCES: dict[str, BackboneSource] = {
         runs_code=False,
         names=from_open_clip.names,
         describe=from_open_clip.describe,
+        locate=from_open_clip.locate,
         load_text_tower=from_open_clip.load_text_tower,
         library="open_clip_torch",
         note="a tag must follow, such as open_clip/ViT-B-32:openai",
@@ -85,6 +93,7 @@ SOURCES: dict[str, BackboneSource] = {
         runs_code=False,
         names=from_hf.names,
         describe=from_hf.describe,
+        locate=from_hf.locate,
         load_text_tower=from_hf.load_text_tower,
         library="transformers",
         note="any vision model of the hub, such as hf/facebook/dinov2-base, or a folder; listed: the local cache",

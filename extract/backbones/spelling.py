@@ -21,29 +21,37 @@ def unknown_spec(spec: str) -> UnknownNameError:
     source, slash, name = spec.partition("/")
     if not spec.strip("/ "):
         example = f"such as {defaults.BACKBONE}"
-        return UnknownNameError(f"the backbone is empty; expected SOURCE/NAME, {example}. List: layertap backbones")
+        return UnknownNameError(
+            f"the backbone is empty; expected SOURCE/NAME, {example}", hint="List: layertap backbones"
+        )
     if source in SOURCES:
         note = f" ({SOURCES[source].note})" if SOURCES[source].note else ""
-        listed = f". List them: layertap backbones {source}" if SOURCES[source].describe else ""
-        return UnknownNameError(f"backbone {spec!r} has no name; expected {source}/NAME{note}{listed}")
+        listed = f"List them: layertap backbones {source}" if SOURCES[source].describe else ""
+        return UnknownNameError(f"backbone {spec!r} has no name; expected {source}/NAME{note}", hint=listed)
     if spec.endswith(_WEIGHTS_FILES):
         return UnknownNameError(
-            f"backbone {spec!r} is a file of weights; give it with --weights, and its network with -b SOURCE/NAME"
+            f"backbone {spec!r} is a file of weights",
+            hint="give it with --weights, and its network with -b SOURCE/NAME",
         )
     if ".py:" in spec:
-        return UnknownNameError(f"backbone {spec!r} not found; your own function is python/{spec}")
+        return UnknownNameError(f"backbone {spec!r} not found", hint=f"your own function is python/{spec}")
     specs = _called(name if slash else spec)
     if specs:
-        return UnknownNameError(f"backbone {spec!r} not found; did you mean {' or '.join(specs)}?")
+        return UnknownNameError(f"backbone {spec!r} not found", hint=f"did you mean {' or '.join(specs)}?")
     near = difflib.get_close_matches(source, SOURCES, n=1) if slash else []
     if slash and not near:
         return UnknownNameError(
-            f"backbone {spec!r} not found: {source!r} is not a source ({', '.join(SOURCES)}). A model of the Hugging "
-            f"Face hub is hf/{spec}"
+            f"backbone {spec!r} not found: {source!r} is not a source ({', '.join(SOURCES)})",
+            hint=f"A model of the Hugging Face hub is hf/{spec}",
         )
     if near:
-        return UnknownNameError(f"backbone {spec!r} not found; did you mean {near[0]}/{name}?")
-    return unknown_name("backbone", spec, [f"{known}/..." for known in SOURCES], hint="A spec is SOURCE/NAME")
+        return UnknownNameError(f"backbone {spec!r} not found", hint=f"did you mean {near[0]}/{name}?")
+    return unknown_name(
+        "backbone",
+        spec,
+        [f"{known}/..." for known in SOURCES],
+        hint="A spec is SOURCE/NAME. List the sources: layertap backbones",
+    )
 
 
 def _called(name: str) -> list[str]:

@@ -68,4 +68,6 @@ class TextTower:
 def too_long(text: str, limit: int) -> InputError:
     """Return the error for a text of which the tower would read only the beginning."""
     shown = text if len(text) <= 60 else text[:57] + "..."
-    return InputError(f"the text {shown!r} has more than {limit} tokens, the limit of the model; shorten the text")
+    return InputError(
+        f"the text {shown!r} has more than {limit} tokens, the limit of the model", hint="shorten the text"
+    )

@@ -94,8 +94,8 @@ def model_and_transform(returned: object, what: str, expected: str) -> tuple[nn.
         model, transform = returned
         if isinstance(model, ScriptModule):
             raise InputError(
-                f"{what} returned a scripted or traced model, whose code ignores hooks; return the Python module that "
-                "it was created from"
+                f"{what} returned a scripted or traced model, whose code ignores hooks",
+                hint="return the Python module that it was created from",
             )
         if isinstance(model, nn.Module) and callable(transform):
             return model, transform
@@ -128,8 +128,8 @@ def evaluated(model: nn.Module, what: str) -> nn.Module:
         return returned
     if model.training:
         raise InputError(
-            f"eval() of {what} returned {type(returned).__name__} and left the model in training mode; an override of "
-            "eval() or train() must call the method of nn.Module, and return the model"
+            f"eval() of {what} returned {type(returned).__name__} and left the model in training mode",
+            hint="an override of eval() or train() must call the method of nn.Module, and return the model",
         )
     return model
 

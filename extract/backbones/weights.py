@@ -121,7 +121,7 @@ def build_with_weights(
 def _read_state(path: Path) -> tuple[dict[str, Tensor], tuple[str, ...]]:
     """Return the state dict in a file and notes on where it was; no code from the file is run."""
     if not path.is_file():
-        raise InputError(f"weights file {path} does not exist{did_you_mean(path)}")
+        raise InputError(f"weights file {path} does not exist", hint=did_you_mean(path))
     try:
         if path.suffix == ".safetensors":
             from safetensors.torch import load_file
@@ -194,8 +194,8 @@ def _without_prefix(
     preferred = [prefix for prefix in prefixes for part in _EVALUATED if part in prefix.split(".")][:1] or prefixes
     if len(preferred) > 1:
         raise InputError(
-            f"weights {source} hold several networks that fit, under {', '.join(map(repr, sorted(prefixes)))}; save "
-            "only one network"
+            f"weights {source} hold several networks that fit, under {', '.join(map(repr, sorted(prefixes)))}",
+            hint="save only one network",
         )
     prefix = preferred[0]
     kept = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
@@ -254,9 +254,10 @@ def load_state(
         for problem, names in problems.items()
         if names
     ]
-    if complete:
-        lines.append(f"  All but the classifier {classifier!r} fits; --allow-missing-head loads the model without it")
-    raise InputError(f"weights {source} do not fit {spec} ({len(own)} tensors):\n" + "\n".join(lines))
+    hint = f"All but the classifier {classifier!r} fits; --allow-missing-head loads the model without it"
+    raise InputError(
+        f"weights {source} do not fit {spec} ({len(own)} tensors):\n" + "\n".join(lines), hint=hint if complete else ""
+    )
 
 
 def _misfits(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> dict[str, Sequence[str]]:
@@ -306,15 +307,17 @@ def _check_has_values(name: str, value: object) -> None:
     """
     if isinstance(value, Tensor) and is_lazy(value):
         raise InputError(
-            f"{name} of the model has no shape yet: lazy layers get theirs from the first batch. Run one batch through "
-            "the model before it is returned, such as model(torch.zeros(1, 3, 224, 224))"
+            f"{name} of the model has no shape yet: lazy layers get theirs from the first batch",
+            hint="Run one batch through the model before it is returned, such as model(torch.zeros(1, 3, 224, 224))",
         )
     if not isinstance(value, Tensor):
         raise InputError(f"{name} in the state dict of the model is a {type(value).__name__}; expected tensors only")
     if value.is_meta:
-        raise InputError(f"{name} of the model is on the meta device, and has no values; load the weights first")
+        raise InputError(f"{name} of the model is on the meta device, and has no values", hint="load the weights first")
     if value.is_nested or value.layout is not torch.strided:
-        raise InputError(f"{name} of the model is not a dense tensor, but {_layout(value)}; store it as a dense tensor")
+        raise InputError(
+            f"{name} of the model is not a dense tensor, but {_layout(value)}", hint="store it as a dense tensor"
+        )
 
 
 def _layout(value: Tensor) -> str:

@@ -178,7 +178,7 @@ def _eight_bits(pixels: Tensor, given: str) -> Tensor:
     whole = scaled.round()
     if not bool(((scaled - whole).abs() < 1e-3).all()) or whole.min() < 0 or whole.max() > 255:
         raise InputError(
-            f"{given} is a tensor of {pixels.dtype} that is not an 8-bit picture scaled to 0..1; pass the picture "
-            "as it was before any preprocessing, or use Taps on the model"
+            f"{given} is a tensor of {pixels.dtype} that is not an 8-bit picture scaled to 0..1",
+            hint="pass the picture as it was before any preprocessing, or use Taps on the model",
         )
     return whole.to(torch.uint8)

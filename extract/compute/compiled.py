@@ -91,7 +91,7 @@ class _ByInductor(DeviceForward):
             return [self._part(part) for part in torch.split(images, self._batch_size)]
         except torch.OutOfMemoryError as error:
             text = f"insufficient device memory for {self._batch_size} images in compiled code: {error}"
-            raise LayertapError(f"{text}. Use a smaller --batch-size") from error
+            raise LayertapError(f"{text}", hint="Use a smaller --batch-size") from error
 
     def _part(self, images: Tensor) -> Values:
         batch = self._to_device(_filled(images, self._batch_size))
@@ -209,7 +209,9 @@ class _ByOpenVino(Forward):
             raise _cannot(self._backbone, "openvino", error) from error
         given = program.get_property("INFERENCE_PRECISION_HINT").get_type_name()
         if given != wanted:
-            raise LayertapError(f"OpenVINO cannot compute in {self._precision} on this CPU; use --precision float32")
+            raise LayertapError(
+                f"OpenVINO cannot compute in {self._precision} on this CPU", hint="use --precision float32"
+            )
         self.compiling_s += time.perf_counter() - before
         return program
 

@@ -122,7 +122,7 @@ def choose_features(backbone: LoadedBackbone, layers: Sequence[str]) -> Choice:
         for (site, _), feature in features.items()
     ]
     if len({feature.name for feature in named}) < len(named):
-        raise InputError(f"{backbone.spec} has a layer called {EMBEDDING!r}; extract it in a separate run")
+        raise InputError(f"{backbone.spec} has a layer called {EMBEDDING!r}", hint="extract it in a separate run")
     return Choice(named, list(never_run))
 
 
@@ -137,7 +137,7 @@ def _parse(backbone: LoadedBackbone, text: str) -> list[_Request]:
             return [_Request(EMBEDDING, "", pooling)]
         if backbone.classifier is None:
             why = backbone.no_embedding or "it has no single classifier whose input could be the embedding"
-            raise InputError(f"{backbone.spec} has no embedding: {why}; choose layers, such as -l '*'")
+            raise InputError(f"{backbone.spec} has no embedding: {why}", hint="choose layers, such as -l '*'")
         return [_Request(backbone.classifier, "", pooling, what="input")]
     pattern = split_text(text, names)[0]
     matches = match_layers(names, pattern, backbone.spec)
@@ -174,11 +174,12 @@ def _absent(backbone: LoadedBackbone, record: Record, request: _Request) -> Laye
     if not given and request.what == "input":
         return InputError(
             f"{backbone.spec} has no embedding: its classifier {request.layer!r} is not called as a whole, and so has "
-            "no single input; choose layers, such as -l '*'"
+            "no single input",
+            hint="choose layers, such as -l '*'",
         )
     if not given:
         return InputError(
-            f"layer {request.layer!r} of {backbone.spec} never runs, or returns no tensor; choose another"
+            f"layer {request.layer!r} of {backbone.spec} never runs, or returns no tensor", hint="choose another"
         )
     return UnknownNameError(
         f"{request.part!r} after layer {request.layer!r} is neither a pooling ({', '.join(pooling_names())}) "
@@ -191,7 +192,7 @@ def _hint(backbone: LoadedBackbone, shape: tuple[int, ...]) -> str:
     source = SOURCES.get(backbone.spec.partition("/")[0])
     if len(shape) != 2 or source is None or not source.runs_code or backbone.prefix_tokens:
         return ""
-    return ". If tokens precede the patch tokens, set their number as model.num_prefix_tokens"
+    return "If tokens precede the patch tokens, set their number as model.num_prefix_tokens"
 
 
 def _feature(backbone: LoadedBackbone, name: str, pooling: str, site: Site, trial: Trial) -> Feature:
@@ -205,7 +206,9 @@ def _feature(backbone: LoadedBackbone, name: str, pooling: str, site: Site, tria
         )
         resolved = resolve_pooling(pooling, layout, shape, backbone.reads_class_token)
     except InputError as error:
-        raise InputError(f"layer {site.text()!r} of {backbone.spec}: {error}{_hint(backbone, shape)}") from None
+        hint = _hint(backbone, shape) or error.hint
+        message = error.message if hint == error.hint else str(error)
+        raise InputError(f"layer {site.text()!r} of {backbone.spec}: {message}", hint=hint) from None
     return Feature(
         name=name,
         site=site,

@@ -228,7 +228,8 @@ def check_count(features: Values, count: int) -> None:
         if len(values) != count:
             raise InputError(
                 f"{name} has {len(values):,} rows for a batch of {count:,} pictures: the number of rows depends on "
-                "the pictures, so they cannot be stored; choose other layers"
+                "the pictures, so they cannot be stored",
+                hint="choose other layers",
             )
 
 

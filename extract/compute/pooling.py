@@ -133,14 +133,16 @@ def resolve_pooling(pooling: str, layout: Layout, shape: Sequence[int], reads_cl
     if pooling != "auto" and POOLINGS[pooling].kind is None:
         return pooling
     if layout.kind == "unknown":
-        raise InputError(f"{pooling} does not fit {_describe(layout, shape)}; use {_names_for(None)}")
+        raise InputError(f"{pooling} does not fit {_describe(layout, shape)}", hint=f"use {_names_for(None)}")
     if pooling == "auto":
         if layout.kind == "tokens" and not (reads_class_token and layout.class_token):
             return "mean_tokens"
         return {"vector": "none", "map": "mean_map", "tokens": "cls_token"}[layout.kind]
     entry = POOLINGS[pooling]
     if layout.kind != entry.kind or (entry.needs_class_token and not layout.class_token):
-        raise InputError(f"{pooling} does not fit {_describe(layout, shape)}; use {_names_for(layout.kind) or 'none'}")
+        raise InputError(
+            f"{pooling} does not fit {_describe(layout, shape)}", hint=f"use {_names_for(layout.kind) or 'none'}"
+        )
     return pooling
 
 

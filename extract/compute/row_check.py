@@ -55,5 +55,6 @@ def check_rows(forward: Forward, images: Tensor, features: Values) -> None:
             raise InputError(
                 f"{name} of picture {position} in the first batch, of {len(images)}, differs from that of the same "
                 "picture alone: its rows are not the images, or the network amplifies rounding, as networks with "
-                "random weights do. Nothing of this batch was stored; choose other layers"
+                "random weights do. Nothing of this batch was stored",
+                hint="choose other layers",
             )

@@ -220,8 +220,8 @@ def stop_on_machine_errors(batches: Iterable[Batch], source: ImageSource) -> Ite
         if count >= _SUSPECT or (first and 1 < count == len(batch.rows)):
             raise MachineError(
                 f"{count} images in a row cannot be read: {reason}. So many consecutive failures are caused by the "
-                "disk, the server or the machine, not by the images. Stored rows are safe; run again "
-                "when the cause is fixed"
+                "disk, the server or the machine, not by the images. Stored rows are safe",
+                hint="run again when the cause is fixed",
             )
         yield batch
         first = False

@@ -113,7 +113,7 @@ def features_of_text(
     shape = next((feature.shape for feature in dataset.features if feature.name == "embedding"), None)
     if shape is None:
         raise InputError(
-            f"texts are compared with embeddings, but {dataset.out} has none; extract them with -l embedding"
+            f"texts are compared with embeddings, but {dataset.out} has none", hint="extract them with -l embedding"
         )
     _, spec, asked = _said(dataset, provenance, weights)
     tower = load_text_tower(

@@ -110,8 +110,8 @@ def extract_features(
     """
     if is_url(os.fspath(out)):
         raise InputError(
-            f"{os.fspath(out)}: from Python, features are written to a folder; `layertap embed -o {os.fspath(out)}` "
-            "builds shards and publishes them there"
+            f"{os.fspath(out)}: from Python, features are written to a folder",
+            hint=f"`layertap embed -o {os.fspath(out)}` builds shards and publishes them there",
         )
     settings = ExtractionSettings(
         layers=layers,

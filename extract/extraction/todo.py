@@ -183,7 +183,8 @@ def check_same_images(plan: Plan, existing: DataSet) -> None:
                 if not same:
                     raise InputError(
                         f"{existing.out} holds features of the images in {existing.images['root']}; those in "
-                        f"{plan.images.root} are others: {path} differs. Choose another output folder"
+                        f"{plan.images.root} are others: {path} differs",
+                        hint="Choose another output folder",
                     )
         if len(chosen):
             return
@@ -201,6 +202,6 @@ def check_disk_space(dataset: DataSet) -> None:
     free = shutil.disk_usage(place).free
     if needed > free:
         raise LayertapError(
-            f"{dataset.out}: features need {needed / 1e6:,.1f} MB, {free / 1e6:,.1f} MB are free on the disk: "
-            "pool the layers, store float16, or choose another output folder"
+            f"{dataset.out}: features need {needed / 1e6:,.1f} MB, {free / 1e6:,.1f} MB are free on the disk",
+            hint="pool the layers, store float16 (--dtype float16), or choose another output folder",
         )

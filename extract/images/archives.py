@@ -136,7 +136,7 @@ class Members:
                 same = _size_of(archive) == size
             except LayertapError as error:
                 raise LayertapError(
-                    f"{error}. Stored rows are safe; run again when the archive is available"
+                    f"{error}. Stored rows are safe", hint="run again when the archive is available"
                 ) from error
             if not same:  # the offsets may be wrong
                 raise LayertapError(f"{archive} has changed since its files were listed. Stored rows are safe")
@@ -265,7 +265,9 @@ def _in_tar(
 
 def _unpacked_tar(file: BinaryIO, archive: str) -> tarfile.TarFile:
     if file.read(6).startswith(_PACKED):
-        raise InputError(f"{archive}: images cannot be read from the middle of a compressed tar; decompress it first")
+        raise InputError(
+            f"{archive}: images cannot be read from the middle of a compressed tar", hint="decompress it first"
+        )
     file.seek(0)
     return tarfile.open(fileobj=file, mode="r:")
 
@@ -283,8 +285,8 @@ def _check_end(file: BinaryIO, offset: int, archive: str) -> None:
     while part := file.read(1 << 20):
         if part.strip(b"\0"):
             raise InputError(
-                f"{archive} is damaged after byte {offset:,}: expected a file or the end of the archive. If the file "
-                "contains several archives, split it"
+                f"{archive} is damaged after byte {offset:,}: expected a file or the end of the archive",
+                hint="If the file contains several archives, split it",
             )
 
 
@@ -324,7 +326,7 @@ def _opened(archive: str) -> Iterator[BinaryIO]:
     except Exception as error:  # each protocol's library raises its own errors
         if is_missing(archive, error):
             near = "" if is_url(archive) else did_you_mean(archive)
-            raise InputError(f"{archive}: no such file{near}") from error
+            raise InputError(f"{archive}: no such file", hint=near) from error
         raise LayertapError(f"{archive} cannot be read: {_reason(archive, error)}") from error
     with file:
         yield file

@@ -64,7 +64,7 @@ class ArrayRows:
     def check_there(self) -> None:
         """See `ImageSource`."""
         if not Path(self._path).is_file():
-            raise LayertapError(f"{self._path} is missing. Stored rows are safe; run again when it is available")
+            raise LayertapError(f"{self._path} is missing. Stored rows are safe", hint="run again when it is available")
 
 
 def split_name(where: str) -> tuple[str, str]:
@@ -83,7 +83,7 @@ def list_array(where: str) -> Images:
     """
     path, name = split_name(where)
     if not Path(path).is_file():
-        raise InputError(f"{path}: " + ("not a file" if Path(path).exists() else f"no such file{did_you_mean(path)}"))
+        raise InputError(f"{path}: {'not a file' if Path(path).exists() else 'no such file'}", hint=did_you_mean(path))
     labels: Any = None
     if path.lower().endswith(_SUFFIXES):
         name = name or _only_pictures(path)
@@ -179,11 +179,11 @@ def _only_pictures(path: str) -> str:
         return fitting[0]
     if fitting:
         known = ", ".join(f"{path}:{name}" for name in fitting[:8])
-        raise InputError(f"{path} has several data sets of pictures; give one by name: {known}")
+        raise InputError(f"{path} has several data sets of pictures", hint=f"give one by name: {known}")
     seen = ", ".join(f"{name} {open_array(path, name).dtype} {open_array(path, name).shape}" for name in names[:8])
     raise InputError(
-        f"{path} has no data set of pictures, uint8 (N, H, W, 3) or (N, 3, H, W); it has {seen or 'no data sets'}"
-        + ("; convert pixels to uint8, 0 to 255" if "float" in seen else "")
+        f"{path} has no data set of pictures, uint8 (N, H, W, 3) or (N, 3, H, W); it has {seen or 'no data sets'}",
+        hint="convert pixels to uint8, 0 to 255" if "float" in seen else "",
     )
 
 

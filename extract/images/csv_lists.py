@@ -178,12 +178,12 @@ def _row(where: str, place: int, path: Any, label: Any, split: Any, id: Any) -> 
         raise InputError(f"{_place(where, place)}: the path is empty, or contains a null character")
     if is_http(where) and not is_url(path) and (public := parameters_without_credentials(path)) != path:
         raise InputError(
-            f"{_place(where, place)}: the relative path {public} has a credential, but relative paths are file names. "
-            "Write the complete URL"
+            f"{_place(where, place)}: the relative path {public} has a credential, but relative paths are file names",
+            hint="Write the complete URL",
         )
     for name, value in (("label", label), ("split", split), ("id", id)):
         if isinstance(value, str) and not value.isascii() and any("\udc80" <= char <= "\udcff" for char in value):
-            raise InputError(f"{_place(where, place)}: the {name} is not UTF-8; save the list in UTF-8")
+            raise InputError(f"{_place(where, place)}: the {name} is not UTF-8", hint="save the list in UTF-8")
     split = str(split or "").strip().lower()
     if split and split not in SPLITS:
         raise InputError(f"{_place(where, place)}: split {split!r}; expected train, val, test or an empty value")
@@ -294,7 +294,7 @@ def _opened(where: str, file: Path | None = None) -> Iterator[BinaryIO]:
         with content:
             yield content
     except FileNotFoundError as error:
-        raise InputError(f"{where}: no such file{'' if is_url(where) else did_you_mean(where)}") from error
+        raise InputError(f"{where}: no such file", hint="" if is_url(where) else did_you_mean(where)) from error
     except OSError as error:
         raise LayertapError(f"{where} cannot be read: {error.strerror or error}") from error
 

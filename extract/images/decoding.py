@@ -244,7 +244,8 @@ def _has_heif() -> bool:
     except Exception as error:  # a shared library is missing, or there is not enough memory to map it
         raise MachineError(
             f"pillow_heif, which decodes HEIC, is installed but cannot be loaded: {type(error).__name__}: "
-            f"{first_line(error)}. Fix it, or remove it (pip uninstall pillow-heif) if there are no HEIC images"
+            f"{first_line(error)}",
+            hint="Fix it, or remove it (pip uninstall pillow-heif) if there are no HEIC images",
         ) from error
     return True
 

@@ -60,7 +60,7 @@ def list_folder(where: str) -> Images:
 def check_exists(where: str) -> None:
     """Raise an InputError unless there is a local file or folder."""
     if not Path(where).exists():
-        raise InputError(f"{where}: no such folder or file{did_you_mean(where)}")
+        raise InputError(f"{where}: no such folder or file", hint=did_you_mean(where))
 
 
 def _list_behind(url: str) -> Images:

@@ -33,13 +33,13 @@ def kind_of(where: str) -> str:
     if suffix in _ARRAYS or split_name(where)[1]:
         if is_url(where):
             raise InputError(
-                f"{where}: arrays are read from local files only; copy it to this machine, or name a folder, list or "
-                "archive"
+                f"{where}: arrays are read from local files only",
+                hint="copy it to this machine, or name a folder, list or archive",
             )
         return "array"
     if re.search(r"\.(tgz|tbz2?|txz|tar\.\w+)$", where, re.IGNORECASE):
         raise InputError(
-            f"{where}: images cannot be read from the middle of a compressed tar; decompress it to a .tar first"
+            f"{where}: images cannot be read from the middle of a compressed tar", hint="decompress it to a .tar first"
         )
     return "folder"
 
@@ -55,11 +55,10 @@ def no_images(where: str, left_out: Counter[str]) -> InputError:
     )
     if not kinds:
         seen = "the folder is empty" if os.path.isdir(where) else "it is empty"  # noqa: PTH112
-    hint = ""
+    hint = "images end in .jpg, .png, .tif, .webp and others" if kinds else ""
     if any(left_out[suffix] for suffix in ARCHIVES):
-        hint = f"; to read archives, give a pattern, such as '{where}/*.tar'"
-    endings = ". Images end in .jpg, .png, .tif, .webp and others" if kinds else ""
-    return InputError(f"{where}: no images; {seen}{hint}{endings}")
+        hint = f"to read archives, give a pattern, such as '{where}/*.tar'"
+    return InputError(f"{where}: no images; {seen}", hint=hint)
 
 
 def _suffix(where: str) -> str:

@@ -77,8 +77,8 @@ def listed_again(dataset_root: str, paths: Sequence[str], images: str | None = N
     root = images or dataset_root
     if not images and (servers := _servers(root, paths)):
         raise InputError(
-            f"the images would be fetched from {servers}, a location that only the data set names; to allow this, add "
-            f"--images {shlex.quote(root)}"
+            f"the images would be fetched from {servers}, a location that only the data set names",
+            hint=f"to allow this, add --images {shlex.quote(root)}",
         )
     none = np.full(len(paths), -1, np.int64)
     if not is_url(root) and is_plan(root):
@@ -95,7 +95,7 @@ def listed_again(dataset_root: str, paths: Sequence[str], images: str | None = N
         try:
             source.check_there()
         except LayertapError as error:
-            raise InputError(f"the images are not in {root} any more; say where they are") from error
+            raise InputError(f"the images are not in {root} any more", hint="say where they are") from error
     else:
         listed = list_images(root)
         row_of = {path: row for row, path in enumerate(listed.slice(0, len(listed)).paths)}
@@ -145,7 +145,7 @@ def _expanded(pattern: str) -> list[str]:
     archives: list[str] = []
     for name in _in_braces(pattern):
         if is_url(name) and not is_url(pattern):
-            raise InputError(f"{pattern}: the URL {name} in braces; write the protocol before the braces")
+            raise InputError(f"{pattern}: the URL {name} in braces", hint="write the protocol before the braces")
         if not glob.has_magic(name):
             archives.append(name + query)
         elif is_url(name):
@@ -153,7 +153,7 @@ def _expanded(pattern: str) -> list[str]:
         else:
             archives += sorted(glob.glob(name))  # noqa: PTH207
     if not archives:
-        raise InputError(f"{pattern}: no such file{'' if is_url(pattern) else did_you_mean(pattern)}")
+        raise InputError(f"{pattern}: no such file", hint="" if is_url(pattern) else did_you_mean(pattern))
     return archives
 
 

@@ -244,8 +244,8 @@ def _machine_error(error: Exception, row: int) -> MachineError:
     elif isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
         remedy = "raise the limit of open files (ulimit -n), or lower --workers"
     return MachineError(
-        f"this machine can no longer read images: {what}. Stored rows are safe, and no row was marked as failed; "
-        f"{remedy}, and run again"
+        f"this machine can no longer read images: {what}. Stored rows are safe, and no row was marked as failed",
+        hint=f"{remedy}, and run again",
     )
 
 

@@ -143,8 +143,8 @@ class Files:
                 there = False
         if not there:
             raise LayertapError(
-                f"{self._base} has vanished or is empty (an unmounted disk?). Stored rows are safe; "
-                "run again when it is back"
+                f"{self._base} has vanished or is empty (an unmounted disk?). Stored rows are safe",
+                hint="run again when it is back",
             )
 
 
@@ -261,7 +261,7 @@ def _ask_server(url: str, ask: Callable[[], bool]) -> bool:
         return ask()
     except Exception as error:
         raise LayertapError(
-            f"{url} does not answer: {first_line(error)}. Stored rows are safe; run again when it answers"
+            f"{url} does not answer: {first_line(error)}. Stored rows are safe", hint="run again when it answers"
         ) from error
 
 

@@ -140,8 +140,8 @@ def _link(url: str, location: str, written: str) -> Link | None:
         if not names[-1].lower().endswith(tuple(IMAGE_SUFFIXES)):
             return None
         raise InputError(
-            f"{url}: the link {reference!r} has %2F or %00, which a file name cannot contain; write a list with the "
-            "complete URL of each image"
+            f"{url}: the link {reference!r} has %2F or %00, which a file name cannot contain",
+            hint="write a list with the complete URL of each image",
         )
     suffix = ("/" if is_folder else "") + (f"?{target.query}" if target.query else "")
     return Link("/".join(names), is_folder, target.query, "/".join(parts) + suffix)

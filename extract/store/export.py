@@ -72,7 +72,7 @@ def export(
     remove_leftovers(path)  # also if the export was complete when its process was killed
     try:
         if _exists(path):
-            raise InputError(f"{path} already exists; choose another name, or delete it")
+            raise InputError(f"{path} already exists", hint="choose another name, or delete it")
         path.parent.mkdir(parents=True, exist_ok=True)
         with temporary_folder(path) as folder:
             output = folder / "export"
@@ -85,7 +85,7 @@ def export(
             claim(output, path)
             sync_folder(path.parent)
     except FileExistsError as error:
-        raise InputError(f"{path} was created by another process; choose another name, or delete it") from error
+        raise InputError(f"{path} was created by another process", hint="choose another name, or delete it") from error
     except OSError as error:
         raise LayertapError(f"cannot write {path}: {error.strerror or error}") from error
 

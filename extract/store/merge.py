@@ -54,7 +54,9 @@ def merge(
     datasets = [DataSet.open(source) for source in sources]
     for source in sources:
         if source.resolve() in (out.resolve(), *out.resolve().parents):
-            raise InputError(f"{out} is one of the data sets to merge, or inside one; choose another output folder")
+            raise InputError(
+                f"{out} is one of the data sets to merge, or inside one", hint="choose another output folder"
+            )
     with FeatureReader(list(sources)) as reader:
         rows = _Rows.sorted_by_path(reader, datasets, sources)
         merged = DataSet(
@@ -154,5 +156,6 @@ def _check_same_rows(merged: DataSet, reader: FeatureReader, rows: _Rows) -> Non
         if not matches.all():
             path = stored.paths[int(np.flatnonzero(~matches)[0])]
             raise InputError(
-                f"{merged.out}: the stored row of {path} differs from the data sets to merge; merge into a new folder"
+                f"{merged.out}: the stored row of {path} differs from the data sets to merge",
+                hint="merge into a new folder",
             )

@@ -153,8 +153,8 @@ class FeatureReader:
         def read(start: int, stop: int) -> list[str]:
             if self._is_closed:
                 raise LayertapError(
-                    f"{self._name} is closed; copy what is needed later, such as reader.paths[:], before the reader is "
-                    "closed"
+                    f"{self._name} is closed",
+                    hint="copy what is needed later, such as reader.paths[:], before the reader is closed",
                 )
             ranges = self._index.ranges_between(start, stop)
             return [text for i, first, last in ranges for text in self._selections[i].texts(name, first, last)]
@@ -294,8 +294,8 @@ class FeatureReader:
         if not agree.all():
             row = int(rows[np.flatnonzero(~agree)[0]])
             raise InputError(
-                f"row {row} ({self.paths[row]}) of {self._name} is damaged: it does not match its hashes; run "
-                "`layertap verify --repair`, then `layertap embed` or `layertap sync`"
+                f"row {row} ({self.paths[row]}) of {self._name} is damaged: it does not match its hashes",
+                hint="run `layertap verify --repair`, then `layertap embed` or `layertap sync`",
             )
         return features
 

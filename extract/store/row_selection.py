@@ -159,7 +159,9 @@ def read_one_version(out: Path, read: Callable[[DataSet], T]) -> T:
             if DataSet.open(out).version != dataset.version and attempt + 1 < _ATTEMPTS:
                 continue
             if isinstance(error, FileNotFoundError):
-                raise InputError(f"{error.filename} is missing; run `layertap sync` to repair the data set") from error
+                raise InputError(
+                    f"{error.filename} is missing", hint="run `layertap sync` to repair the data set"
+                ) from error
             raise
         return result
     raise AssertionError("the last attempt returns or raises")
@@ -197,7 +199,7 @@ def _select_from_version(dataset: DataSet, partial: bool, open_shards: OpenShard
         last_shard = int(rows[-1]) // pass_dataset.shard_rows if len(rows) else -1
         if last_shard >= len(shard_files):
             raise InputError(
-                f"{pass_dataset.out} has no shard {last_shard}; run `layertap sync` to repair the data set"
+                f"{pass_dataset.out} has no shard {last_shard}", hint="run `layertap sync` to repair the data set"
             )
         for shard in range(last_shard + 1):
             shard_start = pass_dataset.shard_range(shard).start
@@ -253,7 +255,8 @@ def _open_later(dataset: DataSet, shard: int, path: Path) -> Shard:
         if path.exists():
             raise
         raise InputError(
-            f"{path} no longer exists: it was replaced or removed after the reader was opened; open the data set again"
+            f"{path} no longer exists: it was replaced or removed after the reader was opened",
+            hint="open the data set again",
         ) from error
 
 
@@ -281,8 +284,9 @@ def _select_from_files(dataset: DataSet, partial: bool, open_shards: OpenShards)
             path = dataset.current(shard, files) or dataset.path(shard)
             state = "unfinished" if files.part is not None else "missing"
             raise LayertapError(
-                f"{path} is {state} (shard {shard} of {dataset.n_shards}); run the command that created the "
-                "data set again to finish it, or read the available rows with partial=True"
+                f"{path} is {state} (shard {shard} of {dataset.n_shards})",
+                hint="run the command that created the data set again to finish it, or read the available rows with "
+                "partial=True",
             )
         try:
             opened = dataset.open_shard(shard, path)
@@ -316,13 +320,14 @@ def _stored_rows(shard: Shard, partial: bool) -> NDArray[np.int64]:
     stored = np.flatnonzero(status != Status.PENDING)
     if len(stored) < len(shard) and not is_part:
         raise InputError(
-            f"{shard.name} is damaged: {len(shard) - len(stored)} rows are pending in a finished file; "
-            "run `layertap verify --repair`, then the command that created the data set"
+            f"{shard.name} is damaged: {len(shard) - len(stored)} rows are pending in a finished file",
+            hint="run `layertap verify --repair`, then the command that created the data set",
         )
     if len(stored) < len(shard) and not partial:
         raise LayertapError(
-            f"{shard.name} is unfinished: {len(shard) - len(stored)} rows are pending; run the command that created "
-            "the data set again to finish it, or read the available rows with partial=True"
+            f"{shard.name} is unfinished: {len(shard) - len(stored)} rows are pending",
+            hint="run the command that created the data set again to finish it, or read the available rows with "
+            "partial=True",
         )
     # A row that a power failure damaged may have a status, but does not match its hashes.
     return np.setdiff1d(stored, wrong_rows(shard, stored)) if is_part else stored

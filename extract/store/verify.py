@@ -181,7 +181,9 @@ def _check_shard(dataset: DataSet, number: int, files: ShardFiles, verification:
             faults += _faults_of_successor(dataset, number, files.part)
         verification.faults += faults
         return shard
-    raise LayertapError(f"shard {number} of {dataset.out} changed while it was verified; try again when no writer runs")
+    raise LayertapError(
+        f"shard {number} of {dataset.out} changed while it was verified", hint="try again when no writer runs"
+    )
 
 
 def _faults_of_successor(dataset: DataSet, number: int, revision: int) -> list[Fault]:

@@ -110,13 +110,15 @@ def compact(
             number = published.version.number if published.version else 0
             try:
                 if manifest.rebuilt_because or manifest.version < number:
-                    raise InputError(f"{out}/manifest.sqlite is missing or damaged; run `layertap sync` to rebuild it")
+                    raise InputError(
+                        f"{out}/manifest.sqlite is missing or damaged", hint="run `layertap sync` to rebuild it"
+                    )
                 return compact_passes(out, manifest, published, max_dead, time.time_ns(), on_rows)[0]
             except (sqlite3.Error, ValueError, TypeError) as error:  # InputError is a ValueError, too
                 if isinstance(error, LayertapError):
                     raise
                 raise LayertapError(
-                    f"{out}/manifest.sqlite: {error}; delete it and run `layertap sync` to rebuild it"
+                    f"{out}/manifest.sqlite: {error}", hint="delete it and run `layertap sync` to rebuild it"
                 ) from error
 
 

@@ -178,15 +178,17 @@ class _Pass:
         if (self.out / "dataset.json").exists():
             self.published = DataSet.open(self.out)
             if self.published.version is None:
-                raise InputError(f"{self.out} holds a data set of `layertap embed`; choose another output folder")
+                raise InputError(
+                    f"{self.out} holds a data set of `layertap embed`", hint="choose another output folder"
+                )
             if (synced_root := self.published.images["root"]) != self.root and not self.force:
                 raise InputError(
-                    f"{self.out} is kept in sync with {synced_root}, not with {self.root}. If the folder was moved, "
-                    "use --force; otherwise choose another output folder"
+                    f"{self.out} is kept in sync with {synced_root}, not with {self.root}",
+                    hint="If the folder was moved, use --force; otherwise choose another output folder",
                 )
         elif self.out.is_dir() and any(not _is_ours(entry.name) for entry in self.out.iterdir()):
             raise InputError(
-                f"{self.out} is not empty and not a data set of `layertap sync`; choose another output folder"
+                f"{self.out} is not empty and not a data set of `layertap sync`", hint="choose another output folder"
             )
 
     def run(self, manifest: Manifest) -> None:
@@ -208,11 +210,12 @@ class _Pass:
             if manifest.keep_below(os.fsencode(path)):
                 scan.unreadable[path] = "the target of the link no longer exists"
         if not n_seen and not manifest.n_files():
-            raise InputError(f"{self.root}: no images. Images end in .jpg, .png, .tif, .webp and others")
+            raise InputError(f"{self.root}: no images", hint="Images end in .jpg, .png, .tif, .webp and others")
         if not n_seen and not self.force:
             raise VanishedError(
                 f"{self.root}: none of the {manifest.n_files():,} images was found; is the disk mounted? Nothing was "
-                "changed; --force confirms the deletion"
+                "changed",
+                hint="--force confirms the deletion",
             )
         if not self.dry_run:
             self._check_configuration(manifest)
@@ -274,8 +277,8 @@ class _Pass:
         if self.published and (changed := differences(self.published.depends_on, dataset.depends_on)):
             raise InputError(
                 f"{self.out} holds other features; rows with these differences cannot be mixed:\n  "
-                + "\n  ".join(changed)
-                + "\nChoose another output folder, or delete this one."
+                + "\n  ".join(changed),
+                hint="Choose another output folder, or delete this one.",
             )
 
     def _check_versions(self, manifest: Manifest, plan: Plan) -> None:
@@ -295,8 +298,8 @@ class _Pass:
             if rechecked.apart:
                 raise LayertapError(
                     f"{self.out}: the installed libraries ({changed}) do not reproduce the stored features: "
-                    f"{rechecked.apart[0].path}: {rechecked.apart[0].what}. Install the earlier versions, or start a "
-                    "new data set"
+                    f"{rechecked.apart[0].path}: {rechecked.apart[0].what}",
+                    hint="Install the earlier versions, or start a new data set",
                 )
             if not rechecked.n_rows:  # all sampled images have changed; the next pass checks again
                 return
@@ -339,8 +342,8 @@ class _Pass:
         if folder_changes.vanished > self.guards.max_vanish * n_files and not self.force:
             raise VanishedError(
                 f"{self.root}: {folder_changes.vanished:,} of {n_files:,} images are gone, more than "
-                f"{self.guards.max_vanish:.0%} (max_vanish); is the disk mounted? Nothing was changed; --force "
-                "confirms the deletion"
+                f"{self.guards.max_vanish:.0%} (max_vanish); is the disk mounted? Nothing was changed",
+                hint="--force confirms the deletion",
             )
         # Completing an interrupted pass may have counted files already.
         report.added += folder_changes.added

@@ -64,7 +64,7 @@ def atomic_write(path: Path, *, tidy: bool = True) -> Iterator[BinaryIO]:
         InputError: the path is a device, a pipe or a folder.
     """
     if os.path.lexists(path) and not (path.is_file() or path.is_symlink()):
-        raise InputError(f"{path} is not a regular file; choose another output file")
+        raise InputError(f"{path} is not a regular file", hint="choose another output file")
     with temporary_file(path) as (file, temporary):
         if tidy:
             remove_leftovers(path)
@@ -139,7 +139,9 @@ def check_regular(path: Path) -> None:
         return
     if not stat.S_ISREG(mode):
         problem = f"is a link to {path.readlink()}" if stat.S_ISLNK(mode) else "is not a regular file"
-        raise InputError(f"{path} {problem}; nothing was written. Replace it with a copy of the file, or remove it")
+        raise InputError(
+            f"{path} {problem}; nothing was written", hint="Replace it with a copy of the file, or remove it"
+        )
 
 
 def own_folder(path: Path) -> Path:
@@ -171,8 +173,8 @@ def check_own_folders(out: Path) -> None:
 def _check_own_folder(path: Path) -> None:
     if path.is_symlink():
         raise InputError(
-            f"{path} is a link to {path.readlink()}; nothing was written, because a data set must hold its own files. "
-            f"Move the target here, or move all of {path.parent} there and link to it"
+            f"{path} is a link to {path.readlink()}; nothing was written, because a data set must hold its own files",
+            hint=f"Move the target here, or move all of {path.parent} there and link to it",
         )
 
 

@@ -7,6 +7,8 @@ import errno
 import fcntl
 import os
 import socket
+import struct
+import sys
 import threading
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -16,7 +18,10 @@ from typing import TextIO
 from extract.errors import LayertapError, LockedError
 from extract.system.atomic_files import check_own_folders, open_unfollowed
 
-__all__ = ["kept", "locked"]
+__all__ = ["holder", "kept", "locked"]
+
+# struct flock of fcntl(2) has these fields: type, whence, start, length, pid. Their order depends on the system.
+_FLOCK, _FIELDS = ("hhqqi", (0, 1, 2, 3, 4)) if sys.platform == "linux" else ("qqihh", (2, 3, 4, 0, 1))
 
 _HELD: set[tuple[int, Path]] = set()  # (pid, folder) of held locks; a forked process inherits the set, not the locks
 _HELD_GUARD = threading.Lock()
@@ -68,6 +73,33 @@ def kept(out: Path) -> Iterator[None]:
         yield
 
 
+def holder(out: Path) -> str:
+    """Return what holds the lock of a folder, such as "pid 12 on host since ..."; empty if nothing does.
+
+    The lock is only asked for, not taken, so a run that starts meanwhile is not disturbed.
+
+    Raises:
+        LayertapError: the lock cannot be read, or the file system has no locks.
+    """
+    asked = (fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    try:
+        # Closing the file releases a lock of this process.
+        with (
+            _by_one_thread(out),
+            os.fdopen(open_unfollowed(out / ".lock", os.O_RDONLY), encoding="utf-8", errors="replace") as file,
+        ):
+            answer = fcntl.fcntl(file, fcntl.F_GETLK, struct.pack(_FLOCK, *(asked[field] for field in _FIELDS)))
+            if struct.unpack(_FLOCK, answer)[_FIELDS.index(0)] == fcntl.F_UNLCK:
+                return ""
+            return file.read().strip() or "another process"
+    except LockedError:
+        return "this process"
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        raise LayertapError(f"the lock of {out} cannot be read: {error.strerror}") from error
+
+
 @contextlib.contextmanager
 def _by_one_thread(out: Path) -> Iterator[None]:
     """Context manager: exclude other threads of this process, which a POSIX lock does not."""
@@ -89,7 +121,10 @@ def _lock(file: TextIO, kind: int, out: Path) -> None:
         if error.errno not in (errno.EACCES, errno.EAGAIN):
             raise LayertapError(f"cannot lock {out}: {error.strerror}") from error
         file.seek(0)
-        raise LockedError(f"{out} is locked by {file.read().strip() or 'another process'}") from error
+        raise LockedError(
+            f"{out} is locked by {file.read().strip() or 'another process'}",
+            hint="wait until that process ends, or choose another output folder",
+        ) from error
 
 
 @contextlib.contextmanager
@@ -102,7 +137,7 @@ def _lock_file(out: Path, is_new: bool) -> Iterator[None]:
         _lock(file, fcntl.LOCK_EX, out)
         # Do not open the lock file a second time to check it: closing that descriptor would release the lock.
         if not os.path.exists(out / ".lock") or not os.path.samestat(os.fstat(file.fileno()), os.stat(out / ".lock")):  # noqa: PTH110, PTH116
-            raise LockedError(f"{out} was removed by the process that held its lock; run again")
+            raise LockedError(f"{out} was removed by the process that held its lock", hint="run again")
         since = datetime.now(UTC).isoformat(timespec="seconds")
         _write_holder(file.fileno(), f"pid {os.getpid()} on {socket.gethostname()} since {since}\n")
         try:

@@ -40,8 +40,9 @@ def exits_refused() -> Iterator[None]:
     except SystemExit as stop:
         called = f"sys.exit({'' if stop.code is None else repr(stop.code)})"
         raise InputError(
-            f"{_place(stop) or _innermost(stop)}, called {called}. The code of a backbone must not end the program: "
-            "remove the call, or move it below if __name__ == '__main__'"
+            f"{_place(stop) or _innermost(stop)}, called {called}",
+            hint="The code of a backbone must not end the program: remove the call, or move it below if __name__ == "
+            "'__main__'",
         ) from stop
     except BaseException as error:
         if _place(error) is None:  # for example, a generator of layertap is closed

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import importlib
+import importlib.util
 from pathlib import Path
 from typing import Any
 
 from extract.errors import LayertapError
 
-__all__ = ["library", "pip_install"]
+__all__ = ["library", "pip_install", "requirements"]
 
 _PROJECT = "layertap"
 _PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
@@ -30,7 +30,7 @@ def library(module: str, extra: str, purpose: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         package = module.partition(".")[0]
-        raise LayertapError(f"{purpose} needs {package}: {pip_install(extra)}") from error
+        raise LayertapError(f"{purpose} needs {package}", hint=f"to install it: {pip_install(extra)}") from error
 
 
 @functools.cache
@@ -42,10 +42,32 @@ def pip_install(extra: str) -> str:
     """
     import shlex
 
-    requirements = _requirements_in_checkout(extra) or _requirements_in_metadata(extra)
-    if not requirements:  # the folders were copied without pyproject.toml and metadata
+    needed = requirements(extra)
+    if not needed:  # the folders were copied without pyproject.toml and metadata
         return f"see the extra {extra!r} in layertap's pyproject.toml"
-    return "pip install " + " ".join(map(shlex.quote, requirements))
+    return f"{_installer()} " + " ".join(map(shlex.quote, needed))
+
+
+def requirements(extra: str = "") -> list[str]:
+    """Return the requirements of an extra of this project, such as "ray>=2.41"; of the project itself if it is empty.
+
+    The list is empty if the folders were copied without pyproject.toml and metadata.
+    """
+    return _requirements_in_checkout(extra) or _requirements_in_metadata(extra)
+
+
+def _installer() -> str:
+    """Return the command that installs into the environment of this process; `pip` if the shell finds its pip."""
+    import shlex
+    import shutil
+    import sys
+
+    found = shutil.which("pip")
+    if found and Path(found).absolute().parent == Path(sys.executable).absolute().parent:
+        return "pip install"
+    if importlib.util.find_spec("pip") is None:  # environments that uv creates have no pip
+        return f"uv pip install --python {shlex.quote(sys.executable)}"
+    return f"{shlex.quote(sys.executable)} -m pip install"
 
 
 def _requirements_in_checkout(extra: str) -> list[str]:
@@ -54,7 +76,9 @@ def _requirements_in_checkout(extra: str) -> list[str]:
     if not _PYPROJECT.is_file():
         return []
     project = tomllib.loads(_PYPROJECT.read_text(encoding="utf-8")).get("project", {})
-    return list(project["optional-dependencies"][extra]) if project.get("name") == _PROJECT else []
+    if project.get("name") != _PROJECT:
+        return []
+    return list(project["optional-dependencies"][extra] if extra else project["dependencies"])
 
 
 def _requirements_in_metadata(extra: str) -> list[str]:
@@ -64,6 +88,6 @@ def _requirements_in_metadata(extra: str) -> list[str]:
         declared = metadata.requires(_PROJECT) or []
     except metadata.PackageNotFoundError:
         return []
-    marker = f'extra == "{extra}"'
-    of_extra = [line for line in declared if marker in line.replace("-", "_")]
+    marker = f'extra == "{extra}"' if extra else ""
+    of_extra = [line for line in declared if (marker in line.replace("-", "_") if extra else "extra ==" not in line)]
     return [line.partition(";")[0].strip() for line in of_extra]

@@ -13,7 +13,7 @@ _MOST_NAMES = 10_000  # of a folder that are compared
 
 
 def did_you_mean(path: str | os.PathLike[str]) -> str:
-    """Return "; did you mean photos?" if a path that does not exist is similar to one that does, else "".
+    """Return "did you mean photos?" if a path that does not exist is similar to one that does, else "".
 
     Names are compared in the folder of the first part of the path that does not exist. Hidden files are not suggested.
 
@@ -34,7 +34,7 @@ def did_you_mean(path: str | os.PathLike[str]) -> str:
     rest = given.relative_to(missing)
     candidates = (missing.parent / folded[name] / rest for name in near)
     shown = next((candidate for candidate in candidates if _exists(candidate)), None)
-    return f"; did you mean {shown}?" if shown is not None else ""
+    return f"did you mean {shown}?" if shown is not None else ""
 
 
 def _exists(path: Path) -> bool:

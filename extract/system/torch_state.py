@@ -107,28 +107,30 @@ def device_named(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except (RuntimeError, TypeError) as error:  # PyTorch's message lists all backends that it was ever built with
-        gpu = "; a GPU is cuda (NVIDIA) or mps (Apple)" if name.lower() in ("gpu", "nvidia", "apple", "metal") else ""
-        raise InputError(f"device {name!r} is unknown; expected {_DEVICES}{gpu}") from error
+        gpu = "a GPU is cuda (NVIDIA) or mps (Apple)" if name.lower() in ("gpu", "nvidia", "apple", "metal") else ""
+        raise InputError(f"device {name!r} is unknown; expected {_DEVICES}", hint=gpu) from error
     try:
         torch.empty(0, device=device).cpu()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise LayertapError(f"device {name!r} cannot be used: {_why_unusable(device, error)}") from error
+        why, remedy = _why_unusable(device, error)
+        raise LayertapError(f"device {name!r} cannot be used: {why}", hint=remedy) from error
     return device
 
 
 _DEVICES = "auto, cpu, cuda, cuda:N or mps"
 
 
-def _why_unusable(device: torch.device, error: Exception) -> str:
-    """Return in one line why a device cannot be used, and what can be."""
+def _why_unusable(device: torch.device, error: Exception) -> tuple[str, str]:
+    """Return in one line why a device cannot be used, and what can be; the second may be empty."""
+    instead = "use cpu, or leave out --device"
     if device.type == "cuda" and not torch.cuda.is_available():
         built = "PyTorch was installed without CUDA" if torch.version.cuda is None else "or its driver is missing"
-        return f"this machine has no CUDA device ({built}); use cpu, or leave out --device"
+        return f"this machine has no CUDA device ({built})", instead
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         last = torch.cuda.device_count() - 1
-        return f"this machine has only {'cuda:0' if not last else f'cuda:0 to cuda:{last}'}"
+        return f"this machine has only {'cuda:0' if not last else f'cuda:0 to cuda:{last}'}", ""
     if device.type == "mps":
-        return "this machine has no MPS device, the GPU of an Apple computer; use cpu, or leave out --device"
+        return "this machine has no MPS device, the GPU of an Apple computer", instead
     if device.type in ("cpu", "cuda"):
-        return first_line(error)
-    return f"PyTorch cannot use it on this machine; expected {_DEVICES}"
+        return first_line(error), ""
+    return f"PyTorch cannot use it on this machine; expected {_DEVICES}", ""

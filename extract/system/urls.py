@@ -114,8 +114,8 @@ def file_system(url: str, **settings: Any) -> tuple[Any, str]:
     protocol, _, location = url.partition("://")
     if user_info(location)[1]:
         raise InputError(
-            f"{without_credentials(url)}: a password in a URL is not accepted; set it in the environment or in "
-            "the configuration file of the protocol's library"
+            f"{without_credentials(url)}: a password in a URL is not accepted",
+            hint="set it in the environment or in the configuration file of the protocol's library",
         )
     try:
         fs_class: Any = fsspec.get_filesystem_class(protocol)
@@ -128,7 +128,9 @@ def file_system(url: str, **settings: Any) -> tuple[Any, str]:
         return fs_class(**options), str(fs_class._strip_protocol(url))
     except ImportError as error:
         extra = _EXTRAS.get(protocol)
-        remedy = pip_install(extra) if extra else first_line(error)
-        raise LayertapError(f"{url}: reading {protocol}:// needs another library: {remedy}") from error
+        if not extra:
+            raise LayertapError(f"{url}: reading {protocol}:// needs another library: {first_line(error)}") from error
+        remedy = f"to install it: {pip_install(extra)}"
+        raise LayertapError(f"{url}: reading {protocol}:// needs another library", hint=remedy) from error
     except Exception as error:  # each protocol's library raises its own errors
         raise LayertapError(f"{url}: {first_line(error)}") from error

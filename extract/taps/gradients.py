@@ -186,8 +186,8 @@ def add_earlier_parts(forward: ModelCall, site: Site, request: TapRequest, earli
         return
     if request.reduce is not None:
         raise LayertapError(
-            f"{site} comes in parts, one for each reentrant checkpoint, which cannot be reduced one by one; keep it "
-            "without `reduce`, or checkpoint with use_reentrant=False"
+            f"{site} comes in parts, one for each reentrant checkpoint, which cannot be reduced one by one",
+            hint="keep it without `reduce`, or checkpoint with use_reentrant=False",
         )
     with unwatched(), torch.no_grad():
         forward.record.by_site[site] = earlier + forward.record.by_site[site]

@@ -88,11 +88,11 @@ def _copied(value: Any, site: Site, to_cpu: Callable[[Tensor], Tensor] | None) -
             f"the reduction of {site} returned {type(value).__name__}; expected a tensor or a dict of tensors"
         )
     if value.is_nested:
-        raise InputError(f"{site} is a nested tensor, whose rows differ in shape; reduce it to a plain tensor")
+        raise InputError(f"{site} is a nested tensor, whose rows differ in shape", hint="reduce it to a plain tensor")
     if hasattr(value, "full_tensor"):
         raise InputError(
-            f"{site} is a DTensor, spread over processes; reduce it to the part of this one (lambda t: t.to_local()) "
-            "or, in all of them, to the whole (lambda t: t.full_tensor())"
+            f"{site} is a DTensor, spread over processes",
+            hint="reduce it to this part (lambda t: t.to_local()) or, in all, to the whole (lambda t: t.full_tensor())",
         )
     if torch._C._functorch.is_functorch_wrapped_tensor(value):
         raise InputError(
@@ -393,7 +393,7 @@ class HookCalls:
         if request.live:
             if tensor.is_inference() and request.reduce is None:
                 raise InputError(
-                    f"{site} cannot be kept live in inference mode, which has no graph; use torch.no_grad()"
+                    f"{site} cannot be kept live in inference mode, which has no graph", hint="use torch.no_grad()"
                 )
             with unwatched():
                 forward.record._keep_live(site, tensor if request.reduce is None else request.reduce(tensor))

@@ -116,9 +116,7 @@ def match_layers(names: Iterable[str], patterns: str | Sequence[str], where: str
 def _unknown_layer(pattern: str, names: Sequence[str], where: str) -> LayertapError:
     listed = f"List them: layertap layers {where}" if "/" in where else ""
     if not pattern.strip():
-        return InputError(
-            f"a layer name is empty; expected a layer of {where}, or a pattern such as '*'. {listed}".rstrip()
-        )
+        return InputError(f"a layer name is empty; expected a layer of {where}, or a pattern such as '*'", hint=listed)
     return separated_by_commas(pattern, names, where) or unknown_name("layer", pattern, names, where, listed)
 
 
@@ -129,7 +127,10 @@ def separated_by_commas(text: str, names: Iterable[str], where: str) -> InputErr
     if "," not in text or not parts or not all(part.partition(":")[0] in known or is_glob(part) for part in parts):
         return None
     each = " ".join(f"-l {part}" for part in parts)
-    return InputError(f"layer {text!r} of {where}: name each layer by itself ({each}; in a list, one item each)")
+    return InputError(
+        f"layer {text!r} of {where}: a name has no commas",
+        hint=f"name each layer by itself ({each}; in a list, one item each)",
+    )
 
 
 def _parts_match(name: list[str], pattern: list[str]) -> bool:

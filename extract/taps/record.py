@@ -238,8 +238,9 @@ class Record(Mapping[str, Any]):
         value = self.by_site[site]
         if any(tensor._version != version for tensor, version in self._live.get(site, ())):
             raise LayertapError(
-                f"{site} was changed in place after it was kept live: a later layer wrote into it; keep a copy with "
-                "its graph, keep(..., live=True, reduce=torch.clone), or make that layer work out of place"
+                f"{site} was changed in place after it was kept live: a later layer wrote into it",
+                hint="keep a copy with its graph, keep(..., live=True, reduce=torch.clone), or make that layer work "
+                "out of place",
             )
         return value
 

@@ -200,7 +200,7 @@ class Taps(FunctionAndParameterCalls):
         if self._block is not None:
             raise LayertapError("these Taps are already open in a `with` block")
         if self._stop and any(request.what in ("grad", "grad_input") for request in self._requests):
-            raise InputError("gradients need complete forwards; do not set stop=True")
+            raise InputError("gradients need complete forwards", hint="do not set stop=True")
         with contextlib.ExitStack() as undo:
             self._register(undo)
             self._block, self._forward = Block(undo.pop_all()), None
@@ -328,7 +328,8 @@ class Taps(FunctionAndParameterCalls):
         if all(request.what in ("grad", "grad_input") for request in idle):
             raise LayertapError(
                 f"the edit of the gradient of {names} never took effect: no gradient reached it inside the `with` "
-                "block; call backward() inside the block, on a loss that depends on it, and do not freeze it"
+                "block",
+                hint="call backward() inside the block, on a loss that depends on it, and do not freeze it",
             )
         raise LayertapError(f"the edit of {names} never took effect: no matching call returned a floating-point tensor")
 
@@ -358,12 +359,12 @@ def _check_hookable(model: nn.Module) -> None:
         where = f"layer {name!r}" if name else "the model"
         if isinstance(module, torch.jit.ScriptModule):
             raise InputError(
-                f"{where} is scripted: its code ignores hooks; use the Python module that it was created from"
+                f"{where} is scripted: its code ignores hooks", hint="use the Python module that it was created from"
             )
         if isinstance(module, nn.DataParallel) and len(module.device_ids) > 1:
             raise InputError(
-                f"{where} is replicated over {len(module.device_ids)} devices, and each copy sees a part of the batch; "
-                "tap the module inside, on one device"
+                f"{where} is replicated over {len(module.device_ids)} devices, and each copy sees a part of the batch",
+                hint="tap the module inside, on one device",
             )
     if isinstance(model, torch.fx.GraphModule) and "_guards_fn" in dict(model.named_children()) | model.__dict__:
-        raise InputError("the model is exported: its graph calls no layers; use the module it was exported from")
+        raise InputError("the model is exported: its graph calls no layers", hint="use the module it was exported from")

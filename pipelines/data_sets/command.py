@@ -11,13 +11,14 @@ import click
 
 from extract.errors import InputError
 from extract.system.optional_libraries import library
+from pipelines.terminal.completion import complete_backbones, complete_paths
 from pipelines.terminal.config import COMPRESS_HELP, SHARD_ROWS_HELP
 from pipelines.terminal.options import BACKBONE_HELP, DATA_SET, FOLDER, LateChoice, json_flag, print_result
 
 __all__ = ["diff", "export", "merge", "report", "search", "show", "status", "verify"]
 
 
-@click.command()
+@click.command(short_help="Describe a data set.")
 @click.argument("out", type=FOLDER)
 @json_flag
 def show(out: Path, as_json: bool) -> None:
@@ -27,8 +28,8 @@ def show(out: Path, as_json: bool) -> None:
     print_result(describe(out), as_json, dict, print_description)
 
 
-@click.command()
-@click.argument("out")
+@click.command(short_help="Show the progress of a data set.")
+@click.argument("out", shell_complete=complete_paths)
 @click.option("--watch", is_flag=True, help="Print the status again every few seconds, until the data set is complete.")
 @json_flag
 def status(out: str, watch: bool, as_json: bool) -> None:
@@ -47,11 +48,11 @@ def status(out: str, watch: bool, as_json: bool) -> None:
             print_result(content, as_json, dict, print_progress, indent=None if watch else 1)
         return
     if watch:
-        raise InputError(f"--watch: {out} is not a data set of `layertap embed`; leave out --watch")
+        raise InputError(f"--watch: {out} is not a data set of `layertap embed`", hint="leave out --watch")
     print_result(describe_status(Path(out)), as_json, dict, print_status)
 
 
-@click.command()
+@click.command(short_help="Write an HTML page about a data set.")
 @click.argument("out", type=FOLDER)
 @click.argument("other", required=False, type=FOLDER)
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="HTML file. [default: OUT/report.html]")
@@ -95,14 +96,14 @@ def report(out: Path, other: Path | None, **settings: Any) -> None:
     click.echo(f"{written}, {written.stat().st_size / 1e6:.1f} MB; open it in a browser")
 
 
-@click.command()
+@click.command(short_help="Find images that are similar to an image or a text.")
 @click.argument("out", type=DATA_SET)
 @click.argument("query", metavar="[ROW|PATH|IMAGE]", required=False)
 @click.option("--text", help="Text to search for, if the backbone of OUT has a text tower (CLIP, SigLIP).")
 @click.option("-k", type=click.IntRange(min=1), default=10, show_default=True, help="Number of images to find.")
 @click.option("-l", "--layer", help="Layer to compare. [default: embedding, or the only layer]")
 @click.option("--itself", is_flag=True, help="Include the query row in the results.")
-@click.option("-b", "--backbone", help=BACKBONE_HELP)
+@click.option("-b", "--backbone", help=BACKBONE_HELP, shell_complete=complete_backbones)
 @click.option("--weights", help="Name or file of the backbone's weights, if the file was moved.")
 @click.option("--images", help="Location of the images, if they were moved or are behind a URL; for --output.")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:N or mps.")
@@ -122,17 +123,17 @@ def search(out: Path | str, query: str | None, as_json: bool, **settings: Any) -
     if settings["output"] is not None:
         library("matplotlib", "figures", "--output")
     elif settings["images"] is not None:
-        raise InputError("--images is for drawing the results; add --output FILE")
+        raise InputError("--images is for drawing the results", hint="add --output FILE")
     from pipelines.data_sets.search import as_json as results_as_json
     from pipelines.data_sets.search import print_results, run_search
 
     results = run_search(out, query, **settings)
     print_result(results, as_json, results_as_json, print_results)
     if settings["output"] and not as_json:
-        click.echo(f"written: {settings['output']}")
+        click.echo(f"written: {settings['output']}", err=True)
 
 
-@click.command()
+@click.command(short_help="Compare two data sets.")
 @click.argument("first", metavar="A", type=FOLDER)
 @click.argument("second", metavar="B", type=FOLDER)
 @json_flag
@@ -153,12 +154,12 @@ def diff(first: Path, second: Path, as_json: bool) -> None:
     )
 
 
-@click.command()
+@click.command(short_help="Check a data set for damage.")
 @click.argument("out", type=FOLDER)
 @click.option("--sample", type=click.IntRange(min=1), help="Also compute this many random rows again, and compare.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the choice of rows.")
 @click.option("--images", help="Location of the images, if they were moved or are behind a URL; for --sample.")
-@click.option("-b", "--backbone", help=BACKBONE_HELP)
+@click.option("-b", "--backbone", help=BACKBONE_HELP, shell_complete=complete_backbones)
 @click.option("--weights", help="Name or file of the backbone's weights, if the file was moved.")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:N or mps.")
 @click.option("--repair", is_flag=True, help="Set wrong rows to pending, so that `embed` computes them again.")
@@ -172,7 +173,7 @@ def verify(ctx: click.Context, /, out: Path, as_json: bool, **settings: Any) -> 
     if settings["sample"] is None and (
         unused := [name for name in ("images", "backbone", "weights") if settings[name]]
     ):
-        raise InputError(f"--{unused[0]} is for computing rows again; add --sample N")
+        raise InputError(f"--{unused[0]} is for computing rows again", hint="add --sample N")
     from pipelines.data_sets.verify import as_json as check_as_json
     from pipelines.data_sets.verify import check, print_check
 
@@ -188,7 +189,7 @@ def _formats() -> Iterable[str]:
     return FORMATS
 
 
-@click.command()
+@click.command(short_help="Write HDF5, NumPy, Parquet or MATLAB files.")
 @click.argument("out", type=DATA_SET)
 @click.option("--to", type=LateChoice(_formats), required=True, help="Format.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Output file or folder. [default: beside OUT]")
@@ -205,7 +206,7 @@ def export(out: Path | str, to: str, output: Path | None, layers: tuple[str, ...
     click.echo(run_export(out, to, output, layers))
 
 
-@click.command()
+@click.command(short_help="Join data sets into one.")
 @click.argument("sources", nargs=-1, required=True, type=FOLDER)
 @click.option("-o", "--out", type=click.Path(path_type=Path), required=True, help="Folder of the new data set.")
 @click.option("--shard-rows", type=int, help=SHARD_ROWS_HELP)

@@ -30,7 +30,7 @@ def run_export(out: Path | str, to: str, output: Path | None, layers: Sequence[s
     elif isinstance(out, Path):
         path = FORMATS[to].default_path(out.resolve(), to)
     else:
-        raise InputError(f"{out} is in a bucket; name an output file on this machine with -o")
+        raise InputError(f"{out} is in a bucket", hint="name an output file on this machine with -o")
     with FeatureReader(out) as reader, Progress(len(reader), "rows") as progress:
         export(reader, path, to, layers or None, on_rows=lambda rows: progress.advance(rows, False))
         names = ", ".join(layers or reader.layers)

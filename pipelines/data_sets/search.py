@@ -67,7 +67,7 @@ def run_search(
         name, row, path, note = "embedding", None, "", ""
         if text is not None:
             if layer not in (None, name):
-                raise InputError(f"a text is compared with embeddings, not with {layer}; leave out --layer")
+                raise InputError(f"a text is compared with embeddings, not with {layer}", hint="leave out --layer")
             feature = features_of_text(dataset, reader.provenance, text, backbone, weights, device)
         elif query is not None:
             name = layer_to_search(reader.layers, layer, str(out))
@@ -117,7 +117,7 @@ def _row_of(reader: FeatureReader, query: str, out: Path | str) -> tuple[int | N
         row = int(query)
         if row >= len(reader):
             expected = f"expected a row from 0 to {len(reader) - 1:,}" if len(reader) else "the data set is empty"
-            raise InputError(f"{out} has no row {row}: {expected}" + (f"; {file}" if file else ""))
+            raise InputError(f"{out} has no row {row}: {expected}", hint=file)
         return row, file
     rows = np.flatnonzero(_equal(reader.paths, query))
     if not len(rows):

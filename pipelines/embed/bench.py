@@ -119,7 +119,9 @@ def bench(
         LayertapError: the working directory cannot be written to.
     """
     if not os.access(".", os.W_OK):
-        raise LayertapError("bench measures writing to the working directory, which is not writable; run it elsewhere")
+        raise LayertapError(
+            "bench measures writing to the working directory, which is not writable", hint="run it elsewhere"
+        )
     loaded = load_backbone(backbone, weights=weights, device=device)
     preprocessing = loaded.preprocessing
     with _images(images) as where:

@@ -10,6 +10,7 @@ import click
 
 from extract.errors import LayertapError
 from pipelines.embed.config import EmbedConfig
+from pipelines.terminal.completion import complete_paths
 from pipelines.terminal.config import load_config
 from pipelines.terminal.options import config_file, given, json_flag, option, print_result
 from pipelines.terminal.text_output import command_line
@@ -19,8 +20,8 @@ __all__ = ["bench", "embed", "plan", "slurm"]
 _embed_option = partial(option, model=EmbedConfig)
 
 
-@click.command()
-@click.argument("images", required=False)
+@click.command(short_help="Compute features of images, and store them in HDF5.")
+@click.argument("images", required=False, shell_complete=complete_paths)
 @_embed_option("-b", "--backbone")
 @_embed_option("-l", "--layers", multiple=True, metavar="LAYER[:POOLING]")
 @_embed_option("-o", "--out")
@@ -93,8 +94,8 @@ def embed(ctx: click.Context, /, config: Path | None, as_json: bool, **flags: An
         ctx.exit(3)
 
 
-@click.command()
-@click.argument("images")
+@click.command(short_help="List many images once, for several runs.")
+@click.argument("images", shell_complete=complete_paths)
 @click.option(
     "-o", "--out", type=click.Path(path_type=Path), help="Folder of the plan. [default: outputs/<name of IMAGES>-plan]"
 )
@@ -127,7 +128,7 @@ def plan(images: str, out: Path | None, as_json: bool) -> None:
     print_result(planned, as_json, plan_as_json, print_plan)
 
 
-@click.command()
+@click.command(short_help="Print an sbatch file for a run on a cluster.")
 @click.argument("config", type=click.Path(path_type=Path))
 @click.option("--tasks", type=click.IntRange(1, 1_000_000), required=True, help="Number of tasks.")
 @click.option("--gpus", type=click.IntRange(min=0), default=1, show_default=True, help="GPUs per task.")
@@ -147,8 +148,8 @@ def slurm(config: Path, **settings: Any) -> None:
     click.echo(as_sbatch(config, **settings), nl=False)
 
 
-@click.command()
-@click.argument("images", required=False)
+@click.command(short_help="Measure how fast this machine computes features.")
+@click.argument("images", required=False, shell_complete=complete_paths)
 @_embed_option("-b", "--backbone")
 @_embed_option("-l", "--layers", multiple=True, metavar="LAYER[:POOLING]")
 @_embed_option("--weights")

@@ -11,6 +11,7 @@ from pydantic import Field, field_validator, model_validator
 
 from extract import defaults
 from extract.compute.pooling import pooling_names
+from extract.errors import InputError
 from extract.system.urls import is_url
 from pipelines.terminal.config import COMPRESS_HELP, SHARD_ROWS_HELP, BackboneConfig, name_of
 
@@ -136,12 +137,14 @@ class EmbedConfig(FeaturesConfig):
     @model_validator(mode="after")
     def _check_options_have_an_effect(self) -> Self:
         if self.engine != "ray" and "address" in self.model_fields_set:
-            raise ValueError("--address is that of a Ray cluster; add --engine ray")
+            raise InputError("--address is that of a Ray cluster", hint="add --engine ray")
         if not self.is_shared:
             for key in ("workers_per_gpu", "cpus_per_worker", "scratch"):
                 if getattr(self, key) != type(self).model_fields[key].default:
                     flag = f"--{key.replace('_', '-')}"
-                    raise ValueError(f"{flag} is for several workers, and this run has one; add --engine processes")
+                    raise InputError(
+                        f"{flag} is for several workers, and this run has one", hint="add --engine processes"
+                    )
         return self
 
     @model_validator(mode="after")
@@ -149,5 +152,5 @@ class EmbedConfig(FeaturesConfig):
         if self.is_shared and (self.fast or self.retry_failed):
             flag = "--fast" if self.fast else "--retry-failed"
             remedy = "`layertap bench` recommends the fastest flags" if self.fast else "run it later in one process"
-            raise ValueError(f"{flag} works in one process and on a folder only; {remedy}")
+            raise InputError(f"{flag} works in one process and on a folder only", hint=remedy)
         return self

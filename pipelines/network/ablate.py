@@ -54,7 +54,7 @@ class AblationResult:
 def ablate(config: AblateConfig) -> AblationResult:
     """Run the job and print progress on stderr."""
     if config.layers is None:
-        raise InputError("no layer named; expected -l LAYER, or a glob such as -l 'blocks.*'")
+        raise InputError("no layer named", hint="expected -l LAYER, or a glob such as -l 'blocks.*'")
     if config.picture is not None:
         check_file(config.picture, PICTURES)
     if config.csv is not None:

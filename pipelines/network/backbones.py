@@ -25,7 +25,6 @@ def print_sources(listing: dict[str, Any], echo: Callable[[str], None]) -> None:
     for source, entry in listing.items():
         models = f"{entry['models']:>5,} {'model ' if entry['models'] == 1 else 'models'}"
         echo(f"{source:12} {models}  {entry['note']}".rstrip())
-    echo("\nlayertap backbones 'timm/vit_*' lists the matching backbones with width, input, parameters and licence")
 
 
 def entries(pattern: str) -> Iterator[Entry]:

@@ -11,6 +11,7 @@ import click
 
 from extract.system.optional_libraries import library
 from pipelines.network.config import AblateConfig, DrawConfig, InspectConfig, LookConfig
+from pipelines.terminal.completion import complete_backbones, complete_paths
 from pipelines.terminal.config import checked
 from pipelines.terminal.options import given, json_flag, option, print_result
 
@@ -21,8 +22,8 @@ def _with_sample_options(command: Callable[..., Any], model: type[LookConfig] = 
     """Add the arguments and options that `inspect`, `draw` and `ablate` share."""
     look_option = partial(option, model=model)
     options = [
-        click.argument("backbone"),
-        click.argument("images"),
+        click.argument("backbone", shell_complete=complete_backbones),
+        click.argument("images", shell_complete=complete_paths),
         look_option("-l", "--layers", multiple=True, metavar="LAYER"),
         look_option("--sample", metavar="N|all"),
         look_option("--weights"),
@@ -38,7 +39,7 @@ def _with_sample_options(command: Callable[..., Any], model: type[LookConfig] = 
 _inspect_option = partial(option, model=InspectConfig)
 
 
-@click.command()
+@click.command(short_help="Find dead channels, NaN and other faults of layers.")
 @_with_sample_options
 @_inspect_option("--grad/--no-grad")
 @_inspect_option("--loss", metavar="cross_entropy|FILE.py:FUNCTION")
@@ -67,13 +68,13 @@ def inspect(as_json: bool, **flags: Any) -> None:
     inspected = run_inspect(checked(InspectConfig, given(flags)))
     print_result(inspected, as_json, inspected_as_json, print_inspection)
     if inspected.written and not as_json:
-        click.echo("written: " + ", ".join(map(str, inspected.written)))
+        click.echo("written: " + ", ".join(map(str, inspected.written)), err=True)
 
 
 _draw_option = partial(option, model=DrawConfig)
 
 
-@click.command()
+@click.command(short_help="Draw activations, attention, Grad-CAM and filters.")
 @click.argument(
     "kind",
     type=click.Choice(["maps", "channels", "top", "filters", "attention", "rollout", "gradcam", "tokens"]),
@@ -111,7 +112,7 @@ def draw(kind: str, **flags: Any) -> None:
 _ablate_option = partial(option, model=AblateConfig)
 
 
-@click.command()
+@click.command(short_help="Measure the effect of changing layers.")
 @partial(_with_sample_options, model=AblateConfig)
 @_ablate_option("--edit", metavar="EDIT")
 @_ablate_option("--channels", metavar="0,3,17|all")
@@ -139,8 +140,8 @@ def ablate(as_json: bool, **flags: Any) -> None:
     print_result(run_ablate(checked(AblateConfig, given(flags))), as_json, ablated_as_json, print_ablated)
 
 
-@click.command()
-@click.argument("pattern", required=False, metavar="[GLOB]")
+@click.command(short_help="List backbones.")
+@click.argument("pattern", required=False, metavar="[GLOB]", shell_complete=complete_backbones)
 @json_flag
 def backbones(pattern: str | None, as_json: bool) -> None:
     """List the sources of backbones, or the backbones that match GLOB.
@@ -156,12 +157,16 @@ def backbones(pattern: str | None, as_json: bool) -> None:
 
     if pattern is None:
         print_result(sources(), as_json, dict, print_sources)
+        if not as_json:
+            click.echo(
+                "layertap backbones 'timm/vit_*' lists the matching backbones, with their width and licence", err=True
+            )
     else:
         print_result(entries(pattern), as_json, entries_as_json, print_entries)
 
 
-@click.command()
-@click.argument("backbone")
+@click.command(short_help="List the layers of a backbone.")
+@click.argument("backbone", shell_complete=complete_backbones)
 @click.argument("patterns", nargs=-1, metavar="[PATTERN]...")
 @click.option("--ops", is_flag=True, help="Also list functions without a module: layer1.0/add, /flatten.")
 @json_flag

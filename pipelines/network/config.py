@@ -8,6 +8,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from extract.errors import InputError
 from pipelines.terminal.config import BackboneConfig
 
 __all__ = ["AblateConfig", "DrawConfig", "InspectConfig", "LookConfig"]
@@ -50,7 +51,7 @@ class InspectConfig(LookConfig):
         if not self.grad and {"loss", "labels"} & self.model_fields_set:
             raise ValueError("--loss and --labels need --grad")
         if self.pictures is None and "format" in self.model_fields_set:
-            raise ValueError("--format is that of figures; add --pictures FOLDER")
+            raise InputError("--format is that of figures", hint="add --pictures FOLDER")
         return self
 
 

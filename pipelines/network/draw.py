@@ -48,18 +48,20 @@ _MARKS = {True: "✓ ", False: "✗ "}
 def draw(kind: str, config: DrawConfig) -> list[Path]:
     """Draw one figure per layer and return the files."""
     if kind == "rollout" and config.layers is not None:
-        raise InputError("rollout covers all layers; leave out -l")
+        raise InputError("rollout covers all layers", hint="leave out -l")
     if config.channels is not None and kind not in _CHANNEL_KINDS:
-        raise InputError(f"--channels is for {', '.join(_CHANNEL_KINDS)}, not for {kind}; leave it out")
+        raise InputError(f"--channels is for {', '.join(_CHANNEL_KINDS)}, not for {kind}", hint="leave it out")
     if config.target is not None and kind != "gradcam":
-        raise InputError(f"--target is for gradcam, not for {kind}; leave it out")
+        raise InputError(f"--target is for gradcam, not for {kind}", hint="leave it out")
     check_folder(config.out)
     backbone = backbone_of(config)
     if kind in _MANY_IMAGE_KINDS and "sample" not in config.model_fields_set:
         config = config.model_copy(update={"sample": _SAMPLED})
     sample = sample_of(config, backbone)
     if kind not in _MANY_IMAGE_KINDS and len(sample.rows) > _MOST_IMAGES:
-        raise InputError(f"{len(sample.rows)} images do not fit into one figure; use --sample {_MOST_IMAGES} or less")
+        raise InputError(
+            f"{len(sample.rows)} images do not fit into one figure", hint=f"use --sample {_MOST_IMAGES} or less"
+        )
     written = []
     for name, figure in KINDS[kind](config, backbone, sample):
         plain = re.sub(r"[^\w.-]+", "_", f"{kind}-{name}" if name else kind)

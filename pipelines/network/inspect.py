@@ -113,11 +113,13 @@ def _loss(config: InspectConfig, backbone: Backbone, sample: Sample) -> tuple[st
         targets = targets_of(backbone, sample.images, config.labels) if config.labels else None
         return f"{path.name}:{name}", function, targets.numbers if targets else sample.images.labels
     if not n_outputs(backbone):
-        raise InputError(f"{backbone.spec} gives no classes, which cross_entropy needs; use --loss FILE.py:FUNCTION")
+        raise InputError(
+            f"{backbone.spec} gives no classes, which cross_entropy needs", hint="use --loss FILE.py:FUNCTION"
+        )
 
     def cross_entropy(output: Tensor, targets: Tensor) -> Tensor:
         if not isinstance(output, Tensor) or output.ndim != 2:
-            raise InputError(f"{backbone.spec} does not give (images, classes); use --loss FILE.py:FUNCTION")
+            raise InputError(f"{backbone.spec} does not give (images, classes)", hint="use --loss FILE.py:FUNCTION")
         # The target of an unlabelled image is the class that the model predicts.
         return F.cross_entropy(output, torch.where(targets >= 0, targets, output.detach().argmax(1)))
 

@@ -10,6 +10,7 @@ import click
 
 from extract.system.optional_libraries import library
 from pipelines.probe.config import ProbeConfig
+from pipelines.terminal.completion import complete_backbones, complete_paths
 from pipelines.terminal.config import load_config
 from pipelines.terminal.options import BACKBONE_HELP, config_file, given, json_flag, option, print_result
 
@@ -19,8 +20,8 @@ __all__ = ["predict", "probe"]
 _probe_option = partial(option, model=ProbeConfig)
 
 
-@click.command()
-@click.argument("out", nargs=-1, metavar="OUT...")
+@click.command(short_help="Measure how good features are, layer by layer.")
+@click.argument("out", nargs=-1, metavar="OUT...", shell_complete=complete_paths)
 @_probe_option("-p", "--protocol", type=click.Choice(list(get_args(ProbeConfig.model_fields["protocol"].annotation))))
 @_probe_option("-l", "--layers", multiple=True, metavar="LAYER")
 @_probe_option("--labels", metavar="FILE[:COLUMN]")
@@ -57,14 +58,14 @@ def probe(config: Path | None, as_json: bool, **flags: Any) -> None:
     outcome, files = probe_and_write(resolved, lambda text: click.echo(text, err=True))
     print_result(outcome, as_json, outcome_as_json, print_outcome)
     if not as_json:
-        click.echo("written: " + ", ".join(map(str, files)))
+        click.echo("written: " + ", ".join(map(str, files)), err=True)
 
 
-@click.command()
+@click.command(short_help="Predict classes of images with a stored probe.")
 @click.argument("probe", type=click.Path(path_type=Path))
-@click.argument("images", metavar="IMAGES|OUT")
+@click.argument("images", metavar="IMAGES|OUT", shell_complete=complete_paths)
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="CSV file to write.")
-@click.option("-b", "--backbone", help=BACKBONE_HELP)
+@click.option("-b", "--backbone", help=BACKBONE_HELP, shell_complete=complete_backbones)
 @click.option("--weights", help="Name or file of the backbone's weights, if the file was moved.")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:N or mps.")
 def predict(probe: Path, images: str, output: Path, **settings: Any) -> None:

@@ -154,11 +154,14 @@ def run_probe(
                         for parts in _layers(reader, config.layers, name)}  # fmt: skip
         if config.save is not None and len(columns) > 1:
             raise InputError(
-                f"--save keeps the probe of one layer, and there are {len(columns)}: name one with -l. "
-                "A choice of the best layer on the test images would bias its result"
+                f"--save keeps the probe of one layer, and there are {len(columns)}; a choice of "
+                "the best layer on the test images would bias its result",
+                hint="name one with -l",
             )
         if config.save is not None and config.protocol in ("knn", "fewshot"):
-            raise InputError(f"the protocol {config.protocol} has no probe that can be saved; use another protocol")
+            raise InputError(
+                f"the protocol {config.protocol} has no probe that can be saved", hint="use another protocol"
+            )
         common_rows = _common_rows(readers, config.seed) if config.similarity else {}
         on_result(outcome)
         for number, ((name, parts), arrays) in enumerate(columns.items(), 1):
@@ -207,7 +210,9 @@ def _layers(reader: FeatureReader, layers: Sequence[str] | None, where: str) -> 
             matches = [match_layers(reader.layers, part, where) for part in text.split("+")]
             for part, names in zip(text.split("+"), matches, strict=True):
                 if len(names) > 1:
-                    raise InputError(f"{part!r} in {text!r} matches {len(names)} layers; name each: {'+'.join(names)}")
+                    raise InputError(
+                        f"{part!r} in {text!r} matches {len(names)} layers", hint=f"name each: {'+'.join(names)}"
+                    )
             yield tuple(names[0] for names in matches)
         else:
             for name in match_layers(reader.layers, text, where):

@@ -88,8 +88,10 @@ def label_rows(
     counts = {"rows": len(reader), "failed": int((~good).sum()), "unlabelled": int((good & ~labelled).sum())}
     used = good & labelled
     if not used.any():
-        remedy = "; name a table of labels: --labels FILE.csv" if labels is None and counts["unlabelled"] else ""
-        raise InputError(f"none of the {len(reader):,} rows has both features and a label: {_reasons(counts)}{remedy}")
+        remedy = "name a table of labels: --labels FILE.csv" if labels is None and counts["unlabelled"] else ""
+        raise InputError(
+            f"none of the {len(reader):,} rows has both features and a label: {_reasons(counts)}", hint=remedy
+        )
     classes, targets = _targets(texts, used, task, labels or "the data set")
     notes += _notes_on_classes(classes, targets[used], task)
     names = np.array(splits)
@@ -108,7 +110,8 @@ def label_rows(
     elif "test" not in known_splits:
         if not known_splits >= {"train", "val"}:
             raise InputError(
-                f"labelled rows are in {' and '.join(sorted(known_splits))} only; draw test rows with --test-fraction"
+                f"labelled rows are in {' and '.join(sorted(known_splits))} only",
+                hint="draw test rows with --test-fraction",
             )
         names[names == "val"] = "test"
         notes.append("no labelled test images: val is used for testing, and nothing is chosen on it")
@@ -120,7 +123,8 @@ def label_rows(
             raise InputError("each class has only one image; no test images can be drawn")
         if not len(sets[name]):
             raise InputError(
-                f"no row of {name} has both features and a label: {_reasons(counts)}; draw rows with --test-fraction"
+                f"no row of {name} has both features and a label: {_reasons(counts)}",
+                hint="draw rows with --test-fraction",
             )
     labelling = Labelling(
         task, classes, targets, sets["train"], sets["val"], sets["test"], counts=counts, leaks={}, notes=notes
@@ -160,7 +164,7 @@ def _from_file(
     # Data sets of earlier versions have paths as they stood in a list.
     names = [plain_path(path) for path in reader.paths] if key == "path" else reader.ids
     if names is None:
-        raise InputError(f"{where} has ids, but the data set has none; add a column 'path'")
+        raise InputError(f"{where} has ids, but the data set has none", hint="add a column 'path'")
     known = set(names)
     given = [_relative(reader, str(name)) if key == "path" else str(name) for name in table[key]]
     # Data sets of earlier versions have URLs as they were given.
@@ -221,8 +225,8 @@ def _targets(texts: Sequence[str | None], used: NDArray[np.bool_], task: str, wh
         kinds = len(np.unique(targets[rows]))
         if kinds > max(_MOST_CLASSES, len(rows) // 2):
             raise InputError(
-                f"{where} gives {kinds:,} classes to {len(rows):,} rows; is it the right column? To predict "
-                "numbers, use the protocol ridge"
+                f"{where} gives {kinds:,} classes to {len(rows):,} rows",
+                hint="is it the right column? To predict numbers, use the protocol ridge",
             )
         return np.array(classes), targets
     if task == "multilabel":

@@ -72,7 +72,7 @@ def run_predict(
         reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         raise InputError(f"{path} does not describe the features that it was fitted on: {reason}") from error
     if output.is_file() and not _holds_predictions(output):
-        raise InputError(f"{output} already exists and holds no predictions; name another file")
+        raise InputError(f"{output} already exists and holds no predictions", hint="name another file")
     if output.is_dir() or not output.parent.is_dir():
         raise InputError(f"{output} cannot be written: " + ("it is a folder" if output.is_dir() else "no such folder"))
     if (Path(images) / "dataset.json").is_file():

@@ -58,7 +58,7 @@ def probe_and_write(config: ProbeConfig, say: Callable[[str], None]) -> tuple[Pr
             pass
     except OSError as error:
         raise InputError(
-            f"results cannot be written to {error.filename}: {error.strerror}; name another folder with -o"
+            f"results cannot be written to {error.filename}: {error.strerror}", hint="name another folder with -o"
         ) from error
     try:
         outcome = run_probe(config, say, lambda outcome: _write_results(outcome, folder))
@@ -98,7 +98,9 @@ def _folder_for(config: ProbeConfig) -> tuple[Path, list[Path]]:
         config.results.mkdir(parents=True, exist_ok=True)
         return config.results, created
     if is_url(config.out[0]):
-        raise InputError(f"{config.out[0]} is in a bucket; name a folder on this machine for the results with -o")
+        raise InputError(
+            f"{config.out[0]} is in a bucket", hint="name a folder on this machine for the results with -o"
+        )
     parent = Path(config.out[0]) / "probe"
     created = [] if parent.exists() else [parent]
     own_folder(parent)

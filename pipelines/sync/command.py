@@ -13,7 +13,7 @@ from pipelines.terminal.options import FOLDER, json_flag, print_json
 __all__ = ["compact", "schedule", "sync", "watch"]
 
 
-@click.command()
+@click.command(short_help="Update data sets once, as files have changed.")
 @click.argument("config", type=click.Path(path_type=Path))
 @click.option("--only", multiple=True, metavar="OUT", help="Process only this data set; may be repeated.")
 @click.option("--dry-run", is_flag=True, help="Only print what would change.")
@@ -37,7 +37,7 @@ def sync(ctx: click.Context, /, config: Path, only: tuple[str, ...], dry_run: bo
 
     data_sets = chosen(load_sync_file(config), only)
     if force and len(data_sets) > 1:
-        raise InputError("--force works on one data set only; name it with --only OUT")
+        raise InputError("--force works on one data set only", hint="name it with --only OUT")
 
     def say(synced: Any) -> None:  # errors always go to stderr
         print_synced(synced, (lambda line: None) if as_json else click.echo)
@@ -48,7 +48,7 @@ def sync(ctx: click.Context, /, config: Path, only: tuple[str, ...], dry_run: bo
     ctx.exit(exit_code(results, signal_number))
 
 
-@click.command()
+@click.command(short_help="Update data sets at fixed times.")
 @click.argument("config", type=click.Path(path_type=Path))
 @click.option(
     "--print",
@@ -78,7 +78,7 @@ def schedule(ctx: click.Context, /, config: Path, system: str | None) -> None:
     ctx.exit(Scheduler(config).run_until_stopped())
 
 
-@click.command()
+@click.command(short_help="Update data sets as soon as files change.")
 @click.argument("config", type=click.Path(path_type=Path))
 @click.pass_context
 def watch(ctx: click.Context, /, config: Path) -> None:
@@ -95,7 +95,7 @@ def watch(ctx: click.Context, /, config: Path) -> None:
     ctx.exit(128 + signal_number if signal_number else 0)
 
 
-@click.command()
+@click.command(short_help="Remove unused rows from a data set.")
 @click.argument("out", type=FOLDER)
 @click.option(
     "--max-dead",

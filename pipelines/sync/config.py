@@ -82,9 +82,9 @@ class SyncConfig(FeaturesConfig):
         if "://" in self.images:
             raise ValueError("images: sync follows a folder on this machine, not a URL")
         if is_plan(self.images):
-            raise ValueError(f"images: {self.images} is a plan, which does not change; name the folder itself")
+            raise InputError(f"images: {self.images} is a plan, which does not change", hint="name the folder itself")
         if self.folder.resolve().is_relative_to(Path(self.images).resolve()):
-            raise ValueError(f"out: {self.folder} lies inside {self.images}; name a folder outside the images")
+            raise InputError(f"out: {self.folder} lies inside {self.images}", hint="name a folder outside the images")
         return self
 
     @property

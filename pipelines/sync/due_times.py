@@ -58,8 +58,8 @@ def time_zone(config: ScheduleConfig) -> tzinfo:
         return get_localzone()
     except (LookupError, ValueError, OSError) as error:
         raise InputError(
-            f"schedule: the time zone of this machine is unknown ({first_line(error)}); "
-            "set it, for example `timezone: Europe/Berlin`"
+            f"schedule: the time zone of this machine is unknown ({first_line(error)})",
+            hint="set it, for example `timezone: Europe/Berlin`",
         ) from error
 
 

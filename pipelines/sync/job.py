@@ -18,6 +18,7 @@ from extract import defaults
 from extract.errors import InputError, LayertapError, LockedError, UnknownNameError, first_line
 from extract.sync.passes import Report, sync
 from pipelines.sync.config import SyncConfig
+from pipelines.terminal.error_output import print_error
 from pipelines.terminal.graceful_stop import signals_held
 
 if TYPE_CHECKING:
@@ -211,7 +212,8 @@ def print_synced(synced: SyncResult, echo: Callable[[str], None]) -> None:
     """Print the result of a pass; errors and notes on stderr."""
     out, report = synced.config.folder, synced.report
     if report is None:
-        click.secho(f"error: {synced.error}", fg="red", err=True)
+        assert synced.error is not None
+        print_error(synced.error.message, synced.error.hint)
         return
     for note in report.notes:
         click.secho(f"note: {out}: {note}", fg="yellow", err=True)

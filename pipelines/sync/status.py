@@ -57,7 +57,7 @@ def describe_status(out: Path) -> dict[str, Any]:
 
 def _version_status(dataset: DataSet) -> dict[str, Any]:
     if dataset.version is None:
-        raise InputError(f"{dataset.out} is not a data set of `layertap sync`; `layertap show` describes it")
+        raise InputError(f"{dataset.out} is not a data set of `layertap sync`", hint="`layertap show` describes it")
     out = dataset.out
     with FeatureReader(out) as reader:
         status, failures = reader.counts.status, reader.failures

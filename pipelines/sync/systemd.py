@@ -110,7 +110,7 @@ def _calendar(line: str, timezone: str | None, path: Path) -> list[str]:
     month_days, week_days = line.split()[2], line.split()[4]
     of_week = [day for day in parsed.weekdays if isinstance(day, int)]
     if min(parsed.days) < 1 or len(of_week) < len(parsed.weekdays):  # such as L, 5#2
-        raise InputError(f"{path}: systemd cannot express the days of {line!r}; use `layertap schedule`")
+        raise InputError(f"{path}: systemd cannot express the days of {line!r}", hint="use `layertap schedule`")
     days = _calendar_list(parsed.days, range(1, 32))
     week = ",".join(_DAYS[day] for day in sorted({day % 7 for day in of_week}))
     time = f"{hours}:{minutes}:00" + (f" {timezone}" if timezone else "")

@@ -6,10 +6,8 @@ scanned every few seconds instead, and the reason is printed.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
-import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +20,7 @@ from extract.errors import LayertapError, first_line
 from extract.images.image_list import is_litter
 from extract.sync.passes import Report
 from extract.sync.scan import Scan
+from extract.system.file_systems import file_system_kind
 from extract.system.optional_libraries import library
 from pipelines.sync.config import SyncConfig
 from pipelines.sync.job import PassReporter, SyncResult, sync_all
@@ -230,16 +229,4 @@ def _reason(error: Exception) -> str:
 
 def reports_changes(root: Path, mounts: Path = Path("/proc/self/mountinfo")) -> bool:
     """Return whether the kernel knows of all changes below a folder; False on network file systems."""
-    try:
-        lines = mounts.read_text(errors="surrogateescape").splitlines()
-    except OSError:  # not Linux
-        return True
-    best, kind = "", ""
-    with contextlib.suppress(OSError, RuntimeError):
-        root = root.resolve()
-    for line in lines:
-        fields, _, behind = line.partition(" - ")
-        point = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), fields.split()[4])
-        if root.is_relative_to(point) and len(point) >= len(best):
-            best, kind = point, behind.split()[0]
-    return not kind.startswith(_SILENT)
+    return not file_system_kind(root, mounts).startswith(_SILENT)

@@ -171,22 +171,30 @@ def checked(model: type[Config], values: dict[str, Any], where: str = "", flags:
     try:
         return model(**values)
     except ValidationError as error:
-        lines = []
+        lines, hints = [], []
         for e in error.errors():
-            text = e["msg"].removeprefix("Value error, ")
-            keys = [str(e["loc"][0])] if e["loc"] else [match[2].replace("-", "_") for match in _OPTION.finditer(text)]
+            if e["type"] == "missing":
+                continue
+            refused = e.get("ctx", {}).get("error")
+            text, hint = e["msg"].removeprefix("Value error, "), ""
+            if isinstance(refused, InputError):
+                text, hint = refused.message, refused.hint
+            options = _OPTION.finditer(f"{text} {hint}")
+            keys = [str(e["loc"][0])] if e["loc"] else [match[2].replace("-", "_") for match in options]
             in_file = where and (not flags or any(key in values and key not in flags for key in keys))
-            text = _with_keys(text, model, flags) if in_file else text
+            if in_file:
+                text, hint = _with_keys(text, model, flags), _with_keys(hint, model, flags)
             if e["loc"]:
                 text = f"{'.'.join(map(str, e['loc']))}: {text} (given: {e['input']!r})"
-            if e["type"] != "missing":
-                lines.append(f"{where}: {text}" if in_file else text)
+            lines.append(f"{where}: {text}" if in_file else text)
+            hints.append(hint)
         if len(lines) < error.error_count():
             missing = next(str(e["loc"][0]) for e in error.errors() if e["type"] == "missing")
-            remedy = f"name {missing.upper()}, or set the key `{missing}` in a config file (--config FILE)"
             only_file = where and not flags
-            lines.append(f"{where}: the key `{missing}` is missing" if only_file else f"no {missing} given; {remedy}")
-        raise InputError("\n".join(lines)) from None
+            lines.append(f"{where}: the key `{missing}` is missing" if only_file else f"no {missing} given")
+            if not only_file:
+                hints.append(f"name {missing.upper()}, or set the key `{missing}` in a config file (--config FILE)")
+        raise InputError("\n".join(lines), hint="\n".join(filter(None, hints))) from None
 
 
 def _with_keys(text: str, model: type[BaseModel], flags: Collection[str]) -> str:
@@ -211,9 +219,12 @@ def read_yaml(path: Path) -> dict[str, Any]:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         near = did_you_mean(path) if isinstance(error, FileNotFoundError) else ""
-        raise InputError(f"config file {path}: {error.strerror}{near}") from None
+        raise InputError(f"config file {path}: {error.strerror}", hint=near) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InputError(f"config file {path} is not YAML: {_problem(error)}") from None
+        tabs = "\\t" in str(error)
+        raise InputError(
+            f"config file {path} is not YAML: {_problem(error)}", hint="indent with spaces" * tabs
+        ) from None
     if not isinstance(content, dict):
         raise InputError(f"config file {path} has no keys; expected lines such as `images: photos`")
     values: dict[str, Any] = _with_homes(content, f"config file {path}")
@@ -226,8 +237,7 @@ def _problem(error: yaml.YAMLError | UnicodeDecodeError) -> str:
     if mark is None:
         return first_line(error)
     problem = getattr(error, "problem", None) or getattr(error, "context", None) or "it cannot be read"
-    tab = "; indent with spaces" if "\\t" in problem else ""
-    return f"line {mark.line + 1}, column {mark.column + 1}: {problem}{tab}"
+    return f"line {mark.line + 1}, column {mark.column + 1}: {problem}"
 
 
 def with_home(text: str) -> str:
@@ -241,7 +251,7 @@ def with_home(text: str) -> str:
     expanded = os.path.expanduser(text)  # noqa: PTH111  Path would drop a final slash
     if _HOME.match(expanded):
         user, _, _ = text.partition("/")
-        raise InputError(f"{text}: no user has the home folder {user}; write ./{text} for a file")
+        raise InputError(f"{text}: no user has the home folder {user}", hint=f"write ./{text} for a file")
     return expanded
 
 
@@ -260,4 +270,4 @@ def _with_homes(value: Any, where: str, key: str = "") -> Any:
     try:
         return with_home(value)
     except InputError as error:
-        raise InputError(f"{where}: {key}: {error}") from None
+        raise InputError(f"{where}: {key}: {error.message}", hint=error.hint) from None

@@ -12,6 +12,7 @@ from pydantic import BaseModel
 
 from extract.errors import InputError
 from extract.system.urls import is_url
+from pipelines.terminal.completion import complete_backbones, complete_paths
 
 __all__ = [
     "BACKBONE_HELP",
@@ -25,6 +26,8 @@ __all__ = [
     "print_json",
     "print_result",
 ]
+
+_PATHS = ("out", "weights", "results", "save")  # keys whose values a shell completes as paths
 
 # Help text that `search`, `verify` and `predict` share.
 BACKBONE_HELP = "Spec of the backbone; required if it is code (python/, hub/), which will be run."
@@ -43,8 +46,9 @@ class _Folder(click.Path):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if is_url(str(value)):
             raise InputError(
-                f"{value}: this command reads folders; copy the data set (aws s3 sync {value} FOLDER). Buckets are "
-                f"read by `layertap status`, `probe`, `search`, `export`, and in Python FeatureReader({str(value)!r})"
+                f"{value}: this command reads folders",
+                hint=f"copy the data set (aws s3 sync {value} FOLDER). Buckets are read by `layertap status`, `probe`, "
+                f"`search`, `export`, and in Python FeatureReader({str(value)!r})",
             )
         return super().convert(value, param, ctx)
 
@@ -87,7 +91,8 @@ def option(*names: str, model: type[BaseModel], **settings: Any) -> Callable[[An
     if field.default is not None and not isinstance(field.default, bool):
         default = " ".join(field.default) if isinstance(field.default, list) else field.default
         text += f" [default: {default}]"
-    return click.option(*names, help=text, default=None, **settings)
+    complete = {"backbone": complete_backbones, **dict.fromkeys(_PATHS, complete_paths)}.get(key)
+    return click.option(*names, help=text, default=None, shell_complete=complete, **settings)
 
 
 def given(flags: dict[str, Any]) -> dict[str, Any]:

@@ -23,6 +23,7 @@ class Mistake:
         what: the mistake in words.
         command: what is typed after `layertap`; SMALL stands for the options of that name.
         message: what is printed after "error: ", in which `...` stands for any text.
+        hint: what is printed after "hint: "; empty if there is no hint. `...` as in the message.
         code: exit code.
         lines: most lines of the message.
         without: library that is not installed.
@@ -33,6 +34,7 @@ class Mistake:
     what: str
     command: str
     message: str
+    hint: str = ""
     code: int = 2
     lines: int = 3
     without: str = ""
@@ -41,25 +43,31 @@ class Mistake:
 
     @property
     def pattern(self) -> re.Pattern[str]:
-        """The message as a regular expression, which matches the whole message."""
-        return re.compile(".*".join(map(re.escape, self.message.split("..."))), re.DOTALL)
+        """Message and hint as a regular expression, which matches all that is printed after "error: "."""
+        text = self.message + (f"\n\nhint: {self.hint}" if self.hint else "")
+        return re.compile(".*".join(map(re.escape, text.split("..."))), re.DOTALL)
 
 
 IMAGES = (
     Mistake("no images are named", "embed",
-            "no images given; name IMAGES, or set the key `images` in a config file (--config FILE)"),
+            "no images given",
+            hint="name IMAGES, or set the key `images` in a config file (--config FILE)"),
     Mistake("the name of the folder is misspelt", "embed phtos SMALL",
-            "phtos: no such folder or file; did you mean photos?"),
+            "phtos: no such folder or file",
+            hint="did you mean photos?"),
     Mistake("the name of a subfolder is misspelt", "embed photos/atn SMALL",
-            "photos/atn: no such folder or file; did you mean photos/ant?"),
+            "photos/atn: no such folder or file",
+            hint="did you mean photos/ant?"),
     Mistake("the folder is empty", "embed empty SMALL", "empty: no images; the folder is empty"),
     Mistake("the folder has other files only", "embed notes SMALL",
-            "notes: no images; none of its 2 files is an image (.txt 1, .docx 1). Images end in .jpg, ..."),
+            "notes: no images; none of its 2 files is an image (.txt 1, .docx 1)",
+            hint="images end in .jpg, ..."),
     Mistake("a folder of archives is named, not the archives", "embed tars SMALL",
-            "tars: no images; its only file is not an image (.tar 1); to read archives, give a pattern, such as "
-            "'tars/*.tar'..."),
+            "tars: no images; its only file is not an image (.tar 1)",
+            hint="to read archives, give a pattern, such as 'tars/*.tar'"),
     Mistake("the archive is compressed", "embed photos.tar.gz SMALL",
-            "photos.tar.gz: images cannot be read from the middle of a compressed tar; decompress it to a .tar first"),
+            "photos.tar.gz: images cannot be read from the middle of a compressed tar",
+            hint="decompress it to a .tar first"),
     Mistake("a list has no column `path`", "embed names.csv SMALL",
             "names.csv: no column 'path' among 'file', 'label'; expected a header with 'path' and optionally 'label', "
             "'split' and 'id'"),
@@ -68,79 +76,92 @@ IMAGES = (
     Mistake("a list has a split of another name", "embed split.csv SMALL",
             "split.csv: line 2: split 'dev'; expected train, val, test or an empty value"),
     Mistake("an HDF5 file has pixels as floats", "embed floats.h5 SMALL",
-            "floats.h5 has no data set of pictures, uint8 (N, H, W, 3) or (N, 3, H, W); it has x float32 (4, 8, 8, 3); "
-            "convert pixels to uint8, 0 to 255"),
+            "floats.h5 has no data set of pictures, uint8 (N, H, W, 3) or (N, 3, H, W); it has x float32 (4, 8, "
+            "8, 3)",
+            hint="convert pixels to uint8, 0 to 255"),
 )  # fmt: skip
 
 BACKBONES = (
     Mistake("a backbone without its source", "embed photos -b resnet50",
-            "backbone 'resnet50' not found; did you mean torchvision/resnet50 or timm/resnet50?"),
+            "backbone 'resnet50' not found",
+            hint="did you mean torchvision/resnet50 or timm/resnet50?"),
     Mistake("a source without a name", "embed photos -b timm/",
-            "backbone 'timm/' has no name; expected timm/NAME (a tag may follow, such as timm/resnet50.a1_in1k). List "
-            "them: layertap backbones timm"),
+            "backbone 'timm/' has no name; expected timm/NAME (a tag may follow, such as timm/resnet50.a1_in1k)",
+            hint="List them: layertap backbones timm"),
     Mistake("an empty name", "embed photos -b ''",
-            "the backbone is empty; expected SOURCE/NAME, such as bundled/efficientnet_lite0. List: layertap "
-            "backbones"),
+            "the backbone is empty; expected SOURCE/NAME, such as bundled/efficientnet_lite0",
+            hint="List: layertap backbones"),
     Mistake("a backbone that does not exist", "embed photos -b torchvision/resnet51",
-            "backbone 'torchvision/resnet51' not found; nearest: 'torchvision/resnet50', ..."),
+            "backbone 'torchvision/resnet51' not found; nearest: 'torchvision/resnet50', ...",
+            hint="List them: layertap backbones torchvision"),
     Mistake("a misspelt source", "embed photos -b tmm/resnetx",
-            "backbone 'tmm/resnetx' not found; did you mean timm/...?"),
+            "backbone 'tmm/resnetx' not found",
+            hint="did you mean timm/...?"),
     Mistake("a model of the Hugging Face hub without `hf/`", "embed photos -b facebook/dinov2-base",
-            "backbone 'facebook/dinov2-base' not found: 'facebook' is not a source (...). A model of the Hugging "
-            "Face hub "
-            "is hf/facebook/dinov2-base"),
+            "backbone 'facebook/dinov2-base' not found: 'facebook' is not a source (...)",
+            hint="A model of the Hugging Face hub is hf/facebook/dinov2-base"),
     Mistake("weights in place of a backbone", "embed photos -b last.pth",
-            "backbone 'last.pth' is a file of weights; give it with --weights, and its network with -b SOURCE/NAME"),
+            "backbone 'last.pth' is a file of weights",
+            hint="give it with --weights, and its network with -b SOURCE/NAME"),
     Mistake("the weights file does not exist", "embed photos -b timm/test_resnet --weights lost.pth",
-            "weights file lost.pth does not exist; did you mean last.pth?"),
+            "weights file lost.pth does not exist",
+            hint="did you mean last.pth?"),
     Mistake("the weights are of another network", "embed photos -b timm/test_resnet --weights last.pth",
-            "weights last.pth do not fit timm/test_resnet (...)...1 missing: fc.weight...1 unexpected: head.weight...",
+            "weights last.pth do not fit timm/test_resnet (...)...1 missing: fc.weight...1 unexpected: "
+            "head.weight",
+            hint="All but the classifier 'fc' fits; --allow-missing-head loads the model without it",
             lines=4),
     Mistake("the library of a source is not installed", "embed photos -b open_clip/ViT-B-32:openai",
-            "open_clip/ needs ... pip install ...", code=1, without="open_clip"),
+            "open_clip/ needs open_clip",
+            hint="to install it: ...pip install ...", code=1, without="open_clip"),
     Mistake("weights are not on this machine, and no server answers", "embed photos -b torchvision/resnet18",
-            "weights of torchvision/resnet18 could not be downloaded: .... To download by hand: download "
-            "https://download.pytorch.org/models/resnet18-....pth into ..., or give the downloaded file: --weights "
-            "FILE",
+            "weights of torchvision/resnet18 could not be downloaded: ...",
+            hint="To download by hand: download https://download.pytorch.org/models/resnet18-....pth into ..., or "
+                 "give the downloaded file: --weights FILE",
             code=1, offline=True),
     Mistake("`gpu` as a device", "embed photos SMALL --device gpu",
-            "device 'gpu' is unknown; expected auto, cpu, cuda, cuda:N or mps; a GPU is cuda (NVIDIA) or mps (Apple)"),
+            "device 'gpu' is unknown; expected auto, cpu, cuda, cuda:N or mps",
+            hint="a GPU is cuda (NVIDIA) or mps (Apple)"),
     Mistake("CUDA on a machine without a GPU", "embed photos SMALL --device cuda",
-            "device 'cuda' cannot be used: this machine has no CUDA device (...); use cpu, or leave out --device",
+            "device 'cuda' cannot be used: this machine has no CUDA device (...)",
+            hint="use cpu, or leave out --device",
             code=1, no_gpu=True),
     Mistake("means of pixels from 0 to 255", "embed photos SMALL --mean 123,117,104",
-            "mean [123.0, 117.0, 104.0]: expected three numbers from 0 to 1, since pixels are scaled to 0..1. These "
-            "look "
-            "like values for pixels from 0 to 255; divide them by 255: 0.4824,0.4588,0.4078"),
+            "mean [123.0, 117.0, 104.0]: expected three numbers from 0 to 1, since pixels are scaled to 0..1",
+            hint="These look like values for pixels from 0 to 255; divide them by 255: 0.4824,0.4588,0.4078"),
 )  # fmt: skip
 
 LAYERS = (
     Mistake("layers separated by a comma", "embed photos SMALL -l layer1,layer2",
-            "layer 'layer1,layer2' of timm/test_resnet: name each layer by itself (-l layer1 -l layer2; in a list, one "
-            "item each)"),
+            "layer 'layer1,layer2' of timm/test_resnet: a name has no commas",
+            hint="name each layer by itself (-l layer1 -l layer2; in a list, one item each)"),
     Mistake("a layer that does not exist", "embed photos SMALL -l layr4",
-            "layer 'layr4' not found in timm/test_resnet; nearest: 'layer4', ... List them: layertap layers "
-            "timm/test_resnet"),
+            "layer 'layr4' not found in timm/test_resnet; nearest: 'layer4', ...",
+            hint="List them: layertap layers timm/test_resnet"),
     Mistake("an empty layer", "embed photos SMALL -l ''",
-            "a layer name is empty; expected a layer of timm/test_resnet, or a pattern such as '*'. List them: "
-            "layertap "
-            "layers timm/test_resnet"),
+            "a layer name is empty; expected a layer of timm/test_resnet, or a pattern such as '*'",
+            hint="List them: layertap layers timm/test_resnet"),
     Mistake("a pooling that does not exist", "embed photos SMALL -l layer4:avg",
             "':avg' after layer 'layer4' is neither a pooling (auto, none, ...) nor one of its tensors (layer4)"),
     Mistake("a pooling that does not fit", "embed photos SMALL -l layer4:cls_token",
-            "layer 'layer4' of timm/test_resnet: cls_token does not fit a map of shape ..."),
+            "layer 'layer4' of timm/test_resnet: cls_token does not fit a map of shape ...",
+            hint="use mean_map or max_map"),
 )  # fmt: skip
 
 OPTIONS = (
-    Mistake("a command that does not exist", "embd photos", "No such command 'embd'. Did you mean 'embed'?"),
+    Mistake("a command that does not exist", "embd photos", "No such command 'embd'",
+            hint="did you mean embed?"),
     Mistake("an option that does not exist", "embed photos --bach-size 4",
-            "No such option '--bach-size'. (Did you mean one of: '--batch-size', '--size'?)"),
+            "No such option '--bach-size'",
+            hint="did you mean --batch-size or --size?"),
     Mistake("a value that does not exist", "embed photos --dtype int8",
-            "Invalid value for '--dtype': 'int8' is not one of 'float32', 'float16'."),
+            "Invalid value for '--dtype': 'int8' is not one of 'float32', 'float16'",
+            hint="... embed --help lists arguments and options"),
     Mistake("a negative number", "embed photos --limit -3",
             "limit: Input should be greater than or equal to 1 (given: -3)"),
     Mistake("text in place of a number", "embed photos --batch-size many",
-            "Invalid value for '--batch-size': 'many' is not a valid integer."),
+            "Invalid value for '--batch-size': 'many' is not a valid integer",
+            hint="... embed --help lists arguments and options"),
     Mistake("too many processes", "embed photos --workers 100000",
             "workers: expected at most ... decoding processes on this machine, which has ...; each takes some "
             "hundred MB "
@@ -150,11 +171,13 @@ OPTIONS = (
     Mistake("an option of several workers for one", "embed photos --cpus-per-worker 4",
             "--cpus-per-worker is for several workers, and this run has one; add --engine processes"),
     Mistake("an option of another kind of figure", "draw maps timm/test_resnet photos --target 3",
-            "--target is for gradcam, not for maps; leave it out"),
+            "--target is for gradcam, not for maps",
+            hint="leave it out"),
     Mistake("two options that exclude each other", "embed photos --engine processes --fast",
             "--fast works in one process and on a folder only; `layertap bench` recommends the fastest flags"),
     Mistake("a config file that does not exist", "embed --config photo.yaml",
-            "config file photo.yaml: No such file or directory; did you mean photos.yaml?"),
+            "config file photo.yaml: No such file or directory",
+            hint="did you mean photos.yaml?"),
     Mistake("an unknown key in a config file", "embed --config key.yaml",
             "key 'bacbone' not found in key.yaml; nearest: 'backbone'"),
     Mistake("a value of another type in a config file", "embed --config type.yaml",
@@ -162,34 +185,40 @@ OPTIONS = (
     Mistake("a config file that is not YAML", "embed --config broken.yaml",
             "config file broken.yaml is not YAML: line 3, column 8: expected ',' or ']', but got ':'"),
     Mistake("the home folder of an unknown user", "embed --config home.yaml",
-            "config file home.yaml: out: ~nobody-here/features: no user has the home folder ~nobody-here; write "
-            "./~nobody-here/features for a file"),
+            "config file home.yaml: out: ~nobody-here/features: no user has the home folder ~nobody-here",
+            hint="write ./~nobody-here/features for a file"),
 )  # fmt: skip
 
 OUTPUTS = (
     Mistake("the output is the folder of the images", "embed photos SMALL -o photos",
-            "photos is not empty and not a layertap data set; choose another output folder"),
+            "photos is not empty and not a layertap data set",
+            hint="choose another output folder"),
     Mistake("the output is a file", "embed photos SMALL -o names.csv", "names.csv is a file; the output is a folder"),
     Mistake("the output is in a place that cannot be written", "embed photos SMALL -o /proc/layertap",
-            "/proc/layertap: ...", code=1),
+            "/proc/layertap: ...",
+            hint="pool the layers, store float16 (--dtype float16), or choose another output folder", code=1),
     Mistake("the output has other features", "embed photos SMALL -o outputs/photos -l layer1",
-            "outputs/photos holds other features; rows with these differences cannot be mixed:...features.layer1: "
-            "stored nothing, now layer1 mean_map [32]...Choose another output folder, or delete this one.", lines=5),
+            "outputs/photos holds other features; rows with these differences cannot be "
+            "mixed:...features.layer1: stored nothing, now layer1 mean_map [32]",
+            hint="Choose another output folder, or delete this one.", lines=5),
     Mistake("a run is resumed with another backbone",
             "embed photos -b timm/test_vit --weights random -o outputs/photos",
-            "outputs/photos holds other features; rows with these differences cannot be mixed:...architecture: stored "
-            "timm/test_resnet, now timm/test_vit...Choose another output folder, or delete this one.", lines=12),
+            "outputs/photos holds other features; rows with these differences cannot be mixed:...architecture: "
+            "stored timm/test_resnet, now timm/test_vit...",
+            hint="Choose another output folder, or delete this one.", lines=12),
 )  # fmt: skip
 
 DATA_SETS = (
     Mistake("the name of the data set is misspelt", "show outputs/phtos",
-            "outputs/phtos does not exist; did you mean outputs/photos?"),
+            "outputs/phtos does not exist",
+            hint="did you mean outputs/photos?"),
     Mistake("a folder of images in place of a data set", "show photos",
             "photos is not a layertap data set: it has no dataset.json"),
-    Mistake("no data set is named", "show", "Missing argument 'OUT'."),
+    Mistake("no data set is named", "show", "Missing argument 'OUT'",
+            hint="... show --help lists arguments and options"),
     Mistake("a probe of images without classes", "probe outputs/flat",
-            "none of the 3 rows has both features and a label: 3 unlabelled; name a table of labels: "
-            "--labels FILE.csv"),
+            "none of the 3 rows has both features and a label: 3 unlabelled",
+            hint="name a table of labels: --labels FILE.csv"),
     Mistake("a probe of a layer that is not stored", "probe outputs/photos -l layer1",
             "layer 'layer1' not found in photos; available: 'embedding'"),
     Mistake("a row that does not exist", "search outputs/photos 99",
@@ -197,13 +226,16 @@ DATA_SETS = (
     Mistake("a search without a query", "search outputs/photos",
             "expected exactly one query: a row number, a path, an image file, or --text TEXT"),
     Mistake("a place of images that is not used", "search outputs/photos 1 --images photos",
-            "--images is for drawing the results; add --output FILE"),
+            "--images is for drawing the results",
+            hint="add --output FILE"),
     Mistake("a format that does not exist", "export outputs/photos --to csv",
-            "Invalid value for '--to': 'csv' is not one of ..."),
+            "Invalid value for '--to': 'csv' is not one of ...",
+            hint="... export --help lists arguments and options"),
     Mistake("a figure of a format that does not exist", "search outputs/photos 1 -o found.jpg",
             "found.jpg: expected a file that ends in .png, .svg, .pdf"),
     Mistake("rows are to be computed again, but not how many", "verify outputs/photos --images photos",
-            "--images is for computing rows again; add --sample N"),
+            "--images is for computing rows again",
+            hint="add --sample N"),
 )  # fmt: skip
 
 SECTIONS = {
@@ -218,16 +250,22 @@ def page() -> str:
         "# Common mistakes",
         "",
         "What `layertap` prints after a mistake, and its exit code: 2 for wrong usage or input, 1 for what failed.",
-        f"`...` stands for text that depends on the machine, or is left out here. SMALL is `{SMALL}`.",
+        "An error that can be fixed has a hint, after a blank line. `...` stands for text that depends on the machine,",
+        f"or is left out here. SMALL is `{SMALL}`.",
         "`python -m tests.pipelines.mistakes` writes this page, and the tests make each mistake.",
     ]
     for title, mistakes in SECTIONS.items():
         lines += ["", f"## {title}", "", "| mistake | command | message | code |", "|---|---|---|---|"]
         for mistake in mistakes:
             extra = f" (here {mistake.without})" if mistake.without else ""
-            cells = (mistake.what + extra, f"`layertap {mistake.command}`", _quoted(mistake.message), str(mistake.code))
+            cells = (mistake.what + extra, f"`layertap {mistake.command}`", _printed(mistake), str(mistake.code))
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
+
+
+def _printed(mistake: Mistake) -> str:
+    hint = f"<br>{_quoted(f'hint: {mistake.hint}')}" if mistake.hint else ""
+    return _quoted(f"error: {mistake.message}") + hint
 
 
 def _quoted(message: str) -> str:

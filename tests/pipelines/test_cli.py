@@ -39,7 +39,9 @@ def fails(*arguments: object, code: int = 2) -> str:
     result = layertap(*arguments)
     assert result.exit_code == code, result.output
     assert result.stdout == ""
-    return result.stderr[result.stderr.index("error: ") :]
+    message, _, hint = result.stderr[result.stderr.index("error: ") :].partition("\n\nhint: ")
+    joint = "\n" if "\n" in message else ". " if hint[:1].isupper() else "; "
+    return message + joint + hint if hint else message  # in one text, as `str(error)` is
 
 
 # embed
@@ -221,7 +223,7 @@ def test_weights_with_wrong_keys(folder: Path, tmp_path: Path) -> None:
     assert text.splitlines()[1:] == [
         "  1 missing: fc.weight",
         "  1 unexpected: head.weight",
-        "  All but the classifier 'fc' fits; --allow-missing-head loads the model without it",
+        "All but the classifier 'fc' fits; --allow-missing-head loads the model without it",
     ]
 
 

@@ -184,7 +184,7 @@ def test_too_little_memory_is_one_line_and_leaves_what_was_stored(
     with monkeypatch.context() as patched:
         patched.setattr(writer, "hash_rows", no_memory)
         message = fails("embed", folder, "-o", tmp_path / "out", *SMALL, code=1)
-    assert "out of memory (Unable to allocate 3.00 GiB). Stored rows are safe" in message
+    assert "out of memory (Unable to allocate 3.00 GiB); stored rows are safe" in message
     assert layertap("embed", folder, "-o", tmp_path / "out", *SMALL).exit_code == 0
 
 

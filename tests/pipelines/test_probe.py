@@ -115,7 +115,7 @@ def test_the_numbers_are_those_of_scikit_learn_on_the_stored_arrays(made, tmp_pa
 def test_results_go_into_the_data_set_unless_told_otherwise(made, tmp_path):
     shutil.copytree(made / "out", tmp_path / "out")
     result = layertap("probe", tmp_path / "out", "-l", "layer4", "-p", "centroid")
-    assert str(tmp_path / "out" / "probe" / "centroid" / "results.json") in result.stdout
+    assert str(tmp_path / "out" / "probe" / "centroid" / "results.json") in result.stderr
     assert layertap("verify", tmp_path / "out").exit_code == 0
     again = layertap("embed", made / "pictures", "-o", tmp_path / "out", *SMALL, "-l", "layer1", "-l", "layer4",
                      "-l", "embedding")  # fmt: skip
@@ -353,7 +353,7 @@ def test_results_of_other_settings_are_not_written_over(made, tmp_path):
     (tmp_path / "out" / "probe" / "centroid-2").mkdir(parents=True)  # another run has just taken it
     for layer, folder in (("layer4", "centroid"), ("layer1", "centroid-3"), ("layer4", "centroid")):
         result = layertap("probe", tmp_path / "out", "-p", "centroid", "-l", layer)
-        assert str(tmp_path / "out" / "probe" / folder / "results.json") in result.stdout
+        assert str(tmp_path / "out" / "probe" / folder / "results.json") in result.stderr
 
 
 def test_an_interruption_leaves_the_results_of_the_layers_that_are_done(made, tmp_path, monkeypatch):
@@ -431,7 +431,7 @@ def test_names_that_are_formulas_elsewhere_are_drawn_as_they_are(tmp_path):
     layertap("embed", tmp_path / "pictures", "-o", tmp_path / "$x_$", *SMALL, "-l", "layer4", "-l", "layer1")
     result = layertap("probe", tmp_path / "$x_$", "-p", "knn", "-o", tmp_path / "res")
     assert result.exit_code == 0
-    assert "confusion.png" in result.stdout
+    assert "confusion.png" in result.stderr
 
 
 @pytest.mark.slow
@@ -514,7 +514,7 @@ def _kept(made, tmp_path_factory):
     place = tmp_path_factory.mktemp("kept")
     file = place / "probe.safetensors"
     result = layertap("probe", made / "out", "-l", "layer4", "-o", place / "res", "--save", file)
-    assert str(file) in result.stdout
+    assert str(file) in result.stderr
     return place
 
 

@@ -156,7 +156,7 @@ def test_a_gallery_is_drawn_and_missing_pictures_have_a_place(
     (folder / "cat" / "copy.png").unlink()
     make_picture(77).save(folder / "ant" / "06.png")  # another picture now
     file = tmp_path / f"gallery.{kind}"
-    assert f"written: {file}" in layertap("search", out, 0, "-o", file).stdout
+    assert f"written: {file}" in layertap("search", out, 0, "-o", file).stderr
     start = file.read_bytes()[:200]
     assert start.startswith({"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}[kind])
     if kind == "png":

@@ -169,7 +169,7 @@ def _edited_parts(features: Sequence[Feature], channels: Sequence[int] | None) -
             if feature.site.layer != layer:
                 continue
             if "C" not in feature.layout.axes:
-                raise InputError(f"layer {feature.name!r} has no known channel axis; ablate the whole layer")
+                raise InputError(f"layer {feature.name!r} has no known channel axis", hint="ablate the whole layer")
             count = feature.activation_shape[feature.layout.axes.index("C")]
             if wrong := [channel for channel in channels if not 0 <= channel < count]:
                 raise InputError(f"layer {feature.name!r} has no channel {wrong[0]}; expected 0 to {count - 1}")

@@ -57,7 +57,7 @@ def map_of(activation: Tensor, axes: str, prefix_tokens: int, input_px: Sequence
     if axes == "HWC":
         return activation
     if axes != "TC":
-        raise InputError("the layer has no positions; name a layer that returns a map or tokens")
+        raise InputError("the layer has no positions", hint="name a layer that returns a map or tokens")
     patches = activation[:, prefix_tokens:]
     height = round((patches.shape[1] * input_px[0] / input_px[1]) ** 0.5)
     if height < 1 or patches.shape[1] % height:
@@ -91,7 +91,7 @@ def grad_cam(
         features = choose_features(backbone, [f"{layer}:none"]).features
         if len(features) > 1:
             names = ", ".join(feature.name for feature in features)
-            raise InputError(f"layer {layer!r} returns several tensors; name one of {names}")
+            raise InputError(f"layer {layer!r} returns several tensors", hint=f"name one of {names}")
         feature = features[0]
         site = feature.site
         gradient = Site(site.layer, site.call, site.path, "grad")
@@ -116,7 +116,8 @@ def grad_cam(
     if not bool(weights.any()):
         raise InputError(
             f"no gradient reaches the positions of {layer!r} (the scores may depend only on the class token after "
-            "this layer); name an earlier layer"
+            "this layer)",
+            hint="name an earlier layer",
         )
     cam = torch.einsum("bhwc,bc->bhw", activation, weights).relu()
     return cam.numpy(), chosen.cpu().numpy()

@@ -131,7 +131,7 @@ class _Monitor:
         if self._handle is not None:
             raise LayertapError("this monitor is already in use")
         if self._model._compiled_call_impl is not None:
-            raise InputError("model.compile() compiles hooks too; monitor torch.compile(model) instead")
+            raise InputError("model.compile() compiles hooks too", hint="monitor torch.compile(model) instead")
         self._handle = self._model.register_forward_pre_hook(ModelBoundHook(self._on_forward))
         return self
 
@@ -379,7 +379,7 @@ def _default_layers(model: nn.Module) -> list[str]:
         if does_something(module) and (module._parameters or not any(True for _ in module.children()))
     ]
     if not names:
-        raise InputError("the model is a single layer; wrap the model: nn.Sequential(model)")
+        raise InputError("the model is a single layer", hint="wrap the model: nn.Sequential(model)")
     return names
 
 
@@ -428,7 +428,7 @@ def _append_csv(path: Path, rows: Rows) -> None:
     if not is_new:
         with path.open(encoding="utf-8") as file:
             if file.readline().rstrip("\n") != ",".join(columns):
-                raise InputError(f"{path} already exists, with other columns; name another file")
+                raise InputError(f"{path} already exists, with other columns", hint="name another file")
     with path.open("a", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, columns, lineterminator="\n")
         if is_new:

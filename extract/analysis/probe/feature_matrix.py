@@ -191,7 +191,7 @@ class FeatureRows:
             block = self.between(start, min(start + size, len(self)))
             if not np.isfinite(block).all():
                 row = start + int(np.flatnonzero(~np.isfinite(block).all(1))[0])
-                raise InputError(f"row {row} of the features contains NaN or infinity; leave out such rows")
+                raise InputError(f"row {row} of the features contains NaN or infinity", hint="leave out such rows")
             yield start, block
 
 

@@ -24,8 +24,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from extract.analysis.probe.feature_matrix import FeatureRows
-from extract.analysis.probe.principal_axes import TOO_LARGE, PrincipalAxes, principal_axes
-from extract.errors import LayertapError
+from extract.analysis.probe.principal_axes import PrincipalAxes, principal_axes, too_large
 from extract.system.torch_state import full_float32
 
 __all__ = ["MAX_ITERATIONS", "Fit", "LogisticRegression"]
@@ -326,7 +325,7 @@ def _minimise(
     best = problem.start(scales, fold)
     objectives, gradient = problem.evaluate(best, scales, penalty, fold)
     if not bool(objectives.isfinite().all()):
-        raise LayertapError(TOO_LARGE)
+        raise too_large()
     first_objectives = objectives.clone()
     iterations = torch.zeros(len(strengths), dtype=torch.int64, device=problem.device)
     converged = torch.zeros(len(strengths), dtype=torch.bool, device=problem.device)

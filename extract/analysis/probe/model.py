@@ -95,7 +95,7 @@ class LinearProbe:
         """
         probabilities = self.probabilities(self.scores(x))
         if probabilities is None:
-            raise InputError("this probe computes scores, but no probabilities; use decision_function")
+            raise InputError("this probe computes scores, but no probabilities", hint="use decision_function")
         return probabilities
 
     def predict(self, x: Source | FeatureRows) -> NDArray[Any]:

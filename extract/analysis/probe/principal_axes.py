@@ -11,9 +11,8 @@ from torch import Tensor
 from extract.analysis.probe.feature_matrix import FeatureRows
 from extract.errors import LayertapError
 
-__all__ = ["TOO_LARGE", "PrincipalAxes", "principal_axes"]
+__all__ = ["PrincipalAxes", "principal_axes", "too_large"]
 
-TOO_LARGE = "the features are too large to be summed in float32; use --scaling standardise (scaling='standardise')"
 _FLATTEST = 1e-7  # of the largest variance; axes below it are rounding errors and are not stretched further
 _WIDEST = 6000  # columns for which principal axes are computed; wider features are scaled column by column
 
@@ -83,7 +82,7 @@ def principal_axes(rows: FeatureRows, device: torch.device, memory_bytes: int) -
         centred = torch.from_numpy(array).to(device) - mean
         moments += centred.T @ centred
     if not bool(moments.isfinite().all()):
-        raise LayertapError(TOO_LARGE)
+        raise too_large()
     eigenvalues, axes = torch.linalg.eigh(moments / count)
     axes, variances = axes.float(), _with_floor(eigenvalues)
     if not in_memory:
@@ -92,6 +91,14 @@ def principal_axes(rows: FeatureRows, device: torch.device, memory_bytes: int) -
     for start, array in rows.blocks():
         held[start : start + len(array)] = (torch.from_numpy(array).to(device) - mean) @ axes
     return PrincipalAxes(None, held, mean, axes, variances, count)
+
+
+def too_large() -> LayertapError:
+    """Return the error for features that float32 cannot sum."""
+    return LayertapError(
+        "the features are too large to be summed in float32",
+        hint="use --scaling standardise (scaling='standardise')",
+    )
 
 
 def _of_few_rows(rows: FeatureRows, mean: Tensor) -> PrincipalAxes:

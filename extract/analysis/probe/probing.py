@@ -218,7 +218,7 @@ def probe(
     if task not in definition.tasks:
         suitable = ", ".join(name for name, other in PROTOCOLS.items() if task in other.tasks)
         raise InputError(
-            f"the protocol {protocol} supports {' and '.join(definition.tasks)}, not {task}; use {suitable}"
+            f"the protocol {protocol} supports {' and '.join(definition.tasks)}, not {task}", hint=f"use {suitable}"
         )
     if scaling is not None and scaling not in SCALINGS:
         raise unknown_name("scaling", scaling, SCALINGS)
@@ -255,7 +255,8 @@ def probe(
             result = _evaluate(definition.fit(train, val, settings), test, settings, protocol)
     except torch.OutOfMemoryError as error:
         raise LayertapError(
-            f"not enough memory on {torch_device}: {first_line(error)}; set a smaller --max-memory-mb (memory_bytes)"
+            f"not enough memory on {torch_device}: {first_line(error)}",
+            hint="set a smaller --max-memory-mb (memory_bytes)",
         ) from error
     notes = list(result.notes)
     if task == "classification" and (n_unknown := int((test.targets < 0).sum())):
@@ -266,7 +267,7 @@ def probe(
 def _probe_device(device: str) -> torch.device:
     torch_device = device_named(device)
     if torch_device.type == "mps" and device != "auto":
-        raise InputError("probes need double precision, which mps does not support; use --device cpu")
+        raise InputError("probes need double precision, which mps does not support", hint="use --device cpu")
     return torch.device("cpu") if torch_device.type == "mps" else torch_device
 
 
@@ -345,7 +346,7 @@ def _encode_targets(
     if not train.size or not test.size:
         raise InputError(f"{len(train):,} training rows and {len(test):,} test rows; expected at least one of each")
     if any(array.dtype.kind == "f" and not np.isfinite(array).all() for array in arrays):
-        raise InputError("a target is NaN or infinite; leave out such rows")
+        raise InputError("a target is NaN or infinite", hint="leave out such rows")
     if any(array.dtype.kind == "O" for array in arrays):
         kinds = sorted({type(value).__name__ for array in arrays for value in array.ravel().tolist()})
         if kinds != ["str"]:
@@ -369,11 +370,13 @@ def _encode_targets(
         return _encode_targets(train[:, 0], None if val is None else val[:, 0], test[:, 0], numbers)
     if train.ndim == 2:
         if any(not np.isin(array, (0, 1)).all() for array in arrays):
-            raise InputError("targets of shape (N, K) must be labels, 0 or 1; for numbers, use protocol='ridge'")
+            raise InputError("targets of shape (N, K) must be labels, 0 or 1", hint="for numbers, use protocol='ridge'")
         labels = [None if array is None else array.astype(np.float32) for array in (train, val, test)]
         return "multilabel", np.arange(train.shape[1]), tuple(labels)  # type: ignore[return-value]
     if train.dtype.kind == "f" and (train != np.round(train)).any():
-        raise InputError("y_train holds fractions; expected whole class numbers; for numbers, use protocol='ridge'")
+        raise InputError(
+            "y_train holds fractions; expected whole class numbers", hint="for numbers, use protocol='ridge'"
+        )
     classes = np.unique(train)
     encoded: list[NDArray[Any] | None] = []
     for name, array in (("val", val), ("test", test)):

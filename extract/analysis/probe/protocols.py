@@ -274,8 +274,8 @@ def held_out(train: Labelled, val: Labelled | None, settings: Settings) -> tuple
     count = len(train) // 10
     if not count:
         raise InputError(
-            f"{len(train)} training rows are too few to hold out a tenth for choosing hyper-parameters; give "
-            "validation rows, or use the protocol centroid, which has no hyper-parameters"
+            f"{len(train)} training rows are too few to hold out a tenth for choosing hyper-parameters",
+            hint="give validation rows, or use the protocol centroid, which has no hyper-parameters",
         )
     order = torch.randperm(len(train), generator=torch.Generator().manual_seed(settings.seed)).numpy()
     return train.subset(np.sort(order[count:])), train.subset(np.sort(order[:count]))

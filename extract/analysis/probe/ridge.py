@@ -37,8 +37,9 @@ def fit_ridge(
     count, width = len(rows), rows.width
     if min(count, width) > _WIDEST or (count < width and 8 * count * width > _MOST_BYTES):
         raise InputError(
-            f"ridge regression of {count:,} rows of {width:,} values needs too much memory; any number of rows is "
-            f"possible with at most {_WIDEST:,} values a row: store the layer with a pooling"
+            f"ridge regression of {count:,} rows of {width:,} values needs too much memory",
+            hint=f"any number of rows is possible with at most {_WIDEST:,} values a row: store the layer with a "
+            "pooling",
         )
     mean = sum((block.sum(0, dtype=np.float64) for _, block in rows.blocks()), np.zeros(width)) / count
     mean_target = targets.mean(0)

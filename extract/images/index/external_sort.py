@@ -107,7 +107,7 @@ class Runs:
 
 
 def _damaged(path: Path) -> InputError:
-    return InputError(f"{path} is damaged; delete {path.parent}, and run `layertap plan` again")
+    return InputError(f"{path} is damaged", hint=f"delete {path.parent}, and run `layertap plan` again")
 
 
 def _head(path: Path) -> dict[str, Any]:

@@ -131,8 +131,8 @@ def is_finished(out: Path) -> bool:
 
 def _has_credentials(where: str, what: str) -> InputError:
     return InputError(
-        f"{where}: {what}, without which the images cannot be read, and which a plan would store. Use the images "
-        "directly: `layertap embed` stores no credentials"
+        f"{where}: {what}, without which the images cannot be read, and which a plan would store",
+        hint="Use the images directly: `layertap embed` stores no credentials",
     )
 
 
@@ -144,11 +144,11 @@ def _kind(where: str) -> str:
     """
     here = not is_url(where)
     if here and is_plan(where):
-        raise InputError(f"{where} is already a plan; use it in place of the images: layertap embed {where}")
+        raise InputError(f"{where} is already a plan", hint=f"use it in place of the images: layertap embed {where}")
     kind = kind_of(where)
     if kind in ("archives", "array"):
         why = "an array needs no list" if kind == "array" else "archives contain their own lists"
-        raise InputError(f"{where}: {why}, so no plan is written. Use it directly: layertap embed {where}")
+        raise InputError(f"{where}: {why}, so no plan is written", hint=f"Use it directly: layertap embed {where}")
     if here:
         check_exists(where)
     if here and Path(where).is_dir() != (kind == "folder"):
@@ -163,7 +163,7 @@ def _check_place(out: Path, where: str, kind: str, root: str) -> None:
         InputError: `out` contains something else, or lies in the folder to list.
     """
     if kind == "folder" and not is_url(where) and out.resolve().is_relative_to(root):
-        raise InputError(f"{out} lies in the folder to list; choose another place for the plan")
+        raise InputError(f"{out} lies in the folder to list", hint="choose another place for the plan")
     if out.exists() and not out.is_dir():
         raise InputError(f"{out} is a file; a plan is a folder")
     begun: dict[str, Any] = {}
@@ -174,9 +174,9 @@ def _check_place(out: Path, where: str, kind: str, root: str) -> None:
         if any((out / LISTING).glob("*.jsonl")):  # without runs, starting again loses nothing
             begun = read_json(out / LISTING / "begun.json")
     elif out.is_dir() and any(not _was_killed_early(entry) for entry in out.iterdir()):
-        raise InputError(f"{out} is not empty, and not a plan; choose another folder")
+        raise InputError(f"{out} is not empty, and not a plan", hint="choose another folder")
     if begun and (begun.get("kind"), begun.get("root")) != (kind, root):
-        raise InputError(f"{out} is a plan of {begun.get('root')}; choose another folder for one of {root}")
+        raise InputError(f"{out} is a plan of {begun.get('root')}", hint=f"choose another folder for one of {root}")
 
 
 def _was_killed_early(entry: Path) -> bool:
@@ -192,8 +192,8 @@ def _errors_of_files(out: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise LayertapError(
-            f"cannot write {error.filename or out}: {error.strerror or error}. The images listed so far are kept; run "
-            "the same command again to continue"
+            f"cannot write {error.filename or out}: {error.strerror or error}. The images listed so far are kept",
+            hint="run the same command again to continue",
         ) from error
 
 
@@ -243,8 +243,8 @@ def _without_queries(url: str, after: bytes) -> Iterator[str]:
             if parameters_without_credentials(f"?{query}") != f"?{query}":
                 raise _has_credentials(url, "the links of its images have credentials")
             raise InputError(
-                f"{url}: the link to {path} has a query, which a plan does not store. Use the images directly, or "
-                "write a list with the complete URL of each image"
+                f"{url}: the link to {path} has a query, which a plan does not store",
+                hint="Use the images directly, or write a list with the complete URL of each image",
             )
         if query:
             path = f"{path}?{query}"
@@ -318,7 +318,8 @@ def _classes(where: str, kind: str, runs: Runs) -> tuple[list[str], bool]:
     if len(json.dumps(classes)) > _CLASSES_BYTES:
         raise InputError(
             f"{where}: {len(classes):,} classes, whose names take more than {_CLASSES_BYTES >> 20} MB; expected some "
-            "thousand. Leave the column 'label' out, or list folders whose names are classes"
+            "thousand",
+            hint="Leave the column 'label' out, or list folders whose names are classes",
         )
     return classes, split_level
 

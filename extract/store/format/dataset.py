@@ -56,6 +56,7 @@ __all__ = [
     "BUILDING",
     "DataSet",
     "ShardFiles",
+    "check_usable",
     "existing_shard_rows",
     "fingerprint_of",
     "remove_strays",
@@ -84,6 +85,18 @@ def stem_of(shard: int, revision: int) -> str:
 def shard_rows_for(features: Sequence[StoredFeature]) -> int:
     """Return the rows of a shard of at most 1 GB and 2**22 rows, at least 1."""
     return min(_SHARD_ROWS, max(1, _SHARD_BYTES // max(1, row_bytes(features))))
+
+
+def check_usable(out: Path) -> None:
+    """Check that a folder holds a data set, or that one can be created there; nothing is written.
+
+    Raises:
+        InputError: the path is a file, or the folder holds other files.
+    """
+    if out.is_file():
+        raise InputError(f"{out} is a file; the output is a folder")
+    if out.is_dir() and not (out / "dataset.json").exists() and any(_is_foreign(entry) for entry in out.iterdir()):
+        raise InputError(f"{out} is not empty and not a layertap data set", hint="choose another output folder")
 
 
 @dataclass(frozen=True)
@@ -249,9 +262,8 @@ class DataSet:
         try:
             content = read_json(path, most_bytes=_DESCRIPTION_BYTES)
         except (FileNotFoundError, NotADirectoryError) as error:
-            absent = f"does not exist{did_you_mean(out)}"
-            missing = "is not a layertap data set: it has no dataset.json" if out.exists() else absent
-            raise InputError(f"{out} {missing}") from error
+            missing = "is not a layertap data set: it has no dataset.json" if out.exists() else "does not exist"
+            raise InputError(f"{out} {missing}", hint=did_you_mean(out)) from error
         return cls.from_content(content, out, path)
 
     @classmethod
@@ -299,14 +311,11 @@ class DataSet:
                 would be more shards than six digits can number.
         """
         self.check_size()
-        if self.out.is_file():
-            raise InputError(f"{self.out} is a file; the output is a folder")
+        check_usable(self.out)
         if (self.out / "dataset.json").exists():
             existing = DataSet.open(self.out)
             empty = not any(self.files()) and not any((self.out / "shards").glob("*.damaged*"))
             return existing if self.check_compatible(existing, self.out, replaceable=empty) else None
-        if self.out.is_dir() and any(_is_foreign(entry) for entry in self.out.iterdir()):
-            raise InputError(f"{self.out} is not empty and not a layertap data set; choose another output folder")
         return None
 
     def check_size(self) -> None:
@@ -334,22 +343,22 @@ class DataSet:
         """
         if existing.version:
             raise InputError(
-                f"{location} is kept in sync with {existing.images['root']} by `layertap sync`; choose another output "
-                "folder"
+                f"{location} is kept in sync with {existing.images['root']} by `layertap sync`",
+                hint="choose another output folder",
             )
         if ("merged_from" in existing.images) != ("merged_from" in self.images) and not replaceable:
             if "merged_from" in existing.images:
                 raise InputError(
-                    f"{location} holds a merged data set; merge again to resume, or choose another output folder"
+                    f"{location} holds a merged data set", hint="merge again to resume, or choose another output folder"
                 )
-            raise InputError(f"{location} holds a data set that was not merged; choose another output folder")
+            raise InputError(f"{location} holds a data set that was not merged", hint="choose another output folder")
         changed = existing._differences(self)
         if changed and not replaceable:
             raise InputError(
                 f"{location} holds other features; rows with these differences cannot be mixed:\n  "
                 + "\n  ".join(changed)
-                + earlier_names(existing.images, self.images)
-                + "\nChoose another output folder, or delete this one."
+                + earlier_names(existing.images, self.images),
+                hint="Choose another output folder, or delete this one.",
             )
         return not changed
 

@@ -230,7 +230,7 @@ def new_shard_file(
     text_bytes = sum(widths[name] * len(text) for name, text in texts.items())
     if text_bytes > _FIXED_BYTES:  # every path takes the space of the longest
         raise InputError(
-            f"{path}: paths take {text_bytes / 1e6:,.0f} MB, too much for one file; set a smaller shard_rows"
+            f"{path}: paths take {text_bytes / 1e6:,.0f} MB, too much for one file", hint="set a smaller shard_rows"
         )
     labels = np.asarray(names.labels, "<i8")
     encoded_provenance = np.array(json.dumps(provenance, indent=1).encode())
@@ -345,7 +345,8 @@ def _check_offsets(raw: BinaryIO, first_rows: Sequence[tuple[int | None, bytes]]
         raw.seek(offset or 0)
         if offset is None or raw.read(len(expected)) != expected:
             raise LayertapError(
-                f"HDF5 {h5py.version.hdf5_version} reports wrong offsets of features; install another version of h5py"
+                f"HDF5 {h5py.version.hdf5_version} reports wrong offsets of features",
+                hint="install another version of h5py",
             )
 
 

@@ -125,7 +125,7 @@ def _read_table(out: Path, table: Table, kinds: dict[str, str]) -> tuple[dict[st
     try:
         if hash_of(path) != table.rows_xxh3:
             raise InputError(
-                f"{path} is damaged: its hash does not match dataset.json; run `layertap sync` to repair it"
+                f"{path} is damaged: its hash does not match dataset.json", hint="run `layertap sync` to repair it"
             )
         with os.fdopen(open_regular(path), "rb") as raw, h5py.File(raw, "r") as file:
             mapped = mmap.mmap(raw.fileno(), 0, access=mmap.ACCESS_READ)

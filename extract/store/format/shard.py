@@ -461,13 +461,16 @@ def _unpickled(path: Path, identity: Identity) -> Shard:
         path = path.with_suffix("")  # the part has been published since
     if not path.exists() and path.parts[-4:-3] == ("passes",):
         raise InputError(
-            f"{path} no longer exists: its data set was compacted after the reader was pickled; open the data set again"
+            f"{path} no longer exists: its data set was compacted after the reader was pickled",
+            hint="open the data set again",
         )
     shard = Shard(path)
     if path.suffix == ".part":
         shard.keep_columns()
     if shard.identity != identity:
-        raise InputError(f"{path} was replaced by another shard after the reader was pickled; open the data set again")
+        raise InputError(
+            f"{path} was replaced by another shard after the reader was pickled", hint="open the data set again"
+        )
     return shard
 
 

@@ -78,9 +78,9 @@ class ShardWriter:
             try:
                 self._shard = dataset.open_shard(shard, part)
             except InputError as error:
-                raise LayertapError(f"{error}; delete the file, and its rows will be computed again") from error
+                raise LayertapError(f"{error}", hint="delete the file, and its rows will be computed again") from error
             if self._shard.compression:
-                raise LayertapError(f"{part} is compressed and cannot be written to; delete the file")
+                raise LayertapError(f"{part} is compressed and cannot be written to", hint="delete the file")
         except BaseException:
             os.close(self._file)
             raise
@@ -239,7 +239,8 @@ class ShardWriter:
                 self._synced = time.monotonic()
         except OSError as error:
             raise LayertapError(
-                f"cannot write to {self._part}: {error.strerror}; rows stored earlier are safe"
+                f"cannot write to {self._part}: {error.strerror}; rows stored earlier are safe",
+                hint="when the cause is fixed, run the same command again to resume",
             ) from error
         self.status[local] = columns["status"]
         self._reasons.update(reasons)
@@ -300,12 +301,12 @@ class ShardWriter:
                 ) from error
             if not self._part.exists():
                 raise LayertapError(
-                    f"cannot publish {self._final}: {self._part.name} or its folder was removed; run again to compute "
-                    "its rows again"
+                    f"cannot publish {self._final}: {self._part.name} or its folder was removed",
+                    hint="run again to compute its rows again",
                 ) from error
             raise LayertapError(
-                f"cannot publish {self._final}: {error.strerror}; its rows are safe in {self._part.name}; "
-                "run again to resume"
+                f"cannot publish {self._final}: {error.strerror}; its rows are safe in {self._part.name}",
+                hint="run again to resume",
             ) from error
         finally:
             if ready != self._part:
@@ -321,12 +322,14 @@ class ShardWriter:
             if not self._part.exists():
                 raise LayertapError(f"{error}; {self._part.name} or its folder was removed") from error
             raise LayertapError(
-                f"{error}; its rows are safe in {self._part.name}; run again to resume, or run without compression"
+                f"{error}; its rows are safe in {self._part.name}",
+                hint="run again to resume, or run without compression",
             ) from error
         with Shard(path) as packed:
             wrong = wrong_rows(packed, np.arange(len(packed)))
         if len(wrong):
             raise LayertapError(
                 f"{path}: {len(wrong)} rows differ after compression with {compress}, first row {wrong[0]}; "
-                f"the rows are safe in {self._part.name}; run again without compression"
+                f"the rows are safe in {self._part.name}",
+                hint="run again without compression",
             )

@@ -79,7 +79,7 @@ def cache_folder() -> Path:
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "layertap" / "blocks"
     except RuntimeError as error:
-        raise LayertapError("no home folder for the cache of remote files; set XDG_CACHE_HOME") from error
+        raise LayertapError("no home folder for the cache of remote files", hint="set XDG_CACHE_HOME") from error
 
 
 class BlockCache:
@@ -186,7 +186,7 @@ class BlockCache:
         try:
             content = objects.read_range(file.url, *file.block(number))
         except FileNotFoundError:
-            raise LayertapError(f"{file.url} was removed after it was opened; open the data set again") from None
+            raise LayertapError(f"{file.url} was removed after it was opened", hint="open the data set again") from None
         self._store(file, number, content)
         return content
 
@@ -209,8 +209,8 @@ class BlockCache:
             pass  # another process empties the folder; the block is read from memory
         except OSError as error:
             raise LayertapError(
-                f"{self.folder}: cannot cache a block of {file.url}: {error.strerror}; free disk space, set a smaller "
-                "cache_bytes, or set XDG_CACHE_HOME to another folder"
+                f"{self.folder}: cannot cache a block of {file.url}: {error.strerror}",
+                hint="free disk space, set a smaller cache_bytes, or set XDG_CACHE_HOME to another folder",
             ) from error
         finally:
             discard(temporary)

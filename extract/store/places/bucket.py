@@ -62,8 +62,9 @@ class Bucket:
         self.url = url.rstrip("/")
         if (public := without_credentials(self.url)) != self.url:
             raise InputError(
-                f"{public}: the given URL has credentials, which files of the data set would repeat; give it without "
-                "them, and set them in the environment or in the configuration file of the protocol's library"
+                f"{public}: the given URL has credentials, which files of the data set would repeat",
+                hint="give it without them, and set them in the environment or in the configuration file of the "
+                "protocol's library",
             )
         if not re.fullmatch(r"[a-z0-9]+://[^/]+(/[^/]+)*", self.url):
             raise InputError(f"{url} is not a location in a bucket; expected s3://BUCKET/NAME")
@@ -85,8 +86,8 @@ class Bucket:
         dataset = DataSet.from_content(parse_json(content, name), Path(self.url), name)
         if dataset.version:
             raise InputError(
-                f"{self.url} is a data set of `layertap sync`, which can only be read from a folder; copy it to a "
-                "local disk"
+                f"{self.url} is a data set of `layertap sync`, which can only be read from a folder",
+                hint="copy it to a local disk",
             )
         return dataset
 
@@ -113,7 +114,9 @@ class Bucket:
         name = f"{self.url}/dataset.json"
         if objects.info(name) is None:
             if objects.names(self.url):
-                raise InputError(f"{self.url} is not empty and not a layertap data set; choose another output folder")
+                raise InputError(
+                    f"{self.url} is not empty and not a layertap data set", hint="choose another output folder"
+                )
             if objects.put(name, (json.dumps(dataset.content(), indent=1) + "\n").encode()):
                 self._check_safe()
                 return None
@@ -138,8 +141,8 @@ class Bucket:
             if objects.put(name, content):
                 raise LayertapError(
                     f"{self.url}: this server, or the library for it, ignores If-None-Match: * and overwrites existing "
-                    "objects; several writers would damage each other's shards. Use another server, or update the "
-                    "library"
+                    "objects; several writers would damage each other's shards",
+                    hint="Use another server, or update the library",
                 )
             self._is_safe = True
 
@@ -184,8 +187,9 @@ class Bucket:
             stem = stem_of(shard, revision)
             if f"{stem}.h5" not in sizes:
                 raise LayertapError(
-                    f"{self.url}/shards/{stem}.h5 is missing, but its receipt exists; restore the object, or remove "
-                    "the receipt and run the command that created the data set again"
+                    f"{self.url}/shards/{stem}.h5 is missing, but its receipt exists",
+                    hint="restore the object, or remove the receipt and run the command that created the data set "
+                    "again",
                 )
             published[shard] = stem, sizes[f"{stem}.h5"], sizes[f"{stem}.json"]
         return published
@@ -213,17 +217,19 @@ class Bucket:
         size, sha256 = _size_and_sha256(receipt, f"the receipt of {path}")
         if path.stat().st_size != size:
             raise InputError(
-                f"{path} has {path.stat().st_size:,} bytes, its receipt says {size:,}; seal the shard again"
+                f"{path} has {path.stat().st_size:,} bytes, its receipt says {size:,}", hint="seal the shard again"
             )
         if objects.info(receipt_url) is not None:
             return False
         ours = objects.put_file(url, path, sha256)
         uploaded = objects.info(url)
         if uploaded is None:
-            raise LayertapError(f"{url} was removed after the upload; run again when no other program uses the bucket")
+            raise LayertapError(
+                f"{url} was removed after the upload", hint="run again when no other program uses the bucket"
+            )
         if ours and uploaded.size != size:
             raise LayertapError(
-                f"{url} has {uploaded.size:,} bytes after the upload, expected {size:,}; remove it and run again"
+                f"{url} has {uploaded.size:,} bytes after the upload, expected {size:,}", hint="remove it and run again"
             )
         if not ours and (uploaded.size != size or (uploaded.sha256 or objects.sha256_of(url, uploaded.size)) != sha256):
             if objects.info(receipt_url) is not None:
@@ -251,10 +257,11 @@ class Bucket:
         except InputError as error:
             raise LayertapError(
                 f"{url} has no receipt and is not a complete shard {shard} of this data set: "
-                f"{str(error).replace(str(copy), 'it')}. Inspect the object, remove it, and run again"
+                f"{str(error).replace(str(copy), 'it')}",
+                hint="Inspect the object, remove it, and run again",
             ) from error
         except FileNotFoundError as error:
-            raise LayertapError(f"{url} was removed while it was checked; run again") from error
+            raise LayertapError(f"{url} was removed while it was checked", hint="run again") from error
         except OSError as error:
             raise LayertapError(f"cannot write {copy}, a copy of {url}: {error.strerror}") from error
         finally:
@@ -275,8 +282,9 @@ class Bucket:
         missing = [shard for shard in range(dataset.n_shards) if shard not in published]
         if missing and not partial:
             raise LayertapError(
-                f"{self.url}/shards/{missing[0]:06d}.h5 is missing (shard {missing[0]} of {dataset.n_shards}); run the "
-                "command that created the data set again to finish it, or read the available rows with partial=True"
+                f"{self.url}/shards/{missing[0]:06d}.h5 is missing (shard {missing[0]} of {dataset.n_shards})",
+                hint="run the command that created the data set again to finish it, or read the available rows with "
+                "partial=True",
             )
 
         def open_shard(shard: int) -> RemoteShard:
@@ -334,13 +342,15 @@ def open_remote_shard(
     except FileNotFoundError as error:
         raise InputError(f"{url} is not a finished shard: it has no receipt {receipt_url}") from error
     if metadata is None:
-        raise LayertapError(f"{url} is missing, but its receipt exists; restore the object, or remove the receipt")
+        raise LayertapError(
+            f"{url} is missing, but its receipt exists", hint="restore the object, or remove the receipt"
+        )
     size = metadata.size
     expected, sha256 = _size_and_sha256(receipt, receipt_url)
     if size != expected:
         raise LayertapError(
-            f"{url} has {size:,} bytes, its receipt says {expected:,}; it was changed after it was published. Restore "
-            "the original object, or remove both and run the command that created the data set again"
+            f"{url} has {size:,} bytes, its receipt says {expected:,}; it was changed after it was published",
+            hint="Restore the original object, or remove both and run the command that created the data set again",
         )
     return RemoteShard(RemoteFile(url, size, sha256), receipt, cache)
 

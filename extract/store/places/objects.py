@@ -232,7 +232,7 @@ def _put(url: str, content: bytes | Path, size: int, sha256: str) -> bool:
     request_id = uuid.uuid4().hex
     metadata = {_SHA256: sha256, _PUT: request_id}
     if _protocol(url) in _S3 and size > _PUT_BYTES:
-        raise InputError(f"{url}: {size:,} bytes; S3 accepts at most {_PUT_BYTES:,}. Set a smaller shard_rows")
+        raise InputError(f"{url}: {size:,} bytes; S3 accepts at most {_PUT_BYTES:,}", hint="Set a smaller shard_rows")
 
     def send() -> None:
         fs, path = _at(url, _STORED_S)
@@ -318,7 +318,8 @@ def _at(url: str, answer_s: float | None = None) -> tuple[Any, str]:
     elif protocol not in _GOOGLE:
         raise InputError(
             f"{url}: data sets cannot be stored on {protocol}://, which cannot create an object only if it does not "
-            "exist; use s3:// or gs://, or a folder"
+            "exist",
+            hint="use s3:// or gs://, or a folder",
         )
     fs, path = file_system(url, **settings)
     if protocol in _S3:
@@ -365,7 +366,8 @@ def _request_with_retries(url: str, participle: str, send: Callable[[], T]) -> T
             if attempt >= _ATTEMPTS and passed_s >= _GIVE_UP_S:
                 raise LayertapError(
                     f"{url} cannot be {participle}: {reason}, {attempt} times in {passed_s:.0f} s. Stored objects are "
-                    "safe; run again when the server answers"
+                    "safe",
+                    hint="run again when the server answers",
                 ) from None
             if _is_timeout(error):
                 _report(url, "does not answer")

@@ -249,6 +249,6 @@ def _unpickled(file: RemoteFile, receipt: dict[str, Any], cache: BlockCache, ide
     shard = RemoteShard(file, receipt, cache)
     if shard.identity != identity:
         raise InputError(
-            f"{file.url} was replaced by another shard after the reader was pickled; open the data set again"
+            f"{file.url} was replaced by another shard after the reader was pickled", hint="open the data set again"
         )
     return shard

@@ -69,7 +69,8 @@ class SharedFolder:
                 if was_there:
                     raise InputError(
                         f"{self.out} was created for other images or features and has no rows. It is not replaced, "
-                        "because another worker may be about to write rows: delete it, or choose another output folder"
+                        "because another worker may be about to write rows",
+                        hint="delete it, or choose another output folder",
                     )
                 own_folder(self.out / "shards")
                 temporary = description.with_name(f"{description.name}.{_own_name()}.new")
@@ -170,7 +171,8 @@ class SharedFolder:
             self._ensure_receipt(final, receipt)
         except OSError as error:
             raise LayertapError(
-                f"cannot publish {final}: {error.strerror or error}; the shard is safe in {path}; run again to resume"
+                f"cannot publish {final}: {error.strerror or error}; the shard is safe in {path}",
+                hint="run again to resume",
             ) from error
         finally:
             discard(copy)
@@ -249,7 +251,7 @@ def _copy(path: Path, copy: Path, receipt: dict[str, Any]) -> None:
         os.fsync(target.fileno())
         size = os.fstat(target.fileno()).st_size
     if (size, digest.hexdigest()) != (receipt["size"], receipt["sha256"]):
-        raise LayertapError(f"{path} is damaged: it does not match its receipt; delete it and run again")
+        raise LayertapError(f"{path} is damaged: it does not match its receipt", hint="delete it and run again")
 
 
 def _link(path: Path, name: Path) -> None:
@@ -269,8 +271,8 @@ def _link(path: Path, name: Path) -> None:
         if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
             raise
         raise LayertapError(
-            f"the file system of {name.parent} has no hard links, which several workers need to publish shards; let "
-            "one machine write there, or choose an output folder on another file system"
+            f"the file system of {name.parent} has no hard links, which several workers need to publish shards",
+            hint="let one machine write there, or choose an output folder on another file system",
         ) from error
     sync_folder(name.parent)
 

@@ -57,7 +57,7 @@ def run_report(
         problem = "it is a folder" if output.is_dir() else "no such folder"
         raise InputError(f"{output} cannot be written: {problem}")
     if output.is_file() and not _is_report(output):
-        raise InputError(f"{output} already exists and is not a layertap report; name another file")
+        raise InputError(f"{output} already exists and is not a layertap report", hint="name another file")
     say("reading the description")
     described = describe(out)
     dataset = DataSet.open(out)

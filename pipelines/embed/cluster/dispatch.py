@@ -250,7 +250,7 @@ class _Dispatch:
                     return self._result
             elif not self._workers and self._result.retired and not self._wait():
                 host, why = self._result.retired[-1]
-                raise LayertapError(f"no usable worker is left; the last, on {host}, was retired: {why}. {_SAFE}")
+                raise LayertapError(f"no usable worker is left; the last, on {host}, was retired: {why}", hint=_SAFE)
             self._handle_events()
         self._result.stopped = True
         return self._result
@@ -363,7 +363,7 @@ class _Dispatch:
             if len(worker.failures) >= _HOPELESS:
                 count = len(worker.failures)
                 raise LayertapError(
-                    f"{count} shards in a row failed, and no other worker is left. The last error: {why}. {_SAFE}"
+                    f"{count} shards in a row failed, and no other worker is left. The last error: {why}", hint=_SAFE
                 )
             return
         for shard in worker.shards + worker.publishing:

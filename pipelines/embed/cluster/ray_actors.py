@@ -118,7 +118,7 @@ class RayWorkers:
     def __enter__(self) -> Self:
         if self._address.startswith("ray://"):
             raise InputError(
-                f"--address {self._address}: not supported; run on a machine of the cluster, with --address auto"
+                f"--address {self._address}: not supported", hint="run on a machine of the cluster, with --address auto"
             )
         with contextlib.ExitStack() as at_the_end:
             self._ray_stream = at_the_end.enter_context(bar_protected())
@@ -156,8 +156,8 @@ class RayWorkers:
                 )
         except (OSError, OverflowError, ValueError, RuntimeError) as error:  # OverflowError: the port is above 65535
             raise LayertapError(
-                f"no Ray cluster at {address}: {first_line(error).rstrip('.')}. Start a "
-                "cluster (`ray start --head`), name its --address, or use --address local"
+                f"no Ray cluster at {address}: {first_line(error).rstrip('.')}",
+                hint="Start a cluster (`ray start --head`), name its --address, or use --address local",
             ) from error
 
     def __exit__(self, *_: object) -> None:

@@ -37,7 +37,7 @@ def as_sbatch(
     config = load_config(EmbedConfig, path, {})
     if config.engine == "ray" or config.shards_of:
         key = "engine: ray" if config.engine == "ray" else "shards_of"
-        raise InputError(f"{path}: an array assigns the shards to its tasks; remove {key}")
+        raise InputError(f"{path}: an array assigns the shards to its tasks", hint=f"remove {key}")
     if time is not None:
         _check_time(time)
     if partition is not None and not re.fullmatch(r"[\w,.-]+", partition, re.ASCII):

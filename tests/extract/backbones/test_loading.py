@@ -78,7 +78,7 @@ def test_keys_that_do_not_fit_are_listed(tmp_path: Path) -> None:
         "  1 missing: fc.weight",
         "  1 unexpected: extra.weight",
         "  1 of another shape: fc.bias (10,) for (1000,)",
-        "  All but the classifier 'fc' fits; --allow-missing-head loads the model without it",
+        "All but the classifier 'fc' fits; --allow-missing-head loads the model without it",
     ]
 
 

@@ -160,8 +160,10 @@ def test_the_exit_code_of_a_command_says_that_own_code_ended_it(command: str, pi
         capture_output=True, text=True, cwd=Path(__file__).parents[3],
     )  # fmt: skip
     assert ended.returncode == 2, ended.stderr
-    last = ended.stderr.splitlines()[-1]
+    last, blank, hint = ended.stderr.splitlines()[-3:]
     assert "error: " in last
+    assert not blank
+    assert hint.startswith("hint: The code of a backbone must not end the program")
     assert ("net.py, line 3, called sys.exit(0)" if command == "embed" else "contrived_models.py, line ") in last
     assert "called sys.exit(" in last
 

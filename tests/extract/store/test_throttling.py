@@ -18,7 +18,7 @@ from extract.store.places import objects as remote
 from extract.store.places.block_cache import BlockCache, RemoteFile
 from tests.extract.store.bucket_server import Proxy, direct, first
 
-MINUTE = "(6[0-9]|7[01])"  # the last pause begins before the minute is over, and is 12 s at most
+A_MINUTE = "(6[0-9]|7[01])"  # the last pause begins before the minute is over, and is 12 s at most
 
 
 class Clock:
@@ -74,7 +74,7 @@ def test_a_request_is_retried_for_a_minute_with_growing_pauses(
     proxy: Proxy, url: str, unhurried: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     proxy.rule = lambda method, path, count: "SlowDown"
-    with pytest.raises(LayertapError, match=f"^{url} cannot be accessed: HTTP 503, [0-9]+ times in {MINUTE} s. Stored"):
+    with pytest.raises(LayertapError, match=f"^{url} cannot be accessed: HTTP 503, [0-9]+ times in {A_MINUTE} s. Stored"):
         remote.info(url)
     pauses = unhurried.pauses
     assert len(proxy.seen) == len(pauses) + 1
@@ -95,7 +95,9 @@ def test_a_server_that_comes_back_is_not_given_up(proxy: Proxy, url: str, monkey
         assert remote.read_range(url, 0, 7) == b"content"
         assert len(clock.pauses) == 7
         proxy.refuse()
-        with pytest.raises(LayertapError, match=f"^{url} cannot be listed: EndpointConnectionError.* times in {MINUTE} s"):
+        with pytest.raises(
+            LayertapError, match=f"^{url} cannot be listed: EndpointConnectionError.* times in {A_MINUTE} s"
+        ):
             remote.names(url)
     finally:
         if proxy.is_refusing:

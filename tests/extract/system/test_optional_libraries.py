@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
+import shutil
 import sys
 import tomllib
 from importlib import metadata
@@ -21,8 +23,9 @@ EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["p
 
 
 @pytest.fixture(autouse=True)
-def _nothing_remembered() -> None:
+def _nothing_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     pip_install.cache_clear()
+    monkeypatch.setattr(shutil, "which", lambda name: str(Path(sys.executable).parent / name))
 
 
 @pytest.fixture
@@ -66,11 +69,24 @@ def test_a_pyproject_of_another_project_is_not_read(tmp_path: Path, monkeypatch:
     assert pip_install("ray") == "pip install 'ray>=2.9'"
 
 
+def test_a_pip_that_the_shell_does_not_find_or_that_is_of_another_environment_is_not_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for found in (None, "/usr/other/bin/pip"):
+        monkeypatch.setattr(shutil, "which", lambda name, found=found: found)
+        pip_install.cache_clear()
+        assert pip_install("ray") == f"{sys.executable} -m pip install 'ray>=2.41'"
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)  # as in an environment that uv has made
+    pip_install.cache_clear()
+    assert pip_install("ray") == f"uv pip install --python {sys.executable} 'ray>=2.41'"
+
+
 def test_an_import_that_fails_names_purpose_package_and_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "watchfiles", None)
     with pytest.raises(LayertapError) as caught:
         library("watchfiles", "watch", "layertap watch")
-    assert str(caught.value) == "layertap watch needs watchfiles: pip install 'watchfiles>=1.0'"
+    assert caught.value.message == "layertap watch needs watchfiles"
+    assert caught.value.hint == "to install it: pip install 'watchfiles>=1.0'"
 
 
 def test_every_extra_that_the_code_names_exists() -> None:
@@ -83,7 +99,7 @@ def test_every_extra_that_the_code_names_exists() -> None:
             if position is not None and isinstance(extra := node.args[position], ast.Constant):
                 named.add(extra.value)
     assert len(named) > 10
-    assert named <= set(EXTRAS)
+    assert named <= {*EXTRAS, ""}  # without an extra: what the project itself needs
 
 
 @pytest.mark.parametrize(

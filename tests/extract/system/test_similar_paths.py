@@ -37,11 +37,11 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
 )
 def test_a_similar_path_that_exists_is_suggested(place: Path, given: str, suggested: str) -> None:
-    assert did_you_mean(given) == (f"; did you mean {suggested}?" if suggested else "")
+    assert did_you_mean(given) == (f"did you mean {suggested}?" if suggested else "")
 
 
 def test_a_path_is_suggested_as_it_was_given_relative_or_absolute(place: Path) -> None:
-    assert did_you_mean(place / "phtos") == f"; did you mean {place / 'photos'}?"
+    assert did_you_mean(place / "phtos") == f"did you mean {place / 'photos'}?"
     assert (place / "photos").is_dir()
 
 

@@ -139,7 +139,7 @@ def test_a_missing_folder_of_images_is_reported_before_a_worker_starts(
     monkeypatch.setattr(processes, "WorkerProcess", None)
     result = CliRunner().invoke(main, ["embed", f"{folder.name}x", *flags])
     assert result.exit_code == 2
-    assert f"{folder.name}x: no such folder or file; did you mean {folder.name}?" in result.output
+    assert f"{folder.name}x: no such folder or file\n\nhint: did you mean {folder.name}?\n" in result.output
 
 
 @pytest.mark.slow

@@ -37,8 +37,8 @@ def test_the_file_has_what_slurm_needs(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("changes", "flags", "said"), [
-    ({"engine": "ray"}, [], "an array assigns the shards to its tasks; remove engine: ray"),
-    ({"shards_of": "0/2"}, [], "an array assigns the shards to its tasks; remove shards_of"),
+    ({"engine": "ray"}, [], "an array assigns the shards to its tasks\n\nhint: remove engine: ray"),
+    ({"shards_of": "0/2"}, [], "an array assigns the shards to its tasks\n\nhint: remove shards_of"),
     ({}, ["--time", "1h; rm -rf /"], "expected a limit in SLURM's format"),
     ({}, ["--time", "1h"], "expected a limit in SLURM's format"),
     ({}, ["--time", "00:04:59"], "expected at least 5 minutes"),

@@ -1,0 +1,28 @@
+"""Errors on the terminal: `error: MESSAGE`, and after a blank line `hint: HINT`, on stderr."""
+
+from __future__ import annotations
+
+import click
+
+__all__ = ["print_error", "print_usage_error"]
+
+
+def print_error(message: str, hint: str = "") -> None:
+    """Print an error; `hint` says what to do, and may be empty."""
+    click.secho(f"error: {message}", fg="red", err=True)
+    if hint:
+        click.echo(f"\n{click.style('hint:', fg='cyan')} {hint}", err=True)
+
+
+def print_usage_error(error: click.ClickException) -> None:
+    """Print an error that click has raised; the hint names similar words, or else the help of the command."""
+    if isinstance(error, click.exceptions.NoArgsIsHelpError):  # a command without arguments prints its help
+        error.show()
+        return
+    message = error.format_message()
+    hint = ""
+    if isinstance(error, click.NoSuchOption | click.exceptions.NoSuchCommand) and error.possibilities:
+        message, hint = error.message, f"did you mean {' or '.join(error.possibilities)}?"
+    elif isinstance(error, click.UsageError) and error.ctx is not None:
+        hint = f"{error.ctx.command_path} --help lists arguments and options"
+    print_error(message.rstrip("."), hint)

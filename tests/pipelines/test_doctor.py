@@ -1,0 +1,272 @@
+"""`layertap doctor`: what it sees, its exit code, and that it leaves nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import h5py
+import pytest
+import torch
+
+from extract.backbones import sources
+from extract.images.listing import list_images
+from extract.system import optional_libraries
+from pipelines.doctor import machine, output
+from pipelines.doctor.check import Section
+from pipelines.doctor.machine import PURPOSES, quota_in_cores
+from tests.pipelines.test_cli import SMALL, layertap
+
+
+def examined(*arguments: object, code: int = 0) -> dict[str, Any]:
+    result = layertap("doctor", *arguments, "--json")
+    report: dict[str, Any] = json.loads(result.stdout)
+    assert result.exit_code == code, report["problems"]
+    assert report["ok"] == (code == 0)
+    return report
+
+
+def contents(folder: Path) -> dict[Path, int]:
+    return {path: path.lstat().st_mtime_ns for path in folder.rglob("*")}
+
+
+def test_a_good_machine_has_no_problems_and_nothing_is_left(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "outputs" / "pictures"
+    before = contents(tmp_path)
+    report = examined(folder, "-o", out)
+    after = contents(tmp_path)
+    assert before.keys() == after.keys()
+    assert report["versions"]["torch"] == metadata.version("torch")
+    assert report["versions"]["HDF5"] == h5py.version.hdf5_version
+    assert report["devices"]["cpu"]["usable"] == len(os.sched_getaffinity(0))
+    assert len(report["devices"]["gpus"]) == torch.cuda.device_count()
+    assert report["images"]["count"] == len(list_images(folder)) == 12
+    assert report["images"]["decoded"] == 10
+    assert sum(report["images"]["suffixes"].values()) == 10
+    assert report["output"]["works"] == dict.fromkeys(["write", "rename", "link", "lock"], True)
+    assert report["output"]["data_set"] is None
+    assert abs(report["output"]["free_bytes"] - shutil.disk_usage(tmp_path).free) < 1e9
+
+
+def test_the_report_is_on_stdout_and_marks_each_problem(folder: Path, tmp_path: Path) -> None:
+    (folder / "ant" / "00.png").write_bytes(b"not a picture")
+    result = layertap("doctor", folder, "-o", tmp_path / "out")
+    assert result.exit_code == 1
+    assert result.stderr == ""
+    marked = [line for line in result.stdout.splitlines() if line.startswith("!!")]
+    assert marked == ["!! ant/00.png cannot be decoded: not an image in a known format"]
+    assert "   hint: replace such files" in result.stdout
+    assert result.stdout.endswith("1 problem, marked with !!\n")
+
+
+def test_an_extra_that_is_missing_is_no_problem_until_it_is_needed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    version = metadata.version
+
+    def without(name: str) -> str:
+        if name == "open_clip_torch":
+            raise metadata.PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.setattr(metadata, "version", without)
+    monkeypatch.setitem(sys.modules, "open_clip", None)
+    optional = examined("-o", tmp_path / "out")["optional_libraries"]
+    assert not optional["open_clip"]["installed"]
+    assert optional["open_clip"]["install"].endswith("install 'open_clip_torch>=2.30'")
+    assert optional["figures"]["installed"]
+    problems = examined("-b", "open_clip/ViT-B-32:openai", "-o", tmp_path / "out", code=1)["problems"]
+    assert [problem["text"] for problem in problems] == ["open_clip/ needs open_clip"]
+    assert problems[0]["hint"].endswith("install 'open_clip_torch>=2.30'")
+
+
+def test_a_library_that_is_too_old_or_missing_is_named_with_both_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {"a": "2.9.0", "b": "10.1+cpu", "c": "0.9"}
+    monkeypatch.setattr(machine, "_version", versions.get)
+    assert [machine._missing(text) for text in ("a>=2.9", "b[x]>=9", "a==2.9", "a", "c>=0.10", "b==10", "d>=1")] == [
+        ("a", ""), ("b", ""), ("a", ""), ("a", ""),
+        ("c", "0.9 is installed, expected >=0.10"), ("b", "10.1+cpu is installed, expected ==10"), ("d", "is missing"),
+    ]  # fmt: skip
+
+
+def test_every_extra_has_its_purpose() -> None:
+    import tomllib
+
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert set(PURPOSES) == set(project["optional-dependencies"]) - {"demo", "test"}
+    assert optional_libraries.requirements() == project["dependencies"]
+
+
+class Usage(NamedTuple):
+    total: int
+    used: int
+    free: int
+
+
+def test_a_full_disk_is_a_problem(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(output.shutil, "disk_usage", lambda place: Usage(10**9, 10**9 - 10**6, 10**6))
+    problems = examined("-o", tmp_path / "out", code=1)["problems"]
+    assert [problem["text"].partition(" on the disk")[0] for problem in problems] == ["only 0.0 GB free"]
+    assert "free disk space" in problems[0]["hint"]
+
+
+def test_more_images_need_more_space(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(output.shutil, "disk_usage", lambda place: Usage(10**12, 0, 10**9))
+    wrong = [
+        bool([line for line in section.lines if line.state == "wrong"])
+        for n_images in (0, 100_000, 200_000)
+        for section in [Section("output")]
+        if output.check_output(section, str(tmp_path), n_images) is None
+    ]
+    assert wrong == [False, False, True]  # 2,048 values in float32 are 8,192 bytes: 0.8 and 1.6 GB
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small disk")
+def test_a_disk_on_which_nothing_can_be_written_is_found_by_writing(tmp_path: Path) -> None:
+    place = tmp_path / "small"
+    place.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "none", place], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip("file systems cannot be mounted here")
+    try:
+        (place / "fill").write_bytes(bytes(60 << 10))
+        report = examined("-o", place / "out", code=1)
+        assert report["output"]["file_system"] == "tmpfs"
+        assert not report["output"]["works"]["write"]
+        assert any("No space left on device" in problem["text"] for problem in report["problems"])
+        assert [path.name for path in place.iterdir()] == ["fill"]
+    finally:
+        subprocess.run(["umount", place], check=True)
+
+
+def test_an_output_folder_that_cannot_be_written_is_a_problem() -> None:
+    problems = examined("-o", "/proc/layertap", code=1)["problems"]
+    assert any(problem["text"].startswith("/proc/layertap cannot be written: ") for problem in problems)
+
+
+def test_an_output_folder_with_other_files_is_a_problem(folder: Path) -> None:
+    problems = examined("-o", folder, code=1)["problems"]
+    assert [problem["text"] for problem in problems] == [f"{folder} is not empty and not a layertap data set"]
+    assert problems[0]["hint"] == "choose another output folder"
+
+
+def test_a_data_set_in_the_output_folder_is_described(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert layertap("embed", folder, "-o", out, *SMALL).exit_code == 0
+    before = contents(out)
+    data_set = examined("-o", out)["output"]["data_set"]
+    assert data_set == {"rows": 12, "images": str(folder)}
+    assert contents(out) == {**before}
+
+
+HOLD = """
+import sys
+from pathlib import Path
+from extract.system.folder_lock import locked
+with locked(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_locked_output_folder_names_the_process_that_holds_it(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    command = [sys.executable, "-c", HOLD, str(out)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        report = examined("-o", out, code=1)
+        assert f"pid {process.pid} on " in report["output"]["locked_by"]
+        assert [problem["text"].partition(" since")[0] for problem in report["problems"]] == [
+            f"{out} is locked by " + report["output"]["locked_by"].partition(" since")[0]
+        ]
+        process.communicate("")
+    assert examined("-o", out)["output"].get("locked_by") is None
+
+
+def test_a_folder_whose_images_are_all_broken_names_each(tmp_path: Path) -> None:
+    for number in range(3):
+        (tmp_path / f"{number}.jpg").write_bytes(b"")
+    report = examined(tmp_path, code=1)
+    assert report["images"]["failures"] == [{"path": f"{number}.jpg", "reason": "empty file"} for number in range(3)]
+    assert report["images"]["decoded"] == 0
+
+
+def test_a_folder_that_does_not_exist_has_the_hint_of_embed(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    problem, *others = examined("picturs", code=1)["problems"]
+    assert not others
+    assert (problem["text"], problem["hint"]) == ("picturs: no such folder or file", "did you mean pictures?")
+
+
+def test_weights_are_looked_for_and_never_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object) -> None:
+        raise AssertionError("a server was asked")
+
+    monkeypatch.setattr("socket.getaddrinfo", refuse)
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    backbone = examined("-b", "torchvision/resnet18", "-o", tmp_path / "out")["backbone"]
+    assert backbone["path"] is None
+    assert backbone["url"] == "https://download.pytorch.org/models/resnet18-f37072fd.pth"
+    file = tmp_path / "hub" / "checkpoints" / "resnet18-f37072fd.pth"
+    file.parent.mkdir(parents=True)
+    file.touch()
+    assert examined("-b", "torchvision/resnet18", "-o", tmp_path / "out")["backbone"]["path"] == str(file)
+    problems = examined("-b", "torchvision/resnet181", "-o", tmp_path / "out", code=1)["problems"]
+    assert problems[0]["hint"] == "List them: layertap backbones torchvision"
+
+
+def test_code_of_a_backbone_is_not_run(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text("raise SystemExit('run')")
+    report = examined("-b", f"python/{tmp_path / 'net.py'}:make", "-o", tmp_path / "out")
+    assert [line["state"] for line in report["backbone"]["lines"]] == ["note"]
+
+
+def test_sources_whose_names_are_known_say_where_their_weights_are() -> None:
+    for name, source in sources.SOURCES.items():
+        assert (source.locate is None) == source.runs_code, name
+
+
+def test_a_gpu_that_cannot_be_used_is_a_problem_and_others_are_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    def memory(number: int) -> tuple[int, int]:
+        if number == 0:
+            raise RuntimeError("CUDA error: all CUDA-capable devices are busy or unavailable\nMore lines")
+        return 60 * 10**9, 80 * 10**9
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: "Model")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", memory)
+    section = Section("devices")
+    machine.check_devices(section)
+    assert [line.state for line in section.lines][-2:] == ["wrong", "ok"]
+    assert "busy or unavailable" in section.lines[-2].text
+    assert section.lines[-1].text == "cuda:1 Model, 60.0 GB of 80.0 GB free"
+    assert [gpu["device"] for gpu in section.facts["gpus"]] == ["cuda:1"]
+
+
+def test_the_smallest_quota_of_the_control_groups_counts(tmp_path: Path) -> None:
+    own = tmp_path / "cgroup"
+    own.write_text("0::/pod/container\n")
+    assert quota_in_cores(tmp_path, own) is None
+    for name, text in {"pod": "150000 100000\n", "pod/container": "max 100000\n", ".": "800000 100000\n"}.items():
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / "cpu.max").write_text(text)
+    assert quota_in_cores(tmp_path, own) == 1.5
+    own.write_text("4:cpu,cpuacct:/pod\n")  # version 1
+    (tmp_path / "cpu" / "pod").mkdir(parents=True)
+    (tmp_path / "cpu" / "pod" / "cpu.cfs_quota_us").write_text("50000\n")
+    (tmp_path / "cpu" / "pod" / "cpu.cfs_period_us").write_text("100000\n")
+    assert quota_in_cores(tmp_path, own) == 0.5
+    (tmp_path / "cpu" / "pod" / "cpu.cfs_quota_us").write_text("-1\n")  # no limit
+    assert quota_in_cores(tmp_path, own) is None

@@ -1,0 +1,146 @@
+"""Data on stdout, everything else on stderr: each command in a small case that succeeds."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipelines import cli
+from tests.pipelines.test_cli import SMALL, layertap
+
+FAST = "--workers 0 --device cpu"
+
+# Command -> what its stdout has without --json, and its exit code. P is a folder of images, D its data set, S one of
+# `layertap sync`, T an empty folder. Commands that end only on a signal, or measure for minutes, are in LONG.
+COMMANDS = {
+    f"embed P -o T/new {' '.join(SMALL)}": "12 rows",
+    "plan P -o T/plan": "12",
+    "slurm C --tasks 2": "#SBATCH",
+    "show D": "12 rows",
+    "status D": "12",
+    "status S": "12",
+    "report D -o T/report.html --map pca": "report.html",
+    "search D 1 -k 2": "cosine",
+    "search D 1 -k 2 -o T/found.png": "cosine",
+    "diff D D": "12",
+    "verify D": "12",
+    "export D --to npy -o T/npy": "npy",
+    "merge D -o T/merged": "12 rows",
+    "sync Y": "12 rows",
+    "schedule Y --print cron": "layertap sync",
+    "compact S": "rows removed",
+    "probe D -o T/probe -p centroid": "centroid",
+    "layers timm/test_resnet layer1": "layer1",
+    f"inspect timm/test_resnet P --weights random --sample 4 -l layer1 {FAST}": "layer1",
+    f"inspect timm/test_resnet P --weights random --sample 4 -l layer1 --pictures T/inside {FAST}": "layer1",
+    f"draw filters timm/test_resnet P --weights random --sample 2 -o T/drawn {FAST}": "T/drawn",
+    f"ablate timm/test_resnet P --weights random --sample 4 -l layer1 {FAST}": "layer1",
+    "backbones": "torchvision",
+    "backbones bundled": "efficientnet_lite0",
+    "doctor P -o T/none": "no problems",
+    "completion bash": "_layertap_completion",
+    "predict T/probe.safetensors D -o T/predictions.csv": "predictions.csv",
+}
+LONG = {"bench", "demo", "watch"}
+NO_NOISE = ("error", "note:", "WARNING", "written:", "measuring", "images/s,", "computing")
+
+
+@pytest.fixture(scope="module")
+def place(_twelve: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("streams")
+    (root / "P").symlink_to(_twelve)
+    assert layertap("embed", root / "P", "-o", root / "D", *SMALL).exit_code == 0
+    (root / "C").write_text("images: P\nout: T/slurm\n")
+    settings = "images: P\nout: S\nbackbone: timm/test_resnet\nweights: random\nworkers: 0\ndevice: cpu\n"
+    (root / "Y").write_text(settings + "schedule:\n  cron: 30 2 * * *\n")
+    (root / "T").mkdir()
+    before = Path.cwd()
+    os.chdir(root)
+    try:
+        assert layertap("sync", "Y").exit_code == 0
+        assert layertap("probe", "D", "-o", "T/p", "-p", "centroid", "--save", "T/probe.safetensors").exit_code == 0
+    finally:
+        os.chdir(before)
+    return root
+
+
+def takes_json(command: str) -> bool:
+    return any(parameter.name == "as_json" for parameter in cli.main.commands[command.split()[0]].params)
+
+
+@pytest.mark.parametrize("command", [pytest.param(c, marks=pytest.mark.slow) if takes_json(c) else c for c in COMMANDS])
+def test_the_result_is_on_stdout_and_notes_are_on_stderr(
+    command: str, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(place)
+    result = layertap(*command.split())
+    assert result.exit_code == 0, result.output
+    assert COMMANDS[command] in result.stdout
+    assert not [line for line in result.stdout.splitlines() if line.startswith(NO_NOISE)]
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("command", [command for command in COMMANDS if takes_json(command)])
+def test_with_json_stdout_is_json_and_nothing_else(
+    command: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(place)
+    result = layertap(*command.replace("T/", f"{tmp_path}/").split(), "--json")
+    assert result.exit_code == 0, result.output
+    parsed: Any = json.loads(result.stdout)
+    assert parsed
+
+
+def test_every_command_is_in_the_table_and_in_a_section_of_the_help() -> None:
+    assert {command.split()[0] for command in COMMANDS} | LONG == set(cli.main.commands)
+    listed = [name for names in cli.SECTIONS.values() for name in names]
+    assert sorted(listed) == sorted(cli.main.commands)
+
+
+def test_the_help_shows_the_first_three_commands_and_one_line_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = layertap("--help").stdout.splitlines()
+    start = lines.index("Start with:")
+    assert lines[start - 1] == ""
+    assert [lines[start + number].split()[:2] for number in (1, 2, 3)] == [
+        ["layertap", "doctor"], ["layertap", "embed"], ["layertap", "show"],
+    ]  # fmt: skip
+    for name in cli.main.commands:
+        assert sum(line.startswith(f"  {name} ") for line in lines) == 1, name
+    assert max(map(len, lines)) <= 80
+    assert not [line for line in lines[start:] if line.endswith("...")]
+
+
+FAILURES: dict[str, list[str]] = {
+    "unknown layer": ["embed", "P", *SMALL, "-l", "layr4"],
+    "unknown backbone": ["embed", "P", "-b", "torchvision/resnet51"],
+    "missing folder": ["embed", "PP"],
+    "unknown command": ["embd"],
+    "unknown option": ["show", "D", "--jsn"],
+    "no argument": ["show"],
+    "other features": ["embed", "P", *SMALL, "-o", "D", "-l", "layer1"],
+}
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_an_error_has_its_hint_after_a_blank_line(name: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
+    result = layertap(*FAILURES[name])
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    message, blank, hint = result.stderr[result.stderr.index("error: ") :].partition("\n\n")
+    assert blank
+    assert message.count("error: ") == 1
+    assert hint.startswith("hint: ")
+    assert hint.count("\n") == 1
+
+
+def test_a_command_without_arguments_prints_help_and_no_error() -> None:
+    result = layertap()
+    assert result.exit_code == 2
+    assert "Start with:" in result.stderr
+    assert "error" not in result.stderr
