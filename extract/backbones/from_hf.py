@@ -156,7 +156,8 @@ def load_text_tower(request: LoadRequest) -> TextTower:
     if tokenizer is None or n_tokens < known / 2:
         raise InputError(
             f"{request.spec}: no matching tokenizer in {location.name} (it has {n_tokens:,} tokens, the model "
-            f"{known:,})" + ("; copy the tokenizer's files there" if location.local else "")
+            f"{known:,})",
+            hint="copy the tokenizer's files there" if location.local else "",
         )
     limit = tokenizer.model_max_length
     limit = min(limit, getattr(text_config, "max_position_embeddings", limit))

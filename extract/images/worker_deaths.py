@@ -78,8 +78,8 @@ class WorkerDeaths:
                 raise
             has_died = is_gone or message.startswith("DataLoader worker")
             raise (DeadWorkerError if has_died else LayertapError)(
-                f"a process that decodes images died or hangs: {message}. Stored rows are safe; run again to "
-                "resume. Lower workers or batch_size if memory is short, or make /dev/shm larger"
+                f"a process that decodes images died or hangs: {message}. Stored rows are safe",
+                hint="run again to resume. Lower workers or batch_size if memory is short, or make /dev/shm larger",
             ) from error
 
     @contextlib.contextmanager

@@ -99,7 +99,7 @@ def test_every_extra_has_its_purpose() -> None:
     import tomllib
 
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert set(PURPOSES) == set(project["optional-dependencies"]) - {"demo", "test"}
+    assert set(PURPOSES) == set(project["optional-dependencies"]) - {"demo", "docs", "test"}
     assert optional_libraries.requirements() == project["dependencies"]
 
 

@@ -118,7 +118,7 @@ def ablation(
                     total.add(edited, unedited, targets)
                     on_forward(len(inputs))
     if not unedited_total.images:
-        raise InputError("there are no batches; give at least one batch")
+        raise InputError("there are no batches", hint="give at least one batch")
     effects = []
     for (layer, channel), total in zip(edited_parts, totals, strict=True):
         last = max(i for i, feature in enumerate(choice.features) if feature.site.layer == layer)

@@ -136,7 +136,7 @@ def inspect_model(
         pairs = _pairs(batches)
         first = next(pairs, None)
         if first is None:
-            raise InputError("there are no batches; give at least one batch")
+            raise InputError("there are no batches", hint="give at least one batch")
         names = _distinct_layers(model) if layers is None else match_layers(named_layers(model), layers)
         recorder = _Recorder(model, names, first[0], with_gradients=loss is not None)
         attentions = _attentions(model, first[0])

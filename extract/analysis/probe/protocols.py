@@ -393,8 +393,8 @@ def _on_folds(train: Labelled, settings: Settings) -> _Choice:
     n_val, draws = int((folds[:, 0] >= 0).sum()), folds.shape[1]
     if not n_val:
         raise InputError(
-            "no class has two training rows, so no row can be held out for choosing hyper-parameters; give validation "
-            "rows, or use the protocol centroid, which has no hyper-parameters"
+            "no class has two training rows, so no row can be held out for choosing hyper-parameters",
+            hint="give validation rows, or use the protocol centroid, which has no hyper-parameters",
         )
     problem, _ = _problem(train, settings)
 
