@@ -7,8 +7,10 @@ import json
 import shutil
 import sqlite3
 import tempfile
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Self
 
 from extract.errors import InputError, LayertapError
@@ -135,7 +137,9 @@ class ManifestFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, error: object, trace: TracebackType | None) -> None:
+        # The frames of an error that is kept hold cursors, and with open cursors SQLite keeps the file locked.
+        traceback.clear_frames(trace)
         self._sql.close()
         self._at_exit.close()
 

@@ -376,3 +376,18 @@ def test_a_manifest_that_could_not_be_read_once_is_not_set_aside(
     with Manifest(tmp_path) as manifest:
         assert (manifest.version, manifest.rebuilt_because) == (7, "")
     assert not (tmp_path / "manifest.sqlite.damaged").exists()
+
+
+def test_an_error_that_is_kept_does_not_keep_the_manifest_locked(tmp_path: Path) -> None:
+    def files() -> Iterator[ScannedFile]:
+        yield ScannedFile(b"a.png", 1, 1, 1)
+        raise OSError("the disk was unmounted")
+
+    with Manifest(tmp_path) as manifest:
+        manifest.record_scan([ScannedFile(b"a.png", 1, 1, 1), ScannedFile(b"b.png", 1, 1, 1)])
+        manifest._sql.execute("INSERT INTO files SELECT path, 1, 1, 1, 1, 1 FROM found")
+    with pytest.raises(OSError, match="unmounted") as kept, Manifest(tmp_path) as manifest:
+        manifest.record_scan(files())
+    with Manifest(tmp_path) as manifest:  # as the next pass of a process that follows a folder
+        assert manifest.record_scan([]) == 0
+    assert kept.value.__traceback__ is not None
