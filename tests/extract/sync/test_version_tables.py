@@ -384,7 +384,7 @@ def test_an_error_that_is_kept_does_not_keep_the_manifest_locked(tmp_path: Path)
         raise OSError("the disk was unmounted")
 
     with Manifest(tmp_path) as manifest:
-        manifest.record_scan([ScannedFile(b"a.png", 1, 1, 1), ScannedFile(b"b.png", 1, 1, 1)])
+        manifest.record_scan([ScannedFile(b"%c.png" % letter, 1, 1, 1) for letter in b"abcdef"])
         manifest._sql.execute("INSERT INTO files SELECT path, 1, 1, 1, 1, 1 FROM found")
     with pytest.raises(OSError, match="unmounted") as kept, Manifest(tmp_path) as manifest:
         manifest.record_scan(files())
