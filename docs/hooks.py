@@ -110,4 +110,6 @@ def _cell(text: str) -> str:
 def _escaped(text: str) -> str:
     """Return text that Markdown shows as it is, except for code between backticks."""
     parts = text.split("`")
-    return "`".join(re.sub(r"([*_<\[|])", r"\\\1", part) if i % 2 == 0 else part for i, part in enumerate(parts))
+    return "`".join(
+        re.sub(r"([*_\[|])", r"\\\1", part).replace("<", "&lt;") if i % 2 == 0 else part for i, part in enumerate(parts)
+    )

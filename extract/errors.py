@@ -32,8 +32,8 @@ class LayertapError(Exception):
 
     Args:
         args: the message: what failed. URLs in it lose their credentials.
-        hint: what to do, without credentials too. `str(error)` joins a hint that starts in lower case with a
-            semicolon, and one that starts in upper case as a sentence.
+        hint: what to do, without credentials too; it starts in lower case, and `str(error)` joins it with a semicolon,
+            or as a line of its own to a message of several lines.
 
     Attributes:
         message: what failed.
@@ -45,7 +45,7 @@ class LayertapError(Exception):
         self.message = str(cleaned[0]) if cleaned else ""
         self.hint = text_without_credentials(hint)
         if self.hint:
-            joint = "\n" if "\n" in self.message else ". " if self.hint[0].isupper() else "; "
+            joint = "\n" if "\n" in self.message else "; "
             cleaned[0] = self.message + joint + self.hint
         super().__init__(*cleaned)  # pickle calls the class with the whole text, and then restores both attributes
 
@@ -68,7 +68,7 @@ class DisagreementError(LayertapError):
     """
 
     def __init__(self, reason: str, instead: str = ""):
-        super().__init__(reason, hint=f"Use {instead}" if instead else "")
+        super().__init__(reason, hint=f"use {instead}" if instead else "")
         self.reason = reason
 
 

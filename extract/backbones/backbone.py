@@ -100,5 +100,5 @@ def downloading(request: LoadRequest, load: Callable[[], Any], remedy: Callable[
     except (OSError, RuntimeError) as error:  # the base classes of the hubs' own errors
         raise LayertapError(
             f"{item} of {request.spec} could not be downloaded: {first_line(error)}",
-            hint=f"To download by hand: {remedy()}",
+            hint=remedy(),
         ) from error

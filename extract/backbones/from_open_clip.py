@@ -154,7 +154,7 @@ def _select(open_clip: Any, request: LoadRequest) -> _Selection:
             "backbone",
             spec,
             [f"open_clip/{known}" for known in open_clip.list_models()],
-            hint="List them: layertap backbones open_clip",
+            hint="list them: layertap backbones open_clip",
         )
     tags = open_clip.list_pretrained_tags_by_model(name)
     if weights is not None and not is_named(weights):

@@ -124,7 +124,7 @@ def permitted(recorded: str, named: str | None, where: Path | str) -> str:
     if named is None and source is not None and source.runs_code:
         raise InputError(
             f"{where} records the backbone {recorded!r}, and loading this backbone runs its code",
-            hint=f"If you trust the code, name the backbone: --backbone {shlex.quote(recorded)}",
+            hint=f"if you trust the code, name the backbone: --backbone {shlex.quote(recorded)}",
         )
     return named or recorded
 

@@ -284,7 +284,7 @@ def check_normalisation(given: Mapping[str, Any]) -> None:
         hint = ""
         if len(values) == 3 and all(1 <= value <= 255 for value in values):
             scaled = ",".join(f"{value / 255:.4g}" for value in values)
-            hint = f"These look like values for pixels from 0 to 255; divide them by 255: {scaled}"
+            hint = f"these look like values for pixels from 0 to 255; divide them by 255: {scaled}"
         raise InputError(problem, hint=hint)
 
 

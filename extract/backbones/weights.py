@@ -254,7 +254,7 @@ def load_state(
         for problem, names in problems.items()
         if names
     ]
-    hint = f"All but the classifier {classifier!r} fits; --allow-missing-head loads the model without it"
+    hint = f"all but the classifier {classifier!r} fits; --allow-missing-head loads the model without it"
     raise InputError(
         f"weights {source} do not fit {spec} ({len(own)} tensors):\n" + "\n".join(lines), hint=hint if complete else ""
     )
@@ -308,7 +308,7 @@ def _check_has_values(name: str, value: object) -> None:
     if isinstance(value, Tensor) and is_lazy(value):
         raise InputError(
             f"{name} of the model has no shape yet: lazy layers get theirs from the first batch",
-            hint="Run one batch through the model before it is returned, such as model(torch.zeros(1, 3, 224, 224))",
+            hint="run one batch through the model before it is returned, such as model(torch.zeros(1, 3, 224, 224))",
         )
     if not isinstance(value, Tensor):
         raise InputError(f"{name} in the state dict of the model is a {type(value).__name__}; expected tensors only")

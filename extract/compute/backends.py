@@ -44,10 +44,10 @@ def engine_for(compile: str, device: torch.device, precision: str) -> str:
         return default_engine(device, precision)
     if compile == "openvino":
         if device.type != "cpu":
-            raise InputError(f"OpenVINO runs on the CPU only; the device is {device}", hint="Use --device cpu")
+            raise InputError(f"OpenVINO runs on the CPU only; the device is {device}", hint="use --device cpu")
         openvino()
         if not openvino_computes_in(precision):
-            raise InputError(f"OpenVINO does not compute in {precision} on this CPU", hint="Use --precision float32")
+            raise InputError(f"OpenVINO does not compute in {precision} on this CPU", hint="use --precision float32")
     return compile
 
 

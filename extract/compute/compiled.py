@@ -91,7 +91,7 @@ class _ByInductor(DeviceForward):
             return [self._part(part) for part in torch.split(images, self._batch_size)]
         except torch.OutOfMemoryError as error:
             text = f"insufficient device memory for {self._batch_size} images in compiled code: {error}"
-            raise LayertapError(f"{text}", hint="Use a smaller --batch-size") from error
+            raise LayertapError(f"{text}", hint="use a smaller --batch-size") from error
 
     def _part(self, images: Tensor) -> Values:
         batch = self._to_device(_filled(images, self._batch_size))

@@ -184,7 +184,7 @@ def check_same_images(plan: Plan, existing: DataSet) -> None:
                     raise InputError(
                         f"{existing.out} holds features of the images in {existing.images['root']}; those in "
                         f"{plan.images.root} are others: {path} differs",
-                        hint="Choose another output folder",
+                        hint="choose another output folder",
                     )
         if len(chosen):
             return

@@ -164,7 +164,7 @@ class ValidatedForward:
                     others += [] if precision == "float32" else ["--precision float32", "a lower --min-cosine"]
                     if isinstance(error, DisagreementError):
                         raise DisagreementError(error.reason, " or ".join(others)) from error
-                    raise LayertapError(f"{error}", hint=f"Use {' or '.join(others)}") from error
+                    raise LayertapError(f"{error}", hint=f"use {' or '.join(others)}") from error
                 self._open_now.close()
                 self.chosen = None
                 computation, features, own_s = Computation("eager", first_line(error), True), None, 0.0

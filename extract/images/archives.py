@@ -286,7 +286,7 @@ def _check_end(file: BinaryIO, offset: int, archive: str) -> None:
         if part.strip(b"\0"):
             raise InputError(
                 f"{archive} is damaged after byte {offset:,}: expected a file or the end of the archive",
-                hint="If the file contains several archives, split it",
+                hint="if the file contains several archives, split it",
             )
 
 

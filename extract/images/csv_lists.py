@@ -179,7 +179,7 @@ def _row(where: str, place: int, path: Any, label: Any, split: Any, id: Any) -> 
     if is_http(where) and not is_url(path) and (public := parameters_without_credentials(path)) != path:
         raise InputError(
             f"{_place(where, place)}: the relative path {public} has a credential, but relative paths are file names",
-            hint="Write the complete URL",
+            hint="write the complete URL",
         )
     for name, value in (("label", label), ("split", split), ("id", id)):
         if isinstance(value, str) and not value.isascii() and any("\udc80" <= char <= "\udcff" for char in value):

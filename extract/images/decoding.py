@@ -245,7 +245,7 @@ def _has_heif() -> bool:
         raise MachineError(
             f"pillow_heif, which decodes HEIC, is installed but cannot be loaded: {type(error).__name__}: "
             f"{first_line(error)}",
-            hint="Fix it, or remove it (pip uninstall pillow-heif) if there are no HEIC images",
+            hint="fix it, or remove it (pip uninstall pillow-heif) if there are no HEIC images",
         ) from error
     return True
 

@@ -14,9 +14,10 @@ _AT_ONCE = 1 << 16  # texts held in memory while they are iterated over
 
 
 class TextColumn(Sequence[str]):
-    """A sequence of str, such as the paths of all rows; a slice of it is a list.
+    """A sequence of str, such as the paths of all rows; a slice of it is a list, and so are rows by number or mask.
 
-    It is equal to every sequence of the same texts.
+    It is equal to every sequence of the same texts. Compared with one text it gives a mask, (N,) bool, as an array
+    does: `reader.splits == "train"`.
 
     Args:
         n_rows: number of texts.
@@ -32,14 +33,17 @@ class TextColumn(Sequence[str]):
     @overload
     def __getitem__(self, index: int) -> str: ...
     @overload
-    def __getitem__(self, index: slice) -> list[str]: ...
-    def __getitem__(self, index: int | slice) -> str | list[str]:
+    def __getitem__(self, index: slice | Sequence[int] | NDArray[Any]) -> list[str]: ...
+    def __getitem__(self, index: int | slice | Sequence[int] | NDArray[Any]) -> str | list[str]:
         if isinstance(index, slice):
             rows = range(self._n_rows)[index]
             if rows.step == 1:
                 return self._read(rows.start, max(rows.start, rows.stop))
             return [self[row] for row in rows]
-        row = range(self._n_rows)[index]
+        if np.ndim(index):
+            given = np.asarray(index, None if len(index) else np.int64)  # type: ignore[arg-type]
+            return [self[row] for row in np.arange(self._n_rows)[given].tolist()]
+        row = range(self._n_rows)[index]  # type: ignore[index]
         return self._read(row, row + 1)[0]
 
     def __iter__(self) -> Iterator[str]:
@@ -49,10 +53,16 @@ class TextColumn(Sequence[str]):
     def __contains__(self, text: object) -> bool:
         return any(text == other for other in self)
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Sequence) or isinstance(other, str):
+    def __eq__(self, other: object) -> Any:
+        if isinstance(other, str):
+            return np.fromiter((text == other for text in self), bool, len(self))
+        if not isinstance(other, Sequence):
             return NotImplemented
         return len(self) == len(other) and all(a == b for a, b in zip(self, other, strict=True))
+
+    def __ne__(self, other: object) -> Any:
+        equal = self == other
+        return ~equal if isinstance(equal, np.ndarray) else not equal
 
     __hash__ = None  # type: ignore[assignment]
 

@@ -184,7 +184,7 @@ class _Pass:
             if (synced_root := self.published.images["root"]) != self.root and not self.force:
                 raise InputError(
                     f"{self.out} is kept in sync with {synced_root}, not with {self.root}",
-                    hint="If the folder was moved, use --force; otherwise choose another output folder",
+                    hint="if the folder was moved, use --force; otherwise choose another output folder",
                 )
         elif self.out.is_dir() and any(not _is_ours(entry.name) for entry in self.out.iterdir()):
             raise InputError(
@@ -210,7 +210,7 @@ class _Pass:
             if manifest.keep_below(os.fsencode(path)):
                 scan.unreadable[path] = "the target of the link no longer exists"
         if not n_seen and not manifest.n_files():
-            raise InputError(f"{self.root}: no images", hint="Images end in .jpg, .png, .tif, .webp and others")
+            raise InputError(f"{self.root}: no images", hint="images end in .jpg, .png, .tif, .webp and others")
         if not n_seen and not self.force:
             raise VanishedError(
                 f"{self.root}: none of the {manifest.n_files():,} images was found; is the disk mounted? Nothing was "
@@ -278,7 +278,7 @@ class _Pass:
             raise InputError(
                 f"{self.out} holds other features; rows with these differences cannot be mixed:\n  "
                 + "\n  ".join(changed),
-                hint="Choose another output folder, or delete this one.",
+                hint="choose another output folder, or delete this one",
             )
 
     def _check_versions(self, manifest: Manifest, plan: Plan) -> None:
@@ -299,7 +299,7 @@ class _Pass:
                 raise LayertapError(
                     f"{self.out}: the installed libraries ({changed}) do not reproduce the stored features: "
                     f"{rechecked.apart[0].path}: {rechecked.apart[0].what}",
-                    hint="Install the earlier versions, or start a new data set",
+                    hint="install the earlier versions, or start a new data set",
                 )
             if not rechecked.n_rows:  # all sampled images have changed; the next pass checks again
                 return

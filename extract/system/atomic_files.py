@@ -140,7 +140,7 @@ def check_regular(path: Path) -> None:
     if not stat.S_ISREG(mode):
         problem = f"is a link to {path.readlink()}" if stat.S_ISLNK(mode) else "is not a regular file"
         raise InputError(
-            f"{path} {problem}; nothing was written", hint="Replace it with a copy of the file, or remove it"
+            f"{path} {problem}; nothing was written", hint="replace it with a copy of the file, or remove it"
         )
 
 
@@ -174,7 +174,7 @@ def _check_own_folder(path: Path) -> None:
     if path.is_symlink():
         raise InputError(
             f"{path} is a link to {path.readlink()}; nothing was written, because a data set must hold its own files",
-            hint=f"Move the target here, or move all of {path.parent} there and link to it",
+            hint=f"move the target here, or move all of {path.parent} there and link to it",
         )
 
 

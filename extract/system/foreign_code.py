@@ -41,7 +41,7 @@ def exits_refused() -> Iterator[None]:
         called = f"sys.exit({'' if stop.code is None else repr(stop.code)})"
         raise InputError(
             f"{_place(stop) or _innermost(stop)}, called {called}",
-            hint="The code of a backbone must not end the program: remove the call, or move it below if __name__ == "
+            hint="the code of a backbone must not end the program: remove the call, or move it below if __name__ == "
             "'__main__'",
         ) from stop
     except BaseException as error:

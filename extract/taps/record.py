@@ -231,7 +231,7 @@ class Record(Mapping[str, Any]):
             raise UnknownNameError(f"{text!r} names more than one tensor: {names}")
         if reason := self.why_absent(text):
             raise UnknownNameError(reason)
-        hint = f"For all that match: record.select({text!r})" if is_glob(text) else ""
+        hint = f"for all that match: record.select({text!r})" if is_glob(text) else ""
         raise unknown_name("kept tensor", text, self, "this record", hint)
 
     def _value(self, site: Site) -> Any:

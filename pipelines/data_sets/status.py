@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ from tqdm import tqdm
 from extract.store.format.dataset import DataSet
 from extract.store.places.destination import destination_of
 from extract.system.urls import is_url
-from pipelines.terminal.text_output import printable
+from pipelines.terminal.text_output import counted, printable
 
 __all__ = ["ShardProgress", "is_built_in_shards", "print_progress", "watch"]
 
@@ -36,7 +37,7 @@ class ShardProgress:
 
     def __init__(self, out: str):
         self._out, self._place = out, destination_of(out)
-        self._dataset = self._place.dataset
+        self._dataset, self._is_local = self._place.dataset, not is_url(out)
         self._read: dict[str, int] = {}  # name of a receipt -> shard
         self._rows = 0
         self._status: Counter[str] = Counter()
@@ -69,6 +70,7 @@ class ShardProgress:
             "rows_done": dataset.n_rows - left,
             "shards": dataset.n_shards,
             "shards_done": done,
+            "shards_unfinished": self._unfinished(),
             "receipts_missing": list(without_receipt.values()),
             "status": dict(self._status),
             "images_per_s": rate and round(rate, 2),
@@ -85,6 +87,10 @@ class ShardProgress:
                 for host, device in sorted(self._shards)
             ],
         }
+
+    def _unfinished(self) -> int:
+        """Return the number of shards that hold rows, but are not finished; those of a bucket are built elsewhere."""
+        return sum(files.part is not None for files in self._dataset.shard_files()) if self._is_local else 0
 
     def _count(self, receipt: dict[str, Any]) -> None:
         """Add what a receipt says; it has the shape `extract.store.format.schemas.RECEIPT`."""
@@ -115,11 +121,14 @@ def watch(out: str, wait: Callable[[float], None] = time.sleep) -> Iterator[dict
 def print_progress(content: dict[str, Any], echo: Callable[[str], None]) -> None:
     """Print the progress."""
     out, done, rows = content["out"], content["rows_done"], content["rows"]
-    state = "complete" if done == rows else f"{done / rows:.1%} done"
+    state = "complete" if done == rows else f"{done / rows:.1%} in finished shards"
     echo(f"{out}: {state}, images in {printable(content['images'])}")
     echo(f"shards    {content['shards_done']:,} of {content['shards']:,}")
     counts = ", ".join(f"{count:,} {printable(status)}" for status, count in content["status"].items()) or "none yet"
     echo(f"rows      {done:,} of {rows:,}: {counts}")
+    if content["shards_unfinished"]:
+        unfinished = counted(content["shards_unfinished"], "unfinished shard")
+        echo(f"          {unfinished}, whose rows `layertap show {shlex.quote(out)}` counts")
     if content["images_per_s"] and done < rows:
         left = tqdm.format_interval(content["seconds_left"])
         echo(f"rate      {content['images_per_s']:.1f} images/s in the last ten minutes, {left} left")

@@ -14,7 +14,7 @@ from extract.store.format.dataset import DataSet
 from extract.store.verify import Fault, Remedy, verify
 from extract.store.verify import repair as repair_data_set
 from pipelines.terminal.progress import Progress
-from pipelines.terminal.text_output import SHOWN, printable
+from pipelines.terminal.text_output import SHOWN, counted, printable
 
 __all__ = ["Check", "as_json", "check", "print_check"]
 
@@ -102,7 +102,7 @@ def print_check(result: Check, echo: Callable[[str], None]) -> None:
         echo(printable(f"{fault.file or result.out}{row}: {fault.what}"))
     if len(result.faults) > SHOWN:
         echo(f"... and {len(result.faults) - SHOWN:,} more: layertap verify {shlex.quote(str(result.out))} --json")
-    faults = f"{len(result.faults):,} fault{'s' if len(result.faults) > 1 else ''}" if result.faults else "no faults"
+    faults = counted(len(result.faults), "fault") if result.faults else "no faults"
     echo(f"{result.out}: {faults}" + (f"; rows: {counts}" if counts else ""))
     if result.sampled:
         echo(f"{result.sampled:,} rows computed again differ by at most {result.largest:.1e} of their largest value")

@@ -20,7 +20,7 @@ def doctor(ctx: click.Context, /, images: str | None, backbone: str | None, out:
     """Check this machine, and whether IMAGES can be read, BACKBONE loaded and OUT written.
 
     Decodes ten of the images. Nothing is downloaded, and nothing that is written stays. Exits with 1 if something
-    needed is missing or broken; such lines start with !! and have a hint.
+    needed is missing or broken; such lines start with !!.
 
     \b
     layertap doctor

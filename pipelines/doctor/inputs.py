@@ -60,7 +60,7 @@ def check_images(section: Section, where: str) -> None:
         section.wrong(f"{printable(failure['path'])} cannot be decoded: {failure['reason']}")
     if failures:
         last = section.lines.pop()
-        section.wrong(last.text, "replace such files; `layertap embed` stores an error status for each, and goes on")
+        section.wrong(last.text, "replace such files; `layertap embed` stores an error status for each, and continues")
 
 
 def check_backbone(section: Section, spec: str) -> None:

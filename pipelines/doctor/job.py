@@ -16,6 +16,7 @@ from pipelines.doctor.check import Line, Section
 from pipelines.doctor.inputs import check_backbone, check_images
 from pipelines.doctor.machine import check_devices, check_libraries, check_memory, check_versions
 from pipelines.doctor.output import check_output
+from pipelines.terminal.text_output import counted
 
 __all__ = ["Report", "as_json", "examine", "print_report"]
 
@@ -99,4 +100,4 @@ def print_report(report: Report, echo: Callable[[str], None]) -> None:
             if line.hint:
                 echo(f"   hint: {line.hint}")
     count = len(report.problems)
-    echo(f"{count} problem{'s' if count > 1 else ''}, marked with !!" if count else "no problems")
+    echo(f"{counted(count, 'problem')}, marked with !!" if count else "no problems")

@@ -13,7 +13,7 @@ from extract.images.index.image_index import PlannedImages
 from extract.images.index.index_writing import is_finished, write_plan
 from extract.system.atomic_files import bytes_below
 from pipelines.terminal.progress import Progress
-from pipelines.terminal.text_output import printable
+from pipelines.terminal.text_output import counted, printable
 
 __all__ = ["PlanResult", "as_json", "plan", "print_plan"]
 
@@ -76,7 +76,7 @@ def print_plan(planned: PlanResult, echo: Callable[[str], None]) -> None:
     rate = (
         "" if planned.was_complete else f"; {planned.seconds:.1f} s, {planned.listed / planned.seconds:,.0f} images/s"
     )
-    echo(f"{planned.bytes / 1e6:,.1f} MB in {parts:,} part{'s' if parts > 1 else ''}{rate}")
+    echo(f"{planned.bytes / 1e6:,.1f} MB in {counted(parts, 'part')}{rate}")
     echo(f"to use the plan in place of the images: layertap embed {shlex.quote(str(planned.out))}")
 
 

@@ -251,6 +251,8 @@ def _advice_on_forward(outcome: EmbedResult) -> str:
         engine = default_engine(plan.backbone.device, plan.settings.precision)
         if on_cpu and plan.settings.precision == "float32" and engine == "inductor":
             return f"{pip_install('openvino')} for a faster forward, or a GPU"
+        if computation.why:  # the run was too short for a compiler
+            return "more cores, or a GPU" if on_cpu else "a larger --batch-size"
         if not outcome.tuned:
             return "--compile on, or --fast"
     if plan.settings.precision == "float32" and not outcome.tuned:

@@ -226,7 +226,7 @@ def _targets(texts: Sequence[str | None], used: NDArray[np.bool_], task: str, wh
         if kinds > max(_MOST_CLASSES, len(rows) // 2):
             raise InputError(
                 f"{where} gives {kinds:,} classes to {len(rows):,} rows",
-                hint="is it the right column? To predict numbers, use the protocol ridge",
+                hint="classes need several rows; is it the right column? To predict numbers, use the protocol ridge",
             )
         return np.array(classes), targets
     if task == "multilabel":

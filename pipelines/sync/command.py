@@ -9,6 +9,7 @@ import click
 
 from extract.errors import InputError
 from pipelines.terminal.options import FOLDER, json_flag, print_json
+from pipelines.terminal.text_output import counted
 
 __all__ = ["compact", "schedule", "sync", "watch"]
 
@@ -115,4 +116,7 @@ def compact(out: Path, max_dead: float) -> None:
     before = bytes_below(out / "passes")
     done = compact_out(out, max_dead)
     freed = (before - bytes_below(out / "passes")) / 1e6
-    click.echo(f"{out}: {done.removed:,} rows removed, {done.rows:,} copied; {freed:,.1f} MB smaller")
+    if not done.passes:
+        click.echo(f"{out}: nothing to compact; no pass has more than {max_dead:.0%} of unused rows (--max-dead)")
+        return
+    click.echo(f"{out}: {counted(done.removed, 'row')} removed, {done.rows:,} copied; {freed:,.1f} MB smaller")

@@ -20,6 +20,7 @@ from extract.sync.passes import Report, sync
 from pipelines.sync.config import SyncConfig
 from pipelines.terminal.error_output import print_error
 from pipelines.terminal.graceful_stop import signals_held
+from pipelines.terminal.text_output import counted
 
 if TYPE_CHECKING:
     from extract.compute.backbone import Backbone
@@ -192,7 +193,7 @@ class PassReporter:
         """Print what will be computed, and start a progress bar."""
         from pipelines.terminal.progress import Progress
 
-        click.echo(f"computing {count:,} images with {plan.backbone.spec} on {plan.backbone.device}", err=True)
+        click.echo(f"computing {counted(count, 'image')} with {plan.backbone.spec} on {plan.backbone.device}", err=True)
         self.__exit__(None, None, None)
         self._progress = Progress(count).__enter__()
         self._precision = plan.settings.precision
@@ -226,9 +227,11 @@ def print_synced(synced: SyncResult, echo: Callable[[str], None]) -> None:
     counts = {name: getattr(report, name) for name in ("added", "changed", "renamed", "deleted", "failed", "unchanged")}
     text = ", ".join(f"{count:,} {name}" for name, count in counts.items())
     waiting = f", {report.waiting:,} waiting, since they changed recently" if report.waiting else ""
-    done = "to be computed" if report.dry_run else "computed"
-    computed = f"; {report.computed:,} images {done}" if report.computed else ""
-    echo(f"{out}: version {report.version}, {report.rows:,} rows: {text}{waiting}{computed}, {report.seconds:.1f} s")
+    images = counted(report.computed, "image")
+    done = f"at most {images} to be computed" if report.dry_run else f"{images} computed"  # copies are found by hash
+    computed = f"; {done}" if report.computed else ""
+    rows = counted(report.rows, "row")
+    echo(f"{out}: version {report.version}, {rows}: {text}{waiting}{computed}, {report.seconds:.1f} s")
     for drift in report.drift:
         if drift.far:
             text = (

@@ -18,7 +18,7 @@ from extract.store.reader import FeatureReader
 from extract.store.row_selection import read_one_version
 from extract.system.atomic_files import bytes_below
 from extract.system.json_files import TIME, Text, read_json, read_json_lines
-from pipelines.terminal.text_output import print_failures
+from pipelines.terminal.text_output import counted, print_failures
 
 __all__ = ["describe_status", "print_status"]
 
@@ -35,6 +35,7 @@ _RUN = {
     "renamed?": int,
     "deleted?": int,
     "failed?": int,
+    "waiting?": int,
     "computed?": int,
     "drift?": [_DRIFT],
 }
@@ -114,10 +115,9 @@ def print_status(content: dict[str, Any], echo: Callable[[str], None]) -> None:
         echo(f"rows      {content['rows']:,}: {counts}")
         dead = content["dead_rows"]
         share = dead / max(1, content["stored_rows"])
-        echo(
-            f"disk      {content['bytes'] / 1e6:,.1f} MB in {content['passes']} passes; {dead:,} stored rows "
-            f"({share:.0%}, {content['dead_bytes'] / 1e6:,.1f} MB) are of deleted or replaced images"
-        )
+        unused = f"{counted(dead, 'stored row')} ({share:.0%}, {content['dead_bytes'] / 1e6:,.1f} MB)"
+        passes = f"{content['passes']} pass" + ("" if content["passes"] == 1 else "es")
+        echo(f"disk      {content['bytes'] / 1e6:,.1f} MB in {passes}; {unused} of deleted or replaced images")
         if share > 0.2:
             echo(f"          to remove them: layertap compact {out}")
     planned = content["next"]
@@ -149,8 +149,8 @@ def _describe_run(run: dict[str, Any]) -> str:
         return f"stopped after {run['seconds']:.1f} s"
     names = ("added", "changed", "renamed", "deleted")
     changes = ", ".join(f"{run[name]:,} {name}" for name in names if run.get(name)) or "nothing new"
-    failed = f", {run['failed']:,} failed" if run.get("failed") else ""
-    return f"{changes}{failed}; {run.get('computed', 0):,} computed, {run['seconds']:.1f} s"
+    others = "".join(f", {run[name]:,} {name}" for name in ("failed", "waiting") if run.get(name))
+    return f"{changes}{others}; {run.get('computed', 0):,} computed, {run['seconds']:.1f} s"
 
 
 def _local_time(text: str) -> str:

@@ -218,8 +218,10 @@ def read_yaml(path: Path) -> dict[str, Any]:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
-        near = did_you_mean(path) if isinstance(error, FileNotFoundError) else ""
-        raise InputError(f"config file {path}: {error.strerror}", hint=near) from None
+        hint = did_you_mean(path) if isinstance(error, FileNotFoundError) else ""
+        if isinstance(error, IsADirectoryError):
+            hint = "name a YAML file with keys such as `images: photos`"
+        raise InputError(f"config file {path}: {error.strerror}", hint=hint) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         tabs = "\\t" in str(error)
         raise InputError(

@@ -11,12 +11,21 @@ from pathlib import Path
 from extract.credentials import text_without_credentials, without_credentials
 from extract.row_status import Status
 
-__all__ = ["LAYERTAP", "SHOWN", "command_line", "print_failures", "print_remedy", "printable"]
+__all__ = ["LAYERTAP", "SHOWN", "command_line", "counted", "print_failures", "print_remedy", "printable"]
 
 # Command that runs this program, where no environment is activated too; -P keeps modules in the working directory from
 # being imported.
 LAYERTAP = (sys.executable, "-P", "-m", "layertap")
 SHOWN = 10  # lines of a list on the terminal; --json has all of them
+
+
+def counted(count: int, noun: str) -> str:
+    """Return a number and its noun.
+
+    >>> counted(1, "row"), counted(2000, "row")
+    ('1 row', '2,000 rows')
+    """
+    return f"{count:,} {noun}" + ("" if count == 1 else "s")
 
 
 def print_failures(failures: Sequence[tuple[str, str, str]], out: Path, echo: Callable[[str], None]) -> None:
@@ -25,7 +34,7 @@ def print_failures(failures: Sequence[tuple[str, str, str]], out: Path, echo: Ca
         return
     counts = Counter(status for _, status, _ in failures)
     kinds = ", ".join(f"{count:,} {status}" for status, count in counts.items())
-    echo(f"{len(failures):,} row{'s' if len(failures) > 1 else ''} without features ({kinds}):")
+    echo(f"{counted(len(failures), 'row')} without features ({kinds}):")
     for path, status, reason in failures[:SHOWN]:
         echo(f"  {printable(path)}: {status}: {text_without_credentials(reason)}")
     if len(failures) > SHOWN:

@@ -15,8 +15,7 @@ from extract.errors import DisagreementError, InputError, LayertapError, LockedE
     [
         ("photos does not exist", "", "photos does not exist"),
         ("phtos does not exist", "did you mean photos?", "phtos does not exist; did you mean photos?"),
-        ("no such layer", "List them: layertap layers", "no such layer. List them: layertap layers"),
-        ("a:\n  b", "Choose another", "a:\n  b\nChoose another"),
+        ("a:\n  b", "choose another", "a:\n  b\nchoose another"),
         ("--watch is not for this", "`layertap show` is", "--watch is not for this; `layertap show` is"),
     ],
 )
@@ -37,9 +36,9 @@ def test_neither_message_nor_hint_has_credentials() -> None:
 
 def test_errors_with_a_hint_of_their_own_keep_their_attributes() -> None:
     error = DisagreementError("0.9 is less than 0.999", "--precision float32")
-    assert (str(error), error.reason) == ("0.9 is less than 0.999. Use --precision float32", "0.9 is less than 0.999")
-    name = unknown_name("layer", "c", ["a", "b"], "net", "List them")
-    assert (name.message, name.hint) == ("layer 'c' not found in net; available: 'a', 'b'", "List them")
+    assert (str(error), error.reason) == ("0.9 is less than 0.999; use --precision float32", "0.9 is less than 0.999")
+    name = unknown_name("layer", "c", ["a", "b"], "net", "list them")
+    assert (name.message, name.hint) == ("layer 'c' not found in net; available: 'a', 'b'", "list them")
 
 
 def test_an_error_without_arguments_has_empty_texts() -> None:

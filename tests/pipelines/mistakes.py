@@ -87,19 +87,19 @@ BACKBONES = (
             hint="did you mean torchvision/resnet50 or timm/resnet50?"),
     Mistake("a source without a name", "embed photos -b timm/",
             "backbone 'timm/' has no name; expected timm/NAME (a tag may follow, such as timm/resnet50.a1_in1k)",
-            hint="List them: layertap backbones timm"),
+            hint="list them: layertap backbones timm"),
     Mistake("an empty name", "embed photos -b ''",
             "the backbone is empty; expected SOURCE/NAME, such as bundled/efficientnet_lite0",
-            hint="List: layertap backbones"),
+            hint="list them: layertap backbones"),
     Mistake("a backbone that does not exist", "embed photos -b torchvision/resnet51",
             "backbone 'torchvision/resnet51' not found; nearest: 'torchvision/resnet50', ...",
-            hint="List them: layertap backbones torchvision"),
+            hint="list them: layertap backbones torchvision"),
     Mistake("a misspelt source", "embed photos -b tmm/resnetx",
             "backbone 'tmm/resnetx' not found",
             hint="did you mean timm/...?"),
     Mistake("a model of the Hugging Face hub without `hf/`", "embed photos -b facebook/dinov2-base",
             "backbone 'facebook/dinov2-base' not found: 'facebook' is not a source (...)",
-            hint="A model of the Hugging Face hub is hf/facebook/dinov2-base"),
+            hint="a model of the Hugging Face hub is hf/facebook/dinov2-base"),
     Mistake("weights in place of a backbone", "embed photos -b last.pth",
             "backbone 'last.pth' is a file of weights",
             hint="give it with --weights, and its network with -b SOURCE/NAME"),
@@ -109,14 +109,14 @@ BACKBONES = (
     Mistake("the weights are of another network", "embed photos -b timm/test_resnet --weights last.pth",
             "weights last.pth do not fit timm/test_resnet (...)...1 missing: fc.weight...1 unexpected: "
             "head.weight",
-            hint="All but the classifier 'fc' fits; --allow-missing-head loads the model without it",
+            hint="all but the classifier 'fc' fits; --allow-missing-head loads the model without it",
             lines=4),
     Mistake("the library of a source is not installed", "embed photos -b open_clip/ViT-B-32:openai",
             "open_clip/ needs open_clip",
             hint="to install it: ...pip install ...", code=1, without="open_clip"),
     Mistake("weights are not on this machine, and no server answers", "embed photos -b torchvision/resnet18",
             "weights of torchvision/resnet18 could not be downloaded: ...",
-            hint="To download by hand: download https://download.pytorch.org/models/resnet18-....pth into ..., or "
+            hint="download https://download.pytorch.org/models/resnet18-....pth into ..., or "
                  "give the downloaded file: --weights FILE",
             code=1, offline=True),
     Mistake("`gpu` as a device", "embed photos SMALL --device gpu",
@@ -128,7 +128,7 @@ BACKBONES = (
             code=1, no_gpu=True),
     Mistake("means of pixels from 0 to 255", "embed photos SMALL --mean 123,117,104",
             "mean [123.0, 117.0, 104.0]: expected three numbers from 0 to 1, since pixels are scaled to 0..1",
-            hint="These look like values for pixels from 0 to 255; divide them by 255: 0.4824,0.4588,0.4078"),
+            hint="these look like values for pixels from 0 to 255; divide them by 255: 0.4824,0.4588,0.4078"),
 )  # fmt: skip
 
 LAYERS = (
@@ -137,10 +137,10 @@ LAYERS = (
             hint="name each layer by itself (-l layer1 -l layer2; in a list, one item each)"),
     Mistake("a layer that does not exist", "embed photos SMALL -l layr4",
             "layer 'layr4' not found in timm/test_resnet; nearest: 'layer4', ...",
-            hint="List them: layertap layers timm/test_resnet"),
+            hint="list them: layertap layers timm/test_resnet"),
     Mistake("an empty layer", "embed photos SMALL -l ''",
             "a layer name is empty; expected a layer of timm/test_resnet, or a pattern such as '*'",
-            hint="List them: layertap layers timm/test_resnet"),
+            hint="list them: layertap layers timm/test_resnet"),
     Mistake("a pooling that does not exist", "embed photos SMALL -l layer4:avg",
             "':avg' after layer 'layer4' is neither a pooling (auto, none, ...) nor one of its tensors (layer4)"),
     Mistake("a pooling that does not fit", "embed photos SMALL -l layer4:cls_token",
@@ -200,12 +200,12 @@ OUTPUTS = (
     Mistake("the output has other features", "embed photos SMALL -o outputs/photos -l layer1",
             "outputs/photos holds other features; rows with these differences cannot be "
             "mixed:...features.layer1: stored nothing, now layer1 mean_map [32]",
-            hint="Choose another output folder, or delete this one.", lines=5),
+            hint="choose another output folder, or delete this one", lines=5),
     Mistake("a run is resumed with another backbone",
             "embed photos -b timm/test_vit --weights random -o outputs/photos",
             "outputs/photos holds other features; rows with these differences cannot be mixed:...architecture: "
             "stored timm/test_resnet, now timm/test_vit...",
-            hint="Choose another output folder, or delete this one.", lines=12),
+            hint="choose another output folder, or delete this one", lines=12),
 )  # fmt: skip
 
 DATA_SETS = (

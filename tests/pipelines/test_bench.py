@@ -127,7 +127,7 @@ def test_where_the_first_batch_refuses_the_fastest_the_next_one_is_taken(
     monkeypatch.setattr(tuning, "forward_rates", lambda *_, **__: [lower])
     result = CliRunner().invoke(main, ["embed", *flags, "--fast", "-o", str(tmp_path / "none")])
     assert result.exit_code == 1
-    assert "at least 1.0 is required\n\nhint: Use --precision float32 or" in result.stderr
+    assert "at least 1.0 is required\n\nhint: use --precision float32 or" in result.stderr
 
 
 @pytest.mark.slow

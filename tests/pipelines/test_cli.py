@@ -223,7 +223,7 @@ def test_weights_with_wrong_keys(folder: Path, tmp_path: Path) -> None:
     assert text.splitlines()[1:] == [
         "  1 missing: fc.weight",
         "  1 unexpected: head.weight",
-        "All but the classifier 'fc' fits; --allow-missing-head loads the model without it",
+        "all but the classifier 'fc' fits; --allow-missing-head loads the model without it",
     ]
 
 
@@ -311,6 +311,9 @@ def test_an_interrupted_run_keeps_its_rows_and_goes_on(tmp_path: Path, number: s
     assert 0 < done < 3000
     if number != signal.SIGKILL:
         assert f"stopped: {done:,} of 3,000 rows are stored" in stdout
+        status = layertap("status", tmp_path / "out").stdout
+        assert "0.0% in finished shards" in status
+        assert f"1 unfinished shard, whose rows `layertap show {tmp_path / 'out'}` counts" in status
         assert done % 8 == 0
     options = ["-o", tmp_path / "out", *SMALL, "--batch-size", 8]
     again = layertap("embed", tmp_path / "many", *options)
@@ -330,7 +333,7 @@ def test_layers_are_listed() -> None:
     rows = json.loads(layertap("layers", "timm/test_resnet", "layer1.*", "--ops", "--json").stdout)
     assert {"layer1.0", "layer1.0/add", "/flatten"} & {row["name"] for row in rows} >= {"layer1.0", "layer1.0/add"}
     assert "nearest: 'layer" in fails("layers", "timm/test_resnet", "layr1")
-    assert "List them: layertap layers timm/test_resnet" in fails("layers", "timm/test_resnet", "layr1")
+    assert "list them: layertap layers timm/test_resnet" in fails("layers", "timm/test_resnet", "layr1")
 
 
 # show

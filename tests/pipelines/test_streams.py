@@ -32,7 +32,7 @@ COMMANDS = {
     "merge D -o T/merged": "12 rows",
     "sync Y": "12 rows",
     "schedule Y --print cron": "layertap sync",
-    "compact S": "rows removed",
+    "compact S": "nothing to compact",
     "probe D -o T/probe -p centroid": "centroid",
     "layers timm/test_resnet layer1": "layer1",
     f"inspect timm/test_resnet P --weights random --sample 4 -l layer1 {FAST}": "layer1",
@@ -55,7 +55,7 @@ def place(_twelve: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "P").symlink_to(_twelve)
     assert layertap("embed", root / "P", "-o", root / "D", *SMALL).exit_code == 0
     (root / "C").write_text("images: P\nout: T/slurm\n")
-    settings = "images: P\nout: S\nbackbone: timm/test_resnet\nweights: random\nworkers: 0\ndevice: cpu\n"
+    settings = "images: P\nout: S\nbackbone: timm/test_resnet\nweights: random\nworkers: 0\ndevice: cpu\nsettle: 0\n"
     (root / "Y").write_text(settings + "schedule:\n  cron: 30 2 * * *\n")
     (root / "T").mkdir()
     before = Path.cwd()

@@ -85,6 +85,8 @@ def test_status_tells_of_runs_rows_failures_and_disk(config: Path, folder: Path,
     content = json.loads(layertap("status", out, "--json").stdout)
     assert (content["dead_rows"], content["stored_rows"], content["next"]) == (3, 13, None)
     assert [run["event"] for run in content["runs"]] == ["synced", "synced"]
+    result = layertap("compact", out, "--max-dead", 0.5)
+    assert result.stdout == f"{out}: nothing to compact; no pass has more than 50% of unused rows (--max-dead)\n"
     result = layertap("compact", out)
     assert "3 rows removed" in result.stdout
     assert json.loads(layertap("status", out, "--json").stdout)["dead_rows"] == 0
@@ -102,6 +104,7 @@ def test_status_and_compact_tell_what_kind_of_data_set_they_are_given(folder: Pa
     assert "does not exist" in fails("status", tmp_path / "nothing")
     layertap("embed", folder, "-o", tmp_path / "out", "-b", "timm/test_resnet", "--weights", "random", "--workers", 0)
     assert "complete" in layertap("status", tmp_path / "out").stdout
+    assert "name a YAML file" in fails("sync", tmp_path / "out")
     assert "was not written by `layertap sync`" in fails("compact", tmp_path / "out")
 
 

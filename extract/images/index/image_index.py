@@ -249,7 +249,7 @@ def open_plan(where: str | os.PathLike[str]) -> PlannedImages:
         return _images(folder, content)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         why = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-        raise InputError(f"{path} is damaged: {why}", hint="Delete the plan, and run `layertap plan` again") from error
+        raise InputError(f"{path} is damaged: {why}", hint="delete the plan, and run `layertap plan` again") from error
 
 
 def base_of(kind: str, root: str) -> str:

@@ -132,7 +132,7 @@ def is_finished(out: Path) -> bool:
 def _has_credentials(where: str, what: str) -> InputError:
     return InputError(
         f"{where}: {what}, without which the images cannot be read, and which a plan would store",
-        hint="Use the images directly: `layertap embed` stores no credentials",
+        hint="use the images directly: `layertap embed` stores no credentials",
     )
 
 
@@ -148,7 +148,7 @@ def _kind(where: str) -> str:
     kind = kind_of(where)
     if kind in ("archives", "array"):
         why = "an array needs no list" if kind == "array" else "archives contain their own lists"
-        raise InputError(f"{where}: {why}, so no plan is written", hint=f"Use it directly: layertap embed {where}")
+        raise InputError(f"{where}: {why}, so no plan is written", hint=f"use it directly: layertap embed {where}")
     if here:
         check_exists(where)
     if here and Path(where).is_dir() != (kind == "folder"):
@@ -244,7 +244,7 @@ def _without_queries(url: str, after: bytes) -> Iterator[str]:
                 raise _has_credentials(url, "the links of its images have credentials")
             raise InputError(
                 f"{url}: the link to {path} has a query, which a plan does not store",
-                hint="Use the images directly, or write a list with the complete URL of each image",
+                hint="use the images directly, or write a list with the complete URL of each image",
             )
         if query:
             path = f"{path}?{query}"
@@ -319,7 +319,7 @@ def _classes(where: str, kind: str, runs: Runs) -> tuple[list[str], bool]:
         raise InputError(
             f"{where}: {len(classes):,} classes, whose names take more than {_CLASSES_BYTES >> 20} MB; expected some "
             "thousand",
-            hint="Leave the column 'label' out, or list folders whose names are classes",
+            hint="leave the column 'label' out, or list folders whose names are classes",
         )
     return classes, split_level
 

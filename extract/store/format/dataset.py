@@ -358,7 +358,7 @@ class DataSet:
                 f"{location} holds other features; rows with these differences cannot be mixed:\n  "
                 + "\n  ".join(changed)
                 + earlier_names(existing.images, self.images),
-                hint="Choose another output folder, or delete this one.",
+                hint="choose another output folder, or delete this one",
             )
         return not changed
 

@@ -142,7 +142,7 @@ class Bucket:
                 raise LayertapError(
                     f"{self.url}: this server, or the library for it, ignores If-None-Match: * and overwrites existing "
                     "objects; several writers would damage each other's shards",
-                    hint="Use another server, or update the library",
+                    hint="use another server, or update the library",
                 )
             self._is_safe = True
 
@@ -258,7 +258,7 @@ class Bucket:
             raise LayertapError(
                 f"{url} has no receipt and is not a complete shard {shard} of this data set: "
                 f"{str(error).replace(str(copy), 'it')}",
-                hint="Inspect the object, remove it, and run again",
+                hint="inspect the object, remove it, and run again",
             ) from error
         except FileNotFoundError as error:
             raise LayertapError(f"{url} was removed while it was checked", hint="run again") from error
@@ -350,7 +350,7 @@ def open_remote_shard(
     if size != expected:
         raise LayertapError(
             f"{url} has {size:,} bytes, its receipt says {expected:,}; it was changed after it was published",
-            hint="Restore the original object, or remove both and run the command that created the data set again",
+            hint="restore the original object, or remove both and run the command that created the data set again",
         )
     return RemoteShard(RemoteFile(url, size, sha256), receipt, cache)
 

@@ -232,7 +232,7 @@ def _put(url: str, content: bytes | Path, size: int, sha256: str) -> bool:
     request_id = uuid.uuid4().hex
     metadata = {_SHA256: sha256, _PUT: request_id}
     if _protocol(url) in _S3 and size > _PUT_BYTES:
-        raise InputError(f"{url}: {size:,} bytes; S3 accepts at most {_PUT_BYTES:,}", hint="Set a smaller shard_rows")
+        raise InputError(f"{url}: {size:,} bytes; S3 accepts at most {_PUT_BYTES:,}", hint="set a smaller shard_rows")
 
     def send() -> None:
         fs, path = _at(url, _STORED_S)

@@ -42,7 +42,7 @@ _REMEMBERED = 101  # shards in the median
 _TICK_S = 1.0
 _REPORT_S = 2.0  # wait at the end for the report of a publication by a worker that was cancelled just then
 _PATIENCE_S = 600.0  # wait for starting workers if no other worker can take the remaining shards
-_SAFE = "Published shards are safe; fix the cause, and run the command again"
+_SAFE = "fix the cause, and run the command again; published shards are safe"
 
 
 @dataclass(frozen=True)

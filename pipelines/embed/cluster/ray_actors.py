@@ -157,7 +157,7 @@ class RayWorkers:
         except (OSError, OverflowError, ValueError, RuntimeError) as error:  # OverflowError: the port is above 65535
             raise LayertapError(
                 f"no Ray cluster at {address}: {first_line(error).rstrip('.')}",
-                hint="Start a cluster (`ray start --head`), name its --address, or use --address local",
+                hint="start a cluster (`ray start --head`), name its --address, or use --address local",
             ) from error
 
     def __exit__(self, *_: object) -> None:

@@ -78,7 +78,7 @@ def test_keys_that_do_not_fit_are_listed(tmp_path: Path) -> None:
         "  1 missing: fc.weight",
         "  1 unexpected: extra.weight",
         "  1 of another shape: fc.bias (10,) for (1000,)",
-        "All but the classifier 'fc' fits; --allow-missing-head loads the model without it",
+        "all but the classifier 'fc' fits; --allow-missing-head loads the model without it",
     ]
 
 
@@ -172,7 +172,7 @@ def test_a_download_that_fails_says_what_to_do(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(torch.hub, "download_url_to_file", refuse)
     with pytest.raises(
         LayertapError,
-        match=r"downloaded: no route to host\. To download by hand: download \S+/resnet18-f37072fd\.pth into",
+        match=r"downloaded: no route to host; download \S+/resnet18-f37072fd\.pth into",
     ):
         load_backbone("torchvision/resnet18", device="cpu")
 

@@ -19,7 +19,7 @@ from tests.pipelines.test_cli import fails, layertap
 MODELS = Path(contrived_models.__file__)
 NO_VECTOR = "not one vector for each picture"
 FAULTS = {
-    "lazy": "has no shape yet: lazy layers get theirs from the first batch. Run one batch through the model",
+    "lazy": "has no shape yet: lazy layers get theirs from the first batch; run one batch through the model",
     "lazy_statistics": "has no shape yet",
     "on_meta": "conv.bias of the model is on the meta device, and has no values",
     "partly_on_meta": "unused.bias of the model is on the meta device",
@@ -118,7 +118,7 @@ def test_an_own_backbone_cannot_end_the_program(factory: str, workers: int, pict
     if workers and "transform" not in factory:
         pytest.skip("the same code runs")
     arguments = {"out": tmp_path / "out", "backbone": spec_of(factory), "device": "cpu", "workers": workers}
-    called = rf"contrived_models.py, line \d+, called {EXITS[factory]}. The code of a backbone must not end the program"
+    called = rf"contrived_models.py, line \d+, called {EXITS[factory]}; the code of a backbone must not end the program"
     with pytest.raises(InputError, match=called):
         extract_features(pictures, **arguments, progress=False)  # type: ignore[arg-type]
     assert not list((tmp_path / "out").rglob("*.h5"))
@@ -163,7 +163,7 @@ def test_the_exit_code_of_a_command_says_that_own_code_ended_it(command: str, pi
     last, blank, hint = ended.stderr.splitlines()[-3:]
     assert "error: " in last
     assert not blank
-    assert hint.startswith("hint: The code of a backbone must not end the program")
+    assert hint.startswith("hint: the code of a backbone must not end the program")
     assert ("net.py, line 3, called sys.exit(0)" if command == "embed" else "contrived_models.py, line ") in last
     assert "called sys.exit(" in last
 

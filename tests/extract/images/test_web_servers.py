@@ -233,7 +233,7 @@ def test_a_relative_name_with_a_signature_is_refused_and_not_repeated(tmp_path: 
     with pytest.raises(InputError, match=r"list.csv: line 3: the relative path b\.jpg has a credential") as raised:
         list_images(f"{web.url}/list.csv")
     assert "s3cr3t" not in str(raised.value)
-    with pytest.raises(InputError, match="relative paths are file names. Write the complete URL"):
+    with pytest.raises(InputError, match="relative paths are file names; write the complete URL"):
         write_plan(f"{web.url}/list.csv", tmp_path / "plan")
 
 
@@ -352,7 +352,7 @@ def test_a_plan_with_encoded_names_is_refused_and_one_with_plain_names_is_read(
         for name in ("odd", "plain"):
             write_plan(f"{web.url}/{name}", tmp_path / f"{name}-plan")
     assert list_images(tmp_path / "plain-plan").slice(0, 1).source.read(0)[0] == pictures[0]
-    with pytest.raises(BrokenListError, match=r"percent-encoded, as a%20b\.jpg\. Delete the plan"):
+    with pytest.raises(BrokenListError, match=r"percent-encoded, as a%20b\.jpg; delete the plan"):
         list_images(tmp_path / "odd-plan").slice(0, 1)
 
 

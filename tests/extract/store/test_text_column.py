@@ -32,9 +32,31 @@ def test_it_is_a_sequence_like_a_list(texts: list[str]) -> None:
 
 
 def test_it_differs_from_other_texts() -> None:
-    for other in (TEXTS[:-1], [*TEXTS[:-1], "z"], "a", None):
+    for other in (TEXTS[:-1], [*TEXTS[:-1], "z"], None):
         assert column(TEXTS) != other
     assert "z" not in column(TEXTS)
+
+
+def test_a_text_gives_a_mask_as_of_an_array() -> None:
+    values = column(TEXTS)
+    assert (values == "a").tolist() == [True, False, False, False, True]
+    assert (values != "a").tolist() == [False, True, True, True, False]
+    assert (column([]) == "a").shape == (0,)
+    assert np.arange(5)[values == "a"].tolist() == [0, 4]
+
+
+@pytest.mark.parametrize(
+    "rows", [[3, 0, 3], [-1], [], np.array([4, 2]), np.array(TEXTS) == "a", [True, False, False, True, False]]
+)
+def test_rows_by_number_or_mask_are_those_of_an_array(rows: object) -> None:
+    expected = np.array(TEXTS)[np.asarray(rows, None if len(rows) else int)].tolist()  # type: ignore[arg-type]
+    assert column(TEXTS)[rows] == expected  # type: ignore[index]
+
+
+def test_a_mask_of_another_length_and_a_row_that_does_not_exist_are_refused() -> None:
+    for rows in ([True, False], [5]):
+        with pytest.raises(IndexError):
+            column(TEXTS)[rows]
 
 
 @pytest.mark.parametrize("row", [5, -6])
