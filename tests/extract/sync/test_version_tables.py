@@ -166,7 +166,7 @@ def test_a_version_has_the_rows_of_the_manifest_after_any_changes(
         if how < 0.2:
             step(model, generator, folders)
         if how < 0.5:  # the next process
-            model.manifest.__exit__()
+            model.manifest.__exit__(None, None, None)
             model.manifest = Manifest(tmp_path)
             model.published = DataSet.open(tmp_path)
         model.publish()
@@ -175,7 +175,7 @@ def test_a_version_has_the_rows_of_the_manifest_after_any_changes(
         assert model.published.version is not None
         tables.add(len(model.published.version.tables))
     assert tables == {1, 2}
-    model.manifest.__exit__()
+    model.manifest.__exit__(None, None, None)
 
 
 class Killed(BaseException):
@@ -348,7 +348,7 @@ def test_the_bytes_and_the_memory_of_a_pass_with_few_changes_do_not_grow_with_th
         assert published is not None
         assert published.base is not None
         table_bytes.append(table_path(model.out, published.number).stat().st_size)
-        model.manifest.__exit__()
+        model.manifest.__exit__(None, None, None)
     assert table_bytes[0] == table_bytes[1]
     assert written[1] < 1.3 * written[0]
     assert peaks[1] < peaks[0] + 200_000, peaks  # 12,000 rows as tuples take 2 MB
