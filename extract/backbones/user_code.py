@@ -121,9 +121,9 @@ def evaluated(model: nn.Module, what: str) -> nn.Module:
     try:
         returned: object = model.eval()
     except Exception as error:
-        exported = "; if torch.export made it, return the Python module that it was exported from"
-        remedy = exported if isinstance(error, NotImplementedError) else ""
-        raise InputError(f"{what} cannot be set to evaluation mode: {described(error)}{remedy}") from error
+        exported = "if torch.export made it, return the Python module that it was exported from"
+        hint = exported if isinstance(error, NotImplementedError) else ""
+        raise InputError(f"{what} cannot be set to evaluation mode: {described(error)}", hint=hint) from error
     if isinstance(returned, nn.Module):
         return returned
     if model.training:

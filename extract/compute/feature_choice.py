@@ -192,7 +192,7 @@ def _hint(backbone: LoadedBackbone, shape: tuple[int, ...]) -> str:
     source = SOURCES.get(backbone.spec.partition("/")[0])
     if len(shape) != 2 or source is None or not source.runs_code or backbone.prefix_tokens:
         return ""
-    return "If tokens precede the patch tokens, set their number as model.num_prefix_tokens"
+    return "if tokens precede the patch tokens, set their number as model.num_prefix_tokens"
 
 
 def _feature(backbone: LoadedBackbone, name: str, pooling: str, site: Site, trial: Trial) -> Feature:

@@ -95,7 +95,9 @@ def listed_again(dataset_root: str, paths: Sequence[str], images: str | None = N
         try:
             source.check_there()
         except LayertapError as error:
-            raise InputError(f"the images are not in {root} any more", hint="say where they are") from error
+            raise InputError(
+                f"the images are not in {root} any more", hint="name their place: --images FOLDER"
+            ) from error
     else:
         listed = list_images(root)
         row_of = {path: row for row, path in enumerate(listed.slice(0, len(listed)).paths)}

@@ -116,7 +116,7 @@ def test_where_the_first_batch_refuses_the_fastest_the_next_one_is_taken(
     flags = [str(folder), *NET, "--min-cosine", "1"]
     result = _run("embed", *flags, "--fast", "-o", str(tmp_path / "out"), "--json")
     assert "rejected: in bfloat16 (eager), embedding has a cosine of 0.99" in result.stderr
-    assert "Use --" not in result.stderr
+    assert "use --" not in result.stderr
     told = json.loads(result.stdout)
     assert (told["precision"], told["status"]) == ("float32", {"ok": 12})
     _run("embed", *flags, "-o", str(tmp_path / "plain"))

@@ -473,7 +473,7 @@ def test_a_plan_of_an_earlier_version_with_credentials_is_refused(
         for module in (index_writing, image_index):
             earlier.setattr(module, "stored_path", lambda path: path)
         write_plan(where, tmp_path / "plan")
-    assert "Delete the plan" in run("embed", tmp_path / "plan", "-o", tmp_path / "out", *SMALL, code=2)
+    assert "delete the plan" in run("embed", tmp_path / "plan", "-o", tmp_path / "out", *SMALL, code=2)
 
 
 def test_data_sets_of_an_earlier_version_are_read_and_printed_without_credentials(

@@ -86,7 +86,7 @@ def test_commands_that_compute_features_ask_for_the_backbone(
         "search": ["search", foreign / "out", foreign / "pictures" / "ant" / "00.png"],
         "predict": ["predict", foreign / "probe.safetensors", foreign / "pictures", "-o", tmp_path / "new.csv"],
     }[command]
-    assert f"If you trust the code, name the backbone: --backbone {spec}" in fails(*arguments)
+    assert f"if you trust the code, name the backbone: --backbone {spec}" in fails(*arguments)
     assert not ran.exists()
     assert layertap(*arguments, "--backbone", spec).exit_code == 0
     assert ran.exists()

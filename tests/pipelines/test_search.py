@@ -142,7 +142,7 @@ def test_code_is_run_by_consent_only(folder: Path, tmp_path: Path) -> None:
     assert made.exit_code == 0, made.output
     assert found(tmp_path / "out", 0)["results"]  # of a row, nothing is computed
     image = folder / "ant" / "00.png"
-    assert "If you trust the code, name the backbone: --backbone" in fails("search", tmp_path / "out", image)
+    assert "if you trust the code, name the backbone: --backbone" in fails("search", tmp_path / "out", image)
     content = found(tmp_path / "out", image, "-b", spec)
     assert content["results"][0]["path"] == "ant/00.png"
 

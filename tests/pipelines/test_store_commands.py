@@ -162,7 +162,7 @@ def test_other_weights_are_found_out(embedded: Path, folder: Path, tmp_path: Pat
 
 def test_moved_images_must_be_pointed_to(embedded: Path, folder: Path, tmp_path: Path) -> None:
     moved = folder.rename(tmp_path / "moved")
-    assert "say where they are" in fails("verify", embedded, "--sample", 3)
+    assert "name their place: --images FOLDER" in fails("verify", embedded, "--sample", 3)
     assert layertap("verify", embedded, "--sample", 3, "--images", moved).exit_code == 0
     next(moved.glob("ant/*")).unlink()
     result = layertap("verify", embedded, "--sample", 100, "--images", moved)
@@ -172,7 +172,7 @@ def test_moved_images_must_be_pointed_to(embedded: Path, folder: Path, tmp_path:
     assert "0 rows set to pending" in repaired.stdout
     empty = tmp_path / "empty"  # where a disk is not mounted
     empty.mkdir()
-    assert "say where they are" in fails("verify", embedded, "--sample", 3, "--images", empty)
+    assert "name their place: --images FOLDER" in fails("verify", embedded, "--sample", 3, "--images", empty)
 
 
 def test_weights_from_a_file_are_found_from_any_folder(

@@ -191,13 +191,15 @@ class PlannedImages:
             if self.kind == "list" and stored_path(name) != name:
                 raise BrokenListError(
                     f"{self.folder} is a plan of an earlier version, and has URLs with signatures or passwords, which "
-                    f"a data set must not store. Delete the plan, and use {self.root} directly"
+                    "a data set must not store",
+                    hint=f"delete the plan, and use {self.root} directly",
                 )
             if self.has_encoded_names and (b"%" in name or b"?" in name):
                 raise BrokenListError(
                     f"{self.folder} is a plan of an earlier version, in which the names of a web server's files are "
-                    f"percent-encoded, as {os.fsdecode(name)}. Delete the plan, and run `layertap plan` again. A data "
-                    "set that was started with such names cannot be resumed"
+                    f"percent-encoded, as {os.fsdecode(name)}. A data set that was started with such names cannot be "
+                    "resumed",
+                    hint="delete the plan, and run `layertap plan` again",
                 )
         none = np.zeros(0, np.int64)
         ids = [text.decode() for piece in pieces for text in piece.ids or ()]

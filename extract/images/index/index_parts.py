@@ -112,8 +112,8 @@ def read_part(path: Path, n_rows: int, n_classes: int, ids: bool, below: bool, x
     except (OSError, ValueError, KeyError, zipfile.BadZipFile, NotImplementedError, RuntimeError, SyntaxError) as error:
         why = error.strerror if isinstance(error, OSError) else None
         raise BrokenListError(
-            f"{path} is damaged: {why or first_line(error)}. Delete the plan {path.parents[1]}, and run "
-            "`layertap plan` again"
+            f"{path} is damaged: {why or first_line(error)}",
+            hint=f"delete the plan {path.parents[1]}, and run `layertap plan` again",
         ) from error
 
 

@@ -235,14 +235,14 @@ def test_where_compiling_fails_auto_goes_on_eagerly_and_says_so(folder: Path, tm
     summary = _run(folder, tmp_path / "out", branching, layers="conv")
     assert summary.computation.engine == "eager"
     assert "cannot be compiled by openvino: " in summary.computation.why
-    assert "Use --" not in summary.computation.why  # nobody need do anything
+    assert "use --" not in summary.computation.why  # nobody need do anything
     assert summary.computation.failed
     assert dict(summary.status) == {"ok": 12}
 
 
 @openvino
 def test_where_compiling_fails_on_ends_the_run(folder: Path, tmp_path: Path, branching: Any) -> None:
-    with pytest.raises(LayertapError, match="cannot be compiled by openvino: .* Use --compile off"):
+    with pytest.raises(LayertapError, match="cannot be compiled by openvino: .*; use --compile off"):
         extract_features(folder, out=tmp_path / "out", backbone=branching, layers="conv", compile="on", progress=False)
     assert not list((tmp_path / "out" / "shards").iterdir())
 
@@ -376,5 +376,5 @@ def test_fast_decoding_is_compared_stored_and_refused_where_features_point_elsew
     assert recheck(tmp_path / "fast", 12, backbone=load_backbone("timm/test_resnet", weights="random")).faults == []
     with pytest.raises(InputError, match="resized_by: stored torchvision, now pillow"):
         extract_features(folder, out=tmp_path / "fast", **NET)
-    with pytest.raises(LayertapError, match="of fast decoded images, embedding has a cosine of .* Use --decode exact"):
+    with pytest.raises(LayertapError, match="of fast decoded images, embedding has a cosine of .*; use --decode exact"):
         extract_features(folder, out=tmp_path / "no", decode="fast", min_cosine=1.0, **NET)

@@ -159,7 +159,7 @@ def test_ways_are_those_that_were_asked_for() -> None:
         ComputeOption("bfloat16", "eager"),
     ]
     assert ComputeOption("float16", "eager") in compute_options(cpu, precision="float16")
-    with pytest.raises(InputError, match="Use --device cpu"):
+    with pytest.raises(InputError, match="use --device cpu"):
         compute_options(torch.device("cuda"), compile="openvino")
 
 
