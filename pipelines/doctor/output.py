@@ -44,13 +44,14 @@ def check_output(section: Section, out: str, n_images: int = 0) -> None:
     folder = Path(out)
     place = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
     _check_space(section, place, max(_LEAST_FREE, n_images * _ROW_BYTES))
-    _check_content(section, folder)
+    is_usable = _check_content(section, folder)
     if folder.is_dir():
         held_by = holder(folder)
         section.facts["locked_by"] = held_by or None
         if held_by:
             section.wrong(f"{out} is locked by {held_by}", f"wait until that process ends, or {_OTHER_PLACE}")
-    _check_writing(section, folder, place)
+    if is_usable:
+        _check_writing(section, folder, place)
 
 
 def _check_space(section: Section, place: Path, needed: int) -> None:
@@ -64,20 +65,22 @@ def _check_space(section: Section, place: Path, needed: int) -> None:
         section.ok(text)
 
 
-def _check_content(section: Section, folder: Path) -> None:
+def _check_content(section: Section, folder: Path) -> bool:
+    """Return whether the folder holds a data set, or one can be created there."""
     from extract.store.format.dataset import DataSet, check_usable
 
     section.facts["data_set"] = None
     try:
         check_usable(folder)
         if not (folder / "dataset.json").exists():
-            return
+            return True
         dataset = DataSet.open(folder)
     except LayertapError as error:
         section.wrong(error.message, error.hint)
-        return
+        return False
     section.facts["data_set"] = {"rows": dataset.n_rows, "images": dataset.images["root"]}
     section.ok(f"{folder} holds a data set of {dataset.n_rows:,} rows; a run with the same settings resumes it")
+    return True
 
 
 def _check_writing(section: Section, folder: Path, place: Path) -> None:

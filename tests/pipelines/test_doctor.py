@@ -158,6 +158,13 @@ def test_an_output_folder_with_other_files_is_a_problem(folder: Path) -> None:
     assert problems[0]["hint"] == "choose another output folder"
 
 
+def test_a_file_in_place_of_the_output_folder_is_a_problem_alone(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    result = examined("-o", tmp_path / "file", code=1)
+    assert [problem["text"] for problem in result["problems"]] == [f"{tmp_path / 'file'} is a file"]
+    assert "can be written" not in json.dumps(result["output"])
+
+
 def test_a_data_set_in_the_output_folder_is_described(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert layertap("embed", folder, "-o", out, *SMALL).exit_code == 0

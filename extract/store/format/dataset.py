@@ -94,7 +94,7 @@ def check_usable(out: Path) -> None:
         InputError: the path is a file, or the folder holds other files.
     """
     if out.is_file():
-        raise InputError(f"{out} is a file; the output is a folder")
+        raise InputError(f"{out} is a file", hint="name a folder for the output")
     if out.is_dir() and not (out / "dataset.json").exists() and any(_is_foreign(entry) for entry in out.iterdir()):
         raise InputError(f"{out} is not empty and not a layertap data set", hint="choose another output folder")
 
