@@ -48,6 +48,9 @@ class FeatureArray:
     def __len__(self) -> int:
         return self.shape[0]
 
+    def __repr__(self) -> str:
+        return f"FeatureArray({self._feature.name!r}, {self.shape}, {self.dtype})"
+
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
         return np.asarray(self[:], dtype=dtype)
 

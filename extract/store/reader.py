@@ -26,6 +26,7 @@ from extract.store.row_counts import RowCounts, count_rows
 from extract.store.row_index import RowIndex
 from extract.store.row_selection import RowSelection, open_selections
 from extract.store.text_column import TextColumn
+from extract.system.html_tables import Table, html_summary
 from extract.system.urls import is_url
 
 if TYPE_CHECKING:  # imports torch, which is not needed to read arrays
@@ -33,6 +34,7 @@ if TYPE_CHECKING:  # imports torch, which is not needed to read arrays
 
 __all__ = ["FeatureArray", "FeatureReader"]
 
+_SHOWN = 10  # classes and splits in a notebook
 _VERIFIED_BYTES = 4 << 20  # features that are verified at once: they stay in the caches of the processor
 
 
@@ -392,6 +394,36 @@ class FeatureReader:
 
     def __repr__(self) -> str:
         return f"FeatureReader({self._name!r}, {len(self):,} rows, layers={self.layers})"
+
+    def _repr_html_(self) -> str:
+        rows = [
+            [
+                feature.name,
+                str((len(self), *feature.shape)),
+                feature.dtype,
+                f"{len(self) * feature.row_bytes / 1e6:,.2f}",
+                feature.attributes.get("pooling", ""),
+                feature.attributes.get("axes", ""),
+            ]
+            for feature in self._features
+        ]
+        return html_summary(
+            f"FeatureReader({self._name!r}), {len(self):,} rows",
+            [Table(["feature", "shape", "dtype", "MB", "pooling", "axes"], rows)],
+            [] if self._is_closed else self._row_counts(),
+        )
+
+    def _row_counts(self) -> list[str]:
+        """Return the numbers of rows by status, class and split as text; nothing for a bucket, which takes seconds."""
+        if self._cache is not None:
+            return []
+        counts = self.counts
+        lines = [", ".join(f"{count:,} {status}" for status, count in counts.status.items())]
+        for title, numbers in (("classes", counts.classes), ("splits", counts.splits)):
+            if numbers:
+                shown = ", ".join(f"{name} ({count:,})" for name, count in list(numbers.items())[:_SHOWN])
+                lines.append(f"{len(numbers):,} {title}: {shown}" + (", ..." if len(numbers) > _SHOWN else ""))
+        return lines
 
 
 def _path_or_url(path: str | os.PathLike[str]) -> Path | str:

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from extract.analysis.network.findings import Finding
 from extract.analysis.network.inspection import Inspection, Loss, inspect_model
-from extract.analysis.network.reports import TensorReport
+from extract.analysis.network.reports import TensorReport, layer_table
 from extract.backbones.user_code import function_from, importing_from
 from extract.compute.backbone import Backbone
 from extract.errors import InputError
@@ -219,7 +219,8 @@ def print_inspection(inspected: InspectionResult, echo: Callable[[str], None]) -
         names = ", ".join(inspection.never_ran[:SHOWN]) + (", ..." if len(inspection.never_ran) > SHOWN else "")
         echo(f"{len(inspection.never_ran)} layers never ran, or returned no tensor: {names}")
     echo("")
-    _print_table(inspection, echo)
+    rows = layer_table(inspection.tensors)
+    print_aligned(rows, "<<<" + ">" * (len(rows[0]) - 3), echo)
     if inspection.parameters:
         echo("")
         _print_parameters(inspection, echo)
@@ -235,20 +236,6 @@ def _print_findings(findings: Sequence[Finding], echo: Callable[[str], None]) ->
         echo(f"    {finding}")
     if len(minor) > SHOWN:
         echo(f"    ... and {len(minor) - SHOWN} more; print them with --json")
-
-
-def _print_table(inspection: Inspection, echo: Callable[[str], None]) -> None:
-    with_gradients = any(report.gradients is not None for report in inspection.tensors)
-    head = ["layer", "type", "shape", "mean", "std", "min", "median", "max", "zeros", "dead", "out/in"]
-    rows = [head + (["grad norm"] if with_gradients else [])]
-    for report in inspection.tensors:
-        shape, numbers = "x".join(map(str, report.shape)), report.activations
-        values = (numbers.mean, numbers.std, numbers.min, numbers.quantile(0.5), numbers.max)
-        row = [report.name, report.type, shape, *(f"{value:.3g}" for value in values), f"{numbers.zeros:.0%}",
-               f"{len(numbers.dead)}/{numbers.channels}" if report.by_image else "-",
-               f"{report.norm_ratio:.2g}" if math.isfinite(report.norm_ratio) else "-"]  # fmt: skip
-        rows.append(row + ([f"{report.gradient_norm:.2e}"] if with_gradients else []))
-    print_aligned(rows, "<<<" + ">" * (len(rows[0]) - 3), echo)
 
 
 def _print_parameters(inspection: Inspection, echo: Callable[[str], None]) -> None:

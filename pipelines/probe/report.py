@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from extract.analysis.probe.intervals import Estimate
+from extract.analysis.probe.metrics import format_metric, metric_name
 from extract.analysis.probe.model import LinearProbe
 from extract.analysis.probe.protocols import PROTOCOLS
 from extract.credentials import text_without_credentials
@@ -29,13 +30,8 @@ from pipelines.terminal.text_output import SHOWN, printable
 
 __all__ = ["answer", "as_json", "print_outcome", "probe_and_write"]
 
-_NAMES = {
-    "top1": "top-1", "top5": "top-5", "balanced_accuracy": "balanced", "macro_f1": "macro F1", "log_loss": "log loss",
-    "calibration_error": "ECE", "r2": "R²", "rmse": "RMSE", "mae": "MAE",
-}  # fmt: skip
 _CALIBRATED = "calibration_error_if_calibrated"  # stands beside the calibration error
 _NEAREST = 3  # comparisons printed, those with the largest p; results.json has all
-_PERCENT_METRICS = {"top1", "top5", "balanced_accuracy"}
 _MOST_IN_JSON = 200  # most classes of a confusion matrix in results.json
 _SCALED = {"none": "features unscaled", "l2": "features scaled to length 1", "standardise": "features standardised"}
 
@@ -167,10 +163,10 @@ def print_outcome(outcome: ProbeRun, echo: Callable[[str], None]) -> None:
     several = len(outcome.probed) > 1
     if several:
         best = outcome.best
-        on_test = _format_metric(best.result.primary, best.result.value)
+        on_test = format_metric(best.result.primary, best.result.value)
         title = "best on the test rows themselves"
         if outcome.by_validation:
-            title = f"best on {best.result.chosen_on} ({_format_metric(best.result.primary, best.chosen_by)})"
+            title = f"best on {best.result.chosen_on} ({format_metric(best.result.primary, best.chosen_by)})"
         name = _full_name(outcome, best.data_set, best.layer)
         echo(f"{title}: {name}, {on_test} on test")
         for pair in sorted(outcome.comparisons, key=lambda pair: -pair.p)[:_NEAREST]:
@@ -197,7 +193,7 @@ def _table(outcome: ProbeRun) -> Iterator[str]:
     """Yield the lines of a table: a row per layer, a column per metric, with intervals of the primary metric."""
     first = outcome.probed[0].result
     metrics = [metric for metric in first.metrics if metric != _CALIBRATED]
-    rows = [["layer", "width", *(_metric_name(metric) for metric in metrics), *([first.swept] if first.swept else [])]]
+    rows = [["layer", "width", *(metric_name(metric) for metric in metrics), *([first.swept] if first.swept else [])]]
     for feature in outcome.probed:
         result, cells = feature.result, []
         for metric in metrics:
@@ -205,10 +201,10 @@ def _table(outcome: ProbeRun) -> Iterator[str]:
                 cells.append("")
                 continue
             estimate = result.metrics[metric]
-            text = _format_metric(metric, estimate.value)
-            ends = f"{_format_metric(metric, estimate.low, False)} to {_format_metric(metric, estimate.high, False)}"
+            text = format_metric(metric, estimate.value)
+            ends = f"{format_metric(metric, estimate.low, False)} to {format_metric(metric, estimate.high, False)}"
             if metric == "calibration_error":
-                text += f" ({_format_metric(metric, result.metrics[_CALIBRATED].value)} if calibrated)"
+                text += f" ({format_metric(metric, result.metrics[_CALIBRATED].value)} if calibrated)"
             has_interval = (metric == result.primary or result.shots) and math.isfinite(estimate.low)
             cells.append(f"{text} ({ends})" if has_interval else text)
         cells += [f"{result.chosen:.3g}"] if result.swept else []
@@ -216,18 +212,6 @@ def _table(outcome: ProbeRun) -> Iterator[str]:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-
-
-def _metric_name(metric: str) -> str:
-    base, _, shots = metric.partition("@")
-    name = _NAMES.get(base, base)
-    return name + (f", {shots} per class" if shots else "")
-
-
-def _format_metric(metric: str, value: float, unit: bool = True) -> str:
-    if metric.partition("@")[0] in _PERCENT_METRICS:
-        return f"{100 * value:.1f}" + (" %" if unit else "")
-    return f"{value:.3f}"
 
 
 def as_json(outcome: ProbeRun) -> dict[str, Any]:

@@ -32,9 +32,11 @@ from extract.analysis.network.reports import (
     PredictionReport,
     RunningStatistics,
     TensorReport,
+    layer_table,
 )
 from extract.compute.pooling import recognise
 from extract.errors import InputError, LayertapError
+from extract.system.html_tables import Table, html_summary
 from extract.system.torch_state import evaluating, full_float32, keeping_freed_memory
 from extract.taps.batch_axis import BatchAxis, Trial
 from extract.taps.layer_names import match_layers, named_layers, named_parameters
@@ -73,6 +75,21 @@ class Inspection:
     never_ran: list[str]
     findings: list[Finding] = field(default_factory=list)
     loss: float = math.nan
+
+    def __repr__(self) -> str:
+        n_grave = sum(finding.grave for finding in self.findings)
+        found = f"findings: {n_grave} serious, {len(self.findings) - n_grave} minor" if self.findings else "no findings"
+        loss = "" if math.isnan(self.loss) else f", mean loss {self.loss:.4g}"
+        return f"Inspection({self.images:,} images, {len(self.tensors):,} tensors{loss}, {found})"
+
+    def _repr_html_(self) -> str:
+        findings = [["serious" if finding.grave else "minor", str(finding)] for finding in self.findings]
+        head, *rows = layer_table(self.tensors)
+        return html_summary(
+            repr(self),
+            [Table(["", "finding"], findings), Table(head, rows, numbers=len(head) - 3, folded="Layers")],
+            [f"never ran, or returned no tensor: {', '.join(self.never_ran)}"] if self.never_ran else [],
+        )
 
 
 @dataclass(frozen=True)

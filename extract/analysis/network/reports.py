@@ -16,7 +16,7 @@ from extract.analysis.network.activation_statistics import Statistics
 
 __all__ = [
     "AttentionReport", "Evidence", "Finding", "InputReport", "ParameterReport", "PredictionReport", "RunningStatistics",
-    "TensorReport",
+    "TensorReport", "layer_table",
 ]  # fmt: skip
 
 SHOWN_LAYERS = 3  # names of further layers in the text of a finding
@@ -318,3 +318,18 @@ class Evidence:
     predictions: PredictionReport | None = None
     never_ran: Sequence[str] = ()
     name_of: Callable[[int], str] = lambda position: f"image {position}"
+
+
+def layer_table(tensors: Sequence[TensorReport]) -> list[list[str]]:
+    """Return the table of layers as text: the heads, then a row for each tensor. The first three columns are words."""
+    with_gradients = any(report.gradients is not None for report in tensors)
+    head = ["layer", "type", "shape", "mean", "std", "min", "median", "max", "zeros", "dead", "out/in"]
+    rows = [head + (["grad norm"] if with_gradients else [])]
+    for report in tensors:
+        shape, numbers = "x".join(map(str, report.shape)), report.activations
+        values = (numbers.mean, numbers.std, numbers.min, numbers.quantile(0.5), numbers.max)
+        row = [report.name, report.type, shape, *(f"{value:.3g}" for value in values), f"{numbers.zeros:.0%}",
+               f"{len(numbers.dead)}/{numbers.channels}" if report.by_image else "-",
+               f"{report.norm_ratio:.2g}" if math.isfinite(report.norm_ratio) else "-"]  # fmt: skip
+        rows.append(row + ([f"{report.gradient_norm:.2e}"] if with_gradients else []))
+    return rows

@@ -17,7 +17,9 @@ __all__ = [
     "classification_metrics",
     "confusion_of",
     "expected_calibration_error",
+    "format_metric",
     "mcnemar",
+    "metric_name",
     "multilabel_metrics",
     "regression_metrics",
 ]
@@ -25,6 +27,12 @@ __all__ = [
 RESAMPLES = 1000  # of the test rows, for intervals (the number advised by Efron and Tibshirani 1993, section 14.3)
 _COSTLY_RESAMPLES = 200  # if each resample takes a pass over all labels
 _MOST_RESAMPLED = 10_000_000  # rows times labels
+_NAMES = {
+    "top1": "top-1", "top5": "top-5", "balanced_accuracy": "balanced", "macro_f1": "macro F1", "log_loss": "log loss",
+    "calibration_error": "ECE", "calibration_error_if_calibrated": "ECE if calibrated", "r2": "R²", "rmse": "RMSE",
+    "mae": "MAE",
+}  # fmt: skip
+_PERCENT_METRICS = {"top1", "top5", "balanced_accuracy"}
 _BINS = 15  # of confidence, as in Guo et al. 2017
 
 
@@ -269,3 +277,16 @@ def mcnemar(right: NDArray[np.bool_], others_right: NDArray[np.bool_]) -> tuple[
              for i in range(min(first, second) + 1)]  # fmt: skip
     tail = float(np.exp(np.logaddexp.reduce(terms) - count * math.log(2)))
     return first, second, min(1.0, 2 * tail)
+
+
+def metric_name(metric: str) -> str:
+    """Return the name of a metric for tables: "top-1", or "top-1, 5 per class" for "top1@5"."""
+    base, _, shots = metric.partition("@")
+    return _NAMES.get(base, base) + (f", {shots} per class" if shots else "")
+
+
+def format_metric(metric: str, value: float, unit: bool = True) -> str:
+    """Return the value of a metric for tables: accuracies as percentages, the others with three decimals."""
+    if metric.partition("@")[0] in _PERCENT_METRICS:
+        return f"{100 * value:.1f}" + (" %" if unit else "")
+    return f"{value:.3f}"

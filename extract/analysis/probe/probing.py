@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,12 +20,15 @@ from extract.analysis.probe.metrics import (
     by_class,
     classification_metrics,
     confusion_of,
+    format_metric,
+    metric_name,
     multilabel_metrics,
     regression_metrics,
 )
 from extract.analysis.probe.model import LinearProbe
 from extract.analysis.probe.protocols import PROTOCOLS, Fitted, Labelled, Settings, few_shot
 from extract.errors import InputError, LayertapError, first_line, unknown_name
+from extract.system.html_tables import Table, html_summary
 from extract.system.torch_state import device_named
 
 __all__ = ["ProbeResult", "linear_probe", "probe"]
@@ -103,6 +107,35 @@ class ProbeResult:
         if self.task != "classification" or self.predictions is None:
             return None
         return np.asarray(self.predictions == self.truth)
+
+    def __repr__(self) -> str:
+        name, text = metric_name(self.primary), self._with_interval(self.primary)
+        return f"ProbeResult({self.protocol}: {name} {text}, {self.n_train:,} train rows, {self.n_test:,} test rows)"
+
+    def _with_interval(self, metric: str) -> str:
+        estimate = self.metrics[metric]
+        text = format_metric(metric, estimate.value)
+        if not math.isfinite(estimate.low):
+            return text
+        low, high = (format_metric(metric, end, unit=False) for end in (estimate.low, estimate.high))
+        return f"{text} ({low} to {high})"
+
+    def _repr_html_(self) -> str:
+        metrics = [[metric_name(metric), self._with_interval(metric)] for metric in self.metrics]
+        columns = [
+            [f"{value:,}" if name == "n" else f"{value:.3f}" for value in values]
+            for name, values in self.per_class.items()
+        ]
+        classes = [list(row) for row in zip(map(str, self.classes), *columns, strict=True)] if columns else []
+        notes = [f"{self.swept} {self.chosen:.3g}, chosen on {self.chosen_on}"] if self.swept and self.chosen_on else []
+        return html_summary(
+            repr(self),
+            [
+                Table(["metric", "value (95 % interval)"], metrics),
+                Table(["class", *self.per_class], classes, numbers=len(self.per_class), folded="Classes"),
+            ],
+            [*notes, *self.notes],
+        )
 
 
 def linear_probe(

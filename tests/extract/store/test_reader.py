@@ -24,6 +24,7 @@ from extract.store.format.copying import copy_shard
 from extract.store.format.dataset import DataSet
 from extract.store.format.layout import RowNames, create_shard
 from extract.store.format.writer import ShardWriter
+from tests.extract.html_reader import HtmlReader
 from tests.extract.store.rows import (
     PATHS,
     ROWS,
@@ -53,6 +54,21 @@ def test_the_reader_goes_over_all_shards(complete: Path) -> None:
         assert reader.failures == []
         assert np.array_equal(np.asarray(reader["vector"]), VALUES["vector"])
         assert "vector" in reader
+
+
+def test_a_reader_in_a_notebook_lists_its_features_and_counts_its_rows(complete: Path) -> None:
+    with FeatureReader(complete) as reader:
+        page = HtmlReader(reader._repr_html_())
+        assert repr(reader["vector"]) == f"FeatureArray('vector', ({ROWS}, 6), {VALUES['vector'].dtype})"
+    assert page.rows[0] == ["feature", "shape", "dtype", "MB", "pooling", "axes"]
+    assert [row[:3] for row in page.rows[1:]] == [
+        [name, str(VALUES[name].shape), str(VALUES[name].dtype)] for name in ("vector", "map:none")
+    ]
+    assert page.other[1] == f"{ROWS} ok"
+    counts = [sum(i % 3 == label for i in range(ROWS)) for label in range(3)]
+    assert page.other[2] == "3 classes: " + ", ".join(f"class {label} ({n})" for label, n in enumerate(counts))
+    closed = HtmlReader(reader._repr_html_())
+    assert (closed.rows, closed.other) == (page.rows, page.other[:1])  # nothing is read from closed files
 
 
 indices = st.one_of(

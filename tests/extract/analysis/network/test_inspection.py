@@ -15,6 +15,7 @@ from extract import load_backbone
 from extract.analysis.network.inspection import Inspection, inspect_model
 from extract.errors import InputError, UnknownNameError
 from extract.images import Decoding, list_images, load_batches
+from tests.extract.html_reader import HtmlReader
 
 IMAGES, CLASSES = 120, 10
 
@@ -431,3 +432,20 @@ def test_a_loss_is_taken_where_no_gradient_of_a_layer_can_be_had() -> None:
 
     inspection = inspect_model(Net(), [torch.ones(6, 4)], loss=lambda output, targets: output.square().mean())
     assert inspection.loss == pytest.approx((4 + 1) / 2)
+
+
+def test_an_inspection_prints_as_a_line_and_in_a_notebook_as_tables() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU())
+    with torch.no_grad():
+        model[0].weight[2], model[0].bias[2] = 0, -1
+    inspection = inspect_model(model, [torch.randn(200, 4)])
+    assert repr(inspection) == "Inspection(200 images, 2 tensors, findings: 0 serious, 1 minor)"
+    page = HtmlReader(inspection._repr_html_())
+    assert page.other[0] == repr(inspection)
+    assert [row for row in page.rows if row[0] in ("serious", "minor")] == [
+        ["serious" if finding.grave else "minor", str(finding)] for finding in inspection.findings
+    ]
+    layers = {row[0]: row for row in page.rows if row[0] in ("0", "1")}
+    assert layers["0"][1:3] == ["Linear", "8"]
+    assert layers["1"][9] == "1/8"  # dead

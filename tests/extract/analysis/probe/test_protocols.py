@@ -20,6 +20,7 @@ from extract.analysis.probe.notes import note_on_iterations
 from extract.analysis.probe.strength_choice import stratified_folds
 from extract.errors import InputError, LayertapError
 from tests.benchmarks.strength_choice import compared
+from tests.extract.html_reader import HtmlReader
 
 
 @pytest.fixture(scope="module")
@@ -501,3 +502,20 @@ def test_labels_that_are_equally_good_are_chosen_by_log_loss_too():
         losses[c] = np.mean([log_loss(y[80:100, k], probes[k].predict_proba(x[80:100])) for k in range(3)])
     assert losses[result.chosen] <= min(losses.values()) + 2e-3
     assert result.chosen > 10 * equal[0]
+
+
+def test_a_result_prints_as_a_line_and_in_a_notebook_as_tables(data):
+    x_train, y_train, _, _, x_test, y_test = data
+    names = np.array(["ant", "bee", "<cat>", "dog", "elk"])
+    result = linear_probe(x_train, names[y_train], x_test, names[y_test], protocol="knn")
+    top1 = result.metrics["top1"]
+    line = f"{100 * top1.value:.1f} % ({100 * top1.low:.1f} to {100 * top1.high:.1f})"
+    assert repr(result) == f"ProbeResult(knn: top-1 {line}, 400 train rows, 150 test rows)"
+    page = HtmlReader(result._repr_html_())
+    assert page.rows[:2] == [["metric", "value (95 % interval)"], ["top-1", line]]
+    by_class = {row[0]: row[1:] for row in page.rows[-5:]}
+    assert page.rows[-6] == ["class", "n", "recall", "precision", "f1"]
+    for name in names:
+        of_class = names[y_test] == name
+        recall = (result.classes[result.predictions] == name)[of_class].mean()
+        assert by_class[name][:2] == [str(of_class.sum()), f"{recall:.3f}"]
