@@ -20,6 +20,7 @@ import pytest
 import torch
 import yaml
 
+import layertap
 from pipelines.cli import main
 from pipelines.embed.config import EmbedConfig
 from pipelines.sync.config import ScheduleConfig, SyncConfig, load_sync_file
@@ -327,15 +328,31 @@ def test_the_readme_is_short_and_has_the_set_up_commands() -> None:
     assert max(len(line) for line in lines[:24]) <= 100  # the first screen
 
 
-@pytest.fixture(scope="module")
-def hooks() -> ModuleType:
-    """The module that MkDocs takes for its hooks."""
-    spec = importlib.util.spec_from_file_location("hooks", ROOT / "docs" / "hooks.py")
+def module_of_docs(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def hooks() -> ModuleType:
+    """The module that MkDocs takes for its hooks."""
+    return module_of_docs("hooks")
+
+
+def test_the_page_for_programs_is_what_the_program_has() -> None:
+    page = (ROOT / "docs" / "llms.txt").read_text(encoding="utf-8")
+    assert page == module_of_docs("summary").summary(), "run `python docs/summary.py`"
+    for name, command in main.commands.items():
+        (line,) = re.findall(rf"^- `layertap {name}[ `].*", page.partition("## Commands")[2], re.MULTILINE)
+        assert all(
+            f"`{max(option.opts, key=len)}`" in line for option in command.params if option.param_type_name == "option"
+        )
+    for name in layertap.__all__:
+        assert re.search(rf"^- `{name}[(`]", page, re.MULTILINE), name
 
 
 def test_the_page_of_commands_has_every_command_and_option(hooks: ModuleType) -> None:
