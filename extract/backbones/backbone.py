@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from extract.backbones.preprocessing import Preprocessing
+from extract.backbones.reachability import hub_offline_if_unreachable
 from extract.backbones.weights import Weights
 from extract.errors import InputError, LayertapError, first_line
 
@@ -77,7 +78,13 @@ class LoadedBackbone:
     asked: dict[str, Any] = field(default_factory=dict)
 
 
-def downloading(request: LoadRequest, load: Callable[[], Any], remedy: Callable[[], str], item: str = "weights") -> Any:
+def downloading(
+    request: LoadRequest,
+    load: Callable[[], Any],
+    remedy: Callable[[], str],
+    item: str = "weights",
+    from_hub: bool = False,
+) -> Any:
     """Return `load()`; convert the errors of hubs to errors of layertap.
 
     Args:
@@ -85,20 +92,24 @@ def downloading(request: LoadRequest, load: Callable[[], Any], remedy: Callable[
         load: loads the object, and may download it.
         remedy: returns what to download by hand, and where to put it.
         item: the downloaded object, named in errors.
+        from_hub: whether the Hugging Face hub has it. If the hub cannot be reached, only its cache is used.
 
     Raises:
         InputError: the hub answered, but not with the expected content.
         LayertapError: the download failed.
     """
+    unreachable = ""
     try:
-        with contextlib.redirect_stdout(sys.stderr):  # torch.hub prints there, and --json promises JSON only
+        with contextlib.ExitStack() as settings:
+            unreachable = settings.enter_context(hub_offline_if_unreachable()) if from_hub else ""
+            settings.enter_context(
+                contextlib.redirect_stdout(sys.stderr)
+            )  # torch.hub prints; --json promises JSON only
             return load()
     except LayertapError:
         raise
-    except ValueError as error:  # the hub answered, but with other content
-        raise InputError(f"{request.spec}: {first_line(error)}") from error
-    except (OSError, RuntimeError) as error:  # the base classes of the hubs' own errors
-        raise LayertapError(
-            f"{item} of {request.spec} could not be downloaded: {first_line(error)}",
-            hint=remedy(),
-        ) from error
+    except (OSError, RuntimeError, ValueError) as error:  # the base classes of the hubs' own errors
+        if isinstance(error, ValueError) and not unreachable:  # the hub answered, but with other content
+            raise InputError(f"{request.spec}: {first_line(error)}") from error
+        reason = unreachable or first_line(error)
+        raise LayertapError(f"{item} of {request.spec} could not be downloaded: {reason}", hint=remedy()) from error

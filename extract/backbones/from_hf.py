@@ -72,7 +72,7 @@ class _Location:
     def load(self, load: Callable[[], Any]) -> Any:
         """Return `load()`; convert errors of the library to errors of layertap."""
         if not self.local:
-            return downloading(self.request, load, lambda: _by_hand(self.request.name))
+            return downloading(self.request, load, lambda: _by_hand(self.request.name), from_hub=True)
         try:
             return load()
         except (OSError, ValueError, RuntimeError) as error:

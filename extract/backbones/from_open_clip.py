@@ -102,6 +102,7 @@ def load_text_tower(request: LoadRequest) -> TextTower:
         lambda: open_clip.get_tokenizer(selection.name),
         lambda: "load the tokenizer on a machine with a network, and copy the cache of the Hugging Face hub",
         item="the tokenizer",
+        from_hub="hf_tokenizer_name" in open_clip.get_model_config(selection.name).get("text_cfg", {}),
     )
 
     def tokens_of(text: str) -> dict[str, Tensor]:
@@ -187,6 +188,7 @@ def _downloaded(open_clip: Any, request: LoadRequest, selection: _Selection) -> 
             selection.name, pretrained=selection.tag, require_pretrained=True, force_quick_gelu=selection.quick
         ),
         lambda: _by_hand(open_clip, selection.name, selection.tag or ""),
+        from_hub=bool(_origin(open_clip, selection.name, selection.tag or "")[1]),
     )
 
 

@@ -50,7 +50,12 @@ def load(request: LoadRequest) -> LoadedBackbone:
         )
         return _backbone(spec, architecture, model, loaded)
     full_name = _full_name(request)
-    model = downloading(request, lambda: _create(full_name, pretrained=True), lambda: _by_hand(full_name))
+    model = downloading(
+        request,
+        lambda: _create(full_name, pretrained=True),
+        lambda: _by_hand(full_name),
+        from_hub=bool(_origin(full_name)[1]),
+    )
     source = f"timm/{architecture}.{model.pretrained_cfg.get('tag') or full_name.partition('.')[2]}"
     return _backbone(spec, architecture, model, Weights(source, weights_sha256(model)))
 

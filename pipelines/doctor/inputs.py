@@ -72,6 +72,7 @@ def check_backbone(section: Section, spec: str) -> None:
     from huggingface_hub import constants
 
     from extract.backbones.loading import locate_weights
+    from extract.backbones.reachability import why_unreachable
 
     section.facts["spec"] = spec
     weights = locate_weights(spec)
@@ -89,6 +90,11 @@ def check_backbone(section: Section, spec: str) -> None:
         section.wrong(
             f"weights of {spec} are not on this machine, and HF_HUB_OFFLINE forbids a download from {weights.url}",
             "unset HF_HUB_OFFLINE, or give a file: --weights FILE",
+        )
+    elif reason := why_unreachable(weights.url):
+        section.wrong(
+            f"weights of {spec} are not on this machine, and {reason}",
+            f"download {weights.url} on another machine, and give the file: --weights FILE",
         )
     else:
         section.note(f"weights of {spec} are not on this machine; the first run downloads them from {weights.url}")

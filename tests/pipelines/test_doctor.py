@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from importlib import metadata
@@ -217,14 +218,30 @@ def test_a_folder_that_does_not_exist_has_the_hint_of_embed(
 
 
 def test_weights_are_looked_for_and_never_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*arguments: object) -> None:
-        raise AssertionError("a server was asked")
+    for name in ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    connected: list[tuple[object, ...]] = []
 
-    monkeypatch.setattr("socket.getaddrinfo", refuse)
+    def connect(address: tuple[object, ...], *_: object) -> socket.socket:
+        connected.append(address)
+        return socket.socket()  # fails if it is used
+
+    monkeypatch.setattr(socket, "create_connection", connect)
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     backbone = examined("-b", "torchvision/resnet18", "-o", tmp_path / "out")["backbone"]
     assert backbone["path"] is None
     assert backbone["url"] == "https://download.pytorch.org/models/resnet18-f37072fd.pth"
+    assert [line["state"] for line in backbone["lines"]] == ["note"]
+    assert connected == [("download.pytorch.org", 443)]
+
+    def refuse(*_: object) -> None:
+        raise ConnectionRefusedError(111, "Connection refused")
+
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    (problem,) = examined("-b", "torchvision/resnet18", "-o", tmp_path / "out", code=1)["problems"]
+    assert problem["text"].endswith(
+        "not on this machine, and download.pytorch.org cannot be reached: Connection refused"
+    )
     file = tmp_path / "hub" / "checkpoints" / "resnet18-f37072fd.pth"
     file.parent.mkdir(parents=True)
     file.touch()
