@@ -108,7 +108,7 @@ def unknown_name(kind: str, name: str, known: Iterable[str], where: str = "", hi
     "layer 'blocks.12' not found in timm/vit_tiny; nearest: 'blocks.11', 'blocks.1'"
     """
     known = list(known)
-    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
     message = f"{kind} {name!r} not found" + (f" in {where}" if where else "")
     if near:
         message += "; nearest: " + ", ".join(map(repr, near))

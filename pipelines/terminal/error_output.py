@@ -22,7 +22,9 @@ def print_usage_error(error: click.ClickException) -> None:
     message = error.format_message()
     hint = ""
     if isinstance(error, click.NoSuchOption | click.exceptions.NoSuchCommand) and error.possibilities:
-        message, hint = error.message, f"did you mean {' or '.join(error.possibilities)}?"
+        given = error.option_name if isinstance(error, click.NoSuchOption) else error.command_name
+        longer = [name for name in error.possibilities if name.startswith(given)]
+        message, hint = error.message, f"did you mean {' or '.join(longer or error.possibilities)}?"
     elif isinstance(error, click.UsageError) and error.ctx is not None:
         hint = f"{error.ctx.command_path} --help lists arguments and options"
     print_error(message.rstrip("."), hint)

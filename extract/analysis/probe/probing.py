@@ -57,7 +57,8 @@ class ProbeResult:
         chosen: value of the chosen hyper-parameter.
         curve: (value, top-1, mAP or R^2 on the validation rows) for all values tried.
         shots: for few-shot: rows per class -> top-1 of each draw.
-        n_train, n_val, n_test: numbers of rows; n_train includes rows of the choice that the final fit uses.
+        n_train, n_val, n_test: numbers of rows; n_val: rows that the hyper-parameter was chosen on. n_train includes
+            those of them that the final fit uses: with folds, both are all training rows.
         predictions: (N,) class numbers; (N, K) labels, 0 or 1; (N, K) numbers; None for few-shot.
         truth: (N,) class numbers, negative for classes missing from training; (N, K) labels or numbers.
         probabilities: (N, K); None if the probe has no probabilities.
