@@ -1,0 +1,194 @@
+"""Shell examples of the documents run, in the order of their page, and write the files that their comments name.
+
+Weights that a server would send are random ones in the caches of the libraries, where downloads are stored.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from huggingface_hub import constants, file_download
+from safetensors.torch import save_file
+
+from extract import extract_features
+from pipelines.cli import main
+from tests.conftest import make_picture
+from tests.test_documents import PAGES, ROOT, blocks
+
+# Lines that are not run here: a pattern that they have, and the reason.
+NOT_RUN = {
+    r"^pip install": ".ci/run runs the commands that set up",
+    r"^git clone": "needs a server",
+    r"^(LAYERTAP_FUZZ=\d+ )?pytest": ".ci/run runs the tests",
+    r"^ruff check": ".ci/run runs it",
+    r"^\.ci/run": "it is what runs this",
+    r"^mkdocs serve": "serves until it is stopped; .ci/run builds the site",
+    r"^python ": "tools for developers that take minutes; tests and .ci/run call their parts",
+    r"-b open_clip/": "needs 600 MB of weights; tests/extract/backbones/test_libraries.py loads such networks",
+    r"photos-clip": "needs 600 MB of weights; tests/pipelines/test_text_search.py searches by a text",
+    r"-b hf/facebook": "needs 350 MB of weights; tests/extract/backbones/test_libraries.py loads such networks",
+    r"^layertap bench": "takes minutes; tests/pipelines/test_bench.py runs it on a small network",
+    r"--device all": "needs a GPU",
+    r"--cpus-per-worker 8": "needs 8 cores; tests/pipelines/cluster runs it with fewer",
+    r"--engine ray": "needs a cluster; tests/pipelines/cluster has one",
+    r"sbatch$": "needs SLURM; tests/pipelines/cluster reads the file",
+    r"--watch$": "prints until it is stopped; tests/pipelines/cluster reads what it prints",
+    r"schedule configs/nightly.yaml$": "runs until it is stopped; tests/pipelines/test_schedule.py runs it",
+    r"watch configs/nightly.yaml$": "runs until it is stopped; tests/pipelines/test_watch.py runs it",
+}
+# Data sets that a page begins with.
+DATA_SETS = {
+    "docs/guides/probes.md": ("cifar", "cifar-random", "faces"),
+    "docs/guides/search-and-report.md": ("photos", "photos-2"),
+    "docs/guides/verify-and-export.md": ("photos", "2023", "2024"),
+}
+
+NET = """\
+from torch import float32, nn
+from torch.nn.functional import cross_entropy as loss
+from torchvision.transforms import v2
+
+
+def make():
+    layers = nn.Conv2d(3, 8, 3, 2), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 2)
+    return nn.Sequential(*layers), v2.Compose([v2.Resize((32, 32)), v2.ToImage(), v2.ToDtype(float32, scale=True)])
+"""
+
+
+def lines_of(page: str) -> list[tuple[str, str]]:
+    """Lines of the shell examples of a page: (commands, comment)."""
+    lines = [line for code in blocks(page, "bash") for line in code.replace("\\\n", " ").splitlines() if line.strip()]
+    parts = [line.partition(" #") for line in lines]
+    return [(command.strip(), comment.strip()) for command, _, comment in parts]
+
+
+def reason_not_to_run(command: str) -> str | None:
+    return next((pattern for pattern in NOT_RUN if re.search(pattern, command)), None)
+
+
+PAGES_TO_RUN = [page for page in PAGES if any(reason_not_to_run(command) is None for command, _ in lines_of(page))]
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with everything that the examples name."""
+    start = tmp_path_factory.mktemp("examples")
+    names = [f"{split}/{kind}/{n:03}.jpg" for split, kind, n in [
+        *(("train", kind, n) for kind in ("cat", "dog") for n in range(38, 46)),
+        *(("test", kind, n) for kind in ("cat", "dog") for n in range(4)),
+    ]]  # fmt: skip
+    folders = {
+        "photos": names,
+        "new-photos": [f"{n}.jpg" for n in range(3)],
+        "cifar": [f"{split}/{n % 10}/{n}.png" for split, count in (("train", 60), ("test", 20)) for n in range(count)],
+        **{year: [f"{year}-{n}.jpg" for n in range(4)] for year in ("2023", "2024")},
+    }
+    for folder, paths in folders.items():
+        for number, path in enumerate(paths):
+            (start / folder / path).parent.mkdir(parents=True, exist_ok=True)
+            make_picture(number).save(start / folder / path)
+            os.utime(start / folder / path, (1e9, 1e9))  # `sync` waits for files that were changed just now
+    for number, name in enumerate(("cat.jpg", "new.jpg")):
+        make_picture(100 + number).save(start / name)
+    shutil.copytree(ROOT / "configs", start / "configs")
+    rows = [f"{path},{20 + number % 50}" for number, path in enumerate(folders["cifar"])]
+    (start / "ages.csv").write_text("\n".join(["path,age", *rows, ""]))
+    (start / "net.py").write_text(NET)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3, 2), *[torch.nn.Identity()] * 3, torch.nn.Linear(8, 2))
+    torch.save(model.state_dict(), start / "last.pth")
+    return start
+
+
+@pytest.fixture(scope="module")
+def data_sets(start: Path) -> Path:
+    """Data sets that the pages begin with."""
+    out = start / "data-sets"
+    layers = ["blocks.0", "blocks.5", "blocks.6", "embedding"]
+    for name, images, options in (
+        ("photos", "photos", {"layers": layers}),
+        ("photos-2", "photos", {"layers": layers, "limit": 20}),
+        ("cifar", "cifar", {"layers": layers}),
+        (
+            "cifar-random",
+            "cifar",
+            {"backbone": "timm/test_resnet", "weights": "random", "layers": ["layer1", "embedding"]},
+        ),
+        ("faces", "cifar", {}),
+        ("2023", "2023", {}),
+        ("2024", "2024", {}),
+    ):
+        extract_features(str(start / images), out=out / name, progress=False, device="cpu", **options)
+    return out
+
+
+@pytest.fixture(scope="module")
+def caches(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Caches of PyTorch and of the Hugging Face hub, with random weights for the names that the pages use."""
+    import timm
+    from torchvision import models
+
+    caches = tmp_path_factory.mktemp("caches")
+    torch.manual_seed(0)
+    checkpoints = caches / "torch" / "hub" / "checkpoints"
+    checkpoints.mkdir(parents=True)
+    for name in ("resnet18", "resnet50"):
+        url = models.get_model_weights(name).DEFAULT.url
+        torch.save(models.get_model(name).state_dict(), checkpoints / url.rpartition("/")[2])
+    name = "vit_small_patch16_224"
+    tag = timm.get_pretrained_cfg(name).tag
+    repository, commit = caches / "hub" / f"models--timm--{name}.{tag}", "0" * 40
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(commit)
+    (repository / "snapshots" / commit).mkdir(parents=True)
+    save_file(timm.create_model(name).state_dict(), repository / "snapshots" / commit / "model.safetensors")
+    return caches
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES_TO_RUN)
+def test_the_shell_examples_of_a_page_run(
+    page: str, start: Path, data_sets: Path, caches: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_HOME", str(caches / "torch"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    for module in (constants, file_download):
+        monkeypatch.setattr(module, "HF_HUB_CACHE", str(caches / "hub"), raising=False)
+    place = tmp_path / "place"
+    shutil.copytree(start, place, ignore=shutil.ignore_patterns("data-sets"))
+    for name in DATA_SETS.get(page, ()):
+        shutil.copytree(data_sets / name, place / "outputs" / name)
+    monkeypatch.chdir(place)
+    for line, comment in lines_of(page):
+        if reason_not_to_run(line) is not None:
+            continue
+        for command in line.split("&&"):
+            words = shlex.split(command)
+            assert words[0] == "layertap", f"{page}: {command} is neither run nor listed in NOT_RUN"
+            result = CliRunner().invoke(main, words[1:])
+            assert result.exit_code == 0, f"{page}: {command}: {result.output}"
+            check_table(page, words, result.stdout)
+        for path in re.findall(r"outputs/[\w./-]*\w", comment):
+            assert Path(path).exists(), f"{page}: {line} did not write {path}"
+
+
+def check_table(page: str, words: list[str], printed: str) -> None:
+    """Compare the heads of the table that a page shows below `layertap probe` with those that are printed."""
+    if page != "docs/guides/probes.md" or words[1:] != ["probe", "outputs/cifar"]:
+        return
+    shown: Any = next(line for line in blocks(page, "text")[0].splitlines() if line.split()[:1] == ["layer"])
+    heads = next(line for line in printed.splitlines() if line.split()[:1] == ["layer"])
+    assert re.split(r"  +", heads) == re.split(r"  +", shown)
+
+
+def test_every_reason_not_to_run_a_line_is_used() -> None:
+    commands = [command for page in PAGES for command, _ in lines_of(page)]
+    assert {reason_not_to_run(command) for command in commands} == {None, *NOT_RUN}
