@@ -8,6 +8,7 @@ import io
 import os
 import re
 import shlex
+import shutil
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -248,6 +249,69 @@ def test_the_examples_of_feature_extractors_agree_but_beside_an_in_place_layer(r
     assert (found["theirs"] < 0).sum() == 0
     negative = (found["taps"].record["bn1"] < 0).float().mean()
     assert 0.3 < negative < 0.7
+
+
+@pytest.mark.slow
+def test_the_example_of_hook_libraries_gives_the_values_of_bare_hooks_and_autograd(run: Any) -> None:
+    found, _ = run("docs/coming-from/hook-libraries.md")
+    vit, images, others = found["vit"], found["images"], found["others"]
+    blocks: list[torch.Tensor] = []  # no layer of this network works in place: a bare hook is right
+    with contextlib.ExitStack() as hooks:
+        for block in vit.blocks:
+            hooks.callback(block.register_forward_hook(lambda layer, args, output: blocks.append(output)).remove)
+        logits = vit(others)
+        outputs = blocks[:]
+        blocks.clear()
+        (gradient,) = torch.autograd.grad(vit(images)[:, 0].sum(), blocks[1])
+    assert {name: tuple(value.shape) for name, value in found["layers"].items()} == {
+        f"blocks.{i}": tuple(outputs[i].shape) for i in range(3)
+    }
+    for i in range(3):
+        torch.testing.assert_close(found["layers"][f"blocks.{i}"], outputs[i].detach())
+    torch.testing.assert_close(found["patch"], outputs[1].detach())
+    torch.testing.assert_close(found["patched"], logits.detach())
+    torch.testing.assert_close(found["gradient"], gradient)
+    block = vit.blocks[1]
+    with torch.no_grad():
+        normed = block.norm1(outputs[0])
+        images_, tokens, width = normed.shape
+        q, k, _ = block.attn.qkv(normed).view(images_, tokens, 3, 3, width // 3).permute(2, 0, 3, 1, 4)
+        weights = (q @ k.transpose(-2, -1) / (width // 3) ** 0.5).softmax(-1)
+        torch.testing.assert_close(found["attention"], weights)
+        torch.testing.assert_close(found["inputs"], block.norm2(outputs[0] + block.attn(normed)))
+        stem = found["resnet"].maxpool(found["resnet"].relu(found["resnet"].bn1(found["resnet"].conv1(images))))
+        layer = found["resnet"].layer1[0]
+        first = layer.bn1(layer.conv1(stem)).clamp(min=0)
+        second = (layer.bn2(layer.conv2(first)) + stem).clamp(min=0)
+    assert list(found["calls"]) == ["layer1.0.relu#0", "layer1.0.relu#1"]
+    torch.testing.assert_close(found["calls"]["layer1.0.relu#0"], first)
+    torch.testing.assert_close(found["calls"]["layer1.0.relu#1"], second)
+
+
+@pytest.mark.slow
+def test_the_folder_for_clip_retrieval_has_unit_vectors_and_paths_of_all_rows_with_features(
+    place: Path, run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import h5py
+    import pyarrow.parquet
+
+    from extract import extract_features
+
+    shutil.copytree(place / "photos", tmp_path / "photos")
+    (tmp_path / "photos" / "a" / "broken.png").write_bytes(b"no image")
+    extract_features(str(tmp_path / "photos"), out=tmp_path / "outputs" / "photos-clip", progress=False)
+    monkeypatch.chdir(tmp_path)
+    run("docs/coming-from/clip-retrieval.md")
+    with h5py.File(tmp_path / "outputs" / "photos-clip" / "shards" / "000000.h5") as file:
+        stored, paths = file["features/embedding"][:].astype(np.float64), file["path"].asstr()[:]
+    good = [row for row, path in enumerate(paths) if path != "a/broken.png"]
+    assert len(good) == 11
+    written = np.load(tmp_path / "embeddings" / "img_emb" / "img_emb_0.npy")
+    table = pyarrow.parquet.read_table(tmp_path / "embeddings" / "metadata" / "metadata_0.parquet")
+    assert table.to_pydict() == {"image_path": [f"photos/{paths[row]}" for row in good]}
+    assert written.dtype == np.float16
+    units = stored[good] / np.sqrt((stored[good] ** 2).sum(1, keepdims=True))
+    np.testing.assert_allclose(written, units, atol=1e-3 * units.max())
 
 
 def test_every_page_with_examples_is_run_or_exempt() -> None:

@@ -27,6 +27,7 @@ from tests.test_documents import PAGES, ROOT, blocks
 NOT_RUN = {
     r"^pip install": ".ci/run runs the commands that set up",
     r"^git clone": "needs a server",
+    r"^clip-retrieval": "another tool",
     r"^(LAYERTAP_FUZZ=\d+ )?pytest": ".ci/run runs the tests",
     r"^ruff check": ".ci/run runs it",
     r"^\.ci/run": "it is what runs this",
