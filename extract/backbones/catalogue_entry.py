@@ -6,10 +6,10 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
+if TYPE_CHECKING:
+    from torch import nn
 
 __all__ = ["Entry", "count_parameters", "quiet", "without_weights"]
 
@@ -41,6 +41,8 @@ def without_weights(make: Callable[[], Any]) -> Any:
     Args:
         make: builds the model.
     """
+    import torch  # not above: a kept description is printed without PyTorch
+
     try:
         with torch.device("meta"):
             return make()

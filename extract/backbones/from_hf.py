@@ -29,9 +29,9 @@ from extract.backbones.weights import UNSAFE, Weights, build_with_weights, is_na
 from extract.backbones.weights_file import WeightsFile, in_cache_of_hub
 from extract.errors import InputError, LayertapError, first_line
 from extract.system.optional_libraries import library
-from extract.taps.layer_names import is_glob, named_layers
+from extract.taps.layer_names import named_layers
 
-__all__ = ["describe", "load", "load_text_tower", "locate", "names"]
+__all__ = ["describe", "load", "load_text_tower", "locate"]
 
 _CLASSIFIES = "ForImageClassification"
 # Fields of a configuration that do not affect the features.
@@ -169,19 +169,6 @@ def load_text_tower(request: LoadRequest) -> TextTower:
         return dict(tokenizer([text], padding="max_length", max_length=limit, return_tensors="pt"))
 
     return TextTower(request.spec, loaded.architecture, loaded.weights.sha256, model, tokens_of, _embed_text)
-
-
-def names(pattern: str) -> list[str]:
-    """Return the names of the models in the hub's cache; an exact name is returned as it is, cached or not."""
-    if not is_glob(pattern):
-        return [pattern]
-    library("transformers", "hf", "hf/")
-    from huggingface_hub import CacheNotFound, scan_cache_dir
-
-    try:
-        return sorted(repo.repo_id for repo in scan_cache_dir().repos if repo.repo_type == "model")
-    except (CacheNotFound, OSError):
-        return []
 
 
 def locate(request: LoadRequest) -> WeightsFile:

@@ -1,15 +1,39 @@
-"""Sources of backbones. To add a source, write `from_X.py` and add a record to `SOURCES`; there is no other list."""
+"""Sources of backbones. To add a source, write `from_X.py` and add a record to `SOURCES`; there is no other list.
+
+Nothing here imports PyTorch: names of backbones are completed and listed without it.
+"""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from extract.backbones import from_hf, from_hub, from_open_clip, from_python, from_timm, from_torchvision
-from extract.backbones.backbone import LoadedBackbone, LoadRequest
-from extract.backbones.catalogue_entry import Entry
-from extract.backbones.text_tower import TextTower
-from extract.backbones.weights_file import WeightsFile
+from extract.backbones import hub_cache
+
+if TYPE_CHECKING:
+    from extract.backbones import from_hf, from_hub, from_open_clip, from_python, from_timm, from_torchvision
+    from extract.backbones.backbone import LoadedBackbone, LoadRequest
+    from extract.backbones.catalogue_entry import Entry
+    from extract.backbones.text_tower import TextTower
+    from extract.backbones.weights_file import WeightsFile
+else:
+
+    class _Later:
+        """A module of this package that is imported when one of its functions is called, because it imports PyTorch."""
+
+        def __init__(self, name: str):
+            self._name = name
+
+        def __getattr__(self, function: str) -> Callable[..., Any]:
+            def call(*arguments: Any) -> Any:
+                return getattr(importlib.import_module(f"{__package__}.{self._name}"), function)(*arguments)
+
+            return call
+
+    from_hf, from_hub, from_open_clip = _Later("from_hf"), _Later("from_hub"), _Later("from_open_clip")
+    from_python, from_timm, from_torchvision = _Later("from_python"), _Later("from_timm"), _Later("from_torchvision")
 
 __all__ = ["SOURCES", "BackboneSource"]
 
@@ -37,6 +61,9 @@ class BackboneSource:
             `layertap layers` downloads no weights.
         name_is_path: whether a name, up to the first colon, may be a path.
         library: name of an optional package whose version the provenance of features records; empty if there is none.
+        defined_in: packages to import that define names and descriptions, first the library itself. Both are then kept
+            until one of these packages changes; see `catalogue_index`. Empty: they are asked for each time.
+        tag_mark: what separates the tag of weights in a name; `names` returns names with tags if the pattern has it.
     """
 
     load: Callable[[LoadRequest], LoadedBackbone]
@@ -49,6 +76,8 @@ class BackboneSource:
     same_layers_at_random: bool = False
     name_is_path: bool = False
     library: str = ""
+    defined_in: tuple[str, ...] = ()
+    tag_mark: str = ""
 
 
 SOURCES: dict[str, BackboneSource] = {
@@ -59,6 +88,7 @@ SOURCES: dict[str, BackboneSource] = {
         describe=from_timm.describe_bundled,
         locate=from_timm.locate_bundled,
         note="included in the installation",
+        defined_in=("timm",),
     ),
     "torchvision": BackboneSource(
         from_torchvision.load,
@@ -67,6 +97,7 @@ SOURCES: dict[str, BackboneSource] = {
         describe=from_torchvision.describe,
         locate=from_torchvision.locate,
         same_layers_at_random=True,
+        defined_in=("torchvision",),
     ),
     "timm": BackboneSource(
         from_timm.load,
@@ -76,6 +107,8 @@ SOURCES: dict[str, BackboneSource] = {
         locate=from_timm.locate,
         note="a tag may follow, such as timm/resnet50.a1_in1k",
         same_layers_at_random=True,
+        defined_in=("timm",),
+        tag_mark=".",
     ),
     "open_clip": BackboneSource(
         from_open_clip.load,
@@ -87,11 +120,12 @@ SOURCES: dict[str, BackboneSource] = {
         library="open_clip_torch",
         note="a tag must follow, such as open_clip/ViT-B-32:openai",
         same_layers_at_random=True,
+        defined_in=("open_clip", "timm", "torchvision"),
     ),
     "hf": BackboneSource(
         from_hf.load,
         runs_code=False,
-        names=from_hf.names,
+        names=hub_cache.names,
         describe=from_hf.describe,
         locate=from_hf.locate,
         load_text_tower=from_hf.load_text_tower,

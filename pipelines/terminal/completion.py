@@ -1,7 +1,8 @@
 """Completion in a shell: `layertap completion bash`.
 
-A shell starts `layertap` for each completion, so nothing here imports PyTorch. Names of backbones are read from the
-source files of the installed libraries instead: importing timm takes seconds, reading its files a tenth of one.
+A shell starts `layertap` for each completion, so nothing here imports PyTorch or timm, which takes seconds. Names of
+backbones come from the index that `layertap backbones` and other commands keep (`extract.backbones.catalogue_index`).
+Before it exists, they are read from the source files of the installed libraries; these have no names of weights.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import click
 from click.shell_completion import CompletionItem, get_completion_class
 
 from extract import defaults
+from extract.backbones.catalogue_index import kept_names
 
 __all__ = ["SHELLS", "backbone_names", "complete_backbones", "complete_paths", "completion"]
 
@@ -25,12 +27,19 @@ _VARIABLE = "_LAYERTAP_COMPLETE"  # the name that click derives from the name of
 _REGISTERED = re.compile(r"^@register_model(?:\(\))?\n(?:@.*\n)*def (\w+)\(", re.MULTILINE)
 
 
-def backbone_names(source: str) -> Iterator[str]:
+def backbone_names(source: str, incomplete: str = "") -> Iterator[str]:
     """Yield the names of a source's backbones without importing its library.
 
     Sources with names that are not in files (`hf`, `hub`, `python`), and libraries that are not installed, have none.
+
+    Args:
+        source: name of the source.
+        incomplete: what is typed of the name; if it has a dot, names of timm have the tags of their weights.
     """
-    return _NAMES[source]() if source in _NAMES else iter(())
+    if source not in _NAMES:
+        return
+    kept = kept_names(source, incomplete)
+    yield from _NAMES[source]() if kept is None else kept
 
 
 def _bundled() -> Iterator[str]:
@@ -69,7 +78,8 @@ def complete_backbones(ctx: click.Context, param: click.Parameter, incomplete: s
         source for source in _NAMES if f"{source}/".startswith(incomplete) or incomplete.startswith(f"{source}/")
     ]
     if len(sources) == 1:  # not the source alone, behind which a shell would put a space
-        specs = [f"{sources[0]}/{name}" for name in backbone_names(sources[0])]
+        typed = incomplete.partition("/")[2]
+        specs = [f"{sources[0]}/{name}" for name in backbone_names(sources[0], typed)]
     else:
         specs = [f"{source}/" for source in sources]
     return [CompletionItem(spec) for spec in specs if spec.startswith(incomplete)]

@@ -6,14 +6,25 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import timm
 from click.shell_completion import ShellComplete
 
+from extract.backbones import catalogue_index
 from extract.backbones.sources import SOURCES
 from pipelines.cli import main
+from pipelines.terminal import completion
 from pipelines.terminal.completion import SHELLS, backbone_names
 from tests.pipelines.test_cli import layertap
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
 
 
 def offered(*words: str) -> list[str]:
@@ -42,10 +53,19 @@ def test_backbones_are_completed_by_source_and_by_name(command: list[str]) -> No
 @pytest.mark.parametrize(
     "source", ["bundled", "torchvision", "timm", pytest.param("open_clip", marks=pytest.mark.slow)]
 )
-def test_the_names_read_from_files_are_those_of_the_library(source: str) -> None:
+def test_the_names_read_from_files_are_those_of_the_library(source: str, cache: Path) -> None:
     if SOURCES[source].library:
         pytest.importorskip(source)
     assert sorted(backbone_names(source)) == sorted(SOURCES[source].names("*"))
+
+
+def test_names_are_those_of_the_index_where_there_is_one(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert offered("layers", "timm/test_resnet.") == []  # the source files have no tags
+    for pattern in ("*", "*.*"):
+        catalogue_index.backbone_names("timm", pattern)
+    monkeypatch.setattr(completion, "_NAMES", dict.fromkeys(completion._NAMES))  # reading files would fail
+    assert offered("layers", "timm/test_resnet.") == [f"timm/{name}" for name in timm.list_pretrained("test_resnet.*")]
+    assert offered("layers", "timm/resnet18") == [f"timm/{name}" for name in timm.list_models("resnet18*")]
 
 
 def test_sources_without_names_offer_none() -> None:
