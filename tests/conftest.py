@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import signal
+import tempfile
 from pathlib import Path
 
 import hypothesis
@@ -27,6 +28,14 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
+
+
+# Compiled programs and measurements of earlier runs decide what a run does, and those of tests are not the user's.
+for _folder, _variable in (("torch", "TORCH_HOME"), ("huggingface", "HF_HOME")):  # these have weights that tests use
+    _cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111
+    os.environ.setdefault(_variable, str(Path(_cache) / _folder))
+_own_cache = tempfile.TemporaryDirectory(prefix="layertap-tests-")
+os.environ["XDG_CACHE_HOME"] = _own_cache.name
 
 
 # How long an example takes says more about the machine than about the code.

@@ -20,6 +20,7 @@ from extract.backbones import LoadedBackbone
 from extract.compute.exported_graph import graph_of
 from extract.compute.feature_choice import Choice
 from extract.compute.forward import DeviceForward, Forward, Values
+from extract.compute.kept_programs import keep_program, load_program, program_name
 from extract.compute.transfers import Pinned
 from extract.errors import LayertapError, first_line
 from extract.system.optional_libraries import library
@@ -200,10 +201,15 @@ class _ByOpenVino(Forward):
             # Off if other processes use the remaining cores: each process would pin its threads to the first cores.
             "ENABLE_CPU_PINNING": torch.get_num_threads() >= defaults.CORES,
         }
-        chunk = self._as_chunk(images[: self._chunk])
+        chunk, core = self._as_chunk(images[: self._chunk]), ov.Core()
+        name = program_name(self._backbone, self._choice, self._dtype, torch.from_numpy(chunk), settings)
+        program = load_program(core, name, settings) if name else None
         try:
-            graph = graph_of(self._backbone, self._choice, self._dtype, "float32", torch.from_numpy(chunk))
-            program = ov.Core().compile_model(ov.convert_model(graph), "CPU", settings)
+            if program is None:
+                graph = graph_of(self._backbone, self._choice, self._dtype, "float32", torch.from_numpy(chunk))
+                program = core.compile_model(ov.convert_model(graph), "CPU", settings)
+                if name:
+                    keep_program(program, name)
             program.create_infer_request().infer({0: chunk})
         except Exception as error:  # a compiler may fail in any way
             raise _cannot(self._backbone, "openvino", error) from error
