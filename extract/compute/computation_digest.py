@@ -41,11 +41,11 @@ def computation_digest(
     return recorder.digest()
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records operators and their arguments in a hash."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._hash = hashlib.sha256()
         self._numbers: Any = WeakIdKeyDictionary()  # an activation may be freed after its last use
         self._count = 0
@@ -100,4 +100,4 @@ def _form(tensor: Tensor) -> str:
 
 def _content(tensor: Tensor) -> str:
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    return xxhash.xxh3_128_hexdigest(data.numpy())
+    return xxhash.xxh3_128_hexdigest(data.numpy().data)

@@ -16,40 +16,38 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from extract.backbones import LoadedBackbone
-from extract.compute.computation_digest import computation_digest
-from extract.compute.feature_choice import Choice
-from extract.system.user_cache import keep_newest, read_cached, write_cached
+from extract.system.user_cache import cache_file, keep_newest, read_cached, write_cached
 
-__all__ = ["cpu_features", "keep_program", "library_versions", "load_program", "program_name"]
+__all__ = ["cpu_features", "keep_program", "library_versions", "load_program", "program_is_kept", "program_name"]
 
 _FOLDER = "programs"
+_DIGEST_BYTES = hashlib.sha256().digest_size  # of the content, before it
 _FORMAT = 1  # raise it when other code makes another program from the same computation
 _MOST_BYTES = 4 << 30  # of all kept programs; the ones that were not used for the longest time are deleted
 _LIBRARIES = ("layertap", "torch", "torchvision", "timm", "transformers", "open_clip_torch", "openvino")
 
 
-def program_name(
-    backbone: LoadedBackbone, choice: Choice, dtype: str, images: Tensor, settings: dict[str, Any]
-) -> str | None:
-    """Return the name of the program of a computation in the cache folder; None if the model cannot be recorded.
+def program_name(digest: bytes, backbone: LoadedBackbone, settings: dict[str, Any]) -> str:
+    """Return the name of the program of a computation in the cache folder.
 
     Args:
-        backbone: backbone in eval mode.
-        choice: features to compute.
-        dtype: dtype of the features.
-        images: a batch of the shape that the program takes.
+        digest: digest of the computation.
+        backbone: its backbone.
         settings: settings of the compiler, with the precision.
     """
-    digest = computation_digest(backbone, choice, dtype, "float32", images)
-    if digest is None:
-        return None
     depends_on = [
         _FORMAT, digest.hex(), backbone.spec, backbone.architecture, settings, library_versions(), cpu_features(),
     ]  # fmt: skip
     return f"{_FOLDER}/{hashlib.sha256(json.dumps(depends_on).encode()).hexdigest()}"
+
+
+def program_is_kept(name: str) -> bool:
+    """Return whether there is a program of this name. It is not checked before it is loaded."""
+    try:
+        return cache_file(name).is_file()
+    except OSError:
+        return False
 
 
 def load_program(core: Any, name: str, settings: dict[str, Any]) -> Any:
@@ -60,8 +58,9 @@ def load_program(core: Any, name: str, settings: dict[str, Any]) -> Any:
         name: from `program_name`.
         settings: settings of the compiler.
     """
-    content = read_cached(name)
-    if content is None:
+    stored = read_cached(name) or b""
+    content = stored[_DIGEST_BYTES:]
+    if hashlib.sha256(content).digest() != stored[:_DIGEST_BYTES]:
         return None
     try:
         return core.import_model(content, "CPU", settings)
@@ -75,7 +74,7 @@ def keep_program(program: Any, name: str) -> None:
         content = program.export_model().getvalue()
     except Exception:  # not every program can be exported
         return
-    if len(content) <= _MOST_BYTES and write_cached(name, content):
+    if len(content) <= _MOST_BYTES and write_cached(name, hashlib.sha256(content).digest() + content):
         keep_newest(_FOLDER, _MOST_BYTES)
 
 

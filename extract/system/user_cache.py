@@ -7,7 +7,6 @@ damaged or not writable is never an error.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 from pathlib import Path
 
@@ -16,8 +15,6 @@ from extract.system.atomic_files import open_regular
 from extract.system.leftovers import remove_leftovers, temporary_file
 
 __all__ = ["cache_file", "keep_newest", "read_cached", "write_cached"]
-
-_DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 def cache_file(name: str) -> Path:
@@ -38,9 +35,10 @@ def cache_file(name: str) -> Path:
 
 
 def read_cached(name: str) -> bytes | None:
-    """Return the content that `write_cached` stored; None if there is none, or it is damaged, or of another user.
+    """Return the content of a file; None if there is none, or it cannot be read, or it belongs to another user.
 
-    The time of the file is set to now, so that `keep_newest` removes files that are not used.
+    The content is not checked. The time of the file is set to now, so that `keep_newest` removes files that are not
+    used.
     """
     try:
         path = cache_file(name)
@@ -49,10 +47,8 @@ def read_cached(name: str) -> bytes | None:
             # not expect an attack.
             if os.fstat(file.fileno()).st_uid != os.geteuid():
                 return None
-            digest, content = file.read(_DIGEST_BYTES), file.read()
+            content = file.read()
     except (OSError, InputError):  # InputError: not a regular file
-        return None
-    if hashlib.sha256(content).digest() != digest:
         return None
     with contextlib.suppress(OSError):
         os.utime(path)
@@ -62,14 +58,13 @@ def read_cached(name: str) -> bytes | None:
 def write_cached(name: str, content: bytes) -> bool:
     """Store content under a name, atomically; return False if it cannot be written.
 
-    There is no fsync: `read_cached` notices a file that a power failure has damaged by its sha256.
+    There is no fsync, which takes longer than computing some files again: after a power failure, a file may be damaged.
     """
     try:
         path = cache_file(name)
         path.parent.mkdir(parents=True, exist_ok=True)
         with temporary_file(path) as (file, temporary):
             remove_leftovers(path)
-            file.write(hashlib.sha256(content).digest())
             file.write(content)
             file.flush()
             temporary.rename(path)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from extract.compute.backends import open_forward
 from extract.compute.computation_digest import computation_digest
 from extract.compute.feature_choice import choose_features
 from extract.system.torch_state import evaluating
-from extract.system.user_cache import cache_file, write_cached
+from extract.system.user_cache import cache_file
 
 pytest.importorskip("openvino")
 
@@ -29,6 +31,10 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture(scope="module")
 def backbone() -> Any:
     return load_backbone("timm/test_resnet", weights="random", device="cpu")
+
+
+def _digested(content: bytes) -> bytes:
+    return hashlib.sha256(content).digest() + content
 
 
 def _pictures(backbone: Any, count: int = 6) -> torch.Tensor:
@@ -65,7 +71,7 @@ def test_a_kept_program_gives_the_same_bits_without_exporting(
 ) -> None:
     first, again = _computed(backbone), _computed(backbone)
     assert len(exports) == len(list(programs.iterdir())) == 1
-    monkeypatch.setattr(compiled, "program_name", lambda *_: None)
+    monkeypatch.setattr(compiled, "computation_digest", lambda *_: None)
     without = _computed(backbone)
     assert len(exports) == 2
     assert _same(first, again)
@@ -106,8 +112,8 @@ def test_code_that_computes_something_else_has_another_program(
     [
         lambda path: path.write_bytes(path.read_bytes()[:-100]),
         lambda path: path.write_bytes(b""),
-        lambda path: path.write_bytes(path.read_bytes().replace(b"layer", b"LAYER")[:5000] + b"\0" * 50_000),
-        lambda path: write_cached(f"programs/{path.name}", b"a whole file that is no program" * 100),
+        lambda path: path.write_bytes(path.read_bytes()[:-1] + b"?"),
+        lambda path: path.write_bytes(_digested(b"a whole file that is no program" * 100)),
         lambda path: (path.unlink(), path.mkdir()),
     ],
 )
@@ -162,6 +168,17 @@ def test_precisions_have_programs_of_their_own(backbone: Any, programs: Path, ex
     assert not _same(full, lower)
     assert _same(_computed(backbone, precision="bfloat16"), lower)
     assert len(list(programs.iterdir())) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("openvino_in_bfloat16")
+def test_a_shared_graph_gives_the_same_bits(backbone: Any, exports: list[int], programs: Path) -> None:
+    full, lower = _computed(backbone), _computed(backbone, precision="bfloat16")
+    shutil.rmtree(programs)
+    with compiled.sharing_graphs():
+        assert _same(_computed(backbone), full)
+        assert _same(_computed(backbone, precision="bfloat16"), lower)
+    assert len(exports) == 3
 
 
 def test_a_digest_depends_on_the_computation_and_not_on_the_pictures(backbone: Any) -> None:
