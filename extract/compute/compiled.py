@@ -205,8 +205,8 @@ class _ByOpenVino(Forward):
                 start = time.perf_counter()
                 program = core.compile_model(self._converted(chunk, digest), "CPU", settings)
                 converting_s = time.perf_counter() - start
-                if name:
-                    keep_program(program, name)
+                if not (name and keep_program(program, name)):
+                    converting_s = 0.0  # a later start takes this time, too
             program.create_infer_request().infer({0: chunk})
         except Exception as error:  # a compiler may fail in any way
             raise _cannot(self._backbone, "openvino", error) from error

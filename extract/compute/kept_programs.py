@@ -68,14 +68,16 @@ def load_program(core: Any, name: str, settings: dict[str, Any]) -> Any:
         return None
 
 
-def keep_program(program: Any, name: str) -> None:
-    """Keep a compiled program under a name; if that fails, it is compiled again next time."""
+def keep_program(program: Any, name: str) -> bool:
+    """Keep a compiled program under a name; return False if that fails: it is then compiled again next time."""
     try:
         content = program.export_model().getvalue()
     except Exception:  # not every program can be exported
-        return
-    if len(content) <= _MOST_BYTES and write_cached(name, hashlib.sha256(content).digest() + content):
-        keep_newest(_FOLDER, _MOST_BYTES)
+        return False
+    if len(content) > _MOST_BYTES or not write_cached(name, hashlib.sha256(content).digest() + content):
+        return False
+    keep_newest(_FOLDER, _MOST_BYTES)
+    return True
 
 
 @functools.cache

@@ -25,12 +25,12 @@ from extract.extraction.plan import Plan
 from extract.images import Decoding, ImageList, load_batches
 from extract.row_status import Status
 
-__all__ = ["Computation", "ValidatedForward", "decoded_both_ways", "validated_forward"]
+__all__ = ["FIRST_DECODED", "Computation", "ValidatedForward", "decoded_both_ways", "validated_forward"]
 
 # Number of images from which compiling pays: it takes OpenVINO about 3 s and inductor 10 to 60 s, and saves a tenth of
 # the work or more. The limit is in images, not seconds, so that the same job is computed in the same way every time.
 _PAYS_FROM = {"openvino": 3_000, "inductor": 50_000}
-_DECODED = 16  # images decoded both ways
+FIRST_DECODED = 16  # images decoded both ways
 
 
 @dataclass
@@ -219,7 +219,7 @@ def _engine(plan: Plan) -> tuple[str, str]:
 
 
 def decoded_both_ways(
-    images: ImageList, preprocessing: Preprocessing, max_pixels: int, count: int = _DECODED
+    images: ImageList, preprocessing: Preprocessing, max_pixels: int, count: int = FIRST_DECODED
 ) -> tuple[Tensor, Tensor]:
     """Return the first images that can be decoded: (B, ...) decoded fast, and (B, ...) the same decoded exactly.
 
