@@ -25,6 +25,7 @@ from extract.compute.kept_programs import keep_program, load_program, program_is
 from extract.compute.transfers import Pinned
 from extract.errors import LayertapError, first_line
 from extract.system.optional_libraries import library
+from extract.system.torch_state import evaluating
 
 __all__ = ["compiled", "openvino", "openvino_computes_in", "program_kept_for", "sharing_graphs"]
 
@@ -271,7 +272,8 @@ def program_kept_for(
     backbone: LoadedBackbone, choice: Choice, dtype: str, precision: str, batch_size: int, images: Tensor
 ) -> bool:
     """Return whether a program of OpenVINO is kept from an earlier run; arguments as in `compiled`, and a batch."""
-    return _ByOpenVino(backbone, choice, dtype, precision, batch_size).is_kept(images)
+    with evaluating(backbone.model):
+        return _ByOpenVino(backbone, choice, dtype, precision, batch_size).is_kept(images)
 
 
 def _filled(images: Tensor, count: int) -> Tensor:

@@ -244,12 +244,12 @@ def ranked(
         good += [Accepted(measured, "fast")] if decode == "fast" or (decode is None and fast_agrees) else []
     if not good:
         raise InputError("every requested compute option was rejected:\n  " + "\n  ".join(refused))
-    seconds = {accepted: _job_s(accepted, measurements, n_images, batch_size) for accepted in good}
-    order: list[Accepted] = []
-    while seconds:
-        shortest = min(seconds.values())
-        order.append(next(accepted for accepted, time_s in seconds.items() if time_s <= SAME * shortest))
-        del seconds[order[-1]]
+    left = [(_job_s(accepted, measurements, n_images, batch_size), accepted) for accepted in good]
+    order = []
+    while left:
+        shortest = min(seconds for seconds, _ in left)
+        first = next(position for position, (seconds, _) in enumerate(left) if seconds <= SAME * shortest)
+        order.append(left.pop(first)[1])
     return order
 
 

@@ -168,7 +168,7 @@ def bench(
         for batch_size in {best_batch_size(batches)} - {defaults.BATCH_SIZE}:
             pipelines.append(pipeline(best, best_decode, batch_size, defaults.WORKERS))
             fastest = _faster(pipelines[-1], fastest)
-        for workers in {max(1, defaults.WORKERS // 2), min(8, 2 * defaults.CORES)} - {defaults.WORKERS}:
+        for workers in {max(1, defaults.WORKERS // 2), min(defaults.CORES, 2 * defaults.WORKERS)} - {defaults.WORKERS}:
             pipelines.append(pipeline(best, best_decode, fastest.batch_size, workers))
             fastest = _faster(pipelines[-1], fastest)
     recommended = {
