@@ -26,7 +26,16 @@ from extract.extraction.rounds import in_rounds, timed_s
 from extract.extraction.settings import PRECISIONS
 from extract.system.torch_state import keeping_freed_memory
 
-__all__ = ["PLAIN", "ComputeOption", "ForwardRates", "Measured", "compute_options", "enough_pictures", "forward_rates"]
+__all__ = [
+    "PLAIN",
+    "ComputeOption",
+    "ForwardRates",
+    "Measured",
+    "compute_options",
+    "eager_instead",
+    "enough_pictures",
+    "forward_rates",
+]
 
 _TIMED, _TIMED_PER_CORE = 16, 8  # pictures per timed forward on a CPU; more take longer and give the same rate
 _EAGER_PER_CORE = 2  # the same for eager forwards: all cores compute each layer of a picture together
@@ -122,6 +131,15 @@ def compute_options(
             engines.append("inductor")
         options += [ComputeOption(candidate, engine) for engine in engines]
     return options
+
+
+def eager_instead(options: Iterable[ComputeOption]) -> list[ComputeOption]:
+    """Return the eager options in lower precision that `compute_options` leaves out because OpenVINO has them.
+
+    OpenVINO is several times faster where it computes in lower precision, but it cannot compile every model.
+    """
+    lower = [option.precision for option in options if option.engine == "openvino" and option.precision != "float32"]
+    return [ComputeOption(precision, "eager") for precision in lower]
 
 
 def forward_rates(

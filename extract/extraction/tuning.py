@@ -32,6 +32,7 @@ from extract.extraction.forward_rates import (
     ComputeOption,
     Measured,
     compute_options,
+    eager_instead,
     enough_pictures,
     forward_rates,
 )
@@ -335,6 +336,7 @@ def fastest(
         return Tuned([{"batch_size": defaults.BATCH_SIZE, **existing, **given}], [], "resumed")
     listed = list_images(images, limit) if isinstance(images, str | os.PathLike) else images
     options = compute_options(backbone.device, precision=precision, compile=compile)
+    fallbacks = [] if compile not in (None, "auto") else eager_instead(options)
     preprocessing = backbone.preprocessing
     if choice is None:
         with evaluating(backbone.model), full_float32():
@@ -351,7 +353,7 @@ def fastest(
             return Tuned([plain | given], [], "short")
         on_measuring()
         measurements, is_sure = _measurements(
-            listed, backbone, choice, options, batch_size, min_cosine, max_pixels, both_ways, eager_image_s
+            listed, backbone, choice, options, batch_size, fallbacks, min_cosine, max_pixels, both_ways, eager_image_s
         )
         if is_sure:
             keep_measurements(backbone, choice, what, measurements)
@@ -381,9 +383,9 @@ def _eager_image_s(backbone: Backbone, choice: Choice, n_images: int, pays_from_
 
 def _measurements(
     images: ImageList, backbone: Backbone, choice: Choice, options: list[ComputeOption], batch_size: int | None,
-    min_cosine: float, max_pixels: int, both_ways: bool, eager_image_s: float,
+    fallbacks: list[ComputeOption], min_cosine: float, max_pixels: int, both_ways: bool, eager_image_s: float,
 ) -> tuple[Measurements, bool]:  # fmt: skip
-    """Measure the options; return the measurements, and whether their order is sure."""
+    """Measure the options, and the fallbacks if no compiler is accepted; return whether the order is sure, too."""
     preprocessing, on_cpu = backbone.preprocessing, backbone.device.type == "cpu"
     count = enough_pictures(backbone.device, min(batch_size or defaults.BATCH_SIZE, len(images)))
     pictures, fast = pictures_of(images, preprocessing, count, max_pixels, both_ways=both_ways)
@@ -392,6 +394,9 @@ def _measurements(
         count = min(batch_size, len(images))
         pictures, fast = _repeated(pictures, count), None if fast is None else _repeated(fast, count)
     measured, is_sure = forward_rates(backbone, choice, pictures, options, min_cosine, fast)
+    if fallbacks and all(each.why_not for each in measured if each.way.engine != "eager"):
+        more = forward_rates(backbone, choice, pictures, fallbacks, min_cosine, fast)
+        measured, is_sure = measured + more.measured, is_sure and more.is_sure
     decode_s = decode_seconds(images, preprocessing, max_pixels, both_ways=both_ways)
     rates = {each.way: each.images_per_s for each in measured}
     eager_s = 1 / rates[PLAIN] if rates.get(PLAIN) else eager_image_s

@@ -195,6 +195,28 @@ def test_what_was_measured_is_kept_for_later_jobs(folder: Path, cache: Path, mon
     assert fastest(folder, **wanted).source == "kept"
 
 
+@pytest.mark.usefixtures("openvino_in_bfloat16")
+def test_where_openvino_cannot_compile_eager_lower_precision_is_measured(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backbone, asked = load_backbone("timm/test_resnet", **NET), []
+
+    def rates(backbone: Any, choice: Any, pictures: Any, options: Any, *_: Any) -> ForwardRates:
+        asked.append(list(map(str, options)))
+        good = [Measured(way, 10.0 if way == PLAIN else 30.0) for way in options if way.engine == "eager"]
+        return ForwardRates([*good, *(Measured(way, why_not="no") for way in options if way.engine != "eager")], True)
+
+    monkeypatch.setattr(tuning, "forward_rates", rates)
+    monkeypatch.setattr(tuning, "_PAYS_FROM_S", {"openvino": 0.0})
+    monkeypatch.setattr(tuning, "_job_s", lambda accepted, *_: 1 / accepted.measured.images_per_s)
+    best = fastest(folder, backbone=backbone, decode="exact").settings[0]
+    assert (best["precision"], best["compile"]) == ("bfloat16", "off")
+    assert asked == [["float32, eager", "float32, openvino", "bfloat16, openvino"], ["bfloat16, eager"]]
+    with pytest.raises(InputError, match="bfloat16, openvino: no"):
+        fastest(folder, backbone=backbone, precision="bfloat16", compile="openvino", decode="exact")
+    assert asked[2:] == [["bfloat16, openvino"]]
+
+
 @pytest.mark.usefixtures("measured_at_once")
 def test_an_order_that_is_not_sure_is_not_kept(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     backbone = load_backbone("timm/test_resnet", **NET)
