@@ -37,8 +37,9 @@ __all__ = [
     "forward_rates",
 ]
 
-_TIMED, _TIMED_PER_CORE = 16, 8  # pictures per timed forward on a CPU; more take longer and give the same rate
-_EAGER_PER_CORE = 2  # the same for eager forwards: all cores compute each layer of a picture together
+_COMPARED, _COMPARED_PER_CORE = 16, 8  # pictures compared on a CPU
+# Pictures per core in a timed forward: two chunks for each core; eager forwards use all cores for each picture.
+_TIMED_PER_CORE, _EAGER_PER_CORE = 4, 2
 
 
 @dataclass(frozen=True)
@@ -176,16 +177,16 @@ def forward_rates(
 
 
 def enough_pictures(device: torch.device, batch_size: int) -> int:
-    """Return the number of pictures that suffices to time a forward."""
-    return min(batch_size, max(_TIMED, _TIMED_PER_CORE * defaults.CORES)) if device.type == "cpu" else batch_size
+    """Return the number of pictures that suffices to compare and to time a forward."""
+    return min(batch_size, max(_COMPARED, _COMPARED_PER_CORE * defaults.CORES)) if device.type == "cpu" else batch_size
 
 
 def _rates_in_turn(
     backbone: Backbone, choice: Choice, pictures: Tensor, options: list[ComputeOption], min_cosine: float,
     fast: Tensor | None, refused_too: bool,
 ) -> ForwardRates:  # fmt: skip
-    timed = pictures[: enough_pictures(backbone.device, len(pictures))]
-    timed_eager = timed[: _EAGER_PER_CORE * defaults.CORES] if backbone.device.type == "cpu" else timed
+    on_cpu, cores = backbone.device.type == "cpu", defaults.CORES
+    timed, timed_eager = ((pictures[: cores * n] if on_cpu else pictures) for n in (_TIMED_PER_CORE, _EAGER_PER_CORE))
     measured: dict[ComputeOption, Measured] = {}
     ways: dict[ComputeOption, Callable[[], float]] = {}
     # Otherwise memory that is freed between the turns of eager forwards is mapped again in each turn.

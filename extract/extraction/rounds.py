@@ -18,8 +18,8 @@ __all__ = ["SAME", "Rounds", "in_rounds", "timed_s"]
 
 SAME = 1.02  # ratio of times that counts as none
 _AT_LEAST, _ENOUGH = 3, 5  # rounds; so many if all ways are clearly slower than one, and so many if not
-_CLEARLY = 2.0
-_AT_MOST_S = 4.0
+_CLEARLY = 1.5
+_AT_MOST_S = 8.0
 
 # 99.5 % quantiles of Student's t distribution with 2, 3, ... degrees of freedom; the last is for all larger ones. The
 # interval is looked at after each round, which a smaller one would not bear.

@@ -279,13 +279,13 @@ class Tuned:
         settings: settings of each accepted option, the fastest first: `precision`, `compile`, `decode` and `batch_size`
             as `extract_features` takes them.
         measured: the measurements; empty if there are none.
-        source: "measured" now; "kept" from an earlier measurement; "resumed": the settings of existing rows; "short":
-            the job is too short for a measurement.
+        source: "measured" now; "unsure": measured now, but the order is not sure, and nothing is kept; "kept" from an
+            earlier measurement; "resumed": the settings of existing rows; "short": the job is too short to measure.
     """
 
     settings: list[dict[str, Any]]
     measured: list[Measured]
-    source: Literal["measured", "kept", "resumed", "short"]
+    source: Literal["measured", "unsure", "kept", "resumed", "short"]
 
 
 def fastest(
@@ -344,7 +344,7 @@ def fastest(
     both_ways = decode == "fast" or (decode is None and preprocessing.can_be_faster)
     what = {"options": list(map(str, options)), "both_ways": both_ways, "batch_size": batch_size, "cosine": min_cosine}
     measurements = kept_measurements(backbone, choice, what)
-    source: Literal["kept", "measured"] = "measured" if measurements is None else "kept"
+    source: Literal["kept", "measured", "unsure"] = "kept"
     if measurements is None:
         pays_from_s = _PAYS_FROM_S[default_engine(backbone.device, "float32")]
         eager_image_s = _eager_image_s(backbone, choice, len(listed), pays_from_s)
@@ -355,6 +355,7 @@ def fastest(
         measurements, is_sure = _measurements(
             listed, backbone, choice, options, batch_size, fallbacks, min_cosine, max_pixels, both_ways, eager_image_s
         )
+        source = "measured" if is_sure else "unsure"
         if is_sure:
             keep_measurements(backbone, choice, what, measurements)
     size = measurements.batch_size

@@ -116,6 +116,7 @@ def plan_of(
 
 _SOURCES = {
     "measured": "measured; kept for later jobs",
+    "unsure": "measured; not kept, since the machine is too busy to be sure of the order",
     "kept": "measured by an earlier job",
     "short": "this job is too short to measure the options",
     "resumed": "the settings of the stored rows",

@@ -33,7 +33,7 @@ from typing import Any
 BACKBONES = ("bundled/efficientnet_lite0", "torchvision/resnet18", "torchvision/resnet50")
 VARIANTS = {"strict": ["--compile", "off"], "compiled": ["--compile", "on"], "fast": ["--fast"]}
 SUFFIXES = {".jpg", ".jpeg", ".png"}
-SOURCES = {"measured;": "measured", "measured by": "kept", "too short": "short"}
+SOURCES = {"measured; kept": "measured", "measured; not kept": "unsure", "measured by": "kept", "too short": "short"}
 NEIGHBOUR = """
 import random, sys, time
 source = random.Random(int(sys.argv[1]))

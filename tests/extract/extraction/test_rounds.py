@@ -38,7 +38,7 @@ def test_on_a_quiet_machine_clear_orders_take_three_rounds_and_others_five() -> 
     assert (times, is_sure) == (pytest.approx([1.0, 0.5, 0.2]), True)
     assert machine.runs == [1.0, 0.5, 0.2, 0.2, 0.5, 1.0, 1.0, 0.5, 0.2]
     machine = Machine()
-    assert _rounds(machine, 0.3, 0.5) == (pytest.approx([0.3, 0.5]), True)
+    assert _rounds(machine, 0.4, 0.5) == (pytest.approx([0.4, 0.5]), True)
     assert len(machine.runs) == 10
 
 
@@ -59,7 +59,7 @@ def test_beside_a_noisy_neighbour_the_fastest_is_that_of_a_quiet_machine(seed: i
     assert is_sure
     assert min(times) == times[2]
     assert 1.7 < times[3] / times[2] < 4.2  # after three rounds, a burst may have met each turn of a clear loser
-    assert min(times[:2]) > times[3]
+    assert min(times[:2]) > 1.7 * times[2]
 
 
 def test_a_way_that_is_surely_slower_is_not_timed_to_the_end() -> None:

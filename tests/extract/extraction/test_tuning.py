@@ -222,7 +222,7 @@ def test_an_order_that_is_not_sure_is_not_kept(folder: Path, cache: Path, monkey
     backbone = load_backbone("timm/test_resnet", **NET)
     rates = ForwardRates([Measured(PLAIN, 10.0)], False)
     monkeypatch.setattr(tuning, "forward_rates", lambda *_, **__: rates)
-    assert fastest(folder, backbone=backbone, decode="exact").source == "measured"
+    assert fastest(folder, backbone=backbone, decode="exact").source == "unsure"
     assert not cache.exists()
 
 
