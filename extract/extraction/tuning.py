@@ -63,8 +63,8 @@ _BATCH_SIZES = {"cpu": (8, 16, 32, 64, 128), "gpu": (32, 64, 128, 256, 512, 1024
 _DECODED_IN_TURN = 4  # images decoded each way in a round
 _DECODING_S = 1.0
 
-# Seconds of eager forwards from which a job is measured if nothing is kept. Measuring takes about 4 s with OpenVINO, of
-# which 2 s compile a program that the job uses; with inductor, a minute or more.
+# Seconds of eager forwards from which a job is measured if nothing is kept. With OpenVINO, compiling takes most of the
+# time of measuring, 2 to 3 s, and the job uses the program; with inductor, it takes a minute or more.
 _PAYS_FROM_S = {"openvino": 10.0, "inductor": 120.0}
 
 

@@ -150,6 +150,7 @@ def test_where_the_first_batch_refuses_the_fastest_the_next_one_is_taken(
         assert found.fingerprint == expected.fingerprint
         assert np.array_equal(found["embedding"][:], expected["embedding"][:])
 
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other-cache"))  # the first measurements are kept
     monkeypatch.setattr(tuning, "forward_rates", lambda *_, **__: ForwardRates([lower], True))
     result = CliRunner().invoke(main, ["embed", *flags, "--fast", "-o", str(tmp_path / "none")])
     assert result.exit_code == 1
