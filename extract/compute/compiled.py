@@ -17,14 +17,17 @@ from torch import Tensor
 
 from extract import defaults
 from extract.backbones import LoadedBackbone
+from extract.compute.computation_digest import computation_digest
 from extract.compute.exported_graph import graph_of
 from extract.compute.feature_choice import Choice
 from extract.compute.forward import DeviceForward, Forward, Values
+from extract.compute.kept_programs import keep_program, load_program, program_is_kept, program_name
 from extract.compute.transfers import Pinned
 from extract.errors import LayertapError, first_line
 from extract.system.optional_libraries import library
+from extract.system.torch_state import evaluating
 
-__all__ = ["compiled", "openvino", "openvino_computes_in"]
+__all__ = ["compiled", "openvino", "openvino_computes_in", "program_kept_for", "sharing_graphs"]
 
 _FIRST_CALLS = {"cpu": 1, "cuda": 2}  # inductor compiles in the first call; the second may record a CUDA graph
 _CHUNK = 2  # images per inference request; few, so that activations stay in a core's cache
@@ -117,6 +120,7 @@ class _ByInductor(DeviceForward):
         except Exception as error:  # a compiler may fail in any way
             raise _cannot(self._backbone, "inductor", error) from error
         self.compiling_s += time.perf_counter() - before
+        self.starting_again_s = self.compiling_s
         return function
 
 
@@ -192,18 +196,18 @@ class _ByOpenVino(Forward):
 
     def _compile(self, images: Tensor) -> Any:
         before, ov = time.perf_counter(), openvino()
-        wanted = {"float32": "f32", "bfloat16": "bf16"}[self._precision]
-        settings = {
-            "INFERENCE_PRECISION_HINT": wanted,
-            "INFERENCE_NUM_THREADS": torch.get_num_threads(),
-            "NUM_STREAMS": self._streams,
-            # Off if other processes use the remaining cores: each process would pin its threads to the first cores.
-            "ENABLE_CPU_PINNING": torch.get_num_threads() >= defaults.CORES,
-        }
-        chunk = self._as_chunk(images[: self._chunk])
+        wanted, settings = _PRECISION_HINTS[self._precision], self._settings()
+        chunk, core = self._as_chunk(images[: self._chunk]), ov.Core()
+        digest = self._digest(chunk)
+        name = program_name(digest, self._backbone, settings) if digest else ""
+        program, converting_s = load_program(core, name, settings) if name else None, 0.0
         try:
-            graph = graph_of(self._backbone, self._choice, self._dtype, "float32", torch.from_numpy(chunk))
-            program = ov.Core().compile_model(ov.convert_model(graph), "CPU", settings)
+            if program is None:
+                start = time.perf_counter()
+                program = core.compile_model(self._converted(chunk, digest), "CPU", settings)
+                converting_s = time.perf_counter() - start
+                if not (name and keep_program(program, name)):
+                    converting_s = 0.0  # a later start takes this time, too
             program.create_infer_request().infer({0: chunk})
         except Exception as error:  # a compiler may fail in any way
             raise _cannot(self._backbone, "openvino", error) from error
@@ -212,8 +216,64 @@ class _ByOpenVino(Forward):
             raise LayertapError(
                 f"OpenVINO cannot compute in {self._precision} on this CPU", hint="use --precision float32"
             )
-        self.compiling_s += time.perf_counter() - before
+        seconds = time.perf_counter() - before
+        self.compiling_s += seconds
+        self.starting_again_s = seconds - converting_s
         return program
+
+    def _settings(self) -> dict[str, Any]:
+        """Return the settings of the compiler."""
+        return {
+            "INFERENCE_PRECISION_HINT": _PRECISION_HINTS[self._precision],
+            "INFERENCE_NUM_THREADS": torch.get_num_threads(),
+            "NUM_STREAMS": self._streams,
+            # Off if other processes use the remaining cores: each process would pin its threads to the first cores.
+            "ENABLE_CPU_PINNING": torch.get_num_threads() >= defaults.CORES,
+        }
+
+    def _digest(self, chunk: NDArray[Any]) -> bytes | None:
+        return computation_digest(self._backbone, self._choice, self._dtype, "float32", torch.from_numpy(chunk))
+
+    def is_kept(self, images: Tensor) -> bool:
+        """Return whether a program for batches like `images` is kept from an earlier run."""
+        digest = self._digest(self._as_chunk(images[: self._chunk]))
+        return digest is not None and program_is_kept(program_name(digest, self._backbone, self._settings()))
+
+    def _converted(self, chunk: NDArray[Any], digest: bytes | None) -> Any:
+        """Return the computation as a graph of OpenVINO."""
+        if _CONVERTED is not None and digest in _CONVERTED:
+            return _CONVERTED[digest]
+        graph = graph_of(self._backbone, self._choice, self._dtype, "float32", torch.from_numpy(chunk))
+        converted = openvino().convert_model(graph)
+        if _CONVERTED is not None and digest is not None:
+            _CONVERTED[digest] = converted
+        return converted
+
+
+_PRECISION_HINTS = {"float32": "f32", "bfloat16": "bf16"}
+_CONVERTED: dict[bytes, Any] | None = None  # digest -> graph, inside `sharing_graphs`
+
+
+@contextlib.contextmanager
+def sharing_graphs() -> Iterator[None]:
+    """Context manager: OpenVINO compiles several precisions of a computation from one graph, converted once.
+
+    Converting takes most of the time of a start. The graph holds a copy of the weights, so it is released at the end.
+    """
+    global _CONVERTED
+    before, _CONVERTED = _CONVERTED, {}
+    try:
+        yield
+    finally:
+        _CONVERTED = before
+
+
+def program_kept_for(
+    backbone: LoadedBackbone, choice: Choice, dtype: str, precision: str, batch_size: int, images: Tensor
+) -> bool:
+    """Return whether a program of OpenVINO is kept from an earlier run; arguments as in `compiled`, and a batch."""
+    with evaluating(backbone.model):
+        return _ByOpenVino(backbone, choice, dtype, precision, batch_size).is_kept(images)
 
 
 def _filled(images: Tensor, count: int) -> Tensor:

@@ -69,6 +69,7 @@ def plan(
     out: str | os.PathLike[str],
     backbone: Backbone,
     settings: ExtractionSettings,
+    choice: Choice | None = None,
 ) -> Plan:
     """List the images if needed, and choose the features of the layers by trial forwards. Nothing is written.
 
@@ -77,6 +78,7 @@ def plan(
         out: folder of the data set, or its URL.
         backbone: loaded backbone.
         settings: settings of the run.
+        choice: the features of the layers, if they are known.
     """
     out, recorded = os.fspath(out), settings.recorded()
     configuration = {
@@ -94,8 +96,9 @@ def plan(
     backbone = replace(backbone, preprocessing=preprocessing)
     existing, _ = _existing(out)
     engine = _engine(settings.compile, precision, backbone, out)
-    with evaluating(backbone.model), full_float32():
-        choice = choose_features(backbone, settings.layer_list)
+    if choice is None:
+        with evaluating(backbone.model), full_float32():
+            choice = choose_features(backbone, settings.layer_list)
     computed_in = precision if precision == "float32" else _lower_precision(precision, engine)
     stored = [
         StoredFeature(

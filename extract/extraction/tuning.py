@@ -1,140 +1,71 @@
-"""Measure the speed of decoding, and of the forward with each precision and engine, on this machine.
+"""Choose how to compute features on this machine: measured once for a backbone, and kept.
 
 Usage:
 
-    settings, measured = fastest("photos", backbone=backbone)
-    extract_features("photos", out="outputs/photos", backbone=backbone, **settings[0])
+    tuned = fastest("photos", backbone=backbone)
+    extract_features("photos", out="outputs/photos", backbone=backbone, **tuned.settings[0])
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import math
 import os
 import statistics
-import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from extract import defaults
 from extract.backbones.preprocessing import Preprocessing
-from extract.compute.agreement import Agreement, agreement, refusal
 from extract.compute.backbone import Backbone
-from extract.compute.backends import default_engine, engine_for, open_forward
+from extract.compute.backends import default_engine, open_forward
 from extract.compute.feature_choice import Choice, choose_features
-from extract.errors import InputError, first_line
+from extract.errors import InputError, LayertapError
+from extract.extraction.forward_rates import (
+    PLAIN,
+    ComputeOption,
+    Measured,
+    compute_options,
+    eager_instead,
+    enough_pictures,
+    forward_rates,
+)
+from extract.extraction.kept_measurements import Measurements, keep_measurements, kept_measurements
 from extract.extraction.plan import settings_of_existing
-from extract.extraction.settings import PRECISIONS
-from extract.extraction.validation import decoded_both_ways
+from extract.extraction.rounds import SAME, in_rounds, timed_s
+from extract.extraction.validation import FIRST_DECODED, decoded_both_ways
 from extract.images import Batch, Decoding, ImageList, list_images, load_batches
 from extract.row_status import Status
 from extract.system.torch_state import evaluating, full_float32
 
 __all__ = [
-    "ComputeOption",
-    "Measured",
+    "Accepted",
+    "Tuned",
     "batch_rates",
     "best_batch_size",
-    "compute_options",
     "decode_rate",
+    "decode_seconds",
     "fastest",
-    "forward_rates",
     "pictures_of",
     "ranked",
 ]  # fmt: skip
 
 _AT_LEAST_S = 1.0  # total of repeated forwards, after an untimed one; a longer forward is timed once
-_TIMED, _TIMED_PER_CORE = 16, 8  # pictures per timed forward on a CPU; more take longer and give the same rate
 _DIFFERENT = 128  # pictures decoded at most to measure forwards; larger batches repeat them
 _GAIN, _WORTHWHILE = 1.03, 1.1  # required speed-up of a larger batch, and of a size other than the default
 _BATCH_SIZES = {"cpu": (8, 16, 32, 64, 128), "gpu": (32, 64, 128, 256, 512, 1024)}
+_DECODED_IN_TURN = 4  # images decoded each way in a round
+_DECODING_S = 1.0
 
-
-@dataclass(frozen=True)
-class ComputeOption:
-    """How to compute features: a precision and an engine."""
-
-    precision: str
-    engine: str
-
-    @property
-    def compile(self) -> str:
-        """The engine as the argument `compile` of `extract_features`."""
-        return "off" if self.engine == "eager" else self.engine
-
-    def __str__(self) -> str:
-        return f"{self.precision}, {self.engine}"
-
-
-_PLAIN = ComputeOption("float32", "eager")
-
-
-@dataclass(frozen=True)
-class Measured:
-    """A forward that was timed.
-
-    Attributes:
-        way: precision and engine of the forward.
-        images_per_s: rate for batches in memory; 0 if the forward failed or was not timed.
-        start_s: seconds until the first batch was computed, including compilation.
-        agreement: feature -> agreement with eager float32.
-        decoding: feature -> agreement of fast decoded images with eager float32 of exactly decoded ones; empty without
-            fast decoding.
-        why_not: why the option is refused; empty if it is accepted.
-        why_not_fast: why it is refused with fast decoding; empty if it is accepted, or without fast decoding.
-    """
-
-    way: ComputeOption
-    images_per_s: float = 0.0
-    start_s: float = 0.0
-    agreement: dict[str, Agreement] = field(default_factory=dict)
-    decoding: dict[str, Agreement] = field(default_factory=dict)
-    why_not: str = ""
-    why_not_fast: str = ""
-
-    @property
-    def decode(self) -> str:
-        """The faster accepted decoding, "fast" or "exact"."""
-        return "fast" if self.decoding and not self.why_not_fast else "exact"
-
-
-def compute_options(
-    device: torch.device, *, precision: str | None = None, compile: str | None = None, thorough: bool = False
-) -> list[ComputeOption]:
-    """Return the compute options of a device, float32 first.
-
-    Args:
-        device: device of the backbone.
-        precision: only this precision; None: any.
-        compile: only the engine of this value, see `extract_features`; None or "auto": any.
-        thorough: also the option that is seldom the fastest and slow to compile: inductor on a CPU that has OpenVINO.
-
-    Raises:
-        UnknownNameError: `compile` has no such value.
-        InputError: `compile` does not support the device or `precision`.
-    """
-    options = []
-    by_openvino = default_engine(device, "float32") == "openvino"
-    for candidate in [precision] if precision else PRECISIONS[: 2 if device.type == "cpu" else 3]:
-        if compile not in (None, "auto"):
-            try:
-                options.append(ComputeOption(candidate, engine_for(str(compile), device, candidate)))
-            except InputError:
-                if precision or candidate == "float32":
-                    raise
-            continue
-        engines = ["eager", "openvino"] if default_engine(device, candidate) == "openvino" else ["eager"]
-        if thorough or not by_openvino:
-            engines.append("inductor")
-        options += [ComputeOption(candidate, engine) for engine in engines]
-    return options
+# Seconds of eager forwards from which a job is measured if nothing is kept. With OpenVINO, compiling takes most of the
+# time of measuring, 2 to 3 s, and the job uses the program; with inductor, it takes a minute or more.
+_PAYS_FROM_S = {"openvino": 10.0, "inductor": 120.0}
 
 
 def pictures_of(
@@ -187,34 +118,71 @@ def decode_rate(
     images: ImageList, preprocessing: Preprocessing, count: int, max_pixels: int = defaults.MAX_PIXELS
 ) -> float:
     """Return the images per second that one core reads, decodes and preprocesses."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as in a worker
-    try:
+    with _one_thread():
         good = int((_decoded(images, preprocessing, count, max_pixels).status == Status.OK).sum())
         return good / _median_s(functools.partial(_decoded, images, preprocessing, count, max_pixels))
+
+
+def decode_seconds(
+    images: ImageList, preprocessing: Preprocessing, max_pixels: int = defaults.MAX_PIXELS, *, both_ways: bool = False
+) -> dict[str, float]:
+    """Return "exact" (and "fast", if both ways) -> seconds of one core for an image, measured in turn.
+
+    Raises:
+        InputError: see `pictures_of`.
+    """
+    ways = {"exact": preprocessing, **({"fast": preprocessing.faster()} if both_ways else {})}
+
+    def decode(way: Preprocessing) -> float:
+        return timed_s(functools.partial(_decoded, images, way, _DECODED_IN_TURN, max_pixels))
+
+    count = min(_DECODED_IN_TURN, len(images))
+    with _one_thread():
+        for way in ways.values():  # the first time, libraries are imported
+            decode(way)
+        rounds = in_rounds({name: functools.partial(decode, way) for name, way in ways.items()}, _DECODING_S)
+    return {name: rounds.time_s(name) / count for name in ways}
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Context manager: let PyTorch use one thread, as in a worker."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
     finally:
         torch.set_num_threads(threads)
 
 
-def batch_rates(backbone: Backbone, choice: Choice, pictures: Tensor) -> dict[int, float]:
-    """Return batch size -> images per second, eager in float32, for the batch sizes that fit into memory.
+def batch_rates(
+    backbone: Backbone, choice: Choice, pictures: Tensor, option: ComputeOption = PLAIN
+) -> dict[int, float]:
+    """Return batch size -> images per second with an option, for the batch sizes that fit into memory.
 
     Args:
         backbone: loaded backbone.
         choice: features to compute.
         pictures: stacked results of `Preprocessing.cpu_transform`; repeated for larger batches.
+        option: how to compute.
 
     Raises:
         InputError: memory is insufficient for the smallest batch size.
+        LayertapError: see `open_forward`.
     """
     rates: dict[int, float] = {}
     for size in _BATCH_SIZES["cpu" if backbone.device.type == "cpu" else "gpu"]:
         batch = _repeated(pictures, size)
-        with open_forward(backbone, choice, "float32") as forward:
-            forward(batch)
-            if forward.images_at_once:  # memory is insufficient for the whole batch
-                break
-            rates[size] = size / _median_s(functools.partial(forward, batch))
+        try:
+            with open_forward(backbone, choice, "float32", option.precision, option.engine, size) as forward:
+                forward(batch)
+                if forward.images_at_once:  # memory is insufficient for the whole batch
+                    break
+                rates[size] = size / _median_s(functools.partial(forward, batch))
+        except LayertapError:  # compiled code is not computed in parts
+            if not rates:
+                raise
+            break
     if not rates:
         raise InputError(f"insufficient memory on {backbone.device} for {size} images at once")
     return rates
@@ -231,103 +199,93 @@ def best_batch_size(rates: dict[int, float]) -> int:
     return next(size for size, rate in rates.items() if rate * _GAIN >= most)
 
 
-def forward_rates(
-    backbone: Backbone,
-    choice: Choice,
-    pictures: Tensor,
-    options: Iterable[ComputeOption],
-    min_cosine: float = defaults.MIN_COSINE,
-    fast: Tensor | None = None,
-    *,
-    refused_too: bool = False,
-) -> list[Measured]:
-    """Time forwards of one batch, and compare their features with the reference.
-
-    Args:
-        backbone: loaded backbone.
-        choice: features to compute.
-        pictures: batch from `pictures_of`, all of which is compared.
-        options: options to time.
-        min_cosine: lowest accepted cosine of a feature in lower precision or of a fast decoded image.
-        fast: the same pictures decoded fast; None without fast decoding.
-        refused_too: also time options that are refused.
-    """
-    options = list(options)
-    measured = []
-    timed = pictures[: _enough(backbone.device, len(pictures))]
-    with open_forward(backbone, choice, "float32") as plain:
-        start = time.perf_counter()
-        expected = plain(pictures)
-        start_s = time.perf_counter() - start
-        if _PLAIN in options:
-            options.remove(_PLAIN)
-            decoding = {} if fast is None else agreement(plain(fast), expected)
-            rate = len(timed) / _median_s(functools.partial(plain, timed))
-            why_not = refusal(decoding, min_cosine)
-            measured.append(Measured(_PLAIN, rate, start_s, decoding=decoding, why_not_fast=why_not))
-    for option in options:
-        try:
-            start = time.perf_counter()
-            with open_forward(backbone, choice, "float32", option.precision, option.engine, len(timed)) as forward:
-                agreements = agreement(forward(pictures), expected)
-                start_s = time.perf_counter() - start
-                decoding = {} if fast is None else agreement(forward(fast), expected)
-                why_not = refusal(agreements, None if option.precision == "float32" else min_cosine)
-                rate = 0.0
-                if refused_too or not why_not:
-                    rate = len(timed) / _median_s(functools.partial(forward, timed))
-        except Exception as error:  # a compiler may fail in any way
-            measured.append(Measured(option, why_not=first_line(error)))
-            continue
-        finally:
-            _free(option, backbone.device)
-        measured.append(Measured(option, rate, start_s, agreements, decoding, why_not, refusal(decoding, min_cosine)))
-    return measured
-
-
-def _enough(device: torch.device, batch_size: int) -> int:
-    """Return the number of pictures that suffices to time a forward."""
-    return min(batch_size, max(_TIMED, _TIMED_PER_CORE * defaults.CORES)) if device.type == "cpu" else batch_size
-
-
-def _free(option: ComputeOption, device: torch.device) -> None:
-    """Release the memory of a forward that is no longer needed."""
-    if option.engine == "inductor":
-        torch.compiler.reset()
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
 def _median_s(call: Callable[[], object]) -> float:
     times: list[float] = []
     while not times or sum(times) < _AT_LEAST_S:
-        start = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - start)
+        times.append(timed_s(call))
     return statistics.median(times)
 
 
-def ranked(measured: Iterable[Measured], n_images: float = math.inf, decode: str | None = None) -> list[Measured]:
-    """Return the accepted options, ordered by the time for `n_images` images including compilation.
+class Accepted(NamedTuple):
+    """An option that agrees with the reference, and the decoding of images with it: "exact" or "fast"."""
+
+    measured: Measured
+    decode: str
+
+
+def ranked(
+    measurements: Measurements,
+    n_images: float = math.inf,
+    decode: str | None = None,
+    batch_size: int = defaults.BATCH_SIZE,
+) -> list[Accepted]:
+    """Return the accepted options by the estimated time of a run, the shortest first.
+
+    Of options that differ by at most 2 %, the one that is measured first comes first: eager before compiled, float32
+    before lower precision, exact before fast decoding. So noise does not decide.
 
     Args:
-        measured: results of `forward_rates`.
-        n_images: number of images to compute.
-        decode: "fast": only options accepted with fast decoding.
+        measurements: rates of the forwards and of decoding.
+        n_images: number of images to compute; infinite: the time of a start does not count.
+        decode: only options with this decoding; None: either.
+        batch_size: images per batch, the first of which is also computed by the reference.
 
     Raises:
         InputError: no option is accepted.
     """
-    good, refused = [], []
-    for measurement in measured:
-        if why_not := measurement.why_not or (measurement.why_not_fast if decode == "fast" else ""):
-            refused.append(f"{measurement.way}: {why_not}")
-        else:
-            good.append(measurement)
+    good: list[Accepted] = []
+    refused = []
+    for measured in measurements.measured:
+        why_not = measured.why_not or (measured.why_not_fast if decode == "fast" else "")
+        if why_not:
+            refused.append(f"{measured.way}: {why_not}")
+            continue
+        good += [Accepted(measured, "exact")] if decode != "fast" else []
+        fast_agrees = bool(measured.decoding) and not measured.why_not_fast
+        good += [Accepted(measured, "fast")] if decode == "fast" or (decode is None and fast_agrees) else []
     if not good:
         raise InputError("every requested compute option was rejected:\n  " + "\n  ".join(refused))
-    return sorted(good, key=lambda accepted: 1 / accepted.images_per_s + accepted.start_s / n_images)
+    left = [(_job_s(accepted, measurements, n_images, batch_size), accepted) for accepted in good]
+    order = []
+    while left:
+        shortest = min(seconds for seconds, _ in left)
+        first = next(position for position, (seconds, _) in enumerate(left) if seconds <= SAME * shortest)
+        order.append(left.pop(first)[1])
+    return order
+
+
+def _job_s(accepted: Accepted, measurements: Measurements, n_images: float, batch_size: int) -> float:
+    """Return the estimated seconds of a run; of one image, if there are infinitely many."""
+    measured, decode_s = accepted.measured, measurements.decode_s
+    forward_s = 1 / measured.images_per_s
+    decoding_s = decode_s.get(accepted.decode, 0.0) / defaults.CORES
+    # On a CPU, decoding and the forward share the cores.
+    image_s = forward_s + decoding_s if measurements.on_cpu else max(forward_s, decoding_s)
+    if math.isinf(n_images):
+        return image_s
+    start_s = measured.starting_again_s
+    if measured.way != PLAIN:
+        start_s += min(n_images, batch_size) * measurements.eager_s
+    if accepted.decode == "fast":  # the first images are decoded and computed in both ways
+        start_s += min(n_images, FIRST_DECODED) * (sum(decode_s.values()) + measurements.eager_s + forward_s)
+    return start_s + n_images * image_s
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """How to compute a job.
+
+    Attributes:
+        settings: settings of each accepted option, the fastest first: `precision`, `compile`, `decode` and `batch_size`
+            as `extract_features` takes them.
+        measured: the measurements; empty if there are none.
+        source: "measured" now; "unsure": measured now, but the order is not sure, and nothing is kept; "kept" from an
+            earlier measurement; "resumed": the settings of existing rows; "short": the job is too short to measure.
+    """
+
+    settings: list[dict[str, Any]]
+    measured: list[Measured]
+    source: Literal["measured", "unsure", "kept", "resumed", "short"]
 
 
 def fastest(
@@ -335,6 +293,7 @@ def fastest(
     *,
     backbone: Backbone,
     layers: str | Sequence[str] = defaults.LAYERS,
+    choice: Choice | None = None,
     out: str | os.PathLike[str] | None = None,
     batch_size: int | None = None,
     precision: str | None = None,
@@ -343,16 +302,21 @@ def fastest(
     min_cosine: float = defaults.MIN_COSINE,
     limit: int | None = None,
     max_pixels: int = defaults.MAX_PIXELS,
-) -> tuple[list[dict[str, Any]], list[Measured]]:
+    on_measuring: Callable[[], None] = lambda: None,
+) -> Tuned:
     """Return the options to compute features of these images that agree with the reference, the fastest first.
 
     They are compared on a few images only. A run compares its whole first batch, and raises `DisagreementError` before
     anything is stored if an option disagrees; then use the next option.
 
+    Measurements are kept in the user's cache folder, and taken from there for later jobs with the same backbone and
+    layers. A job that is too short to pay for them is computed in float32 on exactly decoded images.
+
     Args:
         images: see `extract_features`; the first images are computed with each option.
         backbone: loaded backbone.
         layers: see `extract_features`.
+        choice: the features of these layers, if they are known.
         out: data set to resume; if it has rows, their settings are returned and nothing is measured.
         batch_size: images per forward; None: the default on a CPU, measured on a GPU.
         precision: only this precision; None: any.
@@ -361,38 +325,80 @@ def fastest(
         min_cosine: lowest accepted cosine of features in lower precision or of fast decoded images.
         limit: maximum number of images.
         max_pixels: see `extract_features`.
-
-    Returns:
-        settings of each accepted option, at least one: `precision`, `compile`, `decode` and `batch_size` as
-        `extract_features` takes them; and the measurements.
+        on_measuring: called before options are measured.
 
     Raises:
         InputError: see `extract_features`; or no option agrees.
     """
+    asked = {"precision": precision, "compile": compile, "decode": decode, "batch_size": batch_size}
+    given = {name: value for name, value in asked.items() if value is not None}
     if out is not None and (existing := settings_of_existing(Path(out))):
-        asked = {"precision": precision, "compile": compile, "decode": decode, "batch_size": batch_size}
-        given = {name: value for name, value in asked.items() if value is not None}
-        return [{"batch_size": defaults.BATCH_SIZE, **existing, **given}], []
+        return Tuned([{"batch_size": defaults.BATCH_SIZE, **existing, **given}], [], "resumed")
     listed = list_images(images, limit) if isinstance(images, str | os.PathLike) else images
     options = compute_options(backbone.device, precision=precision, compile=compile)
+    fallbacks = [] if compile not in (None, "auto") else eager_instead(options)
     preprocessing = backbone.preprocessing
-    with evaluating(backbone.model), full_float32():
-        choice = choose_features(backbone, [layers] if isinstance(layers, str) else layers)
-    count = _enough(backbone.device, min(batch_size or defaults.BATCH_SIZE, len(listed)))
+    if choice is None:
+        with evaluating(backbone.model), full_float32():
+            choice = choose_features(backbone, [layers] if isinstance(layers, str) else layers)
     both_ways = decode == "fast" or (decode is None and preprocessing.can_be_faster)
-    pictures, fast = pictures_of(listed, preprocessing, count, max_pixels, both_ways=both_ways)
-    if backbone.device.type != "cpu":  # a GPU is timed with whole batches
-        batch_size = batch_size or best_batch_size(batch_rates(backbone, choice, pictures))
-        count = min(batch_size, len(listed))
-        pictures, fast = _repeated(pictures, count), None if fast is None else _repeated(fast, count)
-    measured = forward_rates(backbone, choice, pictures, options, min_cosine, fast)
+    what = {"options": list(map(str, options)), "both_ways": both_ways, "batch_size": batch_size, "cosine": min_cosine}
+    measurements = kept_measurements(backbone, choice, what)
+    source: Literal["kept", "measured", "unsure"] = "kept"
+    if measurements is None:
+        pays_from_s = _PAYS_FROM_S[default_engine(backbone.device, "float32")]
+        eager_image_s = _eager_image_s(backbone, choice, len(listed), pays_from_s)
+        if eager_image_s * len(listed) < pays_from_s:
+            plain = {"precision": "float32", "compile": "auto", "decode": "exact", "batch_size": defaults.BATCH_SIZE}
+            return Tuned([plain | given], [], "short")
+        on_measuring()
+        measurements, is_sure = _measurements(
+            listed, backbone, choice, options, batch_size, fallbacks, min_cosine, max_pixels, both_ways, eager_image_s
+        )
+        source = "measured" if is_sure else "unsure"
+        if is_sure:
+            keep_measurements(backbone, choice, what, measurements)
+    size = measurements.batch_size
     settings = [
         {
-            "precision": accepted.way.precision,
-            "compile": accepted.way.compile,
-            "decode": decode or accepted.decode,
-            "batch_size": batch_size or defaults.BATCH_SIZE,
+            "precision": measured.way.precision,
+            "compile": measured.way.compile,
+            "decode": decoded,
+            "batch_size": size,
         }
-        for accepted in ranked(measured, len(listed), decode)
+        for measured, decoded in ranked(measurements, len(listed), decode, size)
     ]
-    return settings, measured
+    return Tuned(settings, measurements.measured, source)
+
+
+def _eager_image_s(backbone: Backbone, choice: Choice, n_images: int, pays_from_s: float) -> float:
+    """Return the estimated seconds of an eager forward for an image, from one or two forwards of empty pictures."""
+    count = 2 if backbone.device.type == "cpu" else defaults.BATCH_SIZE
+    pictures = torch.zeros(count, *backbone.preprocessing.crop_px, 3, dtype=torch.uint8)
+    with open_forward(backbone, choice, "float32") as forward:
+        image_s = timed_s(functools.partial(forward, pictures)) / count
+        if image_s * n_images < pays_from_s:
+            return image_s
+        return min(image_s, timed_s(functools.partial(forward, pictures)) / count)  # the first may have been disturbed
+
+
+def _measurements(
+    images: ImageList, backbone: Backbone, choice: Choice, options: list[ComputeOption], batch_size: int | None,
+    fallbacks: list[ComputeOption], min_cosine: float, max_pixels: int, both_ways: bool, eager_image_s: float,
+) -> tuple[Measurements, bool]:  # fmt: skip
+    """Measure the options, and the fallbacks if no compiler is accepted; return whether the order is sure, too."""
+    preprocessing, on_cpu = backbone.preprocessing, backbone.device.type == "cpu"
+    count = enough_pictures(backbone.device, min(batch_size or defaults.BATCH_SIZE, len(images)))
+    pictures, fast = pictures_of(images, preprocessing, count, max_pixels, both_ways=both_ways)
+    if not on_cpu:  # a GPU is timed with whole batches
+        batch_size = batch_size or best_batch_size(batch_rates(backbone, choice, pictures))
+        count = min(batch_size, len(images))
+        pictures, fast = _repeated(pictures, count), None if fast is None else _repeated(fast, count)
+    measured, is_sure = forward_rates(backbone, choice, pictures, options, min_cosine, fast)
+    if fallbacks and all(each.why_not for each in measured if each.way.engine != "eager"):
+        more = forward_rates(backbone, choice, pictures, fallbacks, min_cosine, fast)
+        measured, is_sure = measured + more.measured, is_sure and more.is_sure
+    decode_s = decode_seconds(images, preprocessing, max_pixels, both_ways=both_ways)
+    rates = {each.way: each.images_per_s for each in measured}
+    eager_s = 1 / rates[PLAIN] if rates.get(PLAIN) else eager_image_s
+    return Measurements(measured, decode_s, eager_s, on_cpu, batch_size or defaults.BATCH_SIZE), is_sure

@@ -18,19 +18,23 @@ from torch import Tensor
 from extract.backbones.preprocessing import Preprocessing
 from extract.compute.agreement import Agreement, agreement, refusal
 from extract.compute.backends import default_engine, open_forward
+from extract.compute.compiled import program_kept_for
 from extract.compute.forward import B, Forward, Values
 from extract.compute.row_check import check_rows
 from extract.errors import DisagreementError, InputError, LayertapError, first_line
 from extract.extraction.plan import Plan
 from extract.images import Decoding, ImageList, load_batches
 from extract.row_status import Status
+from extract.system.json_files import Text, read_json_lines
 
-__all__ = ["Computation", "ValidatedForward", "decoded_both_ways", "validated_forward"]
+__all__ = ["FIRST_DECODED", "Computation", "ValidatedForward", "decoded_both_ways", "validated_forward"]
 
-# Number of images from which compiling pays: it takes OpenVINO about 3 s and inductor 10 to 60 s, and saves a tenth of
-# the work or more. The limit is in images, not seconds, so that the same job is computed in the same way every time.
-_PAYS_FROM = {"openvino": 3_000, "inductor": 50_000}
-_DECODED = 16  # images decoded both ways
+# Number of images from which compiling pays: it takes OpenVINO 2 to 3 s, or half a second if the program is kept, and
+# inductor 10 to 60 s. It saves 3 ms of each image or more. The limit is in images, not in seconds, so that noise does
+# not decide.
+_PAYS_FROM = {"openvino": 1_000, "inductor": 50_000}
+_PAYS_FROM_IF_KEPT = 250
+FIRST_DECODED = 16  # images decoded both ways
 
 
 @dataclass
@@ -136,7 +140,7 @@ class ValidatedForward:
     def _first(self, images: Tensor) -> Values:
         """Return the features of the first batch; decide how all others are computed."""
         plan, precision, start = self._plan, self._plan.settings.precision, time.perf_counter()
-        engine, why = _engine(plan)
+        engine, why = _engine(plan, images, self._has_stored_rows)
         plain_way = (engine, precision) == ("eager", "float32")
         preprocessing = plan.backbone.preprocessing
         pair = decoded_both_ways(plan.images, preprocessing, plan.settings.max_pixels) if preprocessing.fast else None
@@ -194,8 +198,7 @@ class ValidatedForward:
         # Features are compared in float32, whatever dtype is stored.
         plain = (engine, plan.settings.precision, plan.backbone.preprocessing.fast) == ("eager", "float32", False)
         dtype = plan.dataset.features[0].dtype if plain else "float32"
-        at_most = min(plan.settings.batch_size, plan.dataset.shard_rows)
-        opened = open_forward(plan.backbone, plan.choice, dtype, plan.settings.precision, engine, at_most)
+        opened = open_forward(plan.backbone, plan.choice, dtype, plan.settings.precision, engine, _largest_batch(plan))
         self.chosen = self._open_now.enter_context(opened)
         return self.chosen
 
@@ -208,18 +211,46 @@ class ValidatedForward:
         return why and f"in {self._plan.settings.precision} ({computation.engine}), {why}"
 
 
-def _engine(plan: Plan) -> tuple[str, str]:
-    """Return the engine and the reason, by the size of the whole data set: a resumed run uses the same engine."""
+def _largest_batch(plan: Plan) -> int:
+    return min(plan.settings.batch_size, plan.dataset.shard_rows)
+
+
+def _engine(plan: Plan, images: Tensor, has_stored_rows: bool) -> tuple[str, str]:
+    """Return the engine, and why it is not a compiler.
+
+    "auto" decides by the size of the whole data set and, in between, by whether the program is kept. A resumed run
+    takes the engine of the stored rows, so it gives the same bytes as an uninterrupted run.
+    """
     if plan.engine != "auto":
         return plan.engine, ""
-    best = default_engine(plan.backbone.device, plan.settings.precision)
-    if plan.dataset.n_rows < _PAYS_FROM[best]:
-        return "eager", f"compiling pays from {_PAYS_FROM[best]:,} images"
-    return best, ""
+    n_rows, precision = plan.dataset.n_rows, plan.settings.precision
+    best = default_engine(plan.backbone.device, precision)
+    if has_stored_rows and (stored := _engine_of_stored_rows(plan)):
+        return stored, "as the stored rows" if stored == "eager" else ""
+    if n_rows >= _PAYS_FROM[best]:
+        return best, ""
+    why = f"compiling pays from {_PAYS_FROM[best]:,} images"
+    if best != "openvino":
+        return "eager", why
+    size = _largest_batch(plan)
+    if n_rows >= _PAYS_FROM_IF_KEPT and program_kept_for(
+        plan.backbone, plan.choice, "float32", precision, size, images
+    ):
+        return best, ""
+    return "eager", f"{why}, or from {_PAYS_FROM_IF_KEPT:,} if the program is kept"
+
+
+def _engine_of_stored_rows(plan: Plan) -> str | None:
+    """Return the engine of the last run that computed rows; None if the data set does not tell."""
+    engine = None
+    shape = {"event": Text("computing"), "computation": {"engine": Text("eager|openvino|inductor")}}
+    for event in read_json_lines(plan.dataset.out / "runs.jsonl", shape):
+        engine = event["computation"]["engine"]
+    return engine
 
 
 def decoded_both_ways(
-    images: ImageList, preprocessing: Preprocessing, max_pixels: int, count: int = _DECODED
+    images: ImageList, preprocessing: Preprocessing, max_pixels: int, count: int = FIRST_DECODED
 ) -> tuple[Tensor, Tensor]:
     """Return the first images that can be decoded: (B, ...) decoded fast, and (B, ...) the same decoded exactly.
 

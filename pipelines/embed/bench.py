@@ -19,20 +19,12 @@ from extract import defaults
 from extract.compute.backbone import Backbone, load_backbone
 from extract.compute.feature_choice import choose_features
 from extract.errors import LayertapError
+from extract.extraction.forward_rates import PLAIN, ComputeOption, Measured, compute_options, forward_rates
+from extract.extraction.kept_measurements import Measurements
 from extract.extraction.plan import plan
 from extract.extraction.run import extract
 from extract.extraction.settings import ExtractionSettings
-from extract.extraction.tuning import (
-    ComputeOption,
-    Measured,
-    batch_rates,
-    best_batch_size,
-    compute_options,
-    decode_rate,
-    forward_rates,
-    pictures_of,
-    ranked,
-)  # fmt: skip
+from extract.extraction.tuning import batch_rates, best_batch_size, decode_rate, pictures_of, ranked
 from extract.images import ImageList, Images, list_images
 from extract.images.sources import ImageSource
 from extract.system.leftovers import temporary_folder
@@ -42,7 +34,8 @@ __all__ = ["Bench", "PipelineRate", "as_json", "bench", "print_bench"]
 
 _DECODED = 200  # images
 _WRITTEN_BYTES = 256 << 20
-_PIPELINE_S = 30.0  # approximate time of a run of the whole pipeline
+_PIPELINE_S = 20.0  # approximate time of a run of the whole pipeline
+_GAIN = 1.03  # required speed-up of a batch size or a number of workers other than the default
 _SYNTHETIC = 64  # images
 
 
@@ -53,12 +46,16 @@ class PipelineRate:
     Attributes:
         way: how the forward was computed.
         decode: "exact" or "fast".
+        batch_size: images per batch.
+        workers: processes that decode.
         images_per_s: rate over all images, without the time for comparing and compiling.
         bound: rate that decoding, forward and writing together allow on this machine.
     """
 
     way: ComputeOption
     decode: str
+    batch_size: int
+    workers: int
     images_per_s: float
     bound: float
 
@@ -74,10 +71,11 @@ class Bench:
         cores: cores of this machine that may be used.
         decode: "exact" and "fast" -> rate of a core.
         forward: rate of each option for batches in memory.
-        batches: batch size -> rate, eager, in float32.
+        batches: batch size -> rate of the forward with the fastest option.
         write: rate at which rows of these features reach the disk.
         row_bytes: bytes of a row of these features.
-        pipelines: the plain option, and the fastest option that agrees with it.
+        pipelines: the plain option; the fastest option that agrees with it; and this one with other batch sizes and
+            numbers of workers.
         recommended: flags for `layertap embed`.
     """
 
@@ -132,32 +130,60 @@ def bench(
         decode = {"exact": decode_rate(image_list, preprocessing, _DECODED)}
         if preprocessing.can_be_faster:
             decode["fast"] = decode_rate(image_list, preprocessing.faster(), _DECODED)
-        say("batch sizes")
-        batches = batch_rates(loaded, choice, pictures_of(image_list, preprocessing, defaults.BATCH_SIZE)[0])
-        batch_size = best_batch_size(batches)
-        pictures, fast = pictures_of(image_list, preprocessing, batch_size, both_ways=preprocessing.can_be_faster)
-        measured = []
-        for option in compute_options(loaded.device, thorough=thorough):
-            say(f"forward: {option}")
-            measured += forward_rates(loaded, choice, pictures, [option], fast=fast, refused_too=True)
+        pictures, fast = pictures_of(
+            image_list, preprocessing, defaults.BATCH_SIZE, both_ways=preprocessing.can_be_faster
+        )
+        say("forward")
+        options = compute_options(loaded.device, thorough=thorough)
+        measured = forward_rates(loaded, choice, pictures, options, fast=fast, refused_too=True).measured
+        plain = next(measurement for measurement in measured if measurement.way == PLAIN)
+        on_cpu = loaded.device.type == "cpu"
+        decode_s = {name: 1 / rate for name, rate in decode.items()}
+        best, best_decode = ranked(
+            Measurements(measured, decode_s, 1 / plain.images_per_s, on_cpu, defaults.BATCH_SIZE)
+        )[0]
+        say(f"batch sizes: {best.way}")
+        batches = batch_rates(loaded, choice, pictures, best.way)
         say("writing")
         row_bytes = sum(4 * int(np.prod(feature.shape)) for feature in choice.features)
         write = _write_rate(row_bytes)
-        plain, best = measured[0], ranked(measured)[0]
-        pipelines = []
-        for (option, decoding), measurement in {(plain.way, "exact"): plain, (best.way, best.decode): best}.items():
-            say(f"the whole pipeline: {option}, {decoding} decoding")
-            bound = _bound(measurement.images_per_s, decode[decoding], write, loaded.device.type == "cpu")
-            rate = _pipeline_rate(loaded, image_list, layers, option, decoding, batch_size, bound)
-            pipelines.append(PipelineRate(option, decoding, rate, bound))
+
+        def pipeline(measurement: Measured, decoding: str, batch_size: int, workers: int) -> PipelineRate:
+            how = f"{decoding} decoding, batches of {batch_size}, {workers} workers"
+            say(f"the whole pipeline: {measurement.way}, {how}")
+            bound = _bound(measurement.images_per_s, decode[decoding], write, on_cpu, workers)
+            settings = ExtractionSettings(
+                layers=layers, batch_size=batch_size, workers=workers, decode=decoding,
+                precision=measurement.way.precision, compile=measurement.way.compile,
+            )  # fmt: skip
+            rate = _pipeline_rate(loaded, image_list, settings, bound)
+            return PipelineRate(measurement.way, decoding, batch_size, workers, rate, bound)
+
+        pipelines = [pipeline(plain, "exact", defaults.BATCH_SIZE, defaults.WORKERS)]
+        fastest = pipelines[0]
+        if (best.way, best_decode) != (PLAIN, "exact"):
+            fastest = pipeline(best, best_decode, defaults.BATCH_SIZE, defaults.WORKERS)
+            pipelines.append(fastest)
+        # A forward alone does not show what a batch size or a worker costs the other stages.
+        for batch_size in {best_batch_size(batches)} - {defaults.BATCH_SIZE}:
+            pipelines.append(pipeline(best, best_decode, batch_size, defaults.WORKERS))
+            fastest = _faster(pipelines[-1], fastest)
+        for workers in {max(1, defaults.WORKERS // 2), min(defaults.CORES, 2 * defaults.WORKERS)} - {defaults.WORKERS}:
+            pipelines.append(pipeline(best, best_decode, fastest.batch_size, workers))
+            fastest = _faster(pipelines[-1], fastest)
     recommended = {
-        "batch_size": batch_size, "workers": defaults.WORKERS, "precision": best.way.precision,
-        "compile": best.way.compile, "decode": best.decode,
+        "batch_size": fastest.batch_size, "workers": fastest.workers, "precision": fastest.way.precision,
+        "compile": fastest.way.compile, "decode": fastest.decode,
     }  # fmt: skip
     return Bench(
         images or "noise, 500x375, as JPEG", backbone, str(loaded.device), defaults.CORES, decode, measured,
         batches, write, row_bytes, pipelines, recommended,
     )  # fmt: skip
+
+
+def _faster(other: PipelineRate, default: PipelineRate) -> PipelineRate:
+    """Return the other pipeline if it is clearly faster."""
+    return other if other.images_per_s > _GAIN * default.images_per_s else default
 
 
 @contextlib.contextmanager
@@ -188,28 +214,17 @@ def _write_rate(row_bytes: int) -> float:
         return _WRITTEN_BYTES / row_bytes / (time.perf_counter() - start)
 
 
-def _bound(forward: float, decode: float, write: float, on_cpu: bool) -> float:
+def _bound(forward: float, decode: float, write: float, on_cpu: bool, workers: int) -> float:
     """Return the rate that stages of these rates allow together; on a CPU, decoding and the forward share the cores."""
-    decoding = decode * min(defaults.CORES, defaults.WORKERS)
+    decoding = decode * min(defaults.CORES, workers)
     compute = 1 / (1 / forward + 1 / (decode * defaults.CORES)) if on_cpu else forward
     return min(compute, decoding, write)
 
 
-def _pipeline_rate(
-    backbone: Backbone,
-    images: ImageList,
-    layers: tuple[str, ...],
-    option: ComputeOption,
-    decode: str,
-    batch_size: int,
-    bound: float,
-) -> float:
+def _pipeline_rate(backbone: Backbone, images: ImageList, settings: ExtractionSettings, bound: float) -> float:
     """Return images per second of a whole run, without the time for comparing and compiling."""
-    repeated = _repeated(images, max(12 * batch_size, int(bound * _PIPELINE_S)))
+    repeated = _repeated(images, max(12 * settings.batch_size, int(bound * _PIPELINE_S)))
     with temporary_folder(Path("layertap-bench")) as folder:
-        settings = ExtractionSettings(
-            layers=layers, batch_size=batch_size, decode=decode, precision=option.precision, compile=option.compile
-        )
         planned = plan(repeated, out=folder / "out", backbone=backbone, settings=settings)
         summary = extract(planned)
     prepared_in_s = summary.computation.prepared_in_s if summary.computation else 0.0
@@ -272,8 +287,8 @@ def print_bench(result: Bench, echo: Callable[[str], None]) -> None:
     for pipeline in result.pipelines:
         share = pipeline.images_per_s / pipeline.bound
         echo(
-            f"  {pipeline.way!s:20} {pipeline.decode:6} decoding {pipeline.images_per_s:9.1f}, {share:.2f} of the "
-            f"bound {pipeline.bound:.1f}"
+            f"  {pipeline.way!s:20} {pipeline.decode:6} decoding, batches of {pipeline.batch_size:4}, "
+            f"{pipeline.workers} workers {pipeline.images_per_s:9.1f}, {share:.2f} of the bound {pipeline.bound:.1f}"
         )
     flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in result.recommended.items())
     echo(f"recommended: {flags}")

@@ -87,7 +87,10 @@ class EmbedConfig(FeaturesConfig):
         None, description="Folder of the data set, or s3://BUCKET/NAME. [default: outputs/<name of IMAGES>]"
     )
 
-    fast: bool = Field(False, description="Measure precision, compile and decode; use the fastest that agrees.")
+    fast: bool = Field(
+        False,
+        description="Use the fastest precision, compile and decode that agree; measured once, not for short jobs.",
+    )
     limit: int | None = Field(None, strict=True, ge=1, description="Use only the first LIMIT images.")
     retry_failed: bool = Field(False, description="Retry images that failed in an earlier run.")
     device: str = Field(

@@ -11,6 +11,7 @@ import click
 from extract import defaults
 from extract.compute.backbone import Backbone
 from extract.compute.backends import default_engine
+from extract.compute.feature_choice import Choice, choose_features
 from extract.errors import DisagreementError
 from extract.extraction.run import Plan, Summary, extract, plan
 from extract.extraction.tuning import fastest
@@ -18,6 +19,7 @@ from extract.extraction.validation import Computation
 from extract.images import ImageList, list_images
 from extract.store.reader import FeatureReader
 from extract.system.optional_libraries import pip_install
+from extract.system.torch_state import evaluating, full_float32
 from pipelines.embed.config import EmbedConfig
 from pipelines.terminal.backbone import backbone_of
 from pipelines.terminal.graceful_stop import signals_held
@@ -58,10 +60,12 @@ def embed(config: EmbedConfig) -> EmbedResult:
     images = list_images(config.images, config.limit)
     if not config.fast:
         return _run(config, plan_of(config, images, backbone))
-    options = _fastest(config, images, backbone)
+    with evaluating(backbone.model), full_float32():
+        choice = choose_features(backbone, list(config.layers))
+    options = _fastest(config, images, backbone, choice)
     while True:
         try:
-            return _run(config, plan_of(config, images, backbone, options.pop(0)))
+            return _run(config, plan_of(config, images, backbone, options.pop(0), choice))
         except DisagreementError as error:
             if not options:
                 raise
@@ -93,7 +97,10 @@ def _run(config: EmbedConfig, planned: Plan) -> EmbedResult:
         return EmbedResult(planned, summary, reader.failures, reader.compression, 0, config.fast)
 
 
-def plan_of(config: EmbedConfig, images: ImageList, backbone: Backbone, options: dict[str, Any] | None = None) -> Plan:
+def plan_of(
+    config: EmbedConfig, images: ImageList, backbone: Backbone, options: dict[str, Any] | None = None,
+    choice: Choice | None = None,
+) -> Plan:  # fmt: skip
     """Return the plan of a job.
 
     Args:
@@ -101,29 +108,41 @@ def plan_of(config: EmbedConfig, images: ImageList, backbone: Backbone, options:
         images: the listed images.
         backbone: the loaded backbone.
         options: `precision`, `compile`, `decode` and `batch_size` that replace those of `config`.
+        choice: the features of the layers, if they are known.
     """
-    return plan(images, out=config.place, backbone=backbone, settings=config.settings(**(options or {})))
+    settings = config.settings(**(options or {}))
+    return plan(images, out=config.place, backbone=backbone, settings=settings, choice=choice)
 
 
-def _fastest(config: EmbedConfig, images: ImageList, backbone: Backbone) -> list[dict[str, Any]]:
+_SOURCES = {
+    "measured": "measured; kept for later jobs",
+    "unsure": "measured; not kept, since the machine is too busy to be sure of the order",
+    "kept": "measured by an earlier job",
+    "short": "this job is too short to measure the options",
+    "resumed": "the settings of the stored rows",
+}
+
+
+def _fastest(config: EmbedConfig, images: ImageList, backbone: Backbone, choice: Choice) -> list[dict[str, Any]]:
     """Return the options that agree with eager float32, fastest first; settings given by the user are kept."""
-    click.echo("measuring which options are fastest ...", err=True)
-    settings, measured = fastest(
+    tuned = fastest(
         images,
         backbone=backbone,
-        layers=config.layers,
+        choice=choice,
         out=config.folder,
         min_cosine=config.min_cosine,
         max_pixels=config.max_pixels,
+        on_measuring=lambda: click.echo("measuring which options are fastest ...", err=True),
         **{name: getattr(config, name) for name in _TUNED_OPTIONS if name in config.model_fields_set},
     )
-    for measurement in measured:
+    click.echo(f"fast      {_SOURCES[tuned.source]}", err=True)
+    for measurement in tuned.measured:
         rate = f"{measurement.images_per_s:8.1f} images/s" if measurement.images_per_s else "        -         "
         note = f"  rejected: {measurement.why_not}" if measurement.why_not else ""
         if measurement.why_not_fast and not measurement.why_not:
             note = f"  fast decoding rejected: {measurement.why_not_fast}"
         click.echo(f"          {measurement.way!s:20} {rate}{note}", err=True)
-    return settings
+    return tuned.settings
 
 
 def _print_plan(planned: Plan) -> None:

@@ -267,7 +267,7 @@ def test_a_run_with_fast_is_not_advised_to_use_what_it_has_tried(outcome: EmbedR
 def test_a_run_without_fast_is_advised_to_use_it(outcome: EmbedResult, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job, "default_engine", lambda device, precision: "openvino")
     assert "--fast" in job._advice(outcome)
-    short = Computation(why="compiling pays from 3,000 images")
+    short = Computation(why="compiling pays from 1,000 images")
     assert job._advice(replace(outcome, summary=replace(outcome.summary, computation=short))) == "more cores, or a GPU"
     assert "--decode fast" in job._advice(replace(outcome, summary=summary_of(9, 9, 1)))
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from extract import extract_features, load_backbone
+from extract import FeatureReader, extract_features, load_backbone
 from extract.compute.agreement import FULL_PRECISION, agreement, refusal
 from extract.compute.backends import engine_for, open_forward
 from extract.compute.compiled import _ByOpenVino
@@ -196,6 +196,39 @@ def test_auto_compiles_long_jobs_and_leaves_short_ones_eager(folder: Path, tmp_p
     short = _run(folder, tmp_path / "short", backbone, pays_from=13)
     assert (long.computation.engine, short.computation.engine) == ("openvino", "eager")
     assert "compiling pays from" in short.computation.why
+
+
+@openvino
+@pytest.mark.slow
+def test_auto_takes_a_kept_program_for_shorter_jobs(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(first_batch, "_PAYS_FROM_IF_KEPT", 12)
+    backbone = load_backbone("timm/test_resnet", weights="random", device="cpu")
+    absent = _run(folder, tmp_path / "absent", backbone, pays_from=13)
+    assert absent.computation.engine == "eager"
+    assert "or from 12 if the program is kept" in absent.computation.why
+    _run(folder, tmp_path / "compiled", backbone, compile="on")
+    kept = _run(folder, tmp_path / "kept", backbone, pays_from=13)
+    assert (kept.computation.engine, kept.computation.why) == ("openvino", "")
+    shorter = _run(folder, tmp_path / "shorter", backbone, pays_from=13, limit=11)
+    assert shorter.computation.engine == "eager"
+
+
+@openvino
+@pytest.mark.parametrize("started", ["off", pytest.param("on", marks=pytest.mark.slow)])
+def test_a_resumed_run_keeps_the_engine_of_its_rows(folder: Path, tmp_path: Path, started: str) -> None:
+    backbone = load_backbone("timm/test_resnet", weights="random", device="cpu")
+    settings: dict[str, Any] = {"backbone": backbone, "batch_size": 5}
+    stopped = extract(plan(folder, out=tmp_path / "out", compile=started, **settings), stop=lambda: True)
+    assert stopped.computed == 5
+    rest = _run(folder, tmp_path / "out", backbone, pays_from=12 if started == "off" else 13)
+    assert rest.computed == 7
+    assert rest.computation.engine == stopped.computation.engine
+    extract(plan(folder, out=tmp_path / "whole", compile=started, **settings))
+    rows = [FeatureReader(tmp_path / name)["embedding"][:] for name in ("out", "whole")]
+    assert np.array_equal(*rows)
 
 
 FACTORY = """
