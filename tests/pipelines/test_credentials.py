@@ -286,7 +286,7 @@ def test_images_of_signed_urls_are_found_again(folder: Path, tmp_path: Path, gua
     assert "12 rows computed again" in run("verify", out, "--sample", 12, "--images", where)
     shutil.copy(where, moved := where.with_name("moved.csv"))
     run("verify", out, "--sample", 3, "--images", moved)
-    run("report", out, "--images", where, "-o", tmp_path / "data" / "report.html")
+    run("report", out, "--images", where, "-o", tmp_path / "data" / "report.html", "--map", "pca")
     assert n_thumbnails(tmp_path / "data" / "report.html") >= 12
     asked = f"http://{host}/signed/{names(folder)[5]}?id=1&token={DAYS[1]}"
     searched = json.loads(run("search", out, asked, "--json", "--images", where, "-o", tmp_path / "data" / "found.png"))
@@ -494,7 +494,7 @@ def test_data_sets_of_an_earlier_version_are_read_and_printed_without_credential
     run("show", out)
     run("status", out)
     run("verify", out, "--sample", 3, "--images", where)
-    run("report", out, "--images", where, "-o", tmp_path / "report.html")
+    run("report", out, "--images", where, "-o", tmp_path / "report.html", "--map", "pca")
     assert n_thumbnails(tmp_path / "report.html") > 0
     assert MARK not in merge([out], tmp_path / "merged").images["root"]
 

@@ -58,7 +58,7 @@ def ran(foreign: Path) -> Path:
         ["verify", "OUT"],
         ["diff", "OUT", "OUT"],
         ["search", "OUT", "3"],
-        ["report", "OUT", "-o", "NEW.html", "--thumbnails", "2"],
+        ["report", "OUT", "-o", "NEW.html", "--thumbnails", "2", "--map", "pca"],
         ["probe", "OUT", "-o", "NEW"],
         ["export", "OUT", "--to", "npy", "-o", "NEW"],
         ["merge", "OUT", "-o", "NEW"],

@@ -221,10 +221,10 @@ def test_sync_writes_no_version_into_a_linked_folder(folder: Path, tmp_path: Pat
 
 def test_a_report_beside_the_features_replaces_a_link(out: Path, folder: Path, tmp_path: Path) -> None:
     assert layertap("embed", folder, "-o", out, *SMALL).exit_code == 0
-    assert layertap("report", out, "-o", tmp_path / "kept.html", "--thumbnails", 0).exit_code == 0
+    assert layertap("report", out, "-o", tmp_path / "kept.html", "--thumbnails", 0, "--map", "pca").exit_code == 0
     kept = (tmp_path / "kept.html").read_bytes()
     (out / "report.html").symlink_to(tmp_path / "kept.html")
-    assert layertap("report", out, "--thumbnails", 0, "--seed", 1).exit_code == 0
+    assert layertap("report", out, "--thumbnails", 0, "--map", "pca", "--seed", 1).exit_code == 0
     assert (tmp_path / "kept.html").read_bytes() == kept
     assert not (out / "report.html").is_symlink()
 

@@ -82,7 +82,7 @@ def test_no_request_is_sent_before_the_user_has_named_the_location(
     where = place(kind, folder, host)
     out, page, figure = embedded(where, tmp_path / "out"), tmp_path / "report.html", tmp_path / "found.png"
     commands = {
-        "report": ["report", out, "-o", page],
+        "report": ["report", out, "-o", page, "--map", "pca"],  # without t-SNE, which takes a second
         "search": ["search", out, 3, "-o", figure],
         "search in JSON": ["search", out, 3, "-o", figure, "--json"],
         "verify": ["verify", out, "--sample", 3],
@@ -109,7 +109,7 @@ def test_images_on_the_local_disk_need_no_option(folder: Path, tmp_path: Path) -
     (folder.parent / "list.csv").write_text("path\n" + "\n".join(names(folder)))
     for number, where in enumerate((str(folder), as_zip(folder, tmp_path), str(folder.parent / "list.csv"))):
         out, page = embedded(where, tmp_path / f"out-{number}"), tmp_path / f"report-{number}.html"
-        assert layertap("report", out, "-o", page).exit_code == 0
+        assert layertap("report", out, "-o", page, "--map", "pca").exit_code == 0
         assert n_thumbnails(page) >= 12
         assert layertap("verify", out, "--sample", 3).exit_code == 0
 
@@ -121,7 +121,7 @@ def test_a_moved_folder_that_the_user_names_is_read_instead_of_the_url(
     out, page = embedded(place("folder", folder, host), tmp_path / "out"), tmp_path / "report.html"
     shutil.copytree(folder, tmp_path / "copy")
     requests.clear()
-    assert layertap("report", out, "-o", page, "--images", tmp_path / "copy").exit_code == 0
+    assert layertap("report", out, "-o", page, "--images", tmp_path / "copy", "--map", "pca").exit_code == 0
     assert n_thumbnails(page) >= 12
     assert requests == []
 

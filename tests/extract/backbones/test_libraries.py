@@ -267,7 +267,8 @@ LARGE = (
     "open_clip/RN50", "open_clip/MobileCLIP2-S0", "open_clip/ViT-S-32", "torchvision/swin_t", "torchvision/vit_b_32",
 )  # fmt: skip
 ALIKE = (  # others of their library are preprocessed and run in the same way
-    "timm/deit_tiny_patch16_224", "timm/efficientnet_lite0", "timm/xcit_nano_12_p16_224", "timm/convnext_atto",
+    "timm/vit_tiny_patch16_224", "timm/deit_tiny_patch16_224", "timm/efficientnet_lite0", "timm/xcit_nano_12_p16_224",
+    "timm/convnext_atto",
     "torchvision/efficientnet_b0", "torchvision/mobilenet_v2",
 )  # fmt: skip
 

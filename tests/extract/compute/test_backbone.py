@@ -32,6 +32,7 @@ def test_the_numbers_are_those_that_embed_stores(backbone: Backbone, folder: Pat
             assert np.array_equal(values, reader[name][:])
 
 
+@pytest.mark.slow  # as the test above, on photos
 def test_real_photos_too(photos: Path, tmp_path: Path) -> None:
     backbone = load_backbone("bundled/efficientnet_lite0", device="cpu")
     with extract_features(

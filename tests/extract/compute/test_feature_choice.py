@@ -64,7 +64,9 @@ def test_tokens_are_pooled_as_the_model_pools_them() -> None:
 
 
 @pytest.mark.parametrize(("spec", "layer", "axes"), [
-    ("timm/swin_tiny_patch4_window7_224", "layers.2", "HWC"), ("timm/convnext_atto", "stages.1", "CHW"),
+    ("timm/test_convnext", "stages.1.blocks.0.mlp", "HWC"), ("timm/test_convnext", "stages.1", "CHW"),
+    pytest.param("timm/swin_tiny_patch4_window7_224", "layers.2", "HWC", marks=pytest.mark.slow),
+    pytest.param("timm/convnext_atto", "stages.1", "CHW", marks=pytest.mark.slow),
     pytest.param("timm/convnext_tiny", "stages.1.blocks.0.mlp", "HWC", marks=pytest.mark.slow),
     pytest.param("torchvision/swin_t", "features.1", "HWC", marks=pytest.mark.slow),
     pytest.param("timm/convnext_tiny", "stages.1", "CHW", marks=pytest.mark.slow),
@@ -183,7 +185,9 @@ def test_no_mixture_or_order_of_images_passes_for_rows(change) -> None:
         pytest.param("vit_tiny_patch16_224", marks=pytest.mark.slow),
         pytest.param("swin_tiny_patch4_window7_224", marks=pytest.mark.soak),
         pytest.param("mixer_s32_224", marks=pytest.mark.slow),
-        "convnext_atto",
+        "test_convnext",
+        "test_vit",
+        pytest.param("convnext_atto", marks=pytest.mark.slow),
         pytest.param("tf_efficientnet_lite0", marks=pytest.mark.slow),
     ],
 )
