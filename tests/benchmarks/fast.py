@@ -74,6 +74,7 @@ def run(images: Path, backbone: str, flags: list[str], cache: Path, out: Path) -
     line = next((line for line in done.stderr.splitlines() if line.startswith("fast ")), "")
     source = next((name for text, name in SOURCES.items() if text in line), "")
     before_s = seconds - result["seconds"] + result["computation"]["prepared_in_s"]
+    print(f"{backbone} {' '.join(flags)}: {seconds:.1f} s, {way} {source}", file=sys.stderr, flush=True)
     return {"seconds": seconds, "before_s": before_s, "way": way, "source": source}
 
 
