@@ -1,4 +1,4 @@
-"""Choose the features of a run: resolve `LAYER[:POOLING]` for a backbone by trial forwards.
+"""Choose the features of a run: resolve `LAYER[:POOLING]...` for a backbone by trial forwards.
 
 The trial (`extract/taps/batch_axis.py`) shows which layers run, what they output, and which rows of the output belong
 to which image. A layer whose rows cannot be assigned to images is refused.
@@ -6,16 +6,20 @@ to which image. A layer whose rows cannot be assigned to images is refused.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from extract.backbones import LoadedBackbone
 from extract.backbones.output_as_embedding import WithEmbedding
 from extract.backbones.sources import SOURCES
-from extract.compute.pooling import Layout, pool, pooling_names, recognise, reduction, resolve_pooling
+from extract.compute.activation_layout import Layout, recognise
+from extract.compute.pooling import PoolingChain, pooling_names, reduction, resolve_pooling, split_poolings
+from extract.compute.sparse_projection import values_for_distortion
 from extract.errors import InputError, LayertapError, UnknownNameError, first_line
 from extract.system.foreign_code import exits_refused
 from extract.taps.batch_axis import BatchAxis, Trial
@@ -23,7 +27,7 @@ from extract.taps.layer_names import is_glob, match_layers, named_layers, separa
 from extract.taps.record import Record, Site, What, split_text
 from extract.taps.taps import Taps
 
-__all__ = ["EMBEDDING", "Choice", "Feature", "choose_features"]
+__all__ = ["EMBEDDING", "Choice", "Feature", "Following", "choose_features", "with_projection_sizes"]
 
 EMBEDDING = "embedding"  # reserved layer name: the input of the backbone's classifier
 
@@ -38,7 +42,7 @@ class Feature:
         name: name in the store.
         site: tensor that the feature is computed from.
         rows: position of the images in that tensor.
-        pooling: resolved pooling, never `auto`.
+        poolings: from the activation to the feature.
         layout: layout of the activation.
         activation_shape: shape of the activation of one image, before pooling.
         shape: shape of the feature of one image, as stored.
@@ -49,12 +53,17 @@ class Feature:
     name: str
     site: Site
     rows: BatchAxis
-    pooling: str
+    poolings: PoolingChain
     layout: Layout
     activation_shape: tuple[int, ...]
     shape: tuple[int, ...]
     source_dtype: str
     automatic: bool
+
+    @property
+    def pooling(self) -> str:
+        """Names of the resolved poolings, never `auto`."""
+        return self.poolings.name
 
 
 @dataclass(frozen=True)
@@ -64,12 +73,47 @@ class Choice:
     features: list[Feature]
     never_run: list[str]
 
+    def split(self) -> tuple[Choice, Following]:
+        """Return the part of the computation that compilers take, and what follows from its features."""
+        parts = {feature.name: feature.poolings.split() for feature in self.features}
+        # OpenVINO refuses to return one tensor twice. Features that begin alike, such as projections with two seeds,
+        # share what the graph returns; so does a feature that has no more poolings.
+        returned = {(f.site, f.pooling): f.name for f in self.features if not parts[f.name][1].steps}
+        features, following = dict[str, Feature](), dict[str, tuple[str, PoolingChain]]()
+        for feature in self.features:
+            compiled, after = parts[feature.name]
+            pooling = compiled.name or "none"
+            name = returned.get((feature.site, pooling), f"{feature.site} {pooling}")
+            features[name] = replace(feature, name=name, poolings=compiled)
+            following[feature.name] = name, after
+        return Choice(list(features.values()), self.never_run), Following(following)
+
     def kept_by(self, taps: Taps, dtype: torch.dtype) -> Taps:
         """Add these features to `taps` and return it. Each site records a dict of features, pooled on the device."""
         for site in dict.fromkeys(feature.site for feature in self.features):
-            features = {f.name: (f.rows, f.pooling, f.layout) for f in self.features if f.site == site}
+            features = {f.name: (f.rows, f.poolings) for f in self.features if f.site == site}
             taps.keep(site, reduce=reduction(features, dtype))
         return taps
+
+
+@dataclass(frozen=True)
+class Following:
+    """Computes features from those of a compiled graph.
+
+    Attributes:
+        poolings: feature -> feature of the graph, and the poolings that follow.
+    """
+
+    poolings: dict[str, tuple[str, PoolingChain]]
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether a pooling follows."""
+        return any(chain.steps for _, chain in self.poolings.values())
+
+    def __call__(self, values: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+        """Compute the features of a batch: feature of the graph -> (B, ...), to feature -> (B, *shape) of a dtype."""
+        return {name: chain(values[of]).to(dtype) for name, (of, chain) in self.poolings.items()}
 
 
 @dataclass(frozen=True)
@@ -88,8 +132,8 @@ def choose_features(backbone: LoadedBackbone, layers: Sequence[str]) -> Choice:
 
     Args:
         backbone: backbone in eval mode on its device.
-        layers: `LAYER[:POOLING]` each. LAYER is a name, a glob, a name with a call (`relu#1`) or a path (`lstm:0`), or
-            `embedding`. The default POOLING is `auto`.
+        layers: `LAYER[:POOLING]...` each. LAYER is a name, a glob, a name with a call (`relu#1`) or a path (`lstm:0`),
+            or `embedding`. Several poolings follow each other. The default is `auto`.
 
     Raises:
         UnknownNameError: a layer or pooling does not exist.
@@ -126,12 +170,31 @@ def choose_features(backbone: LoadedBackbone, layers: Sequence[str]) -> Choice:
     return Choice(named, list(never_run))
 
 
+def with_projection_sizes(layers: Sequence[str], images: int, distortion: float | None) -> list[str]:
+    """Return the layers with the number of values of each `srp` that has none.
+
+    Args:
+        layers: `LAYER[:POOLING]...` each.
+        images: number of images.
+        distortion: see `values_for_distortion`; None returns the layers as they are.
+    """
+    sized = []
+    for text in layers:
+        layer, poolings = split_poolings(text)
+        if distortion is not None and poolings:
+            number = values_for_distortion(images, distortion)
+            names = [re.sub(r"^srp(?=s|$)", f"srp{number}", name) for name in poolings.split(":")]
+            text = ":".join([layer, *names])
+        sized.append(text)
+    return sized
+
+
 def _parse(backbone: LoadedBackbone, text: str) -> list[_Request]:
     names = named_layers(backbone.model)
     if text not in names and (error := separated_by_commas(text, names, backbone.spec)):
         raise error
-    layer, _, last = text.rpartition(":")
-    text, pooling = (layer, last) if layer and last in pooling_names() else (text, "auto")
+    text, pooling = split_poolings(text)
+    pooling = pooling or "auto"
     if text == EMBEDDING:
         if isinstance(backbone.model, WithEmbedding):
             return [_Request(EMBEDDING, "", pooling)]
@@ -195,6 +258,11 @@ def _hint(backbone: LoadedBackbone, shape: tuple[int, ...]) -> str:
     return "if tokens precede the patch tokens, set their number as model.num_prefix_tokens"
 
 
+def _reorders_tokens(backbone: LoadedBackbone) -> bool:
+    """Return whether tokens are not in the order of the rows of the image: Hiera sorts them by its later windows."""
+    return any(type(module).__name__ in ("Hiera", "HieraEncoder") for module in backbone.model.modules())
+
+
 def _feature(backbone: LoadedBackbone, name: str, pooling: str, site: Site, trial: Trial) -> Feature:
     shape: tuple[int, ...] = ()
     try:
@@ -204,7 +272,9 @@ def _feature(backbone: LoadedBackbone, name: str, pooling: str, site: Site, tria
         layout = recognise(
             shape, backbone.preprocessing.crop_px, backbone.prefix_tokens, backbone.patches, backbone.class_token
         )
-        resolved = resolve_pooling(pooling, layout, shape, backbone.reads_class_token)
+        if _reorders_tokens(backbone):
+            layout = replace(layout, grid=None)
+        poolings = resolve_pooling(pooling, values, layout, backbone.reads_class_token)
     except InputError as error:
         hint = _hint(backbone, shape) or error.hint
         message = error.message if hint == error.hint else str(error)
@@ -213,10 +283,10 @@ def _feature(backbone: LoadedBackbone, name: str, pooling: str, site: Site, tria
         name=name,
         site=site,
         rows=rows,
-        pooling=resolved,
+        poolings=poolings,
         layout=layout,
         activation_shape=shape,
-        shape=tuple(pool(values, resolved, layout).shape[1:]),
+        shape=poolings.shape,
         source_dtype=str(values.dtype).removeprefix("torch."),
         automatic=pooling == "auto",
     )

@@ -87,6 +87,12 @@ class EmbedConfig(FeaturesConfig):
         None, description="Folder of the data set, or s3://BUCKET/NAME. [default: outputs/<name of IMAGES>]"
     )
 
+    distortion: float = Field(
+        defaults.DISTORTION,
+        gt=0,
+        lt=1,
+        description="For LAYER:srp without a number: squared distances change by at most this part.",
+    )
     fast: bool = Field(False, description="Measure precision, compile and decode; use the fastest that agrees.")
     limit: int | None = Field(None, strict=True, ge=1, description="Use only the first LIMIT images.")
     retry_failed: bool = Field(False, description="Retry images that failed in an earlier run.")

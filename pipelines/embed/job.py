@@ -1,4 +1,4 @@
-"""Compute features of images: `layertap embed IMAGES -b BACKBONE -l LAYER[:POOLING] ... -o OUT`."""
+"""Compute features of images: `layertap embed IMAGES -b BACKBONE -l LAYER[:POOLING]... -o OUT`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import click
 from extract import defaults
 from extract.compute.backbone import Backbone
 from extract.compute.backends import default_engine
+from extract.compute.feature_choice import with_projection_sizes
 from extract.errors import DisagreementError
 from extract.extraction.run import Plan, Summary, extract, plan
 from extract.extraction.tuning import fastest
@@ -111,7 +112,7 @@ def _fastest(config: EmbedConfig, images: ImageList, backbone: Backbone) -> list
     settings, measured = fastest(
         images,
         backbone=backbone,
-        layers=config.layers,
+        layers=with_projection_sizes(config.layers, len(images), config.distortion),
         out=config.folder,
         min_cosine=config.min_cosine,
         max_pixels=config.max_pixels,

@@ -33,7 +33,7 @@ from extract.analysis.network.reports import (
     RunningStatistics,
     TensorReport,
 )
-from extract.compute.pooling import recognise
+from extract.compute.activation_layout import recognise
 from extract.errors import InputError, LayertapError
 from extract.system.torch_state import evaluating, full_float32, keeping_freed_memory
 from extract.taps.batch_axis import BatchAxis, Trial
