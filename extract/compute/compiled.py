@@ -32,8 +32,9 @@ from extract.system.optional_libraries import library
 __all__ = ["compiled", "openvino", "openvino_computes_in"]
 
 _FIRST_CALLS = {"cpu": 1, "cuda": 2}  # inductor compiles in the first call; the second may record a CUDA graph
-_GROUP = 16  # images whose activations are pooled together by PyTorch
 _CHUNK = 2  # images per inference request; few, so that activations stay in a core's cache
+# The same where PyTorch pools what requests return: fewer would be slower to project, and joining them takes as long.
+_CHUNK_TO_POOL = 16
 
 
 @contextlib.contextmanager
@@ -136,8 +137,8 @@ class _ByOpenVino(Forward):
 
     Cores compute chunks of a few images independently, so none waits for a core that is decoding.
 
-    Where poolings follow that are not compiled, requests return activations, which take much memory. Then only some
-    requests exist, the poolings are computed group by group, and the other chunks wait for the requests of a group.
+    Where poolings follow that are not compiled, requests return activations, which take much memory. Then few requests
+    exist, and chunks wait for them.
     """
 
     ahead = 1
@@ -147,10 +148,10 @@ class _ByOpenVino(Forward):
         self._choice, self._following = choice.split()
         self._dtype, self._graph_dtype = getattr(torch, dtype), "float32" if self._following.is_needed else dtype
         in_work = 2 * batch_size  # largest number of images: of a batch and the next one
-        self._chunk = max(1, min(_CHUNK, in_work // torch.get_num_threads()))
+        chunk = _CHUNK_TO_POOL if self._following.is_needed else _CHUNK
+        self._chunk = max(1, min(chunk, in_work // torch.get_num_threads()))
         self._streams = min(torch.get_num_threads(), -(-in_work // self._chunk))
-        self._group = -(-_GROUP // self._chunk) if self._following.is_needed else 1  # requests
-        self._limit = 2 * self._group + self._streams if self._following.is_needed else sys.maxsize  # of requests
+        self._limit = self._streams + 1 if self._following.is_needed else sys.maxsize  # of requests
         self._program: Any = None
         self._requests = 0  # that exist
         self._free: list[Any] = []  # idle infer requests
@@ -183,38 +184,32 @@ class _ByOpenVino(Forward):
         if not any(others is requests for others in self._running):
             raise AssertionError("the features were already returned")
         features: Values = {}
-        for start in range(0, count, self._group * self._chunk):
-            size = min(self._group * self._chunk, count - start)
-            while len(requests) * self._chunk < size:  # all requests are in use by other batches
+        for start in range(0, count, self._chunk):
+            if not requests:  # all are in use by other batches
                 place = next(place for place, (batch, _) in enumerate(self._waiting) if batch is requests)
                 self._start_one(*self._waiting[place])
                 del self._waiting[place]
-            done = requests[: -(-size // self._chunk)]
-            for name, values in self._pooled([request for request, _ in done], size).items():
+            for name, values in self._pooled(requests[0][0], min(self._chunk, count - start)).items():
                 if name not in features:
                     features[name] = np.empty((count, *values.shape[1:]), values.dtype)
-                features[name][start : start + size] = values
-            del requests[: len(done)]
-            self._free += [request for request, _ in done]
+                features[name][start : start + len(values)] = values
+            self._free.append(requests.pop(0)[0])
             self._start_waiting()
         self._running = [others for others in self._running if others is not requests]
         return features
 
-    def _pooled(self, requests: list[Any], count: int) -> Values:
-        """Wait for requests and return the features of their `count` images."""
-        for request in requests:
-            try:
-                request.wait()
-            except RuntimeError as error:
-                raise LayertapError(f"{self._backbone.spec} by openvino: {first_line(error)}") from error
+    def _pooled(self, request: Any, count: int) -> Values:
+        """Wait for a request and return the features of its `count` images."""
+        try:
+            request.wait()
+        except RuntimeError as error:
+            raise LayertapError(f"{self._backbone.spec} by openvino: {first_line(error)}") from error
         outputs = {
-            feature.name: [torch.from_numpy(request.get_output_tensor(output).data) for request in requests]
+            feature.name: torch.from_numpy(request.get_output_tensor(output).data[:count])
             for output, feature in enumerate(self._choice.features)
         }
         with torch.no_grad():
-            values = {name: parts[0] if len(parts) == 1 else torch.cat(parts) for name, parts in outputs.items()}
-            features = self._following({name: some[:count] for name, some in values.items()}, self._dtype)
-        return {name: some.numpy() for name, some in features.items()}
+            return {name: values.numpy() for name, values in self._following(outputs, self._dtype).items()}
 
     def _as_chunk(self, images: Tensor) -> NDArray[Any]:
         return _filled(images, self._chunk).contiguous().numpy()

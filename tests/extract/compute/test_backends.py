@@ -111,9 +111,9 @@ def test_compiled_poolings_are_those_of_an_eager_forward(spec: str, engine: str,
 
 
 @openvino
-def test_activations_wait_for_requests_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batches of several groups, one ahead of the other, and one whose features are asked for first."""
-    monkeypatch.setattr("extract.compute.compiled._GROUP", 4)
+def test_chunks_wait_for_requests_where_activations_are_pooled_by_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches of several chunks, one ahead of the other, and one whose features are asked for first."""
+    monkeypatch.setattr("extract.compute.compiled._CHUNK_TO_POOL", 2)
     backbone = load_backbone("timm/test_resnet", weights="random", device="cpu")
     with evaluating(backbone.model):
         choice = choose_features(backbone, ["layer1:srp64", "layer2"])
