@@ -6,6 +6,7 @@ to which image. A layer whose rows cannot be assigned to images is refused.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -27,7 +28,16 @@ from extract.taps.layer_names import is_glob, match_layers, named_layers, separa
 from extract.taps.record import Record, Site, What, split_text
 from extract.taps.taps import Taps
 
-__all__ = ["EMBEDDING", "Choice", "Feature", "Following", "choose_features", "with_projection_sizes"]
+__all__ = [
+    "EMBEDDING",
+    "Choice",
+    "Feature",
+    "Following",
+    "LayerShapes",
+    "choose_features",
+    "layer_shapes",
+    "with_projection_sizes",
+]
 
 EMBEDDING = "embedding"  # reserved layer name: the input of the backbone's classifier
 
@@ -170,6 +180,55 @@ def choose_features(backbone: LoadedBackbone, layers: Sequence[str]) -> Choice:
     return Choice(named, list(never_run))
 
 
+@dataclass(frozen=True)
+class LayerShapes:
+    """Shapes of what could be stored of a layer, for one image.
+
+    Attributes:
+        name: name of the layer, with its call or path where it has several tensors.
+        poolings: pooling as asked for -> its resolved name and its shape; without those that do not fit.
+        reason: why nothing of the layer can be stored; otherwise empty.
+    """
+
+    name: str
+    poolings: dict[str, tuple[str, tuple[int, ...]]]
+    reason: str = ""
+
+
+def layer_shapes(backbone: LoadedBackbone, layers: Sequence[str], poolings: Sequence[str]) -> list[LayerShapes]:
+    """Return what each pooling gives for each layer that runs, in the order of computation. Nothing is pooled.
+
+    Args:
+        backbone: backbone in eval mode on its device.
+        layers: names and globs as in `choose_features`, without poolings; empty means every layer.
+        poolings: names, such as `none` or `grid4:srp512`.
+
+    Raises:
+        UnknownNameError: a layer or pooling does not exist.
+        InputError: see `choose_features`.
+    """
+    every = [_Request(name, "", "none", by_glob=True) for name in named_layers(backbone.model)]
+    requests = [request for text in layers for request in _parse(backbone, text)] or every
+    trial = _trial(backbone, requests)
+    names = {site: name for name, site in trial.record.sites.items()}
+    sites = dict.fromkeys((site, request.what) for request in requests for site in _sites_of(trial.record, request))
+    shapes = []
+    for site, what in sites:
+        name = EMBEDDING if what == "input" else names[site]
+        try:
+            _, values, layout = _by_image(backbone, site, trial)
+        except InputError as error:
+            shapes.append(LayerShapes(name, {}, error.message))
+            continue
+        fitting = {}
+        for pooling in poolings:
+            with contextlib.suppress(InputError):
+                chain = resolve_pooling(pooling, values.to("meta"), layout, backbone.reads_class_token)
+                fitting[pooling] = chain.name, chain.shape
+        shapes.append(LayerShapes(name, fitting))
+    return shapes
+
+
 def with_projection_sizes(layers: Sequence[str], images: int, distortion: float | None) -> list[str]:
     """Return the layers with the number of values of each `srp` that has none.
 
@@ -263,17 +322,25 @@ def _reorders_tokens(backbone: LoadedBackbone) -> bool:
     return any(type(module).__name__ in ("Hiera", "HieraEncoder") for module in backbone.model.modules())
 
 
+def _by_image(backbone: LoadedBackbone, site: Site, trial: Trial) -> tuple[BatchAxis, Tensor, Layout]:
+    """Return the position of the images in a tensor of the trial, the tensor as (B, *shape), and its layout.
+
+    Raises:
+        InputError: its rows are not the images.
+    """
+    rows = trial.rows(site)
+    values = rows.by_image(trial.record[site])
+    layout = recognise(
+        values.shape[1:], backbone.preprocessing.crop_px, backbone.prefix_tokens, backbone.patches, backbone.class_token
+    )
+    return rows, values, replace(layout, grid=None) if _reorders_tokens(backbone) else layout
+
+
 def _feature(backbone: LoadedBackbone, name: str, pooling: str, site: Site, trial: Trial) -> Feature:
     shape: tuple[int, ...] = ()
     try:
-        rows = trial.rows(site)
-        values = rows.by_image(trial.record[site])
+        rows, values, layout = _by_image(backbone, site, trial)
         shape = tuple(values.shape[1:])
-        layout = recognise(
-            shape, backbone.preprocessing.crop_px, backbone.prefix_tokens, backbone.patches, backbone.class_token
-        )
-        if _reorders_tokens(backbone):
-            layout = replace(layout, grid=None)
         poolings = resolve_pooling(pooling, values, layout, backbone.reads_class_token)
     except InputError as error:
         hint = _hint(backbone, shape) or error.hint

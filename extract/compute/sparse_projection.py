@@ -152,7 +152,9 @@ class SparseProjection:
         return sum(tensor.nbytes for tensor in tensors)
 
     def __call__(self, activation: Tensor) -> Tensor:
-        """Project a batch: (B, ...) of any float type -> (B, K) float32, on its device."""
+        """Project a batch: (B, ...) of any float type -> (B, K) float32, on its device, which may be "meta"."""
+        if activation.is_meta:
+            return activation.new_empty(len(activation), self.outputs, dtype=torch.float32)
         # Only these two kinds of device have the kernel.
         device = activation.device if activation.device.type in ("cpu", "cuda") else torch.device("cpu")
         project = partial(self._projected, self._tiles_on(device))
