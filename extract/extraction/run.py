@@ -62,6 +62,7 @@ def extract_features(
     shard_rows: int | None = None,
     compress: str | None = None,
     distortion: float = defaults.DISTORTION,
+    max_distortion: float | None = None,
     retry_failed: bool = False,
     progress: bool = True,
 ) -> FeatureReader:
@@ -102,6 +103,8 @@ def extract_features(
             faster to read.
         distortion: of the pooling `srp` without a number of values: the number is chosen so that squared distances
             between the images are likely to change by at most this part; above 0, below 1.
+        max_distortion: what projections change is measured on the first 128 images; if more than 5 % of the distances
+            between them change by more than this part, the run ends before it stores anything. None accepts all.
         retry_failed: retry images that failed in an earlier run. Images with an I/O error are retried in any case.
         progress: show a progress bar.
 
@@ -132,6 +135,7 @@ def extract_features(
         shard_rows=shard_rows,
         compress=compress,
         distortion=distortion,
+        max_distortion=max_distortion,
     )
     if isinstance(backbone, str):
         backbone = load_backbone(

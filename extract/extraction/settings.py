@@ -27,6 +27,7 @@ class ExtractionSettings:
 
     Attributes:
         distortion: see `extract_features`; None: `srp` without a number of values is refused.
+        max_distortion: see `extract_features`.
         sync_s: seconds of work that a power failure may lose; 0 forces each batch to the disk.
 
     Raises:
@@ -50,6 +51,7 @@ class ExtractionSettings:
     shard_rows: int | None = None
     compress: str | None = None
     distortion: float | None = None
+    max_distortion: float | None = None
     sync_s: float = defaults.SYNC_S
 
     def __post_init__(self) -> None:
@@ -67,6 +69,8 @@ class ExtractionSettings:
             raise InputError(f"min_cosine is {self.min_cosine}; expected -1 to 1")
         if self.distortion is not None and not 0 < self.distortion < 1:
             raise InputError(f"distortion is {self.distortion}; expected a number above 0 and below 1")
+        if self.max_distortion is not None and not self.max_distortion >= 0:
+            raise InputError(f"max_distortion is {self.max_distortion}; expected 0 or more")
 
     @property
     def layer_list(self) -> list[str]:
@@ -76,8 +80,9 @@ class ExtractionSettings:
     def recorded(self) -> dict[str, Any]:
         """Return the settings for the provenance of a data set.
 
-        `sync_s` does not affect features. `distortion` affects them by the numbers in the resolved layers only.
+        `sync_s` and `max_distortion` do not affect features. `distortion` affects them by the numbers in the resolved
+        layers only.
         """
         settings = asdict(self) | {"layers": self.layer_list}
-        del settings["sync_s"], settings["distortion"]
+        del settings["sync_s"], settings["distortion"], settings["max_distortion"]
         return settings

@@ -93,6 +93,11 @@ class EmbedConfig(FeaturesConfig):
         lt=1,
         description="For LAYER:srp without a number: squared distances change by at most this part.",
     )
+    max_distortion: float | None = Field(
+        None,
+        ge=0,
+        description="End the run if a projection changes over 5 % of the distances of the first images by more.",
+    )
     fast: bool = Field(False, description="Measure precision, compile and decode; use the fastest that agrees.")
     limit: int | None = Field(None, strict=True, ge=1, description="Use only the first LIMIT images.")
     retry_failed: bool = Field(False, description="Retry images that failed in an earlier run.")

@@ -173,6 +173,8 @@ def describe_computation(computation: Computation, precision: str) -> str:
                 f"\n          {name}: compared with {other}, minimum cosine {agreement.min_cosine:.6f}, "
                 f"difference at most {agreement.max_deviation:.1e} of the largest value"
             )
+    for name, distortion in computation.distortion.items():
+        text += f"\n          {name}: {distortion}"
     return text
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from sklearn.random_projection import johnson_lindenstrauss_min_dim
 
 from extract import InputError, LayertapError, extract_features
 from extract.compute.backbone import Backbone, load_backbone
+from extract.compute.distortion import Distortion
 from extract.compute.sparse_projection import SparseProjection
+from extract.extraction import validation
 from extract.extraction.recheck import recheck
 from extract.extraction.run import extract
 from tests.pipelines.test_cli import fails, layertap
@@ -87,3 +90,39 @@ def test_without_a_number_and_a_number_of_images_it_is_refused(
 def test_distortions_out_of_range_are_refused(folder: Path, tmp_path: Path, distortion: float) -> None:
     with pytest.raises(InputError, match="distortion is .*; expected a number above 0 and below 1"):
         extract_features(folder, out=tmp_path / "out", distortion=distortion, **NET)
+
+
+def test_what_a_projection_changes_is_measured_stored_and_shown(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    result = layertap("embed", folder, *BY_COMMAND, "-l", "layer1:srp50", "-l", "layer4", "-o", out, "--batch-size", 5)
+    description = json.loads(layertap("show", out, "--json").stdout)["distortion"]
+    assert list(description) == ["layer1"]
+    measured = Distortion(**description["layer1"])
+    # Of batches of 5, 5 and 2 images, without copies of one image.
+    assert 15 <= measured.pairs <= 21
+    assert 0 < measured.distance_median < measured.distance_p95 < 1
+    assert 0.5 < measured.cka <= 1
+    for text in (result.stderr, layertap("show", out).stdout):
+        assert f"distances change by {measured.distance_median:.1%} (median)" in text
+    (out / "runs.jsonl").write_text(
+        '{"event": "computing", "started": "", "computation": {"distortion": {"layer1": 3}}}\n'
+    )
+    assert json.loads(layertap("show", out, "--json").stdout)["distortion"] == {}
+
+
+def test_a_projection_that_changes_too_much_is_refused_before_anything_is_stored(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(InputError, match=r"layer1: the projection changes 5 % .* by more than .*; at most 1.0% is acc"):
+        extract_features(folder, out=out, layers="layer1:srp4", max_distortion=0.01, **NET)
+    assert not list((out / "shards").iterdir())
+    reader = extract_features(folder, out=out, layers="layer1:srp4", max_distortion=5, **NET)
+    assert len(reader) == 12
+    with pytest.raises(InputError, match="max_distortion is -1; expected 0 or more"):
+        extract_features(folder, out=out, max_distortion=-1, **NET)
+
+
+def test_runs_without_a_projection_measure_nothing(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(validation, "measured_distortion", None)
+    extract_features(folder, out=tmp_path / "out", layers=["layer1:grid2", "layer4"], max_distortion=0, **NET)
