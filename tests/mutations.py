@@ -121,8 +121,8 @@ MUTATIONS = (
     # Pooling and choice of features
     Mutation(
         "The mean of tokens includes the class token.",
-        '_mean(x[:, layout.prefix_tokens :], [1])',
-        '_mean(x, [1])',
+        'return x[:, layout.prefix_tokens :] if layout.kind == "tokens" else x',
+        "return x",
         ("test_pooling_equals_numpy", "test_tokens_are_pooled_as_the_model_pools_them"),
     ),
     Mutation(
@@ -130,6 +130,30 @@ MUTATIONS = (
         "x.mean(axes, dtype=torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else None)",
         "x.mean(axes)",
         ("test_half_precision_maps_are_averaged_in_float32",),
+    ),
+    Mutation(
+        "The cells of a grid leave out a row where the side is not divisible.",
+        "cells = [(cell * side // size, -(-(cell + 1) * side // size)) for cell in range(size)]",
+        "cells = [(cell * side // size, (cell + 1) * side // size) for cell in range(size)]",
+        ("test_a_grid_has_the_cells_of_adaptive_average_pooling",),
+    ),
+    Mutation(
+        "An image with a value that is not finite is projected to finite values.",
+        "return projected + images.sum(1, keepdim=True, dtype=torch.float32) * 0",
+        "return projected",
+        ("test_an_image_with_a_value_that_is_not_finite_becomes_nan_and_no_other",),
+    ),
+    Mutation(
+        "A projection does not depend on its seed.",
+        "np.random.PCG64([seed, 0])",
+        "np.random.PCG64([0, 0])",
+        ("test_entries_are_those_of_the_definition", "test_seeds_give_other_matrices"),
+    ),
+    Mutation(
+        "A projection without a number has the bound for the images at hand, not that of the data set.",
+        '"images": given,\n        "layers": layers,',
+        '"images": given,\n        "layers": settings.layer_list,',
+        ("test_without_a_number_the_bound_for_the_images_is_taken_and_recorded",),
     ),
     Mutation(
         "The embedding is what the classifier gives, not what it is given.",

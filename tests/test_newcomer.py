@@ -21,7 +21,8 @@ from extract.backbones.preprocessing import Preprocessing
 from extract.backbones.sources import SOURCES, BackboneSource
 from extract.backbones.text_tower import TextTower
 from extract.backbones.weights import Weights
-from extract.compute.pooling import POOLINGS, Layout, Pooling
+from extract.compute.activation_layout import Layout
+from extract.compute.pooling import POOLINGS, Pooling
 from extract.store.export import FORMATS, Format, export
 from pipelines.embed.cluster.launch import start_of_actor
 from pipelines.embed.cluster.ray_actors import ActorResources
@@ -134,28 +135,48 @@ def deviation(x: torch.Tensor, layout: Layout) -> torch.Tensor:
 def test_a_pooling_is_computed_stored_and_named_in_errors(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(POOLINGS, "std_map", Pooling(deviation, "map"))
+    monkeypatch.setitem(POOLINGS, "spread", Pooling(deviation, "map"))
     out = tmp_path / "out"
-    result = layertap("embed", folder, "-o", out, *NET, "-l", "conv1:std_map", "-l", "conv1:none")
+    result = layertap("embed", folder, "-o", out, *NET, "-l", "conv1:spread", "-l", "conv1:none")
     assert result.exit_code == 0, result.output
     with FeatureReader(out) as reader:
-        maps, features = reader["conv1:none"], reader["conv1:std_map"]
+        maps, features = reader["conv1:none"], reader["conv1:spread"]
         assert np.allclose(features[:], maps[:].std((2, 3), ddof=1), rtol=1e-4, atol=1e-6)
         assert (maps.attributes["axes"], features.attributes["axes"]) == ("CHW", "C")
-    said = fails("embed", folder, "-o", tmp_path / "other", *NET, "-l", "embedding:std_map")
-    assert "std_map does not fit a vector" in said
-    said = fails("embed", folder, "-o", tmp_path / "other", *NET, "-l", "conv1:std_mop")
-    assert "neither a pooling (auto, none, flatten, mean_map, max_map, cls_token, mean_tokens, std_map)" in said
+    said = fails("embed", folder, "-o", tmp_path / "other", *NET, "-l", "embedding:spread")
+    assert "spread does not fit a vector" in said
+    said = fails("embed", folder, "-o", tmp_path / "other", *NET, "-l", "conv1:spraed")
+    assert f"neither a pooling (auto, {', '.join(POOLINGS)}) nor" in said
+    assert list(POOLINGS)[-1] == "spread"
     said = fails("embed", folder, "-o", tmp_path / "other", *NET, "-l", "conv1:mean_tokens")
-    assert "use mean_map or max_map or std_map" in said
+    assert "use mean_map, max_map, std_map, meanstd, gem[P], gridG or spread" in said
 
 
 def test_a_pooling_that_fits_all_layouts_may_keep_their_axes(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    monkeypatch.setitem(POOLINGS, "half", Pooling(lambda x, layout: x / 2, None, keeps_axes=True))
+    monkeypatch.setitem(POOLINGS, "half", Pooling(lambda x, layout: x / 2, None, result=lambda layout: layout))
     backbone = load_backbone("timm/test_resnet", weights="random", device="cpu")
     features = backbone.features([make_picture(1)], layers=["conv1:half", "conv1:none"])
     assert np.array_equal(features["conv1:half"] * 2, features["conv1:none"])
-    assert POOLINGS["half"].axes(Layout("map", "CHW")) == "CHW"
+    quarter = backbone.features([make_picture(1)], layers=["conv1:half:half:mean_map", "conv1:mean_map"])
+    assert np.allclose(quarter["conv1:half:half:mean_map"] * 4, quarter["conv1:mean_map"], rtol=1e-6)
+
+
+def test_a_pooling_may_have_numbers_in_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rank(numbers: tuple[str | None, ...], layout: Layout, shape: tuple[int, ...]) -> tuple[str, dict[str, int]]:
+        if int(numbers[0] or 0) >= shape[1] * shape[2]:
+            raise InputError(f"rank{numbers[0]} does not fit {shape[1] * shape[2]} positions")
+        return f"rank{numbers[0]}", {"rank": int(numbers[0] or 0)}
+
+    def ranked(x: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:
+        return x.flatten(2).sort(2, descending=True).values[:, :, rank]
+
+    monkeypatch.setitem(POOLINGS, "rankR", Pooling(ranked, "map", form=r"rank(\d+)", arguments=rank))
+    backbone = load_backbone("timm/test_resnet", weights="random", device="cpu")
+    features = backbone.features([make_picture(1)], layers=["layer4:rank0", "layer4:rank1:srp4", "layer4:max_map"])
+    assert list(features) == ["layer4:rank0", "layer4:rank1:srp4", "layer4:max_map"]
+    assert np.array_equal(features["layer4:rank0"], features["layer4:max_map"])
+    with pytest.raises(InputError, match="rank4096 does not fit"):
+        backbone.features([make_picture(1)], layers=["layer4:rank4096"])
 
 
 def run_main(before: str, *words: str) -> str:
@@ -169,10 +190,10 @@ def test_help_names_a_new_pooling_and_does_not_wait_for_torch() -> None:
         "import atexit, sys\n"
         "atexit.register(lambda: print('torch' in sys.modules))\n"
         "from extract.compute.pooling import POOLINGS\n"
-        "POOLINGS['std_map'] = POOLINGS['max_map']"
+        "POOLINGS['spread'] = POOLINGS['max_map']"
     )
     words = run_main(added, "embed", "--help").split()
-    assert words[words.index("Poolings:") + 1 :][:8] == ["auto", *POOLINGS, "std_map."]
+    assert words[words.index("Poolings:") + 1 :][: len(POOLINGS) + 2] == ["auto", *POOLINGS, "spread."]
     assert words[-1] == "False"
 
 

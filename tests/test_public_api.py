@@ -76,8 +76,8 @@ extract.extract_features(images: str | os.PathLike[str], *, out: str | os.PathLi
         dtype: str = 'float32', precision: str = 'float32', compile: str = 'auto', min_cosine: float = 0.999,
         limit: int | None = None, max_pixels: int = 178956970, orientation: str = 'exif', icc: str = 'ignore',
         seed: int = 0, allow_missing_head: bool = False, preprocessing: Mapping[str, Any] | None = None,
-        shard_rows: int | None = None, compress: str | None = None, retry_failed: bool = False, progress: bool =
-        True) -> FeatureReader
+        shard_rows: int | None = None, compress: str | None = None, distortion: float = 0.1, max_distortion:
+        float | None = None, retry_failed: bool = False, progress: bool = True) -> FeatureReader
 extract.inspect_model(model: nn.Module, batches: Iterable[Any], layers: str | Sequence[str] | None = None, *,
         loss: Loss | None = None, on_batch: Callable[[int], None] = ..., name_of: Callable[[int], str] = ...) ->
         Inspection

@@ -45,7 +45,7 @@ class Backbone(LoadedBackbone):
             pictures: one or several: PIL pictures; uint8 arrays (H, W, 3) or (H, W), or (N, H, W, 3); uint8 tensors
                 (3, H, W) or (N, 3, H, W), or float tensors with 8-bit values scaled to 0..1. An iterator is read
                 lazily.
-            layers: `LAYER[:POOLING]` each; see `extract_features`.
+            layers: `LAYER[:POOLING]...` each; see `extract_features`.
             batch_size: pictures per forward.
 
         Returns:

@@ -1,4 +1,8 @@
-"""The forward, compiled by inductor or OpenVINO."""
+"""The forward, compiled by inductor or OpenVINO.
+
+Some poolings are not compiled (`Pooling.compiles`). PyTorch computes them from what the compiled graph returns, by the
+code of an eager forward.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import contextlib
 import functools
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -31,6 +36,8 @@ __all__ = ["compiled", "openvino", "openvino_computes_in", "program_kept_for", "
 
 _FIRST_CALLS = {"cpu": 1, "cuda": 2}  # inductor compiles in the first call; the second may record a CUDA graph
 _CHUNK = 2  # images per inference request; few, so that activations stay in a core's cache
+# The same where PyTorch pools what requests return: fewer would be slower to project, and joining them takes as long.
+_CHUNK_TO_POOL = 16
 
 
 @contextlib.contextmanager
@@ -85,8 +92,9 @@ class _ByInductor(DeviceForward):
     ):
         super().__init__(backbone.device, transfers)
         self._to_host: Callable[[Tensor], Tensor] = Tensor.cpu if transfers is None else transfers.to_host
-        self._backbone, self._choice, self._dtype, self._precision = backbone, choice, dtype, precision
-        self._batch_size = batch_size
+        self._backbone, self._precision, self._batch_size = backbone, precision, batch_size
+        self._choice, self._following = choice.split()
+        self._dtype, self._graph_dtype = getattr(torch, dtype), "float32" if self._following.is_needed else dtype
         self._function: Callable[[Tensor], tuple[Tensor, ...]] | None = None
 
     def _parts(self, images: Tensor) -> list[Values]:
@@ -101,9 +109,10 @@ class _ByInductor(DeviceForward):
         if self._function is None:
             self._function = self._compile(batch)
         with torch.no_grad():
-            outputs = self._function(batch)
-        kept = (self._to_host(values[: len(images)]).numpy() for values in outputs)
-        return {feature.name: values for feature, values in zip(self._choice.features, kept, strict=True)}
+            outputs = [values[: len(images)] for values in self._function(batch)]
+            names = [feature.name for feature in self._choice.features]
+            features = self._following(dict(zip(names, outputs, strict=True)), self._dtype)
+        return {name: self._to_host(values).numpy() for name, values in features.items()}
 
     def _compile(self, batch: Tensor) -> Callable[[Tensor], tuple[Tensor, ...]]:
         before, device = time.perf_counter(), self._backbone.device.type
@@ -112,7 +121,7 @@ class _ByInductor(DeviceForward):
         options: dict[str, Any] = {"triton.cudagraphs": True} if device == "cuda" else {"freezing": True}
         function: Callable[[Tensor], tuple[Tensor, ...]]
         try:
-            graph = graph_of(self._backbone, self._choice, self._dtype, self._precision, batch).module()
+            graph = graph_of(self._backbone, self._choice, self._graph_dtype, self._precision, batch).module()
             function = torch.compile(graph, fullgraph=True, dynamic=False, options=options)
             with torch.no_grad():
                 for _ in range(_FIRST_CALLS.get(device, 1)):
@@ -124,24 +133,33 @@ class _ByInductor(DeviceForward):
         return function
 
 
-_Requests = list[tuple[Any, NDArray[Any]]]  # infer requests of a batch, and the images that they read
+_Requests = list[tuple[Any, NDArray[Any]]]  # infer requests of a batch that run, and the images that they read
 
 
 class _ByOpenVino(Forward):
     """Forward compiled by OpenVINO.
 
     Cores compute chunks of a few images independently, so none waits for a core that is decoding.
+
+    Where poolings follow that are not compiled, requests return activations, which take much memory. Then few requests
+    exist, and chunks wait for them.
     """
 
     ahead = 1
 
     def __init__(self, backbone: LoadedBackbone, choice: Choice, dtype: str, precision: str, batch_size: int):
-        self._backbone, self._choice, self._dtype, self._precision = backbone, choice, dtype, precision
+        self._backbone, self._precision = backbone, precision
+        self._choice, self._following = choice.split()
+        self._dtype, self._graph_dtype = getattr(torch, dtype), "float32" if self._following.is_needed else dtype
         in_work = 2 * batch_size  # largest number of images: of a batch and the next one
-        self._chunk = max(1, min(_CHUNK, in_work // torch.get_num_threads()))
+        chunk = _CHUNK_TO_POOL if self._following.is_needed else _CHUNK
+        self._chunk = max(1, min(chunk, in_work // torch.get_num_threads()))
         self._streams = min(torch.get_num_threads(), -(-in_work // self._chunk))
+        self._limit = self._streams + 1 if self._following.is_needed else sys.maxsize  # of requests
         self._program: Any = None
+        self._requests = 0  # that exist
         self._free: list[Any] = []  # idle infer requests
+        self._waiting: deque[tuple[_Requests, NDArray[Any]]] = deque()  # chunks without a request, with their batch
         self._running: list[_Requests] = []  # batches in progress
 
     def start(self, images: Tensor) -> Callable[[], Values]:
@@ -149,33 +167,53 @@ class _ByOpenVino(Forward):
             self._program = self._compile(images)
         requests: _Requests = []
         self._running.append(requests)
-        for part in torch.split(images, self._chunk):
-            request = self._free.pop() if self._free else self._program.create_infer_request()
-            chunk = self._as_chunk(part)
-            request.start_async({0: chunk}, share_inputs=True)
-            requests.append((request, chunk))
+        self._waiting += [(requests, self._as_chunk(part)) for part in torch.split(images, self._chunk)]
+        self._start_waiting()
         return partial(self._values, requests, len(images))
+
+    def _start_waiting(self) -> None:
+        while self._waiting and (self._free or self._requests < self._limit):
+            self._start_one(*self._waiting.popleft())
+
+    def _start_one(self, requests: _Requests, chunk: NDArray[Any]) -> None:
+        if not self._free:
+            self._free.append(self._program.create_infer_request())
+            self._requests += 1
+        request = self._free.pop()
+        request.start_async({0: chunk}, share_inputs=True)
+        requests.append((request, chunk))
 
     def _values(self, requests: _Requests, count: int) -> Values:
         """Wait for a batch of `count` images and return its features."""
-        if not requests:
+        if not any(others is requests for others in self._running):
             raise AssertionError("the features were already returned")
         features: Values = {}
-        for number, (request, _) in enumerate(requests):
-            try:
-                request.wait()
-            except RuntimeError as error:
-                raise LayertapError(f"{self._backbone.spec} by openvino: {first_line(error)}") from error
-            start = number * self._chunk
-            for output, feature in enumerate(self._choice.features):
-                some = request.get_output_tensor(output).data[: count - start]
-                if feature.name not in features:
-                    features[feature.name] = np.empty((count, *some.shape[1:]), some.dtype)
-                features[feature.name][start : start + len(some)] = some
+        for start in range(0, count, self._chunk):
+            if not requests:  # all are in use by other batches
+                place = next(place for place, (batch, _) in enumerate(self._waiting) if batch is requests)
+                self._start_one(*self._waiting[place])
+                del self._waiting[place]
+            for name, values in self._pooled(requests[0][0], min(self._chunk, count - start)).items():
+                if name not in features:
+                    features[name] = np.empty((count, *values.shape[1:]), values.dtype)
+                features[name][start : start + len(values)] = values
+            self._free.append(requests.pop(0)[0])
+            self._start_waiting()
         self._running = [others for others in self._running if others is not requests]
-        self._free += [request for request, _ in requests]
-        requests.clear()  # so that a reference to this function, as in the frames of an exception, keeps no requests
         return features
+
+    def _pooled(self, request: Any, count: int) -> Values:
+        """Wait for a request and return the features of its `count` images."""
+        try:
+            request.wait()
+        except RuntimeError as error:
+            raise LayertapError(f"{self._backbone.spec} by openvino: {first_line(error)}") from error
+        outputs = {
+            feature.name: torch.from_numpy(request.get_output_tensor(output).data[:count])
+            for output, feature in enumerate(self._choice.features)
+        }
+        with torch.no_grad():
+            return {name: values.numpy() for name, values in self._following(outputs, self._dtype).items()}
 
     def _as_chunk(self, images: Tensor) -> NDArray[Any]:
         return _filled(images, self._chunk).contiguous().numpy()
@@ -191,6 +229,7 @@ class _ByOpenVino(Forward):
                     request.wait()
             requests.clear()
         self._running.clear()
+        self._waiting.clear()
         self._free.clear()
         self._program = None
 
@@ -232,7 +271,7 @@ class _ByOpenVino(Forward):
         }
 
     def _digest(self, chunk: NDArray[Any]) -> bytes | None:
-        return computation_digest(self._backbone, self._choice, self._dtype, "float32", torch.from_numpy(chunk))
+        return computation_digest(self._backbone, self._choice, self._graph_dtype, "float32", torch.from_numpy(chunk))
 
     def is_kept(self, images: Tensor) -> bool:
         """Return whether a program for batches like `images` is kept from an earlier run."""
@@ -243,7 +282,7 @@ class _ByOpenVino(Forward):
         """Return the computation as a graph of OpenVINO."""
         if _CONVERTED is not None and digest in _CONVERTED:
             return _CONVERTED[digest]
-        graph = graph_of(self._backbone, self._choice, self._dtype, "float32", torch.from_numpy(chunk))
+        graph = graph_of(self._backbone, self._choice, self._graph_dtype, "float32", torch.from_numpy(chunk))
         converted = openvino().convert_model(graph)
         if _CONVERTED is not None and digest is not None:
             _CONVERTED[digest] = converted

@@ -1,4 +1,4 @@
-"""Choose the features of a run: resolve `LAYER[:POOLING]` for a backbone by trial forwards.
+"""Choose the features of a run: resolve `LAYER[:POOLING]...` for a backbone by trial forwards.
 
 The trial (`extract/taps/batch_axis.py`) shows which layers run, what they output, and which rows of the output belong
 to which image. A layer whose rows cannot be assigned to images is refused.
@@ -6,16 +6,21 @@ to which image. A layer whose rows cannot be assigned to images is refused.
 
 from __future__ import annotations
 
+import contextlib
+import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from extract.backbones import LoadedBackbone
 from extract.backbones.output_as_embedding import WithEmbedding
 from extract.backbones.sources import SOURCES
-from extract.compute.pooling import Layout, pool, pooling_names, recognise, reduction, resolve_pooling
+from extract.compute.activation_layout import Layout, recognise
+from extract.compute.pooling import PoolingChain, pooling_names, reduction, resolve_pooling, split_poolings
+from extract.compute.sparse_projection import values_for_distortion
 from extract.errors import InputError, LayertapError, UnknownNameError, first_line
 from extract.system.foreign_code import exits_refused
 from extract.taps.batch_axis import BatchAxis, Trial
@@ -23,7 +28,16 @@ from extract.taps.layer_names import is_glob, match_layers, named_layers, separa
 from extract.taps.record import Record, Site, What, split_text
 from extract.taps.taps import Taps
 
-__all__ = ["EMBEDDING", "Choice", "Feature", "choose_features"]
+__all__ = [
+    "EMBEDDING",
+    "Choice",
+    "Feature",
+    "Following",
+    "LayerShapes",
+    "choose_features",
+    "layer_shapes",
+    "with_projection_sizes",
+]
 
 EMBEDDING = "embedding"  # reserved layer name: the input of the backbone's classifier
 
@@ -38,7 +52,7 @@ class Feature:
         name: name in the store.
         site: tensor that the feature is computed from.
         rows: position of the images in that tensor.
-        pooling: resolved pooling, never `auto`.
+        poolings: from the activation to the feature.
         layout: layout of the activation.
         activation_shape: shape of the activation of one image, before pooling.
         shape: shape of the feature of one image, as stored.
@@ -49,12 +63,17 @@ class Feature:
     name: str
     site: Site
     rows: BatchAxis
-    pooling: str
+    poolings: PoolingChain
     layout: Layout
     activation_shape: tuple[int, ...]
     shape: tuple[int, ...]
     source_dtype: str
     automatic: bool
+
+    @property
+    def pooling(self) -> str:
+        """Names of the resolved poolings, never `auto`."""
+        return self.poolings.name
 
 
 @dataclass(frozen=True)
@@ -64,12 +83,47 @@ class Choice:
     features: list[Feature]
     never_run: list[str]
 
+    def split(self) -> tuple[Choice, Following]:
+        """Return the part of the computation that compilers take, and what follows from its features."""
+        parts = {feature.name: feature.poolings.split() for feature in self.features}
+        # OpenVINO refuses to return one tensor twice. Features that begin alike, such as projections with two seeds,
+        # share what the graph returns; so does a feature that has no more poolings.
+        returned = {(f.site, f.pooling): f.name for f in self.features if not parts[f.name][1].steps}
+        features, following = dict[str, Feature](), dict[str, tuple[str, PoolingChain]]()
+        for feature in self.features:
+            compiled, after = parts[feature.name]
+            pooling = compiled.name or "none"
+            name = returned.get((feature.site, pooling), f"{feature.site} {pooling}")
+            features[name] = replace(feature, name=name, poolings=compiled)
+            following[feature.name] = name, after
+        return Choice(list(features.values()), self.never_run), Following(following)
+
     def kept_by(self, taps: Taps, dtype: torch.dtype) -> Taps:
         """Add these features to `taps` and return it. Each site records a dict of features, pooled on the device."""
         for site in dict.fromkeys(feature.site for feature in self.features):
-            features = {f.name: (f.rows, f.pooling, f.layout) for f in self.features if f.site == site}
+            features = {f.name: (f.rows, f.poolings) for f in self.features if f.site == site}
             taps.keep(site, reduce=reduction(features, dtype))
         return taps
+
+
+@dataclass(frozen=True)
+class Following:
+    """Computes features from those of a compiled graph.
+
+    Attributes:
+        poolings: feature -> feature of the graph, and the poolings that follow.
+    """
+
+    poolings: dict[str, tuple[str, PoolingChain]]
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether a pooling follows."""
+        return any(chain.steps for _, chain in self.poolings.values())
+
+    def __call__(self, values: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+        """Compute the features of a batch: feature of the graph -> (B, ...), to feature -> (B, *shape) of a dtype."""
+        return {name: chain(values[of]).to(dtype) for name, (of, chain) in self.poolings.items()}
 
 
 @dataclass(frozen=True)
@@ -88,8 +142,8 @@ def choose_features(backbone: LoadedBackbone, layers: Sequence[str]) -> Choice:
 
     Args:
         backbone: backbone in eval mode on its device.
-        layers: `LAYER[:POOLING]` each. LAYER is a name, a glob, a name with a call (`relu#1`) or a path (`lstm:0`), or
-            `embedding`. The default POOLING is `auto`.
+        layers: `LAYER[:POOLING]...` each. LAYER is a name, a glob, a name with a call (`relu#1`) or a path (`lstm:0`),
+            or `embedding`. Several poolings follow each other. The default is `auto`.
 
     Raises:
         UnknownNameError: a layer or pooling does not exist.
@@ -126,12 +180,80 @@ def choose_features(backbone: LoadedBackbone, layers: Sequence[str]) -> Choice:
     return Choice(named, list(never_run))
 
 
+@dataclass(frozen=True)
+class LayerShapes:
+    """Shapes of what could be stored of a layer, for one image.
+
+    Attributes:
+        name: name of the layer, with its call or path where it has several tensors.
+        poolings: pooling as asked for -> its resolved name and its shape; without those that do not fit.
+        reason: why nothing of the layer can be stored; otherwise empty.
+    """
+
+    name: str
+    poolings: dict[str, tuple[str, tuple[int, ...]]]
+    reason: str = ""
+
+
+def layer_shapes(backbone: LoadedBackbone, layers: Sequence[str], poolings: Sequence[str]) -> list[LayerShapes]:
+    """Return what each pooling gives for each layer that runs, in the order of computation. Nothing is pooled.
+
+    Args:
+        backbone: backbone in eval mode on its device.
+        layers: names and globs as in `choose_features`, without poolings; empty means every layer.
+        poolings: names, such as `none` or `grid4:srp512`.
+
+    Raises:
+        UnknownNameError: a layer or pooling does not exist.
+        InputError: see `choose_features`.
+    """
+    every = [_Request(name, "", "none", by_glob=True) for name in named_layers(backbone.model)]
+    requests = [request for text in layers for request in _parse(backbone, text)] or every
+    trial = _trial(backbone, requests)
+    names = {site: name for name, site in trial.record.sites.items()}
+    sites = dict.fromkeys((site, request.what) for request in requests for site in _sites_of(trial.record, request))
+    shapes = []
+    for site, what in sites:
+        name = EMBEDDING if what == "input" else names[site]
+        try:
+            _, values, layout = _by_image(backbone, site, trial)
+        except InputError as error:
+            shapes.append(LayerShapes(name, {}, error.message))
+            continue
+        fitting = {}
+        for pooling in poolings:
+            with contextlib.suppress(InputError):
+                chain = resolve_pooling(pooling, values.to("meta"), layout, backbone.reads_class_token)
+                fitting[pooling] = chain.name, chain.shape
+        shapes.append(LayerShapes(name, fitting))
+    return shapes
+
+
+def with_projection_sizes(layers: Sequence[str], images: int, distortion: float | None) -> list[str]:
+    """Return the layers with the number of values of each `srp` that has none.
+
+    Args:
+        layers: `LAYER[:POOLING]...` each.
+        images: number of images.
+        distortion: see `values_for_distortion`; None returns the layers as they are.
+    """
+    sized = []
+    for text in layers:
+        layer, poolings = split_poolings(text)
+        if distortion is not None and poolings:
+            number = values_for_distortion(images, distortion)
+            names = [re.sub(r"^srp(?=s|$)", f"srp{number}", name) for name in poolings.split(":")]
+            text = ":".join([layer, *names])
+        sized.append(text)
+    return sized
+
+
 def _parse(backbone: LoadedBackbone, text: str) -> list[_Request]:
     names = named_layers(backbone.model)
     if text not in names and (error := separated_by_commas(text, names, backbone.spec)):
         raise error
-    layer, _, last = text.rpartition(":")
-    text, pooling = (layer, last) if layer and last in pooling_names() else (text, "auto")
+    text, pooling = split_poolings(text)
+    pooling = pooling or "auto"
     if text == EMBEDDING:
         if isinstance(backbone.model, WithEmbedding):
             return [_Request(EMBEDDING, "", pooling)]
@@ -195,16 +317,31 @@ def _hint(backbone: LoadedBackbone, shape: tuple[int, ...]) -> str:
     return "if tokens precede the patch tokens, set their number as model.num_prefix_tokens"
 
 
+def _reorders_tokens(backbone: LoadedBackbone) -> bool:
+    """Return whether tokens are not in the order of the rows of the image: Hiera sorts them by its later windows."""
+    return any(type(module).__name__ in ("Hiera", "HieraEncoder") for module in backbone.model.modules())
+
+
+def _by_image(backbone: LoadedBackbone, site: Site, trial: Trial) -> tuple[BatchAxis, Tensor, Layout]:
+    """Return the position of the images in a tensor of the trial, the tensor as (B, *shape), and its layout.
+
+    Raises:
+        InputError: its rows are not the images.
+    """
+    rows = trial.rows(site)
+    values = rows.by_image(trial.record[site])
+    layout = recognise(
+        values.shape[1:], backbone.preprocessing.crop_px, backbone.prefix_tokens, backbone.patches, backbone.class_token
+    )
+    return rows, values, replace(layout, grid=None) if _reorders_tokens(backbone) else layout
+
+
 def _feature(backbone: LoadedBackbone, name: str, pooling: str, site: Site, trial: Trial) -> Feature:
     shape: tuple[int, ...] = ()
     try:
-        rows = trial.rows(site)
-        values = rows.by_image(trial.record[site])
+        rows, values, layout = _by_image(backbone, site, trial)
         shape = tuple(values.shape[1:])
-        layout = recognise(
-            shape, backbone.preprocessing.crop_px, backbone.prefix_tokens, backbone.patches, backbone.class_token
-        )
-        resolved = resolve_pooling(pooling, layout, shape, backbone.reads_class_token)
+        poolings = resolve_pooling(pooling, values, layout, backbone.reads_class_token)
     except InputError as error:
         hint = _hint(backbone, shape) or error.hint
         message = error.message if hint == error.hint else str(error)
@@ -213,10 +350,10 @@ def _feature(backbone: LoadedBackbone, name: str, pooling: str, site: Site, tria
         name=name,
         site=site,
         rows=rows,
-        pooling=resolved,
+        poolings=poolings,
         layout=layout,
         activation_shape=shape,
-        shape=tuple(pool(values, resolved, layout).shape[1:]),
+        shape=poolings.shape,
         source_dtype=str(values.dtype).removeprefix("torch."),
         automatic=pooling == "auto",
     )

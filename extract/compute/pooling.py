@@ -1,16 +1,18 @@
 """Pooling: from the activation of a layer to the stored feature of an image.
 
-Whether an axis holds channels or positions is recognised from the shape and the size of the input. If that is
-ambiguous, only `none` and `flatten` are accepted: no axis that might be channels is averaged.
+Poolings combine from left to right: `grid4:srp512` pools to a grid of 4 x 4, and projects it to 512 values. Each takes
+an activation and its layout, and gives another activation with another layout.
 """
 
 from __future__ import annotations
 
-import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
+from extract.compute.activation_layout import Layout
 from extract.errors import InputError, unknown_name
 
 if TYPE_CHECKING:  # not at run time: the command line lists poolings without importing torch
@@ -19,136 +21,163 @@ if TYPE_CHECKING:  # not at run time: the command line lists poolings without im
 
     from extract.taps.batch_axis import BatchAxis
 
-__all__ = ["POOLINGS", "Layout", "Pooling", "pool", "pooling_names", "recognise", "reduction", "resolve_pooling"]
-
-_STRIDES_PX = (1, 2, 4, 8, 14, 16, 32, 64)  # of maps; a square matrix of another size, such as T x T, is not a map
-_PATCH_SIZES_PX = (4, 8, 14, 16, 32, 64)  # of vision transformers, and of the later stages of hierarchical ones
+__all__ = [
+    "POOLINGS",
+    "Pooling",
+    "PoolingChain",
+    "is_pooling",
+    "pooling_names",
+    "reduction",
+    "resolve_pooling",
+    "split_poolings",
+]
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Meaning of the axes of an activation.
+class PoolingStep:
+    """One pooling of a chain, for activations of one shape.
 
     Attributes:
-        kind: "vector" (B, C) or (B,), "map" with two axes of positions, "tokens" (B, T, C), or "unknown".
-        axes: one letter for each axis after the batch: "C", "CHW", "HWC", "TC"; empty if unknown.
-        prefix_tokens: number of tokens before the patch tokens (class token, registers).
-        class_token: whether the first prefix token is a class token.
-        reason: why the layout is unknown.
+        name: its name, with all its numbers.
+        function: maps a batch of activations (B, ...) to (B, ...).
+        layout: layout of its result.
+        shape: shape of its result for one image.
+        compiles: see `Pooling`.
     """
 
-    kind: Literal["vector", "map", "tokens", "unknown"]
-    axes: str = ""
-    prefix_tokens: int = 0
-    class_token: bool = False
-    reason: str = ""
+    name: str
+    function: Callable[[Tensor], Tensor]
+    layout: Layout
+    shape: tuple[int, ...]
+    compiles: bool
 
 
-def recognise(
-    shape: Sequence[int],
-    input_px: tuple[int, int],
-    prefix_tokens: int = 0,
-    patches: int | None = None,
-    class_token: bool = False,
-) -> Layout:
-    """Recognise positions and channels in the activation of one image.
+@dataclass(frozen=True)
+class PoolingChain:
+    """Poolings that follow each other, for activations of one shape; a function from (B, ...) to (B, ...).
 
-    The two axes of a map are the input size over one stride: (7, 7) for a (224, 224) input, (7, 14) for (224, 448).
-    If both (C, H, W) and (H, W, C) fit, as in (56, 56, 56), the layout is unknown. Tokens are recognised by their
-    number: a grid of patches, with or without the backbone's prefix tokens.
-
-    Args:
-        shape: shape of the activation of one image, without the batch axis.
-        input_px: (height, width) of the backbone's input.
-        prefix_tokens: number of tokens before the patch tokens.
-        patches: number of patches of the input, if known.
-        class_token: whether the first prefix token is a class token.
+    Attributes:
+        steps: the poolings.
     """
-    shape = tuple(shape)
-    if len(shape) <= 1:
-        return Layout("vector", "C"[: len(shape)])
-    if len(shape) == 2:
-        return _recognise_tokens(shape, input_px, prefix_tokens, patches, class_token)
-    if len(shape) == 3:
-        first, last = _is_grid(shape[1:], input_px), _is_grid(shape[:2], input_px)
-        if first and last:
-            return Layout("unknown", reason="channels could be the first axis or the last")
-        if first:
-            return Layout("map", "CHW")
-        if last:
-            return Layout("map", "HWC")
-        return Layout("unknown", reason=f"no two neighbouring axes are a map of the {_px(input_px)} input")
-    return Layout("unknown", reason=f"{len(shape)} axes are neither a vector, a map nor tokens")
+
+    steps: tuple[PoolingStep, ...]
+
+    @property
+    def name(self) -> str:
+        """The poolings with all their numbers, as they can be written behind a layer."""
+        return ":".join(step.name for step in self.steps)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the result for one image."""
+        return self.steps[-1].shape
+
+    @property
+    def axes(self) -> str:
+        """Axes of the result, one letter each, as in `Layout.axes`."""
+        return self.steps[-1].layout.axes
+
+    def __call__(self, activation: Tensor) -> Tensor:
+        """Pool a batch: (B, ...) -> (B, ...)."""
+        for step in self.steps:
+            activation = step.function(activation)
+        return activation
+
+    def split(self) -> tuple[PoolingChain, PoolingChain]:
+        """Return the poolings that a compiler takes, and those that follow; either may have no steps."""
+        count = next((number for number, step in enumerate(self.steps) if not step.compiles), len(self.steps))
+        return PoolingChain(self.steps[:count]), PoolingChain(self.steps[count:])
 
 
-def _recognise_tokens(
-    shape: tuple[int, ...], input_px: tuple[int, int], prefix_tokens: int, patches: int | None, class_token: bool
-) -> Layout:
-    height, width = input_px
-    grids = {(height // size) * (width // size) for size in _PATCH_SIZES_PX} - {0, 1}
-    for counts in ({patches} if patches else set(), grids):  # the backbone's own number comes first
-        fits = [any(axis == count + prefix for count in counts for prefix in (0, prefix_tokens)) for axis in shape]
-        if fits == [True, False]:
-            prefix = prefix_tokens if shape[0] - prefix_tokens in counts else 0
-            return Layout("tokens", "TC", prefix, class_token and prefix > 0)
-        if any(fits):
-            return Layout("unknown", reason="tokens could be the last axis")
-    return Layout("unknown", reason=f"{shape[0]} is not the number of patches of the {_px(input_px)} input")
-
-
-def _px(size: tuple[int, int]) -> str:
-    return "x".join(map(str, size))
-
-
-def _is_grid(size: Sequence[int], input_px: tuple[int, int]) -> bool:
-    """Return whether (h, w) is the input size over a usual stride, allowing for borders without padding."""
-    if size == (1, 1):
-        return True
-    if input_px[0] == input_px[1] and size[0] != size[1]:
-        return False
-    return any(
-        all(abs(side - whole / stride) <= 1 + 0.06 * side for side, whole in zip(size, input_px, strict=True))
-        for stride in _STRIDES_PX
-    )
-
-
-def resolve_pooling(pooling: str, layout: Layout, shape: Sequence[int], reads_class_token: bool = False) -> str:
-    """Return the pooling that `auto` means for an activation, or any other pooling after checking that it fits.
+def resolve_pooling(poolings: str, activation: Tensor, layout: Layout, reads_class_token: bool = False) -> PoolingChain:
+    """Return the poolings for activations like this one, after checking that each fits the result of the one before.
 
     `auto` is `none` for vectors and `mean_map` for maps. For tokens it is `cls_token` if the backbone itself reads its
     class token, else `mean_tokens`.
 
     Args:
-        pooling: one of `pooling_names()`.
+        poolings: names as of `pooling_names()`, separated by colons.
+        activation: (B, *shape) of a few images; it is pooled, to learn the shapes.
         layout: layout of the activation.
-        shape: shape of the activation of one image.
         reads_class_token: whether the backbone's own embedding is its class token.
 
     Raises:
-        UnknownNameError: the pooling does not exist.
-        InputError: the pooling does not fit the activation.
+        UnknownNameError: a pooling does not exist.
+        InputError: a pooling does not fit.
     """
-    if pooling not in pooling_names():
-        raise unknown_name("pooling", pooling, pooling_names())
-    if pooling != "auto" and POOLINGS[pooling].kind is None:
-        return pooling
+    steps: list[PoolingStep] = []
+    for name in poolings.split(":"):
+        shape = tuple(activation.shape[1:])
+        if name == "auto":
+            name = _automatic(layout, shape, reads_class_token)
+        try:
+            step, activation = _applied(name, layout, activation)
+        except InputError as error:
+            before = f"after {steps[-1].name}, " if steps else ""
+            raise InputError(before + error.message, hint=error.hint) from None
+        layout = step.layout
+        steps.append(step)
+    # `none` changes nothing: without it, equal features have one name.
+    steps = [step for step in steps if step.name != "none"] or steps[:1]
+    return PoolingChain(tuple(steps))
+
+
+def _automatic(layout: Layout, shape: Sequence[int], reads_class_token: bool) -> str:
     if layout.kind == "unknown":
-        raise InputError(f"{pooling} does not fit {_describe(layout, shape)}", hint=f"use {_names_for(None)}")
-    if pooling == "auto":
-        if layout.kind == "tokens" and not (reads_class_token and layout.class_token):
-            return "mean_tokens"
-        return {"vector": "none", "map": "mean_map", "tokens": "cls_token"}[layout.kind]
-    entry = POOLINGS[pooling]
-    if layout.kind != entry.kind or (entry.needs_class_token and not layout.class_token):
-        raise InputError(
-            f"{pooling} does not fit {_describe(layout, shape)}", hint=f"use {_names_for(layout.kind) or 'none'}"
-        )
-    return pooling
+        raise _misfit("auto", layout, shape)
+    if layout.kind == "tokens" and not (reads_class_token and layout.class_token):
+        return "mean_tokens"
+    return {"vector": "none", "map": "mean_map", "tokens": "cls_token"}[layout.kind]
 
 
-def _names_for(kind: str | None) -> str:
-    fitting = [name for name, entry in POOLINGS.items() if entry.kind == kind and not entry.needs_class_token]
-    return " or ".join(fitting)
+def _applied(name: str, layout: Layout, activation: Tensor) -> tuple[PoolingStep, Tensor]:
+    """Return a pooling for activations like this one, and its result for this one."""
+    shape, arguments = tuple(activation.shape[1:]), dict[str, Any]()
+    entry, numbers = _entry(name)
+    if not entry.fits(layout):
+        raise _misfit(name, layout, shape)
+    if entry.arguments is not None:
+        name, arguments = entry.arguments(numbers, layout, shape)
+    function = partial(entry.function, layout=layout, **arguments)
+    pooled = function(activation)
+    return PoolingStep(name, function, entry.result(layout), tuple(pooled.shape[1:]), entry.compiles), pooled
+
+
+def _entry(name: str) -> tuple[Pooling, tuple[str | None, ...]]:
+    """Return the entry of a pooling, and the numbers in its name.
+
+    Raises:
+        UnknownNameError: there is none.
+    """
+    for known, entry in POOLINGS.items():
+        if match := re.fullmatch(entry.form or re.escape(known), name, re.ASCII):
+            return entry, match.groups()
+    raise unknown_name("pooling", name, pooling_names())
+
+
+def is_pooling(name: str) -> bool:
+    """Return whether a name is that of a pooling."""
+    return name == "auto" or any(
+        re.fullmatch(entry.form or re.escape(known), name, re.ASCII) for known, entry in POOLINGS.items()
+    )
+
+
+def split_poolings(text: str) -> tuple[str, str]:
+    """Split `LAYER[:POOLING]...` into the layer and its poolings; these are empty if the text has none."""
+    layer, poolings = text, ""
+    while True:
+        rest, _, last = layer.rpartition(":")
+        if not rest or not is_pooling(last):
+            return layer, poolings
+        layer, poolings = rest, f"{last}:{poolings}" if poolings else last
+
+
+def _misfit(name: str, layout: Layout, shape: Sequence[int]) -> InputError:
+    fitting = [known for known, entry in POOLINGS.items() if entry.kind and entry.fits(layout)]
+    names = fitting or [known for known, entry in POOLINGS.items() if entry.kind is None]
+    names = names if layout.kind != "vector" else ["none"]
+    others = f"{', '.join(names[:-1])} or {names[-1]}" if names[1:] else names[0]
+    return InputError(f"{name} does not fit {_describe(layout, shape)}", hint=f"use {others}")
 
 
 def _describe(layout: Layout, shape: Sequence[int]) -> str:
@@ -160,37 +189,24 @@ def _describe(layout: Layout, shape: Sequence[int]) -> str:
     return f"a {layout.kind} of shape {size} per image".replace("a tokens", "tokens")
 
 
-def pool(activation: Tensor, pooling: str, layout: Layout) -> Tensor:
-    """Pool a batch: (B, ...) -> (B, ...). Means of 16-bit values are computed in float32.
-
-    `mean_tokens` leaves out prefix tokens, as timm's average pooling does (`timm.layers.global_pool_nlc`).
-
-    Args:
-        activation: (B, *shape).
-        pooling: result of `resolve_pooling`.
-        layout: result of `recognise`.
-    """
-    return POOLINGS[pooling].function(activation, layout)
-
-
 def reduction(
-    features: Mapping[str, tuple[BatchAxis, str, Layout]], dtype: torch.dtype
+    features: Mapping[str, tuple[BatchAxis, PoolingChain]], dtype: torch.dtype
 ) -> Callable[[Tensor], dict[str, Tensor]]:
     """Return a function that computes all features of one activation, name -> (B, ...), on its device.
 
     Args:
-        features: name -> position of the images in the activation, result of `resolve_pooling`, result of `recognise`.
+        features: name -> position of the images in the activation, result of `resolve_pooling`.
         dtype: dtype of the features.
     """
     steps = [
-        (name, None if (rows.axis, rows.per_image) == (0, 1) else rows.by_image, POOLINGS[pooling].function, layout)
-        for name, (rows, pooling, layout) in features.items()
+        (name, None if (rows.axis, rows.per_image) == (0, 1) else rows.by_image, chain)
+        for name, (rows, chain) in features.items()
     ]
 
     def reduce(activation: Tensor) -> dict[str, Tensor]:
         return {
-            name: function(activation if by_image is None else by_image(activation), layout).to(dtype)
-            for name, by_image, function, layout in steps
+            name: chain(activation if by_image is None else by_image(activation)).to(dtype)
+            for name, by_image, chain in steps
         }
 
     return reduce
@@ -200,10 +216,107 @@ def _positions(layout: Layout) -> list[int]:
     return [1 + axis for axis, letter in enumerate(layout.axes) if letter in "HWT"]
 
 
+def _patches(x: Tensor, layout: Layout) -> Tensor:
+    """Return the positions of maps, or the patch tokens."""
+    return x[:, layout.prefix_tokens :] if layout.kind == "tokens" else x
+
+
 def _mean(x: Tensor, axes: list[int]) -> Tensor:
     import torch
 
     return x.mean(axes, dtype=torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else None)
+
+
+def _deviation(x: Tensor, axes: list[int]) -> Tensor:
+    """Return the standard deviation, dividing by the number of positions: a map of one position has 0."""
+    import torch
+
+    return (x.float() if x.dtype in (torch.float16, torch.bfloat16) else x).std(axes, correction=0)
+
+
+def _generalised_mean(x: Tensor, layout: Layout, power: float) -> Tensor:
+    """Return the generalised mean, (mean of x**P)**(1 / P), of values of at least 1e-6 (Radenovic et al. 2018)."""
+    axes = _positions(layout)
+    x = _patches(x, layout).float().clamp(min=1e-6)
+    largest = x.amax(axes, keepdim=True)  # its powers could be beyond float32
+    return largest.squeeze(tuple(axes)) * ((x / largest) ** power).mean(axes) ** (1 / power)
+
+
+def _generalised_mean_arguments(
+    numbers: tuple[str | None, ...], layout: Layout, shape: tuple[int, ...]
+) -> tuple[str, dict[str, Any]]:
+    power = float(numbers[0] or 3)
+    if not 0.01 <= power <= 100:
+        raise InputError(
+            f"gem{numbers[0]} has the power {power:g}; expected 0.01 to 100", hint="use gem, which is gem3"
+        )
+    return f"gem{power:g}", {"power": power}
+
+
+def _grid(x: Tensor, layout: Layout, size: int) -> Tensor:
+    """Return the means of size x size cells, which share a row or a column where sides are not divisible by size.
+
+    The cells are those of PyTorch's adaptive average pooling. A mean over rows of means over columns needs no kernel of
+    a device or compiler.
+    """
+    import torch
+
+    if layout.kind == "tokens" and layout.grid:
+        x = _patches(x, layout)
+        x = x.reshape(len(x), *layout.grid, x.shape[-1])
+    for axis in _positions(_as_map(layout)):
+        side = x.shape[axis]
+        cells = [(cell * side // size, -(-(cell + 1) * side // size)) for cell in range(size)]
+        x = torch.stack([_mean(x.narrow(axis, start, end - start), [axis]) for start, end in cells], axis)
+    return x
+
+
+def _grid_arguments(
+    numbers: tuple[str | None, ...], layout: Layout, shape: tuple[int, ...]
+) -> tuple[str, dict[str, Any]]:
+    name, size = f"grid{numbers[0]}", int(numbers[0] or 0)
+    if layout.kind == "tokens" and layout.grid is None:
+        count = shape[0] - layout.prefix_tokens
+        raise InputError(f"{name} does not fit {count:,} patch tokens, whose grid is not known", hint="use mean_tokens")
+    sides = layout.grid or tuple(side for side, axis in zip(shape, layout.axes, strict=True) if axis in "HW")
+    if size > min(sides):
+        raise InputError(
+            f"{name} does not fit a grid of {sides[0]} x {sides[1]} positions", hint=f"use grid{min(sides)} or less"
+        )
+    return name, {"size": size}
+
+
+def _project(x: Tensor, layout: Layout, projection: Callable[[Tensor], Tensor]) -> Tensor:
+    return projection(x)
+
+
+def _projection_arguments(
+    numbers: tuple[str | None, ...], layout: Layout, shape: tuple[int, ...]
+) -> tuple[str, dict[str, Any]]:
+    import math
+
+    from extract.compute.sparse_projection import sparse_projection
+
+    if numbers[0] is None:
+        raise InputError("srp alone needs a number of images to choose K", hint="give K, such as srp4096")
+    projection = sparse_projection(math.prod(shape), int(numbers[0]), int(numbers[1] or 0))
+    return projection.name, {"projection": projection}
+
+
+def _same(layout: Layout) -> Layout:
+    return layout
+
+
+def _as_map(layout: Layout) -> Layout:
+    return Layout("map", "HWC" if layout.kind == "tokens" else layout.axes)
+
+
+def _as_channels(layout: Layout) -> Layout:
+    return Layout("vector", "C")
+
+
+def _flattened(layout: Layout) -> Layout:
+    return Layout("vector", layout.axes)
 
 
 @dataclass(frozen=True)
@@ -211,33 +324,74 @@ class Pooling:
     """A pooling function and the layouts that it fits.
 
     Attributes:
-        function: maps a batch of activations (B, ...) and their layout to features (B, ...).
-        kind: kind of layout that it fits; None fits every layout, including unknown.
+        function: maps a batch of activations (B, ...) and, by name, `layout` and the `arguments` to features (B, ...).
+        kind: kind of layout that it fits; "positions" is a map or tokens; None fits every layout, including unknown.
         needs_class_token: whether it fits only tokens with a class token.
-        keeps_axes: whether features have the axes of the activation, flattened or not; otherwise only channels.
+        result: maps the layout of activations to that of features.
+        form: regular expression of the name, if numbers are part of it, with a group for each.
+        arguments: maps the numbers, the layout and the shape of an image's activation to the name with all numbers and
+            the arguments of `function`; raises `InputError` if they do not fit.
+        compiles: whether compilers take it. Otherwise PyTorch computes it, and the poolings after it, from what the
+            compiled graph returns.
     """
 
-    function: Callable[[Tensor, Layout], Tensor]
-    kind: Literal["map", "tokens"] | None
+    function: Callable[..., Tensor]
+    kind: Literal["map", "tokens", "positions"] | None
     needs_class_token: bool = False
-    keeps_axes: bool = False
+    result: Callable[[Layout], Layout] = _as_channels
+    form: str = ""
+    arguments: Callable[[tuple[str | None, ...], Layout, tuple[int, ...]], tuple[str, dict[str, Any]]] | None = None
+    compiles: bool = True
 
-    def axes(self, layout: Layout) -> str:
-        """Return the axes of the features, one letter each, as in `Layout.axes`."""
-        return layout.axes if self.keeps_axes else "C"
+    def fits(self, layout: Layout) -> bool:
+        """Return whether it fits activations of a layout."""
+        if self.kind is None:
+            return True
+        kinds = ("map", "tokens") if self.kind == "positions" else (self.kind,)
+        return layout.kind in kinds and (layout.class_token or not self.needs_class_token)
+
+
+def _mean_and_deviation(x: Tensor, layout: Layout) -> Tensor:
+    import torch
+
+    patches, axes = _patches(x, layout), _positions(layout)
+    return torch.cat([_mean(patches, axes), _deviation(patches, axes)], 1)
+
+
+def _class_token_and_mean(x: Tensor, layout: Layout) -> Tensor:
+    import torch
+
+    mean = _mean(_patches(x, layout), [1])
+    return torch.cat([x[:, 0].to(mean.dtype), mean], 1)
 
 
 # To add a pooling, add its entry: checks, error messages, help and stored attributes read this table.
 POOLINGS: dict[str, Pooling] = {
-    "none": Pooling(lambda x, layout: x, None, keeps_axes=True),
-    "flatten": Pooling(lambda x, layout: x.reshape(len(x), math.prod(x.shape[1:])), None, keeps_axes=True),
+    "none": Pooling(lambda x, layout: x, None, result=_same),
+    "flatten": Pooling(lambda x, layout: x.flatten(1) if x.ndim > 1 else x[:, None], None, result=_flattened),
     "mean_map": Pooling(lambda x, layout: _mean(x, _positions(layout)), "map"),
     "max_map": Pooling(lambda x, layout: x.amax(_positions(layout)), "map"),
+    "std_map": Pooling(lambda x, layout: _deviation(x, _positions(layout)), "map"),
     "cls_token": Pooling(lambda x, layout: x[:, 0], "tokens", needs_class_token=True),
-    "mean_tokens": Pooling(lambda x, layout: _mean(x[:, layout.prefix_tokens :], [1]), "tokens"),
+    "mean_tokens": Pooling(lambda x, layout: _mean(_patches(x, layout), [1]), "tokens"),
+    "last_token": Pooling(lambda x, layout: x[:, -1], "tokens"),
+    "cls+mean": Pooling(_class_token_and_mean, "tokens", needs_class_token=True),  # DINOv2's linear evaluation
+    "meanstd": Pooling(_mean_and_deviation, "positions"),
+    "gem[P]": Pooling(
+        _generalised_mean, "positions", form=r"gem(\d+(?:\.\d+)?)?", arguments=_generalised_mean_arguments
+    ),
+    "gridG": Pooling(_grid, "positions", result=_as_map, form=r"grid([1-9]\d{0,3})", arguments=_grid_arguments),
+    # Compilers unroll its hundreds of operations, and OpenVINO has no fast kernel for them.
+    "srp[K][sSEED]": Pooling(
+        _project,
+        None,
+        form=r"srp([1-9]\d{0,7})?(?:s(0|[1-9]\d{0,9}))?",
+        arguments=_projection_arguments,
+        compiles=False,
+    ),
 }
 
 
 def pooling_names() -> list[str]:
-    """Return the names that may follow a layer: `auto` and every pooling."""
+    """Return the names that may follow a layer: `auto` and every pooling; what is in brackets may be omitted."""
     return ["auto", *POOLINGS]

@@ -18,8 +18,7 @@ from extract.backbones.preprocessing import Preprocessing
 from extract.backbones.sources import SOURCES
 from extract.compute.backbone import Backbone
 from extract.compute.backends import engine_for
-from extract.compute.feature_choice import Choice, choose_features
-from extract.compute.pooling import POOLINGS
+from extract.compute.feature_choice import Choice, choose_features, with_projection_sizes
 from extract.credentials import without_credentials
 from extract.extraction.settings import ExtractionSettings
 from extract.images import Decoding, ImageList, list_images
@@ -81,15 +80,18 @@ def plan(
         choice: the features of the layers, if they are known.
     """
     out, recorded = os.fspath(out), settings.recorded()
-    configuration = {
-        "images": without_credentials(os.fspath(images)) if isinstance(images, str | os.PathLike) else images.root,
-        "layers": recorded.pop("layers"),
-        **backbone.asked,
-        "weights": _as_found_from_anywhere(backbone.asked.get("weights")),
-        **recorded,
-    }
+    given = without_credentials(os.fspath(images)) if isinstance(images, str | os.PathLike) else images.root
     if isinstance(images, str | os.PathLike):
         images = list_images(images, settings.limit)
+    # Recorded with their numbers of values: computed for other images later, `srp` is to give as many.
+    layers = with_projection_sizes(settings.layer_list, len(images), settings.distortion)
+    configuration = {
+        "images": given,
+        "layers": layers,
+        **backbone.asked,
+        "weights": _as_found_from_anywhere(backbone.asked.get("weights")),
+        **{name: value for name, value in recorded.items() if name != "layers"},
+    }
     dtype, precision, shard_rows = settings.dtype, settings.precision, settings.shard_rows
     preprocessing = backbone.preprocessing.faster() if settings.decode == "fast" else backbone.preprocessing
     preprocessing = replace(preprocessing, orientation=settings.orientation, icc=settings.icc)
@@ -98,7 +100,7 @@ def plan(
     engine = _engine(settings.compile, precision, backbone, out)
     if choice is None:
         with evaluating(backbone.model), full_float32():
-            choice = choose_features(backbone, settings.layer_list)
+            choice = choose_features(backbone, layers)
     computed_in = precision if precision == "float32" else _lower_precision(precision, engine)
     stored = [
         StoredFeature(
@@ -108,7 +110,7 @@ def plan(
             {
                 "layer": str(feature.site),
                 "pooling": feature.pooling,
-                "axes": POOLINGS[feature.pooling].axes(feature.layout),
+                "axes": feature.poolings.axes,
                 "source_dtype": feature.source_dtype if precision == "float32" else computed_in,
             },
         )

@@ -61,6 +61,8 @@ def extract_features(
     preprocessing: Mapping[str, Any] | None = None,
     shard_rows: int | None = None,
     compress: str | None = None,
+    distortion: float = defaults.DISTORTION,
+    max_distortion: float | None = None,
     retry_failed: bool = False,
     progress: bool = True,
 ) -> FeatureReader:
@@ -74,7 +76,7 @@ def extract_features(
         out: folder of the data set; created if missing.
         backbone: a spec, or the result of `load_backbone`; then `weights`, `device`, `seed`, `allow_missing_head` and
             `preprocessing` have no effect.
-        layers: `LAYER[:POOLING]` each, globs allowed; see `choose_features`.
+        layers: `LAYER[:POOLING]...` each, globs allowed; see `choose_features`.
         weights: a name, a file, or "random"; see `load_backbone`.
         batch_size: images per forward.
         workers: processes that decode; 0 decodes in this process.
@@ -99,6 +101,10 @@ def extract_features(
         shard_rows: images per shard; None limits a shard to 1 GB.
         compress: "gzip", "lzf" or "blosc2" compresses each finished shard; None leaves features uncompressed, which is
             faster to read.
+        distortion: of the pooling `srp` without a number of values: the number is chosen so that squared distances
+            between the images are likely to change by at most this part; above 0, below 1.
+        max_distortion: what projections change is measured on the first 128 images; if more than 5 % of the distances
+            between them change by more than this part, the run ends before it stores anything. None accepts all.
         retry_failed: retry images that failed in an earlier run. Images with an I/O error are retried in any case.
         progress: show a progress bar.
 
@@ -128,6 +134,8 @@ def extract_features(
         icc=icc,
         shard_rows=shard_rows,
         compress=compress,
+        distortion=distortion,
+        max_distortion=max_distortion,
     )
     if isinstance(backbone, str):
         backbone = load_backbone(

@@ -26,6 +26,8 @@ class ExtractionSettings:
     """Settings of a run, checked on creation. `extract_features` documents each of them.
 
     Attributes:
+        distortion: see `extract_features`; None: `srp` without a number of values is refused.
+        max_distortion: see `extract_features`.
         sync_s: seconds of work that a power failure may lose; 0 forces each batch to the disk.
 
     Raises:
@@ -48,6 +50,8 @@ class ExtractionSettings:
     icc: str = defaults.ICC
     shard_rows: int | None = None
     compress: str | None = None
+    distortion: float | None = None
+    max_distortion: float | None = None
     sync_s: float = defaults.SYNC_S
 
     def __post_init__(self) -> None:
@@ -63,6 +67,10 @@ class ExtractionSettings:
                 raise InputError(f"{name} is {value}; it must be at least {least}")
         if not -1 <= self.min_cosine <= 1:
             raise InputError(f"min_cosine is {self.min_cosine}; expected -1 to 1")
+        if self.distortion is not None and not 0 < self.distortion < 1:
+            raise InputError(f"distortion is {self.distortion}; expected a number above 0 and below 1")
+        if self.max_distortion is not None and not self.max_distortion >= 0:
+            raise InputError(f"max_distortion is {self.max_distortion}; expected 0 or more")
 
     @property
     def layer_list(self) -> list[str]:
@@ -70,7 +78,11 @@ class ExtractionSettings:
         return [self.layers] if isinstance(self.layers, str) else list(self.layers)
 
     def recorded(self) -> dict[str, Any]:
-        """Return the settings for the provenance of a data set: all but `sync_s`, which does not affect features."""
+        """Return the settings for the provenance of a data set.
+
+        `sync_s` and `max_distortion` do not affect features. `distortion` affects them by the numbers in the resolved
+        layers only.
+        """
         settings = asdict(self) | {"layers": self.layer_list}
-        del settings["sync_s"]
+        del settings["sync_s"], settings["distortion"], settings["max_distortion"]
         return settings

@@ -2,7 +2,8 @@
 
 Compiled code in float32 must agree within rounding; otherwise the run continues without it, or ends if compiling was
 requested. Lower precision and fast decoding must give features with a high cosine to the reference, or the run ends
-before anything is stored. Some images of the first batch are also computed alone: their rows must be the same.
+before anything is stored. Some images of the first batch are also computed alone: their rows must be the same. What
+projections change is measured on the first images.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from extract.backbones.preprocessing import Preprocessing
 from extract.compute.agreement import Agreement, agreement, refusal
 from extract.compute.backends import default_engine, open_forward
 from extract.compute.compiled import program_kept_for
+from extract.compute.distortion import Distortion, too_large
+from extract.compute.distortion_measurement import measured_distortion
 from extract.compute.forward import B, Forward, Values
 from extract.compute.row_check import check_rows
 from extract.errors import DisagreementError, InputError, LayertapError, first_line
@@ -35,6 +38,8 @@ __all__ = ["FIRST_DECODED", "Computation", "ValidatedForward", "decoded_both_way
 _PAYS_FROM = {"openvino": 1_000, "inductor": 50_000}
 _PAYS_FROM_IF_KEPT = 250
 FIRST_DECODED = 16  # images decoded both ways
+_PROJECTED = 128  # images on which projections are measured, in batches of at most _TOGETHER
+_TOGETHER = 32  # 496 pairs in a batch; whole activations of more images take more memory
 
 
 @dataclass
@@ -48,6 +53,8 @@ class Computation:
         agreement: feature -> agreement with eager float32 in the first batch; empty if the run itself is eager float32.
         decoding: feature -> agreement of fast decoded images with eager float32 of exactly decoded ones, for the first
             images; empty if images are decoded exactly.
+        distortion: projected feature -> what its projection changes, on the first images; empty if an earlier run has
+            measured it.
         prepared_in_s: seconds spent comparing and compiling, excluding the computation of the first batch itself.
     """
 
@@ -56,6 +63,7 @@ class Computation:
     failed: bool = False
     agreement: dict[str, Agreement] = field(default_factory=dict)
     decoding: dict[str, Agreement] = field(default_factory=dict)
+    distortion: dict[str, Distortion] = field(default_factory=dict)
     prepared_in_s: float = 0.0
 
 
@@ -184,10 +192,30 @@ class ValidatedForward:
                 too = "" if precision == "float32" else "--precision float32 or "
                 instead = f"--decode exact or {too}a lower --min-cosine"
                 raise DisagreementError(f"of fast decoded images, {no}", instead)
+        computation.distortion = self._distortion()
         computation.prepared_in_s = time.perf_counter() - start - own_s
         features = forward(images) if features is None else features
         self._on_computation(computation)
         return features
+
+    def _distortion(self) -> dict[str, Distortion]:
+        """Measure the projections on the first images.
+
+        Raises:
+            InputError: distances change by more than `max_distortion`.
+        """
+        plan, at_most = self._plan, self._plan.settings.max_distortion
+        if (self._has_stored_rows and at_most is None) or not any(f.poolings.split()[1].steps for f in
+                                                                  plan.choice.features):  # fmt: skip
+            return {}
+        count, size = min(_PROJECTED, len(plan.images)), min(_TOGETHER, max(2, plan.settings.batch_size))
+        rows = [list(range(start, min(start + size, count))) for start in range(0, count, size)]
+        decoding = Decoding.for_preprocessing(plan.backbone.preprocessing, plan.settings.max_pixels)
+        with contextlib.closing(load_batches(plan.images, rows, decoding)) as batches:
+            measured = measured_distortion(plan.backbone, plan.choice, (batch.images for batch in batches))
+        if at_most is not None and (why := too_large(measured, at_most)):
+            raise InputError(why, hint="use more values (a larger K), or a higher --max-distortion")
+        return measured
 
     def _check_rows(self, forward: Forward, images: Tensor, features: Values) -> None:
         check_rows(forward, images, features)

@@ -87,6 +87,17 @@ class EmbedConfig(FeaturesConfig):
         None, description="Folder of the data set, or s3://BUCKET/NAME. [default: outputs/<name of IMAGES>]"
     )
 
+    distortion: float = Field(
+        defaults.DISTORTION,
+        gt=0,
+        lt=1,
+        description="For LAYER:srp without a number: squared distances change by at most this part.",
+    )
+    max_distortion: float | None = Field(
+        None,
+        ge=0,
+        description="End the run if a projection changes over 5 % of the distances of the first images by more.",
+    )
     fast: bool = Field(
         False,
         description="Use the fastest precision, compile and decode that agree; measured once, not for short jobs.",

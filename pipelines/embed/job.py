@@ -1,4 +1,4 @@
-"""Compute features of images: `layertap embed IMAGES -b BACKBONE -l LAYER[:POOLING] ... -o OUT`."""
+"""Compute features of images: `layertap embed IMAGES -b BACKBONE -l LAYER[:POOLING]... -o OUT`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import click
 from extract import defaults
 from extract.compute.backbone import Backbone
 from extract.compute.backends import default_engine
-from extract.compute.feature_choice import Choice, choose_features
+from extract.compute.feature_choice import Choice, choose_features, with_projection_sizes
 from extract.errors import DisagreementError
 from extract.extraction.run import Plan, Summary, extract, plan
 from extract.extraction.tuning import fastest
@@ -61,7 +61,7 @@ def embed(config: EmbedConfig) -> EmbedResult:
     if not config.fast:
         return _run(config, plan_of(config, images, backbone))
     with evaluating(backbone.model), full_float32():
-        choice = choose_features(backbone, list(config.layers))
+        choice = choose_features(backbone, with_projection_sizes(config.layers, len(images), config.distortion))
     options = _fastest(config, images, backbone, choice)
     while True:
         try:
@@ -191,6 +191,8 @@ def describe_computation(computation: Computation, precision: str) -> str:
                 f"\n          {name}: compared with {other}, minimum cosine {agreement.min_cosine:.6f}, "
                 f"difference at most {agreement.max_deviation:.1e} of the largest value"
             )
+    for name, distortion in computation.distortion.items():
+        text += f"\n          {name}: {distortion}"
     return text
 
 

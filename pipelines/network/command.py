@@ -169,8 +169,14 @@ def backbones(pattern: str | None, as_json: bool) -> None:
 @click.argument("backbone", shell_complete=complete_backbones)
 @click.argument("patterns", nargs=-1, metavar="[PATTERN]...")
 @click.option("--ops", is_flag=True, help="Also list functions without a module: layer1.0/add, /flatten.")
+@click.option(
+    "--bytes",
+    "images",
+    metavar="IMAGES",
+    help="Print what the layers of IMAGES, or of a number of images, take on disk: whole and pooled.",
+)
 @json_flag
-def layers(backbone: str, patterns: tuple[str, ...], ops: bool, as_json: bool) -> None:
+def layers(backbone: str, patterns: tuple[str, ...], ops: bool, images: str | None, as_json: bool) -> None:
     """List the layers of BACKBONE, or the layers that match a PATTERN, with their output shapes for one image.
 
     Notes mark layers on which hooks do not work, or work only with care.
@@ -178,7 +184,16 @@ def layers(backbone: str, patterns: tuple[str, ...], ops: bool, as_json: bool) -
     \b
     layertap layers torchvision/resnet50 'layer?' 'layer4.*'
     layertap layers timm/vit_small_patch16_224 'blocks.*.attn' --ops
+    layertap layers torchvision/resnet50 'layer?.*' --bytes 1000000
     """
+    if images is not None:
+        if ops:
+            raise click.UsageError("--bytes lists layers only; functions cannot be stored: leave out --ops")
+        from pipelines.network.layer_bytes import as_json as bytes_as_json
+        from pipelines.network.layer_bytes import layer_bytes, print_bytes
+
+        print_result(layer_bytes(backbone, patterns, images), as_json, bytes_as_json, print_bytes)
+        return
     from pipelines.network.layers import as_json as table_as_json
     from pipelines.network.layers import list_layers, print_table
 

@@ -21,9 +21,9 @@ from extract.analysis.network.attribution import (
     principal_colours,
     rollout,
 )
+from extract.compute.activation_layout import recognise
 from extract.compute.backbone import Backbone
 from extract.compute.feature_choice import Choice, Feature, choose_features
-from extract.compute.pooling import recognise
 from extract.errors import InputError, LayertapError
 from extract.system.torch_state import evaluating, full_float32
 from extract.taps.layer_names import match_layers, named_layers

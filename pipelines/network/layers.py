@@ -9,22 +9,27 @@ from typing import Any
 import torch
 
 from extract.backbones.sources import SOURCES
-from extract.compute.backbone import load_backbone
+from extract.compute.backbone import Backbone, load_backbone
 from extract.taps.layer_names import match_layers, named_layers
 from extract.taps.layer_table import LayerRow, layer_table
 from pipelines.terminal.tables import print_aligned
 
-__all__ = ["as_json", "list_layers", "print_table"]
+__all__ = ["as_json", "list_layers", "loaded_for_layers", "print_table"]
 
 
-def list_layers(spec: str, patterns: Sequence[str], *, operations: bool) -> list[LayerRow]:
-    """Return the table of a backbone's layers.
+def loaded_for_layers(spec: str) -> Backbone:
+    """Load a backbone to look at its layers.
 
     Its weights are random, so that none are downloaded, if a model with random weights has the same layers.
     """
     source = SOURCES.get(spec.partition("/")[0])
     random = source is not None and source.same_layers_at_random
-    backbone = load_backbone(spec, weights="random" if random else None, device="cpu")
+    return load_backbone(spec, weights="random" if random else None, device="cpu")
+
+
+def list_layers(spec: str, patterns: Sequence[str], *, operations: bool) -> list[LayerRow]:
+    """Return the table of a backbone's layers."""
+    backbone = loaded_for_layers(spec)
     pictures = torch.randn(2, 3, *backbone.preprocessing.crop_px, generator=torch.Generator().manual_seed(0))
     names = match_layers(named_layers(backbone.model), patterns, spec) if patterns else None
     return layer_table(backbone.model, pictures, names, operations=operations)

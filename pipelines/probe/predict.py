@@ -13,7 +13,7 @@ from extract.analysis.probe.feature_matrix import FeatureRows
 from extract.analysis.probe.model import LinearProbe
 from extract.backbones.loading import permitted
 from extract.compute.backbone import load_backbone
-from extract.compute.pooling import pooling_names
+from extract.compute.pooling import split_poolings
 from extract.errors import InputError
 from extract.extraction.plan import asked_of, how_decoded, how_made
 from extract.extraction.run import ExtractionSettings, extract, plan
@@ -64,7 +64,7 @@ def run_predict(
         named, computation = str(probe.about["provenance"]["backbone"]), dict[str, Any](how_made(described))
         computation |= how_decoded(described)
         dtype, max_pixels = str(described["stored_as"]), int(probe.about["provenance"]["configuration"]["max_pixels"])
-        layers = [name if name.rpartition(":")[2] in pooling_names() else f"{name}:{pooling}"
+        layers = [name if split_poolings(name)[1] else f"{name}:{pooling}"
                   for (name, _), pooling in zip(fitted_on, poolings, strict=True)]  # fmt: skip
         if not layers or not isinstance(probe.about["layers"], list) or max_pixels < 1:
             raise ValueError(f"layers {probe.about['layers']!r}, max_pixels {max_pixels}")

@@ -145,7 +145,7 @@ LAYERS = (
             "':avg' after layer 'layer4' is neither a pooling (auto, none, ...) nor one of its tensors (layer4)"),
     Mistake("a pooling that does not fit", "embed photos SMALL -l layer4:cls_token",
             "layer 'layer4' of timm/test_resnet: cls_token does not fit a map of shape ...",
-            hint="use mean_map or max_map"),
+            hint="use mean_map, max_map, ..."),
 )  # fmt: skip
 
 OPTIONS = (

@@ -83,6 +83,61 @@ def test_compiled_features_are_those_of_an_eager_forward(spec: str, engine: str)
         assert np.array_equal(short[name], compiled[name][:2]), name  # a short batch gives the same rows
 
 
+POOLED = {
+    "timm/test_resnet": [
+        "layer1:grid3", "layer1:grid2:srp40", "layer1:srp64", "layer1:srp64s1", "layer1:none", "layer1:gem",
+        "layer1:gem2.5:srp8", "layer2:std_map", "layer2:meanstd", "layer4:grid2:max_map", "embedding:srp16",
+    ],
+    "timm/vit_tiny_patch16_224": [
+        "blocks.0:cls+mean", "blocks.0:last_token", "blocks.0:gem", "blocks.0:meanstd", "blocks.0:grid3:srp20",
+        "blocks.1:srp100:srp10", "norm:grid2",
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("engine", [BY_OPENVINO, BY_INDUCTOR])
+@pytest.mark.parametrize(
+    "spec", ["timm/test_resnet", pytest.param("timm/vit_tiny_patch16_224", marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("float16", marks=pytest.mark.slow)])
+def test_compiled_poolings_are_those_of_an_eager_forward(spec: str, engine: str, dtype: str) -> None:
+    plain, compiled, short = _both_ways(spec, engine, POOLED[spec], dtype)
+    assert list(compiled) == list(plain)
+    for name, found in agreement(compiled, plain).items():
+        assert compiled[name].dtype == plain[name].dtype == dtype
+        assert compiled[name].shape == plain[name].shape
+        assert found.max_deviation <= (FULL_PRECISION if dtype == "float32" else 2**-10), name
+        assert np.array_equal(short[name], compiled[name][:2]), name
+
+
+@openvino
+def test_chunks_wait_for_requests_where_activations_are_pooled_by_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches of several chunks, one ahead of the other, and one whose features are asked for first."""
+    monkeypatch.setattr("extract.compute.compiled._CHUNK_TO_POOL", 2)
+    backbone = load_backbone("timm/test_resnet", weights="random", device="cpu")
+    with evaluating(backbone.model):
+        choice = choose_features(backbone, ["layer1:srp64", "layer2"])
+    pictures = _pictures(backbone, 23)
+    with open_forward(backbone, choice, "float32") as forward:
+        plain = forward(pictures)
+    with open_forward(backbone, choice, "float32", "float32", "openvino", batch_size=23) as forward:
+        assert isinstance(forward, _ByOpenVino)
+        first, second, third = forward.start(pictures), forward.start(pictures[:9]), forward.start(pictures[9:10])
+        assert forward._waiting
+        results = {"third": third(), "first": first(), "second": second()}
+        assert forward._requests <= forward._limit + 1  # more only for the batch that was asked for too early
+        assert len(forward._free) == forward._requests
+        unread = forward.start(pictures)
+        with pytest.raises(AssertionError, match="already returned"):
+            first()
+    del unread
+    for name, values in plain.items():
+        for key, rows in {"first": values, "second": values[:9], "third": values[9:10]}.items():
+            found = results[key][name]
+            assert found.shape == rows.shape
+            assert np.abs(found - rows).max() <= FULL_PRECISION * np.abs(values).max(), (key, name)
+
+
 @openvino
 @pytest.mark.slow
 def test_features_are_compiled_to_float16_too() -> None:

@@ -63,6 +63,79 @@ def test_tokens_are_pooled_as_the_model_pools_them() -> None:
         choose_features(vit, ["patch_embed:cls_token"])
 
 
+def test_poolings_follow_each_other_and_projections_have_seeds_in_their_names(resnet: Backbone) -> None:
+    assert chosen(resnet, "layer1:grid4:srp64", "layer1:srp64", "layer1:srp64s0", "layer1:srp64s3", "layer2:gem",
+                  "layer3:grid2", "embedding:srp16") == {
+        "layer1:grid4:srp64": ("grid4:srp64", (64,)),
+        "layer1:srp64": ("srp64", (64,)),
+        "layer1:srp64s3": ("srp64s3", (64,)),
+        "layer2": ("gem3", (128,)),
+        "layer3": ("grid2", (256, 2, 2)),
+        "embedding": ("srp16", (16,)),
+    }  # fmt: skip
+    with pytest.raises(InputError, match="layer 'layer1' of .*: after srp64, grid4 does not fit a vector"):
+        choose_features(resnet, ["layer1:srp64:grid4"])
+
+
+def test_features_of_the_compiled_graph_are_shared_by_projections_of_one_tensor(resnet: Backbone) -> None:
+    choice = choose_features(
+        resnet, ["layer1:srp64", "layer1:srp64s1", "layer1:grid4:srp8", "layer2", "layer2:srp8", "layer2:none"]
+    )
+    compiled, following = choice.split()
+    assert [(f.name, f.pooling) for f in compiled.features] == [
+        ("layer1 none", ""), ("layer1 grid4", "grid4"), ("layer2:mean_map", "mean_map"), ("layer2:none", "none"),
+    ]  # fmt: skip
+    assert following.is_needed
+    assert not choose_features(resnet, ["layer1", "layer2"]).split()[1].is_needed
+
+
+def test_poolings_of_tokens_are_those_of_the_model_without_special_tokens() -> None:
+    vit = load_backbone("timm/vit_tiny_patch16_224", weights="random", device="cpu")
+    picture = torch.randint(
+        0, 256, (224, 224, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+    ).numpy()
+    names = ["blocks.0:none", "blocks.0:grid2", "blocks.0:cls+mean", "blocks.0:last_token", "blocks.0:grid7:flatten"]
+    values = vit.features(picture, names)
+    tokens = torch.from_numpy(values["blocks.0:none"])  # (1, 197, 192)
+    patches = tokens[:, 1:].reshape(1, 2, 7, 2, 7, 192).mean((2, 4))
+    expected = {
+        "blocks.0:grid2": patches, "blocks.0:last_token": tokens[:, 196],
+        "blocks.0:cls+mean": torch.cat([tokens[:, 0], tokens[:, 1:].mean(1)], 1),
+        "blocks.0:grid7:flatten": tokens[:, 1:].reshape(1, 7, 2, 7, 2, 192).mean((2, 4)).flatten(1),
+    }  # fmt: skip
+    for name, value in expected.items():
+        assert torch.allclose(torch.from_numpy(values[name]), value, atol=1e-5), name
+
+
+def test_windows_and_tokens_in_another_order_have_no_grid(net: Backbone) -> None:
+    with pytest.raises(InputError, match="grid2 does not fit an activation of shape .4, 4, 14, 14. per image"):
+        choose_features(net, ["windows:grid2"])
+
+    class Hiera(nn.Module):
+        """As timm's: tokens in the order of its later windows."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokens, self.plain = nn.Identity(), nn.Conv2d(3, 4, 16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.tokens(self.plain(x).flatten(2).transpose(1, 2))[:, 0]
+
+    hiera = replace(net, model=Hiera().eval())
+    with pytest.raises(InputError, match="grid2 does not fit 196 patch tokens, whose grid is not known"):
+        choose_features(hiera, ["tokens:grid2"])
+    assert chosen(hiera, "tokens") == {"tokens": ("mean_tokens", (4,))}
+
+
+@pytest.mark.slow
+def test_grids_of_swin_are_those_of_its_maps_and_its_windows_have_none() -> None:
+    swin = load_backbone("timm/swin_tiny_patch4_window7_224", weights="random", device="cpu")
+    choice = choose_features(swin, ["layers.0:grid4", "layers.3:grid7"])
+    assert [(f.layout.axes, f.shape) for f in choice.features] == [("HWC", (4, 4, 96)), ("HWC", (7, 7, 768))]
+    with pytest.raises(InputError, match="grid4 does not fit an activation of shape .64, 49, 96. per image"):
+        choose_features(swin, ["layers.0.blocks.0.attn:grid4"])
+
+
 @pytest.mark.parametrize(("spec", "layer", "axes"), [
     ("timm/test_convnext", "stages.1.blocks.0.mlp", "HWC"), ("timm/test_convnext", "stages.1", "CHW"),
     pytest.param("timm/swin_tiny_patch4_window7_224", "layers.2", "HWC", marks=pytest.mark.slow),
