@@ -52,6 +52,10 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'layertap' has no attribute {name!r}")
 
 
+def __dir__() -> list[str]:
+    return [*__all__, *(name for name in globals() if name.startswith("__"))]
+
+
 def main() -> None:
     """Run the command line."""
     try:

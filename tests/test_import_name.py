@@ -99,3 +99,11 @@ def test_the_command_runs_without_full_garbage_collections(monkeypatch: pytest.M
         assert gc.get_threshold() == (*before[:2], 1000)
     finally:
         gc.set_threshold(*before)
+
+
+def test_completion_in_a_notebook_has_the_public_names_alone() -> None:
+    import extract
+    import layertap
+
+    for module in (layertap, extract):
+        assert {name for name in dir(module) if not name.startswith("_")} == set(module.__all__)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from extract.errors import InputError, LayertapError
 from extract.row_status import Status
-from extract.store.format.dataset import DataSet
+from extract.store.format.dataset import UNFINISHED_HINT, DataSet
 from extract.store.format.layout import RowNames, StoredFeature
 from extract.store.format.row_hash import wrong_rows
 from extract.store.format.shard import Shard
@@ -285,8 +285,7 @@ def _select_from_files(dataset: DataSet, partial: bool, open_shards: OpenShards)
             state = "unfinished" if files.part is not None else "missing"
             raise LayertapError(
                 f"{path} is {state} (shard {shard} of {dataset.n_shards})",
-                hint="run the command that created the data set again to finish it, or read the available rows with "
-                "partial=True",
+                hint=UNFINISHED_HINT,
             )
         try:
             opened = dataset.open_shard(shard, path)
@@ -326,8 +325,7 @@ def _stored_rows(shard: Shard, partial: bool) -> NDArray[np.int64]:
     if len(stored) < len(shard) and not partial:
         raise LayertapError(
             f"{shard.name} is unfinished: {len(shard) - len(stored)} rows are pending",
-            hint="run the command that created the data set again to finish it, or read the available rows with "
-            "partial=True",
+            hint=UNFINISHED_HINT,
         )
     # A row that a power failure damaged may have a status, but does not match its hashes.
     return np.setdiff1d(stored, wrong_rows(shard, stored)) if is_part else stored

@@ -182,9 +182,13 @@ class _Pass:
                     f"{self.out} holds a data set of `layertap embed`", hint="choose another output folder"
                 )
             if (synced_root := self.published.images["root"]) != self.root and not self.force:
+                exists = Path(self.root).is_dir()
                 raise InputError(
-                    f"{self.out} is kept in sync with {synced_root}, not with {self.root}",
-                    hint="if the folder was moved, use --force; otherwise choose another output folder",
+                    f"{self.out} is kept in sync with {synced_root}, not with {self.root}"
+                    + ("" if exists else ", which does not exist"),
+                    hint="if the folder was moved, use --force; otherwise choose another output folder"
+                    if exists
+                    else "correct `images`",
                 )
         elif self.out.is_dir() and any(not _is_ours(entry.name) for entry in self.out.iterdir()):
             raise InputError(

@@ -7,7 +7,7 @@ import itertools
 import os
 from pathlib import Path
 
-__all__ = ["did_you_mean"]
+__all__ = ["did_you_mean", "folders_with"]
 
 _MOST_NAMES = 10_000  # of a folder that are compared
 
@@ -42,3 +42,16 @@ def _exists(path: Path) -> bool:
         return path.exists()
     except (OSError, ValueError):  # no permission; a null character
         return False
+
+
+def folders_with(folder: Path, name: str) -> str:
+    """Return a hint that names up to three subfolders with a file of this name; empty if there are none."""
+    try:
+        with os.scandir(folder) as entries:
+            inner = sorted(
+                entry.path for entry in itertools.islice(entries, _MOST_NAMES) if (Path(entry) / name).is_file()
+            )
+    except OSError:
+        return ""
+    shown = ", ".join(inner[:3]) + (", ..." if len(inner) > 3 else "")
+    return f"name one of its folders: {shown}" if inner else ""

@@ -156,7 +156,7 @@ def why_absent(
     if all(request.what in ("grad", "grad_input") for request in asked):
         return (
             f"no gradient reached {layer}: call backward() inside the `with` block, on a loss that depends "
-            "on it (with reentrant checkpointing, layers that run more than once get none; use_reentrant=False)"
+            "on it, without torch.no_grad() (layers that run twice get none with reentrant checkpointing)"
         )
     if all(request.what == "attention" for request in asked):
         return f"{layer} computed no attention that layertap recognises"

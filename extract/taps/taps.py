@@ -162,9 +162,15 @@ class Taps(FunctionAndParameterCalls):
 
         Raises:
             UnknownNameError: a pattern matches no layer, or `what` is unknown.
+            InputError: `fn` is not a function.
         """
         if what not in _EDITABLE:
             raise unknown_name("what to edit", what, _EDITABLE)
+        if not callable(fn):
+            raise InputError(
+                f"the edit of {layers!r} is {fn!r}; expected a function of a tensor",
+                hint="use an edit, such as edits.scale(0.5) or edits.replace(0.0)",
+            )
         requests: dict[Any, TapRequest] = {}  # of a module or parameter with two names, the first
         for request in self._requests_for(layers, what, call):
             target = id(self._layers.get(request.layer, self._parameters.get(request.layer)))

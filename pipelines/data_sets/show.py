@@ -13,7 +13,7 @@ from extract.credentials import text_without_credentials
 from extract.store.format.dataset import DataSet
 from extract.store.reader import FeatureReader
 from pipelines.data_sets.distortions import recorded_distortion
-from pipelines.terminal.text_output import SHOWN, print_failures, printable
+from pipelines.terminal.text_output import SHOWN, counted, print_failures, printable
 
 __all__ = ["describe", "print_description"]
 
@@ -98,8 +98,8 @@ def print_description(content: dict[str, Any], echo: Callable[[str], None]) -> N
     echo("images")
     echo(f"  from {printable(content['images']['root'])}")
     if "classes" in content:
-        _print_counts("classes", content["classes"], echo)
-        _print_counts("splits", content["splits"], echo)
+        _print_counts("class", content["classes"], echo)
+        _print_counts("split", content["splits"], echo)
         if content["unlabelled"]:
             echo(f"  {content['unlabelled']:,} without a class")
         echo("  " + ", ".join(f"{count:,} {status}" for status, count in content["status"].items()))
@@ -125,4 +125,4 @@ def print_description(content: dict[str, Any], echo: Callable[[str], None]) -> N
 def _print_counts(title: str, counts: dict[str, int], echo: Callable[[str], None]) -> None:
     if counts:
         shown = ", ".join(f"{printable(name)} {count:,}" for name, count in list(counts.items())[:SHOWN])
-        echo(f"  {len(counts)} {title}: {shown}" + (", ..." if len(counts) > SHOWN else ""))
+        echo(f"  {counted(len(counts), title)}: {shown}" + (", ..." if len(counts) > SHOWN else ""))

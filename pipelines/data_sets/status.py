@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shlex
+import contextlib
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
@@ -12,8 +12,11 @@ from typing import Any
 
 from tqdm import tqdm
 
+from extract.errors import LayertapError
+from extract.row_status import Status
 from extract.store.format.dataset import DataSet
 from extract.store.places.destination import destination_of
+from extract.system.folder_lock import holder
 from extract.system.urls import is_url
 from pipelines.terminal.text_output import counted, printable
 
@@ -59,6 +62,7 @@ class ShardProgress:
                 self._rows += len(dataset.shard_range(shard))
                 self._count(receipt)
         done = len(set(self._read.values())) + len(without_receipt)
+        unfinished, stored = self._unfinished()
         now = time.time()
         recent = [(when, rows) for when, rows in self._ended if when > now - _RECENT_S]
         left = dataset.n_rows - self._rows - sum(len(dataset.shard_range(shard)) for shard in without_receipt)
@@ -70,7 +74,9 @@ class ShardProgress:
             "rows_done": dataset.n_rows - left,
             "shards": dataset.n_shards,
             "shards_done": done,
-            "shards_unfinished": self._unfinished(),
+            "shards_unfinished": unfinished,
+            "rows_unfinished": stored,
+            "writer": self._writer(),
             "receipts_missing": list(without_receipt.values()),
             "status": dict(self._status),
             "images_per_s": rate and round(rate, 2),
@@ -88,9 +94,29 @@ class ShardProgress:
             ],
         }
 
-    def _unfinished(self) -> int:
-        """Return the number of shards that hold rows, but are not finished; those of a bucket are built elsewhere."""
-        return sum(files.part is not None for files in self._dataset.shard_files()) if self._is_local else 0
+    def _unfinished(self) -> tuple[int, int]:
+        """Return the number of shards that hold rows, but are not finished, and the number of these rows.
+
+        Shards of a bucket are built elsewhere, and are not counted.
+        """
+        count, rows = 0, 0
+        for shard, files in enumerate(self._dataset.shard_files() if self._is_local else ()):
+            if files.part is None:
+                continue
+            count += 1
+            path = self._dataset.path(shard, files.part, part=True)
+            with (
+                contextlib.suppress(LayertapError),  # it is created, finished or replaced just now
+                contextlib.closing(self._dataset.open_shard(shard, path)) as opened,
+            ):
+                rows += int((opened.column("status") != Status.PENDING).sum())
+        return count, rows
+
+    def _writer(self) -> str:
+        """Return what writes to a local data set, such as "pid 12 on host since ..."; empty if nothing does."""
+        with contextlib.suppress(LayertapError):  # the file system has no locks
+            return holder(self._dataset.out) if self._is_local else ""
+        return ""
 
     def _count(self, receipt: dict[str, Any]) -> None:
         """Add what a receipt says; it has the shape `extract.store.format.schemas.RECEIPT`."""
@@ -121,14 +147,14 @@ def watch(out: str, wait: Callable[[float], None] = time.sleep) -> Iterator[dict
 def print_progress(content: dict[str, Any], echo: Callable[[str], None]) -> None:
     """Print the progress."""
     out, done, rows = content["out"], content["rows_done"], content["rows"]
-    state = "complete" if done == rows else f"{done / rows:.1%} in finished shards"
+    stored = done + content["rows_unfinished"]
+    state = "complete" if done == rows else f"{stored / rows:.1%} of the rows are stored"
     echo(f"{out}: {state}, images in {printable(content['images'])}")
     echo(f"shards    {content['shards_done']:,} of {content['shards']:,}")
     counts = ", ".join(f"{count:,} {printable(status)}" for status, count in content["status"].items()) or "none yet"
-    echo(f"rows      {done:,} of {rows:,}: {counts}")
+    echo(f"rows      {done:,} of {rows:,} in finished shards: {counts}")
     if content["shards_unfinished"]:
-        unfinished = counted(content["shards_unfinished"], "unfinished shard")
-        echo(f"          {unfinished}, whose rows `layertap show {shlex.quote(out)}` counts")
+        echo(f"          {stored - done:,} in {counted(content['shards_unfinished'], 'unfinished shard')}")
     if content["images_per_s"] and done < rows:
         left = tqdm.format_interval(content["seconds_left"])
         echo(f"rate      {content['images_per_s']:.1f} images/s in the last ten minutes, {left} left")
@@ -136,12 +162,15 @@ def print_progress(content: dict[str, Any], echo: Callable[[str], None]) -> None
         echo("built by")
         width = max(len(printable(worker["host"])) for worker in content["workers"])
         for worker in content["workers"]:
+            shards = counted(worker["shards"], "shard")
             echo(
-                f"  {printable(worker['host']):{width}}  {printable(worker['device'])}: {worker['shards']:,} shards, "
+                f"  {printable(worker['host']):{width}}  {printable(worker['device'])}: {shards}, "
                 f"{worker['rows']:,} rows, {worker['images_per_s']:.1f} images/s per worker"
             )
     if content["receipts_missing"]:
         few = ", ".join(content["receipts_missing"][:8])
         echo(f"receipts missing or damaged: {few}; if they stay so, `layertap verify --repair` writes them")
-    if done < rows:
+    if content["writer"]:
+        echo(f"a run is writing: {content['writer']}")
+    elif done < rows:
         echo("to resume, run `layertap embed` with the same arguments again")

@@ -158,6 +158,11 @@ def _print_plan(planned: Plan) -> None:
     ]
     if (planned.settings.orientation, planned.settings.icc) != (defaults.ORIENTATION, defaults.ICC):
         lines.append(f"decoder   {planned.dataset.depends_on['decoder']}")
+    if planned.settings.limit is not None:
+        n_classes = len(set(images.slice(0, len(images)).labels.tolist()) - {-1})
+        if n_classes < len(images.classes):
+            note = f"the first {len(images):,} images have {n_classes} of the {len(images.classes):,} classes"
+            click.secho(f"note: {note}", fg="yellow", err=True)
     for note in images.notes:
         click.secho(f"note: {note}", fg="yellow", err=True)
     if images.left_out:

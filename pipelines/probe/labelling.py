@@ -122,9 +122,10 @@ def label_rows(
         if not len(sets[name]) and (test_fraction is not None or not known_splits):
             raise InputError("each class has only one image; no test images can be drawn")
         if not len(sets[name]):
+            others = ", ".join(f"{split} has {len(rows):,}" for split, rows in sets.items() if len(rows))
             raise InputError(
-                f"no row of {name} has both features and a label: {_reasons(counts)}",
-                hint="draw rows with --test-fraction",
+                f"the split {name!r} has no rows with features and a label ({others}; {_reasons(counts)})",
+                hint="draw test rows with --test-fraction, or store images of the other splits too",
             )
     labelling = Labelling(
         task, classes, targets, sets["train"], sets["val"], sets["test"], counts=counts, leaks={}, notes=notes
@@ -350,4 +351,6 @@ def _keep_trained_classes(labelling: Labelling) -> Labelling:
 
 
 def _reasons(counts: dict[str, int]) -> str:
-    return ", ".join(f"{count:,} {name}" for name, count in counts.items() if name != "rows" and count) or "none failed"
+    return (
+        ", ".join(f"{count:,} {name}" for name, count in counts.items() if name != "rows" and count) or "no row failed"
+    )

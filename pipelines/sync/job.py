@@ -226,7 +226,10 @@ def print_synced(synced: SyncResult, echo: Callable[[str], None]) -> None:
         return
     counts = {name: getattr(report, name) for name in ("added", "changed", "renamed", "deleted", "failed", "unchanged")}
     text = ", ".join(f"{count:,} {name}" for name, count in counts.items())
-    waiting = f", {report.waiting:,} waiting, since they changed recently" if report.waiting else ""
+    settle = synced.config.settle
+    waiting = (
+        f", {report.waiting:,} wait for the next pass: they changed in the last {settle:g} s" if report.waiting else ""
+    )
     images = counted(report.computed, "image")
     done = f"at most {images} to be computed" if report.dry_run else f"{images} computed"  # copies are found by hash
     computed = f"; {done}" if report.computed else ""

@@ -25,7 +25,7 @@ def counted(count: int, noun: str) -> str:
     >>> counted(1, "row"), counted(2000, "row")
     ('1 row', '2,000 rows')
     """
-    return f"{count:,} {noun}" + ("" if count == 1 else "s")
+    return f"{count:,} {noun}" + ("" if count == 1 else "es" if noun.endswith("s") else "s")
 
 
 def print_failures(failures: Sequence[tuple[str, str, str]], out: Path, echo: Callable[[str], None]) -> None:

@@ -312,8 +312,8 @@ def test_an_interrupted_run_keeps_its_rows_and_goes_on(tmp_path: Path, number: s
     if number != signal.SIGKILL:
         assert f"stopped: {done:,} of 3,000 rows are stored" in stdout
         status = layertap("status", tmp_path / "out").stdout
-        assert "0.0% in finished shards" in status
-        assert f"1 unfinished shard, whose rows `layertap show {tmp_path / 'out'}` counts" in status
+        assert f"{done / 3000:.1%} of the rows are stored" in status
+        assert f"{done:,} in 1 unfinished shard" in status
         assert done % 8 == 0
     options = ["-o", tmp_path / "out", *SMALL, "--batch-size", 8]
     again = layertap("embed", tmp_path / "many", *options)
@@ -390,3 +390,12 @@ for words in {[[str(word) for word in command] for command in words]}:
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     found = [line for line in run.stdout.splitlines() if line.startswith("loaded by")]
     assert found == [f"loaded by {command} []" for command, *_ in words]
+
+
+def test_a_limit_that_leaves_classes_out_says_so(folder: Path, tmp_path: Path) -> None:
+    result = layertap("embed", folder, "-o", tmp_path / "out", "--limit", 4, *SMALL)
+    with FeatureReader(tmp_path / "out") as reader:
+        assert len(set(reader.labels.tolist())) == 1
+    assert "note: the first 4 images have 1 of the 2 classes" in result.stderr
+    whole = layertap("embed", folder, "-o", tmp_path / "whole", "--limit", 11, *SMALL)
+    assert "classes" not in whole.stderr.partition("note: the first")[2]

@@ -15,9 +15,11 @@ import pytest
 from extract import FeatureReader
 from extract.store.format.receipt import size_and_hash
 from extract.store.format.row_hash import hash_records
+from extract.store.format.writer import ShardWriter
 from extract.system.csv_cells import exact_text
 from pipelines.probe.labelling import label_rows
 from tests.conftest import make_picture
+from tests.extract.store.rows import ROWS, created, data_set, write
 from tests.pipelines.test_cli import SMALL, fails, layertap
 
 LAYERS = ["-l", "layer4", "-l", "layer2:none"]
@@ -316,3 +318,23 @@ def test_csv_files_run_nothing_and_their_paths_match(folder: Path, tmp_path: Pat
     predictions = (tmp_path / "res" / "predictions.csv").read_bytes()
     assert b"'=bee()" in predictions
     assert not re.search(rb"(?m)(^|,)[=+@-](?!\d)|\x1b", predictions)
+
+
+def test_status_counts_the_rows_of_unfinished_shards_and_names_the_run_that_writes(tmp_path: Path) -> None:
+    data = data_set(tmp_path / "out")
+    data.open_or_create()
+    with ShardWriter(*created(data, 0)) as writer:
+        write(writer, list(range(10)))
+        writer.publish()
+    with ShardWriter(*created(data, 2)) as writer:
+        write(writer, [20, 22])
+    content = json.loads(layertap("status", data.out, "--json").stdout)
+    assert (content["rows"], content["rows_done"]) == (ROWS, 10)
+    assert (content["shards_unfinished"], content["rows_unfinished"], content["writer"]) == (1, 2, "")
+    text = layertap("status", data.out).stdout
+    assert f"{12 / ROWS:.1%} of the rows are stored" in text
+    assert "2 in 1 unfinished shard" in text
+    assert text.endswith("to resume, run `layertap embed` with the same arguments again\n")
+    with data.locked():
+        text = layertap("status", data.out).stdout
+    assert text.endswith("a run is writing: this process\n")

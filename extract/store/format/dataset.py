@@ -50,10 +50,11 @@ from extract.system.atomic_files import append_line, discard, own_folder, sync_f
 from extract.system.folder_lock import locked
 from extract.system.json_files import check_shape, read_json
 from extract.system.leftovers import TOKEN
-from extract.system.similar_paths import did_you_mean
+from extract.system.similar_paths import did_you_mean, folders_with
 
 __all__ = [
     "BUILDING",
+    "UNFINISHED_HINT",
     "DataSet",
     "ShardFiles",
     "check_usable",
@@ -69,6 +70,10 @@ _SHARD_BYTES = 1_000_000_000
 _SHARD_ROWS = 1 << 22  # limit for small features: more paths would make opening a shard slow
 _SHARDS = 1_000_000  # shard names have six digits
 _DESCRIPTION_BYTES = 1 << 24  # limit of `dataset.json`; one with a hundred features has 50 kB
+UNFINISHED_HINT = (
+    "run the command that created the data set again to finish it; in Python, FeatureReader(..., partial=True) reads "
+    "the rows that are stored"
+)
 BUILDING = ".building"  # folder in which several processes of one machine build shards before publishing them
 
 
@@ -263,7 +268,7 @@ class DataSet:
             content = read_json(path, most_bytes=_DESCRIPTION_BYTES)
         except (FileNotFoundError, NotADirectoryError) as error:
             missing = "is not a layertap data set: it has no dataset.json" if out.exists() else "does not exist"
-            raise InputError(f"{out} {missing}", hint=did_you_mean(out)) from error
+            raise InputError(f"{out} {missing}", hint=did_you_mean(out) or folders_with(out, path.name)) from error
         return cls.from_content(content, out, path)
 
     @classmethod

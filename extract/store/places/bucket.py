@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from extract.credentials import without_credentials
 from extract.errors import InputError, LayertapError
 from extract.row_status import Status
-from extract.store.format.dataset import DataSet, stem_of
+from extract.store.format.dataset import UNFINISHED_HINT, DataSet, stem_of
 from extract.store.format.receipt import reasons_in, receipt_bytes, receipt_of
 from extract.store.format.row_hash import wrong_rows
 from extract.store.format.schemas import RECEIPT
@@ -283,8 +283,7 @@ class Bucket:
         if missing and not partial:
             raise LayertapError(
                 f"{self.url}/shards/{missing[0]:06d}.h5 is missing (shard {missing[0]} of {dataset.n_shards})",
-                hint="run the command that created the data set again to finish it, or read the available rows with "
-                "partial=True",
+                hint=UNFINISHED_HINT,
             )
 
         def open_shard(shard: int) -> RemoteShard:

@@ -325,6 +325,10 @@ def test_another_folder_is_not_taken_for_the_one_before(home: Home) -> None:
         home.sync()
     report = home.sync(force=True)
     assert (report.unchanged, report.computed, report.rows) == (10, 0, 10)
+    home.root = home.path / "otter"
+    with pytest.raises(InputError, match="not with .*otter, which does not exist; correct `images`"):
+        home.sync()
+    home.root = other
     assert DataSet.open(home.out).images["root"] == str(other)
 
 

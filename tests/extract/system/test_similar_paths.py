@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from extract.system.similar_paths import did_you_mean
+from extract.system.similar_paths import did_you_mean, folders_with
 
 
 @pytest.fixture
@@ -51,3 +51,15 @@ def test_a_folder_that_cannot_be_read_gives_no_suggestion(place: Path, monkeypat
 
     monkeypatch.setattr("os.scandir", refused)
     assert did_you_mean("phtos") == ""
+
+
+def test_folders_with_a_file_are_named_up_to_three(tmp_path: Path) -> None:
+    assert folders_with(tmp_path, "x.json") == folders_with(tmp_path / "none", "x.json") == ""
+    for name in "dbca":
+        (tmp_path / name).mkdir()
+    assert folders_with(tmp_path, "x.json") == ""
+    for name in "cab":
+        (tmp_path / name / "x.json").touch()
+    assert folders_with(tmp_path, "x.json") == "name one of its folders: " + ", ".join(str(tmp_path / n) for n in "abc")
+    (tmp_path / "d" / "x.json").touch()
+    assert folders_with(tmp_path, "x.json").endswith(f"{tmp_path / 'c'}, ...")

@@ -193,6 +193,15 @@ def test_an_edit_that_changes_shape_or_dtype_is_refused(edit, message: str) -> N
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
+def test_an_edit_that_is_not_a_function_is_refused_when_it_is_given() -> None:
+    taps = Taps(nn.Sequential(nn.Linear(2, 2)))
+    with pytest.raises(
+        InputError, match=r"the edit of '0' is 0\.5; expected a function of a tensor; use an edit, such as"
+    ):
+        taps.edit("0", 0.5)  # type: ignore[arg-type]
+    assert not taps._requests
+
+
 def test_an_edit_that_raises_names_the_layer_and_leaves_nothing_behind() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     with pytest.raises(ZeroDivisionError) as raised, Taps(model).edit("1", lambda h: h / (1 // 0)) as taps:

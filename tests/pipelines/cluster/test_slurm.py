@@ -124,6 +124,6 @@ def test_status_of_a_data_set_that_is_being_made(folder: Path, tmp_path: Path) -
     assert (told["rows"], told["rows_done"], told["shards"], told["shards_done"]) == (12, 7, 3, 2)
     assert told["receipts_missing"] == ["shards/000002.json"]
     text = layertap("status", out).stdout
-    assert "58.3% in finished shards" in text
+    assert "58.3% of the rows are stored" in text
     assert "receipts missing or damaged: shards/000002.json" in text
     assert "to resume, run `layertap embed` with the same arguments again" in text
