@@ -11,10 +11,14 @@ import signal
 import tempfile
 from pathlib import Path
 
+# Processes of pytest-xdist share the cores, and so do the processes that their tests start. NumPy's OpenBLAS reads this
+# when it is loaded: threads of two processes that wait for each other on two cores take ten times the computation.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ["OMP_NUM_THREADS"] = "1"
+
 import hypothesis
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 from torch import nn
 
@@ -23,12 +27,6 @@ from extract.compute import compiled
 
 # A script that starts the tests in the background has SIGINT ignored, and every process that a test starts would, too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-
-# Processes of pytest-xdist share the cores, and so do the processes that their tests start.
-if "PYTEST_XDIST_WORKER" in os.environ:
-    os.environ["OMP_NUM_THREADS"] = "1"
-    torch.set_num_threads(1)
-
 
 # Compiled programs and measurements of earlier runs decide what a run does, and those of tests are not the user's.
 for _folder, _variable in (("torch", "TORCH_HOME"), ("huggingface", "HF_HOME")):  # these have weights that tests use
