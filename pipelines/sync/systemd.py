@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pwd
 import shlex
 from collections.abc import Iterable
 from datetime import UTC, datetime
@@ -38,6 +40,7 @@ def as_systemd(file: SyncFile) -> str:
         "",
         "[Service]",
         "Type=oneshot",
+        f"User={_user()}",  # without it, a system service runs as root, and so owns the features
         f"WorkingDirectory={str(Path.cwd()).replace('%', '%%')}",
         "ExecStart=" + " ".join(f'"{_escaped(word)}"' for word in _command(file)),
         "# a pass that is stopped finishes its batch first, and exits with 143; 4: another process is at work",
@@ -58,6 +61,14 @@ def as_systemd(file: SyncFile) -> str:
         f"# then: systemctl enable --now {name}.timer",
     ]
     return "\n".join(lines)
+
+
+def _user() -> str:
+    """Return the name of the user of this process, or the number if it has no name."""
+    try:
+        return pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:
+        return str(os.geteuid())
 
 
 def as_cron(file: SyncFile) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import pwd
 import random
 import shutil
 import signal
@@ -798,6 +799,7 @@ def test_systemd_is_told_the_times_of_the_cron_line(tmp_path: Path, line: str) -
     text = as_systemd(file)
     assert "Persistent=true" in text
     assert "RandomizedDelaySec=300s" in text
+    assert f"User={pwd.getpwuid(os.geteuid()).pw_name}" in text.splitlines()
     events = [part.removeprefix("OnCalendar=") for part in text.splitlines() if part.startswith("OnCalendar=")]
     if not shutil.which("systemd-analyze"):
         pytest.skip("no systemd-analyze")
