@@ -109,7 +109,17 @@ def downloading(
     except LayertapError:
         raise
     except (OSError, RuntimeError, ValueError) as error:  # the base classes of the hubs' own errors
-        if isinstance(error, ValueError) and not unreachable:  # the hub answered, but with other content
+        # `LocalEntryNotFoundError` of some versions of the hub is also a ValueError.
+        if isinstance(error, ValueError) and not isinstance(error, OSError):  # the hub answered with other content
             raise InputError(f"{request.spec}: {first_line(error)}") from error
-        reason = unreachable or first_line(error)
+        reason = unreachable if unreachable and _is_missing_file(error) else first_line(error)
         raise LayertapError(f"{item} of {request.spec} could not be downloaded: {reason}", hint=remedy()) from error
+
+
+def _is_missing_file(error: BaseException | None) -> bool:
+    """Return whether an error, or one that led to it, is about a file: not about its content."""
+    while error is not None:
+        if isinstance(error, OSError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

@@ -34,7 +34,7 @@ def measured_distortion(backbone: LoadedBackbone, choice: Choice, batches: Itera
         choice: features.
         batches: (B, ...) each, stacked results of `Preprocessing.cpu_transform`.
     """
-    projected = [feature for feature in choice.features if feature.poolings.split()[1].steps]
+    projected = [feature for feature in choice.features if feature.is_projected]
     if not projected:
         return {}
     taps = Taps(backbone.model, stop=True)

@@ -75,6 +75,11 @@ class Feature:
         """Names of the resolved poolings, never `auto`."""
         return self.poolings.name
 
+    @property
+    def is_projected(self) -> bool:
+        """Whether a projection is among the poolings."""
+        return bool(self.poolings.split()[1].steps)
+
 
 @dataclass(frozen=True)
 class Choice:

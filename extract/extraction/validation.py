@@ -202,18 +202,25 @@ class ValidatedForward:
         """Measure the projections on the first images.
 
         Raises:
-            InputError: distances change by more than `max_distortion`.
+            InputError: distances change by more than `max_distortion`, or that cannot be measured.
         """
         plan, at_most = self._plan, self._plan.settings.max_distortion
-        if (self._has_stored_rows and at_most is None) or not any(f.poolings.split()[1].steps for f in
-                                                                  plan.choice.features):  # fmt: skip
+        projected = [feature.name for feature in plan.choice.features if feature.is_projected]
+        if not projected or (self._has_stored_rows and at_most is None):
             return {}
         count, size = min(_PROJECTED, len(plan.images)), min(_TOGETHER, max(2, plan.settings.batch_size))
         rows = [list(range(start, min(start + size, count))) for start in range(0, count, size)]
         decoding = Decoding.for_preprocessing(plan.backbone.preprocessing, plan.settings.max_pixels)
         with contextlib.closing(load_batches(plan.images, rows, decoding)) as batches:
             measured = measured_distortion(plan.backbone, plan.choice, (batch.images for batch in batches))
-        if at_most is not None and (why := too_large(measured, at_most)):
+        if at_most is None:
+            return measured
+        if unknown := [name for name in projected if name not in measured]:
+            raise InputError(
+                f"{unknown[0]}: --max-distortion cannot be checked: no two of the first {count} images differ",
+                hint="leave out --max-distortion, or put other images first",
+            )
+        if why := too_large(measured, at_most):
             raise InputError(why, hint="use more values (a larger K), or a higher --max-distortion")
         return measured
 
@@ -269,7 +276,7 @@ def _engine(plan: Plan, images: Tensor, has_stored_rows: bool) -> tuple[str, str
 
 
 def _engine_of_stored_rows(plan: Plan) -> str | None:
-    """Return the engine of the last run that computed rows; None if the data set does not tell."""
+    """Return the engine of the last run that computed rows; None if no log names it."""
     engine = None
     shape = {"event": Text("computing"), "computation": {"engine": Text("eager|openvino|inductor")}}
     for event in read_json_lines(plan.dataset.out / "runs.jsonl", shape):

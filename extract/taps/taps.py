@@ -121,9 +121,11 @@ class Taps(FunctionAndParameterCalls):
 
         Raises:
             UnknownNameError: a pattern matches no layer, or `what` is unknown.
-            InputError: the same value of a layer is already kept, a function has no value of this kind, or `live` is
-                not for an output or input. In inference mode, a layer that is kept live raises it.
+            InputError: `reduce` is not a function, the same value of a layer is already kept, a function has no value
+                of this kind, or `live` is not for an output or input. In inference mode, a layer kept live raises it.
         """
+        if reduce is not None:
+            _check_function("reduce", layers, reduce, "use a function, such as lambda x: x.mean((2, 3))")
         kept: dict[str, list[TapRequest]] = {}
         for request in self._requests:
             if request.edit is None:
@@ -166,11 +168,7 @@ class Taps(FunctionAndParameterCalls):
         """
         if what not in _EDITABLE:
             raise unknown_name("what to edit", what, _EDITABLE)
-        if not callable(fn):
-            raise InputError(
-                f"the edit of {layers!r} is {fn!r}; expected a function of a tensor",
-                hint="use an edit, such as edits.scale(0.5) or edits.replace(0.0)",
-            )
+        _check_function("edit", layers, fn, "use an edit, such as edits.scale(0.5) or edits.replace(0.0)")
         requests: dict[Any, TapRequest] = {}  # of a module or parameter with two names, the first
         for request in self._requests_for(layers, what, call):
             target = id(self._layers.get(request.layer, self._parameters.get(request.layer)))
@@ -356,6 +354,11 @@ def _move_edits_to_front(module: nn.Module) -> None:
     )
     for number in reversed([*reversed(watched), *edits]):
         module._forward_hooks.move_to_end(number, last=False)  # type: ignore[attr-defined]
+
+
+def _check_function(what: str, layers: Layers, function: object, hint: str) -> None:
+    if not callable(function):
+        raise InputError(f"the {what} of {layers!r} is {function!r}; expected a function of a tensor", hint=hint)
 
 
 def _check_hookable(model: nn.Module) -> None:

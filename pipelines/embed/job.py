@@ -29,6 +29,7 @@ from pipelines.terminal.text_output import command_line, print_failures, print_r
 __all__ = ["EmbedResult", "bottleneck", "describe_computation", "embed", "plan_of", "print_summary", "summary_as_json"]
 
 _TUNED_OPTIONS = ("precision", "compile", "decode", "batch_size")
+_COUNTED = 100_000  # images whose classes are counted before a run: their labels are held in memory
 _WAITING_SHARE = 0.2  # of the time: a forward that waits longer is limited by what it waits for
 _BOTTLENECK_MIN_S = 10.0  # in shorter runs, starting takes most of the time, and no bottleneck is printed
 
@@ -158,7 +159,7 @@ def _print_plan(planned: Plan) -> None:
     ]
     if (planned.settings.orientation, planned.settings.icc) != (defaults.ORIENTATION, defaults.ICC):
         lines.append(f"decoder   {planned.dataset.depends_on['decoder']}")
-    if planned.settings.limit is not None:
+    if planned.settings.limit is not None and len(images) <= _COUNTED:
         n_classes = len(set(images.slice(0, len(images)).labels.tolist()) - {-1})
         if n_classes < len(images.classes):
             note = f"the first {len(images):,} images have {n_classes} of the {len(images.classes):,} classes"

@@ -22,8 +22,8 @@ SHOWN = 10  # lines of a list on the terminal; --json has all of them
 def counted(count: int, noun: str) -> str:
     """Return a number and its noun.
 
-    >>> counted(1, "row"), counted(2000, "row")
-    ('1 row', '2,000 rows')
+    >>> counted(1, "row"), counted(2000, "row"), counted(2, "class")
+    ('1 row', '2,000 rows', '2 classes')
     """
     return f"{count:,} {noun}" + ("" if count == 1 else "es" if noun.endswith("s") else "s")
 

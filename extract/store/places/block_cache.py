@@ -33,6 +33,7 @@ import xxhash
 from extract.errors import InputError, LayertapError
 from extract.store.places import objects
 from extract.system.atomic_files import discard
+from extract.system.user_cache import cache_file
 
 __all__ = ["BLOCK_BYTES", "CACHE_BYTES", "BlockCache", "RemoteFile", "cache_folder"]
 
@@ -77,8 +78,8 @@ def cache_folder() -> Path:
         LayertapError: the home folder is unknown and `XDG_CACHE_HOME` is not set.
     """
     try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "layertap" / "blocks"
-    except RuntimeError as error:
+        return cache_file("blocks")
+    except OSError as error:
         raise LayertapError("no home folder for the cache of remote files", hint="set XDG_CACHE_HOME") from error
 
 

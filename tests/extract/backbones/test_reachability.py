@@ -97,3 +97,17 @@ def test_weights_in_the_cache_load_without_a_network_and_others_fail_with_one_lo
     loaded = load_backbone("timm/test_resnet").model.state_dict()
     assert all(loaded[name].equal(weights[name]) for name in weights)
     assert len(lookups) == 2
+
+
+def test_cached_weights_of_another_model_are_not_reported_as_a_missing_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lookups: list[object]
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+
+    def wrong(*_: object, **__: object) -> None:
+        raise RuntimeError("Error(s) in loading state_dict for ResNet")
+
+    monkeypatch.setattr(timm, "create_model", wrong)
+    with pytest.raises(LayertapError, match="Error.s. in loading state_dict") as caught:
+        load_backbone("timm/test_resnet")
+    assert "cannot be reached" not in str(caught.value)

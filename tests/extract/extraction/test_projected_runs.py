@@ -19,6 +19,7 @@ from extract.compute.sparse_projection import SparseProjection
 from extract.extraction import validation
 from extract.extraction.recheck import recheck
 from extract.extraction.run import extract
+from tests.conftest import make_picture
 from tests.pipelines.test_cli import fails, layertap
 from tests.planning import plan
 
@@ -126,3 +127,14 @@ def test_runs_without_a_projection_measure_nothing(
 ) -> None:
     monkeypatch.setattr(validation, "measured_distortion", None)
     extract_features(folder, out=tmp_path / "out", layers=["layer1:grid2", "layer4"], max_distortion=0, **NET)
+
+
+def test_a_limit_that_cannot_be_checked_ends_the_run_before_it_stores_anything(tmp_path: Path) -> None:
+    for name in ("a", "b", "c"):
+        (tmp_path / "copies").mkdir(exist_ok=True)
+        make_picture(0).save(tmp_path / "copies" / f"{name}.png")
+    options: dict[str, Any] = {"layers": "layer1:srp50", **NET}
+    with pytest.raises(InputError, match="layer1: --max-distortion cannot be checked: no two of the first 3 images"):
+        extract_features(tmp_path / "copies", out=tmp_path / "out", max_distortion=0.5, **options)
+    assert not list((tmp_path / "out").glob("shards/*.h5*"))
+    assert len(extract_features(tmp_path / "copies", out=tmp_path / "out", **options)) == 3

@@ -199,6 +199,8 @@ def test_an_edit_that_is_not_a_function_is_refused_when_it_is_given() -> None:
         InputError, match=r"the edit of '0' is 0\.5; expected a function of a tensor; use an edit, such as"
     ):
         taps.edit("0", 0.5)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"the reduce of '0' is 2; expected a function of a tensor"):
+        taps.keep("0", reduce=2)  # type: ignore[arg-type]
     assert not taps._requests
 
 
