@@ -19,6 +19,8 @@ from extract.compute.sparse_projection import SparseProjection
 from extract.extraction import validation
 from extract.extraction.recheck import recheck
 from extract.extraction.run import extract
+from pipelines.data_sets.report.facts import facts
+from pipelines.data_sets.show import describe
 from tests.conftest import make_picture
 from tests.pipelines.test_cli import fails, layertap
 from tests.planning import plan
@@ -105,6 +107,8 @@ def test_what_a_projection_changes_is_measured_stored_and_shown(folder: Path, tm
     assert 0.5 < measured.cka <= 1
     for text in (result.stderr, layertap("show", out).stdout):
         assert f"distances change by {measured.distance_median:.1%} (median)" in text
+    shown = dict(facts(describe(out)))
+    assert shown["Projection of layer1"] == str(measured)
     (out / "runs.jsonl").write_text(
         '{"event": "computing", "started": "", "computation": {"distortion": {"layer1": 3}}}\n'
     )
