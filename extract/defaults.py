@@ -19,6 +19,7 @@ ICC: Literal["ignore", "srgb"] = "ignore"
 COMPILE: Literal["auto", "on", "off", "inductor", "openvino"] = "auto"
 MIN_COSINE = 0.999  # between a feature in lower precision or from fast decoding, and the exact one
 DISTORTION = 0.1  # of squared distances by a random projection without a number of values; that of scikit-learn
+FIT_ON = 2000  # images that principal axes are fitted on
 SYNC_S = 30.0  # age at which Linux itself writes changed pages to the disk (vm.dirty_expire_centisecs)
 SEED = 0
 AT_ONCE_S = 0.5  # signals to end that arrive this close together, to a process and to its group, count as one

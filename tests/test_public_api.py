@@ -26,7 +26,8 @@ class extract.Backbone(spec: str, architecture: str, model: nn.Module, weights: 
         None, class_token: bool = False, reads_class_token: bool = False, notes: tuple[str, ...] = (), device:
         torch.device = ..., asked: dict[str, Any] = ...)
 extract.Backbone.features(self, pictures: Picture | Iterable[Picture], layers: str | Sequence[str] =
-        ('embedding',), *, batch_size: int = 64) -> dict[str, NDArray[np.float32]]
+        ('embedding',), *, batch_size: int = 64, axes: str | os.PathLike[str] | None = None) -> dict[str,
+        NDArray[np.float32]]
 class extract.DisagreementError(LayertapError)
 class extract.FeatureReader(path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], *, partial: bool = False,
         cache_bytes: int = 10000000000, check: bool = False)
@@ -77,7 +78,8 @@ extract.extract_features(images: str | os.PathLike[str], *, out: str | os.PathLi
         limit: int | None = None, max_pixels: int = 178956970, orientation: str = 'exif', icc: str = 'ignore',
         seed: int = 0, allow_missing_head: bool = False, preprocessing: Mapping[str, Any] | None = None,
         shard_rows: int | None = None, compress: str | None = None, distortion: float = 0.1, max_distortion:
-        float | None = None, retry_failed: bool = False, progress: bool = True) -> FeatureReader
+        float | None = None, axes: str | os.PathLike[str] | None = None, fit_on: int = 2000, retry_failed: bool
+        = False, progress: bool = True) -> FeatureReader
 extract.inspect_model(model: nn.Module, batches: Iterable[Any], layers: str | Sequence[str] | None = None, *,
         loss: Loss | None = None, on_batch: Callable[[int], None] = ..., name_of: Callable[[int], str] = ...) ->
         Inspection

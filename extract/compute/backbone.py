@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ from torch import Tensor
 
 from extract import defaults
 from extract.backbones import LoadedBackbone, loading
+from extract.compute.axes_files import load_given_axes
 from extract.compute.backends import open_forward
 from extract.compute.feature_choice import choose_features
 from extract.compute.row_check import check_rows
@@ -36,6 +39,7 @@ class Backbone(LoadedBackbone):
         layers: str | Sequence[str] = defaults.LAYERS,
         *,
         batch_size: int = defaults.BATCH_SIZE,
+        axes: str | os.PathLike[str] | None = None,
     ) -> dict[str, NDArray[np.float32]]:
         """Compute features of pictures in memory, the same numbers that `embed` stores. Nothing is written.
 
@@ -47,15 +51,16 @@ class Backbone(LoadedBackbone):
                 lazily.
             layers: `LAYER[:POOLING]...` each; see `extract_features`.
             batch_size: pictures per forward.
+            axes: data set or file with the principal axes of the poolings `pcaK` and `pcawK`.
 
         Returns:
             name -> (N, *shape) float32.
 
         Raises:
             UnknownNameError: a layer or pooling does not exist.
-            InputError: a layer or pooling does not fit, or a picture does not have 8-bit pixels.
+            InputError: a layer, a pooling or the axes do not fit, or a picture does not have 8-bit pixels.
         """
-        return _features_of(self, pictures, layers, batch_size)
+        return _features_of(self, pictures, layers, batch_size, axes)
 
 
 def load_backbone(
@@ -99,12 +104,15 @@ def load_backbone(
 
 
 def _features_of(
-    backbone: LoadedBackbone, pictures: Picture | Iterable[Picture], layers: str | Sequence[str], batch_size: int
-) -> dict[str, NDArray[np.float32]]:
+    backbone: LoadedBackbone, pictures: Picture | Iterable[Picture], layers: str | Sequence[str], batch_size: int,
+    axes: str | os.PathLike[str] | None,
+) -> dict[str, NDArray[np.float32]]:  # fmt: skip
     if batch_size < 1:
         raise InputError(f"batch_size is {batch_size}; it must be at least 1")
     with evaluating(backbone.model), full_float32():
         choice = choose_features(backbone, [layers] if isinstance(layers, str) else layers)
+    if axes is not None:
+        load_given_axes(choice, backbone, Path(axes))
     parts: dict[str, list[NDArray[np.float32]]] = {
         feature.name: [np.empty((0, *feature.shape), np.float32)] for feature in choice.features
     }

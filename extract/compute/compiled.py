@@ -26,7 +26,7 @@ from extract.compute.computation_digest import computation_digest
 from extract.compute.exported_graph import graph_of
 from extract.compute.feature_choice import Choice
 from extract.compute.forward import DeviceForward, Forward, Values
-from extract.compute.kept_programs import keep_program, load_program, program_is_kept, program_name
+from extract.compute.kept_programs import a_program_is_kept, keep_program, load_program, program_is_kept, program_name
 from extract.compute.transfers import Pinned
 from extract.errors import LayertapError, first_line
 from extract.system.optional_libraries import library
@@ -275,6 +275,8 @@ class _ByOpenVino(Forward):
 
     def is_kept(self, images: Tensor) -> bool:
         """Return whether a program for batches like `images` is kept from an earlier run."""
+        if not a_program_is_kept(self._backbone, self._settings()):
+            return False
         digest = self._digest(self._as_chunk(images[: self._chunk]))
         return digest is not None and program_is_kept(program_name(digest, self._backbone, self._settings()))
 

@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from extract.backbones.output_as_embedding import WithEmbedding
 from extract.backbones.sources import SOURCES
 from extract.compute.activation_layout import Layout, recognise
 from extract.compute.pooling import PoolingChain, pooling_names, reduction, resolve_pooling, split_poolings
+from extract.compute.principal_axes import PrincipalAxes
 from extract.compute.sparse_projection import values_for_distortion
 from extract.errors import InputError, LayertapError, UnknownNameError, first_line
 from extract.system.foreign_code import exits_refused
@@ -76,6 +78,11 @@ class Feature:
         return self.poolings.name
 
     @property
+    def axes(self) -> PrincipalAxes | None:
+        """The principal axes that it is projected on, which may not be loaded yet; None if it is on none."""
+        return self.poolings.fitted[1] if self.poolings.fitted else None
+
+    @property
     def is_projected(self) -> bool:
         """Whether a projection is among the poolings."""
         return bool(self.poolings.split()[1].steps)
@@ -87,6 +94,12 @@ class Choice:
 
     features: list[Feature]
     never_run: list[str]
+
+    @property
+    def axes(self) -> dict[str, Path]:
+        """sha256 -> file of the principal axes that features are projected on, once they are loaded."""
+        axes = [feature.axes for feature in self.features if feature.axes]
+        return {each.sha256: each.path for each in axes if each.path}
 
     def split(self) -> tuple[Choice, Following]:
         """Return the part of the computation that compilers take, and what follows from its features."""

@@ -19,7 +19,15 @@ from typing import Any
 from extract.backbones import LoadedBackbone
 from extract.system.user_cache import cache_file, keep_newest, read_cached, write_cached
 
-__all__ = ["cpu_features", "keep_program", "library_versions", "load_program", "program_is_kept", "program_name"]
+__all__ = [
+    "a_program_is_kept",
+    "cpu_features",
+    "keep_program",
+    "library_versions",
+    "load_program",
+    "program_is_kept",
+    "program_name",
+]
 
 _FOLDER = "programs"
 _DIGEST_BYTES = hashlib.sha256().digest_size  # of the content, before it
@@ -36,10 +44,24 @@ def program_name(digest: bytes, backbone: LoadedBackbone, settings: dict[str, An
         backbone: its backbone.
         settings: settings of the compiler, with the precision.
     """
+    return f"{_FOLDER}/{_prefix(backbone, settings)}-{digest.hex()}"
+
+
+def a_program_is_kept(backbone: LoadedBackbone, settings: dict[str, Any]) -> bool:
+    """Return whether there is a program of any computation of a backbone; the digest of one takes half a second."""
+    try:
+        return any(cache_file(_FOLDER).glob(f"{_prefix(backbone, settings)}-*"))
+    except OSError:
+        return False
+
+
+def _prefix(backbone: LoadedBackbone, settings: dict[str, Any]) -> str:
+    """Return what the names of all programs of a backbone with these settings of the compiler begin with."""
     depends_on = [
-        _FORMAT, digest.hex(), backbone.spec, backbone.architecture, settings, library_versions(), cpu_features(),
+        _FORMAT, backbone.spec, backbone.architecture, backbone.weights.sha256, settings, library_versions(),
+        cpu_features(),
     ]  # fmt: skip
-    return f"{_FOLDER}/{hashlib.sha256(json.dumps(depends_on).encode()).hexdigest()}"
+    return hashlib.sha256(json.dumps(depends_on).encode()).hexdigest()[:32]
 
 
 def program_is_kept(name: str) -> bool:

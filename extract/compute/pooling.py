@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # not at run time: the command line lists poolings without im
     import torch
     from torch import Tensor
 
+    from extract.compute.principal_axes import PrincipalAxes
     from extract.taps.batch_axis import BatchAxis
 
 __all__ = [
@@ -43,6 +44,7 @@ class PoolingStep:
         layout: layout of its result.
         shape: shape of its result for one image.
         compiles: see `Pooling`.
+        axes: the principal axes of the projection, if it is one on such axes.
     """
 
     name: str
@@ -50,6 +52,7 @@ class PoolingStep:
     layout: Layout
     shape: tuple[int, ...]
     compiles: bool
+    axes: PrincipalAxes | None = None
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,14 @@ class PoolingChain:
             activation = step.function(activation)
         return activation
 
+    @property
+    def fitted(self) -> tuple[PoolingChain, PrincipalAxes] | None:
+        """The poolings before a projection on principal axes, and the axes; None if there is no such projection."""
+        for number, step in enumerate(self.steps):
+            if step.axes is not None:
+                return PoolingChain(self.steps[:number]), step.axes
+        return None
+
     def split(self) -> tuple[PoolingChain, PoolingChain]:
         """Return the poolings that a compiler takes, and those that follow; either may have no steps."""
         count = next((number for number, step in enumerate(self.steps) if not step.compiles), len(self.steps))
@@ -111,6 +122,8 @@ def resolve_pooling(poolings: str, activation: Tensor, layout: Layout, reads_cla
         if name == "auto":
             name = _automatic(layout, shape, reads_class_token)
         try:
+            if any(before.axes for before in steps) and _entry(name)[0].is_fitted:
+                raise InputError("axes are fitted once in a chain of poolings", hint="use one pcaK or pcawK")
             step, activation = _applied(name, layout, activation)
         except InputError as error:
             before = f"after {steps[-1].name}, " if steps else ""
@@ -139,8 +152,9 @@ def _applied(name: str, layout: Layout, activation: Tensor) -> tuple[PoolingStep
     if entry.arguments is not None:
         name, arguments = entry.arguments(numbers, layout, shape)
     function = partial(entry.function, layout=layout, **arguments)
-    pooled = function(activation)
-    return PoolingStep(name, function, entry.result(layout), tuple(pooled.shape[1:]), entry.compiles), pooled
+    pooled = function(activation.to("meta") if entry.is_fitted else activation)
+    axes = arguments["projection"] if entry.is_fitted else None
+    return PoolingStep(name, function, entry.result(layout), tuple(pooled.shape[1:]), entry.compiles, axes), pooled
 
 
 def _entry(name: str) -> tuple[Pooling, tuple[str | None, ...]]:
@@ -303,6 +317,17 @@ def _projection_arguments(
     return projection.name, {"projection": projection}
 
 
+def _axes_arguments(
+    numbers: tuple[str | None, ...], layout: Layout, shape: tuple[int, ...]
+) -> tuple[str, dict[str, Any]]:
+    import math
+
+    from extract.compute.principal_axes import PrincipalAxes
+
+    axes = PrincipalAxes(math.prod(shape), int(numbers[1] or 0), bool(numbers[0]))
+    return axes.name, {"projection": axes}
+
+
 def _same(layout: Layout) -> Layout:
     return layout
 
@@ -333,6 +358,7 @@ class Pooling:
             the arguments of `function`; raises `InputError` if they do not fit.
         compiles: whether compilers take it. Otherwise PyTorch computes it, and the poolings after it, from what the
             compiled graph returns.
+        is_fitted: whether it computes only after it was fitted to images; until then, only its shape is known.
     """
 
     function: Callable[..., Tensor]
@@ -342,6 +368,7 @@ class Pooling:
     form: str = ""
     arguments: Callable[[tuple[str | None, ...], Layout, tuple[int, ...]], tuple[str, dict[str, Any]]] | None = None
     compiles: bool = True
+    is_fitted: bool = False
 
     def fits(self, layout: Layout) -> bool:
         """Return whether it fits activations of a layout."""
@@ -388,6 +415,14 @@ POOLINGS: dict[str, Pooling] = {
         form=r"srp([1-9]\d{0,7})?(?:s(0|[1-9]\d{0,9}))?",
         arguments=_projection_arguments,
         compiles=False,
+    ),
+    "pca[w]K": Pooling(
+        _project,
+        None,
+        form=r"pca(w)?([1-9]\d{0,5})",
+        arguments=_axes_arguments,
+        compiles=False,
+        is_fitted=True,
     ),
 }
 

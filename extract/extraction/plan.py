@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import platform
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -18,17 +19,19 @@ from extract.backbones.preprocessing import Preprocessing
 from extract.backbones.sources import SOURCES
 from extract.compute.backbone import Backbone
 from extract.compute.backends import engine_for
-from extract.compute.feature_choice import Choice, choose_features, with_projection_sizes
+from extract.compute.feature_choice import Choice, Feature, choose_features, with_projection_sizes
 from extract.credentials import without_credentials
+from extract.extraction.fitted_axes import load_axes
 from extract.extraction.settings import ExtractionSettings
 from extract.images import Decoding, ImageList, list_images
 from extract.store.format.dataset import DataSet, shard_rows_for
 from extract.store.format.layout import StoredFeature
+from extract.store.format.principal_axes import AXES_HASH
 from extract.store.places.bucket import Bucket
 from extract.system.torch_state import evaluating, full_float32
 from extract.system.urls import is_url
 
-__all__ = ["Plan", "asked_of", "how_decoded", "how_made", "plan", "settings_of_existing"]
+__all__ = ["Plan", "asked_of", "features_of", "how_decoded", "how_made", "plan", "settings_of_existing"]
 
 
 @dataclass(frozen=True)
@@ -69,15 +72,19 @@ def plan(
     backbone: Backbone,
     settings: ExtractionSettings,
     choice: Choice | None = None,
+    on_fit: Callable[[str], None] = lambda text: None,
 ) -> Plan:
-    """List the images if needed, and choose the features of the layers by trial forwards. Nothing is written.
+    """List the images if needed, and choose the features of the layers by trial forwards.
+
+    Nothing is written, except principal axes that are fitted for a pooling `pcaK`; see `load_axes`.
 
     Args:
         images: see `extract_features`; or listed images.
         out: folder of the data set, or its URL.
         backbone: loaded backbone.
         settings: settings of the run.
-        choice: the features of the layers, if they are known.
+        choice: the features of the layers, if they are known, with their axes.
+        on_fit: see `load_axes`.
     """
     out, recorded = os.fspath(out), settings.recorded()
     given = without_credentials(os.fspath(images)) if isinstance(images, str | os.PathLike) else images.root
@@ -93,14 +100,12 @@ def plan(
         **{name: value for name, value in recorded.items() if name != "layers"},
     }
     dtype, precision, shard_rows = settings.dtype, settings.precision, settings.shard_rows
-    preprocessing = backbone.preprocessing.faster() if settings.decode == "fast" else backbone.preprocessing
-    preprocessing = replace(preprocessing, orientation=settings.orientation, icc=settings.icc)
-    backbone = replace(backbone, preprocessing=preprocessing)
+    backbone = _configured(backbone, settings)
+    preprocessing = backbone.preprocessing
     existing, _ = _existing(out)
     engine = _engine(settings.compile, precision, backbone, out)
     if choice is None:
-        with evaluating(backbone.model), full_float32():
-            choice = choose_features(backbone, layers)
+        choice = features_of(images, out, backbone, settings, on_fit)
     computed_in = precision if precision == "float32" else _lower_precision(precision, engine)
     stored = [
         StoredFeature(
@@ -112,6 +117,7 @@ def plan(
                 "pooling": feature.pooling,
                 "axes": feature.poolings.axes,
                 "source_dtype": feature.source_dtype if precision == "float32" else computed_in,
+                **({AXES_HASH: feature.axes.sha256} if feature.axes else {}),
             },
         )
         for feature in choice.features
@@ -119,7 +125,7 @@ def plan(
     depends_on = {
         "architecture": backbone.architecture,
         "weights_sha256": backbone.weights.sha256,
-        "features": {f.name: f"{f.site} {f.pooling} {list(f.shape)}" for f in choice.features},
+        "features": {feature.name: _identity(feature) for feature in choice.features},
         "preprocessing": preprocessing.describe(),
         "decoder": _decoder(preprocessing),
         "precision": computed_in,
@@ -138,6 +144,32 @@ def plan(
         shard_rows=min(shard_rows or (existing.shard_rows if existing else shard_rows_for(stored)), len(images)),
     )
     return Plan(images, backbone, choice, dataset, settings, engine, _provenance(backbone, depends_on, configuration))
+
+
+def features_of(
+    images: ImageList, out: str, backbone: Backbone, settings: ExtractionSettings,
+    on_fit: Callable[[str], None] = lambda text: None,
+) -> Choice:  # fmt: skip
+    """Choose the features of the layers of a run, and load or fit their principal axes; see `plan` and `load_axes`."""
+    layers = with_projection_sizes(settings.layer_list, len(images), settings.distortion)
+    with evaluating(backbone.model), full_float32():
+        choice = choose_features(backbone, layers)
+    if any(feature.axes for feature in choice.features):
+        load_axes(choice, images, _configured(backbone, settings), out, settings, _existing(out)[0], on_fit)
+    return choice
+
+
+def _configured(backbone: Backbone, settings: ExtractionSettings) -> Backbone:
+    """Return the backbone with the preprocessing that the settings ask for."""
+    preprocessing = backbone.preprocessing.faster() if settings.decode == "fast" else backbone.preprocessing
+    preprocessing = replace(preprocessing, orientation=settings.orientation, icc=settings.icc)
+    return replace(backbone, preprocessing=preprocessing)
+
+
+def _identity(feature: Feature) -> str:
+    """Return what a feature is, as named in the fingerprint."""
+    text = f"{feature.site} {feature.pooling} {list(feature.shape)}"
+    return f"{text} axes {feature.axes.sha256 or 'not fitted'}" if feature.axes else text
 
 
 def _engine(compile: str, precision: str, backbone: Backbone, out: str | Path) -> str:

@@ -30,6 +30,7 @@ from extract.extraction.todo import batches_of, check_disk_space, check_same_ima
 from extract.extraction.validation import Computation, validated_forward
 from extract.images import load_batches
 from extract.store.format.dataset import BUILDING
+from extract.store.format.principal_axes import keep_axes
 from extract.store.reader import FeatureReader
 from extract.system.foreign_code import exits_refused
 from extract.system.urls import is_url
@@ -63,6 +64,8 @@ def extract_features(
     compress: str | None = None,
     distortion: float = defaults.DISTORTION,
     max_distortion: float | None = None,
+    axes: str | os.PathLike[str] | None = None,
+    fit_on: int = defaults.FIT_ON,
     retry_failed: bool = False,
     progress: bool = True,
 ) -> FeatureReader:
@@ -105,6 +108,9 @@ def extract_features(
             between the images are likely to change by at most this part; above 0, below 1.
         max_distortion: what projections change is measured on the first 128 images; if more than 5 % of the distances
             between them change by more than this part, the run ends before it stores anything. None accepts all.
+        axes: of the poolings `pcaK` and `pcawK`: the data set, or file of its folder `axes`, whose principal axes are
+            used; None: those that `out` has, or axes that are fitted to `images`.
+        fit_on: number of images to fit axes on, spread evenly over all.
         retry_failed: retry images that failed in an earlier run. Images with an I/O error are retried in any case.
         progress: show a progress bar.
 
@@ -136,6 +142,8 @@ def extract_features(
         compress=compress,
         distortion=distortion,
         max_distortion=max_distortion,
+        axes=axes,
+        fit_on=fit_on,
     )
     if isinstance(backbone, str):
         backbone = load_backbone(
@@ -199,6 +207,7 @@ def extract(
     check_disk_space(dataset)
     with dataset.locked():
         existing = dataset.open_or_create()
+        keep_axes(dataset.out, plan.choice.axes)
         if existing is not None and existing.images["root"] != dataset.images["root"]:
             check_same_images(plan, existing)
         work = work_of(dataset, plan.images.source, retry_failed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -18,7 +19,7 @@ _CHOICES = {
     "decode": ("exact", "fast"), "orientation": ("exif", "ignore"), "icc": ("ignore", "srgb"),
     "dtype": ("float32", "float16"), "precision": PRECISIONS,
 }  # fmt: skip
-_LEAST = {"batch_size": 1, "workers": 0, "limit": 1, "max_pixels": 1, "shard_rows": 1}
+_LEAST = {"batch_size": 1, "workers": 0, "limit": 1, "max_pixels": 1, "shard_rows": 1, "fit_on": 2}
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,8 @@ class ExtractionSettings:
     Attributes:
         distortion: see `extract_features`; None: `srp` without a number of values is refused.
         max_distortion: see `extract_features`.
+        axes: see `extract_features`.
+        fit_on: see `extract_features`; None: `pcaK` without `axes` is refused.
         sync_s: seconds of work that a power failure may lose; 0 forces each batch to the disk.
 
     Raises:
@@ -52,6 +55,8 @@ class ExtractionSettings:
     compress: str | None = None
     distortion: float | None = None
     max_distortion: float | None = None
+    axes: str | os.PathLike[str] | None = None
+    fit_on: int | None = None
     sync_s: float = defaults.SYNC_S
 
     def __post_init__(self) -> None:
@@ -81,8 +86,9 @@ class ExtractionSettings:
         """Return the settings for the provenance of a data set.
 
         `sync_s` and `max_distortion` do not affect features. `distortion` affects them by the numbers in the resolved
-        layers only.
+        layers only, and `axes` and `fit_on` by the axes that the data set keeps.
         """
         settings = asdict(self) | {"layers": self.layer_list}
-        del settings["sync_s"], settings["distortion"], settings["max_distortion"]
+        for name in ("sync_s", "distortion", "max_distortion", "axes", "fit_on"):
+            del settings[name]
         return settings

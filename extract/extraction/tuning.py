@@ -65,7 +65,7 @@ _DECODING_S = 1.0
 
 # Seconds of eager forwards from which a job is measured if nothing is kept. With OpenVINO, compiling takes most of the
 # time of measuring, 2 to 3 s, and the job uses the program; with inductor, it takes a minute or more.
-_PAYS_FROM_S = {"openvino": 10.0, "inductor": 120.0}
+_PAYS_FROM_S = {"openvino": 15.0, "inductor": 120.0}
 
 
 def pictures_of(

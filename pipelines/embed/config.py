@@ -48,6 +48,9 @@ class FeaturesConfig(BackboneConfig):
         le=1,
         description="Minimum cosine to eager float32 and exact decoding; features below it are refused.",
     )
+    axes: Path | None = Field(
+        None, description="Data set or file with the principal axes of LAYER:pcaK. [default: fitted to IMAGES]"
+    )
     shard_rows: int | None = Field(None, strict=True, ge=1, description=SHARD_ROWS_HELP)
     compress: Literal["gzip", "lzf", "blosc2"] | None = Field(None, description=COMPRESS_HELP)
     sync_s: float = Field(
@@ -98,6 +101,9 @@ class EmbedConfig(FeaturesConfig):
         ge=0,
         description="End the run if a projection changes over 5 % of the distances of the first images by more.",
     )
+    fit_on: int = Field(
+        defaults.FIT_ON, strict=True, ge=2, description="Images to fit the principal axes of LAYER:pcaK on."
+    )
     fast: bool = Field(
         False,
         description="Use the fastest precision, compile and decode that agree; measured once, not for short jobs.",
@@ -131,6 +137,10 @@ class EmbedConfig(FeaturesConfig):
         if not match or int(match[1]) >= int(match[2]):
             raise ValueError("expected I/N with I from 0 to N - 1, such as 0/8")
         return match[0]
+
+    def settings(self, **changes: Any) -> ExtractionSettings:
+        """Return the extraction settings, with `changes` applied. Axes are fitted by a single process only."""
+        return super().settings(**({"fit_on": None} if self.is_shared else {}), **changes)
 
     @property
     def place(self) -> str:

@@ -11,15 +11,15 @@ import click
 from extract import defaults
 from extract.compute.backbone import Backbone
 from extract.compute.backends import default_engine
-from extract.compute.feature_choice import Choice, choose_features, with_projection_sizes
+from extract.compute.feature_choice import Choice
 from extract.errors import DisagreementError
+from extract.extraction.plan import features_of
 from extract.extraction.run import Plan, Summary, extract, plan
 from extract.extraction.tuning import fastest
 from extract.extraction.validation import Computation
 from extract.images import ImageList, list_images
 from extract.store.reader import FeatureReader
 from extract.system.optional_libraries import pip_install
-from extract.system.torch_state import evaluating, full_float32
 from pipelines.embed.config import EmbedConfig
 from pipelines.terminal.backbone import backbone_of
 from pipelines.terminal.graceful_stop import signals_held
@@ -61,8 +61,7 @@ def embed(config: EmbedConfig) -> EmbedResult:
     images = list_images(config.images, config.limit)
     if not config.fast:
         return _run(config, plan_of(config, images, backbone))
-    with evaluating(backbone.model), full_float32():
-        choice = choose_features(backbone, with_projection_sizes(config.layers, len(images), config.distortion))
+    choice = features_of(images, config.place, backbone, config.settings(), _say)
     options = _fastest(config, images, backbone, choice)
     while True:
         try:
@@ -112,7 +111,11 @@ def plan_of(
         choice: the features of the layers, if they are known.
     """
     settings = config.settings(**(options or {}))
-    return plan(images, out=config.place, backbone=backbone, settings=settings, choice=choice)
+    return plan(images, out=config.place, backbone=backbone, settings=settings, choice=choice, on_fit=_say)
+
+
+def _say(text: str) -> None:
+    click.echo(text, err=True)
 
 
 _SOURCES = {

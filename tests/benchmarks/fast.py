@@ -1,12 +1,14 @@
 """Whole runs of `layertap embed` strict, compiled and with `--fast`, in turn, with an empty and a full cache; JSON.
 
-    python tests/benchmarks/fast.py IMAGES [-b torchvision/resnet50]... [--images 10 100 512] [--rounds 3] [-o OUT.json]
+    python tests/benchmarks/fast.py IMAGES [-b torchvision/resnet50]... [--images 10 100 512] [--rounds 3]
+        [--states first] [-o OUT.json]
     python tests/benchmarks/fast.py IMAGES --neighbour --rounds 5 [-b ...] [--images 512]
 
 Each run is a process of its own, and its time is that of the whole process, imports included. `first` is a run with an
-empty cache folder, `second` the next one with the same cache folder. The variants run in turn, round after round. Two
-ratios of each round are given: to the time of the strict run, and `of_better`, the time of the better of strict and
-compiled (of the same cache state) over that of `--fast`: 1 or more says that `--fast` pays.
+empty cache folder, `second` the next one with the same cache folder; `--states first` leaves out the second. The
+variants run in turn, round after round. Two ratios of each round are given: to the time of the strict run, and
+`of_better`, the time of the better of strict and compiled (of the same cache state) over that of `--fast`: 1 or more
+says that `--fast` pays.
 
 `--neighbour` runs `--fast` only, beside a process that computes for random seconds and sleeps for random seconds, and
 reports which way was taken, whether it was measured or kept, and the seconds until the first batch.
@@ -17,6 +19,7 @@ IMAGES is repeated up to the number of images; each repeat has some bytes at its
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import shutil
@@ -78,19 +81,17 @@ def run(images: Path, backbone: str, flags: list[str], cache: Path, out: Path) -
     return {"seconds": seconds, "before_s": before_s, "way": way, "source": source}
 
 
-def compare(images: Path, backbone: str, count: int, rounds: int, work: Path) -> dict[str, Any]:
-    """Run the variants in turn, each first and second."""
-    times: dict[str, list[dict[str, Any]]] = {
-        f"{name} {state}": [] for name in VARIANTS for state in ("first", "second")
-    }
+def compare(images: Path, backbone: str, count: int, rounds: int, work: Path, states: list[str]) -> dict[str, Any]:
+    """Run the variants in turn, in each state of the cache."""
+    times: dict[str, list[dict[str, Any]]] = {f"{name} {state}": [] for name in VARIANTS for state in states}
     for _ in range(rounds):
         for name in VARIANTS:
             shutil.rmtree(work / name, ignore_errors=True)
-        for state in ("first", "second"):
+        for state in states:
             for name, flags in VARIANTS.items():
                 times[f"{name} {state}"].append(run(images, backbone, flags, work / name, work / "out"))
     result: dict[str, Any] = {"backbone": backbone, "images": count, "rounds": rounds}
-    for state in ("first", "second"):
+    for state in states:
         for name in VARIANTS:
             runs = times[f"{name} {state}"]
             strict = [each["seconds"] for each in times[f"strict {state}"]]
@@ -144,10 +145,11 @@ def main() -> None:
     parser.add_argument("-b", "--backbone", action="append", help=f"default: {', '.join(BACKBONES)}")
     parser.add_argument("--images", type=int, nargs="+", default=[10, 100, 512], dest="counts")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--states", nargs="+", choices=["first", "second"], default=["first", "second"])
     parser.add_argument("--neighbour", action="store_true", help="beside a noisy neighbour")
     parser.add_argument("-o", "--out", type=Path, metavar="FILE", help="where to write the JSON, too")
     options = parser.parse_args()
-    measure = beside_neighbour if options.neighbour else compare
+    measure = beside_neighbour if options.neighbour else functools.partial(compare, states=options.states)
     results = []
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)

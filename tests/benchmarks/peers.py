@@ -1,12 +1,13 @@
 """layertap against what one could take instead, in turn, in one run; prints a Markdown table.
 
-    python tests/benchmarks/peers.py IMAGES [-b torchvision/resnet50] [--rounds 3] [--limit 1000]
-        [--peer thingsvision=PYTHON] [--peer ray=PYTHON] [--layertap "NAME=FLAGS"]... [--markdown FILE]
+    python tests/benchmarks/peers.py IMAGES [-b torchvision/resnet50]... [--rounds 3] [--limit 1000]
+        [--peer NAME=PYTHON]... [--layertap "NAME=FLAGS"]... [--markdown FILE]
 
 - the loop by hand: torchvision's `create_feature_extractor` (for timm a forward hook), a DataLoader with two workers
   and the library's own transform, batches of 32, h5py with chunks of 256 rows;
 - layertap with the flags of each variant, and all else as it comes (two workers, batches of 64);
-- thingsvision and Ray Data as their documentation shows them, batches of 32; PYTHON is an interpreter that has them.
+- thingsvision, ray (`ray[data]`), daft and datasets (Hugging Face) as their documentation shows them, batches of 32.
+  PYTHON is an interpreter that has them. Daft stores Parquet, and datasets Arrow; the others store HDF5.
 
 Every one runs in a fresh process, round after round, on the same images, and computes the same pooled features of the
 same backbone with random weights (the bundled one has its own). IMAGES is repeated up to --limit files, and each repeat
@@ -14,10 +15,10 @@ gets a few bytes at its end that no decoder reads: layertap computes files with 
 
 Two rates: of the loop, from the start of the loader to the last row written (for layertap what `embed --json` tells,
 without compiling and comparing; up to 256 images are decoded meanwhile, on a CPU at the cost of the compiler), and of
-the whole process, with the imports, the model and whatever is compiled. The loop of Ray Data counts from when its model
-is ready; it decodes before that already, which favours it, the more so the fewer images there are. What torch compiles
-is cached for the run of this script: the first round compiles, the later ones load. On a machine with a GPU all of them
-use it.
+the whole process, with the imports, the model and whatever is compiled. The loop of Ray Data and of Daft counts from
+when the model is ready; they decode before that already, which favours them, the more so the fewer images there are.
+What is compiled and measured is cached for the run of this script: the first round compiles, the later ones load. On a
+machine with a GPU all of them use it.
 """
 
 from __future__ import annotations
@@ -43,9 +44,10 @@ from typing import Any
 # The peers' interpreters run this file, too: they have neither layertap nor each other, so each imports its own below.
 
 WORKERS, BATCH, CHUNK = 2, 32, 256
+BACKBONES = ("bundled/efficientnet_lite0", "torchvision/resnet18", "torchvision/resnet50")
 SUFFIXES = {".jpg", ".jpeg", ".png"}  # that all of them take
 LONGEST_S = 3600
-HAND, US, PEERS = "loop by hand", "layertap", ("thingsvision", "ray")
+HAND, US, PEERS = "loop by hand", "layertap", ("thingsvision", "ray", "daft", "datasets")
 VARIANTS = ["strict=--compile off", "compiled=--compile on", "fast=--fast"]
 RESULT = "result.json"
 
@@ -238,10 +240,66 @@ def by_ray(images: str, backbone: str, node: str, out: Path) -> tuple[int, float
     return done, time.time() - float(batch["ready"][0])
 
 
+def by_daft(images: str, backbone: str, node: str, out: Path) -> tuple[int, float]:
+    """Daft downloads and decodes, the transform in a function of rows, the model in a class, rows into Parquet."""
+    os.environ["DO_NOT_TRACK"] = "true"
+    import daft
+    import numpy as np
+    import torch
+    from PIL import Image
+
+    transform = transform_of(backbone, made(backbone))
+    model, ready = headless(backbone)[0].to(device_name()), time.time()
+
+    @daft.func(return_dtype=daft.DataType.tensor(daft.DataType.float32()))
+    def prepared(picture: Any) -> Any:
+        return transform(Image.fromarray(np.asarray(picture))).numpy()
+
+    @daft.func.batch(return_dtype=daft.DataType.list(daft.DataType.float32()), batch_size=BATCH)
+    def embedded(pictures: Any) -> Any:
+        with torch.inference_mode():
+            return list(model(torch.from_numpy(np.stack(pictures.to_pylist())).to(device_name())).cpu().numpy())
+
+    frame = daft.from_glob_path(f"{images}/*").sort("path").select("path")
+    frame = frame.with_column("image", daft.col("path").download().decode_image(mode="RGB"))
+    frame = frame.with_column("features", embedded(prepared(daft.col("image")))).exclude("image")
+    frame.write_parquet(str(out / "features"))
+    return daft.read_parquet(str(out / "features")).count_rows(), time.time() - ready
+
+
+def by_datasets(images: str, backbone: str, node: str, out: Path) -> tuple[int, float]:
+    """`Dataset.map` in batches, which decodes in the main process; rows into Arrow."""
+    import torch
+    from datasets import Dataset, Features, Image, List, Value
+
+    model = headless(backbone)[0].to(device_name())
+    transform = transform_of(backbone, model)
+    paths = [str(path) for path in sorted(Path(images).iterdir())]
+
+    def embed(batch: dict[str, Any]) -> dict[str, Any]:
+        pictures = torch.stack([transform(picture.convert("RGB")) for picture in batch["image"]])
+        with torch.inference_mode():
+            return {"features": model(pictures.to(device_name())).cpu().numpy(), "path": batch["path"]}
+
+    start = time.perf_counter()
+    files = Dataset.from_dict({"path": paths, "image": paths}).cast_column("image", Image())
+    rows = files.map(
+        embed,
+        batched=True,
+        batch_size=BATCH,
+        remove_columns=["image"],
+        features=Features({"path": Value("string"), "features": List(Value("float32"))}),
+        cache_file_name=str(out / "features.arrow"),
+    )
+    return len(rows), time.perf_counter() - start
+
+
 CONTESTANTS = {
     HAND: (by_hand, ["torch", "torchvision"]),
     "thingsvision": (by_thingsvision, ["thingsvision", "torch"]),
     "ray": (by_ray, ["ray", "torch"]),
+    "daft": (by_daft, ["daft", "torch"]),
+    "datasets": (by_datasets, ["datasets", "torch"]),
 }
 
 
@@ -358,7 +416,7 @@ def features_in(name: str, out: Path) -> Any:
 
 def compare(rows: dict[str, Row], rounds: int, count: int, work: Path) -> None:
     """Run all of them in turn, and print every figure."""
-    ours = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(work / "compiled")}
+    ours = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(work / "compiled"), "XDG_CACHE_HOME": str(work / "cache")}
     theirs = {name: value for name, value in ours.items() if not name.startswith("PYTHON")}
     for number in range(1, rounds + 1):
         expected = None
@@ -414,30 +472,33 @@ def main() -> None:
     """Read the options, compare, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("images", type=Path)
-    parser.add_argument("-b", "--backbone", default="torchvision/resnet50", help="of torchvision, timm or bundled")
+    parser.add_argument("-b", "--backbone", action="append", help=f"default: {', '.join(BACKBONES)}")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--limit", type=int, default=1000, help="images in each run")
     parser.add_argument("--peer", action="append", default=[], metavar="NAME=PYTHON", help=f"one of {', '.join(PEERS)}")
     parser.add_argument("--layertap", action="append", metavar="NAME=FLAGS", help=f"default: {', '.join(VARIANTS)}")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="where to write the table, too")
     options = parser.parse_args()
-    if options.backbone.partition("/")[0] not in ("torchvision", "timm", "bundled"):
-        parser.error("the backbone is of torchvision, timm or bundled")
+    backbones = options.backbone or BACKBONES
+    if not {backbone.partition("/")[0] for backbone in backbones} <= {"torchvision", "timm", "bundled"}:
+        parser.error("the backbones are of torchvision, timm or bundled")
     peers = dict(peer.split("=", 1) for peer in options.peer if "=" in peer)
     if len(peers) < len(options.peer) or not peers.keys() <= set(PEERS):
         parser.error(f"--peer is NAME=PYTHON, with a name of {', '.join(PEERS)}")
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         links = laid_out(options.images, options.limit, work / "images")
-        rows = rows_of(options.backbone, work / "images", options.layertap or VARIANTS, peers)
-        compare(rows, options.rounds, options.limit, work)
-    text = (
-        f"{options.backbone} on {options.limit:,} images ({links:,} pictures), {rows[HAND].told.get('device', '')}, "
-        f"{date.today()}; median (least..most), rounds in turn: {options.rounds}.\n\n{table(rows)}\n"
-    )
-    print(f"\n{text}", end="")
-    if options.markdown:
-        options.markdown.write_text(text)
+        for backbone in backbones:
+            rows = rows_of(backbone, work / "images", options.layertap or VARIANTS, peers)
+            compare(rows, options.rounds, options.limit, work)
+            text = (
+                f"{backbone} on {options.limit:,} images ({links:,} pictures), {rows[HAND].told.get('device', '')}, "
+                f"{date.today()}; median (least..most), rounds in turn: {options.rounds}.\n\n{table(rows)}\n"
+            )
+            print(f"\n{text}", flush=True)
+            if options.markdown:
+                with options.markdown.open("a") as file:
+                    file.write(f"{text}\n")
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ from extract.errors import InputError, LayertapError
 from extract.row_status import Status
 from extract.store.format.differences import differences, earlier_names, shortened
 from extract.store.format.layout import (
+    AXES_FOLDER,
     CHANGES_VERSION,
     FORMAT,
     FORMAT_VERSION,
@@ -488,7 +489,7 @@ def _is_foreign(entry: Path) -> bool:
     if entry.name == "shards" and entry.is_dir():
         return any(not _is_stray(inner) for inner in entry.iterdir())
     being_begun = re.fullmatch(r"dataset\.json(\..*\.new)?", entry.name)  # another worker is writing it
-    return entry.name not in (".lock", BUILDING) and not being_begun and not _is_stray(entry)
+    return entry.name not in (".lock", BUILDING, AXES_FOLDER) and not being_begun and not _is_stray(entry)
 
 
 def _is_stray(entry: Path) -> bool:

@@ -7,13 +7,14 @@ A data set is a folder:
     shards/000000.json    its receipt: size, sha256, rows by status, label and split, why rows failed
     shards/000001.h5.part a shard being written, or left by an interrupted run
     shards/000002-r1.h5   a finished shard that was rewritten to fill failed rows; -r2: a second time
+    axes/HASH.safetensors principal axes of features with a pooling pcaK (extract/compute/principal_axes.py)
 
 A shard is plain HDF5 (superblock 3, HDF5 1.10 or later) with rows in path order:
 
     /                     attributes: format="layertap", format_version=1, shard, first_row, n_rows, fingerprint,
                           images (xxh3-128 of all paths of the data set)
     /features/NAME        (N, *shape) float32 or float16, chunks of whole rows; attributes: layer, pooling, axes,
-                          source_dtype
+                          source_dtype, and principal_axes: sha256 of their file
     /path                 (N,) fixed-length UTF-8: relative to the image folder, the bytes of the file name
     /label                (N,) int64, index into /classes; -1 unknown
     /split                (N,) fixed-length UTF-8: train, val, test or empty
@@ -97,6 +98,7 @@ _CHUNK_BYTES = 1 << 20
 
 # Limit on the bytes that do not change after creation: opening a shard hashes them.
 _FIXED_BYTES = 1 << 30
+AXES_FOLDER = "axes"  # of a data set
 _TEXTS_AT_ONCE = 1 << 16  # paths, splits or ids in memory while they are written
 
 # Datasets other than features that are written row by row; datasets with 8-byte rows come first, for alignment.
@@ -118,7 +120,7 @@ class StoredFeature:
         name: name in the file and in the reader.
         shape: shape of one row.
         dtype: "float32" or "float16".
-        attributes: HDF5 attributes of the dataset: layer, pooling, axes, source_dtype.
+        attributes: HDF5 attributes of the dataset: layer, pooling, axes, source_dtype, perhaps principal_axes.
     """
 
     name: str

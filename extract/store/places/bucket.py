@@ -6,6 +6,7 @@ A data set in a bucket has the same layout as in a folder, so a plain copy (`aws
     URL/shards/000000.h5       a shard, as sealed on a local disk
     URL/shards/000000.json     its receipt: the commit
     URL/shards/000002-r1.h5    a shard that was rewritten, with its own receipt; readers use the last revision
+    URL/axes/HASH.safetensors  principal axes, as in a folder
 
 A bucket has no locks and no rename, but supports conditional creation: an object is created only if none has its name.
 Objects are therefore never overwritten or deleted, and one of several writers wins. The object is uploaded first, its
@@ -33,6 +34,7 @@ from extract.credentials import without_credentials
 from extract.errors import InputError, LayertapError
 from extract.row_status import Status
 from extract.store.format.dataset import UNFINISHED_HINT, DataSet, stem_of
+from extract.store.format.layout import AXES_FOLDER
 from extract.store.format.receipt import reasons_in, receipt_bytes, receipt_of
 from extract.store.format.row_hash import wrong_rows
 from extract.store.format.schemas import RECEIPT
@@ -124,6 +126,15 @@ class Bucket:
         dataset.check_compatible(existing, self.url, replaceable=False)
         self._check_safe()
         return existing
+
+    def keep_axes(self, files: Mapping[str, Path]) -> None:
+        """Upload files of principal axes, unless the bucket has them.
+
+        Raises:
+            LayertapError: the store does not answer.
+        """
+        for sha256, file in files.items():
+            objects.put_file(f"{self.url}/{AXES_FOLDER}/{sha256[:16]}.safetensors", file, sha256)
 
     def _check_safe(self) -> None:
         """Check that the store refuses to overwrite an object, by writing `dataset.json` again with the same content.

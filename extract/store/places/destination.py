@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,6 +26,9 @@ class Destination(Protocol):
         Raises:
             InputError: the destination holds another data set.
         """
+
+    def keep_axes(self, files: Mapping[str, Path]) -> None:
+        """Copy files of principal axes, by their sha256, to the data set, unless it has them."""
 
     @property
     def dataset(self) -> DataSet:

@@ -21,7 +21,7 @@ import os
 import re
 import secrets
 import socket
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 
 from extract.errors import InputError, LayertapError
 from extract.store.format.dataset import DataSet
+from extract.store.format.principal_axes import keep_axes
 from extract.store.format.receipt import read_receipt, reasons_in, receipt_bytes, receipt_of, size_and_hash
 from extract.store.format.schemas import RECEIPT
 from extract.system.atomic_files import check_own_folders, discard, own_folder, sync_folder
@@ -88,6 +89,10 @@ class SharedFolder:
             raise LayertapError(f"cannot write to {self.out}: {error.strerror}") from error
         self.clean()
         return existing
+
+    def keep_axes(self, files: Mapping[str, Path]) -> None:
+        """Copy files of principal axes into the data set, unless it has them; raises the errors of `keep_axes`."""
+        keep_axes(self.out, files)
 
     def receipts(self, known: Container[str]) -> Iterator[tuple[str, int, dict[str, Any] | None]]:
         """Yield (name, shard, receipt) of each published shard whose name is not in `known`.

@@ -203,7 +203,7 @@ def test_auto(shape: tuple[int, ...], class_token: bool, chosen: str) -> None:
         ),
         ("mean_tokens", (64, 7, 7), "does not fit a map"),
         ("max_map", (1000,), "does not fit a vector of shape .1000. per image; use none$"),
-        ("mean_map", (56, 56, 56), "channels could be the first axis or the last; use none, flatten or srp"),
+        ("mean_map", (56, 56, 56), "channels could be the first axis or the last; use none, flatten, srp"),
         ("cls+mean", (196, 8), "which have no class token"),
         ("last_token", (64, 7, 7), "last_token does not fit a map"),
         ("meanstd", (64,), "meanstd does not fit a vector"),
@@ -229,7 +229,7 @@ def test_auto(shape: tuple[int, ...], class_token: bool, chosen: str) -> None:
         ("srp3137", (64, 7, 7), "srp3137 of 3,136 values: .* use srpK with K up to 3,136, or none"),
         ("mean_map:srp65", (64, 7, 7), "after mean_map, srp65 of 64 values: .*; use srpK with K up to 64"),
         ("srp", (64, 7, 7), "srp alone needs a number of images to choose K; give K, such as srp4096"),
-        ("auto", (384, 196), "tokens could be the last axis; use none, flatten or srp"),
+        ("auto", (384, 196), "tokens could be the last axis; use none, flatten, srp"),
     ],
 )
 def test_a_pooling_that_does_not_fit_is_refused(pooling: str, shape: tuple[int, ...], message: str) -> None:
@@ -264,6 +264,8 @@ def test_every_pooling_is_computed_in_16_bits_too() -> None:
         layout = recognise(shape, SQUARE, 1, patches=49, class_token=True)
         x = torch.randn(3, *shape, generator=generator).bfloat16()
         for name in (key.replace("[P]", "").replace("gridG", "grid3").replace("[K][sSEED]", "20") for key in POOLINGS):
+            if name == "pca[w]K":  # computes after a fit only; `test_principal_axes.py` has it in 16 bits
+                continue
             try:
                 chain = resolve_pooling(name, x, layout)
             except InputError:

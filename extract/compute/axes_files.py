@@ -1,0 +1,129 @@
+"""Files of principal axes: what each was fitted on, and which one a feature takes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from extract.backbones import LoadedBackbone
+from extract.compute.feature_choice import Choice, Feature
+from extract.errors import InputError, LayertapError, first_line
+from extract.system.json_files import check_shape
+
+__all__ = ["AxesSource", "axes_source", "find_axes", "load_given_axes", "source_of"]
+
+
+@dataclass(frozen=True)
+class AxesSource:
+    """What principal axes were fitted on.
+
+    Attributes:
+        architecture: architecture of the backbone.
+        weights_sha256: hash of its weights.
+        layer: layer and tensor, as `str` of a `Site`.
+        poolings: poolings before the projection; "none" if there are none.
+        shape: shape of their result for one image.
+        fit_on: number of images asked for.
+        images: number of images fitted on.
+        paths_xxh3: hash of the paths of all images from which these were taken.
+    """
+
+    architecture: str
+    weights_sha256: str
+    layer: str
+    poolings: str
+    shape: Sequence[int]
+    fit_on: int
+    images: int
+    paths_xxh3: str
+
+    def differences(self, other: AxesSource) -> list[str]:
+        """Return what differs in the activations that were fitted: "layer 'layer2' instead of 'layer1'"."""
+        names = ("architecture", "weights_sha256", "layer", "poolings", "shape")
+        own, others = asdict(self), asdict(other)
+        return [
+            f"{name} {own[name]!r} instead of {others[name]!r}"
+            for name in names
+            if json.dumps(own[name]) != json.dumps(others[name])
+        ]
+
+
+_SHAPE = {
+    "architecture": str, "weights_sha256": str, "layer": str, "poolings": str, "shape": [int], "fit_on": int,
+    "images": int, "paths_xxh3": str,
+}  # fmt: skip
+
+
+def source_of(feature: Feature, backbone: LoadedBackbone, fit_on: int = 0, paths_xxh3: str = "") -> AxesSource:
+    """Return what the axes of a feature are fitted on."""
+    assert feature.poolings.fitted is not None
+    before, _ = feature.poolings.fitted
+    return AxesSource(
+        architecture=backbone.architecture,
+        weights_sha256=backbone.weights.sha256,
+        layer=str(feature.site),
+        poolings=before.name or "none",
+        shape=tuple(before.shape if before.steps else feature.activation_shape),
+        fit_on=fit_on,
+        images=0,
+        paths_xxh3=paths_xxh3,
+    )
+
+
+def load_given_axes(choice: Choice, backbone: LoadedBackbone, place: Path) -> None:
+    """Load the axes of all features that need some from a data set or a file; raises the errors of `find_axes`."""
+    for feature in choice.features:
+        if feature.poolings.fitted is not None:
+            feature.poolings.fitted[1].load(find_axes(feature, source_of(feature, backbone), place))
+
+
+def find_axes(feature: Feature, wanted: AxesSource, place: Path) -> Path:
+    """Return the file with the axes for a feature, of a data set, a folder or a file.
+
+    Raises:
+        InputError: there is none, or a file is not a file of axes.
+        LayertapError: a file cannot be read.
+    """
+    hint = "name a data set with a pooling pcaK, or a file of its folder `axes`"
+    if not place.exists():
+        raise InputError(f"{place} does not exist; expected principal axes", hint=hint)
+    folder = place / "axes" if (place / "dataset.json").exists() else place
+    files = [folder] if folder.is_file() else sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise InputError(f"{place} has no principal axes", hint=hint)
+    differences = {path: axes_source(path).differences(wanted) for path in files}
+    fitting = [path for path in files if not differences[path]]
+    if not fitting:
+        nearest = min(files, key=lambda path: len(differences[path]))
+        raise InputError(
+            f"the axes in {nearest} do not fit {feature.name}: they are of {'; '.join(differences[nearest])}"
+        )
+    return max(fitting, key=lambda path: path.stat().st_size)  # the one with the most axes
+
+
+def axes_source(path: Path) -> AxesSource:
+    """Return what the axes in a file were fitted on.
+
+    Raises:
+        InputError: the file is not a file of axes.
+        LayertapError: the file cannot be read.
+    """
+    try:
+        from safetensors import safe_open
+
+        with safe_open(path, "pt") as file:
+            metadata: dict[str, Any] = json.loads((file.metadata() or {})["source"])
+        check_shape(metadata, path, _SHAPE)
+        return AxesSource(**{name: metadata[name] for name in _SHAPE})
+    except LayertapError:
+        raise
+    except OSError as error:
+        raise LayertapError(f"cannot read {path}: {error.strerror or error}") from error
+    except Exception as error:
+        raise InputError(
+            f"{path} is not a file of principal axes: {first_line(error)}",
+            hint="name a data set with the pooling pcaK, or a file in its folder `axes`",
+        ) from error

@@ -1,0 +1,119 @@
+"""Principal axes of activations: the poolings `pcaK` and `pcawK`.
+
+    y = C (x - mean)        C: (K, n), orthonormal rows, the axes of largest variance of a sample; see `axes_fit.py`
+
+A file of axes is a safetensors file with the tensors
+
+    components                (K, n) float32, by descending variance; the value of largest magnitude of each is positive
+    mean                      (n,) float32
+    explained_variance        (K,) float64, of the sample along each axis, with N - 1 in the denominator
+    explained_variance_ratio  (K,) float64, as part of the variance of the sample
+
+and metadata with an `AxesSource` (`axes_files.py`) as JSON under the key `source`. Names are those of scikit-learn's
+`PCA`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from extract.errors import InputError, LayertapError, first_line
+
+__all__ = ["PrincipalAxes"]
+
+_IMAGES = 16  # projected at once: centred activations of more would take much memory
+
+
+class PrincipalAxes:
+    """Projects a batch of activations (B, ...) with n values an image to (B, K) float32. It computes after `load`.
+
+    Args:
+        inputs: n.
+        outputs: K.
+        whiten: whether to divide by the standard deviation along each axis.
+
+    Attributes:
+        path: file of the axes; None before `load`.
+        sha256: hash of that file; empty before `load`.
+
+    Raises:
+        InputError: K is larger than n.
+    """
+
+    def __init__(self, inputs: int, outputs: int, whiten: bool):
+        self.inputs, self.outputs, self.whiten = inputs, outputs, whiten
+        self.path: Path | None = None
+        self.sha256 = ""
+        if outputs > inputs:
+            raise InputError(
+                f"{self.name} of {inputs:,} values: there are no more axes than values",
+                hint=f"use K up to {inputs:,}, or none",
+            )
+        self._on: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+    @property
+    def name(self) -> str:
+        """The pooling that this is."""
+        return f"pca{'w' if self.whiten else ''}{self.outputs}"
+
+    def load(self, path: Path) -> None:
+        """Read the axes from a file, which may have more than K.
+
+        Raises:
+            InputError: the file is damaged, has other sizes or fewer axes, or no variance along an axis.
+            LayertapError: the file cannot be read.
+        """
+        try:
+            from safetensors import safe_open
+
+            with safe_open(path, "pt") as file:
+                components = file.get_slice("components")
+                rows, columns = components.get_shape()
+                if columns != self.inputs or rows < self.outputs:
+                    raise InputError(
+                        f"{path} has {rows:,} axes of {columns:,} values; {self.name} needs {self.outputs:,} of "
+                        f"{self.inputs:,}"
+                    )
+                chosen, mean = components[: self.outputs], file.get_tensor("mean")
+                variance = file.get_tensor("explained_variance")[: self.outputs]
+        except LayertapError:
+            raise
+        except OSError as error:
+            raise LayertapError(f"cannot read {path}: {error.strerror or error}") from error
+        except Exception as error:  # of another kind for each way in which a file can be damaged
+            raise InputError(f"{path} is not a file of principal axes: {first_line(error)}") from error
+        if mean.shape != (self.inputs,) or chosen.dtype != torch.float32 or not bool((variance > 0).all()):
+            raise InputError(f"{path} is damaged: its mean or its variances do not fit its axes")
+        if self.whiten:
+            chosen = chosen / variance.sqrt().float()[:, None]
+        self.path, self.sha256 = path, _hash_of(path)
+        self._on = {torch.device("cpu"): (chosen, mean.float())}
+
+    def __call__(self, activation: Tensor) -> Tensor:
+        """Project a batch: (B, ...) of any float type -> (B, K) float32, on its device, which may be "meta".
+
+        Raises:
+            InputError: no axes were loaded.
+        """
+        if activation.is_meta:
+            return activation.new_empty(len(activation), self.outputs, dtype=torch.float32)
+        if not self._on:
+            raise InputError(f"{self.name} has no axes", hint="fit them with `layertap embed`, and give them as axes")
+        device = activation.device
+        if device not in self._on:
+            with torch.inference_mode(False):  # the tensors outlive it
+                self._on[device] = tuple(tensor.to(device) for tensor in self._on[torch.device("cpu")])  # type: ignore[assignment]
+        components, mean = self._on[device]
+        with torch.autocast(device.type, enabled=False):
+            parts = torch.split(activation.reshape(len(activation), self.inputs), _IMAGES)
+            return torch.cat([F.linear(part.float() - mean, components) for part in parts])
+
+
+def _hash_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,211 @@
+"""The principal axes of a run: of its data set, of another data set or a file, or fitted to its images.
+
+A data set keeps its axes in the folder `axes`: a file for each layer and the poolings before the projection, named by
+its hash. `extract/compute/principal_axes.py` describes the format. The hash is an attribute of the feature and part of
+the fingerprint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from extract.backbones import LoadedBackbone
+from extract.compute.axes_files import AxesSource, axes_source, find_axes, source_of
+from extract.compute.axes_fit import AxesFit
+from extract.compute.backends import open_forward
+from extract.compute.feature_choice import Choice, Feature
+from extract.compute.forward import Values
+from extract.compute.principal_axes import PrincipalAxes
+from extract.errors import InputError
+from extract.extraction.settings import ExtractionSettings
+from extract.images import Decoding, ImageList, load_batches
+from extract.row_status import Status
+from extract.store.format.dataset import DataSet, check_usable
+from extract.store.format.layout import AXES_FOLDER
+from extract.store.format.principal_axes import AXES_HASH, axes_file
+from extract.system.atomic_files import own_folder
+from extract.system.folder_lock import locked
+from extract.system.foreign_code import exits_refused
+from extract.system.torch_state import evaluating, full_float32
+from extract.system.urls import is_url
+
+__all__ = ["load_axes"]
+
+_BATCH = 16  # images in a forward of the fit: whole activations of more take much memory
+
+
+def load_axes(
+    choice: Choice,
+    images: ImageList,
+    backbone: LoadedBackbone,
+    out: str,
+    settings: ExtractionSettings,
+    existing: DataSet | None = None,
+    on_fit: Callable[[str], None] = lambda text: None,
+) -> None:
+    """Load the axes of every feature that is projected on some and has none yet.
+
+    They are those of `settings.axes`, or those that the existing data set has recorded. Otherwise they are fitted in
+    eager float32 to `settings.fit_on` images, spread evenly over all images, and written to the folder of the data set.
+
+    Args:
+        choice: features; their axes are loaded.
+        images: listed images.
+        backbone: loaded backbone.
+        out: folder or URL of the data set.
+        settings: settings of the run.
+        existing: the data set there; None if there is none.
+        on_fit: called with a line of text before axes are fitted.
+
+    Raises:
+        InputError: axes are missing, are of other activations, or cannot be fitted.
+        LayertapError: the disk is full, or a file cannot be read.
+    """
+    has_rows = existing is not None and any(existing.files())
+    to_fit: dict[AxesSource, _Fitted] = {}
+    for feature in choice.features:
+        axes = feature.axes
+        if axes is None or axes.sha256:
+            continue
+        source = source_of(feature, backbone, settings.fit_on or 0, images.paths_xxh3)
+        if settings.axes is not None:
+            axes.load(find_axes(feature, source, Path(settings.axes)))
+        elif path := _recorded(existing, feature, source, settings.fit_on, has_rows):
+            axes.load(path)
+        elif has_rows:
+            return  # other features are stored there, which the check of the folder refuses
+        else:
+            to_fit.setdefault(source, _Fitted(feature, source, [])).axes.append(axes)
+    if to_fit:
+        _fit(list(to_fit.values()), images, backbone, out, settings, on_fit)
+
+
+@dataclass(frozen=True)
+class _Fitted:
+    """Activations to fit axes to, once for all features that are projected on some of these axes.
+
+    Attributes:
+        feature: the first of these features.
+        source: what the activations are.
+        axes: the axes of each feature.
+    """
+
+    feature: Feature
+    source: AxesSource
+    axes: list[PrincipalAxes]
+
+    @property
+    def activation(self) -> Feature:
+        """The feature without the projection."""
+        assert self.feature.poolings.fitted is not None
+        return replace(self.feature, poolings=self.feature.poolings.fitted[0])
+
+
+def _recorded(
+    existing: DataSet | None, feature: Feature, wanted: AxesSource, fit_on: int | None, has_rows: bool
+) -> Path | None:
+    """Return the file that an existing data set has recorded for a feature; None if it has no such axes.
+
+    Raises:
+        InputError: the file is missing or was changed, or its axes were fitted to another number of these images.
+    """
+    stored = {} if existing is None else {feature.name: feature.attributes for feature in existing.features}
+    attributes = stored.get(feature.name, {})
+    recorded = attributes.get(AXES_HASH)
+    if existing is None or recorded is None or attributes.get("pooling") != feature.pooling:
+        return None
+    path = axes_file(existing, recorded)
+    source = axes_source(path)
+    if source.differences(wanted):
+        return None
+    if fit_on is not None and source.fit_on != fit_on and source.paths_xxh3 == wanted.paths_xxh3:
+        if not has_rows:
+            return None
+        raise InputError(
+            f"{existing.out}: the axes of {feature.name} were fitted on {source.fit_on:,} images, not {fit_on:,}",
+            hint=f"use --fit-on {source.fit_on}, or choose another output folder",
+        )
+    return path
+
+
+def _fit(
+    groups: list[_Fitted], images: ImageList, backbone: LoadedBackbone, out: str, settings: ExtractionSettings,
+    on_fit: Callable[[str], None],
+) -> None:  # fmt: skip
+    """Fit axes, write them into the folder of the data set, and load them."""
+    first = groups[0].feature
+    if settings.fit_on is None or is_url(out):
+        raise InputError(
+            f"{first.name}: {first.pooling} needs principal axes, and this run does not fit any",
+            hint="fit them with `layertap embed` in one process into a folder, then add --axes with that folder",
+        )
+    rows = np.linspace(0, len(images) - 1, min(settings.fit_on, len(images))).round().astype(np.int64).tolist()
+    on_fit(f"fitting the axes of {', '.join(group.feature.name for group in groups)} to {len(rows):,} images ...")
+    with contextlib.ExitStack() as open_now:
+        folder = open_now.enter_context(_folder(Path(out)))
+        fits = [
+            open_now.enter_context(AxesFit(folder, group.axes[0].inputs, len(rows), group.feature.name))
+            for group in groups
+        ]
+        choice = Choice([group.activation for group in groups], [])
+        for numbers, values in _activations(choice, images, rows, backbone, settings):
+            for group, fit in zip(groups, fits, strict=True):
+                flat = values[group.feature.name].reshape(len(numbers), -1)
+                _check_finite(flat, numbers, group.feature, images)
+                fit.add(flat)
+        for group, fit in zip(groups, fits, strict=True):
+            path = fit.write(max(axes.outputs for axes in group.axes), group.source)
+            for axes in group.axes:
+                axes.load(path)
+
+
+def _check_finite(values: NDArray[np.float32], rows: list[int], feature: Feature, images: ImageList) -> None:
+    good = np.isfinite(values).all(1)
+    if not good.all():
+        row = rows[int(np.argmin(good))]
+        raise InputError(
+            f"{feature.name}: the activation of {images.slice(row, row + 1).paths[0]} has a value that is NaN or "
+            "infinite, so axes cannot be fitted to it",
+            hint="remove the image, or choose another layer",
+        )
+
+
+@contextlib.contextmanager
+def _folder(out: Path) -> Iterator[Path]:
+    """Context manager: the folder of axes in a locked data set that may not exist yet, without leftovers."""
+    check_usable(out)
+    out.mkdir(parents=True, exist_ok=True)
+    with locked(out):
+        folder = own_folder(out / AXES_FOLDER)
+        for left in folder.glob("*.new"):
+            left.unlink()
+        yield folder
+
+
+def _activations(
+    choice: Choice, images: ImageList, rows: list[int], backbone: LoadedBackbone, settings: ExtractionSettings
+) -> Iterator[tuple[list[int], Values]]:
+    """Yield rows and features of the images that can be decoded, batch by batch."""
+    preprocessing = replace(backbone.preprocessing, fast=False)
+    decoding = Decoding.for_preprocessing(
+        preprocessing, settings.max_pixels, workers=settings.workers, batch_size=_BATCH
+    )
+    batches = [rows[start : start + _BATCH] for start in range(0, len(rows), _BATCH)]
+    loaded = load_batches(images, batches, decoding)
+    with (
+        exits_refused(),
+        contextlib.closing(loaded),
+        evaluating(backbone.model),
+        full_float32(),
+        open_forward(backbone, choice, "float32") as forward,
+    ):
+        for batch in loaded:
+            good = np.flatnonzero(batch.status == Status.OK).tolist()
+            if good:
+                yield batch.rows[good].tolist(), forward(batch.select(good).images)

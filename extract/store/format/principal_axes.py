@@ -1,0 +1,68 @@
+"""Files of principal axes in a data set: `axes/HASH.safetensors`, named by the first 16 digits of their sha256.
+
+A feature that is projected on axes has the whole hash as its attribute `principal_axes`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from extract.errors import InputError, LayertapError
+from extract.store.format.dataset import DataSet
+from extract.store.format.layout import AXES_FOLDER
+from extract.store.format.version import pass_folder
+from extract.system.atomic_files import atomic_write, own_folder
+
+__all__ = ["AXES_HASH", "axes_file", "keep_axes", "recorded_axes"]
+
+AXES_HASH = "principal_axes"
+
+
+def recorded_axes(dataset: DataSet) -> list[str]:
+    """Return the hashes of the axes that features of a data set are projected on."""
+    return sorted({feature.attributes[AXES_HASH] for feature in dataset.features if AXES_HASH in feature.attributes})
+
+
+def axes_file(dataset: DataSet, sha256: str) -> Path:
+    """Return the file with the axes of a data set, after checking its hash.
+
+    Raises:
+        InputError: the file is missing or was changed.
+        LayertapError: the file cannot be read.
+    """
+    passes = dataset.version.passes if dataset.version else []
+    folders = [dataset.out, *(pass_folder(dataset.out, number) for number in passes)]
+    paths = [folder / AXES_FOLDER / f"{sha256[:16]}.safetensors" for folder in folders]
+    path = next((path for path in paths if path.is_file()), paths[0])
+    try:
+        with path.open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+    except FileNotFoundError:
+        raise InputError(f"{path} is missing: it has the principal axes of {dataset.out}", hint="restore it") from None
+    except OSError as error:
+        raise LayertapError(f"cannot read {path}: {error.strerror}") from error
+    if found != sha256:
+        raise InputError(f"{path} was changed: its sha256 is {found[:16]}..., expected {sha256[:16]}...")
+    return path
+
+
+def keep_axes(out: Path, files: Mapping[str, Path]) -> None:
+    """Copy files of axes, by their sha256, into the folder of a data set, unless it has them.
+
+    Raises:
+        InputError: the folder `axes` is a link.
+        LayertapError: the disk is full, or a file cannot be read or written.
+    """
+    for sha256, file in files.items():
+        path = out / AXES_FOLDER / f"{sha256[:16]}.safetensors"
+        if path.exists():
+            continue
+        try:
+            own_folder(path.parent)
+            with file.open("rb") as source, atomic_write(path) as copy:
+                shutil.copyfileobj(source, copy, 1 << 20)
+        except OSError as error:
+            raise LayertapError(f"cannot write {path}: {error.strerror}") from error
