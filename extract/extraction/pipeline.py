@@ -70,7 +70,7 @@ def extract_shard(
         decoded = _timed_each(stages, "images", _until_stopped(batches, summary, stop))
         computed = _timed_each(stages, "forward", _computed(map(Duplicates(writer).split, decoded), forward))
         for batch, features in computed:
-            rows = rows_of(batch.unique, features, plan.choice.features, plan.dataset.features[0].dtype)
+            rows = rows_of(batch.unique, features, plan.choice.features, plan.dataset.features[0].value_dtype)
             written_s = stages["write"]
             with _timed(stages, "write"):
                 writer.write(batch.unique.rows, rows.features, rows.status, batch.unique.source, rows.reasons)

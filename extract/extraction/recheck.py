@@ -18,6 +18,7 @@ from extract.images import Images, listed_again
 from extract.row_status import Status
 from extract.store.format.dataset import DataSet
 from extract.store.format.differences import differences
+from extract.store.format.value_types import ROUNDING
 from extract.store.reader import FeatureReader
 from extract.store.verify import Fault, Remedy
 
@@ -36,8 +37,9 @@ class Recheck:
     Attributes:
         n_rows: number of rows compared.
         largest: largest deviation of a feature, relative to the largest value of its row.
-        faults: rows that differ by more than `TOLERANCE`, are not finite now, or whose image cannot be read. If the
-            fingerprint differs, no row is compared, and each fault is a difference of the fingerprint.
+        faults: rows that differ by more than `TOLERANCE` and the rounding of the stored type, are not finite now, or
+            whose image cannot be read. If the fingerprint differs, no row is compared, and each fault is a difference
+            of the fingerprint.
         apart: faults whose image has not changed since it was stored, and differences of the fingerprint.
     """
 
@@ -94,7 +96,7 @@ def recheck(
             file, shard, row = reader.place_of(position)
             faults.append(Fault(what, remedy, shard, file.relative_to(out).as_posix(), row, path))
 
-        tolerance = TOLERANCE[plan.settings.precision]
+        tolerance = TOLERANCE[plan.settings.precision] + ROUNDING[dataset.features[0].dtype]
         with contextlib.closing(computed_rows(plan, batches)) as computed:
             for batch, (again, status, reasons) in computed:
                 here = chosen[batch.rows]

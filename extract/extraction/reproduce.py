@@ -83,7 +83,7 @@ def _said(dataset: DataSet, provenance: dict[str, Any], weights: str | None) -> 
 
 def computed_rows(plan: Plan, batches: Sequence[list[int]]) -> Generator[tuple[Batch, StoredRows], None, None]:
     """Compute rows of a plan without validation; yield (batch, rows) for each list of row numbers in `batches`."""
-    settings, dtype = plan.settings, plan.dataset.features[0].dtype
+    settings, dtype = plan.settings, plan.dataset.features[0].value_dtype
     loaded = load_batches(plan.images, batches, plan.decoding)
     opened = open_forward(plan.backbone, plan.choice, dtype, settings.precision, plan.engine, settings.batch_size)
     with contextlib.closing(loaded), opened as forward:

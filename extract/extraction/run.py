@@ -86,7 +86,8 @@ def extract_features(
         decode: "exact": the pixels of the library's own preprocessing; "fast": nearly the same pixels, compared on the
             first images, and refused if a cosine is below `min_cosine`.
         device: "auto", "cpu", "cuda", "cuda:1", "mps".
-        dtype: stored dtype, "float32" or "float16".
+        dtype: how features are stored: "float32", "float16", "bfloat16", or "int8" with a scale for each row. The error
+            of the last two is measured on the first batch, and refused if a cosine is below `min_cosine`.
         precision: precision of the computation, "float32", "bfloat16" or "float16". Lower precision is compared with
             float32 on the first batch, and refused if a cosine is below `min_cosine`.
         compile: "off": eager PyTorch; "on": compiled by OpenVINO on a CPU if it is installed, otherwise by inductor;

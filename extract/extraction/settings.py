@@ -11,13 +11,14 @@ from extract import defaults
 from extract.errors import InputError, unknown_name
 from extract.store.format.copying import COMPRESSIONS
 from extract.store.format.untrusted import need_libraries
+from extract.store.format.value_types import VALUE_TYPES
 
 __all__ = ["PRECISIONS", "ExtractionSettings"]
 
 PRECISIONS = ("float32", "bfloat16", "float16")
 _CHOICES = {
     "decode": ("exact", "fast"), "orientation": ("exif", "ignore"), "icc": ("ignore", "srgb"),
-    "dtype": ("float32", "float16"), "precision": PRECISIONS,
+    "dtype": VALUE_TYPES, "precision": PRECISIONS,
 }  # fmt: skip
 _LEAST = {"batch_size": 1, "workers": 0, "limit": 1, "max_pixels": 1, "shard_rows": 1, "fit_on": 2}
 

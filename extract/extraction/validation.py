@@ -28,6 +28,7 @@ from extract.errors import DisagreementError, InputError, LayertapError, first_l
 from extract.extraction.plan import Plan
 from extract.images import Decoding, ImageList, load_batches
 from extract.row_status import Status
+from extract.store.format.value_types import decoded, encoded
 from extract.system.json_files import Text, read_json_lines
 
 __all__ = ["FIRST_DECODED", "Computation", "ValidatedForward", "decoded_both_ways", "validated_forward"]
@@ -53,6 +54,7 @@ class Computation:
         agreement: feature -> agreement with eager float32 in the first batch; empty if the run itself is eager float32.
         decoding: feature -> agreement of fast decoded images with eager float32 of exactly decoded ones, for the first
             images; empty if images are decoded exactly.
+        storage: feature -> agreement of the first batch as stored with its values; empty for float32 and float16.
         distortion: projected feature -> what its projection changes, on the first images; empty if an earlier run has
             measured it.
         prepared_in_s: seconds spent comparing and compiling, excluding the computation of the first batch itself.
@@ -63,6 +65,7 @@ class Computation:
     failed: bool = False
     agreement: dict[str, Agreement] = field(default_factory=dict)
     decoding: dict[str, Agreement] = field(default_factory=dict)
+    storage: dict[str, Agreement] = field(default_factory=dict)
     distortion: dict[str, Distortion] = field(default_factory=dict)
     prepared_in_s: float = 0.0
 
@@ -192,11 +195,30 @@ class ValidatedForward:
                 too = "" if precision == "float32" else "--precision float32 or "
                 instead = f"--decode exact or {too}a lower --min-cosine"
                 raise DisagreementError(f"of fast decoded images, {no}", instead)
+        if features is None:
+            before = time.perf_counter()
+            features = forward(images)
+            own_s = time.perf_counter() - before
+        computation.storage = self._storage(features)
         computation.distortion = self._distortion()
         computation.prepared_in_s = time.perf_counter() - start - own_s
-        features = forward(images) if features is None else features
         self._on_computation(computation)
         return features
+
+    def _storage(self, features: Values) -> dict[str, Agreement]:
+        """Compare the features as they are stored with their values.
+
+        Raises:
+            DisagreementError: a cosine is too small.
+        """
+        dtype = self._plan.dataset.features[0].dtype
+        if dtype == self._plan.dataset.features[0].value_dtype:
+            return {}
+        stored = {name: decoded(encoded(values, dtype), dtype) for name, values in features.items()}
+        measured = agreement(stored, features)
+        if no := refusal(measured, self._plan.settings.min_cosine):
+            raise DisagreementError(f"stored as {dtype}, {no}", "--dtype float16 or a lower --min-cosine")
+        return measured
 
     def _distortion(self) -> dict[str, Distortion]:
         """Measure the projections on the first images.
@@ -232,7 +254,7 @@ class ValidatedForward:
         plan = self._plan
         # Features are compared in float32, whatever dtype is stored.
         plain = (engine, plan.settings.precision, plan.backbone.preprocessing.fast) == ("eager", "float32", False)
-        dtype = plan.dataset.features[0].dtype if plain else "float32"
+        dtype = plan.dataset.features[0].value_dtype if plain else "float32"
         opened = open_forward(plan.backbone, plan.choice, dtype, plan.settings.precision, engine, _largest_batch(plan))
         self.chosen = self._open_now.enter_context(opened)
         return self.chosen

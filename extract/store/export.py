@@ -109,7 +109,8 @@ def _blocks(reader: FeatureReader) -> Iterator[tuple[int, int, dict[str, NDArray
     step = min(step, _ROWS_AT_ONCE)
     for start in range(0, len(reader), step):
         stop = min(start + step, len(reader))
-        yield start, stop, reader.checked(np.arange(start, stop))
+        kept = reader.checked(np.arange(start, stop))
+        yield start, stop, {name: reader[name].values(rows) for name, rows in kept.items()}
         for name in reader.layers:
             reader[name].forget(start, stop)
 

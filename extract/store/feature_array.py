@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Callable
 from itertools import pairwise
@@ -11,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from extract.store.format.layout import StoredFeature, chunk_rows
+from extract.store.format.value_types import decoded
 from extract.store.row_index import RowIndex
 
 __all__ = ["FeatureArray"]
@@ -31,7 +33,8 @@ class FeatureArray:
     ):
         """Hold a feature of the rows of a reader; `verify` is called with the rows before they are read."""
         self._index, self._feature, self._verify = index, feature, verify
-        self.dtype: np.dtype[Any] = np.dtype(feature.dtype)
+        self.dtype: np.dtype[Any] = np.dtype(feature.value_dtype)
+        self._is_encoded = feature.dtype != feature.value_dtype
         self.shape: tuple[int, ...] = (len(index), *feature.shape)
         self._edges: list[int] = index.starts.tolist()  # first row of each shard, and the end
 
@@ -42,8 +45,8 @@ class FeatureArray:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row."""
-        return self._feature.row_bytes
+        """Bytes of one row of values in memory."""
+        return self._feature.row_bytes if not self._is_encoded else math.prod(self.shape[1:]) * self.dtype.itemsize
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -60,7 +63,7 @@ class FeatureArray:
             shard_index = bisect_right(self._edges, rows) - 1
             chosen, local = self._index.chosen[shard_index], rows - self._edges[shard_index]
             shard = self._index.files[shard_index].shard
-            return shard.row(self._feature.name, int(local if chosen is None else chosen[local]))
+            return self.values(shard.row(self._feature.name, int(local if chosen is None else chosen[local])))
         if isinstance(rows, slice):
             start, stop, step = rows.indices(len(self))
             return self.between(start, stop) if step == 1 else self.take(np.arange(start, stop, step))
@@ -89,8 +92,10 @@ class FeatureArray:
         """Return the rows from the least to the greatest of `rows` without a copy; None if some order of them is slow.
 
         Any order is fast if the rows are in one shard, not compressed, and in the kernel's file cache (a sample of them
-        is tested).
+        is tested), and kept as values.
         """
+        if self._is_encoded:
+            return None
         start, stop = int(rows.min()), int(rows.max()) + 1
         shard_index, first, last = next(self._index.ranges_between(start, stop))
         if last - first != stop - start or self._index.chosen[shard_index] is not None:
@@ -131,15 +136,25 @@ class FeatureArray:
 
     def unchecked(self, rows: NDArray[np.int64], out: NDArray[Any] | None = None) -> NDArray[Any]:
         """Like `take`, but the rows are never verified."""
+        if not self._is_encoded:
+            return self.kept(rows, out)
+        values = self.values(self.kept(rows))
         if out is None:
-            out = np.empty((len(rows), *self.shape[1:]), self.dtype)
+            return values
+        out[...] = values
+        return out
+
+    def kept(self, rows: NDArray[np.int64], out: NDArray[Any] | None = None) -> NDArray[Any]:
+        """Return rows in any order as they are kept in files, not verified; in `out` if it is given."""
+        if out is None:
+            out = np.empty((len(rows), *self._feature.kept_shape), self._feature.kept_dtype)
         index, name = self._index, self._feature.name
         if len(index.files) == 1:
             return index.files[0].shard.take(name, index.local(0, rows), out)
         if len(rows) and (rows[1:] < rows[:-1]).any():
             # Sorted first, so that each shard is read once and all rows are reordered at once.
             order = np.argsort(rows, kind="stable")
-            out[order] = self.unchecked(rows[order])
+            out[order] = self.kept(rows[order])
             return out
         edges = np.searchsorted(rows, index.starts).tolist()
         for shard_index, (first, last) in enumerate(pairwise(edges)):
@@ -151,6 +166,16 @@ class FeatureArray:
     def _read(self, shard_index: int, start: int, stop: int, out: NDArray[Any] | None = None) -> NDArray[Any]:
         shard, name = self._index.files[shard_index].shard, self._feature.name
         chosen = self._index.chosen[shard_index]
+        kept_out = None if self._is_encoded else out
         if chosen is None:
-            return shard.read(name, start, stop, out)
-        return shard.take(name, chosen[start:stop], out)
+            rows = shard.read(name, start, stop, kept_out)
+        else:
+            rows = shard.take(name, chosen[start:stop], kept_out)
+        if out is None or not self._is_encoded:
+            return self.values(rows)
+        out[...] = self.values(rows)
+        return out
+
+    def values(self, rows: NDArray[Any]) -> NDArray[Any]:
+        """Return the values of rows that are given as they are kept in files."""
+        return decoded(rows, self._feature.dtype)

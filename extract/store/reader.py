@@ -285,12 +285,12 @@ class FeatureReader:
         return self.counts.compression
 
     def checked(self, rows: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
-        """Return layer -> (len(rows), *shape), all features of rows, verified so that copies do not hide damage.
+        """Return layer -> all features of rows as they are kept, verified so that copies do not hide damage.
 
         Raises:
             InputError: a row does not match its hashes.
         """
-        features = {layer: self[layer].unchecked(rows) for layer in self.layers}
+        features = {layer: self[layer].kept(rows) for layer in self.layers}
         columns, paths = self._records(rows)
         agree = (hash_rows(features) == columns["row_hash"]) & (hash_records(paths, columns) == columns["record_hash"])
         if not agree.all():

@@ -21,6 +21,7 @@ from extract.store.format.dataset import DataSet, ShardFiles
 from extract.store.format.receipt import checked_receipt, count_all, reasons_of, size_and_hash, write_receipt
 from extract.store.format.row_hash import checked
 from extract.store.format.shard import MEDIA_ERRORS, Shard
+from extract.store.format.value_types import decoded
 from extract.store.format.version import pass_folder
 from extract.store.format.writer import ShardWriter
 from extract.store.reader import FeatureReader
@@ -233,7 +234,8 @@ def _faults_of_rows(shard: Shard, name: str, counts: Counter[str]) -> list[Fault
     for start, stop, block, agree in checked(shard, np.flatnonzero(status != Status.PENDING)):
         damaged.append(start + np.flatnonzero(~agree))
         if block is not None:
-            contradicting.append(start + np.flatnonzero(agree & ~_matches_status(block, status[start:stop])))
+            values = {feature.name: decoded(block[feature.name], feature.dtype) for feature in shard.features}
+            contradicting.append(start + np.flatnonzero(agree & ~_matches_status(values, status[start:stop])))
     of_rows(np.concatenate(damaged), "does not match its hashes")
     of_rows(np.concatenate(contradicting), "features contradict the status")
     return faults

@@ -33,7 +33,9 @@ class FeaturesConfig(BackboneConfig):
     decode: Literal["exact", "fast"] = Field(
         defaults.DECODE, description="fast: resize with torchvision, decode large JPEGs smaller; compared with exact."
     )
-    dtype: Literal["float32", "float16"] = Field(defaults.DTYPE, description="Type of the stored features.")
+    dtype: Literal["float32", "float16", "bfloat16", "int8"] = Field(
+        defaults.DTYPE, description="Type of the stored features; int8 has a scale for each row."
+    )
     precision: Literal["float32", "bfloat16", "float16"] = Field(
         defaults.PRECISION,
         description="Precision of the computation; bfloat16 and float16 are compared with float32 on the first batch.",

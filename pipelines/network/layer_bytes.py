@@ -92,7 +92,10 @@ def print_bytes(sizes: LayerBytes, echo: Callable[[str], None]) -> None:
         sums = [text for size in totals.values() for text in (_text(size), _text(size * sizes.images))]
         cells.append(["all that fit", "", *sums])
     print_aligned(cells, "<<" + ">" * 2 * len(POOLINGS_SHOWN), echo)
-    echo(f"{sizes.images:,} images in float32, without compression; --dtype float16 takes half. -: it does not fit")
+    echo(
+        f"{sizes.images:,} images in float32, without compression; --dtype float16 takes half, int8 a quarter. "
+        "-: it does not fit"
+    )
     for reason, names in _refused(sizes.layers).items():
         echo(f"not stored: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}: {reason}")
 

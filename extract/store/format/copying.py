@@ -36,9 +36,9 @@ def copy_shard(
     """
     n_rows = len(shard)
     layouts = [
-        _packed((chunk_rows(feature, n_rows), *feature.shape), compress)
+        _packed((chunk_rows(feature, n_rows), *feature.kept_shape), compress)
         if compress
-        else preallocated((chunk_rows(feature, n_rows), *feature.shape))
+        else preallocated((chunk_rows(feature, n_rows), *feature.kept_shape))
         for feature in shard.features
     ]
     keep = np.ones(n_rows, bool)

@@ -13,8 +13,8 @@ A shard is plain HDF5 (superblock 3, HDF5 1.10 or later) with rows in path order
 
     /                     attributes: format="layertap", format_version=1, shard, first_row, n_rows, fingerprint,
                           images (xxh3-128 of all paths of the data set)
-    /features/NAME        (N, *shape) float32 or float16, chunks of whole rows; attributes: layer, pooling, axes,
-                          source_dtype, and principal_axes: sha256 of their file
+    /features/NAME        (N, *shape) float32 or float16, or as in extract/store/format/value_types.py, chunks of whole
+                          rows; attributes: layer, pooling, axes, source_dtype, and principal_axes: sha256 of their file
     /path                 (N,) fixed-length UTF-8: relative to the image folder, the bytes of the file name
     /label                (N,) int64, index into /classes; -1 unknown
     /split                (N,) fixed-length UTF-8: train, val, test or empty
@@ -64,6 +64,7 @@ from numpy.typing import NDArray
 
 from extract.errors import InputError, LayertapError
 from extract.store.format.checked_file import hdf5_in_memory, hdf5_on_disk
+from extract.store.format.value_types import kept_as
 from extract.system.atomic_files import discard, reserve_space, sync_folder
 
 __all__ = [
@@ -119,7 +120,7 @@ class StoredFeature:
     Attributes:
         name: name in the file and in the reader.
         shape: shape of one row.
-        dtype: "float32" or "float16".
+        dtype: "float32", "float16", "bfloat16" or "int8".
         attributes: HDF5 attributes of the dataset: layer, pooling, axes, source_dtype, perhaps principal_axes.
     """
 
@@ -131,7 +132,22 @@ class StoredFeature:
     @property
     def row_bytes(self) -> int:
         """Bytes of one row."""
-        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+        return math.prod(self.kept_shape) * self.kept_dtype.itemsize
+
+    @property
+    def value_dtype(self) -> str:
+        """Dtype of the values that readers return and writers take."""
+        return self.dtype if self.dtype in ("float32", "float16") else "float32"
+
+    @property
+    def kept_dtype(self) -> np.dtype[Any]:
+        """Dtype in the file."""
+        return kept_as(self.dtype, self.shape)[0]
+
+    @property
+    def kept_shape(self) -> tuple[int, ...]:
+        """Shape of a row in the file."""
+        return kept_as(self.dtype, self.shape)[1]
 
 
 @dataclass(frozen=True)
@@ -195,10 +211,11 @@ def create_shard(
         InputError: the paths of the rows take too many bytes for one file.
         LayertapError: there is not enough disk space, or the folder cannot be written to.
     """
-    layouts = [preallocated((chunk_rows(feature, identity.n_rows), *feature.shape)) for feature in features]
+    layouts = [preallocated((chunk_rows(feature, identity.n_rows), *feature.kept_shape)) for feature in features]
     with new_shard_file(path, features, layouts, identity, names, provenance) as file:
         for feature in features:
-            file["features"][feature.name][0] = 1  # a marker for `_check_offsets`
+            marker = np.ones(feature.row_bytes, np.uint8).view(feature.kept_dtype)  # for `_check_offsets`
+            file["features"][feature.name][0] = marker.reshape(feature.kept_shape)
 
 
 @contextmanager
@@ -257,8 +274,8 @@ def new_shard_file(
             file.attrs.update(vars(identity))
             group = file.create_group("features")
             for feature, layout in zip(features, layouts, strict=True):
-                dtype = np.dtype(feature.dtype).newbyteorder("<")
-                data = group.create_dataset(feature.name, (n_rows, *feature.shape), dtype, dcpl=layout)
+                shape = (n_rows, *feature.kept_shape)
+                data = group.create_dataset(feature.name, shape, feature.kept_dtype, dcpl=layout)
                 data.attrs.update(feature.attributes)
             for name, width, row_dtype in ROW_DATA:
                 file.create_dataset(name, (n_rows, *width), row_dtype, dcpl=preallocated(None), fillvalue=0)

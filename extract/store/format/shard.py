@@ -1,4 +1,4 @@
-"""One shard, open for reading. Files are not trusted: each file is checked before its content is used.
+"""One shard, open for reading, with rows as they are kept. Files are not trusted: each is checked before it is used.
 
 HDF5 reports the offsets of all datasets once. Uncompressed datasets are then read through a memory map, which is as
 fast as `np.load`, needs no lock, and can be shared between threads and across a fork. Only compressed features are read
@@ -49,6 +49,7 @@ from extract.store.format.untrusted import (
     need_libraries,
     open_untrusted,
 )
+from extract.store.format.value_types import VALUE_TYPES, value_type_of
 from extract.system.atomic_files import allow_more_files
 from extract.system.json_files import parse_json
 
@@ -107,9 +108,8 @@ class Shard:
             raise LayertapError(f"{path} cannot be read: {reason}") from error
         for feature in self.features:
             if feature.name not in self.compression:
-                dtype = np.dtype(feature.dtype).newbyteorder("<")
-                start = self.offsets.get(f"/features/{feature.name}")
-                self._arrays[feature.name] = self._array_at(start, (len(self), *feature.shape), dtype)
+                start, shape = self.offsets.get(f"/features/{feature.name}"), (len(self), *feature.kept_shape)
+                self._arrays[feature.name] = self._array_at(start, shape, feature.kept_dtype)
 
     def _initialise(self, name: str) -> None:
         self.name = name
@@ -135,11 +135,12 @@ class Shard:
         self.offsets: dict[str, int] = {}
         for name in sorted(encoded.decode() for encoded in group):
             data = dataset_in(group, name, refuse, "/features")
-            if data.dtype not in (np.dtype("<f4"), np.dtype("<f2")):
-                raise refuse(f"feature {name!r} is {data.dtype}; expected float32 or float16")
+            kept = value_type_of(data.dtype, data.shape[1:])
+            if kept is None:
+                raise refuse(f"feature {name!r} is {data.dtype}; expected {', '.join(VALUE_TYPES)}")
             if not data.shape or data.shape[0] != n_rows or (data.chunks or data.shape)[1:] != data.shape[1:]:
                 raise refuse(f"feature {name!r} has shape {data.shape}, chunks {data.chunks}; expected {n_rows} rows")
-            feature = StoredFeature(name, data.shape[1:], data.dtype.name, attributes_of(data))
+            feature = StoredFeature(name, kept[1], kept[0], attributes_of(data))
             self.chunks[name] = data.chunks[0] if data.chunks else chunk_rows(feature, n_rows)
             chunk_bytes = feature.row_bytes * self.chunks[name]
             if feature.row_bytes > _ROW_BYTES or chunk_bytes > max(_CHUNK_BYTES, feature.row_bytes):
@@ -238,7 +239,7 @@ class Shard:
         """Return (len(rows), *shape), a copy of rows in any order, all in range; in `out` if it is given."""
         if out is None:
             feature = self._feature[name]
-            out = np.empty((len(rows), *feature.shape), feature.dtype)
+            out = np.empty((len(rows), *feature.kept_shape), feature.kept_dtype)
         if name not in self.compression:
             # "clip" writes directly into `out`, which is four times as fast as through a buffer (NumPy, "take").
             np.take(self._plain(name), rows, axis=0, out=out, mode="clip")
@@ -297,7 +298,8 @@ class Shard:
                 except InputError:
                     return None
                 continue
-            features[feature.name] = values = np.empty((stop - start, *feature.shape), feature.dtype)
+            values = np.empty((stop - start, *feature.kept_shape), feature.kept_dtype)
+            features[feature.name] = values
             space = memoryview(values.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
             offset = self.offsets[f"/features/{feature.name}"] + start * feature.row_bytes
             try:

@@ -80,6 +80,9 @@ def need_libraries(compression: str | None) -> None:
         library("hdf5plugin", "blosc2", "blosc2")
 
 
+_FIELDS = 2  # of a record: scale and values
+
+
 @dataclass(frozen=True)
 class StoredDataset:
     """A dataset of numbers or fixed-length text, stored in the file itself. A data set has thousands of them.
@@ -131,12 +134,24 @@ def dataset_in(parent: h5g.GroupID, name: str, refuse: Refuse, path: str = "") -
         raise refuse(f"{name!r} stores its data in external files")
     if layout == h5d.COMPACT:
         raise refuse(f"{name!r} has a compact layout, in its own header")
-    if stored_type.get_class() not in (h5t.INTEGER, h5t.FLOAT, h5t.STRING) or (
-        isinstance(stored_type, h5t.TypeStringID) and stored_type.is_variable_str()
-    ):
-        raise refuse(f"{name!r} holds neither numbers nor fixed-length text")
+    if not _is_plain(stored_type):
+        raise refuse(f"{name!r} holds neither numbers, nor records of numbers, nor fixed-length text")
     chunks = properties.get_chunk() if layout == h5d.CHUNKED else None
     return StoredDataset(data, f"{path}/{name}", data.shape, stored_type.dtype, properties, chunks)
+
+
+def _is_plain(stored_type: h5t.TypeID) -> bool:
+    """Return whether a type is of numbers, of fixed-length text, or of a few fields of numbers or arrays of them."""
+    kind = stored_type.get_class()
+    if kind == h5t.COMPOUND and stored_type.get_nmembers() <= _FIELDS:
+        fields = [stored_type.get_member_type(number) for number in range(stored_type.get_nmembers())]
+        return all(
+            (field.get_super() if field.get_class() == h5t.ARRAY else field).get_class() in (h5t.INTEGER, h5t.FLOAT)
+            for field in fields
+        )
+    if kind == h5t.STRING:
+        return not stored_type.is_variable_str()
+    return kind in (h5t.INTEGER, h5t.FLOAT)
 
 
 def _member(parent: h5g.GroupID, name: str, kind: type, words: str, refuse: Refuse) -> Any:

@@ -25,6 +25,7 @@ from extract.store.format.layout import ROW_DATA
 from extract.store.format.receipt import write_receipt
 from extract.store.format.row_hash import hash_records, hash_rows, wrong_rows
 from extract.store.format.shard import Shard
+from extract.store.format.value_types import encoded
 from extract.system.atomic_files import claim, discard, open_own, sync_folder
 
 __all__ = ["SOURCE", "ShardWriter"]
@@ -148,7 +149,7 @@ class ShardWriter:
 
         Args:
             rows: (R,) int64, ascending, rows of the data set.
-            features: name -> (R, *shape) in the file's dtype, for every feature of the file.
+            features: name -> (R, *shape) values, or rows as they are kept, for every feature of the file.
             status: (R,) uint8, none of them pending.
             source: "source_size", "source_mtime_ns", "source_hash" -> one value per row.
             reasons: row -> why it failed, for the receipt.
@@ -159,9 +160,11 @@ class ShardWriter:
         """
         if features.keys() != self._features.keys():
             raise ValueError(f"got features {sorted(features)}, expected {sorted(self._features)} as in the file")
+        features = {name: encoded(values, self._features[name].dtype) for name, values in features.items()}
         for name, values in features.items():
-            if values.shape != (len(rows), *self._features[name].shape) or values.dtype != self._features[name].dtype:
-                expected = f"{(len(rows), *self._features[name].shape)} {self._features[name].dtype}"
+            feature = self._features[name]
+            if values.shape != (len(rows), *feature.kept_shape) or values.dtype != feature.kept_dtype:
+                expected = f"{(len(rows), *feature.kept_shape)} {feature.kept_dtype}"
                 raise ValueError(f"{name}: got {values.shape} {values.dtype}, expected {expected}")
         local = self._local(rows, source, status)
         self.flush()

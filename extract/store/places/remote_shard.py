@@ -89,7 +89,7 @@ class RemoteShard(Shard):
             return super().read(name, start, stop, out)
         feature = self._feature[name]
         if out is None or not out.flags.c_contiguous:
-            rows = np.empty((stop - start, *feature.shape), feature.dtype)
+            rows = np.empty((stop - start, *feature.kept_shape), feature.kept_dtype)
         else:
             rows = out
         self._fill(name, start, stop, rows)
@@ -119,7 +119,7 @@ class RemoteShard(Shard):
             return super().take(name, rows, out)
         feature = self._feature[name]
         unique_rows, inverse = np.unique(rows, return_inverse=True)
-        values = np.empty((len(unique_rows), *feature.shape), feature.dtype)
+        values = np.empty((len(unique_rows), *feature.kept_shape), feature.kept_dtype)
         starts = self.offsets[f"/features/{name}"] + unique_rows * feature.row_bytes
         blocks = np.unique([starts // BLOCK_BYTES, (starts + feature.row_bytes - 1) // BLOCK_BYTES])
         n_read, expected = 0, -1

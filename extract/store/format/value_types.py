@@ -1,0 +1,72 @@
+"""Types of stored features, and how their values are kept.
+
+    float32, float16   (N, *shape) of that type
+    bfloat16           (N, *shape) uint16: the upper half of float32, rounded to the nearest, ties to even
+    int8               (N,) records of `scale`, float32, and `values`, int8 (*shape): a value is scale * values
+
+The scale of an int8 row is the largest magnitude of the row over 127, so a value is off by at most 1/254 of that. A row
+with a value that is NaN or infinite is NaN in all values.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["ROUNDING", "VALUE_TYPES", "decoded", "encoded", "kept_as", "value_type_of"]
+
+VALUE_TYPES = ("float32", "float16", "bfloat16", "int8")
+# Largest error of a stored value, as part of the largest of its row.
+ROUNDING = {"float32": 0.0, "float16": 2.0**-11, "bfloat16": 2.0**-8, "int8": 0.5 / 127}
+_LARGEST = 127
+
+
+def kept_as(value_type: str, shape: tuple[int, ...]) -> tuple[np.dtype[Any], tuple[int, ...]]:
+    """Return the dtype in the file, and the shape of a row in it, of features with this shape."""
+    if value_type == "int8":
+        return np.dtype([("scale", "<f4"), ("values", "i1", shape)]), ()
+    return np.dtype("<u2" if value_type == "bfloat16" else value_type).newbyteorder("<"), shape
+
+
+def value_type_of(dtype: np.dtype[Any], shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]] | None:
+    """Return the type and the shape of features, by the dtype in a file and the shape of a row; None if it is none."""
+    if dtype.names is not None:
+        values = dtype.fields["values"][0] if dtype.fields and "values" in dtype.fields else None
+        candidates = [("int8", values.shape)] if values is not None and not shape else []
+    else:
+        candidates = [(name, shape) for name in VALUE_TYPES if name != "int8"]
+    return next((found for found in candidates if kept_as(*found) == (dtype, shape)), None)
+
+
+def encoded(values: NDArray[Any], value_type: str) -> NDArray[Any]:
+    """Return float32 values (R, *shape) as they are kept; values of another dtype are kept already."""
+    if values.dtype != np.float32 or value_type in ("float32", "float16"):
+        return values
+    if value_type == "bfloat16":
+        bits = np.ascontiguousarray(values).view("<u4")
+        rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+        return np.where(np.isnan(values), 0x7FC0, rounded).astype("<u2")
+    rows = values.reshape(len(values), math.prod(values.shape[1:]))
+    scales = np.abs(rows).max(1, initial=0) / np.float32(_LARGEST)
+    good = np.isfinite(scales)
+    records = np.zeros(len(rows), kept_as(value_type, values.shape[1:])[0])
+    records["scale"] = np.where(good, scales, np.nan)
+    whole = np.zeros(rows.shape, np.float32)
+    np.divide(rows, scales[:, None], out=whole, where=(good & (scales > 0))[:, None])
+    # The quotient of the largest value may be beyond 127 by rounding, where the scale is a subnormal number.
+    records["values"] = np.clip(np.rint(whole), -_LARGEST, _LARGEST).astype(np.int8).reshape(values.shape)
+    return records
+
+
+def decoded(kept: NDArray[Any], value_type: str) -> NDArray[Any]:
+    """Return rows as values: float32, or the dtype of the features if they are kept as they are."""
+    if value_type == "bfloat16":
+        return (kept.astype(np.uint32) << 16).view(np.float32)
+    if value_type == "int8":
+        values = kept["values"].astype(np.float32)
+        values *= kept["scale"].reshape(kept["scale"].shape + (1,) * (values.ndim - kept.ndim))
+        return values
+    return kept
