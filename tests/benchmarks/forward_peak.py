@@ -2,10 +2,11 @@
 
     python tests/benchmarks/forward_peak.py IMAGES [-b torchvision/resnet50]... [--rounds 3]
 
-The peak of a precision is the highest rate of square matrix products of several sizes, by PyTorch (oneDNN) on all
-cores. The operations of a forward are those of its matrix products and convolutions, counted by PyTorch
-(`torch.utils.flop_counter`); a multiplication and an addition are two operations. Peak and forwards are measured in
-turn, round after round, and the best of all rounds is taken for each: a neighbour can only slow them down.
+The peak of a precision is the highest rate of square matrix products of several sizes on all cores: as `torch.mm`, and
+as convolutions of 1 x 1, for which PyTorch has another library (oneDNN in place of MKL). The operations of a forward are
+those of its matrix products and convolutions, counted by PyTorch (`torch.utils.flop_counter`); a multiplication and an
+addition are two operations. Peak and forwards are measured in turn, round after round, and the best of all rounds is
+taken for each: a neighbour can only slow them down.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from datetime import date
 from pathlib import Path
 
 import torch
+from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 from extract import defaults
@@ -40,12 +42,16 @@ def peak(dtype: torch.dtype) -> float:
     rates = []
     for size in SIZES:
         a, b = (torch.randn(size, size).to(dtype) for _ in range(2))
-        product = functools.partial(torch.mm, a, b, out=torch.empty(size, size, dtype=dtype))
-        product()
-        end = time.perf_counter() + PEAK_S
-        while (start := time.perf_counter()) < end:
+        pictures = a.t().reshape(1, size, size // 32, 32).contiguous(memory_format=torch.channels_last)
+        for product in (
+            functools.partial(torch.mm, a, b, out=torch.empty(size, size, dtype=dtype)),
+            functools.partial(functional.conv2d, pictures, b.reshape(size, size, 1, 1)),
+        ):
             product()
-            rates.append(2 * size**3 / (time.perf_counter() - start))
+            end = time.perf_counter() + PEAK_S
+            while (start := time.perf_counter()) < end:
+                product()
+                rates.append(2 * size**3 / (time.perf_counter() - start))
     return max(rates)
 
 
@@ -70,7 +76,8 @@ def main() -> None:
     counts: dict[str, int] = {}
     for number in range(options.rounds):
         for precision, dtype in PRECISIONS.items():
-            peaks[precision] = max(peaks[precision], peak(dtype))
+            with torch.inference_mode():
+                peaks[precision] = max(peaks[precision], peak(dtype))
         for spec in options.backbone or BACKBONES:
             backbone = load_backbone(spec, weights=None if spec.startswith("bundled/") else "random", device="cpu")
             with evaluating(backbone.model), full_float32():
