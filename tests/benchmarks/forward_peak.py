@@ -3,10 +3,10 @@
     python tests/benchmarks/forward_peak.py IMAGES [-b torchvision/resnet50]... [--rounds 3]
 
 The peak of a precision is the highest rate of square matrix products of several sizes on all cores: as `torch.mm`, and
-as convolutions of 1 x 1, for which PyTorch has another library (oneDNN in place of MKL). The operations of a forward are
-those of its matrix products and convolutions, counted by PyTorch (`torch.utils.flop_counter`); a multiplication and an
-addition are two operations. Peak and forwards are measured in turn, round after round, and the best of all rounds is
-taken for each: a neighbour can only slow them down.
+as convolutions of 1 x 1, for which PyTorch has another library (oneDNN in place of MKL). The operations of a forward
+are those of its matrix products and convolutions, counted by PyTorch (`torch.utils.flop_counter`); a multiplication
+and an addition are two operations. Peak and forwards are measured in turn, round after round, and the best of all
+rounds is taken for each: a neighbour can only slow them down.
 """
 
 from __future__ import annotations
