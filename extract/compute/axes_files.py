@@ -10,10 +10,13 @@ from typing import Any
 
 from extract.backbones import LoadedBackbone
 from extract.compute.feature_choice import Choice, Feature
+from extract.compute.principal_axes import check_file
 from extract.errors import InputError, LayertapError, first_line
 from extract.system.json_files import check_shape
 
-__all__ = ["AxesSource", "axes_source", "find_axes", "load_given_axes", "source_of"]
+__all__ = ["AxesSource", "axes_in", "axes_source", "find_axes", "load_given_axes", "source_of"]
+
+_HINT = "name a data set with a pooling pcaK, its folder `axes`, or a file in it"
 
 
 @dataclass(frozen=True)
@@ -74,26 +77,33 @@ def source_of(feature: Feature, backbone: LoadedBackbone, fit_on: int = 0, paths
 
 
 def load_given_axes(choice: Choice, backbone: LoadedBackbone, place: Path) -> None:
-    """Load the axes of all features that need some from a data set or a file; raises the errors of `find_axes`."""
+    """Load the axes of all features that need some from a file or a folder; raises the errors of `find_axes`."""
+    files = axes_in(place)
     for feature in choice.features:
-        if feature.poolings.fitted is not None:
-            feature.poolings.fitted[1].load(find_axes(feature, source_of(feature, backbone), place))
+        if feature.axes is not None:
+            feature.axes.load(find_axes(feature, source_of(feature, backbone), files))
 
 
-def find_axes(feature: Feature, wanted: AxesSource, place: Path) -> Path:
-    """Return the file with the axes for a feature, of a data set, a folder or a file.
+def axes_in(place: Path) -> list[Path]:
+    """Return the files of axes in a folder, or the file that `place` is.
 
     Raises:
-        InputError: there is none, or a file is not a file of axes.
+        InputError: there is none.
+    """
+    files = sorted(place.glob("*.safetensors")) if place.is_dir() else [place]
+    if not place.exists() or not files:
+        problem = "has no principal axes" if place.exists() else "does not exist; expected principal axes"
+        raise InputError(f"{place} {problem}", hint=_HINT)
+    return files
+
+
+def find_axes(feature: Feature, wanted: AxesSource, files: Sequence[Path]) -> Path:
+    """Return the file with the axes for a feature.
+
+    Raises:
+        InputError: none of them fits, or a file is not a file of axes.
         LayertapError: a file cannot be read.
     """
-    hint = "name a data set with a pooling pcaK, or a file of its folder `axes`"
-    if not place.exists():
-        raise InputError(f"{place} does not exist; expected principal axes", hint=hint)
-    folder = place / "axes" if (place / "dataset.json").exists() else place
-    files = [folder] if folder.is_file() else sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise InputError(f"{place} has no principal axes", hint=hint)
     differences = {path: axes_source(path).differences(wanted) for path in files}
     fitting = [path for path in files if not differences[path]]
     if not fitting:
@@ -114,6 +124,7 @@ def axes_source(path: Path) -> AxesSource:
     try:
         from safetensors import safe_open
 
+        check_file(path)
         with safe_open(path, "pt") as file:
             metadata: dict[str, Any] = json.loads((file.metadata() or {})["source"])
         check_shape(metadata, path, _SHAPE)
@@ -123,7 +134,4 @@ def axes_source(path: Path) -> AxesSource:
     except OSError as error:
         raise LayertapError(f"cannot read {path}: {error.strerror or error}") from error
     except Exception as error:
-        raise InputError(
-            f"{path} is not a file of principal axes: {first_line(error)}",
-            hint="name a data set with the pooling pcaK, or a file in its folder `axes`",
-        ) from error
+        raise InputError(f"{path} is not a file of principal axes: {first_line(error)}", hint=_HINT) from error

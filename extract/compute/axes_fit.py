@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Self
@@ -28,6 +27,7 @@ from extract.errors import InputError, LayertapError
 __all__ = ["AxesFit"]
 
 _TILE = 8192  # columns in memory at once, in float64
+_MOST = 20_000  # images or values, squared in memory: 3 GB, and as much again for the eigenvectors
 _LEAST = 1e-12  # of the largest variance: the rest is rounding
 _NAME = "fitting.{}.new"
 
@@ -39,27 +39,28 @@ class AxesFit:
         folder: folder of the file of axes, and of the temporary file.
         inputs: n, values of a row.
         images: largest number of rows.
+        axes: K.
         name: name of the feature, for errors.
 
     Raises:
-        LayertapError: the disk has too little space for the rows.
+        InputError: there are too few images for the axes, or too many to hold the products of all pairs.
     """
 
-    def __init__(self, folder: Path, inputs: int, images: int, name: str):
+    def __init__(self, folder: Path, inputs: int, images: int, axes: int, name: str):
         self._folder, self._inputs, self._images, self._name, self._count = folder, inputs, images, name, 0
+        self._axes = axes
+        self._check_count(images)
+        if (side := min(inputs, images)) > _MOST:
+            raise InputError(
+                f"{name}: axes of {inputs:,} values fitted on {images:,} images need a matrix of {side:,} x {side:,}",
+                hint=f"use --fit-on {_MOST} or less",
+            )
         self._by_images = inputs > images
         self._path = folder / _NAME.format(hashlib.sha256(name.encode()).hexdigest()[:16])
         self._file: Any = None
 
     def __enter__(self) -> Self:
         if self._by_images:
-            needed, free = 4 * self._inputs * self._images, shutil.disk_usage(self._folder).free
-            if needed > free:
-                raise LayertapError(
-                    f"{self._name}: fitting axes to {self._images:,} images needs {needed / 1e9:.1f} GB of temporary "
-                    f"space in {self._folder}, and {free / 1e9:.1f} GB are free",
-                    hint="use a smaller --fit-on, or a grid before the projection, such as :grid4:pca64",
-                )
             self._file = self._path.open("wb+", buffering=0)
         else:
             self._sum, self._shift = np.zeros(self._inputs), np.zeros(self._inputs)
@@ -71,8 +72,17 @@ class AxesFit:
             self._file.close()
         self._path.unlink(missing_ok=True)
 
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes that the temporary file and the axes take."""
+        return 4 * self._inputs * (self._axes + (self._images if self._by_images else 0))
+
     def add(self, rows: NDArray[np.float32]) -> None:
-        """Add a batch of finite rows, (B, n)."""
+        """Add a batch of finite rows, (B, n).
+
+        Raises:
+            LayertapError: the disk is full or cannot be written to.
+        """
         if not self._by_images:
             if not self._count:
                 self._shift = rows.mean(0, dtype=np.float64)  # products of uncentred values would lose digits
@@ -87,9 +97,12 @@ class AxesFit:
 
     def _write_all(self, values: NDArray[Any], position: int) -> None:
         left = values.data.cast("B")
-        while left:
-            written = os.pwrite(self._file.fileno(), left, position)
-            left, position = left[written:], position + written
+        try:
+            while left:
+                written = os.pwrite(self._file.fileno(), left, position)
+                left, position = left[written:], position + written
+        except OSError as error:
+            raise LayertapError(f"cannot write to {self._path}: {error.strerror}") from error
 
     def _tile(self, start: int) -> NDArray[np.float64]:
         """Return (N, at most `_TILE`) centred columns, and remember their mean."""
@@ -104,22 +117,18 @@ class AxesFit:
         centred -= self._mean[start : start + width]
         return centred
 
-    def write(self, axes: int, source: AxesSource) -> Path:
+    def write(self, source: AxesSource) -> Path:
         """Compute the axes of largest variance, write them, and return the path of the file, named by its content.
 
         Args:
-            axes: K.
             source: what the rows are; `images` is replaced by their number.
 
         Raises:
             InputError: there are too few rows, or they vary along fewer axes.
             LayertapError: the disk is full or cannot be written to.
         """
-        if self._count <= axes:
-            raise InputError(
-                f"{self._name}: {axes:,} axes need at least {axes + 1:,} images to fit, and there are {self._count:,}",
-                hint="use fewer axes, a larger --fit-on, or more images",
-            )
+        axes = self._axes
+        self._check_count(self._count)
         self._mean = np.zeros(self._inputs)
         scatter = self._products_of_images() if self._by_images else self._products_of_values()
         values, vectors = np.linalg.eigh(scatter)
@@ -136,6 +145,14 @@ class AxesFit:
             return self._written(axes, vectors, values, variances, source)
         except OSError as error:
             raise LayertapError(f"cannot write axes to {self._folder}: {error.strerror}") from error
+
+    def _check_count(self, count: int) -> None:
+        if count <= self._axes:
+            needed = f"{self._axes:,} axes need at least {self._axes + 1:,} images to fit"
+            raise InputError(
+                f"{self._name}: {needed}, and there are {count:,}",
+                hint="use fewer axes, a larger --fit-on, or more images",
+            )
 
     def _products_of_values(self) -> NDArray[np.float64]:
         mean = self._sum / self._count
@@ -173,7 +190,8 @@ class AxesFit:
         try:
             with path.open("wb+") as file:
                 file.write(len(text).to_bytes(8, "little") + text)
-                file.truncate(begin + end)
+                file.flush()
+                _allocate(file, begin + end)  # a write through a memory map on a full disk would kill the process
                 components = np.memmap(file, np.float32, "r+", begin + starts["components"], (axes, self._inputs))
                 self._fill(components, vectors, values)
                 components.flush()
@@ -203,3 +221,11 @@ class AxesFit:
             largest = np.where(np.abs(peaks) > np.abs(largest), peaks, largest)
         for axis in np.flatnonzero(largest < 0):
             components[axis] *= -1
+
+
+def _allocate(file: Any, size: int) -> None:
+    """Give a file its size and its space on the disk; raises OSError if the disk is full."""
+    if hasattr(os, "posix_fallocate"):  # not on macOS
+        os.posix_fallocate(file.fileno(), 0, size)
+    else:
+        file.truncate(size)

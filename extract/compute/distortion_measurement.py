@@ -58,7 +58,11 @@ def _grams(features: list[Feature], activation: Tensor) -> dict[str, Tensor]:
     for feature in features:
         before, after = feature.poolings.split()
         whole = before(feature.rows.by_image(activation))
-        grams[feature.name] = torch.stack([_gram(whole), _gram(after(whole))])
+        projected = after(whole)
+        # Axes are of centred activations, and cosines are those of centred rows.
+        if feature.axes and after.steps[0].axes is feature.axes:
+            whole = feature.axes.centred(whole)
+        grams[feature.name] = torch.stack([_gram(whole), _gram(projected)])
     return grams
 
 

@@ -84,8 +84,8 @@ class Feature:
 
     @property
     def is_projected(self) -> bool:
-        """Whether a projection is among the poolings."""
-        return bool(self.poolings.split()[1].steps)
+        """Whether a projection that keeps distances is among the poolings; whitened axes are to change them."""
+        return bool(self.poolings.split()[1].steps) and not (self.axes and self.axes.whiten)
 
 
 @dataclass(frozen=True)

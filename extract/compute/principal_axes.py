@@ -16,6 +16,7 @@ and metadata with an `AxesSource` (`axes_files.py`) as JSON under the key `sourc
 from __future__ import annotations
 
 import hashlib
+import stat
 from pathlib import Path
 
 import torch
@@ -24,7 +25,7 @@ from torch.nn import functional as F
 
 from extract.errors import InputError, LayertapError, first_line
 
-__all__ = ["PrincipalAxes"]
+__all__ = ["PrincipalAxes", "check_file"]
 
 _IMAGES = 16  # projected at once: centred activations of more would take much memory
 
@@ -71,6 +72,7 @@ class PrincipalAxes:
         try:
             from safetensors import safe_open
 
+            check_file(path)
             with safe_open(path, "pt") as file:
                 components = file.get_slice("components")
                 rows, columns = components.get_shape()
@@ -87,12 +89,18 @@ class PrincipalAxes:
             raise LayertapError(f"cannot read {path}: {error.strerror or error}") from error
         except Exception as error:  # of another kind for each way in which a file can be damaged
             raise InputError(f"{path} is not a file of principal axes: {first_line(error)}") from error
-        if mean.shape != (self.inputs,) or chosen.dtype != torch.float32 or not bool((variance > 0).all()):
+        fits = (mean.shape, variance.shape) == ((self.inputs,), (self.outputs,)) and mean.dtype == torch.float32
+        if not fits or chosen.dtype != torch.float32 or not bool(mean.isfinite().all() and (variance > 0).all()):
             raise InputError(f"{path} is damaged: its mean or its variances do not fit its axes")
         if self.whiten:
             chosen = chosen / variance.sqrt().float()[:, None]
         self.path, self.sha256 = path, _hash_of(path)
         self._on = {torch.device("cpu"): (chosen, mean.float())}
+
+    def centred(self, activation: Tensor) -> Tensor:
+        """Return a batch (B, ...) as (B, n) float32 without the mean of the images that the axes were fitted to."""
+        _, mean = self._tensors_on(activation.device)
+        return activation.reshape(len(activation), self.inputs).float() - mean
 
     def __call__(self, activation: Tensor) -> Tensor:
         """Project a batch: (B, ...) of any float type -> (B, K) float32, on its device, which may be "meta".
@@ -102,16 +110,30 @@ class PrincipalAxes:
         """
         if activation.is_meta:
             return activation.new_empty(len(activation), self.outputs, dtype=torch.float32)
+        components, _ = self._tensors_on(activation.device)
+        with torch.autocast(activation.device.type, enabled=False):
+            parts = torch.split(activation, _IMAGES)
+            return torch.cat([F.linear(self.centred(part), components) for part in parts])
+
+    def _tensors_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
         if not self._on:
             raise InputError(f"{self.name} has no axes", hint="fit them with `layertap embed`, and give them as axes")
-        device = activation.device
         if device not in self._on:
             with torch.inference_mode(False):  # the tensors outlive it
-                self._on[device] = tuple(tensor.to(device) for tensor in self._on[torch.device("cpu")])  # type: ignore[assignment]
-        components, mean = self._on[device]
-        with torch.autocast(device.type, enabled=False):
-            parts = torch.split(activation.reshape(len(activation), self.inputs), _IMAGES)
-            return torch.cat([F.linear(part.float() - mean, components) for part in parts])
+                components, mean = (tensor.to(device) for tensor in self._on[torch.device("cpu")])
+                self._on[device] = components, mean
+        return self._on[device]
+
+
+def check_file(path: Path) -> None:
+    """Check that a path is a file, so that opening it does not wait, as for a pipe; a link to one is followed.
+
+    Raises:
+        InputError: it is not a file.
+        OSError: it cannot be read.
+    """
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise InputError(f"{path} is not a file; expected principal axes")
 
 
 def _hash_of(path: Path) -> str:

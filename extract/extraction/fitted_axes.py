@@ -8,6 +8,7 @@ the fingerprint.
 from __future__ import annotations
 
 import contextlib
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,20 +17,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from extract.backbones import LoadedBackbone
-from extract.compute.axes_files import AxesSource, axes_source, find_axes, source_of
+from extract.compute.axes_files import AxesSource, axes_in, axes_source, find_axes, source_of
 from extract.compute.axes_fit import AxesFit
 from extract.compute.backends import open_forward
 from extract.compute.feature_choice import Choice, Feature
 from extract.compute.forward import Values
 from extract.compute.principal_axes import PrincipalAxes
-from extract.errors import InputError
+from extract.errors import InputError, LayertapError
+from extract.extraction.machine_errors import stop_on_machine_errors
 from extract.extraction.settings import ExtractionSettings
 from extract.images import Decoding, ImageList, load_batches
 from extract.row_status import Status
 from extract.store.format.dataset import DataSet, check_usable
-from extract.store.format.layout import AXES_FOLDER
-from extract.store.format.principal_axes import AXES_HASH, axes_file
-from extract.system.atomic_files import own_folder
+from extract.store.format.layout import AXES_FOLDER, AXES_NAMES
+from extract.store.format.principal_axes import AXES_HASH, axes_file, recorded_axes
+from extract.system.atomic_files import discard, own_folder
 from extract.system.folder_lock import locked
 from extract.system.foreign_code import exits_refused
 from extract.system.torch_state import evaluating, full_float32
@@ -51,7 +53,7 @@ def load_axes(
 ) -> None:
     """Load the axes of every feature that is projected on some and has none yet.
 
-    They are those of `settings.axes`, or those that the existing data set has recorded. Otherwise they are fitted in
+    They are those of `settings.axes`, or those that a data set with rows has recorded. Otherwise they are fitted in
     eager float32 to `settings.fit_on` images, spread evenly over all images, and written to the folder of the data set.
 
     Args:
@@ -67,7 +69,8 @@ def load_axes(
         InputError: axes are missing, are of other activations, or cannot be fitted.
         LayertapError: the disk is full, or a file cannot be read.
     """
-    has_rows = existing is not None and any(existing.files())
+    has_rows = existing is not None and (existing.version is not None or any(existing.files()))
+    given = [] if settings.axes is None else _given(Path(settings.axes))
     to_fit: dict[AxesSource, _Fitted] = {}
     for feature in choice.features:
         axes = feature.axes
@@ -75,11 +78,12 @@ def load_axes(
             continue
         source = source_of(feature, backbone, settings.fit_on or 0, images.paths_xxh3)
         if settings.axes is not None:
-            axes.load(find_axes(feature, source, Path(settings.axes)))
-        elif path := _recorded(existing, feature, source, settings.fit_on, has_rows):
+            axes.load(find_axes(feature, source, given))
+        elif existing is not None and has_rows and not is_url(out):
+            path = _recorded(existing, feature, source, settings.fit_on)
+            if path is None:
+                return  # other features are stored there, which the check of the folder refuses
             axes.load(path)
-        elif has_rows:
-            return  # other features are stored there, which the check of the folder refuses
         else:
             to_fit.setdefault(source, _Fitted(feature, source, [])).axes.append(axes)
     if to_fit:
@@ -101,32 +105,41 @@ class _Fitted:
     axes: list[PrincipalAxes]
 
     @property
+    def most_axes(self) -> int:
+        """The largest number of axes that a feature is projected on."""
+        return max(axes.outputs for axes in self.axes)
+
+    @property
     def activation(self) -> Feature:
         """The feature without the projection."""
         assert self.feature.poolings.fitted is not None
         return replace(self.feature, poolings=self.feature.poolings.fitted[0])
 
 
-def _recorded(
-    existing: DataSet | None, feature: Feature, wanted: AxesSource, fit_on: int | None, has_rows: bool
-) -> Path | None:
-    """Return the file that an existing data set has recorded for a feature; None if it has no such axes.
+def _given(place: Path) -> list[Path]:
+    """Return the files of axes of a data set, a folder or a file."""
+    if not (place / "dataset.json").exists():
+        return axes_in(place)
+    dataset = DataSet.open(place)
+    hashes = recorded_axes(dataset)
+    return [axes_file(dataset, sha256) for sha256 in hashes] if hashes else axes_in(place)
+
+
+def _recorded(existing: DataSet, feature: Feature, wanted: AxesSource, fit_on: int | None) -> Path | None:
+    """Return the file that a data set with rows has recorded for a feature; None if it has no such axes.
 
     Raises:
         InputError: the file is missing or was changed, or its axes were fitted to another number of these images.
     """
-    stored = {} if existing is None else {feature.name: feature.attributes for feature in existing.features}
-    attributes = stored.get(feature.name, {})
+    attributes = next((stored.attributes for stored in existing.features if stored.name == feature.name), {})
     recorded = attributes.get(AXES_HASH)
-    if existing is None or recorded is None or attributes.get("pooling") != feature.pooling:
+    if recorded is None or attributes.get("pooling") != feature.pooling:
         return None
     path = axes_file(existing, recorded)
     source = axes_source(path)
     if source.differences(wanted):
         return None
     if fit_on is not None and source.fit_on != fit_on and source.paths_xxh3 == wanted.paths_xxh3:
-        if not has_rows:
-            return None
         raise InputError(
             f"{existing.out}: the axes of {feature.name} were fitted on {source.fit_on:,} images, not {fit_on:,}",
             hint=f"use --fit-on {source.fit_on}, or choose another output folder",
@@ -150,19 +163,33 @@ def _fit(
     with contextlib.ExitStack() as open_now:
         folder = open_now.enter_context(_folder(Path(out)))
         fits = [
-            open_now.enter_context(AxesFit(folder, group.axes[0].inputs, len(rows), group.feature.name))
-            for group in groups
+            AxesFit(folder, group.axes[0].inputs, len(rows), group.most_axes, group.feature.name) for group in groups
         ]
-        choice = Choice([group.activation for group in groups], [])
+        _check_space(fits, folder, first)
+        for fit in fits:
+            open_now.enter_context(fit)
+        choice, count = Choice([group.activation for group in groups], []), 0
         for numbers, values in _activations(choice, images, rows, backbone, settings):
+            count += len(numbers)
             for group, fit in zip(groups, fits, strict=True):
                 flat = values[group.feature.name].reshape(len(numbers), -1)
                 _check_finite(flat, numbers, group.feature, images)
                 fit.add(flat)
+        if count < len(rows):
+            on_fit(f"{len(rows) - count:,} of these images cannot be decoded, and are left out of the fit")
         for group, fit in zip(groups, fits, strict=True):
-            path = fit.write(max(axes.outputs for axes in group.axes), group.source)
+            path = fit.write(group.source)
             for axes in group.axes:
                 axes.load(path)
+
+
+def _check_space(fits: list[AxesFit], folder: Path, feature: Feature) -> None:
+    needed, free = sum(fit.disk_bytes for fit in fits), shutil.disk_usage(folder).free
+    if needed > free:
+        raise LayertapError(
+            f"{feature.name}: fitting axes needs {needed / 1e9:.1f} GB in {folder}, and {free / 1e9:.1f} GB are free",
+            hint="use a smaller --fit-on, or a grid before the projection, such as :grid4:pca64",
+        )
 
 
 def _check_finite(values: NDArray[np.float32], rows: list[int], feature: Feature, images: ImageList) -> None:
@@ -183,8 +210,10 @@ def _folder(out: Path) -> Iterator[Path]:
     out.mkdir(parents=True, exist_ok=True)
     with locked(out):
         folder = own_folder(out / AXES_FOLDER)
-        for left in folder.glob("*.new"):
-            left.unlink()
+        # Of fits that were interrupted, or whose data set has no rows: it is replaced.
+        for left in folder.iterdir():
+            if AXES_NAMES.fullmatch(left.name):
+                discard(left)
         yield folder
 
 
@@ -205,7 +234,7 @@ def _activations(
         full_float32(),
         open_forward(backbone, choice, "float32") as forward,
     ):
-        for batch in loaded:
+        for batch in stop_on_machine_errors(loaded, images.source):
             good = np.flatnonzero(batch.status == Status.OK).tolist()
             if good:
                 yield batch.rows[good].tolist(), forward(batch.select(good).images)

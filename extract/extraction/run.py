@@ -22,7 +22,8 @@ from typing import Any
 from extract import defaults
 from extract.compute.backbone import Backbone, load_backbone
 from extract.errors import InputError
-from extract.extraction.pipeline import extract_shard, reporting_a_note, stop_on_machine_errors
+from extract.extraction.machine_errors import stop_on_machine_errors
+from extract.extraction.pipeline import extract_shard, reporting_a_note
 from extract.extraction.plan import Plan, plan
 from extract.extraction.settings import ExtractionSettings
 from extract.extraction.summary import Summary
@@ -207,8 +208,8 @@ def extract(
     dataset.check()
     check_disk_space(dataset)
     with dataset.locked():
+        keep_axes(dataset.out, plan.choice.axes)  # first: `dataset.json` names them
         existing = dataset.open_or_create()
-        keep_axes(dataset.out, plan.choice.axes)
         if existing is not None and existing.images["root"] != dataset.images["root"]:
             check_same_images(plan, existing)
         work = work_of(dataset, plan.images.source, retry_failed)

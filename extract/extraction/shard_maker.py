@@ -20,7 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from extract.errors import LayertapError, LockedError
-from extract.extraction.pipeline import extract_shard, reporting_a_note, stop_on_machine_errors
+from extract.extraction.machine_errors import stop_on_machine_errors
+from extract.extraction.pipeline import extract_shard, reporting_a_note
 from extract.extraction.plan import Plan
 from extract.extraction.shard_decoding import ShardBatches
 from extract.extraction.summary import Summary

@@ -18,6 +18,7 @@ from extract.store.row_index import RowIndex
 __all__ = ["FeatureArray"]
 
 _INTEGERS = (int, np.int64, np.int32)  # but not bool
+_DECODED_BYTES = 1 << 22  # values decoded at once
 _SAMPLE = 64  # rows that are looked for in the file cache, at most, and one of each megabyte
 
 
@@ -47,6 +48,15 @@ class FeatureArray:
     def row_bytes(self) -> int:
         """Bytes of one row of values in memory."""
         return self._feature.row_bytes if not self._is_encoded else math.prod(self.shape[1:]) * self.dtype.itemsize
+
+    @property
+    def stored_dtype(self) -> str:
+        """Type of the values in the files: `dtype`, or one that readers turn into float32, such as "int8"."""
+        return self._feature.dtype
+
+    @property
+    def _rows_at_once(self) -> int:
+        return max(1, _DECODED_BYTES // max(1, self.row_bytes))
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -138,10 +148,10 @@ class FeatureArray:
         """Like `take`, but the rows are never verified."""
         if not self._is_encoded:
             return self.kept(rows, out)
-        values = self.values(self.kept(rows))
         if out is None:
-            return values
-        out[...] = values
+            out = np.empty((len(rows), *self.shape[1:]), self.dtype)
+        for start in range(0, len(rows), step := self._rows_at_once):
+            out[start : start + step] = self.values(self.kept(rows[start : start + step]))
         return out
 
     def kept(self, rows: NDArray[np.int64], out: NDArray[Any] | None = None) -> NDArray[Any]:
@@ -166,15 +176,17 @@ class FeatureArray:
     def _read(self, shard_index: int, start: int, stop: int, out: NDArray[Any] | None = None) -> NDArray[Any]:
         shard, name = self._index.files[shard_index].shard, self._feature.name
         chosen = self._index.chosen[shard_index]
-        kept_out = None if self._is_encoded else out
+        if self._is_encoded:
+            if out is None:
+                out = np.empty((stop - start, *self.shape[1:]), self.dtype)
+            for first in range(start, stop, step := self._rows_at_once):
+                last = min(first + step, stop)
+                kept = shard.read(name, first, last) if chosen is None else shard.take(name, chosen[first:last])
+                out[first - start : last - start] = self.values(kept)
+            return out
         if chosen is None:
-            rows = shard.read(name, start, stop, kept_out)
-        else:
-            rows = shard.take(name, chosen[start:stop], kept_out)
-        if out is None or not self._is_encoded:
-            return self.values(rows)
-        out[...] = self.values(rows)
-        return out
+            return shard.read(name, start, stop, out)
+        return shard.take(name, chosen[start:stop], out)
 
     def values(self, rows: NDArray[Any]) -> NDArray[Any]:
         """Return the values of rows that are given as they are kept in files."""

@@ -14,7 +14,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from extract.errors import InputError
-from extract.store.format.dataset import DataSet, existing_shard_rows, shard_rows_for
+from extract.store.format.dataset import DataSet, shard_rows_for
 from extract.store.format.layout import RowNames
 from extract.store.format.principal_axes import axes_file, keep_axes, recorded_axes
 from extract.store.format.untrusted import need_libraries
@@ -73,7 +73,7 @@ def merge(
                     key=lambda source: str(source["root"]),
                 ),
             },
-            min(shard_rows or existing_shard_rows(out) or shard_rows_for(datasets[0].features), len(rows.paths)),
+            min(shard_rows or _existing_shard_rows(out) or shard_rows_for(datasets[0].features), len(rows.paths)),
         )
         if merged.check() is not None:
             _check_same_rows(merged, reader, rows)
@@ -162,3 +162,8 @@ def _check_same_rows(merged: DataSet, reader: FeatureReader, rows: _Rows) -> Non
                 f"{merged.out}: the stored row of {path} differs from the data sets to merge",
                 hint="merge into a new folder",
             )
+
+
+def _existing_shard_rows(out: Path) -> int | None:
+    """Return `shard_rows` of the existing data set; None if there is none."""
+    return DataSet.open(out).shard_rows if (out / "dataset.json").exists() else None

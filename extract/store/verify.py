@@ -18,10 +18,11 @@ from extract.errors import InputError, LayertapError
 from extract.row_status import Status
 from extract.store.format.copying import copy_shard
 from extract.store.format.dataset import DataSet, ShardFiles
+from extract.store.format.layout import StoredFeature
 from extract.store.format.receipt import checked_receipt, count_all, reasons_of, size_and_hash, write_receipt
 from extract.store.format.row_hash import checked
 from extract.store.format.shard import MEDIA_ERRORS, Shard
-from extract.store.format.value_types import decoded
+from extract.store.format.value_types import finite_and_nan
 from extract.store.format.version import pass_folder
 from extract.store.format.writer import ShardWriter
 from extract.store.reader import FeatureReader
@@ -234,18 +235,20 @@ def _faults_of_rows(shard: Shard, name: str, counts: Counter[str]) -> list[Fault
     for start, stop, block, agree in checked(shard, np.flatnonzero(status != Status.PENDING)):
         damaged.append(start + np.flatnonzero(~agree))
         if block is not None:
-            values = {feature.name: decoded(block[feature.name], feature.dtype) for feature in shard.features}
-            contradicting.append(start + np.flatnonzero(agree & ~_matches_status(values, status[start:stop])))
+            matches = _matches_status(shard.features, block, status[start:stop])
+            contradicting.append(start + np.flatnonzero(agree & ~matches))
     of_rows(np.concatenate(damaged), "does not match its hashes")
     of_rows(np.concatenate(contradicting), "features contradict the status")
     return faults
 
 
-def _matches_status(block: dict[str, NDArray[Any]], status: NDArray[np.uint8]) -> NDArray[np.bool_]:
+def _matches_status(
+    features: list[StoredFeature], block: dict[str, NDArray[Any]], status: NDArray[np.uint8]
+) -> NDArray[np.bool_]:
     """Return (R,) bool, whether the features match the status: finite if ok, NaN without image, else not finite."""
-    flat = [values.reshape(len(values), -1) for values in block.values()]
-    all_finite = np.logical_and.reduce([np.isfinite(values).all(1) for values in flat])
-    all_nan = np.logical_and.reduce([np.isnan(values).all(1) for values in flat])
+    of_each = [finite_and_nan(block[feature.name], feature.dtype) for feature in features]
+    all_finite = np.logical_and.reduce([finite for finite, _ in of_each])
+    all_nan = np.logical_and.reduce([nan for _, nan in of_each])
     matches: NDArray[np.bool_] = np.select(
         [
             status == Status.OK,

@@ -18,7 +18,7 @@ from PIL import Image
 from extract import defaults
 from extract.compute.backbone import Backbone, load_backbone
 from extract.compute.feature_choice import choose_features
-from extract.errors import LayertapError
+from extract.errors import InputError, LayertapError
 from extract.extraction.forward_rates import PLAIN, ComputeOption, Measured, compute_options, forward_rates
 from extract.extraction.kept_measurements import Measurements
 from extract.extraction.plan import plan
@@ -126,6 +126,11 @@ def bench(
         image_list = list_images(where)
         with evaluating(loaded.model), full_float32():
             choice = choose_features(loaded, list(layers))
+        if projected := [feature for feature in choice.features if feature.axes]:
+            raise InputError(
+                f"{projected[0].name}: bench does not fit principal axes",
+                hint="measure srpK, or the layer without pcaK",
+            )
         say("decoding")
         decode = {"exact": decode_rate(image_list, preprocessing, _DECODED)}
         if preprocessing.can_be_faster:

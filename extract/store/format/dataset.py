@@ -34,6 +34,7 @@ from extract.row_status import Status
 from extract.store.format.differences import differences, earlier_names, shortened
 from extract.store.format.layout import (
     AXES_FOLDER,
+    AXES_NAMES,
     CHANGES_VERSION,
     FORMAT,
     FORMAT_VERSION,
@@ -60,7 +61,6 @@ __all__ = [
     "DataSet",
     "ShardFiles",
     "check_usable",
-    "existing_shard_rows",
     "fingerprint_of",
     "remove_strays",
     "shard_rows_for",
@@ -472,11 +472,6 @@ def remove_strays(folder: Path) -> None:
             discard(entry)
 
 
-def existing_shard_rows(out: Path) -> int | None:
-    """Return `shard_rows` of the existing data set; None if there is none."""
-    return DataSet.open(out).shard_rows if (out / "dataset.json").exists() else None
-
-
 def _feature(content: dict[str, Any]) -> StoredFeature:
     name, shape, dtype, attributes = (content[key] for key in ("name", "shape", "dtype", "attributes"))
     sides = all(0 < side < 1 << 40 for side in shape)
@@ -489,8 +484,10 @@ def _is_foreign(entry: Path) -> bool:
     """Return whether a file in an output folder was not left by a layertap run that was killed early."""
     if entry.name == "shards" and entry.is_dir():
         return any(not _is_stray(inner) for inner in entry.iterdir())
+    if entry.name == AXES_FOLDER and entry.is_dir():
+        return any(not AXES_NAMES.match(inner.name) for inner in entry.iterdir())
     being_begun = re.fullmatch(r"dataset\.json(\..*\.new)?", entry.name)  # another worker is writing it
-    return entry.name not in (".lock", BUILDING, AXES_FOLDER) and not being_begun and not _is_stray(entry)
+    return entry.name not in (".lock", BUILDING) and not being_begun and not _is_stray(entry)
 
 
 def _is_stray(entry: Path) -> bool:

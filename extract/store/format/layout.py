@@ -100,6 +100,7 @@ _CHUNK_BYTES = 1 << 20
 # Limit on the bytes that do not change after creation: opening a shard hashes them.
 _FIXED_BYTES = 1 << 30
 AXES_FOLDER = "axes"  # of a data set
+AXES_NAMES = re.compile(r"[0-9a-f]{16}\.safetensors|(axes\.)?fitting\.[0-9a-f]{16}\.new")  # files in it
 _TEXTS_AT_ONCE = 1 << 16  # paths, splits or ids in memory while they are written
 
 # Datasets other than features that are written row by row; datasets with 8-byte rows come first, for alignment.

@@ -6,6 +6,7 @@ A feature that is projected on axes has the whole hash as its attribute `princip
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +15,7 @@ from extract.errors import InputError, LayertapError
 from extract.store.format.dataset import DataSet
 from extract.store.format.layout import AXES_FOLDER
 from extract.store.format.version import pass_folder
-from extract.system.atomic_files import atomic_write, own_folder
+from extract.system.atomic_files import atomic_write, open_regular, own_folder
 
 __all__ = ["AXES_HASH", "axes_file", "keep_axes", "recorded_axes"]
 
@@ -38,7 +39,7 @@ def axes_file(dataset: DataSet, sha256: str) -> Path:
     paths = [folder / AXES_FOLDER / f"{sha256[:16]}.safetensors" for folder in folders]
     path = next((path for path in paths if path.is_file()), paths[0])
     try:
-        with path.open("rb") as file:
+        with os.fdopen(open_regular(path), "rb") as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()
     except FileNotFoundError:
         raise InputError(f"{path} is missing: it has the principal axes of {dataset.out}", hint="restore it") from None
@@ -62,7 +63,7 @@ def keep_axes(out: Path, files: Mapping[str, Path]) -> None:
             continue
         try:
             own_folder(path.parent)
-            with file.open("rb") as source, atomic_write(path) as copy:
+            with os.fdopen(open_regular(file), "rb") as source, atomic_write(path) as copy:
                 shutil.copyfileobj(source, copy, 1 << 20)
         except OSError as error:
             raise LayertapError(f"cannot write {path}: {error.strerror}") from error

@@ -16,12 +16,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["ROUNDING", "VALUE_TYPES", "decoded", "encoded", "kept_as", "value_type_of"]
+__all__ = ["ROUNDING", "VALUE_TYPES", "decoded", "encoded", "finite_and_nan", "kept_as", "value_type_of"]
 
 VALUE_TYPES = ("float32", "float16", "bfloat16", "int8")
 # Largest error of a stored value, as part of the largest of its row.
 ROUNDING = {"float32": 0.0, "float16": 2.0**-11, "bfloat16": 2.0**-8, "int8": 0.5 / 127}
 _LARGEST = 127
+_BFLOAT16_INFINITE = 0x7F80  # its exponent, with a fraction of 0
 
 
 def kept_as(value_type: str, shape: tuple[int, ...]) -> tuple[np.dtype[Any], tuple[int, ...]]:
@@ -48,9 +49,14 @@ def encoded(values: NDArray[Any], value_type: str) -> NDArray[Any]:
     if value_type == "bfloat16":
         bits = np.ascontiguousarray(values).view("<u4")
         rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+        rounded -= np.isfinite(values) & (rounded & 0x7FFF == _BFLOAT16_INFINITE)  # the largest finite value
         return np.where(np.isnan(values), 0x7FC0, rounded).astype("<u2")
     rows = values.reshape(len(values), math.prod(values.shape[1:]))
-    scales = np.abs(rows).max(1, initial=0) / np.float32(_LARGEST)
+    largest = np.abs(rows).max(1, initial=0)
+    scales = largest / np.float32(_LARGEST)
+    with np.errstate(over="ignore"):
+        beyond = np.isfinite(largest) & ~np.isfinite(scales * np.float32(_LARGEST))
+    scales = np.where(beyond, np.nextafter(scales, np.float32(0)), scales)
     good = np.isfinite(scales)
     records = np.zeros(len(rows), kept_as(value_type, values.shape[1:])[0])
     records["scale"] = np.where(good, scales, np.nan)
@@ -70,3 +76,14 @@ def decoded(kept: NDArray[Any], value_type: str) -> NDArray[Any]:
         values *= kept["scale"].reshape(kept["scale"].shape + (1,) * (values.ndim - kept.ndim))
         return values
     return kept
+
+
+def finite_and_nan(kept: NDArray[Any], value_type: str) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """Return, for each row as it is kept, whether all values are finite, and whether all are NaN."""
+    if value_type == "int8":
+        return np.isfinite(kept["scale"]), np.isnan(kept["scale"])
+    rows = kept.reshape(len(kept), -1)
+    if value_type == "bfloat16":
+        special = rows & _BFLOAT16_INFINITE == _BFLOAT16_INFINITE
+        return ~special.any(1), (special & (rows & 0x7F != 0)).all(1)
+    return np.isfinite(rows).all(1), np.isnan(rows).all(1)

@@ -301,7 +301,7 @@ class ReportContent:
             percent = np.percentile(lengths, (0, 50, 100)).tolist() if len(lengths) else [math.nan] * 3
             never = (statistics.low == 0) & (statistics.high == 0)
             layers.append({
-                "name": printable(name), "shape": list(array.shape[1:]), "dtype": str(array.dtype),
+                "name": printable(name), "shape": list(array.shape[1:]), "dtype": array.stored_dtype,
                 "from": printable(" ".join(array.attributes.get(key, "") for key in ("layer", "pooling"))),
                 "mean": statistics.mean, "std": statistics.std, "least": statistics.min, "largest": statistics.max,
                 "zeros": statistics.zeros,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
+import errno
+import os
 from pathlib import Path
 
 import numpy as np
@@ -33,10 +34,10 @@ def rows_of(count: int, inputs: int, seed: int = 0) -> NDArray[np.float32]:
 
 
 def fitted(folder: Path, rows: NDArray[np.float32], axes: int, images: int | None = None, batch: int = 7) -> Path:
-    with AxesFit(folder, rows.shape[1], images or len(rows), "layer1") as fit:
+    with AxesFit(folder, rows.shape[1], images or len(rows), axes, "layer1") as fit:
         for start in range(0, len(rows), batch):
             fit.add(rows[start : start + batch])
-        return fit.write(axes, SOURCE)
+        return fit.write(SOURCE)
 
 
 @pytest.mark.parametrize(("count", "inputs", "axes"), [(60, 20, 20), (60, 500, 12), (60, 500, 59), (40, 40, 5)])
@@ -95,15 +96,22 @@ def test_axes_that_cannot_be_fitted_are_refused(tmp_path: Path) -> None:
         fitted(tmp_path, np.ones((5, 3), np.float32), 2)
     with pytest.raises(InputError, match="pca51 of 50 values: .* use K up to 50"):
         PrincipalAxes(50, 51, False)
+    with pytest.raises(InputError, match="layer1: .* need a matrix of 30,000 x 30,000; use --fit-on 20000 or less"):
+        AxesFit(tmp_path, 40_000, 30_000, 64, "layer1")
     assert not list(tmp_path.iterdir())
 
 
-def test_too_little_space_for_the_rows_is_reported_before_the_fit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 10**6))  # type: ignore[attr-defined]
-    with pytest.raises(LayertapError, match=r"layer1: .* needs 6.4 GB of temporary space in .*, and 0.0 GB are free"):
-        AxesFit(tmp_path, 802_816, 2000, "layer1").__enter__()
+def test_a_full_disk_is_an_error_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    assert AxesFit(tmp_path, 802_816, 2000, 256, "layer1").disk_bytes == 4 * 802_816 * 2256
+    for name in ("pwrite", "posix_fallocate"):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, name, full)
+            with pytest.raises(LayertapError, match="cannot write .*: No space left on device"):
+                fitted(tmp_path, rows_of(10, 50), 4)
+        assert not list(tmp_path.iterdir())
 
 
 def test_files_that_are_no_axes_or_other_axes_are_refused(tmp_path: Path) -> None:
@@ -122,5 +130,15 @@ def test_files_that_are_no_axes_or_other_axes_are_refused(tmp_path: Path) -> Non
                 read(damaged)  # type: ignore[operator]
     with pytest.raises(LayertapError, match="is not a file of principal axes|cannot read"):
         axes_source(tmp_path / "absent.safetensors")
+    pipe = tmp_path / "pipe.safetensors"
+    os.mkfifo(pipe)
+    for read in (axes_source, PrincipalAxes(50, 4, False).load):
+        with pytest.raises(InputError, match="pipe.safetensors is not a file; expected principal axes"):
+            read(pipe)  # type: ignore[operator]
+    content = load_file(path)
+    for name, values in (("mean", content["mean"] * np.nan), ("explained_variance", content["explained_variance"][:2])):
+        save_file({**content, name: values}, other)
+        with pytest.raises(InputError, match="is damaged: its mean or its variances"):
+            PrincipalAxes(50, 4, False).load(other)
     with pytest.raises(InputError, match="pca4 has no axes; fit them with `layertap embed`"):
         PrincipalAxes(50, 4, False)(torch.zeros(2, 50))

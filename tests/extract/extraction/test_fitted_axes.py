@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from pathlib import Path
@@ -16,7 +17,7 @@ from PIL import Image
 from safetensors.numpy import load_file
 from sklearn.decomposition import PCA
 
-from extract import InputError, extract_features
+from extract import InputError, LayertapError, extract_features
 from extract.compute.backbone import Backbone, load_backbone
 from extract.extraction.recheck import recheck
 from extract.extraction.run import ExtractionSettings, extract
@@ -90,12 +91,30 @@ def test_a_run_is_resumed_with_its_axes_and_refuses_others(folder: Path, tmp_pat
         extract_features(folder, out=out, **settings, **NET)
 
 
+def test_axes_of_a_run_that_stored_no_rows_are_fitted_again(folder: Path, tmp_path: Path, backbone: Backbone) -> None:
+    out = tmp_path / "out"
+    settings: dict[str, Any] = {"layers": ["layer1:pca3"], "fit_on": 9}
+    extract(plan(folder / "ant", out=out, backbone=backbone, **settings), stop=lambda: True)
+    for shard in (out / "shards").iterdir():
+        shard.unlink()
+    [first] = axes_in(out)
+    reader = extract_features(folder, out=out, **settings, **NET)
+    [axes] = axes_in(out)
+    assert axes.name != first.name
+    assert reader["layer1"].attributes["principal_axes"].startswith(axes.stem)
+    axes.unlink()
+    os.mkfifo(axes)
+    with pytest.raises(InputError, match="is not a regular file"):
+        extract_features(folder, out=out, **settings, **NET)
+
+
 def test_other_images_are_computed_with_the_axes_of_a_data_set(
     folder: Path, tmp_path: Path, backbone: Backbone
 ) -> None:
     first = extract_features(folder, out=tmp_path / "first", layers="layer1:pca5", **NET)
     [axes] = axes_in(tmp_path / "first")
     shutil.copyfile(axes, tmp_path / "mine.safetensors")
+    shutil.copyfile(axes, tmp_path / "first" / "axes" / "0123456789abcdef.safetensors")  # not recorded
     pictures = [Image.open(folder / name).convert("RGB") for name in ("ant/00.png", "bee/01.jpg")]
     expected = first["layer1"][[first.paths.index("ant/00.png"), first.paths.index("bee/01.jpg")]]
     for place in (tmp_path / "first", axes, tmp_path / "mine.safetensors"):
@@ -107,6 +126,7 @@ def test_other_images_are_computed_with_the_axes_of_a_data_set(
         shutil.rmtree(out / "axes")
         with pytest.raises(InputError, match="is missing"):
             extract_features(folder / "bee", out=out, layers="layer1:pca3", **NET)
+        place = place / "axes" if place.is_dir() else place
         values = backbone.features(pictures, "layer1:pca5", axes=place)["layer1"]
         np.testing.assert_allclose(values, expected, rtol=1e-4, atol=1e-4)
 
@@ -142,12 +162,20 @@ def test_axes_of_another_layer_or_backbone_or_place_are_refused(folder: Path, tm
     assert not (tmp_path / "out").exists()
 
 
-def test_fits_that_fail_leave_nothing_and_name_the_cause(folder: Path, tmp_path: Path, backbone: Backbone) -> None:
+def test_fits_that_fail_leave_nothing_and_name_the_cause(
+    folder: Path, tmp_path: Path, backbone: Backbone, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (folder / "ant" / "00.png").write_bytes(b"no picture")
     with pytest.raises(InputError, match="layer1: 11 axes need at least 12 images to fit, and there are 11"):
         extract_features(folder, out=tmp_path / "few", layers="layer1:pca11", **NET)
     with pytest.raises(InputError, match="axes are fitted once in a chain of poolings"):
         extract_features(folder, out=tmp_path / "two", layers="layer1:pca5:pcaw3", **NET)
+    with pytest.raises(InputError, match="layer1: 9 axes need at least 10 images to fit, and there are 5"):
+        extract_features(folder, out=tmp_path / "few", layers="layer1:pca9", fit_on=5, **NET)
+    usage = shutil.disk_usage(tmp_path)
+    with monkeypatch.context() as patch, pytest.raises(LayertapError, match="layer1: fitting axes needs 0.0 GB in"):
+        patch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+        extract_features(folder, out=tmp_path / "few", layers="layer1:pca5", **NET)
     with pytest.raises(InputError, match="fit_on is 1; it must be at least 2"):
         extract_features(folder, out=tmp_path / "two", layers="layer1:pca5", fit_on=1, **NET)
     reader = extract_features(folder, out=tmp_path / "good", layers="layer1:pca5", **NET)

@@ -17,7 +17,15 @@ from extract import DisagreementError, InputError, extract_features
 from extract.extraction.recheck import recheck
 from extract.row_status import Status
 from extract.store.export import export
-from extract.store.format.value_types import ROUNDING, VALUE_TYPES, decoded, encoded, kept_as, value_type_of
+from extract.store.format.value_types import (
+    ROUNDING,
+    VALUE_TYPES,
+    decoded,
+    encoded,
+    finite_and_nan,
+    kept_as,
+    value_type_of,
+)  # fmt: skip
 from extract.store.merge import merge
 from extract.store.reader import FeatureReader
 from extract.store.verify import verify
@@ -53,12 +61,19 @@ def test_values_are_kept_to_the_rounding_of_their_type(kind: str, values: NDArra
 
 
 def test_int8_rows_that_are_zero_tiny_or_not_finite() -> None:
-    rows = np.array([[0, 0], [1e-45, 0], [1e-38, -1e-38], [np.inf, 1], [np.nan, 1], [3e38, -1e38]], np.float32)
+    most = np.finfo(np.float32).max
+    rows = np.array([[0, 0], [1e-45, 0], [1e-38, -1e-38], [np.inf, 1], [np.nan, 1], [3e38, -1e38], [most, -most]], "f4")
     kept = encoded(rows, "int8")
     again = decoded(kept, "int8")
     assert np.isnan(again[3:5]).all()
-    np.testing.assert_allclose(again[[0, 1, 2, 5]], rows[[0, 1, 2, 5]], rtol=0.01, atol=1e-44)
+    good = [0, 1, 2, 5, 6]
+    np.testing.assert_allclose(again[good], rows[good], rtol=0.01, atol=1e-44)
     assert kept["values"][5].tolist() == [127, -42]
+    for kind in ("int8", "bfloat16", "float32"):
+        finite, nan = finite_and_nan(encoded(rows, kind), kind)
+        assert finite.tolist() == [True, True, True, False, False, True, True]
+        assert nan.tolist() == ([False] * 3 + [kind == "int8"] * 2 + [False] * 2)
+        assert finite_and_nan(encoded(rows[[4, 4]] * np.float32(np.nan), kind), kind)[1].all()
 
 
 @pytest.mark.parametrize("other", [np.dtype("<i4"), np.dtype([("a", "<f4"), ("values", "i1", (3,))]), np.dtype("<f8")])
@@ -128,7 +143,7 @@ def test_rows_are_copied_as_they_are_kept(folder: Path, tmp_path: Path, kind: st
 
 
 def test_a_type_that_changes_features_too_much_or_another_type_is_refused(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(DisagreementError, match=r"stored as int8, .*--dtype float16 or a lower --min-cosine"):
+    with pytest.raises(DisagreementError, match=r"stored as int8, layer4 has a cosine of .* to its values; .*--min"):
         extract_features(folder, out=tmp_path / "out", layers="layer4", dtype="int8", min_cosine=1.0, **NET)
     extract_features(folder, out=tmp_path / "out", layers="layer4", dtype="int8", **NET)
     with pytest.raises(InputError, match="stored_as: stored int8, now float32"):
