@@ -36,7 +36,7 @@ def offered(*words: str) -> list[str]:
 def test_commands_options_and_values_are_completed() -> None:
     assert offered("em") == ["embed"]
     assert offered("doctor", "--j") == ["--json"]
-    assert offered("embed", "photos", "--dtype", "") == ["float32", "float16"]
+    assert offered("embed", "photos", "--dtype", "") == ["float32", "float16", "bfloat16", "int8"]
     assert offered("export", "out", "--to", "p") == ["parquet"]
     assert set(offered("")) == set(main.commands)
 

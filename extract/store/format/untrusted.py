@@ -134,24 +134,26 @@ def dataset_in(parent: h5g.GroupID, name: str, refuse: Refuse, path: str = "") -
         raise refuse(f"{name!r} stores its data in external files")
     if layout == h5d.COMPACT:
         raise refuse(f"{name!r} has a compact layout, in its own header")
-    if not _is_plain(stored_type):
-        raise refuse(f"{name!r} holds neither numbers, nor records of numbers, nor fixed-length text")
+    if not (_is_plain(stored_type) or (path == "/features" and _is_record(stored_type))):
+        raise refuse(f"{name!r} holds neither numbers nor fixed-length text")
     chunks = properties.get_chunk() if layout == h5d.CHUNKED else None
     return StoredDataset(data, f"{path}/{name}", data.shape, stored_type.dtype, properties, chunks)
 
 
 def _is_plain(stored_type: h5t.TypeID) -> bool:
-    """Return whether a type is of numbers, of fixed-length text, or of a few fields of numbers or arrays of them."""
-    kind = stored_type.get_class()
-    if kind == h5t.COMPOUND and stored_type.get_nmembers() <= _FIELDS:
-        fields = [stored_type.get_member_type(number) for number in range(stored_type.get_nmembers())]
-        return all(
-            (field.get_super() if field.get_class() == h5t.ARRAY else field).get_class() in (h5t.INTEGER, h5t.FLOAT)
-            for field in fields
-        )
-    if kind == h5t.STRING:
+    """Return whether a type is of numbers or of fixed-length text."""
+    if stored_type.get_class() == h5t.STRING:
         return not stored_type.is_variable_str()
-    return kind in (h5t.INTEGER, h5t.FLOAT)
+    return stored_type.get_class() in (h5t.INTEGER, h5t.FLOAT)
+
+
+def _is_record(stored_type: h5t.TypeID) -> bool:
+    """Return whether a type is of records with a few fields, of numbers or of arrays of numbers."""
+    if stored_type.get_class() != h5t.COMPOUND or stored_type.get_nmembers() > _FIELDS:
+        return False
+    fields = [stored_type.get_member_type(number) for number in range(stored_type.get_nmembers())]
+    numbers = [field.get_super() if field.get_class() == h5t.ARRAY else field for field in fields]
+    return all(number.get_class() in (h5t.INTEGER, h5t.FLOAT) for number in numbers)
 
 
 def _member(parent: h5g.GroupID, name: str, kind: type, words: str, refuse: Refuse) -> Any:

@@ -106,6 +106,12 @@ HOSTILE: list[tuple[Callable[[h5py.File], object], str]] = [
     (lambda f: replace(f, "features/vector", data=np.zeros((10, 6)), chunks=(5, 6)), "'vector' is float64"),
     (lambda f: replace(f, "features/vector", data=np.zeros((10, 6), ">f4"), chunks=(5, 6)), "'vector' is >f4"),
     (lambda f: replace(f, "features/vector", data=np.zeros((9, 6), "f4"), chunks=(5, 6)), "'vector' has shape"),
+    (lambda f: replace(f, "features/vector", data=np.zeros(10, "i4,i4")), "'vector' is .*; expected float32, "),
+    (lambda f: replace(f, "features/vector", data=np.zeros(10, [("scale", ">f4"), ("values", "i1")])), "'vector' is"),
+    (lambda f: replace(f, "features/vector", data=np.zeros(10, [("scale", "<f4"), ("values", "S3")])), "vector' holds"),
+    (lambda f: replace(f, "features/vector", data=np.zeros(10, "f4,f4,i1")), "'vector' holds neither"),
+    (lambda f: replace(f, "features/vector", data=np.zeros(
+        10, {"names": ["scale", "values"], "formats": ["<f4", ("i1", (6,))], "offsets": [0, 8]})), "'vector' is"),
     (lambda f: replace(f, "features/vector", data=np.zeros((10, 6), "f4"), chunks=(10, 3)), "'vector' has shape"),
     (lambda f: replace(f, "status", data=np.zeros(10, "u2")), "status is not at the location that the header"),
     (lambda f: replace(f, "status", data=np.zeros(9, "u1")), "status is uint8 .9,.; expected u1"),
