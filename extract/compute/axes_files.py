@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from extract.backbones import LoadedBackbone
+from extract.compute.axes_projection import check_file
 from extract.compute.feature_choice import Choice, Feature
-from extract.compute.principal_axes import check_file
 from extract.errors import InputError, LayertapError, first_line
 from extract.system.json_files import check_shape
 

@@ -20,8 +20,8 @@ from extract.backbones import LoadedBackbone
 from extract.backbones.output_as_embedding import WithEmbedding
 from extract.backbones.sources import SOURCES
 from extract.compute.activation_layout import Layout, recognise
+from extract.compute.axes_projection import PrincipalAxes
 from extract.compute.pooling import PoolingChain, pooling_names, reduction, resolve_pooling, split_poolings
-from extract.compute.principal_axes import PrincipalAxes
 from extract.compute.sparse_projection import values_for_distortion
 from extract.errors import InputError, LayertapError, UnknownNameError, first_line
 from extract.system.foreign_code import exits_refused

@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # not at run time: the command line lists poolings without im
     import torch
     from torch import Tensor
 
-    from extract.compute.principal_axes import PrincipalAxes
+    from extract.compute.axes_projection import PrincipalAxes
     from extract.taps.batch_axis import BatchAxis
 
 __all__ = [
@@ -322,7 +322,7 @@ def _axes_arguments(
 ) -> tuple[str, dict[str, Any]]:
     import math
 
-    from extract.compute.principal_axes import PrincipalAxes
+    from extract.compute.axes_projection import PrincipalAxes
 
     axes = PrincipalAxes(math.prod(shape), int(numbers[1] or 0), bool(numbers[0]))
     return axes.name, {"projection": axes}

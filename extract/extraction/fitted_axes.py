@@ -1,7 +1,7 @@
 """The principal axes of a run: of its data set, of another data set or a file, or fitted to its images.
 
 A data set keeps its axes in the folder `axes`: a file for each layer and the poolings before the projection, named by
-its hash. `extract/compute/principal_axes.py` describes the format. The hash is an attribute of the feature and part of
+its hash. `extract/compute/axes_projection.py` describes the format. The hash is an attribute of the feature and part of
 the fingerprint.
 """
 
@@ -19,18 +19,18 @@ from numpy.typing import NDArray
 from extract.backbones import LoadedBackbone
 from extract.compute.axes_files import AxesSource, axes_in, axes_source, find_axes, source_of
 from extract.compute.axes_fit import AxesFit
+from extract.compute.axes_projection import PrincipalAxes
 from extract.compute.backends import open_forward
 from extract.compute.feature_choice import Choice, Feature
 from extract.compute.forward import Values
-from extract.compute.principal_axes import PrincipalAxes
 from extract.errors import InputError, LayertapError
 from extract.extraction.machine_errors import stop_on_machine_errors
 from extract.extraction.settings import ExtractionSettings
 from extract.images import Decoding, ImageList, load_batches
 from extract.row_status import Status
 from extract.store.format.dataset import DataSet, check_usable
+from extract.store.format.kept_axes import AXES_HASH, axes_file, recorded_axes
 from extract.store.format.layout import AXES_FOLDER, AXES_NAMES
-from extract.store.format.principal_axes import AXES_HASH, axes_file, recorded_axes
 from extract.system.atomic_files import discard, own_folder
 from extract.system.folder_lock import locked
 from extract.system.foreign_code import exits_refused
@@ -53,7 +53,7 @@ def load_axes(
 ) -> None:
     """Load the axes of every feature that is projected on some and has none yet.
 
-    They are those of `settings.axes`, or those that a data set with rows has recorded. Otherwise they are fitted in
+    They are taken from `settings.axes`, or from an existing data set with rows. Otherwise they are fitted in
     eager float32 to `settings.fit_on` images, spread evenly over all images, and written to the folder of the data set.
 
     Args:

@@ -25,8 +25,8 @@ from extract.extraction.fitted_axes import load_axes
 from extract.extraction.settings import ExtractionSettings
 from extract.images import Decoding, ImageList, list_images
 from extract.store.format.dataset import DataSet, shard_rows_for
+from extract.store.format.kept_axes import AXES_HASH
 from extract.store.format.layout import StoredFeature
-from extract.store.format.principal_axes import AXES_HASH
 from extract.store.places.bucket import Bucket
 from extract.system.torch_state import evaluating, full_float32
 from extract.system.urls import is_url

@@ -31,7 +31,7 @@ from extract.extraction.todo import batches_of, check_disk_space, check_same_ima
 from extract.extraction.validation import Computation, validated_forward
 from extract.images import load_batches
 from extract.store.format.dataset import BUILDING
-from extract.store.format.principal_axes import keep_axes
+from extract.store.format.kept_axes import keep_axes
 from extract.store.reader import FeatureReader
 from extract.system.foreign_code import exits_refused
 from extract.system.urls import is_url

@@ -63,9 +63,10 @@ _BATCH_SIZES = {"cpu": (8, 16, 32, 64, 128), "gpu": (32, 64, 128, 256, 512, 1024
 _DECODED_IN_TURN = 4  # images decoded each way in a round
 _DECODING_S = 1.0
 
-# Seconds of eager forwards from which a job is measured if nothing is kept. With OpenVINO, compiling takes most of the
-# time of measuring, 2 to 3 s, and the job uses the program; with inductor, it takes a minute or more.
-_PAYS_FROM_S = {"openvino": 15.0, "inductor": 120.0}
+# Seconds of eager forwards, as estimated from two pictures, from which a job is measured if nothing is kept. With
+# OpenVINO, measuring takes 4 to 6 s, most of which compiles programs that the job uses; with inductor, it takes a minute
+# or more.
+_PAYS_FROM_S = {"openvino": 20.0, "inductor": 120.0}
 
 
 def pictures_of(

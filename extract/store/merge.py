@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from extract.errors import InputError
 from extract.store.format.dataset import DataSet, shard_rows_for
+from extract.store.format.kept_axes import axes_file, keep_axes, recorded_axes
 from extract.store.format.layout import RowNames
-from extract.store.format.principal_axes import axes_file, keep_axes, recorded_axes
 from extract.store.format.untrusted import need_libraries
 from extract.store.reader import FeatureReader
 from extract.store.row_copying import copy_rows

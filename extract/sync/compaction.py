@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from extract.errors import InputError, LayertapError
 from extract.store.format.copying import COMPRESSIONS
 from extract.store.format.dataset import DataSet, remove_strays, shard_rows_for
+from extract.store.format.kept_axes import axes_file, keep_axes, recorded_axes
 from extract.store.format.layout import RowNames
-from extract.store.format.principal_axes import axes_file, keep_axes, recorded_axes
 from extract.store.format.version import pass_folder
 from extract.store.reader import FeatureReader
 from extract.store.row_copying import copy_rows

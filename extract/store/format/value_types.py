@@ -39,7 +39,7 @@ def value_type_of(dtype: np.dtype[Any], shape: tuple[int, ...]) -> tuple[str, tu
         candidates = [("int8", values.shape)] if values is not None and not shape else []
     else:
         candidates = [(name, shape) for name in VALUE_TYPES if name != "int8"]
-    return next((found for found in candidates if kept_as(*found) == (dtype, shape)), None)
+    return next((kind for kind in candidates if kept_as(*kind) == (dtype, shape)), None)
 
 
 def encoded(values: NDArray[Any], value_type: str) -> NDArray[Any]:

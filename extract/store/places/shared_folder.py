@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from extract.errors import InputError, LayertapError
 from extract.store.format.dataset import DataSet
-from extract.store.format.principal_axes import keep_axes
+from extract.store.format.kept_axes import keep_axes
 from extract.store.format.receipt import read_receipt, reasons_in, receipt_bytes, receipt_of, size_and_hash
 from extract.store.format.schemas import RECEIPT
 from extract.system.atomic_files import check_own_folders, discard, own_folder, sync_folder

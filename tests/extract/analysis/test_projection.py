@@ -11,7 +11,7 @@ from extract.analysis.projection import principal, tsne
 
 
 @pytest.mark.parametrize(("rows", "width"), [(15000, 300), (60, 5000), (40, 90)])
-def test_principal_axes_are_those_of_scikit_learn(rows: int, width: int) -> None:
+def test_axes_projection_are_those_of_scikit_learn(rows: int, width: int) -> None:
     generator = np.random.default_rng(1)
     values = 5 + generator.normal(size=(rows, 3)) @ (generator.normal(size=(3, width)) * [[9], [5], [2]])
     values = (values + generator.normal(size=(rows, width)) / 10).astype(np.float32)

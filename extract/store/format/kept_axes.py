@@ -40,13 +40,13 @@ def axes_file(dataset: DataSet, sha256: str) -> Path:
     path = next((path for path in paths if path.is_file()), paths[0])
     try:
         with os.fdopen(open_regular(path), "rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
+            actual = hashlib.file_digest(file, "sha256").hexdigest()
     except FileNotFoundError:
         raise InputError(f"{path} is missing: it has the principal axes of {dataset.out}", hint="restore it") from None
     except OSError as error:
         raise LayertapError(f"cannot read {path}: {error.strerror}") from error
-    if found != sha256:
-        raise InputError(f"{path} was changed: its sha256 is {found[:16]}..., expected {sha256[:16]}...")
+    if actual != sha256:
+        raise InputError(f"{path} was changed: its sha256 is {actual[:16]}..., expected {sha256[:16]}...")
     return path
 
 

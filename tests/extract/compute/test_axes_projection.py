@@ -18,7 +18,7 @@ from sklearn.decomposition import PCA
 from extract.compute import axes_fit
 from extract.compute.axes_files import AxesSource, axes_source
 from extract.compute.axes_fit import AxesFit
-from extract.compute.principal_axes import PrincipalAxes
+from extract.compute.axes_projection import PrincipalAxes
 from extract.errors import InputError, LayertapError
 
 SOURCE = AxesSource("timm/x", "aa", "layer1 output", "none", (4, 5), 50, 0, "bb")
