@@ -92,17 +92,11 @@ class AxesFit:
         else:
             for start in range(0, self._inputs, _TILE):
                 tile = np.ascontiguousarray(rows[:, start : start + _TILE], np.float32)
-                self._write_all(tile, 4 * (start * self._images + self._count * tile.shape[1]))
+                try:
+                    _write_at(self._file, tile, 4 * (start * self._images + self._count * tile.shape[1]))
+                except OSError as error:
+                    raise LayertapError(f"cannot write to {self._path}: {error.strerror}") from error
         self._count += len(rows)
-
-    def _write_all(self, values: NDArray[Any], position: int) -> None:
-        left = values.data.cast("B")
-        try:
-            while left:
-                written = os.pwrite(self._file.fileno(), left, position)
-                left, position = left[written:], position + written
-        except OSError as error:
-            raise LayertapError(f"cannot write to {self._path}: {error.strerror}") from error
 
     def _tile(self, start: int) -> NDArray[np.float64]:
         """Return (N, at most `_TILE`) centred columns, and remember their mean."""
@@ -191,10 +185,8 @@ class AxesFit:
             with path.open("wb+") as file:
                 file.write(len(text).to_bytes(8, "little") + text)
                 file.flush()
-                _allocate(file, begin + end)  # a write through a memory map on a full disk would kill the process
-                components = np.memmap(file, np.float32, "r+", begin + starts["components"], (axes, self._inputs))
-                self._fill(components, vectors, values)
-                components.flush()
+                _allocate(file, begin + end)
+                self._fill(file, begin + starts["components"], vectors, values)
                 for name, content in zip(("explained_variance", "explained_variance_ratio"), variances, strict=True):
                     file.seek(begin + starts[name])
                     file.write(content.tobytes())
@@ -208,19 +200,30 @@ class AxesFit:
         finally:
             path.unlink(missing_ok=True)
 
-    def _fill(self, components: NDArray[np.float32], vectors: NDArray[np.float64], values: NDArray[np.float64]) -> None:
-        """Write the axes; then change the sign of those whose value of largest magnitude is negative."""
-        largest = np.zeros(len(components))
+    def _fill(self, file: Any, begin: int, vectors: NDArray[np.float64], values: NDArray[np.float64]) -> None:
+        """Write the axes at a place of a file; then change the sign of those whose largest value is negative."""
+        largest = np.zeros(len(values))
         for start in range(0, self._inputs, _TILE):
             if self._by_images:
                 tile = (vectors / np.sqrt(values)).T @ self._tile(start)
             else:
                 tile = vectors[start : start + _TILE].T
-            components[:, start : start + tile.shape[1]] = tile
+            for axis, part in enumerate(tile.astype(np.float32)):
+                _write_at(file, part, begin + 4 * (axis * self._inputs + start))
             peaks = np.take_along_axis(tile, np.abs(tile).argmax(1)[:, None], 1)[:, 0]
             largest = np.where(np.abs(peaks) > np.abs(largest), peaks, largest)
-        for axis in np.flatnonzero(largest < 0):
-            components[axis] *= -1
+        for axis in np.flatnonzero(largest < 0).tolist():
+            place = begin + 4 * axis * self._inputs
+            row = np.frombuffer(os.pread(file.fileno(), 4 * self._inputs, place), np.float32)
+            _write_at(file, -row, place)
+
+
+def _write_at(file: Any, values: NDArray[Any], position: int) -> None:
+    """Write values at a position of a file, not through a memory map, whose pages would count as memory."""
+    left = np.ascontiguousarray(values).data.cast("B")
+    while left:
+        written = os.pwrite(file.fileno(), left, position)
+        left, position = left[written:], position + written
 
 
 def _allocate(file: Any, size: int) -> None:

@@ -39,7 +39,7 @@ from extract.system.urls import is_url
 
 __all__ = ["load_axes"]
 
-_BATCH = 16  # images in a forward of the fit: whole activations of more take much memory
+_BATCH = 8  # images in a forward of the fit: whole activations of more take much memory
 
 
 def load_axes(

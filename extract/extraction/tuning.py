@@ -64,8 +64,8 @@ _DECODED_IN_TURN = 4  # images decoded each way in a round
 _DECODING_S = 1.0
 
 # Seconds of eager forwards, as estimated from two pictures, from which a job is measured if nothing is kept. With
-# OpenVINO, measuring takes 4 to 6 s, most of which compiles programs that the job uses; with inductor, it takes a minute
-# or more.
+# OpenVINO, measuring takes 4 to 6 s, most of which compiles programs that the job uses; with inductor, it takes a
+# minute or more.
 _PAYS_FROM_S = {"openvino": 20.0, "inductor": 120.0}
 
 
