@@ -27,7 +27,9 @@ from tests.conftest import make_picture
 from tests.pipelines.test_cli import fails, layertap
 from tests.planning import plan
 
-NET: dict[str, Any] = {"backbone": "timm/test_resnet", "weights": "random", "device": "cpu", "progress": False}
+NET: dict[str, Any] = {
+    "backbone": "timm/test_resnet", "weights": "random", "device": "cpu", "progress": False, "workers": 0,
+}  # fmt: skip
 BY_COMMAND = ["-b", "timm/test_resnet", "--weights", "random", "--device", "cpu", "--workers", 0]
 
 

@@ -31,7 +31,9 @@ from extract.store.reader import FeatureReader
 from extract.store.verify import verify
 from tests.pipelines.test_cli import layertap
 
-NET: dict[str, Any] = {"backbone": "timm/test_resnet", "weights": "random", "device": "cpu", "progress": False}
+NET: dict[str, Any] = {
+    "backbone": "timm/test_resnet", "weights": "random", "device": "cpu", "progress": False, "workers": 0,
+}  # fmt: skip
 LAYERS = ["layer1:grid2", "layer4", "embedding"]
 
 
