@@ -18,6 +18,7 @@ from extract.errors import InputError, LayertapError
 from extract.row_status import Status
 from extract.store.format.copying import copy_shard
 from extract.store.format.dataset import DataSet, ShardFiles
+from extract.store.format.kept_axes import axes_file, recorded_axes
 from extract.store.format.layout import StoredFeature
 from extract.store.format.receipt import checked_receipt, count_all, reasons_of, size_and_hash, write_receipt
 from extract.store.format.row_hash import checked
@@ -127,6 +128,11 @@ def _verify_version(dataset: DataSet, on_rows: Callable[[int], None]) -> Verific
 
 def _verify_shards(dataset: DataSet, on_rows: Callable[[int], None]) -> Verification:
     out, verification = dataset.out, Verification(dataset)
+    for sha256 in recorded_axes(dataset):
+        try:
+            axes_file(dataset, sha256)
+        except LayertapError as error:
+            verification.faults.append(Fault(str(error).removeprefix(f"{out}/"), Remedy.NONE))
     paths_digest, all_readable = xxhash.xxh3_128(), True
     classes: list[str] | None = None
     for number, files in enumerate(dataset.shard_files()):

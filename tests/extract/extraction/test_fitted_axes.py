@@ -23,6 +23,7 @@ from extract.extraction.recheck import recheck
 from extract.extraction.run import ExtractionSettings, extract
 from extract.extraction.run import plan as plan_with
 from extract.store.reader import FeatureReader
+from extract.store.verify import verify
 from tests.conftest import make_picture
 from tests.pipelines.test_cli import fails, layertap
 from tests.planning import plan
@@ -85,7 +86,9 @@ def test_a_run_is_resumed_with_its_axes_and_refuses_others(folder: Path, tmp_pat
     [path] = axes_in(out)
     [kept] = axes_in(tmp_path / "whole")
     assert path.read_bytes() == kept.read_bytes()
+    assert verify(out).faults == []
     path.write_bytes(path.read_bytes()[:-1] + b"x")
+    assert [fault.what.split(":")[0] for fault in verify(out).faults] == [f"axes/{path.name} was changed"]
     with pytest.raises(InputError, match=f"{path.name} was changed"):
         extract_features(folder, out=out, **settings, **NET)
     path.unlink()
