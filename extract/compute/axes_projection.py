@@ -16,6 +16,7 @@ and metadata with an `AxesSource` (`axes_files.py`) as JSON under the key `sourc
 from __future__ import annotations
 
 import hashlib
+import math
 import stat
 from pathlib import Path
 
@@ -41,6 +42,7 @@ class PrincipalAxes:
     Attributes:
         path: file of the axes; None before `load`.
         sha256: hash of that file; empty before `load`.
+        explained: part of the variance of the images of the fit that lies along the axes; NaN before `load`.
 
     Raises:
         InputError: K is larger than n.
@@ -50,6 +52,7 @@ class PrincipalAxes:
         self.inputs, self.outputs, self.whiten = inputs, outputs, whiten
         self.path: Path | None = None
         self.sha256 = ""
+        self.explained = math.nan
         if outputs > inputs:
             raise InputError(
                 f"{self.name} of {inputs:,} values: there are no more axes than values",
@@ -83,6 +86,7 @@ class PrincipalAxes:
                     )
                 chosen, mean = components[: self.outputs], file.get_tensor("mean")
                 variance = file.get_tensor("explained_variance")[: self.outputs]
+                explained = float(file.get_tensor("explained_variance_ratio")[: self.outputs].sum())
         except LayertapError:
             raise
         except OSError as error:
@@ -94,7 +98,7 @@ class PrincipalAxes:
             raise InputError(f"{path} is damaged: its mean or its variances do not fit its axes")
         if self.whiten:
             chosen = chosen / variance.sqrt().float()[:, None]
-        self.path, self.sha256 = path, _hash_of(path)
+        self.path, self.sha256, self.explained = path, _hash_of(path), explained
         self._on = {torch.device("cpu"): (chosen, mean.float())}
 
     def centred(self, activation: Tensor) -> Tensor:

@@ -181,6 +181,8 @@ def _fit(
             path = fit.write(group.source)
             for axes in group.axes:
                 axes.load(path)
+            widest = max(group.axes, key=lambda axes: axes.outputs)
+            on_fit(f"{group.feature.name}: {widest.outputs:,} axes explain {widest.explained:.1%} of the variance")
 
 
 def _check_space(fits: list[AxesFit], folder: Path, feature: Feature) -> None:

@@ -57,6 +57,7 @@ def test_axes_are_those_of_scikit_learn(
     for whiten in (False, True):
         projection = PrincipalAxes(inputs, axes, whiten)
         projection.load(path)
+        assert projection.explained == pytest.approx(pca.explained_variance_ratio_.sum(), rel=1e-6)
         pca.whiten = whiten
         expected = pca.transform(rows.astype(np.float64))
         found = projection(torch.from_numpy(rows).reshape(count, -1, 4)).numpy()
