@@ -24,9 +24,9 @@ from extract.compute.backends import open_forward
 from extract.compute.feature_choice import Choice, Feature
 from extract.compute.forward import Values
 from extract.errors import InputError, LayertapError
-from extract.extraction.machine_errors import stop_on_machine_errors
 from extract.extraction.settings import ExtractionSettings
 from extract.images import Decoding, ImageList, load_batches
+from extract.images.loading import stop_on_machine_errors
 from extract.row_status import Status
 from extract.store.format.dataset import DataSet, check_usable
 from extract.store.format.kept_axes import AXES_HASH, axes_file, recorded_axes

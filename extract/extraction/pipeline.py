@@ -61,12 +61,12 @@ def extract_shard(
         LayertapError: a batch cannot be decoded, computed or stored. Batches before it are stored.
     """
     before, start, copying_s = copy.deepcopy(summary), time.perf_counter(), forward.copying_s
-    stages, reported = summary.stages, 0
+    stages, reported, dtype = summary.stages, 0, plan.dataset.features[0].value_dtype
     with open_part(plan, work) as writer:
         decoded = _timed_each(stages, "images", _until_stopped(batches, summary, stop))
         computed = _timed_each(stages, "forward", _computed(map(Duplicates(writer).split, decoded), forward))
         for batch, features in computed:
-            rows = rows_of(batch.unique, features, plan.choice.features, plan.dataset.features[0].value_dtype)
+            rows = rows_of(batch.unique, features, plan.choice.features, dtype)
             written_s = stages["write"]
             with _timed(stages, "write"):
                 writer.write(batch.unique.rows, rows.features, rows.status, batch.unique.source, rows.reasons)

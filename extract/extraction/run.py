@@ -22,7 +22,6 @@ from typing import Any
 from extract import defaults
 from extract.compute.backbone import Backbone, load_backbone
 from extract.errors import InputError
-from extract.extraction.machine_errors import stop_on_machine_errors
 from extract.extraction.pipeline import extract_shard, reporting_a_note
 from extract.extraction.plan import Plan, plan
 from extract.extraction.settings import ExtractionSettings
@@ -30,6 +29,7 @@ from extract.extraction.summary import Summary
 from extract.extraction.todo import batches_of, check_disk_space, check_same_images, work_of
 from extract.extraction.validation import Computation, validated_forward
 from extract.images import load_batches
+from extract.images.loading import stop_on_machine_errors
 from extract.store.format.dataset import BUILDING
 from extract.store.format.kept_axes import keep_axes
 from extract.store.reader import FeatureReader

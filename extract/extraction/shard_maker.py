@@ -20,13 +20,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from extract.errors import LayertapError, LockedError
-from extract.extraction.machine_errors import stop_on_machine_errors
 from extract.extraction.pipeline import extract_shard, reporting_a_note
 from extract.extraction.plan import Plan
 from extract.extraction.shard_decoding import ShardBatches
 from extract.extraction.summary import Summary
 from extract.extraction.todo import ShardWork, work_at
 from extract.extraction.validation import Computation, ValidatedForward, validated_forward
+from extract.images.loading import stop_on_machine_errors
 from extract.images.worker_deaths import DeadWorkerError
 from extract.store.format.dataset import DataSet, ShardFiles
 from extract.store.format.receipt import checked_receipt

@@ -88,6 +88,10 @@ class ShardWriter:
         self._offsets, self._paths = self._shard.offsets, self._shard.column("path")
         self._row_data = {name: np.dtype(dtype) for name, _, dtype in ROW_DATA}
         self._features = {feature.name: feature for feature in self._shard.features}
+        self._kept = {name: (feature.kept_shape, feature.kept_dtype) for name, feature in self._features.items()}
+        self._encoded = {
+            name: feature.dtype for name, feature in self._features.items() if feature.dtype != feature.value_dtype
+        }
         self.first_row = self._shard.identity.first_row
         self.status: NDArray[np.uint8] = self._shard.column("status")
         self.stored: Counter[int] = Counter()
@@ -160,12 +164,13 @@ class ShardWriter:
         """
         if features.keys() != self._features.keys():
             raise ValueError(f"got features {sorted(features)}, expected {sorted(self._features)} as in the file")
-        features = {name: encoded(values, self._features[name].dtype) for name, values in features.items()}
+        if self._encoded:
+            encode = self._encoded.get
+            features = {name: encoded(values, encode(name, "float32")) for name, values in features.items()}
         for name, values in features.items():
-            feature = self._features[name]
-            if values.shape != (len(rows), *feature.kept_shape) or values.dtype != feature.kept_dtype:
-                expected = f"{(len(rows), *feature.kept_shape)} {feature.kept_dtype}"
-                raise ValueError(f"{name}: got {values.shape} {values.dtype}, expected {expected}")
+            shape, dtype = self._kept[name]
+            if values.shape != (len(rows), *shape) or values.dtype != dtype:
+                raise ValueError(f"{name}: got {values.shape} {values.dtype}, expected {(len(rows), *shape)} {dtype}")
         local = self._local(rows, source, status)
         self.flush()
         self._queued.append(self._thread.submit(self._store, local, features, status, source, reasons or {}))
