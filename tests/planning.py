@@ -1,4 +1,4 @@
-"""Plans from settings by name."""
+"""Plans from settings by name, and a small network for runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ from extract.extraction.run import ExtractionSettings, Plan
 from extract.extraction.run import plan as plan_with
 from extract.images import ImageList
 
-__all__ = ["plan"]
+__all__ = ["BY_COMMAND", "NET", "plan"]
+
+# For `extract_features`, and for the command line; images are decoded in the process of the test.
+NET: dict[str, Any] = {
+    "backbone": "timm/test_resnet", "weights": "random", "device": "cpu", "progress": False, "workers": 0,
+}  # fmt: skip
+BY_COMMAND = ["-b", "timm/test_resnet", "--weights", "random", "--device", "cpu", "--workers", 0]
 
 
 def plan(images: str | os.PathLike[str] | ImageList, *, out: Any, backbone: Backbone, **settings: Any) -> Plan:

@@ -80,8 +80,8 @@ def load_given_axes(choice: Choice, backbone: LoadedBackbone, place: Path) -> No
     """Load the axes of all features that need some from a file or a folder; raises the errors of `find_axes`."""
     files = axes_in(place)
     for feature in choice.features:
-        if feature.axes is not None:
-            feature.axes.load(find_axes(feature, source_of(feature, backbone), files))
+        if feature.principal_axes is not None:
+            feature.principal_axes.load(find_axes(feature, source_of(feature, backbone), files))
 
 
 def axes_in(place: Path) -> list[Path]:

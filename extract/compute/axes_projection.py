@@ -26,12 +26,12 @@ from torch.nn import functional as F
 
 from extract.errors import InputError, LayertapError, first_line
 
-__all__ = ["PrincipalAxes", "check_file"]
+__all__ = ["AxesProjection", "check_file"]
 
 _IMAGES = 16  # projected at once: centred activations of more would take much memory
 
 
-class PrincipalAxes:
+class AxesProjection:
     """Projects a batch of activations (B, ...) with n values an image to (B, K) float32. It computes after `load`.
 
     Args:

@@ -60,8 +60,8 @@ def _grams(features: list[Feature], activation: Tensor) -> dict[str, Tensor]:
         whole = before(feature.rows.by_image(activation))
         projected = after(whole)
         # Axes are of centred activations, and cosines are those of centred rows.
-        if feature.axes and after.steps[0].axes is feature.axes:
-            whole = feature.axes.centred(whole)
+        if feature.principal_axes and after.steps[0].principal_axes is feature.principal_axes:
+            whole = feature.principal_axes.centred(whole)
         grams[feature.name] = torch.stack([_gram(whole), _gram(projected)])
     return grams
 

@@ -20,7 +20,7 @@ from extract.backbones import LoadedBackbone
 from extract.backbones.output_as_embedding import WithEmbedding
 from extract.backbones.sources import SOURCES
 from extract.compute.activation_layout import Layout, recognise
-from extract.compute.axes_projection import PrincipalAxes
+from extract.compute.axes_projection import AxesProjection
 from extract.compute.pooling import PoolingChain, pooling_names, reduction, resolve_pooling, split_poolings
 from extract.compute.sparse_projection import values_for_distortion
 from extract.errors import InputError, LayertapError, UnknownNameError, first_line
@@ -78,14 +78,14 @@ class Feature:
         return self.poolings.name
 
     @property
-    def axes(self) -> PrincipalAxes | None:
+    def principal_axes(self) -> AxesProjection | None:
         """The principal axes that it is projected on, which may not be loaded yet; None if it is on none."""
         return self.poolings.fitted[1] if self.poolings.fitted else None
 
     @property
     def is_projected(self) -> bool:
         """Whether a projection that keeps distances is among the poolings; whitened axes are to change them."""
-        return bool(self.poolings.split()[1].steps) and not (self.axes and self.axes.whiten)
+        return bool(self.poolings.split()[1].steps) and not (self.principal_axes and self.principal_axes.whiten)
 
 
 @dataclass(frozen=True)
@@ -96,9 +96,9 @@ class Choice:
     never_run: list[str]
 
     @property
-    def axes(self) -> dict[str, Path]:
+    def axes_files(self) -> dict[str, Path]:
         """sha256 -> file of the principal axes that features are projected on, once they are loaded."""
-        axes = [feature.axes for feature in self.features if feature.axes]
+        axes = [feature.principal_axes for feature in self.features if feature.principal_axes]
         return {each.sha256: each.path for each in axes if each.path}
 
     def split(self) -> tuple[Choice, Following]:

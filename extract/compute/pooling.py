@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # not at run time: the command line lists poolings without im
     import torch
     from torch import Tensor
 
-    from extract.compute.axes_projection import PrincipalAxes
+    from extract.compute.axes_projection import AxesProjection
     from extract.taps.batch_axis import BatchAxis
 
 __all__ = [
@@ -44,7 +44,7 @@ class PoolingStep:
         layout: layout of its result.
         shape: shape of its result for one image.
         compiles: see `Pooling`.
-        axes: the principal axes of the projection, if it is one on such axes.
+        principal_axes: the axes of the projection, if it is one on such axes.
     """
 
     name: str
@@ -52,7 +52,7 @@ class PoolingStep:
     layout: Layout
     shape: tuple[int, ...]
     compiles: bool
-    axes: PrincipalAxes | None = None
+    principal_axes: AxesProjection | None = None
 
 
 @dataclass(frozen=True)
@@ -87,11 +87,11 @@ class PoolingChain:
         return activation
 
     @property
-    def fitted(self) -> tuple[PoolingChain, PrincipalAxes] | None:
+    def fitted(self) -> tuple[PoolingChain, AxesProjection] | None:
         """The poolings before a projection on principal axes, and the axes; None if there is no such projection."""
         for number, step in enumerate(self.steps):
-            if step.axes is not None:
-                return PoolingChain(self.steps[:number]), step.axes
+            if step.principal_axes is not None:
+                return PoolingChain(self.steps[:number]), step.principal_axes
         return None
 
     def split(self) -> tuple[PoolingChain, PoolingChain]:
@@ -122,9 +122,9 @@ def resolve_pooling(poolings: str, activation: Tensor, layout: Layout, reads_cla
         if name == "auto":
             name = _automatic(layout, shape, reads_class_token)
         try:
-            if any(before.axes for before in steps) and _entry(name)[0].is_fitted:
-                raise InputError("axes are fitted once in a chain of poolings", hint="use one pcaK or pcawK")
             step, activation = _applied(name, layout, activation)
+            if step.principal_axes and any(before.principal_axes for before in steps):
+                raise InputError("axes are fitted once in a chain of poolings", hint="use one pcaK or pcawK")
         except InputError as error:
             before = f"after {steps[-1].name}, " if steps else ""
             raise InputError(before + error.message, hint=error.hint) from None
@@ -322,9 +322,9 @@ def _axes_arguments(
 ) -> tuple[str, dict[str, Any]]:
     import math
 
-    from extract.compute.axes_projection import PrincipalAxes
+    from extract.compute.axes_projection import AxesProjection
 
-    axes = PrincipalAxes(math.prod(shape), int(numbers[1] or 0), bool(numbers[0]))
+    axes = AxesProjection(math.prod(shape), int(numbers[1] or 0), bool(numbers[0]))
     return axes.name, {"projection": axes}
 
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from extract.backbones import LoadedBackbone
 from extract.compute.axes_files import AxesSource, axes_in, axes_source, find_axes, source_of
 from extract.compute.axes_fit import AxesFit
-from extract.compute.axes_projection import PrincipalAxes
+from extract.compute.axes_projection import AxesProjection
 from extract.compute.backends import open_forward
 from extract.compute.feature_choice import Choice, Feature
 from extract.compute.forward import Values
@@ -71,9 +71,9 @@ def load_axes(
     """
     has_rows = existing is not None and (existing.version is not None or any(existing.files()))
     given = [] if settings.axes is None else _given(Path(settings.axes))
-    to_fit: dict[AxesSource, _Fitted] = {}
+    to_fit: dict[AxesSource, _FitGroup] = {}
     for feature in choice.features:
-        axes = feature.axes
+        axes = feature.principal_axes
         if axes is None or axes.sha256:
             continue
         source = source_of(feature, backbone, settings.fit_on or 0, images.paths_xxh3)
@@ -85,13 +85,13 @@ def load_axes(
                 return  # other features are stored there, which the check of the folder refuses
             axes.load(path)
         else:
-            to_fit.setdefault(source, _Fitted(feature, source, [])).axes.append(axes)
+            to_fit.setdefault(source, _FitGroup(feature, source, [])).axes.append(axes)
     if to_fit:
         _fit(list(to_fit.values()), images, backbone, out, settings, on_fit)
 
 
 @dataclass(frozen=True)
-class _Fitted:
+class _FitGroup:
     """Activations to fit axes to, once for all features that are projected on some of these axes.
 
     Attributes:
@@ -102,7 +102,7 @@ class _Fitted:
 
     feature: Feature
     source: AxesSource
-    axes: list[PrincipalAxes]
+    axes: list[AxesProjection]
 
     @property
     def most_axes(self) -> int:
@@ -133,7 +133,7 @@ def _recorded(existing: DataSet, feature: Feature, wanted: AxesSource, fit_on: i
     """
     attributes = next((stored.attributes for stored in existing.features if stored.name == feature.name), {})
     recorded = attributes.get(AXES_HASH)
-    if recorded is None or attributes.get("pooling") != feature.pooling:
+    if recorded not in recorded_axes(existing) or attributes.get("pooling") != feature.pooling:
         return None
     path = axes_file(existing, recorded)
     source = axes_source(path)
@@ -148,7 +148,7 @@ def _recorded(existing: DataSet, feature: Feature, wanted: AxesSource, fit_on: i
 
 
 def _fit(
-    groups: list[_Fitted], images: ImageList, backbone: LoadedBackbone, out: str, settings: ExtractionSettings,
+    groups: list[_FitGroup], images: ImageList, backbone: LoadedBackbone, out: str, settings: ExtractionSettings,
     on_fit: Callable[[str], None],
 ) -> None:  # fmt: skip
     """Fit axes, write them into the folder of the data set, and load them."""

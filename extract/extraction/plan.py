@@ -117,7 +117,7 @@ def plan(
                 "pooling": feature.pooling,
                 "axes": feature.poolings.axes,
                 "source_dtype": feature.source_dtype if precision == "float32" else computed_in,
-                **({AXES_HASH: feature.axes.sha256} if feature.axes else {}),
+                **({AXES_HASH: feature.principal_axes.sha256} if feature.principal_axes else {}),
             },
         )
         for feature in choice.features
@@ -154,7 +154,7 @@ def features_of(
     layers = with_projection_sizes(settings.layer_list, len(images), settings.distortion)
     with evaluating(backbone.model), full_float32():
         choice = choose_features(backbone, layers)
-    if any(feature.axes for feature in choice.features):
+    if any(feature.principal_axes for feature in choice.features):
         load_axes(choice, images, _configured(backbone, settings), out, settings, _existing(out)[0], on_fit)
     return choice
 
@@ -169,7 +169,7 @@ def _configured(backbone: Backbone, settings: ExtractionSettings) -> Backbone:
 def _identity(feature: Feature) -> str:
     """Return what a feature is, as named in the fingerprint."""
     text = f"{feature.site} {feature.pooling} {list(feature.shape)}"
-    return f"{text} axes {feature.axes.sha256 or 'not fitted'}" if feature.axes else text
+    return f"{text} axes {feature.principal_axes.sha256 or 'not fitted'}" if feature.principal_axes else text
 
 
 def _engine(compile: str, precision: str, backbone: Backbone, out: str | Path) -> str:

@@ -208,7 +208,7 @@ def extract(
     dataset.check()
     check_disk_space(dataset)
     with dataset.locked():
-        keep_axes(dataset.out, plan.choice.axes)  # first: `dataset.json` names them
+        keep_axes(dataset.out, plan.choice.axes_files)  # first: `dataset.json` names them
         existing = dataset.open_or_create()
         if existing is not None and existing.images["root"] != dataset.images["root"]:
             check_same_images(plan, existing)

@@ -71,7 +71,7 @@ class ShardMaker:
         self._was_ahead = False  # images of later shards may have been decoded when the last shard failed
         dataset = self._plan.dataset
         place.open_or_create(plan.dataset)
-        place.keep_axes(plan.choice.axes)
+        place.keep_axes(plan.choice.axes_files)
         dataset.open_or_create()
         published = place.published()
         self._has_rows_elsewhere = bool(len(published))

@@ -54,10 +54,6 @@ class FeatureArray:
         """Type of the values in the files: `dtype`, or one that readers turn into float32, such as "int8"."""
         return self._feature.dtype
 
-    @property
-    def _rows_at_once(self) -> int:
-        return max(1, _DECODED_BYTES // max(1, self.row_bytes))
-
     def __len__(self) -> int:
         return self.shape[0]
 
@@ -127,6 +123,8 @@ class FeatureArray:
         """Return (stop - start, *shape), neighbouring rows, all in range; in `out` if it is given."""
         if self._verify is not None:
             self._verify(np.arange(start, stop))
+        if self._is_encoded:
+            return self.unchecked(np.arange(start, stop), out)
         ranges = list(self._index.ranges_between(start, stop))
         if out is None:
             if len(ranges) == 1:
@@ -150,8 +148,9 @@ class FeatureArray:
             return self.kept(rows, out)
         if out is None:
             out = np.empty((len(rows), *self.shape[1:]), self.dtype)
-        for start in range(0, len(rows), step := self._rows_at_once):
-            out[start : start + step] = self.values(self.kept(rows[start : start + step]))
+        at_once = max(1, _DECODED_BYTES // max(1, self.row_bytes))
+        for start in range(0, len(rows), at_once):
+            out[start : start + at_once] = self.values(self.kept(rows[start : start + at_once]))
         return out
 
     def kept(self, rows: NDArray[np.int64], out: NDArray[Any] | None = None) -> NDArray[Any]:
@@ -176,14 +175,6 @@ class FeatureArray:
     def _read(self, shard_index: int, start: int, stop: int, out: NDArray[Any] | None = None) -> NDArray[Any]:
         shard, name = self._index.files[shard_index].shard, self._feature.name
         chosen = self._index.chosen[shard_index]
-        if self._is_encoded:
-            if out is None:
-                out = np.empty((stop - start, *self.shape[1:]), self.dtype)
-            for first in range(start, stop, step := self._rows_at_once):
-                last = min(first + step, stop)
-                kept = shard.read(name, first, last) if chosen is None else shard.take(name, chosen[first:last])
-                out[first - start : last - start] = self.values(kept)
-            return out
         if chosen is None:
             return shard.read(name, start, stop, out)
         return shard.take(name, chosen[start:stop], out)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from extract.errors import InputError
 from extract.store.format.dataset import DataSet, shard_rows_for
-from extract.store.format.kept_axes import axes_file, keep_axes, recorded_axes
+from extract.store.format.kept_axes import copy_axes
 from extract.store.format.layout import RowNames
 from extract.store.format.untrusted import need_libraries
 from extract.store.reader import FeatureReader
@@ -86,8 +86,7 @@ def merge(
         }
         with merged.locked():
             merged.open_or_create()
-            hashes = recorded_axes(datasets[0])
-            keep_axes(out, {sha256: axes_file(datasets[0], sha256) for sha256 in hashes})
+            copy_axes(datasets[0], out)
             copy_rows(reader, rows.source, merged, partial(rows.names, reader), provenance, compress, on_rows)
     return merged
 

@@ -128,11 +128,11 @@ def _verify_version(dataset: DataSet, on_rows: Callable[[int], None]) -> Verific
 
 def _verify_shards(dataset: DataSet, on_rows: Callable[[int], None]) -> Verification:
     out, verification = dataset.out, Verification(dataset)
-    for sha256 in recorded_axes(dataset):
-        try:
+    try:
+        for sha256 in recorded_axes(dataset):
             axes_file(dataset, sha256)
-        except LayertapError as error:
-            verification.faults.append(Fault(str(error).removeprefix(f"{out}/"), Remedy.NONE))
+    except LayertapError as error:
+        verification.faults.append(Fault(str(error).removeprefix(f"{out}/"), Remedy.NONE))
     paths_digest, all_readable = xxhash.xxh3_128(), True
     classes: list[str] | None = None
     for number, files in enumerate(dataset.shard_files()):

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from extract.errors import InputError, LayertapError
 from extract.store.format.copying import COMPRESSIONS
 from extract.store.format.dataset import DataSet, remove_strays, shard_rows_for
-from extract.store.format.kept_axes import axes_file, keep_axes, recorded_axes
+from extract.store.format.kept_axes import copy_axes
 from extract.store.format.layout import RowNames
 from extract.store.format.version import pass_folder
 from extract.store.reader import FeatureReader
@@ -251,5 +251,5 @@ def _write(
 
     with dataset.locked():
         dataset.open_or_create()
-        keep_axes(folder, {sha256: axes_file(old_dataset, sha256) for sha256 in recorded_axes(old_dataset)})
+        copy_axes(old_dataset, folder)
         copy_rows(reader, source, dataset, names, provenance, compress, on_rows)

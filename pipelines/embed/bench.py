@@ -126,7 +126,7 @@ def bench(
         image_list = list_images(where)
         with evaluating(loaded.model), full_float32():
             choice = choose_features(loaded, list(layers))
-        if projected := [feature for feature in choice.features if feature.axes]:
+        if projected := [feature for feature in choice.features if feature.principal_axes]:
             raise InputError(
                 f"{projected[0].name}: bench does not fit principal axes",
                 hint="measure srpK, or the layer without pcaK",

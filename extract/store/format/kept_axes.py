@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,18 +18,29 @@ from extract.store.format.layout import AXES_FOLDER
 from extract.store.format.version import pass_folder
 from extract.system.atomic_files import atomic_write, open_regular, own_folder
 
-__all__ = ["AXES_HASH", "axes_file", "keep_axes", "recorded_axes"]
+__all__ = ["AXES_HASH", "axes_file", "copy_axes", "keep_axes", "recorded_axes"]
 
 AXES_HASH = "principal_axes"
 
 
 def recorded_axes(dataset: DataSet) -> list[str]:
-    """Return the hashes of the axes that features of a data set are projected on."""
-    return sorted({feature.attributes[AXES_HASH] for feature in dataset.features if AXES_HASH in feature.attributes})
+    """Return the hashes of the axes that features of a data set are projected on.
+
+    Raises:
+        InputError: the data set records something else as a hash.
+    """
+    hashes = {feature.attributes[AXES_HASH] for feature in dataset.features if AXES_HASH in feature.attributes}
+    if wrong := [sha256 for sha256 in sorted(hashes) if not re.fullmatch("[0-9a-f]{64}", sha256)]:
+        raise InputError(f"{dataset.out}: {AXES_HASH} is {wrong[0][:80]!r}; expected a sha256")
+    return sorted(hashes)
 
 
 def axes_file(dataset: DataSet, sha256: str) -> Path:
     """Return the file with the axes of a data set, after checking its hash.
+
+    Args:
+        dataset: the data set; of `layertap sync`, the axes are in its passes.
+        sha256: one of `recorded_axes`.
 
     Raises:
         InputError: the file is missing or was changed.
@@ -48,6 +60,11 @@ def axes_file(dataset: DataSet, sha256: str) -> Path:
     if actual != sha256:
         raise InputError(f"{path} was changed: its sha256 is {actual[:16]}..., expected {sha256[:16]}...")
     return path
+
+
+def copy_axes(dataset: DataSet, out: Path) -> None:
+    """Copy the axes of a data set to another one in the folder `out`; raises the errors of the other functions."""
+    keep_axes(out, {sha256: axes_file(dataset, sha256) for sha256 in recorded_axes(dataset)})
 
 
 def keep_axes(out: Path, files: Mapping[str, Path]) -> None:

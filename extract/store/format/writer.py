@@ -164,9 +164,7 @@ class ShardWriter:
         """
         if features.keys() != self._features.keys():
             raise ValueError(f"got features {sorted(features)}, expected {sorted(self._features)} as in the file")
-        if self._encoded:
-            encode = self._encoded.get
-            features = {name: encoded(values, encode(name, "float32")) for name, values in features.items()}
+        features = dict(features) | {name: encoded(features[name], dtype) for name, dtype in self._encoded.items()}
         for name, values in features.items():
             shape, dtype = self._kept[name]
             if values.shape != (len(rows), *shape) or values.dtype != dtype:

@@ -18,7 +18,7 @@ from sklearn.decomposition import PCA
 from extract.compute import axes_fit
 from extract.compute.axes_files import AxesSource, axes_source
 from extract.compute.axes_fit import AxesFit
-from extract.compute.axes_projection import PrincipalAxes
+from extract.compute.axes_projection import AxesProjection
 from extract.errors import InputError, LayertapError
 
 SOURCE = AxesSource("timm/x", "aa", "layer1 output", "none", (4, 5), 50, 0, "bb")
@@ -55,7 +55,7 @@ def test_axes_are_those_of_scikit_learn(
     assert np.rad2deg(subspace_angles(content["components"].T, pca.components_.T)).max() < 0.01
     np.testing.assert_allclose(content["components"], pca.components_, atol=1e-4)  # with the same signs
     for whiten in (False, True):
-        projection = PrincipalAxes(inputs, axes, whiten)
+        projection = AxesProjection(inputs, axes, whiten)
         projection.load(path)
         assert projection.explained == pytest.approx(pca.explained_variance_ratio_.sum(), rel=1e-6)
         pca.whiten = whiten
@@ -75,10 +75,10 @@ def test_axes_do_not_depend_on_the_batches_nor_on_failed_images(tmp_path: Path) 
 def test_a_projection_takes_the_first_axes_of_a_larger_fit_and_does_not_depend_on_the_batch(tmp_path: Path) -> None:
     rows = torch.from_numpy(rows_of(40, 300))
     path = fitted(tmp_path, rows.numpy(), 20)
-    large, small = PrincipalAxes(300, 20, False), PrincipalAxes(300, 6, False)
+    large, small = AxesProjection(300, 20, False), AxesProjection(300, 6, False)
     large.load(path)
     small.load(path)
-    assert (small.name, PrincipalAxes(300, 6, True).name) == ("pca6", "pcaw6")
+    assert (small.name, AxesProjection(300, 6, True).name) == ("pca6", "pcaw6")
     torch.testing.assert_close(small(rows), large(rows)[:, :6], rtol=1e-4, atol=1e-3)
     alone = torch.cat([large(row[None]) for row in rows])
     torch.testing.assert_close(alone, large(rows), rtol=1e-4, atol=1e-3)
@@ -96,7 +96,7 @@ def test_axes_that_cannot_be_fitted_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="the 5 images vary along 0 axes only"):
         fitted(tmp_path, np.ones((5, 3), np.float32), 2)
     with pytest.raises(InputError, match="pca51 of 50 values: .* use K up to 50"):
-        PrincipalAxes(50, 51, False)
+        AxesProjection(50, 51, False)
     with pytest.raises(InputError, match="layer1: .* need a matrix of 30,000 x 30,000; use --fit-on 20000 or less"):
         AxesFit(tmp_path, 40_000, 30_000, 64, "layer1")
     assert not list(tmp_path.iterdir())
@@ -118,28 +118,28 @@ def test_a_full_disk_is_an_error_and_leaves_nothing(tmp_path: Path, monkeypatch:
 def test_files_that_are_no_axes_or_other_axes_are_refused(tmp_path: Path) -> None:
     path = fitted(tmp_path, rows_of(10, 50), 4)
     with pytest.raises(InputError, match="has 4 axes of 50 values; pca5 needs 5 of 50"):
-        PrincipalAxes(50, 5, False).load(path)
+        AxesProjection(50, 5, False).load(path)
     with pytest.raises(InputError, match="has 4 axes of 50 values; pca4 needs 4 of 60"):
-        PrincipalAxes(60, 4, False).load(path)
+        AxesProjection(60, 4, False).load(path)
     other = tmp_path / "weights.safetensors"
     save_file({"weight": np.zeros(3, np.float32)}, other)
     for damaged in (other, tmp_path / "cut.safetensors"):
         if not damaged.exists():
             damaged.write_bytes(path.read_bytes()[:100])
-        for read in (axes_source, PrincipalAxes(50, 4, False).load):
+        for read in (axes_source, AxesProjection(50, 4, False).load):
             with pytest.raises(InputError, match=f"{damaged.name} is not a file of principal axes"):
                 read(damaged)  # type: ignore[operator]
     with pytest.raises(LayertapError, match="is not a file of principal axes|cannot read"):
         axes_source(tmp_path / "absent.safetensors")
     pipe = tmp_path / "pipe.safetensors"
     os.mkfifo(pipe)
-    for read in (axes_source, PrincipalAxes(50, 4, False).load):
+    for read in (axes_source, AxesProjection(50, 4, False).load):
         with pytest.raises(InputError, match="pipe.safetensors is not a file; expected principal axes"):
             read(pipe)  # type: ignore[operator]
     content = load_file(path)
     for name, values in (("mean", content["mean"] * np.nan), ("explained_variance", content["explained_variance"][:2])):
         save_file({**content, name: values}, other)
         with pytest.raises(InputError, match="is damaged: its mean or its variances"):
-            PrincipalAxes(50, 4, False).load(other)
+            AxesProjection(50, 4, False).load(other)
     with pytest.raises(InputError, match="pca4 has no axes; fit them with `layertap embed`"):
-        PrincipalAxes(50, 4, False)(torch.zeros(2, 50))
+        AxesProjection(50, 4, False)(torch.zeros(2, 50))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -26,12 +27,7 @@ from extract.store.reader import FeatureReader
 from extract.store.verify import verify
 from tests.conftest import make_picture
 from tests.pipelines.test_cli import fails, layertap
-from tests.planning import plan
-
-NET: dict[str, Any] = {
-    "backbone": "timm/test_resnet", "weights": "random", "device": "cpu", "progress": False, "workers": 0,
-}  # fmt: skip
-BY_COMMAND = ["-b", "timm/test_resnet", "--weights", "random", "--device", "cpu", "--workers", 0]
+from tests.planning import BY_COMMAND, NET, plan
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +87,14 @@ def test_a_run_is_resumed_with_its_axes_and_refuses_others(folder: Path, tmp_pat
     assert [fault.what.split(":")[0] for fault in verify(out).faults] == [f"axes/{path.name} was changed"]
     with pytest.raises(InputError, match=f"{path.name} was changed"):
         extract_features(folder, out=out, **settings, **NET)
+    description = (out / "dataset.json").read_text()
+    content = json.loads(description)
+    content["features"][0]["attributes"]["principal_axes"] = "../../../elsewhere"
+    (out / "dataset.json").write_text(json.dumps(content))
+    with pytest.raises(InputError, match=r"principal_axes is '../../../elsewhere'; expected a sha256"):
+        extract_features(folder, out=out, **settings, **NET)
+    assert "expected a sha256" in verify(out).faults[0].what
+    (out / "dataset.json").write_text(description)
     path.unlink()
     with pytest.raises(InputError, match=f"{path.name} is missing: it has the principal axes of"):
         extract_features(folder, out=out, **settings, **NET)

@@ -23,12 +23,7 @@ from pipelines.data_sets.report.facts import facts
 from pipelines.data_sets.show import describe
 from tests.conftest import make_picture
 from tests.pipelines.test_cli import fails, layertap
-from tests.planning import plan
-
-NET: dict[str, Any] = {
-    "backbone": "timm/test_resnet", "weights": "random", "device": "cpu", "progress": False, "workers": 0,
-}  # fmt: skip
-BY_COMMAND = ["-b", "timm/test_resnet", "--weights", "random", "--device", "cpu", "--workers", 0]
+from tests.planning import BY_COMMAND, NET, plan
 
 
 @pytest.fixture(scope="module")

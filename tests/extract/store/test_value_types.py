@@ -13,7 +13,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from extract import DisagreementError, InputError, extract_features
+from extract import DisagreementError, InputError, extract_features, load_backbone
 from extract.extraction.recheck import recheck
 from extract.row_status import Status
 from extract.store.export import export
@@ -30,10 +30,8 @@ from extract.store.merge import merge
 from extract.store.reader import FeatureReader
 from extract.store.verify import verify
 from tests.pipelines.test_cli import layertap
+from tests.planning import BY_COMMAND, NET
 
-NET: dict[str, Any] = {
-    "backbone": "timm/test_resnet", "weights": "random", "device": "cpu", "progress": False, "workers": 0,
-}  # fmt: skip
 LAYERS = ["layer1:grid2", "layer4", "embedding"]
 
 
@@ -88,9 +86,8 @@ def test_a_data_set_of_each_type_is_read_as_float32(folder: Path, tmp_path: Path
     (folder / "bee" / "damaged.png").write_bytes(b"no picture")
     exact = extract_features(folder, out=tmp_path / "exact", layers=LAYERS, **NET)
     out = tmp_path / "out"
-    by_command = ["-b", "timm/test_resnet", "--weights", "random", "--device", "cpu", "--workers", 0]
     layers = [text for layer in LAYERS for text in ("-l", layer)]
-    shown = layertap("embed", folder, *by_command, *layers, "--dtype", kind, "--shard-rows", 5, "-o", out)
+    shown = layertap("embed", folder, *BY_COMMAND, *layers, "--dtype", kind, "--shard-rows", 5, "-o", out)
     assert "layer4: as stored, minimum cosine to the values 0.99" in shown.stderr
     [computing] = [event for line in (out / "runs.jsonl").read_text().splitlines()
                    if (event := json.loads(line))["event"] == "computing"]  # fmt: skip
@@ -125,6 +122,27 @@ def test_a_data_set_of_each_type_is_read_as_float32(folder: Path, tmp_path: Path
     assert recheck(out, 12, images=folder).faults == []
     whole_bytes = sum(path.stat().st_size for path in (tmp_path / "exact" / "shards").glob("*.h5"))
     assert sum(path.stat().st_size for path in (out / "shards").glob("*.h5")) < whole_bytes * 3  # small features
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "int8"])
+def test_rows_that_are_not_finite_are_stored_as_such(folder: Path, tmp_path: Path, kind: str) -> None:
+    backbone = load_backbone("timm/test_resnet", weights="random", device="cpu")
+    means = extract_features(folder, out=tmp_path / "exact", layers="layer4", **NET)["layer4"][:].mean(1)
+
+    def poisoned(module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        fifth = (output.mean((1, 2, 3)) / means[4] - 1).abs() < 1e-4
+        assert fifth.sum() <= 1
+        return torch.where(fifth[:, None, None, None], torch.nan, output)
+
+    options = {name: value for name, value in NET.items() if name not in ("backbone", "weights", "device")}
+    with backbone.model.get_submodule("layer4").register_forward_hook(poisoned):
+        reader = extract_features(
+            folder, out=tmp_path / "out", backbone=backbone, layers="layer4", dtype=kind, compile="off", **options
+        )
+    assert np.flatnonzero(reader.status == Status.NOT_FINITE).tolist() == [4]
+    assert np.isnan(reader["layer4"][4]).any()
+    assert np.isfinite(reader["layer4"][5:]).all()
+    assert verify(tmp_path / "out").faults == []
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "int8"])
