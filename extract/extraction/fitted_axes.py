@@ -189,7 +189,7 @@ def _check_space(fits: list[AxesFit], folder: Path, feature: Feature) -> None:
     needed, free = sum(fit.disk_bytes for fit in fits), shutil.disk_usage(folder).free
     if needed > free:
         raise LayertapError(
-            f"{feature.name}: fitting axes needs {needed / 1e9:.1f} GB in {folder}, and {free / 1e9:.1f} GB are free",
+            f"{feature.name}: fitting axes needs {needed / 1e6:,.0f} MB in {folder}, and {free / 1e6:,.0f} MB are free",
             hint="use a smaller --fit-on, or a grid before the projection, such as :grid4:pca64",
         )
 

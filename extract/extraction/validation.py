@@ -28,7 +28,7 @@ from extract.errors import DisagreementError, InputError, LayertapError, first_l
 from extract.extraction.plan import Plan
 from extract.images import Decoding, ImageList, load_batches
 from extract.row_status import Status
-from extract.store.format.value_types import decoded, encoded, finite_and_nan
+from extract.store.format.value_types import decoded, encoded
 from extract.system.json_files import Text, read_json_lines
 
 __all__ = ["FIRST_DECODED", "Computation", "ValidatedForward", "decoded_both_ways", "validated_forward"]
@@ -214,10 +214,8 @@ class ValidatedForward:
         dtype = self._plan.dataset.features[0].dtype
         if dtype == self._plan.dataset.features[0].value_dtype:
             return {}
-        # Rows with values that are not finite get a status, and are stored as such.
-        finite = {name: values[finite_and_nan(values, "float32")[0]] for name, values in features.items()}
-        stored = {name: decoded(encoded(values, dtype), dtype) for name, values in finite.items()}
-        measured, least = agreement(stored, finite), self._plan.settings.min_cosine
+        stored = {name: decoded(encoded(values, dtype), dtype) for name, values in features.items()}
+        measured, least = agreement(stored, features), self._plan.settings.min_cosine
         for name, compared in measured.items():
             if not compared.min_cosine >= least and not self._has_stored_rows:
                 why = f"{name} has a cosine of {compared.min_cosine:.6f} to its values; at least {least} is required"
