@@ -67,6 +67,8 @@ def _grams(features: list[Feature], activation: Tensor) -> dict[str, Tensor]:
 
 
 def _gram(rows: Tensor) -> Tensor:
+    if rows.ndim == 4 and rows.is_contiguous(memory_format=torch.channels_last):
+        rows = rows.permute(0, 2, 3, 1)  # products do not depend on the order of the values, and this needs no copy
     rows = rows.reshape(len(rows), -1)
     rows = rows.cpu() if rows.device.type == "mps" else rows  # which has no float64
     gram = torch.zeros(len(rows), len(rows), dtype=torch.float64, device=rows.device)

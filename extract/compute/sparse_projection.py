@@ -26,9 +26,10 @@ from extract.errors import InputError
 
 __all__ = ["SparseProjection", "entries", "sparse_projection", "values_for_distortion"]
 
-# Tiles of 16,384 inputs of 16 images take 1 MB, and so stay in the cache of a core while their entries are added up.
-# Measured for 802,816 -> 4,096 on one core: 1.0 ms an image; without tiles 2.3 ms; image by image 7 ms.
-_TILE = 1 << 14
+# Tiles of 32,768 inputs of 16 images take 2 MB, and so stay near a core while their entries are added up. Measured for
+# 802,816 -> 4,096 on one core: 0.84 ms an image; tiles of 8,192 or 65,536 inputs 1.09 and 0.88 ms; 8 images at once
+# 1.09 ms; without tiles 2.3 ms; image by image 7 ms.
+_TILE = 1 << 15
 _IMAGES = 16
 _WIDTH = 4  # the kernel of PyTorch for fewer columns is ten times slower
 _DRAWN = 1 << 20  # random words at once; the result does not depend on it
@@ -97,20 +98,28 @@ class _Tile:
         start: first input.
         inputs: (E,) int32, inputs counted from `start`, for each output the positive entries and then the negative.
         starts: (2 K + 1,) int32, where the entries of each output and sign begin.
+        unused: (U,) int32, inputs of the activation in this range that have no entry.
     """
 
     start: int
     inputs: Tensor
     starts: Tensor
+    unused: Tensor
+
+    def on(self, device: torch.device) -> _Tile:
+        """Return a copy on a device."""
+        return _Tile(self.start, self.inputs.to(device), self.starts.to(device), self.unused.to(device))
 
 
 class SparseProjection:
     """Projects a batch of activations (B, ...) with n values an image to (B, K) float32.
 
     The result for an image does not depend on the other images of the batch, nor on their number, bit for bit: each
-    output is one sum in a fixed order. An image with a value that is NaN or infinite becomes NaN.
+    output is one sum in a fixed order. Maps in channels-last memory are added up in that order, so their sums may
+    differ in the last bits. An image with a value that is NaN or infinite becomes NaN.
 
-    R takes 4 bytes for each of its K sqrt(n) entries. It is drawn on the first call, and kept for each device.
+    R takes 4 bytes for each of its K sqrt(n) entries and each input without one. It is drawn on the first call, and
+    kept for each device and order of memory.
 
     Args:
         inputs: n.
@@ -133,7 +142,7 @@ class SparseProjection:
             )
         self.inputs, self.outputs, self.seed = inputs, outputs, seed
         self._scale = math.sqrt(math.sqrt(inputs) / outputs)
-        self._tiles: dict[torch.device, list[_Tile]] = {}
+        self._tiles: dict[tuple[torch.device, int], list[_Tile]] = {}  # by device and channels, see `_tiles_on`
 
     @property
     def name(self) -> str:
@@ -148,8 +157,8 @@ class SparseProjection:
     @property
     def nbytes(self) -> int:
         """Bytes of R in the memory of all devices so far."""
-        tensors = [tensor for tiles in self._tiles.values() for tile in tiles for tensor in (tile.inputs, tile.starts)]
-        return sum(tensor.nbytes for tensor in tensors)
+        tiles = [tile for on_device in self._tiles.values() for tile in on_device]
+        return sum(tile.inputs.nbytes + tile.starts.nbytes + tile.unused.nbytes for tile in tiles)
 
     def __call__(self, activation: Tensor) -> Tensor:
         """Project a batch: (B, ...) of any float type -> (B, K) float32, on its device, which may be "meta"."""
@@ -157,7 +166,10 @@ class SparseProjection:
             return activation.new_empty(len(activation), self.outputs, dtype=torch.float32)
         # Only these two kinds of device have the kernel.
         device = activation.device if activation.device.type in ("cpu", "cuda") else torch.device("cpu")
-        project = partial(self._projected, self._tiles_on(device))
+        channels = 1
+        if _is_channels_last(activation):  # a copy in the order of the axes would take as long as the projection
+            channels, activation = activation.shape[1], activation.permute(0, 2, 3, 1)
+        project = partial(self._projected, self._tiles_on(device, channels))
         if device.type == "cuda":
             return project(activation)
         threads = torch.get_num_threads()
@@ -179,38 +191,53 @@ class SparseProjection:
         width = _multiple(count)
         images = images.reshape(count, self.inputs)
         sums = torch.zeros(2 * self.outputs, width, device=images.device)
+        zeros = torch.zeros(count, 1, device=images.device)  # NaN for an image with a value that is NaN or infinite
         for tile in tiles:
             some = images[:, tile.start : tile.start + _TILE].t()  # (n of the tile, B)
             some = F.pad(some.float(), (0, width - count)) if width > count else some.float().contiguous()
             sums += F.embedding_bag(tile.inputs, some, tile.starts, mode="sum", include_last_offset=True)
+            if len(tile.unused):
+                zeros += images.index_select(1, tile.unused).sum(1, keepdim=True, dtype=torch.float32) * 0
         projected = ((sums[0::2] - sums[1::2]) * self._scale)[:, :count].t()
-        # The second term is 0, or NaN for an image with such a value: few outputs read it, and all are to show it.
-        return projected + images.sum(1, keepdim=True, dtype=torch.float32) * 0
+        # A few outputs read a value that has entries, and all are to show that it is not finite.
+        return projected + zeros + projected.sum(1, keepdim=True) * 0
 
-    def _tiles_on(self, device: torch.device) -> list[_Tile]:
-        if device not in self._tiles:
+    def _tiles_on(self, device: torch.device, channels: int) -> list[_Tile]:
+        """Return R for maps in channels-last memory, (B, H, W, C) with C channels; 1 for the order of the axes."""
+        if (device, channels) not in self._tiles:
             # Not in inference mode: the tensors outlive it.
             with torch.inference_mode(False):
-                cpu = self._tiles.get(torch.device("cpu")) or self._drawn()
-                tiles = [_Tile(tile.start, tile.inputs.to(device), tile.starts.to(device)) for tile in cpu]
-            self._tiles[device] = tiles
-        return self._tiles[device]
+                cpu = self._tiles.get((torch.device("cpu"), channels)) or self._drawn(channels)
+                self._tiles[device, channels] = [tile.on(device) for tile in cpu]
+        return self._tiles[device, channels]
 
-    def _drawn(self) -> list[_Tile]:
+    def _drawn(self, channels: int) -> list[_Tile]:
         rows, columns, positive = entries(self.inputs, self.outputs, self.seed)
+        if channels > 1:
+            channel, position = np.divmod(columns, self.inputs // channels)
+            columns = position * channels + channel
         bags = 2 * rows + ~positive
         numbers, places = np.divmod(columns, _TILE)
-        order = _stable_order(bags)
+        order = _stable_order(places)
+        order = order[_stable_order(bags[order])]
         order = order[_stable_order(numbers[order])]  # by tile, output and sign, input
         bags, places = bags[order], places.astype(np.int32)[order]
         count = -(-self.inputs // _TILE)
+        unused = np.flatnonzero(np.bincount(columns, minlength=self.inputs) == 0).astype(np.int32)
+        unused_of = np.split(unused, np.searchsorted(unused, np.arange(1, count) * _TILE))
         ends = np.concatenate([[0], np.cumsum(np.bincount(numbers, minlength=count))]).tolist()
         tiles = []
         for number, (start, end) in enumerate(itertools.pairwise(ends)):
             sizes = np.bincount(bags[start:end], minlength=2 * self.outputs)
             starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
-            tiles.append(_Tile(number * _TILE, torch.from_numpy(places[start:end]), torch.from_numpy(starts)))
+            tensors = map(torch.from_numpy, (places[start:end], starts, unused_of[number]))
+            tiles.append(_Tile(number * _TILE, *tensors))
         return tiles
+
+
+def _is_channels_last(values: Tensor) -> bool:
+    is_map = values.ndim == 4 and not values.is_contiguous()
+    return is_map and values.is_contiguous(memory_format=torch.channels_last)
 
 
 def _multiple(count: int) -> int:
