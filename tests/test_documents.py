@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from PIL import Image
 
 import layertap
 from pipelines.cli import main
@@ -78,7 +79,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         make_picture(i).save(path)
     make_picture(11).save(place / "cat.jpg")
-    extract_features(str(place / "photos"), out=place / "outputs" / "photos", progress=False)
+    for out, layers in (("photos", "embedding"), ("photos-tokens", "blocks.4:tokens")):
+        extract_features(str(place / "photos"), out=place / "outputs" / out, layers=layers, progress=False)
     return place
 
 
@@ -158,6 +160,22 @@ def test_the_reading_example_reads(run: Any) -> None:
     assert found["features"].shape == (11, 1280)
     assert found["ok"].all()
     assert list(found["classes"]) == ["a", "b"]
+
+
+def test_the_tokens_example_reads_probes_streams_and_trains(place: Path, run: Any) -> None:
+    for path in (place / "photos").rglob("*.png"):  # the left half of a picture, the right half, and a border
+        picture = Image.open(path)
+        mask = np.zeros((picture.height, picture.width), np.uint8)
+        mask[:, picture.width // 2 :], mask[: picture.height // 4] = 1, 255
+        (place / "masks" / path.parent.name).mkdir(parents=True, exist_ok=True)
+        Image.fromarray(mask).save(place / "masks" / path.relative_to(place / "photos"))
+    found, _ = run("docs/guides/tokens.md")
+    assert found["tokens"].shape == (11 * 196, 112)
+    assert found["values"].shape == (6 * 196, 112)  # the last batch of the second worker
+    assert found["result"].metrics["top1"].value > 0.6
+    assert found["tokens"].boxes((640, 480)).shape == (196, 4)
+    assert len(found["losses"]) == 3 * 9
+    assert np.mean(found["losses"][-9:]) < 0.8 * np.mean(found["losses"][:3])
 
 
 def test_the_probe_example_probes(run: Any) -> None:

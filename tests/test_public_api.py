@@ -49,6 +49,7 @@ extract.FeatureReader.place_of(self, row: int) -> tuple[Path, int, int]
 extract.FeatureReader.provenance: dict[str, Any]
 extract.FeatureReader.splits: Sequence[str]
 extract.FeatureReader.status: NDArray[np.uint8]
+extract.FeatureReader.tokens(self, layer: str, *, split: str | None = None) -> TokenArray
 class extract.GradientMonitor(model: nn.Module, layers: str | Sequence[str] | None = None, *, every: int = 100, to:
         Target = None, on_alarm: Callable[[Alarm], None] | None = None)
 class extract.InputError(LayertapError, ValueError)

@@ -25,7 +25,8 @@ class Layout:
         axes: one letter for each axis after the batch: "C", "CHW", "HWC", "TC"; empty if unknown.
         prefix_tokens: number of tokens before the patch tokens (class token, registers).
         class_token: whether the first prefix token is a class token.
-        grid: (rows, columns) of the patch tokens, which are in the order of the rows; None if it is not known.
+        grid: (rows, columns) of the positions of a map, or of the patch tokens, which are in the order of the rows;
+            None if it is not known.
         reason: why the layout is unknown.
     """
 
@@ -35,6 +36,16 @@ class Layout:
     class_token: bool = False
     grid: tuple[int, int] | None = None
     reason: str = ""
+
+    def attributes(self) -> dict[str, str]:
+        """Return the axes as stored with a feature, and where its positions are, if it has some."""
+        attributes = {"axes": self.axes}
+        if self.grid is not None:
+            attributes["grid"] = ",".join(map(str, self.grid))
+        if self.prefix_tokens:
+            first = "class" if self.class_token else "other"
+            attributes["prefix"] = ",".join([first, *["other"] * (self.prefix_tokens - 1)])
+        return attributes
 
 
 def recognise(
@@ -67,9 +78,9 @@ def recognise(
         if first and last:
             return Layout("unknown", reason="channels could be the first axis or the last")
         if first:
-            return Layout("map", "CHW")
+            return Layout("map", "CHW", grid=(shape[1], shape[2]))
         if last:
-            return Layout("map", "HWC")
+            return Layout("map", "HWC", grid=(shape[0], shape[1]))
         return Layout("unknown", reason=f"no two neighbouring axes are a map of the {_px(input_px)} input")
     return Layout("unknown", reason=f"{len(shape)} axes are neither a vector, a map nor tokens")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -76,9 +76,9 @@ class PoolingChain:
         return self.steps[-1].shape
 
     @property
-    def axes(self) -> str:
-        """Axes of the result, one letter each, as in `Layout.axes`."""
-        return self.steps[-1].layout.axes
+    def layout(self) -> Layout:
+        """Layout of the result."""
+        return self.steps[-1].layout
 
     def __call__(self, activation: Tensor) -> Tensor:
         """Pool a batch: (B, ...) -> (B, ...)."""
@@ -152,9 +152,13 @@ def _applied(name: str, layout: Layout, activation: Tensor) -> tuple[PoolingStep
     if entry.arguments is not None:
         name, arguments = entry.arguments(numbers, layout, shape)
     function = partial(entry.function, layout=layout, **arguments)
-    pooled = function(activation.to("meta") if entry.is_fitted else activation)
+    pooled = function(activation if entry.compiles else activation.to("meta"))  # a projection would draw its matrix
     axes = arguments["projection"] if entry.is_fitted else None
-    return PoolingStep(name, function, entry.result(layout), tuple(pooled.shape[1:]), entry.compiles, axes), pooled
+    result = entry.result(layout)
+    if result.kind == "map":
+        rows, columns = (pooled.shape[axis] for axis in _positions(result))
+        result = replace(result, grid=(rows, columns))
+    return PoolingStep(name, function, result, tuple(pooled.shape[1:]), entry.compiles, axes), pooled
 
 
 def _entry(name: str) -> tuple[Pooling, tuple[str | None, ...]]:
@@ -344,6 +348,17 @@ def _flattened(layout: Layout) -> Layout:
     return Layout("vector", layout.axes)
 
 
+def _tokens(x: Tensor, layout: Layout) -> Tensor:
+    """Return the positions of maps, row by row, as tokens: (B, T, C)."""
+    if layout.kind == "tokens":
+        return x
+    return x.flatten(1, 2) if layout.axes == "HWC" else x.flatten(2).transpose(1, 2)
+
+
+def _as_tokens(layout: Layout) -> Layout:
+    return replace(layout, kind="tokens", axes="TC")
+
+
 @dataclass(frozen=True)
 class Pooling:
     """A pooling function and the layouts that it fits.
@@ -407,6 +422,7 @@ POOLINGS: dict[str, Pooling] = {
     "gem[P]": Pooling(
         _generalised_mean, "positions", form=r"gem(\d+(?:\.\d+)?)?", arguments=_generalised_mean_arguments
     ),
+    "tokens": Pooling(_tokens, "positions", result=_as_tokens),
     "gridG": Pooling(_grid, "positions", result=_as_map, form=r"grid([1-9]\d{0,3})", arguments=_grid_arguments),
     # Compilers unroll its hundreds of operations, and OpenVINO has no fast kernel for them.
     "srp[K][sSEED]": Pooling(

@@ -115,7 +115,7 @@ def plan(
             {
                 "layer": str(feature.site),
                 "pooling": feature.pooling,
-                "axes": feature.poolings.axes,
+                **feature.poolings.layout.attributes(),
                 "source_dtype": feature.source_dtype if precision == "float32" else computed_in,
                 **({AXES_HASH: feature.principal_axes.sha256} if feature.principal_axes else {}),
             },

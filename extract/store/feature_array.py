@@ -113,6 +113,12 @@ class FeatureArray:
             self._verify(rows)
         return None if view is None else view[first:last]
 
+    def prefetch(self, start: int, stop: int) -> None:
+        """Start reading rows into the kernel's cache, and return at once."""
+        for shard_index, first, last in self._index.ranges_between(start, stop):
+            if self._index.chosen[shard_index] is None:
+                self._index.files[shard_index].shard.prefetch(self._feature.name, first, last)
+
     def forget(self, start: int, stop: int) -> None:
         """Release memory-mapped pages of rows that were read; the file stays in the kernel's cache."""
         for shard_index, first, last in self._index.ranges_between(start, stop):

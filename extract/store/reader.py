@@ -15,7 +15,7 @@ from extract.errors import InputError, LayertapError, unknown_name
 from extract.row_status import Status
 from extract.store.batches import Shuffle, batches
 from extract.store.feature_array import FeatureArray
-from extract.store.format.layout import ROW_DATA, StoredFeature
+from extract.store.format.layout import ROW_DATA, StoredFeature, feature_types
 from extract.store.format.receipt import reasons_in, reasons_of
 from extract.store.format.row_hash import hash_records, hash_rows
 from extract.store.format.shard import Shard
@@ -26,6 +26,8 @@ from extract.store.row_counts import RowCounts, count_rows
 from extract.store.row_index import RowIndex
 from extract.store.row_selection import RowSelection, open_selections
 from extract.store.text_column import TextColumn
+from extract.store.tokens.token_array import TokenArray
+from extract.store.tokens.token_layout import token_layout
 from extract.system.html_tables import Table, html_summary
 from extract.system.urls import is_url
 
@@ -90,9 +92,7 @@ class FeatureReader:
                 self._selections += [selection.after(base) for selection in opened.selections]
                 if features is None:
                     features, fingerprint = opened.features, opened.fingerprint
-                elif opened.fingerprint != fingerprint or _shapes_and_dtypes(opened.features) != _shapes_and_dtypes(
-                    features
-                ):
+                elif opened.fingerprint != fingerprint or feature_types(opened.features) != feature_types(features):
                     raise InputError(
                         f"{source} and {paths[0]} have different fingerprints; their features cannot be combined"
                     )
@@ -347,6 +347,22 @@ class FeatureReader:
 
         return FeatureDataset(self, layers, self._good_rows(split), transform)
 
+    def tokens(self, layer: str, *, split: str | None = None) -> TokenArray:
+        """Return the tokens of the rows with status ok: positions of maps, or patch tokens; see `TokenArray`.
+
+        Args:
+            layer: name of a feature with axes (T, C), (C, H, W) or (H, W, C), such as one with the pooling `tokens`.
+            split: only the rows of this split; None for all.
+
+        Raises:
+            UnknownNameError: no such layer or split.
+            InputError: the feature has no tokens, or their grid is not recorded.
+        """
+        array = self[layer]
+        preprocessing = self.provenance.get("depends_on", {}).get("preprocessing", {})
+        layout = token_layout(layer, array.shape[1:], array.attributes)
+        return TokenArray(array, layout, self._good_rows(split), preprocessing)
+
     def _good_rows(self, split: str | None) -> NDArray[np.int64]:
         good = self.status == Status.OK
         if split is not None:
@@ -429,10 +445,6 @@ class FeatureReader:
 def _path_or_url(path: str | os.PathLike[str]) -> Path | str:
     """Return a URL as text, any other path as `Path`."""
     return path if isinstance(path, str) and is_url(path) else Path(path)
-
-
-def _shapes_and_dtypes(features: Sequence[StoredFeature]) -> dict[str, Any]:
-    return {feature.name: (feature.shape, feature.dtype) for feature in features}
 
 
 def _frozen(values: NDArray[Any]) -> NDArray[Any]:

@@ -42,6 +42,7 @@ from extract.store.format.layout import (
     VERSIONS_TEXT,
     Identity,
     StoredFeature,
+    feature_types,
     row_bytes,
 )
 from extract.store.format.row_table import RowTable, read_rows
@@ -155,7 +156,8 @@ class DataSet:
             return [self]
         passes = [DataSet.open(pass_folder(self.out, number)) for number in self.version.passes]
         for dataset in passes:
-            if dataset.depends_on != self.depends_on or dataset.features != self.features or dataset.version:
+            same = feature_types(dataset.features) == feature_types(self.features)
+            if not same or dataset.depends_on != self.depends_on or dataset.version:
                 raise InputError(f"{dataset.out} is not a pass of {self.out}: it holds other features")
         return passes
 
@@ -248,8 +250,7 @@ class DataSet:
                     f"{opened.name} is not shard {shard} of this data set: its {name!r} is {shortened(actual)}, "
                     f"expected {shortened(value)}"
                 )
-        expected = {feature.name: (feature.shape, feature.dtype) for feature in self.features}
-        actual_features = {feature.name: (feature.shape, feature.dtype) for feature in opened.features}
+        expected, actual_features = feature_types(self.features), feature_types(opened.features)
         if actual_features != expected:
             different = [name for name in expected | actual_features if expected.get(name) != actual_features.get(name)]
             raise InputError(

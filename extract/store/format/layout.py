@@ -14,7 +14,9 @@ A shard is plain HDF5 (superblock 3, HDF5 1.10 or later) with rows in path order
     /                     attributes: format="layertap", format_version=1, shard, first_row, n_rows, fingerprint,
                           images (xxh3-128 of all paths of the data set)
     /features/NAME        (N, *shape) float32 or float16, or as in extract/store/format/value_types.py, chunks of whole
-                          rows; attributes: layer, pooling, axes, source_dtype, and principal_axes: sha256 of their file
+                          rows; attributes: layer, pooling, axes ("C", "CHW", "HWC", "TC"), source_dtype; perhaps
+                          grid: rows and columns of its positions, as in "14,14"; prefix: tokens before the patch
+                          tokens, as in "class,other"; principal_axes: sha256 of their file
     /path                 (N,) fixed-length UTF-8: relative to the image folder, the bytes of the file name
     /label                (N,) int64, index into /classes; -1 unknown
     /split                (N,) fixed-length UTF-8: train, val, test or empty
@@ -80,6 +82,7 @@ __all__ = [
     "before_hdf5",
     "chunk_rows",
     "create_shard",
+    "feature_types",
     "new_shard_file",
     "plain_offset",
     "preallocated",
@@ -122,7 +125,7 @@ class StoredFeature:
         name: name in the file and in the reader.
         shape: shape of one row.
         dtype: "float32", "float16", "bfloat16" or "int8".
-        attributes: HDF5 attributes of the dataset: layer, pooling, axes, source_dtype, perhaps principal_axes.
+        attributes: HDF5 attributes of the dataset, see above.
     """
 
     name: str
@@ -192,6 +195,11 @@ class RowNames:
 def row_bytes(features: Sequence[StoredFeature]) -> int:
     """Return the bytes of one row over all features."""
     return sum(feature.row_bytes for feature in features)
+
+
+def feature_types(features: Sequence[StoredFeature]) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Return feature -> (shape, dtype). Attributes are left out: later versions store more of them."""
+    return {feature.name: (feature.shape, feature.dtype) for feature in features}
 
 
 def chunk_rows(feature: StoredFeature, n_rows: int) -> int:

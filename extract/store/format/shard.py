@@ -337,6 +337,11 @@ class Shard:
         if name in self._arrays and hasattr(mmap, "MADV_DONTNEED"):
             self._advise(self._arrays[name][start:stop], mmap.MADV_DONTNEED)
 
+    def prefetch(self, name: str, start: int, stop: int) -> None:
+        """Start reading rows into the kernel's cache; reads of other rows are waited for meanwhile."""
+        if name in self._arrays and hasattr(mmap, "MADV_WILLNEED"):
+            self._advise(self._arrays[name][start:stop], mmap.MADV_WILLNEED)
+
     def _advise(self, rows: NDArray[Any], advice: int) -> None:
         start = rows.__array_interface__["data"][0] - np.frombuffer(self._mapping, np.uint8, 1).ctypes.data
         page = start // mmap.PAGESIZE * mmap.PAGESIZE

@@ -139,6 +139,9 @@ class RemoteShard(Shard):
     def _reopened(self) -> Iterator[int | None]:
         yield None
 
+    def prefetch(self, name: str, start: int, stop: int) -> None:
+        """Do nothing: no file is mapped. See `Shard.prefetch`."""
+
     def forget(self, name: str, start: int, stop: int) -> None:
         """Do nothing: no file is mapped. See `Shard.forget`."""
 

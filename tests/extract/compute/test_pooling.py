@@ -87,6 +87,12 @@ def power_mean(x: np.ndarray, power: float, axes: int | tuple[int, ...]) -> np.n
         ("grid1", (5, 4, 4), lambda x: x.mean((2, 3), keepdims=True)),
         ("grid2:max_map", (17, 6), lambda x: x[:, 1:].reshape(3, 2, 2, 2, 2, 6).mean((2, 4)).max((1, 2))),
         ("grid2:flatten", (4, 4, 5), lambda x: x.reshape(3, 2, 2, 2, 2, 5).mean((2, 4)).reshape(3, 20)),
+        ("tokens", (5, 4, 4), lambda x: x.reshape(3, 5, 16).swapaxes(1, 2)),
+        ("tokens", (4, 4, 5), lambda x: x.reshape(3, 16, 5)),
+        ("tokens", (17, 6), lambda x: x),
+        ("grid2:tokens", (5, 4, 4), lambda x: x.reshape(3, 5, 2, 2, 2, 2).mean((3, 5)).reshape(3, 5, 4).swapaxes(1, 2)),
+        ("tokens:mean_tokens", (5, 4, 4), lambda x: x.mean((2, 3))),
+        ("tokens:grid2", (5, 4, 4), lambda x: x.reshape(3, 5, 2, 2, 2, 2).mean((3, 5)).transpose(0, 2, 3, 1)),
         ("grid4:grid2", (5, 4, 4), lambda x: x.reshape(3, 5, 2, 2, 2, 2).mean((3, 5))),
     ],
 )
@@ -141,7 +147,8 @@ def test_a_chain_has_the_axes_of_its_last_pooling() -> None:
     x = torch.randn(2, 196, 8)
     layout = recognise((196, 8), SQUARE)
     axes = {
-        name: resolve_pooling(name, x, layout).axes for name in ("none", "grid2", "grid2:flatten", "grid2:mean_map")
+        name: resolve_pooling(name, x, layout).layout.axes
+        for name in ("none", "grid2", "grid2:flatten", "grid2:mean_map")
     }
     assert axes == {"none": "TC", "grid2": "HWC", "grid2:flatten": "HWC", "grid2:mean_map": "C"}
 
@@ -193,7 +200,7 @@ def test_auto(shape: tuple[int, ...], class_token: bool, chosen: str) -> None:
             "cls_token",
             (64, 7, 7),
             "cls_token does not fit a map of shape .64, 7, 7. per image; "
-            r"use mean_map, max_map, std_map, meanstd, gem\[P\] or gridG",
+            r"use mean_map, max_map, std_map, meanstd, gem\[P\], tokens or gridG",
         ),
         ("cls_token", (196, 8), "which have no class token; use mean_tokens, last_token, meanstd"),
         (

@@ -1,0 +1,1 @@
+"""Tokens of stored features: positions of maps, and patch tokens, one by one."""

@@ -1,0 +1,228 @@
+"""The tokens of one feature, indexed as a NumPy array (N, C)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from extract.errors import InputError
+from extract.store.feature_array import FeatureArray
+from extract.store.tokens.token_batches import TokenBatch, TokenPass, token_batches
+from extract.store.tokens.token_layout import TokenLayout, token_boxes, token_labels
+
+if TYPE_CHECKING:  # imports torch, which is not needed to read arrays
+    from extract.store.tokens.token_stream import TokenStream
+
+__all__ = ["TokenArray", "TokenStatistics"]
+
+_READ_BYTES = 4 << 20  # of whole rows at once, while some of their tokens are read
+_MEASURED = 1 << 16  # tokens at once in `statistics`
+
+
+class TokenStatistics(NamedTuple):
+    """Statistics of tokens.
+
+    Attributes:
+        mean: (C,) float64.
+        std: (C,) float64, divided by the number of tokens.
+        mean_norm: mean Euclidean norm of a token.
+        tokens: number of tokens measured.
+    """
+
+    mean: NDArray[np.float64]
+    std: NDArray[np.float64]
+    mean_norm: float
+    tokens: int
+
+
+class TokenArray:
+    """Tokens of one feature of the images with status ok: positions of maps, or patch tokens; (N, C).
+
+        tokens = reader.tokens("blocks.11")
+        tokens[1000:1010]              # (10, 384)
+        tokens.grid                    # (14, 14)
+        tokens.row(1000), tokens.cell(1000)    # row of the image in the reader; cell of the grid, counted row by row
+        tokens.boxes((640, 480))       # (196, 4), pixels of a picture of 640 x 480 that each cell covers
+
+    Class tokens and registers are not among them; `reader[layer]` has these.
+
+    Attributes:
+        rows: (R,) int64, row of the reader for each image. Token t is in row `rows[t // per_image]`.
+        per_image: tokens of an image.
+        grid: (rows, columns) of the tokens of an image.
+        prefix: names of the tokens in `reader[layer]` before the patch tokens.
+        dtype: dtype of the values.
+        shape: (N, C).
+    """
+
+    def __init__(
+        self, array: FeatureArray, layout: TokenLayout, rows: NDArray[np.int64], preprocessing: Mapping[str, Any]
+    ):
+        self._array, self._layout, self._preprocessing = array, layout, preprocessing
+        self.rows, self.per_image, self.grid, self.prefix = rows, layout.count, layout.grid, layout.prefix
+        self.dtype: np.dtype[Any] = array.dtype
+        self.shape: tuple[int, int] = (len(rows) * layout.count, layout.channels)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __repr__(self) -> str:
+        return f"TokenArray({self.shape}, {self.dtype}, grid {self.grid[0]} x {self.grid[1]})"
+
+    def __getitem__(self, index: Any) -> NDArray[Any]:
+        """Read tokens: an int gives (C,); a slice, or an array of ints in any order, (n, C)."""
+        if isinstance(index, slice):
+            return self._take(np.arange(*index.indices(len(self))))
+        numbers = np.asarray(index)
+        if isinstance(index, tuple) or numbers.ndim > 1 or (numbers.size and numbers.dtype.kind not in "iu"):
+            raise IndexError(f"expected an int, a slice or a list of ints, got {index!r}")
+        numbers = numbers.astype(np.int64)
+        if numbers.size and (int(numbers.min()) < -len(self) or int(numbers.max()) >= len(self)):
+            raise IndexError(f"tokens {numbers.min()} to {numbers.max()} are out of range for {len(self)} tokens")
+        values = self._take(np.atleast_1d(np.where(numbers < 0, numbers + len(self), numbers)))
+        return values if numbers.ndim else values[0]
+
+    def _take(self, numbers: NDArray[np.int64]) -> NDArray[Any]:
+        values = np.empty((len(numbers), self.shape[1]), self.dtype)
+        images, cells = np.divmod(numbers, self.per_image)
+        chosen, positions = np.unique(images, return_inverse=True)
+        at_once = max(1, _READ_BYTES // max(1, self._array.row_bytes))
+        for start in range(0, len(chosen), at_once):
+            here = np.flatnonzero((positions >= start) & (positions < start + at_once))
+            tokens = self._layout.split(self._array.take(self.rows[chosen[start : start + at_once]]))
+            values[here] = tokens[positions[here] - start, len(self.prefix) + cells[here]]
+        return values
+
+    def row(self, numbers: Any) -> Any:
+        """Return the row in the reader of the image of tokens, for an int or an array."""
+        return self.rows[np.asarray(numbers) // self.per_image]
+
+    def cell(self, numbers: Any) -> Any:
+        """Return the cells of tokens in the grid, counted row by row, for an int or an array."""
+        return np.asarray(numbers) % self.per_image
+
+    def boxes(self, picture_px: tuple[int, int]) -> NDArray[np.float64]:
+        """Return the part of a picture that each cell of the grid covers.
+
+        What a token depends on may be larger, up to the whole input.
+
+        Args:
+            picture_px: (width, height) of the picture, upright: `PIL.ImageOps.exif_transpose(picture).size`.
+
+        Returns:
+            (per_image, 4), left, top, right and bottom in pixels.
+
+        Raises:
+            InputError: the backbone's library resizes and crops in its own way.
+        """
+        return token_boxes(self.grid, self._preprocessing, picture_px)
+
+    def labels(self, mask: NDArray[Any], *, ignore: int | None = None, min_share: float = 0.5) -> NDArray[np.int64]:
+        """Return the label of each cell of the grid by a mask of the picture: the most frequent one of its pixels.
+
+            mask = np.asarray(Image.open("masks/0001.png"))
+            y = tokens.labels(mask, ignore=255)
+
+        A pixel counts for the cell that has its centre. Pixels that the crop left out are not used.
+
+        Args:
+            mask: (H, W) labels from 0, upright, in the size of the picture or with its aspect ratio.
+            ignore: a label that no token takes, such as 255 for borders.
+            min_share: smallest share of the pixels of a cell that must have its label.
+
+        Returns:
+            (per_image,) int64; -1 where no label has this share, or the cell has no pixels.
+
+        Raises:
+            InputError: the mask does not hold labels, or see `boxes`.
+        """
+        return token_labels(self.grid, self._preprocessing, mask, ignore, min_share)
+
+    def batches(
+        self,
+        batch_size: int,
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        start: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        memory_bytes: int = 256 << 20,
+    ) -> Iterator[TokenBatch]:
+        """Return an iterator over batches (values, rows, cells): (B, C), (B,) and (B,) int64.
+
+            for values, rows, cells in tokens.batches(4096, shuffle=True, seed=epoch):
+
+        Shuffled, it reads blocks of neighbouring images (about a megabyte each) in random order, and mixes the tokens
+        of as many blocks as fit in half the memory, while a thread reads the next ones. The same arguments give the
+        same order on any machine.
+
+        Args:
+            batch_size: tokens in each batch; the last may have fewer.
+            shuffle: whether to mix the tokens; otherwise they come in the stored order.
+            seed: seed of the order.
+            start: batches to leave out, without reading them: resumes after this number of batches.
+            rank: number of this process, of `world_size` that share the images evenly. Up to `world_size - 1` images of
+                an epoch are left out, so that all have the same number of batches.
+            world_size: number of processes.
+            memory_bytes: maximum allocation, apart from the returned batch and 8 bytes per image.
+
+        Raises:
+            ValueError: an argument is out of range.
+        """
+        how = TokenPass(batch_size, shuffle, seed, start, rank, world_size, memory_bytes)
+        return token_batches(self._array, self._layout, self.rows, how)
+
+    def stream(
+        self,
+        batch_size: int,
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        start: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        memory_bytes: int = 256 << 20,
+    ) -> TokenStream:
+        """Return the batches as a `torch.utils.data.IterableDataset`, see `TokenStream`; arguments as in `batches`.
+
+        Raises:
+            ValueError: an argument is out of range.
+        """
+        from extract.store.tokens.token_stream import TokenStream
+
+        how = TokenPass(batch_size, shuffle, seed, start, rank, world_size, memory_bytes)
+        token_batches(self._array, self._layout, self.rows, how)  # raises here, not in a worker, if memory is too small
+        return TokenStream(self._array, self._layout, self.rows, how)
+
+    def statistics(self, at_most: int = 1_000_000, seed: int = 0) -> TokenStatistics:
+        """Return mean, standard deviation and mean norm of tokens, such as for the input of a sparse autoencoder.
+
+        Args:
+            at_most: number of tokens; if there are more, whole images are chosen at random.
+            seed: seed of the choice.
+
+        Raises:
+            InputError: there are no tokens.
+        """
+        count = min(len(self), at_most)
+        if count < 1:
+            raise InputError("there are no tokens: no image has the status ok, or at_most is 0")
+        images = -(-count // self.per_image)
+        rows = np.sort(np.random.default_rng(seed).choice(self.rows, images, replace=False))
+        total, squares, norms, n = np.zeros(self.shape[1]), np.zeros(self.shape[1]), 0.0, 0
+        shift: NDArray[np.float64] | None = None  # near the mean, so that squares do not cancel
+        for batch in token_batches(self._array, self._layout, rows, TokenPass(_MEASURED)):
+            values = batch.values.astype(np.float64)
+            norms += float(np.sqrt((values * values).sum(1)).sum())
+            shift = values.mean(0) if shift is None else shift
+            values -= shift
+            total += values.sum(0)
+            squares += (values * values).sum(0)
+            n += len(values)
+        assert shift is not None
+        deviations = np.sqrt(np.maximum(squares / n - (total / n) ** 2, 0))
+        return TokenStatistics(shift + total / n, deviations, norms / n, n)

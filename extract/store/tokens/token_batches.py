@@ -1,0 +1,267 @@
+"""Iterate over the tokens of a feature in batches, in order or shuffled, within a fixed amount of memory."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from extract.store.batches import RowSource, prefetch, row_pieces
+from extract.store.tokens.token_layout import TokenLayout
+
+__all__ = ["TokenBatch", "TokenPass", "token_batches"]
+
+_IN_ORDER_BYTES = 4 << 20  # of a window that is not shuffled: it stays in the caches of the processor
+_MOST_TOKENS = (1 << 31) - 1  # of a window, which counts them in 32 bits
+_ORDER_BYTES = 4  # of a token's place in a shuffled window
+
+
+class TokenBatch(NamedTuple):
+    """A batch of tokens.
+
+    Attributes:
+        values: (B, C).
+        rows: (B,) int64, row of the reader that each token is from.
+        cells: (B,) int64, its cell of the grid, counted row by row.
+    """
+
+    values: NDArray[Any]
+    rows: NDArray[np.int64]
+    cells: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class TokenPass:
+    """How to iterate over tokens once; see `TokenArray.batches`.
+
+    Attributes:
+        worker: number of this worker, of `workers` that divide the images of a rank.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+
+    batch_size: int
+    shuffle: bool = False
+    seed: int = 0
+    start: int = 0
+    rank: int = 0
+    world_size: int = 1
+    memory_bytes: int = 256 << 20
+    worker: int = 0
+    workers: int = 1
+
+    def __post_init__(self) -> None:
+        for name, least in (("batch_size", 1), ("seed", 0), ("start", 0), ("world_size", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {least}")
+        if not 0 <= self.rank < self.world_size:
+            raise ValueError(
+                f"rank is {self.rank}; it must be 0 to {self.world_size - 1}, as world_size is {self.world_size}"
+            )
+
+    def share(self, images: int) -> tuple[int, int]:
+        """Return the range of this worker, (start, stop), among a number of images."""
+        each = images // self.world_size
+        first = self.rank * each
+        return first + each * self.worker // self.workers, first + each * (self.worker + 1) // self.workers
+
+    def of_worker(self, worker: int, workers: int, images: int, per_image: int) -> TokenPass:
+        """Return the part of one of several workers, whose batches are taken in turn, after `start` in all."""
+        parts = [
+            replace(self, worker=number, workers=workers, memory_bytes=self.memory_bytes // workers)
+            for number in range(workers)
+        ]
+        shares = [part.share(images) for part in parts]
+        counts = [-(-(stop - start) * per_image // self.batch_size) for start, stop in shares]
+
+        def after(rounds: int) -> list[int]:
+            return [min(rounds, count) for count in counts]  # a worker without batches is passed over
+
+        taken = after(bisect_right(range(max(counts) + 1), self.start, key=lambda rounds: sum(after(rounds))) - 1)
+        turn = 0  # the part that comes next: whoever takes the batches begins with worker 0
+        while sum(taken) < self.start and turn < workers:
+            taken[turn] += taken[turn] < counts[turn]
+            turn += 1
+        part = (worker + turn) % workers
+        return replace(parts[part], start=taken[part])
+
+
+@dataclass(frozen=True)
+class _Window:
+    """Images whose tokens are mixed.
+
+    Attributes:
+        number: number of the window in the epoch.
+        pieces: rows of the images, in pieces of ascending rows.
+    """
+
+    number: int
+    pieces: list[NDArray[np.int64]]
+
+    @property
+    def images(self) -> int:
+        return sum(map(len, self.pieces))
+
+
+def token_batches(
+    array: RowSource, layout: TokenLayout, rows: NDArray[np.int64], how: TokenPass
+) -> Iterator[TokenBatch]:
+    """Return an iterator over the tokens of some rows in batches; see `TokenArray.batches`.
+
+    Args:
+        array: the feature.
+        layout: where the tokens of a row are.
+        rows: (R,) int64, ascending.
+        how: batch size, order, share and memory.
+
+    Raises:
+        ValueError: `memory_bytes` is too small for the blocks of the feature.
+    """
+    pieces = row_pieces(array, rows)
+    if how.shuffle:
+        pieces = [pieces[number] for number in np.random.default_rng(how.seed).permutation(len(pieces))]
+    pieces = _between(pieces, *how.share(len(rows)))
+    image_bytes = max(1, array.row_bytes) + (_ORDER_BYTES * layout.count if how.shuffle else 0)
+    largest = max(map(len, pieces), default=0)
+    # Two buffers, of which one is filled while the other is read, and a piece while it is decompressed or transposed.
+    room = (how.memory_bytes - largest * array.row_bytes) // (2 * image_bytes)
+    if room < largest:
+        needed = largest * (2 * image_bytes + array.row_bytes)
+        raise ValueError(
+            f"memory_bytes is {how.memory_bytes}; it must be at least {needed}, for three blocks of images"
+        )
+    if not how.shuffle:
+        room = min(room, max(largest, _IN_ORDER_BYTES // image_bytes))
+    windows = _windows(pieces, min(room, _MOST_TOKENS // (layout.count + len(layout.prefix))))
+    return _batches(_Reading(array, layout, how.seed if how.shuffle else None), windows, how.batch_size, how.start)
+
+
+def _between(pieces: list[NDArray[np.int64]], start: int, stop: int) -> list[NDArray[np.int64]]:
+    """Return the pieces with the images `start` to `stop`, in the order of the pieces."""
+    chosen, first = [], 0
+    for piece in pieces:
+        part = piece[max(0, start - first) : max(0, stop - first)]
+        if len(part):
+            chosen.append(part)
+        first += len(piece)
+    return chosen
+
+
+def _windows(pieces: list[NDArray[np.int64]], room: int) -> list[_Window]:
+    """Put as many pieces in each window as have at most `room` images."""
+    windows, images = list[_Window](), 0
+    for piece in pieces:
+        if not windows or images + len(piece) > room:
+            windows.append(_Window(len(windows), []))
+            images = 0
+        windows[-1].pieces.append(piece)
+        images += len(piece)
+    return windows
+
+
+class _Filled(NamedTuple):
+    """Tokens of a window.
+
+    Attributes:
+        tokens: (M, C), tokens of its images and perhaps of others.
+        places: (T,), place of each token in `tokens`, in the order of the pass.
+        rows: (M,) images of `tokens`, as rows.
+    """
+
+    tokens: NDArray[Any]
+    places: NDArray[np.int32]
+    rows: NDArray[np.int64]
+
+
+class _Reading:
+    """Reads windows into two buffers in turn.
+
+    Args:
+        array: the feature.
+        layout: where the tokens of a row are.
+        seed: seed of the order; None for the stored order.
+    """
+
+    def __init__(self, array: RowSource, layout: TokenLayout, seed: int | None):
+        self.array, self.layout, self._seed = array, layout, seed
+        self.in_row = layout.count + len(layout.prefix)  # tokens of a row
+        self._buffers: list[NDArray[Any]] = []
+
+    def allocate(self, images: int) -> None:
+        """Allocate the buffers, for windows of up to this number of images."""
+        shape = (images, self.in_row, self.layout.channels)
+        self._buffers = [np.empty(shape, self.array.dtype) for _ in range(2)]
+
+    def fill(self, window: _Window) -> _Filled:
+        """Read a window, and choose the order of its tokens."""
+        buffer, filled = self._buffers[window.number % 2], 0
+        prefetch(self.array, window.pieces)
+        for piece in window.pieces:
+            self._read(piece, buffer[filled : filled + len(piece)])
+            filled += len(piece)
+        first = np.arange(filled, dtype=np.int32) * self.in_row
+        places: NDArray[np.int32] = np.add.outer(first, np.arange(len(self.layout.prefix), self.in_row, dtype=np.int32))
+        places = places.reshape(-1)
+        if self._seed is not None:
+            np.random.default_rng([self._seed, 1 + window.number]).shuffle(places)
+        return _Filled(buffer.reshape(-1, self.layout.channels), places, np.concatenate(window.pieces))
+
+    def _read(self, piece: NDArray[np.int64], space: NDArray[Any]) -> None:
+        first, stop = int(piece[0]), int(piece[-1]) + 1
+        adjacent = stop - first == len(piece)
+        if self.layout.channels_first:
+            rows = self.array.between(first, stop) if adjacent else self.array.take(piece)
+            space[...] = self.layout.split(rows)
+        else:
+            out = space.reshape(len(piece), *self.array.shape[1:])  # a view
+            if adjacent:
+                self.array.between(first, stop, out)
+            else:
+                self.array.take(piece, out)
+        self.array.forget(first, stop)
+
+
+def _batches(reading: _Reading, windows: list[_Window], batch_size: int, start: int) -> Iterator[TokenBatch]:
+    """Yield the tokens of the windows in batches, which may span several windows, from batch number `start`."""
+    per_image, channels = reading.layout.count, reading.layout.channels
+    skipped = start * batch_size
+    first = 0
+    while first < len(windows) and windows[first].images * per_image <= skipped:
+        skipped -= windows[first].images * per_image
+        first += 1
+    windows = windows[first:]
+    if not windows:
+        return
+    reading.allocate(max(window.images for window in windows))
+    remaining = sum(window.images for window in windows) * per_image - skipped
+    batch, filled = None, 0
+    with ThreadPoolExecutor(1, "layertap-tokens") as thread:
+        following = thread.submit(reading.fill, windows[0])
+        for number in range(len(windows)):
+            window = following.result()
+            if number + 1 < len(windows):
+                following = thread.submit(reading.fill, windows[number + 1])
+            done = skipped if number == 0 else 0
+            while done < len(window.places):
+                if batch is None:
+                    size = min(batch_size, remaining)
+                    values = np.empty((size, channels), reading.array.dtype)
+                    batch, filled = TokenBatch(values, np.empty(size, np.int64), np.empty(size, np.int64)), 0
+                taken = min(len(batch.rows) - filled, len(window.places) - done)
+                places, part = window.places[done : done + taken], slice(filled, filled + taken)
+                # "clip" writes directly into `out` (NumPy, "take").
+                np.take(window.tokens, places, axis=0, out=batch.values[part], mode="clip")
+                images, tokens = np.divmod(places, reading.in_row)
+                batch.rows[part] = window.rows[images]
+                batch.cells[part] = tokens - len(reading.layout.prefix)
+                done, filled = done + taken, filled + taken
+                if filled == len(batch.rows):
+                    remaining -= filled
+                    yield batch
+                    batch = None

@@ -1,0 +1,266 @@
+from __future__ import annotations
+
+import itertools
+import pickle
+import tracemalloc
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy.stats import chi2
+from torch.utils.data import DataLoader
+
+from extract import FeatureReader, InputError, UnknownNameError
+from extract.store.format.layout import RowNames, StoredFeature, create_shard
+from extract.store.format.writer import ShardWriter
+from extract.store.tokens.token_layout import token_boxes
+from tests.extract.store.rows import data_set, no_files
+
+ROWS, CHANNELS, GRID = 200, 40, (3, 4)
+CELLS = GRID[0] * GRID[1]
+FAILED = [0, 7, 130]
+PREPROCESSING = {"resize_px": 256, "crop_px": [224, 224]}
+FEATURES = [
+    StoredFeature("vit", (2 + CELLS, CHANNELS), "float32", {"axes": "TC", "grid": "3,4", "prefix": "class,other"}),
+    StoredFeature("plain", (CELLS, CHANNELS), "float32", {"axes": "TC", "grid": "3,4"}),
+    StoredFeature("last", (*GRID, CHANNELS), "float32", {"axes": "HWC", "grid": "3,4"}),
+    StoredFeature("first", (CHANNELS, *GRID), "float32", {"axes": "CHW"}),  # as of earlier versions
+    StoredFeature("bytes", (CELLS, CHANNELS), "int8", {"axes": "TC", "grid": "3,4"}),
+    StoredFeature("vector", (CHANNELS,), "float32", {"axes": "C"}),
+    StoredFeature("old", (2 + CELLS, CHANNELS), "float32", {"axes": "TC"}),
+    StoredFeature("wrong", (CELLS, CHANNELS), "float32", {"axes": "TC", "grid": "3,5"}),
+]
+LAYERS = ["vit", "plain", "last", "first", "bytes"]
+
+
+def values_of(rows: np.ndarray) -> dict[str, np.ndarray]:
+    """Row r, cell c holds 100 r + c in each channel; prefix tokens hold -1."""
+    plain = 100 * rows[:, None, None] + np.arange(CELLS)[:, None] + np.zeros(CHANNELS, np.float32)
+    plain = plain.astype(np.float32)
+    prefixed = np.concatenate([np.full((len(rows), 2, CHANNELS), -1, np.float32), plain], 1)
+    last = plain.reshape(-1, *GRID, CHANNELS)
+    return {
+        "vit": prefixed, "plain": plain, "last": last, "first": np.moveaxis(last, -1, 1), "bytes": plain,
+        "vector": plain[:, 0], "old": prefixed, "wrong": plain,
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=[None, "gzip"])
+def reader(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> FeatureReader:
+    data = data_set(
+        tmp_path_factory.mktemp("tokens") / "out", features=FEATURES,
+        images={"root": "/p", "count": ROWS, "paths_xxh3": ""}, shard_rows=70,
+    )  # fmt: skip
+    data.open_or_create()
+    for shard in range(data.n_shards):
+        rows = np.array(data.shard_range(shard))
+        names = RowNames(list(map(str, rows)), rows % 2, [["train", "val"][i % 2] for i in rows], ["a", "b"])
+        provenance = {"depends_on": {"preprocessing": PREPROCESSING}}
+        create_shard(data.path(shard, part=True), data.features, data.identity(shard), names, provenance)
+        with ShardWriter(data, shard) as writer:
+            status = np.where(np.isin(rows, FAILED), 2, 1).astype("uint8")
+            writer.write(rows, values_of(rows), status, no_files(len(rows)))
+            writer.publish(request.param)
+    return FeatureReader(data.out)
+
+
+def numbers(batches: Any, layer: str = "plain") -> list[int]:
+    """100 row + cell of each token of some batches, after a look at the values."""
+    seen: list[int] = []
+    for values, rows, cells in batches:
+        expected = 100 * np.asarray(rows) + np.asarray(cells)
+        tolerance = 0.5 * 19_911 / 127 if layer == "bytes" else 0
+        assert np.abs(np.asarray(values) - expected[:, None]).max() <= tolerance
+        seen += expected.tolist()
+    return seen
+
+
+def every(rows: Any = None) -> list[int]:
+    rows = [row for row in (range(ROWS) if rows is None else rows) if row not in FAILED]
+    return [100 * row + cell for row in rows for cell in range(CELLS)]
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_tokens_are_read_by_number_and_know_their_image_and_cell(reader: FeatureReader, layer: str) -> None:
+    tokens = reader.tokens(layer)
+    good = np.setdiff1d(np.arange(ROWS), FAILED)
+    assert tokens.shape == (len(good) * CELLS, CHANNELS)
+    assert (len(tokens), tokens.grid, tokens.per_image) == (len(good) * CELLS, GRID, CELLS)
+    assert tokens.prefix == (("class", "other") if layer == "vit" else ())
+    chosen = np.array([len(tokens) - 1, 0, 5, 5, 700, -1])
+    expected = 100 * tokens.row(chosen % len(tokens)) + tokens.cell(chosen % len(tokens))
+    assert expected.tolist() == [19_911, 100, 105, 105, 100 * good[58] + 4, 19_911]
+    tolerance = 0.5 * 19_911 / 127 if layer == "bytes" else 0
+    assert np.abs(tokens[chosen] - expected[:, None]).max() <= tolerance
+    assert np.abs(tokens[3:2000:7][:, 0] - np.array(every())[3:2000:7]).max() <= tolerance
+    assert abs(tokens[13][0] - 201) <= tolerance
+    assert reader.tokens(layer, split="val").rows.tolist() == [row for row in good if row % 2]
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_pass_gives_each_token_once_in_stored_order_or_mixed(reader: FeatureReader, layer: str) -> None:
+    tokens = reader.tokens(layer)
+    batches = list(tokens.batches(100))
+    assert [len(batch.rows) for batch in batches] == [100] * 23 + [64]
+    assert numbers(batches, layer) == every()
+    mixed = numbers(tokens.batches(100, shuffle=True), layer)
+    assert mixed != every()
+    assert sorted(mixed) == every()
+    assert mixed == numbers(tokens.batches(64, shuffle=True), layer)
+    assert mixed != numbers(tokens.batches(100, shuffle=True, seed=1), layer)
+
+
+def test_a_pass_resumes_at_every_batch_with_little_and_much_memory(reader: FeatureReader) -> None:
+    tokens = reader.tokens("vit")
+    for shuffle, memory_bytes in itertools.product([False, True], [480_000, 32 << 20]):
+        how: dict[str, Any] = {"shuffle": shuffle, "seed": 3, "memory_bytes": memory_bytes}
+        whole = [batch.rows.tolist() for batch in tokens.batches(90, **how)]
+        for start in range(len(whole) + 2):
+            assert [batch.rows.tolist() for batch in tokens.batches(90, start=start, **how)] == whole[start:]
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+def test_processes_share_the_images_evenly(reader: FeatureReader, world_size: int) -> None:
+    tokens = reader.tokens("plain")
+    passes = [list(tokens.batches(50, shuffle=True, rank=rank, world_size=world_size)) for rank in range(world_size)]
+    assert len({len(batches) for batches in passes}) == 1
+    seen = Counter(number for batches in passes for number in numbers(batches))
+    assert max(seen.values()) == 1
+    assert len(seen) == len(tokens.rows) // world_size * world_size * CELLS
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_a_stream_in_workers_gives_each_token_once_and_resumes(reader: FeatureReader, workers: int) -> None:
+    tokens = reader.tokens("vit")
+
+    def batches(**how: Any) -> list[Any]:
+        return list(DataLoader(tokens.stream(70, seed=2, **how), batch_size=None, num_workers=workers))
+
+    whole = batches()
+    assert sorted(numbers(whole)) == every()
+    for start in (1, 7, len(whole) - 1, len(whole)):
+        assert [batch[1].tolist() for batch in batches(start=start)] == [batch[1].tolist() for batch in whole[start:]]
+
+
+def test_a_stream_can_be_sent_to_another_process(reader: FeatureReader) -> None:
+    stream = pickle.loads(pickle.dumps(reader.tokens("vit").stream(100, seed=1)))
+    assert numbers(stream) == numbers(reader.tokens("vit").batches(100, shuffle=True, seed=1))
+
+
+def test_mixed_tokens_of_a_window_are_in_uniform_order(reader: FeatureReader) -> None:
+    # Where the tokens of each eighth of the images stand, over many seeds: chi-squared of an 8 x 8 table.
+    tokens, table, parts = reader.tokens("plain"), np.zeros((8, 8)), 8
+    for seed in range(40):
+        rows = np.concatenate([batch.rows for batch in tokens.batches(500, shuffle=True, seed=seed)])
+        np.add.at(table, (rows * parts // ROWS, np.arange(len(rows)) * parts // len(rows)), 1)
+    expected = np.outer(table.sum(1), table.sum(0)) / table.sum()
+    # Tokens of an image are mixed with all others: each counts by itself, and without replacement the sum is smaller.
+    assert ((table - expected) ** 2 / expected).sum() < chi2.ppf(0.9999, (parts - 1) ** 2)
+
+
+def test_memory_stays_below_the_limit_that_was_given(reader: FeatureReader) -> None:
+    tokens = reader.tokens("vit")
+    limit = 500_000
+    tracemalloc.start()
+    for _ in tokens.batches(100, shuffle=True, memory_bytes=limit):
+        pass
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < limit + 200_000
+
+
+def test_statistics_are_those_of_numpy(reader: FeatureReader) -> None:
+    tokens = reader.tokens("vit")
+    values = tokens[:].astype(np.float64)
+    found = tokens.statistics()
+    assert found.tokens == len(tokens)
+    assert np.allclose(found.mean, values.mean(0), rtol=1e-12)
+    assert np.allclose(found.std, values.std(0), rtol=1e-10)
+    assert np.isclose(found.mean_norm, np.linalg.norm(values, axis=1).mean(), rtol=1e-12)
+    assert tokens.statistics(100).tokens == 9 * CELLS  # whole images
+
+
+REFUSED: list[tuple[Callable[[FeatureReader], object], type[Exception], str]] = [
+    (lambda r: r.tokens("vector"), InputError, "vector has no tokens: a row has shape .40. and axes C"),
+    (lambda r: r.tokens("old"), InputError, "the grid of the 14 tokens of old is not recorded"),
+    (lambda r: r.tokens("wrong"), InputError, "the grid of the 12 tokens of wrong"),
+    (lambda r: r.tokens("none"), UnknownNameError, "none"),
+    (lambda r: r.tokens("vit", split="test"), UnknownNameError, "test"),
+    (lambda r: r.tokens("vit")[3000], IndexError, "out of range for 2364 tokens"),
+    (lambda r: r.tokens("vit")[1.5], IndexError, "got 1.5"),
+    (lambda r: r.tokens("vit")[1, 2], IndexError, "expected an int"),
+    (lambda r: r.tokens("vit").batches(0), ValueError, "batch_size is 0"),
+    (lambda r: r.tokens("vit").batches(9, seed=-1), ValueError, "seed is -1"),
+    (lambda r: r.tokens("vit").batches(9, start=-1), ValueError, "start is -1"),
+    (
+        lambda r: r.tokens("vit").batches(9, rank=2, world_size=2),
+        ValueError,
+        "rank is 2; it must be 0 to 1",
+    ),
+    (lambda r: r.tokens("vit").batches(9, memory_bytes=1000), ValueError, r"at least \d+, for three blocks"),
+    (lambda r: r.tokens("vit").stream(9, memory_bytes=1000), ValueError, r"at least \d+, for three blocks"),
+    (lambda r: r.tokens("vit").statistics(0), InputError, "at_most is 0"),
+    (lambda r: r.tokens("vit").labels(np.zeros((5, 5, 3), int)), InputError, "int64 with shape .5, 5, 3.; expected"),
+    (lambda r: r.tokens("vit").labels(np.zeros((5, 5))), InputError, "float64 with shape .5, 5."),
+    (lambda r: r.tokens("vit").labels(np.full((5, 5), -1)), InputError, "the label -1; expected labels from 0"),
+    (lambda r: r.tokens("vit").labels(np.zeros((5, 5), int), min_share=50), InputError, "min_share is 50"),
+    (lambda r: r.tokens("vit").boxes((0, 5)), InputError, "0 x 5 pixels"),
+]
+
+
+@pytest.mark.parametrize(("ask", "error", "message"), REFUSED)
+def test_wrong_arguments_are_refused(
+    reader: FeatureReader, ask: Callable[[FeatureReader], object], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        ask(reader)
+
+
+def test_places_of_tokens_are_not_known_with_a_transform_of_the_library() -> None:
+    with pytest.raises(InputError, match="by its own transform"):
+        token_boxes(GRID, {"library_transform": "x"}, (10, 10))
+
+
+def test_the_cells_of_a_grid_are_places_in_the_picture(reader: FeatureReader) -> None:
+    # 640 x 480 is resized to 341 x 256; the crop of 224 begins at (58, 16).
+    boxes = reader.tokens("vit").boxes((640, 480))
+    assert boxes.shape == (CELLS, 4)
+    assert np.allclose(boxes[0], np.array([58, 16, 58 + 56, 16 + 224 / 3]) * np.array([640 / 341, 480 / 256] * 2))
+    assert np.allclose(boxes[-1, 2:], [(58 + 224) * 640 / 341, (16 + 224) * 480 / 256])
+
+
+def labels_by_pixel(boxes: np.ndarray, mask: np.ndarray, ignore: int | None, min_share: float) -> list[int]:
+    """Labels of cells, by a loop over the pixels of each."""
+    labels = []
+    for left, top, right, bottom in boxes:
+        pixels = [
+            int(mask[y, x])
+            for y, x in itertools.product(*map(range, mask.shape))
+            if left <= x + 0.5 < right and top <= y + 0.5 < bottom
+        ]
+        counts = Counter(label for label in pixels if label != ignore)
+        best = max(counts.values(), default=0)
+        chosen = min((label for label, count in counts.items() if count == best), default=-1)
+        labels.append(chosen if best and best >= min_share * len(pixels) else -1)
+    return labels
+
+
+@pytest.mark.parametrize("size", [(31, 40), (64, 33), (7, 9), (1, 5), (40, 40)])
+def test_labels_of_tokens_are_the_majority_of_the_pixels_of_a_mask(
+    reader: FeatureReader, size: tuple[int, int]
+) -> None:
+    tokens, random = reader.tokens("vit"), np.random.default_rng(0)
+    for dtype, high, ignore, share in ((np.uint8, 3, None, 0), (np.uint16, 300, 7, 0.2), (np.int32, 2, 0, 0.6)):
+        blocks = random.integers(0, high, (size[0] // 4 + 1, size[1] // 4 + 1))
+        mask = np.kron(blocks, np.ones((4, 4), int))[: size[0], : size[1]].astype(dtype)
+        expected = labels_by_pixel(tokens.boxes((size[1], size[0])), mask, ignore, share)
+        assert tokens.labels(mask, ignore=ignore, min_share=share).tolist() == expected
+    assert tokens.labels(np.full(size, 255, np.uint8), ignore=255).tolist() == [-1] * CELLS
+
+
+def test_an_empty_choice_has_no_tokens(tmp_path: Path, reader: FeatureReader) -> None:
+    assert list(reader.tokens("vit").batches(5, rank=250, world_size=300)) == []
+    assert reader.tokens("vit")[[]].shape == (0, CHANNELS)
