@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -96,6 +97,8 @@ class FeatureReader:
                     raise InputError(
                         f"{source} and {paths[0]} have different fingerprints; their features cannot be combined"
                     )
+                more = {feature.name: feature.attributes for feature in opened.features}  # than earlier versions store
+                features = [replace(each, attributes={**more[each.name], **each.attributes}) for each in features]
                 self._sets += [number] * len(opened.selections)
                 base += opened.n_rows
         except BaseException:
@@ -359,9 +362,11 @@ class FeatureReader:
             InputError: the feature has no tokens, or their grid is not recorded.
         """
         array = self[layer]
-        preprocessing = self.provenance.get("depends_on", {}).get("preprocessing", {})
+        depends_on = self.provenance.get("depends_on")
+        preprocessing = depends_on.get("preprocessing") if isinstance(depends_on, dict) else None
         layout = token_layout(layer, array.shape[1:], array.attributes)
-        return TokenArray(array, layout, self._good_rows(split), preprocessing)
+        described = preprocessing if isinstance(preprocessing, dict) else {}
+        return TokenArray(array, layout, self._good_rows(split), described)
 
     def _good_rows(self, split: str | None) -> NDArray[np.int64]:
         good = self.status == Status.OK

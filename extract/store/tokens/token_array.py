@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # imports torch, which is not needed to read arrays
 __all__ = ["TokenArray", "TokenStatistics"]
 
 _READ_BYTES = 4 << 20  # of whole rows at once, while some of their tokens are read
-_MEASURED = 1 << 16  # tokens at once in `statistics`
+_MEASURED_BYTES = 8 << 20  # of float64 values at once in `statistics`
 
 
 class TokenStatistics(NamedTuple):
@@ -72,37 +72,50 @@ class TokenArray:
     def __repr__(self) -> str:
         return f"TokenArray({self.shape}, {self.dtype}, grid {self.grid[0]} x {self.grid[1]})"
 
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        return np.asarray(self[:], dtype=dtype)
+
     def __getitem__(self, index: Any) -> NDArray[Any]:
-        """Read tokens: an int gives (C,); a slice, or an array of ints in any order, (n, C)."""
+        """Read tokens: an int gives (C,); a slice, a mask, or an array of ints in any order, (n, C)."""
+        numbers = self._numbers(index)
+        values = self._take(np.atleast_1d(numbers))
+        return values if numbers.ndim else values[0]
+
+    def _numbers(self, index: Any) -> NDArray[np.int64]:
+        """Return the numbers of tokens, from 0."""
         if isinstance(index, slice):
-            return self._take(np.arange(*index.indices(len(self))))
+            return np.arange(*index.indices(len(self)))
         numbers = np.asarray(index)
+        if numbers.dtype == bool and numbers.ndim:
+            if numbers.shape != (len(self),):
+                raise IndexError(f"the mask has shape {numbers.shape}, expected ({len(self)},)")
+            return np.flatnonzero(numbers)
         if isinstance(index, tuple) or numbers.ndim > 1 or (numbers.size and numbers.dtype.kind not in "iu"):
-            raise IndexError(f"expected an int, a slice or a list of ints, got {index!r}")
-        numbers = numbers.astype(np.int64)
+            raise IndexError(f"expected an int, a slice, a list of ints or a mask, got {index!r}")
         if numbers.size and (int(numbers.min()) < -len(self) or int(numbers.max()) >= len(self)):
             raise IndexError(f"tokens {numbers.min()} to {numbers.max()} are out of range for {len(self)} tokens")
-        values = self._take(np.atleast_1d(np.where(numbers < 0, numbers + len(self), numbers)))
-        return values if numbers.ndim else values[0]
+        numbers = numbers.astype(np.int64)
+        return np.asarray(np.where(numbers < 0, numbers + len(self), numbers))
 
     def _take(self, numbers: NDArray[np.int64]) -> NDArray[Any]:
         values = np.empty((len(numbers), self.shape[1]), self.dtype)
         images, cells = np.divmod(numbers, self.per_image)
         chosen, positions = np.unique(images, return_inverse=True)
+        order = np.argsort(positions, kind="stable")
         at_once = max(1, _READ_BYTES // max(1, self._array.row_bytes))
-        for start in range(0, len(chosen), at_once):
-            here = np.flatnonzero((positions >= start) & (positions < start + at_once))
+        starts = np.arange(0, len(chosen), at_once)
+        for start, here in zip(starts, np.split(order, np.searchsorted(positions[order], starts[1:])), strict=False):
             tokens = self._layout.split(self._array.take(self.rows[chosen[start : start + at_once]]))
             values[here] = tokens[positions[here] - start, len(self.prefix) + cells[here]]
         return values
 
-    def row(self, numbers: Any) -> Any:
-        """Return the row in the reader of the image of tokens, for an int or an array."""
-        return self.rows[np.asarray(numbers) // self.per_image]
+    def row(self, index: Any) -> Any:
+        """Return the row in the reader of the image of each token; `index` as in `tokens[index]`."""
+        return self.rows[self._numbers(index) // self.per_image]
 
-    def cell(self, numbers: Any) -> Any:
-        """Return the cells of tokens in the grid, counted row by row, for an int or an array."""
-        return np.asarray(numbers) % self.per_image
+    def cell(self, index: Any) -> Any:
+        """Return the cell of each token in the grid, counted row by row; `index` as in `tokens[index]`."""
+        return self._numbers(index) % self.per_image
 
     def boxes(self, picture_px: tuple[int, int]) -> NDArray[np.float64]:
         """Return the part of a picture that each cell of the grid covers.
@@ -110,7 +123,8 @@ class TokenArray:
         What a token depends on may be larger, up to the whole input.
 
         Args:
-            picture_px: (width, height) of the picture, upright: `PIL.ImageOps.exif_transpose(picture).size`.
+            picture_px: (width, height) of the picture as it was decoded: upright, `exif_transpose(picture).size`, or
+                `picture.size` if the data set was made with the orientation "ignore".
 
         Returns:
             (per_image, 4), left, top, right and bottom in pixels.
@@ -120,7 +134,7 @@ class TokenArray:
         """
         return token_boxes(self.grid, self._preprocessing, picture_px)
 
-    def labels(self, mask: NDArray[Any], *, ignore: int | None = None, min_share: float = 0.5) -> NDArray[np.int64]:
+    def labels(self, mask: Any, *, ignore: int | None = None, min_share: float = 0.5) -> NDArray[np.int64]:
         """Return the label of each cell of the grid by a mask of the picture: the most frequent one of its pixels.
 
             mask = np.asarray(Image.open("masks/0001.png"))
@@ -129,8 +143,8 @@ class TokenArray:
         A pixel counts for the cell that has its centre. Pixels that the crop left out are not used.
 
         Args:
-            mask: (H, W) labels from 0, upright, in the size of the picture or with its aspect ratio.
-            ignore: a label that no token takes, such as 255 for borders.
+            mask: (H, W) labels from 0, in the size of the picture or with its aspect ratio, turned as in `boxes`.
+            ignore: a label that no token takes, such as 255 for borders; it may be negative.
             min_share: smallest share of the pixels of a cell that must have its label.
 
         Returns:
@@ -171,7 +185,8 @@ class TokenArray:
             memory_bytes: maximum allocation, apart from the returned batch and 8 bytes per image.
 
         Raises:
-            ValueError: an argument is out of range.
+            TypeError: an argument is not an int.
+            ValueError: an argument is out of range, or the memory is too small for the images that are read at once.
         """
         how = TokenPass(batch_size, shuffle, seed, start, rank, world_size, memory_bytes)
         return token_batches(self._array, self._layout, self.rows, how)
@@ -202,20 +217,23 @@ class TokenArray:
         """Return mean, standard deviation and mean norm of tokens, such as for the input of a sparse autoencoder.
 
         Args:
-            at_most: number of tokens; if there are more, whole images are chosen at random.
+            at_most: number of tokens, rounded up to whole images, which are chosen at random.
             seed: seed of the choice.
 
         Raises:
-            InputError: there are no tokens.
+            InputError: there are no tokens, or `at_most` is below 1.
         """
-        count = min(len(self), at_most)
-        if count < 1:
-            raise InputError("there are no tokens: no image has the status ok, or at_most is 0")
+        if at_most < 1:
+            raise InputError(f"at_most is {at_most}; it must be at least 1")
+        if not len(self):
+            raise InputError("there are no tokens: no image has the status ok")
+        count = min(len(self), int(at_most))
         images = -(-count // self.per_image)
         rows = np.sort(np.random.default_rng(seed).choice(self.rows, images, replace=False))
         total, squares, norms, n = np.zeros(self.shape[1]), np.zeros(self.shape[1]), 0.0, 0
         shift: NDArray[np.float64] | None = None  # near the mean, so that squares do not cancel
-        for batch in token_batches(self._array, self._layout, rows, TokenPass(_MEASURED)):
+        measured = TokenPass(max(1, _MEASURED_BYTES // (8 * max(1, self.shape[1]))))
+        for batch in token_batches(self._array, self._layout, rows, measured):
             values = batch.values.astype(np.float64)
             norms += float(np.sqrt((values * values).sum(1)).sum())
             shift = values.mean(0) if shift is None else shift

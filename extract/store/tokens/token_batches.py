@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from bisect import bisect_right
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -43,6 +44,7 @@ class TokenPass:
         worker: number of this worker, of `workers` that divide the images of a rank.
 
     Raises:
+        TypeError: a value is not an int.
         ValueError: a value is out of range.
     """
 
@@ -57,9 +59,23 @@ class TokenPass:
     workers: int = 1
 
     def __post_init__(self) -> None:
-        for name, least in (("batch_size", 1), ("seed", 0), ("start", 0), ("world_size", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {least}")
+        for name, least in (
+            ("batch_size", 1),
+            ("seed", 0),
+            ("start", 0),
+            ("rank", 0),
+            ("world_size", 1),
+            ("memory_bytes", 0),
+        ):
+            given = getattr(self, name)
+            try:
+                object.__setattr__(self, name, operator.index(given))  # integers of NumPy overflow
+            except TypeError:
+                raise TypeError(f"{name} is {given!r}; it must be an int") from None
+            if given < least:
+                raise ValueError(f"{name} is {given}; it must be at least {least}")
+        if not isinstance(self.shuffle, bool):
+            raise ValueError(f"shuffle is {self.shuffle!r}; it must be True or False")
         if not 0 <= self.rank < self.world_size:
             raise ValueError(
                 f"rank is {self.rank}; it must be 0 to {self.world_size - 1}, as world_size is {self.world_size}"
@@ -125,21 +141,28 @@ def token_batches(
     """
     pieces = row_pieces(array, rows)
     if how.shuffle:
-        pieces = [pieces[number] for number in np.random.default_rng(how.seed).permutation(len(pieces))]
+        random = np.random.default_rng(how.seed)
+        # Shares that end within a piece have other images of it in each epoch.
+        pieces = [random.permutation(pieces[number]) for number in random.permutation(len(pieces))]
     pieces = _between(pieces, *how.share(len(rows)))
-    image_bytes = max(1, array.row_bytes) + (_ORDER_BYTES * layout.count if how.shuffle else 0)
+    image_bytes = max(1, array.row_bytes) + _ORDER_BYTES * layout.count
     largest = max(map(len, pieces), default=0)
-    # Two buffers, of which one is filled while the other is read, and a piece while it is decompressed or transposed.
-    room = (how.memory_bytes - largest * array.row_bytes) // (2 * image_bytes)
+    # Two buffers, of which one is filled while the other is read. A piece takes up to three times its size while it is
+    # decompressed, decoded or transposed.
+    spare = 3 * largest * array.row_bytes
+    room = (how.memory_bytes - spare) // (2 * image_bytes)
     if room < largest:
-        needed = largest * (2 * image_bytes + array.row_bytes)
+        needed = (2 * largest * image_bytes + spare) * how.workers
+        workers = f" with {how.workers} workers" if how.workers > 1 else ""
         raise ValueError(
-            f"memory_bytes is {how.memory_bytes}; it must be at least {needed}, for three blocks of images"
+            f"memory_bytes is {how.memory_bytes * how.workers}; it must be at least {needed}{workers}, as {largest} "
+            "images are read at once"
         )
     if not how.shuffle:
         room = min(room, max(largest, _IN_ORDER_BYTES // image_bytes))
     windows = _windows(pieces, min(room, _MOST_TOKENS // (layout.count + len(layout.prefix))))
-    return _batches(_Reading(array, layout, how.seed if how.shuffle else None), windows, how.batch_size, how.start)
+    seeds = (how.seed, how.rank, how.worker) if how.shuffle else None
+    return _batches(_Reading(array, layout, seeds), windows, how.batch_size, how.start)
 
 
 def _between(pieces: list[NDArray[np.int64]], start: int, stop: int) -> list[NDArray[np.int64]]:
@@ -148,7 +171,7 @@ def _between(pieces: list[NDArray[np.int64]], start: int, stop: int) -> list[NDA
     for piece in pieces:
         part = piece[max(0, start - first) : max(0, stop - first)]
         if len(part):
-            chosen.append(part)
+            chosen.append(np.sort(part))
         first += len(piece)
     return chosen
 
@@ -185,11 +208,11 @@ class _Reading:
     Args:
         array: the feature.
         layout: where the tokens of a row are.
-        seed: seed of the order; None for the stored order.
+        seeds: seeds of the order; None for the stored order.
     """
 
-    def __init__(self, array: RowSource, layout: TokenLayout, seed: int | None):
-        self.array, self.layout, self._seed = array, layout, seed
+    def __init__(self, array: RowSource, layout: TokenLayout, seeds: tuple[int, ...] | None):
+        self.array, self.layout, self._seeds = array, layout, seeds
         self.in_row = layout.count + len(layout.prefix)  # tokens of a row
         self._buffers: list[NDArray[Any]] = []
 
@@ -208,8 +231,8 @@ class _Reading:
         first = np.arange(filled, dtype=np.int32) * self.in_row
         places: NDArray[np.int32] = np.add.outer(first, np.arange(len(self.layout.prefix), self.in_row, dtype=np.int32))
         places = places.reshape(-1)
-        if self._seed is not None:
-            np.random.default_rng([self._seed, 1 + window.number]).shuffle(places)
+        if self._seeds is not None:
+            np.random.default_rng([*self._seeds, 1 + window.number]).shuffle(places)
         return _Filled(buffer.reshape(-1, self.layout.channels), places, np.concatenate(window.pieces))
 
     def _read(self, piece: NDArray[np.int64], space: NDArray[Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -57,20 +58,21 @@ def token_layout(name: str, shape: Sequence[int], attributes: Mapping[str, str])
     axes = attributes.get("axes", "")
     if axes not in ("TC", "CHW", "HWC") or len(shape) != len(axes):
         size = "(" + ", ".join(map(str, shape)) + ")"
+        known = f"axes {axes}" if axes.isalpha() and axes.isascii() else "no known axes"
         raise InputError(
-            f"{name} has no tokens: a row has shape {size} and axes {axes or 'that are not known'}",
+            f"{name} has no tokens: a row has shape {size} and {known}",
             hint="extract a map or patch tokens, such as -l LAYER:tokens",
         )
     if axes != "TC":
         rows, columns = (shape[axes.index(axis)] for axis in "HW")
         return TokenLayout((rows, columns), (), shape[axes.index("C")], axes == "CHW")
     prefix = tuple(filter(None, attributes.get("prefix", "").split(",")))
-    grid = re.fullmatch(r"(\d{1,6}),(\d{1,6})", attributes.get("grid", ""), re.ASCII)
+    grid = re.fullmatch(r"([1-9]\d{0,5}),([1-9]\d{0,5})", attributes.get("grid", ""), re.ASCII)
     if grid is None or int(grid[1]) * int(grid[2]) + len(prefix) != shape[0]:
         raise InputError(
-            f"the grid of the {shape[0]:,} tokens of {name} is not recorded: they are not in the order of the picture, "
-            "or an earlier version of layertap stored them",
-            hint="extract them again, or read whole rows, reader[...]",
+            f"the grid of the {shape[0]:,} tokens of {name} is not recorded: an earlier version stored them, or they "
+            "are not in the order of the picture",
+            hint="read whole rows, reader[...], or extract into a new folder if the version is the reason",
         )
     return TokenLayout((int(grid[1]), int(grid[2])), prefix, shape[1], channels_first=False)
 
@@ -85,7 +87,7 @@ def token_boxes(
     Args:
         grid: (rows, columns).
         preprocessing: `resize_px` and `crop_px`, as recorded in the data set.
-        picture_px: (width, height) of the picture, upright.
+        picture_px: (width, height) of the picture as it was decoded, which is upright unless orientation was "ignore".
 
     Returns:
         (rows * columns, 4), left, top, right and bottom in pixels of the picture, row by row.
@@ -101,28 +103,30 @@ def token_boxes(
 
 
 def token_labels(
-    grid: tuple[int, int],
-    preprocessing: Mapping[str, Any],
-    mask: NDArray[Any],
-    ignore: int | None,
-    min_share: float,
+    grid: tuple[int, int], preprocessing: Mapping[str, Any], mask: Any, ignore: int | None, min_share: float
 ) -> NDArray[np.int64]:
     """Return the label of each token by a mask; see `TokenArray.labels`.
 
     Raises:
         InputError: the mask is not an image of integers from 0, or see `token_boxes`.
     """
+    mask = np.asarray(mask)
     if mask.ndim != 2 or mask.dtype.kind not in "iub" or not mask.size:
         shape = "(" + ", ".join(map(str, mask.shape)) + ")"
         raise InputError(
             f"the mask is an array of {mask.dtype} with shape {shape}; expected integers (H, W)",
-            hint="open PNG masks by np.asarray(Image.open(...)), without conversion to RGB",
+            hint="open masks by np.asarray(Image.open(...)), without conversion to RGB",
         )
-    labels = mask.astype(np.int64)
-    if int(labels.min()) < 0:
-        raise InputError(f"the mask has the label {labels.min()}; expected labels from 0")
+    if ignore is not None and not isinstance(ignore, int | np.integer):
+        raise InputError(f"ignore is {ignore!r}; expected one label", hint="give several labels the same number first")
     if not 0 <= min_share <= 1:
         raise InputError(f"min_share is {min_share}; expected 0 to 1")
+    wrong = mask[(mask < 0) & (mask != ignore)] if mask.dtype.kind == "i" else mask[mask > np.iinfo(np.int64).max]
+    if wrong.size:
+        raise InputError(
+            f"the mask has the label {wrong[0]}; expected labels from 0 to 2**63 - 1",
+            hint="name the label of unlabelled pixels as ignore" if wrong[0] < 0 else "",
+        )
     height, width = mask.shape
     x, y = _edges(grid, preprocessing, (width, height))
     # The cell of each row and column of pixels, by their centres; -1 or the number of cells outside the crop.
@@ -130,17 +134,18 @@ def token_labels(
     rows = np.searchsorted(y, np.arange(height) + 0.5, side="right") - 1
     inside = np.ix_((rows >= 0) & (rows < grid[0]), (columns >= 0) & (columns < grid[1]))
     cells = (rows[:, None] * grid[1] + columns)[inside].reshape(-1)
-    values, numbers = np.unique(labels[inside].reshape(-1), return_inverse=True)
-    count = grid[0] * grid[1]
-    counts = np.bincount(cells * len(values) + numbers, minlength=count * len(values)).reshape(count, len(values))
-    pixels = counts.sum(1)
-    if ignore is not None:
-        counts[:, values == ignore] = 0
-    most = counts.max(1, initial=0)
-    chosen = np.full(count, -1, np.int64)
-    known = (most > 0) & (most >= min_share * pixels)
-    if known.any():
-        chosen[known] = values[counts[known].argmax(1)]
+    values, numbers = np.unique(mask[inside].astype(np.int64).reshape(-1), return_inverse=True)
+    pixels = np.bincount(cells, minlength=grid[0] * grid[1])
+    pairs, counts = np.unique(cells * len(values) + numbers, return_counts=True)  # as few as there are pixels
+    cells, labels = pairs // max(1, len(values)), values[pairs % max(1, len(values))]
+    taken = labels != ignore if ignore is not None else np.ones(len(labels), np.bool_)
+    cells, labels, counts = cells[taken], labels[taken], counts[taken]
+    order = np.lexsort((labels, -counts, cells))  # the most frequent label of each cell comes first
+    cells, first = np.unique(cells[order], return_index=True)
+    labels, counts = labels[order][first], counts[order][first]
+    known = counts >= min_share * pixels[cells]
+    chosen = np.full(grid[0] * grid[1], -1, np.int64)
+    chosen[cells[known]] = labels[known]
     return chosen
 
 
@@ -152,18 +157,34 @@ def _edges(
         raise InputError(
             "the places of tokens are not known: the backbone's library resizes and crops pictures by its own transform"
         )
-    width, height = picture_px
-    if width < 1 or height < 1:
-        raise InputError(f"the picture has {width} x {height} pixels; expected at least 1 x 1")
-    resize, (crop_height, crop_width) = preprocessing["resize_px"], preprocessing["crop_px"]
-    if not isinstance(resize, int):
-        new_height, new_width = resize
-    elif width <= height:  # torchvision rounds down
-        new_width, new_height = resize, int(resize * height / width)
+    width, height = _size(picture_px, "the picture")
+    resize = preprocessing["resize_px"]
+    crop_height, crop_width = _size(preprocessing.get("crop_px"), "the recorded crop")
+    if isinstance(resize, list | tuple):
+        new_height, new_width = _size(resize, "the recorded size")
     else:
-        new_width, new_height = int(resize * width / height), resize
+        shorter, _ = _size((resize, resize), "the recorded size")
+        if width <= height:  # torchvision rounds down
+            new_width, new_height = shorter, shorter * height // width
+        else:
+            new_width, new_height = shorter * width // height, shorter
     left, top = round((new_width - crop_width) / 2), round((new_height - crop_height) / 2)
     rows, columns = grid
-    y = (top + np.arange(rows + 1) * (crop_height / rows)) * (height / new_height)
-    x = (left + np.arange(columns + 1) * (crop_width / columns)) * (width / new_width)
+    y = np.array([(top + row * crop_height / rows) * height / new_height for row in range(rows + 1)], np.float64)
+    x = np.array([(left + cell * crop_width / columns) * width / new_width for cell in range(columns + 1)], np.float64)
     return x, y
+
+
+def _size(sides: Any, what: str) -> tuple[int, int]:
+    """Return two sides in pixels as integers.
+
+    Raises:
+        InputError: they are something else.
+    """
+    try:
+        first, second = (operator.index(side) for side in sides)
+    except (TypeError, ValueError):
+        raise InputError(f"{what} is {sides!r}; expected two sides in pixels") from None
+    if not (0 < first < 1 << 31 and 0 < second < 1 << 31):
+        raise InputError(f"{what} has {first} x {second} pixels; expected at least 1 x 1")
+    return first, second

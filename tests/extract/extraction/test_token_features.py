@@ -14,6 +14,7 @@ import transformers
 from PIL import Image, ImageOps
 
 from extract import FeatureReader, InputError, extract_features, load_backbone
+from extract.compute.activation_layout import Layout
 from extract.compute.agreement import FULL_PRECISION
 from extract.compute.backbone import Backbone
 
@@ -149,6 +150,21 @@ def test_layers_without_positions_have_no_tokens(folder: Path, tmp_path: Path) -
         extract_features(
             folder, out=tmp_path / "a", backbone=backbone, layers="blocks.1:cls_token:tokens", progress=False
         )
+
+
+def test_a_grid_is_known_if_one_of_several_data_sets_records_it(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backbone = load_backbone("timm/test_vit", weights="random", device="cpu")
+    how: dict[str, Any] = {"backbone": backbone, "layers": "blocks.1:none", "workers": 0, "progress": False}
+    extract_features(folder, out=tmp_path / "new", **how)
+    monkeypatch.setattr(Layout, "attributes", lambda layout: {"axes": layout.axes})  # as earlier versions
+    extract_features(folder, out=tmp_path / "old", **how)
+    with FeatureReader(tmp_path / "old") as reader, pytest.raises(InputError, match="not recorded: an earlier version"):
+        reader.tokens("blocks.1")
+    for order in (["new", "old"], ["old", "new"]):
+        with FeatureReader([tmp_path / name for name in order]) as reader:
+            assert reader.tokens("blocks.1").shape == (24 * 100, 64)
 
 
 def test_grids_and_whole_maps_have_tokens_too(folder: Path, tmp_path: Path) -> None:
