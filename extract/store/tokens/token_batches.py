@@ -100,7 +100,7 @@ class TokenPass:
             return [min(rounds, count) for count in counts]  # a worker without batches is passed over
 
         taken = after(bisect_right(range(max(counts) + 1), self.start, key=lambda rounds: sum(after(rounds))) - 1)
-        turn = 0  # the part that comes next: whoever takes the batches begins with worker 0
+        turn = 0  # the part that comes next: a DataLoader begins with worker 0
         while sum(taken) < self.start and turn < workers:
             taken[turn] += taken[turn] < counts[turn]
             turn += 1
