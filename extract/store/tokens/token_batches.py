@@ -19,7 +19,8 @@ __all__ = ["TokenBatch", "TokenPass", "token_batches"]
 
 _IN_ORDER_BYTES = 4 << 20  # of a window that is not shuffled: it stays in the caches of the processor
 _MOST_TOKENS = (1 << 31) - 1  # of a window, which counts them in 32 bits
-_ORDER_BYTES = 4  # of a token's place in a shuffled window
+_ORDER_BYTES = 4  # of a token's place in a window
+_LEAST = {"batch_size": 1, "seed": 0, "start": 0, "rank": 0, "world_size": 1, "memory_bytes": 0}
 
 
 class TokenBatch(NamedTuple):
@@ -59,14 +60,7 @@ class TokenPass:
     workers: int = 1
 
     def __post_init__(self) -> None:
-        for name, least in (
-            ("batch_size", 1),
-            ("seed", 0),
-            ("start", 0),
-            ("rank", 0),
-            ("world_size", 1),
-            ("memory_bytes", 0),
-        ):
+        for name, least in _LEAST.items():
             given = getattr(self, name)
             try:
                 object.__setattr__(self, name, operator.index(given))  # integers of NumPy overflow
@@ -76,7 +70,7 @@ class TokenPass:
                 raise ValueError(f"{name} is {given}; it must be at least {least}")
         if not isinstance(self.shuffle, bool):
             raise ValueError(f"shuffle is {self.shuffle!r}; it must be True or False")
-        if not 0 <= self.rank < self.world_size:
+        if self.rank >= self.world_size:
             raise ValueError(
                 f"rank is {self.rank}; it must be 0 to {self.world_size - 1}, as world_size is {self.world_size}"
             )

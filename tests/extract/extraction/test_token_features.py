@@ -17,6 +17,8 @@ from extract import FeatureReader, InputError, extract_features, load_backbone
 from extract.compute.activation_layout import Layout
 from extract.compute.agreement import FULL_PRECISION
 from extract.compute.backbone import Backbone
+from extract.compute.feature_choice import choose_features
+from extract.system.torch_state import evaluating
 
 Intermediate = Callable[[Any, torch.Tensor], torch.Tensor]  # (B, T, C) or (B, C, H, W)
 
@@ -38,8 +40,8 @@ def of_hf(model: Any, images: torch.Tensor) -> torch.Tensor:
 CASES = [
     pytest.param("timm/test_vit", "blocks.1", of_timm(1), ("class",), id="vit"),
     pytest.param("hf", "encoder.layer.1", of_hf, ("class", *["other"] * 4), id="dinov2 with registers"),
-    pytest.param("timm/test_convnext", "stages.2", of_timm(2), (), id="convnext"),
-    pytest.param("timm/test_resnet", "layer2", of_timm(2), (), id="resnet"),
+    pytest.param("timm/test_convnext", "stages.2", of_timm(2), (), id="convnext", marks=pytest.mark.slow),
+    pytest.param("timm/test_resnet", "layer2", of_timm(2), (), id="resnet", marks=pytest.mark.slow),
     pytest.param(
         "timm/swin_tiny_patch4_window7_224", "layers.1", of_timm(1), (), id="swin", marks=pytest.mark.slow
     ),
@@ -94,7 +96,7 @@ SIZES = [(640, 480), (333, 500), (224, 224), (97, 61), (1000, 230)]
     {"size": 256, "crop": 224}, {"size": (224, 224), "crop": 224}, {"size": (250, 320), "crop": (160, 288)},
     {"size": 300, "crop": (224, 160), "interpolation": "bicubic"},
 ])  # fmt: skip
-@pytest.mark.parametrize("decode", ["exact", "fast"])
+@pytest.mark.parametrize("decode", ["exact", pytest.param("fast", marks=pytest.mark.slow)])
 def test_a_bright_cell_lights_the_token_of_its_place(
     preprocessing: dict[str, Any], decode: str, tmp_path: Path
 ) -> None:
@@ -142,16 +144,16 @@ def test_a_bright_cell_lights_the_token_of_its_place(
         assert np.median(lights.max(1) / lights.sum(1)) > 0.8
 
 
-def test_layers_without_positions_have_no_tokens(folder: Path, tmp_path: Path) -> None:
+def test_layers_without_positions_have_no_tokens() -> None:
     backbone = load_backbone("timm/test_vit", weights="random", device="cpu")
-    with pytest.raises(InputError, match="tokens does not fit a vector"):
-        extract_features(folder, out=tmp_path / "a", backbone=backbone, layers="embedding:tokens", progress=False)
-    with pytest.raises(InputError, match="after cls_token, tokens does not fit a vector"):
-        extract_features(
-            folder, out=tmp_path / "a", backbone=backbone, layers="blocks.1:cls_token:tokens", progress=False
-        )
+    with evaluating(backbone.model):
+        with pytest.raises(InputError, match="tokens does not fit a vector"):
+            choose_features(backbone, ["embedding:tokens"])
+        with pytest.raises(InputError, match="after cls_token, tokens does not fit a vector"):
+            choose_features(backbone, ["blocks.1:cls_token:tokens"])
 
 
+@pytest.mark.slow
 def test_a_grid_is_known_if_one_of_several_data_sets_records_it(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -133,7 +133,7 @@ def test_processes_share_the_images_evenly(reader: FeatureReader, world_size: in
     assert len(seen) == len(tokens.rows) // world_size * world_size * CELLS
 
 
-@pytest.mark.parametrize("workers", [0, 1, 3])
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_stream_in_workers_gives_each_token_once_and_resumes(reader: FeatureReader, workers: int) -> None:
     tokens = reader.tokens("vit")
 
