@@ -6,6 +6,7 @@ import tracemalloc
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader
 from extract import FeatureReader, InputError, UnknownNameError
 from extract.store.format.layout import RowNames, StoredFeature, create_shard
 from extract.store.format.writer import ShardWriter
+from extract.store.tokens import token_stream
 from extract.store.tokens.token_layout import token_boxes
 from tests.extract.store.rows import data_set, no_files
 
@@ -177,10 +179,13 @@ def test_memory_stays_below_the_limit_that_was_given(reader: FeatureReader, laye
         assert peak < 1.1 * least + 100_000  # objects of Python
 
 
-def test_too_little_memory_for_the_workers_is_reported_in_the_numbers_of_the_caller(reader: FeatureReader) -> None:
+def test_too_little_memory_for_the_workers_is_reported_in_the_numbers_of_the_caller(
+    reader: FeatureReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stream = reader.tokens("vit").stream(70, memory_bytes=900_000)
+    monkeypatch.setattr(token_stream, "get_worker_info", lambda: SimpleNamespace(id=0, num_workers=2))
     with pytest.raises(ValueError, match=r"memory_bytes is 900000; it must be at least \d+ with 2 workers"):
-        list(DataLoader(stream, batch_size=None, num_workers=2))
+        next(iter(stream))
 
 
 def test_processes_mix_in_different_orders_and_leave_out_other_images_in_each_epoch(reader: FeatureReader) -> None:
