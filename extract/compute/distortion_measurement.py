@@ -17,6 +17,7 @@ from torch import Tensor
 from extract.backbones import LoadedBackbone
 from extract.compute.distortion import Distortion, distortion_of_grams
 from extract.compute.feature_choice import Choice, Feature
+from extract.compute.sparse_projection import is_channels_last
 from extract.system.foreign_code import exits_refused
 from extract.system.torch_state import evaluating, full_float32
 from extract.taps.taps import Taps
@@ -67,7 +68,7 @@ def _grams(features: list[Feature], activation: Tensor) -> dict[str, Tensor]:
 
 
 def _gram(rows: Tensor) -> Tensor:
-    if rows.ndim == 4 and rows.is_contiguous(memory_format=torch.channels_last):
+    if is_channels_last(rows):
         rows = rows.permute(0, 2, 3, 1)  # products do not depend on the order of the values, and this needs no copy
     rows = rows.reshape(len(rows), -1)
     rows = rows.cpu() if rows.device.type == "mps" else rows  # which has no float64

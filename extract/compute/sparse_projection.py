@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from extract.errors import InputError
 
-__all__ = ["SparseProjection", "entries", "sparse_projection", "values_for_distortion"]
+__all__ = ["SparseProjection", "entries", "is_channels_last", "sparse_projection", "values_for_distortion"]
 
 # Tiles of 32,768 inputs of 16 images take 2 MB, and so stay near a core while their entries are added up. Measured for
 # 802,816 -> 4,096 on one core: 0.84 ms an image; tiles of 8,192 or 65,536 inputs 1.09 and 0.88 ms; 8 images at once
@@ -167,7 +167,7 @@ class SparseProjection:
         # Only these two kinds of device have the kernel.
         device = activation.device if activation.device.type in ("cpu", "cuda") else torch.device("cpu")
         channels = 1
-        if _is_channels_last(activation):  # a copy in the order of the axes would take as long as the projection
+        if is_channels_last(activation):  # a copy in the order of the axes would take as long as the projection
             channels, activation = activation.shape[1], activation.permute(0, 2, 3, 1)
         project = partial(self._projected, self._tiles_on(device, channels))
         if device.type == "cuda":
@@ -235,7 +235,8 @@ class SparseProjection:
         return tiles
 
 
-def _is_channels_last(values: Tensor) -> bool:
+def is_channels_last(values: Tensor) -> bool:
+    """Return whether maps (B, C, H, W) are in memory as (B, H, W, C)."""
     is_map = values.ndim == 4 and not values.is_contiguous()
     return is_map and values.is_contiguous(memory_format=torch.channels_last)
 

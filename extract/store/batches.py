@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["RowSource", "Shuffle", "batches", "prefetch", "row_pieces"]
+__all__ = ["RowSource", "Shuffle", "batches", "prefetch", "read_piece", "row_pieces"]
 
 Shuffle = Literal["chunks", "rows"] | None
 _Batch = tuple[NDArray[Any], NDArray[np.int64]]
@@ -207,19 +207,21 @@ def prefetch(array: RowSource, pieces: list[NDArray[np.int64]]) -> None:
         array.prefetch(int(piece[0]), int(piece[-1]) + 1)
 
 
+def read_piece(array: RowSource, piece: NDArray[np.int64], out: NDArray[Any] | None = None) -> NDArray[Any]:
+    """Read rows of one piece, ascending; in `out` if it is given."""
+    first, stop = int(piece[0]), int(piece[-1]) + 1
+    values = array.between(first, stop, out) if stop - first == len(piece) else array.take(piece, out)
+    array.forget(first, stop)
+    return values
+
+
 def _fill(array: RowSource, pieces: list[NDArray[np.int64]], out: NDArray[Any]) -> None:
     """Read pieces one after the other into `out`."""
     prefetch(array, pieces)
     size = 0
     for piece in pieces:
-        first, stop = int(piece[0]), int(piece[-1]) + 1
-        space = out[size : size + len(piece)]
-        if stop - first == len(piece):
-            array.between(first, stop, space)
-        else:
-            array.take(piece, space)
+        read_piece(array, piece, out[size : size + len(piece)])
         size += len(piece)
-        array.forget(first, stop)
 
 
 def _cut(windows: Iterator[_Window], batch_size: int, array: RowSource, n_rows: int) -> Iterator[_Batch]:

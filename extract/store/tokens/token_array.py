@@ -179,8 +179,8 @@ class TokenArray:
             shuffle: whether to mix the tokens; otherwise they come in the stored order.
             seed: seed of the order.
             start: batches to leave out, without reading them: resumes after this number of batches.
-            rank: number of this process, of `world_size` that share the images evenly. Up to `world_size - 1` images of
-                an epoch are left out, so that all have the same number of batches.
+            rank: number of this process, of `world_size` that share the images evenly. Up to `world_size - 1` images
+                are left out, so that all have the same number of batches; shuffled, others with each seed.
             world_size: number of processes.
             memory_bytes: maximum allocation, apart from the returned batch and 8 bytes per image.
 
@@ -195,18 +195,14 @@ class TokenArray:
         self,
         batch_size: int,
         *,
-        shuffle: bool = True,
+        shuffle: bool = False,
         seed: int = 0,
         start: int = 0,
         rank: int = 0,
         world_size: int = 1,
         memory_bytes: int = 256 << 20,
     ) -> TokenStream:
-        """Return the batches as a `torch.utils.data.IterableDataset`, see `TokenStream`; arguments as in `batches`.
-
-        Raises:
-            ValueError: an argument is out of range.
-        """
+        """Return the batches as a `torch.utils.data.IterableDataset`, see `TokenStream`; as `batches` in all else."""
         from extract.store.tokens.token_stream import TokenStream
 
         how = TokenPass(batch_size, shuffle, seed, start, rank, world_size, memory_bytes)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from extract.store.batches import RowSource, prefetch, row_pieces
+from extract.store.batches import RowSource, prefetch, read_piece, row_pieces
 from extract.store.tokens.token_layout import TokenLayout
 
 __all__ = ["TokenBatch", "TokenPass", "token_batches"]
@@ -135,10 +135,8 @@ def token_batches(
     """
     pieces = row_pieces(array, rows)
     if how.shuffle:
-        random = np.random.default_rng(how.seed)
-        # Shares that end within a piece have other images of it in each epoch.
-        pieces = [random.permutation(pieces[number]) for number in random.permutation(len(pieces))]
-    pieces = _between(pieces, *how.share(len(rows)))
+        pieces = [pieces[number] for number in np.random.default_rng(how.seed).permutation(len(pieces))]
+    pieces = _between(pieces, *how.share(len(rows)), how.seed if how.shuffle else None)
     image_bytes = max(1, array.row_bytes) + _ORDER_BYTES * layout.count
     largest = max(map(len, pieces), default=0)
     # Two buffers, of which one is filled while the other is read. A piece takes up to three times its size while it is
@@ -159,13 +157,20 @@ def token_batches(
     return _batches(_Reading(array, layout, seeds), windows, how.batch_size, how.start)
 
 
-def _between(pieces: list[NDArray[np.int64]], start: int, stop: int) -> list[NDArray[np.int64]]:
-    """Return the pieces with the images `start` to `stop`, in the order of the pieces."""
+def _between(pieces: list[NDArray[np.int64]], start: int, stop: int, seed: int | None) -> list[NDArray[np.int64]]:
+    """Return the pieces with the images `start` to `stop`, in the order of the pieces.
+
+    With a seed, random images of a piece go to each of the shares that divide it, so other images are left out in each
+    epoch.
+    """
     chosen, first = [], 0
     for piece in pieces:
-        part = piece[max(0, start - first) : max(0, stop - first)]
+        cut = slice(max(0, start - first), max(0, stop - first))
+        part = piece[cut]
+        if 0 < len(part) < len(piece) and seed is not None:
+            part = np.sort(np.random.default_rng([seed, first]).permutation(piece)[cut])
         if len(part):
-            chosen.append(np.sort(part))
+            chosen.append(part)
         first += len(piece)
     return chosen
 
@@ -230,18 +235,10 @@ class _Reading:
         return _Filled(buffer.reshape(-1, self.layout.channels), places, np.concatenate(window.pieces))
 
     def _read(self, piece: NDArray[np.int64], space: NDArray[Any]) -> None:
-        first, stop = int(piece[0]), int(piece[-1]) + 1
-        adjacent = stop - first == len(piece)
         if self.layout.channels_first:
-            rows = self.array.between(first, stop) if adjacent else self.array.take(piece)
-            space[...] = self.layout.split(rows)
+            space[...] = self.layout.split(read_piece(self.array, piece))
         else:
-            out = space.reshape(len(piece), *self.array.shape[1:])  # a view
-            if adjacent:
-                self.array.between(first, stop, out)
-            else:
-                self.array.take(piece, out)
-        self.array.forget(first, stop)
+            read_piece(self.array, piece, space.reshape(len(piece), *self.array.shape[1:]))  # a view
 
 
 def _batches(reading: _Reading, windows: list[_Window], batch_size: int, start: int) -> Iterator[TokenBatch]:

@@ -20,7 +20,7 @@ __all__ = ["TokenStream"]
 class TokenStream(IterableDataset[tuple[Tensor, Tensor, Tensor]]):
     """Batches of tokens, as returned by `tokens.stream(...)`: (values, rows, cells) as tensors, for one epoch.
 
-        stream = reader.tokens("blocks.11").stream(4096, seed=epoch)
+        stream = reader.tokens("blocks.11").stream(4096, shuffle=True, seed=epoch)
         for values, rows, cells in DataLoader(stream, batch_size=None, num_workers=2): ...
 
     The stream makes the batches, so the `DataLoader` has `batch_size=None`. Its workers divide the images and the

@@ -140,7 +140,7 @@ def test_a_stream_in_workers_gives_each_token_once_and_resumes(reader: FeatureRe
     tokens = reader.tokens("vit")
 
     def batches(**how: Any) -> list[Any]:
-        return list(DataLoader(tokens.stream(70, seed=2, **how), batch_size=None, num_workers=workers))
+        return list(DataLoader(tokens.stream(70, shuffle=True, seed=2, **how), batch_size=None, num_workers=workers))
 
     whole = batches()
     assert sorted(numbers(whole)) == every()
@@ -149,7 +149,7 @@ def test_a_stream_in_workers_gives_each_token_once_and_resumes(reader: FeatureRe
 
 
 def test_a_stream_can_be_sent_to_another_process(reader: FeatureReader) -> None:
-    stream = pickle.loads(pickle.dumps(reader.tokens("vit").stream(100, seed=1)))
+    stream = pickle.loads(pickle.dumps(reader.tokens("vit").stream(100, shuffle=True, seed=1)))
     assert numbers(stream) == numbers(reader.tokens("vit").batches(100, shuffle=True, seed=1))
 
 
