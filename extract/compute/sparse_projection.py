@@ -9,7 +9,6 @@ machine, nor on the version of NumPy. Samplers of NumPy and functions such as `l
 
 from __future__ import annotations
 
-import itertools
 import math
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -63,13 +62,11 @@ def entries(inputs: int, outputs: int, seed: int) -> tuple[NDArray[np.int64], ND
         row and column of each entry, and whether it is positive.
     """
     total, words = inputs * outputs, np.random.PCG64([seed, 0])
-    longer = _gap_table(inputs)
+    gaps = _Gaps(inputs)
     parts: list[NDArray[np.int64]] = []
     last = -1
     while last < total - 1:
-        # `longer` ascends; the gap is 1, and 1 more for each entry of the table above the word.
-        gaps = 1 + len(longer) - np.searchsorted(longer, words.random_raw(_DRAWN), side="right").astype(np.int64)
-        parts.append(last + np.cumsum(gaps))
+        parts.append(last + np.cumsum(gaps.of(words.random_raw(_DRAWN))))
         last = int(parts[-1][-1])
     places = np.concatenate(parts)
     places = places[: np.searchsorted(places, total)]
@@ -79,15 +76,37 @@ def entries(inputs: int, outputs: int, seed: int) -> tuple[NDArray[np.int64], ND
     return rows, columns, positive
 
 
-def _gap_table(inputs: int) -> NDArray[np.uint64]:
-    """Return 2**64 * P(gap > g) for g = ..., 2, 1, rounded down, in ascending order, without zeros."""
-    one = 1 << 128
-    remaining = zero = one - math.isqrt((1 << 256) // inputs)  # 2**128 * P(an entry is 0)
-    table = []
-    while remaining >> 64:
-        table.append(remaining >> 64)
-        remaining = remaining * zero >> 128
-    return np.array(table[::-1], np.uint64)
+class _Gaps:
+    """Gaps between entries of R, of geometric distribution, from random words of 64 bits.
+
+    A gap is 1, and 1 more for each g >= 1 whose 2**64 * P(gap > g), rounded down, is above the word. The upper bits of
+    a word find most gaps in a table; the others are found by a binary search.
+    """
+
+    _BITS = 16
+
+    def __init__(self, inputs: int):
+        one = 1 << 128
+        remaining = zero = one - math.isqrt((1 << 256) // inputs)  # 2**128 * P(an entry is 0)
+        longer = []
+        while remaining >> 64:
+            longer.append(remaining >> 64)
+            remaining = remaining * zero >> 128
+        self._longer = np.array(longer[::-1], np.uint64)  # ascending
+        first = np.arange(1 << self._BITS, dtype=np.uint64) << np.uint64(64 - self._BITS)
+        last = first | np.uint64((1 << 64 - self._BITS) - 1)
+        self._by_bits = self._searched(first)  # the gap of the first word with these upper bits
+        self._by_bits[self._by_bits != self._searched(last)] = 0  # 0: the words have several gaps
+
+    def of(self, words: NDArray[np.uint64]) -> NDArray[np.int64]:
+        """Return the gap of each word."""
+        gaps = self._by_bits[words >> np.uint64(64 - self._BITS)]
+        several = np.flatnonzero(gaps == 0)
+        gaps[several] = self._searched(words[several])
+        return gaps
+
+    def _searched(self, words: NDArray[np.uint64]) -> NDArray[np.int64]:
+        return 1 + len(self._longer) - np.searchsorted(self._longer, words, side="right").astype(np.int64)
 
 
 @dataclass(frozen=True)
@@ -96,8 +115,8 @@ class _Tile:
 
     Attributes:
         start: first input.
-        inputs: (E,) int32, inputs counted from `start`, for each output the positive entries and then the negative.
-        starts: (2 K + 1,) int32, where the entries of each output and sign begin.
+        inputs: (E,) int32, inputs counted from `start`: the positive entries of each output, then the negative.
+        starts: (2 K + 1,) int32, where the entries of each sign and output begin.
         unused: (U,) int32, inputs of the activation in this range that have no entry.
     """
 
@@ -198,7 +217,7 @@ class SparseProjection:
             sums += F.embedding_bag(tile.inputs, some, tile.starts, mode="sum", include_last_offset=True)
             if len(tile.unused):
                 zeros += images.index_select(1, tile.unused).sum(1, keepdim=True, dtype=torch.float32) * 0
-        projected = ((sums[0::2] - sums[1::2]) * self._scale)[:, :count].t()
+        projected = ((sums[: self.outputs] - sums[self.outputs :]) * self._scale)[:, :count].t()
         # A few outputs read a value that has entries, and all are to show that it is not finite.
         return projected + zeros + projected.sum(1, keepdim=True) * 0
 
@@ -216,21 +235,20 @@ class SparseProjection:
         if channels > 1:
             channel, position = np.divmod(columns, self.inputs // channels)
             columns = position * channels + channel
-        bags = 2 * rows + ~positive
-        numbers, places = np.divmod(columns, _TILE)
-        order = _stable_order(places)
-        order = order[_stable_order(bags[order])]
-        order = order[_stable_order(numbers[order])]  # by tile, output and sign, input
-        bags, places = bags[order], places.astype(np.int32)[order]
+        bags = columns // _TILE * 2 + ~positive
+        small = bags.max(initial=0) < 1 << 16  # NumPy has a radix sort for 16 bits, which takes a tenth of the time
+        order = np.argsort(bags.astype(np.uint16) if small else bags, kind="stable")
+        places = (columns % _TILE).astype(np.int32)[order]
         count = -(-self.inputs // _TILE)
+        sizes = np.bincount(bags * self.outputs + rows, minlength=count * 2 * self.outputs)
+        starts = np.concatenate([[0], np.cumsum(sizes)])
         unused = np.flatnonzero(np.bincount(columns, minlength=self.inputs) == 0).astype(np.int32)
         unused_of = np.split(unused, np.searchsorted(unused, np.arange(1, count) * _TILE))
-        ends = np.concatenate([[0], np.cumsum(np.bincount(numbers, minlength=count))]).tolist()
         tiles = []
-        for number, (start, end) in enumerate(itertools.pairwise(ends)):
-            sizes = np.bincount(bags[start:end], minlength=2 * self.outputs)
-            starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
-            tensors = map(torch.from_numpy, (places[start:end], starts, unused_of[number]))
+        for number in range(count):
+            of_tile = starts[number * 2 * self.outputs : (number + 1) * 2 * self.outputs + 1]
+            inputs = places[of_tile[0] : of_tile[-1]]
+            tensors = map(torch.from_numpy, (inputs, (of_tile - of_tile[0]).astype(np.int32), unused_of[number]))
             tiles.append(_Tile(number * _TILE, *tensors))
         return tiles
 
@@ -249,11 +267,6 @@ def _compute_alone() -> None:
     """Make operations of PyTorch in this thread use no other thread."""
     torch.get_num_threads()  # the first call in a thread sets the number that it begins with
     torch.set_num_threads(1)
-
-
-def _stable_order(keys: NDArray[np.int64]) -> NDArray[np.int64]:
-    small = keys.max(initial=0) < 1 << 16  # NumPy has a radix sort for 16 bits, which takes a tenth of the time
-    return np.argsort(keys.astype(np.uint16) if small else keys, kind="stable")
 
 
 _shared: weakref.WeakValueDictionary[tuple[int, int, int], SparseProjection] = weakref.WeakValueDictionary()
