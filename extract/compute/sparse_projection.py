@@ -100,7 +100,7 @@ class _Gaps:
 
     def of(self, words: NDArray[np.uint64]) -> NDArray[np.int64]:
         """Return the gap of each word."""
-        gaps = self._by_bits[words >> np.uint64(64 - self._BITS)]
+        gaps: NDArray[np.int64] = self._by_bits[words >> np.uint64(64 - self._BITS)]
         several = np.flatnonzero(gaps == 0)
         gaps[several] = self._searched(words[several])
         return gaps

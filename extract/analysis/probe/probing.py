@@ -31,9 +31,9 @@ from extract.errors import InputError, LayertapError, first_line, unknown_name
 from extract.system.html_tables import Table, html_summary
 from extract.system.torch_state import device_named
 
-__all__ = ["ProbeResult", "linear_probe", "probe"]
+__all__ = ["ProbeResult", "linear_probe", "probe", "probe_device"]
 
-PRIMARY = {"classification": "top1", "multilabel": "mAP", "regression": "r2"}
+PRIMARY = {"classification": "top1", "multilabel": "mAP", "regression": "r2", "segmentation": "mIoU"}
 _MOST_IN_A_TABLE = 1000  # classes in a confusion matrix, whose size is their square
 _LARGEST = 1e100  # target: the sum of squares must be finite
 SCALINGS = ("none", "l2", "standardise")
@@ -45,17 +45,19 @@ class ProbeResult:
 
     Attributes:
         protocol: name of the protocol.
-        task: "classification", "multilabel" or "regression".
+        task: "classification", "multilabel", "regression" or "segmentation".
         scaling: scaling of the features: "none", "l2" or "standardise".
         metrics: name -> value with its 95 % interval, on the test rows. For few-shot: "top1@5" etc., the mean over five
             draws, with the interval of Student's t for that mean.
         classes: (K,) names, or labels as given.
         per_class: (K,) columns: n, recall, precision, f1 for classification; n, average_precision for multilabel.
+        per_image: (N,) columns for the test images of a segmentation: n, pixel_accuracy, mIoU.
         confusion: (K, K) numbers of test rows of class i predicted as class j, for classification with at most 1,000
             classes.
         swept: name of the chosen hyper-parameter: "C", "lambda", "alpha" or "k"; empty: none.
         chosen: value of the chosen hyper-parameter.
-        curve: (value, top-1, mAP or R^2 on the validation rows) for all values tried.
+        curve: (value, top-1, mAP or R^2 on the validation rows; for segmentation, top-1 of their tokens) for all values
+            tried.
         shots: for few-shot: rows per class -> top-1 of each draw.
         n_train, n_val, n_test: numbers of rows; n_val: rows that the hyper-parameter was chosen on. n_train includes
             those of them that the final fit uses: with folds, both are all training rows.
@@ -82,6 +84,7 @@ class ProbeResult:
     chosen: float = float("nan")
     curve: Sequence[tuple[float, float]] = ()
     per_class: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    per_image: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     confusion: NDArray[np.int64] | None = None
     shots: Mapping[int, list[float]] = field(default_factory=dict)
     predictions: NDArray[Any] | None = None
@@ -271,7 +274,7 @@ def probe(
     widths = {name: part.rows.width for name, part in parts if part is not None}
     if len(set(widths.values())) > 1:
         raise InputError(f"rows have different widths: {widths}")
-    torch_device = _probe_device(device)
+    torch_device = probe_device(device)
     memory_bytes = free_bytes() // 2 if memory_bytes is None else memory_bytes
     if torch_device.type == "cuda":
         memory_bytes = min(memory_bytes, torch.cuda.mem_get_info(torch_device)[0] // 2)
@@ -298,7 +301,12 @@ def probe(
     return replace(result, notes=notes, seconds=time.perf_counter() - started)
 
 
-def _probe_device(device: str) -> torch.device:
+def probe_device(device: str) -> torch.device:
+    """Return the device of a probe, which needs double precision.
+
+    Raises:
+        InputError: there is no such device, or it is mps.
+    """
     torch_device = device_named(device)
     if torch_device.type == "mps" and device != "auto":
         raise InputError("probes need double precision, which mps does not support", hint="use --device cpu")

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from extract.errors import InputError
 from extract.store.feature_array import FeatureArray
 from extract.store.tokens.token_batches import TokenBatch, TokenPass, token_batches
-from extract.store.tokens.token_layout import TokenLayout, token_boxes, token_labels
+from extract.store.tokens.token_layout import TokenLayout, recorded_crop, token_boxes, token_labels
 
 if TYPE_CHECKING:  # imports torch, which is not needed to read arrays
     from extract.store.tokens.token_stream import TokenStream
@@ -116,6 +116,15 @@ class TokenArray:
     def cell(self, index: Any) -> Any:
         """Return the cell of each token in the grid, counted row by row; `index` as in `tokens[index]`."""
         return self._numbers(index) % self.per_image
+
+    @property
+    def input_px(self) -> tuple[int, int]:
+        """Height and width of the backbone's input, in pixels.
+
+        Raises:
+            InputError: the backbone's library resizes and crops in its own way.
+        """
+        return recorded_crop(self._preprocessing)
 
     def boxes(self, picture_px: tuple[int, int]) -> NDArray[np.float64]:
         """Return the part of a picture that each cell of the grid covers.

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from extract.errors import InputError
 
-__all__ = ["TokenLayout", "token_boxes", "token_labels", "token_layout"]
+__all__ = ["TokenLayout", "recorded_crop", "token_boxes", "token_labels", "token_layout"]
 
 
 @dataclass(frozen=True)
@@ -153,13 +153,9 @@ def _edges(
     grid: tuple[int, int], preprocessing: Mapping[str, Any], picture_px: tuple[int, int]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return where the columns and the rows of a grid begin and end in a picture, in pixels."""
-    if "resize_px" not in preprocessing:
-        raise InputError(
-            "the places of tokens are not known: the backbone's library resizes and crops pictures by its own transform"
-        )
+    crop_height, crop_width = recorded_crop(preprocessing)
     width, height = _size(picture_px, "the picture")
     resize = preprocessing["resize_px"]
-    crop_height, crop_width = _size(preprocessing.get("crop_px"), "the recorded crop")
     if isinstance(resize, list | tuple):
         new_height, new_width = _size(resize, "the recorded size")
     else:
@@ -173,6 +169,19 @@ def _edges(
     y = np.array([(top + row * crop_height / rows) * height / new_height for row in range(rows + 1)], np.float64)
     x = np.array([(left + cell * crop_width / columns) * width / new_width for cell in range(columns + 1)], np.float64)
     return x, y
+
+
+def recorded_crop(preprocessing: Mapping[str, Any]) -> tuple[int, int]:
+    """Return height and width of the crop, which is the backbone's input.
+
+    Raises:
+        InputError: see `token_boxes`.
+    """
+    if "resize_px" not in preprocessing:
+        raise InputError(
+            "the places of tokens are not known: the backbone's library resizes and crops pictures by its own transform"
+        )
+    return _size(preprocessing.get("crop_px"), "the recorded crop")
 
 
 def _size(sides: Any, what: str) -> tuple[int, int]:

@@ -1,0 +1,75 @@
+"""Bilinear upsampling of values of tokens to the pixels of a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from extract.store.tokens.token_array import TokenArray
+
+__all__ = ["Upsampling"]
+
+
+@dataclass(frozen=True)
+class Upsampling:
+    """How the pixels of a picture lie between the tokens of a grid.
+
+    Pixels that the crop left out have no values. Between the centres of cells, values are interpolated linearly along
+    both axes; outside the outer centres, they are those of the nearest cells. For a picture in the size of the crop,
+    this is `torch.nn.functional.interpolate(..., mode="bilinear", align_corners=False)`.
+
+    Attributes:
+        rows: rows of pixels inside the crop.
+        columns: columns of pixels inside the crop.
+        by_row: (rows, grid rows) float32, weights of the tokens.
+        by_column: (columns, grid columns) float32.
+    """
+
+    rows: slice
+    columns: slice
+    by_row: Tensor
+    by_column: Tensor
+
+    @staticmethod
+    def of(tokens: TokenArray, picture_px: tuple[int, int]) -> Upsampling:
+        """Return the upsampling to a picture of (width, height) pixels, turned as in `TokenArray.boxes`."""
+        boxes = tokens.boxes(picture_px)
+        (left, top), (right, bottom) = boxes[0, :2].tolist(), boxes[-1, 2:].tolist()
+        columns, by_column = _axis(picture_px[0], left, right, tokens.grid[1])
+        rows, by_row = _axis(picture_px[1], top, bottom, tokens.grid[0])
+        return Upsampling(rows, columns, by_row, by_column)
+
+    def bands(self, values: Tensor, largest: int) -> Iterator[tuple[slice, Tensor]]:
+        """Yield the interpolated values from top to bottom, as (rows of the picture, (K, rows, columns)).
+
+        Args:
+            values: (K, h, w) of the grid.
+            largest: number of values that a band may have, if one row of pixels has fewer.
+        """
+        along_rows = torch.einsum("khw,cw->khc", values, self.by_column)
+        at_once = max(1, largest // max(1, len(values) * len(self.by_column)))
+        start = self.rows.start
+        for part in torch.split(self.by_row, at_once):
+            yield slice(start, start + len(part)), torch.einsum("rh,khc->krc", part, along_rows)
+            start += len(part)
+
+
+def _axis(pixels: int, start: float, end: float, cells: int) -> tuple[slice, Tensor]:
+    """Return the pixels with their centres between `start` and `end`, and their weights of the cells."""
+    places = (np.arange(pixels) + 0.5 - start) / (end - start) * cells
+    inside = np.flatnonzero((places >= 0) & (places < cells))
+    positions = np.clip(places[inside] - 0.5, 0, cells - 1)
+    lower = np.minimum(positions.astype(np.int64), max(0, cells - 2))
+    upper_share = positions - lower
+    weights: NDArray[np.float32] = np.zeros((len(inside), cells), np.float32)
+    numbers = np.arange(len(inside))
+    weights[numbers, lower] = 1 - upper_share
+    if cells > 1:
+        weights[numbers, lower + 1] = upper_share
+    first = int(inside[0]) if len(inside) else 0
+    return slice(first, first + len(inside)), torch.from_numpy(weights)
