@@ -134,19 +134,24 @@ extract.probe.PROTOCOLS = clip simclr dinov2-logreg knn centroid fewshot ridge
 class extract.probe.ProbeResult(protocol: str, task: str, scaling: str, metrics: dict[str, Estimate], classes:
         NDArray[Any], n_train: int, n_val: int, n_test: int, truth: NDArray[Any], swept: str = '', chosen: float
         = nan, curve: Sequence[tuple[float, float]] = (), per_class: Mapping[str, NDArray[Any]] = ...,
-        confusion: NDArray[np.int64] | None = None, shots: Mapping[int, list[float]] = ..., predictions:
-        NDArray[Any] | None = None, probabilities: NDArray[np.float32] | None = None, objective: float | None =
-        None, model: LinearProbe | None = None, notes: Sequence[str] = (), seconds: float = 0.0, chosen_on: str
-        = '')
+        per_image: Mapping[str, NDArray[Any]] = ..., confusion: NDArray[np.int64] | None = None, shots:
+        Mapping[int, list[float]] = ..., predictions: NDArray[Any] | None = None, probabilities:
+        NDArray[np.float32] | None = None, objective: float | None = None, model: LinearProbe | None = None,
+        notes: Sequence[str] = (), seconds: float = 0.0, chosen_on: str = '')
 extract.probe.ProbeResult.primary: str
 extract.probe.ProbeResult.right: NDArray[np.bool_] | None
 extract.probe.ProbeResult.value: float
+extract.probe.SEGMENTATION = segmentation segmentation-knn segmentation-dinov3
 extract.probe.linear_cka(x: Source | FeatureRows, y: Source | FeatureRows) -> float
 extract.probe.linear_probe(x_train: Source, y_train: ArrayLike, x_test: Source, y_test: ArrayLike, *, protocol:
         str = 'clip', x_val: Source | None = None, y_val: ArrayLike | None = None, scaling: str | None = None,
         class_weight: str | None = None, seed: int = 0, device: str = 'auto', memory_bytes: int | None = None)
         -> ProbeResult
 extract.probe.rsa(x: Source | FeatureRows, y: Source | FeatureRows) -> float
+extract.probe.segmentation_probe(tokens: TokenArray | Sequence[TokenArray], masks: Masks, train: ArrayLike,
+        test: ArrayLike, *, val: ArrayLike | None = None, classes: Sequence[str] | None = None, protocol: str =
+        'segmentation', iterations: int | None = None, seed: int = 0, device: str = 'auto', memory_bytes: int |
+        None = None) -> ProbeResult
 extract.search.MEMORY_BYTES = 268435456
 class extract.search.Neighbours(rows: NDArray[np.int64], cosines: NDArray[np.float64])
 extract.search.layer_to_search(layers: Sequence[str], asked: str | None, where: str) -> str

@@ -125,6 +125,7 @@ def segmentation_probe(
     if classes is None:
         everywhere = np.concatenate([train_images, val_images, test_images]).tolist()
         classes = [str(number) for number in range(1 + max(int(checked[image].max()) for image in everywhere))]
+    classes = list(classes)
     settings = Settings(
         "classification", np.array(classes), definition.scaling, False, seed, probe_device(device),
         free_bytes() // 2 if memory_bytes is None else memory_bytes,

@@ -1,0 +1,172 @@
+"""Masks predicted from tokens, against PyTorch and the definitions by sets of pixels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import interpolate
+
+from extract.analysis.dense import SEGMENTATION, segmentation_probe
+from extract.analysis.dense.upsampling import Upsampling
+from extract.errors import InputError, UnknownNameError
+from extract.store.tokens.token_array import TokenArray
+from extract.store.tokens.token_layout import TokenLayout
+
+GRID, CHANNELS, CROP = (4, 6), 8, (32, 48)
+IMAGES, TRAIN, TEST = 30, range(24), range(24, 30)
+
+
+class Rows:
+    """Rows of a feature in memory."""
+
+    def __init__(self, values: np.ndarray):
+        self.values, self.dtype = values, values.dtype
+        self.row_bytes = values[0].nbytes
+
+    def take(self, rows: np.ndarray) -> np.ndarray:
+        return self.values[rows]
+
+
+def token_array(values: np.ndarray, grid: tuple[int, int] = GRID, resize: Any = CROP) -> TokenArray:
+    rows: Any = Rows(values)
+    layout = TokenLayout(grid, (), values.shape[2], channels_first=False)
+    return TokenArray(rows, layout, np.arange(len(values)), {"resize_px": resize, "crop_px": CROP})
+
+
+@pytest.fixture(scope="module")
+def samples() -> tuple[TokenArray, list[np.ndarray]]:
+    """Tokens that tell the class of their cell, with noise, and masks in the size of the crop, whole cells each."""
+    generator = np.random.default_rng(0)
+    classes = generator.integers(0, 3, (IMAGES, *GRID))
+    values = generator.normal(0, 0.5, (IMAGES, *GRID, CHANNELS))
+    values[..., :3] += np.eye(3)[classes]
+    masks = [mask.repeat(8, 0).repeat(8, 1) for mask in classes]
+    for mask in masks:
+        mask[:2] = -1
+    return token_array(values.reshape(IMAGES, -1, CHANNELS).astype(np.float32)), masks
+
+
+def upsampled(tokens: TokenArray, values: torch.Tensor, picture_px: tuple[int, int]) -> torch.Tensor:
+    bands = list(Upsampling.of(tokens, picture_px).bands(values, 500))
+    assert len(bands) > 1
+    return torch.cat([band for _, band in bands], 1)
+
+
+@pytest.mark.parametrize("scale", [1, 2])
+def test_a_picture_of_the_shape_of_the_crop_is_upsampled_as_by_pytorch(samples: Any, scale: int) -> None:
+    values = torch.randn(3, *GRID)
+    expected = interpolate(values[None], size=(32 * scale, 48 * scale), mode="bilinear", align_corners=False)[0]
+    found = upsampled(samples[0], values, (48 * scale, 32 * scale))
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_pixels_outside_the_crop_have_no_values() -> None:
+    tokens = token_array(np.zeros((1, 24, CHANNELS), np.float32), resize=(64, 64))
+    upsampling = Upsampling.of(tokens, (64, 64))
+    assert (upsampling.rows, upsampling.columns) == (slice(16, 48), slice(8, 56))
+    values = torch.randn(3, *GRID)
+    expected = interpolate(values[None], size=CROP, mode="bilinear", align_corners=False)[0]
+    torch.testing.assert_close(upsampled(tokens, values, (64, 64)), expected, atol=1e-5, rtol=1e-5)
+    assert [rows.start for rows, _ in upsampling.bands(values, 1)] == list(range(16, 48))
+
+
+@pytest.mark.parametrize("protocol", SEGMENTATION)
+def test_metrics_are_those_of_sets_of_pixels(samples: Any, protocol: str) -> None:
+    tokens, masks = samples
+    iterations = 300 if protocol == "segmentation-dinov3" else None
+    result = segmentation_probe(tokens, masks, TRAIN, TEST, protocol=protocol, classes="abc", iterations=iterations)
+    assert result.metrics["pixel_accuracy"].value > 0.6
+    assert (result.n_train, result.n_test, result.task) == (24, 6, "segmentation")
+    if result.model is None:
+        return
+    predicted = []
+    for image in TEST:
+        scores = torch.from_numpy(result.model.scores(tokens[image * 24 : image * 24 + 24])).T.reshape(1, -1, *GRID)
+        predicted.append(interpolate(scores, size=CROP, mode="bilinear", align_corners=False)[0].argmax(0).numpy())
+    guess, truth = np.stack(predicted), np.stack([masks[image] for image in TEST])
+    labelled = truth >= 0
+    both = [((guess == k) & (truth == k)).sum() for k in range(3)]
+    either = [(((guess == k) | (truth == k)) & labelled).sum() for k in range(3)]
+    np.testing.assert_allclose(result.per_class["iou"], np.divide(both, either))
+    assert result.metrics["mIoU"].value == pytest.approx(np.mean(np.divide(both, either)))
+    assert result.metrics["pixel_accuracy"].value == pytest.approx((guess == truth)[labelled].mean())
+    recalls = [(guess == k)[truth == k].mean() for k in range(3)]
+    assert result.metrics["mean_accuracy"].value == pytest.approx(np.mean(recalls))
+    assert result.metrics["mIoU"].low <= result.metrics["mIoU"].value <= result.metrics["mIoU"].high
+    by_image = [(g == t)[t >= 0].mean() for g, t in zip(guess, truth, strict=True)]
+    np.testing.assert_allclose(result.per_image["pixel_accuracy"], by_image)
+    assert result.confusion is not None
+    assert result.confusion.sum() == labelled.sum()
+    assert result.confusion[0, 1] == ((truth == 0) & (guess == 1)).sum()
+
+
+def test_labels_outside_the_crop_do_not_count() -> None:
+    values = np.random.default_rng(0).normal(size=(6, 24, CHANNELS)).astype(np.float32)
+    tokens = token_array(values, resize=(64, 64))
+    masks = [np.full((64, 64), 2) for _ in range(6)]
+    for mask in masks:
+        mask[16:48, 8:32], mask[16:48, 32:56] = 0, 1
+    result = segmentation_probe(tokens, masks, range(4), [4, 5])
+    assert result.per_class["n"].tolist() == [2 * 32 * 24, 2 * 32 * 24, 0]
+
+
+def test_a_class_without_training_tokens_counts_as_wrong(samples: Any) -> None:
+    tokens, masks = samples
+    renamed = [np.where(mask == 2, 1, mask) if image in TRAIN else mask for image, mask in enumerate(masks)]
+    result = segmentation_probe(tokens, renamed, TRAIN, TEST, classes=["sky", "road", "tree"])
+    assert result.per_class["iou"][2] == 0
+    assert any("no training token has the class tree" in note for note in result.notes)
+
+
+def test_several_features_are_concatenated(samples: Any) -> None:
+    tokens, masks = samples
+    weak = token_array(np.random.default_rng(1).normal(size=(IMAGES, 24, 5)).astype(np.float32))
+    result = segmentation_probe([weak, tokens], masks, TRAIN, TEST)
+    assert result.model is not None
+    assert result.model.n_features_in_ == 5 + CHANNELS
+    assert result.metrics["pixel_accuracy"].value > 0.6
+
+
+def test_the_same_seed_gives_the_same_head(samples: Any) -> None:
+    tokens, masks = samples
+
+    def weights(seed: int) -> np.ndarray:
+        how: Any = {"protocol": "segmentation-dinov3", "iterations": 5, "seed": seed}
+        model = segmentation_probe(tokens, masks, TRAIN, TEST, **how).model
+        assert model is not None
+        return model.coef_
+
+    assert np.array_equal(weights(1), weights(1))
+    assert not np.array_equal(weights(1), weights(2))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"test": [3]}, "image 3 is in both train and test"),
+        ({"test": [30]}, "test has the image 30; expected 0 to 29"),
+        ({"test": []}, "24 training images and 0 test images"),
+        ({"train": [0]}, "a single training image"),
+        ({"classes": ["a", "b"]}, "has the label 2; expected labels below 2"),
+        ({"masks": [np.zeros((32, 48, 3), np.uint8)] * 30}, r"\(32, 48, 3\); expected integers \(H, W\)"),
+        ({"masks": [np.zeros((32, 48), np.uint8)] * 30}, "have 1 classes; expected at least two"),
+        ({"masks": [np.full((32, 48), -1)] * 30, "classes": "ab"}, "have 0 classes; expected at least two"),
+        ({"iterations": 5}, "for the protocol segmentation-dinov3"),
+    ],
+)
+def test_wrong_arguments_are_refused(samples: Any, arguments: dict[str, Any], message: str) -> None:
+    how: dict[str, Any] = {"masks": samples[1], "train": TRAIN, "test": TEST} | arguments
+    with pytest.raises(InputError, match=message):
+        segmentation_probe(samples[0], **how)
+
+
+def test_unknown_protocols_and_other_grids_are_refused(samples: Any) -> None:
+    tokens, masks = samples
+    with pytest.raises(UnknownNameError, match="segmentation-knn"):
+        segmentation_probe(tokens, masks, TRAIN, TEST, protocol="segmentation-kn")
+    other = token_array(np.zeros((IMAGES, 6, 2), np.float32), (2, 3))
+    with pytest.raises(InputError, match="4 x 6 tokens and 2 x 3 tokens"):
+        segmentation_probe([tokens, other], masks, TRAIN, TEST)
