@@ -128,12 +128,11 @@ def main(folder: Path, backbone: str, layer: str) -> None:
             print(f"{backbone} {layer}: {tokens}, {TRAIN} training and {TEST} test pictures, {n_classes} classes")
             whole = tokens[:].reshape(len(paths), -1, tokens.shape[1]).astype(np.float32)
             rows, columns = tokens.input_px
-            left, top, *_ = tokens.boxes((320, 240))[0]
-            *_, right, bottom = tokens.boxes((320, 240))[-1]
+            window = tokens.window((320, 240))
             # Masks of the input by Pillow, which takes the pixel at the centre of each new one.
             crops = np.stack(
                 [
-                    np.asarray(Image.fromarray(by_number[i]).resize((columns, rows), 0, (left, top, right, bottom)))
+                    np.asarray(Image.fromarray(by_number[i]).resize((columns, rows), 0, window))
                     for i in range(len(paths))
                 ]
             ).astype(np.int64)

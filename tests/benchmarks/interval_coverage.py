@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import beta, binom
 
+from extract.analysis.dense.segmentation_metrics import PixelCounts, segmentation_metrics
 from extract.analysis.probe import metrics
 from extract.analysis.probe.intervals import exact_proportion
 
@@ -150,6 +151,26 @@ def softmax(scores: NDArray[Any]) -> NDArray[np.float32]:
     return np.asarray(shifted / shifted.sum(1, keepdims=True), np.float32)
 
 
+def masks_population(generator: np.random.Generator) -> NDArray[np.int64]:
+    """Pixels (N, 3, 6) of images: right, truth, predicted, by class. An image has few classes and its own accuracy."""
+    present = generator.random((POPULATION, 6)) < (1, 0.5, 0.3, 0.3, 0.2, 0.1)
+    truth = generator.gamma(1, 1, (POPULATION, 6)) * present
+    truth = np.rint(truth / truth.sum(1, keepdims=True) * 1000).astype(np.int64)
+    accuracy = generator.beta(3, 1.5, (POPULATION, 1)) + generator.normal(0, 0.15, (POPULATION, 6))
+    right = np.rint(truth * accuracy.clip(0, 1)).astype(np.int64)
+    predicted = right.copy()
+    for k in range(6):
+        predicted += generator.multinomial(truth[:, k] - right[:, k], generator.dirichlet(np.full(6, 0.5), POPULATION))
+    return np.stack([right, truth, predicted], 1)
+
+
+def of_masks(pixels: NDArray[np.int64], _: NDArray[Any], seed: int) -> dict[str, Any]:
+    """Metrics of a segmentation."""
+    counts = PixelCounts(len(pixels), pixels.shape[2])
+    counts.right, counts.truth, counts.predicted = pixels.swapaxes(0, 1)
+    return segmentation_metrics(counts, seed)
+
+
 def of_metrics(sets: int) -> dict[str, dict[str, Any]]:
     """Coverage by population and number of rows."""
     generator = np.random.default_rng(0)
@@ -170,6 +191,7 @@ def of_metrics(sets: int) -> dict[str, dict[str, Any]]:
             generator.standard_t(4, size=numbers.shape) if "tails" in name else generator.normal(size=numbers.shape)
         )
         populations[name] = (numbers + noise * errors, numbers), metrics.regression_metrics
+    populations["masks of 6 classes, rows are images"] = (masks_population(generator), np.zeros(POPULATION)), of_masks
     results = {}
     for name, (population, compute) in populations.items():
         results[name] = {str(n): simulated(population, compute, n, sets, n) for n in SIMULATED_ROWS}
@@ -201,10 +223,11 @@ Wilson's. The percentile bootstrap has no width if all rows are right.
   Graubard 1998).
 - Macro F1: the wider of that and the percentile bootstrap (Efron 1979), at each end.
 - Log loss, mAP, R2, RMSE and MAE: percentile bootstrap, with 1,000 draws of the test rows (mAP: 200).
+- Metrics of a segmentation: percentile bootstrap, with 1,000 draws of whole test images.
 
 No bootstrap knows what its rows do not show. `results.json` says "may be too narrow" with the reason: of the log
 loss, if fewer than 20 rows are wrong; of balanced accuracy and macro F1, if a class has fewer than 5 test rows; of
-mAP, if a label has fewer than 30; of regressions with fewer than 50 rows.
+mAP, if a label has fewer than 30; of regressions with fewer than 50 rows; of segmentations with fewer than 100 images.
 
 The table has the coverage on {sets} simulated test sets of each size, by 200 draws; its standard error is {error:.3f}
 at 0.95. In brackets: the share of the intervals with the remark. Errors with heavy tails (here Student's t with 4

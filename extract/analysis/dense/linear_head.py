@@ -13,6 +13,7 @@ from torch.nn.functional import cross_entropy, interpolate
 
 from extract.analysis.probe.feature_matrix import FeatureRows, Scaling
 from extract.analysis.probe.model import LinearProbe
+from extract.errors import InputError
 
 __all__ = ["train_linear_head"]
 
@@ -51,6 +52,9 @@ def train_linear_head(
 
     Returns:
         the head with its batch norm, as a probe of single tokens.
+
+    Raises:
+        InputError: a token has NaN or infinity, or the training does not stay finite.
     """
     iterations = _ITERATIONS if iterations is None else iterations
     per_image = grid[0] * grid[1]
@@ -74,7 +78,10 @@ def train_linear_head(
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             schedule.step()
-    return _as_probe(norm, linear)
+    probe = _as_probe(norm, linear)
+    if not all(np.isfinite(array).all() for array in (probe.coef_, probe.intercept_)):
+        raise InputError("the linear head is not finite", hint="do tokens of the training images have NaN or infinity?")
+    return probe
 
 
 def _rate(step: int, iterations: int) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -13,15 +13,15 @@ from numpy.typing import ArrayLike, NDArray
 
 from extract.analysis.dense.linear_head import train_linear_head
 from extract.analysis.dense.segmentation_metrics import PixelCounts, segmentation_metrics
-from extract.analysis.dense.upsampling import Upsampling
+from extract.analysis.dense.upsampling import Upsampling, mask_of_input
 from extract.analysis.probe.feature_matrix import FeatureRows
 from extract.analysis.probe.memory import free_bytes
-from extract.analysis.probe.probing import ProbeResult, probe_device
+from extract.analysis.probe.probing import MOST_IN_A_TABLE, ProbeResult, probe_device
 from extract.analysis.probe.protocols import PROTOCOLS, Fitted, Labelled, Scorer, Settings
 from extract.errors import InputError, unknown_name
 from extract.store.tokens.token_array import TokenArray
 
-__all__ = ["SEGMENTATION", "Masks", "predicted_masks", "segmentation_probe"]
+__all__ = ["SEGMENTATION", "Masks", "segmentation_probe"]
 
 _MOST_TOKENS = 500_000  # that a classifier of tokens is fitted on
 _BAND_VALUES = 1 << 24  # of upsampled scores held at once
@@ -40,12 +40,12 @@ class SegmentationProtocol:
     """How masks are predicted.
 
     Attributes:
-        of_tokens: the protocol of `extract.analysis.probe` that classifies single tokens; empty: the linear head.
+        of_tokens: the protocol of `extract.analysis.probe` that classifies single tokens; None: the linear head.
         scaling: scaling of the tokens.
         about: short description.
     """
 
-    of_tokens: str
+    of_tokens: str | None
     scaling: str
     about: str
 
@@ -58,7 +58,7 @@ SEGMENTATION = {
         "knn", "l2", "10, 20, 100 or 200 nearest tokens by cosine, temperature 0.07"
     ),
     "segmentation-dinov3": SegmentationProtocol(
-        "", "standardise", "batch norm and a linear layer, trained on upsampled logits"
+        None, "standardise", "batch norm and a linear layer, trained on upsampled logits"
     ),
 }
 
@@ -90,7 +90,8 @@ def segmentation_probe(
     - "segmentation": logistic regression of tokens with one label for half of their pixels; its strength is chosen on
       validation images, by the share of their tokens that are classified correctly.
     - "segmentation-knn": the nearest tokens, as in the protocol "knn".
-    - "segmentation-dinov3": the linear evaluation of DINOv3 on the stored tokens, see `train_linear_head`.
+    - "segmentation-dinov3": the linear evaluation of DINOv3 on the stored tokens, see `train_linear_head`. It chooses
+      nothing, and is trained on the validation images too.
 
     Args:
         tokens: tokens of a feature, or of several with the same grid, which are then concatenated.
@@ -110,38 +111,45 @@ def segmentation_probe(
         n, pixel_accuracy and mIoU of the test images, and `confusion` pixels.
 
     Raises:
-        InputError: an image is in two of the sets, grids or images differ, or labels are missing or out of range.
+        InputError: an image is in two of the sets, grids or images differ, a mask or all labels are missing, a label is
+            out of range, or a token has NaN.
         UnknownNameError: there is no such protocol.
     """
     started = time.perf_counter()
     if protocol not in SEGMENTATION:
         raise unknown_name("protocol", protocol, SEGMENTATION)
     definition = SEGMENTATION[protocol]
-    if iterations is not None and (definition.of_tokens or iterations < 1):
+    if iterations is not None and (definition.of_tokens is not None or iterations < 1):
         raise InputError(f"iterations={iterations}; expected a positive number for the protocol segmentation-dinov3")
     features = _same_grid([tokens] if isinstance(tokens, TokenArray) else list(tokens))
     train_images, val_images, test_images = _image_sets(len(features[0].rows), train, val, test)
     checked = _CheckedMasks(masks, None if classes is None else len(classes))
     if classes is None:
         everywhere = np.concatenate([train_images, val_images, test_images]).tolist()
-        classes = [str(number) for number in range(1 + max(int(checked[image].max()) for image in everywhere))]
+        largest = max(int(checked[image].max()) for image in everywhere)
+        if largest >= MOST_IN_A_TABLE:
+            raise InputError(
+                f"the masks have the label {largest:,}; expected classes from 0 to {MOST_IN_A_TABLE - 1}",
+                hint="numbers of objects are not classes; if they are classes, name them with `classes`",
+            )
+        classes = [str(number) for number in range(largest + 1)]
     classes = list(classes)
     settings = Settings(
         "classification", np.array(classes), definition.scaling, False, seed, probe_device(device),
         free_bytes() // 2 if memory_bytes is None else memory_bytes,
     )  # fmt: skip
-    if definition.of_tokens:
+    if definition.of_tokens is not None:
         fitted, present, notes = _fit_tokens(definition, features, checked, train_images, val_images, settings)
     else:
         fitted, present, notes = _fit_head(
             features, checked, np.union1d(train_images, val_images), settings, iterations
         )
     counts = PixelCounts(len(test_images), len(classes))
-    predictions = predicted_masks(features, fitted.scores, test_images, lambda image: checked[image].shape)
-    for number, (image, bands) in enumerate(predictions):
+    for number, (image, scores) in enumerate(_scores_of_images(features, fitted.scores, test_images)):
         truth = checked[image]
-        for rows, columns, best in bands:
-            counts.add(number, truth[rows, columns], present[best])
+        upsampling = Upsampling.of(features[0], (truth.shape[1], truth.shape[0]))
+        for rows, band in upsampling.bands(scores, _BAND_VALUES):
+            counts.add(number, truth[rows, upsampling.columns], present[band.argmax(0).numpy()])
     if not counts.truth.any():
         raise InputError("the masks of the test images have no labels inside the crop")
     untrained = np.setdiff1d(np.flatnonzero(counts.truth.any(0)), present)
@@ -172,38 +180,16 @@ def segmentation_probe(
     )
 
 
-Bands = Iterator[tuple[slice, slice, NDArray[np.int64]]]
-
-
-def predicted_masks(
-    features: Sequence[TokenArray],
-    scores: Scorer,
-    images: NDArray[np.int64],
-    size_of: Callable[[int], tuple[int, ...]],
-) -> Iterator[tuple[int, Bands]]:
-    """Yield for each image its number and its predicted mask, in bands of rows: rows, columns, (R, C) class numbers.
-
-    Args:
-        features: tokens of the concatenated features.
-        scores: function of rows of tokens that returns (N, K) scores, and probabilities or None.
-        images: numbers of images.
-        size_of: function of the number of an image that returns (height, width) of its mask.
-    """
+def _scores_of_images(
+    features: list[TokenArray], scores: Scorer, images: NDArray[np.int64]
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield for each image its number and the scores (K, h, w) of its tokens."""
     per_image, grid = features[0].per_image, features[0].grid
     for start in range(0, len(images), _IMAGES):
         some = images[start : start + _IMAGES]
-        values, _ = scores(FeatureRows.of(list(features), _numbers(some, per_image)))
-        for image, of_image in zip(some.tolist(), values.reshape(len(some), *grid, -1), strict=True):
-            height, width = size_of(image)
-            upsampling = Upsampling.of(features[0], (width, height))
-            on_grid = torch.from_numpy(np.ascontiguousarray(of_image, np.float32)).permute(2, 0, 1)
-            yield (
-                image,
-                (
-                    (rows, upsampling.columns, band.argmax(0).numpy())
-                    for rows, band in upsampling.bands(on_grid, _BAND_VALUES)
-                ),
-            )
+        values, _ = scores(FeatureRows.of(features, _numbers(some, per_image)))
+        of_images = torch.from_numpy(values).float().reshape(len(some), *grid, -1).permute(0, 3, 1, 2)
+        yield from zip(some.tolist(), of_images, strict=True)
 
 
 class _CheckedMasks:
@@ -213,7 +199,10 @@ class _CheckedMasks:
         self._masks, self._n_classes = masks, n_classes
 
     def __getitem__(self, image: int) -> NDArray[np.int64]:
-        mask = np.asarray(self._masks[image])
+        try:
+            mask = np.asarray(self._masks[image])
+        except LookupError as error:
+            raise InputError(f"masks has no mask of image {image}") from error
         if mask.ndim != 2 or mask.dtype.kind not in "iub" or not mask.size:
             shape = "(" + ", ".join(map(str, mask.shape)) + ")"
             raise InputError(
@@ -278,9 +267,9 @@ def _fit_tokens(
         chosen_on = "a tenth of the training images"
         if len(train) < 2:
             raise InputError("a single training image leaves none for choosing the strength; expected at least two")
-        held_out = max(1, len(train) // 10)
+        count = max(1, len(train) // 10)
         order = np.random.default_rng(settings.seed).permutation(train)
-        train, val = np.sort(order[held_out:]), np.sort(order[:held_out])
+        train, val = np.sort(order[count:]), np.sort(order[:count])
     numbers, labels = _labelled_tokens(features[0], masks, np.union1d(train, val))
     notes = [
         f"{len(numbers):,} of {(len(train) + len(val)) * features[0].per_image:,} tokens of the training images have "
@@ -290,20 +279,21 @@ def _fit_tokens(
         notes.append(f"{_MOST_TOKENS:,} of them are drawn, with seed {settings.seed}")
         drawn = np.random.default_rng(settings.seed).permutation(len(numbers))[:_MOST_TOKENS]
         numbers, labels = numbers[np.sort(drawn)], labels[np.sort(drawn)]
-    for_choice = np.isin(numbers // features[0].per_image, val)
-    present = np.unique(labels[~for_choice])
+    held_out = np.isin(numbers // features[0].per_image, val)
+    present = np.unique(labels[~held_out])
     if len(present) < 2:
         raise InputError(
-            f"the tokens of {len(train)} training images have {len(present)} classes; expected at least two",
-            hint="are the labels right, and those of pixels without a class ignored?",
+            f"classes among the tokens of {len(train)} training images: {len(present)}; expected at least two",
+            hint="check the labels in the masks; a token has the label of at least half of its pixels",
         )
-    for_choice &= np.isin(labels, present)
+    for_choice = held_out & np.isin(labels, present)
     if not for_choice.any():
         raise InputError("no token of the images for choosing the strength has a label that training tokens have")
     train_tokens, val_tokens = (
         Labelled(_held(features, numbers[chosen], settings), np.searchsorted(present, labels[chosen]))
-        for chosen in (~np.isin(numbers // features[0].per_image, val), for_choice)
+        for chosen in (~held_out, for_choice)
     )
+    assert definition.of_tokens is not None
     fit = PROTOCOLS[definition.of_tokens].fit
     assert fit is not None
     fitted = fit(train_tokens, val_tokens, replace(settings, classes=settings.classes[present]))
@@ -321,7 +311,7 @@ def _labelled_tokens(
 
 def _held(features: list[TokenArray], numbers: NDArray[np.int64], settings: Settings) -> FeatureRows:
     """Return tokens, in memory if they take a small part of the limit."""
-    rows = FeatureRows.of(list(features), numbers)
+    rows = FeatureRows.of(features, numbers)
     return rows.held() if rows.nbytes <= settings.memory_bytes // 4 else rows
 
 
@@ -335,16 +325,16 @@ def _fit_head(
     """Train the linear head; return it, the numbers of its classes, and notes."""
     tokens = features[0]
     rows = _held(features, _numbers(images, tokens.per_image), settings)
-    of_input: dict[int, NDArray[np.int16]] = {}
-    most = settings.memory_bytes // 4 // (2 * tokens.input_px[0] * tokens.input_px[1])
+    kept: dict[int, NDArray[np.int32]] = {}
+    most_kept = settings.memory_bytes // 4 // (4 * tokens.input_px[0] * tokens.input_px[1])
 
     def labels_of(number: int) -> NDArray[np.int64]:
-        if number in of_input:
-            return of_input[number].astype(np.int64)
-        resized = _resized(tokens, masks[int(images[number])])
-        if len(of_input) < most:
-            of_input[number] = resized.astype(np.int16)
-        return resized
+        if number in kept:
+            return kept[number].astype(np.int64)
+        labels = mask_of_input(tokens, masks[int(images[number])])
+        if len(kept) < most_kept:
+            kept[number] = labels.astype(np.int32)
+        return labels
 
     model = train_linear_head(
         rows, tokens.grid, labels_of, len(settings.classes),
@@ -352,17 +342,3 @@ def _fit_head(
     )  # fmt: skip
     fitted = Fitted(lambda tokens: (model.scores(tokens), None), len(images), model=model)
     return fitted, np.arange(len(settings.classes)), []
-
-
-def _resized(tokens: TokenArray, mask: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the labels of the pixels of the backbone's input: those of the nearest pixels of the mask."""
-    height, width = mask.shape
-    boxes = tokens.boxes((width, height))
-    (left, top), (right, bottom) = boxes[0, :2].tolist(), boxes[-1, 2:].tolist()
-    rows_px, columns_px = tokens.input_px
-    rows = np.floor(top + (np.arange(rows_px) + 0.5) * (bottom - top) / rows_px).astype(np.int64)
-    columns = np.floor(left + (np.arange(columns_px) + 0.5) * (right - left) / columns_px).astype(np.int64)
-    resized: NDArray[np.int64] = mask[np.clip(rows, 0, height - 1)[:, None], np.clip(columns, 0, width - 1)]
-    resized[(rows < 0) | (rows >= height)] = -1  # the crop is larger than the picture
-    resized[:, (columns < 0) | (columns >= width)] = -1
-    return resized

@@ -1,4 +1,4 @@
-"""Bilinear upsampling of values of tokens to the pixels of a picture."""
+"""From tokens to the pixels of a picture, and from a mask of the picture to the pixels of the backbone's input."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from extract.store.tokens.token_array import TokenArray
 
-__all__ = ["Upsampling"]
+__all__ = ["Upsampling", "mask_of_input"]
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,7 @@ class Upsampling:
     @staticmethod
     def of(tokens: TokenArray, picture_px: tuple[int, int]) -> Upsampling:
         """Return the upsampling to a picture of (width, height) pixels, turned as in `TokenArray.boxes`."""
-        boxes = tokens.boxes(picture_px)
-        (left, top), (right, bottom) = boxes[0, :2].tolist(), boxes[-1, 2:].tolist()
+        left, top, right, bottom = tokens.window(picture_px)
         columns, by_column = _axis(picture_px[0], left, right, tokens.grid[1])
         rows, by_row = _axis(picture_px[1], top, bottom, tokens.grid[0])
         return Upsampling(rows, columns, by_row, by_column)
@@ -73,3 +72,24 @@ def _axis(pixels: int, start: float, end: float, cells: int) -> tuple[slice, Ten
         weights[numbers, lower + 1] = upper_share
     first = int(inside[0]) if len(inside) else 0
     return slice(first, first + len(inside)), torch.from_numpy(weights)
+
+
+def mask_of_input(tokens: TokenArray, mask: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the labels of the pixels of the backbone's input: those of the nearest pixels of a mask of the picture.
+
+    Args:
+        tokens: tokens of the picture's data set.
+        mask: (H, W), see `TokenArray.labels`.
+
+    Returns:
+        labels in the size `tokens.input_px`; -1 where the crop reaches beyond the picture.
+    """
+    height, width = mask.shape
+    left, top, right, bottom = tokens.window((width, height))
+    rows_px, columns_px = tokens.input_px
+    rows = np.floor(top + (np.arange(rows_px) + 0.5) * (bottom - top) / rows_px).astype(np.int64)
+    columns = np.floor(left + (np.arange(columns_px) + 0.5) * (right - left) / columns_px).astype(np.int64)
+    labels: NDArray[np.int64] = mask[np.clip(rows, 0, height - 1)[:, None], np.clip(columns, 0, width - 1)]
+    labels[(rows < 0) | (rows >= height)] = -1
+    labels[:, (columns < 0) | (columns >= width)] = -1
+    return labels

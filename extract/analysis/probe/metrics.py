@@ -22,6 +22,7 @@ __all__ = [
     "metric_name",
     "multilabel_metrics",
     "regression_metrics",
+    "too_narrow",
 ]
 
 RESAMPLES = 1000  # of the test rows, for intervals (the number advised by Efron and Tibshirani 1993, section 14.3)
@@ -97,18 +98,19 @@ def classification_metrics(
     metrics["macro_f1"] = widened(resampled["macro_f1"], exact_proportion(resampled["macro_f1"].value, rows))
     if (smallest := int(n[present].min())) < _FEW_IN_A_CLASS:
         for name in ("balanced_accuracy", "macro_f1"):
-            metrics[name] = _too_narrow(metrics[name], f"a class has only {smallest} test rows")
+            metrics[name] = too_narrow(metrics[name], f"a class has only {smallest} test rows")
     if probabilities is not None:
         n_wrong = count - int(hits["top1"].sum())
         if n_wrong < _FEW_ERRORS and metrics["log_loss"].method:
-            metrics["log_loss"] = _too_narrow(metrics["log_loss"], f"only {n_wrong} rows are wrong")
+            metrics["log_loss"] = too_narrow(metrics["log_loss"], f"only {n_wrong} rows are wrong")
         confidence = probabilities.max(1).astype(np.float64)
         metrics["calibration_error"] = Estimate(expected_calibration_error(confidence, hits["top1"]))
         metrics["calibration_error_if_calibrated"] = Estimate(_error_if_calibrated(confidence, seed))
     return metrics
 
 
-def _too_narrow(estimate: Estimate, reason: str) -> Estimate:
+def too_narrow(estimate: Estimate, reason: str) -> Estimate:
+    """Return the estimate with the remark that its interval may be too narrow."""
     return replace(estimate, method=f"{estimate.method}; may be too narrow, since {reason}")
 
 
@@ -143,7 +145,7 @@ def multilabel_metrics(scores: NDArray[np.float32], truth: NDArray[np.float32], 
     metrics = bootstrap(compute, len(scores), seed, _COSTLY_RESAMPLES)
     positives = truth.sum(0)[truth.any(0)]
     if len(positives) and (fewest := int(positives.min())) < _FEW_POSITIVES:
-        metrics["mAP"] = _too_narrow(metrics["mAP"], f"a label has only {fewest} test rows")
+        metrics["mAP"] = too_narrow(metrics["mAP"], f"a label has only {fewest} test rows")
     return metrics
 
 
@@ -217,7 +219,7 @@ def regression_metrics(predicted: NDArray[np.float64], truth: NDArray[np.float64
 
     metrics = bootstrap(compute, len(truth), seed, RESAMPLES)
     if len(truth) < _FEW_NUMBERS:
-        return {name: _too_narrow(metric, f"there are only {len(truth)} rows") for name, metric in metrics.items()}
+        return {name: too_narrow(metric, f"there are only {len(truth)} rows") for name, metric in metrics.items()}
     return metrics
 
 

@@ -31,10 +31,10 @@ from extract.errors import InputError, LayertapError, first_line, unknown_name
 from extract.system.html_tables import Table, html_summary
 from extract.system.torch_state import device_named
 
-__all__ = ["ProbeResult", "linear_probe", "probe", "probe_device"]
+__all__ = ["MOST_IN_A_TABLE", "ProbeResult", "linear_probe", "probe", "probe_device"]
 
 PRIMARY = {"classification": "top1", "multilabel": "mAP", "regression": "r2", "segmentation": "mIoU"}
-_MOST_IN_A_TABLE = 1000  # classes in a confusion matrix, whose size is their square
+MOST_IN_A_TABLE = 1000  # classes in a confusion matrix, whose size is their square
 _LARGEST = 1e100  # target: the sum of squares must be finite
 SCALINGS = ("none", "l2", "standardise")
 
@@ -50,10 +50,11 @@ class ProbeResult:
         metrics: name -> value with its 95 % interval, on the test rows. For few-shot: "top1@5" etc., the mean over five
             draws, with the interval of Student's t for that mean.
         classes: (K,) names, or labels as given.
-        per_class: (K,) columns: n, recall, precision, f1 for classification; n, average_precision for multilabel.
+        per_class: (K,) columns: n, recall, precision, f1 for classification; n, average_precision for multilabel; n
+            (pixels), iou, accuracy for segmentation.
         per_image: (N,) columns for the test images of a segmentation: n, pixel_accuracy, mIoU.
-        confusion: (K, K) numbers of test rows of class i predicted as class j, for classification with at most 1,000
-            classes.
+        confusion: (K, K) numbers of test rows (of pixels for segmentation) of class i predicted as class j, for at most
+            1,000 classes.
         swept: name of the chosen hyper-parameter: "C", "lambda", "alpha" or "k"; empty: none.
         chosen: value of the chosen hyper-parameter.
         curve: (value, top-1, mAP or R^2 on the validation rows; for segmentation, top-1 of their tokens) for all values
@@ -61,8 +62,9 @@ class ProbeResult:
         shots: for few-shot: rows per class -> top-1 of each draw.
         n_train, n_val, n_test: numbers of rows; n_val: rows that the hyper-parameter was chosen on. n_train includes
             those of them that the final fit uses: with folds, both are all training rows.
-        predictions: (N,) class numbers; (N, K) labels, 0 or 1; (N, K) numbers; None for few-shot.
-        truth: (N,) class numbers, negative for classes missing from training; (N, K) labels or numbers.
+        predictions: (N,) class numbers; (N, K) labels, 0 or 1; (N, K) numbers; None for few-shot and segmentation.
+        truth: (N,) class numbers, negative for classes missing from training; (N, K) labels or numbers; empty for
+            segmentation.
         probabilities: (N, K); None if the probe has no probabilities.
         objective: objective of logistic regression for the chosen value, on training and validation rows.
         model: the probe, for prediction and saving; None for k nearest neighbours and few-shot.
@@ -339,7 +341,7 @@ def _evaluate(fitted: Fitted, test: Labelled, settings: Settings, protocol: str)
         metrics = classification_metrics(scores, truth, probabilities, settings.seed)
         predictions = scores.argmax(1)
         per_class = by_class(predictions, truth, k)
-        confusion = confusion_of(predictions, truth, k) if k <= _MOST_IN_A_TABLE else None
+        confusion = confusion_of(predictions, truth, k) if k <= MOST_IN_A_TABLE else None
     elif settings.task == "multilabel":
         metrics = multilabel_metrics(scores, truth, settings.seed)
         predictions = (scores > fitted.threshold).astype(np.int64)

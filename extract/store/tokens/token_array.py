@@ -126,6 +126,20 @@ class TokenArray:
         """
         return recorded_crop(self._preprocessing)
 
+    def window(self, picture_px: tuple[int, int]) -> tuple[float, float, float, float]:
+        """Return the part of a picture that all cells cover, which the crop left: left, top, right, bottom in pixels.
+
+        It reaches beyond a picture that is smaller than the crop.
+
+        Args:
+            picture_px: see `boxes`.
+
+        Raises:
+            InputError: see `boxes`.
+        """
+        boxes = self.boxes(picture_px)
+        return float(boxes[0, 0]), float(boxes[0, 1]), float(boxes[-1, 2]), float(boxes[-1, 3])
+
     def boxes(self, picture_px: tuple[int, int]) -> NDArray[np.float64]:
         """Return the part of a picture that each cell of the grid covers.
 

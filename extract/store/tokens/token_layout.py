@@ -15,6 +15,8 @@ from extract.errors import InputError
 
 __all__ = ["TokenLayout", "recorded_crop", "token_boxes", "token_labels", "token_layout"]
 
+_COUNTED = 1 << 20  # pairs of cell and label that are counted, which takes a tenth of the time of sorting pixels
+
 
 @dataclass(frozen=True)
 class TokenLayout:
@@ -134,9 +136,14 @@ def token_labels(
     rows = np.searchsorted(y, np.arange(height) + 0.5, side="right") - 1
     inside = np.ix_((rows >= 0) & (rows < grid[0]), (columns >= 0) & (columns < grid[1]))
     cells = (rows[:, None] * grid[1] + columns)[inside].reshape(-1)
-    values, numbers = np.unique(mask[inside].astype(np.int64).reshape(-1), return_inverse=True)
+    seen = mask[inside].astype(np.int64).reshape(-1)
+    lowest, highest = int(seen.min(initial=0)), int(seen.max(initial=0))
+    if (highest - lowest + 1) * grid[0] * grid[1] <= _COUNTED:
+        values, numbers = np.arange(lowest, highest + 1), seen - lowest
+    else:
+        values, numbers = np.unique(seen, return_inverse=True)
     pixels = np.bincount(cells, minlength=grid[0] * grid[1])
-    pairs, counts = np.unique(cells * len(values) + numbers, return_counts=True)  # as few as there are pixels
+    pairs, counts = _occurrences(cells * len(values) + numbers, len(values) * grid[0] * grid[1])
     cells, labels = pairs // max(1, len(values)), values[pairs % max(1, len(values))]
     taken = labels != ignore if ignore is not None else np.ones(len(labels), np.bool_)
     cells, labels, counts = cells[taken], labels[taken], counts[taken]
@@ -147,6 +154,15 @@ def token_labels(
     chosen = np.full(grid[0] * grid[1], -1, np.int64)
     chosen[cells[known]] = labels[known]
     return chosen
+
+
+def _occurrences(numbers: NDArray[np.int64], end: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the distinct numbers, which are from 0 to `end` - 1, in ascending order, and how often each occurs."""
+    if end > _COUNTED:
+        return np.unique(numbers, return_counts=True)
+    counts = np.bincount(numbers, minlength=end)
+    distinct = np.flatnonzero(counts)
+    return distinct, counts[distinct]
 
 
 def _edges(

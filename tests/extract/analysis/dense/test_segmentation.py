@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch.nn.functional import interpolate
 
-from extract.analysis.dense import SEGMENTATION, segmentation_probe
-from extract.analysis.dense.upsampling import Upsampling
+from extract.analysis.dense import SEGMENTATION, segmentation, segmentation_probe
+from extract.analysis.dense.upsampling import Upsampling, mask_of_input
 from extract.errors import InputError, UnknownNameError
 from extract.store.tokens.token_array import TokenArray
 from extract.store.tokens.token_layout import TokenLayout
@@ -96,6 +97,7 @@ def test_metrics_are_those_of_sets_of_pixels(samples: Any, protocol: str) -> Non
     recalls = [(guess == k)[truth == k].mean() for k in range(3)]
     assert result.metrics["mean_accuracy"].value == pytest.approx(np.mean(recalls))
     assert result.metrics["mIoU"].low <= result.metrics["mIoU"].value <= result.metrics["mIoU"].high
+    assert "only 6 images" in result.metrics["mIoU"].method
     by_image = [(g == t)[t >= 0].mean() for g, t in zip(guess, truth, strict=True)]
     np.testing.assert_allclose(result.per_image["pixel_accuracy"], by_image)
     assert result.confusion is not None
@@ -130,6 +132,55 @@ def test_several_features_are_concatenated(samples: Any) -> None:
     assert result.metrics["pixel_accuracy"].value > 0.6
 
 
+@pytest.mark.parametrize("protocol", SEGMENTATION)
+def test_two_classes_and_little_memory_give_the_same_as_much(samples: Any, protocol: str) -> None:
+    tokens, masks = samples
+    how: dict[str, Any] = {"protocol": protocol, "classes": ["no", "yes"]}
+    how["iterations"] = 60 if protocol == "segmentation-dinov3" else None
+    merged = [np.minimum(mask, 1) for mask in masks]
+    much, little = (
+        segmentation_probe(tokens, merged, TRAIN, TEST, memory_bytes=memory, **how) for memory in (1 << 30, 1 << 14)
+    )
+    assert much.metrics["pixel_accuracy"].value > 0.7
+    assert little.metrics["mIoU"].value == pytest.approx(much.metrics["mIoU"].value, abs=0.02)
+
+
+def test_many_tokens_are_sampled(samples: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segmentation, "_MOST_TOKENS", 200)
+    result = segmentation_probe(*samples, TRAIN, TEST)
+    assert result.notes[1] == "200 of them are drawn, with seed 0"
+    assert result.metrics["pixel_accuracy"].value > 0.6
+
+
+def test_many_classes_have_no_table_of_confusion(samples: Any) -> None:
+    tokens, masks = samples
+    result = segmentation_probe(tokens, masks, TRAIN, TEST, classes=[str(i) for i in range(1001)])
+    few = segmentation_probe(tokens, masks, TRAIN, TEST)
+    assert result.confusion is None
+    assert result.metrics == few.metrics
+
+
+@pytest.mark.parametrize("protocol", SEGMENTATION)
+@pytest.mark.parametrize("memory_bytes", [1 << 30, 1 << 14])
+def test_tokens_with_nan_are_refused(samples: Any, protocol: str, memory_bytes: int) -> None:
+    values = np.array(samples[0][:]).reshape(IMAGES, -1, CHANNELS)
+    values[3, 20] = np.nan
+    with pytest.raises(InputError, match="NaN or infinity"):
+        segmentation_probe(token_array(values), samples[1], TRAIN, TEST, protocol=protocol, memory_bytes=memory_bytes,
+                           iterations=20 if protocol == "segmentation-dinov3" else None)  # fmt: skip
+
+
+def test_labels_of_the_input_are_those_of_the_nearest_pixels() -> None:
+    tokens = token_array(np.zeros((1, 24, CHANNELS), np.float32), resize=(64, 64))
+    mask = np.random.default_rng(0).integers(0, 9, (128, 128))
+    picture = Image.fromarray(mask.astype(np.uint8))
+    expected = picture.resize((48, 32), Image.Resampling.NEAREST, tokens.window((128, 128)))
+    assert np.array_equal(mask_of_input(tokens, mask), np.asarray(expected))
+    small = token_array(np.zeros((1, 24, CHANNELS), np.float32), resize=(16, 16))
+    padded = mask_of_input(small, np.ones((16, 16), np.int64))
+    assert np.argwhere(padded == 1).tolist() == [[row, column] for row in range(8, 24) for column in range(16, 32)]
+
+
 def test_the_same_seed_gives_the_same_head(samples: Any) -> None:
     tokens, masks = samples
 
@@ -152,8 +203,13 @@ def test_the_same_seed_gives_the_same_head(samples: Any) -> None:
         ({"train": [0]}, "a single training image"),
         ({"classes": ["a", "b"]}, "has the label 2; expected labels below 2"),
         ({"masks": [np.zeros((32, 48, 3), np.uint8)] * 30}, r"\(32, 48, 3\); expected integers \(H, W\)"),
-        ({"masks": [np.zeros((32, 48), np.uint8)] * 30}, "have 1 classes; expected at least two"),
-        ({"masks": [np.full((32, 48), -1)] * 30, "classes": "ab"}, "have 0 classes; expected at least two"),
+        ({"masks": [np.zeros((32, 48), np.uint8)] * 30}, "classes among the tokens of 22 training images: 1;"),
+        (
+            {"masks": [np.full((32, 48), -1)] * 30, "classes": "ab"},
+            "classes among the tokens of 22 training images: 0;",
+        ),
+        ({"masks": [np.zeros((32, 48), np.uint8)] * 7}, "no mask of image 7"),
+        ({"masks": [np.full((32, 48), 26_001, np.uint16)] * 30}, "the label 26,001; expected classes from 0 to 999"),
         ({"iterations": 5}, "for the protocol segmentation-dinov3"),
     ],
 )
