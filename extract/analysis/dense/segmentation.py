@@ -90,8 +90,8 @@ def segmentation_probe(
     - "segmentation": logistic regression of tokens with one label for half of their pixels; its strength is chosen on
       validation images, by the share of their tokens that are classified correctly.
     - "segmentation-knn": the nearest tokens, as in the protocol "knn".
-    - "segmentation-dinov3": the linear evaluation of DINOv3 on the stored tokens, see `train_linear_head`. It chooses
-      nothing, and is trained on the validation images too.
+    - "segmentation-dinov3": batch norm and a linear layer, trained on upsampled logits with the settings of DINOv3 for
+      ADE20K, but without augmentation. It chooses nothing, and is trained on the validation images too.
 
     Args:
         tokens: tokens of a feature, or of several with the same grid, which are then concatenated.
@@ -107,8 +107,7 @@ def segmentation_probe(
         memory_bytes: limit for tokens and variables held at once; None: half of the free memory.
 
     Returns:
-        the result with numbers of images in place of rows; `per_class` has n (pixels), iou and accuracy, `per_image`
-        n, pixel_accuracy and mIoU of the test images, and `confusion` pixels.
+        the result; its numbers of rows are numbers of images.
 
     Raises:
         InputError: an image is in two of the sets, grids or images differ, a mask or all labels are missing, a label is
