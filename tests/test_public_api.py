@@ -151,7 +151,7 @@ extract.probe.rsa(x: Source | FeatureRows, y: Source | FeatureRows) -> float
 extract.probe.segmentation_probe(tokens: TokenArray | Sequence[TokenArray], masks: Masks, train: ArrayLike,
         test: ArrayLike, *, val: ArrayLike | None = None, classes: Sequence[str] | None = None, protocol: str =
         'segmentation', iterations: int | None = None, seed: int = 0, device: str = 'auto', memory_bytes: int |
-        None = None) -> ProbeResult
+        None = None, on_prediction: Callable[[int, NDArray[np.int64]], None] | None = None) -> ProbeResult
 extract.search.MEMORY_BYTES = 268435456
 class extract.search.Neighbours(rows: NDArray[np.int64], cosines: NDArray[np.float64])
 extract.search.layer_to_search(layers: Sequence[str], asked: str | None, where: str) -> str

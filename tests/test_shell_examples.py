@@ -12,10 +12,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
 from huggingface_hub import constants, file_download
+from PIL import Image
 from safetensors.torch import save_file
 
 from extract import extract_features
@@ -98,6 +100,13 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
             (start / folder / path).parent.mkdir(parents=True, exist_ok=True)
             make_picture(number).save(start / folder / path)
             os.utime(start / folder / path, (1e9, 1e9))  # `sync` waits for files that were changed just now
+    generator = np.random.default_rng(0)
+    for path in names:  # masks of `photos`
+        (start / "masks" / path).parent.mkdir(parents=True, exist_ok=True)
+        with Image.open(start / "photos" / path) as picture:
+            mask = generator.integers(0, 3, (picture.height // 40 + 1, picture.width // 40 + 1), np.uint8)
+            cells = Image.fromarray(mask).resize(picture.size, Image.Resampling.NEAREST)
+        cells.save((start / "masks" / path).with_suffix(".png"))
     for number, name in enumerate(("cat.jpg", "new.jpg")):
         make_picture(100 + number).save(start / name)
     shutil.copytree(ROOT / "configs", start / "configs")

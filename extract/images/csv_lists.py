@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from _csv import Reader as CsvReader
 
 __all__ = [
+    "TABLES",
     "Row",
     "check_once",
     "file_and_column",
@@ -35,6 +36,7 @@ __all__ = [
     "stored_path",
 ]
 
+TABLES = (".csv", ".tsv", ".parquet")
 _TEXT, _WHOLE, _NUMBER = "text", "text or whole numbers", "text or numbers"
 _COLUMNS = {"path": _TEXT, "label": _WHOLE, "split": _TEXT, "id": _WHOLE}
 _BUFFER_BYTES = 1 << 20  # for each Parquet column, when read in pieces
@@ -388,11 +390,10 @@ def _unique(where: str, header: Sequence[str], kinds: Mapping[str, str]) -> None
             raise InputError(f"{where}: two columns have the name {name!r}")
 
 
-def file_and_column(labels: str) -> tuple[str, str]:
-    """Split a name into file and column: labels.csv has the column `label`, labels.csv:age the column `age`."""
-    for ending in (".csv", ".tsv", ".parquet"):
-        if (without_query(labels) if is_url(labels) else labels).lower().endswith(ending):
-            return labels, "label"
+def file_and_column(labels: str, default: str = "label") -> tuple[str, str]:
+    """Split a name into file and column: labels.csv has the column `default`, labels.csv:age the column `age`."""
+    if (without_query(labels) if is_url(labels) else labels).lower().endswith(TABLES):
+        return labels, default
     where, _, column = labels.rpartition(":")
     if not where or not column:
         raise InputError(f"labels {labels!r}: expected FILE.csv, .tsv or .parquet, or FILE.csv:COLUMN")

@@ -9,11 +9,11 @@ from collections import Counter
 from extract.errors import InputError
 from extract.images.archives import ARCHIVES
 from extract.images.arrays import split_name
+from extract.images.csv_lists import TABLES
 from extract.system.urls import is_url
 
 __all__ = ["is_file_of_images", "kind_of", "no_images"]
 
-_TABLES = (".csv", ".tsv", ".parquet")
 _ARRAYS = (".npy", ".h5", ".hdf5")
 
 
@@ -28,7 +28,7 @@ def kind_of(where: str) -> str:
         return "folder"
     if suffix in ARCHIVES:
         return "archives"
-    if suffix in _TABLES:
+    if suffix in TABLES:
         return "list"
     if suffix in _ARRAYS or split_name(where)[1]:
         if is_url(where):
@@ -63,11 +63,11 @@ def no_images(where: str, left_out: Counter[str]) -> InputError:
 
 def _suffix(where: str) -> str:
     suffix = os.path.splitext(where)[1].lower()  # noqa: PTH122  it may be a URL
-    if is_url(where) and suffix not in (*ARCHIVES, *_TABLES, *_ARRAYS):  # the suffix may precede a query
+    if is_url(where) and suffix not in (*ARCHIVES, *TABLES, *_ARRAYS):  # the suffix may precede a query
         return os.path.splitext(where.partition("?")[0])[1].lower()  # noqa: PTH122
     return suffix
 
 
 def is_file_of_images(root: str) -> bool:
     """Return whether a name is that of a list, archive or array."""
-    return root.lower().endswith((*ARCHIVES, *_TABLES, *_ARRAYS)) or bool(split_name(root)[1])
+    return root.lower().endswith((*ARCHIVES, *TABLES, *_ARRAYS)) or bool(split_name(root)[1])

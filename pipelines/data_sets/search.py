@@ -22,8 +22,8 @@ from extract.store.places.destination import data_set_at
 from extract.store.reader import FeatureReader
 from extract.system.atomic_files import link_target
 from pipelines.data_sets.search_results import Hit, SearchResults
-from pipelines.data_sets.thumbnails import Pictures
 from pipelines.terminal.output_paths import PICTURES, check_file
+from pipelines.terminal.pictures import Pictures
 from pipelines.terminal.text_output import printable
 
 __all__ = ["as_json", "print_results", "run_search"]

@@ -25,6 +25,10 @@ _probe_option = partial(option, model=ProbeConfig)
 @_probe_option("-p", "--protocol", type=click.Choice(list(get_args(ProbeConfig.model_fields["protocol"].annotation))))
 @_probe_option("-l", "--layers", multiple=True, metavar="LAYER")
 @_probe_option("--labels", metavar="FILE[:COLUMN]")
+@_probe_option("--masks", metavar="FOLDER|FILE[:COLUMN]")
+@_probe_option("--class-names", metavar="FILE.csv")
+@_probe_option("--ignore-label", type=int, multiple=True)
+@_probe_option("--iterations", type=int)
 @_probe_option("--multilabel/--no-multilabel")
 @_probe_option("--test-fraction", type=float)
 @_probe_option("--drop-leaks/--keep-leaks")
@@ -49,6 +53,7 @@ def probe(config: Path | None, as_json: bool, **flags: Any) -> None:
     layertap probe outputs/photos -p knn -l 'blocks.*' -l blocks.5+blocks.6
     layertap probe outputs/photos -p ridge --labels ages.csv:age
     layertap probe outputs/photos -l embedding --save probe.safetensors
+    layertap probe outputs/tokens -p segmentation --masks masks
     """
     library("matplotlib", "figures", "layertap probe")
     from pipelines.probe.report import as_json as outcome_as_json
@@ -61,21 +66,24 @@ def probe(config: Path | None, as_json: bool, **flags: Any) -> None:
         click.echo("written: " + ", ".join(map(str, files)), err=True)
 
 
-@click.command(short_help="Predict classes of images with a stored probe.")
+@click.command(short_help="Predict classes or masks of images with a stored probe.")
 @click.argument("probe", type=click.Path(path_type=Path))
 @click.argument("images", metavar="IMAGES|OUT", shell_complete=complete_paths)
-@click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="CSV file to write.")
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path), required=True, help="CSV file to write; for masks, a folder."
+)
 @click.option("-b", "--backbone", help=BACKBONE_HELP, shell_complete=complete_backbones)
 @click.option("--weights", help="Name or file of the backbone's weights, if the file was moved.")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:N or mps.")
 def predict(probe: Path, images: str, output: Path, **settings: Any) -> None:
-    """Predict classes of images with a PROBE that `layertap probe --save` has written.
+    """Predict classes or masks of images with a PROBE that `layertap probe --save` has written.
 
     Features of IMAGES are computed with the recorded settings of the probe. Features of a data set OUT must have been
     computed with the same settings.
 
     \b
     layertap predict probe.safetensors new-photos -o predictions.csv
+    layertap predict masks.safetensors new-photos -o predicted-masks
     """
     from pipelines.probe.predict import run_predict
 

@@ -23,12 +23,27 @@ class ProbeConfig(BaseModel):
         min_length=1,
         description="May be repeated; globs allowed; a+b concatenates two layers. [default: all stored layers]",
     )
-    protocol: Literal["clip", "simclr", "dinov2-logreg", "knn", "centroid", "fewshot", "ridge"] = Field(
-        "clip", description="Classifier or regression, and how its hyperparameter is chosen."
-    )
+    protocol: Literal[
+        "clip", "simclr", "dinov2-logreg", "knn", "centroid", "fewshot", "ridge", "segmentation", "segmentation-knn",
+        "segmentation-dinov3",
+    ] = Field("clip", description="Classifier or regression, and how its hyperparameter is chosen.")  # fmt: skip
     labels: str | None = Field(
         None,
         description="FILE.csv[:COLUMN] with `path` or `id`; column `label` if omitted. [default: the data set's own]",
+    )
+    masks: str | None = Field(
+        None,
+        description="For segmentation: folder of masks with the names of the images, FILE.csv[:COLUMN] of mask files "
+        "(column `mask` if omitted), or FILE.json in the format of COCO.",
+    )
+    class_names: Path | None = Field(
+        None, description="FILE.csv with columns `id` and `name` of the classes in masks. [default: their numbers]"
+    )
+    ignore_label: list[int] | None = Field(
+        None, description="Label of pixels without a class in masks. May be repeated. [default: 255]"
+    )
+    iterations: int | None = Field(
+        None, strict=True, ge=1, description="Training batches of segmentation-dinov3. [default: 40000]"
     )
     multilabel: bool = Field(False, description="Images have any number of labels, separated by |.")
     test_fraction: float | None = Field(
@@ -60,9 +75,34 @@ class ProbeConfig(BaseModel):
     def _check_task(self) -> Self:
         if self.multilabel and self.protocol == "ridge":
             raise ValueError("--multilabel: ridge predicts numbers, not labels")
+        given = self.model_fields_set
+        if not self.is_segmentation:
+            for name in ("masks", "class_names", "ignore_label", "iterations"):
+                if name in given:
+                    raise ValueError(f"--{name.replace('_', '-')} is for -p segmentation, not for {self.protocol}")
+            return self
+        if self.masks is None:
+            raise ValueError(f"{self.protocol} needs --masks")
+        for name in ("labels", "multilabel", "scaling", "class_weight", "similarity"):
+            if getattr(self, name):
+                raise ValueError(f"--{name.replace('_', '-')} is not for {self.protocol}")
+        if self.iterations is not None and self.protocol != "segmentation-dinov3":
+            raise ValueError(f"--iterations is for segmentation-dinov3, not for {self.protocol}")
         return self
 
-    @field_validator("out", "layers", mode="before")
+    @property
+    def task(self) -> str:
+        """What is predicted: see `Labelling`."""
+        if self.is_segmentation:
+            return "segmentation"
+        return "regression" if self.protocol == "ridge" else "multilabel" if self.multilabel else "classification"
+
+    @property
+    def is_segmentation(self) -> bool:
+        """Whether classes of pixels are predicted."""
+        return self.protocol.startswith("segmentation")
+
+    @field_validator("out", "layers", "ignore_label", mode="before")
     @classmethod
     def _to_list(cls, value: Any) -> Any:
-        return [value] if isinstance(value, str) else value
+        return [value] if isinstance(value, str | int) else value

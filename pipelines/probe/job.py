@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from extract.system.urls import is_url
 from extract.taps.layer_names import match_layers
 from pipelines.probe.config import ProbeConfig
 from pipelines.probe.labelling import Labelling, drop_leaks, image_hashes, label_rows
+from pipelines.probe.segmentation import Example, Segmentation, layers_with_tokens
 
 __all__ = ["Comparison", "ProbeRun", "ProbedFeature", "data_sets", "description_of", "run_probe"]
 
@@ -91,6 +92,7 @@ class ProbeRun:
         test_paths: data set -> paths of its test images.
         probed: results in the order of the layers.
         comparisons: tests between the best feature and each other feature.
+        examples: of a segmentation: some test images with the predictions of the best feature.
         similarity: linear CKA and RSA, both (M, M) in the order of `probed`; None: not requested.
         complete: whether the run is finished.
     """
@@ -101,13 +103,17 @@ class ProbeRun:
     test_paths: dict[str, list[str]] = field(default_factory=dict)
     probed: list[ProbedFeature] = field(default_factory=list)
     comparisons: list[Comparison] = field(default_factory=list)
+    examples: list[Example] = field(default_factory=list)
     similarity: tuple[NDArray[np.float64], NDArray[np.float64]] | None = None
     complete: bool = False
 
     @property
     def by_validation(self) -> bool:
-        """Whether the best feature is chosen on validation rows, so that the test rows have no part in the choice."""
-        return all(feature.result.curve for feature in self.probed)
+        """Whether the best feature is chosen on validation rows, so that the test rows have no part in the choice.
+
+        Segmentations are not: shares of tokens cannot be compared between grids.
+        """
+        return all(feature.result.curve for feature in self.probed) and not self.config.is_segmentation
 
     @property
     def best(self) -> ProbedFeature:
@@ -137,28 +143,32 @@ def run_probe(
     """
     outcome = ProbeRun(config)
     with contextlib.ExitStack() as stack:
+        locations = data_sets(config.out)
         readers = {
             name: stack.enter_context(FeatureReader(path, check=isinstance(path, Path)))
-            for name, path in data_sets(config.out).items()
+            for name, path in locations.items()
         }
         columns: dict[tuple[str, tuple[str, ...]], list[Any]] = {}
+        segmentations: dict[str, Segmentation] = {}
         for name, reader in readers.items():
-            labelling = label_rows(
-                reader, config.labels, numbers=config.protocol == "ridge", multilabel=config.multilabel,
-                test_fraction=config.test_fraction, seed=config.seed,
-            )  # fmt: skip
-            outcome.labellings[name] = drop_leaks(reader, labelling) if config.drop_leaks else labelling
+            labels = config.masks if config.is_segmentation else config.labels
+            labelling = label_rows(reader, labels, config.task, test_fraction=config.test_fraction, seed=config.seed)
+            labelling = drop_leaks(reader, labelling) if config.drop_leaks else labelling
+            here = _arrays(config, reader, name)
+            if config.is_segmentation:
+                root, tokens = data_set_at(locations[name]).images["root"], next(iter(here.values()))[0]
+                segmentations[name], labelling = Segmentation.of(config, reader, root, labelling, tokens)
+            columns |= {(name, parts): arrays for parts, arrays in here.items()}
+            outcome.labellings[name] = labelling
             outcome.fingerprints[name] = reader.fingerprint
-            outcome.test_paths[name] = [reader.paths[row] for row in outcome.labellings[name].test.tolist()]
-            columns |= {(name, parts): [reader[part] for part in parts]
-                        for parts in _layers(reader, config.layers, name)}  # fmt: skip
+            outcome.test_paths[name] = [reader.paths[row] for row in labelling.test.tolist()]
         if config.save is not None and len(columns) > 1:
             raise InputError(
                 f"--save keeps the probe of one layer, and there are {len(columns)}; a choice of "
                 "the best layer on the test images would bias its result",
                 hint="name one with -l",
             )
-        if config.save is not None and config.protocol in ("knn", "fewshot"):
+        if config.save is not None and config.protocol in ("knn", "fewshot", "segmentation-knn"):
             raise InputError(
                 f"the protocol {config.protocol} has no probe that can be saved", hint="use another protocol"
             )
@@ -167,7 +177,16 @@ def run_probe(
         for number, ((name, parts), arrays) in enumerate(columns.items(), 1):
             layer = "+".join(parts)
             say(f"probing {layer}" + (f" of {name}" if len(readers) > 1 else "") + f" ({number} of {len(columns)})")
-            outcome.probed.append(_probed(config, outcome.labellings[name], name, parts, arrays))
+            labelling = outcome.labellings[name]
+            if config.is_segmentation:
+                result, examples = segmentations[name].probe(config, labelling, arrays, _memory_bytes(config))
+                result = replace(result, model=result.model if config.save else None)
+                width = sum(tokens.shape[1] for tokens in arrays)
+                outcome.probed.append(ProbedFeature(name, parts, width, result))
+                if outcome.best is outcome.probed[-1]:
+                    outcome.examples = examples()
+            else:
+                outcome.probed.append(_probed(config, labelling, name, parts, arrays))
             on_result(outcome)
         outcome.comparisons = list(_comparisons(outcome, readers))
         if config.similarity:
@@ -176,7 +195,8 @@ def run_probe(
                                               for (name, _), arrays in columns.items())  # fmt: skip
         if config.save is not None:
             (feature,) = outcome.probed
-            _save(feature, config.out[0], config)
+            more = segmentations[feature.data_set].about(feature.result) if config.is_segmentation else {}
+            _save(feature, config.out[0], config.save, more)
     outcome.complete = True
     on_result(outcome)
     return outcome
@@ -201,6 +221,19 @@ def data_sets(paths: Sequence[str]) -> dict[str, Path | str]:
     if len({location if isinstance(location, str) else location.resolve() for location in locations}) < len(locations):
         raise InputError(f"a data set is given twice: {', '.join(paths)}")
     return dict(zip(names, locations, strict=True))
+
+
+def _arrays(config: ProbeConfig, reader: FeatureReader, where: str) -> dict[tuple[str, ...], list[Any]]:
+    """Return the features to probe, or their tokens, by the names of the parts that are concatenated."""
+    layers = config.layers
+    if config.is_segmentation:
+        layers = layers_with_tokens(reader, where) if layers is None else layers
+        return {parts: [reader.tokens(part) for part in parts] for parts in _layers(reader, layers, where)}
+    return {parts: [reader[part] for part in parts] for parts in _layers(reader, layers, where)}
+
+
+def _memory_bytes(config: ProbeConfig) -> int | None:
+    return None if config.max_memory_mb is None else config.max_memory_mb << 20
 
 
 def _layers(reader: FeatureReader, layers: Sequence[str] | None, where: str) -> Iterator[tuple[str, ...]]:
@@ -228,7 +261,7 @@ def _probed(
     result = probe(
         train, val if len(val) else None, test, labelling.classes, labelling.task,
         protocol=config.protocol, scaling=config.scaling, balanced=config.class_weight == "balanced", seed=config.seed,
-        device=config.device, memory_bytes=None if config.max_memory_mb is None else config.max_memory_mb << 20,
+        device=config.device, memory_bytes=_memory_bytes(config),
     )  # fmt: skip
     confidences = None
     if labelling.task == "classification" and result.probabilities is not None:
@@ -292,11 +325,10 @@ def description_of(dataset: DataSet, layers: Sequence[str]) -> dict[str, Any]:
     return {**dataset.depends_on, "features": {name: features[name] for name in layers}}
 
 
-def _save(probed: ProbedFeature, out: str, config: ProbeConfig) -> None:
-    """Save the probe with all settings needed to compute the same features of other images."""
+def _save(probed: ProbedFeature, out: str, file: Path, more: Mapping[str, Any]) -> None:
+    """Save the probe with all settings needed to compute the same features of other images, and `more` about it."""
     model, dataset = probed.result.model, data_set_at(out)
     assert model is not None
-    assert config.save is not None
     layers = list(probed.parts)
     with FeatureReader(out) as reader:
         provenance = {key: reader.provenance.get(key) for key in ("backbone", "configuration", "versions")}
@@ -310,9 +342,10 @@ def _save(probed: ProbedFeature, out: str, config: ProbeConfig) -> None:
         "provenance": provenance,
         "n_train": probed.result.n_train,
         "metrics": {name: metric.value for name, metric in probed.result.metrics.items()},
+        **more,
     }  # fmt: skip
     saved = LinearProbe(
         model.coef_, model.intercept_, model.classes_, model.task, model.scaling, model.has_probabilities, about
     )
-    config.save.parent.mkdir(parents=True, exist_ok=True)
-    saved.save(config.save)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    saved.save(file)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from extract.images.image_list import SPLITS, labels_from_values
 from extract.row_status import Status
 from extract.store.reader import FeatureReader
 from extract.system.csv_cells import safe_cell
+from pipelines.probe.masks import is_table_of_masks, masks_of_rows, where_masks_are_expected
 from pipelines.terminal.text_output import printable
 
 __all__ = ["SEPARATOR", "Labelling", "drop_leaks", "image_hashes", "label_rows"]
@@ -33,10 +35,11 @@ class Labelling:
     """Labels and splits of the rows of a data set.
 
     Attributes:
-        task: "classification", "multilabel" or "regression".
-        classes: (K,) names.
+        task: "classification", "multilabel", "regression" or "segmentation".
+        classes: (K,) names; none for segmentation.
         unseen: names of the classes without training rows; their targets are -1, -2, ...
-        targets: (N,) int64, (N, K) float32 or (N, 1) float64, for all rows; undefined for rows that are left out.
+        targets: (N,) int64, (N, K) float32, (N, 1) float64 or, for segmentation, (N,) names of masks, for all rows;
+            undefined for rows that are left out.
         train: row numbers, ascending; likewise `val` and `test`. Rows that are left out are in none of the three.
         counts: number of "rows", and of rows left out because they are "failed", "unlabelled", "without a split".
         leaks: "test in train" and so on -> number of rows of the first split whose bytes are in the second.
@@ -58,9 +61,8 @@ class Labelling:
 def label_rows(
     reader: FeatureReader,
     labels: str | None,
+    task: str = "classification",
     *,
-    numbers: bool = False,
-    multilabel: bool = False,
     test_fraction: float | None = None,
     seed: int = 0,
 ) -> Labelling:
@@ -68,20 +70,23 @@ def label_rows(
 
     Args:
         reader: reader of the data set.
-        labels: FILE or FILE:COLUMN, a table with a column `path` or `id`; None: the classes of the data set.
-        numbers: whether labels are numbers to predict.
-        multilabel: whether a row has any number of labels, separated by |.
+        labels: FILE or FILE:COLUMN, a table with a column `path` or `id`; None: the classes of the data set. For
+            segmentation, see `masks_of_rows`.
+        task: "classification"; "multilabel": a row has any number of labels, separated by |; "regression" or
+            "segmentation".
         test_fraction: fraction of each class to draw for testing; None: the data set's splits, or 0.2 without splits.
         seed: seed of the draw.
 
     Raises:
         InputError: the file matches no row, a label is not a number, or no rows are left.
     """
-    texts, splits, notes = (
-        _from_data_set(reader) if labels is None else _from_file(reader, labels, keep_empty=multilabel)
-    )
+    if labels is None:
+        texts, splits, notes = _from_data_set(reader)
+    elif task == "segmentation" and not is_table_of_masks(labels):
+        texts, splits, notes = masks_of_rows(reader, labels), list(reader.splits), []
+    else:
+        texts, splits, notes = _from_file(reader, labels, task)
     good, groups = reader.status == Status.OK, _groups(reader)
-    task = "regression" if numbers else "multilabel" if multilabel else "classification"
     if task == "classification":
         texts = [None if text == "-1" else text for text in texts]  # -1 is unlabelled, as in a list of images
     labelled = np.array([text is not None for text in texts], bool)
@@ -89,6 +94,7 @@ def label_rows(
     used = good & labelled
     if not used.any():
         remedy = "name a table of labels: --labels FILE.csv" if labels is None and counts["unlabelled"] else ""
+        remedy = where_masks_are_expected(reader, labels) if task == "segmentation" and labels is not None else remedy
         raise InputError(
             f"none of the {len(reader):,} rows has both features and a label: {_reasons(counts)}", hint=remedy
         )
@@ -152,14 +158,12 @@ def _from_data_set(reader: FeatureReader) -> tuple[list[str | None], list[str], 
     return [names[label] for label in reader.labels.tolist()], list(reader.splits), []
 
 
-def _from_file(
-    reader: FeatureReader, labels: str, *, keep_empty: bool
-) -> tuple[list[str | None], list[str], list[str]]:
+def _from_file(reader: FeatureReader, labels: str, task: str) -> tuple[list[str | None], list[str], list[str]]:
     """Return the label text of each row, the splits, and notes, from a table.
 
-    An empty label becomes "" if `keep_empty`, else None.
+    An empty label becomes None, but "" for multilabel. Masks are files, relative to the folder of the table.
     """
-    where, column = file_and_column(labels)
+    where, column = file_and_column(labels, "mask" if task == "segmentation" else "label")
     table, lines = read_table(where, column)
     key = "path" if "path" in table else "id"
     # Data sets of earlier versions have paths as they stood in a list.
@@ -190,8 +194,10 @@ def _from_file(
             f"{unmatched:,} of the {len(row_of):,} rows of {text_without_credentials(where)} are not in the data set"
         )
     values = table[column.strip().lower()]
-    empty = "" if keep_empty else None
+    empty = "" if task == "multilabel" else None
     texts = [None if row is None else _text(values[row], empty) for row in table_rows]
+    if task == "segmentation":
+        texts = [None if text is None else str(Path(where).parent / text) for text in texts]
     splits = list(reader.splits)
     if "split" in table:
         splits = []
@@ -238,6 +244,8 @@ def _targets(texts: Sequence[str | None], used: NDArray[np.bool_], task: str, wh
         for row, names in labels_of.items():
             labels[row, [number[name] for name in names]] = 1
         return np.array(classes), labels
+    if task == "segmentation":
+        return np.array([]), np.array([text or "" for text in texts])
     values = np.zeros((len(texts), 1))
     for row in rows:
         try:
@@ -251,7 +259,7 @@ def _targets(texts: Sequence[str | None], used: NDArray[np.bool_], task: str, wh
 
 def _notes_on_classes(classes: NDArray[Any], targets: NDArray[Any], task: str) -> list[str]:
     """Return notes on names of classes or labels that differ only by case or spaces, and on very small classes."""
-    if task == "regression":
+    if task in ("regression", "segmentation"):
         return []
     notes, noun = [], "labels" if task == "multilabel" else "classes"
     spellings: dict[str, list[str]] = {}

@@ -1,9 +1,9 @@
-"""Predict classes of images with a saved probe: `layertap predict PROBE IMAGES|OUT -o FILE.csv`."""
+"""Predict classes or masks of images with a saved probe: `layertap predict PROBE IMAGES|OUT -o FILE.csv|FOLDER`."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from extract.store.format.differences import changes
 from extract.store.reader import FeatureReader
 from extract.system.atomic_files import link_target
 from extract.system.leftovers import temporary_folder
+from pipelines.probe.predict_masks import check_mask_folder, labels_of, predict_masks
 from pipelines.probe.report import answer
 from pipelines.terminal.progress import Progress
 from pipelines.terminal.tables import table_file
@@ -38,7 +39,7 @@ def run_predict(
     path: Path, images: str, output: Path, *, backbone: str | None = None, weights: str | None = None,
     device: str = "auto",
 ) -> str:  # fmt: skip
-    """Predict, write a CSV table, and return a summary.
+    """Predict, write a CSV table, and return a summary. A probe of masks writes a folder, see `predict_masks`.
 
     The table has one line per image: path, status, prediction, and the probability of each class if the probe gives
     probabilities. A multilabel prediction lists the labels that are more probable than not, separated by |.
@@ -46,7 +47,7 @@ def run_predict(
     Args:
         path: file of the probe.
         images: see `embed`; or the folder of a data set.
-        output: CSV file to write.
+        output: CSV file or folder to write.
         backbone: spec of the backbone; required if the backbone is code, since an untrusted probe could name any code.
         weights: name or file of the backbone's weights, if the file was moved.
         device: device to compute on.
@@ -68,16 +69,23 @@ def run_predict(
                   for (name, _), pooling in zip(fitted_on, poolings, strict=True)]  # fmt: skip
         if not layers or not isinstance(probe.about["layers"], list) or max_pixels < 1:
             raise ValueError(f"layers {probe.about['layers']!r}, max_pixels {max_pixels}")
+        predicts_masks = bool(labels_of(probe))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         raise InputError(f"{path} does not describe the features that it was fitted on: {reason}") from error
-    if output.is_file() and not _holds_predictions(output):
+    write: Callable[[LinearProbe, Path, Sequence[str], Path], str] = _predict
+    if predicts_masks:
+        check_mask_folder(output)
+        write = predict_masks
+    elif output.is_file() and not _holds_predictions(output):
         raise InputError(f"{output} already exists and holds no predictions", hint="name another file")
-    if output.is_dir() or not output.parent.is_dir():
-        raise InputError(f"{output} cannot be written: " + ("it is a folder" if output.is_dir() else "no such folder"))
+    elif output.is_dir():
+        raise InputError(f"{output} cannot be written: it is a folder")
+    if not output.parent.is_dir():
+        raise InputError(f"{output} cannot be written: no such folder")
     if (Path(images) / "dataset.json").is_file():
         dataset = DataSet.open(Path(images))
-        return _predict(probe, Path(images), _same_features(path, described, fitted_on, dataset, images), output)
+        return write(probe, Path(images), _same_features(path, described, fitted_on, dataset, images), output)
     if computation["compile"] == "openvino" and device == "auto":
         device = "cpu"
     loaded = load_backbone(permitted(named, backbone, path), device=device, **asked)
@@ -88,7 +96,7 @@ def run_predict(
         names = _same_features(path, described, fitted_on, planned.dataset, images)
         with Progress(len(planned.images)) as progress:
             extract(planned, on_rows=progress.advance, on_note=lambda note: progress.say(f"note: {printable(note)}"))
-        return _predict(probe, out, names, output)
+        return write(probe, out, names, output)
 
 
 def _holds_predictions(path: Path) -> bool:
@@ -119,7 +127,7 @@ def _same_features(
     return names
 
 
-def _predict(probe: LinearProbe, out: Path, layers: list[str], output: Path) -> str:
+def _predict(probe: LinearProbe, out: Path, layers: Sequence[str], output: Path) -> str:
     shown = probe.has_probabilities and probe.task != "regression"
     classes = [str(name) for name in probe.classes_.tolist()]
     counts: Counter[str] = Counter()
@@ -137,7 +145,7 @@ def _predict(probe: LinearProbe, out: Path, layers: list[str], output: Path) -> 
 
 
 def _lines(
-    probe: LinearProbe, reader: FeatureReader, layers: list[str], classes: list[str], shown: bool
+    probe: LinearProbe, reader: FeatureReader, layers: Sequence[str], classes: list[str], shown: bool
 ) -> Iterator[list[str]]:
     good = reader.status == Status.OK
     for start in range(0, len(reader), _ROWS):

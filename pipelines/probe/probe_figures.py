@@ -13,11 +13,12 @@ from matplotlib.figure import Figure
 from extract.analysis.probe.probing import PRIMARY
 from extract.analysis.probe.strength_choice import standard_error
 from pipelines.probe.job import ProbedFeature, ProbeRun
+from pipelines.probe.mask_figures import examples_figure
 from pipelines.terminal.figures import COLOURS, cycled, drawable, new_figure, save_figure
 
 __all__ = ["PICTURES", "draw"]
 
-_AXIS = {"top1": "top-1 accuracy, %", "mAP": "mean average precision", "r2": "R²"}
+_AXIS = {"top1": "top-1 accuracy, %", "mAP": "mean average precision", "r2": "R²", "mIoU": "mean IoU, %"}
 _METRIC = {"top1": "top-1", "mAP": "mAP", "r2": "R²"}
 _PLATEAU = 0.1  # height of the axis of strengths below the best value, if there is no standard error
 _NAMED_CLASSES = 40  # more names do not fit beside a matrix
@@ -38,10 +39,9 @@ def _by_data_set(outcome: ProbeRun) -> Iterator[tuple[str, str, list[ProbedFeatu
         yield name, colour, [feature for feature in outcome.probed if feature.data_set == name]
 
 
-def _scale(outcome: ProbeRun) -> tuple[str, float]:
-    """Return the axis label of the metric, and the factor of its values."""
-    task = outcome.probed[0].result.task
-    return _AXIS[PRIMARY[task]], 100.0 if task == "classification" else 1.0
+def _scale(metric: str) -> tuple[str, float]:
+    """Return the axis label of a metric, and the factor of its values."""
+    return _AXIS[metric], 100.0 if metric in ("top1", "mIoU") else 1.0
 
 
 def _title(outcome: ProbeRun, text: str) -> str:
@@ -55,7 +55,7 @@ def _layers(outcome: ProbeRun) -> Figure | None:
         return None
     names = list(dict.fromkeys(feature.layer for feature in outcome.probed))
     figure, axes = new_figure(min(16.0, max(5.0, 1.6 + 0.55 * len(names))), 4.2)
-    label, factor = _scale(outcome)
+    label, factor = _scale(PRIMARY[outcome.probed[0].result.task])
     for name, colour, probed in _by_data_set(outcome):
         places = [names.index(feature.layer) for feature in probed]
         estimates = [feature.result.metrics[feature.result.primary] for feature in probed]
@@ -104,8 +104,10 @@ def _curve(outcome: ProbeRun) -> Figure | None:
     if not probed:
         return None
     figure, axes = new_figure(*_size_with_legend(len(probed)))
-    label, factor = _scale(outcome)
-    lowest, highest, has_errors = np.inf, -np.inf, probed[0].result.task == "classification"
+    task = probed[0].result.task
+    metric = "top1" if task == "segmentation" else PRIMARY[task]  # of tokens, which the strength is chosen by
+    label, factor = _scale(metric)
+    lowest, highest, has_errors = np.inf, -np.inf, task == "classification"
     for (name, colour, style), feature in zip(_lines(outcome, probed), probed, strict=True):
         strengths, values = np.array(sorted(feature.result.curve)).T
         if has_errors:
@@ -134,7 +136,8 @@ def _curve(outcome: ProbeRun) -> Figure | None:
     axes.set_xlabel(probed[0].result.swept)
     axes.set_ylabel(f"{label}, on {probed[0].result.chosen_on or 'validation rows'}", fontsize=9)
     legend = "dots: chosen" + ("; bands: ±1 standard error" if has_errors else "")
-    title = f"Validation {_METRIC[PRIMARY[probed[0].result.task]]} by {probed[0].result.swept}"
+    of_tokens = " of tokens" * (task == "segmentation")
+    title = f"Validation {_METRIC[metric]}{of_tokens} by {probed[0].result.swept}"
     axes.set_title(_title(outcome, title) + f"; {legend}", fontsize=10)
     axes.grid(alpha=0.3)
     _legend(axes, len(probed))
@@ -189,7 +192,7 @@ def _shots(outcome: ProbeRun) -> Figure | None:
 
 
 def _confusion(outcome: ProbeRun) -> Figure | None:
-    """Draw the confusion matrix of the best layer, in % of the test images of each class."""
+    """Draw the confusion matrix of the best layer, in % of the test images (or pixels) of each class."""
     best = outcome.best
     if best.result.confusion is None:
         return None
@@ -240,10 +243,25 @@ def _similarity(outcome: ProbeRun) -> Figure | None:
     return figure
 
 
+def _masks(outcome: ProbeRun) -> Figure | None:
+    """Draw some test images with their masks, the predictions of the best layer, and where these are wrong."""
+    if not outcome.examples:
+        return None
+    best = outcome.best
+    name = best.layer if len(outcome.labellings) == 1 else f"{best.data_set} {best.layer}"
+    images = outcome.labellings[best.data_set].test.tolist()
+    places = [images.index(example.row) for example in outcome.examples]
+    values = best.result.per_image["mIoU"]
+    names = [f"{outcome.test_paths[best.data_set][place]}: {100 * values[place]:.1f} % mIoU" for place in places]
+    classes = [str(name) for name in best.result.classes.tolist()]
+    return examples_figure(outcome.examples, names, classes, _title(outcome, f"Masks by {drawable(name)}"))
+
+
 PICTURES: dict[str, Callable[[ProbeRun], Figure | None]] = {
     "layers.png": _layers,
     "curve.png": _curve,
     "shots.png": _shots,
     "confusion.png": _confusion,
     "similarity.png": _similarity,
+    "masks.png": _masks,
 }

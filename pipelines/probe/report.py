@@ -1,4 +1,4 @@
-"""Output of `layertap probe`: a table on the terminal, results.json, results.csv, predictions.csv."""
+"""Output of `layertap probe`: a table on the terminal, results.json, results.csv, predictions.csv or images.csv."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from extract.analysis.dense.segmentation import SEGMENTATION
 from extract.analysis.probe.intervals import Estimate
 from extract.analysis.probe.metrics import format_metric, metric_name
 from extract.analysis.probe.model import LinearProbe
@@ -66,7 +67,10 @@ def probe_and_write(config: ProbeConfig, say: Callable[[str], None]) -> tuple[Pr
                     path.rmdir()
         raise
     files = [folder / name for name in ("results.json", "results.csv")]
-    if _write_predictions(outcome, folder / "predictions.csv"):
+    if outcome.config.is_segmentation:
+        _write_images(outcome, folder / "images.csv")
+        files.append(folder / "images.csv")
+    elif _write_predictions(outcome, folder / "predictions.csv"):
         files.append(folder / "predictions.csv")
     files += draw(outcome, folder)
     return outcome, files + ([config.save] if config.save else [])
@@ -154,7 +158,8 @@ def print_outcome(outcome: ProbeRun, echo: Callable[[str], None]) -> None:
             echo(f"  leakage: the same bytes in two sets: {leaks.replace(' in ', ' are also in ')}; --drop-leaks "
                  "leaves them out of training")  # fmt: skip
     first = outcome.probed[0].result
-    echo(f"{first.protocol}: {PROTOCOLS[first.protocol].about}; {_SCALED[first.scaling]}")
+    about = (SEGMENTATION if outcome.config.is_segmentation else PROTOCOLS)[first.protocol].about
+    echo(f"{first.protocol}: {about}; {_SCALED[first.scaling]}")
     if first.swept:
         chosen_on = dict.fromkeys(feature.result.chosen_on for feature in outcome.probed)
         echo(f"  {first.swept} chosen on {' or '.join(chosen_on)}")
@@ -280,7 +285,7 @@ def _write_results(outcome: ProbeRun, folder: Path) -> None:
             write_json(folder / "results.json", as_json(outcome))
         return
     if len(outcome.probed) == 1 and not outcome.complete:
-        for name in ("predictions.csv", *PICTURES):
+        for name in ("predictions.csv", "images.csv", *PICTURES):
             (folder / name).unlink(missing_ok=True)
     write_json(folder / "results.json", as_json(outcome))
     head = ["data_set", "layer", "width", "protocol", "scaling", "chosen", "value", "n_train", "n_val", "n_test"]
@@ -322,6 +327,18 @@ def _write_predictions(outcome: ProbeRun, path: Path) -> bool:
                 texts = [answer(value, names, result.task, unseen) for value in (truth, predicted)]
                 write([feature.data_set, feature.layer, name, *texts, probability])
     return True
+
+
+def _write_images(outcome: ProbeRun, path: Path) -> None:
+    """Write a line for each test image and layer of a segmentation; metrics are empty without labelled pixels."""
+    with table_file(path) as write:
+        for number, feature in enumerate(outcome.probed):
+            columns = feature.result.per_image
+            if not number:
+                write(["data_set", "layer", "path", *columns])
+            for name, *values in zip(outcome.test_paths[feature.data_set], *columns.values(), strict=True):
+                texts = ["" if math.isnan(value) else repr(value.item()) for value in values]
+                write([feature.data_set, feature.layer, name, *texts])
 
 
 def answer(value: Any, names: list[str], task: str, unseen: Sequence[str] = ()) -> str:

@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 from numpy.typing import ArrayLike, NDArray
 
 from extract.analysis.dense.linear_head import train_linear_head
 from extract.analysis.dense.segmentation_metrics import PixelCounts, segmentation_metrics
-from extract.analysis.dense.upsampling import Upsampling, mask_of_input
-from extract.analysis.probe.feature_matrix import FeatureRows
+from extract.analysis.dense.token_images import held, image_sets, same_grid, scores_of_images, token_numbers
+from extract.analysis.dense.upsampling import mask_of_input, predicted_mask
 from extract.analysis.probe.memory import free_bytes
 from extract.analysis.probe.probing import MOST_IN_A_TABLE, ProbeResult, probe_device
-from extract.analysis.probe.protocols import PROTOCOLS, Fitted, Labelled, Scorer, Settings
+from extract.analysis.probe.protocols import PROTOCOLS, Fitted, Labelled, Settings
 from extract.errors import InputError, unknown_name
 from extract.store.tokens.token_array import TokenArray
 
 __all__ = ["SEGMENTATION", "Masks", "segmentation_probe"]
 
 _MOST_TOKENS = 500_000  # that a classifier of tokens is fitted on
-_BAND_VALUES = 1 << 24  # of upsampled scores held at once
-_IMAGES = 64  # scored at once
 
 
 class Masks(Protocol):
@@ -76,6 +73,7 @@ def segmentation_probe(
     seed: int = 0,
     device: str = "auto",
     memory_bytes: int | None = None,
+    on_prediction: Callable[[int, NDArray[np.int64]], None] | None = None,
 ) -> ProbeResult:
     """Evaluate tokens by a simple classifier that predicts the class of each pixel.
 
@@ -105,6 +103,8 @@ def segmentation_probe(
         seed: seed of all random choices.
         device: "auto", "cpu", "cuda", ...
         memory_bytes: limit for tokens and variables held at once; None: half of the free memory.
+        on_prediction: called for each test image with its number and the predicted classes (H, W) of the pixels of its
+            mask; -1 for those that the crop left out.
 
     Returns:
         the result; its numbers of rows are numbers of images.
@@ -120,8 +120,8 @@ def segmentation_probe(
     definition = SEGMENTATION[protocol]
     if iterations is not None and (definition.of_tokens is not None or iterations < 1):
         raise InputError(f"iterations={iterations}; expected a positive number for the protocol segmentation-dinov3")
-    features = _same_grid([tokens] if isinstance(tokens, TokenArray) else list(tokens))
-    train_images, val_images, test_images = _image_sets(len(features[0].rows), train, val, test)
+    features = same_grid([tokens] if isinstance(tokens, TokenArray) else list(tokens))
+    train_images, val_images, test_images = image_sets(len(features[0].rows), train, val, test)
     checked = _CheckedMasks(masks, None if classes is None else len(classes))
     if classes is None:
         everywhere = np.concatenate([train_images, val_images, test_images]).tolist()
@@ -144,11 +144,13 @@ def segmentation_probe(
             features, checked, np.union1d(train_images, val_images), settings, iterations
         )
     counts = PixelCounts(len(test_images), len(classes))
-    for number, (image, scores) in enumerate(_scores_of_images(features, fitted.scores, test_images)):
+    for number, (image, scores) in enumerate(scores_of_images(features, fitted.scores, test_images)):
         truth = checked[image]
-        upsampling = Upsampling.of(features[0], (truth.shape[1], truth.shape[0]))
-        for rows, band in upsampling.bands(scores, _BAND_VALUES):
-            counts.add(number, truth[rows, upsampling.columns], present[band.argmax(0).numpy()])
+        predicted = predicted_mask(features[0], scores, (truth.shape[1], truth.shape[0]))
+        predicted = np.where(predicted < 0, -1, present[predicted])
+        counts.add(number, np.where(predicted < 0, -1, truth), predicted)
+        if on_prediction is not None:
+            on_prediction(image, predicted)
     if not counts.truth.any():
         raise InputError("the masks of the test images have no labels inside the crop")
     untrained = np.setdiff1d(np.flatnonzero(counts.truth.any(0)), present)
@@ -179,18 +181,6 @@ def segmentation_probe(
     )
 
 
-def _scores_of_images(
-    features: list[TokenArray], scores: Scorer, images: NDArray[np.int64]
-) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield for each image its number and the scores (K, h, w) of its tokens."""
-    per_image, grid = features[0].per_image, features[0].grid
-    for start in range(0, len(images), _IMAGES):
-        some = images[start : start + _IMAGES]
-        values, _ = scores(FeatureRows.of(features, _numbers(some, per_image)))
-        of_images = torch.from_numpy(values).float().reshape(len(some), *grid, -1).permute(0, 3, 1, 2)
-        yield from zip(some.tolist(), of_images, strict=True)
-
-
 class _CheckedMasks:
     """Masks with numbers of classes below K, if that is known, and -1 for no label."""
 
@@ -213,43 +203,6 @@ class _CheckedMasks:
                 "number of classes, and negative numbers for no label"
             )
         return np.asarray(np.maximum(mask.astype(np.int64), -1))
-
-
-def _same_grid(features: list[TokenArray]) -> list[TokenArray]:
-    if not features:
-        raise InputError("there are no tokens; expected at least one feature")
-    first = features[0]
-    for other in features[1:]:
-        if other.grid != first.grid or not np.array_equal(other.rows, first.rows):
-            grids = " and ".join(f"{rows} x {columns} tokens" for rows, columns in (first.grid, other.grid))
-            raise InputError(f"features with {grids} cannot be concatenated; expected the same grid and images")
-    return features
-
-
-def _image_sets(count: int, train: ArrayLike, val: ArrayLike | None, test: ArrayLike) -> tuple[NDArray[np.int64], ...]:
-    """Return the sorted numbers of training, validation and test images."""
-    sets = {}
-    for name, images in (("train", train), ("val", val), ("test", test)):
-        numbers = np.asarray([] if images is None else images)
-        if numbers.ndim != 1 or (numbers.size and numbers.dtype.kind not in "iu"):
-            raise InputError(f"{name} has shape {numbers.shape} and dtype {numbers.dtype}; expected numbers of images")
-        wrong = numbers[(numbers < 0) | (numbers >= count)]
-        if len(wrong):
-            raise InputError(f"{name} has the image {wrong[0]}; expected 0 to {count - 1}")
-        sets[name] = np.unique(numbers).astype(np.int64)
-    for one, other in (("train", "test"), ("val", "test"), ("train", "val")):
-        if len(both := np.intersect1d(sets[one], sets[other])):
-            raise InputError(f"image {both[0]} is in both {one} and {other}")
-    if not len(sets["train"]) or not len(sets["test"]):
-        raise InputError(
-            f"{len(sets['train'])} training images and {len(sets['test'])} test images; expected at least one of each"
-        )
-    return sets["train"], sets["val"], sets["test"]
-
-
-def _numbers(images: NDArray[np.int64], per_image: int) -> NDArray[np.int64]:
-    """Return the numbers of all tokens of some images."""
-    return (images[:, None] * per_image + np.arange(per_image)).reshape(-1)
 
 
 def _fit_tokens(
@@ -289,7 +242,7 @@ def _fit_tokens(
     if not for_choice.any():
         raise InputError("no token of the images for choosing the strength has a label that training tokens have")
     train_tokens, val_tokens = (
-        Labelled(_held(features, numbers[chosen], settings), np.searchsorted(present, labels[chosen]))
+        Labelled(held(features, numbers[chosen], settings), np.searchsorted(present, labels[chosen]))
         for chosen in (~held_out, for_choice)
     )
     assert definition.of_tokens is not None
@@ -305,13 +258,7 @@ def _labelled_tokens(
     """Return the numbers of tokens with a label, and the labels."""
     labels = np.concatenate([tokens.labels(masks[image], ignore=-1) for image in images.tolist()])
     chosen = np.flatnonzero(labels >= 0)
-    return _numbers(images, tokens.per_image)[chosen], labels[chosen]
-
-
-def _held(features: list[TokenArray], numbers: NDArray[np.int64], settings: Settings) -> FeatureRows:
-    """Return tokens, in memory if they take a small part of the limit."""
-    rows = FeatureRows.of(features, numbers)
-    return rows.held() if rows.nbytes <= settings.memory_bytes // 4 else rows
+    return token_numbers(images, tokens.per_image)[chosen], labels[chosen]
 
 
 def _fit_head(
@@ -323,7 +270,7 @@ def _fit_head(
 ) -> tuple[Fitted, NDArray[np.int64], list[str]]:
     """Train the linear head; return it, the numbers of its classes, and notes."""
     tokens = features[0]
-    rows = _held(features, _numbers(images, tokens.per_image), settings)
+    rows = held(features, token_numbers(images, tokens.per_image), settings)
     kept: dict[int, NDArray[np.int32]] = {}
     most_kept = settings.memory_bytes // 4 // (4 * tokens.input_px[0] * tokens.input_px[1])
 

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from extract.store.tokens.token_array import TokenArray
 
-__all__ = ["Upsampling", "mask_of_input"]
+__all__ = ["Upsampling", "mask_of_input", "predicted_mask"]
+
+_BAND_VALUES = 1 << 24  # of upsampled scores held at once
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,24 @@ def _axis(pixels: int, start: float, end: float, cells: int) -> tuple[slice, Ten
         weights[numbers, lower + 1] = upper_share
     first = int(inside[0]) if len(inside) else 0
     return slice(first, first + len(inside)), torch.from_numpy(weights)
+
+
+def predicted_mask(tokens: TokenArray, scores: Tensor, picture_px: tuple[int, int]) -> NDArray[np.int64]:
+    """Return for each pixel of a picture the class with the highest score.
+
+    Args:
+        tokens: tokens of the picture's data set.
+        scores: (K, h, w) scores of the classes for the tokens of the picture.
+        picture_px: (width, height), see `TokenArray.boxes`.
+
+    Returns:
+        (height, width) numbers from 0 to K - 1; -1 for pixels that the crop left out.
+    """
+    upsampling = Upsampling.of(tokens, picture_px)
+    mask = np.full(picture_px[::-1], -1, np.int64)
+    for rows, band in upsampling.bands(scores, _BAND_VALUES):
+        mask[rows, upsampling.columns] = band.argmax(0).numpy()
+    return mask
 
 
 def mask_of_input(tokens: TokenArray, mask: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -36,7 +36,7 @@ from pipelines.data_sets.report.similar_images import (
     similar_images,
 )
 from pipelines.data_sets.report.thumbnail_sheets import LARGEST_PX, ThumbnailSheets, thumbnail_sheets
-from pipelines.data_sets.thumbnails import Pictures
+from pipelines.terminal.pictures import Pictures
 from pipelines.terminal.text_output import printable
 
 __all__ = ["MAPS", "ReportContent"]

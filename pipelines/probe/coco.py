@@ -1,0 +1,83 @@
+"""Masks from the objects of a COCO file, which are polygons or run lengths."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from extract.errors import InputError, first_line
+from extract.system.optional_libraries import library
+from pipelines.terminal.text_output import printable
+
+__all__ = ["CocoFile"]
+
+
+class CocoFile:
+    """Masks by the annotations of a COCO file: the pixels of an object have the id of its category.
+
+    Pixels without an object have 0. Pixels of several objects have no class, -1, as in the reference training of
+    torchvision.
+
+    Args:
+        path: JSON file with `images`, `annotations` and `categories`.
+
+    Attributes:
+        names: `file_name` of the images.
+        classes: label -> name; 0 is the background.
+
+    Raises:
+        InputError: the file cannot be read.
+    """
+
+    def __init__(self, path: Path):
+        self._path = path
+        try:
+            content = json.loads(path.read_bytes())
+            self._images = {str(image["file_name"]): image for image in content["images"]}
+            self.classes = {0: "background"} | {int(row["id"]): str(row["name"]) for row in content["categories"]}
+            self._annotations: dict[Any, list[Mapping[str, Any]]] = {}
+            for annotation in content["annotations"]:
+                self._annotations.setdefault(annotation["image_id"], []).append(annotation)
+        except OSError as error:
+            raise InputError(f"--masks {path}: {error.strerror or error}") from error
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise InputError(f"--masks {path} is not a COCO file: {_reason(error)}") from error
+        self.names = frozenset(self._images)
+
+    def read(self, name: str) -> NDArray[np.int64]:
+        """Return the mask (H, W) of an image.
+
+        Raises:
+            InputError: an annotation is not valid.
+            LayertapError: pycocotools is not installed.
+        """
+        coco = library("pycocotools.mask", "coco", "a COCO file of masks")
+        image = self._images[name]
+        try:
+            height, width = int(image["height"]), int(image["width"])
+            mask = np.zeros((height, width), np.int64)
+            objects = np.zeros((height, width), np.int64)
+            for annotation in self._annotations.get(image["id"], ()):
+                shape = annotation["segmentation"]
+                if not shape:
+                    continue
+                if not isinstance(shape, Mapping):
+                    shape = coco.merge(coco.frPyObjects(shape, height, width))
+                elif isinstance(shape["counts"], list):
+                    shape = coco.frPyObjects(shape, height, width)
+                inside = coco.decode(shape).astype(bool)
+                mask[inside] = int(annotation["category_id"])
+                objects += inside
+        except (ValueError, KeyError, TypeError, IndexError, OverflowError, MemoryError) as error:
+            raise InputError(f"{self._path}: an object of {printable(name)} is not valid: {_reason(error)}") from error
+        mask[objects > 1] = -1
+        return mask
+
+
+def _reason(error: BaseException) -> str:
+    return f"{error} is missing" if isinstance(error, KeyError) else first_line(error)

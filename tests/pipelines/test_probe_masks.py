@@ -1,0 +1,385 @@
+"""Probes with masks as a user meets them: probe -p segmentation, and predict."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import ExifTags, Image
+
+from pipelines.probe import probe_figures
+from tests.pipelines.test_cli import SMALL, fails, layertap
+
+COLOURS = ((128, 128, 128), (220, 40, 40), (40, 60, 220))
+SIZE = (80, 64)  # width, height
+COUNT, N_TEST = 30, 6
+
+
+def write_images(root: Path) -> None:
+    """Pictures of rectangles on grey, with a mask each: 0, 3 and 7, and 255 along an edge."""
+    generator = np.random.default_rng(0)
+    for number in range(COUNT):
+        mask = np.zeros(SIZE[::-1], np.uint8)
+        for kind in (1, 2):
+            left, top = generator.integers(0, SIZE[0] - 24), generator.integers(0, SIZE[1] - 24)
+            mask[top : top + 24, left : left + 24] = kind
+        pixels = np.array(COLOURS)[mask] + generator.normal(0, 25, (*mask.shape, 3))
+        split = "test" if number >= COUNT - N_TEST else "train"
+        name = f"{split}/{number:02d}"
+        for folder, suffix, array in (
+            ("pictures", "png", np.clip(pixels, 0, 255).astype(np.uint8)),
+            ("masks", "png", np.array([0, 3, 7], np.uint8)[mask]),
+        ):
+            if folder == "masks":
+                array[:, :4] = 255
+            path = root / folder / f"{name}.{suffix}"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(array).save(path)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders `pictures` and `masks`, and the data set `out` with tokens of two layers and an embedding."""
+    root = tmp_path_factory.mktemp("masks")
+    write_images(root)
+    result = layertap("embed", root / "pictures", "-o", root / "out", *SMALL, "-l", "layer1:tokens", "-l",
+                      "layer2:tokens", "-l", "embedding")  # fmt: skip
+    assert result.exit_code == 0
+    return root
+
+
+@pytest.fixture(autouse=True)
+def _figures_are_made_but_not_drawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "figures" not in request.fixturenames:
+        monkeypatch.setattr(probe_figures, "save_figure", lambda figure, path: path)
+
+
+@pytest.fixture
+def figures() -> None:
+    """For tests in which figures are drawn."""
+
+
+def segment(made: Path, *options: Any, out: Path | None = None, masks: Any = None) -> Any:
+    return layertap("probe", out or made / "out", "-p", "segmentation", "--masks", masks or made / "masks", *options)
+
+
+def results(folder: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((folder / "results.json").read_text())
+    return content
+
+
+def ious(pairs: list[tuple[np.ndarray, np.ndarray]], labels: list[int]) -> list[float]:
+    """IoU of each label by sets of pixels; 255 in the truth, or outside the crop, does not count."""
+    truth = np.concatenate([truth.ravel() for truth, _ in pairs])
+    predicted = np.concatenate([predicted.ravel() for _, predicted in pairs])
+    counted = (truth != 255) & (predicted != 255)
+    truth, predicted = truth[counted], predicted[counted]
+    return [float(((truth == k) & (predicted == k)).sum() / ((truth == k) | (predicted == k)).sum()) for k in labels]
+
+
+@pytest.mark.usefixtures("figures")
+def test_all_layers_with_tokens_are_probed_and_all_that_was_found_is_written(made: Path, tmp_path: Path) -> None:
+    result = segment(made, "-o", tmp_path / "res")
+    assert result.exit_code == 0, result.output
+    assert "out: 30 rows, 3 classes; 24 train, 6 test" in result.stdout
+    assert "segmentation: logistic regression of tokens" in result.stdout
+    assert "lie outside the crop" in result.stdout
+    content = results(tmp_path / "res")
+    assert [one["layer"] for one in content["probes"]] == ["layer1", "layer2"]
+    first = content["probes"][0]
+    assert first["classes"] == ["0", "3", "7"]
+    assert first["metrics"]["mIoU"]["value"] > 0.6
+    assert first["metrics"]["mIoU"]["low"] < first["metrics"]["mIoU"]["value"] < first["metrics"]["mIoU"]["high"]
+    lines = list(csv.DictReader((tmp_path / "res" / "images.csv").open()))
+    assert [line["path"] for line in lines[:N_TEST]] == [f"test/{n}.png" for n in range(COUNT - N_TEST, COUNT)]
+    assert sum(int(line["n"]) for line in lines[:N_TEST]) == np.sum(first["confusion"])
+    assert {path.name for path in (tmp_path / "res").iterdir()} == {
+        "results.json", "results.csv", "images.csv", "layers.png", "curve.png", "confusion.png", "masks.png",
+    }  # fmt: skip
+    with Image.open(tmp_path / "res" / "masks.png") as picture:
+        colours = {colour for _, colour in picture.convert("RGB").getcolors(1 << 24) or []}
+    assert {(0x00, 0x72, 0xB2), (0xD5, 0x5E, 0x00), (0x00, 0x9E, 0x73)} <= colours  # masks of three classes
+
+
+@pytest.mark.parametrize("protocol", ["segmentation", "segmentation-dinov3"])
+def test_masks_that_a_saved_probe_predicts_have_the_metrics_of_the_probe(
+    made: Path, tmp_path: Path, protocol: str
+) -> None:
+    iterations = ["--iterations", 200] if protocol == "segmentation-dinov3" else []
+    saved = tmp_path / "masks.safetensors"
+    result = layertap("probe", made / "out", "-p", protocol, *iterations, "--masks", made / "masks", "-l", "layer1",
+                      "--save", saved, "-o", tmp_path / "res")  # fmt: skip
+    assert result.exit_code == 0, result.output
+    result = layertap("predict", saved, made / "pictures" / "test", "-o", tmp_path / "predicted")
+    assert result.exit_code == 0, result.output
+    assert f"6 masks predicted; written: {tmp_path / 'predicted'}" in result.stdout
+    table = list(csv.DictReader((tmp_path / "predicted" / "masks.csv").open()))
+    assert table[0] == {"path": "24.png", "status": "ok", "mask": "24.png"}
+    pairs = []
+    for line in table:
+        with Image.open(tmp_path / "predicted" / line["mask"]) as image:
+            assert (image.mode, image.size) == ("L", SIZE)
+            predicted = np.asarray(image)
+        with Image.open(made / "masks" / "test" / line["mask"]) as image:
+            pairs.append((np.asarray(image), predicted))
+    assert set(np.unique([predicted for _, predicted in pairs]).tolist()) == {0, 3, 7, 255}  # 255: outside the crop
+    (probed,) = results(tmp_path / "res")["probes"]
+    assert ious(pairs, [0, 3, 7]) == pytest.approx(probed["per_class"]["iou"], abs=2e-3)
+    assert np.mean(ious(pairs, [0, 3, 7])) == pytest.approx(probed["metrics"]["mIoU"]["value"], abs=1e-3)
+
+
+def test_masks_of_a_data_set_and_of_new_images_are_the_same(made: Path, tmp_path: Path) -> None:
+    saved = tmp_path / "masks.safetensors"
+    assert segment(made, "-l", "layer1+layer2", "--save", saved, "-o", tmp_path / "res").exit_code == 2  # other grids
+    assert segment(made, "-l", "layer1", "--save", saved, "-o", tmp_path / "res").exit_code == 0
+    for images, name in ((made / "out", "of-data-set"), (made / "pictures", "of-images")):
+        assert layertap("predict", saved, images, "-o", tmp_path / name).exit_code == 0
+    assert layertap("predict", saved, made / "pictures", "-o", tmp_path / "of-images").exit_code == 0  # once more
+    files = sorted(path.relative_to(tmp_path / "of-images") for path in (tmp_path / "of-images").rglob("*.png"))
+    assert len(files) == COUNT
+    for file in files:
+        assert (tmp_path / "of-images" / file).read_bytes() == (tmp_path / "of-data-set" / file).read_bytes()
+    # What predict wrote is a table of masks.
+    again = segment(made, "-l", "layer1", "-o", tmp_path / "again", masks=tmp_path / "of-images" / "masks.csv")
+    assert again.exit_code == 0, again.output
+    (probed,) = results(tmp_path / "again")["probes"]
+    assert probed["metrics"]["mIoU"]["value"] > 0.9  # it can learn its own predictions
+
+
+@pytest.mark.parametrize(("orientation", "size"), [("exif", SIZE), ("ignore", SIZE[::-1])])
+def test_masks_are_turned_as_the_pictures_that_were_computed(
+    made: Path, tmp_path: Path, orientation: str, size: tuple[int, int]
+) -> None:
+    for path in sorted((made / "pictures").rglob("*.png")):
+        target = tmp_path / "turned" / path.relative_to(made / "pictures").with_suffix(".jpg")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        exif = Image.Exif()
+        exif[ExifTags.Base.Orientation] = 8  # to be turned to the left
+        with Image.open(path) as picture:
+            picture.transpose(Image.Transpose.ROTATE_270).save(target, exif=exif, quality=95)
+    out, saved = tmp_path / "out", tmp_path / "masks.safetensors"
+    result = layertap(
+        "embed", tmp_path / "turned", "-o", out, *SMALL, "-l", "layer1:tokens", "--orientation", orientation
+    )
+    assert result.exit_code == 0, result.output
+    if orientation == "ignore":
+        assert "another orientation than the mask" in fails(
+            "probe", out, "-p", "segmentation", "--masks", made / "masks"
+        )
+        for path in (made / "masks").rglob("*.png"):
+            target = tmp_path / "masks" / path.relative_to(made / "masks")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            Image.open(path).transpose(Image.Transpose.ROTATE_270).save(target)
+    masks = made / "masks" if orientation == "exif" else tmp_path / "masks"
+    result = segment(made, "--save", saved, "-o", tmp_path / "res", out=out, masks=masks)
+    assert result.exit_code == 0, result.output
+    assert results(tmp_path / "res")["probes"][0]["metrics"]["mIoU"]["value"] > 0.6
+    assert layertap("predict", saved, tmp_path / "turned" / "test", "-o", tmp_path / "predicted").exit_code == 0
+    with Image.open(tmp_path / "predicted" / "24.png") as mask, Image.open(masks / "test" / "24.png") as truth:
+        assert mask.size == truth.size == size
+        predicted, known = np.asarray(mask), np.asarray(truth)
+    inside = (predicted != 255) & (known != 255)
+    assert (predicted == known)[inside].mean() > 0.8
+
+
+def test_predict_refuses_a_place_that_is_not_its_own(made: Path, tmp_path: Path) -> None:
+    saved = tmp_path / "masks.safetensors"
+    assert segment(made, "-l", "layer1", "--save", saved, "-o", tmp_path / "res").exit_code == 0
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("")
+    assert "holds no predicted masks" in fails("predict", saved, made / "out", "-o", tmp_path / "mine")
+    assert "is a file" in fails("predict", saved, made / "out", "-o", tmp_path / "mine" / "thesis.txt")
+    shutil.copytree(made / "out", tmp_path / "moved")
+    dataset = json.loads((tmp_path / "moved" / "dataset.json").read_text())
+    dataset["images"]["root"] = str(tmp_path / "nowhere")
+    (tmp_path / "moved" / "dataset.json").write_text(json.dumps(dataset))
+    assert "need the sizes" in fails("predict", saved, tmp_path / "moved", "-o", tmp_path / "masks")
+    assert not (tmp_path / "masks").exists()
+
+
+def test_classes_have_the_names_of_a_table(made: Path, tmp_path: Path) -> None:
+    (tmp_path / "classes.csv").write_text("id,name\n0,ground\n3,brick\n7,lake\n9,tree\n")
+    result = segment(made, "-l", "layer2", "--class-names", tmp_path / "classes.csv", "-o", tmp_path / "res")
+    assert result.exit_code == 0, result.output
+    (probed,) = results(tmp_path / "res")["probes"]
+    assert probed["classes"] == ["ground", "brick", "lake", "tree"]
+    assert probed["per_class"]["n"][3] == 0
+    (tmp_path / "classes.csv").write_text("id,name\n0,ground\n3,brick\n")
+    message = fails("probe", made / "out", "-p", "segmentation", "--masks", made / "masks", "--class-names",
+                    tmp_path / "classes.csv", "-o", tmp_path / "res2")  # fmt: skip
+    assert "has the label 7, which is not a class" in message
+    assert "--ignore-label" in message
+    ignoring = segment(made, "-l", "layer2", "--class-names", tmp_path / "classes.csv", "--ignore-label", 7,
+                       "--ignore-label", 255, "-o", tmp_path / "res2")  # fmt: skip
+    assert ignoring.exit_code == 0, ignoring.output
+    assert results(tmp_path / "res2")["probes"][0]["classes"] == ["ground", "brick"]
+    for table, why in (
+        ("name\na\n", "a column 'path' or 'id'"),
+        ("path,name\na,a\n", "no column 'id'"),
+        ("id,name\n-1,a\n", "'-1' is not a whole number"),
+        ("id,name\n0,a\n0,b\n", "occurs twice"),
+        ("id,name\n0,a\n1,a\n", "the same name"),
+    ):
+        (tmp_path / "classes.csv").write_text(table)
+        assert why in fails("probe", made / "out", "-p", "segmentation", "--masks", made / "masks", "--class-names",
+                            tmp_path / "classes.csv", "-o", tmp_path / "res3")  # fmt: skip
+
+
+def changed(made: Path, tmp_path: Path, change: Callable[[np.ndarray], np.ndarray]) -> Path:
+    """A copy of the masks in which the first mask of the test images is another array."""
+    shutil.copytree(made / "masks", tmp_path / "changed")
+    path = tmp_path / "changed" / "test" / "24.png"
+    Image.fromarray(change(np.asarray(Image.open(path)))).save(path)
+    return tmp_path / "changed"
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda mask: mask[:, :40], "test/24.png has 40 x 64 pixels, and its image 80 x 64"),
+        (lambda mask: mask.T.copy(), "another orientation than the mask"),
+        (lambda mask: np.stack([mask] * 3, 2), "has 3 channels; expected one"),
+        (lambda mask: mask / np.float32(255), "has 2 axes of float32; expected integers"),
+        (lambda mask: np.arange(mask.size, dtype=np.uint16).reshape(mask.shape), "more than 1,000 different labels"),
+    ],
+)
+def test_masks_that_are_none_are_refused_by_name(
+    made: Path, tmp_path: Path, change: Callable[[np.ndarray], np.ndarray], why: str
+) -> None:
+    if "float32" in why:
+        shutil.copytree(made / "masks", tmp_path / "changed")
+        path = tmp_path / "changed" / "test" / "24.png"
+        np.save(path.with_suffix(".npy"), change(np.asarray(Image.open(path))))
+        path.unlink()
+        masks = tmp_path / "changed"
+    else:
+        masks = changed(made, tmp_path, change)
+    message = fails("probe", made / "out", "-p", "segmentation", "--masks", masks, "-o", tmp_path / "res")
+    assert why in message
+    assert not (tmp_path / "res").exists()
+
+
+def test_masks_may_have_16_bits_or_a_palette_or_half_the_pixels(made: Path, tmp_path: Path) -> None:
+    segment(made, "-l", "layer1", "-o", tmp_path / "expected")
+    shutil.copytree(made / "masks", tmp_path / "others")
+    for number, path in enumerate(sorted((tmp_path / "others").rglob("*.png"))):
+        mask = np.asarray(Image.open(path))
+        if number % 3 == 0:
+            Image.fromarray(mask.astype(np.uint16)).save(path)
+        elif number % 3 == 1:
+            image = Image.fromarray(mask).convert("P")
+            image.putpalette(bytes(range(255, -1, -1)) * 3)
+            image.save(path)
+        else:
+            np.save(path.with_suffix(".npy"), mask.repeat(2, 0).repeat(2, 1))
+            path.unlink()
+    segment(made, "-l", "layer1", "-o", tmp_path / "found", masks=tmp_path / "others")
+    found, expected = (results(tmp_path / name)["probes"][0]["metrics"] for name in ("found", "expected"))
+    assert found["mIoU"]["value"] == pytest.approx(expected["mIoU"]["value"], abs=0.02)
+
+
+def test_missing_masks_are_told(made: Path, tmp_path: Path) -> None:
+    shutil.copytree(made / "masks", tmp_path / "few")
+    for number in range(4):
+        (tmp_path / "few" / "train" / f"{number:02d}.png").unlink()
+    result = segment(made, "-l", "layer2", "-o", tmp_path / "res", masks=tmp_path / "few")
+    assert "20 train, 6 test; left out: 4 unlabelled" in result.stdout
+    message = fails("probe", made / "out", "-p", "segmentation", "--masks", made, "-o", tmp_path / "res2")
+    assert f"expected in {made}/test/24.png" in message.replace("\n", " ")
+    assert "no such folder" in fails("probe", made / "out", "-p", "segmentation", "--masks", tmp_path / "no")
+    one = made / "masks" / "test" / "24.png"
+    assert "expected a folder of masks" in fails("probe", made / "out", "-p", "segmentation", "--masks", one)
+    Image.new("L", SIZE).save(tmp_path / "few" / "test" / "24.tif")
+    assert "masks of the same image" in fails("probe", made / "out", "-p", "segmentation", "--masks", tmp_path / "few")
+
+
+def test_a_table_names_masks_relative_to_its_folder_and_gives_splits(made: Path, tmp_path: Path) -> None:
+    lines = [f"train/{n:02d}.png,../masks/train/{n:02d}.png,{'test' if n < 5 else 'train'}" for n in range(20)]
+    (made / "tables").mkdir(exist_ok=True)
+    (made / "tables" / "masks.csv").write_text("path,segments,split\n" + "\n".join(lines) + "\n")
+    result = segment(made, "-l", "layer2", "-o", tmp_path / "res", masks=f"{made / 'tables' / 'masks.csv'}:segments")
+    assert result.exit_code == 0, result.output
+    assert "15 train, 5 test; left out: 10 unlabelled" in result.stdout
+    (made / "tables" / "masks.csv").write_text("path,mask\ntrain/00.png,none.png\ntrain/01.png,none.png\n")
+    message = fails("probe", made / "out", "-p", "segmentation", "--masks", made / "tables" / "masks.csv",
+                    "--test-fraction", 0.5)  # fmt: skip
+    assert "none.png cannot be read: no such file" in message
+
+
+def coco(made: Path, width: int = SIZE[0]) -> dict[str, Any]:
+    """The masks as COCO: rectangles as polygons (label 3) and as run lengths (label 7)."""
+    images, annotations = [], []
+    for number, path in enumerate(sorted((made / "masks").rglob("*.png"))):
+        mask = np.asarray(Image.open(path))
+        images.append({"id": number, "file_name": f"{path.parent.name}/{path.name}", "width": width, "height": SIZE[1]})
+        for label in (3, 7):
+            rows, columns = np.nonzero(mask == label)
+            if not len(rows):
+                continue
+            left, top, right, bottom = columns.min(), rows.min(), columns.max() + 1, rows.max() + 1
+            polygon = [[float(v) for v in (left, top, right, top, right, bottom, left, bottom)]]
+            shape: Any = polygon
+            if label == 7:
+                flat = np.r_[0, (mask == label).T.ravel().astype(int)]  # down the columns, beginning with a run of 0
+                counts = np.diff(np.r_[1, np.flatnonzero(np.diff(flat)) + 1, len(flat)]).tolist()
+                shape = {"size": [SIZE[1], SIZE[0]], "counts": counts}
+            annotations.append({"image_id": number, "category_id": label, "segmentation": shape})
+    categories = [{"id": 3, "name": "brick"}, {"id": 7, "name": "lake"}]
+    return {"images": images, "annotations": annotations, "categories": categories}
+
+
+def test_a_coco_file_has_masks_of_objects(made: Path, tmp_path: Path) -> None:
+    pytest.importorskip("pycocotools")
+    content = coco(made)
+    (tmp_path / "coco.json").write_text(json.dumps(content))
+    result = segment(made, "-l", "layer1", "-o", tmp_path / "res", masks=tmp_path / "coco.json")
+    assert result.exit_code == 0, result.output
+    (probed,) = results(tmp_path / "res")["probes"]
+    assert probed["classes"] == ["background", "brick", "lake"]
+    assert probed["metrics"]["mIoU"]["value"] > 0.6
+    content["annotations"][0]["segmentation"] = [["a", 1, 2, 3]]
+    (tmp_path / "coco.json").write_text(json.dumps(content))
+    assert "is not valid" in fails("probe", made / "out", "-p", "segmentation", "--masks", tmp_path / "coco.json")
+    (tmp_path / "coco.json").write_text("{}")
+    assert "'images' is missing" in fails(
+        "probe", made / "out", "-p", "segmentation", "--masks", tmp_path / "coco.json"
+    )
+    (tmp_path / "coco.json").write_text(json.dumps(coco(made, width=40)))
+    message = fails("probe", made / "out", "-p", "segmentation", "--masks", tmp_path / "coco.json")
+    assert "is not valid" in message or "has 40 x 64 pixels" in message
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ([], "segmentation needs --masks"),
+        (["--masks", "masks", "--labels", "a.csv"], "--labels is not for segmentation"),
+        (["--masks", "masks", "--similarity"], "--similarity is not for segmentation"),
+        (["--masks", "masks", "--iterations", "5"], "--iterations is for segmentation-dinov3"),
+        (["-p", "clip", "--masks", "masks"], "--masks is for -p segmentation"),
+        (["--masks", "masks", "-l", "embedding"], "embedding"),
+        (
+            ["-p", "segmentation-knn", "--masks", "masks", "-l", "layer1", "--save", "a.safetensors"],
+            "can be saved",
+        ),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(
+    made: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], why: str
+) -> None:
+    monkeypatch.chdir(made)
+    message = fails("probe", "out", "-p", "segmentation", *options)
+    assert why in message
+
+
+def test_a_data_set_without_tokens_is_refused(made: Path, tmp_path: Path) -> None:
+    assert layertap("embed", made / "pictures", "-o", tmp_path / "out", *SMALL, "-l", "embedding").exit_code == 0
+    message = fails("probe", tmp_path / "out", "-p", "segmentation", "--masks", made / "masks")
+    assert "has no feature with tokens" in message
+    assert "LAYER:tokens" in message
