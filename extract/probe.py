@@ -1,13 +1,15 @@
 """Linear probes and other measures of feature quality, on arrays. Aliases of names in `extract.analysis`."""
 
-from extract.analysis.dense import SEGMENTATION, segmentation_probe
+from extract.analysis.dense import DEPTH, SEGMENTATION, depth_probe, segmentation_probe
 from extract.analysis.probe import PROTOCOLS, LinearProbe, ProbeResult, linear_cka, linear_probe, rsa
 
 __all__ = [
+    "DEPTH",
     "PROTOCOLS",
     "SEGMENTATION",
     "LinearProbe",
     "ProbeResult",
+    "depth_probe",
     "linear_cka",
     "linear_probe",
     "rsa",

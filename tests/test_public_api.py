@@ -20,6 +20,7 @@ MODULES = ("extract", "extract.ablation", "extract.attribution", "extract.edits"
 
 # `python -m tests.test_public_api` prints it. `...` stands for defaults that are functions or depend on the machine.
 API = """\
+
 class extract.ActivationMonitor(model: nn.Module, layers: str | Sequence[str] | None = None, **how: Any)
 class extract.Backbone(spec: str, architecture: str, model: nn.Module, weights: Weights, preprocessing: Preprocessing,
         classifier: str | None = None, no_embedding: str = '', prefix_tokens: int = 0, patches: int | None =
@@ -119,6 +120,7 @@ extract.edits.replace(value: Tensor | float) -> Edit
 extract.edits.scale(factor: float) -> Edit
 class extract.edits.smooth(beta: float)
 extract.edits.smooth.at(self, site: Any) -> Edit
+extract.probe.DEPTH = depth depth-dinov3
 class extract.probe.LinearProbe(coef_: NDArray[Any], intercept_: NDArray[Any], classes_: NDArray[Any], task: str =
         'classification', scaling: Scaling = ..., has_probabilities: bool = True, about: Mapping[str, Any] =
         ...)
@@ -142,6 +144,10 @@ extract.probe.ProbeResult.primary: str
 extract.probe.ProbeResult.right: NDArray[np.bool_] | None
 extract.probe.ProbeResult.value: float
 extract.probe.SEGMENTATION = segmentation segmentation-knn segmentation-dinov3
+extract.probe.depth_probe(tokens: TokenArray | Sequence[TokenArray], depths: DepthMaps, train: ArrayLike, test:
+        ArrayLike, *, val: ArrayLike | None = None, max_depth: float | None = None, protocol: str = 'depth',
+        iterations: int | None = None, seed: int = 0, device: str = 'auto', memory_bytes: int | None = None,
+        on_prediction: Callable[[int, NDArray[np.float32]], None] | None = None) -> ProbeResult
 extract.probe.linear_cka(x: Source | FeatureRows, y: Source | FeatureRows) -> float
 extract.probe.linear_probe(x_train: Source, y_train: ArrayLike, x_test: Source, y_test: ArrayLike, *, protocol:
         str = 'clip', x_val: Source | None = None, y_val: ArrayLike | None = None, scaling: str | None = None,

@@ -107,6 +107,8 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
             mask = generator.integers(0, 3, (picture.height // 40 + 1, picture.width // 40 + 1), np.uint8)
             cells = Image.fromarray(mask).resize(picture.size, Image.Resampling.NEAREST)
         cells.save((start / "masks" / path).with_suffix(".png"))
+        (start / "depth-maps" / path).parent.mkdir(parents=True, exist_ok=True)
+        np.save((start / "depth-maps" / path).with_suffix(".npy"), np.asarray(cells) + 1.5)
     for number, name in enumerate(("cat.jpg", "new.jpg")):
         make_picture(100 + number).save(start / name)
     shutil.copytree(ROOT / "configs", start / "configs")

@@ -28,6 +28,8 @@ _probe_option = partial(option, model=ProbeConfig)
 @_probe_option("--masks", metavar="FOLDER|FILE[:COLUMN]")
 @_probe_option("--class-names", metavar="FILE.csv")
 @_probe_option("--ignore-label", type=int, multiple=True)
+@_probe_option("--depth", metavar="FOLDER|FILE[:COLUMN]")
+@_probe_option("--max-depth", type=float)
 @_probe_option("--iterations", type=int)
 @_probe_option("--multilabel/--no-multilabel")
 @_probe_option("--test-fraction", type=float)
@@ -54,6 +56,7 @@ def probe(config: Path | None, as_json: bool, **flags: Any) -> None:
     layertap probe outputs/photos -p ridge --labels ages.csv:age
     layertap probe outputs/photos -l embedding --save probe.safetensors
     layertap probe outputs/tokens -p segmentation --masks masks
+    layertap probe outputs/tokens -p depth --depth depth-maps
     """
     library("matplotlib", "figures", "layertap probe")
     from pipelines.probe.report import as_json as outcome_as_json

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -25,7 +26,7 @@ class ProbeConfig(BaseModel):
     )
     protocol: Literal[
         "clip", "simclr", "dinov2-logreg", "knn", "centroid", "fewshot", "ridge", "segmentation", "segmentation-knn",
-        "segmentation-dinov3",
+        "segmentation-dinov3", "depth", "depth-dinov3",
     ] = Field("clip", description="Classifier or regression, and how its hyperparameter is chosen.")  # fmt: skip
     labels: str | None = Field(
         None,
@@ -42,8 +43,16 @@ class ProbeConfig(BaseModel):
     ignore_label: list[int] | None = Field(
         None, description="Label of pixels without a class in masks. May be repeated. [default: 255]"
     )
+    depth: str | None = Field(
+        None,
+        description="For depth: folder of depth maps with the names of the images, or FILE.csv[:COLUMN] of their files "
+        "(column `depth` if omitted).",
+    )
+    max_depth: float | None = Field(
+        None, gt=0, description="Larger depths are left out, in the unit of the files. [default: none]"
+    )
     iterations: int | None = Field(
-        None, strict=True, ge=1, description="Training batches of segmentation-dinov3. [default: 40000]"
+        None, strict=True, ge=1, description="Training batches of the -dinov3 protocols. [default: 40000; depth: 38400]"
     )
     multilabel: bool = Field(False, description="Images have any number of labels, separated by |.")
     test_fraction: float | None = Field(
@@ -75,32 +84,40 @@ class ProbeConfig(BaseModel):
     def _check_task(self) -> Self:
         if self.multilabel and self.protocol == "ridge":
             raise ValueError("--multilabel: ridge predicts numbers, not labels")
-        given = self.model_fields_set
-        if not self.is_segmentation:
-            for name in ("masks", "class_names", "ignore_label", "iterations"):
-                if name in given:
-                    raise ValueError(f"--{name.replace('_', '-')} is for -p segmentation, not for {self.protocol}")
+        self._check_only("segmentation", ("masks", "class_names", "ignore_label"))
+        self._check_only("depth", ("depth", "max_depth"))
+        if self.iterations is not None and not self.protocol.endswith("-dinov3"):
+            raise ValueError(f"--iterations is for segmentation-dinov3 and depth-dinov3, not for {self.protocol}")
+        if not self.is_dense:
             return self
-        if self.masks is None:
-            raise ValueError(f"{self.protocol} needs --masks")
+        if self.files is None:
+            raise ValueError(f"{self.protocol} needs " + ("--masks" if self.task == "segmentation" else "--depth"))
         for name in ("labels", "multilabel", "scaling", "class_weight", "similarity"):
             if getattr(self, name):
                 raise ValueError(f"--{name.replace('_', '-')} is not for {self.protocol}")
-        if self.iterations is not None and self.protocol != "segmentation-dinov3":
-            raise ValueError(f"--iterations is for segmentation-dinov3, not for {self.protocol}")
         return self
+
+    def _check_only(self, task: str, names: Sequence[str]) -> None:
+        for name in names:
+            if getattr(self, name) is not None and self.task != task:
+                raise ValueError(f"--{name.replace('_', '-')} is for -p {task}, not for {self.protocol}")
 
     @property
     def task(self) -> str:
         """What is predicted: see `Labelling`."""
-        if self.is_segmentation:
-            return "segmentation"
+        if self.is_dense:
+            return self.protocol.partition("-")[0]
         return "regression" if self.protocol == "ridge" else "multilabel" if self.multilabel else "classification"
 
     @property
-    def is_segmentation(self) -> bool:
-        """Whether classes of pixels are predicted."""
-        return self.protocol.startswith("segmentation")
+    def is_dense(self) -> bool:
+        """Whether pixels are predicted from tokens."""
+        return self.protocol.partition("-")[0] in ("segmentation", "depth")
+
+    @property
+    def files(self) -> str | None:
+        """Where the masks or depth maps are."""
+        return self.masks if self.task == "segmentation" else self.depth
 
     @field_validator("out", "layers", "ignore_label", mode="before")
     @classmethod

@@ -26,10 +26,11 @@ from extract.system.urls import is_url
 from extract.taps.layer_names import match_layers
 from pipelines.probe.config import ProbeConfig
 from pipelines.probe.labelling import Labelling, drop_leaks, image_hashes, label_rows
-from pipelines.probe.segmentation import Example, Segmentation, layers_with_tokens
+from pipelines.probe.token_probes import Example, TokenProbes, layers_with_tokens
 
 __all__ = ["Comparison", "ProbeRun", "ProbedFeature", "data_sets", "description_of", "run_probe"]
 
+_NOT_SAVED = ("knn", "fewshot", "segmentation-knn", "depth", "depth-dinov3")
 _SIMILARITY_ROWS = 2000  # images on which representations are compared, drawn with the seed
 
 
@@ -92,7 +93,7 @@ class ProbeRun:
         test_paths: data set -> paths of its test images.
         probed: results in the order of the layers.
         comparisons: tests between the best feature and each other feature.
-        examples: of a segmentation: some test images with the predictions of the best feature.
+        examples: of a segmentation or of depths: some test images with the predictions of the best feature.
         similarity: linear CKA and RSA, both (M, M) in the order of `probed`; None: not requested.
         complete: whether the run is finished.
     """
@@ -111,9 +112,9 @@ class ProbeRun:
     def by_validation(self) -> bool:
         """Whether the best feature is chosen on validation rows, so that the test rows have no part in the choice.
 
-        Segmentations are not: shares of tokens cannot be compared between grids.
+        With masks and depth maps it is not: metrics of tokens cannot be compared between grids.
         """
-        return all(feature.result.curve for feature in self.probed) and not self.config.is_segmentation
+        return all(feature.result.curve for feature in self.probed) and not self.config.is_dense
 
     @property
     def best(self) -> ProbedFeature:
@@ -149,15 +150,16 @@ def run_probe(
             for name, path in locations.items()
         }
         columns: dict[tuple[str, tuple[str, ...]], list[Any]] = {}
-        segmentations: dict[str, Segmentation] = {}
+        token_probes: dict[str, TokenProbes] = {}
         for name, reader in readers.items():
-            labels = config.masks if config.is_segmentation else config.labels
+            labels = config.files if config.is_dense else config.labels
             labelling = label_rows(reader, labels, config.task, test_fraction=config.test_fraction, seed=config.seed)
             labelling = drop_leaks(reader, labelling) if config.drop_leaks else labelling
             here = _arrays(config, reader, name)
-            if config.is_segmentation:
+            if config.is_dense:
                 root, tokens = data_set_at(locations[name]).images["root"], next(iter(here.values()))[0]
-                segmentations[name], labelling = Segmentation.of(config, reader, root, labelling, tokens)
+                token_probes[name] = TokenProbes(config, reader, root, labelling, tokens)
+                labelling = token_probes[name].labelling
             columns |= {(name, parts): arrays for parts, arrays in here.items()}
             outcome.labellings[name] = labelling
             outcome.fingerprints[name] = reader.fingerprint
@@ -168,7 +170,7 @@ def run_probe(
                 "the best layer on the test images would bias its result",
                 hint="name one with -l",
             )
-        if config.save is not None and config.protocol in ("knn", "fewshot", "segmentation-knn"):
+        if config.save is not None and config.protocol in _NOT_SAVED:
             raise InputError(
                 f"the protocol {config.protocol} has no probe that can be saved", hint="use another protocol"
             )
@@ -178,8 +180,8 @@ def run_probe(
             layer = "+".join(parts)
             say(f"probing {layer}" + (f" of {name}" if len(readers) > 1 else "") + f" ({number} of {len(columns)})")
             labelling = outcome.labellings[name]
-            if config.is_segmentation:
-                result, examples = segmentations[name].probe(config, labelling, arrays, _memory_bytes(config))
+            if config.is_dense:
+                result, examples = token_probes[name].probe(arrays, _memory_bytes(config))
                 result = replace(result, model=result.model if config.save else None)
                 width = sum(tokens.shape[1] for tokens in arrays)
                 outcome.probed.append(ProbedFeature(name, parts, width, result))
@@ -195,7 +197,7 @@ def run_probe(
                                               for (name, _), arrays in columns.items())  # fmt: skip
         if config.save is not None:
             (feature,) = outcome.probed
-            more = segmentations[feature.data_set].about(feature.result) if config.is_segmentation else {}
+            more = token_probes[feature.data_set].about(feature.result) if config.is_dense else {}
             _save(feature, config.out[0], config.save, more)
     outcome.complete = True
     on_result(outcome)
@@ -226,7 +228,7 @@ def data_sets(paths: Sequence[str]) -> dict[str, Path | str]:
 def _arrays(config: ProbeConfig, reader: FeatureReader, where: str) -> dict[tuple[str, ...], list[Any]]:
     """Return the features to probe, or their tokens, by the names of the parts that are concatenated."""
     layers = config.layers
-    if config.is_segmentation:
+    if config.is_dense:
         layers = layers_with_tokens(reader, where) if layers is None else layers
         return {parts: [reader.tokens(part) for part in parts] for parts in _layers(reader, layers, where)}
     return {parts: [reader[part] for part in parts] for parts in _layers(reader, layers, where)}

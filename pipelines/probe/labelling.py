@@ -18,12 +18,13 @@ from extract.images.image_list import SPLITS, labels_from_values
 from extract.row_status import Status
 from extract.store.reader import FeatureReader
 from extract.system.csv_cells import safe_cell
-from pipelines.probe.masks import is_table_of_masks, masks_of_rows, where_masks_are_expected
+from pipelines.probe.pixel_files import files_of_rows, is_table_of_files, where_files_are_expected
 from pipelines.terminal.text_output import printable
 
-__all__ = ["SEPARATOR", "Labelling", "drop_leaks", "image_hashes", "label_rows"]
+__all__ = ["FILES", "SEPARATOR", "Labelling", "drop_leaks", "image_hashes", "label_rows"]
 
 TEST_FRACTION = 0.2  # of each class, if a data set has no splits
+FILES = {"segmentation": "masks", "depth": "depth"}  # tasks whose targets are files -> option that names them
 SEPARATOR = "|"  # between the labels of a multilabel row
 _TINY_CLASS = 0.01  # of the median size of a class
 _NAMED = 3  # examples in a note
@@ -35,11 +36,11 @@ class Labelling:
     """Labels and splits of the rows of a data set.
 
     Attributes:
-        task: "classification", "multilabel", "regression" or "segmentation".
-        classes: (K,) names; none for segmentation.
+        task: "classification", "multilabel", "regression", "segmentation" or "depth".
+        classes: (K,) names; none for segmentation and depth.
         unseen: names of the classes without training rows; their targets are -1, -2, ...
-        targets: (N,) int64, (N, K) float32, (N, 1) float64 or, for segmentation, (N,) names of masks, for all rows;
-            undefined for rows that are left out.
+        targets: (N,) int64, (N, K) float32, (N, 1) float64 or, for segmentation and depth, (N,) names of files, for
+            all rows; undefined for rows that are left out.
         train: row numbers, ascending; likewise `val` and `test`. Rows that are left out are in none of the three.
         counts: number of "rows", and of rows left out because they are "failed", "unlabelled", "without a split".
         leaks: "test in train" and so on -> number of rows of the first split whose bytes are in the second.
@@ -71,9 +72,9 @@ def label_rows(
     Args:
         reader: reader of the data set.
         labels: FILE or FILE:COLUMN, a table with a column `path` or `id`; None: the classes of the data set. For
-            segmentation, see `masks_of_rows`.
-        task: "classification"; "multilabel": a row has any number of labels, separated by |; "regression" or
-            "segmentation".
+            segmentation and depth, see `files_of_rows`.
+        task: "classification"; "multilabel": a row has any number of labels, separated by |; "regression",
+            "segmentation" or "depth".
         test_fraction: fraction of each class to draw for testing; None: the data set's splits, or 0.2 without splits.
         seed: seed of the draw.
 
@@ -82,8 +83,8 @@ def label_rows(
     """
     if labels is None:
         texts, splits, notes = _from_data_set(reader)
-    elif task == "segmentation" and not is_table_of_masks(labels):
-        texts, splits, notes = masks_of_rows(reader, labels), list(reader.splits), []
+    elif task in FILES and not is_table_of_files(labels):
+        texts, splits, notes = files_of_rows(reader, labels, FILES[task]), list(reader.splits), []
     else:
         texts, splits, notes = _from_file(reader, labels, task)
     good, groups = reader.status == Status.OK, _groups(reader)
@@ -94,7 +95,8 @@ def label_rows(
     used = good & labelled
     if not used.any():
         remedy = "name a table of labels: --labels FILE.csv" if labels is None and counts["unlabelled"] else ""
-        remedy = where_masks_are_expected(reader, labels) if task == "segmentation" and labels is not None else remedy
+        if task in FILES and labels is not None:
+            remedy = where_files_are_expected(reader, labels, FILES[task])
         raise InputError(
             f"none of the {len(reader):,} rows has both features and a label: {_reasons(counts)}", hint=remedy
         )
@@ -161,9 +163,9 @@ def _from_data_set(reader: FeatureReader) -> tuple[list[str | None], list[str], 
 def _from_file(reader: FeatureReader, labels: str, task: str) -> tuple[list[str | None], list[str], list[str]]:
     """Return the label text of each row, the splits, and notes, from a table.
 
-    An empty label becomes None, but "" for multilabel. Masks are files, relative to the folder of the table.
+    An empty label becomes None, but "" for multilabel. Files are relative to the folder of the table.
     """
-    where, column = file_and_column(labels, "mask" if task == "segmentation" else "label")
+    where, column = file_and_column(labels, {"segmentation": "mask", "depth": "depth"}.get(task, "label"))
     table, lines = read_table(where, column)
     key = "path" if "path" in table else "id"
     # Data sets of earlier versions have paths as they stood in a list.
@@ -196,7 +198,7 @@ def _from_file(reader: FeatureReader, labels: str, task: str) -> tuple[list[str 
     values = table[column.strip().lower()]
     empty = "" if task == "multilabel" else None
     texts = [None if row is None else _text(values[row], empty) for row in table_rows]
-    if task == "segmentation":
+    if task in FILES:
         texts = [None if text is None else str(Path(where).parent / text) for text in texts]
     splits = list(reader.splits)
     if "split" in table:
@@ -244,7 +246,7 @@ def _targets(texts: Sequence[str | None], used: NDArray[np.bool_], task: str, wh
         for row, names in labels_of.items():
             labels[row, [number[name] for name in names]] = 1
         return np.array(classes), labels
-    if task == "segmentation":
+    if task in FILES:
         return np.array([]), np.array([text or "" for text in texts])
     values = np.zeros((len(texts), 1))
     for row in rows:
@@ -259,7 +261,7 @@ def _targets(texts: Sequence[str | None], used: NDArray[np.bool_], task: str, wh
 
 def _notes_on_classes(classes: NDArray[Any], targets: NDArray[Any], task: str) -> list[str]:
     """Return notes on names of classes or labels that differ only by case or spaces, and on very small classes."""
-    if task in ("regression", "segmentation"):
+    if task == "regression" or task in FILES:
         return []
     notes, noun = [], "labels" if task == "multilabel" else "classes"
     spellings: dict[str, list[str]] = {}

@@ -12,13 +12,19 @@ from matplotlib.figure import Figure
 
 from extract.analysis.probe.probing import PRIMARY
 from extract.analysis.probe.strength_choice import standard_error
+from pipelines.probe.example_figures import depths_figure, masks_figure
 from pipelines.probe.job import ProbedFeature, ProbeRun
-from pipelines.probe.mask_figures import examples_figure
 from pipelines.terminal.figures import COLOURS, cycled, drawable, new_figure, save_figure
 
 __all__ = ["PICTURES", "draw"]
 
-_AXIS = {"top1": "top-1 accuracy, %", "mAP": "mean average precision", "r2": "R²", "mIoU": "mean IoU, %"}
+_AXIS = {
+    "top1": "top-1 accuracy, %",
+    "mAP": "mean average precision",
+    "r2": "R²",
+    "mIoU": "mean IoU, %",
+    "delta1": "pixels within a factor of 1.25, %",
+}
 _METRIC = {"top1": "top-1", "mAP": "mAP", "r2": "R²"}
 _PLATEAU = 0.1  # height of the axis of strengths below the best value, if there is no standard error
 _NAMED_CLASSES = 40  # more names do not fit beside a matrix
@@ -41,7 +47,7 @@ def _by_data_set(outcome: ProbeRun) -> Iterator[tuple[str, str, list[ProbedFeatu
 
 def _scale(metric: str) -> tuple[str, float]:
     """Return the axis label of a metric, and the factor of its values."""
-    return _AXIS[metric], 100.0 if metric in ("top1", "mIoU") else 1.0
+    return _AXIS[metric], 100.0 if metric in ("top1", "mIoU", "delta1") else 1.0
 
 
 def _title(outcome: ProbeRun, text: str) -> str:
@@ -105,7 +111,7 @@ def _curve(outcome: ProbeRun) -> Figure | None:
         return None
     figure, axes = new_figure(*_size_with_legend(len(probed)))
     task = probed[0].result.task
-    metric = "top1" if task == "segmentation" else PRIMARY[task]  # of tokens, which the strength is chosen by
+    metric = "top1" if outcome.config.is_dense else PRIMARY[task]  # of tokens, which the strength is chosen by
     label, factor = _scale(metric)
     lowest, highest, has_errors = np.inf, -np.inf, task == "classification"
     for (name, colour, style), feature in zip(_lines(outcome, probed), probed, strict=True):
@@ -136,8 +142,7 @@ def _curve(outcome: ProbeRun) -> Figure | None:
     axes.set_xlabel(probed[0].result.swept)
     axes.set_ylabel(f"{label}, on {probed[0].result.chosen_on or 'validation rows'}", fontsize=9)
     legend = "dots: chosen" + ("; bands: ±1 standard error" if has_errors else "")
-    of_tokens = " of tokens" * (task == "segmentation")
-    title = f"Validation {_METRIC[metric]}{of_tokens} by {probed[0].result.swept}"
+    title = f"Validation {_METRIC[metric]}{' of tokens' * outcome.config.is_dense} by {probed[0].result.swept}"
     axes.set_title(_title(outcome, title) + f"; {legend}", fontsize=10)
     axes.grid(alpha=0.3)
     _legend(axes, len(probed))
@@ -245,16 +250,29 @@ def _similarity(outcome: ProbeRun) -> Figure | None:
 
 def _masks(outcome: ProbeRun) -> Figure | None:
     """Draw some test images with their masks, the predictions of the best layer, and where these are wrong."""
-    if not outcome.examples:
+    if outcome.config.task != "segmentation" or not outcome.examples:
         return None
+    names, title = _examples(outcome, "Masks", "mIoU", "{:.1%} mIoU")
+    return masks_figure(outcome.examples, names, [str(name) for name in outcome.best.result.classes.tolist()], title)
+
+
+def _depths(outcome: ProbeRun) -> Figure | None:
+    """Draw some test images with their depths, and the predictions of the best layer."""
+    if outcome.config.task != "depth" or not outcome.examples:
+        return None
+    names, title = _examples(outcome, "Depths", "rmse", "RMSE {:.3g}")
+    return depths_figure(outcome.examples, names, title)
+
+
+def _examples(outcome: ProbeRun, what: str, metric: str, form: str) -> tuple[list[str], str]:
+    """Return the names of the examples, with a metric each, and the title of their figure."""
     best = outcome.best
-    name = best.layer if len(outcome.labellings) == 1 else f"{best.data_set} {best.layer}"
+    layer = best.layer if len(outcome.labellings) == 1 else f"{best.data_set} {best.layer}"
     images = outcome.labellings[best.data_set].test.tolist()
     places = [images.index(example.row) for example in outcome.examples]
-    values = best.result.per_image["mIoU"]
-    names = [f"{outcome.test_paths[best.data_set][place]}: {100 * values[place]:.1f} % mIoU" for place in places]
-    classes = [str(name) for name in best.result.classes.tolist()]
-    return examples_figure(outcome.examples, names, classes, _title(outcome, f"Masks by {drawable(name)}"))
+    paths, values = outcome.test_paths[best.data_set], best.result.per_image[metric]
+    names = [f"{paths[place]}: {form.format(values[place])}" for place in places]
+    return names, _title(outcome, f"{what} by {drawable(layer)}")
 
 
 PICTURES: dict[str, Callable[[ProbeRun], Figure | None]] = {
@@ -264,4 +282,5 @@ PICTURES: dict[str, Callable[[ProbeRun], Figure | None]] = {
     "confusion.png": _confusion,
     "similarity.png": _similarity,
     "masks.png": _masks,
+    "depths.png": _depths,
 }

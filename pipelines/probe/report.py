@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from extract.analysis.dense.segmentation import SEGMENTATION
+from extract.analysis.dense.protocols import DEPTH, SEGMENTATION
 from extract.analysis.probe.intervals import Estimate
 from extract.analysis.probe.metrics import format_metric, metric_name
 from extract.analysis.probe.model import LinearProbe
@@ -67,7 +67,7 @@ def probe_and_write(config: ProbeConfig, say: Callable[[str], None]) -> tuple[Pr
                     path.rmdir()
         raise
     files = [folder / name for name in ("results.json", "results.csv")]
-    if outcome.config.is_segmentation:
+    if outcome.config.is_dense:
         _write_images(outcome, folder / "images.csv")
         files.append(folder / "images.csv")
     elif _write_predictions(outcome, folder / "predictions.csv"):
@@ -144,8 +144,8 @@ def print_outcome(outcome: ProbeRun, echo: Callable[[str], None]) -> None:
             for subset, rows in (("train", labelling.train), ("val", labelling.val), ("test", labelling.test))
             if len(rows)
         )
-        targets = (
-            "numbers" if labelling.task == "regression" else f"{len(labelling.classes):,} {_label_noun(labelling.task)}"
+        targets = {"regression": "numbers", "depth": "depth maps"}.get(
+            labelling.task, f"{len(labelling.classes):,} {_label_noun(labelling.task)}"
         )
         echo(
             f"{printable(name)}: {counts['rows']:,} rows, {targets}; {sets}"
@@ -158,7 +158,8 @@ def print_outcome(outcome: ProbeRun, echo: Callable[[str], None]) -> None:
             echo(f"  leakage: the same bytes in two sets: {leaks.replace(' in ', ' are also in ')}; --drop-leaks "
                  "leaves them out of training")  # fmt: skip
     first = outcome.probed[0].result
-    about = (SEGMENTATION if outcome.config.is_segmentation else PROTOCOLS)[first.protocol].about
+    dense = SEGMENTATION | DEPTH
+    about = (dense if outcome.config.is_dense else PROTOCOLS)[first.protocol].about
     echo(f"{first.protocol}: {about}; {_SCALED[first.scaling]}")
     if first.swept:
         chosen_on = dict.fromkeys(feature.result.chosen_on for feature in outcome.probed)
@@ -330,7 +331,7 @@ def _write_predictions(outcome: ProbeRun, path: Path) -> bool:
 
 
 def _write_images(outcome: ProbeRun, path: Path) -> None:
-    """Write a line for each test image and layer of a segmentation; metrics are empty without labelled pixels."""
+    """Write the metrics of each test image and layer; they are empty for images without pixels that count."""
     with table_file(path) as write:
         for number, feature in enumerate(outcome.probed):
             columns = feature.result.per_image

@@ -27,7 +27,15 @@ __all__ = [
     "print_result",
 ]
 
-_PATHS = ("out", "weights", "masks", "class_names", "results", "save")  # keys whose values a shell completes as paths
+_PATHS = (
+    "out",
+    "weights",
+    "masks",
+    "class_names",
+    "depth",
+    "results",
+    "save",
+)  # keys whose values a shell completes as paths
 
 # Help text that `search`, `verify` and `predict` share.
 BACKBONE_HELP = "Spec of the backbone; required if it is code (python/, hub/), which will be run."

@@ -169,9 +169,7 @@ def test_masks_are_turned_as_the_pictures_that_were_computed(
     )
     assert result.exit_code == 0, result.output
     if orientation == "ignore":
-        assert "another orientation than the mask" in fails(
-            "probe", out, "-p", "segmentation", "--masks", made / "masks"
-        )
+        assert "stored in another orientation" in fails("probe", out, "-p", "segmentation", "--masks", made / "masks")
         for path in (made / "masks").rglob("*.png"):
             target = tmp_path / "masks" / path.relative_to(made / "masks")
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -243,7 +241,7 @@ def changed(made: Path, tmp_path: Path, change: Callable[[np.ndarray], np.ndarra
     ("change", "why"),
     [
         (lambda mask: mask[:, :40], "test/24.png has 40 x 64 pixels, and its image 80 x 64"),
-        (lambda mask: mask.T.copy(), "another orientation than the mask"),
+        (lambda mask: mask.T.copy(), "stored in another orientation"),
         (lambda mask: np.stack([mask] * 3, 2), "has 3 channels; expected one"),
         (lambda mask: mask / np.float32(255), "has 2 axes of float32; expected integers"),
         (lambda mask: np.arange(mask.size, dtype=np.uint16).reshape(mask.shape), "more than 1,000 different labels"),
@@ -291,12 +289,12 @@ def test_missing_masks_are_told(made: Path, tmp_path: Path) -> None:
     result = segment(made, "-l", "layer2", "-o", tmp_path / "res", masks=tmp_path / "few")
     assert "20 train, 6 test; left out: 4 unlabelled" in result.stdout
     message = fails("probe", made / "out", "-p", "segmentation", "--masks", made, "-o", tmp_path / "res2")
-    assert f"expected in {made}/test/24.png" in message.replace("\n", " ")
+    assert f"{made}/test/24.png is expected" in message
     assert "no such folder" in fails("probe", made / "out", "-p", "segmentation", "--masks", tmp_path / "no")
     one = made / "masks" / "test" / "24.png"
-    assert "expected a folder of masks" in fails("probe", made / "out", "-p", "segmentation", "--masks", one)
+    assert "expected a folder, or a table" in fails("probe", made / "out", "-p", "segmentation", "--masks", one)
     Image.new("L", SIZE).save(tmp_path / "few" / "test" / "24.tif")
-    assert "masks of the same image" in fails("probe", made / "out", "-p", "segmentation", "--masks", tmp_path / "few")
+    assert "belong to the same image" in fails("probe", made / "out", "-p", "segmentation", "--masks", tmp_path / "few")
 
 
 def test_a_table_names_masks_relative_to_its_folder_and_gives_splits(made: Path, tmp_path: Path) -> None:
@@ -376,6 +374,40 @@ def test_options_that_do_not_fit_are_refused(
     monkeypatch.chdir(made)
     message = fails("probe", "out", "-p", "segmentation", *options)
     assert why in message
+
+
+@pytest.mark.usefixtures("figures")
+def test_depths_are_predicted(made: Path, tmp_path: Path) -> None:
+    for number, path in enumerate(sorted((made / "masks").rglob("*.png"))):
+        mask = np.asarray(Image.open(path))
+        depth = np.select([mask == 0, mask == 3, mask == 7], [4.0, 1.5, 2.5], 0.0)  # 0: unknown
+        target = tmp_path / "depth" / path.relative_to(made / "masks")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if number % 2:
+            np.save(target.with_suffix(".npy"), 1000 * depth)
+        else:
+            Image.fromarray((1000 * depth).astype(np.uint16)).save(target)
+    result = layertap("probe", made / "out", "-p", "depth", "--depth", tmp_path / "depth", "-o", tmp_path / "res")
+    assert result.exit_code == 0, result.output
+    assert "out: 30 rows, depth maps; 24 train, 6 test" in result.stdout
+    assert "pixels of known depth lie outside the crop" in result.stdout
+    first = results(tmp_path / "res")["probes"][0]
+    assert first["metrics"]["delta1"]["value"] > 0.7
+    assert 100 < first["metrics"]["rmse"]["value"] < 1000  # in the unit of the files
+    lines = list(csv.DictReader((tmp_path / "res" / "images.csv").open()))
+    assert np.mean([float(line["rmse"]) for line in lines[:N_TEST]]) == pytest.approx(first["metrics"]["rmse"]["value"])
+    assert {path.name for path in (tmp_path / "res").iterdir()} == {
+        "results.json", "results.csv", "images.csv", "layers.png", "curve.png", "depths.png",
+    }  # fmt: skip
+    near = layertap("probe", made / "out", "-p", "depth", "--depth", tmp_path / "depth", "-l", "layer1", "--max-depth",
+                    3000, "-o", tmp_path / "near")  # fmt: skip
+    assert near.exit_code == 0, near.output
+    assert results(tmp_path / "near")["probes"][0]["metrics"]["rmse"]["value"] < first["metrics"]["rmse"]["value"]
+    Image.fromarray(np.ones((64, 40), np.uint16)).save(tmp_path / "depth" / "test" / "24.png")
+    message = fails("probe", made / "out", "-p", "depth", "--depth", tmp_path / "depth")
+    assert "test/24.png has 40 x 64 pixels" in message
+    assert "depth needs --depth" in fails("probe", made / "out", "-p", "depth")
+    assert "no such folder" in fails("probe", made / "out", "-p", "depth", "--depth", tmp_path / "none")
 
 
 def test_a_data_set_without_tokens_is_refused(made: Path, tmp_path: Path) -> None:

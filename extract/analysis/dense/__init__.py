@@ -1,9 +1,11 @@
-"""Evaluation of tokens by predicting masks of pictures.
+"""Evaluation of tokens by predicting classes or depths of the pixels of pictures.
 
 result = segmentation_probe(reader.tokens("blocks.11"), masks, train, test)
 result.metrics["mIoU"].value
 """
 
-from extract.analysis.dense.segmentation import SEGMENTATION, segmentation_probe
+from extract.analysis.dense.depth import depth_probe
+from extract.analysis.dense.protocols import DEPTH, SEGMENTATION
+from extract.analysis.dense.segmentation import segmentation_probe
 
-__all__ = ["SEGMENTATION", "segmentation_probe"]
+__all__ = ["DEPTH", "SEGMENTATION", "depth_probe", "segmentation_probe"]

@@ -1,34 +1,34 @@
-"""The linear head of DINOv3 for segmentation: batch norm and a linear layer, trained through the upsampled logits."""
+"""The linear heads of DINOv3 for segmentation and depth, trained through upsampled predictions."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, interpolate
+from torch.nn.functional import cross_entropy
 
-from extract.analysis.probe.feature_matrix import FeatureRows, Scaling
+from extract.analysis.dense.head_training import linear_layers, train_head, trained_layers
+from extract.analysis.probe.feature_matrix import FeatureRows
 from extract.analysis.probe.model import LinearProbe
-from extract.errors import InputError
 
-__all__ = ["train_linear_head"]
+__all__ = ["BinnedDepth", "train_depth_head", "train_segmentation_head"]
 
-_BATCH = 16  # images: 2 on each of 8 GPUs
-_ITERATIONS = 40_000
-_WARM_UP = 1500
-_WARM_UP_START = 1e-6  # of the learning rate
-_RATE, _DECAY = 1e-3, 1e-3  # of AdamW
-_DROPOUT = 0.1
+_SEGMENTATION_ITERATIONS, _DEPTH_ITERATIONS = 40_000, 38_400
+_BINS = 256
+_LEAST_SHARE = 1e-4  # of the largest depth: 0.001 of 10, as published
+_LOSS_WITHOUT_VARIANCE = 100  # first steps
 
 
-def train_linear_head(
+def train_segmentation_head(
     rows: FeatureRows,
     grid: tuple[int, int],
-    labels: Callable[[int], NDArray[np.int64]],
+    labels: Callable[[int], NDArray[np.int32]],
     n_classes: int,
     *,
     iterations: int | None,
@@ -56,63 +56,131 @@ def train_linear_head(
     Raises:
         InputError: a token has NaN or infinity, or the training does not stay finite.
     """
-    iterations = _ITERATIONS if iterations is None else iterations
-    per_image = grid[0] * grid[1]
-    count = len(rows) // per_image
+    iterations = _SEGMENTATION_ITERATIONS if iterations is None else iterations
+    with _seeded(seed, device):
+        norm, linear = linear_layers(rows.width, n_classes)
+        head = nn.Sequential(nn.Dropout2d(0.1), norm, linear).to(device)
+        optimizer = torch.optim.AdamW(head.parameters(), lr=1e-3, weight_decay=1e-3)
+        train_head(
+            head, rows, grid, labels, _mean_cross_entropy, optimizer,
+            lambda step: _set(optimizer, lr=1e-3 * _segmentation_rate(step, iterations)),
+            iterations=iterations, seed=seed, device=device,
+        )  # fmt: skip
+    return trained_layers(norm, linear)
+
+
+def _mean_cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
+    """Return the mean over labelled pixels, but 0 for a batch without any."""
+    total = cross_entropy(logits, target.long(), ignore_index=-1, reduction="sum")
+    return total / (target >= 0).sum().clamp(min=1)
+
+
+def _segmentation_rate(step: int, iterations: int) -> float:
+    """Return the learning rate of a step as a share of the highest."""
+    warm_up = iterations * 1500 / _SEGMENTATION_ITERATIONS
+    if step < warm_up:
+        risen = 1 - (1 - step / warm_up) * (1 - 1e-6)
+        return risen * (1 - step / iterations)
+    return _falling((step + 1) / iterations)
+
+
+def _falling(share: float) -> float:
+    """Return the value of a half period of the cosine, from 1 at 0 to 0 at 1."""
+    return (1 + math.cos(math.pi * min(1.0, share))) / 2
+
+
+def _set(optimizer: torch.optim.Optimizer, **settings: Any) -> None:
+    for group in optimizer.param_groups:
+        group.update(settings)
+
+
+@contextlib.contextmanager
+def _seeded(seed: int, device: torch.device) -> Iterator[None]:
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
-        norm, linear = nn.BatchNorm2d(rows.width), nn.Conv2d(rows.width, n_classes, 1)
-        nn.init.normal_(linear.weight, std=0.01)
-        nn.init.zeros_(linear.bias)  # type: ignore[arg-type]
-        head = nn.Sequential(nn.Dropout2d(_DROPOUT), norm, linear).to(device).train()
-        optimizer = torch.optim.AdamW(head.parameters(), lr=_RATE, weight_decay=_DECAY)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, iterations))
-        for images in _batches(count, iterations, seed):
-            tokens = np.stack([rows.between(i * per_image, (i + 1) * per_image) for i in images])
-            maps = torch.from_numpy(tokens).to(device).transpose(1, 2).reshape(len(images), -1, *grid)
-            target = torch.from_numpy(np.stack([labels(i) for i in images])).to(device)
-            logits = interpolate(head(maps), size=target.shape[1:], mode="bilinear")
-            # The mean over labelled pixels, but 0 for a batch without any.
-            loss = cross_entropy(logits, target, ignore_index=-1, reduction="sum") / (target >= 0).sum().clamp(min=1)
-            optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            schedule.step()
-    probe = _as_probe(norm, linear)
-    if not all(np.isfinite(array).all() for array in (probe.coef_, probe.intercept_)):
-        raise InputError("the linear head is not finite", hint="do tokens of the training images have NaN or infinity?")
-    return probe
+        yield
 
 
-def _rate(step: int, iterations: int) -> float:
-    """Return the learning rate of a step as a share of the highest."""
-    warm_up = iterations * _WARM_UP / _ITERATIONS
-    if step < warm_up:
-        risen = 1 - (1 - step / warm_up) * (1 - _WARM_UP_START)
-        return risen * (1 - step / iterations)
-    return (1 + math.cos(math.pi * min(1.0, (step + 1) / iterations))) / 2
+class BinnedDepth(nn.Module):
+    """Depths from scores of bins, which are spread evenly: the mean of their depths, weighted by relu(score) + 0.1.
+
+    Args:
+        largest: depth of the last bin; that of the first is 1/10,000 of it.
+    """
+
+    def __init__(self, largest: float):
+        super().__init__()
+        self._largest = largest
+
+    def forward(self, scores: Tensor) -> Tensor:
+        """Return (B, 1, ...) depths of (B, bins, ...) scores."""
+        weights = scores.relu() + 0.1
+        bins = torch.linspace(self._largest * _LEAST_SHARE, self._largest, scores.shape[1], device=scores.device)
+        return torch.einsum("bk...,k->b...", weights / weights.sum(1, keepdim=True), bins)[:, None]
 
 
-def _batches(count: int, iterations: int, seed: int) -> Iterator[list[int]]:
-    """Yield the images of each batch; each image comes once before any comes again."""
-    generator = np.random.default_rng(seed)
-    waiting: list[int] = []
-    for _ in range(iterations):
-        while len(waiting) < _BATCH:
-            waiting += generator.permutation(count).tolist()
-        yield waiting[:_BATCH]
-        del waiting[:_BATCH]
+def train_depth_head(
+    rows: FeatureRows,
+    grid: tuple[int, int],
+    depths: Callable[[int], NDArray[np.float32]],
+    largest: float,
+    *,
+    iterations: int | None,
+    seed: int,
+    device: torch.device,
+) -> LinearProbe:
+    """Train the head, with the settings of `config-nyu.yaml` of DINOv3 (Simeoni et al. 2025), without augmentation.
 
+    The loss is the scale-invariant one of Eigen et al. (2014) as in AdaBins. The rate rises in the first third of the
+    steps, with a first moment of 0, and falls in the others.
 
-def _as_probe(norm: nn.BatchNorm2d, linear: nn.Conv2d) -> LinearProbe:
-    def array(values: Tensor | None) -> NDArray[np.float32]:
-        assert values is not None
-        return np.asarray(values.detach().float().cpu().numpy())
+    Args:
+        rows: (N * h * w, C), tokens of the training images.
+        grid: (h, w).
+        depths: function of the number of an image, from 0 to N - 1, that returns (H, W) depths of its input to the
+            backbone; NaN is ignored. All have the same size.
+        largest: largest depth that can be predicted.
+        iterations: batches of 16 images; None: 38,400.
+        seed: seed of the weights and the order.
+        device: device to compute on.
 
-    weight = array(linear.weight)[:, :, 0, 0]
-    scaling = Scaling("standardise", array(norm.running_mean), np.sqrt(array(norm.running_var) + np.float32(norm.eps)))
-    n_classes = len(weight)
-    coef, intercept = weight * array(norm.weight), array(linear.bias) + weight @ array(norm.bias)
-    if n_classes == 2:  # as all probes of two classes
-        coef, intercept = coef[1:] - coef[:1], intercept[1:] - intercept[:1]
-    return LinearProbe(coef, intercept, np.arange(n_classes), "classification", scaling)
+    Returns:
+        the head with its batch norm, as a probe of single tokens whose scores `BinnedDepth` takes.
+
+    Raises:
+        InputError: a token has NaN or infinity, or the training does not stay finite.
+    """
+    iterations = _DEPTH_ITERATIONS if iterations is None else iterations
+    seen = 0
+
+    def loss(predicted: Tensor, target: Tensor) -> Tensor:
+        nonlocal seen
+        seen += 1
+        known = ~target.isnan()
+        if not known.any():
+            return predicted.sum() * 0
+        least = largest * _LEAST_SHARE
+        ratio = (predicted[:, 0][known] + least).log() - (target[known] + least).log()
+        value = 0.15 * ratio.mean() ** 2
+        if seen > _LOSS_WITHOUT_VARIANCE and len(ratio) > 1:
+            value = value + ratio.var()
+        return value.sqrt() if value > 0 else value.abs()
+
+    def schedule(step: int) -> None:
+        warm_up = iterations / 3
+        if step < warm_up:
+            lr, moment = 1e-3 + _falling(step / iterations) * step / warm_up, 0.0
+        else:
+            lr = 4e-5 + (1 - 4e-5) * _falling((step + 1) / iterations)
+            moment = 0.95 - 0.1 * _falling((step - warm_up) / (iterations - warm_up))
+        _set(optimizer, lr=3e-4 * lr, betas=(moment, 0.99))
+
+    with _seeded(seed, device):
+        norm, linear = linear_layers(rows.width, _BINS)
+        head = nn.Sequential(norm, linear, BinnedDepth(largest)).to(device)
+        optimizer = torch.optim.AdamW(head.parameters(), lr=3e-4, betas=(0.95, 0.99), weight_decay=1e-4)
+        train_head(
+            head, rows, grid, depths, loss, optimizer, schedule,
+            iterations=iterations, seed=seed, device=device, largest_gradient=35.0,
+        )  # fmt: skip
+    return trained_layers(norm, linear)

@@ -4,23 +4,32 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from extract.analysis.dense.linear_head import train_linear_head
+from extract.analysis.dense.linear_head import train_segmentation_head
+from extract.analysis.dense.protocols import SEGMENTATION, DenseProtocol
 from extract.analysis.dense.segmentation_metrics import PixelCounts, segmentation_metrics
-from extract.analysis.dense.token_images import held, image_sets, same_grid, scores_of_images, token_numbers
-from extract.analysis.dense.upsampling import mask_of_input, predicted_mask
+from extract.analysis.dense.token_images import (
+    held,
+    image_sets,
+    remembered,
+    same_grid,
+    scores_of_images,
+    token_numbers,
+    with_validation,
+)
+from extract.analysis.dense.upsampling import pixels_of_input, predicted_mask
 from extract.analysis.probe.memory import free_bytes
 from extract.analysis.probe.probing import MOST_IN_A_TABLE, ProbeResult, probe_device
 from extract.analysis.probe.protocols import PROTOCOLS, Fitted, Labelled, Settings
 from extract.errors import InputError, unknown_name
 from extract.store.tokens.token_array import TokenArray
 
-__all__ = ["SEGMENTATION", "Masks", "segmentation_probe"]
+__all__ = ["Masks", "segmentation_probe"]
 
 _MOST_TOKENS = 500_000  # that a classifier of tokens is fitted on
 
@@ -30,34 +39,6 @@ class Masks(Protocol):
 
     def __getitem__(self, image: int, /) -> NDArray[Any]:
         """Return (H, W) numbers of classes from 0; a negative number means no label."""
-
-
-@dataclass(frozen=True)
-class SegmentationProtocol:
-    """How masks are predicted.
-
-    Attributes:
-        of_tokens: the protocol of `extract.analysis.probe` that classifies single tokens; None: the linear head.
-        scaling: scaling of the tokens.
-        about: short description.
-    """
-
-    of_tokens: str | None
-    scaling: str
-    about: str
-
-
-SEGMENTATION = {
-    "segmentation": SegmentationProtocol(
-        "clip", "standardise", "logistic regression of tokens, 96 lambdas searched from coarse to fine"
-    ),
-    "segmentation-knn": SegmentationProtocol(
-        "knn", "l2", "10, 20, 100 or 200 nearest tokens by cosine, temperature 0.07"
-    ),
-    "segmentation-dinov3": SegmentationProtocol(
-        None, "standardise", "batch norm and a linear layer, trained on upsampled logits"
-    ),
-}
 
 
 def segmentation_probe(
@@ -206,7 +187,7 @@ class _CheckedMasks:
 
 
 def _fit_tokens(
-    definition: SegmentationProtocol,
+    definition: DenseProtocol,
     features: list[TokenArray],
     masks: _CheckedMasks,
     train: NDArray[np.int64],
@@ -214,14 +195,7 @@ def _fit_tokens(
     settings: Settings,
 ) -> tuple[Fitted, NDArray[np.int64], list[str]]:
     """Fit a classifier of tokens; return it, the numbers of its classes, and notes."""
-    chosen_on = "validation images"
-    if not len(val):
-        chosen_on = "a tenth of the training images"
-        if len(train) < 2:
-            raise InputError("a single training image leaves none for choosing the strength; expected at least two")
-        count = max(1, len(train) // 10)
-        order = np.random.default_rng(settings.seed).permutation(train)
-        train, val = np.sort(order[count:]), np.sort(order[:count])
+    train, val, chosen_on = with_validation(train, val, settings.seed)
     numbers, labels = _labelled_tokens(features[0], masks, np.union1d(train, val))
     notes = [
         f"{len(numbers):,} of {(len(train) + len(val)) * features[0].per_image:,} tokens of the training images have "
@@ -271,19 +245,12 @@ def _fit_head(
     """Train the linear head; return it, the numbers of its classes, and notes."""
     tokens = features[0]
     rows = held(features, token_numbers(images, tokens.per_image), settings)
-    kept: dict[int, NDArray[np.int32]] = {}
-    most_kept = settings.memory_bytes // 4 // (4 * tokens.input_px[0] * tokens.input_px[1])
 
-    def labels_of(number: int) -> NDArray[np.int64]:
-        if number in kept:
-            return kept[number].astype(np.int64)
-        labels = mask_of_input(tokens, masks[int(images[number])])
-        if len(kept) < most_kept:
-            kept[number] = labels.astype(np.int32)
-        return labels
+    def labels_of(number: int) -> NDArray[np.int32]:
+        return pixels_of_input(tokens, masks[int(images[number])].astype(np.int32), -1)
 
-    model = train_linear_head(
-        rows, tokens.grid, labels_of, len(settings.classes),
+    model = train_segmentation_head(
+        rows, tokens.grid, remembered(labels_of, settings), len(settings.classes),
         iterations=iterations, seed=settings.seed, device=settings.device,
     )  # fmt: skip
     fitted = Fitted(lambda tokens: (model.scores(tokens), None), len(images), model=model)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -13,9 +14,11 @@ from extract.analysis.probe.protocols import Scorer, Settings
 from extract.errors import InputError
 from extract.store.tokens.token_array import TokenArray
 
-__all__ = ["held", "image_sets", "same_grid", "scores_of_images", "token_numbers"]
+__all__ = ["held", "image_sets", "remembered", "same_grid", "scores_of_images", "token_numbers", "with_validation"]
 
 _IMAGES = 64  # scored at once
+
+T = TypeVar("T", bound="np.generic[Any]")
 
 
 def same_grid(features: list[TokenArray]) -> list[TokenArray]:
@@ -59,6 +62,23 @@ def image_sets(count: int, train: ArrayLike, val: ArrayLike | None, test: ArrayL
     return sets["train"], sets["val"], sets["test"]
 
 
+def with_validation(
+    train: NDArray[np.int64], val: NDArray[np.int64], seed: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64], str]:
+    """Return the images to fit on, the images for choosing the strength, and what these are, in words.
+
+    Raises:
+        InputError: a single training image leaves none for choosing.
+    """
+    if len(val):
+        return train, val, "validation images"
+    if len(train) < 2:
+        raise InputError("a single training image leaves none for choosing the strength; expected at least two")
+    count = max(1, len(train) // 10)
+    order = np.random.default_rng(seed).permutation(train)
+    return np.sort(order[count:]), np.sort(order[:count]), "a tenth of the training images"
+
+
 def token_numbers(images: NDArray[np.int64], per_image: int) -> NDArray[np.int64]:
     """Return the numbers of all tokens of some images."""
     return (images[:, None] * per_image + np.arange(per_image)).reshape(-1)
@@ -68,6 +88,21 @@ def held(features: list[TokenArray], numbers: NDArray[np.int64], settings: Setti
     """Return tokens, in memory if they take a small part of the limit."""
     rows = FeatureRows.of(features, numbers)
     return rows.held() if rows.nbytes <= settings.memory_bytes // 4 else rows
+
+
+def remembered(target_of: Callable[[int], NDArray[T]], settings: Settings) -> Callable[[int], NDArray[T]]:
+    """Return a function that keeps the targets of images as far as memory permits; all have the same size."""
+    kept: dict[int, NDArray[T]] = {}
+
+    def target(number: int) -> NDArray[T]:
+        if number in kept:
+            return kept[number]
+        values = target_of(number)
+        if (len(kept) + 1) * values.nbytes <= settings.memory_bytes // 4:
+            kept[number] = values
+        return values
+
+    return target
 
 
 def scores_of_images(

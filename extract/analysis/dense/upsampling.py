@@ -1,9 +1,10 @@
-"""From tokens to the pixels of a picture, and from a mask of the picture to the pixels of the backbone's input."""
+"""From tokens to the pixels of a picture, and from these to cells and to the pixels of the backbone's input."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -12,7 +13,9 @@ from torch import Tensor
 
 from extract.store.tokens.token_array import TokenArray
 
-__all__ = ["Upsampling", "mask_of_input", "predicted_mask"]
+__all__ = ["Upsampling", "cell_means", "pixels_of_input", "predicted_mask"]
+
+T = TypeVar("T", bound="np.generic[Any]")
 
 _BAND_VALUES = 1 << 24  # of upsampled scores held at once
 
@@ -45,7 +48,7 @@ class Upsampling:
         rows, by_row = _axis(picture_px[1], top, bottom, tokens.grid[0])
         return Upsampling(rows, columns, by_row, by_column)
 
-    def bands(self, values: Tensor, largest: int) -> Iterator[tuple[slice, Tensor]]:
+    def bands(self, values: Tensor, largest: int = _BAND_VALUES) -> Iterator[tuple[slice, Tensor]]:
         """Yield the interpolated values from top to bottom, as (rows of the picture, (K, rows, columns)).
 
         Args:
@@ -89,27 +92,51 @@ def predicted_mask(tokens: TokenArray, scores: Tensor, picture_px: tuple[int, in
     """
     upsampling = Upsampling.of(tokens, picture_px)
     mask = np.full(picture_px[::-1], -1, np.int64)
-    for rows, band in upsampling.bands(scores, _BAND_VALUES):
+    for rows, band in upsampling.bands(scores):
         mask[rows, upsampling.columns] = band.argmax(0).numpy()
     return mask
 
 
-def mask_of_input(tokens: TokenArray, mask: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the labels of the pixels of the backbone's input: those of the nearest pixels of a mask of the picture.
+def pixels_of_input(tokens: TokenArray, pixels: NDArray[T], outside: float) -> NDArray[T]:
+    """Return values for the pixels of the backbone's input: those of the nearest pixels of the picture.
 
     Args:
         tokens: tokens of the picture's data set.
-        mask: (H, W), see `TokenArray.labels`.
+        pixels: (H, W) labels or depths, see `TokenArray.labels`.
+        outside: value where the crop reaches beyond the picture.
 
     Returns:
-        labels in the size `tokens.input_px`; -1 where the crop reaches beyond the picture.
+        values in the size `tokens.input_px`.
     """
-    height, width = mask.shape
+    height, width = pixels.shape
     left, top, right, bottom = tokens.window((width, height))
     rows_px, columns_px = tokens.input_px
     rows = np.floor(top + (np.arange(rows_px) + 0.5) * (bottom - top) / rows_px).astype(np.int64)
     columns = np.floor(left + (np.arange(columns_px) + 0.5) * (right - left) / columns_px).astype(np.int64)
-    labels: NDArray[np.int64] = mask[np.clip(rows, 0, height - 1)[:, None], np.clip(columns, 0, width - 1)]
-    labels[(rows < 0) | (rows >= height)] = -1
-    labels[:, (columns < 0) | (columns >= width)] = -1
-    return labels
+    values: NDArray[T] = pixels[np.clip(rows, 0, height - 1)[:, None], np.clip(columns, 0, width - 1)]
+    values[(rows < 0) | (rows >= height)] = outside
+    values[:, (columns < 0) | (columns >= width)] = outside
+    return values
+
+
+def cell_means(tokens: TokenArray, pixels: NDArray[np.float32]) -> NDArray[np.float64]:
+    """Return the mean of the known pixels of each cell; a pixel counts for the cell that has its centre.
+
+    Args:
+        tokens: tokens of the picture's data set.
+        pixels: (H, W), NaN for unknown.
+
+    Returns:
+        (per_image,); NaN where less than half of the pixels are known.
+    """
+    height, width = pixels.shape
+    left, top, right, bottom = tokens.window((width, height))
+    rows = np.floor((np.arange(height) + 0.5 - top) / (bottom - top) * tokens.grid[0]).astype(np.int64)
+    columns = np.floor((np.arange(width) + 0.5 - left) / (right - left) * tokens.grid[1]).astype(np.int64)
+    inside = ((rows >= 0) & (rows < tokens.grid[0]))[:, None] & ((columns >= 0) & (columns < tokens.grid[1]))
+    cells, values = (rows[:, None] * tokens.grid[1] + columns)[inside], pixels[inside].astype(np.float64)
+    known = ~np.isnan(values)
+    count, n_known = (np.bincount(some, minlength=tokens.per_image) for some in (cells, cells[known]))
+    sums = np.bincount(cells[known], values[known], tokens.per_image)
+    enough = (n_known > 0) & (2 * n_known >= count)
+    return np.asarray(np.divide(sums, n_known, out=np.full(tokens.per_image, np.nan), where=enough))

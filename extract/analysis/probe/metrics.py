@@ -32,8 +32,9 @@ _NAMES = {
     "top1": "top-1", "top5": "top-5", "balanced_accuracy": "balanced", "macro_f1": "macro F1", "log_loss": "log loss",
     "calibration_error": "ECE", "calibration_error_if_calibrated": "ECE if calibrated", "r2": "R²", "rmse": "RMSE",
     "mae": "MAE", "pixel_accuracy": "pixels", "mean_accuracy": "mean of classes",
+    "abs_rel": "abs. rel.",
 }  # fmt: skip
-_PERCENT_METRICS = {"top1", "top5", "balanced_accuracy", "mIoU", "pixel_accuracy", "mean_accuracy"}
+_PERCENT_METRICS = {"top1", "top5", "balanced_accuracy", "mIoU", "pixel_accuracy", "mean_accuracy", "delta1"}
 _BINS = 15  # of confidence, as in Guo et al. 2017
 
 

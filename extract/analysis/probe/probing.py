@@ -33,7 +33,7 @@ from extract.system.torch_state import device_named
 
 __all__ = ["MOST_IN_A_TABLE", "ProbeResult", "linear_probe", "probe", "probe_device"]
 
-PRIMARY = {"classification": "top1", "multilabel": "mAP", "regression": "r2", "segmentation": "mIoU"}
+PRIMARY = {"classification": "top1", "multilabel": "mAP", "regression": "r2", "segmentation": "mIoU", "depth": "delta1"}
 MOST_IN_A_TABLE = 1000  # classes in a confusion matrix, whose size is their square
 _LARGEST = 1e100  # target: the sum of squares must be finite
 SCALINGS = ("none", "l2", "standardise")
@@ -45,29 +45,30 @@ class ProbeResult:
 
     Attributes:
         protocol: name of the protocol.
-        task: "classification", "multilabel", "regression" or "segmentation".
+        task: "classification", "multilabel", "regression", "segmentation" or "depth".
         scaling: scaling of the features: "none", "l2" or "standardise".
         metrics: name -> value with its 95 % interval, on the test rows. For few-shot: "top1@5" etc., the mean over five
             draws, with the interval of Student's t for that mean.
         classes: (K,) names, or labels as given.
         per_class: (K,) columns: n, recall, precision, f1 for classification; n, average_precision for multilabel; n
             (pixels), iou, accuracy for segmentation.
-        per_image: (N,) columns for the test images of a segmentation: n, pixel_accuracy, mIoU.
+        per_image: (N,) columns for the test images of a segmentation: n, pixel_accuracy, mIoU; of depths: n, rmse,
+            abs_rel, delta1.
         confusion: (K, K) numbers of test rows (of pixels for segmentation) of class i predicted as class j, for at most
             1,000 classes.
         swept: name of the chosen hyper-parameter: "C", "lambda", "alpha" or "k"; empty: none.
         chosen: value of the chosen hyper-parameter.
-        curve: (value, top-1, mAP or R^2 on the validation rows; for segmentation, top-1 of their tokens) for all values
-            tried.
+        curve: (value, top-1, mAP or R^2 on the validation rows; for segmentation and depth, top-1 of their tokens) for
+            all values tried.
         shots: for few-shot: rows per class -> top-1 of each draw.
         n_train, n_val, n_test: numbers of rows; n_val: rows that the hyper-parameter was chosen on. n_train includes
             those of them that the final fit uses: with folds, both are all training rows.
-        predictions: (N,) class numbers; (N, K) labels, 0 or 1; (N, K) numbers; None for few-shot and segmentation.
+        predictions: (N,) class numbers; (N, K) labels, 0 or 1; (N, K) numbers; None for few-shot and dense probes.
         truth: (N,) class numbers, negative for classes missing from training; (N, K) labels or numbers; empty for
-            segmentation.
+            dense probes.
         probabilities: (N, K); None if the probe has no probabilities.
         objective: objective of logistic regression for the chosen value, on training and validation rows.
-        model: the probe, for prediction and saving; None for k nearest neighbours and few-shot.
+        model: the probe, for prediction and saving; None for k nearest neighbours, few-shot and depth.
         notes: warnings about the result.
         seconds: run time.
         chosen_on: the rows that the hyper-parameter was chosen on, in words; empty: no choice, or few-shot.

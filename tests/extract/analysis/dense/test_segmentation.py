@@ -11,7 +11,7 @@ from PIL import Image
 from torch.nn.functional import interpolate
 
 from extract.analysis.dense import SEGMENTATION, segmentation, segmentation_probe
-from extract.analysis.dense.upsampling import Upsampling, mask_of_input
+from extract.analysis.dense.upsampling import Upsampling, pixels_of_input
 from extract.errors import InputError, UnknownNameError
 from extract.store.tokens.token_array import TokenArray
 from extract.store.tokens.token_layout import TokenLayout
@@ -175,9 +175,9 @@ def test_labels_of_the_input_are_those_of_the_nearest_pixels() -> None:
     mask = np.random.default_rng(0).integers(0, 9, (128, 128))
     picture = Image.fromarray(mask.astype(np.uint8))
     expected = picture.resize((48, 32), Image.Resampling.NEAREST, tokens.window((128, 128)))
-    assert np.array_equal(mask_of_input(tokens, mask), np.asarray(expected))
+    assert np.array_equal(pixels_of_input(tokens, mask, -1), np.asarray(expected))
     small = token_array(np.zeros((1, 24, CHANNELS), np.float32), resize=(16, 16))
-    padded = mask_of_input(small, np.ones((16, 16), np.int64))
+    padded = pixels_of_input(small, np.ones((16, 16), np.int64), -1)
     assert np.argwhere(padded == 1).tolist() == [[row, column] for row in range(8, 24) for column in range(16, 32)]
 
 
@@ -217,6 +217,15 @@ def test_wrong_arguments_are_refused(samples: Any, arguments: dict[str, Any], me
     how: dict[str, Any] = {"masks": samples[1], "train": TRAIN, "test": TEST} | arguments
     with pytest.raises(InputError, match=message):
         segmentation_probe(samples[0], **how)
+
+
+def test_predicted_masks_are_passed_on_in_the_order_of_the_images(samples: Any) -> None:
+    tokens, masks = samples
+    predicted: dict[int, np.ndarray] = {}
+    result = segmentation_probe(tokens, masks, TRAIN, TEST, on_prediction=predicted.__setitem__)
+    assert list(predicted) == list(TEST)
+    right = [(predicted[i] == masks[i])[masks[i] >= 0].mean() for i in TEST]
+    np.testing.assert_allclose(right, result.per_image["pixel_accuracy"])
 
 
 def test_unknown_protocols_and_other_grids_are_refused(samples: Any) -> None:

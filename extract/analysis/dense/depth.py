@@ -1,0 +1,251 @@
+"""Predict depths of the pixels of pictures from stored tokens: `depth_probe`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+
+from extract.analysis.dense.depth_metrics import DepthErrors, depth_metrics
+from extract.analysis.dense.linear_head import BinnedDepth, train_depth_head
+from extract.analysis.dense.protocols import DEPTH, DenseProtocol
+from extract.analysis.dense.token_images import (
+    held,
+    image_sets,
+    remembered,
+    same_grid,
+    scores_of_images,
+    token_numbers,
+    with_validation,
+)
+from extract.analysis.dense.upsampling import Upsampling, cell_means, pixels_of_input
+from extract.analysis.probe.feature_matrix import FeatureRows
+from extract.analysis.probe.memory import free_bytes
+from extract.analysis.probe.probing import ProbeResult, probe_device
+from extract.analysis.probe.protocols import PROTOCOLS, Fitted, Labelled, Settings
+from extract.errors import InputError, unknown_name
+from extract.store.tokens.token_array import TokenArray
+
+__all__ = ["DepthMaps", "depth_probe"]
+
+_MOST_TOKENS = 500_000  # that a classifier of tokens is fitted on
+# Of 500 pictures with built depths (78,400 tokens for training, blocks.4 of the bundled backbone): RMSE 1.33 m by ridge
+# regression; 1.14, 1.10 and 1.06 m by 8, 16 and 32 bins in 3, 6 and 20 s; 1.10 m by DINOv3's head after 2,000 batches.
+_BINS = 16
+
+
+class DepthMaps(Protocol):
+    """Depths of images, such as a list of arrays."""
+
+    def __getitem__(self, image: int, /) -> NDArray[Any]:
+        """Return (H, W) depths in any unit; 0, a negative number, NaN or infinity means unknown."""
+
+
+def depth_probe(
+    tokens: TokenArray | Sequence[TokenArray],
+    depths: DepthMaps,
+    train: ArrayLike,
+    test: ArrayLike,
+    *,
+    val: ArrayLike | None = None,
+    max_depth: float | None = None,
+    protocol: str = "depth",
+    iterations: int | None = None,
+    seed: int = 0,
+    device: str = "auto",
+    memory_bytes: int | None = None,
+    on_prediction: Callable[[int, NDArray[np.float32]], None] | None = None,
+) -> ProbeResult:
+    """Evaluate tokens by a simple regression that predicts the depth of each pixel.
+
+        result = depth_probe(reader.tokens("blocks.11"), depths, train=range(150), test=range(150, 200), max_depth=10.0)
+        result.metrics["rmse"], result.metrics["delta1"]
+
+    Depths of tokens are upsampled bilinearly to the pixels of each depth map. Pixels that the crop left out, and those
+    of unknown depth, do not count. The protocols:
+
+    - "depth": logistic regression of tokens to 16 bins, spread evenly over the mean depths of their cells. The depth of
+      a token is the mean of the bins, weighted by their probabilities. The strength is chosen on validation images, by
+      the share of their tokens that are classified correctly.
+    - "depth-dinov3": batch norm and a linear layer to 256 bins of depth, trained on upsampled depths with the settings
+      of DINOv3 for NYU, but without augmentation. It chooses nothing, and is trained on the validation images too.
+
+    Args:
+        tokens: tokens of a feature, or of several with the same grid, which are then concatenated.
+        depths: depth map of each image, by its number in `tokens.rows`, with the aspect ratio of the picture.
+        train: numbers of the training images.
+        test: numbers of the test images.
+        val: numbers of the images for choosing the strength; None: a tenth of the training images, at least one.
+        max_depth: larger depths do not count, and are not predicted; None: the largest depth of the training and
+            validation images is not exceeded by predictions.
+        protocol: one of `DEPTH`.
+        iterations: of "depth-dinov3"; None: 38,400.
+        seed: seed of all random choices.
+        device: "auto", "cpu", "cuda", ...
+        memory_bytes: limit for tokens and variables held at once; None: half of the free memory.
+        on_prediction: called for each test image with its number and the predicted depths (H, W) of the pixels of its
+            depth map; NaN for those that the crop left out.
+
+    Returns:
+        the result; its numbers of rows are numbers of images.
+
+    Raises:
+        InputError: an image is in two of the sets, grids or images differ, a depth map or all depths are missing, or a
+            token has NaN.
+        UnknownNameError: there is no such protocol.
+    """
+    started = time.perf_counter()
+    if protocol not in DEPTH:
+        raise unknown_name("protocol", protocol, DEPTH)
+    definition = DEPTH[protocol]
+    if iterations is not None and (definition.of_tokens is not None or iterations < 1):
+        raise InputError(f"iterations={iterations}; expected a positive number for the protocol depth-dinov3")
+    if max_depth is not None and not 0 < max_depth < np.inf:
+        raise InputError(f"max_depth={max_depth}; expected a positive number")
+    features = same_grid([tokens] if isinstance(tokens, TokenArray) else list(tokens))
+    train_images, val_images, test_images = image_sets(len(features[0].rows), train, val, test)
+    checked = _CheckedDepths(depths, np.inf if max_depth is None else max_depth)
+    settings = Settings(
+        "classification", np.array(["depth"]), definition.scaling, False, seed, probe_device(device),
+        free_bytes() // 2 if memory_bytes is None else memory_bytes,
+    )  # fmt: skip
+    learned = np.union1d(train_images, val_images)
+    largest = max(float(np.nanmax(checked[image], initial=0.0)) for image in learned.tolist())
+    if not largest:
+        raise InputError("no pixel of the training images has a known depth")
+    largest = largest if max_depth is None else max_depth
+    if definition.of_tokens is not None:
+        fitted, depth_of, notes = _fit_tokens(definition, features, checked, train_images, val_images, settings)
+    else:
+        fitted, depth_of, notes = _fit_head(features, checked, learned, settings, largest, iterations)
+    errors = DepthErrors(len(test_images))
+    for number, (image, scores) in enumerate(scores_of_images(features, fitted.scores, test_images)):
+        truth = checked[image]
+        upsampling = Upsampling.of(features[0], (truth.shape[1], truth.shape[0]))
+        predicted = np.full(truth.shape, np.nan, np.float32)
+        for rows, band in upsampling.bands(depth_of(scores[None])[0]):
+            predicted[rows, upsampling.columns] = band[0].clamp(max=largest).numpy()
+        errors.add(number, truth, predicted)
+        if on_prediction is not None:
+            on_prediction(image, predicted)
+    if not errors.n.any():
+        raise InputError("the test images have no known depth inside the crop")
+    return ProbeResult(
+        protocol=protocol,
+        task="depth",
+        scaling=definition.scaling,
+        metrics=depth_metrics(errors, seed),
+        classes=np.array(["depth"]),
+        n_train=len(learned),
+        n_val=len(val_images) if fitted.curve else 0,
+        n_test=len(test_images),
+        truth=np.empty(0),
+        swept=fitted.swept,
+        chosen=fitted.chosen,
+        chosen_on=fitted.chosen_on,
+        curve=fitted.curve,
+        per_image=errors.by_image(),
+        notes=[*notes, *fitted.notes],
+        seconds=time.perf_counter() - started,
+    )
+
+
+class _CheckedDepths:
+    """Depth maps (H, W) in float32, with NaN for pixels that do not count."""
+
+    def __init__(self, depths: DepthMaps, largest: float):
+        self._depths, self._largest = depths, largest
+
+    def __getitem__(self, image: int) -> NDArray[np.float32]:
+        try:
+            depth = np.asarray(self._depths[image])
+        except LookupError as error:
+            raise InputError(f"depths has no depth map of image {image}") from error
+        if depth.ndim != 2 or depth.dtype.kind not in "iuf" or not depth.size:
+            shape = "(" + ", ".join(map(str, depth.shape)) + ")"
+            raise InputError(
+                f"the depth map of image {image} is an array of {depth.dtype} with shape {shape}; expected numbers "
+                "(H, W)"
+            )
+        depth = depth.astype(np.float32)
+        counts = (depth > 0) & (depth <= self._largest) & (depth < np.inf)
+        return np.asarray(np.where(counts, depth, np.float32(np.nan)))
+
+
+def _fit_tokens(
+    definition: DenseProtocol,
+    features: list[TokenArray],
+    depths: _CheckedDepths,
+    train: NDArray[np.int64],
+    val: NDArray[np.int64],
+    settings: Settings,
+) -> tuple[Fitted, Callable[[torch.Tensor], torch.Tensor], list[str]]:
+    """Fit a classifier of tokens; return it, the depths of its scores (B, bins, h, w) as (B, 1, h, w), and notes."""
+    train, val, chosen_on = with_validation(train, val, settings.seed)
+    images = np.union1d(train, val)
+    means = np.concatenate([cell_means(features[0], depths[image]) for image in images.tolist()])
+    known = np.flatnonzero(~np.isnan(means))
+    notes = [
+        f"{len(known):,} of {len(means):,} tokens of the training images have a known depth for half of their pixels"
+    ]
+    numbers, targets = token_numbers(images, features[0].per_image)[known], means[known]
+    if len(numbers) > _MOST_TOKENS:
+        notes.append(f"{_MOST_TOKENS:,} of them are drawn, with seed {settings.seed}")
+        drawn = np.sort(np.random.default_rng(settings.seed).permutation(len(numbers))[:_MOST_TOKENS])
+        numbers, targets = numbers[drawn], targets[drawn]
+    held_out = np.isin(numbers // features[0].per_image, val)
+    if held_out.all():
+        raise InputError("no token of the training images has a known depth for half of its pixels")
+    edges = np.linspace(targets.min(), targets.max(), _BINS + 1)[1:-1]
+    bins = np.searchsorted(edges, targets)
+    present = np.unique(bins[~held_out])
+    if len(present) < 2:
+        raise InputError("the depths of the training tokens are all alike; expected different ones")
+    for_choice = held_out & np.isin(bins, present)
+    if not for_choice.any():
+        raise InputError("no token of the images for choosing the strength has a depth that training tokens have")
+    train_tokens, val_tokens = (
+        Labelled(held(features, numbers[chosen], settings), np.searchsorted(present, bins[chosen]))
+        for chosen in (~held_out, for_choice)
+    )
+    centres = torch.tensor([targets[~held_out & (bins == number)].mean() for number in present], dtype=torch.float32)
+    assert definition.of_tokens is not None
+    fit = PROTOCOLS[definition.of_tokens].fit
+    assert fit is not None
+    fitted = fit(train_tokens, val_tokens, replace(settings, classes=present.astype(str)))
+
+    def depth_of(scores: torch.Tensor) -> torch.Tensor:
+        return torch.einsum("bkhw,k->bhw", scores.softmax(1), centres)[:, None]
+
+    return replace(fitted, chosen_on=chosen_on), depth_of, notes
+
+
+def _fit_head(
+    features: list[TokenArray],
+    depths: _CheckedDepths,
+    images: NDArray[np.int64],
+    settings: Settings,
+    largest: float,
+    iterations: int | None,
+) -> tuple[Fitted, Callable[[torch.Tensor], torch.Tensor], list[str]]:
+    """Train the linear head; return it, the depths of its scores as by `_fit_tokens`, and notes."""
+    tokens = features[0]
+    rows = held(features, token_numbers(images, tokens.per_image), settings)
+
+    def depths_of(number: int) -> NDArray[np.float32]:
+        return pixels_of_input(tokens, depths[int(images[number])], np.nan)
+
+    model = train_depth_head(
+        rows, tokens.grid, remembered(depths_of, settings), largest,
+        iterations=iterations, seed=settings.seed, device=settings.device,
+    )  # fmt: skip
+
+    def scores(tokens: FeatureRows) -> tuple[NDArray[np.float32], None]:
+        return model.scores(tokens), None
+
+    return Fitted(scores, len(images)), BinnedDepth(largest), []

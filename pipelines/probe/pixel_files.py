@@ -1,0 +1,164 @@
+"""Files with a value for each pixel of an image, masks and depth maps: which row they belong to, and their size."""
+
+from __future__ import annotations
+
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from extract.errors import InputError, first_line
+from extract.images.csv_lists import TABLES, plain_path
+from extract.store.reader import FeatureReader
+from extract.store.tokens.token_array import TokenArray
+from pipelines.probe.coco import CocoFile
+from pipelines.terminal.pictures import Pictures
+from pipelines.terminal.text_output import printable
+
+__all__ = ["CropLoss", "check_size", "files_of_rows", "is_table_of_files", "read_pixels", "where_files_are_expected"]
+
+_SUFFIXES = (".png", ".tif", ".tiff", ".bmp", ".npy")
+_TOLD = 0.01  # least share of the pixels outside the crop that is told
+
+
+def is_table_of_files(where: str) -> bool:
+    """Return whether files are named in a table: FILE.csv or FILE.csv:COLUMN."""
+    return any(ending in where.lower() for ending in TABLES) and not Path(where).is_dir()
+
+
+def files_of_rows(reader: FeatureReader, where: str, option: str) -> list[str | None]:
+    """Return the file of each row in a folder, or the `file_name` of its image in a COCO file; None for no file.
+
+    In a folder, a file has the path of its image with another suffix: photos/a/1.jpg has masks/a/1.png. In a COCO file,
+    an image has its path or its name.
+
+    Raises:
+        InputError: `where` is neither a folder nor, for masks, a COCO file; or an image has two files.
+    """
+    paths = [plain_path(path) for path in reader.paths]
+    if option == "masks" and where.lower().endswith(".json"):
+        known = CocoFile(Path(where)).names
+        names = [PurePosixPath(path).name for path in paths]
+        return [path if path in known else name if name in known else None
+                for path, name in zip(paths, names, strict=True)]  # fmt: skip
+    folder = Path(where)
+    if not folder.is_dir():
+        coco = ", or a COCO file FILE.json" if option == "masks" else ""
+        expected = f"expected a folder, or a table FILE.csv[:COLUMN] of files{coco}"
+        raise InputError(f"--{option} {where}: {expected if folder.exists() else 'no such folder'}")
+    files: dict[str, Path] = {}
+    for path in sorted(folder.rglob("*")):
+        if path.suffix.lower() in _SUFFIXES and not path.name.startswith("."):
+            stem = _without_suffix(path.relative_to(folder).as_posix())
+            if stem in files:
+                raise InputError(f"{files[stem]} and {path} belong to the same image; remove one of them")
+            files[stem] = path
+    found = [files.get(_without_suffix(path)) for path in paths]
+    return [None if path is None else str(path) for path in found]
+
+
+def where_files_are_expected(reader: FeatureReader, where: str, option: str) -> str:
+    """Return the place of the first image's file, for an error about files of which none belongs to a row."""
+    path = plain_path(reader.paths[0])
+    if where.lower().endswith(".json"):
+        return f"expected an image with the file_name {printable(path)!r} in {where}"
+    if is_table_of_files(where):
+        return ""
+    example = printable(str(Path(where) / _without_suffix(path)))
+    return f"for the first image, {example}.png is expected; a table (--{option} FILE.csv) may name other files"
+
+
+def _without_suffix(path: str) -> str:
+    return str(PurePosixPath(path.lstrip("/")).with_suffix("")) if PurePosixPath(path).name else path
+
+
+def read_pixels(path: Path, kinds: str, expected: str) -> NDArray[Any]:
+    """Read (H, W) numbers from an image with one channel or a palette, or from .npy.
+
+    Args:
+        path: file.
+        kinds: kinds of NumPy types that are accepted, such as "iub".
+        expected: these, in words.
+
+    Raises:
+        InputError: the file cannot be read, or has other contents.
+    """
+    shown = printable(str(path))
+    try:
+        if path.suffix.lower() == ".npy":
+            array: NDArray[Any] = np.asarray(np.load(path, allow_pickle=False))
+        else:
+            with Image.open(path) as image:
+                array = np.asarray(image)
+    except OSError as error:
+        reason = "no such file" if isinstance(error, FileNotFoundError) else error.strerror or "not an image"
+        raise InputError(f"{shown} cannot be read: {reason}") from error
+    except (ValueError, EOFError, SyntaxError, Image.DecompressionBombError) as error:
+        raise InputError(f"{shown} cannot be read: {first_line(error)}") from error
+    if array.ndim == 3:
+        raise InputError(
+            f"{shown} has {array.shape[2]} channels; expected one, of {expected}",
+            hint="convert colours to numbers first",
+        )
+    if array.ndim != 2 or array.dtype.kind not in kinds or not array.size:
+        raise InputError(f"{shown} has {array.ndim} axes of {array.dtype}; expected {expected} (H, W)")
+    return array
+
+
+def check_size(name: str, pixels: NDArray[Any], size: tuple[int, int] | None) -> None:
+    """Check that a file has the aspect ratio of its picture within a pixel; it may be smaller or larger.
+
+    Args:
+        name: name of the file.
+        pixels: (H, W).
+        size: (width, height) of the picture; None: not known.
+
+    Raises:
+        InputError: it has another.
+    """
+    if size is None:
+        return
+    (height, width), (picture_width, picture_height) = pixels.shape, size
+    if abs(width * picture_height - height * picture_width) > max(picture_width, picture_height):
+        turned = "; are the pixels stored in another orientation?" * ((height, width) == size)
+        raise InputError(
+            f"{printable(name)} has {width} x {height} pixels, and its image {picture_width} x {picture_height}{turned}"
+        )
+
+
+class CropLoss:
+    """Counts the pixels of files that lie outside the crop.
+
+    Args:
+        tokens: tokens of the data set.
+        pictures: pictures of its rows.
+    """
+
+    def __init__(self, tokens: TokenArray, pictures: Pictures):
+        self._tokens, self._pictures = tokens, pictures
+        self.total = self._lost = self._mostly = 0
+
+    def count(self, counted: NDArray[np.bool_]) -> None:
+        """Count the pixels of an image that are set in (H, W)."""
+        height, width = counted.shape
+        left, top, right, bottom = self._tokens.window((width, height))
+        rows, columns = (
+            slice(max(0, round(start)), max(0, round(end))) for start, end in ((top, bottom), (left, right))
+        )
+        total = int(counted.sum())
+        lost = total - int(counted[rows, columns].sum())
+        self.total, self._lost = self.total + total, self._lost + lost
+        self._mostly += lost > total / 2
+
+    def notes(self, what: str) -> list[str]:
+        """Return what users are told; `what` names the pixels that were counted."""
+        why = self._pictures.why_not
+        notes = [f"sizes are not compared with those of the images: {printable(why)}"] if why else []
+        if self._lost > _TOLD * self.total:
+            of_images = f", and more than half of those of {self._mostly:,} images" if self._mostly else ""
+            notes.append(
+                f"{self._lost / self.total:.0%} of the {what} lie outside the crop{of_images}; they are not used"
+            )
+        return notes

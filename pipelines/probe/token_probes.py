@@ -1,0 +1,147 @@
+"""Probe tokens with masks or depth maps: their sizes and crops, the probe of a layer, and examples of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from extract.analysis.dense.depth import depth_probe
+from extract.analysis.dense.segmentation import segmentation_probe
+from extract.analysis.probe.probing import ProbeResult
+from extract.errors import InputError
+from extract.store.reader import FeatureReader
+from extract.store.tokens.token_array import TokenArray
+from pipelines.probe.config import ProbeConfig
+from pipelines.probe.depth_maps import DepthFiles
+from pipelines.probe.labelling import Labelling
+from pipelines.probe.masks import MaskFiles, class_names
+from pipelines.terminal.pictures import Pictures
+
+__all__ = ["Example", "TokenProbes", "layers_with_tokens"]
+
+_EXAMPLES = 8  # test images that are drawn, evenly spread
+_EXAMPLE_PX = 512  # longer side of their pictures
+
+
+class Example(NamedTuple):
+    """A test image with its mask or depth map, and the predicted one.
+
+    Attributes:
+        row: row of the data set.
+        picture: RGB picture, made smaller; None if it is not available.
+        truth: (H, W) numbers of classes, -1 for no label; or depths.
+        predicted: (H, W) numbers of classes, -1 outside the crop; or depths, NaN outside the crop.
+    """
+
+    row: int
+    picture: Image.Image | None
+    truth: NDArray[Any]
+    predicted: NDArray[Any]
+
+
+def layers_with_tokens(reader: FeatureReader, where: str) -> list[str]:
+    """Return the features of a data set that have tokens.
+
+    Raises:
+        InputError: there are none.
+    """
+    found = []
+    for name in reader.layers:
+        try:
+            reader.tokens(name)
+        except InputError:
+            continue
+        found.append(name)
+    if not found:
+        raise InputError(
+            f"{where} has no feature with tokens", hint="store them: layertap embed IMAGES -l LAYER:tokens"
+        )
+    return found
+
+
+class TokenProbes:
+    """The masks or depth maps of a data set, and the probes of its layers.
+
+    Args:
+        config: configuration of the run.
+        reader: reader of the data set.
+        root: location of its images.
+        labelling: splits, and the file of each row.
+        tokens: tokens of any feature.
+
+    Attributes:
+        labelling: the same, with the names of the classes of masks, and with notes.
+
+    Raises:
+        InputError: see `MaskFiles.examine`, `DepthFiles.examine`.
+    """
+
+    def __init__(self, config: ProbeConfig, reader: FeatureReader, root: str, labelling: Labelling, tokens: TokenArray):
+        self._config = config
+        rows = np.sort(np.concatenate([labelling.train, labelling.val, labelling.test])).tolist()
+        names = {row: str(labelling.targets[row]) for row in rows}
+        orientation = str(reader.provenance.get("configuration", {}).get("orientation", "exif"))
+        self._pictures = Pictures(reader, root, rows, orientation=orientation)
+        self._files: MaskFiles | DepthFiles = DepthFiles(names)
+        if config.masks is not None:
+            named = None if config.class_names is None else class_names(config.class_names)
+            self._files = MaskFiles(config.masks, names, config.ignore_label, named)
+        notes = self._files.examine(tokens, self._pictures)
+        classes = np.array(self._files.classes if isinstance(self._files, MaskFiles) else [])
+        self.labelling = replace(labelling, classes=classes, notes=[*labelling.notes, *notes])
+
+    def probe(
+        self, tokens: Sequence[TokenArray], memory_bytes: int | None
+    ) -> tuple[ProbeResult, Callable[[], list[Example]]]:
+        """Probe one feature, or several concatenated ones; return the result, and a function that returns examples.
+
+        Raises:
+            InputError: see `segmentation_probe`, `depth_probe`.
+        """
+        config, sets, rows = self._config, self.labelling, tokens[0].rows
+        train, val, test = (np.searchsorted(rows, part) for part in (sets.train, sets.val, sets.test))
+        shown = set(test[np.linspace(0, len(test) - 1, min(_EXAMPLES, len(test))).round().astype(int)].tolist())
+        kept: dict[int, NDArray[Any]] = {}
+
+        def keep(image: int, predicted: NDArray[Any]) -> None:
+            if image in shown:
+                kept[int(rows[image])] = predicted
+
+        common: dict[str, Any] = {
+            "val": val if len(val) else None, "protocol": config.protocol, "iterations": config.iterations,
+            "seed": config.seed, "device": config.device, "memory_bytes": memory_bytes, "on_prediction": keep,
+        }  # fmt: skip
+        files = _OfImages(self._files, rows)
+        if isinstance(self._files, MaskFiles):
+            result = segmentation_probe(tokens, files, train, test, classes=sets.classes.tolist(), **common)
+        else:
+            result = depth_probe(tokens, files, train, test, max_depth=config.max_depth, **common)
+        return result, lambda: [self._example(row, predicted) for row, predicted in kept.items()]
+
+    def _example(self, row: int, predicted: NDArray[Any]) -> Example:
+        picture, _ = self._pictures.picture(row)
+        if picture is not None:
+            picture.thumbnail((_EXAMPLE_PX, _EXAMPLE_PX))
+        return Example(row, picture, self._files[row], predicted)
+
+    def about(self, result: ProbeResult) -> Mapping[str, Any]:
+        """Return what a saved probe needs to write masks: the labels of its classes."""
+        assert isinstance(self._files, MaskFiles)
+        assert result.model is not None
+        label_of = dict(zip(self._files.classes, self._files.ids.tolist(), strict=True))
+        return {"labels": [label_of[str(name)] for name in result.model.classes_.tolist()]}
+
+
+class _OfImages:
+    """Files by the numbers of images of tokens, in place of rows."""
+
+    def __init__(self, files: MaskFiles | DepthFiles, rows: NDArray[np.int64]):
+        self._files, self._rows = files, rows
+
+    def __getitem__(self, image: int) -> NDArray[Any]:
+        return self._files[int(self._rows[image])]
