@@ -13,7 +13,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from extract.analysis.dense.depth_metrics import DepthErrors, depth_metrics
 from extract.analysis.dense.linear_head import BinnedDepth, train_depth_head
-from extract.analysis.dense.protocols import DEPTH, DenseProtocol
+from extract.analysis.dense.protocols import DEPTH
+from extract.analysis.dense.token_classifier import fit_token_classifier, with_validation
 from extract.analysis.dense.token_images import (
     held,
     image_sets,
@@ -21,22 +22,22 @@ from extract.analysis.dense.token_images import (
     same_grid,
     scores_of_images,
     token_numbers,
-    with_validation,
 )
 from extract.analysis.dense.upsampling import Upsampling, cell_means, pixels_of_input
 from extract.analysis.probe.feature_matrix import FeatureRows
 from extract.analysis.probe.memory import free_bytes
 from extract.analysis.probe.probing import ProbeResult, probe_device
-from extract.analysis.probe.protocols import PROTOCOLS, Fitted, Labelled, Settings
+from extract.analysis.probe.protocols import Fitted, Settings
 from extract.errors import InputError, unknown_name
 from extract.store.tokens.token_array import TokenArray
 
 __all__ = ["DepthMaps", "depth_probe"]
 
-_MOST_TOKENS = 500_000  # that a classifier of tokens is fitted on
 # Of 500 pictures with built depths (78,400 tokens for training, blocks.4 of the bundled backbone): RMSE 1.33 m by ridge
 # regression; 1.14, 1.10 and 1.06 m by 8, 16 and 32 bins in 3, 6 and 20 s; 1.10 m by DINOv3's head after 2,000 batches.
 _BINS = 16
+
+DepthOf = Callable[[torch.Tensor], torch.Tensor]  # scores (B, bins, h, w) -> depths (B, 1, h, w)
 
 
 class DepthMaps(Protocol):
@@ -120,7 +121,9 @@ def depth_probe(
         raise InputError("no pixel of the training images has a known depth")
     largest = largest if max_depth is None else max_depth
     if definition.of_tokens is not None:
-        fitted, depth_of, notes = _fit_tokens(definition, features, checked, train_images, val_images, settings)
+        fitted, depth_of, notes = _fit_tokens(
+            definition.of_tokens, features, checked, train_images, val_images, settings
+        )
     else:
         fitted, depth_of, notes = _fit_head(features, checked, learned, settings, largest, iterations)
     errors = DepthErrors(len(test_images))
@@ -178,50 +181,32 @@ class _CheckedDepths:
 
 
 def _fit_tokens(
-    definition: DenseProtocol,
+    protocol: str,
     features: list[TokenArray],
     depths: _CheckedDepths,
     train: NDArray[np.int64],
     val: NDArray[np.int64],
     settings: Settings,
-) -> tuple[Fitted, Callable[[torch.Tensor], torch.Tensor], list[str]]:
-    """Fit a classifier of tokens; return it, the depths of its scores (B, bins, h, w) as (B, 1, h, w), and notes."""
+) -> tuple[Fitted, DepthOf, list[str]]:
+    """Fit a classifier of tokens; return it, the depths of its scores, and notes."""
     train, val, chosen_on = with_validation(train, val, settings.seed)
     images = np.union1d(train, val)
-    means = np.concatenate([cell_means(features[0], depths[image]) for image in images.tolist()])
-    known = np.flatnonzero(~np.isnan(means))
-    notes = [
-        f"{len(known):,} of {len(means):,} tokens of the training images have a known depth for half of their pixels"
-    ]
-    numbers, targets = token_numbers(images, features[0].per_image)[known], means[known]
-    if len(numbers) > _MOST_TOKENS:
-        notes.append(f"{_MOST_TOKENS:,} of them are drawn, with seed {settings.seed}")
-        drawn = np.sort(np.random.default_rng(settings.seed).permutation(len(numbers))[:_MOST_TOKENS])
-        numbers, targets = numbers[drawn], targets[drawn]
-    held_out = np.isin(numbers // features[0].per_image, val)
-    if held_out.all():
+    means = np.stack([cell_means(features[0], depths[image]) for image in images.tolist()])
+    known = ~np.isnan(means)
+    if not known[np.isin(images, train)].any():
         raise InputError("no token of the training images has a known depth for half of its pixels")
-    edges = np.linspace(targets.min(), targets.max(), _BINS + 1)[1:-1]
-    bins = np.searchsorted(edges, targets)
-    present = np.unique(bins[~held_out])
-    if len(present) < 2:
-        raise InputError("the depths of the training tokens are all alike; expected different ones")
-    for_choice = held_out & np.isin(bins, present)
-    if not for_choice.any():
-        raise InputError("no token of the images for choosing the strength has a depth that training tokens have")
-    train_tokens, val_tokens = (
-        Labelled(held(features, numbers[chosen], settings), np.searchsorted(present, bins[chosen]))
-        for chosen in (~held_out, for_choice)
-    )
-    centres = torch.tensor([targets[~held_out & (bins == number)].mean() for number in present], dtype=torch.float32)
-    assert definition.of_tokens is not None
-    fit = PROTOCOLS[definition.of_tokens].fit
-    assert fit is not None
-    fitted = fit(train_tokens, val_tokens, replace(settings, classes=present.astype(str)))
+    edges = np.linspace(means[known].min(), means[known].max(), _BINS + 1)[1:-1]
+    bins = np.where(known, np.searchsorted(edges, means), -1)
+    numbered = replace(settings, classes=np.arange(_BINS).astype(str))
+    fitted, present, notes = fit_token_classifier(protocol, features, images, bins, val, numbered)
+    of_train = np.isin(images, train)[:, None]
+    centres = torch.tensor([means[(bins == number) & of_train].mean() for number in present], dtype=torch.float32)
 
     def depth_of(scores: torch.Tensor) -> torch.Tensor:
         return torch.einsum("bkhw,k->bhw", scores.softmax(1), centres)[:, None]
 
+    count = f"{known.sum():,} of {known.size:,} tokens of the training images"
+    notes = [f"{count} have a known depth for half of their pixels", *notes]
     return replace(fitted, chosen_on=chosen_on), depth_of, notes
 
 
@@ -232,8 +217,8 @@ def _fit_head(
     settings: Settings,
     largest: float,
     iterations: int | None,
-) -> tuple[Fitted, Callable[[torch.Tensor], torch.Tensor], list[str]]:
-    """Train the linear head; return it, the depths of its scores as by `_fit_tokens`, and notes."""
+) -> tuple[Fitted, DepthOf, list[str]]:
+    """Train the linear head; return it, the depths of its scores, and notes."""
     tokens = features[0]
     rows = held(features, token_numbers(images, tokens.per_image), settings)
 

@@ -11,8 +11,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from extract.analysis.dense.linear_head import train_segmentation_head
-from extract.analysis.dense.protocols import SEGMENTATION, DenseProtocol
+from extract.analysis.dense.protocols import SEGMENTATION
 from extract.analysis.dense.segmentation_metrics import PixelCounts, segmentation_metrics
+from extract.analysis.dense.token_classifier import fit_token_classifier, with_validation
 from extract.analysis.dense.token_images import (
     held,
     image_sets,
@@ -20,18 +21,15 @@ from extract.analysis.dense.token_images import (
     same_grid,
     scores_of_images,
     token_numbers,
-    with_validation,
 )
 from extract.analysis.dense.upsampling import pixels_of_input, predicted_mask
 from extract.analysis.probe.memory import free_bytes
 from extract.analysis.probe.probing import MOST_IN_A_TABLE, ProbeResult, probe_device
-from extract.analysis.probe.protocols import PROTOCOLS, Fitted, Labelled, Settings
+from extract.analysis.probe.protocols import Fitted, Settings
 from extract.errors import InputError, unknown_name
 from extract.store.tokens.token_array import TokenArray
 
 __all__ = ["Masks", "segmentation_probe"]
-
-_MOST_TOKENS = 500_000  # that a classifier of tokens is fitted on
 
 
 class Masks(Protocol):
@@ -119,7 +117,9 @@ def segmentation_probe(
         free_bytes() // 2 if memory_bytes is None else memory_bytes,
     )  # fmt: skip
     if definition.of_tokens is not None:
-        fitted, present, notes = _fit_tokens(definition, features, checked, train_images, val_images, settings)
+        fitted, present, notes = _fit_tokens(
+            definition.of_tokens, features, checked, train_images, val_images, settings
+        )
     else:
         fitted, present, notes = _fit_head(
             features, checked, np.union1d(train_images, val_images), settings, iterations
@@ -187,7 +187,7 @@ class _CheckedMasks:
 
 
 def _fit_tokens(
-    definition: DenseProtocol,
+    protocol: str,
     features: list[TokenArray],
     masks: _CheckedMasks,
     train: NDArray[np.int64],
@@ -196,43 +196,12 @@ def _fit_tokens(
 ) -> tuple[Fitted, NDArray[np.int64], list[str]]:
     """Fit a classifier of tokens; return it, the numbers of its classes, and notes."""
     train, val, chosen_on = with_validation(train, val, settings.seed)
-    numbers, labels = _labelled_tokens(features[0], masks, np.union1d(train, val))
-    notes = [
-        f"{len(numbers):,} of {(len(train) + len(val)) * features[0].per_image:,} tokens of the training images have "
-        "one label for half of their pixels"
-    ]
-    if len(numbers) > _MOST_TOKENS:
-        notes.append(f"{_MOST_TOKENS:,} of them are drawn, with seed {settings.seed}")
-        drawn = np.random.default_rng(settings.seed).permutation(len(numbers))[:_MOST_TOKENS]
-        numbers, labels = numbers[np.sort(drawn)], labels[np.sort(drawn)]
-    held_out = np.isin(numbers // features[0].per_image, val)
-    present = np.unique(labels[~held_out])
-    if len(present) < 2:
-        raise InputError(
-            f"classes among the tokens of {len(train)} training images: {len(present)}; expected at least two",
-            hint="check the labels in the masks; a token has the label of at least half of its pixels",
-        )
-    for_choice = held_out & np.isin(labels, present)
-    if not for_choice.any():
-        raise InputError("no token of the images for choosing the strength has a label that training tokens have")
-    train_tokens, val_tokens = (
-        Labelled(held(features, numbers[chosen], settings), np.searchsorted(present, labels[chosen]))
-        for chosen in (~held_out, for_choice)
-    )
-    assert definition.of_tokens is not None
-    fit = PROTOCOLS[definition.of_tokens].fit
-    assert fit is not None
-    fitted = fit(train_tokens, val_tokens, replace(settings, classes=settings.classes[present]))
+    images = np.union1d(train, val)
+    labels = np.stack([features[0].labels(masks[image], ignore=-1) for image in images.tolist()])
+    count = f"{(labels >= 0).sum():,} of {labels.size:,} tokens of the training images"
+    fitted, present, notes = fit_token_classifier(protocol, features, images, labels, val, settings)
+    notes = [f"{count} have one label for half of their pixels", *notes]
     return replace(fitted, chosen_on=chosen_on), present, notes
-
-
-def _labelled_tokens(
-    tokens: TokenArray, masks: _CheckedMasks, images: NDArray[np.int64]
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the numbers of tokens with a label, and the labels."""
-    labels = np.concatenate([tokens.labels(masks[image], ignore=-1) for image in images.tolist()])
-    chosen = np.flatnonzero(labels >= 0)
-    return token_numbers(images, tokens.per_image)[chosen], labels[chosen]
 
 
 def _fit_head(

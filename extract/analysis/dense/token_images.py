@@ -14,7 +14,7 @@ from extract.analysis.probe.protocols import Scorer, Settings
 from extract.errors import InputError
 from extract.store.tokens.token_array import TokenArray
 
-__all__ = ["held", "image_sets", "remembered", "same_grid", "scores_of_images", "token_numbers", "with_validation"]
+__all__ = ["held", "image_sets", "remembered", "same_grid", "scores_of_images", "token_numbers"]
 
 _IMAGES = 64  # scored at once
 
@@ -62,29 +62,12 @@ def image_sets(count: int, train: ArrayLike, val: ArrayLike | None, test: ArrayL
     return sets["train"], sets["val"], sets["test"]
 
 
-def with_validation(
-    train: NDArray[np.int64], val: NDArray[np.int64], seed: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64], str]:
-    """Return the images to fit on, the images for choosing the strength, and what these are, in words.
-
-    Raises:
-        InputError: a single training image leaves none for choosing.
-    """
-    if len(val):
-        return train, val, "validation images"
-    if len(train) < 2:
-        raise InputError("a single training image leaves none for choosing the strength; expected at least two")
-    count = max(1, len(train) // 10)
-    order = np.random.default_rng(seed).permutation(train)
-    return np.sort(order[count:]), np.sort(order[:count]), "a tenth of the training images"
-
-
 def token_numbers(images: NDArray[np.int64], per_image: int) -> NDArray[np.int64]:
     """Return the numbers of all tokens of some images."""
     return (images[:, None] * per_image + np.arange(per_image)).reshape(-1)
 
 
-def held(features: list[TokenArray], numbers: NDArray[np.int64], settings: Settings) -> FeatureRows:
+def held(features: Sequence[TokenArray], numbers: NDArray[np.int64], settings: Settings) -> FeatureRows:
     """Return tokens, in memory if they take a small part of the limit."""
     rows = FeatureRows.of(features, numbers)
     return rows.held() if rows.nbytes <= settings.memory_bytes // 4 else rows
