@@ -32,6 +32,7 @@ PURPOSES = {
     "ray": "embed --engine ray",
     "watch": "watch",
     "blosc2": "embed --compress blosc2",
+    "coco": "probe --masks FILE.json",
     "parquet": "Parquet lists, export --to parquet",
 }
 _SHOWN = ("torch", "torchvision", "timm", "h5py")

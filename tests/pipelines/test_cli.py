@@ -112,10 +112,11 @@ def test_the_configurations_that_come_with_it_are_valid() -> None:
 def test_the_protocols_that_can_be_named_are_those_that_there_are() -> None:
     from typing import get_args
 
+    from extract.analysis.dense import DEPTH, SEGMENTATION
     from extract.analysis.probe import PROTOCOLS
     from pipelines.probe.config import ProbeConfig
 
-    assert list(get_args(ProbeConfig.model_fields["protocol"].annotation)) == list(PROTOCOLS)
+    assert list(get_args(ProbeConfig.model_fields["protocol"].annotation)) == [*PROTOCOLS, *SEGMENTATION, *DEPTH]
     flags = {parameter.name for parameter in main.commands["probe"].params}
     assert flags == {*ProbeConfig.model_fields, "config", "as_json"}
 

@@ -103,14 +103,7 @@ def segmentation_probe(
     train_images, val_images, test_images = image_sets(len(features[0].rows), train, val, test)
     checked = _CheckedMasks(masks, None if classes is None else len(classes))
     if classes is None:
-        everywhere = np.concatenate([train_images, val_images, test_images]).tolist()
-        largest = max(int(checked[image].max()) for image in everywhere)
-        if largest >= MOST_IN_A_TABLE:
-            raise InputError(
-                f"the masks have the label {largest:,}; expected classes from 0 to {MOST_IN_A_TABLE - 1}",
-                hint="numbers of objects are not classes; if they are classes, name them with `classes`",
-            )
-        classes = [str(number) for number in range(largest + 1)]
+        classes = _numbered(checked, np.concatenate([train_images, val_images, test_images]).tolist())
     classes = list(classes)
     settings = Settings(
         "classification", np.array(classes), definition.scaling, False, seed, probe_device(device),
@@ -184,6 +177,17 @@ class _CheckedMasks:
                 "number of classes, and negative numbers for no label"
             )
         return np.asarray(np.maximum(mask.astype(np.int64), -1))
+
+
+def _numbered(masks: _CheckedMasks, images: list[int]) -> list[str]:
+    """Return the numbers from 0 to the largest label as names of classes."""
+    largest = max(int(masks[image].max()) for image in images)
+    if largest >= MOST_IN_A_TABLE:
+        raise InputError(
+            f"the masks have the label {largest:,}; expected classes from 0 to {MOST_IN_A_TABLE - 1}",
+            hint="numbers of objects are not classes; if they are classes, name them with `classes`",
+        )
+    return [str(number) for number in range(largest + 1)]
 
 
 def _fit_tokens(
