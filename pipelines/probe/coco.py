@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from extract import defaults
 from extract.errors import InputError, first_line
 from extract.system.optional_libraries import library
 from pipelines.terminal.text_output import printable
@@ -60,6 +61,8 @@ class CocoFile:
         image = self._images[name]
         try:
             height, width = int(image["height"]), int(image["width"])
+            if not 0 < height * width <= defaults.MAX_PIXELS:
+                raise ValueError(f"{width} x {height} pixels")
             mask = np.zeros((height, width), np.int64)
             objects = np.zeros((height, width), np.int64)
             for annotation in self._annotations.get(image["id"], ()):
@@ -73,7 +76,7 @@ class CocoFile:
                 inside = coco.decode(shape).astype(bool)
                 mask[inside] = int(annotation["category_id"])
                 objects += inside
-        except (ValueError, KeyError, TypeError, IndexError, OverflowError, MemoryError) as error:
+        except Exception as error:  # pycocotools raises `Exception` itself
             raise InputError(f"{self._path}: an object of {printable(name)} is not valid: {_reason(error)}") from error
         mask[objects > 1] = -1
         return mask

@@ -95,7 +95,7 @@ def read_pixels(path: Path, kinds: str, expected: str) -> NDArray[Any]:
     except OSError as error:
         reason = "no such file" if isinstance(error, FileNotFoundError) else error.strerror or "not an image"
         raise InputError(f"{shown} cannot be read: {reason}") from error
-    except (ValueError, EOFError, SyntaxError, Image.DecompressionBombError) as error:
+    except (ValueError, EOFError, SyntaxError, MemoryError, Image.DecompressionBombError) as error:
         raise InputError(f"{shown} cannot be read: {first_line(error)}") from error
     if array.ndim == 3:
         raise InputError(

@@ -83,8 +83,11 @@ def predict_masks(probe: LinearProbe, out: Path, layers: Sequence[str], folder: 
     counts: Counter[str] = Counter()
     with FeatureReader(out, check=True) as reader:
         pictures = _pictures(reader, DataSet.open(out))
-        check_folder(folder)
         files = _names(reader.paths)
+        check_folder(folder)
+        if not _holds_masks(folder):  # so that a run that is interrupted can be repeated
+            with table_file(folder / _TABLE) as write:
+                write(_HEAD)
         with table_file(folder / _TABLE) as write:
             write(_HEAD)
             predicted = _predicted(probe, reader, layers, pictures)

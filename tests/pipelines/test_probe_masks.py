@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from PIL import ExifTags, Image
 
-from pipelines.probe import probe_figures
+from pipelines.probe import predict_masks, probe_figures
 from tests.pipelines.test_cli import SMALL, fails, layertap
 
 COLOURS = ((128, 128, 128), (220, 40, 40), (40, 60, 220))
@@ -201,6 +201,25 @@ def test_predict_refuses_a_place_that_is_not_its_own(made: Path, tmp_path: Path)
     assert not (tmp_path / "masks").exists()
 
 
+def test_an_interrupted_predict_can_be_repeated(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = tmp_path / "masks.safetensors"
+    assert segment(made, "-l", "layer1", "--save", saved, "-o", tmp_path / "res").exit_code == 0
+    write, written = predict_masks._write, []
+
+    def interrupted(path: Path, mask: np.ndarray) -> None:
+        if len(written) == 3:
+            raise KeyboardInterrupt
+        written.append(path)
+        write(path, mask)
+
+    monkeypatch.setattr(predict_masks, "_write", interrupted)
+    assert layertap("predict", saved, made / "out", "-o", tmp_path / "masks").exit_code != 0
+    assert len(list((tmp_path / "masks").rglob("*.png"))) == 3
+    monkeypatch.undo()
+    assert layertap("predict", saved, made / "out", "-o", tmp_path / "masks").exit_code == 0
+    assert len(list((tmp_path / "masks").rglob("*.png"))) == COUNT
+
+
 def test_classes_have_the_names_of_a_table(made: Path, tmp_path: Path) -> None:
     (tmp_path / "classes.csv").write_text("id,name\n0,ground\n3,brick\n7,lake\n9,tree\n")
     result = segment(made, "-l", "layer2", "--class-names", tmp_path / "classes.csv", "-o", tmp_path / "res")
@@ -341,9 +360,14 @@ def test_a_coco_file_has_masks_of_objects(made: Path, tmp_path: Path) -> None:
     (probed,) = results(tmp_path / "res")["probes"]
     assert probed["classes"] == ["background", "brick", "lake"]
     assert probed["metrics"]["mIoU"]["value"] > 0.6
-    content["annotations"][0]["segmentation"] = [["a", 1, 2, 3]]
+    for shape in ([["a", 1, 2, 3]], [[1, 2]], "abc", {"size": list(SIZE), "counts": "zzz"}, {"size": list(SIZE)}):
+        content["annotations"][0]["segmentation"] = shape
+        (tmp_path / "coco.json").write_text(json.dumps(content))
+        assert "is not valid" in fails("probe", made / "out", "-p", "segmentation", "--masks", tmp_path / "coco.json")
+    content["images"] = [{**image, "height": 10**9, "width": 10**9} for image in content["images"]]
     (tmp_path / "coco.json").write_text(json.dumps(content))
-    assert "is not valid" in fails("probe", made / "out", "-p", "segmentation", "--masks", tmp_path / "coco.json")
+    message = fails("probe", made / "out", "-p", "segmentation", "--masks", tmp_path / "coco.json")
+    assert "1000000000 x 1000000000 pixels" in message
     (tmp_path / "coco.json").write_text("{}")
     assert "'images' is missing" in fails(
         "probe", made / "out", "-p", "segmentation", "--masks", tmp_path / "coco.json"
