@@ -20,7 +20,7 @@ from pipelines.terminal.text_output import printable
 __all__ = ["CropLoss", "check_size", "files_of_rows", "is_table_of_files", "read_pixels", "where_files_are_expected"]
 
 _SUFFIXES = (".png", ".tif", ".tiff", ".bmp", ".npy")
-_TOLD = 0.01  # least share of the pixels outside the crop that is told
+_NOTED = 0.01  # least share of pixels outside the crop for which there is a note
 
 
 def is_table_of_files(where: str) -> bool:
@@ -153,10 +153,10 @@ class CropLoss:
         self._mostly += lost > total / 2
 
     def notes(self, what: str) -> list[str]:
-        """Return what users are told; `what` names the pixels that were counted."""
+        """Return notes for the report; `what` names the pixels that were counted."""
         why = self._pictures.why_not
         notes = [f"sizes are not compared with those of the images: {printable(why)}"] if why else []
-        if self._lost > _TOLD * self.total:
+        if self._lost > _NOTED * self.total:
             of_images = f", and more than half of those of {self._mostly:,} images" if self._mostly else ""
             notes.append(
                 f"{self._lost / self.total:.0%} of the {what} lie outside the crop{of_images}; they are not used"
