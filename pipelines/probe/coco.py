@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from extract.system.optional_libraries import library
 from pipelines.terminal.text_output import printable
 
 __all__ = ["CocoFile"]
+
+_BACKGROUND = "background"
 
 
 class CocoFile:
@@ -40,13 +43,20 @@ class CocoFile:
         try:
             content = json.loads(path.read_bytes())
             self._images = {str(image["file_name"]): image for image in content["images"]}
-            self.classes = {0: "background"} | {int(row["id"]): str(row["name"]) for row in content["categories"]}
+            if any(int(annotation["category_id"]) == 0 for annotation in content["annotations"]):
+                raise ValueError("objects have the category id 0, which is that of pixels without an object")
+            # Some exporters write an id 0 that no object has.
+            categories = [(int(row["id"]), str(row["name"])) for row in content["categories"] if int(row["id"])]
+            self.classes = {0: _BACKGROUND} | dict(categories)
+            _check_unique("file_name", [str(image["file_name"]) for image in content["images"]])
+            _check_unique("category id", [number for number, _ in categories])
+            _check_unique("category name", [_BACKGROUND, *(name for _, name in categories)])
             self._annotations: dict[Any, list[Mapping[str, Any]]] = {}
             for annotation in content["annotations"]:
                 self._annotations.setdefault(annotation["image_id"], []).append(annotation)
         except OSError as error:
             raise InputError(f"--masks {path}: {error.strerror or error}") from error
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise InputError(f"--masks {path} is not a COCO file: {_reason(error)}") from error
         self.names = frozenset(self._images)
 
@@ -69,6 +79,7 @@ class CocoFile:
                 shape = annotation["segmentation"]
                 if not shape:
                     continue
+                _check_shape(shape, height, width)
                 if not isinstance(shape, Mapping):
                     shape = coco.merge(coco.frPyObjects(shape, height, width))
                 elif isinstance(shape["counts"], list):
@@ -80,6 +91,26 @@ class CocoFile:
             raise InputError(f"{self._path}: an object of {printable(name)} is not valid: {_reason(error)}") from error
         mask[objects > 1] = -1
         return mask
+
+
+def _check_unique(what: str, values: Sequence[Any]) -> None:
+    """Raise ValueError if a value occurs twice; "background" is the name of pixels without an object."""
+    for value, count in Counter(values).items():
+        if count > 1:
+            taken = "; pixels without an object have it" if value == _BACKGROUND else ""
+            raise ValueError(f"the {what} {printable(str(value))} occurs twice{taken}")
+
+
+def _check_shape(shape: Any, height: int, width: int) -> None:
+    """Check what pycocotools does not: with wrong sizes or coordinates it crashes or runs for very long."""
+    if isinstance(shape, Mapping):
+        if list(shape["size"]) != [height, width]:
+            raise ValueError(f"its size is {shape['size']}; expected {[height, width]}")
+        return
+    for polygon in shape:
+        values = np.asarray(polygon, np.float64)
+        if values.ndim != 1 or len(values) < 6 or not (np.abs(values) <= 2 * max(height, width)).all():
+            raise ValueError("a polygon needs three points or more, near the picture")
 
 
 def _reason(error: BaseException) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -40,8 +40,8 @@ class ProbeConfig(BaseModel):
     class_names: Path | None = Field(
         None, description="FILE.csv with columns `id` and `name` of the classes in masks. [default: their numbers]"
     )
-    ignore_label: list[int] | None = Field(
-        None, description="Label of pixels without a class in masks. May be repeated. [default: 255]"
+    ignore_label: list[Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)]] | None = Field(
+        None, description="Another label of pixels without a class in masks than 255. May be repeated."
     )
     depth: str | None = Field(
         None,

@@ -20,6 +20,7 @@ __all__ = ["MaskFiles", "class_names"]
 
 _MOST_LABELS = 1000  # more are numbers of objects, or no labels at all
 _COUNTED = 1 << 16  # labels below are counted, which is faster than sorting
+_LARGEST = 0xFFFF - 1  # label; 65,535 is written outside the crop
 _VOID = 255  # label without a class, as in Pascal VOC, Cityscapes and MMSegmentation
 
 
@@ -36,6 +37,8 @@ def class_names(path: Path) -> dict[int, str]:
     for text, name in zip(table["id"], table["name"], strict=True):
         if not str(text).isascii() or not str(text).isdigit():
             raise InputError(f"{path}: the id {text!r} is not a whole number from 0")
+        if int(text) > _LARGEST:
+            raise InputError(f"{path}: the id {text}; expected labels up to {_LARGEST:,}")
         if int(text) in names:
             raise InputError(f"{path}: the id {text} occurs twice")
         names[int(text)] = str(name)
@@ -50,7 +53,7 @@ class MaskFiles:
     Args:
         where: as the user named the masks.
         names: row -> its file, or its name in a COCO file.
-        ignored: labels without a class; None: 255, but none in a COCO file.
+        ignored: labels without a class, besides 255; in a COCO file, 255 has no special meaning.
         named: label -> name of its class; None: all labels in the masks are classes, or those of the COCO file.
     """
 
@@ -60,7 +63,9 @@ class MaskFiles:
         self._names = names
         self._coco = CocoFile(Path(where)) if where.lower().endswith(".json") else None
         default = [] if self._coco else [_VOID]
-        self._ignored = np.array(default if ignored is None else ignored, np.int64)
+        self._ignored = np.array([*default, *(ignored or ())], np.int64)
+        if named is not None and _VOID in named:
+            raise InputError(f"--class-names has the label {_VOID}, which means no label", hint="use another label")
         if named is None and self._coco is not None:
             named = self._coco.classes
         self._named = None if named is None else {label: name for label, name in named.items()
@@ -113,10 +118,14 @@ class MaskFiles:
         if self._coco is not None:
             mask = self._coco.read(name)
         else:
-            mask = read_pixels(Path(name), "iub", "integers as labels").astype(np.int64)
-        if (lowest := int(mask.min())) < (-1 if self._coco else 0) and lowest not in self._ignored:
-            raise InputError(f"{printable(name)} has the label {lowest}", hint="name it with --ignore-label")
-        mask[np.isin(mask, self._ignored)] = -1
+            pixels = read_pixels(Path(name), "iub", "integers as labels")
+            if pixels.max() > _LARGEST:
+                raise InputError(f"{printable(name)} has the label {pixels.max()}; expected labels up to {_LARGEST:,}")
+            mask = pixels.astype(np.int64)
+        without = np.isin(mask, self._ignored) | (mask == -1 if self._coco else False)
+        if (wrong := mask[(mask < 0) & ~without]).size:
+            raise InputError(f"{printable(name)} has the label {wrong.min()}", hint="name it with --ignore-label")
+        mask[without] = -1
         return mask
 
 

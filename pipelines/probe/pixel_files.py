@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from extract import defaults
 from extract.errors import InputError, first_line
 from extract.images.csv_lists import TABLES, plain_path
 from extract.store.reader import FeatureReader
@@ -41,8 +43,9 @@ def files_of_rows(reader: FeatureReader, where: str, option: str) -> list[str | 
     if option == "masks" and where.lower().endswith(".json"):
         known = CocoFile(Path(where)).names
         names = [PurePosixPath(path).name for path in paths]
-        return [path if path in known else name if name in known else None
-                for path, name in zip(paths, names, strict=True)]  # fmt: skip
+        found = [path if path in known else name if name in known else None
+                 for path, name in zip(paths, names, strict=True)]  # fmt: skip
+        return _each_once(found, paths)
     folder = Path(where)
     if not folder.is_dir():
         coco = ", or a COCO file FILE.json" if option == "masks" else ""
@@ -55,8 +58,20 @@ def files_of_rows(reader: FeatureReader, where: str, option: str) -> list[str | 
             if stem in files:
                 raise InputError(f"{files[stem]} and {path} belong to the same image; remove one of them")
             files[stem] = path
-    found = [files.get(_without_suffix(path)) for path in paths]
-    return [None if path is None else str(path) for path in found]
+    in_folder = [files.get(_without_suffix(path)) for path in paths]
+    return _each_once([None if path is None else str(path) for path in in_folder], paths)
+
+
+def _each_once(files: list[str | None], paths: Sequence[str]) -> list[str | None]:
+    """Return the files if no two images have the same."""
+    image_of: dict[str, str] = {}
+    for file, path in zip(files, paths, strict=True):
+        if file is not None and image_of.setdefault(file, path) != path:
+            raise InputError(
+                f"{printable(file)} belongs to two images, {printable(image_of[file])} and {printable(path)}",
+                hint="name the file of each image in a table FILE.csv",
+            )
+    return files
 
 
 def where_files_are_expected(reader: FeatureReader, where: str, option: str) -> str:
@@ -88,14 +103,17 @@ def read_pixels(path: Path, kinds: str, expected: str) -> NDArray[Any]:
     shown = printable(str(path))
     try:
         if path.suffix.lower() == ".npy":
-            array: NDArray[Any] = np.asarray(np.load(path, allow_pickle=False))
+            array: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
+            if array.size > defaults.MAX_PIXELS:
+                raise ValueError(f"{array.size:,} values")
+            array = np.array(array)
         else:
             with Image.open(path) as image:
                 array = np.asarray(image)
     except OSError as error:
         reason = "no such file" if isinstance(error, FileNotFoundError) else error.strerror or "not an image"
         raise InputError(f"{shown} cannot be read: {reason}") from error
-    except (ValueError, EOFError, SyntaxError, MemoryError, Image.DecompressionBombError) as error:
+    except Exception as error:  # NumPy and Pillow raise many types on damaged files
         raise InputError(f"{shown} cannot be read: {first_line(error)}") from error
     if array.ndim == 3:
         raise InputError(

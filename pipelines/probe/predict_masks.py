@@ -18,10 +18,11 @@ from extract.errors import InputError
 from extract.row_status import Status
 from extract.store.format.dataset import DataSet
 from extract.store.reader import FeatureReader
-from extract.system.atomic_files import atomic_write
+from extract.system.atomic_files import atomic_write, own_folder
 from pipelines.terminal.output_paths import check_folder
 from pipelines.terminal.pictures import Pictures
 from pipelines.terminal.tables import table_file
+from pipelines.terminal.text_output import printable
 
 __all__ = ["check_mask_folder", "labels_of", "predict_masks"]
 
@@ -101,7 +102,7 @@ def predict_masks(probe: LinearProbe, out: Path, layers: Sequence[str], folder: 
                     write([name, "picture not available", ""])
                     counts["without picture"] += 1
                     continue
-                _write(folder / files[row], label_of[mask])
+                _write(folder, files[row], label_of[mask])
                 write([name, Status.OK.text, files[row]])
                 counts["written"] += 1
     left_out = "".join(f", {counts[why]:,} {why}" for why in ("without features", "without picture") if counts[why])
@@ -136,11 +137,18 @@ def _names(paths: Sequence[str]) -> list[str]:
     times = Counter(short)
     names = [one if times[one] == 1 else f"{name}.png" for one, name in zip(short, inside, strict=True)]
     if twice := next((name for name, count in Counter(names).items() if count > 1), ""):
-        raise InputError(f"two images have the mask {twice}; remove one of them from the images")
+        raise InputError(f"two images have the mask {printable(twice)}; remove one of them from the images")
+    folders = {str(parent) for name in names for parent in PurePosixPath(name).parents}
+    if both := folders & set(names):
+        raise InputError(f"the mask {printable(min(both))} is also a folder of masks; rename one of the images")
     return names
 
 
-def _write(path: Path, mask: NDArray[Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_write(path, tidy=False) as file:
-        Image.fromarray(mask).save(file, "PNG")
+def _write(folder: Path, name: str, mask: NDArray[Any]) -> None:
+    try:
+        for parent in list(PurePosixPath(name).parents)[-2::-1]:  # below the folder; a link would lead out of it
+            own_folder(folder / parent)
+        with atomic_write(folder / name, tidy=False) as file:
+            Image.fromarray(mask).save(file, "PNG")
+    except OSError as error:
+        raise InputError(f"{printable(str(folder / name))} cannot be written: {error.strerror or error}") from error

@@ -34,6 +34,7 @@ __all__ = ["answer", "as_json", "print_outcome", "probe_and_write"]
 _CALIBRATED = "calibration_error_if_calibrated"  # stands beside the calibration error
 _NEAREST = 3  # comparisons printed, those with the largest p; results.json has all
 _MOST_IN_JSON = 200  # most classes of a confusion matrix in results.json
+_TABLES = ("results.csv", "predictions.csv", "images.csv")
 _SCALED = {"none": "features unscaled", "l2": "features scaled to length 1", "standardise": "features standardised"}
 
 
@@ -94,6 +95,12 @@ def _folder_for(config: ProbeConfig) -> tuple[Path, list[Path]]:
     settings.
     """
     if config.results is not None:
+        if not _read_results(config.results):
+            mine = [name for name in (*_TABLES, *PICTURES) if (config.results / name).exists()]
+            if mine:
+                raise InputError(
+                    f"{config.results} has a file {mine[0]} that is not of a probe", hint="name another folder with -o"
+                )
         created = [path for path in (config.results, config.results.parent) if not path.exists()]
         config.results.mkdir(parents=True, exist_ok=True)
         return config.results, created
@@ -130,8 +137,8 @@ def _has_results(folder: Path) -> bool:
 def _result_settings(config: ProbeConfig) -> dict[str, Any]:
     """Return the settings that the results depend on."""
     settings = config.model_dump(mode="json", exclude={"results", "save", "device", "max_memory_mb"})
-    labels = settings.get("labels")
-    return settings | {"labels": text_without_credentials(labels)} if labels else settings
+    places = {name: settings[name] for name in ("labels", "masks", "depth") if settings.get(name)}
+    return settings | {name: text_without_credentials(place) for name, place in places.items()}
 
 
 def print_outcome(outcome: ProbeRun, echo: Callable[[str], None]) -> None:
@@ -286,7 +293,7 @@ def _write_results(outcome: ProbeRun, folder: Path) -> None:
             write_json(folder / "results.json", as_json(outcome))
         return
     if len(outcome.probed) == 1 and not outcome.complete:
-        for name in ("predictions.csv", "images.csv", *PICTURES):
+        for name in (*_TABLES[1:], *PICTURES):
             (folder / name).unlink(missing_ok=True)
     write_json(folder / "results.json", as_json(outcome))
     head = ["data_set", "layer", "width", "protocol", "scaling", "chosen", "value", "n_train", "n_val", "n_test"]

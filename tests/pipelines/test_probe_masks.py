@@ -201,16 +201,42 @@ def test_predict_refuses_a_place_that_is_not_its_own(made: Path, tmp_path: Path)
     assert not (tmp_path / "masks").exists()
 
 
+def test_predict_follows_no_link_and_names_files_that_are_also_folders(made: Path, tmp_path: Path) -> None:
+    saved = tmp_path / "masks.safetensors"
+    assert segment(made, "-l", "layer1", "--save", saved, "-o", tmp_path / "res").exit_code == 0
+    (tmp_path / "received").mkdir()
+    (tmp_path / "received" / "masks.csv").write_text("path,status,mask\n")
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "24.png").write_text("precious")
+    (tmp_path / "received" / "test").symlink_to(tmp_path / "outside")
+    assert "is a link to" in fails("predict", saved, made / "out", "-o", tmp_path / "received")
+    assert (tmp_path / "outside" / "24.png").read_text() == "precious"
+    for name in ("x.jpg", "x.png/1.jpg"):
+        (tmp_path / "images" / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", SIZE).save(tmp_path / "images" / name)
+    assert "x.png is also a folder" in fails("predict", saved, tmp_path / "images", "-o", tmp_path / "predicted")
+
+
+def test_files_that_are_not_of_a_probe_stay(made: Path, tmp_path: Path) -> None:
+    for name in ("images.csv", "masks.png", "results.csv"):
+        (tmp_path / name).write_text("mine")
+    assert "that is not of a probe" in fails("probe", made / "out", "-p", "segmentation", "--masks", made / "masks",
+                                             "-o", tmp_path)  # fmt: skip
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == dict.fromkeys(
+        ("images.csv", "masks.png", "results.csv"), "mine"
+    )
+
+
 def test_an_interrupted_predict_can_be_repeated(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved = tmp_path / "masks.safetensors"
     assert segment(made, "-l", "layer1", "--save", saved, "-o", tmp_path / "res").exit_code == 0
     write, written = predict_masks._write, []
 
-    def interrupted(path: Path, mask: np.ndarray) -> None:
+    def interrupted(folder: Path, name: str, mask: np.ndarray) -> None:
         if len(written) == 3:
             raise KeyboardInterrupt
-        written.append(path)
-        write(path, mask)
+        written.append(name)
+        write(folder, name, mask)
 
     monkeypatch.setattr(predict_masks, "_write", interrupted)
     assert layertap("predict", saved, made / "out", "-o", tmp_path / "masks").exit_code != 0
@@ -301,6 +327,48 @@ def test_masks_may_have_16_bits_or_a_palette_or_half_the_pixels(made: Path, tmp_
     assert found["mIoU"]["value"] == pytest.approx(expected["mIoU"]["value"], abs=0.02)
 
 
+def test_two_images_with_one_mask_are_refused(made: Path, tmp_path: Path) -> None:
+    for name in ("a/1.jpg", "a/1.png", "b/1.png"):
+        (tmp_path / "images" / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", SIZE, (len(name), 2 * len(name), ord(name[0]))).save(tmp_path / "images" / name)
+    out = tmp_path / "out"
+    assert layertap("embed", tmp_path / "images", "-o", out, *SMALL, "-l", "layer1:tokens").exit_code == 0
+    (tmp_path / "masks" / "a").mkdir(parents=True)
+    Image.new("L", SIZE).save(tmp_path / "masks" / "a" / "1.png")
+    message = fails("probe", out, "-p", "segmentation", "--masks", tmp_path / "masks")
+    assert "belongs to two images, a/1.jpg and a/1.png" in message
+    images = [{"id": 0, "file_name": "1.png", "width": SIZE[0], "height": SIZE[1]}]
+    (tmp_path / "coco.json").write_text(json.dumps({"images": images, "annotations": [], "categories": []}))
+    message = fails("probe", out, "-p", "segmentation", "--masks", tmp_path / "coco.json")
+    assert "1.png belongs to two images, a/1.png and b/1.png" in message
+
+
+@pytest.mark.parametrize("content", [b"PK\x03\x04abc", b"\x93NUMPY\x01\x00\x76\x00{'descr", b"", b"no array"])
+def test_damaged_arrays_are_refused_by_name(made: Path, tmp_path: Path, content: bytes) -> None:
+    shutil.copytree(made / "masks", tmp_path / "damaged")
+    (tmp_path / "damaged" / "test" / "24.png").unlink()
+    (tmp_path / "damaged" / "test" / "24.npy").write_bytes(content)
+    message = fails("probe", made / "out", "-p", "segmentation", "--masks", tmp_path / "damaged")
+    assert "test/24.npy cannot be read" in message
+
+
+@pytest.mark.parametrize("labels", [np.full((64, 80), 70_000), np.full((64, 80), 2**64 - 1, np.uint64)])
+def test_labels_that_no_mask_can_have_are_refused(made: Path, tmp_path: Path, labels: np.ndarray) -> None:
+    shutil.copytree(made / "masks", tmp_path / "large")
+    (tmp_path / "large" / "test" / "24.png").unlink()
+    np.save(tmp_path / "large" / "test" / "24.npy", labels)
+    message = fails("probe", made / "out", "-p", "segmentation", "--masks", tmp_path / "large")
+    assert f"has the label {labels[0, 0]}; expected labels up to 65,534" in message
+
+
+def test_255_means_no_label_beside_other_labels(made: Path, tmp_path: Path) -> None:
+    assert segment(made, "-l", "layer2", "--ignore-label", 0, "-o", tmp_path / "res").exit_code == 0
+    assert results(tmp_path / "res")["probes"][0]["classes"] == ["3", "7"]
+    alone = ("--ignore-label", 0, "--ignore-label", 3, "-l", "layer2", "--iterations", 2)
+    message = fails("probe", made / "out", "-p", "segmentation-dinov3", "--masks", made / "masks", *alone)
+    assert "the class 7 alone" in message
+
+
 def test_missing_masks_are_told(made: Path, tmp_path: Path) -> None:
     shutil.copytree(made / "masks", tmp_path / "few")
     for number in range(4):
@@ -368,6 +436,20 @@ def test_a_coco_file_has_masks_of_objects(made: Path, tmp_path: Path) -> None:
     (tmp_path / "coco.json").write_text(json.dumps(content))
     message = fails("probe", made / "out", "-p", "segmentation", "--masks", tmp_path / "coco.json")
     assert "1000000000 x 1000000000 pixels" in message
+    for shape in ({"size": [10**6, 10**6], "counts": [10]}, [[float("nan")] * 6], [[1e9] * 6]):  # pycocotools crashes
+        broken = coco(made)
+        broken["annotations"][0]["segmentation"] = shape
+        (tmp_path / "coco.json").write_text(json.dumps(broken))
+        assert "is not valid" in fails("probe", made / "out", "-p", "segmentation", "--masks", tmp_path / "coco.json")
+    for key, value, why in (
+        ("categories", [{"id": 3, "name": "background"}], "pixels without an object have it"),
+        ("categories", [{"id": 3, "name": "a"}, {"id": 3, "name": "b"}], "the category id 3 occurs twice"),
+        ("categories", [{"id": float("inf"), "name": "a"}], "is not a COCO file"),
+        ("annotations", [{"image_id": 0, "category_id": 0, "segmentation": []}], "objects have the category id 0"),
+        ("images", 2 * coco(made)["images"], "occurs twice"),
+    ):
+        (tmp_path / "coco.json").write_text(json.dumps(coco(made) | {key: value}))
+        assert why in fails("probe", made / "out", "-p", "segmentation", "--masks", tmp_path / "coco.json")
     (tmp_path / "coco.json").write_text("{}")
     assert "'images' is missing" in fails(
         "probe", made / "out", "-p", "segmentation", "--masks", tmp_path / "coco.json"

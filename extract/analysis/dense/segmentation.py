@@ -217,6 +217,8 @@ def _fit_head(
 ) -> tuple[Fitted, NDArray[np.int64], list[str]]:
     """Train the linear head; return it, the numbers of its classes, and notes."""
     tokens = features[0]
+    if len(settings.classes) < 2:
+        raise InputError(f"the masks have the class {settings.classes[0]} alone; expected at least two")
     rows = held(features, token_numbers(images, tokens.per_image), settings)
 
     def labels_of(number: int) -> NDArray[np.int32]:
