@@ -31,6 +31,7 @@ class CocoFile:
         path: JSON file with `images`, `annotations` and `categories`.
 
     Attributes:
+        path: the file.
         names: `file_name` of the images.
         classes: label -> name; 0 is the background.
 
@@ -39,7 +40,7 @@ class CocoFile:
     """
 
     def __init__(self, path: Path):
-        self._path = path
+        self.path = path
         try:
             content = json.loads(path.read_bytes())
             self._images = {str(image["file_name"]): image for image in content["images"]}
@@ -88,7 +89,7 @@ class CocoFile:
                 mask[inside] = int(annotation["category_id"])
                 objects += inside
         except Exception as error:  # pycocotools raises `Exception` itself
-            raise InputError(f"{self._path}: an object of {printable(name)} is not valid: {_reason(error)}") from error
+            raise InputError(f"{self.path}: an object of {printable(name)} is not valid: {_reason(error)}") from error
         mask[objects > 1] = -1
         return mask
 

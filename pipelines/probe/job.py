@@ -24,6 +24,7 @@ from extract.store.places.destination import data_set_at
 from extract.store.reader import FeatureReader
 from extract.system.urls import is_url
 from extract.taps.layer_names import match_layers
+from pipelines.probe.coco import CocoFile
 from pipelines.probe.config import ProbeConfig
 from pipelines.probe.labelling import Labelling, drop_leaks, image_hashes, label_rows
 from pipelines.probe.token_probes import Example, TokenProbes, layers_with_tokens
@@ -143,6 +144,8 @@ def run_probe(
         UnknownNameError: a layer does not exist.
     """
     outcome = ProbeRun(config)
+    if config.save is not None and config.protocol in _NOT_SAVED:
+        raise InputError(f"the protocol {config.protocol} has no probe that can be saved", hint="use another protocol")
     with contextlib.ExitStack() as stack:
         locations = data_sets(config.out)
         readers = {
@@ -151,14 +154,16 @@ def run_probe(
         }
         columns: dict[tuple[str, tuple[str, ...]], list[Any]] = {}
         token_probes: dict[str, TokenProbes] = {}
+        is_coco = config.masks is not None and config.masks.lower().endswith(".json")
+        coco = CocoFile(Path(str(config.masks))) if is_coco else None
+        labels = coco or (config.files if config.is_dense else config.labels)
         for name, reader in readers.items():
-            labels = config.files if config.is_dense else config.labels
             labelling = label_rows(reader, labels, config.task, test_fraction=config.test_fraction, seed=config.seed)
             labelling = drop_leaks(reader, labelling) if config.drop_leaks else labelling
             here = _arrays(config, reader, name)
             if config.is_dense:
                 root, tokens = data_set_at(locations[name]).images["root"], next(iter(here.values()))[0]
-                token_probes[name] = TokenProbes(config, reader, root, labelling, tokens)
+                token_probes[name] = TokenProbes(config, reader, root, labelling, coco, tokens)
                 labelling = token_probes[name].labelling
             columns |= {(name, parts): arrays for parts, arrays in here.items()}
             outcome.labellings[name] = labelling
@@ -169,10 +174,6 @@ def run_probe(
                 f"--save keeps the probe of one layer, and there are {len(columns)}; a choice of "
                 "the best layer on the test images would bias its result",
                 hint="name one with -l",
-            )
-        if config.save is not None and config.protocol in _NOT_SAVED:
-            raise InputError(
-                f"the protocol {config.protocol} has no probe that can be saved", hint="use another protocol"
             )
         common_rows = _common_rows(readers, config.seed) if config.similarity else {}
         on_result(outcome)

@@ -18,6 +18,7 @@ from extract.images.image_list import SPLITS, labels_from_values
 from extract.row_status import Status
 from extract.store.reader import FeatureReader
 from extract.system.csv_cells import safe_cell
+from pipelines.probe.coco import CocoFile
 from pipelines.probe.pixel_files import files_of_rows, is_table_of_files, where_files_are_expected
 from pipelines.terminal.text_output import printable
 
@@ -61,7 +62,7 @@ class Labelling:
 
 def label_rows(
     reader: FeatureReader,
-    labels: str | None,
+    labels: str | CocoFile | None,
     task: str = "classification",
     *,
     test_fraction: float | None = None,
@@ -83,7 +84,7 @@ def label_rows(
     """
     if labels is None:
         texts, splits, notes = _from_data_set(reader)
-    elif task in FILES and not is_table_of_files(labels):
+    elif isinstance(labels, CocoFile) or (task in FILES and not is_table_of_files(labels)):
         texts, splits, notes = files_of_rows(reader, labels, FILES[task]), list(reader.splits), []
     else:
         texts, splits, notes = _from_file(reader, labels, task)
@@ -100,7 +101,7 @@ def label_rows(
         raise InputError(
             f"none of the {len(reader):,} rows has both features and a label: {_reasons(counts)}", hint=remedy
         )
-    classes, targets = _targets(texts, used, task, labels or "the data set")
+    classes, targets = _targets(texts, used, task, "the data set" if labels is None else str(labels))
     notes += _notes_on_classes(classes, targets[used], task)
     names = np.array(splits)
     known_splits = set(names[used].tolist()) - {""}

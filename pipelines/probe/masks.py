@@ -51,23 +51,21 @@ class MaskFiles:
     """Masks of images with the numbers of classes from 0 to K - 1, and -1 for pixels without a class.
 
     Args:
-        where: as the user named the masks.
-        names: row -> its file, or its name in a COCO file.
+        names: row -> its file, or its name in the COCO file.
+        coco: COCO file with the masks; None: they are in files of their own.
         ignored: labels without a class, besides 255; in a COCO file, 255 has no special meaning.
         named: label -> name of its class; None: all labels in the masks are classes, or those of the COCO file.
     """
 
     def __init__(
-        self, where: str, names: Mapping[int, str], ignored: Sequence[int] | None, named: Mapping[int, str] | None
+        self, names: Mapping[int, str], coco: CocoFile | None, ignored: Sequence[int], named: Mapping[int, str] | None
     ):
-        self._names = names
-        self._coco = CocoFile(Path(where)) if where.lower().endswith(".json") else None
-        default = [] if self._coco else [_VOID]
-        self._ignored = np.array([*default, *(ignored or ())], np.int64)
-        if named is not None and _VOID in named:
+        self._names, self._coco = names, coco
+        self._ignored = np.array([*ignored, *([] if coco else [_VOID])], np.int64)
+        if named is not None and _VOID in named and not coco:
             raise InputError(f"--class-names has the label {_VOID}, which means no label", hint="use another label")
-        if named is None and self._coco is not None:
-            named = self._coco.classes
+        if named is None and coco is not None:
+            named = coco.classes
         self._named = None if named is None else {label: name for label, name in named.items()
                                                   if label not in self._ignored}  # fmt: skip
         self.ids = np.array(sorted(self._named or ()), np.int64)

@@ -25,23 +25,23 @@ _SUFFIXES = (".png", ".tif", ".tiff", ".bmp", ".npy")
 _NOTED = 0.01  # least share of pixels outside the crop for which there is a note
 
 
-def is_table_of_files(where: str) -> bool:
+def is_table_of_files(where: str | CocoFile) -> bool:
     """Return whether files are named in a table: FILE.csv or FILE.csv:COLUMN."""
-    return any(ending in where.lower() for ending in TABLES) and not Path(where).is_dir()
+    return isinstance(where, str) and any(ending in where.lower() for ending in TABLES) and not Path(where).is_dir()
 
 
-def files_of_rows(reader: FeatureReader, where: str, option: str) -> list[str | None]:
+def files_of_rows(reader: FeatureReader, where: str | CocoFile, option: str) -> list[str | None]:
     """Return the file of each row in a folder, or the `file_name` of its image in a COCO file; None for no file.
 
     In a folder, a file has the path of its image with another suffix: photos/a/1.jpg has masks/a/1.png. In a COCO file,
     an image has its path or its name.
 
     Raises:
-        InputError: `where` is neither a folder nor, for masks, a COCO file; or an image has two files.
+        InputError: `where` is not a folder, or an image has two files, or two images have the same.
     """
     paths = [plain_path(path) for path in reader.paths]
-    if option == "masks" and where.lower().endswith(".json"):
-        known = CocoFile(Path(where)).names
+    if isinstance(where, CocoFile):
+        known = where.names
         names = [PurePosixPath(path).name for path in paths]
         found = [path if path in known else name if name in known else None
                  for path, name in zip(paths, names, strict=True)]  # fmt: skip
@@ -74,11 +74,11 @@ def _each_once(files: list[str | None], paths: Sequence[str]) -> list[str | None
     return files
 
 
-def where_files_are_expected(reader: FeatureReader, where: str, option: str) -> str:
+def where_files_are_expected(reader: FeatureReader, where: str | CocoFile, option: str) -> str:
     """Return the place of the first image's file, for an error about files of which none belongs to a row."""
     path = plain_path(reader.paths[0])
-    if where.lower().endswith(".json"):
-        return f"expected an image with the file_name {printable(path)!r} in {where}"
+    if isinstance(where, CocoFile):
+        return f"expected an image with the file_name {printable(path)!r} in {where.path}"
     if is_table_of_files(where):
         return ""
     example = printable(str(Path(where) / _without_suffix(path)))

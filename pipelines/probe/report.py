@@ -96,10 +96,11 @@ def _folder_for(config: ProbeConfig) -> tuple[Path, list[Path]]:
     """
     if config.results is not None:
         if not _read_results(config.results):
-            mine = [name for name in (*_TABLES, *PICTURES) if (config.results / name).exists()]
-            if mine:
+            # Files of these names are replaced or deleted.
+            other = next((name for name in (*_TABLES, *PICTURES) if (config.results / name).exists()), None)
+            if other is not None:
                 raise InputError(
-                    f"{config.results} has a file {mine[0]} that is not of a probe", hint="name another folder with -o"
+                    f"{config.results / other} exists and is not of a probe", hint="name another folder with -o"
                 )
         created = [path for path in (config.results, config.results.parent) if not path.exists()]
         config.results.mkdir(parents=True, exist_ok=True)

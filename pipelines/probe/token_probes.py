@@ -16,6 +16,7 @@ from extract.analysis.probe.probing import ProbeResult
 from extract.errors import InputError
 from extract.store.reader import FeatureReader
 from extract.store.tokens.token_array import TokenArray
+from pipelines.probe.coco import CocoFile
 from pipelines.probe.config import ProbeConfig
 from pipelines.probe.depth_maps import DepthFiles
 from pipelines.probe.labelling import Labelling
@@ -72,6 +73,7 @@ class TokenProbes:
         reader: reader of the data set.
         root: location of its images.
         labelling: splits, and the file of each row.
+        coco: COCO file with the masks; None: the files are those of `labelling`.
         tokens: tokens of any feature.
 
     Attributes:
@@ -81,16 +83,19 @@ class TokenProbes:
         InputError: see `MaskFiles.examine`, `DepthFiles.examine`.
     """
 
-    def __init__(self, config: ProbeConfig, reader: FeatureReader, root: str, labelling: Labelling, tokens: TokenArray):
+    def __init__(
+        self, config: ProbeConfig, reader: FeatureReader, root: str, labelling: Labelling, coco: CocoFile | None,
+        tokens: TokenArray,
+    ):  # fmt: skip
         self._config = config
         rows = np.sort(np.concatenate([labelling.train, labelling.val, labelling.test])).tolist()
         names = {row: str(labelling.targets[row]) for row in rows}
         orientation = str(reader.provenance.get("configuration", {}).get("orientation", "exif"))
         self._pictures = Pictures(reader, root, rows, orientation=orientation)
         self._files: MaskFiles | DepthFiles = DepthFiles(names)
-        if config.masks is not None:
+        if config.task == "segmentation":
             named = None if config.class_names is None else class_names(config.class_names)
-            self._files = MaskFiles(config.masks, names, config.ignore_label, named)
+            self._files = MaskFiles(names, coco, config.ignore_label or (), named)
         notes = self._files.examine(tokens, self._pictures)
         classes = np.array(self._files.classes if isinstance(self._files, MaskFiles) else [])
         self.labelling = replace(labelling, classes=classes, notes=[*labelling.notes, *notes])

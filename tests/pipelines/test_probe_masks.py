@@ -220,8 +220,9 @@ def test_predict_follows_no_link_and_names_files_that_are_also_folders(made: Pat
 def test_files_that_are_not_of_a_probe_stay(made: Path, tmp_path: Path) -> None:
     for name in ("images.csv", "masks.png", "results.csv"):
         (tmp_path / name).write_text("mine")
-    assert "that is not of a probe" in fails("probe", made / "out", "-p", "segmentation", "--masks", made / "masks",
-                                             "-o", tmp_path)  # fmt: skip
+    masks = made / "masks"
+    message = fails("probe", made / "out", "-p", "segmentation", "--masks", masks, "-o", tmp_path)
+    assert "results.csv exists and is not of a probe" in message
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == dict.fromkeys(
         ("images.csv", "masks.png", "results.csv"), "mine"
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -11,24 +10,16 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
+from extract.analysis.dense.dense_probe import DenseProbe
 from extract.analysis.dense.depth_metrics import DepthErrors, depth_metrics
 from extract.analysis.dense.linear_head import BinnedDepth, train_depth_head
 from extract.analysis.dense.protocols import DEPTH
 from extract.analysis.dense.token_classifier import fit_token_classifier, with_validation
-from extract.analysis.dense.token_images import (
-    held,
-    image_sets,
-    remembered,
-    same_grid,
-    scores_of_images,
-    token_numbers,
-)
-from extract.analysis.dense.upsampling import Upsampling, cell_means, pixels_of_input
-from extract.analysis.probe.feature_matrix import FeatureRows
-from extract.analysis.probe.memory import free_bytes
-from extract.analysis.probe.probing import ProbeResult, probe_device
-from extract.analysis.probe.protocols import Fitted, Settings
-from extract.errors import InputError, unknown_name
+from extract.analysis.dense.token_images import held, remembered, scores_of_images, token_numbers
+from extract.analysis.dense.upsampling import cell_means, pixels_of_input, upsampled
+from extract.analysis.probe.probing import ProbeResult
+from extract.analysis.probe.protocols import Fitted
+from extract.errors import InputError
 from extract.store.tokens.token_array import TokenArray
 
 __all__ = ["DepthMaps", "depth_probe"]
@@ -100,61 +91,30 @@ def depth_probe(
             token has NaN.
         UnknownNameError: there is no such protocol.
     """
-    started = time.perf_counter()
-    if protocol not in DEPTH:
-        raise unknown_name("protocol", protocol, DEPTH)
-    definition = DEPTH[protocol]
-    if iterations is not None and (definition.of_tokens is not None or iterations < 1):
-        raise InputError(f"iterations={iterations}; expected a positive number for the protocol depth-dinov3")
     if max_depth is not None and not 0 < max_depth < np.inf:
         raise InputError(f"max_depth={max_depth}; expected a positive number")
-    features = same_grid([tokens] if isinstance(tokens, TokenArray) else list(tokens))
-    train_images, val_images, test_images = image_sets(len(features[0].rows), train, val, test)
+    probe = DenseProbe.of(DEPTH, protocol, tokens, (train, val, test), iterations, seed, device, memory_bytes)
     checked = _CheckedDepths(depths, np.inf if max_depth is None else max_depth)
-    settings = Settings(
-        "classification", np.array(["depth"]), definition.scaling, False, seed, probe_device(device),
-        free_bytes() // 2 if memory_bytes is None else memory_bytes,
-    )  # fmt: skip
-    learned = np.union1d(train_images, val_images)
-    largest = max(float(np.nanmax(checked[image], initial=0.0)) for image in learned.tolist())
+    largest = max(float(np.nanmax(checked[image], initial=0.0)) for image in probe.learned.tolist())
     if not largest:
         raise InputError("no pixel of the training images has a known depth")
     largest = largest if max_depth is None else max_depth
-    if definition.of_tokens is not None:
-        fitted, depth_of, notes = _fit_tokens(
-            definition.of_tokens, features, checked, train_images, val_images, settings
-        )
+    if probe.definition.of_tokens is None:
+        fitted, depth_of, notes = _fit_head(probe, checked, largest)
     else:
-        fitted, depth_of, notes = _fit_head(features, checked, learned, settings, largest, iterations)
-    errors = DepthErrors(len(test_images))
-    for number, (image, scores) in enumerate(scores_of_images(features, fitted.scores, test_images)):
+        fitted, depth_of, notes = _fit_tokens(probe, checked)
+    errors = DepthErrors(len(probe.test))
+    for number, (image, scores) in enumerate(scores_of_images(probe.features, fitted.scores, probe.test)):
         truth = checked[image]
-        upsampling = Upsampling.of(features[0], (truth.shape[1], truth.shape[0]))
-        predicted = np.full(truth.shape, np.nan, np.float32)
-        for rows, band in upsampling.bands(depth_of(scores[None])[0]):
-            predicted[rows, upsampling.columns] = band[0].clamp(max=largest).numpy()
+        of_cells = depth_of(scores[None])[0, 0].clamp(max=largest)
+        predicted = upsampled(probe.features[0], of_cells, (truth.shape[1], truth.shape[0]))
         errors.add(number, truth, predicted)
         if on_prediction is not None:
             on_prediction(image, predicted)
     if not errors.n.any():
         raise InputError("the test images have no known depth inside the crop")
-    return ProbeResult(
-        protocol=protocol,
-        task="depth",
-        scaling=definition.scaling,
-        metrics=depth_metrics(errors, seed),
-        classes=np.array(["depth"]),
-        n_train=len(learned),
-        n_val=len(val_images) if fitted.curve else 0,
-        n_test=len(test_images),
-        truth=np.empty(0),
-        swept=fitted.swept,
-        chosen=fitted.chosen,
-        chosen_on=fitted.chosen_on,
-        curve=fitted.curve,
-        per_image=errors.by_image(),
-        notes=[*notes, *fitted.notes],
-        seconds=time.perf_counter() - started,
+    return probe.result(
+        "depth", np.array(["depth"]), depth_metrics(errors, seed), fitted, notes, per_image=errors.by_image()
     )
 
 
@@ -180,57 +140,38 @@ class _CheckedDepths:
         return np.asarray(np.where(counts, depth, np.float32(np.nan)))
 
 
-def _fit_tokens(
-    protocol: str,
-    features: list[TokenArray],
-    depths: _CheckedDepths,
-    train: NDArray[np.int64],
-    val: NDArray[np.int64],
-    settings: Settings,
-) -> tuple[Fitted, DepthOf, list[str]]:
+def _fit_tokens(probe: DenseProbe, depths: _CheckedDepths) -> tuple[Fitted, DepthOf, list[str]]:
     """Fit a classifier of tokens; return it, the depths of its scores, and notes."""
-    train, val, chosen_on = with_validation(train, val, settings.seed)
+    train, val, chosen_on = with_validation(probe.train, probe.val, probe.settings.seed)
     images = np.union1d(train, val)
-    means = np.stack([cell_means(features[0], depths[image]) for image in images.tolist()])
-    known = ~np.isnan(means)
-    if not known[np.isin(images, train)].any():
+    means = np.stack([cell_means(probe.features[0], depths[image]) for image in images.tolist()])
+    known, of_train = ~np.isnan(means), np.isin(images, train)
+    if not known[of_train].any():
         raise InputError("no token of the training images has a known depth for half of its pixels")
     edges = np.linspace(means[known].min(), means[known].max(), _BINS + 1)[1:-1]
     bins = np.where(known, np.searchsorted(edges, means), -1)
-    numbered = replace(settings, classes=np.arange(_BINS).astype(str))
-    fitted, present, notes = fit_token_classifier(protocol, features, images, bins, val, numbered)
-    of_train = np.isin(images, train)[:, None]
-    centres = torch.tensor([means[(bins == number) & of_train].mean() for number in present], dtype=torch.float32)
+    settings = replace(probe.settings, classes=np.arange(_BINS).astype(str))
+    fitted, present, notes = fit_token_classifier(probe, images, bins, val, settings)
+    centres = torch.tensor([means[(bins == number) & of_train[:, None]].mean() for number in present.tolist()])
 
     def depth_of(scores: torch.Tensor) -> torch.Tensor:
-        return torch.einsum("bkhw,k->bhw", scores.softmax(1), centres)[:, None]
+        return torch.einsum("bkhw,k->bhw", scores.softmax(1), centres.float())[:, None]
 
     count = f"{known.sum():,} of {known.size:,} tokens of the training images"
     notes = [f"{count} have a known depth for half of their pixels", *notes]
     return replace(fitted, chosen_on=chosen_on), depth_of, notes
 
 
-def _fit_head(
-    features: list[TokenArray],
-    depths: _CheckedDepths,
-    images: NDArray[np.int64],
-    settings: Settings,
-    largest: float,
-    iterations: int | None,
-) -> tuple[Fitted, DepthOf, list[str]]:
+def _fit_head(probe: DenseProbe, depths: _CheckedDepths, largest: float) -> tuple[Fitted, DepthOf, list[str]]:
     """Train the linear head; return it, the depths of its scores, and notes."""
-    tokens = features[0]
-    rows = held(features, token_numbers(images, tokens.per_image), settings)
+    tokens, images, settings = probe.features[0], probe.learned, probe.settings
 
     def depths_of(number: int) -> NDArray[np.float32]:
         return pixels_of_input(tokens, depths[int(images[number])], np.nan)
 
     model = train_depth_head(
-        rows, tokens.grid, remembered(depths_of, settings), largest,
-        iterations=iterations, seed=settings.seed, device=settings.device,
+        held(probe.features, token_numbers(images, tokens.per_image), settings), tokens.grid,
+        remembered(depths_of, settings), largest,
+        iterations=probe.iterations, seed=settings.seed, device=settings.device,
     )  # fmt: skip
-
-    def scores(tokens: FeatureRows) -> tuple[NDArray[np.float32], None]:
-        return model.scores(tokens), None
-
-    return Fitted(scores, len(images)), BinnedDepth(largest), []
+    return Fitted(lambda tokens: (model.scores(tokens), None), len(images)), BinnedDepth(largest), []

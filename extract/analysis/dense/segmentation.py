@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -10,23 +9,16 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from extract.analysis.dense.dense_probe import DenseProbe
 from extract.analysis.dense.linear_head import train_segmentation_head
 from extract.analysis.dense.protocols import SEGMENTATION
 from extract.analysis.dense.segmentation_metrics import PixelCounts, segmentation_metrics
 from extract.analysis.dense.token_classifier import fit_token_classifier, with_validation
-from extract.analysis.dense.token_images import (
-    held,
-    image_sets,
-    remembered,
-    same_grid,
-    scores_of_images,
-    token_numbers,
-)
+from extract.analysis.dense.token_images import held, remembered, scores_of_images, token_numbers
 from extract.analysis.dense.upsampling import pixels_of_input, predicted_mask
-from extract.analysis.probe.memory import free_bytes
-from extract.analysis.probe.probing import MOST_IN_A_TABLE, ProbeResult, probe_device
-from extract.analysis.probe.protocols import Fitted, Settings
-from extract.errors import InputError, unknown_name
+from extract.analysis.probe.probing import MOST_IN_A_TABLE, ProbeResult
+from extract.analysis.probe.protocols import Fitted
+from extract.errors import InputError
 from extract.store.tokens.token_array import TokenArray
 
 __all__ = ["Masks", "segmentation_probe"]
@@ -93,66 +85,33 @@ def segmentation_probe(
             out of range, or a token has NaN.
         UnknownNameError: there is no such protocol.
     """
-    started = time.perf_counter()
-    if protocol not in SEGMENTATION:
-        raise unknown_name("protocol", protocol, SEGMENTATION)
-    definition = SEGMENTATION[protocol]
-    if iterations is not None and (definition.of_tokens is not None or iterations < 1):
-        raise InputError(f"iterations={iterations}; expected a positive number for the protocol segmentation-dinov3")
-    features = same_grid([tokens] if isinstance(tokens, TokenArray) else list(tokens))
-    train_images, val_images, test_images = image_sets(len(features[0].rows), train, val, test)
+    probe = DenseProbe.of(SEGMENTATION, protocol, tokens, (train, val, test), iterations, seed, device, memory_bytes)
     checked = _CheckedMasks(masks, None if classes is None else len(classes))
     if classes is None:
-        classes = _numbered(checked, np.concatenate([train_images, val_images, test_images]).tolist())
-    classes = list(classes)
-    settings = Settings(
-        "classification", np.array(classes), definition.scaling, False, seed, probe_device(device),
-        free_bytes() // 2 if memory_bytes is None else memory_bytes,
-    )  # fmt: skip
-    if definition.of_tokens is not None:
-        fitted, present, notes = _fit_tokens(
-            definition.of_tokens, features, checked, train_images, val_images, settings
-        )
-    else:
-        fitted, present, notes = _fit_head(
-            features, checked, np.union1d(train_images, val_images), settings, iterations
-        )
-    counts = PixelCounts(len(test_images), len(classes))
-    for number, (image, scores) in enumerate(scores_of_images(features, fitted.scores, test_images)):
+        classes = _numbered(checked, np.concatenate([probe.learned, probe.test]).tolist())
+    names = np.array(list(classes))
+    probe = replace(probe, settings=replace(probe.settings, classes=names))
+    fit = _fit_head if probe.definition.of_tokens is None else _fit_tokens
+    fitted, present, trained, notes = fit(probe, checked)
+    counts = PixelCounts(len(probe.test), len(names))
+    number_of = np.append(present, -1)  # the last is for pixels outside the crop
+    for number, (image, scores) in enumerate(scores_of_images(probe.features, fitted.scores, probe.test)):
         truth = checked[image]
-        predicted = predicted_mask(features[0], scores, (truth.shape[1], truth.shape[0]))
-        predicted = np.where(predicted < 0, -1, present[predicted])
-        counts.add(number, np.where(predicted < 0, -1, truth), predicted)
+        predicted = number_of[predicted_mask(probe.features[0], scores, (truth.shape[1], truth.shape[0]))]
+        counts.add(number, truth, predicted)
         if on_prediction is not None:
             on_prediction(image, predicted)
     if not counts.truth.any():
         raise InputError("the masks of the test images have no labels inside the crop")
-    untrained = np.setdiff1d(np.flatnonzero(counts.truth.any(0)), present)
+    untrained = np.setdiff1d(np.flatnonzero(counts.truth.any(0)), trained)
     if len(untrained):
-        names = ", ".join(classes[i] for i in untrained[:5])
-        notes.append(f"no training token has the class {names}: its pixels count as wrong")
-    return ProbeResult(
-        protocol=protocol,
-        task="segmentation",
-        scaling=definition.scaling,
-        metrics=segmentation_metrics(counts, seed),
-        classes=np.array(classes),
-        n_train=len(train_images) + len(val_images),
-        n_val=len(val_images) if fitted.curve else 0,
-        n_test=len(test_images),
-        truth=np.empty(0),
-        swept=fitted.swept,
-        chosen=fitted.chosen,
-        chosen_on=fitted.chosen_on,
-        curve=fitted.curve,
-        per_class=counts.by_class(),
-        per_image=counts.by_image(),
-        confusion=counts.confusion,
-        objective=fitted.objective,
-        model=None if fitted.model is None else replace(fitted.model, classes_=np.array(classes)[present]),
-        notes=[*notes, *fitted.notes],
-        seconds=time.perf_counter() - started,
-    )
+        missing = ", ".join(names[untrained[:5]].tolist())
+        notes.append(f"the training images do not show the class {missing}: its pixels count as wrong")
+    model = None if fitted.model is None else replace(fitted.model, classes_=names[present])
+    return probe.result(
+        "segmentation", names, segmentation_metrics(counts, seed), fitted, notes, model=model,
+        per_class=counts.by_class(), per_image=counts.by_image(), confusion=counts.confusion,
+    )  # fmt: skip
 
 
 class _CheckedMasks:
@@ -191,42 +150,37 @@ def _numbered(masks: _CheckedMasks, images: list[int]) -> list[str]:
 
 
 def _fit_tokens(
-    protocol: str,
-    features: list[TokenArray],
-    masks: _CheckedMasks,
-    train: NDArray[np.int64],
-    val: NDArray[np.int64],
-    settings: Settings,
-) -> tuple[Fitted, NDArray[np.int64], list[str]]:
-    """Fit a classifier of tokens; return it, the numbers of its classes, and notes."""
-    train, val, chosen_on = with_validation(train, val, settings.seed)
+    probe: DenseProbe, masks: _CheckedMasks
+) -> tuple[Fitted, NDArray[np.int64], NDArray[np.int64], list[str]]:
+    """Fit a classifier of tokens; return it, the numbers of its classes, those that it was trained on, and notes."""
+    train, val, chosen_on = with_validation(probe.train, probe.val, probe.settings.seed)
     images = np.union1d(train, val)
-    labels = np.stack([features[0].labels(masks[image], ignore=-1) for image in images.tolist()])
+    labels = np.stack([probe.features[0].labels(masks[image], ignore=-1) for image in images.tolist()])
+    fitted, present, notes = fit_token_classifier(probe, images, labels, val, probe.settings)
     count = f"{(labels >= 0).sum():,} of {labels.size:,} tokens of the training images"
-    fitted, present, notes = fit_token_classifier(protocol, features, images, labels, val, settings)
     notes = [f"{count} have one label for half of their pixels", *notes]
-    return replace(fitted, chosen_on=chosen_on), present, notes
+    return replace(fitted, chosen_on=chosen_on), present, present, notes
 
 
 def _fit_head(
-    features: list[TokenArray],
-    masks: _CheckedMasks,
-    images: NDArray[np.int64],
-    settings: Settings,
-    iterations: int | None,
-) -> tuple[Fitted, NDArray[np.int64], list[str]]:
-    """Train the linear head; return it, the numbers of its classes, and notes."""
-    tokens = features[0]
+    probe: DenseProbe, masks: _CheckedMasks
+) -> tuple[Fitted, NDArray[np.int64], NDArray[np.int64], list[str]]:
+    """Train the linear head; return it, the numbers of its classes, those that it was trained on, and notes."""
+    tokens, images, settings = probe.features[0], probe.learned, probe.settings
     if len(settings.classes) < 2:
         raise InputError(f"the masks have the class {settings.classes[0]} alone; expected at least two")
-    rows = held(features, token_numbers(images, tokens.per_image), settings)
+
+    trained: set[int] = set()
 
     def labels_of(number: int) -> NDArray[np.int32]:
-        return pixels_of_input(tokens, masks[int(images[number])].astype(np.int32), -1)
+        labels = pixels_of_input(tokens, masks[int(images[number])].astype(np.int32), -1)
+        trained.update(np.unique(labels).tolist())
+        return labels
 
     model = train_segmentation_head(
-        rows, tokens.grid, remembered(labels_of, settings), len(settings.classes),
-        iterations=iterations, seed=settings.seed, device=settings.device,
+        held(probe.features, token_numbers(images, tokens.per_image), settings), tokens.grid,
+        remembered(labels_of, settings), len(settings.classes),
+        iterations=probe.iterations, seed=settings.seed, device=settings.device,
     )  # fmt: skip
     fitted = Fitted(lambda tokens: (model.scores(tokens), None), len(images), model=model)
-    return fitted, np.arange(len(settings.classes)), []
+    return fitted, np.arange(len(settings.classes)), np.array(sorted(trained)), []

@@ -35,9 +35,9 @@ class PixelCounts:
         self.confusion = None if n_classes > MOST_IN_A_TABLE else np.zeros((n_classes, n_classes), np.int64)
 
     def add(self, image: int, truth: NDArray[np.int64], predicted: NDArray[np.int64]) -> None:
-        """Count pixels of an image: arrays of the same shape, with negative numbers in `truth` for no label."""
-        k, labelled = self.right.shape[1], truth >= 0
-        truth, predicted = truth[labelled], predicted[labelled]
+        """Count pixels of an image: arrays of the same shape; pixels that are negative in either do not count."""
+        k, counted = self.right.shape[1], (truth >= 0) & (predicted >= 0)
+        truth, predicted = truth[counted], predicted[counted]
         self.right[image] += np.bincount(truth[truth == predicted], minlength=k)
         self.truth[image] += np.bincount(truth, minlength=k)
         self.predicted[image] += np.bincount(predicted, minlength=k)

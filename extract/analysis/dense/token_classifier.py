@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from extract.analysis.dense.dense_probe import DenseProbe
 from extract.analysis.dense.token_images import held, token_numbers
 from extract.analysis.probe.protocols import PROTOCOLS, Fitted, Labelled, Settings
 from extract.errors import InputError
-from extract.store.tokens.token_array import TokenArray
 
 __all__ = ["fit_token_classifier", "with_validation"]
 
@@ -36,8 +35,7 @@ def with_validation(
 
 
 def fit_token_classifier(
-    protocol: str,
-    features: Sequence[TokenArray],
+    probe: DenseProbe,
     images: NDArray[np.int64],
     labels: NDArray[np.int64],
     val: NDArray[np.int64],
@@ -46,8 +44,7 @@ def fit_token_classifier(
     """Fit a classifier of tokens.
 
     Args:
-        protocol: a protocol for classification of `extract.analysis.probe`.
-        features: features that are concatenated.
+        probe: probe whose protocol classifies tokens.
         images: (N,) numbers of images, of which some are for choosing the strength.
         labels: (N, per_image) numbers of classes; -1 for tokens that are not used.
         val: numbers of the images for choosing the strength.
@@ -77,9 +74,10 @@ def fit_token_classifier(
     if not for_choice.any():
         raise InputError("no token of the images for choosing the strength has a label that training tokens have")
     train_tokens, val_tokens = (
-        Labelled(held(features, numbers[some], settings), np.searchsorted(present, of_tokens[some]))
+        Labelled(held(probe.features, numbers[some], settings), np.searchsorted(present, of_tokens[some]))
         for some in (~held_out, for_choice)
     )
-    fit = PROTOCOLS[protocol].fit
+    assert probe.definition.of_tokens is not None
+    fit = PROTOCOLS[probe.definition.of_tokens].fit
     assert fit is not None
     return fit(train_tokens, val_tokens, replace(settings, classes=settings.classes[present])), present, notes

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from extract.store.tokens.token_array import TokenArray
 
-__all__ = ["Upsampling", "cell_means", "pixels_of_input", "predicted_mask"]
+__all__ = ["Upsampling", "cell_means", "pixels_of_input", "predicted_mask", "upsampled"]
 
 T = TypeVar("T", bound="np.generic[Any]")
 
@@ -77,6 +77,24 @@ def _axis(pixels: int, start: float, end: float, cells: int) -> tuple[slice, Ten
         weights[numbers, lower + 1] = upper_share
     first = int(inside[0]) if len(inside) else 0
     return slice(first, first + len(inside)), torch.from_numpy(weights)
+
+
+def upsampled(tokens: TokenArray, values: Tensor, picture_px: tuple[int, int]) -> NDArray[np.float32]:
+    """Return the interpolated values of a picture, NaN for pixels that the crop left out.
+
+    Args:
+        tokens: tokens of the picture's data set.
+        values: (h, w), one value for each token of the picture.
+        picture_px: (width, height), see `TokenArray.boxes`.
+
+    Returns:
+        (height, width).
+    """
+    upsampling = Upsampling.of(tokens, picture_px)
+    pixels = np.full(picture_px[::-1], np.nan, np.float32)
+    for rows, band in upsampling.bands(values[None]):
+        pixels[rows, upsampling.columns] = band[0].numpy()
+    return pixels
 
 
 def predicted_mask(tokens: TokenArray, scores: Tensor, picture_px: tuple[int, int]) -> NDArray[np.int64]:
