@@ -1,4 +1,4 @@
-"""Segmentation by three protocols, as accuracies and times in one run: python tests/benchmarks/dense_probe.py FOLDER
+"""Segmentation and depth, as accuracies and times in one run: python tests/benchmarks/dense_probe.py FOLDER
 
 FOLDER has `photos`, with pictures in any subfolders, and `objects/train` and `objects/test`, with a folder for each
 class, such as CIFAR-10 as files. 1 to 3 objects are enlarged and pasted into each photo, cut out along a random
@@ -8,6 +8,8 @@ training picture.
 Compared are the protocols of `segmentation_probe` and the linear evaluation of DINOv3 (`eval/segmentation`: dropout,
 batch norm, 1 x 1 convolution, bilinear upsampling, cross-entropy, AdamW, warm-up and cosine), which is written out
 below in plain PyTorch and shares no code with the project. All take the same stored tokens.
+
+Depths are built too: a plane from 8 m at the top to 2 m at the bottom, with each object at a distance by its class.
 """
 
 from __future__ import annotations
@@ -25,10 +27,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from extract import FeatureReader, extract_features
-from extract.analysis.dense import segmentation_probe
+from extract.analysis.dense import depth_probe, segmentation_probe
 
 TRAIN, TEST = 400, 100
 ITERATIONS = 4000
+DEPTH_ITERATIONS = 2000
 SIDE = 224
 
 
@@ -108,6 +111,12 @@ def mean_iou(head: nn.Module, tokens: np.ndarray, masks: np.ndarray, grid: tuple
     return float(np.mean([b / e for b, e in zip(both, either, strict=True) if e]))
 
 
+def depth_of(mask: np.ndarray) -> np.ndarray:
+    """Return the depths of a picture in metres."""
+    plane = 8 - 6 * np.arange(len(mask))[:, None] / len(mask)
+    return np.where(mask > 0, 1.2 + 0.1 * mask, plane)
+
+
 def main(folder: Path, backbone: str, layer: str) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         out = Path(temporary)
@@ -150,6 +159,19 @@ def main(folder: Path, backbone: str, layer: str) -> None:
                 ends = f"{100 * iou.low:.1f} to {100 * iou.high:.1f}"
                 print(f"{protocol}: mIoU {100 * iou.value:.2f} % ({ends}), {seconds:.1f} s")
                 print(f"  {published_s / seconds:.1f} times as fast; {'; '.join(result.notes)}", flush=True)
+            depths = {number: depth_of(mask) for number, mask in by_number.items()}
+            for protocol in ("depth", "depth-dinov3"):
+                iterations = DEPTH_ITERATIONS if protocol == "depth-dinov3" else None
+                start = time.perf_counter()
+                result = depth_probe(
+                    tokens, depths, train, test, max_depth=10.0, protocol=protocol, iterations=iterations
+                )
+                rmse, delta1 = result.metrics["rmse"], result.metrics["delta1"]
+                print(
+                    f"{protocol}: RMSE {rmse.value:.3f} m ({rmse.low:.3f} to {rmse.high:.3f}), delta1 "
+                    f"{100 * delta1.value:.1f} %, {time.perf_counter() - start:.1f} s",
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":

@@ -19,8 +19,10 @@ import yaml
 from PIL import Image
 
 from extract import FeatureReader, Status
+from extract.analysis.probe import metrics
 from extract.store.format.layout import StoredFeature, create_shard
 from extract.store.format.writer import ShardWriter
+from pipelines.data_sets import report as report_room
 from pipelines.data_sets.report.page import PAGE_BYTES, _as_data
 from pipelines.data_sets.report.probe_results import probes
 from pipelines.data_sets.report.similar_images import near_duplicate_cosine
@@ -383,3 +385,12 @@ def test_memory_does_not_grow_with_the_number_of_images(tmp_path: Path) -> None:
         shutil.rmtree(out)
     print(f"peak memory, MB: {peaks}")
     assert peaks[200_000] < peaks[20_000] + 400  # the features are 1,024 MB
+
+
+def test_the_page_writes_the_same_metrics_as_percentages_as_the_terminal() -> None:
+    text = (Path(report_room.__file__).parent / "sections.js").read_text(encoding="utf-8")
+    shares = json.loads(re.search(r"const SHARES = (\[[^\]]*\])", text)[1])  # type: ignore[index]
+    assert {metric for metric in shares if metrics.format_metric(metric, 0.5) == "50.0 %"} == set(shares)
+    assert set(shares) == metrics._PERCENT_METRICS
+    names = re.search(r"const METRICS = \{(.*?)\};", text, re.DOTALL)[1]  # type: ignore[index]
+    assert set(re.findall(r"(\w+): \"", names)) >= metrics._PERCENT_METRICS

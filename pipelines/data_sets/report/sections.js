@@ -3,8 +3,9 @@
 const METRICS = {
   top1: "Top-1", top5: "Top-5", balanced_accuracy: "Balanced", macro_f1: "Macro F1", log_loss: "Log loss",
   calibration_error: "ECE", r2: "R²", rmse: "RMSE", mae: "MAE", map: "Mean AP",
+  mIoU: "Mean IoU", pixel_accuracy: "Pixels", mean_accuracy: "Mean of classes", delta1: "Delta1", abs_rel: "Abs. rel.",
 };
-const SHARES = ["top1", "top5", "balanced_accuracy"];
+const SHARES = ["top1", "top5", "balanced_accuracy", "mIoU", "pixel_accuracy", "mean_accuracy", "delta1"];
 const CALIBRATED = "calibration_error_if_calibrated"; // stands beside the calibration error
 const baseOf = (metric) => metric.split("@")[0];
 const metricName = (metric) => {
