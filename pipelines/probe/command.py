@@ -73,13 +73,17 @@ def probe(config: Path | None, as_json: bool, **flags: Any) -> None:
 @click.argument("probe", type=click.Path(path_type=Path))
 @click.argument("images", metavar="IMAGES|OUT", shell_complete=complete_paths)
 @click.option(
-    "-o", "--output", type=click.Path(path_type=Path), required=True, help="CSV file to write; for masks, a folder."
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="CSV file to write; for masks and depths, a folder.",
 )
 @click.option("-b", "--backbone", help=BACKBONE_HELP, shell_complete=complete_backbones)
 @click.option("--weights", help="Name or file of the backbone's weights, if the file was moved.")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:N or mps.")
 def predict(probe: Path, images: str, output: Path, **settings: Any) -> None:
-    """Predict classes or masks of images with a PROBE that `layertap probe --save` has written.
+    """Predict classes, masks or depths of images with a PROBE that `layertap probe --save` has written.
 
     Features of IMAGES are computed with the recorded settings of the probe. Features of a data set OUT must have been
     computed with the same settings.

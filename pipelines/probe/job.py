@@ -31,7 +31,7 @@ from pipelines.probe.token_probes import Example, TokenProbes, layers_with_token
 
 __all__ = ["Comparison", "ProbeRun", "ProbedFeature", "data_sets", "description_of", "run_probe"]
 
-_NOT_SAVED = ("knn", "fewshot", "segmentation-knn", "depth", "depth-dinov3")
+_NOT_SAVED = ("knn", "fewshot", "segmentation-knn")
 _SIMILARITY_ROWS = 2000  # images on which representations are compared, drawn with the seed
 
 

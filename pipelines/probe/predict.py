@@ -1,9 +1,10 @@
-"""Predict classes or masks of images with a saved probe: `layertap predict PROBE IMAGES|OUT -o FILE.csv|FOLDER`."""
+"""Predict classes, masks or depths with a saved probe: `layertap predict PROBE IMAGES|OUT -o FILE.csv|FOLDER`."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from extract.store.format.differences import changes
 from extract.store.reader import FeatureReader
 from extract.system.atomic_files import link_target
 from extract.system.leftovers import temporary_folder
-from pipelines.probe.predict_masks import check_mask_folder, labels_of, predict_masks
+from pipelines.probe.predict_pixels import check_pixel_folder, predict_pixels, predicted_pixels
 from pipelines.probe.report import answer
 from pipelines.terminal.progress import Progress
 from pipelines.terminal.tables import table_file
@@ -39,7 +40,9 @@ def run_predict(
     path: Path, images: str, output: Path, *, backbone: str | None = None, weights: str | None = None,
     device: str = "auto",
 ) -> str:  # fmt: skip
-    """Predict, write a CSV table, and return a summary. A probe of masks writes a folder, see `predict_masks`.
+    """Predict, write a CSV table, and return a summary.
+
+    A probe of masks or depths writes a folder, see `predict_pixels`.
 
     The table has one line per image: path, status, prediction, and the probability of each class if the probe gives
     probabilities. A multilabel prediction lists the labels that are more probable than not, separated by |.
@@ -69,14 +72,14 @@ def run_predict(
                   for (name, _), pooling in zip(fitted_on, poolings, strict=True)]  # fmt: skip
         if not layers or not isinstance(probe.about["layers"], list) or max_pixels < 1:
             raise ValueError(f"layers {probe.about['layers']!r}, max_pixels {max_pixels}")
-        predicts_masks = bool(labels_of(probe))
+        pixels = predicted_pixels(probe)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         raise InputError(f"{path} does not describe the features that it was fitted on: {reason}") from error
     write: Callable[[LinearProbe, Path, Sequence[str], Path], str] = _predict
-    if predicts_masks:
-        check_mask_folder(output)
-        write = predict_masks
+    if pixels is not None:
+        check_pixel_folder(output, pixels)
+        write = partial(predict_pixels, predicted=pixels)
     elif output.is_file() and not _holds_predictions(output):
         raise InputError(f"{output} already exists and holds no predictions", hint="name another file")
     elif output.is_dir():

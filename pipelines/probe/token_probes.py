@@ -135,9 +135,10 @@ class TokenProbes:
         return Example(row, picture, self._files[row], predicted)
 
     def about(self, result: ProbeResult) -> Mapping[str, Any]:
-        """Return what a saved probe needs to write masks: the labels of its classes."""
-        assert isinstance(self._files, MaskFiles)
+        """Return what a saved probe needs to write masks or depths: labels of classes, or how bins give depths."""
         assert result.model is not None
+        if isinstance(self._files, DepthFiles):
+            return result.model.about
         label_of = dict(zip(self._files.classes, self._files.ids.tolist(), strict=True))
         return {"labels": [label_of[str(name)] for name in result.model.classes_.tolist()]}
 

@@ -6,6 +6,7 @@ import csv
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import numpy as np
 import pytest
 from PIL import ExifTags, Image
 
-from pipelines.probe import predict_masks, probe_figures
+from extract.analysis.probe.model import LinearProbe
+from pipelines.probe import predict_pixels, probe_figures
 from tests.pipelines.test_cli import SMALL, fails, layertap
 
 COLOURS = ((128, 128, 128), (220, 40, 40), (40, 60, 220))
@@ -67,6 +69,13 @@ def figures() -> None:
 
 def segment(made: Path, *options: Any, out: Path | None = None, masks: Any = None) -> Any:
     return layertap("probe", out or made / "out", "-p", "segmentation", "--masks", masks or made / "masks", *options)
+
+
+def masks_probe(made: Path, folder: Path) -> Path:
+    """Save a probe of masks in a folder."""
+    saved = folder / "masks.safetensors"
+    assert segment(made, "-l", "layer1", "--save", saved, "-o", folder / "res").exit_code == 0
+    return saved
 
 
 def results(folder: Path) -> dict[str, Any]:
@@ -187,8 +196,7 @@ def test_masks_are_turned_as_the_pictures_that_were_computed(
 
 
 def test_predict_refuses_a_place_that_is_not_its_own(made: Path, tmp_path: Path) -> None:
-    saved = tmp_path / "masks.safetensors"
-    assert segment(made, "-l", "layer1", "--save", saved, "-o", tmp_path / "res").exit_code == 0
+    saved = masks_probe(made, tmp_path)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("")
     assert "holds no predicted masks" in fails("predict", saved, made / "out", "-o", tmp_path / "mine")
@@ -202,8 +210,7 @@ def test_predict_refuses_a_place_that_is_not_its_own(made: Path, tmp_path: Path)
 
 
 def test_predict_follows_no_link_and_names_files_that_are_also_folders(made: Path, tmp_path: Path) -> None:
-    saved = tmp_path / "masks.safetensors"
-    assert segment(made, "-l", "layer1", "--save", saved, "-o", tmp_path / "res").exit_code == 0
+    saved = masks_probe(made, tmp_path)
     (tmp_path / "received").mkdir()
     (tmp_path / "received" / "masks.csv").write_text("path,status,mask\n")
     (tmp_path / "outside").mkdir()
@@ -231,15 +238,15 @@ def test_files_that_are_not_of_a_probe_stay(made: Path, tmp_path: Path) -> None:
 def test_an_interrupted_predict_can_be_repeated(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved = tmp_path / "masks.safetensors"
     assert segment(made, "-l", "layer1", "--save", saved, "-o", tmp_path / "res").exit_code == 0
-    write, written = predict_masks._write, []
+    write, written = predict_pixels._write, []
 
-    def interrupted(folder: Path, name: str, mask: np.ndarray) -> None:
+    def interrupted(folder: Path, name: str, *arguments: Any) -> None:
         if len(written) == 3:
             raise KeyboardInterrupt
         written.append(name)
-        write(folder, name, mask)
+        write(folder, name, *arguments)
 
-    monkeypatch.setattr(predict_masks, "_write", interrupted)
+    monkeypatch.setattr(predict_pixels, "_write", interrupted)
     assert layertap("predict", saved, made / "out", "-o", tmp_path / "masks").exit_code != 0
     assert len(list((tmp_path / "masks").rglob("*.png"))) == 3
     monkeypatch.undo()
@@ -483,17 +490,63 @@ def test_options_that_do_not_fit_are_refused(
     assert why in message
 
 
-@pytest.mark.usefixtures("figures")
-def test_depths_are_predicted(made: Path, tmp_path: Path) -> None:
+def write_depths(made: Path, folder: Path) -> Path:
+    """Write a depth in millimetres for each class of the masks, as PNG and .npy."""
     for number, path in enumerate(sorted((made / "masks").rglob("*.png"))):
         mask = np.asarray(Image.open(path))
         depth = np.select([mask == 0, mask == 3, mask == 7], [4.0, 1.5, 2.5], 0.0)  # 0: unknown
-        target = tmp_path / "depth" / path.relative_to(made / "masks")
+        target = folder / path.relative_to(made / "masks")
         target.parent.mkdir(parents=True, exist_ok=True)
         if number % 2:
             np.save(target.with_suffix(".npy"), 1000 * depth)
         else:
             Image.fromarray((1000 * depth).astype(np.uint16)).save(target)
+    return folder
+
+
+@pytest.mark.parametrize("protocol", ["depth", "depth-dinov3"])
+def test_depths_that_a_saved_probe_predicts_have_the_metrics_of_the_probe(
+    made: Path, tmp_path: Path, protocol: str
+) -> None:
+    depths, saved = write_depths(made, tmp_path / "depth"), tmp_path / "depth.safetensors"
+    iterations = ["--iterations", 200] if protocol == "depth-dinov3" else []
+    result = layertap("probe", made / "out", "-p", protocol, *iterations, "--depth", depths, "-l", "layer1",
+                      "--save", saved, "-o", tmp_path / "res")  # fmt: skip
+    assert result.exit_code == 0, result.output
+    result = layertap("predict", saved, made / "pictures" / "test", "-o", tmp_path / "predicted")
+    assert result.exit_code == 0, result.output
+    assert f"6 depth maps predicted; written: {tmp_path / 'predicted'}" in result.stdout
+    errors = []
+    for line in csv.DictReader((tmp_path / "predicted" / "depths.csv").open()):
+        with Image.open(tmp_path / "predicted" / line["depth"]) as image:
+            assert (image.mode, image.size, line["depth"][-4:]) == ("F", SIZE, ".tif")
+            predicted = np.asarray(image)
+        (file,) = (depths / "test").glob(f"{Path(line['path']).stem}.*")
+        truth = np.load(file) if file.suffix == ".npy" else np.asarray(Image.open(file)).astype(float)
+        counted = (truth > 0) & ~np.isnan(predicted)
+        assert not counted[:, 0].any()  # outside the crop
+        errors.append(np.sqrt(((predicted - truth)[counted] ** 2).mean()))
+    (probed,) = results(tmp_path / "res")["probes"]
+    assert np.mean(errors) == pytest.approx(probed["metrics"]["rmse"]["value"], rel=1e-3)
+    # What predict wrote is a table of depths.
+    assert layertap("predict", saved, made / "pictures", "-o", tmp_path / "all").exit_code == 0
+    result = layertap("probe", made / "out", "-p", "depth", "--depth", tmp_path / "all" / "depths.csv", "-l", "layer1",
+                      "-o", tmp_path / "again")  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert "holds no predicted masks" in fails("predict", masks_probe(made, tmp_path), made / "out", "-o",
+                                               tmp_path / "all")  # fmt: skip
+
+
+@pytest.mark.parametrize("described", [{"weighting": "other", "largest": 1.0}, {"weighting": "relu", "largest": -1}, 3])
+def test_a_probe_with_wrong_bins_of_depth_is_refused(made: Path, tmp_path: Path, described: Any) -> None:
+    probe = LinearProbe.load(masks_probe(made, tmp_path))
+    replace(probe, about={**probe.about, "depth": described}).save(tmp_path / "wrong.safetensors")
+    assert "does not describe" in fails("predict", tmp_path / "wrong.safetensors", made / "out", "-o", tmp_path / "p")
+
+
+@pytest.mark.usefixtures("figures")
+def test_depths_are_predicted(made: Path, tmp_path: Path) -> None:
+    write_depths(made, tmp_path / "depth")
     result = layertap("probe", made / "out", "-p", "depth", "--depth", tmp_path / "depth", "-o", tmp_path / "res")
     assert result.exit_code == 0, result.output
     assert "out: 30 rows, depth maps; 24 train, 6 test" in result.stdout

@@ -7,16 +7,16 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 from numpy.typing import ArrayLike, NDArray
 
 from extract.analysis.dense.dense_probe import DenseProbe
+from extract.analysis.dense.depth_bins import DepthBins
 from extract.analysis.dense.depth_metrics import DepthErrors, depth_metrics
-from extract.analysis.dense.linear_head import BinnedDepth, train_depth_head
+from extract.analysis.dense.linear_head import depth_bins, train_depth_head
 from extract.analysis.dense.protocols import DEPTH
 from extract.analysis.dense.token_classifier import fit_token_classifier, with_validation
 from extract.analysis.dense.token_images import held, remembered, scores_of_images, token_numbers
-from extract.analysis.dense.upsampling import cell_means, pixels_of_input, upsampled
+from extract.analysis.dense.upsampling import cell_means, pixels_of_input
 from extract.analysis.probe.probing import ProbeResult
 from extract.analysis.probe.protocols import Fitted
 from extract.errors import InputError
@@ -27,8 +27,6 @@ __all__ = ["DepthMaps", "depth_probe"]
 # Of 500 pictures with built depths (78,400 tokens for training, blocks.4 of the bundled backbone): RMSE 1.33 m by ridge
 # regression; 1.14, 1.10 and 1.06 m by 8, 16 and 32 bins in 3, 6 and 20 s; 1.10 m by DINOv3's head after 2,000 batches.
 _BINS = 16
-
-DepthOf = Callable[[torch.Tensor], torch.Tensor]  # scores (B, bins, h, w) -> depths (B, 1, h, w)
 
 
 class DepthMaps(Protocol):
@@ -84,7 +82,7 @@ def depth_probe(
             depth map; NaN for those that the crop left out.
 
     Returns:
-        the result; its numbers of rows are numbers of images.
+        the result; its numbers of rows are numbers of images, and the classes of its model the depths of bins.
 
     Raises:
         InputError: an image is in two of the sets, grids or images differ, a depth map or all depths are missing, or a
@@ -100,22 +98,24 @@ def depth_probe(
         raise InputError("no pixel of the training images has a known depth")
     largest = largest if max_depth is None else max_depth
     if probe.definition.of_tokens is None:
-        fitted, depth_of, notes = _fit_head(probe, checked, largest)
+        fitted, bins, notes = _fit_head(probe, checked, largest)
     else:
-        fitted, depth_of, notes = _fit_tokens(probe, checked)
+        fitted, bins, notes = _fit_tokens(probe, checked, largest)
     errors = DepthErrors(len(probe.test))
     for number, (image, scores) in enumerate(scores_of_images(probe.features, fitted.scores, probe.test)):
         truth = checked[image]
-        of_cells = depth_of(scores[None])[0, 0].clamp(max=largest)
-        predicted = upsampled(probe.features[0], of_cells, (truth.shape[1], truth.shape[0]))
+        predicted = bins.predicted(probe.features[0], scores, (truth.shape[1], truth.shape[0]))
         errors.add(number, truth, predicted)
         if on_prediction is not None:
             on_prediction(image, predicted)
     if not errors.n.any():
         raise InputError("the test images have no known depth inside the crop")
+    assert fitted.model is not None
+    model = replace(fitted.model, classes_=bins.depths, about={"depth": bins.as_json()})
     return probe.result(
-        "depth", np.array(["depth"]), depth_metrics(errors, seed), fitted, notes, per_image=errors.by_image()
-    )
+        "depth", np.array(["depth"]), depth_metrics(errors, seed), fitted, notes, model=model,
+        per_image=errors.by_image(),
+    )  # fmt: skip
 
 
 class _CheckedDepths:
@@ -140,8 +140,8 @@ class _CheckedDepths:
         return np.asarray(np.where(counts, depth, np.float32(np.nan)))
 
 
-def _fit_tokens(probe: DenseProbe, depths: _CheckedDepths) -> tuple[Fitted, DepthOf, list[str]]:
-    """Fit a classifier of tokens; return it, the depths of its scores, and notes."""
+def _fit_tokens(probe: DenseProbe, depths: _CheckedDepths, largest: float) -> tuple[Fitted, DepthBins, list[str]]:
+    """Fit a classifier of tokens; return it, its bins, and notes."""
     train, val, chosen_on = with_validation(probe.train, probe.val, probe.settings.seed)
     images = np.union1d(train, val)
     means = np.stack([cell_means(probe.features[0], depths[image]) for image in images.tolist()])
@@ -152,26 +152,22 @@ def _fit_tokens(probe: DenseProbe, depths: _CheckedDepths) -> tuple[Fitted, Dept
     bins = np.where(known, np.searchsorted(edges, means), -1)
     settings = replace(probe.settings, classes=np.arange(_BINS).astype(str))
     fitted, present, notes = fit_token_classifier(probe, images, bins, val, settings)
-    centres = torch.tensor([means[(bins == number) & of_train[:, None]].mean() for number in present.tolist()])
-
-    def depth_of(scores: torch.Tensor) -> torch.Tensor:
-        return torch.einsum("bkhw,k->bhw", scores.softmax(1), centres.float())[:, None]
-
+    centres = np.array([means[(bins == number) & of_train[:, None]].mean() for number in present.tolist()], np.float32)
     count = f"{known.sum():,} of {known.size:,} tokens of the training images"
     notes = [f"{count} have a known depth for half of their pixels", *notes]
-    return replace(fitted, chosen_on=chosen_on), depth_of, notes
+    return replace(fitted, chosen_on=chosen_on), DepthBins(centres, "softmax", largest), notes
 
 
-def _fit_head(probe: DenseProbe, depths: _CheckedDepths, largest: float) -> tuple[Fitted, DepthOf, list[str]]:
-    """Train the linear head; return it, the depths of its scores, and notes."""
-    tokens, images, settings = probe.features[0], probe.learned, probe.settings
+def _fit_head(probe: DenseProbe, depths: _CheckedDepths, largest: float) -> tuple[Fitted, DepthBins, list[str]]:
+    """Train the linear head; return it, its bins, and notes."""
+    tokens, images, settings, bins = probe.features[0], probe.learned, probe.settings, depth_bins(largest)
 
     def depths_of(number: int) -> NDArray[np.float32]:
         return pixels_of_input(tokens, depths[int(images[number])], np.nan)
 
     model = train_depth_head(
         held(probe.features, token_numbers(images, tokens.per_image), settings), tokens.grid,
-        remembered(depths_of, settings), largest,
+        remembered(depths_of, settings), bins,
         iterations=probe.iterations, seed=settings.seed, device=settings.device,
     )  # fmt: skip
-    return Fitted(lambda tokens: (model.scores(tokens), None), len(images)), BinnedDepth(largest), []
+    return Fitted(lambda tokens: (model.scores(tokens), None), len(images), model=model), bins, []

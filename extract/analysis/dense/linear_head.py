@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,11 +14,12 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from extract.analysis.dense.depth_bins import DepthBins, mean_depth
 from extract.analysis.dense.head_training import linear_layers, train_head, trained_layers
 from extract.analysis.probe.feature_matrix import FeatureRows
 from extract.analysis.probe.model import LinearProbe
 
-__all__ = ["BinnedDepth", "train_depth_head", "train_segmentation_head"]
+__all__ = ["depth_bins", "train_depth_head", "train_segmentation_head"]
 
 _SEGMENTATION_ITERATIONS, _DEPTH_ITERATIONS = 40_000, 38_400
 _BINS = 256
@@ -101,29 +103,28 @@ def _seeded(seed: int, device: torch.device) -> Iterator[None]:
         yield
 
 
-class BinnedDepth(nn.Module):
-    """Depths from scores of bins, which are spread evenly: the mean of their depths, weighted by relu(score) + 0.1.
+def depth_bins(largest: float) -> DepthBins:
+    """Return 256 bins, spread evenly from 1/10,000 of the largest depth to this depth."""
+    return DepthBins(torch.linspace(largest * _LEAST_SHARE, largest, _BINS).numpy(), "relu", largest)
 
-    Args:
-        largest: depth of the last bin; that of the first is 1/10,000 of it.
-    """
 
-    def __init__(self, largest: float):
+class _MeanDepth(nn.Module):
+    """Depths (B, 1, ...) from the scores (B, bins, ...) of bins."""
+
+    def __init__(self, bins: DepthBins):
         super().__init__()
-        self._largest = largest
+        self._weighting = bins.weighting
+        self.register_buffer("depths", torch.from_numpy(bins.depths))
 
     def forward(self, scores: Tensor) -> Tensor:
-        """Return (B, 1, ...) depths of (B, bins, ...) scores."""
-        weights = scores.relu() + 0.1
-        bins = torch.linspace(self._largest * _LEAST_SHARE, self._largest, scores.shape[1], device=scores.device)
-        return torch.einsum("bk...,k->b...", weights / weights.sum(1, keepdim=True), bins)[:, None]
+        return mean_depth(scores, self.get_buffer("depths"), self._weighting)[:, None]
 
 
 def train_depth_head(
     rows: FeatureRows,
     grid: tuple[int, int],
     depths: Callable[[int], NDArray[np.float32]],
-    largest: float,
+    bins: DepthBins,
     *,
     iterations: int | None,
     seed: int,
@@ -139,13 +140,13 @@ def train_depth_head(
         grid: (h, w).
         depths: function of the number of an image, from 0 to N - 1, that returns (H, W) depths of its input to the
             backbone; NaN is ignored. All have the same size.
-        largest: largest depth that can be predicted.
+        bins: result of `depth_bins`.
         iterations: batches of 16 images; None: 38,400.
         seed: seed of the weights and the order.
         device: device to compute on.
 
     Returns:
-        the head with its batch norm, as a probe of single tokens whose scores `BinnedDepth` takes.
+        the head with its batch norm, as a probe of single tokens; its classes are the depths of the bins.
 
     Raises:
         InputError: a token has NaN or infinity, or the training does not stay finite.
@@ -159,7 +160,7 @@ def train_depth_head(
         known = ~target.isnan()
         if not known.any():
             return predicted.sum() * 0
-        least = largest * _LEAST_SHARE
+        least = bins.largest * _LEAST_SHARE
         ratio = (predicted[:, 0][known] + least).log() - (target[known] + least).log()
         value = 0.15 * ratio.mean() ** 2
         if seen > _LOSS_WITHOUT_VARIANCE and len(ratio) > 1:
@@ -176,11 +177,11 @@ def train_depth_head(
         _set(optimizer, lr=3e-4 * lr, betas=(moment, 0.99))
 
     with _seeded(seed, device):
-        norm, linear = linear_layers(rows.width, _BINS)
-        head = nn.Sequential(norm, linear, BinnedDepth(largest)).to(device)
+        norm, linear = linear_layers(rows.width, len(bins.depths))
+        head = nn.Sequential(norm, linear, _MeanDepth(bins)).to(device)
         optimizer = torch.optim.AdamW(head.parameters(), lr=3e-4, betas=(0.95, 0.99), weight_decay=1e-4)
         train_head(
             head, rows, grid, depths, loss, optimizer, schedule,
             iterations=iterations, seed=seed, device=device, largest_gradient=35.0,
         )  # fmt: skip
-    return trained_layers(norm, linear)
+    return replace(trained_layers(norm, linear), classes_=bins.depths)

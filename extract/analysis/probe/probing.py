@@ -68,7 +68,7 @@ class ProbeResult:
             dense probes.
         probabilities: (N, K); None if the probe has no probabilities.
         objective: objective of logistic regression for the chosen value, on training and validation rows.
-        model: the probe, for prediction and saving; None for k nearest neighbours, few-shot and depth.
+        model: the probe, for prediction and saving; None for k nearest neighbours and few-shot.
         notes: warnings about the result.
         seconds: run time.
         chosen_on: the rows that the hyper-parameter was chosen on, in words; empty: no choice, or few-shot.

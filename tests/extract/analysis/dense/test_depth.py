@@ -11,7 +11,8 @@ from sklearn.linear_model import LogisticRegression
 from torch.nn.functional import interpolate
 
 from extract.analysis.dense import DEPTH, depth_probe
-from extract.analysis.dense.linear_head import BinnedDepth
+from extract.analysis.dense.depth_bins import mean_depth
+from extract.analysis.dense.linear_head import depth_bins
 from extract.analysis.dense.upsampling import cell_means
 from extract.errors import InputError, UnknownNameError
 from tests.extract.analysis.dense.test_segmentation import CHANNELS, CROP, GRID, IMAGES, TEST, TRAIN, token_array
@@ -183,11 +184,12 @@ def test_means_of_cells_are_those_of_their_known_pixels(samples: Any) -> None:
 
 def test_depths_of_bins_are_means_weighted_by_scores() -> None:
     scores = torch.randn(2, 256, 3, 4)
-    found = BinnedDepth(10.0)(scores)
+    bins_of_head = depth_bins(10.0)
+    found = mean_depth(scores, torch.from_numpy(bins_of_head.depths), bins_of_head.weighting)
     weights = scores.clamp(min=0) + 0.1
     bins = torch.linspace(0.001, 10, 256)
     expected = (weights * bins[:, None, None]).sum(1) / weights.sum(1)
-    torch.testing.assert_close(found[:, 0], expected)
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("protocol", DEPTH)

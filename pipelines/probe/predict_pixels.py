@@ -1,0 +1,210 @@
+"""Write predicted masks of images as PNG files, or predicted depths as TIFF files, with a table of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+
+from extract.analysis.dense.depth_bins import DepthBins
+from extract.analysis.dense.token_images import scores_of_images
+from extract.analysis.dense.upsampling import predicted_mask
+from extract.analysis.probe.model import LinearProbe
+from extract.errors import InputError
+from extract.row_status import Status
+from extract.store.format.dataset import DataSet
+from extract.store.reader import FeatureReader
+from extract.store.tokens.token_array import TokenArray
+from extract.system.atomic_files import atomic_write, own_folder
+from pipelines.terminal.output_paths import check_folder
+from pipelines.terminal.pictures import Pictures
+from pipelines.terminal.tables import table_file
+from pipelines.terminal.text_output import printable
+
+__all__ = ["PredictedDepths", "PredictedMasks", "check_pixel_folder", "predict_pixels", "predicted_pixels"]
+
+_HEAD = ["path", "status"]
+
+
+class PredictedMasks:
+    """Masks of a probe: the labels of its training masks, and the largest number of their type outside the crop.
+
+    Args:
+        labels: label of each class.
+    """
+
+    what, column, table, suffix = "masks", "mask", "masks.csv", ".png"
+
+    def __init__(self, labels: Sequence[int]):
+        kind = np.uint8 if max(labels) < 0xFF else np.uint16
+        self._label_of = np.array([*labels, np.iinfo(kind).max], kind)  # the last is for -1
+
+    def pixels(self, tokens: TokenArray, scores: Tensor, size: tuple[int, int]) -> NDArray[Any]:
+        """Return (H, W) uint8, or uint16 if a label is 255 or above, from scores (K, h, w)."""
+        return np.asarray(self._label_of[predicted_mask(tokens, scores, size)])
+
+    def save(self, pixels: NDArray[Any], file: BinaryIO) -> None:
+        """Write a PNG."""
+        Image.fromarray(pixels).save(file, "PNG")
+
+
+class PredictedDepths:
+    """Depths of a probe, in the unit of its training depths; NaN outside the crop.
+
+    Args:
+        bins: bins of the probe.
+    """
+
+    what, column, table, suffix = "depth maps", "depth", "depths.csv", ".tif"
+
+    def __init__(self, bins: DepthBins):
+        self._bins = bins
+
+    def pixels(self, tokens: TokenArray, scores: Tensor, size: tuple[int, int]) -> NDArray[Any]:
+        """Return (H, W) float32 from scores (bins, h, w)."""
+        return self._bins.predicted(tokens, scores, size)
+
+    def save(self, pixels: NDArray[Any], file: BinaryIO) -> None:
+        """Write a TIFF with one channel of float32."""
+        Image.fromarray(pixels).save(file, "TIFF")
+
+
+Predicted = PredictedMasks | PredictedDepths
+
+
+def predicted_pixels(probe: LinearProbe) -> Predicted | None:
+    """Return what a probe predicts for pixels; None for a probe of whole images.
+
+    Raises:
+        ValueError: the file of the probe does not give a label for each class, or does not describe its bins of depth.
+    """
+    if "depth" in probe.about:
+        return PredictedDepths(DepthBins.of_json(probe.about["depth"], probe.classes_))
+    labels = probe.about.get("labels", [])
+    are_labels = isinstance(labels, list) and all(type(label) is int and 0 <= label < 0xFFFF for label in labels)
+    if not are_labels or len(labels) not in (0, len(probe.classes_)):
+        raise ValueError(f"labels {labels!r}; expected one for each class, below 65,535")
+    return PredictedMasks(labels) if labels else None
+
+
+def check_pixel_folder(folder: Path, predicted: Predicted) -> None:
+    """Check that predictions can be written into a folder: a new or empty one, or one with earlier predictions.
+
+    Raises:
+        InputError: they cannot.
+    """
+    if folder.is_dir() and any(folder.iterdir()) and not _holds(folder, predicted):
+        raise InputError(f"{folder} already exists and holds no predicted {predicted.what}", hint="name another folder")
+    if folder.exists() and not folder.is_dir():
+        raise InputError(
+            f"{folder} is a file; a probe of {predicted.what} writes a folder", hint="name a folder with -o"
+        )
+
+
+def _holds(folder: Path, predicted: Predicted) -> bool:
+    try:
+        with (folder / predicted.table).open("rb") as file:
+            return file.readline().decode(errors="replace").strip() == ",".join([*_HEAD, predicted.column])
+    except OSError:
+        return False
+
+
+def predict_pixels(probe: LinearProbe, out: Path, layers: Sequence[str], folder: Path, predicted: Predicted) -> str:
+    """Write a file in the size of each picture, and a table of them; return a summary.
+
+    Args:
+        probe: probe of tokens.
+        out: data set with the features; its pictures must be available.
+        layers: its features.
+        folder: folder to write; the files have the paths of the images.
+        predicted: what the probe predicts.
+
+    Raises:
+        InputError: the pictures are not available.
+    """
+    counts: Counter[str] = Counter()
+    with FeatureReader(out, check=True) as reader:
+        pictures = _pictures(reader, DataSet.open(out), predicted)
+        files = _names(reader.paths, predicted)
+        check_folder(folder)
+        if not _holds(folder, predicted):  # so that a run that is interrupted can be repeated
+            with table_file(folder / predicted.table) as write:
+                write([*_HEAD, predicted.column])
+        with table_file(folder / predicted.table) as write:
+            write([*_HEAD, predicted.column])
+            of_rows = _pixels_of_rows(probe, reader, layers, pictures, predicted)
+            for row, name in enumerate(reader.paths):
+                if reader.status[row] != Status.OK:
+                    write([name, Status(reader.status[row]).text, ""])
+                    counts["without features"] += 1
+                    continue
+                pixels = next(of_rows)
+                if pixels is None:
+                    write([name, "picture not available", ""])
+                    counts["without picture"] += 1
+                    continue
+                _write(folder, files[row], pixels, predicted)
+                write([name, Status.OK.text, files[row]])
+                counts["written"] += 1
+    left_out = "".join(f", {counts[why]:,} {why}" for why in ("without features", "without picture") if counts[why])
+    return f"{counts['written']:,} {predicted.what} predicted{left_out}; written: {folder}"
+
+
+def _pictures(reader: FeatureReader, dataset: DataSet, predicted: Predicted) -> Pictures:
+    orientation = str(reader.provenance.get("configuration", {}).get("orientation", "exif"))
+    pictures = Pictures(reader, dataset.images["root"], range(len(reader)), orientation=orientation)
+    if pictures.why_not:
+        raise InputError(
+            f"{predicted.what} need the sizes of the pictures, which are not available: {pictures.why_not}"
+        )
+    return pictures
+
+
+def _pixels_of_rows(
+    probe: LinearProbe, reader: FeatureReader, layers: Sequence[str], pictures: Pictures, predicted: Predicted
+) -> Iterator[NDArray[Any] | None]:
+    """Yield the predicted pixels (H, W) of each image with features; None without a picture."""
+    tokens = [reader.tokens(layer) for layer in layers]
+    rows = tokens[0].rows
+    scored = scores_of_images(tokens, lambda some: (probe.scores(some), None), np.arange(len(rows)))
+    for row, (_, scores) in zip(rows.tolist(), scored, strict=True):
+        size = pictures.size(row)
+        yield None if size is None else predicted.pixels(tokens[0], scores, size)
+
+
+def _names(paths: Sequence[str], predicted: Predicted) -> list[str]:
+    """Return the file of each image below the folder: its path with another suffix; two images never share one."""
+    parts = [[part for part in PurePosixPath(path).parts if part.strip("/") not in ("", "..")] for path in paths]
+    inside = ["/".join(part) or "image" for part in parts]
+    short = [str(PurePosixPath(name).with_suffix(predicted.suffix)) for name in inside]
+    times = Counter(short)
+    names = [
+        name if times[name] == 1 else f"{path}{predicted.suffix}" for name, path in zip(short, inside, strict=True)
+    ]
+    if twice := next((name for name, count in Counter(names).items() if count > 1), ""):
+        raise InputError(
+            f"two images have the {predicted.column} {printable(twice)}; remove one of them from the images"
+        )
+    folders = {str(parent) for name in names for parent in PurePosixPath(name).parents}
+    if both := folders & set(names):
+        raise InputError(
+            f"the {predicted.column} {printable(min(both))} is also a folder of {predicted.what}; rename one of the "
+            "images"
+        )
+    return names
+
+
+def _write(folder: Path, name: str, pixels: NDArray[Any], predicted: Predicted) -> None:
+    try:
+        for parent in list(PurePosixPath(name).parents)[-2::-1]:  # below the folder; a link would lead out of it
+            own_folder(folder / parent)
+        with atomic_write(folder / name, tidy=False) as file:
+            predicted.save(pixels, file)
+    except OSError as error:
+        raise InputError(f"{printable(str(folder / name))} cannot be written: {error.strerror or error}") from error
