@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -367,6 +368,23 @@ class FeatureReader:
         layout = token_layout(layer, array.shape[1:], array.attributes)
         described = preprocessing if isinstance(preprocessing, dict) else {}
         return TokenArray(array, layout, self._good_rows(split), described)
+
+    def layers_with_tokens(self) -> list[str]:
+        """Return the names of the features that `tokens` accepts.
+
+        Raises:
+            InputError: there are none.
+        """
+        names = []
+        for name in self.layers:
+            with contextlib.suppress(InputError):
+                self.tokens(name)
+                names.append(name)
+        if not names:
+            raise InputError(
+                f"{self._name} has no feature with tokens", hint="store them: layertap embed IMAGES -l LAYER:tokens"
+            )
+        return names
 
     def _good_rows(self, split: str | None) -> NDArray[np.int64]:
         good = self.status == Status.OK

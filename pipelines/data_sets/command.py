@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -96,10 +97,23 @@ def report(out: Path, other: Path | None, **settings: Any) -> None:
     click.echo(f"{written}, {written.stat().st_size / 1e6:.1f} MB; open it in a browser")
 
 
+class _Pixel(click.ParamType[tuple[int, int]]):
+    """X,Y of a pixel."""
+
+    name = "X,Y"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        match = re.fullmatch(r"(\d{1,9}),(\d{1,9})", str(value), re.ASCII)
+        if match is None:
+            self.fail(f"{value!r}: expected X,Y in pixels from the upper left corner, such as 320,200", param, ctx)
+        return int(match[1]), int(match[2])
+
+
 @click.command(short_help="Find images that are similar to an image or a text.")
 @click.argument("out", type=DATA_SET)
 @click.argument("query", metavar="[ROW|PATH|IMAGE]", required=False)
 @click.option("--text", help="Text to search for, if the backbone of OUT has a text tower (CLIP, SigLIP).")
+@click.option("--at", type=_Pixel(), help="Pixel of the query image: search for its patch in the tokens of OUT.")
 @click.option("-k", type=click.IntRange(min=1), default=10, show_default=True, help="Number of images to find.")
 @click.option("-l", "--layer", help="Layer to compare. [default: embedding, or the only layer]")
 @click.option("--itself", is_flag=True, help="Include the query row in the results.")
@@ -109,8 +123,8 @@ def report(out: Path, other: Path | None, **settings: Any) -> None:
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:N or mps.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Draw the results; .png, .svg or .pdf.")
 @json_flag
-def search(out: Path | str, query: str | None, as_json: bool, **settings: Any) -> None:
-    """Find the images of the data set OUT that are nearest to an image or a text, by exact cosine search.
+def search(out: Path | str, query: str | None, at: tuple[int, int] | None, as_json: bool, **settings: Any) -> None:
+    """Find the images of the data set OUT that are nearest to an image, a patch or a text, by exact cosine search.
 
     The query is a row number, the path of an image in the data set, or an image file, whose features are computed with
     the data set's recorded settings; or --text.
@@ -118,16 +132,24 @@ def search(out: Path | str, query: str | None, as_json: bool, **settings: Any) -
     \b
     layertap search outputs/photos 17
     layertap search outputs/photos new.jpg -k 20 -o gallery.png
+    layertap search outputs/photos-tokens cat.jpg --at 320,200 -o patches.png
     layertap search outputs/photos-clip --text "a dog on grass"
     """
     if settings["output"] is not None:
         library("matplotlib", "figures", "--output")
-    elif settings["images"] is not None:
+    elif settings["images"] is not None and at is None:
         raise InputError("--images is for drawing the results", hint="add --output FILE")
     from pipelines.data_sets.search import as_json as results_as_json
     from pipelines.data_sets.search import print_results, run_search
 
-    results = run_search(out, query, **settings)
+    if at is None:
+        results = run_search(out, query, **settings)
+    else:
+        from pipelines.data_sets.patch_search import run_patch_search
+
+        if query is None or settings.pop("text") is not None:
+            raise InputError("--at is a pixel of a query image; expected a row number, a path, or an image file")
+        results = run_patch_search(out, query, at, **settings)
     print_result(results, as_json, results_as_json, print_results)
     if settings["output"] and not as_json:
         click.echo(f"written: {settings['output']}", err=True)

@@ -26,7 +26,7 @@ from pipelines.terminal.output_paths import PICTURES, check_file
 from pipelines.terminal.pictures import Pictures
 from pipelines.terminal.text_output import printable
 
-__all__ = ["as_json", "print_results", "run_search"]
+__all__ = ["as_json", "class_of", "print_results", "row_of_query", "run_search"]
 
 
 def run_search(
@@ -71,7 +71,7 @@ def run_search(
             feature = features_of_text(dataset, reader.provenance, text, backbone, weights, device)
         elif query is not None:
             name = layer_to_search(reader.layers, layer, str(out))
-            row, note = _row_of(reader, query, out)
+            row, note = row_of_query(reader, query, out)
             path = query if row is None else reader.paths[row]
             if row is None:
                 feature = features_of_file(dataset, reader.provenance, Path(query), backbone, weights, device)[name]
@@ -80,24 +80,25 @@ def run_search(
         good = np.flatnonzero(reader.status == Status.OK)
         without = None if row is None or itself else np.array([row])
         neighbours = nearest(reader[name], feature[None], k, among=good, without=without, device=_device(device))
-        classes, labels, splits = reader.classes, reader.labels, reader.splits
-
-        def class_of(near: int) -> str:
-            return classes[labels[near]] if labels[near] >= 0 else ""
-
         hits = [
-            Hit(near, cosine, reader.paths[near], class_of(near), splits[near])
+            Hit(near, cosine, reader.paths[near], class_of(reader, near), reader.splits[near])
             for near, cosine in zip(neighbours.rows[0].tolist(), neighbours.cosines[0].tolist(), strict=True)
             if near >= 0
         ]
         results = SearchResults(
             out, name, row, path, text or "", note, hits, len(good) - (without is not None),
-            name="" if row is None else class_of(row),
+            name="" if row is None else class_of(reader, row),
         )  # fmt: skip
         if output is not None:
             why_not = _draw(results, reader, dataset.images["root"], images, link_target(output))
             results = replace(results, no_pictures=why_not)
     return results
+
+
+def class_of(reader: FeatureReader, row: int) -> str:
+    """Return the name of the class of a row; empty: unlabelled."""
+    label = int(reader.labels[row])
+    return reader.classes[label] if label >= 0 else ""
 
 
 def _feature_of_row(reader: FeatureReader, layer: str, row: int) -> NDArray[Any]:
@@ -109,7 +110,7 @@ def _feature_of_row(reader: FeatureReader, layer: str, row: int) -> NDArray[Any]
     return feature
 
 
-def _row_of(reader: FeatureReader, query: str, out: Path | str) -> tuple[int | None, str]:
+def row_of_query(reader: FeatureReader, query: str, out: Path | str) -> tuple[int | None, str]:
     """Return the row that a query names, None for a file; and a note on what else the query may mean."""
     is_file = Path(query).is_file()
     file = f"a file has this name, too; to search for the file, write ./{query}" if is_file else ""
@@ -161,7 +162,10 @@ def print_results(results: SearchResults, echo: Callable[[str], None]) -> None:
     query = f"the file {results.path}" if results.query is None else f"row {results.query} ({printable(results.path)})"
     if results.text:
         query = f'the text "{printable(results.text)}"'
-    echo(f"{results.out}: nearest to {query} by cosine of {results.layer}, among {results.searched:,} rows{name}")
+    searched = f"{results.layer}, among {results.searched:,} rows"
+    if results.at is not None:
+        query, searched = f"the patch at {_pixel(results.at)} of {query}", f"the patches of {searched}"
+    echo(f"{results.out}: nearest to {query} by cosine of {searched}{name}")
     if results.note:
         echo(f"  note: {printable(results.note)}")
     if results.no_pictures:
@@ -172,7 +176,19 @@ def print_results(results: SearchResults, echo: Callable[[str], None]) -> None:
     for rank, hit in enumerate(results.hits, 1):
         name = f"  [{printable(hit.name)}]" if hit.name else ""
         number = f"{rank:>{len(str(len(results.hits)))}}"
-        echo(f"  {number}  {hit.cosine:.6f}  row {hit.row:<{width}}  {printable(hit.path)}{name}")
+        echo(f"  {number}  {hit.cosine:.6f}  row {hit.row:<{width}}  {printable(hit.path)}{_place(hit)}{name}")
+
+
+def _place(hit: Hit) -> str:
+    """Return where the nearest patch of a result is, in words."""
+    if hit.box is not None:
+        left, top, right, bottom = hit.box
+        return f"  at {_pixel((round((left + right) / 2), round((top + bottom) / 2)))}"
+    return f"  row {hit.cell[0]}, column {hit.cell[1]} of its grid" if hit.cell is not None else ""
+
+
+def _pixel(at: tuple[int, int]) -> str:
+    return f"{at[0]},{at[1]}"
 
 
 def as_json(results: SearchResults) -> dict[str, Any]:
@@ -186,6 +202,7 @@ def as_json(results: SearchResults) -> dict[str, Any]:
             "text": results.text or None,
             "class": results.name or None,
             "note": results.note,
+            **({} if results.at is None else {"at": list(results.at)}),
         },
         "no_pictures": results.no_pictures,
         "searched": results.searched,
@@ -197,6 +214,7 @@ def as_json(results: SearchResults) -> dict[str, Any]:
                 "path": hit.path,
                 "class": hit.name or None,
                 "split": hit.split or None,
+                **({} if hit.cell is None else {"cell": list(hit.cell), "box": hit.box and list(hit.box)}),
             }
             for rank, hit in enumerate(results.hits, 1)
         ],

@@ -5,7 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Hit", "SearchResults"]
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Box", "Hit", "Overlay", "SearchResults"]
+
+Box = tuple[float, float, float, float]  # left, top, right, bottom in pixels of a picture
 
 
 @dataclass(frozen=True)
@@ -18,6 +23,8 @@ class Hit:
         path: path of its image.
         name: name of its class; empty: unlabelled.
         split: train, val, test or empty.
+        cell: of a search by patch, row and column of the nearest patch in the grid of the image; else None.
+        box: the part of the picture that this patch covers; None if the size of the picture is not available.
     """
 
     row: int
@@ -25,6 +32,25 @@ class Hit:
     path: str
     name: str
     split: str
+    cell: tuple[int, int] | None = None
+    box: Box | None = None
+
+
+@dataclass(frozen=True)
+class Overlay:
+    """Similarity of the patches of a picture to the query.
+
+    Attributes:
+        similarity: (h, w) cosines; NaN is unknown.
+        window: the part of the picture that the patches cover, in its pixels.
+        box: the part that the nearest patch covers.
+        size: (width, height) of the picture.
+    """
+
+    similarity: NDArray[np.float64]
+    window: Box
+    box: Box
+    size: tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -38,6 +64,7 @@ class SearchResults:
         path: path of the query image; empty for a text.
         text: query text; empty for an image.
         name: name of the class of the query row; empty: unlabelled, a file or a text.
+        at: x and y of the pixel whose patch was searched for; None: whole images were compared.
         note: what else the query may mean; empty: nothing.
         hits: results, nearest first.
         searched: number of rows compared.
@@ -54,3 +81,4 @@ class SearchResults:
     searched: int
     no_pictures: str = ""
     name: str = ""
+    at: tuple[int, int] | None = None

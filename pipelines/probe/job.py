@@ -27,7 +27,7 @@ from extract.taps.layer_names import match_layers
 from pipelines.probe.coco import CocoFile
 from pipelines.probe.config import ProbeConfig
 from pipelines.probe.labelling import Labelling, drop_leaks, image_hashes, label_rows
-from pipelines.probe.token_probes import Example, TokenProbes, layers_with_tokens
+from pipelines.probe.token_probes import Example, TokenProbes
 
 __all__ = ["Comparison", "ProbeRun", "ProbedFeature", "data_sets", "description_of", "run_probe"]
 
@@ -230,7 +230,7 @@ def _arrays(config: ProbeConfig, reader: FeatureReader, where: str) -> dict[tupl
     """Return the features to probe, or their tokens, by the names of the parts that are concatenated."""
     layers = config.layers
     if config.is_dense:
-        layers = layers_with_tokens(reader, where) if layers is None else layers
+        layers = reader.layers_with_tokens() if layers is None else layers
         return {parts: [reader.tokens(part) for part in parts] for parts in _layers(reader, layers, where)}
     return {parts: [reader[part] for part in parts] for parts in _layers(reader, layers, where)}
 

@@ -157,8 +157,7 @@ def predict_pixels(probe: LinearProbe, out: Path, layers: Sequence[str], folder:
 
 
 def _pictures(reader: FeatureReader, dataset: DataSet, predicted: Predicted) -> Pictures:
-    orientation = str(reader.provenance.get("configuration", {}).get("orientation", "exif"))
-    pictures = Pictures(reader, dataset.images["root"], range(len(reader)), orientation=orientation)
+    pictures = Pictures(reader, dataset.images["root"], range(len(reader)))
     if pictures.why_not:
         raise InputError(
             f"{predicted.what} need the sizes of the pictures, which are not available: {pictures.why_not}"

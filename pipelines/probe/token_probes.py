@@ -13,7 +13,6 @@ from PIL import Image
 from extract.analysis.dense.depth import depth_probe
 from extract.analysis.dense.segmentation import segmentation_probe
 from extract.analysis.probe.probing import ProbeResult
-from extract.errors import InputError
 from extract.store.reader import FeatureReader
 from extract.store.tokens.token_array import TokenArray
 from pipelines.probe.coco import CocoFile
@@ -23,7 +22,7 @@ from pipelines.probe.labelling import Labelling
 from pipelines.probe.masks import MaskFiles, class_names
 from pipelines.terminal.pictures import Pictures
 
-__all__ = ["Example", "TokenProbes", "layers_with_tokens"]
+__all__ = ["Example", "TokenProbes"]
 
 _EXAMPLES = 8  # test images that are drawn, evenly spread
 _EXAMPLE_PX = 512  # longer side of their pictures
@@ -43,26 +42,6 @@ class Example(NamedTuple):
     picture: Image.Image | None
     truth: NDArray[Any]
     predicted: NDArray[Any]
-
-
-def layers_with_tokens(reader: FeatureReader, where: str) -> list[str]:
-    """Return the features of a data set that have tokens.
-
-    Raises:
-        InputError: there are none.
-    """
-    found = []
-    for name in reader.layers:
-        try:
-            reader.tokens(name)
-        except InputError:
-            continue
-        found.append(name)
-    if not found:
-        raise InputError(
-            f"{where} has no feature with tokens", hint="store them: layertap embed IMAGES -l LAYER:tokens"
-        )
-    return found
 
 
 class TokenProbes:
@@ -90,8 +69,7 @@ class TokenProbes:
         self._config = config
         rows = np.sort(np.concatenate([labelling.train, labelling.val, labelling.test])).tolist()
         names = {row: str(labelling.targets[row]) for row in rows}
-        orientation = str(reader.provenance.get("configuration", {}).get("orientation", "exif"))
-        self._pictures = Pictures(reader, root, rows, orientation=orientation)
+        self._pictures = Pictures(reader, root, rows)
         self._files: MaskFiles | DepthFiles = DepthFiles(names)
         if config.task == "segmentation":
             named = None if config.class_names is None else class_names(config.class_names)

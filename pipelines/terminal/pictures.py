@@ -21,24 +21,22 @@ _ON_THEIR_SIDE = range(5, 9)  # EXIF orientations
 
 
 class Pictures:
-    """Pictures of some rows.
+    """Pictures of some rows, turned as those that the features were computed of.
 
     Args:
         reader: reader of the data set.
         root: location of the images as recorded in the data set.
         rows: rows that may be requested.
         images: location that the user named; None: `root`, unless pictures would be fetched from a URL.
-        orientation: "exif": pictures are upright; "ignore": as stored in their files.
 
     Attributes:
         why_not: why no pictures are available; empty: pictures may be available.
     """
 
-    def __init__(
-        self, reader: FeatureReader, root: str, rows: Sequence[int], images: str | None = None,
-        orientation: str = defaults.ORIENTATION,
-    ):  # fmt: skip
-        self._orientation = orientation
+    def __init__(self, reader: FeatureReader, root: str, rows: Sequence[int], images: str | None = None):
+        configuration = reader.provenance.get("configuration")
+        recorded = configuration.get("orientation") if isinstance(configuration, dict) else None
+        self._orientation = "ignore" if recorded == "ignore" else defaults.ORIENTATION
         self._hashes = reader.column("source_hash")
         self._place = {row: place for place, row in enumerate(rows)}
         self.why_not = ""

@@ -109,6 +109,10 @@ class TokenArray:
             values[here] = tokens[positions[here] - start, len(self.prefix) + cells[here]]
         return values
 
+    def of_feature(self, feature: NDArray[Any]) -> NDArray[Any]:
+        """Return the tokens (per_image, C) of one more image, from its feature (*shape) as `reader[layer]` has it."""
+        return self._layout.split(feature[None])[0, len(self.prefix) :]
+
     def row(self, index: Any) -> Any:
         """Return the row in the reader of the image of each token; `index` as in `tokens[index]`."""
         return self.rows[self._numbers(index) // self.per_image]
