@@ -45,6 +45,7 @@ extract.FeatureReader.failures: list[tuple[int, str, str, str]]
 extract.FeatureReader.fingerprint: str
 extract.FeatureReader.ids: Sequence[str] | None
 extract.FeatureReader.layers: list[str]
+extract.FeatureReader.layers_with_tokens(self) -> list[str]
 extract.FeatureReader.paths: Sequence[str]
 extract.FeatureReader.place_of(self, row: int) -> tuple[Path, int, int]
 extract.FeatureReader.provenance: dict[str, Any]
@@ -159,12 +160,16 @@ extract.probe.segmentation_probe(tokens: TokenArray | Sequence[TokenArray], mask
         'segmentation', iterations: int | None = None, seed: int = 0, device: str = 'auto', memory_bytes: int |
         None = None, on_prediction: Callable[[int, NDArray[np.int64]], None] | None = None) -> ProbeResult
 extract.search.MEMORY_BYTES = 268435456
+class extract.search.NearestPatches(images: NDArray[np.int64], cosines: NDArray[np.float64], cells: NDArray[np.int64])
 class extract.search.Neighbours(rows: NDArray[np.int64], cosines: NDArray[np.float64])
 extract.search.layer_to_search(layers: Sequence[str], asked: str | None, where: str) -> str
 extract.search.nearest(bank: Source, queries: NDArray[np.floating], k: int, *, among: NDArray[np.int64] | None =
         None, without: NDArray[np.int64] | None = None, device: str | torch.device = 'cpu', memory_bytes: int =
         268435456) -> Neighbours
+extract.search.nearest_patches(tokens: TokenArray, query: NDArray[np.floating], k: int) -> NearestPatches
 extract.search.overlap(first: NDArray[np.int64], second: NDArray[np.int64]) -> NDArray[np.float64]
+extract.search.patch_similarity(tokens: NDArray[np.floating], query: NDArray[np.floating]) ->
+        NDArray[np.float64]
 """
 
 

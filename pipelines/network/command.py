@@ -9,21 +9,25 @@ from typing import Any
 
 import click
 
+from extract import defaults
+from extract.errors import InputError
 from extract.system.optional_libraries import library
-from pipelines.network.config import AblateConfig, DrawConfig, InspectConfig, LookConfig
+from pipelines.network.config import AblateConfig, DrawConfig, InspectConfig, LookConfig, StoredTokensConfig
 from pipelines.terminal.completion import complete_backbones, complete_paths
 from pipelines.terminal.config import checked
-from pipelines.terminal.options import given, json_flag, option, print_result
+from pipelines.terminal.options import given, is_data_set, json_flag, option, print_result
 
 __all__ = ["ablate", "backbones", "draw", "inspect", "layers"]
 
 
-def _with_sample_options(command: Callable[..., Any], model: type[LookConfig] = LookConfig) -> Callable[..., Any]:
-    """Add the arguments and options that `inspect`, `draw` and `ablate` share."""
+def _with_sample_options(
+    command: Callable[..., Any], model: type[LookConfig] = LookConfig, *, of_data_sets: bool = False
+) -> Callable[..., Any]:
+    """Add the arguments and options that `inspect`, `draw` and `ablate` share; `of_data_sets`: IMAGES is optional."""
     look_option = partial(option, model=model)
     options = [
         click.argument("backbone", shell_complete=complete_backbones),
-        click.argument("images", shell_complete=complete_paths),
+        click.argument("images", shell_complete=complete_paths, required=not of_data_sets),
         look_option("-l", "--layers", multiple=True, metavar="LAYER"),
         look_option("--sample", metavar="N|all"),
         look_option("--weights"),
@@ -79,7 +83,7 @@ _draw_option = partial(option, model=DrawConfig)
     "kind",
     type=click.Choice(["maps", "channels", "top", "filters", "attention", "rollout", "gradcam", "tokens"]),
 )
-@partial(_with_sample_options, model=DrawConfig)
+@partial(_with_sample_options, model=DrawConfig, of_data_sets=True)
 @_draw_option("--channels", metavar="0,3,17")
 @_draw_option("--target", type=int, metavar="CLASS")
 @_draw_option("-o", "--out", type=click.Path(path_type=Path), metavar="FOLDER")
@@ -97,15 +101,35 @@ def draw(kind: str, **flags: Any) -> None:
     gradcam    evidence for a class, over the image
     tokens     main directions of patches or positions, as colours
 
+    `draw tokens` also takes a data set in place of BACKBONE, and draws the tokens that it has stored. IMAGES is then
+    optional: where the images are now, if they were moved.
+
     \b
     layertap draw maps bundled/efficientnet_lite0 cat.jpg
     layertap draw gradcam torchvision/resnet50 photos --sample 4
     layertap draw top bundled/efficientnet_lite0 photos -l blocks.4 --channels 3,40
+    layertap draw tokens outputs/photos-tokens
     """
     library("matplotlib", "figures", "layertap draw")
     from pipelines.network.draw import draw as run_draw
+    from pipelines.network.draw_stored import draw_stored_tokens
 
-    for path in run_draw(kind, checked(DrawConfig, given(flags))):
+    source = flags["backbone"]
+    if kind == "tokens" and is_data_set(source):
+        settings = {**given(flags), "data_set": source}
+        del settings["backbone"]
+        if refused := [name for name in settings if name not in StoredTokensConfig.model_fields]:
+            option_name = f"--{refused[0].replace('_', '-')}"
+            raise InputError(f"{option_name} is for a backbone; {source} is a data set", hint="leave it out")
+        written = draw_stored_tokens(checked(StoredTokensConfig, settings))
+    elif is_data_set(source):
+        raise InputError(f"{source} is a data set; draw {kind} expects a backbone, such as {defaults.BACKBONE}")
+    elif flags["images"] is None:
+        not_found = f": {source} is not a data set" if kind == "tokens" else ""
+        raise click.UsageError(f"Missing argument 'IMAGES'{not_found}.")
+    else:
+        written = run_draw(kind, checked(DrawConfig, given(flags)))
+    for path in written:
         click.echo(path)
 
 

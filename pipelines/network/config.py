@@ -6,12 +6,20 @@ import re
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from extract.errors import InputError
 from pipelines.terminal.config import BackboneConfig
 
-__all__ = ["AblateConfig", "DrawConfig", "InspectConfig", "LookConfig"]
+__all__ = ["AblateConfig", "DrawConfig", "InspectConfig", "LookConfig", "StoredTokensConfig"]
+
+
+def _sample(value: Any) -> int | None:
+    if value == "all":
+        return None
+    if not re.fullmatch(r"[1-9]\d*", str(value), re.ASCII):
+        raise ValueError("expected a number of images, or all")
+    return int(value)
 
 
 class LookConfig(BackboneConfig):
@@ -24,11 +32,7 @@ class LookConfig(BackboneConfig):
     @field_validator("sample", mode="before")
     @classmethod
     def _parse_sample(cls, value: Any) -> Any:
-        if value == "all":
-            return None
-        if not re.fullmatch(r"[1-9]\d*", str(value), re.ASCII):
-            raise ValueError("expected a number of images, or all")
-        return int(value)
+        return _sample(value)
 
 
 class InspectConfig(LookConfig):
@@ -87,3 +91,21 @@ class DrawConfig(LookConfig):
     @classmethod
     def _split_channels(cls, value: Any) -> Any:
         return value.split(",") if isinstance(value, str) else value
+
+
+class StoredTokensConfig(BaseModel):
+    """Configuration of `layertap draw tokens OUT`, whose options are among those of `DrawConfig`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    data_set: str
+    images: str | None = None
+    layers: list[str] | None = None
+    sample: int | None = DrawConfig.model_fields["sample"].default
+    out: Path = DrawConfig.model_fields["out"].default
+    format: Literal["png", "svg", "pdf"] = DrawConfig.model_fields["format"].default
+
+    @field_validator("sample", mode="before")
+    @classmethod
+    def _parse_sample(cls, value: Any) -> Any:
+        return _sample(value)

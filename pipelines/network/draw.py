@@ -29,18 +29,18 @@ from extract.system.torch_state import evaluating, full_float32
 from extract.taps.layer_names import match_layers, named_layers
 from extract.taps.taps import Taps
 from pipelines.network import draw_figures
-from pipelines.network.config import DrawConfig
+from pipelines.network.config import DrawConfig, StoredTokensConfig
 from pipelines.network.image_sample import Sample, sample_of
 from pipelines.network.imagenet_targets import class_name, targets_of
 from pipelines.terminal.backbone import backbone_of
 from pipelines.terminal.figures import save_figure
 from pipelines.terminal.output_paths import check_folder
 
-__all__ = ["KINDS", "draw"]
+__all__ = ["KINDS", "MOST_IMAGES", "draw", "figure_file"]
 
 _SAMPLED = 256  # default number of images for kinds in `_MANY_IMAGE_KINDS`
 _TOP_COUNT = 8  # images per channel, and channels
-_MOST_IMAGES = 64  # in a figure that shows every image
+MOST_IMAGES = 64  # in a figure that shows every image
 _MOST_TILES = 600
 _MARKS = {True: "✓ ", False: "✗ "}
 
@@ -58,16 +58,21 @@ def draw(kind: str, config: DrawConfig) -> list[Path]:
     if kind in _MANY_IMAGE_KINDS and "sample" not in config.model_fields_set:
         config = config.model_copy(update={"sample": _SAMPLED})
     sample = sample_of(config, backbone)
-    if kind not in _MANY_IMAGE_KINDS and len(sample.rows) > _MOST_IMAGES:
+    if kind not in _MANY_IMAGE_KINDS and len(sample.rows) > MOST_IMAGES:
         raise InputError(
-            f"{len(sample.rows)} images do not fit into one figure", hint=f"use --sample {_MOST_IMAGES} or less"
+            f"{len(sample.rows)} images do not fit into one figure", hint=f"use --sample {MOST_IMAGES} or less"
         )
     written = []
     for name, figure in KINDS[kind](config, backbone, sample):
-        plain = re.sub(r"[^\w.-]+", "_", f"{kind}-{name}" if name else kind)
-        written.append(save_figure(figure, config.out / f"{plain}.{config.format}"))
+        written.append(save_figure(figure, figure_file(kind, name, config)))
     sample.print_failures()
     return written
+
+
+def figure_file(kind: str, layer: str, config: DrawConfig | StoredTokensConfig) -> Path:
+    """Return the file of a figure; the layer may be empty."""
+    plain = re.sub(r"[^\w.-]+", "_", f"{kind}-{layer}" if layer else kind)
+    return config.out / f"{plain}.{config.format}"
 
 
 Figures = Iterator[tuple[str, Figure]]  # layer, figure

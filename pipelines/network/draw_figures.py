@@ -91,8 +91,8 @@ def feature_maps(maps: Floats, channels: Sequence[int], pixels: Pixels, names: S
     return figure
 
 
-def side_by_side(pixels: Pixels, others: Floats, names: Sequence[str], title: str) -> Figure:
-    """Draw each image beside another picture of it (N, h, w, 3)."""
+def side_by_side(pixels: Pixels | Sequence[Pixels], others: Floats, names: Sequence[str], title: str) -> Figure:
+    """Draw each image (H, W, 3) beside another picture of it (N, h, w, 3)."""
     figure, pairs = _pairs(len(pixels), title)
     for (left, right), picture, other, name in zip(pairs, pixels, others, names, strict=False):
         _show(left, picture, _caption(name))

@@ -21,6 +21,7 @@ __all__ = [
     "LateChoice",
     "config_file",
     "given",
+    "is_data_set",
     "json_flag",
     "option",
     "print_json",
@@ -59,6 +60,11 @@ class _Folder(click.Path):
                 f"`search`, `export`, and in Python FeatureReader({str(value)!r})",
             )
         return super().convert(value, param, ctx)
+
+
+def is_data_set(text: str) -> bool:
+    """Return whether a text names a data set, in an argument that may also name something else."""
+    return is_url(text) or (Path(text) / "dataset.json").is_file()
 
 
 class LateChoice(click.Choice):  # type: ignore[type-arg]  # generic since click 8.2
