@@ -272,6 +272,33 @@ def test_training_rows_of_a_probe_are_those_of_its_final_fit(tmp_path: Path) -> 
     assert (results[tmp_path]["layers"][0]["train"], results[tmp_path]["layers"][0]["test"]) == (50, 9)
 
 
+def test_examples_of_masks_and_depths_are_in_the_report(tmp_path: Path) -> None:
+    probe = {
+        "data_set": "a", "layer": "x", "width": 4, "chosen": {}, "metrics": {},
+        "rows": {"train": 5, "val": 0, "test": 9},
+    }  # fmt: skip
+    figures = {"depth": "depths.png", "segmentation": "masks.png", "damaged": "masks.png", "none": "", "other": "x.png"}
+    for name, figure in figures.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        task = {"depth": "depth", "other": "classification"}.get(name, "segmentation")
+        content = {
+            "configuration": {"protocol": task}, "probes": [probe],
+            "data_sets": {"a": {"fingerprint": "f", "task": task}},
+        }  # fmt: skip
+        (folder / "results.json").write_text(json.dumps(content))
+        if figure:
+            Image.new("RGB", (2800, 700), (250, 20, 30)).save(folder / figure)
+    (tmp_path / "damaged" / "masks.png").write_bytes(b"\x89PNG no more")
+    results, notes = probes(tmp_path / "none", [tmp_path / name for name in figures])
+    assert [folder.name for folder, result in results.items() if "examples" in result] == ["depth", "segmentation"]
+    (note,) = notes
+    assert "damaged/masks.png cannot be read as a figure" in note
+    with Image.open(io.BytesIO(base64.b64decode(results[tmp_path / "depth"]["examples"]))) as picture:
+        assert (picture.format, picture.size) == ("WEBP", (1400, 350))
+        assert picture.convert("RGB").getpixel((700, 100)) == pytest.approx((250, 20, 30), abs=6)
+
+
 def test_a_file_that_is_no_report_is_not_written_over(hostile: Path, tmp_path: Path) -> None:
     mine = tmp_path / "mine.html"
     mine.write_text("<p>mine</p>")

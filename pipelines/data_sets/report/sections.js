@@ -85,7 +85,7 @@ const addVerdict = () => {
 const addProbes = () => {
   if (!content.probes.length) return;
   const part = addSection("Linear probes");
-  for (const {name: title, protocol, metrics, complete, layers} of content.probes) {
+  for (const {name: title, protocol, metrics, complete, layers, examples} of content.probes) {
     add(part, "h3", `${protocol} (${title})`);
     if (!complete) add(part, "p", "This probe did not finish.", {class: "note"});
     const metric = metrics[0], factor = SHARES.includes(baseOf(metric)) ? 100 : 1;
@@ -109,6 +109,7 @@ const addProbes = () => {
       ["Train", "number", (item) => item.train, (item) => count(item.train)],
       ["Test", "number", (item) => item.test, (item) => count(item.test)],
     ], layers);
+    if (examples) add(part, "img", null, {class: "examples", src: `data:image/webp;base64,${examples}`, alt: `Test images with true and predicted values of ${protocol}`});
   }
   addPredictions(part);
 };
