@@ -16,7 +16,7 @@ import os
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 from extract import defaults
@@ -29,7 +29,7 @@ from extract.extraction.summary import Summary
 from extract.extraction.todo import batches_of, check_disk_space, check_same_images, work_of
 from extract.extraction.validation import Computation, validated_forward
 from extract.images import load_batches
-from extract.images.loading import stop_on_machine_errors
+from extract.images.loading import Load, stop_on_machine_errors
 from extract.store.format.dataset import BUILDING
 from extract.store.format.kept_axes import keep_axes
 from extract.store.reader import FeatureReader
@@ -180,6 +180,8 @@ def extract(
     *,
     retry_failed: bool = False,
     has_stored_rows: bool = False,
+    shards: Container[int] | None = None,
+    load: Load = load_batches,
     on_rows: Callable[[int, bool], None] | None = None,
     on_computation: Callable[[Computation], None] | None = None,
     on_note: Callable[[str], None] | None = None,
@@ -193,6 +195,8 @@ def extract(
             and replaces the old one when it is finished.
         has_stored_rows: whether rows of the same features are stored elsewhere. Then features in lower precision are
             compared but not refused, as if an earlier run had stored rows here.
+        shards: numbers of the shards to compute; None for all.
+        load: gives the decoded batches; see `load_batches`.
         on_rows: called with a number of rows, and whether an earlier run stored them (True) or this one (False).
         on_computation: called after the first batch with how features are computed.
         on_note: called at most once, with a note on an image that is stored but looks wrong.
@@ -214,16 +218,17 @@ def extract(
             check_same_images(plan, existing)
         work = work_of(dataset, plan.images.source, retry_failed)
         summary.found = dataset.n_rows - sum(len(shard.rows) for shard in work)
+        work = [shard for shard in work if shards is None or shard.shard in shards]
         if summary.found and on_rows is not None:
             on_rows(summary.found, True)
-        if summary.found < dataset.n_rows:
+        if work:
             run = {name: value for name, value in plan.provenance.items() if name != "depends_on"}
             dataset.add_run({"event": "started", "found_done": summary.found, **run})
         start = time.perf_counter()
         # The worker processes start here, before any shard is open.
-        decoding = plan.decoding if summary.found < dataset.n_rows else dataclasses.replace(plan.decoding, workers=0)
+        decoding = plan.decoding if work else dataclasses.replace(plan.decoding, workers=0)
         rows = itertools.chain.from_iterable(batches_of(shard.rows, plan) for shard in work)
-        loaded = load_batches(plan.images, rows, decoding)
+        loaded = load(plan.images, rows, decoding)
 
         def log_computation(computation: Computation) -> None:
             how = dataclasses.asdict(computation)

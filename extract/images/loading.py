@@ -33,7 +33,7 @@ from extract.images.sources import UNKNOWN, BrokenListError, ImageSource, Unreac
 from extract.images.worker_deaths import WorkerDeaths
 from extract.row_status import Status
 
-__all__ = ["Batch", "Batches", "Decoding", "load_batches", "stop_on_machine_errors"]
+__all__ = ["Batch", "Batches", "Decoding", "Load", "load_batches", "stop_on_machine_errors"]
 
 _SUSPECT = 32  # consecutive images with the same failure, unlikely to be their own; fewer may be dead links
 _GIVE_UP_S = 600  # without any image: a worker cannot send, or a file system hangs
@@ -107,6 +107,19 @@ class Decoding:
             preprocessing.cpu_transform, preprocessing.min_decode_px, max_pixels, workers, batch_size,
             preprocessing.orientation, preprocessing.icc,
         )  # fmt: skip
+
+
+class ClosableBatches(Protocol):
+    """Iterator over decoded batches that is closed at the end."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Return itself."""
+
+    def __next__(self) -> Batch:
+        """Return the next batch."""
+
+    def close(self) -> None:
+        """End the iteration, and the processes that decode."""
 
 
 class Item(NamedTuple):
@@ -285,6 +298,9 @@ def _joined(pieces: list[Batch]) -> Batch:
         source_hash=np.concatenate([piece.source_hash for piece in pieces]),
         notes={row: note for piece in pieces for row, note in piece.notes.items()},
     )
+
+
+Load = Callable[[ImageList, Iterable[list[int]], Decoding], ClosableBatches]  # such as `load_batches`
 
 
 def load_batches(images: ImageList, batches: Iterable[list[int] | None], decoding: Decoding) -> Batches:

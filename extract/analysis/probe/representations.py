@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from extract.analysis.probe.feature_matrix import FeatureRows, Source
 from extract.errors import InputError
 
-__all__ = ["linear_cka", "rsa", "similarities"]
+__all__ = ["correlation", "linear_cka", "ranked_distances", "rsa", "similarities"]
 
 _WORK_BYTES = 64 << 20  # of rows in double precision held at once
 
@@ -46,7 +46,7 @@ def rsa(x: Source | FeatureRows, y: Source | FeatureRows) -> float:
     """
     first, second = _as_rows(x), _as_rows(y)
     _check(len(first), len(second))
-    return _correlation(_ranked_distances(first), _ranked_distances(second))
+    return correlation(ranked_distances(first), ranked_distances(second))
 
 
 def similarities(features: Iterable[FeatureRows]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -56,13 +56,13 @@ def similarities(features: Iterable[FeatureRows]) -> tuple[NDArray[np.float64], 
     """
     grams, distances = [], []
     for rows in features:
-        distances.append(_ranked_distances(rows))
+        distances.append(ranked_distances(rows))
         grams.append(_gram(rows))
     cka, likeness = np.eye(len(grams)), np.eye(len(grams))
     for i in range(len(grams)):
         for j in range(i + 1):
             cka[i, j] = cka[j, i] = _cka(grams[i], grams[j])
-            likeness[i, j] = likeness[j, i] = _correlation(distances[i], distances[j])
+            likeness[i, j] = likeness[j, i] = correlation(distances[i], distances[j])
     return cka, likeness
 
 
@@ -107,7 +107,7 @@ def _cka(first: NDArray[np.float64], second: NDArray[np.float64]) -> float:
     return float(np.vdot(first, second)) / scale if scale else float("nan")
 
 
-def _ranked_distances(rows: FeatureRows) -> NDArray[np.float64]:
+def ranked_distances(rows: FeatureRows) -> NDArray[np.float64]:
     """Return the ranks (N (N - 1) / 2,) of the distances of all pairs minus their mean; ties share a mean rank."""
     count = len(rows)
     _check(count, count)
@@ -122,6 +122,7 @@ def _ranked_distances(rows: FeatureRows) -> NDArray[np.float64]:
     return np.asarray(ranks - ranks.mean())
 
 
-def _correlation(first: NDArray[np.float64], second: NDArray[np.float64]) -> float:
+def correlation(first: NDArray[np.float64], second: NDArray[np.float64]) -> float:
+    """Return the correlation of two vectors whose mean is 0; NaN if one is constant."""
     scale = float(np.linalg.norm(first) * np.linalg.norm(second))
     return float(first @ second) / scale if scale else float("nan")

@@ -1,0 +1,167 @@
+"""How alike several features of the same images are: CKA, Procrustes, mutual nearest neighbours, RSA."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from extract.analysis.nearest_rows import nearest, overlap
+from extract.analysis.probe.feature_matrix import FeatureRows, Source
+from extract.analysis.probe.representations import correlation, ranked_distances
+from extract.errors import InputError
+
+__all__ = ["Alikeness", "alikeness"]
+
+MEMORY_BYTES = 512 << 20
+_KNN_ROWS, _RSA_ROWS = 10_000, 2_000  # both take time that grows with the square of the number of images
+_MOST_COLUMNS = 16_384  # of a feature whose product with others is held, and decomposed
+
+Matrix = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Alikeness:
+    """How alike M features are, and how many directions each uses.
+
+    Attributes:
+        cka: (M, M) linear CKA with the unbiased estimator, of all images; see `linear_cka`.
+        procrustes: (M, M) sum of the singular values of X^T Y, for X and Y centred and with length 1, of all images; 1 if
+            one feature is a rotated and scaled copy of the other (Williams et al. 2021).
+        mutual_knn: (M, M) mean share of the k nearest images, by cosine, that two features have in common (Huh et al.
+            2024, "The Platonic Representation Hypothesis").
+        rsa: (M, M) representational similarity analysis; see `rsa`.
+        effective_rank: (M,) exponential of the entropy of the singular values of X, divided by their sum (Roy and
+            Vetterli 2007).
+        k: number of nearest images.
+        knn_rows: number of images that `mutual_knn` was computed on.
+        rsa_rows: number of images that `rsa` was computed on.
+    """
+
+    cka: Matrix
+    procrustes: Matrix
+    mutual_knn: Matrix
+    rsa: Matrix
+    effective_rank: NDArray[np.float64]
+    k: int
+    knn_rows: int
+    rsa_rows: int
+
+
+def alikeness(
+    features: Sequence[Source | FeatureRows], *, k: int = 10, seed: int = 0, memory_bytes: int = MEMORY_BYTES
+) -> Alikeness:
+    """Compare features of the same images.
+
+    Rows are read in blocks. Mutual neighbours are computed on at most 10,000 images and RSA on 2,000, drawn with the
+    seed.
+
+    Args:
+        features: (N, D) or (N, *shape) each, with any D up to 16,384; the same images in the same order, N of at least
+            4.
+        k: nearest images of `mutual_knn`.
+        seed: seed of the choice of images.
+        memory_bytes: limit for products of features and for rows held at once.
+
+    Raises:
+        InputError: there are no features, their numbers of rows differ or are below 4, a feature is too wide, or k is
+            not below the number of images.
+    """
+    rows = [feature if isinstance(feature, FeatureRows) else FeatureRows.of(feature) for feature in features]
+    if not rows:
+        raise InputError("there are no features to compare")
+    count = len(rows[0])
+    if any(len(other) != count for other in rows) or count < 4:
+        counts = ", ".join(str(len(feature)) for feature in rows)
+        raise InputError(f"features have {counts} rows; expected the same images, at least 4")
+    if wide := [feature.width for feature in rows if feature.width > _MOST_COLUMNS]:
+        raise InputError(
+            f"a feature has {wide[0]:,} values for an image; expected at most {_MOST_COLUMNS:,}", hint="pool the layer"
+        )
+    draw = np.random.default_rng(seed).permutation(count)
+    of_knn, of_rsa = (np.sort(draw[:most]) for most in (_KNN_ROWS, _RSA_ROWS))
+    if not 1 <= k < len(of_knn):
+        raise InputError(f"k is {k}; expected 1 to {len(of_knn) - 1}")
+    cka, procrustes, effective_rank = _products(rows, memory_bytes)
+    neighbours = [_neighbours(feature.subset(of_knn), k, memory_bytes) for feature in rows]
+    mutual_knn = _symmetric(len(rows), lambda i, j: float(overlap(neighbours[i], neighbours[j]).mean()))
+    distances = [ranked_distances(feature.subset(of_rsa)) for feature in rows]
+    rsa = _symmetric(len(rows), lambda i, j: correlation(distances[i], distances[j]))
+    return Alikeness(cka, procrustes, mutual_knn, rsa, effective_rank, k, len(of_knn), len(of_rsa))
+
+
+def _symmetric(count: int, value_of: Callable[[int, int], float]) -> Matrix:
+    matrix = np.eye(count)
+    for i in range(count):
+        for j in range(i):
+            matrix[i, j] = matrix[j, i] = value_of(i, j)
+    return matrix
+
+
+def _neighbours(rows: FeatureRows, k: int, memory_bytes: int) -> NDArray[np.int64]:
+    """Return (N, k) the nearest rows of each row."""
+    queries = rows.between(0, len(rows))
+    return nearest(queries, queries, k, without=np.arange(len(rows)), memory_bytes=memory_bytes).rows
+
+
+def _products(rows: Sequence[FeatureRows], memory_bytes: int) -> tuple[Matrix, Matrix, NDArray[np.float64]]:
+    """Return CKA, Procrustes and effective ranks, from the products X^T Y of centred features."""
+    count, features = len(rows[0]), len(rows)
+    means = [sum((block.sum(0, dtype=np.float64) for _, block in each.blocks()), np.zeros(each.width)) / count
+             for each in rows]  # fmt: skip
+    hsic, nuclear, lengths = np.zeros((features, features)), np.eye(features), np.zeros(features)
+    effective_rank = np.zeros(features)
+    for i, others in _tiles([each.width for each in rows], memory_bytes // 2):
+        products = [np.zeros((rows[i].width, rows[j].width)) for j in others]
+        norms = np.zeros((len(others), 3))  # sums of |x|^2 |y|^2, |x|^2 and |y|^2
+        width = rows[i].width + max(rows[j].width for j in others)
+        step = max(1, memory_bytes // (4 * 8 * width))
+        for start in range(0, count, step):
+            stop = min(start + step, count)
+            x = rows[i].between(start, stop) - means[i]
+            of_x = np.einsum("nd,nd->n", x, x)
+            for number, j in enumerate(others):
+                y = x if j == i else rows[j].between(start, stop) - means[j]
+                of_y = np.einsum("nd,nd->n", y, y)
+                products[number] += x.T @ y
+                norms[number] += of_x @ of_y, of_x.sum(), of_y.sum()
+        for product, (both, of_i, of_j), j in zip(products, norms.tolist(), others, strict=True):
+            # The unbiased estimator of Song et al. 2012 times n (n - 3), for K = X X^T and L = Y Y^T without their
+            # diagonals: tr(K L) = |X^T Y|^2 - both, and the rows of K sum to -|x|^2, since X is centred.
+            hsic[i, j] = hsic[j, i] = (
+                np.vdot(product, product) - both * count / (count - 2) + of_i * of_j / ((count - 1) * (count - 2))
+            )
+            if i == j:
+                singular = np.sqrt(np.linalg.eigvalsh(product).clip(0))
+                lengths[i], effective_rank[i] = np.sqrt(of_i), _exponential_of_entropy(singular)
+            else:
+                nuclear[i, j] = nuclear[j, i] = np.linalg.svd(product, compute_uv=False).sum()
+    with np.errstate(invalid="ignore", divide="ignore"):
+        scale = np.sqrt(np.diag(hsic).clip(0))
+        cka, procrustes = hsic / np.outer(scale, scale), nuclear / np.outer(lengths, lengths)
+    np.fill_diagonal(procrustes, np.where(lengths > 0, 1.0, np.nan))
+    return (
+        np.where(np.isfinite(cka), cka, np.nan),
+        np.where(np.isfinite(procrustes), procrustes, np.nan),
+        effective_rank,
+    )
+
+
+def _tiles(widths: Sequence[int], most_bytes: int) -> Iterator[tuple[int, list[int]]]:
+    """Yield (i, several j >= i), so that the products of a feature i with the features j fit into memory."""
+    for i, width in enumerate(widths):
+        others: list[int] = []
+        for j in range(i, len(widths)):
+            if others and 8 * width * sum(widths[other] for other in [*others, j]) > most_bytes:
+                yield i, others
+                others = []
+            others.append(j)
+        yield i, others
+
+
+def _exponential_of_entropy(singular: NDArray[np.float64]) -> float:
+    shares = singular / singular.sum() if singular.sum() else singular
+    shares = shares[shares > 0]
+    return float(np.exp(-(shares * np.log(shares)).sum())) if len(shares) else 0.0

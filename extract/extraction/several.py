@@ -1,0 +1,203 @@
+"""Extract features of the same images with several backbones; images are decoded once for all that share a decoding."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from extract.backbones.preprocessing import Preprocessing
+from extract.compute.backbone import Backbone
+from extract.errors import LayertapError, LockedError, MachineError
+from extract.extraction.plan import Plan, plan
+from extract.extraction.run import extract
+from extract.extraction.settings import ExtractionSettings
+from extract.images import ImageList
+from extract.images.kept_batches import KeptBatches
+from extract.store.format.dataset import DataSet, shard_rows_for
+
+__all__ = ["KEPT_BYTES", "Member", "MemberRun", "extract_several"]
+
+KEPT_BYTES = 1 << 30  # of decoded images
+
+
+@dataclass(frozen=True)
+class Member:
+    """One of several extractions.
+
+    Attributes:
+        name: name in results.
+        out: folder of its data set.
+        load: loads the backbone; called several times, since one backbone is in memory at a time.
+        settings: settings; those of decoding are the same for all members.
+    """
+
+    name: str
+    out: Path
+    load: Callable[[], Backbone]
+    settings: ExtractionSettings
+
+
+@dataclass
+class MemberRun:
+    """What became of a member.
+
+    Attributes:
+        error: why it has no complete data set; None: it has one, or the run was stopped.
+        about: facts about the backbone: `parameters`, `device`, `weights`, `preprocessing`; empty if it cannot be
+            loaded.
+        complete: whether the data set is complete.
+    """
+
+    error: LayertapError | None = None
+    about: dict[str, Any] = field(default_factory=dict)
+    complete: bool = False
+
+
+@dataclass(frozen=True)
+class _Surveyed:
+    """What is known of a member before the first image is decoded."""
+
+    decoding: Hashable  # equal for members whose decoded images are equal
+    shard_rows: int  # largest
+    image_bytes: int  # of a decoded image
+
+
+def extract_several(
+    images: ImageList,
+    members: Sequence[Member],
+    *,
+    kept_bytes: int = KEPT_BYTES,
+    on_member: Callable[[str, range], None] = lambda name, rows: None,
+    on_rows: Callable[[int, bool], None] | None = None,
+    on_note: Callable[[str], None] | None = None,
+    stop: Callable[[], bool] = lambda: False,
+) -> dict[str, MemberRun]:
+    """Compute the missing rows of a data set for each member, shard by shard.
+
+    The members that share a decoding compute a shard one after the other, from images that the first one has decoded
+    and kept in memory. A member that fails is left out from then on.
+
+    Args:
+        images: listed images.
+        members: the extractions; their names and folders differ.
+        kept_bytes: limit for the decoded images of a shard, which limits the rows of shards of new data sets.
+        on_member: called before a member computes rows, with its name and the rows of the shard.
+        on_rows: see `extract`.
+        on_note: see `extract`.
+        stop: see `extract`.
+
+    Returns:
+        name -> what became of it.
+
+    Raises:
+        LockedError: another process writes to a folder.
+        MachineError: this machine cannot read images any more.
+    """
+    runs = {member.name: MemberRun() for member in members}
+    surveyed: dict[str, _Surveyed] = {}
+    for member in members:
+        with _failure_kept(runs[member.name]):
+            surveyed[member.name] = _survey(images, member, runs[member.name])
+        gc.collect()  # the modules of a backbone refer to each other in circles
+    rows = _rows_of_shards(images, members, surveyed, kept_bytes)
+    groups: dict[Hashable, list[Member]] = {}
+    for member in members:
+        if member.name in surveyed:
+            groups.setdefault(surveyed[member.name].decoding, []).append(member)
+    for shard in range(-(-len(images) // rows)):
+        here = range(shard * rows, min((shard + 1) * rows, len(images)))
+        for group in groups.values():
+            kept = KeptBatches()
+            for member in group:
+                run = runs[member.name]
+                if run.error is not None or _is_finished(member.out, shard):
+                    continue
+                on_member(member.name, here)
+                stopped = False
+                with _failure_kept(run):
+                    stopped = extract(
+                        _plan_of(images, member, rows), shards=[shard], load=kept.load, on_rows=on_rows,
+                        on_note=on_note, stop=stop,
+                    ).stopped  # fmt: skip
+                gc.collect()
+                if stopped:
+                    return runs
+    for member in members:
+        run = runs[member.name]
+        run.complete = run.error is None and all(file is not None for file in DataSet.open(member.out).published())
+    return runs
+
+
+@contextmanager
+def _failure_kept(run: MemberRun) -> Iterator[None]:
+    """Context manager: keep an error of a backbone as that of its run."""
+    try:
+        yield
+    except (LockedError, MachineError):
+        raise
+    except LayertapError as error:
+        run.error = error
+
+
+def _plan_of(images: ImageList, member: Member, shard_rows: int | None) -> Plan:
+    settings = replace(member.settings, shard_rows=shard_rows)
+    return plan(images, out=member.out, backbone=member.load(), settings=settings)
+
+
+def _survey(images: ImageList, member: Member, run: MemberRun) -> _Surveyed:
+    planned = _plan_of(images, member, member.settings.shard_rows)
+    planned.dataset.check()  # a complete data set of other features is not taken for this one
+    backbone = planned.backbone
+    run.about = {
+        "backbone": backbone.spec,
+        "parameters": sum(parameter.numel() for parameter in backbone.model.parameters()),
+        "device": str(backbone.device),
+        "weights": backbone.weights.source,
+        "preprocessing": str(backbone.preprocessing),
+    }
+    bytes_of_pixel = 3 if _is_plain(backbone.preprocessing) else 12
+    return _Surveyed(
+        _decoding_of(member.name, backbone.preprocessing),
+        shard_rows_for(planned.dataset.features),
+        int(np.prod(backbone.preprocessing.crop_px)) * bytes_of_pixel,
+    )
+
+
+def _is_plain(preprocessing: Preprocessing) -> bool:
+    """Return whether images are decoded to uint8, and normalised later."""
+    return preprocessing.library_transform is None
+
+
+def _decoding_of(name: str, preprocessing: Preprocessing) -> Hashable:
+    """Return what decoded images depend on; a library's own transform is not shared with other members."""
+    if not _is_plain(preprocessing):
+        return name
+    return replace(preprocessing, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
+
+
+def _rows_of_shards(
+    images: ImageList, members: Sequence[Member], surveyed: dict[str, _Surveyed], kept_bytes: int
+) -> int:
+    """Return the rows of shards: those of an existing data set, or as many whole batches as may be kept in memory."""
+    for member in members:
+        if member.name in surveyed and (member.out / "dataset.json").is_file():
+            return DataSet.open(member.out).shard_rows
+    rows = min((known.shard_rows for known in surveyed.values()), default=len(images))
+    rows = min(rows, kept_bytes // max((known.image_bytes for known in surveyed.values()), default=1))
+    batch_size = members[0].settings.batch_size
+    return max(1, min(len(images), max(1, rows // batch_size) * batch_size))
+
+
+def _is_finished(out: Path, shard: int) -> bool:
+    """Return whether a shard is published and not to be written again."""
+    if not (out / "dataset.json").is_file():
+        return False
+    dataset = DataSet.open(out)
+    where = dataset.shard_files()[shard]
+    return where.published is not None and where.part is None

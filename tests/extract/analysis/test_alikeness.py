@@ -1,0 +1,128 @@
+"""How alike features are, against independent computations: N x N matrices, SciPy, and the published code's steps."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from scipy.linalg import orthogonal_procrustes
+from scipy.spatial.distance import pdist
+from scipy.stats import spearmanr
+
+from extract.analysis import alikeness as module
+from extract.analysis.alikeness import alikeness
+from extract.errors import InputError
+
+N = 60
+
+
+@pytest.fixture(scope="module")
+def features() -> list[np.ndarray]:
+    """Features that share some directions, of several widths, one with more columns than rows and one with maps."""
+    generator = np.random.default_rng(0)
+    common = generator.normal(size=(N, 6))
+    shared = [common @ generator.normal(size=(6, width)) for width in (5, 12, 90)]
+    noisy = [
+        values + generator.normal(0, scale, values.shape) for values, scale in zip(shared, (0.1, 2, 4), strict=True)
+    ]
+    maps = generator.normal(5, 1, (N, 2, 3, 4))
+    return [values.astype(np.float32) for values in (*noisy, maps)]
+
+
+def flat(values: np.ndarray) -> np.ndarray:
+    return values.reshape(len(values), -1).astype(np.float64)
+
+
+def unbiased_cka(x: np.ndarray, y: np.ndarray) -> float:
+    """The estimator of Song et al. 2012, equation 5, from N x N matrices."""
+
+    def hsic(k: np.ndarray, other: np.ndarray) -> float:
+        n = len(k)
+        k, other = k - np.diag(np.diag(k)), other - np.diag(np.diag(other))
+        ones = np.ones(n)
+        middle = (ones @ k @ ones) * (ones @ other @ ones) / ((n - 1) * (n - 2))
+        return float((np.trace(k @ other) + middle - 2 / (n - 2) * (ones @ k @ other @ ones)) / (n * (n - 3)))
+
+    k, other = flat(x) @ flat(x).T, flat(y) @ flat(y).T
+    return hsic(k, other) / np.sqrt(hsic(k, k) * hsic(other, other))
+
+
+def mutual_knn(x: np.ndarray, y: np.ndarray, k: int) -> float:
+    """As in the code of Huh et al. 2024 (`metrics.py`): masks of the k nearest by inner product of unit vectors."""
+    masks = []
+    for values in (flat(x), flat(y)):
+        unit = values / np.linalg.norm(values, axis=1, keepdims=True)
+        products = unit @ unit.T
+        np.fill_diagonal(products, -1e8)
+        mask = np.zeros((len(unit), len(unit)))
+        np.put_along_axis(mask, np.argsort(-products, axis=1)[:, :k], 1.0, axis=1)
+        masks.append(mask)
+    return float(((masks[0] * masks[1]).sum(1) / k).mean())
+
+
+@pytest.mark.parametrize("memory_bytes", [20_000, 1 << 29])
+def test_all_measures_are_those_of_other_implementations(features: list[np.ndarray], memory_bytes: int) -> None:
+    found = alikeness(features, k=5, memory_bytes=memory_bytes)
+    for i, x in enumerate(features):
+        centred = flat(x) - flat(x).mean(0)
+        shares = np.linalg.svd(centred, compute_uv=False)
+        shares /= shares.sum()
+        entropy = -(shares[shares > 1e-12] * np.log(shares[shares > 1e-12])).sum()
+        assert found.effective_rank[i] == pytest.approx(np.exp(entropy), rel=1e-5)
+        for j, y in enumerate(features):
+            assert found.cka[i, j] == pytest.approx(unbiased_cka(x, y), abs=1e-6)
+            assert found.mutual_knn[i, j] == pytest.approx(mutual_knn(x, y, 5), abs=1e-9)
+            assert found.rsa[i, j] == pytest.approx(
+                spearmanr(pdist(flat(x), "correlation"), pdist(flat(y), "correlation")).statistic, abs=1e-6
+            )
+            other = flat(y) - flat(y).mean(0)
+            width = max(centred.shape[1], other.shape[1])
+            padded = [np.pad(z, ((0, 0), (0, width - z.shape[1]))) / np.linalg.norm(z) for z in (centred, other)]
+            assert found.procrustes[i, j] == pytest.approx(orthogonal_procrustes(*padded)[1], abs=1e-6)
+
+
+def test_a_rotated_and_scaled_copy_is_alike() -> None:
+    generator = np.random.default_rng(1)
+    x = generator.normal(size=(200, 8)).astype(np.float32)
+    rotation = np.linalg.qr(generator.normal(size=(8, 8)))[0]
+    found = alikeness(
+        [x, (3 * x @ rotation + 1).astype(np.float32), generator.normal(size=(200, 8)).astype(np.float32)]
+    )
+    assert found.cka[0, 1] == pytest.approx(1, abs=1e-5)
+    assert found.procrustes[0, 1] == pytest.approx(1, abs=1e-5)
+    assert abs(found.cka[0, 2]) < 0.1
+    assert found.mutual_knn[0, 2] < 0.15
+
+
+def test_slow_measures_take_a_sample(monkeypatch: pytest.MonkeyPatch, features: list[np.ndarray]) -> None:
+    monkeypatch.setattr(module, "_KNN_ROWS", 30)
+    monkeypatch.setattr(module, "_RSA_ROWS", 20)
+    found = alikeness(features, k=3, seed=4)
+    order = np.random.default_rng(4).permutation(N)
+    of_knn, of_rsa = np.sort(order[:30]), np.sort(order[:20])
+    assert (found.knn_rows, found.rsa_rows) == (30, 20)
+    x, y = features[0], features[1]
+    assert found.mutual_knn[0, 1] == pytest.approx(mutual_knn(x[of_knn], y[of_knn], 3), abs=1e-9)
+    expected = spearmanr(pdist(flat(x[of_rsa]), "correlation"), pdist(flat(y[of_rsa]), "correlation")).statistic
+    assert found.rsa[0, 1] == pytest.approx(expected, abs=1e-6)
+    assert found.cka[0, 1] == pytest.approx(unbiased_cka(x, y), abs=1e-6)
+
+
+def test_a_constant_feature_is_not_comparable(features: list[np.ndarray]) -> None:
+    found = alikeness([features[0], np.ones((N, 3), np.float32)], k=3)
+    assert np.isnan([found.cka[0, 1], found.procrustes[0, 1], found.procrustes[1, 1], found.rsa[0, 1]]).all()
+    assert found.effective_rank[1] == 0
+
+
+@pytest.mark.parametrize(
+    ("shapes", "k", "why"),
+    [
+        ([], 3, "no features"),
+        ([(5, 2), (6, 2)], 3, "5, 6 rows"),
+        ([(3, 2)], 1, "at least 4"),
+        ([(9, 2)], 9, "expected 1 to 8"),
+        ([(4, 20_000)], 1, "20,000 values"),
+    ],
+)
+def test_features_that_cannot_be_compared_are_refused(shapes: list[tuple[int, int]], k: int, why: str) -> None:
+    with pytest.raises(InputError, match=why):
+        alikeness([np.ones(shape, np.float32) for shape in shapes], k=k)
