@@ -20,6 +20,7 @@ import click
 from extract.errors import InputError, LayertapError, LockedError, UnknownNameError, first_line
 from extract.system.foreign_code import exits_refused, own_faults_refused
 from pipelines import demo
+from pipelines.compare import command as compare
 from pipelines.data_sets import command as data_sets
 from pipelines.doctor import command as doctor
 from pipelines.embed import command as embed
@@ -38,7 +39,7 @@ SECTIONS = {
     "Extract features": ("embed", "plan", "bench", "slurm"),
     "Look at data sets": ("show", "status", "report", "search", "diff", "verify", "export", "merge"),
     "Follow a folder": ("sync", "watch", "schedule", "compact"),
-    "Measure features": ("probe", "predict"),
+    "Measure features": ("probe", "predict", "compare"),
     "Look inside a network": ("layers", "inspect", "draw", "ablate"),
     "Set up": ("doctor", "backbones", "demo", "completion"),
 }
@@ -150,7 +151,7 @@ def main() -> None:
 
 
 # Each click command defined in these modules becomes a command of `layertap`.
-for _module in (completion, data_sets, demo, doctor, embed, network, probe, sync):
+for _module in (compare, completion, data_sets, demo, doctor, embed, network, probe, sync):
     for _member in vars(_module).values():
         if isinstance(_member, click.Command):
             main.add_command(_member)

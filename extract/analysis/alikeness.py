@@ -28,8 +28,8 @@ class Alikeness:
 
     Attributes:
         cka: (M, M) linear CKA with the unbiased estimator, of all images; see `linear_cka`.
-        procrustes: (M, M) sum of the singular values of X^T Y, for X and Y centred and with length 1, of all images; 1 if
-            one feature is a rotated and scaled copy of the other (Williams et al. 2021).
+        procrustes: (M, M) sum of the singular values of X^T Y, for X and Y centred and divided by their lengths, of all
+            images; 1 if one feature is a rotated and scaled copy of the other (Williams et al. 2021).
         mutual_knn: (M, M) mean share of the k nearest images, by cosine, that two features have in common (Huh et al.
             2024, "The Platonic Representation Hypothesis").
         rsa: (M, M) representational similarity analysis; see `rsa`.

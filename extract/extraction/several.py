@@ -74,6 +74,7 @@ def extract_several(
     *,
     kept_bytes: int = KEPT_BYTES,
     on_member: Callable[[str, range], None] = lambda name, rows: None,
+    on_failure: Callable[[str, LayertapError], None] = lambda name, error: None,
     on_rows: Callable[[int, bool], None] | None = None,
     on_note: Callable[[str], None] | None = None,
     stop: Callable[[], bool] = lambda: False,
@@ -88,7 +89,9 @@ def extract_several(
         members: the extractions; their names and folders differ.
         kept_bytes: limit for the decoded images of a shard, which limits the rows of shards of new data sets.
         on_member: called before a member computes rows, with its name and the rows of the shard.
-        on_rows: see `extract`.
+        on_failure: called with the name of a member that fails, and why.
+        on_rows: called with a number of rows, and whether earlier runs have stored them; rows of unfinished shards are
+            not among these.
         on_note: see `extract`.
         stop: see `extract`.
 
@@ -99,10 +102,15 @@ def extract_several(
         LockedError: another process writes to a folder.
         MachineError: this machine cannot read images any more.
     """
+
+    def on_new_rows(count: int, resumed: bool) -> None:
+        if on_rows is not None and not resumed:
+            on_rows(count, False)
+
     runs = {member.name: MemberRun() for member in members}
     surveyed: dict[str, _Surveyed] = {}
     for member in members:
-        with _failure_kept(runs[member.name]):
+        with _failure_kept(member, runs, on_failure):
             surveyed[member.name] = _survey(images, member, runs[member.name])
         gc.collect()  # the modules of a backbone refer to each other in circles
     rows = _rows_of_shards(images, members, surveyed, kept_bytes)
@@ -113,16 +121,18 @@ def extract_several(
     for shard in range(-(-len(images) // rows)):
         here = range(shard * rows, min((shard + 1) * rows, len(images)))
         for group in groups.values():
-            kept = KeptBatches()
+            kept = KeptBatches(stop)
             for member in group:
                 run = runs[member.name]
+                if run.error is None and _is_finished(member.out, shard) and on_rows is not None:
+                    on_rows(len(here), True)
                 if run.error is not None or _is_finished(member.out, shard):
                     continue
                 on_member(member.name, here)
                 stopped = False
-                with _failure_kept(run):
+                with _failure_kept(member, runs, on_failure):
                     stopped = extract(
-                        _plan_of(images, member, rows), shards=[shard], load=kept.load, on_rows=on_rows,
+                        _plan_of(images, member, rows), shards=[shard], load=kept.load, on_rows=on_new_rows,
                         on_note=on_note, stop=stop,
                     ).stopped  # fmt: skip
                 gc.collect()
@@ -135,14 +145,17 @@ def extract_several(
 
 
 @contextmanager
-def _failure_kept(run: MemberRun) -> Iterator[None]:
+def _failure_kept(
+    member: Member, runs: dict[str, MemberRun], on_failure: Callable[[str, LayertapError], None]
+) -> Iterator[None]:
     """Context manager: keep an error of a backbone as that of its run."""
     try:
         yield
     except (LockedError, MachineError):
         raise
     except LayertapError as error:
-        run.error = error
+        runs[member.name].error = error
+        on_failure(member.name, error)
 
 
 def _plan_of(images: ImageList, member: Member, shard_rows: int | None) -> Plan:

@@ -1,0 +1,1 @@
+"""Compare backbones and layers on the same images: `layertap compare`."""

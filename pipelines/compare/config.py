@@ -1,0 +1,75 @@
+"""Configuration of `layertap compare`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from extract import defaults
+from pipelines.terminal.config import name_of
+
+if TYPE_CHECKING:
+    from extract.extraction.settings import ExtractionSettings
+
+__all__ = ["CompareConfig"]
+
+
+class CompareConfig(BaseModel):
+    """Configuration of `layertap compare`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    images: str = Field(min_length=1, description="See `layertap embed`.")
+    backbones: list[str] = Field([], description="Backbone, or glob of backbones; may be repeated.")
+    table: Path | None = Field(
+        None, description="FILE.csv with the columns `backbone` and optionally `weights` and `name`."
+    )
+    layers: list[str] = Field(
+        list(defaults.LAYERS), min_length=1, description="Layers of each backbone; may be repeated; globs allowed."
+    )
+    protocol: Literal["clip", "simclr", "dinov2-logreg", "knn", "centroid"] = Field(
+        "clip", description="Classifier, and how its hyperparameter is chosen; see `layertap probe`."
+    )
+    labels: str | None = Field(
+        None, description="FILE.csv[:COLUMN] with `path` or `id`. [default: the classes of the images]"
+    )
+    out: Path | None = Field(None, description="Folder of the comparison. [default: outputs/<name of IMAGES>-compared]")
+    decode: Literal["exact", "fast"] = Field(defaults.DECODE, description="See `layertap embed`.")
+    dtype: Literal["float32", "float16", "bfloat16", "int8"] = Field(
+        defaults.DTYPE, description="Type of the stored features."
+    )
+    precision: Literal["float32", "bfloat16", "float16"] = Field(
+        defaults.PRECISION, description="Precision of the computation."
+    )
+    compile: Literal["auto", "on", "off", "inductor", "openvino"] = Field(
+        defaults.COMPILE, description="Compile the forwards; see `layertap embed`."
+    )
+    batch_size: int = Field(defaults.BATCH_SIZE, strict=True, ge=1, description="Images per forward.")
+    workers: int = Field(defaults.WORKERS, strict=True, ge=0, description="Decoding processes; 0: main process.")
+    device: str = Field(defaults.DEVICE, description="auto, cpu, cuda, cuda:N or mps.")
+    limit: int | None = Field(None, strict=True, ge=1, description="Use only the first LIMIT images.")
+    test_fraction: float | None = Field(
+        None, gt=0, lt=1, description="Fraction to draw for testing. [default: the splits of the images, or 0.2]"
+    )
+    seed: int = Field(
+        defaults.SEED, strict=True, ge=0, lt=1 << 32, description="Seed of random weights and random choices."
+    )
+
+    @field_validator("backbones", "layers", mode="before")
+    @classmethod
+    def _to_list(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
+
+    @property
+    def folder(self) -> Path:
+        """Folder of the comparison."""
+        return self.out or Path("outputs") / f"{name_of(self.images)}-compared"
+
+    def settings(self) -> ExtractionSettings:
+        """Return the settings of all extractions."""
+        from extract.extraction.settings import ExtractionSettings
+
+        shared = ("layers", "batch_size", "workers", "decode", "dtype", "precision", "compile", "limit")
+        return ExtractionSettings(**{name: getattr(self, name) for name in shared}, distortion=defaults.DISTORTION)

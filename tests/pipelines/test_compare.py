@@ -1,0 +1,243 @@
+"""`layertap compare` as a user meets it."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from extract import FeatureReader
+from extract.analysis.alikeness import alikeness
+from extract.analysis.probe.metrics import mcnemar
+from pipelines.compare import figures
+from pipelines.compare.candidates import Candidate, candidates_of
+from pipelines.probe import probe_figures
+from tests.pipelines.test_cli import fails, layertap
+
+COLOURS = ((200, 60, 60), (60, 60, 200), (60, 170, 60))
+QUICK = ("--workers", 0, "--compile", "off", "-p", "centroid")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Ninety pictures in three classes that overlap, in two splits, and a table of three backbones."""
+    root = tmp_path_factory.mktemp("compare")
+    generator = np.random.default_rng(0)
+    for number in range(90):
+        label = number % 3
+        pixels = np.array(COLOURS[label]) + generator.normal(0, 90, (40, 40, 3)) + generator.normal(0, 60, 3)
+        split = "test" if number % 2 else "train"
+        path = root / "pictures" / split / "abc"[label] / f"{number:02d}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(path)
+    (root / "backbones.csv").write_text(
+        "backbone,weights,name\ntimm/test_resnet,random,resnet\ntimm/test_vit,random,\ntimm/nothing,,\n"
+    )
+    return root
+
+
+@pytest.fixture(scope="module")
+def compared(made: Path) -> Path:
+    """The folder of a comparison."""
+    result = layertap("compare", made / "pictures", "--from", made / "backbones.csv", "-l", "embedding", *QUICK, "-o",
+                      made / "out")  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert "timm-nothing is left out: backbone 'timm/nothing' not found" in result.stderr
+    assert "timm-nothing: backbone 'timm/nothing' not found" in result.stdout
+    return made / "out"
+
+
+@pytest.fixture(autouse=True)
+def _figures_are_made_but_not_drawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "drawn" not in request.fixturenames:
+        for module in (figures, probe_figures):
+            monkeypatch.setattr(module, "save_figure", lambda figure, path: path)
+
+
+@pytest.fixture
+def drawn() -> None:
+    """For tests in which figures are drawn."""
+
+
+def results(out: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((out / "compare.json").read_text())
+    return content
+
+
+def test_the_numbers_are_those_of_separate_runs(made: Path, compared: Path, tmp_path: Path) -> None:
+    content = results(compared)
+    assert content["images"] == 90
+    assert content["test_images"] == 45
+    values = {}
+    for name, spec in (("resnet", "timm/test_resnet"), ("timm-test_vit-random", "timm/test_vit")):
+        out = tmp_path / name
+        embedded = layertap("embed", made / "pictures", "-b", spec, "--weights", "random", "-o", out, "--workers", 0,
+                            "--compile", "off")  # fmt: skip
+        assert embedded.exit_code == 0, embedded.output
+        with FeatureReader(out) as alone, FeatureReader(compared / name) as together:
+            np.testing.assert_array_equal(alone["embedding"][:], together["embedding"][:])
+            assert alone.fingerprint == together.fingerprint
+        assert layertap("probe", out, "-p", "centroid", "-o", tmp_path / f"{name}-probe").exit_code == 0
+        (probe,) = json.loads((tmp_path / f"{name}-probe" / "results.json").read_text())["probes"]
+        (entry,) = (entry for entry in content["backbones"] if entry["name"] == name)
+        for key in ("value", "low", "high"):
+            assert entry[key] == probe["metrics"]["top1"][key]
+        values[name] = entry["value"]
+        lines = csv.DictReader((tmp_path / f"{name}-probe" / "predictions.csv").open())
+        values[f"{name} right"] = np.array([line["label"] == line["predicted"] for line in lines])
+    order = [entry["name"] for entry in content["backbones"]]
+    assert order == [*sorted(("resnet", "timm-test_vit-random"), key=lambda name: -values[name]), "timm-nothing"]
+    best, second, failed = content["backbones"]
+    assert (best["p"], best["behind"], best["distinguishable"]) == (None, None, None)
+    assert second["behind"] == best["value"] - second["value"]
+    *_, p = mcnemar(values[f"{order[0]} right"], values[f"{order[1]} right"])
+    assert second["p"] == pytest.approx(p)
+    assert second["distinguishable"] == (p <= 0.05)
+    assert failed["error"].startswith("backbone 'timm/nothing' not found")
+    assert failed["value"] is None
+
+
+def test_what_a_backbone_costs_is_in_the_table(compared: Path) -> None:
+    lines = {line["name"]: line for line in csv.DictReader((compared / "backbones.csv").open())}
+    resnet = lines["resnet"]
+    from timm import create_model
+
+    model = create_model("test_resnet")
+    assert int(resnet["parameters"]) == sum(parameter.numel() for parameter in model.parameters())
+    assert (int(resnet["width"]), int(resnet["row_bytes"])) == (model.num_features, 4 * model.num_features)
+    assert float(resnet["images_per_s"]) > 0
+    assert resnet["weights"] == "random (seed 0)"
+    (ended,) = [
+        line for line in map(json.loads, (compared / "resnet" / "runs.jsonl").open()) if line["event"] == "ended"
+    ]
+    assert float(resnet["images_per_s"]) >= 90 / ended["stages"]["forward"]
+    assert lines["timm-nothing"]["images_per_s"] == ""
+
+
+def test_alikeness_is_that_of_the_features(compared: Path) -> None:
+    content = results(compared)["alikeness"]
+    names = [tuple(feature) for feature in content["features"]]
+    with FeatureReader(compared / "resnet") as first, FeatureReader(compared / "timm-test_vit-random") as second:
+        expected = alikeness([first["embedding"][:], second["embedding"][:]])
+    assert names == [("resnet", "embedding"), ("timm-test_vit-random", "embedding")]
+    for measure in ("cka", "procrustes", "mutual_knn", "rsa"):
+        np.testing.assert_allclose(content[measure], getattr(expected, measure), atol=1e-9)
+        lines = list(csv.reader((compared / f"{measure}.csv").open()))
+        assert lines[0] == [measure, "resnet:embedding", "timm-test_vit-random:embedding"]
+        assert float(lines[1][2]) == content[measure][0][1]
+    by_name = {entry["name"]: entry for entry in results(compared)["backbones"]}
+    assert by_name["resnet"]["alignment"] == pytest.approx(expected.mutual_knn[0, 1])
+    assert by_name["resnet"]["effective_rank"] == pytest.approx(expected.effective_rank[0])
+
+
+def test_a_second_run_computes_nothing_and_adds_backbones(made: Path, compared: Path, tmp_path: Path) -> None:
+    out = shutil.copytree(compared, tmp_path / "out")
+    before = (out / "compare.json").read_bytes()
+    files = sorted(out.rglob("*.h5"))
+    times = [file.stat().st_mtime_ns for file in files]
+    of = ("compare", made / "pictures", "--from", made / "backbones.csv", *QUICK, "-o", out)
+    assert layertap(*of).exit_code == 0
+    assert (out / "compare.json").read_bytes() == before
+    assert [file.stat().st_mtime_ns for file in files] == times
+    result = layertap(*of, "-b", "timm/nope", "--json")
+    assert result.exit_code == 0
+    assert [entry["name"] for entry in json.loads(result.stdout)["backbones"]][2:] == ["timm-nope", "timm-nothing"]
+
+
+@pytest.mark.usefixtures("drawn")
+def test_without_labels_there_are_rates_and_alikeness(made: Path, tmp_path: Path) -> None:
+    flat = tmp_path / "flat"
+    flat.mkdir()
+    for path in sorted((made / "pictures").rglob("*.png"))[:30]:
+        shutil.copy(path, flat / path.name)
+    result = layertap("compare", flat, "--from", made / "backbones.csv", *QUICK, "-o", tmp_path / "out", "-l", "layer*",
+                      "-l", "embedding")  # fmt: skip
+    assert result.exit_code == 0, result.output
+    content = results(tmp_path / "out")
+    assert "30 images, no labels" in result.stdout
+    assert content["metric"] == ""
+    assert not (tmp_path / "out" / "probe").exists()
+    resnet = next(entry for entry in content["backbones"] if entry["name"] == "resnet")
+    assert resnet["layer"] == "embedding"
+    vit = next(entry for entry in content["backbones"] if entry["name"] == "timm-test_vit-random")
+    assert "layer*" in vit["error"]  # a ViT has no such layers
+    assert len(content["alikeness"]["features"]) > 2
+    with Image.open(tmp_path / "out" / "alikeness.png") as picture:
+        assert picture.width > 400
+
+
+def test_the_best_layer_is_chosen_on_validation_images(made: Path, tmp_path: Path) -> None:
+    result = layertap("compare", made / "pictures", "--from", made / "backbones.csv", *QUICK[:-2], "-p", "knn", "-l",
+                      "*", "-o", tmp_path / "out")  # fmt: skip
+    assert result.exit_code == 0, result.output
+    content = results(tmp_path / "out")
+    assert content["layers_chosen_on"] == "validation images"
+    for entry in content["backbones"]:
+        layers = [line for line in content["layers"] if line["backbone"] == entry["name"]]
+        if layers:
+            best = max(layers, key=lambda line: line["chosen_by"])
+            assert (entry["layer"], entry["value"]) == (best["layer"], best["value"])
+    assert len(content["layers"]) > 4
+
+
+def test_labels_may_be_in_a_table(made: Path, tmp_path: Path) -> None:
+    flat = tmp_path / "flat"
+    flat.mkdir()
+    lines = ["path,label"]
+    for path in sorted((made / "pictures").rglob("*.png")):
+        shutil.copy(path, flat / path.name)
+        lines.append(f"{path.name},{path.parent.name}")
+    (tmp_path / "labels.csv").write_text("\n".join(lines))
+    result = layertap("compare", flat, "--from", made / "backbones.csv", *QUICK, "--labels", tmp_path / "labels.csv",
+                      "-o", tmp_path / "out")  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert results(tmp_path / "out")["test_images"] == 18
+
+
+def test_wrong_input_is_refused(made: Path, tmp_path: Path) -> None:
+    pictures = made / "pictures"
+    assert "no backbones to compare" in fails("compare", pictures, "-o", tmp_path / "a")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("")
+    assert "not a comparison" in fails("compare", pictures, "-b", "timm/x", "-o", tmp_path / "mine")
+    message = fails("compare", pictures, "-b", "timm/nothing", "-o", tmp_path / "b")
+    assert "no backbone could be used" in message
+    assert "timm-nothing: backbone 'timm/nothing' not found" in message
+    assert "backbone 'timm/zzz*' not found" in fails("compare", pictures, "-b", "timm/zzz*", "-o", tmp_path / "c")
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("name\nx\n", "expected `backbone`"),
+        ("backbone,weight\ntimm/x,random\n", "has the column weight"),
+        ("backbone,name\n,x\n", "line 2: no backbone"),
+        ("backbone,name\ntimm/x,../y\n", "line 2: the name"),
+        ("backbone,name\ntimm/x,probe\n", "line 2: the name"),
+        ("backbone,name\ntimm/x,a\ntimm/y,A\n", "two backbones are called"),
+        ("backbone\n", "no backbones to compare"),
+    ],
+)
+def test_wrong_tables_are_refused(tmp_path: Path, text: str, why: str) -> None:
+    (tmp_path / "backbones.csv").write_text(text)
+    assert why in fails("compare", tmp_path, "--from", tmp_path / "backbones.csv", "-o", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_candidates_are_specs_globs_and_lines_of_tables(tmp_path: Path) -> None:
+    (tmp_path / "last.pth").write_bytes(b"")
+    (tmp_path / "t.csv").write_text("backbone,weights\ntimm/resnet18,last.pth\ntimm/resnet18,random\ntimm/resnet18,\n")
+    found = candidates_of(["timm/test_resn*", "open_clip/ViT-B-32:laion2b", "timm/resnet18"], tmp_path / "t.csv")
+    assert Candidate("timm-test_resnet", "timm/test_resnet") in found
+    assert Candidate("open_clip-ViT-B-32-laion2b", "open_clip/ViT-B-32:laion2b") in found
+    assert found[-3:] == [
+        Candidate("timm-resnet18", "timm/resnet18"),
+        Candidate("timm-resnet18-last", "timm/resnet18", str(tmp_path / "last.pth")),
+        Candidate("timm-resnet18-random", "timm/resnet18", "random"),
+    ]
