@@ -1,5 +1,6 @@
 """Linear probes and other measures of feature quality, on arrays. Aliases of names in `extract.analysis`."""
 
+from extract.analysis.alikeness import Alikeness, alikeness
 from extract.analysis.dense import DEPTH, SEGMENTATION, depth_probe, segmentation_probe
 from extract.analysis.probe import PROTOCOLS, LinearProbe, ProbeResult, linear_cka, linear_probe, rsa
 
@@ -7,8 +8,10 @@ __all__ = [
     "DEPTH",
     "PROTOCOLS",
     "SEGMENTATION",
+    "Alikeness",
     "LinearProbe",
     "ProbeResult",
+    "alikeness",
     "depth_probe",
     "linear_cka",
     "linear_probe",

@@ -187,6 +187,12 @@ def test_the_probe_example_probes(run: Any) -> None:
     assert len(found["result"].curve) == 45
 
 
+def test_the_example_of_comparing_features_compares(run: Any) -> None:
+    found, _ = run("docs/guides/compare.md")
+    assert 0.3 < found["found"].cka[0, 1] < 1
+    assert found["found"].mutual_knn.shape == (2, 2)
+
+
 def test_the_examples_of_the_readme_read_and_hook(run: Any) -> None:
     found, printed = run("README.md")
     assert found["x"].shape == (11, 1280)

@@ -121,6 +121,8 @@ extract.edits.replace(value: Tensor | float) -> Edit
 extract.edits.scale(factor: float) -> Edit
 class extract.edits.smooth(beta: float)
 extract.edits.smooth.at(self, site: Any) -> Edit
+class extract.probe.Alikeness(cka: Matrix, procrustes: Matrix, mutual_knn: Matrix, rsa: Matrix, effective_rank:
+        NDArray[np.float64], k: int, knn_rows: int, rsa_rows: int)
 extract.probe.DEPTH = depth depth-dinov3
 class extract.probe.LinearProbe(coef_: NDArray[Any], intercept_: NDArray[Any], classes_: NDArray[Any], task: str =
         'classification', scaling: Scaling = ..., has_probabilities: bool = True, about: Mapping[str, Any] =
@@ -145,6 +147,8 @@ extract.probe.ProbeResult.primary: str
 extract.probe.ProbeResult.right: NDArray[np.bool_] | None
 extract.probe.ProbeResult.value: float
 extract.probe.SEGMENTATION = segmentation segmentation-knn segmentation-dinov3
+extract.probe.alikeness(features: Sequence[Source | FeatureRows], *, k: int = 10, seed: int = 0, memory_bytes:
+        int = 536870912) -> Alikeness
 extract.probe.depth_probe(tokens: TokenArray | Sequence[TokenArray], depths: DepthMaps, train: ArrayLike, test:
         ArrayLike, *, val: ArrayLike | None = None, max_depth: float | None = None, protocol: str = 'depth',
         iterations: int | None = None, seed: int = 0, device: str = 'auto', memory_bytes: int | None = None,

@@ -31,13 +31,16 @@ class NearestPatches:
     cells: NDArray[np.int64]
 
 
-def nearest_patches(tokens: TokenArray, query: NDArray[np.floating], k: int) -> NearestPatches:
+def nearest_patches(
+    tokens: TokenArray, query: NDArray[np.floating], k: int, *, without: int | None = None
+) -> NearestPatches:
     """Find the k images with a token nearest to the query by cosine. A zero vector has cosine 0 to every vector.
 
     Args:
         tokens: tokens of a feature; those that are not finite are skipped.
         query: (C,), finite.
         k: number of images.
+        without: number of an image to exclude, such as that of the query.
 
     Raises:
         InputError: k is less than 1, or the query is not finite or not as wide as the tokens.
@@ -56,6 +59,8 @@ def nearest_patches(tokens: TokenArray, query: NDArray[np.floating], k: int) -> 
         block = patch_similarity(tokens[start * per_image : stop * per_image], query).reshape(stop - start, per_image)
         block = np.where(np.isnan(block), -np.inf, block)
         cells[start:stop], cosines[start:stop] = block.argmax(1), block.max(1)
+    if without is not None:
+        cosines[without] = -np.inf
     images = np.argsort(-cosines, kind="stable")[:k]
     images = images[cosines[images] > -np.inf]
     return NearestPatches(images, cosines[images], cells[images])

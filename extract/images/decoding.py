@@ -22,7 +22,9 @@ from extract.images.tiff_messages import errors_of_libtiff
 from extract.images.whole_files import check_whole
 from extract.system.optional_libraries import pip_install
 
-__all__ = ["IMAGE_SUFFIXES", "check_decoders", "decode", "decode_partly", "pixels_of", "to_picture", "too_dark"]
+__all__ = [
+    "IMAGE_SUFFIXES", "check_decoders", "decode", "decode_partly", "header_size", "pixels_of", "to_picture", "too_dark",
+]  # fmt: skip
 
 # Formats that Pillow reads, except those that other programs must render (EPS, PDF, WMF, EMF), measurement data (FITS,
 # GRIB, BUFR, HDF5), and video (MPEG).
@@ -40,6 +42,8 @@ _BITS, _PHOTOMETRIC, _SAMPLE_FORMAT = 258, 262, 339  # TIFF 6.0 tags
 _WHITE_IS_ZERO = 0  # a value of _PHOTOMETRIC
 _TWELVE_BITS = 1 << 12
 _DEEP, _TOO_DARK = "layertap_16_bits", "layertap_too_dark"  # keys of `Image.info`
+_ON_THEIR_SIDE = range(5, 9)  # EXIF orientations
+_MOST_STATED_PIXELS = 1 << 40  # of a picture whose header alone is read
 # EXIF orientation -> what gives the stored pixels of a picture that was turned upright.
 _AS_STORED = {
     2: Image.Transpose.FLIP_LEFT_RIGHT, 3: Image.Transpose.ROTATE_180, 4: Image.Transpose.FLIP_TOP_BOTTOM,
@@ -130,6 +134,18 @@ def decode_partly(data: bytes, max_pixels: int) -> Image.Image | None:
         return None
     pixels = np.asarray(picture)
     return picture if (pixels != pixels[:1, :1]).any() else None  # a single colour: no pixel was decoded
+
+
+def header_size(data: bytes, orientation: str = defaults.ORIENTATION) -> tuple[int, int] | None:
+    """Return (width, height) of a picture as `decode` would give it, from the file's header; None if unreadable."""
+    try:
+        with warnings.catch_warnings(), _settings_of_pillow(_MOST_STATED_PIXELS):
+            warnings.simplefilter("ignore")
+            with Image.open(io.BytesIO(data), formats=_formats()) as image:
+                turned = image.getexif().get(ExifTags.Base.Orientation, 1) in _ON_THEIR_SIDE
+                return image.size[::-1] if turned and orientation == "exif" else image.size
+    except Exception:  # see `decode`
+        return None
 
 
 def pixels_of(data: bytes) -> int:

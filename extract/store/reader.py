@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -375,15 +374,17 @@ class FeatureReader:
         Raises:
             InputError: there are none.
         """
-        names = []
+        names, reasons = [], dict[bool, InputError]()
         for name in self.layers:
-            with contextlib.suppress(InputError):
+            try:
                 self.tokens(name)
                 names.append(name)
+            except InputError as error:
+                reasons[self[name].attributes.get("axes") == "TC"] = error
         if not names:
-            raise InputError(
-                f"{self._name} has no feature with tokens", hint="store them: layertap embed IMAGES -l LAYER:tokens"
-            )
+            reason = reasons.get(True) or reasons.get(False)  # first that of tokens without a grid
+            why, hint = (f": {reason.message}", reason.hint) if reason else ("", "")
+            raise InputError(f"{self._name} has no feature with tokens{why}", hint=hint)
         return names
 
     def _good_rows(self, split: str | None) -> NDArray[np.int64]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from extract.analysis.alikeness import Alikeness
 
-__all__ = ["Compared", "Comparison"]
+__all__ = ["Compared", "Comparison", "Disputed"]
 
 _LEVEL = 0.05  # of corrected p-values
 
@@ -61,6 +61,25 @@ class Compared:
         return None if self.p is None else self.p <= _LEVEL
 
 
+@dataclass(frozen=True)
+class Disputed:
+    """A test image on which backbones disagree.
+
+    Attributes:
+        row: row of the data sets.
+        path: path of the image.
+        label: its class.
+        share: share of the pairs of backbones that predict different classes.
+        predictions: (backbone, predicted class) of each backbone.
+    """
+
+    row: int
+    path: str
+    label: str
+    share: float
+    predictions: list[tuple[str, str]]
+
+
 @dataclass
 class Comparison:
     """Result of a comparison.
@@ -76,6 +95,7 @@ class Comparison:
         alikeness: how alike features are; None if fewer than two can be compared.
         why_not_alike: why it is None.
         layers: of each feature that was probed: backbone, layer, value, low, high, chosen_by, chosen.
+        disputed: the test images on which backbones disagree most.
         notes: warnings.
         signal: number of the signal that stopped the run; 0: none.
     """
@@ -90,5 +110,6 @@ class Comparison:
     alikeness: Alikeness | None = None
     why_not_alike: str = ""
     layers: list[dict[str, Any]] = field(default_factory=list)
+    disputed: list[Disputed] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     signal: int = 0

@@ -95,6 +95,7 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
         "layers_chosen_on": "validation images" if comparison.by_validation else "test images",
         "backbones": [asdict(entry) | {"distinguishable": entry.is_distinguishable} for entry in comparison.backbones],
         "layers": comparison.layers,
+        "disputed": [asdict(disputed) for disputed in comparison.disputed],
         "notes": comparison.notes,
     }
     if alike is not None:
@@ -110,7 +111,7 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
 def _without_nan(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_nan(item) for key, item in value.items()}
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return [_without_nan(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 

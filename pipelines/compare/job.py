@@ -23,9 +23,10 @@ from extract.row_status import Status
 from extract.store.format.dataset import DataSet
 from extract.store.reader import FeatureReader
 from pipelines.compare.candidates import Candidate, candidates_of
-from pipelines.compare.comparison import Compared, Comparison
+from pipelines.compare.comparison import Compared, Comparison, Disputed
 from pipelines.compare.config import CompareConfig
 from pipelines.compare.files import check_out, mark_out, write_results
+from pipelines.compare.page import write_page
 from pipelines.compare.rates import forward_rate
 from pipelines.probe.config import ProbeConfig
 from pipelines.probe.job import ProbedFeature, ProbeRun
@@ -36,6 +37,7 @@ from pipelines.terminal.text_output import printable
 
 __all__ = ["compare"]
 
+_DISPUTED = 36  # images that are shown
 _MOST_ALIKE = 60  # features that are compared with each other; of more, the best layer of each backbone
 
 
@@ -77,7 +79,8 @@ def compare(config: CompareConfig, say: Callable[[str], None]) -> tuple[Comparis
         _add_alikeness(comparison, good, readers)
         for entry in good:
             _add_sizes(entry, DataSet.open(config.folder / entry.name))
-    return comparison, [*write_results(comparison, config.folder), *files]
+    results = write_results(comparison, config.folder)
+    return comparison, [write_page(comparison, config.folder, config.images), *results, *files]
 
 
 def _extract(
@@ -142,8 +145,12 @@ def _probe(
         entry.layer, entry.value, entry.low, entry.high = feature.layer, estimate.value, estimate.low, estimate.high
         entry.chosen_by = feature.chosen_by if outcome.by_validation else None
     comparison.backbones.sort(key=lambda entry: -1.0 if entry.value is None else entry.value, reverse=True)
-    right, comparison.n_test = _right_on_common_images(outcome, best)
-    tests, first = paired_tests(right), comparison.backbones[0]
+    ranked = [entry.name for entry in comparison.backbones if entry.value is not None]
+    rows, predicted = _on_common_images(outcome, {name: best[name] for name in ranked})
+    truth = outcome.labellings[ranked[0]].targets[rows]
+    tests = paired_tests({name: values == truth for name, values in zip(ranked, predicted, strict=True)})
+    comparison.n_test, comparison.disputed = len(rows), _disputed(outcome, ranked, rows, predicted)
+    first = comparison.backbones[0]
     for entry in good:
         if entry is not first and entry.value is not None and first.value is not None:
             entry.behind, entry.p = first.value - entry.value, tests[first.name, entry.name].corrected
@@ -168,19 +175,41 @@ def _layer(feature: ProbedFeature) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _right_on_common_images(
-    outcome: ProbeRun, best: dict[str, ProbedFeature]
-) -> tuple[dict[str, NDArray[np.bool_]], int]:
-    """Return whether each backbone is right, on the test images that all of them have, and the number of these."""
+def _on_common_images(outcome: ProbeRun, best: dict[str, ProbedFeature]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the rows (n,) of the test images that all backbones have, and the predicted classes (backbones, n)."""
     rows = {name: outcome.labellings[name].test for name in best}
-    common = rows[next(iter(rows))]
+    common = next(iter(rows.values()))
     for others in rows.values():
         common = np.intersect1d(common, others)
-    right = {}
+    predicted = []
     for name, feature in best.items():
-        assert feature.result.right is not None
-        right[name] = feature.result.right[np.isin(rows[name], common)]
-    return right, len(common)
+        assert feature.result.predictions is not None
+        predicted.append(feature.result.predictions[np.isin(rows[name], common)])
+    return common, np.stack(predicted)
+
+
+def _disputed(
+    outcome: ProbeRun, names: Sequence[str], rows: NDArray[np.int64], predicted: NDArray[np.int64]
+) -> list[Disputed]:
+    """Return the images with the largest share of pairs of backbones that predict different classes."""
+    labelling, paths = outcome.labellings[names[0]], dict[int, str]()
+    for row, path in zip(labelling.test.tolist(), outcome.test_paths[names[0]], strict=True):
+        paths[row] = path
+    count = len(names)
+    agreeing = sum((predicted == each).sum(0) - 1 for each in predicted) / max(1, count * (count - 1))
+    order = [place for place in np.argsort(agreeing, kind="stable").tolist() if agreeing[place] < 1][:_DISPUTED]
+    classes = [*map(str, labelling.classes.tolist())]
+
+    def name_of(number: int) -> str:
+        return classes[number] if number >= 0 else labelling.unseen[-1 - number]
+
+    return [
+        Disputed(
+            row := int(rows[place]), paths[row], name_of(int(labelling.targets[row])), float(1 - agreeing[place]),
+            [(name, classes[number]) for name, number in zip(names, predicted[:, place].tolist(), strict=True)],
+        )
+        for place in order
+    ]  # fmt: skip
 
 
 def _add_alikeness(comparison: Comparison, good: Sequence[Compared], readers: dict[str, FeatureReader]) -> None:

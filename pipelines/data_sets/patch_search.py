@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
 
 from extract import defaults
 from extract.analysis.nearest_patches import nearest_patches, patch_similarity
 from extract.errors import InputError
 from extract.extraction.reproduce import features_of_file
-from extract.images import decode
-from extract.row_status import Status
-from extract.store.format.dataset import DataSet
 from extract.store.places.destination import data_set_at
 from extract.store.reader import FeatureReader
 from extract.store.tokens.token_array import TokenArray
 from extract.system.atomic_files import link_target
-from pipelines.data_sets.search import class_of, row_of_query
-from pipelines.data_sets.search_results import Box, Hit, Overlay, SearchResults
+from pipelines.data_sets.search import check_good, class_of, row_of_query
+from pipelines.data_sets.search_results import Hit, Overlay, SearchResults
 from pipelines.terminal.output_paths import PICTURES, check_file
 from pipelines.terminal.pictures import Pictures
 from pipelines.terminal.text_output import printable
@@ -37,17 +34,13 @@ class _Query(NamedTuple):
         row: row in the data set; None for a file.
         path: path of the image.
         note: what else the query may mean.
-        tokens: (per_image, C).
         size: (width, height) in pixels.
-        picture: picture, and why it is missing.
     """
 
     row: int | None
     path: str
     note: str
-    tokens: NDArray[np.floating]
     size: tuple[int, int]
-    picture: tuple[Image.Image | None, str]
 
 
 def run_patch_search(
@@ -60,7 +53,7 @@ def run_patch_search(
     Args:
         out: folder or URL of the data set.
         query: see `run_search`.
-        at: x and y of a pixel in the image of the query, upright, from the upper left corner.
+        at: x and y of a pixel in the image of the query, turned as it was decoded, from the upper left corner.
         k: number of images to find.
         layer: layer whose tokens are compared; None: the only layer with tokens.
         itself: whether the image of a query row may be a result.
@@ -81,35 +74,31 @@ def run_patch_search(
     with FeatureReader(out, check=isinstance(out, Path)) as reader:
         name = _layer(reader, layer, out)
         tokens = reader.tokens(name)
-        good = tokens.rows.tolist()
-        pictures = Pictures(reader, dataset.images["root"], good, images)
-        asked = _query(query, name, tokens, reader, dataset, pictures, backbone, weights, device)
+        pictures = Pictures(reader, dataset.images["root"], tokens.rows.tolist(), images)
+        asked = _query(query, reader, pictures, out)
         cell = _cell(tokens, at, asked)
-        vector = asked.tokens[cell]
-        excluded = asked.row if not itself else None
-        nearest = nearest_patches(tokens, vector, k + (excluded is not None))
-        hits, overlays = list[Hit](), list[Overlay | None]()
-        triples = zip(nearest.images.tolist(), nearest.cosines.tolist(), nearest.cells.tolist(), strict=True)
-        for image, cosine, found_cell in triples:
-            row = good[image]
-            if row != excluded and len(hits) < k:
-                size = pictures.size(row)
-                where = divmod(found_cell, tokens.grid[1])
-                box = None if size is None else _box(tokens, found_cell, size)
-                hits.append(Hit(row, cosine, reader.paths[row], class_of(reader, row), reader.splits[row], where, box))
-                of_image = tokens[image * tokens.per_image : (image + 1) * tokens.per_image]
-                overlays.append(None if size is None else _overlay(tokens, of_image, vector, size, found_cell))
+        if asked.row is None:
+            feature = features_of_file(dataset, reader.provenance, Path(query), backbone, weights, device)[name]
+            of_query = tokens.of_feature(feature)
+        else:
+            of_query = _tokens_of(tokens, int(np.searchsorted(tokens.rows, asked.row)))
+        excluded = None if asked.row is None or itself else int(np.searchsorted(tokens.rows, asked.row))
+        nearest = nearest_patches(tokens, of_query[cell], k, without=excluded)
+        hits = [
+            _hit(reader, tokens, pictures, image, cosine, near)
+            for image, cosine, near in zip(
+                nearest.images.tolist(), nearest.cosines.tolist(), nearest.cells.tolist(), strict=True
+            )
+        ]
+        sizes_missing = any(hit.box is None for hit in hits)
         results = SearchResults(
-            out, name, asked.row, asked.path, "", asked.note, hits, len(good) - (excluded is not None),
-            name="" if asked.row is None else class_of(reader, asked.row), at=at, no_pictures=pictures.why_not,
+            out, name, asked.row, asked.path, "", asked.note, hits, len(tokens.rows) - (excluded is not None),
+            name="" if asked.row is None else class_of(reader, asked.row), at=at,
+            no_pictures=pictures.why_not if output is not None or sizes_missing else "",
         )  # fmt: skip
         if output is not None:
-            from pipelines.data_sets.search_gallery import draw
-
-            of_query = _overlay(tokens, asked.tokens, vector, asked.size, cell)
-            shown = [pictures.picture(hit.row) for hit in hits]
-            draw(results, asked.picture, shown, link_target(output), of_query, overlays)
-    return replace(results, no_pictures=results.no_pictures if output is not None else "")
+            _draw(results, tokens, pictures, nearest.images.tolist(), of_query, cell, asked, link_target(output))
+    return results
 
 
 def _layer(reader: FeatureReader, layer: str | None, out: Path | str) -> str:
@@ -121,24 +110,16 @@ def _layer(reader: FeatureReader, layer: str | None, out: Path | str) -> str:
     return names[0]
 
 
-def _query(
-    query: str, layer: str, tokens: TokenArray, reader: FeatureReader, dataset: DataSet, pictures: Pictures,
-    backbone: str | None, weights: str | None, device: str,
-) -> _Query:  # fmt: skip
-    row, note = row_of_query(reader, query, dataset.out)
+def _query(query: str, reader: FeatureReader, pictures: Pictures, out: Path | str) -> _Query:
+    row, note = row_of_query(reader, query, out)
     if row is None:
-        picture = decode(Path(query).read_bytes())
-        feature = features_of_file(dataset, reader.provenance, Path(query), backbone, weights, device)[layer]
-        return _Query(None, query, note, tokens.of_feature(feature), picture.size, (picture, ""))
-    path = reader.paths[row]
-    if reader.status[row] != Status.OK:
-        raise InputError(f"row {row} ({printable(path)}) has no features: {Status(reader.status[row]).text}")
-    image, why = pictures.picture(row)
-    if image is None:
-        raise InputError(f"the size of {printable(path)} is not available: {pictures.why_not or why}")
-    place = int(np.searchsorted(tokens.rows, row))
-    of_row = tokens[place * tokens.per_image : (place + 1) * tokens.per_image]
-    return _Query(row, path, note, of_row, image.size, (image, ""))
+        return _Query(None, query, note, pictures.of_file(Path(query)).size)
+    check_good(reader, row)
+    size = pictures.size(row)
+    if size is None:
+        _, why = pictures.picture(row)
+        raise InputError(f"the size of {printable(reader.paths[row])} is not available: {pictures.why_not or why}")
+    return _Query(row, reader.paths[row], note, size)
 
 
 def _cell(tokens: TokenArray, at: tuple[int, int], asked: _Query) -> int:
@@ -149,21 +130,46 @@ def _cell(tokens: TokenArray, at: tuple[int, int], asked: _Query) -> int:
     boxes = tokens.boxes(asked.size)
     inside = (boxes[:, 0] <= x + 0.5) & (x + 0.5 < boxes[:, 2]) & (boxes[:, 1] <= y + 0.5) & (y + 0.5 < boxes[:, 3])
     if not inside.any():
-        left, top, right, bottom = (round(side) for side in tokens.window(asked.size))
+        left, top, right, bottom = (math.ceil(side - 0.5) for side in tokens.window(asked.size))
         raise InputError(
-            f"--at {x},{y} is outside the crop of {printable(asked.path)}, whose features are those of the pixels from "
-            f"{left},{top} to {right},{bottom}"
+            f"--at {x},{y} is outside the crop of {printable(asked.path)}; its features are those of the pixels from "
+            f"{max(0, left)},{max(0, top)} to {min(width, right) - 1},{min(height, bottom) - 1}"
         )
     return int(np.flatnonzero(inside)[0])
 
 
-def _box(tokens: TokenArray, cell: int, size: tuple[int, int]) -> Box:
-    left, top, right, bottom = tokens.boxes(size)[cell].tolist()
-    return left, top, right, bottom
+def _tokens_of(tokens: TokenArray, image: int) -> NDArray[np.floating]:
+    return tokens[image * tokens.per_image : (image + 1) * tokens.per_image]
 
 
-def _overlay(
-    tokens: TokenArray, of_image: NDArray[np.floating], vector: NDArray[np.floating], size: tuple[int, int], cell: int
-) -> Overlay:
-    similarity = patch_similarity(of_image, vector).reshape(tokens.grid)
-    return Overlay(similarity, tokens.window(size), _box(tokens, cell, size), size)
+def _hit(reader: FeatureReader, tokens: TokenArray, pictures: Pictures, image: int, cosine: float, cell: int) -> Hit:
+    row = int(tokens.rows[image])
+    size, box, at = pictures.size(row), None, None
+    if size is not None:
+        left, top, right, bottom = tokens.boxes(size)[cell].tolist()
+        # The pixel whose centre is nearest to that of the box, inside the picture.
+        x, y = math.floor((left + right) / 2), math.floor((top + bottom) / 2)
+        box, at = (left, top, right, bottom), (min(max(0, x), size[0] - 1), min(max(0, y), size[1] - 1))
+    where = divmod(cell, tokens.grid[1])
+    return Hit(row, cosine, reader.paths[row], class_of(reader, row), reader.splits[row], where, box, at)
+
+
+def _draw(
+    results: SearchResults, tokens: TokenArray, pictures: Pictures, images: Sequence[int],
+    of_query: NDArray[np.floating], cell: int, asked: _Query, output: Path,
+) -> None:  # fmt: skip
+    """Draw the query and the first results, with the similarity of their patches to that of the query."""
+    from pipelines.data_sets.search_gallery import MOST_DRAWN, draw
+
+    def overlay(of_image: NDArray[np.floating], size: tuple[int, int], where: tuple[int, int]) -> Overlay:
+        return Overlay(patch_similarity(of_image, of_query[cell]).reshape(tokens.grid), tokens.window(size), where)
+
+    shown, overlays = [], list[Overlay | None]()
+    for hit, image in list(zip(results.hits, images, strict=True))[:MOST_DRAWN]:
+        picture, why = pictures.picture(hit.row)
+        shown.append((picture, why))
+        assert hit.cell is not None
+        known = None if picture is None else overlay(_tokens_of(tokens, image), picture.size, hit.cell)
+        overlays.append(known)
+    query = (pictures.of_file(Path(asked.path)), "") if asked.row is None else pictures.picture(asked.row)
+    draw(results, query, shown, output, overlay(of_query, asked.size, divmod(cell, tokens.grid[1])), overlays)

@@ -16,17 +16,17 @@ from extract.analysis.nearest_rows import layer_to_search, nearest
 from extract.credentials import without_credentials
 from extract.errors import InputError
 from extract.extraction.reproduce import features_of_file, features_of_text
-from extract.images import decode
 from extract.row_status import Status
 from extract.store.places.destination import data_set_at
 from extract.store.reader import FeatureReader
 from extract.system.atomic_files import link_target
+from extract.system.torch_state import device_named
 from pipelines.data_sets.search_results import Hit, SearchResults
 from pipelines.terminal.output_paths import PICTURES, check_file
 from pipelines.terminal.pictures import Pictures
 from pipelines.terminal.text_output import printable
 
-__all__ = ["as_json", "class_of", "print_results", "row_of_query", "run_search"]
+__all__ = ["as_json", "check_good", "class_of", "print_results", "row_of_query", "run_search"]
 
 
 def run_search(
@@ -76,7 +76,8 @@ def run_search(
             if row is None:
                 feature = features_of_file(dataset, reader.provenance, Path(query), backbone, weights, device)[name]
             else:
-                feature = _feature_of_row(reader, name, row)
+                check_good(reader, row)
+                feature = reader[name][row]
         good = np.flatnonzero(reader.status == Status.OK)
         without = None if row is None or itself else np.array([row])
         neighbours = nearest(reader[name], feature[None], k, among=good, without=without, device=_device(device))
@@ -101,13 +102,12 @@ def class_of(reader: FeatureReader, row: int) -> str:
     return reader.classes[label] if label >= 0 else ""
 
 
-def _feature_of_row(reader: FeatureReader, layer: str, row: int) -> NDArray[Any]:
+def check_good(reader: FeatureReader, row: int) -> None:
+    """Raise InputError, with the reason, if a row has no features."""
     if reader.status[row] != Status.OK:
         reason = next(reason for failed, _, _, reason in reader.failures if failed == row)
         status, path = Status(reader.status[row]), printable(reader.paths[row])
         raise InputError(f"row {row} ({path}) has no features: {status.text}: {reason}")
-    feature: NDArray[Any] = reader[layer][row]
-    return feature
 
 
 def row_of_query(reader: FeatureReader, query: str, out: Path | str) -> tuple[int | None, str]:
@@ -139,20 +139,20 @@ def _equal(paths: Sequence[str], query: str) -> NDArray[np.bool_]:
 
 def _device(device: str) -> str:
     """Return the device on which rows are compared."""
-    return device if device != "auto" else "cpu"  # reading rows takes longer than comparing them
+    return str(device_named(device)) if device != "auto" else "cpu"  # reading rows takes longer than comparing them
 
 
 def _draw(results: SearchResults, reader: FeatureReader, root: str, images: str | None, output: Path) -> str:
     """Draw the results, and return why there are no pictures, or ""."""
-    from pipelines.data_sets.search_gallery import draw
+    from pipelines.data_sets.search_gallery import MOST_DRAWN, draw
 
     rows = [hit.row for hit in results.hits] + ([] if results.query is None else [results.query])
     pictures = Pictures(reader, root, rows, images)
     if results.query is not None:
         query = pictures.picture(results.query)
     else:
-        query = (None, "") if results.text else (decode(Path(results.path).read_bytes()), "")
-    draw(results, query, [pictures.picture(hit.row) for hit in results.hits], output)
+        query = (None, "") if results.text else (pictures.of_file(Path(results.path)), "")
+    draw(results, query, [pictures.picture(hit.row) for hit in results.hits[:MOST_DRAWN]], output)
     return pictures.why_not
 
 
@@ -181,14 +181,17 @@ def print_results(results: SearchResults, echo: Callable[[str], None]) -> None:
 
 def _place(hit: Hit) -> str:
     """Return where the nearest patch of a result is, in words."""
-    if hit.box is not None:
-        left, top, right, bottom = hit.box
-        return f"  at {_pixel((round((left + right) / 2), round((top + bottom) / 2)))}"
-    return f"  row {hit.cell[0]}, column {hit.cell[1]} of its grid" if hit.cell is not None else ""
+    if hit.at is not None:
+        return f"  at {_pixel(hit.at)}"
+    return f"  in cell {hit.cell[0]},{hit.cell[1]} of its grid" if hit.cell is not None else ""
 
 
 def _pixel(at: tuple[int, int]) -> str:
     return f"{at[0]},{at[1]}"
+
+
+def _place_as_json(hit: Hit) -> dict[str, Any]:
+    return {name: value and list(value) for name, value in (("cell", hit.cell), ("at", hit.at), ("box", hit.box))}
 
 
 def as_json(results: SearchResults) -> dict[str, Any]:
@@ -214,7 +217,7 @@ def as_json(results: SearchResults) -> dict[str, Any]:
                 "path": hit.path,
                 "class": hit.name or None,
                 "split": hit.split or None,
-                **({} if hit.cell is None else {"cell": list(hit.cell), "box": hit.box and list(hit.box)}),
+                **({} if hit.cell is None else _place_as_json(hit)),
             }
             for rank, hit in enumerate(results.hits, 1)
         ],

@@ -25,6 +25,7 @@ class Hit:
         split: train, val, test or empty.
         cell: of a search by patch, row and column of the nearest patch in the grid of the image; else None.
         box: the part of the picture that this patch covers; None if the size of the picture is not available.
+        at: pixel in the middle of this part.
     """
 
     row: int
@@ -34,6 +35,7 @@ class Hit:
     split: str
     cell: tuple[int, int] | None = None
     box: Box | None = None
+    at: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -41,16 +43,14 @@ class Overlay:
     """Similarity of the patches of a picture to the query.
 
     Attributes:
-        similarity: (h, w) cosines; NaN is unknown.
+        similarity: (h, w) cosines.
         window: the part of the picture that the patches cover, in its pixels.
-        box: the part that the nearest patch covers.
-        size: (width, height) of the picture.
+        cell: row and column of the nearest patch.
     """
 
     similarity: NDArray[np.float64]
     window: Box
-    box: Box
-    size: tuple[int, int]
+    cell: tuple[int, int]
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from pipelines.network.draw import MOST_IMAGES, figure_file
 from pipelines.network.image_sample import evenly
 from pipelines.terminal.figures import save_figure
 from pipelines.terminal.output_paths import check_folder
-from pipelines.terminal.pictures import Pictures
+from pipelines.terminal.pictures import Pictures, part_of
 from pipelines.terminal.text_output import printable
 
 __all__ = ["draw_stored_tokens"]
@@ -41,45 +41,58 @@ def draw_stored_tokens(config: StoredTokensConfig) -> list[Path]:
     check_folder(config.out)
     written = []
     with FeatureReader(config.data_set, check=not is_url(config.data_set)) as reader:
-        layers = reader.layers_with_tokens()
-        if config.layers is not None:
-            layers = match_layers(reader.layers, config.layers, config.data_set)
-        features = {layer: reader.tokens(layer) for layer in layers}
+        features = {layer: reader.tokens(layer) for layer in _layers(reader, config)}
         good = next(iter(features.values())).rows
+        if not len(good):
+            raise InputError(f"no row of {config.data_set} has features")
         count = len(good) if config.sample is None else min(config.sample, len(good))
-        if not 0 < count <= MOST_IMAGES:
-            hint = f"use --sample {MOST_IMAGES} or less" if count else ""
-            raise InputError(f"{count} images do not fit into one figure; expected 1 to {MOST_IMAGES}", hint=hint)
+        if count > MOST_IMAGES:
+            raise InputError(f"{count} images do not fit into one figure", hint=f"use --sample {MOST_IMAGES} or less")
         images = evenly(len(good), count)
         rows = good[images].tolist()
-        pictures = Pictures(reader, data_set_at(config.data_set).images["root"], rows, config.images)
-        shown = [pictures.picture(row) for row in rows]
-        if missing := [why for picture, why in shown if picture is None]:
-            why = printable(pictures.why_not or missing[0])
-            click.echo(f"note: {len(missing)} of {count} pictures are not available: {why}", err=True)
+        shown, names = _shown(reader, config, rows), [reader.paths[row] for row in rows]
         for layer, tokens in features.items():
             per_image = tokens.per_image
             maps = np.stack([tokens[image * per_image : (image + 1) * per_image] for image in images])
             colours = principal_colours(torch.from_numpy(maps.reshape(count, *tokens.grid, -1).astype(np.float32)))
-            pixels = [_inside_crop(picture, tokens) for picture, _ in shown]
-            names = [reader.paths[row] for row in rows]
             title = f"{layer}: main directions of all tokens as red, green and blue"
+            if not tokens.has_places:
+                title += "; pictures are whole, as their crop is not known"
+            pixels = [_inside_crop(picture, tokens) for picture in shown]
             figure = draw_figures.side_by_side(pixels, colours, names, title)
             written.append(save_figure(figure, figure_file("tokens", layer, config)))
     return written
 
 
+def _layers(reader: FeatureReader, config: StoredTokensConfig) -> list[str]:
+    """Return the requested layers; globs match the layers with tokens."""
+    names = reader.layers_with_tokens()
+    if config.layers is None:
+        return names
+    without = [name for name in config.layers if name in reader.layers and name not in names]
+    return match_layers([*names, *without], config.layers, config.data_set)
+
+
+def _shown(reader: FeatureReader, config: StoredTokensConfig, rows: list[int]) -> list[Image.Image | None]:
+    """Return the pictures of rows, and print a note if some are not available."""
+    pictures = Pictures(reader, data_set_at(config.data_set).images["root"], rows, config.images)
+    shown = [pictures.picture(row) for row in rows]
+    missing = [(row, why) for row, (picture, why) in zip(rows, shown, strict=True) if picture is None]
+    if missing:
+        row, why = missing[0]
+        # The place of images is an argument of this command, not an option.
+        whole = pictures.why_not.replace("--images", f"layertap draw tokens {config.data_set}")
+        reason = whole or f"{reader.paths[row]}: {why}"
+        click.echo(f"note: {len(missing)} of {len(rows)} pictures are not available: {printable(reason)}", err=True)
+    return [picture for picture, _ in shown]
+
+
 def _inside_crop(picture: Image.Image | None, tokens: TokenArray) -> NDArray[np.uint8]:
-    """Return the part of a picture that the tokens cover, or white if the picture is not available."""
+    """Return the part of a picture that the tokens cover, if it is known, or white if there is no picture."""
     if picture is None:
         return np.full((tokens.grid[0], tokens.grid[1], 3), 255, np.uint8)
-    try:
-        left, top, right, bottom = tokens.window(picture.size)
-    except InputError:  # the backbone's library crops in its own way
-        small = picture.copy()
-        small.thumbnail((_SIDE_PX, _SIDE_PX))
-        return np.asarray(small)
-    scale = _SIDE_PX / min(right - left, bottom - top)
-    size = round((right - left) * scale), round((bottom - top) * scale)
-    part = picture.transform(size, Image.Transform.EXTENT, (left, top, right, bottom), Image.Resampling.BILINEAR)
-    return np.asarray(part)
+    if tokens.has_places:
+        return np.asarray(part_of(picture, tokens.window(picture.size), _SIDE_PX))
+    small = picture.copy()
+    small.thumbnail((_SIDE_PX, _SIDE_PX))
+    return np.asarray(small)

@@ -81,6 +81,11 @@ def probe(config: Path | None, as_json: bool, **flags: Any) -> None:
 )
 @click.option("-b", "--backbone", help=BACKBONE_HELP, shell_complete=complete_backbones)
 @click.option("--weights", help="Name or file of the backbone's weights, if the file was moved.")
+@click.option(
+    "--images",
+    "pictures",
+    help="Location of the images of OUT, if they were moved or are behind a URL; for masks and depths.",
+)
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:N or mps.")
 def predict(probe: Path, images: str, output: Path, **settings: Any) -> None:
     """Predict classes, masks or depths of images with a PROBE that `layertap probe --save` has written.

@@ -38,7 +38,7 @@ _ROWS = 4096  # predicted at once
 
 def run_predict(
     path: Path, images: str, output: Path, *, backbone: str | None = None, weights: str | None = None,
-    device: str = "auto",
+    device: str = "auto", pictures: str | None = None,
 ) -> str:  # fmt: skip
     """Predict, write a CSV table, and return a summary.
 
@@ -54,6 +54,7 @@ def run_predict(
         backbone: spec of the backbone; required if the backbone is code, since an untrusted probe could name any code.
         weights: name or file of the backbone's weights, if the file was moved.
         device: device to compute on.
+        pictures: location of the images of a data set, for a probe of masks or depths; None: the recorded location.
 
     Raises:
         InputError: `path` is not a probe, there are no images, the features were not computed as those that the probe
@@ -79,7 +80,7 @@ def run_predict(
     write: Callable[[LinearProbe, Path, Sequence[str], Path], str] = _predict
     if pixels is not None:
         check_pixel_folder(output, pixels)
-        write = partial(predict_pixels, predicted=pixels)
+        write = partial(predict_pixels, predicted=pixels, images=pictures)
     elif output.is_file() and not _holds_predictions(output):
         raise InputError(f"{output} already exists and holds no predictions", hint="name another file")
     elif output.is_dir():

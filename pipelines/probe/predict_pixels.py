@@ -85,7 +85,7 @@ def predicted_pixels(probe: LinearProbe) -> Predicted | None:
         ValueError: the file of the probe does not give a label for each class, or does not describe its bins of depth.
     """
     if "depth" in probe.about:
-        return PredictedDepths(DepthBins.of_json(probe.about["depth"], probe.classes_))
+        return PredictedDepths(DepthBins.of_json(probe.about["depth"], len(probe.classes_)))
     labels = probe.about.get("labels", [])
     are_labels = isinstance(labels, list) and all(type(label) is int and 0 <= label < 0xFFFF for label in labels)
     if not are_labels or len(labels) not in (0, len(probe.classes_)):
@@ -115,7 +115,9 @@ def _holds(folder: Path, predicted: Predicted) -> bool:
         return False
 
 
-def predict_pixels(probe: LinearProbe, out: Path, layers: Sequence[str], folder: Path, predicted: Predicted) -> str:
+def predict_pixels(
+    probe: LinearProbe, out: Path, layers: Sequence[str], folder: Path, predicted: Predicted, images: str | None = None
+) -> str:
     """Write a file in the size of each picture, and a table of them; return a summary.
 
     Args:
@@ -124,13 +126,14 @@ def predict_pixels(probe: LinearProbe, out: Path, layers: Sequence[str], folder:
         layers: its features.
         folder: folder to write; the files have the paths of the images.
         predicted: what the probe predicts.
+        images: location of the pictures; None: the recorded location, unless they would be fetched from a URL.
 
     Raises:
         InputError: the pictures are not available.
     """
     counts: Counter[str] = Counter()
     with FeatureReader(out, check=True) as reader:
-        pictures = _pictures(reader, DataSet.open(out), predicted)
+        pictures = _pictures(reader, DataSet.open(out), predicted, images)
         files = _names(reader.paths, predicted)
         check_folder(folder)
         if not _holds(folder, predicted):  # so that a run that is interrupted can be repeated
@@ -156,8 +159,8 @@ def predict_pixels(probe: LinearProbe, out: Path, layers: Sequence[str], folder:
     return f"{counts['written']:,} {predicted.what} predicted{left_out}; written: {folder}"
 
 
-def _pictures(reader: FeatureReader, dataset: DataSet, predicted: Predicted) -> Pictures:
-    pictures = Pictures(reader, dataset.images["root"], range(len(reader)))
+def _pictures(reader: FeatureReader, dataset: DataSet, predicted: Predicted, images: str | None) -> Pictures:
+    pictures = Pictures(reader, dataset.images["root"], range(len(reader)), images)
     if pictures.why_not:
         raise InputError(
             f"{predicted.what} need the sizes of the pictures, which are not available: {pictures.why_not}"

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
+from pathlib import Path
 
 import xxhash
-from PIL import ExifTags, Image
+from PIL import Image
 
 from extract import defaults
-from extract.errors import LayertapError, first_line
+from extract.errors import InputError, LayertapError, first_line
 from extract.images import listed_again
-from extract.images.decoding import decode_partly
+from extract.images.decoding import decode, decode_partly, header_size
 from extract.store.reader import FeatureReader
+from pipelines.terminal.text_output import printable
 
-__all__ = ["Pictures"]
+__all__ = ["Pictures", "part_of"]
 
 _MOST_PIXELS = 100_000_000  # of a picture that is only shown
-_ON_THEIR_SIDE = range(5, 9)  # EXIF orientations
 
 
 class Pictures:
@@ -35,8 +35,10 @@ class Pictures:
 
     def __init__(self, reader: FeatureReader, root: str, rows: Sequence[int], images: str | None = None):
         configuration = reader.provenance.get("configuration")
-        recorded = configuration.get("orientation") if isinstance(configuration, dict) else None
-        self._orientation = "ignore" if recorded == "ignore" else defaults.ORIENTATION
+        recorded = configuration if isinstance(configuration, dict) else {}
+        self._orientation = "ignore" if recorded.get("orientation") == "ignore" else defaults.ORIENTATION
+        most = recorded.get("max_pixels")
+        self._max_pixels = most if type(most) is int and most > 0 else defaults.MAX_PIXELS
         self._hashes = reader.column("source_hash")
         self._place = {row: place for place, row in enumerate(rows)}
         self.why_not = ""
@@ -65,13 +67,22 @@ class Pictures:
         data, _ = self._read(row)
         if data is None:
             return None
-        try:
-            with Image.open(io.BytesIO(data)) as image:
-                turned = image.getexif().get(ExifTags.Base.Orientation, 1) in _ON_THEIR_SIDE
-                return image.size[::-1] if turned and self._orientation == "exif" else image.size
-        except Exception:  # Pillow raises many types on damaged files, and rows of arrays are not files
+        size = header_size(data, self._orientation)
+        if size is None:  # rows of arrays are not files
             picture, _ = self.picture(row)
             return None if picture is None else picture.size
+        return size
+
+    def of_file(self, path: Path) -> Image.Image:
+        """Return the picture of a file that is not in the data set, decoded as those of its rows.
+
+        Raises:
+            InputError: the file cannot be decoded.
+        """
+        try:
+            return decode(path.read_bytes(), self._max_pixels, orientation=self._orientation)
+        except (ValueError, OSError) as error:
+            raise InputError(f"{printable(str(path))} cannot be read: {first_line(error)}") from error
 
     def partial_picture(self, row: int) -> Image.Image | None:
         """Return the part of a failed row's picture that can be decoded; None if nothing can."""
@@ -90,3 +101,17 @@ class Pictures:
             return None, first_line(error)
         same = xxhash.xxh3_128_digest(data) == self._hashes[row].tobytes()
         return (data, "") if same else (None, "its file has changed")
+
+
+def part_of(picture: Image.Image, window: tuple[float, float, float, float], shorter_px: int) -> Image.Image:
+    """Return a part of a picture, black beyond its edges.
+
+    Args:
+        picture: the picture.
+        window: left, top, right and bottom of the part, in pixels of the picture.
+        shorter_px: shorter side of the result.
+    """
+    left, top, right, bottom = window
+    scale = shorter_px / min(right - left, bottom - top)
+    size = max(1, round((right - left) * scale)), max(1, round((bottom - top) * scale))
+    return picture.transform(size, Image.Transform.EXTENT, window, Image.Resampling.BILINEAR)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import csv
 import json
 import shutil
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -198,6 +201,40 @@ def test_labels_may_be_in_a_table(made: Path, tmp_path: Path) -> None:
                       "-o", tmp_path / "out")  # fmt: skip
     assert result.exit_code == 0, result.output
     assert results(tmp_path / "out")["test_images"] == 18
+
+
+@pytest.mark.slow
+def test_a_comparison_that_was_killed_five_times_gives_the_same_results(
+    made: Path, compared: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "layertap", "compare", made / "pictures", "--from", made / "backbones.csv", "-l",
+               "embedding", *QUICK, "--batch-size", 2, "-o", out]  # fmt: skip
+    kills = 0
+    for attempt in range(40):
+        process = subprocess.Popen([*map(str, command)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        rows = stored_rows(out)
+        while process.poll() is None and (kills == 5 or stored_rows(out) == rows):
+            time.sleep(0.02)
+        if process.poll() is None:
+            process.kill()
+            kills += 1
+        elif process.wait() == 0:
+            break
+        assert attempt < 39
+    assert kills >= 2  # as many as there was time for
+    assert without_rates(results(out)) == without_rates(results(compared))
+
+
+def stored_rows(out: Path) -> int:
+    """Bytes of all files of shards, which grow while rows are stored."""
+    return sum(file.stat().st_size for file in out.glob("*/shards/*") if file.is_file())
+
+
+def without_rates(content: dict[str, Any]) -> dict[str, Any]:
+    for entry in content["backbones"]:
+        del entry["images_per_s"]
+    return content
 
 
 def test_wrong_input_is_refused(made: Path, tmp_path: Path) -> None:

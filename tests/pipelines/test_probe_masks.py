@@ -537,11 +537,48 @@ def test_depths_that_a_saved_probe_predicts_have_the_metrics_of_the_probe(
                                                tmp_path / "all")  # fmt: skip
 
 
-@pytest.mark.parametrize("described", [{"weighting": "other", "largest": 1.0}, {"weighting": "relu", "largest": -1}, 3])
+BINS = {"depths": [1.0, 2.0, 3.0], "weighting": "relu", "largest": 3.0}
+
+
+@pytest.mark.parametrize(
+    "described",
+    [
+        BINS | {"weighting": "other"}, BINS | {"weighting": []}, BINS | {"largest": -1.0}, BINS | {"largest": 10**400},
+        BINS | {"depths": [1.0]}, BINS | {"depths": [1.0, 2.0, 1e300]}, BINS | {"depths": [1.0, -2.0, 3.0]},
+        BINS | {"depths": None}, None, [],
+    ],
+)  # fmt: skip
 def test_a_probe_with_wrong_bins_of_depth_is_refused(made: Path, tmp_path: Path, described: Any) -> None:
     probe = LinearProbe.load(masks_probe(made, tmp_path))
     replace(probe, about={**probe.about, "depth": described}).save(tmp_path / "wrong.safetensors")
-    assert "does not describe" in fails("predict", tmp_path / "wrong.safetensors", made / "out", "-o", tmp_path / "p")
+    message = fails("predict", tmp_path / "wrong.safetensors", made / "out", "-o", tmp_path / "p")
+    assert "expected the depths of 3 bins" in message
+    assert "Traceback" not in message
+
+
+def test_moved_images_may_be_named(made: Path, tmp_path: Path) -> None:
+    saved = masks_probe(made, tmp_path)
+    shutil.copytree(made / "out", tmp_path / "moved")
+    dataset = json.loads((tmp_path / "moved" / "dataset.json").read_text())
+    dataset["images"]["root"] = str(tmp_path / "nowhere")
+    (tmp_path / "moved" / "dataset.json").write_text(json.dumps(dataset))
+    assert "--images FOLDER" in fails("predict", saved, tmp_path / "moved", "-o", tmp_path / "masks")
+    result = layertap("predict", saved, tmp_path / "moved", "-o", tmp_path / "masks", "--images", made / "pictures")
+    assert result.exit_code == 0, result.output
+    assert "30 masks predicted" in result.stdout
+
+
+def test_depths_that_hardly_differ_can_be_saved_and_predicted(made: Path, tmp_path: Path) -> None:
+    for path in (made / "masks").rglob("*.png"):
+        mask = np.asarray(Image.open(path))
+        target = tmp_path / "depth" / path.relative_to(made / "masks").with_suffix(".npy")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        np.save(target, 1e7 + np.where(mask == 255, 0, mask % 5 / 8.0))
+    result = layertap("probe", made / "out", "-p", "depth", "--depth", tmp_path / "depth", "-l", "layer1", "--save",
+                      tmp_path / "d.safetensors", "-o", tmp_path / "res")  # fmt: skip
+    assert result.exit_code in (0, 2), result.output  # refused before it is saved, or usable
+    if result.exit_code == 0:
+        assert layertap("predict", tmp_path / "d.safetensors", made / "out", "-o", tmp_path / "p").exit_code == 0
 
 
 @pytest.mark.usefixtures("figures")

@@ -23,10 +23,11 @@ from extract.analysis.probe import metrics
 from extract.store.format.layout import StoredFeature, create_shard
 from extract.store.format.writer import ShardWriter
 from pipelines.data_sets import report as report_room
-from pipelines.data_sets.report.page import PAGE_BYTES, _as_data
+from pipelines.data_sets.report.page import PAGE_BYTES
 from pipelines.data_sets.report.probe_results import probes
 from pipelines.data_sets.report.similar_images import near_duplicate_cosine
-from pipelines.data_sets.report.thumbnail_sheets import thumbnail_sheets
+from pipelines.terminal.page.assembly import _as_data
+from pipelines.terminal.page.thumbnail_sheets import thumbnail_sheets
 from tests.conftest import make_picture
 from tests.extract.store.rows import RowNames, data_set, no_files
 from tests.pipelines.test_cli import SMALL, fails, layertap
@@ -198,7 +199,7 @@ LAB = [[0.2104542553, 0.7936177850, -0.0040720468], [1.9779984951, -2.4285922050
 
 
 def test_colours_of_classes_can_be_told_apart_by_every_eye_in_light_and_dark() -> None:
-    style = (resources.files("pipelines.data_sets.report") / "page.css").read_text()
+    style = (resources.files("pipelines.terminal.page") / "page.css").read_text()
     colours = re.findall(r"--class-(\d): #([0-9a-f]{6})", style)
     assert [int(number) for number, _ in colours] == [*range(10)] * 2
     values = np.array([[int(text[i : i + 2], 16) / 255 for i in (0, 2, 4)] for _, text in colours]).reshape(2, 10, 3)
@@ -290,6 +291,7 @@ def test_examples_of_masks_and_depths_are_in_the_report(tmp_path: Path) -> None:
         if figure:
             Image.new("RGB", (2800, 700), (250, 20, 30)).save(folder / figure)
     (tmp_path / "damaged" / "masks.png").write_bytes(b"\x89PNG no more")
+    os.mkfifo(tmp_path / "none" / "masks.png")  # opening it would wait for ever
     results, notes = probes(tmp_path / "none", [tmp_path / name for name in figures])
     assert [folder.name for folder, result in results.items() if "examples" in result] == ["depth", "segmentation"]
     (note,) = notes

@@ -44,6 +44,17 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _many(made: Path) -> None:
+    """A data set of 71 small pictures, `many`."""
+    (made / "small").mkdir()
+    generator = np.random.default_rng(1)
+    for number in range(71):
+        Image.fromarray(generator.integers(0, 255, (9, 7, 3), np.uint8)).save(made / "small" / f"{number:02d}.png")
+    result = layertap("embed", made / "small", "-o", made / "many", *SMALL, "-l", "layer1:tokens")
+    assert result.exit_code == 0, result.output
+
+
 def search(*arguments: Any) -> dict[str, Any]:
     result = layertap("search", *arguments, "--json")
     assert result.exit_code == 0, result.output
@@ -105,6 +116,37 @@ def test_patches_are_drawn(made: Path, tmp_path: Path) -> None:
     grey = (np.ptp(pixels, axis=2) < 60) & (pixels.mean(2) > 20) & (pixels.mean(2) < 100)  # the rest is
     assert red.sum() > 1000
     assert grey.sum() > 10_000
+    many = layertap("search", made / "many", 0, "--at", "3,3", "-k", 70, "-o", tmp_path / "many.png")
+    assert many.exit_code == 0, many.output
+    assert len(many.stdout.splitlines()) == 71
+
+
+@pytest.mark.parametrize("orientation", ["exif", "ignore"])
+def test_a_file_is_turned_as_the_pictures_of_the_data_set(tmp_path: Path, orientation: str) -> None:
+    pixels = np.random.default_rng(0).integers(0, 255, (64, 96, 3), np.uint8)
+    (tmp_path / "pictures").mkdir()
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.fromarray(pixels).save(tmp_path / "pictures" / "turned.jpg", exif=exif, quality=95)
+    result = layertap("embed", tmp_path / "pictures", "-o", tmp_path / "out", *SMALL, "-l", "layer1:tokens",
+                      "--orientation", orientation)  # fmt: skip
+    assert result.exit_code == 0, result.output
+    x, y = (60, 20) if orientation == "ignore" else (20, 60)
+    for query in (0, tmp_path / "pictures" / "turned.jpg"):
+        content = search(tmp_path / "out", query, "--at", f"{x},{y}", "--itself")
+        left, top, right, bottom = content["results"][0]["box"]
+        assert (left <= x < right, top <= y < bottom) == (True, True)
+    too_far = (80, 20) if orientation == "exif" else (20, 80)
+    assert "is outside" in fails("search", tmp_path / "out", 0, "--at", "{},{}".format(*too_far))
+
+
+def test_the_printed_place_is_in_the_patch(made: Path) -> None:
+    for out, at in ((made / "out", "20,20"), (made / "many", "3,4")):
+        for result in search(out, 0, "--at", at, "-l", "layer1", "-k", 8)["results"]:
+            (x, y), (left, top, right, bottom) = result["at"], result["box"]
+            if right - left >= 1:
+                assert left <= x + 0.5 < right + 1e-9
+                assert top <= y + 0.5 < bottom + 1e-9
 
 
 @pytest.mark.parametrize(
@@ -112,7 +154,7 @@ def test_patches_are_drawn(made: Path, tmp_path: Path) -> None:
     [
         (("0", "--at", "8"), "expected X,Y in pixels"),
         (("0", "--at", "96,3", "-l", "layer1"), "outside 00.png, which has 96 x 64 pixels"),
-        (("0", "--at", "2,3", "-l", "layer1"), "outside the crop of 00.png"),
+        (("0", "--at", "2,3", "-l", "layer1"), "are those of the pixels from 16,0 to 79,63"),
         (("0", "--at", "20,3"), "name one: -l layer1, -l layer2"),
         (("0", "--at", "20,3", "-l", "embedding"), "embedding has no tokens"),
         (("--at", "20,3"), "expected a row number"),
@@ -122,6 +164,20 @@ def test_patches_are_drawn(made: Path, tmp_path: Path) -> None:
 )  # fmt: skip
 def test_bad_patches_are_refused(made: Path, options: tuple[str, ...], why: str) -> None:
     assert why in fails("search", made / "out", *options)
+
+
+def test_files_that_cannot_be_decoded_are_named(made: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty.jpg").write_bytes(b"")
+    (tmp_path / "notes.txt").write_text("notes")
+    for name, why in (("empty.jpg", "empty file"), ("notes.txt", "not an image")):
+        message = fails("search", made / "out", tmp_path / name, "--at", "1,1", "-l", "layer1")
+        assert f"{name} cannot be read: {why}" in message
+
+
+def test_globs_match_the_layers_with_tokens(made: Path, tmp_path: Path) -> None:
+    result = layertap("draw", "tokens", made / "out", "-l", "*", "--sample", 2, "-o", tmp_path)
+    assert result.exit_code == 0, result.output
+    assert len(result.stdout.split()) == 2
 
 
 def test_without_pictures_cells_are_named(made: Path, tmp_path: Path) -> None:
@@ -135,7 +191,8 @@ def test_without_pictures_cells_are_named(made: Path, tmp_path: Path) -> None:
     query = made / "pictures" / "00.png"
     result = layertap("search", out, query, "--at", f"{left + 8},{top + 8}", "-l", "layer1", "-k", 2)
     assert result.exit_code == 0, result.output
-    assert "column" in result.stdout
+    assert "in cell " in result.stdout
+    assert "note: no pictures" in result.stdout
     assert "the size of 00.png is not available" in fails("search", out, 0, "--at", "20,3", "-l", "layer1")
     found = search(out, 0, "--at", "20,3", "-l", "layer1", "--images", made / "pictures", "-k", 1)
     assert found["results"][0]["box"] is not None

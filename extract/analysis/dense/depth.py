@@ -82,7 +82,7 @@ def depth_probe(
             depth map; NaN for those that the crop left out.
 
     Returns:
-        the result; its numbers of rows are numbers of images, and the classes of its model the depths of bins.
+        the result; its numbers of rows are numbers of images, and the classes of its model are bins.
 
     Raises:
         InputError: an image is in two of the sets, grids or images differ, a depth map or all depths are missing, or a
@@ -111,7 +111,7 @@ def depth_probe(
     if not errors.n.any():
         raise InputError("the test images have no known depth inside the crop")
     assert fitted.model is not None
-    model = replace(fitted.model, classes_=bins.depths, about={"depth": bins.as_json()})
+    model = replace(fitted.model, about={"depth": bins.as_json()})
     return probe.result(
         "depth", np.array(["depth"]), depth_metrics(errors, seed), fitted, notes, model=model,
         per_image=errors.by_image(),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +16,7 @@ from extract.store.tokens.token_array import TokenArray
 __all__ = ["DepthBins", "mean_depth"]
 
 # Scores (B, bins, ...) -> weights that are divided by their sum. "relu" is that of DINOv3.
+_LARGEST = float(np.finfo(np.float32).max)
 _WEIGHTS = {"softmax": lambda scores: scores.softmax(1), "relu": lambda scores: scores.relu() + 0.1}
 
 
@@ -58,22 +58,25 @@ class DepthBins:
         return upsampled(tokens, of_cells.clamp(max=self.largest), picture_px)
 
     def as_json(self) -> dict[str, Any]:
-        """Return what a saved probe stores; the depths of the bins are its classes."""
-        return {"weighting": self.weighting, "largest": self.largest}
+        """Return what a saved probe stores."""
+        return {"depths": self.depths.tolist(), "weighting": self.weighting, "largest": self.largest}
 
     @staticmethod
-    def of_json(described: Any, depths: NDArray[Any]) -> DepthBins:
-        """Return the bins of a saved probe.
-
-        Args:
-            described: see `as_json`.
-            depths: (bins,) classes of the probe.
+    def of_json(described: Any, bins: int) -> DepthBins:
+        """Return the bins of a saved probe that gives scores of a number of bins.
 
         Raises:
-            ValueError: it is not such a description.
+            ValueError: it is not a description of so many bins.
         """
-        weighting, largest = (described.get(key) for key in ("weighting", "largest"))
-        is_number = isinstance(largest, int | float) and not isinstance(largest, bool)
-        if not is_number or not 0 < largest < math.inf or weighting not in _WEIGHTS or depths.dtype.kind not in "if":
-            raise ValueError(f"depth {described!r}; expected a weighting, softmax or relu, and the largest depth")
-        return DepthBins(depths.astype(np.float32), weighting, float(largest))
+        expected = f"expected the depths of {bins} bins, a weighting, softmax or relu, and the largest depth, above 0"
+        if not isinstance(described, dict) or described.get("weighting") not in (*_WEIGHTS,):
+            raise ValueError(f"depth is {described!r}; {expected}")
+        numbers = [described.get("largest"), *_as_list(described.get("depths"))]
+        are_depths = all(isinstance(number, float) and 0 < number < _LARGEST for number in numbers)
+        if not are_depths or len(numbers) != bins + 1:
+            raise ValueError(f"depth is {described!r}; {expected}")
+        return DepthBins(np.array(numbers[1:], np.float32), described["weighting"], numbers[0])
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []

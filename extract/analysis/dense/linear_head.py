@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -146,7 +145,7 @@ def train_depth_head(
         device: device to compute on.
 
     Returns:
-        the head with its batch norm, as a probe of single tokens; its classes are the depths of the bins.
+        the head with its batch norm, as a probe of single tokens, which gives the scores of the bins.
 
     Raises:
         InputError: a token has NaN or infinity, or the training does not stay finite.
@@ -184,4 +183,4 @@ def train_depth_head(
             head, rows, grid, depths, loss, optimizer, schedule,
             iterations=iterations, seed=seed, device=device, largest_gradient=35.0,
         )  # fmt: skip
-    return replace(trained_layers(norm, linear), classes_=bins.depths)
+    return trained_layers(norm, linear)

@@ -130,6 +130,11 @@ class TokenArray:
         """
         return recorded_crop(self._preprocessing)
 
+    @property
+    def has_places(self) -> bool:
+        """Whether the places of tokens in pictures are known; see `boxes`."""
+        return "resize_px" in self._preprocessing
+
     def window(self, picture_px: tuple[int, int]) -> tuple[float, float, float, float]:
         """Return the part of a picture that all cells cover, which the crop left: left, top, right, bottom in pixels.
 

@@ -35,7 +35,7 @@ from pipelines.data_sets.report.similar_images import (
     shared_neighbours,
     similar_images,
 )
-from pipelines.data_sets.report.thumbnail_sheets import LARGEST_PX, ThumbnailSheets, thumbnail_sheets
+from pipelines.terminal.page.thumbnail_sheets import LARGEST_PX, ThumbnailSheets, thumbnail_sheets
 from pipelines.terminal.pictures import Pictures
 from pipelines.terminal.text_output import printable
 

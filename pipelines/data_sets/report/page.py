@@ -1,19 +1,10 @@
-"""The page of `layertap report`: one HTML file with its content as JSON.
-
-The scripts show the content, and insert all text as text, not as HTML. The page's security policy forbids loading, and
-permits only the script whose hash it contains. So names of files and classes cannot run code.
-"""
+"""The page of `layertap report`: one HTML file with its content as JSON; see `pipelines.terminal.page.assembly`."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import json
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 from extract.errors import InputError
 from extract.store.format.dataset import DataSet
@@ -21,12 +12,13 @@ from extract.store.reader import FeatureReader
 from extract.system.atomic_files import atomic_write, link_target
 from pipelines.data_sets.report.content import ReportContent
 from pipelines.data_sets.show import describe
+from pipelines.terminal.page.assembly import assembled, is_page
 
 __all__ = ["run_report"]
 
 PAGE_BYTES = 10_000_000  # at most; thumbnails take the rest
-_HEADER = b"<!doctype html>\n<!-- layertap report -->\n"
-_SCRIPTS = ("elements.js", "charts.js", "map.js", "sections.js")  # joined in this order
+_KIND = "report"
+_SCRIPTS = ("map.js", "sections.js")  # joined in this order
 
 
 def run_report(
@@ -56,8 +48,10 @@ def run_report(
     if output.is_dir() or not output.resolve().parent.is_dir():
         problem = "it is a folder" if output.is_dir() else "no such folder"
         raise InputError(f"{output} cannot be written: {problem}")
-    if output.is_file() and not _is_report(output):
+    if output.is_file() and not is_page(_KIND, output):
         raise InputError(f"{output} already exists and is not a layertap report", hint="name another file")
+    folder = resources.files("pipelines.data_sets.report")
+    scripts = [(folder / name).read_text(encoding="utf-8") for name in _SCRIPTS]
     say("reading the description")
     described = describe(out)
     dataset = DataSet.open(out)
@@ -69,49 +63,8 @@ def run_report(
             content.compare_with(out, other)
         content.list_rows()
         say("making thumbnails")
-        room = PAGE_BYTES - len(_assembled(content.data)) - 200_000  # for the list of the thumbnails
+        room = PAGE_BYTES - len(assembled(_KIND, content.data, scripts)) - 200_000  # for the list of the thumbnails
         content.add_thumbnails(dataset.images["root"], images, thumbnails, room)
     with atomic_write(written_to) as file:
-        file.write(_assembled(content.data))
+        file.write(assembled(_KIND, content.data, scripts))
     return output
-
-
-def _is_report(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.read(len(_HEADER)) == _HEADER
-
-
-def _assembled(data: dict[str, Any]) -> bytes:
-    """Return the page with this content."""
-    folder = resources.files("pipelines.data_sets.report")
-    page, style = ((folder / name).read_text(encoding="utf-8") for name in ("page.html", "page.css"))
-    script = "".join((folder / name).read_text(encoding="utf-8") for name in _SCRIPTS)
-    parts = {"SCRIPT": script, "STYLE": style, "HASH": f"'sha256-{_sha256(script)}'", "DATA": _as_data(data)}
-    return _HEADER + b"".join(_filled(page, parts))
-
-
-def _filled(page: str, parts: dict[str, str]) -> Iterator[bytes]:
-    """Yield the page with each `{{NAME}}` replaced; inserted text is not searched for further names."""
-    for number, text in enumerate(page.replace("}}", "{{").split("{{")):
-        yield (parts[text] if number % 2 else text).encode()
-
-
-def _sha256(script: str) -> str:
-    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-
-
-def _as_data(data: dict[str, Any]) -> str:
-    """Return JSON that is safe inside a <script> element: it cannot end the element or start a comment or an entity."""
-    text = json.dumps(_finite(data), separators=(",", ":"), allow_nan=False)
-    for character in "<>&\u2028\u2029":
-        text = text.replace(character, f"\\u{ord(character):04x}")
-    return text
-
-
-def _finite(content: Any) -> Any:
-    """Replace NaN and infinity, which JSON does not have, by None."""
-    if isinstance(content, dict):
-        return {key: _finite(value) for key, value in content.items()}
-    if isinstance(content, list | tuple):
-        return [_finite(value) for value in content]
-    return None if isinstance(content, float) and not math.isfinite(content) else content

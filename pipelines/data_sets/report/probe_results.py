@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import csv
 import io
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ _CLASSES = 200  # most classes of a confusion matrix
 _FIGURES = 5  # most figures of examples
 _FIGURE_PX = 1400  # width of such a figure
 _FIGURE_QUALITY = 75  # of WebP
+_MOST_PIXELS = 50_000_000  # of a figure that is read
 _EXAMPLES = {"segmentation": "masks.png", "depth": "depths.png"}  # task -> figure that `layertap probe` draws
 
 
@@ -77,14 +79,17 @@ def probes(out: Path, others: Sequence[Path]) -> tuple[dict[Path, dict[str, Any]
 def _add_examples(results: dict[Path, dict[str, Any]]) -> list[str]:
     """Add figures of predicted masks and depths to results, and return notes on unreadable files."""
     notes = []
-    drawn = [(folder, result) for folder, result in results.items() if result["layers"][0]["task"] in _EXAMPLES]
-    for folder, result in drawn[:_FIGURES]:
-        file = folder / _EXAMPLES[result["layers"][0]["task"]]
+    drawn = []
+    for folder, result in results.items():
+        file = folder / _EXAMPLES.get(result["layers"][0]["task"], "")
+        if file.is_file():  # absent if the probe did not finish
+            drawn.append((file, result))
+    for file, result in drawn[:_FIGURES]:
         try:
-            with Image.open(file, formats=("PNG",)) as image:
+            with warnings.catch_warnings(action="ignore"), Image.open(file, formats=("PNG",)) as image:
+                if image.width * image.height > _MOST_PIXELS:
+                    raise ValueError(f"{image.width} x {image.height} pixels")
                 figure = image.convert("RGB")
-        except FileNotFoundError:  # the probe did not finish, or was told not to draw
-            continue
         except Exception as error:  # Pillow raises many types on damaged files
             notes.append(printable(f"{file} cannot be read as a figure: {first_line(error)}"))
             continue

@@ -1,0 +1,198 @@
+// The sections of the page of a comparison: verdict, table, accuracy against speed, layers, alikeness, images in dispute.
+
+const compared = content.backbones.filter((item) => !item.error), labelled = content.metric !== "";
+const shade = (name) => `var(--class-${compared.findIndex((item) => item.name === name) % 10})`;
+const share = (number) => number === null ? null : (100 * number).toFixed(1) + " %";
+const between = ({low, high}) => low === null ? "" : ` (${(100 * low).toFixed(1)} to ${(100 * high).toFixed(1)})`;
+const MEASURES = {
+  cka: "Linear CKA", procrustes: "Procrustes", mutual_knn: "Mutual nearest neighbours", rsa: "RSA",
+};
+
+const addKey = (parent, names) => {
+  const key = add(parent, "p", null, {class: "quiet"});
+  for (const name of names) {
+    add(key, "span", null, {class: "swatch"}).style.background = shade(name);
+    addName(key, name);
+    key.append("  ");
+  }
+};
+
+const addVerdict = () => {
+  document.title = `${content.title} – layertap comparison`;
+  const title = document.getElementById("title");
+  title.textContent = "";
+  addName(title, content.title);
+  document.getElementById("footer").textContent =
+    `Written ${content.written} by layertap ${content.version}. This page loads no other files.`;
+  const part = add(main, "div", null, {class: "verdict"});
+  for (const note of content.notes) add(part, "p", note, {class: "note"});
+  const tiles = add(part, "div", null, {class: "tiles"});
+  const addTile = (number, text) => {
+    const element = add(tiles, "div", null, {class: "tile"});
+    add(element, "b", number);
+    element.append(text);
+  };
+  addTile(count(content.images), "images");
+  addTile(count(compared.length), compared.length === 1 ? "backbone" : "backbones");
+  if (!labelled) return;
+  const [best, ...others] = compared;
+  addTile(share(best.value), `${content.metric_name} of ${best.name}, ${best.layer}${between(best)}`);
+  const same = others.filter((item) => item.distinguishable === false).map((item) => item.name);
+  add(part, "p", (same.length ? `Not distinguishable from ${best.name}: ${same.join(", ")}. ` :
+    others.length ? `${best.name} is distinguishable from all others. ` : "") +
+    `${count(content.test_images)} test images, protocol ${content.protocol}. Layers are chosen on ${content.layers_chosen_on}. ` +
+    "Differences are tested by McNemar's exact test, corrected for all pairs by Holm; below 0.05 they are distinguishable.");
+};
+
+const addTableOfBackbones = () => {
+  const part = addSection("Backbones");
+  const number = (title, key, shown) => [title, "number", (item) => item[key], (item) => item[key] === null ? null : shown(item[key], item)];
+  addTable(part, "Backbones, best first", [
+    ["Backbone", "text", (item) => item.name],
+    ["Layer", "text", (item) => item.layer],
+    ...(labelled ? [
+      number(content.metric_name, "value", (value, item) => share(value) + between(item)),
+      number("Behind", "behind", (value) => (100 * value).toFixed(1)),
+      number("p", "p", (value) => value < 0.001 ? "below 0.001" : value.toFixed(3)),
+      ["Difference", "text", (item) => item.distinguishable === null ? "best" : item.distinguishable ? "distinguishable" : "not distinguishable"],
+    ] : []),
+    number("Images/s", "images_per_s", (value) => value.toFixed(value < 10 ? 1 : 0)),
+    number("Hours for 1 M", "images_per_s", (value) => (1e6 / value / 3600).toFixed(1)),
+    number("Parameters", "parameters", (value) => (value / 1e6).toFixed(1) + " M"),
+    number("Values", "width", count),
+    number("Bytes", "row_bytes", count),
+    number("Effective rank", "effective_rank", (value) => value.toFixed(1)),
+    number("Alignment", "alignment", (value) => value.toFixed(2)),
+    ["Licence", "text", (item) => item.licence],
+    ["Weights", "text", (item) => item.weights],
+  ], compared);
+  const failed = content.backbones.filter((item) => item.error);
+  if (failed.length) addTable(part, "Left out", [["Backbone", "text", (item) => item.name], ["Reason", "text", (item) => item.error]], failed);
+};
+
+const addSpeed = () => {
+  const timed = compared.filter((item) => item.value !== null && item.images_per_s);
+  if (timed.length < 2) return;
+  const part = addSection("Accuracy and speed");
+  const rate = (item) => Math.log10(item.images_per_s), value = (item) => 100 * item.value;
+  const rates = timed.map(rate), low = Math.min(...rates), high = Math.max(...rates), margin = 0.15 * (high - low) || 0.2;
+  const values = timed.flatMap((item) => [100 * item.low, 100 * item.high]);
+  const steps = [1, 2, 5].flatMap((first) => [-1, 0, 1, 2, 3, 4, 5].map((power) => first * 10 ** power)).sort((a, b) => a - b);
+  const axes = {
+    x: [low - margin, high + margin], y: [Math.min(...values), Math.max(...values)], height: 340,
+    xTitle: "images/s of the forward on this machine, log scale", yTitle: `${content.metric_name}, %`,
+    xTicks: steps.map((step) => [Math.log10(step), short(step)]).filter(([place]) => place >= low - margin && place <= high + margin),
+  };
+  const beaten = (item) => timed.some((other) => other !== item && other.images_per_s >= item.images_per_s && other.value >= item.value &&
+    (other.images_per_s > item.images_per_s || other.value > item.value));
+  const front = timed.filter((item) => !beaten(item)).sort((a, b) => rate(a) - rate(b));
+  addChart(part, `${content.metric_name} and images/s of ${timed.map((item) => item.name).join(", ")}`, axes, (svg, {x, y, box}) => {
+    addSvg(svg, "polyline", {points: front.map((item) => `${x(rate(item))},${y(value(item))}`).join(" "), fill: "none", style: "stroke: var(--quiet); stroke-dasharray: 5 4"});
+    for (const item of timed) {
+      const across = x(rate(item)), color = shade(item.name);
+      addSvg(svg, "line", {x1: across, x2: across, y1: y(100 * item.low), y2: y(100 * item.high), style: `stroke: ${color}; stroke-width: 2`});
+      const point = addSvg(svg, "circle", {cx: across, cy: y(value(item)), r: 6, style: `fill: ${color}`});
+      addSvg(point, "title", {}, `${item.name}: ${share(item.value)}, ${short(item.images_per_s)} images/s`);
+      if (!front.includes(item)) continue; // names of all would overlap
+      const left = across > (box.left + box.right) / 2;
+      addSvg(svg, "text", {class: "tick", x: across + (left ? -9 : 9), y: y(value(item)) - 7, "text-anchor": left ? "end" : "start"}, item.name);
+    }
+  });
+  addKey(part, timed.map((item) => item.name));
+  add(part, "p", "The dashed line joins the backbones that no other one beats in both. Bars are 95 % intervals.", {class: "quiet"});
+};
+
+const addLayerCurves = () => {
+  const byBackbone = compared.map((item) => [item.name, content.layers.filter((line) => line.backbone === item.name)]);
+  const longest = Math.max(0, ...byBackbone.map(([, lines]) => lines.length));
+  if (longest < 2) return;
+  const part = addSection("Layers");
+  const values = content.layers.map((line) => 100 * line.value), margin = (Math.max(...values) - Math.min(...values)) * 0.05 || 1;
+  const axes = {
+    x: [0, 1], y: [Math.min(...values) - margin, Math.max(...values) + margin], height: 320, xTitle: "layers, first to last",
+    yTitle: `${content.metric_name}, %`, xTicks: [[0, "first"], [1, "last"]],
+  };
+  const depth = (i, lines) => lines.length < 2 ? 1 : i / (lines.length - 1);
+  addChart(part, `${content.metric_name} by layer`, axes, (svg, {x, y}) => {
+    for (const [name, lines] of byBackbone) {
+      addSvg(svg, "polyline", {points: lines.map((line, i) => `${x(depth(i, lines))},${y(100 * line.value)}`).join(" "), fill: "none", style: `stroke: ${shade(name)}`});
+      lines.forEach((line, i) => {
+        const point = addSvg(svg, "circle", {cx: x(depth(i, lines)), cy: y(100 * line.value), r: 4, style: `fill: ${shade(name)}`});
+        addSvg(point, "title", {}, `${name}, ${line.layer}: ${share(line.value)}`);
+      });
+    }
+  });
+  addKey(part, byBackbone.map(([name]) => name));
+  addTable(part, "All layers", [
+    ["Backbone", "text", (line) => line.backbone], ["Layer", "text", (line) => line.layer],
+    [content.metric_name, "number", (line) => line.value, (line) => share(line.value) + between(line)],
+    ["On validation", "number", (line) => line.chosen_by, (line) => share(line.chosen_by)],
+  ], content.layers);
+};
+
+const addAlikeness = () => {
+  const {alikeness: alike} = content;
+  if (!alike || alike.features.length < 2) return;
+  const part = addSection("How alike the features are");
+  const controls = add(part, "div", null, {class: "controls"});
+  const label = add(controls, "label", "Measure ");
+  const choice = add(label, "select");
+  for (const [key, text] of Object.entries(MEASURES)) add(choice, "option", text, {value: key});
+  const about = add(part, "p", null, {class: "quiet"}), place = add(part, "div");
+  const single = new Set(alike.features.map(([, layer]) => layer)).size === 1;
+  const names = alike.features.map(([backbone, layer]) => single ? backbone : `${backbone}: ${layer}`);
+  const show = () => {
+    const key = choice.value;
+    about.textContent = {
+      cka: "Linear CKA with the unbiased estimator, of all images; 1: the same up to rotation and scale, 0: unrelated.",
+      procrustes: "How well one feature can be rotated onto the other, of all images; 1: exactly.",
+      mutual_knn: `Share of the ${alike.k} nearest images that two features have in common, on ${count(alike.mutual_knn_images)} images.`,
+      rsa: `Rank correlation of the distances between all pairs of ${count(alike.rsa_images)} images.`,
+    }[key];
+    place.replaceChildren();
+    const scroll = add(place, "div", null, {class: "scroll confusion", tabindex: "0", role: "region", "aria-label": MEASURES[key]});
+    const table = add(scroll, "table");
+    add(table, "caption", MEASURES[key]);
+    const head = add(add(table, "thead"), "tr");
+    add(head, "td");
+    for (const name of names) addName(add(head, "th", null, {scope: "col"}), name);
+    const body = add(table, "tbody");
+    names.forEach((name, i) => {
+      const line = add(body, "tr");
+      addName(add(line, "th", null, {scope: "row"}), name);
+      alike[key][i].forEach((value) => {
+        const cell = add(line, "td", value === null ? "–" : value.toFixed(2), {class: "diagonal"});
+        cell.style.setProperty("--share", value === null ? 0 : Math.max(0, Math.min(1, value)));
+      });
+    });
+  };
+  choice.addEventListener("change", show);
+  show();
+};
+
+const addDisputed = () => {
+  if (!content.disputed.length) return;
+  const part = addSection("Images on which backbones disagree most");
+  add(part, "p", "Test images, by the share of pairs of backbones that predict different classes.");
+  const strip = add(part, "ul", null, {class: "strip"});
+  for (const {row, label, predictions} of content.disputed) {
+    const element = addCard(strip, row, [], {kind: "prediction disputed"});
+    const byClass = new Map();
+    for (const [name, predicted] of predictions) byClass.set(predicted, [...byClass.get(predicted) || [], name]);
+    for (const [predicted, names] of [...byClass].sort(([, a], [, b]) => b.length - a.length)) {
+      const line = add(element, "div", null, {class: predicted === label ? "right" : "wrong"});
+      add(line, "span", predicted === label ? "✓ " : "✗ ", {role: "img", "aria-label": predicted === label ? "right: " : "wrong: "});
+      line.append(`${predicted} `);
+      add(line, "small", names.join(", "));
+    }
+  }
+  if (content.about_thumbnails) add(part, "p", content.about_thumbnails, {class: "quiet"});
+};
+
+addVerdict();
+addTableOfBackbones();
+addSpeed();
+addLayerCurves();
+addAlikeness();
+addDisputed();
+document.documentElement.dataset.ready = "yes";

@@ -1,0 +1,1 @@
+"""Pages of one HTML file: assembly, style, tables and charts, pictures of rows."""

@@ -1,0 +1,63 @@
+"""The page of `layertap compare` in a browser of the system."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.pipelines.test_compare import compared, made
+from tests.pipelines.test_report_page import browser, fine, opened
+
+__all__ = ["browser", "compared", "made"]  # fixtures
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("width", [400, 1280])
+def test_the_page_shows_the_comparison(browser: Any, compared: Path, width: int) -> None:
+    content = json.loads((compared / "compare.json").read_text())
+    view = opened(browser, compared / "compare.html", width)
+    best, second, failed = content["backbones"]
+    tables = view.locator("table")
+    rows = tables.nth(0).locator("tbody tr")
+    assert rows.count() == 2
+    assert best["name"] in rows.nth(0).inner_text()
+    assert f"{100 * best['value']:.1f} %" in rows.nth(0).inner_text()
+    assert failed["error"] in tables.nth(1).inner_text()
+    view.get_by_role("button", name="Top-1").click()  # sorts up
+    assert second["name"] in rows.nth(0).inner_text()
+    for measure, name in (("cka", "Linear CKA"), ("rsa", "RSA"), ("mutual_knn", "Mutual nearest neighbours")):
+        view.get_by_label("Measure").select_option(label=name)
+        shown = view.locator(".confusion tbody tr").nth(0).locator("td").nth(1).inner_text()
+        assert shown == f"{content['alikeness'][measure][0][1]:.2f}"
+    cards = view.locator(".card.disputed")
+    assert cards.count() == len(content["disputed"]) > 0
+    assert view.locator(".card.disputed .tile-image").count() == cards.count()  # all have their picture
+    text = cards.nth(0).inner_text()
+    for name, predicted in content["disputed"][0]["predictions"]:
+        assert name in text
+        assert predicted in text
+    fine(view)
+
+
+def test_names_are_text(browser: Any, made: Path, tmp_path: Path) -> None:
+    from tests.pipelines.test_cli import layertap
+    from tests.pipelines.test_compare import QUICK
+
+    flat = tmp_path / "<script>window.done = 1</script>"
+    flat.mkdir()
+    lines = ["path,label"]
+    for number, path in enumerate(sorted((made / "pictures").rglob("*.png"))):
+        name = f"<img src=x onerror='window.done=1'>{number}.png"
+        (flat / name).write_bytes(path.read_bytes())
+        lines.append(f"{name},<b>{path.parent.name}</b>")
+    (tmp_path / "labels.csv").write_text("\n".join(lines))
+    result = layertap("compare", flat, "--from", made / "backbones.csv", *QUICK, "--labels", tmp_path / "labels.csv",
+                      "-o", tmp_path / "out")  # fmt: skip
+    assert result.exit_code == 0, result.output
+    view = opened(browser, tmp_path / "out" / "compare.html")
+    assert "<b>" in view.locator(".card.disputed").nth(0).inner_text()
+    fine(view)
