@@ -170,7 +170,8 @@ extract.search.layer_to_search(layers: Sequence[str], asked: str | None, where: 
 extract.search.nearest(bank: Source, queries: NDArray[np.floating], k: int, *, among: NDArray[np.int64] | None =
         None, without: NDArray[np.int64] | None = None, device: str | torch.device = 'cpu', memory_bytes: int =
         268435456) -> Neighbours
-extract.search.nearest_patches(tokens: TokenArray, query: NDArray[np.floating], k: int) -> NearestPatches
+extract.search.nearest_patches(tokens: TokenArray, query: NDArray[np.floating], k: int, *, without: int | None =
+        None) -> NearestPatches
 extract.search.overlap(first: NDArray[np.int64], second: NDArray[np.int64]) -> NDArray[np.float64]
 extract.search.patch_similarity(tokens: NDArray[np.floating], query: NDArray[np.floating]) ->
         NDArray[np.float64]

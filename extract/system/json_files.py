@@ -41,6 +41,7 @@ __all__ = [
     "parse_json",
     "read_json",
     "read_json_lines",
+    "without_nan",
 ]
 
 JSON_BYTES = 1 << 26  # far more than a description, or the log of a thousand runs
@@ -255,3 +256,12 @@ def _brief(value: Any) -> str:
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) > 1 << 80:
         return f"a number of {value.bit_length():,} bits"
     return json.dumps(value if not isinstance(value, str) else reprlib.repr(value)[1:-1])
+
+
+def without_nan(content: Any) -> Any:
+    """Return JSON-compatible data with null in place of NaN and infinity, which JSON does not have."""
+    if isinstance(content, dict):
+        return {str(key): without_nan(value) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [without_nan(value) for value in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content

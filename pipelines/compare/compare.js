@@ -18,20 +18,7 @@ const addKey = (parent, names) => {
 };
 
 const addVerdict = () => {
-  document.title = `${content.title} – layertap comparison`;
-  const title = document.getElementById("title");
-  title.textContent = "";
-  addName(title, content.title);
-  document.getElementById("footer").textContent =
-    `Written ${content.written} by layertap ${content.version}. This page loads no other files.`;
-  const part = add(main, "div", null, {class: "verdict"});
-  for (const note of content.notes) add(part, "p", note, {class: "note"});
-  const tiles = add(part, "div", null, {class: "tiles"});
-  const addTile = (number, text) => {
-    const element = add(tiles, "div", null, {class: "tile"});
-    add(element, "b", number);
-    element.append(text);
-  };
+  const part = add(main, "div", null, {class: "verdict"}), addTile = addHead("comparison", part);
   addTile(count(content.images), "images");
   addTile(count(compared.length), compared.length === 1 ? "backbone" : "backbones");
   if (!labelled) return;

@@ -10,7 +10,7 @@ from typing import Any
 
 from extract.errors import InputError, LayertapError
 from extract.system.atomic_files import write_json
-from extract.system.json_files import read_json
+from extract.system.json_files import read_json, without_nan
 from pipelines.compare.comparison import Compared, Comparison
 from pipelines.terminal.tables import print_aligned, table_file
 from pipelines.terminal.text_output import printable
@@ -104,16 +104,8 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
             **{measure: getattr(alike, measure).tolist() for measure in _MEASURES},
             "k": alike.k, "mutual_knn_images": alike.knn_rows, "rsa_images": alike.rsa_rows,
         }  # fmt: skip
-    result: dict[str, Any] = _without_nan(content)
+    result: dict[str, Any] = without_nan(content)
     return result
-
-
-def _without_nan(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_nan(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_nan(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def print_comparison(comparison: Comparison, echo: Callable[[str], None]) -> None:
@@ -149,7 +141,7 @@ def print_comparison(comparison: Comparison, echo: Callable[[str], None]) -> Non
     if comparison.why_not_alike:
         echo(f"features are not compared with each other: {printable(comparison.why_not_alike)}")
     for note in comparison.notes:
-        echo(f"note: {printable(note)}")
+        echo(f"  {printable(note)}")
 
 
 def _of_labels(entry: Compared) -> list[str]:

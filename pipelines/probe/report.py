@@ -20,7 +20,7 @@ from extract.analysis.probe.protocols import PROTOCOLS
 from extract.credentials import text_without_credentials
 from extract.errors import InputError
 from extract.system.atomic_files import own_folder, write_json
-from extract.system.json_files import read_json
+from extract.system.json_files import read_json, without_nan
 from extract.system.urls import is_url
 from pipelines.probe.config import ProbeConfig
 from pipelines.probe.job import ProbedFeature, ProbeRun, data_sets, run_probe
@@ -252,7 +252,7 @@ def as_json(outcome: ProbeRun) -> dict[str, Any]:
         names = [[feature.data_set, feature.layer] for feature in outcome.probed]
         cka, rsa = (matrix.tolist() for matrix in outcome.similarity)
         content["similarity"] = {"features": names, "linear_cka": cka, "rsa": rsa}
-    return _finite(content)  # type: ignore[no-any-return]
+    return without_nan(content)  # type: ignore[no-any-return]
 
 
 def _probe_as_json(feature: ProbedFeature) -> dict[str, Any]:
@@ -277,14 +277,6 @@ def _probe_as_json(feature: ProbedFeature) -> dict[str, Any]:
         "notes": list(result.notes),
         "seconds": round(result.seconds, 3),
     }
-
-
-def _finite(content: Any) -> Any:
-    if isinstance(content, dict):
-        return {str(key): _finite(value) for key, value in content.items()}
-    if isinstance(content, list | tuple):
-        return [_finite(value) for value in content]
-    return None if isinstance(content, float) and not math.isfinite(content) else content
 
 
 def _write_results(outcome: ProbeRun, folder: Path) -> None:

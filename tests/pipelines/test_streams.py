@@ -34,6 +34,7 @@ COMMANDS = {
     "schedule Y --print cron": "layertap sync",
     "compact S": "nothing to compact",
     "probe D -o T/probe -p centroid": "centroid",
+    f"compare P -b bundled/efficientnet_lite0 -p centroid -o T/compared {FAST}": "top-1",
     "layers timm/test_resnet layer1": "layer1",
     f"inspect timm/test_resnet P --weights random --sample 4 -l layer1 {FAST}": "layer1",
     f"inspect timm/test_resnet P --weights random --sample 4 -l layer1 --pictures T/inside {FAST}": "layer1",

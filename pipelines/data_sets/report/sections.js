@@ -50,20 +50,7 @@ const oddities = () => {
 };
 
 const addVerdict = () => {
-  document.title = `${content.title} – layertap report`;
-  const title = document.getElementById("title");
-  title.textContent = "";
-  addName(title, content.title);
-  document.getElementById("footer").textContent =
-    `Written ${content.written} by layertap ${content.version}. This page loads no other files.`;
-  const part = add(main, "div", null, {class: "verdict"});
-  for (const note of content.notes) add(part, "p", note, {class: "note"});
-  const tiles = add(part, "div", null, {class: "tiles"});
-  const addTile = (number, text) => {
-    const element = add(tiles, "div", null, {class: "tile"});
-    add(element, "b", number);
-    element.append(text);
-  };
+  const part = add(main, "div", null, {class: "verdict"}), addTile = addHead("report", part);
   const {rows, failed, classes} = content.counts;
   addTile(count(rows), rows === 1 ? "image" : "images");
   if (classes) addTile(count(classes), classes === 1 ? "class" : "classes");

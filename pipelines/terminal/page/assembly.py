@@ -9,11 +9,12 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import math
 from collections.abc import Iterator, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
+
+from extract.system.json_files import without_nan
 
 __all__ = ["assembled", "is_page"]
 
@@ -59,16 +60,7 @@ def _sha256(script: str) -> str:
 
 def _as_data(data: dict[str, Any]) -> str:
     """Return JSON that is safe inside a <script> element: it cannot end the element or start a comment or an entity."""
-    text = json.dumps(_finite(data), separators=(",", ":"), allow_nan=False)
+    text = json.dumps(without_nan(data), separators=(",", ":"), allow_nan=False)
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return text
-
-
-def _finite(content: Any) -> Any:
-    """Replace NaN and infinity, which JSON does not have, by None."""
-    if isinstance(content, dict):
-        return {key: _finite(value) for key, value in content.items()}
-    if isinstance(content, list | tuple):
-        return [_finite(value) for value in content]
-    return None if isinstance(content, float) and not math.isfinite(content) else content

@@ -21,6 +21,23 @@ const short = (number) => {
   return size !== 0 && (size < 0.001 || size >= 1e6) ? number.toExponential(2) : Number(number.toPrecision(4)).toString();
 };
 
+// The heading of the page, its notes, and tiles: returns a function that adds a tile with a number and what it means
+const addHead = (kind, parent) => {
+  document.title = `${content.title} – layertap ${kind}`;
+  const title = document.getElementById("title");
+  title.textContent = "";
+  addName(title, content.title);
+  document.getElementById("footer").textContent =
+    `Written ${content.written} by layertap ${content.version}. This page loads no other files.`;
+  for (const note of content.notes) add(parent, "p", note, {class: "note"});
+  const tiles = add(parent, "div", null, {class: "tiles"});
+  return (number, text) => {
+    const element = add(tiles, "div", null, {class: "tile"});
+    add(element, "b", number);
+    element.append(text);
+  };
+};
+
 let sections = 0;
 const addSection = (title, parent = main) => {
   const id = `section-${++sections}`;
