@@ -135,6 +135,7 @@ extract.probe.LinearProbe.predict_proba(self, x: Source | FeatureRows) -> NDArra
 extract.probe.LinearProbe.probabilities(self, scores: NDArray[np.float32]) -> NDArray[np.float32] | None
 extract.probe.LinearProbe.save(self, path: str | os.PathLike[str]) -> None
 extract.probe.LinearProbe.scores(self, x: Source | FeatureRows) -> NDArray[Any]
+extract.probe.MOST_COLUMNS = 16384
 extract.probe.PROTOCOLS = clip simclr dinov2-logreg knn centroid fewshot ridge
 class extract.probe.ProbeResult(protocol: str, task: str, scaling: str, metrics: dict[str, Estimate], classes:
         NDArray[Any], n_train: int, n_val: int, n_test: int, truth: NDArray[Any], swept: str = '', chosen: float

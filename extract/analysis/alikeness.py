@@ -13,11 +13,11 @@ from extract.analysis.probe.feature_matrix import FeatureRows, Source
 from extract.analysis.probe.representations import correlation, ranked_distances
 from extract.errors import InputError
 
-__all__ = ["Alikeness", "alikeness"]
+__all__ = ["MOST_COLUMNS", "Alikeness", "alikeness"]
 
 MEMORY_BYTES = 512 << 20
 _KNN_ROWS, _RSA_ROWS = 10_000, 2_000  # both take time that grows with the square of the number of images
-_MOST_COLUMNS = 16_384  # of a feature whose product with others is held, and decomposed
+MOST_COLUMNS = 16_384  # of a feature whose product with others is held, and decomposed
 
 Matrix = NDArray[np.float64]
 
@@ -76,9 +76,9 @@ def alikeness(
     if any(len(other) != count for other in rows) or count < 4:
         counts = ", ".join(str(len(feature)) for feature in rows)
         raise InputError(f"features have {counts} rows; expected the same images, at least 4")
-    if wide := [feature.width for feature in rows if feature.width > _MOST_COLUMNS]:
+    if wide := [feature.width for feature in rows if feature.width > MOST_COLUMNS]:
         raise InputError(
-            f"a feature has {wide[0]:,} values for an image; expected at most {_MOST_COLUMNS:,}", hint="pool the layer"
+            f"a feature has {wide[0]:,} values for an image; expected at most {MOST_COLUMNS:,}", hint="pool the layer"
         )
     draw = np.random.default_rng(seed).permutation(count)
     of_knn, of_rsa = (np.sort(draw[:most]) for most in (_KNN_ROWS, _RSA_ROWS))

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from extract.analysis.alikeness import alikeness
+from extract.analysis.alikeness import MOST_COLUMNS, alikeness
 from extract.analysis.probe.feature_matrix import FeatureRows
 from extract.analysis.probe.paired_tests import paired_tests
 from extract.backbones.catalogue import describe
@@ -196,7 +196,9 @@ def _disputed(
     for row, path in zip(labelling.test.tolist(), outcome.test_paths[names[0]], strict=True):
         paths[row] = path
     count = len(names)
-    agreeing = sum((predicted == each).sum(0) - 1 for each in predicted) / max(1, count * (count - 1))
+    if count < 2:
+        return []
+    agreeing = sum((predicted == each).sum(0) - 1 for each in predicted) / (count * (count - 1))
     order = [place for place in np.argsort(agreeing, kind="stable").tolist() if agreeing[place] < 1][:_DISPUTED]
     classes = [*map(str, labelling.classes.tolist())]
 
@@ -214,10 +216,15 @@ def _disputed(
 
 def _add_alikeness(comparison: Comparison, good: Sequence[Compared], readers: dict[str, FeatureReader]) -> None:
     """Compare all features, or the best layers if there are too many, and fill in what follows for each backbone."""
+    best = {entry.name: (entry.name, entry.layer or readers[entry.name].layers[-1]) for entry in good}
     features = [(entry.name, layer) for entry in good for layer in readers[entry.name].layers]
     if len(features) > _MOST_ALIKE:
-        features = [(entry.name, entry.layer or readers[entry.name].layers[-1]) for entry in good]
+        features = [*best.values()]
         comparison.notes.append(f"{len(features)} best layers are compared with each other, not all layers")
+    widths = {feature: math.prod(readers[feature[0]][feature[1]].shape[1:]) for feature in features}
+    if wide := [f"{name}: {layer}" for (name, layer), width in widths.items() if width > MOST_COLUMNS]:
+        comparison.notes.append(f"too wide to be compared with other features: {', '.join(wide)}; pool them")
+        features = [feature for feature in features if widths[feature] <= MOST_COLUMNS]
     rows = np.arange(len(next(iter(readers.values()))))
     for reader in readers.values():
         rows = np.intersect1d(rows, np.flatnonzero(reader.status == Status.OK))
@@ -228,14 +235,13 @@ def _add_alikeness(comparison: Comparison, good: Sequence[Compared], readers: di
         comparison.why_not_alike = str(error)
         return
     comparison.features = features
+    place = {feature: number for number, feature in enumerate(features)}
     for entry in good:
-        own = features.index((entry.name, entry.layer or readers[entry.name].layers[-1]))
-        entry.effective_rank = float(comparison.alikeness.effective_rank[own])
-        others = [
-            features.index((other.name, other.layer or readers[other.name].layers[-1]))
-            for other in good if other is not entry
-        ]  # fmt: skip
-        if others:
+        own = place.get(best[entry.name])
+        others = [place[best[other.name]] for other in good if other is not entry and best[other.name] in place]
+        if own is not None:
+            entry.effective_rank = float(comparison.alikeness.effective_rank[own])
+        if own is not None and others:
             entry.alignment = float(comparison.alikeness.mutual_knn[own, others].mean())
 
 

@@ -16,13 +16,14 @@ __all__ = ["forward_rate"]
 def forward_rate(out: Path) -> float | None:
     """Return images per second of the forwards of all logged runs, without their preparation; None if not known."""
     rows = seconds = 0.0
+    prepared: dict[str, float] = {}  # start of a run -> seconds
     with contextlib.suppress(LayertapError):
         for line in read_json_lines(out / "runs.jsonl", RUN):
+            in_advance: Any = (line.get("computation") or {}).get("prepared_in_s")
+            if line["event"] == "computing" and is_finite_number(in_advance):
+                prepared[str(line["started"])] = float(in_advance)
             stages: Any = line.get("stages")
             if line["event"] == "ended" and isinstance(stages, dict) and is_finite_number(stages.get("forward")):
                 rows += float(line.get("rows") or 0)
-                seconds += float(stages["forward"])
-            prepared: Any = (line.get("computation") or {}).get("prepared_in_s")
-            if line["event"] == "computing" and is_finite_number(prepared):
-                seconds -= float(prepared)
+                seconds += float(stages["forward"]) - prepared.pop(str(line["started"]), 0.0)
     return rows / seconds if rows and seconds > 0 else None

@@ -18,8 +18,9 @@ from PIL import Image
 from extract import FeatureReader
 from extract.analysis.alikeness import alikeness
 from extract.analysis.probe.metrics import mcnemar
-from pipelines.compare import figures
+from pipelines.compare import figures, job
 from pipelines.compare.candidates import Candidate, candidates_of
+from pipelines.compare.rates import forward_rate
 from pipelines.probe import probe_figures
 from tests.pipelines.test_cli import fails, layertap
 
@@ -123,6 +124,22 @@ def test_what_a_backbone_costs_is_in_the_table(compared: Path) -> None:
     assert lines["timm-nothing"]["images_per_s"] == ""
 
 
+def test_rates_are_those_of_runs_that_ended(tmp_path: Path) -> None:
+    def line(**values: Any) -> str:
+        return json.dumps(values) + "\n"
+
+    (tmp_path / "runs.jsonl").write_text(
+        line(event="started", started="1", found_done=0)
+        + line(event="computing", started="1", computation={"prepared_in_s": 50.0})  # killed
+        + line(event="started", started="2", found_done=0)
+        + line(event="computing", started="2", computation={"prepared_in_s": 2.0})
+        + line(event="ended", started="2", rows=80, seconds=12.0, stages={"images": 1.0, "forward": 10.0})
+        + line(event="ended", started="3", rows=40, seconds=5.0, stages={"images": 1.0, "forward": 4.0})
+    )
+    assert forward_rate(tmp_path) == pytest.approx(120 / (10 - 2 + 4))
+    assert forward_rate(tmp_path / "none") is None
+
+
 def test_alikeness_is_that_of_the_features(compared: Path) -> None:
     content = results(compared)["alikeness"]
     names = [tuple(feature) for feature in content["features"]]
@@ -187,6 +204,30 @@ def test_the_best_layer_is_chosen_on_validation_images(made: Path, tmp_path: Pat
             best = max(layers, key=lambda line: line["chosen_by"])
             assert (entry["layer"], entry["value"]) == (best["layer"], best["value"])
     assert len(content["layers"]) > 4
+
+
+def test_wide_layers_are_left_out_of_the_matrices_alone(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job, "MOST_COLUMNS", 70)
+    result = layertap("compare", made / "pictures", "--from", made / "backbones.csv", *QUICK, "-o", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    assert "too wide to be compared with other features: resnet: embedding; pool them" in result.stdout
+    content = results(tmp_path / "out")
+    assert content["alikeness"]["features"] == [["timm-test_vit-random", "embedding"]]
+    by_name = {entry["name"]: entry for entry in content["backbones"]}
+    assert by_name["resnet"]["effective_rank"] is None
+    assert by_name["resnet"]["value"] is not None
+    assert by_name["timm-test_vit-random"]["alignment"] is None
+
+
+def test_a_single_backbone_disputes_nothing(made: Path, tmp_path: Path) -> None:
+    (tmp_path / "one.csv").write_text("backbone,weights\ntimm/test_vit,random\n")
+    result = layertap("compare", made / "pictures", "--from", tmp_path / "one.csv", *QUICK, "-o", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    content = results(tmp_path / "out")
+    assert content["disputed"] == []
+    assert (tmp_path / "out" / "compare.html").is_file()
 
 
 def test_labels_may_be_in_a_table(made: Path, tmp_path: Path) -> None:
