@@ -114,6 +114,11 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(ROOT / "configs", start / "configs")
     rows = [f"{path},{20 + number % 50}" for number, path in enumerate(folders["cifar"])]
     (start / "ages.csv").write_text("\n".join(["path,age", *rows, ""]))
+    classes = [f"{path},{path.split('/')[1]}" for path in folders["photos"]]
+    (start / "labels.csv").write_text("\n".join(["path,label", *classes, ""]))
+    (start / "backbones.csv").write_text(
+        "backbone,weights,name\nbundled/efficientnet_lite0,,\ntimm/test_resnet,random,b\n"
+    )
     (start / "net.py").write_text(NET)
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3, 2), *[torch.nn.Identity()] * 3, torch.nn.Linear(8, 2))
