@@ -69,10 +69,10 @@ def compare_speed(images: str, table: Path, folder: Path) -> None:
     print(f"{len(names)} backbones, decoded in {ways} ways: {whole_s:.1f} s, of which {extraction_s:.1f} s extraction")
     print(f"  forwards {forwards_s:.1f} s, decoding {decoded_s:.1f} s: {extraction_s / (forwards_s + decoded_s):.2f}")
     peaks = {}
-    for line in csv.DictReader(table.open()):
+    for number, line in enumerate(csv.DictReader(table.open())):
         weights = line.get("weights") or ""
         weights = str(table.parent / weights) if (table.parent / weights).is_file() else weights
-        out = folder / f"alone-{len(peaks)}"
+        out = folder / f"alone-{number}"
         _, peaks[line["backbone"]] = measured(
             "embed", images, "-b", line["backbone"], *(("--weights", weights) if weights else ()), "-o", out
         )
