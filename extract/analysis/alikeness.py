@@ -63,7 +63,8 @@ def alikeness(
             4.
         k: nearest images of `mutual_knn`.
         seed: seed of the choice of images.
-        memory_bytes: limit for products of features and for rows held at once.
+        memory_bytes: limit for products of features and for rows held at once, apart from the images that mutual
+            neighbours and RSA are computed on.
 
     Raises:
         InputError: there are no features, their numbers of rows differ or are below 4, a feature is too wide, or k is

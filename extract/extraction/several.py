@@ -20,6 +20,7 @@ from extract.extraction.settings import ExtractionSettings
 from extract.images import ImageList
 from extract.images.kept_batches import KeptBatches
 from extract.store.format.dataset import DataSet, shard_rows_for
+from extract.system.foreign_code import own_faults_refused
 
 __all__ = ["KEPT_BYTES", "Member", "MemberRun", "extract_several"]
 
@@ -49,8 +50,8 @@ class MemberRun:
 
     Attributes:
         error: why it has no complete data set; None: it has one, or the run was stopped.
-        about: facts about the backbone: `parameters`, `device`, `weights`, `preprocessing`; empty if it cannot be
-            loaded.
+        about: facts about the backbone: `parameters`, `weights` (their source) and `random` (whether they are); empty
+            if it cannot be loaded.
         complete: whether the data set is complete.
     """
 
@@ -110,6 +111,8 @@ def extract_several(
     runs = {member.name: MemberRun() for member in members}
     surveyed: dict[str, _Surveyed] = {}
     for member in members:
+        if stop():
+            return runs
         with _failure_kept(member, runs, on_failure):
             surveyed[member.name] = _survey(images, member, runs[member.name])
         gc.collect()  # the modules of a backbone refer to each other in circles
@@ -123,10 +126,11 @@ def extract_several(
         for group in groups.values():
             kept = KeptBatches(stop)
             for member in group:
-                run = runs[member.name]
-                if run.error is None and _is_finished(member.out, shard) and on_rows is not None:
-                    on_rows(len(here), True)
-                if run.error is not None or _is_finished(member.out, shard):
+                if runs[member.name].error is not None:
+                    continue
+                if _is_finished(member.out, shard):
+                    if on_rows is not None:
+                        on_rows(len(here), True)
                     continue
                 on_member(member.name, here)
                 stopped = False
@@ -148,14 +152,20 @@ def extract_several(
 def _failure_kept(
     member: Member, runs: dict[str, MemberRun], on_failure: Callable[[str, LayertapError], None]
 ) -> Iterator[None]:
-    """Context manager: keep an error of a backbone as that of its run."""
+    """Context manager: keep an error of a backbone, or of a user's own code in it, as that of its run."""
     try:
-        yield
+        with own_faults_refused(()):
+            yield
     except (LockedError, MachineError):
         raise
+    except MemoryError:
+        failure = LayertapError("out of memory", hint="lower --batch-size, or leave this backbone out")
     except LayertapError as error:
-        runs[member.name].error = error
-        on_failure(member.name, error)
+        failure = error
+    else:
+        return
+    runs[member.name].error = failure
+    on_failure(member.name, failure)
 
 
 def _plan_of(images: ImageList, member: Member, shard_rows: int | None) -> Plan:
@@ -168,11 +178,9 @@ def _survey(images: ImageList, member: Member, run: MemberRun) -> _Surveyed:
     planned.dataset.check()  # a complete data set of other features is not taken for this one
     backbone = planned.backbone
     run.about = {
-        "backbone": backbone.spec,
         "parameters": sum(parameter.numel() for parameter in backbone.model.parameters()),
-        "device": str(backbone.device),
         "weights": backbone.weights.source,
-        "preprocessing": str(backbone.preprocessing),
+        "random": backbone.weights.random,
     }
     bytes_of_pixel = 3 if _is_plain(backbone.preprocessing) else 12
     return _Surveyed(

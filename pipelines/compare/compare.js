@@ -27,7 +27,8 @@ const addVerdict = () => {
   const same = others.filter((item) => item.distinguishable === false).map((item) => item.name);
   add(part, "p", (same.length ? `Not distinguishable from ${best.name}: ${same.join(", ")}. ` :
     others.length ? `${best.name} is distinguishable from all others. ` : "") +
-    `${count(content.test_images)} test images, protocol ${content.protocol}. Layers are chosen on ${content.layers_chosen_on}. ` +
+    `${count(content.test_images)} test images, protocol ${content.protocol}. ` +
+    (content.layers_chosen_on ? `Layers are chosen on ${content.layers_chosen_on}. ` : "") +
     "Differences are tested by McNemar's exact test, corrected for all pairs by Holm; below 0.05 they are distinguishable.");
 };
 

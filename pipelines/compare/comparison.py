@@ -90,7 +90,7 @@ class Comparison:
         protocol: protocol of the probe; empty without labels.
         n_images: number of images.
         n_test: number of test images; 0 without labels.
-        by_validation: whether layers were chosen on validation images.
+        chosen_on: images on which layers were chosen, in words; empty: there was no choice.
         features: (backbone, layer) of each row and column of `alikeness`.
         alikeness: how alike features are; None if fewer than two can be compared.
         why_not_alike: why it is None.
@@ -105,7 +105,7 @@ class Comparison:
     protocol: str = ""
     n_images: int = 0
     n_test: int = 0
-    by_validation: bool = False
+    chosen_on: str = ""
     features: list[tuple[str, str]] = field(default_factory=list)
     alikeness: Alikeness | None = None
     why_not_alike: str = ""

@@ -92,7 +92,7 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
         "protocol": comparison.protocol,
         "images": comparison.n_images,
         "test_images": comparison.n_test,
-        "layers_chosen_on": "validation images" if comparison.by_validation else "test images",
+        "layers_chosen_on": comparison.chosen_on,
         "backbones": [asdict(entry) | {"distinguishable": entry.is_distinguishable} for entry in comparison.backbones],
         "layers": comparison.layers,
         "disputed": [asdict(disputed) for disputed in comparison.disputed],
@@ -130,9 +130,10 @@ def print_comparison(comparison: Comparison, echo: Callable[[str], None]) -> Non
         if entry.error:
             echo(f"{printable(entry.name)}: {printable(entry.error)}")
     if labelled:
-        chosen_on = "validation images" if comparison.by_validation else "the test images themselves, which favours " \
-            "backbones with many layers"  # fmt: skip
-        echo(f"layers are chosen on {chosen_on}; p is corrected for all pairs of backbones (McNemar, Holm)")
+        if comparison.chosen_on:
+            favours = ", which favours backbones with many layers" * (comparison.chosen_on == "test images")
+            echo(f"layers are chosen on {comparison.chosen_on}{favours}")
+        echo("p is corrected for all pairs of backbones (McNemar, Holm)")
         same = [entry.name for entry in comparison.backbones if entry.is_distinguishable is False]
         if same:
             echo(

@@ -69,7 +69,10 @@ def compare(config: CompareConfig, say: Callable[[str], None]) -> tuple[Comparis
     good = [entry for entry in compared if not entry.error]
     if not good:
         reasons = "\n".join(f"{entry.name}: {entry.error}" for entry in compared)
-        raise InputError(f"no backbone could be used\n{reasons}")
+        errors = [run.error for run in runs.values() if run.error is not None]
+        raise InputError(f"no backbone could be used\n{reasons}", hint=errors[0].hint if errors else "")
+    if random := [name for name, run in runs.items() if run.about.get("random")]:
+        comparison.notes.append(f"random weights: {', '.join(random)}")
     files = []
     if config.labels is not None or images.classes:
         files += _probe(config, comparison, good, say)
@@ -115,11 +118,21 @@ def _compared(config: CompareConfig, candidate: Candidate, run: MemberRun) -> Co
     entry.error = "" if run.error is None else run.error.message
     entry.parameters = about.get("parameters")
     if run.complete:
+        entry.error = _why_no_features(config.folder / candidate.name)
         entry.images_per_s = forward_rate(config.folder / candidate.name)
         if candidate.weights is None:
             with contextlib.suppress(LayertapError):  # of a source that states no licence
                 entry.licence = describe(candidate.spec).licence
     return entry
+
+
+def _why_no_features(out: Path) -> str:
+    """Return why no row of a data set has features; empty: some have."""
+    with FeatureReader(out) as reader:
+        if (reader.status == Status.OK).any():
+            return ""
+        _, _, status, reason = reader.failures[0]
+        return f"no image has features: {status}: {reason}"
 
 
 def _probe(
@@ -132,13 +145,12 @@ def _probe(
     )  # fmt: skip
     outcome, files = probe_and_write(probed, say)
     best = {entry.name: _best_layer(outcome, entry.name) for entry in good}
-    comparison.by_validation = outcome.by_validation
+    if len(outcome.probed) > len(good):
+        comparison.chosen_on = "validation images" if outcome.by_validation else "test images"
     comparison.protocol = config.protocol
     comparison.metric = next(iter(best.values())).result.primary
     comparison.layers = [_layer(feature) for feature in outcome.probed]
     comparison.notes += next(iter(outcome.labellings.values())).notes
-    if random := [entry.name for entry in good if entry.weights.startswith("random")]:
-        comparison.notes.append(f"random weights: {', '.join(random)}")
     for entry in good:
         feature = best[entry.name]
         estimate = feature.result.metrics[comparison.metric]

@@ -76,6 +76,7 @@ def results(out: Path) -> dict[str, Any]:
 
 def test_the_numbers_are_those_of_separate_runs(made: Path, compared: Path, tmp_path: Path) -> None:
     content = results(compared)
+    assert content["layers_chosen_on"] == ""  # one layer each
     assert content["images"] == 90
     assert content["test_images"] == 45
     values = {}
@@ -198,6 +199,7 @@ def test_the_best_layer_is_chosen_on_validation_images(made: Path, tmp_path: Pat
     assert result.exit_code == 0, result.output
     content = results(tmp_path / "out")
     assert content["layers_chosen_on"] == "validation images"
+    assert "layers are chosen on validation images" in result.stdout
     for entry in content["backbones"]:
         layers = [line for line in content["layers"] if line["backbone"] == entry["name"]]
         if layers:
@@ -228,6 +230,49 @@ def test_a_single_backbone_disputes_nothing(made: Path, tmp_path: Path) -> None:
     content = results(tmp_path / "out")
     assert content["disputed"] == []
     assert (tmp_path / "out" / "compare.html").is_file()
+
+
+BROKEN = """
+import torch
+from torch import nn
+from torchvision.transforms import v2
+
+class Net(nn.Module):
+    def __init__(self, fault):
+        super().__init__()
+        self.fault, self.embedding_layer = fault, nn.Linear(3, 4)
+    def forward(self, x):
+        if self.fault == "raises" and len(x) > 2:
+            raise RuntimeError("boom in forward")
+        if self.fault == "memory" and len(x) > 2:
+            raise MemoryError
+        return self.embedding_layer(x.mean((2, 3)) * (float("nan") if self.fault == "nan" else 1))
+
+def transform():
+    return v2.Compose([v2.Resize((32, 32)), v2.ToImage(), v2.ToDtype(torch.float32, scale=True)])
+
+def raises(): return Net("raises"), transform()
+def memory(): return Net("memory"), transform()
+def nan(): return Net("nan"), transform()
+def fine(): return Net(""), transform()
+"""
+
+
+def test_a_backbone_that_fails_while_it_computes_is_a_line_with_the_reason(made: Path, tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(BROKEN)
+    names = [
+        option for name in ("raises", "memory", "nan", "fine") for option in ("-b", f"python/{tmp_path}/net.py:{name}")
+    ]
+    result = layertap("compare", made / "pictures", *names, *QUICK, "-l", "embedding_layer", "-o", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    errors = {entry["backbone"].rpartition(":")[2]: entry["error"] for entry in results(tmp_path / "out")["backbones"]}
+    assert errors["fine"] == ""
+    assert errors["raises"].startswith("RuntimeError: boom in forward")
+    assert "net.py, line 12" in errors["raises"]
+    assert errors["memory"] == "out of memory"
+    assert errors["nan"].startswith("no image has features")
+    for reason in errors.values():
+        assert reason in result.stdout
 
 
 def test_labels_may_be_in_a_table(made: Path, tmp_path: Path) -> None:

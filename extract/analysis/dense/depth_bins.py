@@ -71,12 +71,9 @@ class DepthBins:
         expected = f"expected the depths of {bins} bins, a weighting, softmax or relu, and the largest depth, above 0"
         if not isinstance(described, dict) or described.get("weighting") not in (*_WEIGHTS,):
             raise ValueError(f"depth is {described!r}; {expected}")
-        numbers = [described.get("largest"), *_as_list(described.get("depths"))]
+        depths = described.get("depths")
+        numbers = [described.get("largest"), *(depths if isinstance(depths, list) else [])]
         are_depths = all(isinstance(number, float) and 0 < number < _LARGEST for number in numbers)
         if not are_depths or len(numbers) != bins + 1:
             raise ValueError(f"depth is {described!r}; {expected}")
         return DepthBins(np.array(numbers[1:], np.float32), described["weighting"], numbers[0])
-
-
-def _as_list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []

@@ -150,6 +150,7 @@ def test_a_data_set_of_other_features_is_not_taken(folder: Path, tmp_path: Path)
 
 def test_a_locked_data_set_ends_the_run(folder: Path, tmp_path: Path) -> None:
     images, several = list_images(folder), members(tmp_path)
-    extract_several(images, several[:1], stop=lambda: True)
+    stored: list[int] = []
+    extract_several(images, several[:1], on_rows=lambda rows, resumed: stored.append(rows), stop=lambda: bool(stored))
     with DataSet.open(several[0].out).locked(), pytest.raises(LockedError):
         extract_several(images, several)
