@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
+import shutil
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,15 @@ from extract.extraction.run import extract
 from extract.extraction.settings import ExtractionSettings
 from extract.images import ImageList
 from extract.images.kept_batches import KeptBatches
+from extract.images.kept_bytes import KeptBytes
+from extract.images.loading import Load
 from extract.store.format.dataset import DataSet, shard_rows_for
 from extract.system.foreign_code import own_faults_refused
+from extract.system.leftovers import temporary_folder
 
 __all__ = ["KEPT_BYTES", "Member", "MemberRun", "extract_several"]
 
-KEPT_BYTES = 1 << 30  # of decoded images
+KEPT_BYTES = 4 << 30  # of decoded images
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,7 @@ class _Surveyed:
 def extract_several(
     images: ImageList,
     members: Sequence[Member],
+    scratch: Path,
     *,
     kept_bytes: int = KEPT_BYTES,
     on_member: Callable[[str, range], None] = lambda name, rows: None,
@@ -83,12 +88,14 @@ def extract_several(
     """Compute the missing rows of a data set for each member, shard by shard.
 
     The members that share a decoding compute a shard one after the other, from images that the first one has decoded
-    and kept in memory. A member that fails is left out from then on.
+    and kept on disk. Images behind URLs are fetched once for all members. A member that fails is left out from then on.
 
     Args:
         images: listed images.
         members: the extractions; their names and folders differ.
-        kept_bytes: limit for the decoded images of a shard, which limits the rows of shards of new data sets.
+        scratch: existing folder for decoded and fetched images, which are deleted at the end.
+        kept_bytes: limit for the decoded images of a shard, which limits the rows of shards of new data sets; at most
+            half of the free space of the disk is used.
         on_member: called before a member computes rows, with its name and the rows of the shard.
         on_failure: called with the name of a member that fails, and why.
         on_rows: called with a number of rows, and whether earlier runs have stored them; rows of unfinished shards are
@@ -116,36 +123,55 @@ def extract_several(
         with _failure_kept(member, runs, on_failure):
             surveyed[member.name] = _survey(images, member, runs[member.name])
         gc.collect()  # the modules of a backbone refer to each other in circles
-    rows = _rows_of_shards(images, members, surveyed, kept_bytes)
-    groups: dict[Hashable, list[Member]] = {}
+    new_rows = _rows_of_new_shards(images, members, surveyed, min(kept_bytes, shutil.disk_usage(scratch).free // 2))
+    by_rows: dict[int, dict[Hashable, list[Member]]] = {}  # rows of a shard -> decoding -> members
     for member in members:
         if member.name in surveyed:
+            groups = by_rows.setdefault(_rows_of_stored_shards(member) or new_rows, {})
             groups.setdefault(surveyed[member.name].decoding, []).append(member)
-    for shard in range(-(-len(images) // rows)):
-        here = range(shard * rows, min((shard + 1) * rows, len(images)))
-        for group in groups.values():
-            kept = KeptBatches(stop)
-            for member in group:
-                if runs[member.name].error is not None:
-                    continue
-                if _is_finished(member.out, shard):
-                    if on_rows is not None:
-                        on_rows(len(here), True)
-                    continue
-                on_member(member.name, here)
-                stopped = False
-                with _failure_kept(member, runs, on_failure):
-                    stopped = extract(
-                        _plan_of(images, member, rows), shards=[shard], load=kept.load, on_rows=on_new_rows,
-                        on_note=on_note, stop=stop,
-                    ).stopped  # fmt: skip
-                gc.collect()
-                if stopped:
-                    return runs
+
+    def compute(member: Member, shard: int, here: range, rows: int, load: Load) -> bool:
+        """Compute a shard of a member, if it is missing; return whether the run was stopped."""
+        if runs[member.name].error is not None:
+            return False
+        if _is_finished(member.out, shard):
+            if on_rows is not None:
+                on_rows(len(here), True)
+            return False
+        on_member(member.name, here)
+        stopped = False
+        with _failure_kept(member, runs, on_failure):
+            stopped = extract(
+                _plan_of(images, member, rows), shards=[shard], load=load, on_rows=on_new_rows, on_note=on_note,
+                stop=stop,
+            ).stopped  # fmt: skip
+        gc.collect()
+        return stopped
+
+    for rows, groups in by_rows.items():
+        for shard in range(-(-len(images) // rows)):
+            here = range(shard * rows, min((shard + 1) * rows, len(images)))
+            with _folder_in(scratch) as folder:
+                source = KeptBytes(images.source, folder) if len(groups) > 1 else None
+                for group in groups.values():
+                    with KeptBatches(folder, source, stop) as kept:
+                        if any(compute(member, shard, here, rows, kept.load) for member in group):
+                            return runs
     for member in members:
         run = runs[member.name]
         run.complete = run.error is None and all(file is not None for file in DataSet.open(member.out).published())
     return runs
+
+
+@contextmanager
+def _folder_in(scratch: Path) -> Iterator[Path]:
+    """Context manager: yield a temporary folder; those of killed runs are removed."""
+    with ExitStack() as at_the_end:
+        try:
+            folder = at_the_end.enter_context(temporary_folder(scratch / "decoded"))
+        except OSError as error:
+            raise LayertapError(f"cannot write to {scratch}: {error.strerror}") from error
+        yield folder
 
 
 @contextmanager
@@ -202,13 +228,18 @@ def _decoding_of(name: str, preprocessing: Preprocessing) -> Hashable:
     return replace(preprocessing, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
 
 
-def _rows_of_shards(
+def _rows_of_stored_shards(member: Member) -> int | None:
+    """Return the rows of the shards of an existing data set; None if there is none."""
+    return DataSet.open(member.out).shard_rows if (member.out / "dataset.json").is_file() else None
+
+
+def _rows_of_new_shards(
     images: ImageList, members: Sequence[Member], surveyed: dict[str, _Surveyed], kept_bytes: int
 ) -> int:
-    """Return the rows of shards: those of an existing data set, or as many whole batches as may be kept in memory."""
+    """Return the rows of new data sets' shards: those of an existing one, or as many whole batches as are kept."""
     for member in members:
-        if member.name in surveyed and (member.out / "dataset.json").is_file():
-            return DataSet.open(member.out).shard_rows
+        if member.name in surveyed and (rows := _rows_of_stored_shards(member)) is not None:
+            return rows
     rows = min((known.shard_rows for known in surveyed.values()), default=len(images))
     rows = min(rows, kept_bytes // max((known.image_bytes for known in surveyed.values()), default=1))
     batch_size = members[0].settings.batch_size

@@ -61,6 +61,10 @@ class ArrayRows:
         array = np.frombuffer(pixels, np.uint8).reshape(height, width, channels)
         return to_picture(Image.fromarray(array[:, :, 0] if channels == 1 else array))
 
+    def is_remote(self, row: int) -> bool:
+        """See `ImageSource`."""
+        return False
+
     def check_there(self) -> None:
         """See `ImageSource`."""
         if not Path(self._path).is_file():

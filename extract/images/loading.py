@@ -303,7 +303,12 @@ def _joined(pieces: list[Batch]) -> Batch:
 Load = Callable[[ImageList, Iterable[list[int]], Decoding], ClosableBatches]  # such as `load_batches`
 
 
-def load_batches(images: ImageList, batches: Iterable[list[int] | None], decoding: Decoding) -> Batches:
+def load_batches(
+    images: ImageList,
+    batches: Iterable[list[int] | None],
+    decoding: Decoding,
+    source: ImageSource | None = None,
+) -> Batches:
     """Decode the rows of each batch in worker processes; batches come in the given order.
 
     Close the result (`contextlib.closing`) to end the workers: the process cannot exit while an exception refers to
@@ -315,6 +320,7 @@ def load_batches(images: ImageList, batches: Iterable[list[int] | None], decodin
             yet: the workers wait, and `batches` is read again after a piece has been taken from them. Iteration stops
             when no known rows are left.
         decoding: settings for decoding.
+        source: reads the images; None: `images.source`.
 
     Raises:
         BrokenListError: while iterating; the image of a row cannot be determined.
@@ -341,7 +347,7 @@ def load_batches(images: ImageList, batches: Iterable[list[int] | None], decodin
             "timeout": _GIVE_UP_S,
         }
     loader: Any = DataLoader(
-        _Decoded(images.source, decoding),
+        _Decoded(source or images.source, decoding),
         batch_sampler=pieces(),
         num_workers=workers,
         collate_fn=_collate,

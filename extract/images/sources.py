@@ -64,6 +64,9 @@ class ImageSource(Protocol):
     ) -> Image.Image:  # fmt: skip
         """Decode these bytes to an RGB picture; settings and errors as for `extract.images.decode`."""
 
+    def is_remote(self, row: int) -> bool:
+        """Return whether the bytes of an image are behind a URL."""
+
     def check_there(self) -> None:
         """Check that the images as a whole still exist, after some could not be read.
 
@@ -104,7 +107,7 @@ class Files:
 
     def __init__(self, base: str, names: Sequence[str], *, anywhere: bool = False, encoded: bool = False):
         self._base, self._anywhere, self._encoded = base, anywhere, encoded
-        self._is_remote = is_url(base)
+        self._base_is_remote = is_url(base)
         self._names = PackedNames(names) if isinstance(names, list) else names
 
     def read(self, row: int) -> tuple[bytes, int]:
@@ -112,7 +115,7 @@ class Files:
         name = self._names[row]
         if self._anywhere and is_url(name):
             return read_remote(name, is_image=True), UNKNOWN
-        if self._is_remote:
+        if self._base_is_remote:
             inside = name if self._encoded else reference(self._base, name)
             return read_remote(self._base, inside=inside, is_image=True), UNKNOWN
         # O_NONBLOCK: opening a pipe must not block.
@@ -129,9 +132,13 @@ class Files:
         finally:
             os.close(descriptor)
 
+    def is_remote(self, row: int) -> bool:
+        """See `ImageSource`."""
+        return self._base_is_remote or (self._anywhere and is_url(self._names[row]))
+
     def check_there(self) -> None:
         """See `ImageSource`."""
-        if self._is_remote:
+        if self._base_is_remote:
             fs, path = file_system(self._base)
             there = _ask_server(self._base, lambda: bool(fs.exists(path)))
             if not there and self._anywhere and is_http(self._base):
@@ -164,6 +171,10 @@ class Chosen:
     ) -> Image.Image:  # fmt: skip
         """See `ImageSource`."""
         return self._source.decode(data, max_pixels, min_decode_px, orientation, icc)
+
+    def is_remote(self, row: int) -> bool:
+        """See `ImageSource`."""
+        return self._source.is_remote(int(self._rows[row]))
 
     def check_there(self) -> None:
         """See `ImageSource`."""

@@ -103,6 +103,7 @@ def _extract(
         runs = extract_several(
             images,
             members,
+            config.folder,
             on_member=lambda name, rows: progress.say(f"{name}: images {rows.start + 1:,} to {rows.stop:,}"),
             on_failure=lambda name, error: progress.say(f"{name} is left out: {printable(error.message)}"),
             on_rows=progress.advance,

@@ -261,6 +261,10 @@ class _Repeated:
         """See `ImageSource`."""
         return self._source.decode(data[:-8], max_pixels, min_decode_px, orientation, icc)
 
+    def is_remote(self, row: int) -> bool:
+        """See `ImageSource`."""
+        return self._source.is_remote(row % self._count)
+
     def check_there(self) -> None:
         """See `ImageSource`."""
         self._source.check_there()

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import functools
 import gc
+import http.server
+import os
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,10 +20,10 @@ import pytest
 
 from extract import FeatureReader, InputError, extract_features, load_backbone
 from extract.compute.backbone import Backbone
-from extract.errors import LockedError
+from extract.errors import LockedError, MachineError
 from extract.extraction.settings import ExtractionSettings
 from extract.extraction.several import Member, extract_several
-from extract.images import list_images
+from extract.images import kept_batches, list_images
 from extract.images.sources import Files
 from extract.store.format.dataset import DataSet
 
@@ -54,7 +60,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
 
 def test_features_are_those_of_separate_runs(folder: Path, tmp_path: Path) -> None:
     (folder / "bee" / "bad.jpg").write_bytes(b"no picture")
-    runs = extract_several(list_images(folder), members(tmp_path / "together"), kept_bytes=LIMIT)
+    runs = extract_several(list_images(folder), members(tmp_path / "together"), tmp_path, kept_bytes=LIMIT)
     assert all(run.complete and run.error is None for run in runs.values())
     for name, spec in SPECS.items():
         out = tmp_path / "alone" / name
@@ -79,7 +85,7 @@ def test_images_are_decoded_once_for_all_that_decode_alike(folder: Path, tmp_pat
                settings()),
     ]  # fmt: skip
     order: list[str] = []
-    extract_several(list_images(folder), three, on_member=lambda name, rows: order.append(name))
+    extract_several(list_images(folder), three, tmp_path, on_member=lambda name, rows: order.append(name))
     assert order == ["a", "c", "b"]
     assert set(reads.values()) == {2}  # two ways to decode
 
@@ -99,7 +105,7 @@ def test_one_backbone_is_in_memory_at_a_time(folder: Path, tmp_path: Path) -> No
         return loaded
 
     several = [Member(name, tmp_path / name, load(spec), settings()) for name, spec in SPECS.items()]
-    extract_several(list_images(folder), several)
+    extract_several(list_images(folder), several, tmp_path)
     assert alive == [0] * 6  # each is loaded to look at it, and to compute
 
 
@@ -110,7 +116,9 @@ def test_a_stopped_run_is_resumed(folder: Path, tmp_path: Path, reads: Counter[i
         nonlocal stored
         stored += rows
 
-    runs = extract_several(images, members(tmp_path), kept_bytes=LIMIT, on_rows=count, stop=lambda: stored >= 5)
+    runs = extract_several(
+        images, members(tmp_path), tmp_path, kept_bytes=LIMIT, on_rows=count, stop=lambda: stored >= 5
+    )
     assert not any(run.complete for run in runs.values())
     assert 5 <= stored < 36
     new = 0
@@ -119,11 +127,11 @@ def test_a_stopped_run_is_resumed(folder: Path, tmp_path: Path, reads: Counter[i
         nonlocal new
         new += 0 if resumed else rows
 
-    runs = extract_several(images, members(tmp_path), kept_bytes=LIMIT, on_rows=count_new)
+    runs = extract_several(images, members(tmp_path), tmp_path, kept_bytes=LIMIT, on_rows=count_new)
     assert all(run.complete for run in runs.values())
     assert stored + new == 36
     reads.clear()
-    assert all(run.complete for run in extract_several(images, members(tmp_path)).values())
+    assert all(run.complete for run in extract_several(images, members(tmp_path), tmp_path).values())
     assert not reads  # nothing is left to compute
 
 
@@ -132,7 +140,7 @@ def test_a_backbone_that_fails_leaves_the_others(folder: Path, tmp_path: Path) -
     unknown = Member("unknown", tmp_path / "unknown", loader("timm/nothing"), settings())
     failures: list[str] = []
     runs = extract_several(
-        list_images(folder), [unknown, bad_layer, *members(tmp_path)],
+        list_images(folder), [unknown, bad_layer, *members(tmp_path)], tmp_path,
         on_failure=lambda name, error: failures.append(name),
     )  # fmt: skip
     assert failures == ["unknown", "layer"]
@@ -143,14 +151,78 @@ def test_a_backbone_that_fails_leaves_the_others(folder: Path, tmp_path: Path) -
 
 def test_a_data_set_of_other_features_is_not_taken(folder: Path, tmp_path: Path) -> None:
     images = list_images(folder)
-    extract_several(images, members(tmp_path))
-    runs = extract_several(images, members(tmp_path, dtype="float16"))
+    extract_several(images, members(tmp_path), tmp_path)
+    runs = extract_several(images, members(tmp_path, dtype="float16"), tmp_path)
     assert all(isinstance(run.error, InputError) and not run.complete for run in runs.values())
 
 
 def test_a_locked_data_set_ends_the_run(folder: Path, tmp_path: Path) -> None:
     images, several = list_images(folder), members(tmp_path)
     stored: list[int] = []
-    extract_several(images, several[:1], on_rows=lambda rows, resumed: stored.append(rows), stop=lambda: bool(stored))
+    extract_several(
+        images, several[:1], tmp_path, on_rows=lambda rows, resumed: stored.append(rows), stop=lambda: bool(stored)
+    )
     with DataSet.open(several[0].out).locked(), pytest.raises(LockedError):
-        extract_several(images, several)
+        extract_several(images, several, tmp_path)
+
+
+def test_images_behind_urls_are_fetched_once(folder: Path, tmp_path: Path) -> None:
+    fetched: Counter[str] = Counter()
+
+    class Counting(http.server.SimpleHTTPRequestHandler):
+        def do_GET(self) -> None:
+            fetched[self.path] += 1
+            super().do_GET()
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    (folder / "bee" / "bad.jpg").write_bytes(b"no picture")
+    names = [file.relative_to(folder).as_posix() for file in sorted(folder.rglob("*.*"))]
+    handler = functools.partial(Counting, directory=str(folder))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        urls = [f"http://127.0.0.1:{server.server_port}/{name}" for name in names]
+        (tmp_path / "urls.csv").write_text("\n".join(["path", *urls]))
+        out = tmp_path / "urls"
+        out.mkdir()
+        runs = extract_several(list_images(tmp_path / "urls.csv"), members(out, workers=2), out)
+        server.shutdown()
+    assert all(run.complete for run in runs.values())
+    assert {count for path, count in fetched.items() if not path.endswith("bad.jpg")} == {1}
+    assert sorted(path.name for path in out.iterdir()) == sorted(SPECS)  # nothing that was kept is left
+    for name, spec in SPECS.items():
+        alone = extract_features(
+            folder, out=tmp_path / "alone" / name, backbone=loader(spec)(), layers="embedding", batch_size=2, workers=0,
+            compile="off", progress=False,
+        )  # fmt: skip
+        with alone, FeatureReader(out / name) as together:
+            ours = {path.rpartition("/")[2]: row for row, path in enumerate(together.paths)}
+            order = [ours[path.rpartition("/")[2]] for path in alone.paths]
+            np.testing.assert_array_equal(together["embedding"][:][order], alone["embedding"][:])
+            np.testing.assert_array_equal(together.status[order], alone.status)
+
+
+def test_data_sets_may_have_shards_of_other_sizes(folder: Path, tmp_path: Path) -> None:
+    images = list_images(folder)
+    for name, rows in {"resnet": 4, "vit": 6}.items():
+        extract_features(
+            folder, out=tmp_path / name, backbone=loader(SPECS[name])(), layers="embedding", batch_size=2, workers=0,
+            compile="off", shard_rows=rows, progress=False,
+        )  # fmt: skip
+    new: list[str] = []
+    runs = extract_several(images, members(tmp_path), tmp_path, on_member=lambda name, rows: new.append(name))
+    assert all(run.complete for run in runs.values())
+    assert new == ["efficientnet"] * 3
+    assert [DataSet.open(tmp_path / name).n_shards for name in SPECS] == [3, 3, 2]
+
+
+def test_a_full_disk_ends_the_run(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(kept_batches, "os", SimpleNamespace(pwrite=full))
+    with pytest.raises(MachineError, match="decoded images cannot be kept: No space left"):
+        extract_several(list_images(folder), members(tmp_path), tmp_path)
+    monkeypatch.undo()
+    assert all(run.complete for run in extract_several(list_images(folder), members(tmp_path), tmp_path).values())
