@@ -11,6 +11,7 @@ import click
 import yaml
 
 from pipelines.cli import main
+from pipelines.compare.config import CompareConfig
 from pipelines.embed.config import EmbedConfig
 from pipelines.probe.config import ProbeConfig
 from pipelines.sync.config import ScheduleConfig, SyncConfig
@@ -25,6 +26,7 @@ PARTS = (
     ("Keys of `layertap sync`, `schedule` and `watch`", SyncConfig, "configs/nightly.yaml"),
     ("Keys under `schedule`", ScheduleConfig, "configs/nightly.yaml"),
     ("Keys of `layertap probe --config`", ProbeConfig, "configs/probe.yaml"),
+    ("Keys of `layertap compare --config`", CompareConfig, "configs/compare.yaml"),
 )
 
 

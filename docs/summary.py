@@ -19,7 +19,7 @@ import click
 from pipelines.cli import SECTIONS, main
 
 DOCS = Path(__file__).parent
-MODULES = ("extract", "extract.edits", "extract.probe", "extract.search", "extract.ablation", "extract.attribution")
+MODULES = ("layertap", "extract.edits", "extract.probe", "extract.search", "extract.ablation", "extract.attribution")
 
 INTRODUCTION = """\
 # layertap

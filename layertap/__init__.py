@@ -6,7 +6,8 @@ The public names of the library:
     from layertap.probe import linear_probe
 
 The library is the package `extract`, the commands are the package `pipelines`. This package re-exports the
-objects of `extract` under the name of the project, and raises an error if another module hides one of the two packages.
+objects of `extract`, and `compare` of `pipelines`, under the name of the project, and raises an error if another module
+hides one of the two packages.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from extract import *  # noqa: F403
+    from pipelines.compare.from_python import compare
 
 
 def _check_not_hidden(package: str) -> None:
@@ -43,12 +45,15 @@ def _check_not_hidden(package: str) -> None:
 _check_not_hidden("extract")
 _library = importlib.import_module("extract")
 
-__all__ = list(_library.__all__)
+__all__ = [*_library.__all__, "compare"]
 
 
 def __getattr__(name: str) -> Any:
     if name in _library.__all__:
         return getattr(_library, name)
+    if name == "compare":
+        _check_not_hidden("pipelines")
+        return importlib.import_module("pipelines.compare.from_python").compare
     raise AttributeError(f"module 'layertap' has no attribute {name!r}")
 
 

@@ -16,11 +16,13 @@ import pytest
 
 import extract
 
-MODULES = ("extract", "extract.ablation", "extract.attribution", "extract.edits", "extract.probe", "extract.search")
+MODULES = (
+    "extract", "extract.ablation", "extract.attribution", "extract.edits", "extract.probe", "extract.search",
+    "layertap",
+)  # fmt: skip
 
 # `python -m tests.test_public_api` prints it. `...` stands for defaults that are functions or depend on the machine.
 API = """\
-
 class extract.ActivationMonitor(model: nn.Module, layers: str | Sequence[str] | None = None, **how: Any)
 class extract.Backbone(spec: str, architecture: str, model: nn.Module, weights: Weights, preprocessing: Preprocessing,
         classifier: str | None = None, no_embedding: str = '', prefix_tokens: int = 0, patches: int | None =
@@ -176,6 +178,13 @@ extract.search.nearest_patches(tokens: TokenArray, query: NDArray[np.floating], 
 extract.search.overlap(first: NDArray[np.int64], second: NDArray[np.int64]) -> NDArray[np.float64]
 extract.search.patch_similarity(tokens: NDArray[np.floating], query: NDArray[np.floating]) ->
         NDArray[np.float64]
+layertap.compare(images: str | os.PathLike[str], backbones: str | Sequence[str] = (), *, table: str |
+        os.PathLike[str] | None = None, layers: str | Sequence[str] = ('embedding',), protocol: str = 'clip',
+        labels: str | os.PathLike[str] | None = None, tasks: Mapping[str, str | os.PathLike[str]] | None = None,
+        out: str | os.PathLike[str] | None = None, budget: str | float | None = None, limit: int | None = None,
+        test_fraction: float | None = None, decode: str = 'exact', dtype: str = 'float32', precision: str =
+        'float32', compile: str = 'auto', batch_size: int = 64, workers: int = ..., device: str = 'auto', seed:
+        int = 0, progress: bool = True) -> Comparison
 """
 
 
@@ -226,7 +235,8 @@ def class_entries(name: str, cls: type) -> Iterator[str]:
 
 def entries(module: str) -> Iterator[str]:
     """The entries of the table for a module."""
-    for key in sorted(importlib.import_module(module).__all__):
+    names = importlib.import_module(module).__all__
+    for key in sorted(set(names) - set(extract.__all__) if module == "layertap" else names):
         name, value = f"{module}.{key}", getattr(importlib.import_module(module), key)
         if inspect.isclass(value) and issubclass(value, Exception):
             yield f"class {name}({', '.join(base.__name__ for base in value.__bases__)})"
@@ -255,7 +265,7 @@ def test_public_names_and_signatures_are_those_of_the_table(module: str) -> None
 def test_the_table_covers_the_package_and_all_its_aliases() -> None:
     modules = {path.stem for path in Path(extract.__path__[0]).glob("*.py")}
     aliases = modules - {"__init__", "credentials", "errors", "defaults", "row_status"}
-    assert set(MODULES) == {"extract", *(f"extract.{alias}" for alias in aliases)}
+    assert set(MODULES) == {"extract", "layertap", *(f"extract.{alias}" for alias in aliases)}
 
 
 def test_the_lists_of_names_in_the_package_agree() -> None:

@@ -26,7 +26,7 @@ from extract.store.format.dataset import DataSet, shard_rows_for
 from extract.system.foreign_code import own_faults_refused
 from extract.system.leftovers import temporary_folder
 
-__all__ = ["KEPT_BYTES", "Member", "MemberRun", "extract_several"]
+__all__ = ["KEPT_BYTES", "Member", "MemberRun", "decoding_of", "extract_several", "plan_of"]
 
 KEPT_BYTES = 4 << 30  # of decoded images
 
@@ -142,7 +142,7 @@ def extract_several(
         stopped = False
         with _failure_kept(member, runs, on_failure):
             stopped = extract(
-                _plan_of(images, member, rows), shards=[shard], load=load, on_rows=on_new_rows, on_note=on_note,
+                plan_of(images, member, rows), shards=[shard], load=load, on_rows=on_new_rows, on_note=on_note,
                 stop=stop,
             ).stopped  # fmt: skip
         gc.collect()
@@ -194,13 +194,14 @@ def _failure_kept(
     on_failure(member.name, failure)
 
 
-def _plan_of(images: ImageList, member: Member, shard_rows: int | None) -> Plan:
-    settings = replace(member.settings, shard_rows=shard_rows)
+def plan_of(images: ImageList, member: Member, shard_rows: int | None = None) -> Plan:
+    """Load the backbone of a member and return its plan."""
+    settings = replace(member.settings, shard_rows=shard_rows or member.settings.shard_rows)
     return plan(images, out=member.out, backbone=member.load(), settings=settings)
 
 
 def _survey(images: ImageList, member: Member, run: MemberRun) -> _Surveyed:
-    planned = _plan_of(images, member, member.settings.shard_rows)
+    planned = plan_of(images, member)
     planned.dataset.check()  # a complete data set of other features is not taken for this one
     backbone = planned.backbone
     run.about = {
@@ -210,7 +211,7 @@ def _survey(images: ImageList, member: Member, run: MemberRun) -> _Surveyed:
     }
     bytes_of_pixel = 3 if _is_plain(backbone.preprocessing) else 12
     return _Surveyed(
-        _decoding_of(member.name, backbone.preprocessing),
+        decoding_of(member.name, backbone.preprocessing),
         shard_rows_for(planned.dataset.features),
         int(np.prod(backbone.preprocessing.crop_px)) * bytes_of_pixel,
     )
@@ -221,7 +222,7 @@ def _is_plain(preprocessing: Preprocessing) -> bool:
     return preprocessing.library_transform is None
 
 
-def _decoding_of(name: str, preprocessing: Preprocessing) -> Hashable:
+def decoding_of(name: str, preprocessing: Preprocessing) -> Hashable:
     """Return what decoded images depend on; a library's own transform is not shared with other members."""
     if not _is_plain(preprocessing):
         return name

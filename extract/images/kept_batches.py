@@ -17,8 +17,13 @@ from extract.errors import MachineError
 from extract.images.image_list import ImageList
 from extract.images.loading import Batch, Decoding, load_batches
 from extract.images.sources import ImageSource
+from extract.system.torch_state import release_freed_memory
 
 __all__ = ["KeptBatches"]
+
+# What is kept of a batch comes to lie in memory that its images have freed, and the images of the next batch no longer
+# fit there: without this, memory grows by nearly all images.
+_RELEASED_BYTES = 128 << 20
 
 
 class _Kept(NamedTuple):
@@ -81,6 +86,8 @@ class KeptBatches:
                 hint="free space on this disk, and run again",
             ) from error
         without = batch._replace(images=torch.empty(0))
+        if self._end // _RELEASED_BYTES > start // _RELEASED_BYTES:
+            release_freed_memory()
         self._kept[tuple(batch.rows.tolist())] = _Kept(without, start, batch.images.shape, batch.images.dtype)
 
     def _read(self, kept: _Kept) -> Batch:

@@ -15,7 +15,7 @@ from torch import nn
 from extract.errors import InputError, LayertapError, first_line
 from extract.taps.switches import Switch
 
-__all__ = ["device_named", "evaluating", "full_float32", "keeping_freed_memory"]
+__all__ = ["device_named", "evaluating", "full_float32", "keeping_freed_memory", "release_freed_memory"]
 
 
 @contextlib.contextmanager
@@ -63,11 +63,15 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _TRIM_THRESHOLD_BYTES, _MMAP_THRESHOLD_BYTES = 64 << 20, 32 << 20
 
 
-def _keep_freed_memory() -> Callable[[], None]:
+def _glibc() -> ctypes.CDLL | None:
     try:
-        libc = ctypes.CDLL("libc.so.6") if sys.platform == "linux" else None
+        return ctypes.CDLL("libc.so.6") if sys.platform == "linux" else None
     except OSError:
-        libc = None
+        return None
+
+
+def _keep_freed_memory() -> Callable[[], None]:
+    libc = _glibc()
     if libc is None:
         return lambda: None
     libc.mallopt(_MMAP_THRESHOLD, 1 << 30)
@@ -93,6 +97,12 @@ def keeping_freed_memory() -> AbstractContextManager[None]:
     left at the largest values that the adjustment can reach. With other C libraries, nothing is changed.
     """
     return _FREED_MEMORY_KEPT.active()
+
+
+def release_freed_memory() -> None:
+    """Give freed memory back to the system, also where memory that is in use follows it. Only with glibc."""
+    if (libc := _glibc()) is not None:
+        libc.malloc_trim(0)
 
 
 def device_named(name: str) -> torch.device:

@@ -10,9 +10,9 @@ import click
 
 from extract.system.optional_libraries import library
 from pipelines.compare.config import CompareConfig
-from pipelines.terminal.completion import complete_backbones, complete_paths
-from pipelines.terminal.config import checked
-from pipelines.terminal.options import given, json_flag, option, print_result
+from pipelines.terminal.completion import complete_paths
+from pipelines.terminal.config import load_config
+from pipelines.terminal.options import config_file, given, json_flag, option, print_result
 
 __all__ = ["compare"]
 
@@ -25,20 +25,16 @@ _option = partial(option, model=CompareConfig)
 
 
 @click.command(short_help="Compare backbones on your images.")
-@click.argument("images", shell_complete=complete_paths)
-@click.option(
-    "-b", "--backbone", "backbones", multiple=True, metavar="SPEC|GLOB", shell_complete=complete_backbones,
-    help=CompareConfig.model_fields["backbones"].description,
-)  # fmt: skip
-@click.option(
-    "--from", "table", type=click.Path(path_type=Path), metavar="FILE.csv",
-    help=CompareConfig.model_fields["table"].description,
-)  # fmt: skip
+@click.argument("images", required=False, shell_complete=complete_paths)
+@_option("-b", "--backbone", "backbones", multiple=True, metavar="SPEC|GLOB")
+@_option("--from", "table", type=click.Path(path_type=Path), metavar="FILE.csv")
 @_option("-l", "--layers", multiple=True, metavar="LAYER[:POOLING]")
 @_option("-p", "--protocol", type=_choices("protocol"))
 @_option("--labels", metavar="FILE[:COLUMN]")
+@_option("--task", "tasks", multiple=True, metavar="NAME=FILE[:COLUMN]")
 @_option("-o", "--out", type=click.Path(path_type=Path), metavar="FOLDER")
 @_option("--limit", type=int)
+@_option("--budget", metavar="TIME")
 @_option("--test-fraction", type=float)
 @_option("--decode", type=_choices("decode"))
 @_option("--dtype", type=_choices("dtype"))
@@ -48,9 +44,10 @@ _option = partial(option, model=CompareConfig)
 @_option("--workers", type=int)
 @_option("--device")
 @_option("--seed", type=int)
+@config_file
 @json_flag
 @click.pass_context
-def compare(ctx: click.Context, /, as_json: bool, **flags: Any) -> None:
+def compare(ctx: click.Context, /, config: Path | None, as_json: bool, **flags: Any) -> None:
     """Compare backbones, and their layers, on IMAGES: accuracy with labels, speed, size, and how alike they are.
 
     Each backbone gets a data set in FOLDER. Images are decoded once for all backbones with the same size, crop and
@@ -59,17 +56,18 @@ def compare(ctx: click.Context, /, as_json: bool, **flags: Any) -> None:
     \b
     layertap compare photos -b bundled/efficientnet_lite0 -b torchvision/resnet50 -b timm/vit_small_patch16_224
     layertap compare photos -b 'timm/vit_small*' -p knn --labels labels.csv
-    layertap compare photos --from backbones.csv -o outputs/compared
+    layertap compare photos --from backbones.csv --task kind=kinds.csv --task place=places.csv --budget 30m
     """
     library("matplotlib", "figures", "layertap compare")
     from pipelines.compare.files import as_json as comparison_as_json
-    from pipelines.compare.files import print_comparison
     from pipelines.compare.job import compare as run_compare
+    from pipelines.compare.printed import print_comparison
 
-    comparison, files = run_compare(checked(CompareConfig, given(flags)), lambda text: click.echo(text, err=True))
+    resolved = load_config(CompareConfig, config, given(flags))
+    comparison, files = run_compare(resolved, lambda text: click.echo(text, err=True))
     if comparison.signal:
         click.echo("stopped; run the same command again to resume", err=True)
         ctx.exit(128 + comparison.signal)
     print_result(comparison, as_json, comparison_as_json, print_comparison)
     if not as_json:
-        click.echo("written: " + ", ".join(map(str, files)), err=True)
+        click.echo(f"written: {files[0]}, and {len(files) - 1} other files in {resolved.folder}", err=True)

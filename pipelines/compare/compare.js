@@ -1,6 +1,7 @@
 // The sections of the page of a comparison: verdict, table, accuracy against speed, layers, alikeness, images in dispute.
 
-const compared = content.backbones.filter((item) => !item.error), labelled = content.metric !== "";
+const compared = content.backbones.filter((item) => !item.error), {tasks} = content;
+const only = tasks.length === 1 ? tasks[0] : null; // with several tasks, backbones are compared by their average rank
 const shade = (name) => `var(--class-${compared.findIndex((item) => item.name === name) % 10})`;
 const share = (number) => number === null ? null : (100 * number).toFixed(1) + " %";
 const between = ({low, high}) => low === null ? "" : ` (${(100 * low).toFixed(1)} to ${(100 * high).toFixed(1)})`;
@@ -21,15 +22,19 @@ const addVerdict = () => {
   const part = add(main, "div", null, {class: "verdict"}), addTile = addHead("comparison", part);
   addTile(count(content.images), "images");
   addTile(count(compared.length), compared.length === 1 ? "backbone" : "backbones");
-  if (!labelled) return;
+  if (content.sample) add(part, "p", `These images are a random sample of ${count(content.sample.of)}.`);
+  if (!tasks.length) return;
   const [best, ...others] = compared;
-  addTile(share(best.value), `${content.metric_name} of ${best.name}, ${best.layer}${between(best)}`);
+  if (only) addTile(share(best.value), `${only.metric_name} of ${best.name}, ${best.layer}${between(best)}`);
+  else addTile(best.rank.toFixed(2), `average rank of ${best.name} in ${tasks.length} tasks`);
   const same = others.filter((item) => item.distinguishable === false).map((item) => item.name);
+  const chosenOn = [...new Set(tasks.map((task) => task.layers_chosen_on))].filter(Boolean);
   add(part, "p", (same.length ? `Not distinguishable from ${best.name}: ${same.join(", ")}. ` :
     others.length ? `${best.name} is distinguishable from all others. ` : "") +
-    `${count(content.test_images)} test images, protocol ${content.protocol}. ` +
-    (content.layers_chosen_on ? `Layers are chosen on ${content.layers_chosen_on}. ` : "") +
-    "Differences are tested by McNemar's exact test, corrected for all pairs by Holm; below 0.05 they are distinguishable.");
+    `${only ? count(only.test_images) + " test images, p" : "P"}rotocol ${content.protocol}. ` +
+    chosenOn.map((images) => `Layers are chosen on ${images}. `).join("") +
+    (only ? "Differences are tested by McNemar's exact test, corrected for all pairs by Holm; below 0.05 they are distinguishable." :
+      `Average ranks that differ by more than ${content.critical_difference.toFixed(2)} are distinguishable (Nemenyi's test, 0.05, corrected for all pairs).`));
 };
 
 const addTableOfBackbones = () => {
@@ -38,12 +43,16 @@ const addTableOfBackbones = () => {
   addTable(part, "Backbones, best first", [
     ["Backbone", "text", (item) => item.name],
     ["Layer", "text", (item) => item.layer],
-    ...(labelled ? [
-      number(content.metric_name, "value", (value, item) => share(value) + between(item)),
+    ...(only ? [
+      number(only.metric_name, "value", (value, item) => share(value) + between(item)),
       number("Behind", "behind", (value) => (100 * value).toFixed(1)),
+    ] : tasks.length ? [number("Average rank", "rank", (value) => value.toFixed(2))] : []),
+    ...(tasks.length ? [
       number("p", "p", (value) => value < 0.001 ? "below 0.001" : value.toFixed(3)),
       ["Difference", "text", (item) => item.distinguishable === null ? "best" : item.distinguishable ? "distinguishable" : "not distinguishable"],
     ] : []),
+    ...(only ? [] : tasks.map((task) => [task.name, "number", (item) => task.scores[item.name].value,
+      (item) => share(task.scores[item.name].value) + between(task.scores[item.name])])),
     number("Images/s", "images_per_s", (value) => value.toFixed(value < 10 ? 1 : 0)),
     number("Hours for 1 M", "images_per_s", (value) => (1e6 / value / 3600).toFixed(1)),
     number("Parameters", "parameters", (value) => (value / 1e6).toFixed(1) + " M"),
@@ -59,49 +68,62 @@ const addTableOfBackbones = () => {
 };
 
 const addSpeed = () => {
-  const timed = compared.filter((item) => item.value !== null && item.images_per_s);
+  const timed = compared.filter((item) => tasks.length && item.images_per_s);
   if (timed.length < 2) return;
-  const part = addSection("Accuracy and speed");
-  const rate = (item) => Math.log10(item.images_per_s), value = (item) => 100 * item.value;
+  const part = addSection(only ? "Accuracy and speed" : "Rank and speed");
+  const rate = (item) => Math.log10(item.images_per_s), value = (item) => only ? 100 * item.value : -item.rank;
+  const shown = (item) => only ? share(item.value) : `average rank ${item.rank.toFixed(2)}`;
+  const range = (item) => only ? [100 * item.low, 100 * item.high] : [value(item), value(item)];
   const rates = timed.map(rate), low = Math.min(...rates), high = Math.max(...rates), margin = 0.15 * (high - low) || 0.2;
-  const values = timed.flatMap((item) => [100 * item.low, 100 * item.high]);
+  const values = timed.flatMap(range), spare = only ? 0 : 0.3;
   const steps = [1, 2, 5].flatMap((first) => [-1, 0, 1, 2, 3, 4, 5].map((power) => first * 10 ** power)).sort((a, b) => a - b);
   const axes = {
-    x: [low - margin, high + margin], y: [Math.min(...values), Math.max(...values)], height: 340,
-    xTitle: "images/s of the forward on this machine, log scale", yTitle: `${content.metric_name}, %`,
+    x: [low - margin, high + margin], y: [Math.min(...values) - spare, Math.max(...values) + spare], height: 340,
+    xTitle: "images/s of the forward on this machine, log scale",
+    yTitle: only ? `${only.metric_name}, %` : `average rank in ${tasks.length} tasks`, yText: only ? undefined : (number) => short(-number),
     xTicks: steps.map((step) => [Math.log10(step), short(step)]).filter(([place]) => place >= low - margin && place <= high + margin),
   };
-  const beaten = (item) => timed.some((other) => other !== item && other.images_per_s >= item.images_per_s && other.value >= item.value &&
-    (other.images_per_s > item.images_per_s || other.value > item.value));
+  const beaten = (item) => timed.some((other) => other !== item && other.images_per_s >= item.images_per_s && value(other) >= value(item) &&
+    (other.images_per_s > item.images_per_s || value(other) > value(item)));
   const front = timed.filter((item) => !beaten(item)).sort((a, b) => rate(a) - rate(b));
-  addChart(part, `${content.metric_name} and images/s of ${timed.map((item) => item.name).join(", ")}`, axes, (svg, {x, y, box}) => {
+  addChart(part, `${only ? only.metric_name : "Average rank"} and images/s of ${timed.map((item) => item.name).join(", ")}`, axes, (svg, {x, y, box}) => {
     addSvg(svg, "polyline", {points: front.map((item) => `${x(rate(item))},${y(value(item))}`).join(" "), fill: "none", style: "stroke: var(--quiet); stroke-dasharray: 5 4"});
     for (const item of timed) {
       const across = x(rate(item)), color = shade(item.name);
-      addSvg(svg, "line", {x1: across, x2: across, y1: y(100 * item.low), y2: y(100 * item.high), style: `stroke: ${color}; stroke-width: 2`});
+      const [from, to] = range(item);
+      addSvg(svg, "line", {x1: across, x2: across, y1: y(from), y2: y(to), style: `stroke: ${color}; stroke-width: 2`});
       const point = addSvg(svg, "circle", {cx: across, cy: y(value(item)), r: 6, style: `fill: ${color}`});
-      addSvg(point, "title", {}, `${item.name}: ${share(item.value)}, ${short(item.images_per_s)} images/s`);
+      addSvg(point, "title", {}, `${item.name}: ${shown(item)}, ${short(item.images_per_s)} images/s`);
       if (!front.includes(item)) continue; // names of all would overlap
       const left = across > (box.left + box.right) / 2;
       addSvg(svg, "text", {class: "tick", x: across + (left ? -9 : 9), y: y(value(item)) - 7, "text-anchor": left ? "end" : "start"}, item.name);
     }
   });
   addKey(part, timed.map((item) => item.name));
-  add(part, "p", "The dashed line joins the backbones that no other one beats in both. Bars are 95 % intervals.", {class: "quiet"});
+  add(part, "p", "The dashed line joins the backbones that no other one beats in both." + (only ? " Bars are 95 % intervals." : ""), {class: "quiet"});
 };
 
-const addLayerCurves = () => {
-  const byBackbone = compared.map((item) => [item.name, content.layers.filter((line) => line.backbone === item.name)]);
-  const longest = Math.max(0, ...byBackbone.map(([, lines]) => lines.length));
-  if (longest < 2) return;
-  const part = addSection("Layers");
-  const values = content.layers.map((line) => 100 * line.value), margin = (Math.max(...values) - Math.min(...values)) * 0.05 || 1;
+// A section with a part for each task that has something to show
+const addSectionOfTasks = (title, about, hasContent, addPart) => {
+  const shown = tasks.filter(hasContent);
+  if (!shown.length) return;
+  const part = addSection(title);
+  if (about) add(part, "p", about);
+  for (const task of shown) {
+    if (!only) addName(add(part, "h3"), task.name);
+    addPart(part, task);
+  }
+};
+
+const addLayerCurves = (part, task) => {
+  const byBackbone = compared.map((item) => [item.name, task.layers.filter((line) => line.backbone === item.name)]);
+  const values = task.layers.map((line) => 100 * line.value), margin = (Math.max(...values) - Math.min(...values)) * 0.05 || 1;
   const axes = {
     x: [0, 1], y: [Math.min(...values) - margin, Math.max(...values) + margin], height: 320, xTitle: "layers, first to last",
-    yTitle: `${content.metric_name}, %`, xTicks: [[0, "first"], [1, "last"]],
+    yTitle: `${task.metric_name}, %`, xTicks: [[0, "first"], [1, "last"]],
   };
   const depth = (i, lines) => lines.length < 2 ? 1 : i / (lines.length - 1);
-  addChart(part, `${content.metric_name} by layer`, axes, (svg, {x, y}) => {
+  addChart(part, `${task.metric_name} by layer`, axes, (svg, {x, y}) => {
     for (const [name, lines] of byBackbone) {
       addSvg(svg, "polyline", {points: lines.map((line, i) => `${x(depth(i, lines))},${y(100 * line.value)}`).join(" "), fill: "none", style: `stroke: ${shade(name)}`});
       lines.forEach((line, i) => {
@@ -113,9 +135,9 @@ const addLayerCurves = () => {
   addKey(part, byBackbone.map(([name]) => name));
   addTable(part, "All layers", [
     ["Backbone", "text", (line) => line.backbone], ["Layer", "text", (line) => line.layer],
-    [content.metric_name, "number", (line) => line.value, (line) => share(line.value) + between(line)],
+    [task.metric_name, "number", (line) => line.value, (line) => share(line.value) + between(line)],
     ["On validation", "number", (line) => line.chosen_by, (line) => share(line.chosen_by)],
-  ], content.layers);
+  ], task.layers);
 };
 
 const addAlikeness = () => {
@@ -158,13 +180,11 @@ const addAlikeness = () => {
   show();
 };
 
-const addDisputed = () => {
-  if (!content.disputed.length) return;
-  const part = addSection("Images on which backbones disagree most");
-  add(part, "p", "Test images, by the share of pairs of backbones that predict different classes.");
+const addDisputed = (part, task) => {
   const strip = add(part, "ul", null, {class: "strip"});
-  for (const {row, label, predictions} of content.disputed) {
+  for (const {row, label, predictions} of task.disputed) {
     const element = addCard(strip, row, [], {kind: "prediction disputed"});
+    addName(add(element, "div", null, {class: "class"}), label);
     const byClass = new Map();
     for (const [name, predicted] of predictions) byClass.set(predicted, [...byClass.get(predicted) || [], name]);
     for (const [predicted, names] of [...byClass].sort(([, a], [, b]) => b.length - a.length)) {
@@ -180,7 +200,10 @@ const addDisputed = () => {
 addVerdict();
 addTableOfBackbones();
 addSpeed();
-addLayerCurves();
+addSectionOfTasks("Layers", "", (task) => task.layers.length > compared.length, addLayerCurves);
 addAlikeness();
-addDisputed();
+addSectionOfTasks(
+  "Images on which backbones disagree most", "Test images, by the share of pairs of backbones that predict different classes.",
+  (task) => task.disputed.length, addDisputed,
+);
 document.documentElement.dataset.ready = "yes";

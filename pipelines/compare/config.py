@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from extract import defaults
 from pipelines.terminal.config import name_of
+from pipelines.terminal.units import finite, seconds
 
 if TYPE_CHECKING:
     from extract.extraction.settings import ExtractionSettings
@@ -35,6 +37,9 @@ class CompareConfig(BaseModel):
     labels: str | None = Field(
         None, description="FILE.csv[:COLUMN] with `path` or `id`. [default: the classes of the images]"
     )
+    tasks: list[str] = Field(
+        [], description="NAME=FILE.csv[:COLUMN]: labels of one of several tasks, in place of --labels; may be repeated."
+    )
     out: Path | None = Field(None, description="Folder of the comparison. [default: outputs/<name of IMAGES>-compared]")
     decode: Literal["exact", "fast"] = Field(defaults.DECODE, description="See `layertap embed`.")
     dtype: Literal["float32", "float16", "bfloat16", "int8"] = Field(
@@ -50,6 +55,9 @@ class CompareConfig(BaseModel):
     workers: int = Field(defaults.WORKERS, strict=True, ge=0, description="Decoding processes; 0: main process.")
     device: str = Field(defaults.DEVICE, description="auto, cpu, cuda, cuda:N or mps.")
     limit: int | None = Field(None, strict=True, ge=1, description="Use only the first LIMIT images.")
+    budget: float | None = Field(
+        None, gt=0, description="Time for computing the features: 10m, 2h. A sample of the images is drawn that fits."
+    )
     test_fraction: float | None = Field(
         None, gt=0, lt=1, description="Fraction to draw for testing. [default: the splits of the images, or 0.2]"
     )
@@ -57,7 +65,36 @@ class CompareConfig(BaseModel):
         defaults.SEED, strict=True, ge=0, lt=1 << 32, description="Seed of random weights and random choices."
     )
 
-    @field_validator("backbones", "layers", mode="before")
+    @field_validator("budget", mode="before")
+    @classmethod
+    def _parse_seconds(cls, value: Any) -> Any:
+        return seconds(value)
+
+    @field_validator("budget")
+    @classmethod
+    def _check_finite(cls, value: float | None) -> float | None:
+        return value if value is None else finite(value)
+
+    @field_validator("tasks")
+    @classmethod
+    def _check_tasks(cls, value: list[str]) -> list[str]:
+        names = [task.partition("=")[0].lower() for task in value]  # some file systems ignore case
+        for task, name in zip(value, names, strict=True):
+            if not re.fullmatch(r"[\w.-]+=.+", task) or name.startswith("."):
+                raise ValueError(
+                    f"expected NAME=FILE.csv[:COLUMN], where NAME has letters, digits, '-', '_' and '.'; got {task!r}"
+                )
+            if names.count(name) > 1:
+                raise ValueError(f"two tasks are called {name}")
+        return value
+
+    @model_validator(mode="after")
+    def _check_labels(self) -> Self:
+        if self.tasks and self.labels is not None:
+            raise ValueError("--labels and --task cannot be used together: name each task with --task")
+        return self
+
+    @field_validator("backbones", "layers", "tasks", mode="before")
     @classmethod
     def _to_list(cls, value: Any) -> Any:
         return [value] if isinstance(value, str) else value
@@ -66,6 +103,13 @@ class CompareConfig(BaseModel):
     def folder(self) -> Path:
         """Folder of the comparison."""
         return self.out or Path("outputs") / f"{name_of(self.images)}-compared"
+
+    @property
+    def labels_of_tasks(self) -> dict[str, str | None]:
+        """Name of each task -> its labels; None: the classes of the images. Without --task, the name is "labels"."""
+        if not self.tasks:
+            return {"labels": self.labels}
+        return {name: labels for name, _, labels in (task.partition("=") for task in self.tasks)}
 
     def settings(self) -> ExtractionSettings:
         """Return the settings of all extractions."""

@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from extract.analysis.probe.metrics import metric_name
-from pipelines.compare.comparison import Comparison
+from pipelines.compare.comparison import Compared, Comparison
 from pipelines.terminal.figures import COLOURS, drawable, new_figure, save_figure
 
 __all__ = ["draw"]
@@ -22,27 +22,36 @@ _MOST_WRITTEN = 16  # features up to which numbers are written into the cells
 def draw(comparison: Comparison, out: Path) -> list[Path]:
     """Draw the figures that the comparison has data for, and return the files."""
     files = []
-    timed = [entry for entry in comparison.backbones if entry.value is not None and entry.images_per_s]
+    timed = [entry for entry in comparison.backbones if _quality(entry) is not None and entry.images_per_s]
     if len(timed) > 1:
-        files.append(save_figure(_speed(comparison), out / "accuracy-speed.png"))
+        files.append(save_figure(_speed(comparison, timed), out / "accuracy-speed.png"))
+    if comparison.critical_difference is not None:
+        files.append(save_figure(_ranks(comparison, comparison.critical_difference), out / "ranks.png"))
     if comparison.alikeness is not None and len(comparison.features) > 1:
         files.append(save_figure(_alikeness(comparison), out / "alikeness.png"))
     return files
 
 
-def _speed(comparison: Comparison) -> Figure:
-    """Plot accuracy against images/s; the line joins those that no other one beats in both."""
+def _quality(entry: Compared) -> float | None:
+    """Return the metric in percent, or the average rank over several tasks; None without labels."""
+    return entry.rank if entry.value is None else 100 * entry.value
+
+
+def _speed(comparison: Comparison, entries: list[Compared]) -> Figure:
+    """Plot accuracy, or rank, against images/s; the line joins those that no other one beats in both."""
     figure, axes = new_figure(7.5, 5.0)
-    entries = [entry for entry in comparison.backbones if entry.value is not None and entry.images_per_s]
+    task = comparison.only_task
     rates = np.array([entry.images_per_s for entry in entries], np.float64)
-    values, low, high = (
-        100 * np.array([getattr(entry, name) for entry in entries], np.float64) for name in ("value", "low", "high")
-    )
-    axes.errorbar(
-        rates, values, [values - low, high - values], fmt="o", color=COLOURS[0], ecolor="0.6", capsize=2, markersize=6
-    )
-    best = [i for i in range(len(entries)) if not ((rates > rates[i]) & (values >= values[i])).any()
-            and not ((rates >= rates[i]) & (values > values[i])).any()]  # fmt: skip
+    values = np.array([_quality(entry) for entry in entries], np.float64)
+    axes.plot(rates, values, "o", color=COLOURS[0], markersize=6)
+    if task is not None:
+        low, high = (100 * np.array([getattr(entry, name) for entry in entries]) for name in ("low", "high"))
+        axes.errorbar(rates, values, [values - low, high - values], fmt="none", ecolor="0.6", capsize=2, zorder=0)
+    else:
+        axes.invert_yaxis()
+    good = -values if task is None else values
+    best = [i for i in range(len(entries)) if not ((rates > rates[i]) & (good >= good[i])).any()
+            and not ((rates >= rates[i]) & (good > good[i])).any()]  # fmt: skip
     best.sort(key=lambda i: rates[i])
     axes.plot(rates[best], values[best], color=COLOURS[1], linestyle="--", label="no other is faster and better")
     for entry, rate, value in zip(entries, rates, values, strict=True):
@@ -50,9 +59,43 @@ def _speed(comparison: Comparison) -> Figure:
     axes.set_xscale("log")
     axes.margins(x=0.25, y=0.1)
     axes.set_xlabel("images/s of the forward on this machine")
-    axes.set_ylabel(f"{metric_name(comparison.metric)}, %")
+    axes.set_ylabel(f"{metric_name(task.metric)}, %" if task else f"average rank in {len(comparison.tasks)} tasks")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def _ranks(comparison: Comparison, critical_difference: float) -> Figure:
+    """Draw the average ranks, and a bar over each group of backbones that are not distinguishable (Demsar 2006)."""
+    entries = [entry for entry in comparison.backbones if entry.rank is not None]
+    ranks = [entry.rank for entry in entries if entry.rank is not None]  # ascend
+    groups = [(i, max(j for j in range(len(ranks)) if ranks[j] - ranks[i] <= critical_difference))
+              for i in range(len(ranks))]  # fmt: skip
+    groups = [(i, j) for i, j in groups if i < j and not any(a < i and j <= b for a, b in groups)]
+    figure, axes = new_figure(8.0, 1.6 + 0.16 * (len(entries) + len(groups)))
+    bars = 0.5 * (len(groups) + 1)
+    for number, (i, j) in enumerate(groups):
+        axes.plot([ranks[i] - 0.03, ranks[j] + 0.03], [-0.5 * (number + 1)] * 2, color=COLOURS[1], linewidth=4)
+    half = (len(entries) + 1) // 2
+    for number, (entry, rank) in enumerate(zip(entries, ranks, strict=True)):
+        on_left = number < half
+        end, depth = (0.8, number) if on_left else (len(entries) + 0.2, len(entries) - 1 - number)
+        axes.plot([rank, rank, end], [0, -bars - depth - 0.5, -bars - depth - 0.5], color="0.35", linewidth=1)
+        axes.annotate(
+            f"{drawable(entry.name, 32)}  {rank:.2f}", (end, -bars - depth - 0.5), (-4 if on_left else 4, 0),
+            textcoords="offset points", ha="right" if on_left else "left", va="center", fontsize=8,
+        )  # fmt: skip
+    axes.plot([1, 1 + critical_difference], [2.0, 2.0], color="0.2", linewidth=2)
+    text = f"critical difference {critical_difference:.2f}"
+    axes.annotate(text, (1, 2.0), (0, 4), textcoords="offset points", fontsize=8)
+    axes.set_xlim(0.8 - 0.02 * len(entries), len(entries) + 0.2 + 0.02 * len(entries))
+    axes.set_ylim(-bars - half - 0.5, 3.0)
+    axes.spines[["left", "bottom"]].set_visible(False)
+    axes.spines["top"].set_visible(True)
+    axes.set_yticks([])
+    axes.set_xticks(range(1, len(entries) + 1))
+    axes.spines["top"].set_position(("data", 0))
+    axes.xaxis.set_ticks_position("top")
     return figure
 
 

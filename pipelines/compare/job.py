@@ -6,16 +6,13 @@ import contextlib
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from extract.analysis.alikeness import MOST_COLUMNS, alikeness
 from extract.analysis.probe.feature_matrix import FeatureRows
-from extract.analysis.probe.paired_tests import paired_tests
 from extract.backbones.catalogue import describe
-from extract.compute.backbone import load_backbone
+from extract.compute.backbone import Backbone, load_backbone
 from extract.errors import InputError, LayertapError
 from extract.extraction.several import Member, MemberRun, extract_several
 from extract.images import ImageList, list_images
@@ -23,30 +20,29 @@ from extract.row_status import Status
 from extract.store.format.dataset import DataSet
 from extract.store.reader import FeatureReader
 from pipelines.compare.candidates import Candidate, candidates_of
-from pipelines.compare.comparison import Compared, Comparison, Disputed
+from pipelines.compare.comparison import Compared, Comparison
 from pipelines.compare.config import CompareConfig
 from pipelines.compare.files import check_out, mark_out, write_results
+from pipelines.compare.label_check import check_labels
 from pipelines.compare.page import write_page
 from pipelines.compare.rates import forward_rate
-from pipelines.probe.config import ProbeConfig
-from pipelines.probe.job import ProbedFeature, ProbeRun
-from pipelines.probe.report import probe_and_write
+from pipelines.compare.sample import sample_for
+from pipelines.compare.tasks import add_tasks
 from pipelines.terminal.graceful_stop import signals_held
 from pipelines.terminal.progress import Progress
 from pipelines.terminal.text_output import printable
 
 __all__ = ["compare"]
 
-_DISPUTED = 36  # images that are shown
 _MOST_ALIKE = 60  # features that are compared with each other; of more, the best layer of each backbone
 
 
-def compare(config: CompareConfig, say: Callable[[str], None]) -> tuple[Comparison, list[Path]]:
+def compare(config: CompareConfig, print_line: Callable[[str], None] | None) -> tuple[Comparison, list[Path]]:
     """Extract the features of all backbones, probe them if there are labels, and write the results.
 
     Args:
         config: configuration of the run.
-        say: receives a line about each step.
+        print_line: receives a line about each step; None: nothing is printed, nor is progress shown.
 
     Returns:
         the comparison, and the written files.
@@ -55,27 +51,43 @@ def compare(config: CompareConfig, say: Callable[[str], None]) -> tuple[Comparis
         InputError: there are no images or backbones, no backbone can be used, or OUT holds other files.
         LayertapError: see `extract_several`.
     """
+    say = print_line or (lambda text: None)
     candidates = candidates_of(config.backbones, config.table)
-    check_out(config.folder)
+    sample = check_out(config.folder)
     images = list_images(config.images, config.limit)
     for note in images.notes:
         say(f"note: {printable(note)}")
-    mark_out(config.folder)
-    runs, signal = _extract(config, candidates, images, say)
+    members = _members(config, candidates)
+    with signals_held() as received:
+        is_new = sample is None and not any(member.out.exists() for member in members)
+        if config.budget is not None and is_new:
+            say(f"measuring {len(members)} backbones")
+            sample = sample_for(images, members, config.budget, config.seed, say, lambda: bool(received))
+        elif config.budget is not None:
+            say("the same images are used as in the earlier run, and --budget has no effect")
+        if sample is not None:
+            images = sample.drawn_from(images)
+        has_labels, why_no_labels = _has_labels(config, images)
+        if why_no_labels:
+            say(f"note: {printable(why_no_labels)}")
+        mark_out(config.folder, sample)
+        say(f"images    {len(images):,} in {images.root}; {len(members)} backbones")
+        runs = {} if received else _extract(config, members, images, received, shown=print_line is not None)
+    if received:
+        return Comparison([], signal=received[0]), []
     compared = [_compared(config, candidate, runs[candidate.name]) for candidate in candidates]
-    comparison = Comparison(compared, n_images=len(images), signal=signal)
-    if signal:
-        return comparison, []
+    comparison = Comparison(compared, n_images=len(images), sample=sample)
     good = [entry for entry in compared if not entry.error]
     if not good:
         reasons = "\n".join(f"{entry.name}: {entry.error}" for entry in compared)
         errors = [run.error for run in runs.values() if run.error is not None]
         raise InputError(f"no backbone could be used\n{reasons}", hint=errors[0].hint if errors else "")
+    comparison.notes += [why_no_labels] if why_no_labels else []
     if random := [name for name, run in runs.items() if run.about.get("random")]:
         comparison.notes.append(f"random weights: {', '.join(random)}")
     files = []
-    if config.labels is not None or images.classes:
-        files += _probe(config, comparison, good, say)
+    if has_labels:
+        files += add_tasks(comparison, config, good, say)
     say("comparing features with each other")
     with contextlib.ExitStack() as stack:
         readers = {entry.name: stack.enter_context(FeatureReader(config.folder / entry.name)) for entry in good}
@@ -86,21 +98,41 @@ def compare(config: CompareConfig, say: Callable[[str], None]) -> tuple[Comparis
     return comparison, [write_page(comparison, config.folder, config.images), *results, *files]
 
 
-def _extract(
-    config: CompareConfig, candidates: Sequence[Candidate], images: ImageList, say: Callable[[str], None]
-) -> tuple[dict[str, MemberRun], int]:
-    """Compute the features of all candidates; return what became of each, and the signal that stopped the run."""
+def _has_labels(config: CompareConfig, images: ImageList) -> tuple[bool, str]:
+    """Return whether backbones are probed, and, if folders of images are no classes to probe, why not.
+
+    Raises:
+        InputError: labels that were named cannot be used.
+    """
+    are_named = bool(config.tasks) or config.labels is not None
+    if not are_named and not images.classes:
+        return False, ""
+    try:
+        check_labels(config, images)
+    except InputError as error:
+        if are_named:
+            raise
+        return False, f"the classes of the images are not used: {error.message}"
+    return True, ""
+
+
+def _members(config: CompareConfig, candidates: Sequence[Candidate]) -> list[Member]:
     settings = config.settings()
 
-    def load(candidate: Candidate) -> Callable[[], Any]:
+    def load(candidate: Candidate) -> Callable[[], Backbone]:
         return lambda: load_backbone(candidate.spec, weights=candidate.weights, device=config.device, seed=config.seed)
 
-    members = [
+    return [
         Member(candidate.name, config.folder / candidate.name, load(candidate), settings) for candidate in candidates
     ]
-    say(f"images    {len(images):,} in {images.root}; {len(members)} backbones")
-    with Progress(len(images) * len(members)) as progress, signals_held() as received:
-        runs = extract_several(
+
+
+def _extract(
+    config: CompareConfig, members: Sequence[Member], images: ImageList, received: list[int], *, shown: bool
+) -> dict[str, MemberRun]:
+    """Compute the features of all members until a signal is received; return what became of each."""
+    with Progress(len(images) * len(members), shown=shown) as progress:
+        return extract_several(
             images,
             members,
             config.folder,
@@ -110,7 +142,6 @@ def _extract(
             on_note=lambda note: progress.say(f"note: {printable(note)}"),
             stop=lambda: bool(received),
         )
-    return runs, received[0] if received else 0
 
 
 def _compared(config: CompareConfig, candidate: Candidate, run: MemberRun) -> Compared:
@@ -134,97 +165,6 @@ def _why_no_features(out: Path) -> str:
             return ""
         _, _, status, reason = reader.failures[0]
         return f"no image has features: {status}: {reason}"
-
-
-def _probe(
-    config: CompareConfig, comparison: Comparison, good: Sequence[Compared], say: Callable[[str], None]
-) -> list[Path]:
-    """Probe all layers of all backbones, choose the best layer of each, and test their differences."""
-    probed = ProbeConfig(
-        out=[str(config.folder / entry.name) for entry in good], protocol=config.protocol, labels=config.labels,
-        test_fraction=config.test_fraction, seed=config.seed, device=config.device, results=config.folder / "probe",
-    )  # fmt: skip
-    outcome, files = probe_and_write(probed, say)
-    best = {entry.name: _best_layer(outcome, entry.name) for entry in good}
-    if len(outcome.probed) > len(good):
-        comparison.chosen_on = "validation images" if outcome.by_validation else "test images"
-    comparison.protocol = config.protocol
-    comparison.metric = next(iter(best.values())).result.primary
-    comparison.layers = [_layer(feature) for feature in outcome.probed]
-    comparison.notes += next(iter(outcome.labellings.values())).notes
-    for entry in good:
-        feature = best[entry.name]
-        estimate = feature.result.metrics[comparison.metric]
-        entry.layer, entry.value, entry.low, entry.high = feature.layer, estimate.value, estimate.low, estimate.high
-        entry.chosen_by = feature.chosen_by if outcome.by_validation else None
-    comparison.backbones.sort(key=lambda entry: -1.0 if entry.value is None else entry.value, reverse=True)
-    ranked = [entry.name for entry in comparison.backbones if entry.value is not None]
-    rows, predicted = _on_common_images(outcome, {name: best[name] for name in ranked})
-    truth = outcome.labellings[ranked[0]].targets[rows]
-    tests = paired_tests({name: values == truth for name, values in zip(ranked, predicted, strict=True)})
-    comparison.n_test, comparison.disputed = len(rows), _disputed(outcome, ranked, rows, predicted)
-    first = comparison.backbones[0]
-    for entry in good:
-        if entry is not first and entry.value is not None and first.value is not None:
-            entry.behind, entry.p = first.value - entry.value, tests[first.name, entry.name].corrected
-    return files
-
-
-def _best_layer(outcome: ProbeRun, name: str) -> ProbedFeature:
-    """Return the best layer of a backbone, by validation images if all layers have them; ties: the first."""
-    layers = [feature for feature in outcome.probed if feature.data_set == name]
-    if outcome.by_validation:
-        return max(layers, key=lambda feature: feature.chosen_by)
-    return max(layers, key=lambda feature: feature.result.value)
-
-
-def _layer(feature: ProbedFeature) -> dict[str, Any]:
-    result = feature.result
-    estimate = result.metrics[result.primary]
-    return {
-        "backbone": feature.data_set, "layer": feature.layer, "value": estimate.value, "low": estimate.low,
-        "high": estimate.high, "chosen_by": feature.chosen_by if result.curve else None,
-        "chosen": {result.swept: result.chosen} if result.swept else {},
-    }  # fmt: skip
-
-
-def _on_common_images(outcome: ProbeRun, best: dict[str, ProbedFeature]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the rows (n,) of the test images that all backbones have, and the predicted classes (backbones, n)."""
-    rows = {name: outcome.labellings[name].test for name in best}
-    common = next(iter(rows.values()))
-    for others in rows.values():
-        common = np.intersect1d(common, others)
-    predicted = []
-    for name, feature in best.items():
-        assert feature.result.predictions is not None
-        predicted.append(feature.result.predictions[np.isin(rows[name], common)])
-    return common, np.stack(predicted)
-
-
-def _disputed(
-    outcome: ProbeRun, names: Sequence[str], rows: NDArray[np.int64], predicted: NDArray[np.int64]
-) -> list[Disputed]:
-    """Return the images with the largest share of pairs of backbones that predict different classes."""
-    labelling, paths = outcome.labellings[names[0]], dict[int, str]()
-    for row, path in zip(labelling.test.tolist(), outcome.test_paths[names[0]], strict=True):
-        paths[row] = path
-    count = len(names)
-    if count < 2:
-        return []
-    agreeing = sum((predicted == each).sum(0) - 1 for each in predicted) / (count * (count - 1))
-    order = [place for place in np.argsort(agreeing, kind="stable").tolist() if agreeing[place] < 1][:_DISPUTED]
-    classes = [*map(str, labelling.classes.tolist())]
-
-    def name_of(number: int) -> str:
-        return classes[number] if number >= 0 else labelling.unseen[-1 - number]
-
-    return [
-        Disputed(
-            row := int(rows[place]), paths[row], name_of(int(labelling.targets[row])), float(1 - agreeing[place]),
-            [(name, classes[number]) for name, number in zip(names, predicted[:, place].tolist(), strict=True)],
-        )
-        for place in order
-    ]  # fmt: skip
 
 
 def _add_alikeness(comparison: Comparison, good: Sequence[Compared], readers: dict[str, FeatureReader]) -> None:

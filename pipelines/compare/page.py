@@ -39,19 +39,18 @@ def write_page(comparison: Comparison, out: Path, images: str) -> Path:
     path = out / "compare.html"
     data: dict[str, Any] = _printable(as_json(comparison)) | {
         "title": printable(without_credentials(images)),
-        "metric_name": metric_name(comparison.metric).capitalize() if comparison.metric else "",
         "written": datetime.now(UTC).isoformat(" ", "seconds"),
         "version": version("layertap"),
         "about_thumbnails": "",
     }
-    classes = list(dict.fromkeys(disputed["label"] for disputed in data["disputed"]))
-    data["classes"] = [[name, 0] for name in classes]
-    data["rows"] = {
-        disputed["row"]: [disputed["path"], classes.index(disputed["label"]), ""] for disputed in data["disputed"]
-    }
+    disputed = [image for task in data["tasks"] for image in task["disputed"]]
+    for task in data["tasks"]:
+        task["metric_name"] = metric_name(task["metric"]).capitalize()
+    data["classes"] = []  # an image may have a class in each task
+    data["rows"] = {image["row"]: [image["path"], -1, ""] for image in disputed}
     data["thumbnails"] = ThumbnailSheets().as_json()
     script = (resources.files("pipelines.compare") / "compare.js").read_text(encoding="utf-8")
-    if comparison.disputed:
+    if disputed:
         name = next(entry.name for entry in comparison.backbones if not entry.error)
         sheets, data["about_thumbnails"] = _thumbnails(
             comparison, out / name, images, _PAGE_BYTES - len(assembled("comparison", data, [script]))
@@ -64,7 +63,7 @@ def write_page(comparison: Comparison, out: Path, images: str) -> Path:
 
 def _thumbnails(comparison: Comparison, data_set: Path, images: str, room: int) -> tuple[ThumbnailSheets, str]:
     """Return thumbnails of the disputed images, and a note about missing ones."""
-    rows = [disputed.row for disputed in comparison.disputed]
+    rows = list(dict.fromkeys(disputed.row for task in comparison.tasks for disputed in task.disputed))
     with FeatureReader(data_set) as reader:
         source = Pictures(reader, DataSet.open(data_set).images["root"], rows, images)
         if source.why_not:

@@ -102,10 +102,11 @@ def option(*names: str, model: type[BaseModel], **settings: Any) -> Callable[[An
     key = names[-1].partition("/")[0].lstrip("-").replace("-", "_")
     field = model.model_fields[key]
     text = field.description or ""
-    if field.default is not None and not isinstance(field.default, bool):
+    if field.default not in (None, []) and not isinstance(field.default, bool):
         default = " ".join(field.default) if isinstance(field.default, list) else field.default
         text += f" [default: {default}]"
-    complete = {"backbone": complete_backbones, **dict.fromkeys(_PATHS, complete_paths)}.get(key)
+    backbones = dict.fromkeys(("backbone", "backbones"), complete_backbones)
+    complete = {**backbones, **dict.fromkeys(_PATHS, complete_paths)}.get(key)
     return click.option(*names, help=text, default=None, shell_complete=complete, **settings)
 
 

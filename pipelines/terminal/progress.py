@@ -24,17 +24,18 @@ class Progress:
     Args:
         total: expected count; None: unknown.
         unit: what is counted, in the plural.
+        shown: False: nothing is printed.
     """
 
-    def __init__(self, total: int | None, unit: str = "images"):
-        self._unit = unit
+    def __init__(self, total: int | None, unit: str = "images", *, shown: bool = True):
+        self._unit, self._shown = unit, shown
         self._total = total
         self._resumed = 0
         self._done = 0
         self._start = self._last_line = time.perf_counter()
         self._bar: Any = None
         self._warnings = store_warnings_to(self.say)
-        if sys.stderr.isatty():
+        if shown and sys.stderr.isatty():
             self._bar = tqdm(total=total, unit=f" {unit}", dynamic_ncols=True, file=sys.stderr)
 
     def advance(self, rows: int, resumed: bool) -> None:
@@ -46,7 +47,7 @@ class Progress:
         if self._bar is not None:
             self._bar.initial += rows if resumed else 0  # the rate covers this run only
             self._bar.update(rows)
-        elif time.perf_counter() - self._last_line > _LINE_EVERY_S and not resumed:
+        elif self._shown and time.perf_counter() - self._last_line > _LINE_EVERY_S and not resumed:
             self._last_line = time.perf_counter()
             rate = (self._done - self._resumed) / (self._last_line - self._start)
             if self._total is None:
@@ -61,7 +62,7 @@ class Progress:
         """Print a line above the bar."""
         if self._bar is not None:
             self._bar.write(text, file=sys.stderr)
-        else:
+        elif self._shown:
             click.echo(text, err=True)
 
     def __enter__(self) -> Self:

@@ -15,11 +15,16 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from extract import FeatureReader
+from extract import FeatureReader, InputError, load_backbone
 from extract.analysis.alikeness import alikeness
 from extract.analysis.probe.metrics import mcnemar
-from pipelines.compare import figures, job
+from extract.extraction.several import Member
+from extract.extraction.several_costs import Costs, costs_of
+from extract.images import list_images
+from layertap import compare as layertap_compare
+from pipelines.compare import figures, job, sample
 from pipelines.compare.candidates import Candidate, candidates_of
+from pipelines.compare.config import CompareConfig
 from pipelines.compare.rates import forward_rate
 from pipelines.probe import probe_figures
 from tests.pipelines.test_cli import fails, layertap
@@ -76,9 +81,10 @@ def results(out: Path) -> dict[str, Any]:
 
 def test_the_numbers_are_those_of_separate_runs(made: Path, compared: Path, tmp_path: Path) -> None:
     content = results(compared)
-    assert content["layers_chosen_on"] == ""  # one layer each
+    (task,) = content["tasks"]
+    assert task["layers_chosen_on"] == ""  # one layer each
     assert content["images"] == 90
-    assert content["test_images"] == 45
+    assert task["test_images"] == 45
     values = {}
     for name, spec in (("resnet", "timm/test_resnet"), ("timm-test_vit-random", "timm/test_vit")):
         out = tmp_path / name
@@ -182,7 +188,7 @@ def test_without_labels_there_are_rates_and_alikeness(made: Path, tmp_path: Path
     assert result.exit_code == 0, result.output
     content = results(tmp_path / "out")
     assert "30 images, no labels" in result.stdout
-    assert content["metric"] == ""
+    assert content["tasks"] == []
     assert not (tmp_path / "out" / "probe").exists()
     resnet = next(entry for entry in content["backbones"] if entry["name"] == "resnet")
     assert resnet["layer"] == "embedding"
@@ -198,14 +204,15 @@ def test_the_best_layer_is_chosen_on_validation_images(made: Path, tmp_path: Pat
                       "*", "-o", tmp_path / "out")  # fmt: skip
     assert result.exit_code == 0, result.output
     content = results(tmp_path / "out")
-    assert content["layers_chosen_on"] == "validation images"
+    (task,) = content["tasks"]
+    assert task["layers_chosen_on"] == "validation images"
     assert "layers are chosen on validation images" in result.stdout
     for entry in content["backbones"]:
-        layers = [line for line in content["layers"] if line["backbone"] == entry["name"]]
+        layers = [line for line in task["layers"] if line["backbone"] == entry["name"]]
         if layers:
             best = max(layers, key=lambda line: line["chosen_by"])
             assert (entry["layer"], entry["value"]) == (best["layer"], best["value"])
-    assert len(content["layers"]) > 4
+    assert len(task["layers"]) > 4
 
 
 def test_wide_layers_are_left_out_of_the_matrices_alone(
@@ -223,12 +230,161 @@ def test_wide_layers_are_left_out_of_the_matrices_alone(
     assert by_name["timm-test_vit-random"]["alignment"] is None
 
 
+@pytest.fixture(scope="module")
+def tasks(made: Path) -> list[str]:
+    """Three tasks on the pictures: their classes, whether they are of the first class, and their numbers by half."""
+    paths = sorted(path.relative_to(made / "pictures").as_posix() for path in (made / "pictures").rglob("*.png"))
+    labels = {
+        "class": [path.split("/")[1] for path in paths],
+        "first": [str(path.split("/")[1] == "a") for path in paths],
+        "half": [str(int(Path(path).stem) >= 45) for path in paths],
+    }
+    for name, column in labels.items():
+        (made / f"{name}.csv").write_text("path,label\n" + "\n".join(map(",".join, zip(paths, column, strict=True))))
+    return [option for name in labels for option in ("--task", f"{name}={made / name}.csv:label")]
+
+
+@pytest.mark.usefixtures("drawn")
+def test_several_tasks_are_ranked(made: Path, compared: Path, tasks: list[str], tmp_path: Path) -> None:
+    out = shutil.copytree(compared, tmp_path / "out")
+    of = ("compare", made / "pictures", "--from", made / "backbones.csv", *QUICK, "-o", out)
+    result = layertap(*of, *tasks)
+    assert result.exit_code == 0, result.output
+    content = results(out)
+    assert [task["name"] for task in content["tasks"]] == ["class", "first", "half"]
+    names = ["resnet", "timm-test_vit-random"]
+    values = np.array([[task["scores"][name]["value"] for name in names] for task in content["tasks"]])
+    ranks = np.where(values == values.max(1, keepdims=True), 1.0, 2.0)
+    ranks[(values[:, :1] == values[:, 1:])[:, 0]] = 1.5
+    by_name = {entry["name"]: entry for entry in content["backbones"]}
+    assert [by_name[name]["rank"] for name in names] == pytest.approx(ranks.mean(0).tolist())
+    assert content["critical_difference"] == pytest.approx(1.95996 * np.sqrt(2 * 3 / (6 * 3)), rel=1e-4)
+    (alone,) = results(compared)["tasks"]
+    assert content["tasks"][0]["scores"] == alone["scores"]  # the classes of the folders, as a table
+    best, second, failed = content["backbones"]
+    assert best["rank"] <= second["rank"]
+    assert (best["p"], best["value"], failed["rank"]) == (None, None, None)
+    assert f"not distinguishable from {best['name']}: {second['name']}" in result.stdout
+    assert "class top-1" in result.stdout
+    lines = list(csv.DictReader((out / "tasks.csv").open()))
+    assert [line["task"] for line in lines] == ["class", "class", "first", "first", "half", "half"]
+    assert float(lines[0]["value"]) == max(task["value"] for task in content["tasks"][0]["scores"].values())
+    for name in ("class", "first", "half"):
+        assert (out / "probe" / name / "results.json").is_file()
+    with Image.open(out / "ranks.png") as picture:
+        assert picture.width > 400
+    assert layertap(*of).exit_code == 0
+    assert results(out) == results(compared)
+    assert not (out / "tasks.csv").exists()
+
+
+def test_labels_are_checked_before_features_are_computed(made: Path, tmp_path: Path) -> None:
+    of = ("compare", made / "pictures", "-b", "timm/test_vit", "-o", tmp_path / "out")
+    (tmp_path / "other.csv").write_text("path,label\nelsewhere.png,a\n")
+    assert "no such file" in fails(*of, "--labels", tmp_path / "none.csv")
+    assert "a column 'kind'" in fails(*of, "--task", f"a={tmp_path / 'other.csv'}:kind")
+    assert "none of its 1 values of 'path' is in the data set" in fails(*of, "--labels", tmp_path / "other.csv")
+    (tmp_path / "one.csv").write_text("path,label\n" + f"{path_of(made, 0)},a\n{path_of(made, 1)},a\n")
+    assert "one.csv has only 1 class" in fails(*of, "--labels", tmp_path / "one.csv")
+    assert not (tmp_path / "out").exists()
+
+
+def path_of(made: Path, number: int) -> str:
+    (path,) = (made / "pictures").rglob(f"{number:02d}.png")
+    return path.relative_to(made / "pictures").as_posix()
+
+
+def test_folders_that_are_no_classes_are_a_note(made: Path, tmp_path: Path) -> None:
+    result = layertap("compare", made / "pictures" / "train", "--from", made / "backbones.csv", *QUICK, "--limit", 12,
+                      "-o", tmp_path / "out")  # fmt: skip
+    assert result.exit_code == 0, result.output
+    note = "the classes of the images are not used: the images have only 1 class; a probe needs at least two"
+    assert f"note: {note}" in result.stderr
+    assert "12 images, no labels" in result.stdout
+    assert note in results(tmp_path / "out")["notes"]
+
+
+def test_wrong_tasks_are_refused(made: Path, tmp_path: Path) -> None:
+    of = ("compare", made / "pictures", "-b", "timm/test_vit", "-o", tmp_path / "out")
+    assert "expected NAME=FILE.csv[:COLUMN]" in fails(*of, "--task", "labels.csv")
+    assert "two tasks are called a" in fails(*of, "--task", "a=1.csv", "--task", "A=2.csv".lower())
+    assert "cannot be used together" in fails(*of, "--task", "a=1.csv", "--labels", "2.csv")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_budget_takes_a_sample_and_keeps_it(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sample, "costs_of", lambda *_: Costs(fixed_s=2.0, image_s=0.1))
+    monkeypatch.setattr(sample, "_LEAST", 10)
+    of = ("compare", made / "pictures", "--from", made / "backbones.csv", *QUICK, "-o", tmp_path / "out")
+    assert "--budget: 2.5 s are not enough" in fails(*of, "--budget", "2.5s")
+    result = layertap(*of, "--budget", "8s")
+    assert result.exit_code == 0, result.output
+    assert "60 of 90 images, drawn" in result.stdout
+    content = results(tmp_path / "out")
+    assert content["sample"] == {"images": 60, "of": 90, "seed": 0}
+    with FeatureReader(tmp_path / "out" / "resnet") as reader:
+        paths = [*reader.paths]
+        assert len(paths) == content["images"] == 60
+    more = (made / "backbones.csv").read_text() + "timm/test_efficientnet,random,efficientnet\n"
+    (tmp_path / "more.csv").write_text(more)
+    result = layertap("compare", made / "pictures", "--from", tmp_path / "more.csv", *of[4:], "--budget", "6s")
+    assert result.exit_code == 0, result.output
+    assert "--budget has no effect" in result.stderr
+    with FeatureReader(tmp_path / "out" / "efficientnet") as reader:
+        assert [*reader.paths] == paths
+    assert "now has 80" in fails(*of, "--limit", 80)
+    all_fit = layertap(*of[:-1], tmp_path / "all", "--budget", "1m")
+    assert all_fit.exit_code == 0, all_fit.output
+    assert results(tmp_path / "all")["sample"] is None
+
+
+def test_costs_are_measured(made: Path, tmp_path: Path) -> None:
+    images = list_images(made / "pictures")
+    settings = CompareConfig(images="x", workers=0, compile="off").settings()
+
+    def member(spec: str) -> Member:
+        return Member(spec, tmp_path / spec, lambda: load_backbone(spec, weights="random", device="cpu"), settings)
+
+    one = costs_of(images, [member("timm/test_resnet")], 0)
+    two = costs_of(images, [member("timm/test_resnet"), member("timm/nothing"), member("timm/resnet18")], 0)
+    assert 0 < one.fixed_s < two.fixed_s
+    assert 0 < one.image_s < two.image_s
+
+
+def test_from_python(made: Path, compared: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    out = shutil.copytree(compared, tmp_path / "out")
+    comparison = layertap_compare(
+        made / "pictures", table=made / "backbones.csv", protocol="centroid", out=out, workers=0, compile="off",
+        progress=False,
+    )  # fmt: skip
+    assert capfd.readouterr().err == ""
+    assert results(out) == results(compared)
+    assert comparison.best.name == results(out)["backbones"][0]["name"]
+    assert [line["value"] for line in comparison.table][:2] == [
+        entry["value"] for entry in results(out)["backbones"][:2]
+    ]
+    lines = csv.DictReader((out / "backbones.csv").open())
+    assert [line["name"] for line in lines] == [line["name"] for line in comparison.table]
+    with pytest.raises(InputError, match="protocol"):
+        layertap_compare(made / "pictures", "timm/test_vit", protocol="psychic", out=tmp_path / "no")
+
+
+def test_settings_may_be_in_a_file(made: Path, compared: Path, tmp_path: Path) -> None:
+    out = shutil.copytree(compared, tmp_path / "out")
+    (tmp_path / "compare.yaml").write_text(
+        f"images: {made / 'pictures'}\ntable: {made / 'backbones.csv'}\nprotocol: knn\nworkers: 0\ncompile: 'off'\n"
+        f"out: {out}\n"
+    )
+    assert layertap("compare", "--config", tmp_path / "compare.yaml", "-p", "centroid").exit_code == 0
+    assert results(out) == results(compared)
+
+
 def test_a_single_backbone_disputes_nothing(made: Path, tmp_path: Path) -> None:
     (tmp_path / "one.csv").write_text("backbone,weights\ntimm/test_vit,random\n")
     result = layertap("compare", made / "pictures", "--from", tmp_path / "one.csv", *QUICK, "-o", tmp_path / "out")
     assert result.exit_code == 0, result.output
     content = results(tmp_path / "out")
-    assert content["disputed"] == []
+    assert content["tasks"][0]["disputed"] == []
     assert (tmp_path / "out" / "compare.html").is_file()
 
 
@@ -286,7 +442,7 @@ def test_labels_may_be_in_a_table(made: Path, tmp_path: Path) -> None:
     result = layertap("compare", flat, "--from", made / "backbones.csv", *QUICK, "--labels", tmp_path / "labels.csv",
                       "-o", tmp_path / "out")  # fmt: skip
     assert result.exit_code == 0, result.output
-    assert results(tmp_path / "out")["test_images"] == 18
+    assert results(tmp_path / "out")["tasks"][0]["test_images"] == 18
 
 
 @pytest.mark.slow

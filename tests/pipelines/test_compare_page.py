@@ -35,10 +35,11 @@ def test_the_page_shows_the_comparison(browser: Any, compared: Path, width: int)
         shown = view.locator(".confusion tbody tr").nth(0).locator("td").nth(1).inner_text()
         assert shown == f"{content['alikeness'][measure][0][1]:.2f}"
     cards = view.locator(".card.disputed")
-    assert cards.count() == len(content["disputed"]) > 0
+    (task,) = content["tasks"]
+    assert cards.count() == len(task["disputed"]) > 0
     assert view.locator(".card.disputed .tile-image").count() == cards.count()  # all have their picture
     text = cards.nth(0).inner_text()
-    for name, predicted in content["disputed"][0]["predictions"]:
+    for name, predicted in task["disputed"][0]["predictions"]:
         assert name in text
         assert predicted in text
     fine(view)

@@ -21,12 +21,12 @@ const ticksOf = (low, high, wanted) => {
 };
 
 // A chart that is drawn again when its width changes: draw(svg, scales) with x and y as pixels of a value
-const addChart = (parent, label, {x, y, xTitle, yTitle, xTicks, height = 240}, draw) => {
+const addChart = (parent, label, {x, y, xTitle, yTitle, xTicks, yText = short, height = 240}, draw) => {
   const frame = add(parent, "div", null, {class: "chart", role: "img", "aria-label": label});
   const redraw = () => {
     const width = Math.max(200, frame.clientWidth);
     const yTicks = ticksOf(y[0], y[1], height / 50);
-    const longest = Math.max(...yTicks.map((value) => short(value).length));
+    const longest = Math.max(...yTicks.map((value) => yText(value).length));
     const box = {left: 28 + 7 * longest, right: width - 12, top: 10, bottom: height - 44};
     const scales = {
       x: (value) => box.left + (box.right - box.left) * (x[1] > x[0] ? (value - x[0]) / (x[1] - x[0]) : 0.5),
@@ -37,7 +37,7 @@ const addChart = (parent, label, {x, y, xTitle, yTitle, xTicks, height = 240}, d
     for (const [name, value] of Object.entries({width, height, viewBox: `0 0 ${width} ${height}`})) svg.setAttribute(name, value);
     for (const value of yTicks) {
       addSvg(svg, "line", {class: "grid", x1: box.left, x2: box.right, y1: scales.y(value), y2: scales.y(value)});
-      addSvg(svg, "text", {class: "tick", x: box.left - 6, y: scales.y(value) + 4, "text-anchor": "end"}, short(value));
+      addSvg(svg, "text", {class: "tick", x: box.left - 6, y: scales.y(value) + 4, "text-anchor": "end"}, yText(value));
     }
     const marks = xTicks || ticksOf(x[0], x[1], width / 90).map((value) => [value, short(value)]);
     const step = Math.max(1, Math.ceil(marks.length * 7 * Math.max(...marks.map(([, text]) => text.length)) / (box.right - box.left)));

@@ -1,0 +1,76 @@
+"""How long several extractions take, measured on a few images."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from extract import defaults
+from extract.compute.backends import open_forward
+from extract.errors import LayertapError
+from extract.extraction.rounds import timed_s
+from extract.extraction.several import Member, decoding_of, plan_of
+from extract.extraction.tuning import decode_seconds, pictures_of
+from extract.images import ImageList
+from extract.system.foreign_code import own_faults_refused
+
+__all__ = ["Costs", "costs_of"]
+
+_DECODED = 16  # images, drawn
+
+
+class Costs(NamedTuple):
+    """Seconds of several extractions.
+
+    Attributes:
+        fixed_s: seconds for loading the backbones.
+        image_s: seconds for each image.
+    """
+
+    fixed_s: float
+    image_s: float
+
+
+def costs_of(
+    images: ImageList, members: Sequence[Member], seed: int, stop: Callable[[], bool] = lambda: False
+) -> Costs:
+    """Estimate how long `extract_several` takes. Forwards are timed without a compiler, which is used only if it pays.
+
+    Args:
+        images: listed images, of which a few are decoded.
+        members: the extractions; members that fail are left out.
+        seed: seed of the draw of images.
+        stop: called before each member; True ends the measurement.
+
+    Raises:
+        LayertapError: the first backbones can be loaded, but no image can be decoded.
+    """
+    rows = np.random.default_rng(seed).choice(len(images), min(_DECODED, len(images)), replace=False)
+    drawn = images.select(sorted(rows.tolist()))
+    fixed_s, forward_s, decoded_s = 0.0, 0.0, dict[Hashable, float]()
+    for member in members:
+        if stop():
+            break
+        with suppress(LayertapError, MemoryError), own_faults_refused(()):  # `extract_several` reports it
+            start = time.perf_counter()
+            planned = plan_of(drawn, member)
+            load_s = time.perf_counter() - start
+            preprocessing, settings = planned.backbone.preprocessing, planned.settings
+            pictures, _ = pictures_of(drawn, preprocessing, settings.batch_size, settings.max_pixels)
+            with open_forward(planned.backbone, planned.choice, "float32", settings.precision) as forward:
+                first_s = timed_s(partial(forward, pictures))
+                each_s = timed_s(partial(forward, pictures)) / len(pictures)
+            decoding = decoding_of(member.name, preprocessing)
+            if decoding not in decoded_s:
+                at_once = max(1, min(settings.workers, defaults.CORES))
+                decoded_s[decoding] = decode_seconds(drawn, preprocessing, settings.max_pixels)["exact"] / at_once
+            fixed_s += 2 * load_s + first_s  # it is loaded to look at it, and to compute
+            forward_s += each_s
+        gc.collect()  # the modules of a backbone refer to each other in circles
+    return Costs(fixed_s, forward_s + sum(decoded_s.values()))

@@ -1,0 +1,164 @@
+"""Probe the backbones of a comparison in each task, and rank them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from extract.analysis.probe.paired_tests import paired_tests
+from extract.analysis.probe.rank_tests import rank_test
+from pipelines.compare.comparison import Compared, Comparison, Disputed, Score, Task
+from pipelines.compare.config import CompareConfig
+from pipelines.probe.config import ProbeConfig
+from pipelines.probe.job import ProbedFeature, ProbeRun
+from pipelines.probe.report import probe_and_write
+
+__all__ = ["add_tasks"]
+
+_ROW, _ROWS = 6, 6  # images that are shown of all tasks: rows of so many
+
+
+def add_tasks(
+    comparison: Comparison, config: CompareConfig, good: Sequence[Compared], say: Callable[[str], None]
+) -> list[Path]:
+    """Probe all layers of all backbones in each task, and order the backbones, the best one first.
+
+    Args:
+        comparison: the comparison; gets the tasks.
+        config: configuration of the run.
+        good: the backbones that have features; get their scores or ranks.
+        say: receives a line about each step.
+
+    Returns:
+        the written files.
+    """
+    files: list[Path] = []
+    comparison.protocol = config.protocol
+    for name, labels in config.labels_of_tasks.items():
+        if config.tasks:
+            say(f"task      {name}")
+        task, written = _task(name, labels, config, [entry.name for entry in good], say)
+        comparison.tasks.append(task)
+        files += written
+    if (only := comparison.only_task) is not None:
+        for entry in good:
+            for key, value in vars(only.scores[entry.name]).items():
+                setattr(entry, key, value)
+        order = [*only.scores]
+    else:
+        order = _add_ranks(comparison, good)
+    place = {name: number for number, name in enumerate(order)}
+    comparison.backbones.sort(key=lambda entry: place.get(entry.name, len(place)))
+    return files
+
+
+def _add_ranks(comparison: Comparison, good: Sequence[Compared]) -> list[str]:
+    """Rank the backbones over all tasks; return their names, the best one first."""
+    test = rank_test([[task.scores[entry.name].value for entry in good] for task in comparison.tasks])
+    best, comparison.critical_difference = int(test.ranks.argmin()), test.critical_difference
+    for number, entry in enumerate(good):
+        entry.rank = float(test.ranks[number])
+        entry.p = None if number == best else float(test.p[best, number])
+        layers = Counter(task.scores[entry.name].layer for task in comparison.tasks)
+        entry.layer = layers.most_common(1)[0][0]
+    return [good[number].name for number in np.argsort(test.ranks, kind="stable").tolist()]
+
+
+def _task(
+    name: str, labels: str | None, config: CompareConfig, names: Sequence[str], say: Callable[[str], None]
+) -> tuple[Task, list[Path]]:
+    """Probe all layers of the named backbones, choose the best layer of each, and test their differences."""
+    results = config.folder / "probe" / name if config.tasks else config.folder / "probe"
+    probed = ProbeConfig(
+        out=[str(config.folder / backbone) for backbone in names], protocol=config.protocol, labels=labels,
+        test_fraction=config.test_fraction, seed=config.seed, device=config.device, results=results,
+    )  # fmt: skip
+    outcome, files = probe_and_write(probed, say)
+    best = {backbone: _best_layer(outcome, backbone) for backbone in names}
+    metric = next(iter(best.values())).result.primary
+    scores = {backbone: _score(feature, metric, outcome.by_validation) for backbone, feature in best.items()}
+    ranked = sorted(names, key=lambda backbone: scores[backbone].value, reverse=True)
+    rows, predicted = _on_common_images(outcome, {backbone: best[backbone] for backbone in ranked})
+    labelling = outcome.labellings[ranked[0]]
+    truth = labelling.targets[rows]
+    tests = paired_tests({backbone: row == truth for backbone, row in zip(ranked, predicted, strict=True)})
+    for other in ranked[1:]:
+        scores[other].behind = scores[ranked[0]].value - scores[other].value
+        scores[other].p = tests[ranked[0], other].corrected
+    chosen_on = ""
+    if len(outcome.probed) > len(names):
+        chosen_on = "validation images" if outcome.by_validation else "test images"
+    most = _ROW * max(1, _ROWS // max(1, len(config.tasks)))
+    return Task(
+        name, metric, len(rows), chosen_on, {backbone: scores[backbone] for backbone in ranked},
+        [_layer(feature) for feature in outcome.probed], _disputed(outcome, ranked, rows, predicted, most),
+        list(next(iter(outcome.labellings.values())).notes),
+    ), files  # fmt: skip
+
+
+def _score(feature: ProbedFeature, metric: str, by_validation: bool) -> Score:
+    estimate = feature.result.metrics[metric]
+    chosen_by = feature.chosen_by if by_validation else None
+    return Score(feature.layer, estimate.value, estimate.low, estimate.high, chosen_by)
+
+
+def _best_layer(outcome: ProbeRun, name: str) -> ProbedFeature:
+    """Return the best layer of a backbone, by validation images if all layers have them; ties: the first."""
+    layers = [feature for feature in outcome.probed if feature.data_set == name]
+    if outcome.by_validation:
+        return max(layers, key=lambda feature: feature.chosen_by)
+    return max(layers, key=lambda feature: feature.result.value)
+
+
+def _layer(feature: ProbedFeature) -> dict[str, Any]:
+    result = feature.result
+    estimate = result.metrics[result.primary]
+    return {
+        "backbone": feature.data_set, "layer": feature.layer, "value": estimate.value, "low": estimate.low,
+        "high": estimate.high, "chosen_by": feature.chosen_by if result.curve else None,
+        "chosen": {result.swept: result.chosen} if result.swept else {},
+    }  # fmt: skip
+
+
+def _on_common_images(outcome: ProbeRun, best: dict[str, ProbedFeature]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the rows (n,) of the test images that all backbones have, and the predicted classes (backbones, n)."""
+    rows = {name: outcome.labellings[name].test for name in best}
+    common = next(iter(rows.values()))
+    for others in rows.values():
+        common = np.intersect1d(common, others)
+    predicted = []
+    for name, feature in best.items():
+        assert feature.result.predictions is not None
+        predicted.append(feature.result.predictions[np.isin(rows[name], common)])
+    return common, np.stack(predicted)
+
+
+def _disputed(
+    outcome: ProbeRun, names: Sequence[str], rows: NDArray[np.int64], predicted: NDArray[np.int64], most: int
+) -> list[Disputed]:
+    """Return at most `most` images with the largest share of pairs of backbones that predict different classes."""
+    labelling, paths = outcome.labellings[names[0]], dict[int, str]()
+    for row, path in zip(labelling.test.tolist(), outcome.test_paths[names[0]], strict=True):
+        paths[row] = path
+    count = len(names)
+    if count < 2:
+        return []
+    agreeing = sum((predicted == each).sum(0) - 1 for each in predicted) / (count * (count - 1))
+    order = [place for place in np.argsort(agreeing, kind="stable").tolist() if agreeing[place] < 1][:most]
+    classes = [*map(str, labelling.classes.tolist())]
+
+    def name_of(number: int) -> str:
+        return classes[number] if number >= 0 else labelling.unseen[-1 - number]
+
+    return [
+        Disputed(
+            row := int(rows[place]), paths[row], name_of(int(labelling.targets[row])), float(1 - agreeing[place]),
+            [(name, classes[number]) for name, number in zip(names, predicted[:, place].tolist(), strict=True)],
+        )
+        for place in order
+    ]  # fmt: skip
