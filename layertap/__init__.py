@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from extract import *  # noqa: F403
-    from pipelines.compare.from_python import compare
+    from pipelines.compare.function import compare
 
 
 def _check_not_hidden(package: str) -> None:
@@ -53,7 +53,7 @@ def __getattr__(name: str) -> Any:
         return getattr(_library, name)
     if name == "compare":
         _check_not_hidden("pipelines")
-        return importlib.import_module("pipelines.compare.from_python").compare
+        return importlib.import_module("pipelines.compare.function").compare
     raise AttributeError(f"module 'layertap' has no attribute {name!r}")
 
 

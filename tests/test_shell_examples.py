@@ -115,7 +115,9 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = [f"{path},{20 + number % 50}" for number, path in enumerate(folders["cifar"])]
     (start / "ages.csv").write_text("\n".join(["path,age", *rows, ""]))
     classes = [f"{path},{path.split('/')[1]}" for path in folders["photos"]]
-    (start / "labels.csv").write_text("\n".join(["path,label", *classes, ""]))
+    (start / "kinds.csv").write_text("\n".join(["path,label", *classes, ""]))
+    places = [f"{row},{'here' if number % 3 else 'there'}" for number, row in enumerate(classes)]
+    (start / "labels.csv").write_text("\n".join(["path,label,place", *places, ""]))
     (start / "backbones.csv").write_text(
         "backbone,weights,name\nbundled/efficientnet_lite0,,\ntimm/test_resnet,random,b\n"
     )

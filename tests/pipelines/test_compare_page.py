@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from tests.pipelines.test_cli import layertap
-from tests.pipelines.test_compare import QUICK, compared, made
+from tests.pipelines.test_compare import QUICK, compared, made, tasks
 from tests.pipelines.test_report_page import browser, fine, opened
 
-__all__ = ["browser", "compared", "made"]  # fixtures
+__all__ = ["browser", "compared", "made", "tasks"]  # fixtures
 
 pytestmark = pytest.mark.slow
 
@@ -59,4 +59,22 @@ def test_names_are_text(browser: Any, made: Path, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     view = opened(browser, tmp_path / "out" / "compare.html")
     assert "<b>" in view.locator(".card.disputed").nth(0).inner_text()
+    fine(view)
+
+
+@pytest.mark.parametrize("width", [400, 1280])
+def test_several_tasks_have_a_part_each(browser: Any, made: Path, tasks: list[str], tmp_path: Path, width: int) -> None:
+    of = ("compare", made / "pictures", "--from", made / "backbones.csv", *QUICK, "-l", "*", "-o", tmp_path / "out")
+    assert layertap(*of, *tasks).exit_code == 0
+    content = json.loads((tmp_path / "out" / "compare.json").read_text())
+    view = opened(browser, tmp_path / "out" / "compare.html", width)
+    assert f"differ by more than {content['critical_difference']:.2f}" in view.locator(".verdict").inner_text()
+    row = view.locator("table").nth(0).locator("tbody tr").nth(0).inner_text()
+    best = content["backbones"][0]
+    assert f"{best['rank']:.2f}" in row
+    for task in content["tasks"]:
+        assert f"{100 * task['scores'][best['name']]['value']:.1f} %" in row
+    names = [task["name"] for task in content["tasks"]]
+    assert [text for text in view.locator("h3").all_inner_texts() if text in names] == 2 * names  # layers, and images
+    assert view.locator(".card.disputed").count() == sum(len(task["disputed"]) for task in content["tasks"])
     fine(view)
