@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import json
 import math
 import os
 import re
@@ -24,6 +23,7 @@ from numpy.typing import NDArray
 
 from extract.errors import InputError, LayertapError, unknown_name
 from extract.row_status import Status
+from extract.store.arrow_table import ArrowRows
 from extract.store.format.checked_file import hdf5_on_disk
 from extract.store.format.layout import ROW_DATA, Identity, RowNames, StoredFeature, new_shard_file, preallocated
 from extract.store.format.row_hash import hash_records, hash_rows
@@ -162,48 +162,12 @@ def _to_npy(reader: FeatureReader, path: Path, names: Sequence[str], on_rows: _O
 
 
 def _to_parquet(reader: FeatureReader, path: Path, names: Sequence[str], on_rows: _OnRows) -> None:
-    pa, parquet = (library(name, "parquet", "Parquet") for name in ("pyarrow", "pyarrow.parquet"))
-    fields = [
-        pa.field("row", pa.int64()), pa.field("path", pa.string()), pa.field("label", pa.int64()),
-        pa.field("class", pa.string()), pa.field("split", pa.string()), pa.field("status", pa.string()),
-    ]  # fmt: skip
-    ids = reader.ids
-    if ids is not None:
-        fields.append(pa.field("id", pa.string()))
-    if reserved := {field.name for field in fields} & set(names):
-        raise InputError(f"the layer {min(reserved)!r} cannot be exported: the export has its own column of this name")
-    # File names may contain bytes that are not UTF-8: these are escaped, and a column `path_bytes` is added.
-    undecodable = any("\udc80" <= char <= "\udcff" for image in reader.paths for char in image)
-    if undecodable:
-        fields.append(pa.field("path_bytes", pa.binary()))
-    for name in names:
-        shape = reader[name].shape[1:]
-        metadata = {"shape": json.dumps(shape), **reader[name].attributes}
-        fields.append(pa.field(name, pa.list_(pa.float32(), int(np.prod(shape))), metadata=metadata))
-    schema = pa.schema(fields, {"layertap": json.dumps(reader.provenance)})
-    classes = [*map(_as_text, reader.classes), None]
-    with parquet.ParquetWriter(path, schema) as writer:
+    parquet = library("pyarrow.parquet", "parquet", "Parquet")
+    rows = ArrowRows(reader, names)
+    with parquet.ParquetWriter(path, rows.schema) as writer:
         for start, stop, block in _blocks(reader):
-            images, labels = reader.paths[start:stop], reader.labels[start:stop].tolist()
-            columns: list[Any] = [
-                reader.rows[start:stop], [_as_text(image) for image in images], labels,
-                [classes[label] for label in labels], reader.splits[start:stop],
-                [Status(code).text for code in reader.status[start:stop].tolist()],
-            ]  # fmt: skip
-            if ids is not None:
-                columns.append([_as_text(image_id) for image_id in ids[start:stop]])
-            if undecodable:
-                columns.append([os.fsencode(image) for image in images])
-            arrays = [pa.array(values, field.type) for values, field in zip(columns, fields, strict=False)]
-            for name in names:
-                flat = pa.array(block[name].reshape(-1).astype(np.float32))
-                arrays.append(pa.FixedSizeListArray.from_arrays(flat, int(np.prod(reader[name].shape[1:]))))
-            writer.write_table(pa.Table.from_arrays(arrays, schema=schema))
+            writer.write_batch(rows.batch(start, stop, [block[name] for name in names]))
             on_rows(stop - start)
-
-
-def _as_text(path: str) -> str:
-    return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
 def _to_mat(reader: FeatureReader, path: Path, names: Sequence[str], on_rows: _OnRows) -> None:
@@ -305,6 +269,6 @@ class Format:
 FORMATS: dict[str, Format] = {
     "h5": Format(_to_h5),  # contiguous datasets; `FeatureReader` can open the file
     "npy": Format(_to_npy, is_folder=True),  # one file for each layer, `labels.npy` and `rows.csv`
-    "parquet": Format(_to_parquet),  # one column of fixed-size float32 lists for each layer
+    "parquet": Format(_to_parquet),  # one column of lists of a fixed size for each layer
     "mat": Format(_to_mat),  # MATLAB 7.3
 }

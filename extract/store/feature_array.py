@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -112,6 +112,24 @@ class FeatureArray:
         if view is not None and self._verify is not None:
             self._verify(rows)
         return None if view is None else view[first:last]
+
+    def parts(self) -> Iterator[tuple[int, int, NDArray[Any]]]:
+        """Yield (start, stop, values) of the rows of each shard: a read-only view of the file, or else a copy.
+
+        On Linux, values are views if they are neither compressed nor encoded, and all rows of the shard are read.
+        """
+        for shard_index, (start, stop) in enumerate(pairwise(self._edges)):
+            if start == stop:
+                continue
+            view = None
+            if not self._is_encoded and self._index.chosen[shard_index] is None:
+                view = self._index.files[shard_index].shard.mapped(self._feature.name, np.empty(0, np.int64))
+            if view is None:
+                yield start, stop, self.between(start, stop)
+            else:
+                if self._verify is not None:
+                    self._verify(np.arange(start, stop))
+                yield start, stop, view
 
     def prefetch(self, start: int, stop: int) -> None:
         """Start reading rows into the kernel's cache, and return at once."""

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from extract.errors import InputError, LayertapError, unknown_name
 from extract.row_status import Status
+from extract.store.arrow_table import Tables
 from extract.store.batches import Shuffle, batches
 from extract.store.feature_array import FeatureArray
 from extract.store.format.layout import ROW_DATA, StoredFeature, feature_types
@@ -41,7 +42,7 @@ _SHOWN = 10  # classes and splits in a notebook
 _VERIFIED_BYTES = 4 << 20  # features that are verified at once: they stay in the caches of the processor
 
 
-class FeatureReader:
+class FeatureReader(Tables):
     """Features of a data set, of several data sets with the same fingerprint, or of one shard; a context manager.
 
         with FeatureReader("outputs/photos") as reader:
