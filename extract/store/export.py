@@ -1,4 +1,4 @@
-"""Export features to files for other tools: one HDF5 file, NumPy arrays, Parquet, or MATLAB.
+"""Export features to files for other tools: one HDF5 file, NumPy arrays, Parquet, MATLAB, or a Hugging Face folder.
 
 An export is written to a temporary folder and moved to its path when complete. What a killed export has left is removed
 by the next one to the same path; see `extract.system.leftovers`. At most 64 MB of features are held in memory at once,
@@ -28,6 +28,7 @@ from extract.store.format.checked_file import hdf5_on_disk
 from extract.store.format.layout import ROW_DATA, Identity, RowNames, StoredFeature, new_shard_file, preallocated
 from extract.store.format.row_hash import hash_records, hash_rows
 from extract.store.format.shard import BLOCK_BYTES
+from extract.store.hugging_face import HuggingFaceFolder
 from extract.store.reader import FeatureReader
 from extract.system.atomic_files import claim, reserve_space, sync_folder
 from extract.system.csv_cells import safe_cell
@@ -77,11 +78,12 @@ def export(
         with temporary_folder(path) as folder:
             output = folder / "export"
             FORMATS[to].write(reader, output, names, on_rows)
-            for file in output.iterdir() if output.is_dir() else [output]:
-                with file.open("rb") as written:
-                    os.fsync(written.fileno())
-            if output.is_dir():
-                sync_folder(output)
+            for file in [output, *output.rglob("*")]:
+                if file.is_dir():
+                    sync_folder(file)
+                else:
+                    with file.open("rb") as written:
+                        os.fsync(written.fileno())
             claim(output, path)
             sync_folder(path.parent)
     except FileExistsError as error:
@@ -168,6 +170,14 @@ def _to_parquet(reader: FeatureReader, path: Path, names: Sequence[str], on_rows
         for start, stop, block in _blocks(reader):
             writer.write_batch(rows.batch(start, stop, [block[name] for name in names]))
             on_rows(stop - start)
+
+
+def _to_hugging_face(reader: FeatureReader, path: Path, names: Sequence[str], on_rows: _OnRows) -> None:
+    with HuggingFaceFolder(reader, names, reader.fingerprint, path) as folder:
+        for start, stop, block in _blocks(reader):
+            folder.write(start, stop, [block[name] for name in names])
+            on_rows(stop - start)
+        folder.write_card()
 
 
 def _to_mat(reader: FeatureReader, path: Path, names: Sequence[str], on_rows: _OnRows) -> None:
@@ -271,4 +281,5 @@ FORMATS: dict[str, Format] = {
     "npy": Format(_to_npy, is_folder=True),  # one file for each layer, `labels.npy` and `rows.csv`
     "parquet": Format(_to_parquet),  # one column of lists of a fixed size for each layer
     "mat": Format(_to_mat),  # MATLAB 7.3
+    "hf": Format(_to_hugging_face, is_folder=True),  # Parquet files for each split, and README.md
 }

@@ -34,5 +34,5 @@ def run_export(out: Path | str, to: str, output: Path | None, layers: Sequence[s
     with FeatureReader(out) as reader, Progress(len(reader), "rows") as progress:
         export(reader, path, to, layers or None, on_rows=lambda rows: progress.advance(rows, False))
         names = ", ".join(layers or reader.layers)
-    size = sum(file.stat().st_size for file in (path.iterdir() if path.is_dir() else [path]))
+    size = sum(file.stat().st_size for file in [path, *path.rglob("*")] if file.is_file())
     return f"{path}: {len(reader):,} rows of {names}, {size / 1e6:,.1f} MB"

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -116,6 +117,65 @@ def test_matlab(reader: FeatureReader, tmp_path: Path) -> None:
     assert texts == PATHS
 
 
+def test_hugging_face(reader: FeatureReader, tmp_path: Path) -> None:
+    from datasets import ClassLabel, load_dataset
+
+    export(reader, tmp_path / "a", "hf")
+    assert sorted(path.relative_to(tmp_path / "a").as_posix() for path in (tmp_path / "a").rglob("*.*")) == [
+        "README.md", "data/train-00000.parquet"
+    ]  # fmt: skip
+    (rows,) = load_dataset(str(tmp_path / "a"), cache_dir=str(tmp_path / "cache")).values()
+    assert rows.features["label"] == ClassLabel(names=[f"class {i}" for i in range(3)])
+    for name, values in VALUES.items():
+        assert rows.features[name].feature.dtype == values.dtype.name
+        stored = np.array(rows.with_format("arrow")[:][name].to_pylist(), values.dtype).reshape(values.shape)
+        assert np.array_equal(stored, expected(name), equal_nan=True)
+    assert rows["label"][:] == [i % 3 for i in range(ROWS)]
+    assert rows["status"][:] == STATUS
+    card = (tmp_path / "a" / "README.md").read_text(encoding="utf-8")
+    assert reader.fingerprint in card
+    code = card.partition("```python\n")[2].partition("```")[0].replace("path/of/this/folder", str(tmp_path / "a"))
+    names: dict[str, Any] = {}
+    exec(code, names)  # what the card says works
+    assert names["x"].shape == (ROWS - 1, *VALUES[reader.layers[0]].shape[1:])
+    assert len(names["y"]) == ROWS - 1
+
+
+def test_a_hugging_face_folder_names_no_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    provenance = {
+        "backbone": "timm/x", "weights": "/home/me/last.pth", "machine": {"host": "myhost"},
+        "configuration": {"images": "/home/me/photos"}, "depends_on": {"precision": "float32"},
+    }  # fmt: skip
+    monkeypatch.setattr(FeatureReader, "provenance", provenance)
+    with FeatureReader(complete_data_set(tmp_path / "out").out) as reader:
+        export(reader, tmp_path / "a", "hf")
+    content = b"".join(path.read_bytes() for path in (tmp_path / "a").rglob("*.*"))
+    assert b"last.pth" in content
+    assert b"timm/x" in content
+    for private in (b"/home/me", b"myhost"):
+        assert private not in content
+
+
+@pytest.mark.parametrize("splits", [["train", "test"], ["val"], [""]])
+def test_splits_are_those_of_hugging_face(tmp_path: Path, splits: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from datasets import load_dataset
+
+    monkeypatch.setattr("extract.store.hugging_face._FILE_BYTES", 100)  # several files for a split
+    monkeypatch.setattr("extract.store.export.BLOCK_BYTES", 400)
+    with FeatureReader(complete_data_set(tmp_path / "out").out) as reader:
+        given = [splits[row % len(splits)] for row in range(ROWS)]
+        monkeypatch.setattr(FeatureReader, "splits", given)
+        export(reader, tmp_path / "a", "hf")
+        x = reader["vector"][:]
+    found = load_dataset(str(tmp_path / "a"), cache_dir=str(tmp_path / "cache"))
+    names = {"": "train", "train": "train", "val": "validation", "test": "test"}
+    assert set(found) == {names[split] for split in splits}
+    for split in splits:
+        rows = [row for row in range(ROWS) if given[row] == split]
+        assert found[names[split]]["row"][:] == rows
+        assert np.array_equal(np.array(found[names[split]]["vector"][:], np.float32), x[rows])
+
+
 def test_some_layers_only(reader: FeatureReader, tmp_path: Path) -> None:
     export(reader, tmp_path / "a.h5", "h5", ["map:none"])
     with FeatureReader(tmp_path / "a.h5") as again:
@@ -156,7 +216,7 @@ def test_a_class_that_is_no_text(tmp_path: Path) -> None:
     assert parquet.read_table(tmp_path / "a.parquet")["class"].to_pylist()[0] == "cl\\xff"
 
 
-@pytest.mark.parametrize("to", ["h5", "npy", "parquet", "mat"])
+@pytest.mark.parametrize("to", ["h5", "npy", "parquet", "mat", "hf"])
 def test_what_a_killed_export_has_left_is_removed_by_the_next(reader: FeatureReader, tmp_path: Path, to: str) -> None:
     def kill(rows: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -191,7 +251,7 @@ def test_an_export_that_was_killed_when_it_was_complete_leaves_nothing_after_the
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "out"]
 
 
-@pytest.mark.parametrize("to", ["h5", "npy", "parquet", "mat"])
+@pytest.mark.parametrize("to", ["h5", "npy", "parquet", "mat", "hf"])
 def test_what_is_there_is_not_overwritten(reader: FeatureReader, tmp_path: Path, to: str) -> None:
     path = tmp_path / "there"
     path.write_text("mine")
@@ -200,7 +260,7 @@ def test_what_is_there_is_not_overwritten(reader: FeatureReader, tmp_path: Path,
     assert path.read_text() == "mine"
 
 
-@pytest.mark.parametrize("to", ["h5", "npy", "parquet", "mat"])
+@pytest.mark.parametrize("to", ["h5", "npy", "parquet", "mat", "hf"])
 def test_a_failure_leaves_nothing_behind(
     reader: FeatureReader, tmp_path: Path, to: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,136 @@
+"""Features as a dataset folder of Hugging Face: Parquet files for each split, and a card."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from extract.store.arrow_table import ArrowRows, Rows
+from extract.system.optional_libraries import library
+
+__all__ = ["HuggingFaceFolder"]
+
+_SPLITS = {"": "train", "train": "train", "val": "validation", "test": "test"}
+_FILE_BYTES = 500 << 20  # of a Parquet file, about; the hub shows and streams files of this size well
+
+_CARD = """\
+# Features of {backbone}
+
+Features of {count:,} images, computed by layertap {version}.
+
+| | |
+|---|---|
+| backbone | `{backbone}` |
+| weights | {weights} |
+| preprocessing | {preprocessing} |
+| precision | {precision}, stored as {stored_as} |
+| fingerprint | `{fingerprint}` |
+
+{layers}
+
+```python
+import numpy as np
+from datasets import load_dataset
+
+rows = load_dataset("path/of/this/folder", split="{split}").filter(lambda row: row["status"] == "ok")
+x = np.stack(rows.with_format("numpy")["{name}"]).reshape(-1, {shape})
+y = rows["label"]
+```
+
+`path` is the path of the image in its folder, `row` the number of the row in layertap's data set, and `status` says
+whether the image could be decoded; otherwise the features are NaN. `label` is -1 without a class.
+"""
+
+
+class HuggingFaceFolder(contextlib.ExitStack):
+    """Context manager that writes the folder.
+
+    Args:
+        reader: source of the rows.
+        names: features.
+        fingerprint: fingerprint of the data set.
+        folder: new folder.
+
+    Raises:
+        InputError: a feature has the name of another column.
+        LayertapError: a library is not installed.
+    """
+
+    def __init__(self, reader: Rows, names: Sequence[str], fingerprint: str, folder: Path):
+        super().__init__()
+        self._datasets = library("datasets", "datasets", "a dataset folder of Hugging Face")
+        self._parquet = library("pyarrow.parquet", "datasets", "a dataset folder of Hugging Face")
+        self._reader, self._names, self._fingerprint, self._folder = reader, names, fingerprint, folder
+        self._rows = ArrowRows(reader, names)
+        self._files: dict[str, tuple[Any, int, int]] = {}  # split -> writer, number of the file, bytes in it
+        self._schema = self._schema_with_types()
+        (folder / "data").mkdir(parents=True)
+
+    def _schema_with_types(self) -> Any:
+        """Return the schema, with the types of Hugging Face in its metadata: labels are those of `classes`."""
+        features = self._datasets.Features.from_arrow_schema(self._rows.schema.remove_metadata())
+        if self._reader.classes:
+            features["label"] = self._datasets.ClassLabel(names=self._reader.classes)
+        metadata = features.arrow_schema.metadata
+        about = {name: value for name, value in self._reader.provenance.items() if name in ("backbone", "depends_on")}
+        return self._rows.schema.with_metadata({**metadata, "layertap": json.dumps(about)})
+
+    def write(self, start: int, stop: int, features: Sequence[Any]) -> None:
+        """Write the rows of a range; `features`: (stop - start, *shape) of each name."""
+        batch = self._rows.batch(start, stop, features)
+        splits = np.array([_SPLITS[split] for split in self._reader.splits[start:stop]])
+        for split in np.unique(splits).tolist():
+            chosen = batch.take(np.flatnonzero(splits == split))
+            self._writer(split, chosen.nbytes).write_batch(chosen)
+
+    def _writer(self, split: str, size: int) -> Any:
+        """Return the writer of the file for the next bytes of a split."""
+        writer, number, written = self._files.get(split, (None, -1, 0))
+        if writer is None or written > _FILE_BYTES:
+            if writer is not None:
+                writer.close()
+            number, written = number + 1, 0
+            path = self._folder / "data" / f"{split}-{number:05d}.parquet"
+            writer = self.enter_context(self._parquet.ParquetWriter(path, self._schema))
+        self._files[split] = writer, number, written + size
+        return writer
+
+    def write_card(self) -> None:
+        """Write README.md: what the features are, and how to read them."""
+        (self._folder / "README.md").write_text("\n".join(self._card()), encoding="utf-8")
+
+    def _card(self) -> Iterator[str]:
+        reader, provenance = self._reader, self._reader.provenance
+        depends_on = provenance.get("depends_on") or {}
+        shape = reader[self._names[0]].shape[1:]
+        yield "---"
+        yield "tags: [image-features, layertap]"
+        yield "configs:"
+        yield "- config_name: default"
+        yield "  data_files:"
+        for split in sorted(self._files):
+            yield f"  - {{split: {split}, path: 'data/{split}-*.parquet'}}"
+        yield "---\n"
+        lines = ["| column | shape | layer |", "|---|---|---|"]
+        for name in self._names:
+            lines.append(
+                f"| `{name}` | {list(reader[name].shape[1:])} | `{reader[name].attributes.get('layer', '')}` |"
+            )
+        yield _CARD.format(
+            count=len(reader), version=(provenance.get("versions") or {}).get("layertap", ""),
+            backbone=provenance.get("backbone", "unknown"), weights=_name_of(provenance.get("weights", "unknown")),
+            preprocessing=json.dumps(depends_on.get("preprocessing", {})), precision=depends_on.get("precision", ""),
+            stored_as=depends_on.get("stored_as", reader[self._names[0]].dtype), fingerprint=self._fingerprint,
+            layers="\n".join(lines), split=min(self._files), name=self._names[0],
+            shape=", ".join(map(str, shape)),
+        )  # fmt: skip
+
+
+def _name_of(weights: str) -> str:
+    """Return a source of weights without the folders of this machine."""
+    return Path(weights).name if Path(weights).is_absolute() else weights
