@@ -29,6 +29,7 @@ from extract.extraction.summary import Summary
 from extract.extraction.todo import batches_of, check_disk_space, check_same_images, work_of
 from extract.extraction.validation import Computation, validated_forward
 from extract.images import load_batches
+from extract.images.datasets import IN_MEMORY, MapDataset, list_dataset
 from extract.images.loading import Load, stop_on_machine_errors
 from extract.store.format.dataset import BUILDING
 from extract.store.format.kept_axes import keep_axes
@@ -40,7 +41,7 @@ __all__ = ["ExtractionSettings", "Plan", "Summary", "extract", "extract_features
 
 
 def extract_features(
-    images: str | os.PathLike[str],
+    images: str | os.PathLike[str] | MapDataset,
     *,
     out: str | os.PathLike[str],
     backbone: str | Backbone = defaults.BACKBONE,
@@ -76,7 +77,9 @@ def extract_features(
     has a status and NaN (`reader.failures`).
 
     Args:
-        images: a folder, list, archive, array or URL; see `extract.images.list_images`.
+        images: a folder, list, archive, array or URL; see `extract.images.list_images`. Or a map-style dataset or
+            sequence of pictures, or of pictures and labels; a `datasets.Dataset`; or a list of paths: see
+            `extract.images.datasets.list_dataset`.
         out: folder of the data set; created if missing.
         backbone: a spec, or the result of `load_backbone`; then `weights`, `device`, `seed`, `allow_missing_head` and
             `preprocessing` have no effect.
@@ -156,7 +159,10 @@ def extract_features(
             allow_missing_head=allow_missing_head,
             preprocessing=preprocessing,
         )
-    planned = plan(images, out=out, backbone=backbone, settings=settings)
+    listed = images if isinstance(images, str | os.PathLike) else list_dataset(images)
+    if limit is not None and not isinstance(listed, str | os.PathLike):
+        listed = listed.head(limit)
+    planned = plan(listed, out=out, backbone=backbone, settings=settings)
     from tqdm.auto import tqdm
 
     with tqdm(total=len(planned.images), unit=" images", disable=not progress) as bar:
@@ -214,7 +220,8 @@ def extract(
     with dataset.locked():
         keep_axes(dataset.out, plan.choice.axes_files)  # first: `dataset.json` names them
         existing = dataset.open_or_create()
-        if existing is not None and existing.images["root"] != dataset.images["root"]:
+        root = dataset.images["root"]
+        if existing is not None and (existing.images["root"] != root or root.startswith(IN_MEMORY)):
             check_same_images(plan, existing)
         work = work_of(dataset, plan.images.source, retry_failed)
         summary.found = dataset.n_rows - sum(len(shard.rows) for shard in work)

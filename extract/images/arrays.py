@@ -46,20 +46,14 @@ class ArrayRows:
         pixels: NDArray[np.uint8] = np.asarray(self._array()[row])
         if self._axes == "CHW":
             pixels = pixels.transpose(1, 2, 0)
-        height, width, channels = (*pixels.shape, 1)[:3]
-        return f"{height} {width} {channels}\n".encode() + pixels.tobytes(), mtime_ns
+        return bytes_of_pixels(pixels), mtime_ns
 
     def decode(
         self, data: bytes, max_pixels: int, min_decode_px: int = 0, orientation: str = defaults.ORIENTATION,
         icc: str = defaults.ICC,
     ) -> Image.Image:  # fmt: skip
         """See `ImageSource`."""
-        shape, _, pixels = data.partition(b"\n")
-        height, width, channels = map(int, shape.split())
-        if height * width > max_pixels:
-            raise ValueError(f"{width}x{height} pixels; --max-pixels sets the limit")
-        array = np.frombuffer(pixels, np.uint8).reshape(height, width, channels)
-        return to_picture(Image.fromarray(array[:, :, 0] if channels == 1 else array))
+        return picture_of_bytes(data, max_pixels)
 
     def is_remote(self, row: int) -> bool:
         """See `ImageSource`."""
@@ -69,6 +63,26 @@ class ArrayRows:
         """See `ImageSource`."""
         if not Path(self._path).is_file():
             raise LayertapError(f"{self._path} is missing. Stored rows are safe", hint="run again when it is available")
+
+
+def bytes_of_pixels(pixels: NDArray[np.uint8]) -> bytes:
+    """Return the pixels (H, W) or (H, W, C) of a picture as bytes, after a line with height, width and channels."""
+    height, width, channels = (*pixels.shape, 1)[:3]
+    return f"{height} {width} {channels}\n".encode() + pixels.tobytes()
+
+
+def picture_of_bytes(data: bytes, max_pixels: int) -> Image.Image:
+    """Return the RGB picture of `bytes_of_pixels`.
+
+    Raises:
+        ValueError: it has more than `max_pixels` pixels.
+    """
+    shape, _, pixels = data.partition(b"\n")
+    height, width, channels = map(int, shape.split())
+    if height * width > max_pixels:
+        raise ValueError(f"{width}x{height} pixels; --max-pixels sets the limit")
+    array = np.frombuffer(pixels, np.uint8).reshape(height, width, channels)
+    return to_picture(Image.fromarray(array[:, :, 0] if channels == 1 else array))
 
 
 def split_name(where: str) -> tuple[str, str]:

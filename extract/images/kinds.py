@@ -10,6 +10,7 @@ from extract.errors import InputError
 from extract.images.archives import ARCHIVES
 from extract.images.arrays import split_name
 from extract.images.csv_lists import TABLES
+from extract.images.hugging_face import PROTOCOL
 from extract.system.urls import is_url
 
 __all__ = ["is_file_of_images", "kind_of", "no_images"]
@@ -18,12 +19,14 @@ _ARRAYS = (".npy", ".h5", ".hdf5")
 
 
 def kind_of(where: str) -> str:
-    """Return "folder", "list", "archives" or "array" for a path, pattern or URL; a plan counts as a folder.
+    """Return "folder", "list", "archives", "array" or "Hugging Face" for a path, pattern or URL; a plan is a folder.
 
     Raises:
         InputError: an array behind a URL, or a compressed tar.
     """
     suffix = _suffix(where)
+    if where.startswith(PROTOCOL):
+        return "Hugging Face"
     if not is_url(where) and os.path.isdir(where):  # noqa: PTH112
         return "folder"
     if suffix in ARCHIVES:
@@ -70,4 +73,5 @@ def _suffix(where: str) -> str:
 
 def is_file_of_images(root: str) -> bool:
     """Return whether a name is that of a list, archive or array."""
-    return root.lower().endswith((*ARCHIVES, *TABLES, *_ARRAYS)) or bool(split_name(root)[1])
+    names = (*ARCHIVES, *TABLES, *_ARRAYS)
+    return root.lower().endswith(names) or root.startswith(PROTOCOL) or bool(split_name(root)[1])

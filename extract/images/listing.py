@@ -17,6 +17,7 @@ from extract.images.archives import list_archives
 from extract.images.arrays import list_array
 from extract.images.csv_lists import list_table, plain_path
 from extract.images.folders import list_folder
+from extract.images.hugging_face import list_hugging_face
 from extract.images.image_list import Images
 from extract.images.index.image_index import PlannedImages, is_plan, open_plan
 from extract.images.kinds import is_file_of_images, kind_of, no_images
@@ -37,7 +38,8 @@ def list_images(where: str | os.PathLike[str], limit: int | None = None) -> Imag
         where: a folder or a single image; a `.csv`, `.tsv` or `.parquet` list with a column `path`; a `.tar` or `.zip`
             archive, or a pattern for several (`shards-{000..099}.tar`, `parts/*.zip`); an `.npy` array or
             `FILE.h5:NAME` of uint8 pictures; the URL of a folder, list or archive (`s3://bucket/photos`,
-            `https://...`); or a plan written by `layertap plan`, whose names are read when needed.
+            `https://...`); a dataset of Hugging Face (`hfds://FOLDER_OR_NAME[:SPLIT][:COLUMN]`); or a plan written by
+            `layertap plan`, whose names are read when needed.
         limit: maximum number of images, the first in order.
 
     Raises:
@@ -47,7 +49,9 @@ def list_images(where: str | os.PathLike[str], limit: int | None = None) -> Imag
     where = os.fspath(where).removeprefix("file://")
     kind = "plan" if not is_url(where) and is_plan(where) else kind_of(where)
     images: Images | PlannedImages
-    if kind == "plan":
+    if kind == "Hugging Face":
+        images = list_hugging_face(where)
+    elif kind == "plan":
         images = open_plan(where)
     elif kind == "archives":
         images = list_archives(where, _expanded(where))

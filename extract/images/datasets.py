@@ -1,0 +1,140 @@
+"""Images of a program: a `Dataset` of PyTorch or torchvision, a sequence of pictures, or a list of paths."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from extract import defaults
+from extract.errors import InputError
+from extract.images.arrays import bytes_of_pixels, picture_of_bytes
+from extract.images.csv_lists import Row, check_once, plain_path
+from extract.images.hugging_face import is_hugging_face, list_opened
+from extract.images.image_list import Images, labels_from_values
+from extract.images.sources import UNKNOWN, Files
+
+__all__ = ["IN_MEMORY", "MapDataset", "list_dataset"]
+
+IN_MEMORY = "memory:"  # how the root of images starts that only a program has
+
+_TARGETS = ("targets", "labels", "_labels")  # where torchvision's datasets have the labels of all images
+
+
+class MapDataset(Protocol):
+    """A map-style dataset: `len` and `[]`, by row number from 0."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, row: Any, /) -> Any: ...
+
+
+def list_dataset(dataset: MapDataset) -> Images:
+    """List the images of a program.
+
+    Args:
+        dataset: a map-style dataset or sequence whose items are pictures, or tuples of a picture and a label; for
+            pictures, see `as_picture`. Its order is kept, and the path of an image is its row number. Labels come from
+            `targets` or `labels` of the dataset, as torchvision has them, and otherwise from the items, which are all
+            read once. Or a `datasets.Dataset`; see `list_opened`. Or a list of paths, which are sorted.
+
+    Raises:
+        InputError: the dataset is empty or not a map-style one, or its first item is no picture.
+    """
+    kind = type(dataset).__name__
+    if is_hugging_face(dataset):
+        return list_opened(dataset, IN_MEMORY + kind)
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        raise InputError(f"images: a {kind} has no length and no items by number", hint="pass a map-style dataset")
+    count = len(dataset)
+    if not count:
+        raise InputError(f"images: the {kind} is empty")
+    first = dataset[0]
+    if isinstance(first, str | os.PathLike):
+        return _list_paths([os.fspath(dataset[row]) for row in range(count)])
+    from extract.images.pictures import as_picture
+
+    as_picture(_picture_in(first), f"the first item of the {kind}")
+    labels, classes, notes = _labels_of(dataset, first, count)
+    paths = [f"{row:0{len(str(count - 1))}d}" for row in range(count)]
+    return Images(IN_MEMORY + kind, paths, labels, classes, [""] * count, DatasetRows(dataset), notes=notes)
+
+
+def _list_paths(paths: Sequence[str]) -> Images:
+    folder = str(Path.cwd())
+    rows = sorted(Row(os.fsencode(plain_path(path)), place, None, "") for place, path in enumerate(paths))
+    for before, row in itertools.pairwise(rows):
+        check_once("images", before, row)
+    names = [os.fsdecode(row.path) for row in rows]
+    none = np.full(len(names), -1, np.int64)
+    return Images(folder, names, none, [], [""] * len(names), Files(folder, names, anywhere=True))
+
+
+def _picture_in(item: Any) -> Any:
+    return item[0] if isinstance(item, tuple | list) and item else item
+
+
+def _labels_of(dataset: Any, first: Any, count: int) -> tuple[NDArray[np.int64], list[str], tuple[str, ...]]:
+    """Return labels, classes and notes of a dataset."""
+    base = dataset.dataset if _is_subset(dataset) else dataset
+    values = next((found for name in _TARGETS if _is_list(found := getattr(base, name, None), len(base))), None)
+    if values is not None and base is not dataset:
+        values = [values[row] for row in dataset.indices]
+    if values is None and isinstance(first, tuple | list) and len(first) > 1:
+        values = [dataset[row][1] for row in range(count)]
+    plain = [None] * count if values is None else [_plain(value) for value in values]
+    if bad := next((value for value in plain if not isinstance(value, int | str | None)), None):
+        note = f"labels of type {type(bad).__name__} are not stored; classes are integers or text"
+        return np.full(count, -1, np.int64), [], (note,)
+    names = getattr(base, "classes", None)
+    numbers = [value for value in plain if isinstance(value, int)]
+    if isinstance(names, Sequence) and len(numbers) == count and -1 <= min(numbers) <= max(numbers) < len(names):
+        return np.array(numbers, np.int64), [str(name) for name in names], ()
+    return *labels_from_values(plain), ()
+
+
+def _is_subset(dataset: Any) -> bool:
+    """Return whether a dataset is a `torch.utils.data.Subset`."""
+    return hasattr(dataset, "indices") and hasattr(dataset, "dataset")
+
+
+def _is_list(values: Any, count: int) -> bool:
+    return hasattr(values, "__len__") and hasattr(values, "__getitem__") and len(values) == count
+
+
+def _plain(value: Any) -> Any:
+    """Return a number of NumPy or PyTorch as a Python one; other values unchanged."""
+    return value.item() if hasattr(value, "item") and getattr(value, "ndim", 1) == 0 else value
+
+
+class DatasetRows:
+    """ImageSource of the pictures of a map-style dataset."""
+
+    def __init__(self, dataset: MapDataset):
+        self._dataset = dataset
+
+    def read(self, row: int) -> tuple[bytes, int]:
+        """See `ImageSource`; the bytes are those of the RGB pixels."""
+        from extract.images.pictures import as_picture
+
+        picture = as_picture(_picture_in(self._dataset[row]), f"item {row}")
+        return bytes_of_pixels(np.asarray(picture)), UNKNOWN
+
+    def decode(
+        self, data: bytes, max_pixels: int, min_decode_px: int = 0, orientation: str = defaults.ORIENTATION,
+        icc: str = defaults.ICC,
+    ) -> Image.Image:  # fmt: skip
+        """See `ImageSource`."""
+        return picture_of_bytes(data, max_pixels)
+
+    def is_remote(self, row: int) -> bool:
+        """See `ImageSource`."""
+        return False
+
+    def check_there(self) -> None:
+        """See `ImageSource`."""

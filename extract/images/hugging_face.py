@@ -1,0 +1,167 @@
+"""Images of datasets of the library `datasets` of Hugging Face: on disk, on the hub, or open in a program."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from extract.errors import InputError, first_line
+from extract.images.decoding import decode
+from extract.images.image_list import SPLITS, Images, labels_from_values
+from extract.images.sources import UNKNOWN
+from extract.system.optional_libraries import library
+
+__all__ = ["PROTOCOL", "is_hugging_face", "list_hugging_face", "list_opened"]
+
+PROTOCOL = "hfds://"
+_LABELS = ("label", "labels")
+
+
+def is_hugging_face(dataset: object) -> bool:
+    """Return whether an object is a dataset of the library `datasets`."""
+    return type(dataset).__module__.partition(".")[0] == "datasets"
+
+
+def list_hugging_face(where: str) -> Images:
+    """List the images of `hfds://FOLDER_OR_NAME[:SPLIT][:COLUMN]`.
+
+    A folder is one of `save_to_disk`, or one that `load_dataset` reads, such as a folder with Parquet files. Any other
+    name is a dataset of the hub, which is downloaded. Code of datasets is not run.
+
+    Raises:
+        InputError: there is no such dataset, split or column.
+        LayertapError: the library is not installed.
+    """
+    datasets = library("datasets", "datasets", PROTOCOL)
+    name, split, column = _parts(where.removeprefix(PROTOCOL))
+    folder = Path(name)
+    try:
+        if any((folder / marker).is_file() for marker in ("dataset_dict.json", "state.json")):
+            opened = datasets.load_from_disk(name)
+        else:
+            opened = datasets.load_dataset(name)
+    except Exception as error:  # each reader raises its own errors
+        raise InputError(f"{where} cannot be opened: {first_line(error)}") from error
+    if split and isinstance(opened, dict):
+        if split not in opened:
+            raise InputError(f"{where}: no split {split!r}; there are {', '.join(opened)}")
+        opened = opened[split]
+    elif split and not column:  # a dataset without splits
+        split, column = "", split
+    root = PROTOCOL + ":".join(filter(None, [str(folder.resolve()) if folder.is_dir() else name, split, column]))
+    return list_opened(opened, root, column)
+
+
+def _parts(name: str) -> tuple[str, str, str]:
+    """Split FOLDER_OR_NAME[:SPLIT][:COLUMN]."""
+    if Path(name).is_dir():
+        return name, "", ""
+    head, *others = name.split(":")
+    if len(others) > 2:
+        raise InputError(f"{PROTOCOL}{name}: expected {PROTOCOL}FOLDER_OR_NAME[:SPLIT][:COLUMN]")
+    return head, *(*others, "", "")[:2]  # type: ignore[return-value]
+
+
+def list_opened(opened: Any, root: str, column: str = "") -> Images:
+    """List the images of a `Dataset`, or of all splits of a `DatasetDict`.
+
+    Paths are row numbers, after the name of the split if there are several. Labels are those of the column `label`, or
+    of the only column of type `ClassLabel`.
+
+    Args:
+        opened: the dataset.
+        root: its name, stored in data sets.
+        column: column of the images; "": the only one.
+
+    Raises:
+        InputError: it is a stream, it is empty, or its images are not in one column.
+    """
+    parts = dict(sorted(opened.items())) if isinstance(opened, dict) else {"": opened}
+    if not all(hasattr(part, "select_columns") and hasattr(part, "__len__") for part in parts.values()):
+        raise InputError(f"{root} is a stream, whose rows have no numbers", hint="open it without streaming=True")
+    paths, splits, values, sources, notes = [], [], [], [], set()
+    for split, part in parts.items():
+        name = _image_column(part, column, root)
+        labels, note = _labels_of(part)
+        notes |= {note} - {""}
+        digits = len(str(max(0, len(part) - 1)))
+        paths += [f"{split}/{row:0{digits}d}".removeprefix("/") for row in range(len(part))]
+        splits += [SPLITS.get(split.lower(), "")] * len(part)
+        values += labels
+        sources.append((part, name))
+    if not paths:
+        raise InputError(f"{root} is empty")
+    return Images(
+        root, paths, *labels_from_values(values), splits, HuggingFaceRows(sources), notes=tuple(sorted(notes))
+    )
+
+
+def _image_column(part: Any, column: str, root: str) -> str:
+    kinds = {name: type(feature).__name__ for name, feature in part.features.items()}
+    types = {name: getattr(feature, "dtype", "") for name, feature in part.features.items()}
+    binary = [name for name, dtype in types.items() if dtype in ("binary", "large_binary")]
+    images = [name for name, kind in kinds.items() if kind == "Image"]
+    if column:
+        if column not in images + binary:
+            raise InputError(f"{root}: the column {column!r} has no images; those with images: {images + binary}")
+        return column
+    found = images or binary
+    if len(found) != 1:
+        raise InputError(
+            f"{root}: {'several columns have' if found else 'no column has'} images: {', '.join(found or kinds)}",
+            hint="name the column: hfds://NAME:SPLIT:COLUMN" if found else "",
+        )
+    return str(found[0])
+
+
+def _labels_of(part: Any) -> tuple[list[str | int | None], str]:
+    """Return the label of each row, None for none, and a note if there are several columns to choose from."""
+    labels = [name for name, feature in part.features.items() if type(feature).__name__ == "ClassLabel"]
+    chosen = next((name for name in _LABELS if name in part.features), labels[0] if len(labels) == 1 else None)
+    if chosen is None:
+        several = f"no labels: the columns {', '.join(labels)} have classes, and none of them is called label"
+        return [None] * len(part), several if labels else ""
+    feature, values = part.features[chosen], part.with_format("arrow")[:][chosen].to_pylist()
+    if type(feature).__name__ == "ClassLabel":
+        names = [*feature.names, None]
+        return [names[-1 if value is None or value < 0 else value] for value in values], ""
+    if all(isinstance(value, str | int | None) for value in values):
+        return values, ""
+    return [None] * len(part), f"no labels: the column {chosen} has neither numbers nor text"
+
+
+class HuggingFaceRows:
+    """ImageSource of the encoded images of datasets, one after the other.
+
+    Args:
+        parts: (dataset, column of its images) of each.
+    """
+
+    def __init__(self, parts: list[tuple[Any, str]]):
+        self._columns = [part.select_columns([column]).with_format("arrow") for part, column in parts]
+        self._names = [column for _, column in parts]
+        self._starts = np.cumsum([0, *(len(part) for part, _ in parts)])
+
+    def read(self, row: int) -> tuple[bytes, int]:
+        """See `ImageSource`."""
+        number = int(np.searchsorted(self._starts, row, side="right")) - 1
+        place = int(row - self._starts[number])
+        value = self._columns[number][place : place + 1][self._names[number]][0].as_py()
+        if isinstance(value, dict):  # {"bytes": ..., "path": ...}, as the type Image stores it
+            path, value = value.get("path"), value.get("bytes")
+            if value is None and path:
+                value = Path(path).read_bytes()
+        if value is None:
+            raise FileNotFoundError
+        return value, UNKNOWN
+
+    decode = staticmethod(decode)  # see `ImageSource`
+
+    def is_remote(self, row: int) -> bool:
+        """See `ImageSource`."""
+        return False
+
+    def check_there(self) -> None:
+        """See `ImageSource`."""

@@ -1,0 +1,237 @@
+"""Images of a program: datasets of torchvision and of Hugging Face, sequences of pictures, and lists of paths."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import Dataset, IterableDataset, Subset
+from torchvision import datasets as torchvision_datasets
+from torchvision.transforms import v2
+
+from extract import FeatureReader, InputError, extract_features, load_backbone
+from extract.compute.backbone import Backbone
+from extract.images import list_images
+from extract.images.datasets import list_dataset
+from tests.extract.images.test_sources import files_of
+
+QUICK: dict[str, Any] = {"workers": 0, "batch_size": 4, "compile": "off", "progress": False}
+
+
+@pytest.fixture(scope="module")
+def backbone() -> Backbone:
+    return load_backbone("timm/test_resnet", weights="random", device="cpu")
+
+
+@pytest.fixture
+def from_folder(folder: Path, tmp_path: Path, backbone: Backbone) -> FeatureReader:
+    return extract_features(folder, out=tmp_path / "folder", backbone=backbone, **QUICK)
+
+
+def pictures_of(folder: Path) -> list[Image.Image]:
+    return [Image.open(folder / name).convert("RGB") for name in files_of(folder)]
+
+
+class Pairs(Dataset[Any]):
+    """A map-style dataset without anything but items."""
+
+    def __init__(self, folder: Path, labels: list[Any]):
+        self.folder, self.names, self.values, self.reads = folder, [*files_of(folder)], labels, 0
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __getitem__(self, row: int) -> tuple[Image.Image, Any]:
+        self.reads += 1
+        return Image.open(self.folder / self.names[row]).convert("RGB"), self.values[row]
+
+
+def test_a_folder_of_torchvision(folder: Path, tmp_path: Path, backbone: Backbone, from_folder: FeatureReader) -> None:
+    dataset = torchvision_datasets.ImageFolder(str(folder))
+    assert [Path(path).relative_to(folder).as_posix() for path, _ in dataset.samples] == from_folder.paths[:]
+    with extract_features(dataset, out=tmp_path / "out", backbone=backbone, **QUICK | {"workers": 2}) as reader:
+        np.testing.assert_array_equal(reader["embedding"][:], from_folder["embedding"][:])
+        np.testing.assert_array_equal(reader.labels, from_folder.labels)
+        assert reader.classes == from_folder.classes
+        assert reader.paths[:2] == ["00", "01"]
+        assert reader.fingerprint == from_folder.fingerprint
+
+
+@pytest.mark.parametrize("kind", ["pictures", "arrays", "uint8 tensors", "float tensors"])
+def test_sequences_of_pictures(
+    folder: Path, tmp_path: Path, backbone: Backbone, from_folder: FeatureReader, kind: str
+) -> None:
+    pictures: list[Any] = pictures_of(folder)
+    convert: dict[str, Any] = {
+        "pictures": lambda picture: picture,
+        "arrays": np.asarray,
+        "uint8 tensors": v2.functional.pil_to_tensor,
+        "float tensors": lambda picture: v2.functional.pil_to_tensor(picture) / 255,
+    }
+    given = [convert[kind](picture) for picture in pictures]
+    with extract_features(given, out=tmp_path / "out", backbone=backbone, **QUICK) as reader:
+        np.testing.assert_array_equal(reader["embedding"][:], from_folder["embedding"][:])
+        assert set(reader.labels.tolist()) == {-1}
+
+
+def test_an_array_of_pictures(tmp_path: Path, backbone: Backbone) -> None:
+    pixels = np.random.default_rng(0).integers(0, 255, (5, 40, 40, 3), np.uint8)
+    np.save(tmp_path / "a.npy", pixels)
+    with (
+        extract_features(pixels, out=tmp_path / "memory", backbone=backbone, **QUICK) as memory,
+        extract_features(tmp_path / "a.npy", out=tmp_path / "file", backbone=backbone, **QUICK) as file,
+    ):
+        np.testing.assert_array_equal(memory["embedding"][:], file["embedding"][:])
+
+
+def test_labels_come_from_targets_or_from_the_items(folder: Path) -> None:
+    dataset = Pairs(folder, [row % 3 for row in range(12)])
+    listed = list_dataset(dataset)
+    assert listed.labels.tolist() == [row % 3 for row in range(12)]
+    assert listed.classes == ["0", "1", "2"]
+    assert dataset.reads == 13  # the first one also to check its picture
+    dataset.targets = torch.tensor([row % 2 for row in range(12)])  # type: ignore[attr-defined]
+    dataset.classes = ["even", "odd"]  # type: ignore[attr-defined]
+    dataset.reads = 0
+    listed = list_dataset(dataset)
+    assert listed.labels.tolist() == [row % 2 for row in range(12)]
+    assert listed.classes == ["even", "odd"]
+    assert dataset.reads == 1
+    subset = list_dataset(Subset(dataset, [5, 2, 0]))
+    assert subset.labels.tolist() == [1, 0, 0]
+    assert subset.classes == ["even", "odd"]
+    names = list_dataset(Pairs(folder, ["b", "a"] * 6))
+    assert (names.classes, names.labels.tolist()) == (["a", "b"], [1, 0] * 6)
+    boxes = list_dataset(Pairs(folder, [{"box": 1}] * 12))
+    assert set(boxes.labels.tolist()) == {-1}
+    assert "labels of type dict are not stored" in boxes.notes[0]
+
+
+def test_a_picture_that_cannot_be_read_is_a_failed_row(folder: Path, tmp_path: Path, backbone: Backbone) -> None:
+    dataset = Pairs(folder, [0] * 12)
+    dataset.targets = [0] * 12  # type: ignore[attr-defined]
+    (folder / dataset.names[3]).write_bytes(b"no picture")
+    with extract_features(dataset, out=tmp_path / "out", backbone=backbone, **QUICK) as reader:
+        ((row, path, status, reason),) = reader.failures
+        assert (row, path, status) == (3, "03", "decode error")
+        assert "cannot identify image file" in reason
+
+
+def test_a_second_run_computes_nothing_and_refuses_other_pictures(
+    folder: Path, tmp_path: Path, backbone: Backbone
+) -> None:
+    pictures = pictures_of(folder)
+    for _ in range(2):
+        extract_features(pictures, out=tmp_path / "out", backbone=backbone, **QUICK).close()
+    assert (tmp_path / "out" / "runs.jsonl").read_text().count('"event": "started"') == 1
+    with pytest.raises(InputError, match="those in memory:list are others: 00 differs"):
+        extract_features(pictures[::-1], out=tmp_path / "out", backbone=backbone, **QUICK)
+
+
+def test_a_list_of_paths(
+    folder: Path, tmp_path: Path, backbone: Backbone, from_folder: FeatureReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    paths = [*files_of(folder)][::-1]
+    with extract_features(paths, out=tmp_path / "out", backbone=backbone, **QUICK) as reader:
+        assert reader.paths[:] == sorted(paths)
+        np.testing.assert_array_equal(reader["embedding"][:], from_folder["embedding"][:])
+    with pytest.raises(InputError, match="is already in"):
+        list_dataset([paths[0], Path(paths[0])])
+
+
+def test_other_objects_are_refused(folder: Path) -> None:
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return iter(pictures_of(folder))
+
+    with pytest.raises(InputError, match="a Stream has no length"):
+        list_dataset(Stream())  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="the list is empty"):
+        list_dataset([])
+    with pytest.raises(InputError, match="the first item of the list is a dict; expected a PIL picture"):
+        list_dataset([{"a": 1}])
+    with pytest.raises(InputError, match="not an 8-bit picture scaled"):
+        list_dataset([torch.randn(3, 8, 8)])
+
+
+# Hugging Face
+
+
+@pytest.fixture
+def hugging_face(folder: Path) -> Any:
+    """A dataset of the images of the folder, with their bytes."""
+    import datasets
+
+    names = [*files_of(folder)]
+    rows = {
+        "image": [{"bytes": (folder / name).read_bytes(), "path": name} for name in names],
+        "label": [name.split("/")[0] for name in names],
+    }
+    classes = datasets.ClassLabel(names=sorted(set(rows["label"])))
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("string")})
+    return datasets.Dataset.from_dict(rows, features).cast_column("label", classes)
+
+
+def same_features(reader: FeatureReader, other: FeatureReader) -> None:
+    np.testing.assert_array_equal(reader["embedding"][:], other["embedding"][:])
+    np.testing.assert_array_equal(reader.column("source_hash"), other.column("source_hash"))  # the encoded bytes
+    assert [reader.classes[label] for label in reader.labels] == [other.classes[label] for label in other.labels]
+
+
+def test_an_open_dataset_of_hugging_face(
+    hugging_face: Any, tmp_path: Path, backbone: Backbone, from_folder: FeatureReader
+) -> None:
+    with extract_features(hugging_face, out=tmp_path / "a", backbone=backbone, **QUICK | {"workers": 2}) as reader:
+        same_features(reader, from_folder)
+
+
+def test_datasets_of_hugging_face_on_disk(
+    hugging_face: Any, folder: Path, tmp_path: Path, backbone: Backbone, from_folder: FeatureReader,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    hugging_face.save_to_disk(str(tmp_path / "saved"))
+    (tmp_path / "parquet").mkdir()
+    hugging_face.to_parquet(str(tmp_path / "parquet" / "train-0.parquet"))
+    for number, where in enumerate(("saved", "parquet:train", "parquet:train:image", "saved:image")):
+        images = f"hfds://{tmp_path}/{where}"
+        with extract_features(images, out=tmp_path / str(number), backbone=backbone, **QUICK) as reader:
+            same_features(reader, from_folder)
+            assert set(reader.splits) == {"train" if where == "parquet" else ""}
+
+
+def test_splits_of_hugging_face(hugging_face: Any, tmp_path: Path) -> None:
+    import datasets
+
+    both = datasets.DatasetDict(train=hugging_face.select(range(7)), validation=hugging_face.select(range(7, 12)))
+    both.save_to_disk(str(tmp_path / "saved"))
+    listed = list_images(f"hfds://{tmp_path}/saved").slice(0, 12)
+    assert listed.splits == ["train"] * 7 + ["val"] * 5
+    assert listed.paths[6:8] == ["train/6", "validation/0"]
+    expected = hugging_face.with_format("arrow")[:]["image"].to_pylist()
+    assert [listed.source.read(row)[0] for row in range(12)] == [image["bytes"] for image in expected]
+    assert len(list_images(f"hfds://{tmp_path}/saved:validation")) == 5
+
+
+def test_wrong_datasets_of_hugging_face_are_refused(hugging_face: Any, tmp_path: Path) -> None:
+    hugging_face.save_to_disk(str(tmp_path / "saved"))
+    with pytest.raises(InputError, match="the column 'label' has no images; those with images: \\['image'\\]"):
+        list_images(f"hfds://{tmp_path}/saved:label")
+    with pytest.raises(InputError, match="cannot be opened"):
+        list_images(f"hfds://{tmp_path}/none")
+    shutil.rmtree(tmp_path / "saved")
+    two = hugging_face.add_column("other", hugging_face.with_format("arrow")[:]["image"].to_pylist())
+    two = two.cast_column("other", hugging_face.features["image"])
+    with pytest.raises(InputError, match="several columns have images: image, other"):
+        list_dataset(two)
+    with pytest.raises(InputError, match="no column has images"):
+        list_dataset(hugging_face.remove_columns("image"))
+    with pytest.raises(InputError, match="is a stream"):
+        list_dataset(hugging_face.to_iterable_dataset())
