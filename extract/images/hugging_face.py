@@ -13,7 +13,7 @@ from extract.images.image_list import SPLITS, Images, labels_from_values
 from extract.images.sources import UNKNOWN
 from extract.system.optional_libraries import library
 
-__all__ = ["PROTOCOL", "is_hugging_face", "list_hugging_face", "list_opened"]
+__all__ = ["PROTOCOL", "is_hugging_face", "is_on_disk", "list_hugging_face", "list_opened"]
 
 PROTOCOL = "hfds://"
 _LABELS = ("label", "labels")
@@ -22,6 +22,11 @@ _LABELS = ("label", "labels")
 def is_hugging_face(dataset: object) -> bool:
     """Return whether an object is a dataset of the library `datasets`."""
     return type(dataset).__module__.partition(".")[0] == "datasets"
+
+
+def is_on_disk(where: str) -> bool:
+    """Return whether a place is `hfds://` with a folder of this machine."""
+    return where.startswith(PROTOCOL) and Path(_parts(where.removeprefix(PROTOCOL))[0]).is_dir()
 
 
 def list_hugging_face(where: str) -> Images:

@@ -17,7 +17,7 @@ from extract.images.archives import list_archives
 from extract.images.arrays import list_array
 from extract.images.csv_lists import list_table, plain_path
 from extract.images.folders import list_folder
-from extract.images.hugging_face import list_hugging_face
+from extract.images.hugging_face import is_on_disk, list_hugging_face
 from extract.images.image_list import Images
 from extract.images.index.image_index import PlannedImages, is_plan, open_plan
 from extract.images.kinds import is_file_of_images, kind_of, no_images
@@ -131,7 +131,7 @@ def _servers(root: str, paths: Sequence[str]) -> str:
         paths: paths of the images.
     """
     roots = [root] if is_url(root) or not is_plan(root) else [open_plan(root).root]
-    urls = (without_credentials(place) for place in (*roots, *paths) if is_url(place))
+    urls = (without_credentials(place) for place in (*roots, *paths) if is_url(place) and not is_on_disk(place))
     servers = dict.fromkeys("/".join(url.split("/", 3)[:3]) for url in urls)
     return ", ".join(list(servers)[:3]) + (f" and {len(servers) - 3} others" if len(servers) > 3 else "")
 

@@ -128,6 +128,8 @@ def name_of(images: str) -> str:
     images = without_credentials(images)
     path = images if "://" in images else str(Path(images).resolve())
     name = path.rstrip("/").rpartition("/")[2]
+    if images.startswith("hfds://"):
+        name = name.replace(":", "-")  # NAME:SPLIT:COLUMN
     if not Path(images).is_dir():
         name = re.sub(r"\.(csv|tsv|parquet|tar|zip|npy|h5|hdf5)$", "", name, flags=re.IGNORECASE)
         name = re.sub(r"[-_.]*(\{[^{}]*\}|[*?]+|\[[^\]]*\])[-_.]*", "", name)

@@ -59,6 +59,11 @@ from extract.system.urls import file_system, is_http, is_missing, is_url, server
 
 __all__ = ["is_finished", "write_plan"]
 
+_OWN_LISTS = {
+    "archives": "archives contain their own lists",
+    "array": "an array needs no list",
+    "Hugging Face": "a dataset of Hugging Face has its own index",
+}
 PART_ROWS = 100_000
 WALKED_ROWS = 50_000  # rows of a folder in a run; a kill loses at most the unfinished run
 SORTED_ROWS = 250_000  # rows of a list in a run: 100 to 150 MB of memory
@@ -146,8 +151,8 @@ def _kind(where: str) -> str:
     if here and is_plan(where):
         raise InputError(f"{where} is already a plan", hint=f"use it in place of the images: layertap embed {where}")
     kind = kind_of(where)
-    if kind in ("archives", "array"):
-        why = "an array needs no list" if kind == "array" else "archives contain their own lists"
+    if kind in _OWN_LISTS:
+        why = _OWN_LISTS[kind]
         raise InputError(f"{where}: {why}, so no plan is written", hint=f"use it directly: layertap embed {where}")
     if here:
         check_exists(where)

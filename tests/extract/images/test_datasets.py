@@ -16,8 +16,9 @@ from torchvision.transforms import v2
 
 from extract import FeatureReader, InputError, extract_features, load_backbone
 from extract.compute.backbone import Backbone
-from extract.images import list_images
+from extract.images import list_images, listed_again, write_plan
 from extract.images.datasets import list_dataset
+from extract.store.format.dataset import DataSet
 from tests.extract.images.test_sources import files_of
 
 QUICK: dict[str, Any] = {"workers": 0, "batch_size": 4, "compile": "off", "progress": False}
@@ -218,6 +219,23 @@ def test_splits_of_hugging_face(hugging_face: Any, tmp_path: Path) -> None:
     expected = hugging_face.with_format("arrow")[:]["image"].to_pylist()
     assert [listed.source.read(row)[0] for row in range(12)] == [image["bytes"] for image in expected]
     assert len(list_images(f"hfds://{tmp_path}/saved:validation")) == 5
+
+
+def test_images_of_hugging_face_are_found_again(
+    hugging_face: Any, folder: Path, tmp_path: Path, backbone: Backbone
+) -> None:
+    hugging_face.save_to_disk(str(tmp_path / "saved"))
+    images = f"hfds://{tmp_path}/saved"
+    extract_features(images, out=tmp_path / "out", backbone=backbone, **QUICK).close()
+    root = DataSet.open(tmp_path / "out").images["root"]
+    again = listed_again(root, ["05", "02"])
+    assert [again.source.read(row)[0] for row in (0, 1)] == [
+        (folder / [*files_of(folder)][row]).read_bytes() for row in (5, 2)
+    ]
+    with pytest.raises(InputError, match="a location that only the data set names"):
+        listed_again("hfds://someone/photos", ["05"])
+    with pytest.raises(InputError, match="a dataset of Hugging Face has its own index"):
+        write_plan(images, tmp_path / "plan")
 
 
 def test_wrong_datasets_of_hugging_face_are_refused(hugging_face: Any, tmp_path: Path) -> None:
