@@ -19,7 +19,8 @@ import click
 from pipelines.cli import SECTIONS, main
 
 DOCS = Path(__file__).parent
-MODULES = ("layertap", "extract.edits", "extract.probe", "extract.search", "extract.ablation", "extract.attribution")
+MODULES = ("layertap", "extract.edits", "extract.probe", "extract.search", "extract.ablation", "extract.attribution",
+           "extract.sklearn")  # fmt: skip
 
 INTRODUCTION = """\
 # layertap

@@ -18,7 +18,7 @@ import extract
 
 MODULES = (
     "extract", "extract.ablation", "extract.attribution", "extract.edits", "extract.probe", "extract.search",
-    "layertap",
+    "extract.sklearn", "layertap",
 )  # fmt: skip
 
 # `python -m tests.test_public_api` prints it. `...` stands for defaults that are functions or depend on the machine.
@@ -53,6 +53,9 @@ extract.FeatureReader.place_of(self, row: int) -> tuple[Path, int, int]
 extract.FeatureReader.provenance: dict[str, Any]
 extract.FeatureReader.splits: Sequence[str]
 extract.FeatureReader.status: NDArray[np.uint8]
+extract.FeatureReader.to_arrow(self: Rows, layers: str | Sequence[str] | None = None) -> Any
+extract.FeatureReader.to_pandas(self: Rows, layers: str | Sequence[str] | None = None) -> Any
+extract.FeatureReader.to_polars(self: Rows, layers: str | Sequence[str] | None = None) -> Any
 extract.FeatureReader.tokens(self, layer: str, *, split: str | None = None) -> TokenArray
 class extract.GradientMonitor(model: nn.Module, layers: str | Sequence[str] | None = None, *, every: int = 100, to:
         Target = None, on_alarm: Callable[[Alarm], None] | None = None)
@@ -76,15 +79,15 @@ extract.Taps.keep(self, layers: Layers, what: What = 'output', *, reduce: Reduce
         = None, live: bool = False) -> Self
 extract.Taps.record: Record
 class extract.UnknownNameError(LayertapError, KeyError)
-extract.extract_features(images: str | os.PathLike[str], *, out: str | os.PathLike[str], backbone: str |
-        Backbone = 'bundled/efficientnet_lite0', layers: str | Sequence[str] = ('embedding',), weights: str |
-        None = None, batch_size: int = 64, workers: int = ..., decode: str = 'exact', device: str = 'auto',
-        dtype: str = 'float32', precision: str = 'float32', compile: str = 'auto', min_cosine: float = 0.999,
-        limit: int | None = None, max_pixels: int = 178956970, orientation: str = 'exif', icc: str = 'ignore',
-        seed: int = 0, allow_missing_head: bool = False, preprocessing: Mapping[str, Any] | None = None,
-        shard_rows: int | None = None, compress: str | None = None, distortion: float = 0.1, max_distortion:
-        float | None = None, axes: str | os.PathLike[str] | None = None, fit_on: int = 2000, retry_failed: bool
-        = False, progress: bool = True) -> FeatureReader
+extract.extract_features(images: str | os.PathLike[str] | MapDataset, *, out: str | os.PathLike[str], backbone:
+        str | Backbone = 'bundled/efficientnet_lite0', layers: str | Sequence[str] = ('embedding',), weights:
+        str | None = None, batch_size: int = 64, workers: int = ..., decode: str = 'exact', device: str =
+        'auto', dtype: str = 'float32', precision: str = 'float32', compile: str = 'auto', min_cosine: float =
+        0.999, limit: int | None = None, max_pixels: int = 178956970, orientation: str = 'exif', icc: str =
+        'ignore', seed: int = 0, allow_missing_head: bool = False, preprocessing: Mapping[str, Any] | None =
+        None, shard_rows: int | None = None, compress: str | None = None, distortion: float = 0.1,
+        max_distortion: float | None = None, axes: str | os.PathLike[str] | None = None, fit_on: int = 2000,
+        retry_failed: bool = False, progress: bool = True) -> FeatureReader
 extract.inspect_model(model: nn.Module, batches: Iterable[Any], layers: str | Sequence[str] | None = None, *,
         loss: Loss | None = None, on_batch: Callable[[int], None] = ..., name_of: Callable[[int], str] = ...) ->
         Inspection
@@ -178,6 +181,12 @@ extract.search.nearest_patches(tokens: TokenArray, query: NDArray[np.floating], 
 extract.search.overlap(first: NDArray[np.int64], second: NDArray[np.int64]) -> NDArray[np.float64]
 extract.search.patch_similarity(tokens: NDArray[np.floating], query: NDArray[np.floating]) ->
         NDArray[np.float64]
+class extract.sklearn.LayerFeatures(backbone: str = 'bundled/efficientnet_lite0', layers: str | Sequence[str] =
+        ('embedding',), *, weights: str | None = None, batch_size: int = 64, device: str = 'auto', seed: int =
+        0)
+extract.sklearn.LayerFeatures.fit(self, X: Any, y: Any = None) -> Self
+extract.sklearn.LayerFeatures.get_feature_names_out(self, input_features: Any = None) -> NDArray[Any]
+extract.sklearn.LayerFeatures.transform(self, X: Any) -> NDArray[np.float32]
 layertap.compare(images: str | os.PathLike[str], backbones: str | Sequence[str] = (), *, table: str |
         os.PathLike[str] | None = None, layers: str | Sequence[str] = ('embedding',), protocol: str = 'clip',
         labels: str | os.PathLike[str] | None = None, tasks: Mapping[str, str | os.PathLike[str]] | None = None,
