@@ -23,6 +23,8 @@ import yaml
 from PIL import Image
 
 import layertap
+from extract import FeatureReader
+from extract.store.export import export
 from pipelines.cli import main
 from pipelines.embed.config import EmbedConfig
 from pipelines.sync.config import ScheduleConfig, SyncConfig, load_sync_file
@@ -191,6 +193,23 @@ def test_the_example_of_comparing_features_compares(run: Any) -> None:
     found, _ = run("docs/guides/compare.md")
     assert 0.3 < found["found"].cka[0, 1] < 1
     assert found["found"].mutual_knn.shape == (2, 2)
+
+
+def test_the_examples_of_other_tools_run(run: Any, place: Path) -> None:
+    with FeatureReader(place / "outputs" / "photos") as reader:
+        if not (place / "outputs" / "photos.parquet").exists():
+            export(reader, place / "outputs" / "photos.parquet", "parquet")
+        x, paths = reader["embedding"][:], reader.paths[:]
+    found, printed = run("docs/guides/other-tools.md")
+    cosines = x @ x[0] / np.linalg.norm(x, axis=1) / np.linalg.norm(x[0])
+    order = np.argsort(-cosines)
+    assert found["rows"].tolist() == [order[:5].tolist()]
+    assert paths[order[1]] in printed  # of DuckDB
+    assert found["frame"].height == 11
+    np.testing.assert_array_equal(np.stack(found["table"]["embedding"].to_numpy()), x)
+    with FeatureReader(place / "outputs" / "from-paths") as again:
+        np.testing.assert_array_equal(again["embedding"][:], x)
+    assert found["model"].score(found["paths"], found["y"]) == 1
 
 
 def test_the_examples_of_the_readme_read_and_hook(run: Any) -> None:

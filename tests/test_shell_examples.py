@@ -16,6 +16,9 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
+from datasets import Dataset as HFDataset
+from datasets import DatasetDict, Features
+from datasets import Image as ImageFeature
 from huggingface_hub import constants, file_download
 from PIL import Image
 from safetensors.torch import save_file
@@ -51,6 +54,7 @@ NOT_RUN = {
 DATA_SETS = {
     "docs/guides/probes.md": ("cifar", "cifar-random", "faces"),
     "docs/guides/search-and-report.md": ("photos", "photos-2"),
+    "docs/guides/other-tools.md": ("photos",),
     "docs/guides/verify-and-export.md": ("photos", "2023", "2024"),
 }
 FEW_PHOTOS = ("docs/guides/inside-a-network.md",)  # an ablation runs the network again for each layer
@@ -109,6 +113,14 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
         cells.save((start / "masks" / path).with_suffix(".png"))
         (start / "depth-maps" / path).parent.mkdir(parents=True, exist_ok=True)
         np.save((start / "depth-maps" / path).with_suffix(".npy"), np.asarray(cells) + 1.5)
+    images = [{"bytes": (start / "photos" / path).read_bytes(), "path": path} for path in names]
+    features = Features({"image": ImageFeature()})
+    rows = {
+        split: {"image": [image for image in images if image["path"].startswith(split)]} for split in ("train", "test")
+    }
+    DatasetDict({split: HFDataset.from_dict(columns, features) for split, columns in rows.items()}).save_to_disk(
+        str(start / "saved")
+    )
     for number, name in enumerate(("cat.jpg", "new.jpg")):
         make_picture(100 + number).save(start / name)
     shutil.copytree(ROOT / "configs", start / "configs")
