@@ -33,6 +33,7 @@ NOT_RUN = {
     r"^pip install": ".ci/run runs the commands that set up",
     r"^git clone": "needs a server",
     r"^clip-retrieval": "another tool",
+    r"^embedding-atlas": "another tool, which serves until it is stopped",
     r"^(LAYERTAP_FUZZ=\d+ )?pytest": ".ci/run runs the tests",
     r"^ruff check": ".ci/run runs it",
     r"^\.ci/run": "it is what runs this",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,7 +16,10 @@ from extract.row_status import Status
 from extract.store.feature_array import FeatureArray
 from extract.system.optional_libraries import library
 
-__all__ = ["ArrowRows", "Rows", "Tables"]
+__all__ = ["ArrowRows", "RowPictures", "Rows", "Tables"]
+
+
+RowPictures = Callable[[int, int], Sequence[bytes | None]]
 
 
 class Rows(Protocol):
@@ -54,6 +57,8 @@ class ArrowRows:
     Args:
         reader: source of the rows.
         names: features.
+        pictures: returns the encoded pictures of the rows from START to STOP, None for a missing one; they are stored
+            in the column `image` as the library `datasets` stores them.
 
     Attributes:
         schema: the schema of the tables.
@@ -63,7 +68,8 @@ class ArrowRows:
         LayertapError: pyarrow is not installed.
     """
 
-    def __init__(self, reader: Rows, names: Sequence[str]):
+    def __init__(self, reader: Rows, names: Sequence[str], pictures: RowPictures | None = None):
+        self._pictures = pictures
         self._arrow = pa = library("pyarrow", "parquet", "Arrow")
         self._reader, self._names = reader, names
         text, number = pa.string(), pa.int64()
@@ -72,6 +78,8 @@ class ArrowRows:
             columns["id"] = text
         if any("\udc80" <= char <= "\udcff" for path in reader.paths for char in path):
             columns["path_bytes"] = pa.binary()
+        if pictures is not None:
+            columns["image"] = pa.struct({"bytes": pa.binary(), "path": text})
         if reserved := columns.keys() & set(names):
             raise InputError(f"the layer {min(reserved)!r} cannot be converted: the table has a column of this name")
         fields = [pa.field(name, kind) for name, kind in columns.items()]
@@ -106,6 +114,9 @@ class ArrowRows:
             columns["id"] = [_as_text(each) for each in reader.ids[start:stop]]
         if "path_bytes" in self.schema.names:
             columns["path_bytes"] = [os.fsencode(path) for path in paths]
+        if self._pictures is not None:
+            encoded = zip(self._pictures(start, stop), columns["path"], strict=True)
+            columns["image"] = [None if data is None else {"bytes": data, "path": path} for data, path in encoded]
         arrays = [pa.array(values, self.schema.field(name).type) for name, values in columns.items()]
         for name, values in zip(self._names, features, strict=True):
             flat = pa.array(np.ascontiguousarray(values).reshape(-1))

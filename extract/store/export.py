@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from extract.errors import InputError, LayertapError, unknown_name
 from extract.row_status import Status
-from extract.store.arrow_table import ArrowRows
+from extract.store.arrow_table import ArrowRows, RowPictures
 from extract.store.format.checked_file import hdf5_on_disk
 from extract.store.format.layout import ROW_DATA, Identity, RowNames, StoredFeature, new_shard_file, preallocated
 from extract.store.format.row_hash import hash_records, hash_rows
@@ -47,6 +47,7 @@ def export(
     to: str,
     layers: Sequence[str] | None = None,
     on_rows: _OnRows = lambda rows: None,
+    pictures: RowPictures | None = None,
 ) -> None:
     """Write features, with path, label and status of each row.
 
@@ -56,17 +57,21 @@ def export(
         to: a name in `FORMATS`.
         layers: layers to write; None writes all.
         on_rows: called with the number of rows written since the last call.
+        pictures: pictures for a column `image`, in a format that has one; see `ArrowRows`.
 
     Raises:
         UnknownNameError: no such layer or format.
         InputError: `path` exists, there are no rows, a row does not match its hashes, or the format cannot use the name
-            of a layer.
+            of a layer, or has no pictures.
         LayertapError: the disk is full or cannot be written to, or a library is missing.
     """
     if to not in FORMATS:
         raise unknown_name("format", to, FORMATS)
     if not len(reader):
         raise InputError("there are no rows to export")
+    if pictures is not None and not FORMATS[to].has_pictures:
+        able = ", ".join(name for name, each in FORMATS.items() if each.has_pictures)
+        raise InputError(f"the format {to} has no pictures; formats with pictures: {able}")
     names = list(dict.fromkeys(layers or reader.layers))
     for name in names:
         reader[name]
@@ -77,7 +82,8 @@ def export(
         path.parent.mkdir(parents=True, exist_ok=True)
         with temporary_folder(path) as folder:
             output = folder / "export"
-            FORMATS[to].write(reader, output, names, on_rows)
+            write = FORMATS[to].write
+            write(reader, output, names, on_rows, **({} if pictures is None else {"pictures": pictures}))
             for file in [output, *output.rglob("*")]:
                 if file.is_dir():
                     sync_folder(file)
@@ -163,17 +169,21 @@ def _to_npy(reader: FeatureReader, path: Path, names: Sequence[str], on_rows: _O
             on_rows(stop - start)
 
 
-def _to_parquet(reader: FeatureReader, path: Path, names: Sequence[str], on_rows: _OnRows) -> None:
+def _to_parquet(
+    reader: FeatureReader, path: Path, names: Sequence[str], on_rows: _OnRows, pictures: RowPictures | None = None
+) -> None:
     parquet = library("pyarrow.parquet", "parquet", "Parquet")
-    rows = ArrowRows(reader, names)
+    rows = ArrowRows(reader, names, pictures)
     with parquet.ParquetWriter(path, rows.schema) as writer:
         for start, stop, block in _blocks(reader):
             writer.write_batch(rows.batch(start, stop, [block[name] for name in names]))
             on_rows(stop - start)
 
 
-def _to_hugging_face(reader: FeatureReader, path: Path, names: Sequence[str], on_rows: _OnRows) -> None:
-    with HuggingFaceFolder(reader, names, reader.fingerprint, path) as folder:
+def _to_hugging_face(
+    reader: FeatureReader, path: Path, names: Sequence[str], on_rows: _OnRows, pictures: RowPictures | None = None
+) -> None:
+    with HuggingFaceFolder(reader, names, reader.fingerprint, path, pictures) as folder:
         for start, stop, block in _blocks(reader):
             folder.write(start, stop, [block[name] for name in names])
             on_rows(stop - start)
@@ -260,10 +270,12 @@ class Format:
     Attributes:
         write: writes some layers of a reader to a path; calls its last argument with numbers of rows.
         is_folder: whether the path is a folder of several files.
+        has_pictures: whether `write` takes `pictures`.
     """
 
-    write: Callable[[FeatureReader, Path, Sequence[str], _OnRows], None]
+    write: Callable[..., None]
     is_folder: bool = False
+    has_pictures: bool = False
 
     def default_path(self, folder: Path, name: str) -> Path:
         """Return the default path for an export of a data set.
@@ -279,7 +291,7 @@ class Format:
 FORMATS: dict[str, Format] = {
     "h5": Format(_to_h5),  # contiguous datasets; `FeatureReader` can open the file
     "npy": Format(_to_npy, is_folder=True),  # one file for each layer, `labels.npy` and `rows.csv`
-    "parquet": Format(_to_parquet),  # one column of lists of a fixed size for each layer
+    "parquet": Format(_to_parquet, has_pictures=True),  # one column of lists of a fixed size for each layer
     "mat": Format(_to_mat),  # MATLAB 7.3
-    "hf": Format(_to_hugging_face, is_folder=True),  # Parquet files for each split, and README.md
+    "hf": Format(_to_hugging_face, is_folder=True, has_pictures=True),  # Parquet files for each split, and README.md
 }

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from extract.store.arrow_table import ArrowRows, Rows
+from extract.store.arrow_table import ArrowRows, RowPictures, Rows
 from extract.system.optional_libraries import library
 
 __all__ = ["HuggingFaceFolder"]
@@ -55,18 +55,21 @@ class HuggingFaceFolder(contextlib.ExitStack):
         names: features.
         fingerprint: fingerprint of the data set.
         folder: new folder.
+        pictures: see `ArrowRows`.
 
     Raises:
         InputError: a feature has the name of another column.
         LayertapError: a library is not installed.
     """
 
-    def __init__(self, reader: Rows, names: Sequence[str], fingerprint: str, folder: Path):
+    def __init__(
+        self, reader: Rows, names: Sequence[str], fingerprint: str, folder: Path, pictures: RowPictures | None
+    ):
         super().__init__()
         self._datasets = library("datasets", "datasets", "a dataset folder of Hugging Face")
         self._parquet = library("pyarrow.parquet", "datasets", "a dataset folder of Hugging Face")
         self._reader, self._names, self._fingerprint, self._folder = reader, names, fingerprint, folder
-        self._rows = ArrowRows(reader, names)
+        self._rows = ArrowRows(reader, names, pictures)
         self._files: dict[str, tuple[Any, int, int]] = {}  # split -> writer, number of the file, bytes in it
         self._schema = self._schema_with_types()
         (folder / "data").mkdir(parents=True)
@@ -76,6 +79,8 @@ class HuggingFaceFolder(contextlib.ExitStack):
         features = self._datasets.Features.from_arrow_schema(self._rows.schema.remove_metadata())
         if self._reader.classes:
             features["label"] = self._datasets.ClassLabel(names=self._reader.classes)
+        if "image" in features:
+            features["image"] = self._datasets.Image()
         metadata = features.arrow_schema.metadata
         about = {name: value for name, value in self._reader.provenance.items() if name in ("backbone", "depends_on")}
         return self._rows.schema.with_metadata({**metadata, "layertap": json.dumps(about)})

@@ -211,21 +211,29 @@ def _formats() -> Iterable[str]:
     return FORMATS
 
 
-@click.command(short_help="Write HDF5, NumPy, Parquet or MATLAB files.")
+@click.command(short_help="Write files for other tools.")
 @click.argument("out", type=DATA_SET)
 @click.option("--to", type=LateChoice(_formats), required=True, help="Format.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Output file or folder. [default: beside OUT]")
 @click.option("-l", "--layers", multiple=True, metavar="LAYER", help="Layer to export; may be repeated. [default: all]")
-def export(out: Path | str, to: str, output: Path | None, layers: tuple[str, ...]) -> None:
-    """Write the data set OUT as plain files for other tools: HDF5, NumPy, Parquet or MATLAB.
+@click.option(
+    "--thumbnails", type=click.IntRange(8, 2048), metavar="PX",
+    help="Add a column `image` of thumbnails of at most PX pixels a side, in Parquet and Hugging Face folders.",
+)  # fmt: skip
+@click.option("--images", help="Location of the images, if they were moved or are behind a URL; for --thumbnails.")
+def export(
+    out: Path | str, to: str, output: Path | None, layers: tuple[str, ...], thumbnails: int | None, images: str | None
+) -> None:
+    """Write the data set OUT as plain files for other tools: HDF5, NumPy, Parquet, MATLAB or a Hugging Face folder.
 
     \b
     layertap export outputs/photos --to parquet      # outputs/photos.parquet: pandas, DuckDB, embedding-atlas
+    layertap export outputs/photos --to parquet --thumbnails 128
     layertap export outputs/photos --to npy          # outputs/photos-npy/: a file per layer, and rows.csv
     """
     from pipelines.data_sets.export import run_export
 
-    click.echo(run_export(out, to, output, layers))
+    click.echo(run_export(out, to, output, layers, thumbnails, images))
 
 
 @click.command(short_help="Join data sets into one.")
