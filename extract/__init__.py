@@ -6,7 +6,14 @@ from extract import Taps, load_backbone, extract_features, FeatureReader
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
+
+if sys.platform == "win32":
+    raise ImportError(
+        "layertap does not run on Windows: it uses file locks and memory maps of POSIX. Install it in the Windows "
+        "Subsystem for Linux (wsl --install)"
+    )
 
 if TYPE_CHECKING:
     from extract.analysis.network.inspection import inspect_model

@@ -27,12 +27,13 @@ def run(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
 def test_layertap_gives_the_objects_of_extract() -> None:
     for name in extract.__all__:
         assert getattr(layertap, name) is getattr(extract, name)
-    assert layertap.__all__ == extract.__all__
+    assert layertap.__all__ == [*extract.__all__, "compare"]
+    assert layertap.compare is importlib.import_module("pipelines.compare.function").compare
     with pytest.raises(AttributeError, match="'layertap' has no attribute 'tap'"):
         layertap.tap  # noqa: B018
 
 
-@pytest.mark.parametrize("module", ["ablation", "attribution", "edits", "probe", "search"])
+@pytest.mark.parametrize("module", ["ablation", "attribution", "edits", "probe", "search", "sklearn"])
 def test_its_modules_give_the_objects_of_those_of_extract(module: str) -> None:
     ours, theirs = (importlib.import_module(f"{package}.{module}") for package in ("layertap", "extract"))
     public = [name for name in vars(ours) if not name.startswith("_")]
@@ -107,3 +108,12 @@ def test_completion_in_a_notebook_has_the_public_names_alone() -> None:
 
     for module in (layertap, extract):
         assert {name for name in dir(module) if not name.startswith("_")} == set(module.__all__)
+
+
+@pytest.mark.parametrize("start", ["import extract", "import layertap", "import layertap; layertap.main()"])
+def test_windows_is_refused_in_words(start: str) -> None:
+    code = f"import sys; sys.platform = 'win32'; {start}"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert process.returncode == 1
+    assert "layertap does not run on Windows" in process.stderr
+    assert "wsl --install" in process.stderr
