@@ -279,7 +279,7 @@ def test_the_table_covers_the_package_and_all_its_aliases() -> None:
 
 def test_the_lists_of_names_in_the_package_agree() -> None:
     tree = ast.parse(Path(extract.__path__[0], "__init__.py").read_text(encoding="utf-8"))
-    block = next(node for node in tree.body if isinstance(node, ast.If))
+    block = next(node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
     imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
     for_type_checkers = {alias.name: node.module for node in imports for alias in node.names}
     assert for_type_checkers == extract._HOMES

@@ -34,6 +34,10 @@ PURPOSES = {
     "blosc2": "embed --compress blosc2",
     "coco": "probe --masks FILE.json",
     "parquet": "Parquet lists, export --to parquet",
+    "pandas": "reader.to_pandas",
+    "polars": "reader.to_polars",
+    "datasets": "hfds://..., export --to hf",
+    "sklearn": "layertap.sklearn",
 }
 _SHOWN = ("torch", "torchvision", "timm", "h5py")
 _LEAST_MEMORY = 1 << 30  # PyTorch, a backbone and a batch of 64 pictures
