@@ -160,8 +160,10 @@ def extract_features(
             preprocessing=preprocessing,
         )
     listed = images if isinstance(images, str | os.PathLike) else list_dataset(images)
-    if limit is not None and not isinstance(listed, str | os.PathLike):
-        listed = listed.head(limit)
+    if not isinstance(listed, str | os.PathLike):
+        for note in listed.notes:
+            warnings.warn(note, stacklevel=2)
+        listed = listed if limit is None else listed.head(limit)
     planned = plan(listed, out=out, backbone=backbone, settings=settings)
     from tqdm.auto import tqdm
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -49,8 +49,11 @@ def list_dataset(dataset: MapDataset) -> Images:
     kind = type(dataset).__name__
     if is_hugging_face(dataset):
         return list_opened(dataset, IN_MEMORY + kind)
-    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-        raise InputError(f"images: a {kind} has no length and no items by number", hint="pass a map-style dataset")
+    is_map_style = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__") and not isinstance(dataset, Mapping)
+    if not is_map_style:
+        raise InputError(
+            f"images: {kind} has no length and no items by number", hint="pass a map-style dataset or list"
+        )
     count = len(dataset)
     if not count:
         raise InputError(f"images: the {kind} is empty")
@@ -104,7 +107,7 @@ def _is_subset(dataset: Any) -> bool:
 
 
 def _is_list(values: Any, count: int) -> bool:
-    return hasattr(values, "__len__") and hasattr(values, "__getitem__") and len(values) == count
+    return (isinstance(values, Sequence) or hasattr(values, "tolist")) and len(values) == count
 
 
 def _plain(value: Any) -> Any:

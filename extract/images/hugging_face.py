@@ -86,21 +86,26 @@ def list_opened(opened: Any, root: str, column: str = "") -> Images:
     parts = dict(sorted(opened.items())) if isinstance(opened, dict) else {"": opened}
     if not all(hasattr(part, "select_columns") and hasattr(part, "__len__") for part in parts.values()):
         raise InputError(f"{root} is a stream, whose rows have no numbers", hint="open it without streaming=True")
-    paths, splits, values, sources, notes = [], [], [], [], set()
+    paths, splits, sources, notes = [], [], [], set()
+    values: list[Any] = []
+    class_names: list[tuple[str, ...]] = []
     for split, part in parts.items():
         name = _image_column(part, column, root)
-        labels, note = _labels_of(part)
+        of_part, names, note = _labels_of(part)
+        class_names.append(names)
         notes |= {note} - {""}
         digits = len(str(max(0, len(part) - 1)))
         paths += [f"{split}/{row:0{digits}d}".removeprefix("/") for row in range(len(part))]
         splits += [SPLITS.get(split.lower(), "")] * len(part)
-        values += labels
+        values += of_part
         sources.append((part, name))
     if not paths:
         raise InputError(f"{root} is empty")
-    return Images(
-        root, paths, *labels_from_values(values), splits, HuggingFaceRows(sources), notes=tuple(sorted(notes))
-    )
+    labels, classes = labels_from_values(values)
+    if class_names[0] and set(class_names) == {class_names[0]}:  # also the classes without images, in their order
+        number = {name: i for i, name in enumerate(class_names[0])}
+        labels, classes = np.array([number.get(value, -1) for value in values], np.int64), [*class_names[0]]
+    return Images(root, paths, labels, classes, splits, HuggingFaceRows(sources), notes=tuple(sorted(notes)))
 
 
 def _image_column(part: Any, column: str, root: str) -> str:
@@ -121,20 +126,20 @@ def _image_column(part: Any, column: str, root: str) -> str:
     return str(found[0])
 
 
-def _labels_of(part: Any) -> tuple[list[str | int | None], str]:
-    """Return the label of each row, None for none, and a note if there are several columns to choose from."""
+def _labels_of(part: Any) -> tuple[list[Any], tuple[str, ...], str]:
+    """Return the label of each row, None for none; the names of a `ClassLabel`; and why there are no labels."""
     labels = [name for name, feature in part.features.items() if type(feature).__name__ == "ClassLabel"]
     chosen = next((name for name in _LABELS if name in part.features), labels[0] if len(labels) == 1 else None)
     if chosen is None:
         several = f"no labels: the columns {', '.join(labels)} have classes, and none of them is called label"
-        return [None] * len(part), several if labels else ""
+        return [None] * len(part), (), several if labels else ""
     feature, values = part.features[chosen], part.with_format("arrow")[:][chosen].to_pylist()
     if type(feature).__name__ == "ClassLabel":
         names = [*feature.names, None]
-        return [names[-1 if value is None or value < 0 else value] for value in values], ""
+        return [names[-1 if value is None or value < 0 else value] for value in values], tuple(feature.names), ""
     if all(isinstance(value, str | int | None) for value in values):
-        return values, ""
-    return [None] * len(part), f"no labels: the column {chosen} has neither numbers nor text"
+        return values, (), ""
+    return [None] * len(part), (), f"no labels: the column {chosen} has neither numbers nor text"
 
 
 class HuggingFaceRows:

@@ -90,7 +90,7 @@ def test_an_array_of_pictures(tmp_path: Path, backbone: Backbone) -> None:
         np.testing.assert_array_equal(memory["embedding"][:], file["embedding"][:])
 
 
-def test_labels_come_from_targets_or_from_the_items(folder: Path) -> None:
+def test_labels_come_from_targets_or_from_the_items(folder: Path, tmp_path: Path, backbone: Backbone) -> None:
     dataset = Pairs(folder, [row % 3 for row in range(12)])
     listed = list_dataset(dataset)
     assert listed.labels.tolist() == [row % 3 for row in range(12)]
@@ -111,6 +111,10 @@ def test_labels_come_from_targets_or_from_the_items(folder: Path) -> None:
     boxes = list_dataset(Pairs(folder, [{"box": 1}] * 12))
     assert set(boxes.labels.tolist()) == {-1}
     assert "labels of type dict are not stored" in boxes.notes[0]
+    with pytest.warns(UserWarning, match="labels of type dict are not stored"):
+        extract_features(Pairs(folder, [{"box": 1}] * 12), out=tmp_path / "out", backbone=backbone, **QUICK).close()
+    dataset.targets = dict.fromkeys(range(12), 1)  # type: ignore[attr-defined]
+    assert list_dataset(dataset).labels.tolist() == [row % 3 for row in range(12)]  # from the items
 
 
 def test_a_picture_that_cannot_be_read_is_a_failed_row(folder: Path, tmp_path: Path, backbone: Backbone) -> None:
@@ -151,7 +155,10 @@ def test_other_objects_are_refused(folder: Path) -> None:
         def __iter__(self) -> Any:
             return iter(pictures_of(folder))
 
-    with pytest.raises(InputError, match="a Stream has no length"):
+    for other in ({"a": 1}, (picture for picture in pictures_of(folder))):
+        with pytest.raises(InputError, match="has no length and no items by number"):
+            list_dataset(other)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="Stream has no length"):
         list_dataset(Stream())  # type: ignore[arg-type]
     with pytest.raises(InputError, match="the list is empty"):
         list_dataset([])
@@ -219,6 +226,13 @@ def test_splits_of_hugging_face(hugging_face: Any, tmp_path: Path) -> None:
     expected = hugging_face.with_format("arrow")[:]["image"].to_pylist()
     assert [listed.source.read(row)[0] for row in range(12)] == [image["bytes"] for image in expected]
     assert len(list_images(f"hfds://{tmp_path}/saved:validation")) == 5
+
+
+def test_classes_of_hugging_face_keep_their_numbers(hugging_face: Any) -> None:
+    names = hugging_face.features["label"].names
+    listed = list_dataset(hugging_face.select(range(11, 12)))
+    assert listed.classes == names
+    assert listed.labels.tolist() == [hugging_face[11]["label"]] == [len(names) - 1]
 
 
 def test_images_of_hugging_face_are_found_again(
