@@ -33,7 +33,7 @@ const addVerdict = () => {
     others.length ? `${best.name} is distinguishable from all others. ` : "") +
     `${only ? count(only.test_images) + " test images, p" : "P"}rotocol ${content.protocol}. ` +
     chosenOn.map((images) => `Layers are chosen on ${images}. `).join("") +
-    (only ? "Differences are tested by McNemar's exact test, corrected for all pairs by Holm; below 0.05 they are distinguishable." :
+    (!others.length ? "" : only ? "Differences are tested by McNemar's exact test, corrected for all pairs by Holm; below 0.05 they are distinguishable." :
       `Average ranks that differ by more than ${content.critical_difference.toFixed(2)} are distinguishable (Nemenyi's test, 0.05, corrected for all pairs).`));
 };
 

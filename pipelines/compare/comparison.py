@@ -137,7 +137,7 @@ class Comparison:
         sample: the sample that these images are; None: they are all.
         tasks: one, several, or, without labels, none.
         critical_difference: difference of average ranks from which backbones are distinguishable; None without
-            several tasks.
+            several tasks and backbones.
         features: (backbone, layer) of each row and column of `alikeness`.
         alikeness: how alike features are; None if fewer than two can be compared.
         why_not_alike: why it is None.

@@ -58,6 +58,8 @@ def _print_meaning(comparison: Comparison, echo: Callable[[str], None]) -> None:
     for chosen_on in sorted({task.chosen_on for task in comparison.tasks} - {""}):
         favours = ", which favours backbones with many layers" * (chosen_on == "test images")
         echo(f"layers are chosen on {chosen_on}{favours}")
+    if sum(not entry.error for entry in comparison.backbones) == 1:
+        return
     if comparison.critical_difference is None:
         echo("p is corrected for all pairs of backbones (McNemar, Holm)")
     else:

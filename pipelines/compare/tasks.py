@@ -60,7 +60,8 @@ def add_tasks(
 def _add_ranks(comparison: Comparison, good: Sequence[Compared]) -> list[str]:
     """Rank the backbones over all tasks; return their names, the best one first."""
     test = rank_test([[task.scores[entry.name].value for entry in good] for task in comparison.tasks])
-    best, comparison.critical_difference = int(test.ranks.argmin()), test.critical_difference
+    best = int(test.ranks.argmin())
+    comparison.critical_difference = test.critical_difference if len(good) > 1 else None
     for number, entry in enumerate(good):
         entry.rank = float(test.ranks[number])
         entry.p = None if number == best else float(test.p[best, number])

@@ -304,6 +304,18 @@ def test_folders_that_are_no_classes_are_a_note(made: Path, tmp_path: Path) -> N
     assert note in results(tmp_path / "out")["notes"]
 
 
+def test_a_single_backbone_has_rank_one(made: Path, tasks: list[str], tmp_path: Path) -> None:
+    (tmp_path / "one.csv").write_text("backbone,weights\ntimm/test_vit,random\n")
+    result = layertap("compare", made / "pictures", "--from", tmp_path / "one.csv", *QUICK, *tasks, "-o",
+                      tmp_path / "out")  # fmt: skip
+    assert result.exit_code == 0, result.output
+    content = results(tmp_path / "out")
+    assert content["critical_difference"] is None
+    assert [entry["rank"] for entry in content["backbones"]] == [1]
+    assert "distinguishable" not in result.stdout
+    assert not (tmp_path / "out" / "ranks.png").exists()
+
+
 def test_wrong_tasks_are_refused(made: Path, tmp_path: Path) -> None:
     of = ("compare", made / "pictures", "-b", "timm/test_vit", "-o", tmp_path / "out")
     assert "expected NAME=FILE.csv[:COLUMN]" in fails(*of, "--task", "labels.csv")
