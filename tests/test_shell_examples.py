@@ -16,9 +16,6 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
-from datasets import Dataset as HFDataset
-from datasets import DatasetDict, Features
-from datasets import Image as ImageFeature
 from huggingface_hub import constants, file_download
 from PIL import Image
 from safetensors.torch import save_file
@@ -114,14 +111,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
         cells.save((start / "masks" / path).with_suffix(".png"))
         (start / "depth-maps" / path).parent.mkdir(parents=True, exist_ok=True)
         np.save((start / "depth-maps" / path).with_suffix(".npy"), np.asarray(cells) + 1.5)
-    images = [{"bytes": (start / "photos" / path).read_bytes(), "path": path} for path in names]
-    features = Features({"image": ImageFeature()})
-    rows = {
-        split: {"image": [image for image in images if image["path"].startswith(split)]} for split in ("train", "test")
-    }
-    DatasetDict({split: HFDataset.from_dict(columns, features) for split, columns in rows.items()}).save_to_disk(
-        str(start / "saved")
-    )
+    save_for_hugging_face(start, names)
     for number, name in enumerate(("cat.jpg", "new.jpg")):
         make_picture(100 + number).save(start / name)
     shutil.copytree(ROOT / "configs", start / "configs")
@@ -139,6 +129,19 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3, 2), *[torch.nn.Identity()] * 3, torch.nn.Linear(8, 2))
     torch.save(model.state_dict(), start / "last.pth")
     return start
+
+
+def save_for_hugging_face(start: Path, names: list[str]) -> None:
+    """Save the photos as a dataset of Hugging Face, with their splits."""
+    import datasets  # takes seconds
+
+    splits = {}
+    for split in ("train", "test"):
+        paths = [path for path in names if path.startswith(split)]
+        images = [{"bytes": (start / "photos" / path).read_bytes(), "path": path} for path in paths]
+        features = datasets.Features({"image": datasets.Image()})
+        splits[split] = datasets.Dataset.from_dict({"image": images}, features)
+    datasets.DatasetDict(splits).save_to_disk(str(start / "saved"))
 
 
 @pytest.fixture(scope="module")
