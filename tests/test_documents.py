@@ -207,6 +207,8 @@ def test_the_examples_of_other_tools_run(run: Any, place: Path) -> None:
     assert paths[order[1]] in printed  # of DuckDB
     assert found["frame"].height == 11
     np.testing.assert_array_equal(np.stack(found["table"]["embedding"].to_numpy()), x)
+    (tensors,) = (place / "outputs" / "projector").rglob("tensors.tsv")
+    assert np.loadtxt(tensors).shape == x.shape
     with FeatureReader(place / "outputs" / "from-paths") as again:
         np.testing.assert_array_equal(again["embedding"][:], x)
     assert found["model"].score(found["paths"], found["y"]) == 1
