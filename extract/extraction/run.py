@@ -28,7 +28,7 @@ from extract.extraction.settings import ExtractionSettings
 from extract.extraction.summary import Summary
 from extract.extraction.todo import batches_of, check_disk_space, check_same_images, work_of
 from extract.extraction.validation import Computation, validated_forward
-from extract.images import load_batches
+from extract.images import ImageList, load_batches
 from extract.images.datasets import IN_MEMORY, MapDataset, list_dataset
 from extract.images.loading import Load, stop_on_machine_errors
 from extract.store.format.dataset import BUILDING
@@ -159,11 +159,7 @@ def extract_features(
             allow_missing_head=allow_missing_head,
             preprocessing=preprocessing,
         )
-    listed = images if isinstance(images, str | os.PathLike) else list_dataset(images)
-    if not isinstance(listed, str | os.PathLike):
-        for note in listed.notes:
-            warnings.warn(note, stacklevel=2)
-        listed = listed if limit is None else listed.head(limit)
+    listed = images if isinstance(images, str | os.PathLike) else _listed(images, limit)
     planned = plan(listed, out=out, backbone=backbone, settings=settings)
     from tqdm.auto import tqdm
 
@@ -175,6 +171,14 @@ def extract_features(
             on_note=functools.partial(warnings.warn, stacklevel=2),
         )
     return FeatureReader(out)
+
+
+def _listed(dataset: MapDataset, limit: int | None) -> ImageList:
+    """List a dataset, and pass its notes on as warnings."""
+    images = list_dataset(dataset)
+    for note in images.notes:
+        warnings.warn(note, stacklevel=3)
+    return images if limit is None else images.head(limit)
 
 
 def _advance(bar: Any, rows: int, stored_earlier: bool) -> None:
