@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -88,7 +89,8 @@ class LayerFeatures(_base.TransformerMixin, _base.BaseEstimator):  # type: ignor
         """
         _validation.check_is_fitted(self)
         values = self._loaded().features(self._pictures(X), self.layers, batch_size=self.batch_size)
-        return np.concatenate([feature.reshape(len(feature), -1) for feature in values.values()], axis=1)
+        rows = [feature.reshape(len(feature), math.prod(feature.shape[1:])) for feature in values.values()]
+        return np.concatenate(rows, axis=1)
 
     def get_feature_names_out(self, input_features: Any = None) -> NDArray[Any]:
         """Return the names of the features; `input_features` has no effect."""
@@ -106,6 +108,8 @@ class LayerFeatures(_base.TransformerMixin, _base.BaseEstimator):  # type: ignor
         """Yield pictures in order; files are decoded by threads."""
         if isinstance(images, str | os.PathLike):
             raise InputError(f"X is one path, {os.fspath(images)}; expected a sequence of paths or pictures")
+        if isinstance(images, np.ndarray) and images.dtype.kind in "OU":  # of paths, or of pictures of several sizes
+            images = images.tolist()
         given = iter(each_picture(images))
         with ThreadPoolExecutor(defaults.CORES) as pool:
             while batch := list(islice(given, self.batch_size)):

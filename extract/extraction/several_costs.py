@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
 
@@ -37,6 +37,17 @@ class Costs(NamedTuple):
     image_s: float
 
 
+@contextmanager
+def _failure_in(failures: list[LayertapError]) -> Iterator[None]:
+    """Context manager: add an error to a list; `extract_several` reports it."""
+    try:
+        yield
+    except LayertapError as error:
+        failures.append(error)
+    except MemoryError:
+        failures.append(LayertapError("out of memory"))
+
+
 def costs_of(
     images: ImageList, members: Sequence[Member], seed: int, stop: Callable[[], bool] = lambda: False
 ) -> Costs:
@@ -49,15 +60,16 @@ def costs_of(
         stop: called before each member; True ends the measurement.
 
     Raises:
-        LayertapError: the first backbones can be loaded, but no image can be decoded.
+        LayertapError: no backbone can be measured.
     """
     rows = np.random.default_rng(seed).choice(len(images), min(_DECODED, len(images)), replace=False)
     drawn = images.select(sorted(rows.tolist()))
     fixed_s, forward_s, decoded_s = 0.0, 0.0, dict[Hashable, float]()
+    failures: list[LayertapError] = []
     for member in members:
         if stop():
             break
-        with suppress(LayertapError, MemoryError), own_faults_refused(()):  # `extract_several` reports it
+        with _failure_in(failures), own_faults_refused(()):
             start = time.perf_counter()
             planned = plan_of(drawn, member)
             load_s = time.perf_counter() - start
@@ -73,4 +85,6 @@ def costs_of(
             fixed_s += 2 * load_s + first_s  # it is loaded to look at it, and to compute
             forward_s += each_s
         gc.collect()  # the modules of a backbone refer to each other in circles
+    if failures and not decoded_s:
+        raise failures[0]
     return Costs(fixed_s, forward_s + sum(decoded_s.values()))

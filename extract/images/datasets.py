@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,7 +15,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from extract import defaults
-from extract.errors import InputError
+from extract.errors import InputError, first_line
 from extract.images.arrays import bytes_of_pixels, picture_of_bytes
 from extract.images.csv_lists import Row, check_once, plain_path
 from extract.images.hugging_face import is_hugging_face, list_opened
@@ -57,6 +59,9 @@ def list_dataset(dataset: MapDataset) -> Images:
     count = len(dataset)
     if not count:
         raise InputError(f"images: the {kind} is empty")
+    shape = tuple(getattr(dataset, "shape", ()))
+    if len(shape) == 3 and shape[-1] in (3, 4):
+        raise InputError(f"images of shape {shape}: one colour picture or several grey ones?", hint="pass [picture]")
     first = dataset[0]
     if isinstance(first, str | os.PathLike):
         return _list_paths([os.fspath(dataset[row]) for row in range(count)])
@@ -88,17 +93,36 @@ def _labels_of(dataset: Any, first: Any, count: int) -> tuple[NDArray[np.int64],
     values = next((found for name in _TARGETS if _is_list(found := getattr(base, name, None), len(base))), None)
     if values is not None and base is not dataset:
         values = [values[row] for row in dataset.indices]
-    if values is None and isinstance(first, tuple | list) and len(first) > 1:
-        values = [dataset[row][1] for row in range(count)]
+    in_items = isinstance(first, tuple | list) and len(first) > 1
+    if values is not None and in_items:
+        with suppress(Exception):  # values of any type
+            if _plain(values[0]) != _plain(first[1]):  # such as names of files, or before a `target_transform`
+                values = None
+    if values is None and in_items:
+        values = [_label_of(dataset, row) for row in range(count)]
     plain = [None] * count if values is None else [_plain(value) for value in values]
-    if bad := next((value for value in plain if not isinstance(value, int | str | None)), None):
-        note = f"labels of type {type(bad).__name__} are not stored; classes are integers or text"
+    if other := [type(value).__name__ for value in plain if not isinstance(value, int | str | None)]:
+        note = f"labels of type {other[0]} are not stored; classes are integers or text"
         return np.full(count, -1, np.int64), [], (note,)
     names = getattr(base, "classes", None)
     numbers = [value for value in plain if isinstance(value, int)]
     if isinstance(names, Sequence) and len(numbers) == count and -1 <= min(numbers) <= max(numbers) < len(names):
-        return np.array(numbers, np.int64), [str(name) for name in names], ()
+        return np.array(numbers, np.int64), _unique(names), ()
     return *labels_from_values(plain), ()
+
+
+def _label_of(dataset: Any, row: int) -> Any:
+    try:
+        return dataset[row][1]
+    except Exception:  # code of the user; the row fails when its picture is read
+        return None
+
+
+def _unique(names: Sequence[Any]) -> list[str]:
+    """Return names of classes as text; one that occurs twice gets its number."""
+    texts = [", ".join(map(str, name)) if isinstance(name, tuple | list) else str(name) for name in names]
+    counts = Counter(texts)
+    return [text if counts[text] == 1 else f"{text} ({number})" for number, text in enumerate(texts)]
 
 
 def _is_subset(dataset: Any) -> bool:
@@ -107,7 +131,8 @@ def _is_subset(dataset: Any) -> bool:
 
 
 def _is_list(values: Any, count: int) -> bool:
-    return (isinstance(values, Sequence) or hasattr(values, "tolist")) and len(values) == count
+    is_array = hasattr(values, "tolist") and getattr(values, "ndim", 0) > 0
+    return (isinstance(values, Sequence) or is_array) and len(values) == count
 
 
 def _plain(value: Any) -> Any:
@@ -125,7 +150,12 @@ class DatasetRows:
         """See `ImageSource`; the bytes are those of the RGB pixels."""
         from extract.images.pictures import as_picture
 
-        picture = as_picture(_picture_in(self._dataset[row]), f"item {row}")
+        try:
+            picture = as_picture(_picture_in(self._dataset[row]), f"item {row}")
+        except (OSError, ValueError, MemoryError):
+            raise
+        except Exception as error:  # code of the user; any other type would end the run
+            raise ValueError(f"{type(error).__name__}: {first_line(error)}") from error
         return bytes_of_pixels(np.asarray(picture)), UNKNOWN
 
     def decode(

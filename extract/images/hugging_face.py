@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ import numpy as np
 from extract.errors import InputError, first_line
 from extract.images.decoding import decode
 from extract.images.image_list import SPLITS, Images, labels_from_values
-from extract.images.sources import UNKNOWN
+from extract.images.sources import UNKNOWN, Files
 from extract.system.optional_libraries import library
+from extract.system.urls import is_url
 
 __all__ = ["PROTOCOL", "is_hugging_face", "is_on_disk", "list_hugging_face", "list_opened"]
 
@@ -21,12 +23,19 @@ _LABELS = ("label", "labels")
 
 def is_hugging_face(dataset: object) -> bool:
     """Return whether an object is a dataset of the library `datasets`."""
-    return type(dataset).__module__.partition(".")[0] == "datasets"
+    opened = sys.modules.get("datasets")  # without the library, there is none of its objects
+    names = ("Dataset", "DatasetDict", "IterableDataset", "IterableDatasetDict")
+    kinds = tuple(kind for name in names if isinstance(kind := getattr(opened, name, None), type))
+    return bool(kinds) and hasattr(opened, "load_from_disk") and isinstance(dataset, kinds)
 
 
 def is_on_disk(where: str) -> bool:
-    """Return whether a place is `hfds://` with a folder of this machine."""
-    return where.startswith(PROTOCOL) and Path(_parts(where.removeprefix(PROTOCOL))[0]).is_dir()
+    """Return whether a place is `hfds://` with a folder of `save_to_disk`; other folders may name servers."""
+    return where.startswith(PROTOCOL) and _is_saved(Path(_parts(where.removeprefix(PROTOCOL))[0]))
+
+
+def _is_saved(folder: Path) -> bool:
+    return any((folder / marker).is_file() for marker in ("dataset_dict.json", "state.json"))
 
 
 def list_hugging_face(where: str) -> Images:
@@ -43,10 +52,7 @@ def list_hugging_face(where: str) -> Images:
     name, split, column = _parts(where.removeprefix(PROTOCOL))
     folder = Path(name)
     try:
-        if any((folder / marker).is_file() for marker in ("dataset_dict.json", "state.json")):
-            opened = datasets.load_from_disk(name)
-        else:
-            opened = datasets.load_dataset(name)
+        opened = datasets.load_from_disk(name) if _is_saved(folder) else datasets.load_dataset(name)
     except Exception as error:  # each reader raises its own errors
         raise InputError(f"{where} cannot be opened: {first_line(error)}") from error
     if split and isinstance(opened, dict):
@@ -55,7 +61,8 @@ def list_hugging_face(where: str) -> Images:
         opened = opened[split]
     elif split and not column:  # a dataset without splits
         split, column = "", split
-    root = PROTOCOL + ":".join(filter(None, [str(folder.resolve()) if folder.is_dir() else name, split, column]))
+    place = str(folder.resolve()) if folder.is_dir() else name
+    root = PROTOCOL + ":".join([place, split, column]).rstrip(":")
     return list_opened(opened, root, column)
 
 
@@ -136,7 +143,11 @@ def _labels_of(part: Any) -> tuple[list[Any], tuple[str, ...], str]:
     feature, values = part.features[chosen], part.with_format("arrow")[:][chosen].to_pylist()
     if type(feature).__name__ == "ClassLabel":
         names = [*feature.names, None]
-        return [names[-1 if value is None or value < 0 else value] for value in values], tuple(feature.names), ""
+        return (
+            [names[-1 if value not in range(len(feature.names)) else value] for value in values],
+            tuple(feature.names),
+            "",
+        )
     if all(isinstance(value, str | int | None) for value in values):
         return values, (), ""
     return [None] * len(part), (), f"no labels: the column {chosen} has neither numbers nor text"
@@ -161,8 +172,8 @@ class HuggingFaceRows:
         value = self._columns[number][place : place + 1][self._names[number]][0].as_py()
         if isinstance(value, dict):  # {"bytes": ..., "path": ...}, as the type Image stores it
             path, value = value.get("path"), value.get("bytes")
-            if value is None and path:
-                value = Path(path).read_bytes()
+            if value is None and path and not is_url(path):
+                value = Files("/", [path]).read(0)[0]
         if value is None:
             raise FileNotFoundError
         return value, UNKNOWN

@@ -94,7 +94,10 @@ class KeptBatches:
         images = torch.empty(kept.shape, dtype=kept.dtype)
         content, got = _bytes_of(images), 0
         while got < len(content):
-            got += os.preadv(self._file.fileno(), [content[got:]], kept.offset + got)
+            count = os.preadv(self._file.fileno(), [content[got:]], kept.offset + got)
+            if not count:
+                raise MachineError(f"{self._folder}: decoded images cannot be read again", hint="run again")
+            got += count
         return kept.batch._replace(images=images)
 
     def __enter__(self) -> Self:

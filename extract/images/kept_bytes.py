@@ -37,9 +37,12 @@ class KeptBytes:
             return content[_TIME_BYTES:], int.from_bytes(content[:_TIME_BYTES], signed=True)
         data, mtime_ns = self._source.read(row)
         new = self._folder / f"{row}.{os.getpid()}"
-        with contextlib.suppress(OSError):  # a disk without space for it: the image is fetched again
+        try:
             new.write_bytes(mtime_ns.to_bytes(_TIME_BYTES, signed=True) + data)
             new.replace(path)
+        except OSError:  # a disk without space for it: the image is fetched again
+            with contextlib.suppress(OSError):
+                new.unlink()
         return data, mtime_ns
 
     def decode(

@@ -39,6 +39,7 @@ __all__ = ["FORMATS", "Format", "export"]
 
 _OnRows = Callable[[int], None]
 _ROWS_AT_ONCE = 1 << 16  # rows in memory, with their paths
+_PICTURES_AT_ONCE = 256  # rows in memory, with their pictures
 
 
 def export(
@@ -111,10 +112,12 @@ def _exists(path: Path) -> bool:
     return True
 
 
-def _blocks(reader: FeatureReader) -> Iterator[tuple[int, int, dict[str, NDArray[Any]]]]:
+def _blocks(
+    reader: FeatureReader, most_rows: int = _ROWS_AT_ONCE
+) -> Iterator[tuple[int, int, dict[str, NDArray[Any]]]]:
     """Yield all rows in blocks that fit in memory: (start, stop, layer -> features that match their hashes)."""
     step = max(1, BLOCK_BYTES // max(1, sum(reader[name].row_bytes for name in reader.layers)))
-    step = min(step, _ROWS_AT_ONCE)
+    step = min(step, most_rows)
     for start in range(0, len(reader), step):
         stop = min(start + step, len(reader))
         kept = reader.checked(np.arange(start, stop))
@@ -175,7 +178,7 @@ def _to_parquet(
     parquet = library("pyarrow.parquet", "parquet", "Parquet")
     rows = ArrowRows(reader, names, pictures)
     with parquet.ParquetWriter(path, rows.schema) as writer:
-        for start, stop, block in _blocks(reader):
+        for start, stop, block in _blocks(reader, _PICTURES_AT_ONCE if pictures else _ROWS_AT_ONCE):
             writer.write_batch(rows.batch(start, stop, [block[name] for name in names]))
             on_rows(stop - start)
 
@@ -184,7 +187,7 @@ def _to_hugging_face(
     reader: FeatureReader, path: Path, names: Sequence[str], on_rows: _OnRows, pictures: RowPictures | None = None
 ) -> None:
     with HuggingFaceFolder(reader, names, reader.fingerprint, path, pictures) as folder:
-        for start, stop, block in _blocks(reader):
+        for start, stop, block in _blocks(reader, _PICTURES_AT_ONCE if pictures else _ROWS_AT_ONCE):
             folder.write(start, stop, [block[name] for name in names])
             on_rows(stop - start)
         folder.write_card()

@@ -69,7 +69,7 @@ class HuggingFaceFolder(contextlib.ExitStack):
         self._datasets = library("datasets", "datasets", "a dataset folder of Hugging Face")
         self._parquet = library("pyarrow.parquet", "datasets", "a dataset folder of Hugging Face")
         self._reader, self._names, self._fingerprint, self._folder = reader, names, fingerprint, folder
-        self._rows = ArrowRows(reader, names, pictures)
+        self._rows, self._has_pictures = ArrowRows(reader, names, pictures), pictures is not None
         self._files: dict[str, tuple[Any, int, int]] = {}  # split -> writer, number of the file, bytes in it
         self._schema = self._schema_with_types()
         (folder / "data").mkdir(parents=True)
@@ -79,10 +79,14 @@ class HuggingFaceFolder(contextlib.ExitStack):
         features = self._datasets.Features.from_arrow_schema(self._rows.schema.remove_metadata())
         if self._reader.classes:
             features["label"] = self._datasets.ClassLabel(names=self._reader.classes)
-        if "image" in features:
+        if self._has_pictures:
             features["image"] = self._datasets.Image()
         metadata = features.arrow_schema.metadata
-        about = {name: value for name, value in self._reader.provenance.items() if name in ("backbone", "depends_on")}
+        provenance = self._reader.provenance
+        depends_on = provenance.get("depends_on")
+        if isinstance(depends_on, dict) and isinstance(depends_on.get("architecture"), str):
+            depends_on = {**depends_on, "architecture": _name_of(depends_on["architecture"])}
+        about = {"backbone": _name_of(provenance.get("backbone", "")), "depends_on": depends_on}
         return self._rows.schema.with_metadata({**metadata, "layertap": json.dumps(about)})
 
     def write(self, start: int, stop: int, features: Sequence[Any]) -> None:
@@ -128,7 +132,8 @@ class HuggingFaceFolder(contextlib.ExitStack):
             )
         yield _CARD.format(
             count=len(reader), version=(provenance.get("versions") or {}).get("layertap", ""),
-            backbone=provenance.get("backbone", "unknown"), weights=_name_of(provenance.get("weights", "unknown")),
+            backbone=_name_of(provenance.get("backbone", "unknown")),
+            weights=_name_of(provenance.get("weights", "unknown")),
             preprocessing=json.dumps(depends_on.get("preprocessing", {})), precision=depends_on.get("precision", ""),
             stored_as=depends_on.get("stored_as", reader[self._names[0]].dtype), fingerprint=self._fingerprint,
             layers="\n".join(lines), split=min(self._files), name=self._names[0],
@@ -136,6 +141,9 @@ class HuggingFaceFolder(contextlib.ExitStack):
         )  # fmt: skip
 
 
-def _name_of(weights: str) -> str:
-    """Return a source of weights without the folders of this machine."""
-    return Path(weights).name if Path(weights).is_absolute() else weights
+def _name_of(source: str) -> str:
+    """Return a backbone, or a source of weights, without the folders of a file of this machine."""
+    if source.startswith("python/"):
+        return f"python/{Path(source.removeprefix('python/')).name}"
+    is_file = Path(source).is_absolute() or Path(source).suffix in (".pth", ".pt", ".bin", ".safetensors", ".ckpt")
+    return Path(source).name if is_file else source

@@ -20,10 +20,17 @@ __all__ = ["as_json", "check_out", "mark_out", "write_results"]
 _RESULTS = "compare.json"
 _FORMAT = "layertap comparison"
 _MEASURES = ("cka", "procrustes", "mutual_knn", "rsa")
+_SOMETIMES = (
+    "tasks.csv", "layers.csv", *(f"{measure}.csv" for measure in _MEASURES), "accuracy-speed.png", "ranks.png",
+    "alikeness.png",
+)  # fmt: skip
 
 
-def check_out(out: Path) -> Sample | None:
-    """Check that a folder is new, empty, or of a comparison; return the sample of the images that it uses, if any.
+def check_out(out: Path) -> tuple[bool, Sample | None]:
+    """Check that a folder is new, empty, or of a comparison.
+
+    Returns:
+        whether its images are not chosen yet, and otherwise the sample of the images that it uses, if any.
 
     Raises:
         InputError: it holds other files.
@@ -31,21 +38,22 @@ def check_out(out: Path) -> Sample | None:
     if out.is_file():
         raise InputError(f"{out} is a file", hint="name a folder with -o")
     if not out.is_dir() or not any(out.iterdir()):
-        return None
+        return True, None
     if (out / _RESULTS).is_file():
         try:
             content = read_json(out / _RESULTS)
             if isinstance(content, dict) and content.get("format") == _FORMAT:
-                return Sample.of_json(content.get("sample"))
+                is_new = not content.get("complete") and not any(out.glob("*/dataset.json"))
+                return is_new, None if is_new else Sample.of_json(content.get("sample"))
         except LayertapError:
             pass
     raise InputError(f"{out} is not empty and not a comparison of layertap", hint="name another folder with -o")
 
 
-def mark_out(out: Path, sample: Sample | None) -> None:
-    """Create the folder of a comparison, so that an interrupted run can be resumed."""
+def mark_out(out: Path, is_new: bool, sample: Sample | None) -> None:
+    """Create the folder of a comparison, and record its sample, so that an interrupted run can be resumed."""
     out.mkdir(parents=True, exist_ok=True)
-    if not (out / _RESULTS).exists():
+    if is_new:
         about = None if sample is None else asdict(sample)
         write_json(out / _RESULTS, {"format": _FORMAT, "complete": False, "sample": about})
 
@@ -71,8 +79,6 @@ def write_results(comparison: Comparison, out: Path) -> list[Path]:
         scores = ([task.name, backbone, *asdict(score).values()]
                   for task in comparison.tasks for backbone, score in task.scores.items())  # fmt: skip
         write_table("tasks.csv", ["task", "backbone", *(part.name for part in fields(Score))], scores)
-    else:
-        (out / "tasks.csv").unlink(missing_ok=True)  # of an earlier run with several tasks
     if comparison.tasks:
         columns = ["backbone", "layer", "value", "low", "high", "chosen_by"]
         layers = ([task.name, *(line[name] for name in columns)] for task in comparison.tasks for line in task.layers)
@@ -83,7 +89,11 @@ def write_results(comparison: Comparison, out: Path) -> list[Path]:
             matrix = getattr(comparison.alikeness, measure).tolist()
             lines_of = ([name, *row] for name, row in zip(names, matrix, strict=True))
             write_table(f"{measure}.csv", [measure, *names], lines_of)
-    return written + draw(comparison, out)
+    written += draw(comparison, out)
+    for name in _SOMETIMES:
+        if out / name not in written:  # of an earlier run with other labels
+            (out / name).unlink(missing_ok=True)
+    return written
 
 
 def _cell(value: Any) -> Any:

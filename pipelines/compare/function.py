@@ -7,9 +7,10 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from extract import defaults
+from extract.errors import InputError
+from extract.system.optional_libraries import library
 from pipelines.compare.comparison import Comparison
 from pipelines.compare.config import CompareConfig
-from pipelines.compare.job import compare as run_compare
 from pipelines.terminal.config import checked
 
 __all__ = ["compare"]
@@ -73,6 +74,8 @@ def compare(
         KeyboardInterrupt: Ctrl-C, when the batch in progress is stored.
         LayertapError: see `extract_features`.
     """
+    if wrong := [name for name in tasks or {} if "=" in name]:
+        raise InputError(f"tasks: the name {wrong[0]!r} has the character =")
     given = {
         "images": os.fspath(images),
         "backbones": backbones if isinstance(backbones, str) else list(backbones),
@@ -94,6 +97,9 @@ def compare(
         "device": device,
         "seed": seed,
     }
+    library("matplotlib", "figures", "layertap.compare")
+    from pipelines.compare.job import compare as run_compare
+
     comparison, _ = run_compare(checked(CompareConfig, given), _to_stderr if progress else None)
     if comparison.signal:
         raise KeyboardInterrupt

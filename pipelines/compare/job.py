@@ -53,16 +53,17 @@ def compare(config: CompareConfig, print_line: Callable[[str], None] | None) -> 
     """
     say = print_line or (lambda text: None)
     candidates = candidates_of(config.backbones, config.table)
-    sample = check_out(config.folder)
+    is_new, sample = check_out(config.folder)
     images = list_images(config.images, config.limit)
     for note in images.notes:
         say(f"note: {printable(note)}")
     members = _members(config, candidates)
     with signals_held() as received:
-        is_new = sample is None and not any(member.out.exists() for member in members)
         if config.budget is not None and is_new:
             say(f"measuring {len(members)} backbones")
             sample = sample_for(images, members, config.budget, config.seed, say, lambda: bool(received))
+            if received:
+                return Comparison([], signal=received[0]), []
         elif config.budget is not None:
             say("the same images are used as in the earlier run, and --budget has no effect")
         if sample is not None:
@@ -70,7 +71,7 @@ def compare(config: CompareConfig, print_line: Callable[[str], None] | None) -> 
         has_labels, why_no_labels = _has_labels(config, images)
         if why_no_labels:
             say(f"note: {printable(why_no_labels)}")
-        mark_out(config.folder, sample)
+        mark_out(config.folder, is_new, sample)
         say(f"images    {len(images):,} in {images.root}; {len(members)} backbones")
         runs = {} if received else _extract(config, members, images, received, shown=print_line is not None)
     if received:

@@ -39,6 +39,8 @@ def run_export(
         path = FORMATS[to].default_path(out.resolve(), to)
     else:
         raise InputError(f"{out} is in a bucket", hint="name an output file on this machine with -o")
+    if images is not None and thumbnails_px is None:
+        raise InputError("--images is for thumbnails", hint="add --thumbnails PX")
     with contextlib.ExitStack() as stack:
         reader = stack.enter_context(FeatureReader(out))
         pictures = None

@@ -14,6 +14,7 @@ from pipelines.terminal.pictures import Pictures
 
 __all__ = ["thumbnails"]
 
+_FIRST = 16  # images that are looked for before the export
 _QUALITY = 85  # of JPEG
 
 
@@ -37,6 +38,13 @@ def thumbnails(
     source = Pictures(reader, root, range(len(reader)), images)
     if source.why_not:
         raise InputError(f"no thumbnails: {source.why_not}")
+
+    sample = [source.picture(row, side_px) for row in range(min(_FIRST, len(reader)))]
+    if not any(picture is not None for picture, _ in sample):
+        raise InputError(
+            f"no thumbnails: none of the first {len(sample)} images can be read: {sample[0][1]}",
+            hint="name their place: --images",
+        )
 
     def encoded(row: int) -> bytes | None:
         picture, _ = source.picture(row, side_px)

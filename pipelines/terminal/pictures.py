@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -40,6 +41,7 @@ class Pictures:
         most = recorded.get("max_pixels")
         self._max_pixels = most if type(most) is int and most > 0 else defaults.MAX_PIXELS
         self._hashes = reader.column("source_hash")
+        self._reading = threading.Lock()
         self._place = {row: place for place, row in enumerate(rows)}
         self.why_not = ""
         try:
@@ -94,7 +96,8 @@ class Pictures:
         if self.why_not:
             return None, "not available"
         try:
-            data, _ = self._source.read(self._place[row])
+            with self._reading:  # archives close files that other threads may read
+                data, _ = self._source.read(self._place[row])
         except FileNotFoundError:
             return None, "no such file"
         except (OSError, ValueError, LayertapError) as error:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from extract import FeatureReader, InputError, load_backbone
+from extract import FeatureReader, InputError, UnknownNameError, load_backbone
 from extract.analysis.alikeness import alikeness
 from extract.analysis.probe.metrics import mcnemar
 from extract.extraction.several import Member
@@ -350,6 +350,23 @@ def test_a_budget_takes_a_sample_and_keeps_it(made: Path, tmp_path: Path, monkey
     assert results(tmp_path / "all")["sample"] is None
 
 
+def test_an_interrupted_measurement_leaves_the_sample_open(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sample, "costs_of", lambda *_: Costs(fixed_s=0.0, image_s=0.1))
+    monkeypatch.setattr(sample, "_LEAST", 10)
+    (tmp_path / "none.csv").write_text("backbone\ntimm/nothing\n")
+    of = ("compare", made / "pictures", *QUICK, "-o", tmp_path / "out")
+    assert "no backbone could be used" in fails(*of, "--from", tmp_path / "none.csv")  # a folder without data sets
+    assert layertap(*of, "--from", made / "backbones.csv", "--budget", "6s").exit_code == 0
+    assert results(tmp_path / "out")["sample"]["images"] == 60
+    one = tmp_path / "one.csv"
+    one.write_text("backbone,weights,name\ntimm/test_efficientnet,random,efficientnet\n")
+    result = layertap(*of, "--from", one, "--budget", "3s")  # another backbone: the same images
+    assert result.exit_code == 0, result.output
+    assert results(tmp_path / "out")["sample"]["images"] == 60
+
+
 def test_costs_are_measured(made: Path, tmp_path: Path) -> None:
     images = list_images(made / "pictures")
     settings = CompareConfig(images="x", workers=0, compile="off").settings()
@@ -361,6 +378,8 @@ def test_costs_are_measured(made: Path, tmp_path: Path) -> None:
     two = costs_of(images, [member("timm/test_resnet"), member("timm/nothing"), member("timm/resnet18")], 0)
     assert 0 < one.fixed_s < two.fixed_s
     assert 0 < one.image_s < two.image_s
+    with pytest.raises(UnknownNameError, match="timm/nothing"):
+        costs_of(images, [member("timm/nothing")], 0)
 
 
 def test_from_python(made: Path, compared: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -43,6 +43,11 @@ def test_thumbnails_are_small_pictures_of_the_rows(folder: Path, data_set: Path,
 def test_exports_without_pictures_are_refused(folder: Path, data_set: Path, tmp_path: Path) -> None:
     message = "the format npy has no pictures; formats with pictures: parquet, hf"
     assert message in fails("export", data_set, "--to", "npy", "--thumbnails", 32)
+    assert "--images is for thumbnails" in fails("export", data_set, "--to", "parquet", "--images", folder)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "x.txt").write_text("")
+    of = ("export", data_set, "--to", "parquet", "--thumbnails", 32, "--images", tmp_path / "other")
+    assert "none of the first 12 images can be read: no such file" in fails(*of)
     folder.rename(tmp_path / "moved")
     of = ("export", data_set, "--to", "parquet", "--thumbnails", 32, "-o", tmp_path / "a.parquet")
     assert "no thumbnails: the images are not in" in fails(*of)

@@ -41,6 +41,8 @@ def test_features_are_those_of_embed(folder: Path, paths: list[str], tmp_path: P
     np.testing.assert_array_equal(transformer.transform(paths[::-1]), expected[::-1])  # in the given order
     pictures = [Image.open(path) for path in paths]
     np.testing.assert_array_equal(transformer.transform(pictures), expected)
+    np.testing.assert_array_equal(transformer.transform(np.array(paths)), expected)
+    assert transformer.transform([]).shape == (0, expected.shape[1])
     names = transformer.get_feature_names_out()
     assert len(names) == transformer.n_features_out_ == expected.shape[1]
     assert (names[0], names[-1]) == ("layer1_0", f"embedding_{reader['embedding'].shape[1] - 1}")

@@ -96,7 +96,8 @@ def test_labels_come_from_targets_or_from_the_items(folder: Path, tmp_path: Path
     assert listed.labels.tolist() == [row % 3 for row in range(12)]
     assert listed.classes == ["0", "1", "2"]
     assert dataset.reads == 13  # the first one also to check its picture
-    dataset.targets = torch.tensor([row % 2 for row in range(12)])  # type: ignore[attr-defined]
+    dataset.values = [row % 2 for row in range(12)]
+    dataset.targets = torch.tensor(dataset.values)  # type: ignore[attr-defined]
     dataset.classes = ["even", "odd"]  # type: ignore[attr-defined]
     dataset.reads = 0
     listed = list_dataset(dataset)
@@ -114,7 +115,7 @@ def test_labels_come_from_targets_or_from_the_items(folder: Path, tmp_path: Path
     with pytest.warns(UserWarning, match="labels of type dict are not stored"):
         extract_features(Pairs(folder, [{"box": 1}] * 12), out=tmp_path / "out", backbone=backbone, **QUICK).close()
     dataset.targets = dict.fromkeys(range(12), 1)  # type: ignore[attr-defined]
-    assert list_dataset(dataset).labels.tolist() == [row % 3 for row in range(12)]  # from the items
+    assert list_dataset(dataset).labels.tolist() == [row % 2 for row in range(12)]  # from the items
 
 
 def test_a_picture_that_cannot_be_read_is_a_failed_row(folder: Path, tmp_path: Path, backbone: Backbone) -> None:
@@ -125,6 +126,41 @@ def test_a_picture_that_cannot_be_read_is_a_failed_row(folder: Path, tmp_path: P
         ((row, path, status, reason),) = reader.failures
         assert (row, path, status) == (3, "03", "decode error")
         assert "cannot identify image file" in reason
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_whatever_a_dataset_raises_is_a_failed_row(
+    folder: Path, tmp_path: Path, backbone: Backbone, workers: int
+) -> None:
+    class Bad(Pairs):
+        def __getitem__(self, row: int) -> tuple[Image.Image, Any]:
+            if row in (2, 5):
+                raise {2: KeyError("no key"), 5: StopIteration()}[row]
+            return super().__getitem__(row)
+
+    of = QUICK | {"workers": workers}
+    with extract_features(Bad(folder, ["a", "b"] * 6), out=tmp_path / "out", backbone=backbone, **of) as reader:
+        assert [(row, reason) for row, _, _, reason in reader.failures] == [
+            (2, "KeyError: 'no key'"), (5, "StopIteration: StopIteration"),
+        ]  # fmt: skip
+        assert reader.labels.tolist() == [-1 if row in (2, 5) else row % 2 for row in range(12)]
+
+
+def test_odd_labels_and_classes(folder: Path) -> None:
+    twice = Pairs(folder, [row % 3 for row in range(12)])
+    twice.targets, twice.classes = twice.values, ["crane", ("x", "y"), "crane"]  # type: ignore[attr-defined]
+    listed = list_dataset(twice)
+    assert listed.classes == ["crane (0)", "x, y", "crane (2)"]
+    assert listed.labels.tolist() == [row % 3 for row in range(12)]
+    for odd in ([0.0, 1.5] * 6, [(), (1,)] * 6, [torch.tensor([1, 0])] * 12):
+        listed = list_dataset(Pairs(folder, odd))
+        assert listed.classes == []
+        assert "are not stored" in listed.notes[0]
+    files = Pairs(folder, [row % 2 for row in range(12)])
+    files.targets = [f"{row}.xml" for row in range(12)]  # type: ignore[attr-defined]
+    assert list_dataset(files).classes == ["0", "1"]  # from the items
+    with pytest.raises(InputError, match="one colour picture or several grey ones"):
+        list_dataset(np.zeros((40, 50, 3), np.uint8))
 
 
 def test_a_second_run_computes_nothing_and_refuses_other_pictures(
@@ -248,6 +284,12 @@ def test_images_of_hugging_face_are_found_again(
     ]
     with pytest.raises(InputError, match="a location that only the data set names"):
         listed_again("hfds://someone/photos", ["05"])
+    with pytest.raises(InputError, match="were in the memory of a program"):
+        listed_again("memory:list", ["05"], None)
+    (tmp_path / "remote").mkdir()
+    (tmp_path / "remote" / "README.md").write_text("---\nconfigs: [{config_name: a, data_files: 'http://h/x'}]\n---\n")
+    with pytest.raises(InputError, match="a location that only the data set names"):
+        listed_again(f"hfds://{tmp_path}/remote", ["05"])
     with pytest.raises(InputError, match="a dataset of Hugging Face has its own index"):
         write_plan(images, tmp_path / "plan")
 
