@@ -29,7 +29,7 @@ from extract.extraction.summary import Summary
 from extract.extraction.todo import batches_of, check_disk_space, check_same_images, work_of
 from extract.extraction.validation import Computation, validated_forward
 from extract.images import ImageList, load_batches
-from extract.images.datasets import IN_MEMORY, MapDataset, list_dataset
+from extract.images.datasets import MapDataset, is_in_memory, list_dataset
 from extract.images.loading import Load, stop_on_machine_errors
 from extract.store.format.dataset import BUILDING
 from extract.store.format.kept_axes import keep_axes
@@ -227,7 +227,7 @@ def extract(
         keep_axes(dataset.out, plan.choice.axes_files)  # first: `dataset.json` names them
         existing = dataset.open_or_create()
         root = dataset.images["root"]
-        if existing is not None and (existing.images["root"] != root or root.startswith(IN_MEMORY)):
+        if existing is not None and (existing.images["root"] != root or is_in_memory(root)):
             check_same_images(plan, existing)
         work = work_of(dataset, plan.images.source, retry_failed)
         summary.found = dataset.n_rows - sum(len(shard.rows) for shard in work)

@@ -21,10 +21,11 @@ from extract.images.csv_lists import Row, check_once, plain_path
 from extract.images.hugging_face import is_hugging_face, list_opened
 from extract.images.image_list import Images, labels_from_values
 from extract.images.sources import UNKNOWN, Files
+from extract.system.urls import is_url
 
-__all__ = ["IN_MEMORY", "MapDataset", "list_dataset"]
+__all__ = ["MapDataset", "is_in_memory", "list_dataset"]
 
-IN_MEMORY = "memory:"  # how the root of images starts that only a program has
+_IN_MEMORY = "memory:"  # how the root of images starts that only a program has
 
 _TARGETS = ("targets", "labels", "_labels")  # where torchvision's datasets have the labels of all images
 
@@ -34,6 +35,11 @@ class MapDataset(Protocol):
 
     def __len__(self) -> int: ...
     def __getitem__(self, row: Any, /) -> Any: ...
+
+
+def is_in_memory(root: str) -> bool:
+    """Return whether the root of images is that of a dataset of a program; `memory://` is a URL."""
+    return root.startswith(_IN_MEMORY) and not is_url(root)
 
 
 def list_dataset(dataset: MapDataset) -> Images:
@@ -50,7 +56,7 @@ def list_dataset(dataset: MapDataset) -> Images:
     """
     kind = type(dataset).__name__
     if is_hugging_face(dataset):
-        return list_opened(dataset, IN_MEMORY + kind)
+        return list_opened(dataset, _IN_MEMORY + kind)
     is_map_style = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__") and not isinstance(dataset, Mapping)
     if not is_map_style:
         raise InputError(
@@ -70,7 +76,7 @@ def list_dataset(dataset: MapDataset) -> Images:
     as_picture(_picture_in(first), f"the first item of the {kind}")
     labels, classes, notes = _labels_of(dataset, first, count)
     paths = [f"{row:0{len(str(count - 1))}d}" for row in range(count)]
-    return Images(IN_MEMORY + kind, paths, labels, classes, [""] * count, DatasetRows(dataset), notes=notes)
+    return Images(_IN_MEMORY + kind, paths, labels, classes, [""] * count, DatasetRows(dataset), notes=notes)
 
 
 def _list_paths(paths: Sequence[str]) -> Images:

@@ -16,7 +16,7 @@ from extract.errors import InputError, LayertapError
 from extract.images.archives import list_archives
 from extract.images.arrays import list_array
 from extract.images.csv_lists import list_table, plain_path
-from extract.images.datasets import IN_MEMORY
+from extract.images.datasets import is_in_memory
 from extract.images.folders import list_folder
 from extract.images.hugging_face import is_on_disk, list_hugging_face
 from extract.images.image_list import Images
@@ -80,7 +80,7 @@ def listed_again(dataset_root: str, paths: Sequence[str], images: str | None = N
         InputError, LayertapError: as for `list_images`.
     """
     root = images or dataset_root
-    if root.startswith(IN_MEMORY):
+    if is_in_memory(root):
         raise InputError("the images of this data set were in the memory of a program, and are not stored")
     if not images and (servers := _servers(root, paths)):
         raise InputError(
