@@ -108,6 +108,8 @@ class LayerFeatures(_base.TransformerMixin, _base.BaseEstimator):  # type: ignor
         """Yield pictures in order; files are decoded by threads."""
         if isinstance(images, str | os.PathLike):
             raise InputError(f"X is one path, {os.fspath(images)}; expected a sequence of paths or pictures")
+        if self.batch_size < 1:
+            raise InputError(f"batch_size is {self.batch_size}; it must be at least 1")
         if isinstance(images, np.ndarray) and images.dtype.kind in "OU":  # of paths, or of pictures of several sizes
             images = images.tolist()
         given = iter(each_picture(images))

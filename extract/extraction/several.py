@@ -19,8 +19,8 @@ from extract.extraction.plan import Plan, plan
 from extract.extraction.run import extract
 from extract.extraction.settings import ExtractionSettings
 from extract.images import ImageList
+from extract.images.fetched_once import FetchedOnce
 from extract.images.kept_batches import KeptBatches
-from extract.images.kept_bytes import KeptBytes
 from extract.images.loading import Load
 from extract.store.format.dataset import DataSet, shard_rows_for
 from extract.system.foreign_code import own_faults_refused
@@ -50,7 +50,7 @@ class Member:
 
 @dataclass
 class MemberRun:
-    """What became of a member.
+    """Outcome of a member.
 
     Attributes:
         error: why it has no complete data set; None: it has one, or the run was stopped.
@@ -94,8 +94,8 @@ def extract_several(
         images: listed images.
         members: the extractions; their names and folders differ.
         scratch: existing folder for decoded and fetched images, which are deleted at the end.
-        kept_bytes: limit for the decoded images of a shard, which limits the rows of shards of new data sets; at most
-            half of the free space of the disk is used.
+        kept_bytes: limit for the decoded images of a shard, with half of the free space of the disk; it limits the rows
+            of shards of new data sets, if none of the data sets exists.
         on_member: called before a member computes rows, with its name and the rows of the shard.
         on_failure: called with the name of a member that fails, and why.
         on_rows: called with a number of rows, and whether earlier runs have stored them; rows of unfinished shards are
@@ -104,7 +104,7 @@ def extract_several(
         stop: see `extract`.
 
     Returns:
-        name -> what became of it.
+        name -> its outcome.
 
     Raises:
         LockedError: another process writes to a folder.
@@ -152,7 +152,7 @@ def extract_several(
         for shard in range(-(-len(images) // rows)):
             here = range(shard * rows, min((shard + 1) * rows, len(images)))
             with _folder_in(scratch) as folder:
-                source = KeptBytes(images.source, folder) if len(groups) > 1 else None
+                source = FetchedOnce(images.source, folder) if len(groups) > 1 else None
                 for group in groups.values():
                     with KeptBatches(folder, source, stop) as kept:
                         if any(compute(member, shard, here, rows, kept.load) for member in group):

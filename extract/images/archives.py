@@ -21,10 +21,9 @@ from typing import Any, BinaryIO
 
 from extract.credentials import without_credentials
 from extract.errors import InputError, LayertapError, first_line
-from extract.images.decoding import decode
 from extract.images.folders import pick_images
 from extract.images.image_list import Images, is_litter, labels_from_folders, labels_from_values, order_of
-from extract.images.sources import UNKNOWN, PackedNames, check_file_size, integers, read_remote
+from extract.images.sources import UNKNOWN, ImageSource, PackedNames, check_file_size, integers, read_remote
 from extract.images.web_folders import decoded
 from extract.system.similar_paths import did_you_mean
 from extract.system.urls import file_system, http_status, is_http, is_missing, is_url, server_answer, without_query
@@ -65,10 +64,8 @@ class _Member:
     mtime_ns: int = UNKNOWN
 
 
-class Members:
+class Members(ImageSource):
     """ImageSource of the members of archives."""
-
-    decode = staticmethod(decode)  # see `ImageSource`
 
     def __init__(self, archives: Sequence[str], members: Sequence[_Member], zipped: bool):
         self._archives, self._zipped = PackedNames(archives), zipped

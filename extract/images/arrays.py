@@ -15,6 +15,7 @@ from extract import defaults
 from extract.errors import InputError, LayertapError, first_line
 from extract.images.decoding import to_picture
 from extract.images.image_list import Images, labels_from_values
+from extract.images.sources import ImageSource
 from extract.system.similar_paths import did_you_mean
 
 __all__ = ["list_array", "split_name"]
@@ -25,7 +26,29 @@ _MOST_PACKED = 1100  # largest compression ratio accepted; deflate reaches at mo
 _LABELS = ("label", "labels")  # names of an array beside the pictures with their classes, integers or text
 
 
-class ArrayRows:
+class PixelRows(ImageSource):
+    """ImageSource whose bytes are pixels, after a line with height, width and channels."""
+
+    @staticmethod
+    def encode(pixels: NDArray[np.uint8]) -> bytes:
+        """Return the bytes of a picture (H, W) or (H, W, C)."""
+        height, width, channels = (*pixels.shape, 1)[:3]
+        return f"{height} {width} {channels}\n".encode() + pixels.tobytes()
+
+    def decode(
+        self, data: bytes, max_pixels: int, min_decode_px: int = 0, orientation: str = defaults.ORIENTATION,
+        icc: str = defaults.ICC,
+    ) -> Image.Image:  # fmt: skip
+        """See `ImageSource`."""
+        shape, _, pixels = data.partition(b"\n")
+        height, width, channels = map(int, shape.split())
+        if height * width > max_pixels:
+            raise ValueError(f"{width}x{height} pixels; --max-pixels sets the limit")
+        array = np.frombuffer(pixels, np.uint8).reshape(height, width, channels)
+        return to_picture(Image.fromarray(array[:, :, 0] if channels == 1 else array))
+
+
+class ArrayRows(PixelRows):
     """Rows of an array of pictures, (N, H, W, C), (N, C, H, W) or (N, H, W); each process opens the file itself."""
 
     def __init__(self, path: str, name: str, axes: str):
@@ -41,48 +64,17 @@ class ArrayRows:
         return self._opened[1]
 
     def read(self, row: int) -> tuple[bytes, int]:
-        """See `ImageSource`; the bytes are a line with height, width and channels, then the pixels."""
+        """See `ImageSource`."""
         mtime_ns = os.stat(self._path).st_mtime_ns  # noqa: PTH116
         pixels: NDArray[np.uint8] = np.asarray(self._array()[row])
         if self._axes == "CHW":
             pixels = pixels.transpose(1, 2, 0)
-        return bytes_of_pixels(pixels), mtime_ns
-
-    def decode(
-        self, data: bytes, max_pixels: int, min_decode_px: int = 0, orientation: str = defaults.ORIENTATION,
-        icc: str = defaults.ICC,
-    ) -> Image.Image:  # fmt: skip
-        """See `ImageSource`."""
-        return picture_of_bytes(data, max_pixels)
-
-    def is_remote(self, row: int) -> bool:
-        """See `ImageSource`."""
-        return False
+        return self.encode(pixels), mtime_ns
 
     def check_there(self) -> None:
         """See `ImageSource`."""
         if not Path(self._path).is_file():
             raise LayertapError(f"{self._path} is missing. Stored rows are safe", hint="run again when it is available")
-
-
-def bytes_of_pixels(pixels: NDArray[np.uint8]) -> bytes:
-    """Return the pixels (H, W) or (H, W, C) of a picture as bytes, after a line with height, width and channels."""
-    height, width, channels = (*pixels.shape, 1)[:3]
-    return f"{height} {width} {channels}\n".encode() + pixels.tobytes()
-
-
-def picture_of_bytes(data: bytes, max_pixels: int) -> Image.Image:
-    """Return the RGB picture of `bytes_of_pixels`.
-
-    Raises:
-        ValueError: it has more than `max_pixels` pixels.
-    """
-    shape, _, pixels = data.partition(b"\n")
-    height, width, channels = map(int, shape.split())
-    if height * width > max_pixels:
-        raise ValueError(f"{width}x{height} pixels; --max-pixels sets the limit")
-    array = np.frombuffer(pixels, np.uint8).reshape(height, width, channels)
-    return to_picture(Image.fromarray(array[:, :, 0] if channels == 1 else array))
 
 
 def split_name(where: str) -> tuple[str, str]:

@@ -12,12 +12,10 @@ from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
 
-from extract import defaults
 from extract.errors import InputError, first_line
-from extract.images.arrays import bytes_of_pixels, picture_of_bytes
-from extract.images.csv_lists import Row, check_once, plain_path
+from extract.images.arrays import PixelRows
+from extract.images.csv_lists import plain_path
 from extract.images.hugging_face import is_hugging_face, list_opened
 from extract.images.image_list import Images, labels_from_values
 from extract.images.sources import UNKNOWN, Files
@@ -25,7 +23,7 @@ from extract.system.urls import is_url
 
 __all__ = ["MapDataset", "is_in_memory", "list_dataset"]
 
-_IN_MEMORY = "memory:"  # how the root of images starts that only a program has
+_IN_MEMORY = "memory:"  # start of the root of images that exist only in a program
 
 _TARGETS = ("targets", "labels", "_labels")  # where torchvision's datasets have the labels of all images
 
@@ -68,10 +66,12 @@ def list_dataset(dataset: MapDataset) -> Images:
     shape = tuple(getattr(dataset, "shape", ()))
     if len(shape) == 3 and shape[-1] in (3, 4):
         raise InputError(f"images of shape {shape}: one colour picture or several grey ones?", hint="pass [picture]")
+    if hasattr(dataset, "iloc"):  # a Series of pandas, whose [] takes keys
+        dataset = list(dataset)  # type: ignore[call-overload]
     first = dataset[0]
     if isinstance(first, str | os.PathLike):
-        return _list_paths([os.fspath(dataset[row]) for row in range(count)])
-    from extract.images.pictures import as_picture
+        return _list_paths([dataset[row] for row in range(count)])
+    from extract.images.pictures import as_picture  # imports torch
 
     as_picture(_picture_in(first), f"the first item of the {kind}")
     labels, classes, notes = _labels_of(dataset, first, count)
@@ -79,13 +79,15 @@ def list_dataset(dataset: MapDataset) -> Images:
     return Images(_IN_MEMORY + kind, paths, labels, classes, [""] * count, DatasetRows(dataset), notes=notes)
 
 
-def _list_paths(paths: Sequence[str]) -> Images:
-    folder = str(Path.cwd())
-    rows = sorted(Row(os.fsencode(plain_path(path)), place, None, "") for place, path in enumerate(paths))
-    for before, row in itertools.pairwise(rows):
-        check_once("images", before, row)
-    names = [os.fsdecode(row.path) for row in rows]
-    none = np.full(len(names), -1, np.int64)
+def _list_paths(paths: Sequence[Any]) -> Images:
+    if other := next((path for path in paths if not isinstance(path, str | os.PathLike)), None):
+        raise InputError(
+            f"images: paths, and an item of type {type(other).__name__}; expected paths only, or pictures only"
+        )
+    names = sorted((plain_path(os.fspath(path)) for path in paths), key=os.fsencode)
+    if twice := next((name for name, following in itertools.pairwise(names) if name == following), None):
+        raise InputError(f"images: {twice} is given twice; expected each path only once")
+    none, folder = np.full(len(names), -1, np.int64), str(Path.cwd())
     return Images(folder, names, none, [], [""] * len(names), Files(folder, names, anywhere=True))
 
 
@@ -95,10 +97,7 @@ def _picture_in(item: Any) -> Any:
 
 def _labels_of(dataset: Any, first: Any, count: int) -> tuple[NDArray[np.int64], list[str], tuple[str, ...]]:
     """Return labels, classes and notes of a dataset."""
-    base = dataset.dataset if _is_subset(dataset) else dataset
-    values = next((found for name in _TARGETS if _is_list(found := getattr(base, name, None), len(base))), None)
-    if values is not None and base is not dataset:
-        values = [values[row] for row in dataset.indices]
+    values, names = _targets_of(dataset)
     in_items = isinstance(first, tuple | list) and len(first) > 1
     if values is not None and in_items:
         with suppress(Exception):  # values of any type
@@ -110,11 +109,19 @@ def _labels_of(dataset: Any, first: Any, count: int) -> tuple[NDArray[np.int64],
     if other := [type(value).__name__ for value in plain if not isinstance(value, int | str | None)]:
         note = f"labels of type {other[0]} are not stored; classes are integers or text"
         return np.full(count, -1, np.int64), [], (note,)
-    names = getattr(base, "classes", None)
     numbers = [value for value in plain if isinstance(value, int)]
     if isinstance(names, Sequence) and len(numbers) == count and -1 <= min(numbers) <= max(numbers) < len(names):
         return np.array(numbers, np.int64), _unique(names), ()
     return *labels_from_values(plain), ()
+
+
+def _targets_of(dataset: Any) -> tuple[Sequence[Any] | None, Any]:
+    """Return the labels of all items, and the names of the classes, as torchvision's datasets have them, or None."""
+    if isinstance(getattr(dataset, "indices", None), Sequence) and hasattr(dataset, "dataset"):  # Subset of PyTorch
+        values, names = _targets_of(dataset.dataset)
+        return (None if values is None else [values[row] for row in dataset.indices]), names
+    values = next((found for name in _TARGETS if _is_list(found := getattr(dataset, name, None), len(dataset))), None)
+    return values, getattr(dataset, "classes", None)
 
 
 def _label_of(dataset: Any, row: int) -> Any:
@@ -131,11 +138,6 @@ def _unique(names: Sequence[Any]) -> list[str]:
     return [text if counts[text] == 1 else f"{text} ({number})" for number, text in enumerate(texts)]
 
 
-def _is_subset(dataset: Any) -> bool:
-    """Return whether a dataset is a `torch.utils.data.Subset`."""
-    return hasattr(dataset, "indices") and hasattr(dataset, "dataset")
-
-
 def _is_list(values: Any, count: int) -> bool:
     is_array = hasattr(values, "tolist") and getattr(values, "ndim", 0) > 0
     return (isinstance(values, Sequence) or is_array) and len(values) == count
@@ -146,14 +148,14 @@ def _plain(value: Any) -> Any:
     return value.item() if hasattr(value, "item") and getattr(value, "ndim", 1) == 0 else value
 
 
-class DatasetRows:
+class DatasetRows(PixelRows):
     """ImageSource of the pictures of a map-style dataset."""
 
     def __init__(self, dataset: MapDataset):
         self._dataset = dataset
 
     def read(self, row: int) -> tuple[bytes, int]:
-        """See `ImageSource`; the bytes are those of the RGB pixels."""
+        """See `ImageSource`; the pixels are RGB."""
         from extract.images.pictures import as_picture
 
         try:
@@ -162,18 +164,4 @@ class DatasetRows:
             raise
         except Exception as error:  # code of the user; any other type would end the run
             raise ValueError(f"{type(error).__name__}: {first_line(error)}") from error
-        return bytes_of_pixels(np.asarray(picture)), UNKNOWN
-
-    def decode(
-        self, data: bytes, max_pixels: int, min_decode_px: int = 0, orientation: str = defaults.ORIENTATION,
-        icc: str = defaults.ICC,
-    ) -> Image.Image:  # fmt: skip
-        """See `ImageSource`."""
-        return picture_of_bytes(data, max_pixels)
-
-    def is_remote(self, row: int) -> bool:
-        """See `ImageSource`."""
-        return False
-
-    def check_there(self) -> None:
-        """See `ImageSource`."""
+        return self.encode(np.asarray(picture)), UNKNOWN

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from extract.errors import InputError, first_line
-from extract.images.decoding import decode
 from extract.images.image_list import SPLITS, Images, labels_from_values
-from extract.images.sources import UNKNOWN, Files
+from extract.images.sources import UNKNOWN, Files, ImageSource
 from extract.system.optional_libraries import library
+from extract.system.similar_paths import did_you_mean
 from extract.system.urls import is_url
 
 __all__ = ["PROTOCOL", "is_hugging_face", "is_on_disk", "list_hugging_face", "list_opened"]
@@ -23,7 +23,7 @@ _LABELS = ("label", "labels")
 
 def is_hugging_face(dataset: object) -> bool:
     """Return whether an object is a dataset of the library `datasets`."""
-    opened = sys.modules.get("datasets")  # without the library, there is none of its objects
+    opened = sys.modules.get("datasets")  # if the library is not imported, no object is one of its own
     names = ("Dataset", "DatasetDict", "IterableDataset", "IterableDatasetDict")
     kinds = tuple(kind for name in names if isinstance(kind := getattr(opened, name, None), type))
     return bool(kinds) and hasattr(opened, "load_from_disk") and isinstance(dataset, kinds)
@@ -51,6 +51,8 @@ def list_hugging_face(where: str) -> Images:
     datasets = library("datasets", "datasets", PROTOCOL)
     name, split, column = _parts(where.removeprefix(PROTOCOL))
     folder = Path(name)
+    if not folder.exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):  # no name of the hub
+        raise InputError(f"{where}: no such folder", hint=did_you_mean(name))
     try:
         opened = datasets.load_from_disk(name) if _is_saved(folder) else datasets.load_dataset(name)
     except Exception as error:  # each reader raises its own errors
@@ -79,8 +81,8 @@ def _parts(name: str) -> tuple[str, str, str]:
 def list_opened(opened: Any, root: str, column: str = "") -> Images:
     """List the images of a `Dataset`, or of all splits of a `DatasetDict`.
 
-    Paths are row numbers, after the name of the split if there are several. Labels are those of the column `label`, or
-    of the only column of type `ClassLabel`.
+    Paths are row numbers, after the name of the split if there are several; train, validation and test are the splits
+    of the rows. Labels are those of the column `label` or `labels`, or of the only column of type `ClassLabel`.
 
     Args:
         opened: the dataset.
@@ -142,18 +144,14 @@ def _labels_of(part: Any) -> tuple[list[Any], tuple[str, ...], str]:
         return [None] * len(part), (), several if labels else ""
     feature, values = part.features[chosen], part.with_format("arrow")[:][chosen].to_pylist()
     if type(feature).__name__ == "ClassLabel":
-        names = [*feature.names, None]
-        return (
-            [names[-1 if value not in range(len(feature.names)) else value] for value in values],
-            tuple(feature.names),
-            "",
-        )
+        names = dict(enumerate(feature.names))
+        return [names.get(value) for value in values], tuple(feature.names), ""
     if all(isinstance(value, str | int | None) for value in values):
         return values, (), ""
     return [None] * len(part), (), f"no labels: the column {chosen} has neither numbers nor text"
 
 
-class HuggingFaceRows:
+class HuggingFaceRows(ImageSource):
     """ImageSource of the encoded images of datasets, one after the other.
 
     Args:
@@ -177,12 +175,3 @@ class HuggingFaceRows:
         if value is None:
             raise FileNotFoundError
         return value, UNKNOWN
-
-    decode = staticmethod(decode)  # see `ImageSource`
-
-    def is_remote(self, row: int) -> bool:
-        """See `ImageSource`."""
-        return False
-
-    def check_there(self) -> None:
-        """See `ImageSource`."""

@@ -51,7 +51,10 @@ class KeptBatches:
         self, folder: Path, source: ImageSource | None = None, stop: Callable[[], bool] = lambda: False
     ) -> None:
         self._folder, self._source, self._stop = folder, source, stop
-        self._file, self._end = tempfile.TemporaryFile(dir=folder, buffering=0), 0  # noqa: SIM115 (see __exit__)
+        try:
+            self._file, self._end = tempfile.TemporaryFile(dir=folder, buffering=0), 0  # noqa: SIM115 (see __exit__)
+        except OSError as error:
+            raise self._not_kept(error) from error
         self._kept: dict[tuple[int, ...], _Kept] = {}
 
     def load(self, images: ImageList, batches: Iterable[list[int]], decoding: Decoding) -> Generator[Batch, None, None]:
@@ -81,14 +84,17 @@ class KeptBatches:
             while self._end < start + len(content):
                 self._end += os.pwrite(self._file.fileno(), content[self._end - start :], self._end)
         except OSError as error:
-            raise MachineError(
-                f"{self._folder}: decoded images cannot be kept: {error.strerror}. Stored rows are safe",
-                hint="free space on this disk, and run again",
-            ) from error
+            raise self._not_kept(error) from error
         without = batch._replace(images=torch.empty(0))
         if self._end // _RELEASED_BYTES > start // _RELEASED_BYTES:
             release_freed_memory()
         self._kept[tuple(batch.rows.tolist())] = _Kept(without, start, batch.images.shape, batch.images.dtype)
+
+    def _not_kept(self, error: OSError) -> MachineError:
+        return MachineError(
+            f"{self._folder}: decoded images cannot be kept: {error.strerror}. Stored rows are safe",
+            hint="free space on this disk, and run again",
+        )
 
     def _read(self, kept: _Kept) -> Batch:
         images = torch.empty(kept.shape, dtype=kept.dtype)

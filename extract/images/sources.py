@@ -29,6 +29,7 @@ __all__ = [
     "Files",
     "ImageSource",
     "PackedNames",
+    "SourceOfSource",
     "TooLargeError",
     "UnreachableError",
     "check_file_size",
@@ -47,7 +48,7 @@ class BrokenListError(InputError):
 
 
 class ImageSource(Protocol):
-    """The bytes of images, by row."""
+    """The bytes of images, by row. What a class does not define itself is that of encoded local images."""
 
     def read(self, row: int) -> tuple[bytes, int]:
         """Return the bytes of an image and its modification time in nanoseconds, or `UNKNOWN`.
@@ -63,9 +64,11 @@ class ImageSource(Protocol):
         icc: str = defaults.ICC,
     ) -> Image.Image:  # fmt: skip
         """Decode these bytes to an RGB picture; settings and errors as for `extract.images.decode`."""
+        return decode(data, max_pixels, min_decode_px, orientation, icc)
 
     def is_remote(self, row: int) -> bool:
         """Return whether the bytes of an image are behind a URL."""
+        return False
 
     def check_there(self) -> None:
         """Check that the images as a whole still exist, after some could not be read.
@@ -73,6 +76,7 @@ class ImageSource(Protocol):
         Raises:
             LayertapError: they do not exist, for example because a disk was unmounted.
         """
+        return
 
 
 class PackedNames(Sequence[str]):
@@ -91,7 +95,7 @@ class PackedNames(Sequence[str]):
         return os.fsdecode(self._bytes[start : self._ends[row]].tobytes())
 
 
-class Files:
+class Files(ImageSource):
     """Files named relative to a folder or URL; if `anywhere`, names may also be absolute paths or URLs.
 
     Args:
@@ -102,8 +106,6 @@ class Files:
         encoded: whether names are percent-encoded, as the links of a page are. Otherwise they are file names, which are
             percent-encoded for a web server.
     """
-
-    decode = staticmethod(decode)  # see `ImageSource`
 
     def __init__(self, base: str, names: Sequence[str], *, anywhere: bool = False, encoded: bool = False):
         self._base, self._anywhere, self._encoded = base, anywhere, encoded
@@ -155,15 +157,15 @@ class Files:
             )
 
 
-class Chosen:
-    """Selected rows of another source."""
+class SourceOfSource(ImageSource):
+    """ImageSource that reads from another source; where it defines nothing else, with the same row numbers."""
 
-    def __init__(self, source: ImageSource, rows: Sequence[int]):
-        self._source, self._rows = source, integers(rows)
+    def __init__(self, source: ImageSource):
+        self._source = source
 
     def read(self, row: int) -> tuple[bytes, int]:
         """See `ImageSource`."""
-        return self._source.read(int(self._rows[row]))
+        return self._source.read(row)
 
     def decode(
         self, data: bytes, max_pixels: int, min_decode_px: int = 0, orientation: str = defaults.ORIENTATION,
@@ -174,11 +176,27 @@ class Chosen:
 
     def is_remote(self, row: int) -> bool:
         """See `ImageSource`."""
-        return self._source.is_remote(int(self._rows[row]))
+        return self._source.is_remote(row)
 
     def check_there(self) -> None:
         """See `ImageSource`."""
         self._source.check_there()
+
+
+class Chosen(SourceOfSource):
+    """Selected rows of another source."""
+
+    def __init__(self, source: ImageSource, rows: Sequence[int]):
+        super().__init__(source)
+        self._rows = integers(rows)
+
+    def read(self, row: int) -> tuple[bytes, int]:
+        """See `ImageSource`."""
+        return self._source.read(int(self._rows[row]))
+
+    def is_remote(self, row: int) -> bool:
+        """See `ImageSource`."""
+        return self._source.is_remote(int(self._rows[row]))
 
 
 class UnreachableError(OSError):

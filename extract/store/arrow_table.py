@@ -18,7 +18,6 @@ from extract.system.optional_libraries import library
 
 __all__ = ["ArrowRows", "RowPictures", "Rows", "Tables"]
 
-
 RowPictures = Callable[[int, int], Sequence[bytes | None]]
 
 
@@ -143,7 +142,7 @@ class Tables:
         return ArrowRows(self, _chosen(self, layers)).table()
 
     def to_pandas(self: Rows, layers: str | Sequence[str] | None = None) -> Any:
-        """Return all rows as a `pandas.DataFrame`, with an array for each feature; columns as of `to_arrow`.
+        """Return all rows as a `pandas.DataFrame`: the columns of `to_arrow`, and features as arrays.
 
         Raises:
             UnknownNameError: no such layer.
@@ -153,7 +152,7 @@ class Tables:
         return ArrowRows(self, _chosen(self, layers)).table().to_pandas()
 
     def to_polars(self: Rows, layers: str | Sequence[str] | None = None) -> Any:
-        """Return all rows as a `polars.DataFrame`, with columns of type Array for features; columns as of `to_arrow`.
+        """Return all rows as a `polars.DataFrame`: the columns of `to_arrow`, and features of type Array.
 
         Raises:
             UnknownNameError: no such layer.

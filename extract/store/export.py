@@ -83,8 +83,7 @@ def export(
         path.parent.mkdir(parents=True, exist_ok=True)
         with temporary_folder(path) as folder:
             output = folder / "export"
-            write = FORMATS[to].write
-            write(reader, output, names, on_rows, **({} if pictures is None else {"pictures": pictures}))
+            FORMATS[to].write(reader, output, names, on_rows, *([pictures] if FORMATS[to].has_pictures else []))
             for file in [output, *output.rglob("*")]:
                 if file.is_dir():
                     sync_folder(file)
@@ -173,7 +172,7 @@ def _to_npy(reader: FeatureReader, path: Path, names: Sequence[str], on_rows: _O
 
 
 def _to_parquet(
-    reader: FeatureReader, path: Path, names: Sequence[str], on_rows: _OnRows, pictures: RowPictures | None = None
+    reader: FeatureReader, path: Path, names: Sequence[str], on_rows: _OnRows, pictures: RowPictures | None
 ) -> None:
     parquet = library("pyarrow.parquet", "parquet", "Parquet")
     rows = ArrowRows(reader, names, pictures)
@@ -184,7 +183,7 @@ def _to_parquet(
 
 
 def _to_hugging_face(
-    reader: FeatureReader, path: Path, names: Sequence[str], on_rows: _OnRows, pictures: RowPictures | None = None
+    reader: FeatureReader, path: Path, names: Sequence[str], on_rows: _OnRows, pictures: RowPictures | None
 ) -> None:
     with HuggingFaceFolder(reader, names, reader.fingerprint, path, pictures) as folder:
         for start, stop, block in _blocks(reader, _PICTURES_AT_ONCE if pictures else _ROWS_AT_ONCE):
@@ -271,9 +270,9 @@ class Format:
     """An export format.
 
     Attributes:
-        write: writes some layers of a reader to a path; calls its last argument with numbers of rows.
+        write: writes some layers of a reader to a path: (reader, path, layers, on_rows), and pictures if it has them.
         is_folder: whether the path is a folder of several files.
-        has_pictures: whether `write` takes `pictures`.
+        has_pictures: whether there may be pictures.
     """
 
     write: Callable[..., None]

@@ -15,7 +15,7 @@ from extract.system.optional_libraries import library
 
 __all__ = ["HuggingFaceFolder"]
 
-_SPLITS = {"": "train", "train": "train", "val": "validation", "test": "test"}
+_SPLITS = {"": "other", "train": "train", "val": "validation", "test": "test"}
 _FILE_BYTES = 500 << 20  # of a Parquet file, about; the hub shows and streams files of this size well
 
 _CARD = """\
@@ -70,6 +70,7 @@ class HuggingFaceFolder(contextlib.ExitStack):
         self._parquet = library("pyarrow.parquet", "datasets", "a dataset folder of Hugging Face")
         self._reader, self._names, self._fingerprint, self._folder = reader, names, fingerprint, folder
         self._rows, self._has_pictures = ArrowRows(reader, names, pictures), pictures is not None
+        self._has_splits = any(reader.splits)
         self._files: dict[str, tuple[Any, int, int]] = {}  # split -> writer, number of the file, bytes in it
         self._schema = self._schema_with_types()
         (folder / "data").mkdir(parents=True)
@@ -92,7 +93,8 @@ class HuggingFaceFolder(contextlib.ExitStack):
     def write(self, start: int, stop: int, features: Sequence[Any]) -> None:
         """Write the rows of a range; `features`: (stop - start, *shape) of each name."""
         batch = self._rows.batch(start, stop, features)
-        splits = np.array([_SPLITS[split] for split in self._reader.splits[start:stop]])
+        given = self._reader.splits[start:stop]
+        splits = np.array([_SPLITS[split] if self._has_splits else "train" for split in given])
         for split in np.unique(splits).tolist():
             chosen = batch.take(np.flatnonzero(splits == split))
             self._writer(split, chosen.nbytes).write_batch(chosen)

@@ -194,7 +194,6 @@ const addDisputed = (part, task) => {
       add(line, "small", names.join(", "));
     }
   }
-  if (content.about_thumbnails) add(part, "p", content.about_thumbnails, {class: "quiet"});
 };
 
 addVerdict();
@@ -203,7 +202,8 @@ addSpeed();
 addSectionOfTasks("Layers", "", (task) => task.layers.length > compared.length, addLayerCurves);
 addAlikeness();
 addSectionOfTasks(
-  "Images on which backbones disagree most", "Test images, by the share of pairs of backbones that predict different classes.",
+  "Images on which backbones disagree most",
+  ["Test images, by the share of pairs of backbones that predict different classes.", content.about_thumbnails].join(" "),
   (task) => task.disputed.length, addDisputed,
 );
 document.documentElement.dataset.ready = "yes";

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from extract import defaults
 from pipelines.terminal.config import name_of
-from pipelines.terminal.units import finite, seconds
+from pipelines.terminal.units import Seconds
 
 if TYPE_CHECKING:
     from extract.extraction.settings import ExtractionSettings
@@ -55,7 +55,7 @@ class CompareConfig(BaseModel):
     workers: int = Field(defaults.WORKERS, strict=True, ge=0, description="Decoding processes; 0: main process.")
     device: str = Field(defaults.DEVICE, description="auto, cpu, cuda, cuda:N or mps.")
     limit: int | None = Field(None, strict=True, ge=1, description="Use only the first LIMIT images.")
-    budget: float | None = Field(
+    budget: Seconds | None = Field(
         None, gt=0, description="Time for computing the features: 10m, 2h. A sample of the images is drawn that fits."
     )
     test_fraction: float | None = Field(
@@ -64,16 +64,6 @@ class CompareConfig(BaseModel):
     seed: int = Field(
         defaults.SEED, strict=True, ge=0, lt=1 << 32, description="Seed of random weights and random choices."
     )
-
-    @field_validator("budget", mode="before")
-    @classmethod
-    def _parse_seconds(cls, value: Any) -> Any:
-        return seconds(value)
-
-    @field_validator("budget")
-    @classmethod
-    def _check_finite(cls, value: float | None) -> float | None:
-        return value if value is None else finite(value)
 
     @field_validator("tasks")
     @classmethod

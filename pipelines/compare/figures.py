@@ -38,7 +38,7 @@ def _quality(entry: Compared) -> float | None:
 
 
 def _speed(comparison: Comparison, entries: list[Compared]) -> Figure:
-    """Plot accuracy, or rank, against images/s; the line joins those that no other one beats in both."""
+    """Plot accuracy, or rank, against images/s; the line joins the backbones that no other one beats in both."""
     figure, axes = new_figure(7.5, 5.0)
     task = comparison.only_task
     rates = np.array([entry.images_per_s for entry in entries], np.float64)

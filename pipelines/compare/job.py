@@ -72,7 +72,7 @@ def compare(config: CompareConfig, print_line: Callable[[str], None] | None) -> 
         if why_no_labels:
             say(f"note: {printable(why_no_labels)}")
         mark_out(config.folder, is_new, sample)
-        say(f"images    {len(images):,} in {images.root}; {len(members)} backbones")
+        say(f"images    {len(images):,} in {printable(images.root)}; {len(members)} backbones")
         runs = {} if received else _extract(config, members, images, received, shown=print_line is not None)
     if received:
         return Comparison([], signal=received[0]), []
@@ -83,7 +83,7 @@ def compare(config: CompareConfig, print_line: Callable[[str], None] | None) -> 
         reasons = "\n".join(f"{entry.name}: {entry.error}" for entry in compared)
         errors = [run.error for run in runs.values() if run.error is not None]
         raise InputError(f"no backbone could be used\n{reasons}", hint=errors[0].hint if errors else "")
-    comparison.notes += [why_no_labels] if why_no_labels else []
+    comparison.notes += [*images.notes, *filter(None, [why_no_labels])]
     if random := [name for name, run in runs.items() if run.about.get("random")]:
         comparison.notes.append(f"random weights: {', '.join(random)}")
     files = []
@@ -131,7 +131,7 @@ def _members(config: CompareConfig, candidates: Sequence[Candidate]) -> list[Mem
 def _extract(
     config: CompareConfig, members: Sequence[Member], images: ImageList, received: list[int], *, shown: bool
 ) -> dict[str, MemberRun]:
-    """Compute the features of all members until a signal is received; return what became of each."""
+    """Compute the features of all members until a signal is received; return the outcome of each."""
     with Progress(len(images) * len(members), shown=shown) as progress:
         return extract_several(
             images,
@@ -150,6 +150,8 @@ def _compared(config: CompareConfig, candidate: Candidate, run: MemberRun) -> Co
     entry = Compared(candidate.name, candidate.spec, str(about.get("weights", candidate.weights or "")))
     entry.error = "" if run.error is None else run.error.message
     entry.parameters = about.get("parameters")
+    if run.error is None and not run.complete:
+        entry.error = "its data set is not complete"
     if run.complete:
         entry.error = _why_no_features(config.folder / candidate.name)
         entry.images_per_s = forward_rate(config.folder / candidate.name)

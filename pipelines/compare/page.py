@@ -46,6 +46,7 @@ def write_page(comparison: Comparison, out: Path, images: str) -> Path:
     disputed = [image for task in data["tasks"] for image in task["disputed"]]
     for task in data["tasks"]:
         task["metric_name"] = metric_name(task["metric"]).capitalize()
+        data["notes"] += [note if comparison.only_task else f"{task['name']}: {note}" for note in task["notes"]]
     data["classes"] = []  # an image may have a class in each task
     data["rows"] = {image["row"]: [image["path"], -1, ""] for image in disputed}
     data["thumbnails"] = ThumbnailSheets().as_json()

@@ -40,19 +40,20 @@ class Sample:
         """
         if len(images) != self.of:
             raise InputError(
-                f"the comparison uses a sample of {self.of:,} images, and {images.root} now has {len(images):,}",
-                hint="name another folder with -o",
+                f"the sample of this comparison was drawn from {self.of:,} images, and there are now {len(images):,}",
+                hint="compare the same images, or name another folder with -o",
             )
         rows = np.random.default_rng(self.seed).choice(self.of, self.images, replace=False)
         return images.select(sorted(rows.tolist()))
 
     @classmethod
     def of_json(cls, content: Any) -> Sample | None:
-        """Return the sample that was recorded in compare.json; None if there is none."""
+        """Return the sample that was recorded in compare.json; None without a valid one."""
         try:
-            return cls(**{name: int(content[name]) for name in asdict(cls(0, 0, 0))})
+            sample = cls(**{name: int(content[name]) for name in asdict(cls(0, 0, 0))})
         except (KeyError, TypeError, ValueError):
             return None
+        return sample if 0 < sample.images <= sample.of and sample.seed >= 0 else None
 
 
 def sample_for(

@@ -20,7 +20,7 @@ from pipelines.probe.report import probe_and_write
 
 __all__ = ["add_tasks"]
 
-_ROW, _ROWS = 6, 6  # images that are shown of all tasks: rows of so many
+_DISPUTED_IN_A_ROW, _DISPUTED_ROWS = 6, 6  # images that are shown; the rows are divided among the tasks
 
 
 def add_tasks(
@@ -94,7 +94,7 @@ def _task(
     chosen_on = ""
     if len(outcome.probed) > len(names):
         chosen_on = "validation images" if outcome.by_validation else "test images"
-    most = _ROW * max(1, _ROWS // max(1, len(config.tasks)))
+    most = _DISPUTED_IN_A_ROW * max(1, _DISPUTED_ROWS // max(1, len(config.tasks)))
     return Task(
         name, metric, len(rows), chosen_on, {backbone: scores[backbone] for backbone in ranked},
         [_layer(feature) for feature in outcome.probed], _disputed(outcome, ranked, rows, predicted, most),

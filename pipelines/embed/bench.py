@@ -26,7 +26,7 @@ from extract.extraction.run import extract
 from extract.extraction.settings import ExtractionSettings
 from extract.extraction.tuning import batch_rates, best_batch_size, decode_rate, pictures_of, ranked
 from extract.images import ImageList, Images, list_images
-from extract.images.sources import ImageSource
+from extract.images.sources import ImageSource, SourceOfSource
 from extract.system.leftovers import temporary_folder
 from extract.system.torch_state import evaluating, full_float32
 
@@ -243,11 +243,12 @@ def _repeated(images: ImageList, count: int) -> Images:
     return Images(images.root, paths, np.full(count, -1, np.int64), classes=[], splits=[""] * count, source=source)
 
 
-class _Repeated:
+class _Repeated(SourceOfSource):
     """A source that repeats the rows of another source."""
 
     def __init__(self, source: ImageSource, count: int):
-        self._source, self._count = source, count
+        super().__init__(source)
+        self._count = count
 
     def read(self, row: int) -> tuple[bytes, int]:
         """See `ImageSource`; the row number is appended to the bytes."""
@@ -264,10 +265,6 @@ class _Repeated:
     def is_remote(self, row: int) -> bool:
         """See `ImageSource`."""
         return self._source.is_remote(row % self._count)
-
-    def check_there(self) -> None:
-        """See `ImageSource`."""
-        self._source.check_there()
 
 
 def print_bench(result: Bench, echo: Callable[[str], None]) -> None:

@@ -15,7 +15,7 @@ from extract.images.index.image_index import is_plan
 from extract.sync.safety_limits import Guards
 from pipelines.embed.config import FeaturesConfig
 from pipelines.terminal.config import checked, read_yaml
-from pipelines.terminal.units import finite, n_bytes, seconds
+from pipelines.terminal.units import Seconds, finite, n_bytes
 
 __all__ = ["ScheduleConfig", "SyncConfig", "SyncFile", "chosen", "load_sync_file"]
 
@@ -25,28 +25,23 @@ _SMALLEST_LOG, _LARGEST_LOG = 1000, 10**12
 class SyncConfig(FeaturesConfig):
     """Configuration of a data set and the folder that it follows."""
 
-    settle: float = Field(
+    settle: Seconds = Field(
         Guards.settle_s, ge=0, description="Files changed more recently wait, since they may still be being written."
     )
     max_vanish: float = Field(
         Guards.max_vanish, ge=0, le=1, description="If a larger fraction of the files is gone, nothing is changed."
     )
-    retry_after: float = Field(
+    retry_after: Seconds = Field(
         Guards.retry_after_s, ge=0, description="Retry failed images after this time, even if they have not changed."
     )
-    keep_gone: float = Field(
+    keep_gone: Seconds = Field(
         Guards.keep_gone_s, ge=0, description="Keep unused features for this time, for files that come back."
     )
 
-    @field_validator("max_vanish", "settle", "retry_after", "keep_gone")
+    @field_validator("max_vanish")
     @classmethod
     def _check_finite(cls, value: float) -> float:
         return finite(value)
-
-    @field_validator("settle", "retry_after", "keep_gone", mode="before")
-    @classmethod
-    def _parse_seconds(cls, value: Any) -> Any:
-        return seconds(value)
 
     @model_validator(mode="after")
     def _check_folders(self) -> Self:
@@ -75,11 +70,11 @@ class ScheduleConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     cron: str | None = Field(None, description="minute hour day month weekday, in local time.")
-    every: float | None = Field(None, gt=0, description="Time from one start to the next: 90s, 15m, 6h, 1d.")
+    every: Seconds | None = Field(None, gt=0, description="Time from one start to the next: 90s, 15m, 6h, 1d.")
     timezone: str | None = Field(
         None, description="Time zone of cron, such as Europe/Berlin. [default: this machine's]"
     )
-    jitter: float = Field(0, ge=0, description="Delay each pass by a random time of at most this.")
+    jitter: Seconds = Field(0, ge=0, description="Delay each pass by a random time of at most this.")
     catch_up: bool = Field(True, description="Start at once if a pass was due while no scheduler ran.")
     log: Path | None = Field(None, description="Log file. [default: stderr]")
     log_max_bytes: int = Field(
@@ -90,16 +85,6 @@ class ScheduleConfig(BaseModel):
     heartbeat: Path | None = Field(None, description="File that is touched every 30 s, for a watchdog.")
     on_success: list[str] = Field([], description="Commands to run, or URLs to post to, after a pass without errors.")
     on_failure: list[str] = Field([], description="The same, after a pass that failed.")
-
-    @field_validator("every", "jitter", mode="before")
-    @classmethod
-    def _parse_seconds(cls, value: Any) -> Any:
-        return seconds(value)
-
-    @field_validator("every", "jitter")
-    @classmethod
-    def _check_finite(cls, value: float | None) -> float | None:
-        return value if value is None else finite(value)
 
     @field_validator("log_max_bytes", mode="before")
     @classmethod

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Annotated, Any
 
-__all__ = ["finite", "n_bytes", "seconds"]
+from pydantic import AfterValidator, BeforeValidator
+
+__all__ = ["Seconds", "finite", "n_bytes"]
 
 _LONGEST_S = 86400.0 * 36500
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _BYTES = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
 
-def seconds(value: Any) -> Any:
+def _seconds(value: Any) -> Any:
     """Return the seconds of text such as 90, 90s, 15m, 36h or 30d; other types are returned unchanged."""
     if isinstance(value, str) and (match := re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhd]?)", value.strip(), re.ASCII)):
         return float(match[1]) * _UNITS[match[2] or "s"]
@@ -36,3 +38,6 @@ def finite(value: float) -> float:
     if not value <= _LONGEST_S:
         raise ValueError(f"expected at most {_LONGEST_S / 86400:.0f}d")
     return value
+
+
+Seconds = Annotated[float, BeforeValidator(_seconds), AfterValidator(finite)]  # as a key of a config: 90, 90s, 15m

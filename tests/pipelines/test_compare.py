@@ -344,7 +344,7 @@ def test_a_budget_takes_a_sample_and_keeps_it(made: Path, tmp_path: Path, monkey
     assert "--budget has no effect" in result.stderr
     with FeatureReader(tmp_path / "out" / "efficientnet") as reader:
         assert [*reader.paths] == paths
-    assert "now has 80" in fails(*of, "--limit", 80)
+    assert "was drawn from 90 images, and there are now 80" in fails(*of, "--limit", 80)
     all_fit = layertap(*of[:-1], tmp_path / "all", "--budget", "1m")
     assert all_fit.exit_code == 0, all_fit.output
     assert results(tmp_path / "all")["sample"] is None

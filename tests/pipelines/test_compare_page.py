@@ -42,6 +42,8 @@ def test_the_page_shows_the_comparison(browser: Any, compared: Path, width: int)
     for name, predicted in task["disputed"][0]["predictions"]:
         assert name in text
         assert predicted in text
+    for note in task["notes"]:
+        assert note in view.locator("main").inner_text()
     fine(view)
 
 

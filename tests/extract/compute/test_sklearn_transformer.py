@@ -81,6 +81,8 @@ def test_wrong_input_is_refused(paths: list[str], tmp_path: Path) -> None:
         LayerFeatures(**SMALL).transform(paths)
     with pytest.raises(InputError, match="there are no images"):
         LayerFeatures(**SMALL).fit([])
+    with pytest.raises(InputError, match="batch_size is 0"):
+        LayerFeatures(**SMALL, batch_size=0).fit(paths)
     with pytest.raises(InputError, match="X is one path"):
         LayerFeatures(**SMALL).fit(paths[0])
     with pytest.raises(InputError, match="none.png: No such file"):

@@ -182,7 +182,7 @@ def test_a_list_of_paths(
     with extract_features(paths, out=tmp_path / "out", backbone=backbone, **QUICK) as reader:
         assert reader.paths[:] == sorted(paths)
         np.testing.assert_array_equal(reader["embedding"][:], from_folder["embedding"][:])
-    with pytest.raises(InputError, match="is already in"):
+    with pytest.raises(InputError, match="is given twice"):
         list_dataset([paths[0], Path(paths[0])])
 
 
@@ -298,7 +298,7 @@ def test_wrong_datasets_of_hugging_face_are_refused(hugging_face: Any, tmp_path:
     hugging_face.save_to_disk(str(tmp_path / "saved"))
     with pytest.raises(InputError, match="the column 'label' has no images; those with images: \\['image'\\]"):
         list_images(f"hfds://{tmp_path}/saved:label")
-    with pytest.raises(InputError, match="cannot be opened"):
+    with pytest.raises(InputError, match="no such folder"):
         list_images(f"hfds://{tmp_path}/none")
     shutil.rmtree(tmp_path / "saved")
     two = hugging_face.add_column("other", hugging_face.with_format("arrow")[:]["image"].to_pylist())
@@ -309,3 +309,25 @@ def test_wrong_datasets_of_hugging_face_are_refused(hugging_face: Any, tmp_path:
         list_dataset(hugging_face.remove_columns("image"))
     with pytest.raises(InputError, match="is a stream"):
         list_dataset(hugging_face.to_iterable_dataset())
+
+
+def test_labels_of_subsets_of_subsets(folder: Path) -> None:
+    dataset = Pairs(folder, [row % 2 for row in range(12)])
+    dataset.targets, dataset.classes = dataset.values, ["even", "odd"]  # type: ignore[attr-defined]
+    listed = list_dataset(Subset(Subset(dataset, [1, 2, 3, 4]), [3, 0]))
+    assert listed.classes == ["even", "odd"]
+    assert listed.labels.tolist() == [0, 1]
+
+
+def test_a_series_of_pandas_and_mixed_lists(folder: Path) -> None:
+    import pandas as pd
+
+    paths = [str(folder / name) for name in files_of(folder)]
+    assert list_dataset(pd.Series(paths, index=range(5, 17))).paths == sorted(paths)
+    with pytest.raises(InputError, match="paths, and an item of type Image"):
+        list_dataset([paths[0], pictures_of(folder)[0]])
+
+
+def test_a_folder_that_is_not_there_is_no_name_of_the_hub(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"hfds://.*/typo: no such folder"):
+        list_images(f"hfds://{tmp_path}/typo")

@@ -156,7 +156,7 @@ def test_a_hugging_face_folder_names_no_machine(tmp_path: Path, monkeypatch: pyt
         assert private not in content
 
 
-@pytest.mark.parametrize("splits", [["train", "test"], ["val"], [""]])
+@pytest.mark.parametrize("splits", [["train", "test"], ["val"], [""], ["", "train"]])
 def test_splits_are_those_of_hugging_face(tmp_path: Path, splits: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     from datasets import load_dataset
 
@@ -168,7 +168,7 @@ def test_splits_are_those_of_hugging_face(tmp_path: Path, splits: list[str], mon
         export(reader, tmp_path / "a", "hf")
         x = reader["vector"][:]
     found = load_dataset(str(tmp_path / "a"), cache_dir=str(tmp_path / "cache"))
-    names = {"": "train", "train": "train", "val": "validation", "test": "test"}
+    names = {"train": "train", "val": "validation", "test": "test", "": "train" if splits == [""] else "other"}
     assert set(found) == {names[split] for split in splits}
     for split in splits:
         rows = [row for row in range(ROWS) if given[row] == split]

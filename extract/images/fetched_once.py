@@ -6,17 +6,14 @@ import contextlib
 import os
 from pathlib import Path
 
-from PIL import Image
+from extract.images.sources import ImageSource, SourceOfSource
 
-from extract import defaults
-from extract.images.sources import ImageSource
-
-__all__ = ["KeptBytes"]
+__all__ = ["FetchedOnce"]
 
 _TIME_BYTES = 8  # modification time, before the bytes of the image
 
 
-class KeptBytes:
+class FetchedOnce(SourceOfSource):
     """ImageSource that keeps what another source reads from URLs. Local files are read from where they are.
 
     Args:
@@ -25,7 +22,8 @@ class KeptBytes:
     """
 
     def __init__(self, source: ImageSource, folder: Path):
-        self._source, self._folder = source, folder
+        super().__init__(source)
+        self._folder = folder
 
     def read(self, row: int) -> tuple[bytes, int]:
         """See `ImageSource`."""
@@ -44,18 +42,3 @@ class KeptBytes:
             with contextlib.suppress(OSError):
                 new.unlink()
         return data, mtime_ns
-
-    def decode(
-        self, data: bytes, max_pixels: int, min_decode_px: int = 0, orientation: str = defaults.ORIENTATION,
-        icc: str = defaults.ICC,
-    ) -> Image.Image:  # fmt: skip
-        """See `ImageSource`."""
-        return self._source.decode(data, max_pixels, min_decode_px, orientation, icc)
-
-    def is_remote(self, row: int) -> bool:
-        """See `ImageSource`."""
-        return self._source.is_remote(row)
-
-    def check_there(self) -> None:
-        """See `ImageSource`."""
-        self._source.check_there()
