@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator
 
 from extract.analysis.probe.metrics import metric_name
 from pipelines.compare.comparison import Compared, Comparison
@@ -57,6 +58,9 @@ def _speed(comparison: Comparison, entries: list[Compared]) -> Figure:
     for entry, rate, value in zip(entries, rates, values, strict=True):
         axes.annotate(drawable(entry.name, 32), (rate, value), (6, 5), textcoords="offset points", fontsize=7.5)
     axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter("{x:,g}")
+    axes.xaxis.set_minor_locator(NullLocator())
     axes.margins(x=0.25, y=0.1)
     axes.set_xlabel("images/s of the forward on this machine")
     axes.set_ylabel(f"{metric_name(task.metric)}, %" if task else f"average rank in {len(comparison.tasks)} tasks")
