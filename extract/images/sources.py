@@ -59,12 +59,8 @@ class ImageSource(Protocol):
             OSError, ValueError: the image cannot be read; the message states the reason.
         """
 
-    def decode(
-        self, data: bytes, max_pixels: int, min_decode_px: int = 0, orientation: str = defaults.ORIENTATION,
-        icc: str = defaults.ICC,
-    ) -> Image.Image:  # fmt: skip
-        """Decode these bytes to an RGB picture; settings and errors as for `extract.images.decode`."""
-        return decode(data, max_pixels, min_decode_px, orientation, icc)
+    # Decodes the bytes of an image to an RGB picture. A class whose bytes are not encoded images has its own method.
+    decode: Callable[..., Image.Image] = staticmethod(decode)
 
     def is_remote(self, row: int) -> bool:
         """Return whether the bytes of an image are behind a URL."""
@@ -161,18 +157,11 @@ class SourceOfSource(ImageSource):
     """ImageSource that reads from another source; where it defines nothing else, with the same row numbers."""
 
     def __init__(self, source: ImageSource):
-        self._source = source
+        self._source, self.decode = source, source.decode
 
     def read(self, row: int) -> tuple[bytes, int]:
         """See `ImageSource`."""
         return self._source.read(row)
-
-    def decode(
-        self, data: bytes, max_pixels: int, min_decode_px: int = 0, orientation: str = defaults.ORIENTATION,
-        icc: str = defaults.ICC,
-    ) -> Image.Image:  # fmt: skip
-        """See `ImageSource`."""
-        return self._source.decode(data, max_pixels, min_decode_px, orientation, icc)
 
     def is_remote(self, row: int) -> bool:
         """See `ImageSource`."""
