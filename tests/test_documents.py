@@ -17,9 +17,11 @@ from typing import Any
 
 import click
 import numpy as np
+import pandas
 import pytest
 import torch
 import yaml
+import zarr
 from PIL import Image
 
 import layertap
@@ -41,6 +43,10 @@ SET_UP = ("pip install -e '.[demo]' && layertap demo", "pip install -e '.[test]'
 NOT_RUN = {
     ("docs/taps-compared.md", ""): "tests/test_taps_compared.py compares them with the code that it runs",
     ("docs/file-format.md", ""): "tests/pipelines/test_golden.py runs it on data sets of each format version",
+    (
+        "docs/guides/other-tools.md",
+        "import lance",
+    ): "tests/extract/store/test_arrow_table.py runs it in its own process",
     ("docs/guides/search-and-report.md", "from layertap import load_text_tower"): "needs weights from a server",
 }
 # Pages of which every command is a mistake.
@@ -195,6 +201,21 @@ def test_the_example_of_comparing_features_compares(run: Any) -> None:
     assert found["found"].mutual_knn.shape == (2, 2)
 
 
+def test_the_example_of_further_columns_reads_them(run: Any, place: Path) -> None:
+    from extract import extract_features
+
+    paths = sorted((place / "photos").rglob("*.png"))
+    lines = [f"{path},the number {i},{10 * i}" for i, path in enumerate(paths)]
+    (place / "list.csv").write_text("\n".join(["path,caption,age", *lines]))
+    pandas.read_csv(place / "list.csv").to_parquet(place / "list.parquet")
+    extract_features(
+        place / "list.parquet", out=place / "outputs" / "list", keep=["caption", "age"], progress=False
+    ).close()  # fmt: skip
+    found, _ = run("docs/guides/images.md")
+    assert found["reader"].columns["caption"] == [f"the number {i}" for i in range(11)]
+    assert found["older"].shape == (6, 1280)
+
+
 def test_the_examples_of_other_tools_run(run: Any, place: Path) -> None:
     with FeatureReader(place / "outputs" / "photos") as reader:
         if not (place / "outputs" / "photos.parquet").exists():
@@ -207,6 +228,10 @@ def test_the_examples_of_other_tools_run(run: Any, place: Path) -> None:
     assert paths[order[1]] in printed  # of DuckDB
     assert found["frame"].height == 11
     np.testing.assert_array_equal(np.stack(found["table"]["embedding"].to_numpy()), x)
+    np.testing.assert_array_equal(zarr.open(place / "outputs" / "photos.zarr")["embedding"][:], x)
+    with FeatureReader(place / "outputs" / "from-dicts") as pairs:
+        np.testing.assert_array_equal(pairs["embedding"][:], x[:4])
+        assert pairs.classes == ["a", "b"]
     (tensors,) = (place / "outputs" / "projector").rglob("tensors.tsv")
     assert np.loadtxt(tensors).shape == x.shape
     with FeatureReader(place / "outputs" / "from-paths") as again:

@@ -21,6 +21,7 @@ from extract.compute.backbone import Backbone
 from extract.compute.backends import engine_for
 from extract.compute.feature_choice import Choice, Feature, choose_features, with_projection_sizes
 from extract.credentials import without_credentials
+from extract.errors import InputError
 from extract.extraction.fitted_axes import load_axes
 from extract.extraction.settings import ExtractionSettings
 from extract.images import Decoding, ImageList, list_images
@@ -89,7 +90,7 @@ def plan(
     out, recorded = os.fspath(out), settings.recorded()
     given = without_credentials(os.fspath(images)) if isinstance(images, str | os.PathLike) else images.root
     if isinstance(images, str | os.PathLike):
-        images = list_images(images, settings.limit)
+        images = list_images(images, settings.limit, settings.keep)
     # Recorded with their numbers of values: computed for other images later, `srp` is to give as many.
     layers = with_projection_sizes(settings.layer_list, len(images), settings.distortion)
     configuration = {
@@ -106,6 +107,8 @@ def plan(
     engine = _engine(settings.compile, precision, backbone, out)
     if choice is None:
         choice = features_of(images, out, backbone, settings, on_fit)
+    if taken := {feature.name for feature in choice.features} & images.columns.keys():
+        raise InputError(f"keep {min(taken)!r}: a feature has this name", hint="rename the column")
     computed_in = precision if precision == "float32" else _lower_precision(precision, engine)
     stored = [
         StoredFeature(

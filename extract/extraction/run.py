@@ -56,6 +56,7 @@ def extract_features(
     compile: str = defaults.COMPILE,
     min_cosine: float = defaults.MIN_COSINE,
     limit: int | None = None,
+    keep: Sequence[str] = (),
     max_pixels: int = defaults.MAX_PIXELS,
     orientation: str = defaults.ORIENTATION,
     icc: str = defaults.ICC,
@@ -99,6 +100,8 @@ def extract_features(
             in lower precision, the engine of the existing rows, otherwise eager.
         min_cosine: lowest accepted cosine between a feature and the same one in float32 of the exactly decoded image.
         limit: maximum number of images, the first in order.
+        keep: names of further columns of a list or `datasets.Dataset`, such as captions, which are stored with the
+            features; see `FeatureReader.columns`.
         max_pixels: an image with more pixels counts as a decompression bomb, and its row fails.
         orientation: "exif": apply the EXIF orientation of images; "ignore": take the pixels as they are stored.
         icc: "ignore": colour profiles (ICC) are not applied; "srgb": pixels are converted from the embedded profile to
@@ -140,6 +143,7 @@ def extract_features(
         compile=compile,
         min_cosine=min_cosine,
         limit=limit,
+        keep=keep,
         max_pixels=max_pixels,
         orientation=orientation,
         icc=icc,
@@ -159,7 +163,7 @@ def extract_features(
             allow_missing_head=allow_missing_head,
             preprocessing=preprocessing,
         )
-    listed = images if isinstance(images, str | os.PathLike) else _listed(images, limit)
+    listed = images if isinstance(images, str | os.PathLike) else _listed(images, limit, keep)
     planned = plan(listed, out=out, backbone=backbone, settings=settings)
     from tqdm.auto import tqdm
 
@@ -173,9 +177,9 @@ def extract_features(
     return FeatureReader(out)
 
 
-def _listed(dataset: MapDataset, limit: int | None) -> ImageList:
+def _listed(dataset: MapDataset, limit: int | None, keep: Sequence[str]) -> ImageList:
     """List a dataset, and pass its notes on as warnings."""
-    images = list_dataset(dataset)
+    images = list_dataset(dataset, keep)
     for note in images.notes:
         warnings.warn(note, stacklevel=3)
     return images if limit is None else images.head(limit)

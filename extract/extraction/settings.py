@@ -49,6 +49,7 @@ class ExtractionSettings:
     compile: str = defaults.COMPILE
     min_cosine: float = defaults.MIN_COSINE
     limit: int | None = None
+    keep: Sequence[str] = ()
     max_pixels: int = defaults.MAX_PIXELS
     orientation: str = defaults.ORIENTATION
     icc: str = defaults.ICC
@@ -86,10 +87,10 @@ class ExtractionSettings:
     def recorded(self) -> dict[str, Any]:
         """Return the settings for the provenance of a data set.
 
-        `sync_s` and `max_distortion` do not affect features. `distortion` affects them by the numbers in the resolved
-        layers only, and `axes` and `fit_on` by the axes that the data set keeps.
+        `keep`, `sync_s` and `max_distortion` do not affect features. `distortion` affects them by the numbers in the
+        resolved layers only, and `axes` and `fit_on` by the axes that the data set keeps.
         """
         settings = asdict(self) | {"layers": self.layer_list}
-        for name in ("sync_s", "distortion", "max_distortion", "axes", "fit_on"):
+        for name in ("keep", "sync_s", "distortion", "max_distortion", "axes", "fit_on"):
             del settings[name]
         return settings

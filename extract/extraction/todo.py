@@ -143,7 +143,7 @@ def _create_part(plan: Plan, work: ShardWork, part: Path) -> None:
             copy_shard(published, part, pending=np.asarray(work.rows) - rows.start)
         return
     here = images.slice(rows.start, rows.stop)
-    names = RowNames(here.paths, here.labels, here.splits, here.classes, here.ids)
+    names = RowNames(here.paths, here.labels, here.splits, here.classes, here.ids, here.columns)
     create_shard(part, dataset.features, dataset.identity(work.shard), names, plan.provenance)
 
 

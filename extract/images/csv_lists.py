@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 from extract.credentials import parameters_without_credentials, without_credentials
 from extract.errors import InputError, LayertapError, first_line
 from extract.images.image_list import SPLITS, Images, label_text, labels_from_values
+from extract.images.kept_columns import Column, arrow_column, chosen_columns, select, text_column
 from extract.images.sources import Files, read_remote
 from extract.system.optional_libraries import library
 from extract.system.similar_paths import did_you_mean
@@ -60,17 +61,22 @@ class Row(NamedTuple):
     id: str | None = None
 
 
-def list_table(where: str) -> Images:
+def list_table(where: str, keep: Sequence[str] = ()) -> Images:
     """Read the images of a list, sorted by path.
 
     Paths are absolute, URLs, or relative to the folder of the list; see `plain_path`. A relative path is a file name,
     also in a list on a web server, where it is not percent-encoded. Labels are names, or integers from 0; an empty
     label means no class. Splits are train, val (valid, validation), test or empty.
 
+    Args:
+        where: CSV, TSV or Parquet file, or URL.
+        keep: names of further columns, for `Images.columns`; those of CSV and TSV are text.
+
     Raises:
+        UnknownNameError: a column to keep does not exist.
         InputError: the list has no column `path`, a row is not valid, or a path occurs twice.
     """
-    given, lines = _read(where, _COLUMNS)
+    given, lines, kept = _read(where, _COLUMNS, keep)
     _check_columns(where, given)
     count = len(given["path"])
     columns = [given.get(name) or [None] * count for name in _COLUMNS]
@@ -83,7 +89,8 @@ def list_table(where: str) -> Images:
             credentials[place] = os.fsdecode(row.path)
             row = row._replace(path=stored)
         rows.append(row)
-    rows.sort()
+    order = sorted(range(count), key=rows.__getitem__)
+    rows = [rows[i] for i in order]
     for before, row in itertools.pairwise(rows):
         check_once(where, before, row)
     labels, classes = labels_from_values([row.label for row in rows])
@@ -93,7 +100,8 @@ def list_table(where: str) -> Images:
     paths = [os.fsdecode(row.path) for row in rows]
     full = [credentials.get(row.place, path) for row, path in zip(rows, paths, strict=True)] if credentials else paths
     source = Files(base, full, anywhere=True)
-    return Images(root, paths, labels, classes, [row.split for row in rows], source, ids)
+    splits = [row.split for row in rows]
+    return Images(root, paths, labels, classes, splits, source, ids, columns=select(kept, order))
 
 
 def places_of(where: str) -> tuple[str, str]:
@@ -271,7 +279,7 @@ def read_table(where: str, column: str) -> tuple[dict[str, Sequence[Any]], list[
     """
     column = column.strip().lower()
     kinds = {"path": _TEXT, "id": _WHOLE, "split": _TEXT, column: _NUMBER}
-    given, lines = _read(where, kinds)
+    given, lines, _ = _read(where, kinds)
     if column not in given or not ("path" in given or "id" in given):
         raise InputError(f"{where}: expected a column 'path' or 'id', and a column {column!r}; it has {_names(given)}")
     return {name: values for name, values in given.items() if name in kinds}, lines
@@ -281,11 +289,17 @@ def _names(columns: Collection[str]) -> str:
     return ", ".join(map(repr, list(columns)[:8])) or "none"
 
 
-def _read(where: str, kinds: Mapping[str, str]) -> tuple[dict[str, Sequence[Any]], list[int]]:
-    """Return name -> values, and the line on which each row ends; see `_read_parquet` and `_read_csv`."""
+def _read(
+    where: str, kinds: Mapping[str, str], keep: Sequence[str] = ()
+) -> tuple[dict[str, Sequence[Any]], list[int], dict[str, Column]]:
+    """Return name -> values, the line on which each row ends (CSV), and the columns to keep."""
     if _is_parquet(where):
-        return _read_parquet(where, kinds), []
-    return _read_csv(where, kinds)
+        given, kept = _read_parquet(where, kinds, keep)
+        return given, [], kept
+    given, lines = _read_csv(where, [*kinds, *keep])
+    chosen = chosen_columns(where, keep, {name: name for name in given})
+    places = [f"line {line}" for line in lines] if chosen else []
+    return given, lines, {name: text_column(where, name, given[column], places) for name, column in chosen.items()}
 
 
 @contextlib.contextmanager
@@ -311,8 +325,8 @@ def _text(file: BinaryIO) -> io.TextIOWrapper:
     return io.TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline="")
 
 
-def _table(where: str, text: io.TextIOWrapper, kinds: Mapping[str, str]) -> tuple[list[str], str, CsvReader]:
-    """Return the column names, the delimiter, and a reader of the rows."""
+def _table(where: str, text: io.TextIOWrapper, once: Collection[str]) -> tuple[list[str], str, CsvReader]:
+    """Return the column names, those of `once` being unique, the delimiter, and a reader of the rows."""
     head = text.readline()
     if "\0" in head:
         raise InputError(f"{where}: line 1 is not text; expected a table as text in UTF-8 (save a spreadsheet as CSV)")
@@ -323,7 +337,7 @@ def _table(where: str, text: io.TextIOWrapper, kinds: Mapping[str, str]) -> tupl
         header = [name.strip().lower() for name in next(reader, [])]
     except csv.Error as error:
         raise InputError(f"{where}: line {reader.line_num}: {error}") from error
-    _unique(where, header, kinds)
+    _unique(where, header, once)
     return header, delimiter, reader
 
 
@@ -341,35 +355,41 @@ def _lines(where: str, reader: CsvReader, width: int, before: int = 0) -> Iterat
         raise InputError(f"{where}: line {before + reader.line_num}: {error}") from error
 
 
-def _read_csv(where: str, kinds: Mapping[str, str]) -> tuple[dict[str, Sequence[Any]], list[int]]:
-    """Return name -> values of all columns, and the line on which each row ends."""
+def _read_csv(where: str, once: Collection[str]) -> tuple[dict[str, Sequence[Any]], list[int]]:
+    """Return name -> values of all columns, those of `once` being unique, and the line on which each row ends."""
     with _opened(where) as file, _text(file) as text:
-        header, _, reader = _table(where, text, kinds)
+        header, _, reader = _table(where, text, once)
         rows = list(_lines(where, reader, len(header)))
     return {name: [row[i] for row, _ in rows] for i, name in enumerate(header)}, [line for _, line in rows]
 
 
 @contextlib.contextmanager
 def _parquet(
-    where: str, file: BinaryIO, kinds: Mapping[str, str], buffer_bytes: int = 0
+    where: str, file: BinaryIO, once: Collection[str], buffer_bytes: int = 0
 ) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Context manager: open a Parquet file; yield it with lower-case name -> column name."""
+    """Context manager: open a Parquet file; yield it with lower-case name -> column name; `once` are unique."""
     pa, parquet = (library(name, "parquet", f"{where}: Parquet") for name in ("pyarrow", "pyarrow.parquet"))
     try:
         # Without threads, which could still be running when an error ends the process.
         opened = parquet.ParquetFile(file, pre_buffer=False, buffer_size=buffer_bytes)
         header = [str(name).strip().lower() for name in opened.schema_arrow.names]
-        _unique(where, header, kinds)
+        _unique(where, header, once)
         yield opened, dict(zip(header, opened.schema_arrow.names, strict=True))
     except pa.ArrowException as error:
         raise InputError(f"{where} is not a Parquet file: {first_line(error)}") from error
 
 
-def _read_parquet(where: str, kinds: Mapping[str, str]) -> dict[str, Sequence[Any]]:
-    """Return name -> values; columns without a kind are not read and have no values."""
-    with _opened(where) as file, _parquet(where, file, kinds) as (opened, names):
-        table = opened.read(columns=[names[name] for name in kinds if name in names], use_threads=False)
-        return {name: _values(where, name, table.column(names[name]), kinds) if name in kinds else () for name in names}
+def _read_parquet(
+    where: str, kinds: Mapping[str, str], keep: Sequence[str]
+) -> tuple[dict[str, Sequence[Any]], dict[str, Column]]:
+    """Return name -> values, where columns without a kind are not read and have none; and the columns to keep."""
+    with _opened(where) as file, _parquet(where, file, [*kinds, *keep]) as (opened, names):
+        chosen = chosen_columns(where, keep, names)
+        wanted = [*(names[name] for name in kinds if name in names), *chosen.values()]
+        table = opened.read(columns=list(dict.fromkeys(wanted)), use_threads=False)
+        given: dict[str, Sequence[Any]] = dict.fromkeys(names, ())
+        given |= {name: _values(where, name, table.column(names[name]), kinds) for name in kinds if name in names}
+        return given, {name: arrow_column(where, name, table.column(column)) for name, column in chosen.items()}
 
 
 def _values(where: str, name: str, column: Any, kinds: Mapping[str, str]) -> list[Any]:
@@ -384,9 +404,9 @@ def _values(where: str, name: str, column: Any, kinds: Mapping[str, str]) -> lis
     return values
 
 
-def _unique(where: str, header: Sequence[str], kinds: Mapping[str, str]) -> None:
-    for name in kinds:
-        if list(header).count(name) > 1:
+def _unique(where: str, header: Sequence[str], once: Collection[str]) -> None:
+    for name in once:
+        if list(header).count(name.strip().lower()) > 1:
             raise InputError(f"{where}: two columns have the name {name!r}")
 
 

@@ -40,7 +40,7 @@ def is_in_memory(root: str) -> bool:
     return root.startswith(_IN_MEMORY) and not is_url(root)
 
 
-def list_dataset(dataset: MapDataset) -> Images:
+def list_dataset(dataset: MapDataset, keep: Sequence[str] = ()) -> Images:
     """List the images of a program.
 
     Args:
@@ -48,13 +48,16 @@ def list_dataset(dataset: MapDataset) -> Images:
             pictures, see `as_picture`. Its order is kept, and the path of an image is its row number. Labels come from
             `targets` or `labels` of the dataset, as torchvision has them, and otherwise from the items, which are all
             read once. Or a `datasets.Dataset`; see `list_opened`. Or a list of paths, which are sorted.
+        keep: names of further columns of a `datasets.Dataset`, for `Images.columns`.
 
     Raises:
         InputError: the dataset is empty or not a map-style one, or its first item is no picture.
     """
     kind = type(dataset).__name__
     if is_hugging_face(dataset):
-        return list_opened(dataset, _IN_MEMORY + kind)
+        return list_opened(dataset, _IN_MEMORY + kind, keep=keep)
+    if keep:
+        raise InputError(f"keep: {kind} has no columns", hint="pass a list as a file, or a datasets.Dataset")
     is_map_style = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__") and not isinstance(dataset, Mapping)
     if not is_map_style:
         raise InputError(

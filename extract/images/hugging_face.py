@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 
 from extract.errors import InputError, first_line
 from extract.images.image_list import SPLITS, Images, labels_from_values
+from extract.images.kept_columns import Column, arrow_column, chosen_columns, joined
 from extract.images.sources import UNKNOWN, Files, ImageSource
 from extract.system.optional_libraries import library
 from extract.system.similar_paths import did_you_mean
@@ -38,11 +40,15 @@ def _is_saved(folder: Path) -> bool:
     return any((folder / marker).is_file() for marker in ("dataset_dict.json", "state.json"))
 
 
-def list_hugging_face(where: str) -> Images:
+def list_hugging_face(where: str, keep: Sequence[str] = ()) -> Images:
     """List the images of `hfds://FOLDER_OR_NAME[:SPLIT][:COLUMN]`.
 
     A folder is one of `save_to_disk`, or one that `load_dataset` reads, such as a folder with Parquet files. Any other
     name is a dataset of the hub, which is downloaded. Code of datasets is not run.
+
+    Args:
+        where: the dataset.
+        keep: names of further columns, for `Images.columns`.
 
     Raises:
         InputError: there is no such dataset, split or column.
@@ -65,7 +71,7 @@ def list_hugging_face(where: str) -> Images:
         split, column = "", split
     place = str(folder.resolve()) if folder.is_dir() else name
     root = PROTOCOL + ":".join([place, split, column]).rstrip(":")
-    return list_opened(opened, root, column)
+    return list_opened(opened, root, column, keep)
 
 
 def _parts(name: str) -> tuple[str, str, str]:
@@ -78,7 +84,7 @@ def _parts(name: str) -> tuple[str, str, str]:
     return head, *(*others, "", "")[:2]  # type: ignore[return-value]
 
 
-def list_opened(opened: Any, root: str, column: str = "") -> Images:
+def list_opened(opened: Any, root: str, column: str = "", keep: Sequence[str] = ()) -> Images:
     """List the images of a `Dataset`, or of all splits of a `DatasetDict`.
 
     Paths are row numbers, after the name of the split if there are several; train, validation and test are the splits
@@ -88,6 +94,7 @@ def list_opened(opened: Any, root: str, column: str = "") -> Images:
         opened: the dataset.
         root: its name, stored in data sets.
         column: column of the images; "": the only one.
+        keep: names of further columns, for `Images.columns`; numbers of classes become their names.
 
     Raises:
         InputError: it is a stream, it is empty, or its images are not in one column.
@@ -97,6 +104,7 @@ def list_opened(opened: Any, root: str, column: str = "") -> Images:
         raise InputError(f"{root} is a stream, whose rows have no numbers", hint="open it without streaming=True")
     paths, splits, sources, notes = [], [], [], set()
     values: list[Any] = []
+    kept: list[dict[str, Column]] = []
     class_names: list[tuple[str, ...]] = []
     for split, part in parts.items():
         name = _image_column(part, column, root)
@@ -108,13 +116,25 @@ def list_opened(opened: Any, root: str, column: str = "") -> Images:
         splits += [SPLITS.get(split.lower(), "")] * len(part)
         values += of_part
         sources.append((part, name))
+        kept.append(_kept_columns(part, root, keep))
     if not paths:
         raise InputError(f"{root} is empty")
     labels, classes = labels_from_values(values)
     if class_names[0] and set(class_names) == {class_names[0]}:  # also the classes without images, in their order
         number = {name: i for i, name in enumerate(class_names[0])}
         labels, classes = np.array([number.get(value, -1) for value in values], np.int64), [*class_names[0]]
-    return Images(root, paths, labels, classes, splits, HuggingFaceRows(sources), notes=tuple(sorted(notes)))
+    columns = joined(root, kept)
+    source = HuggingFaceRows(sources)
+    return Images(root, paths, labels, classes, splits, source, notes=tuple(sorted(notes)), columns=columns)
+
+
+def _kept_columns(part: Any, root: str, keep: Sequence[str]) -> dict[str, Column]:
+    chosen = chosen_columns(root, keep, {name.lower(): name for name in part.features})
+    if not chosen:
+        return {}
+    table = part.select_columns(list(set(chosen.values()))).with_format("arrow")[:]
+    names = {column: getattr(part.features[column], "names", None) for column in chosen.values()}
+    return {name: arrow_column(root, name, table[column], names[column]) for name, column in chosen.items()}
 
 
 def _image_column(part: Any, column: str, root: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, Self
 
@@ -13,6 +13,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from extract.images.kept_columns import Column, select
 from extract.images.sources import Chosen, ImageSource
 
 __all__ = [
@@ -47,10 +48,10 @@ class ImageList(Protocol):
     `Images` holds all of them in memory, `extract.images.index.image_index.PlannedImages` a few parts at a time.
 
     Attributes:
-        root, classes, source, left_out, notes: see `Images`.
+        root, classes, source, left_out, notes, columns: see `Images`.
         split_names: the splits that occur, sorted.
         paths_xxh3: xxh3-128 of all paths, separated by zero bytes.
-        labels_xxh3: xxh3-128 of labels, splits, classes and ids, which may change in a list whose paths do not.
+        labels_xxh3: xxh3-128 of labels, splits, classes, ids and kept columns, which may change where paths do not.
     """
 
     @property
@@ -63,6 +64,8 @@ class ImageList(Protocol):
     def left_out(self) -> Counter[str]: ...  # noqa: D102
     @property
     def notes(self) -> tuple[str, ...]: ...  # noqa: D102
+    @property
+    def columns(self) -> Mapping[str, Column]: ...  # noqa: D102
     @property
     def split_names(self) -> list[str]: ...  # noqa: D102
     @property
@@ -97,6 +100,7 @@ class Images:
         ids: id of each image, from the list; None if there are no ids.
         left_out: suffix or other reason -> number of files that are not images.
         notes: messages for the user about the listing.
+        columns: name -> values of each image, of further columns to store.
     """
 
     root: str
@@ -108,14 +112,21 @@ class Images:
     ids: list[str] | None = None
     left_out: Counter[str] = field(default_factory=Counter)
     notes: tuple[str, ...] = ()
+    columns: Mapping[str, Column] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.paths)
 
     def head(self, count: int) -> Images:
         """Return the first `count` images; `classes` does not change."""
-        ids = None if self.ids is None else self.ids[:count]
-        return replace(self, paths=self.paths[:count], labels=self.labels[:count], splits=self.splits[:count], ids=ids)
+        return replace(
+            self,
+            paths=self.paths[:count],
+            labels=self.labels[:count],
+            splits=self.splits[:count],
+            ids=None if self.ids is None else self.ids[:count],
+            columns={name: values[:count] for name, values in self.columns.items()},
+        )
 
     def slice(self, start: int, stop: int) -> Images:
         """See `ImageList`."""
@@ -130,6 +141,7 @@ class Images:
             splits=[self.splits[row] for row in rows],
             source=Chosen(self.source, rows),
             ids=None if self.ids is None else [self.ids[row] for row in rows],
+            columns=select(self.columns, rows),
         )
 
     @property
@@ -151,24 +163,27 @@ class Images:
 def hashes_of(pieces: Callable[[], Iterator[Images]]) -> tuple[str, str]:
     """Return `paths_xxh3` and `labels_xxh3` of images that come in pieces.
 
-    The pieces are read once, plus once if there are splits, plus once if there are ids.
+    The pieces are read once, plus once if there are splits, once if there are ids, and once for each kept column.
 
     Args:
         pieces: returns an iterator over all pieces, in order; all pieces have the same `classes`.
     """
     paths, labels = xxhash.xxh3_128(), xxhash.xxh3_128()
-    splits, ids, classes, count = set[str](), False, list[str](), 0
+    splits, ids, classes, columns, count = set[str](), False, list[str](), list[str](), 0
     for piece in pieces():
         paths.update(b"\0" * bool(count) + b"\0".join(map(os.fsencode, piece.paths)))
         labels.update(piece.labels.astype("<i8").tobytes())
         splits.update(piece.splits)
-        ids, classes, count = piece.ids is not None, piece.classes, count + len(piece)
+        ids, classes, columns, count = piece.ids is not None, piece.classes, list(piece.columns), count + len(piece)
     if splits <= {""}:
         labels.update(b"\0" * max(0, count - 1) + b"\0\0")
     else:
         _hash_texts(labels, (piece.splits for piece in pieces()))
     _hash_texts(labels, [classes])
     _hash_texts(labels, (piece.ids or [] for piece in pieces()) if ids else [])
+    for name in sorted(columns):
+        _hash_texts(labels, [[name]])
+        _hash_texts(labels, ([str(value) for value in piece.columns[name]] for piece in pieces()))
     return paths.hexdigest(), labels.hexdigest()
 
 

@@ -32,7 +32,9 @@ __all__ = ["list_images", "listed_again"]
 _MOST_ARCHIVES = 1_000_000
 
 
-def list_images(where: str | os.PathLike[str], limit: int | None = None) -> Images | PlannedImages:
+def list_images(
+    where: str | os.PathLike[str], limit: int | None = None, keep: Sequence[str] = ()
+) -> Images | PlannedImages:
     """List images in the byte order of their paths.
 
     Args:
@@ -42,22 +44,31 @@ def list_images(where: str | os.PathLike[str], limit: int | None = None) -> Imag
             `https://...`); a dataset of Hugging Face (`hfds://FOLDER_OR_NAME[:SPLIT][:COLUMN]`); or a plan written by
             `layertap plan`, whose names are read when needed.
         limit: maximum number of images, the first in order.
+        keep: names of further columns of a list or dataset, for `Images.columns`.
 
     Raises:
+        UnknownNameError: a column to keep does not exist.
         InputError: `where` does not exist or contains no images, or a list or archive is not valid.
         LayertapError: a URL does not answer, or the library for its protocol is not installed.
     """
     where = os.fspath(where).removeprefix("file://")
     kind = "plan" if not is_url(where) and is_plan(where) else kind_of(where)
     images: Images | PlannedImages
+    if keep and kind not in ("Hugging Face", "list"):
+        raise InputError(
+            f"keep {keep[0]!r}: {where} has no columns",
+            hint="name the list from which the plan was made" if kind == "plan" else "make a list with a column path",
+        )
     if kind == "Hugging Face":
-        images = list_hugging_face(where)
+        images = list_hugging_face(where, keep)
+    elif kind == "list":
+        images = list_table(where, keep)
     elif kind == "plan":
         images = open_plan(where)
     elif kind == "archives":
         images = list_archives(where, _expanded(where))
     else:
-        images = {"list": list_table, "array": list_array, "folder": list_folder}[kind](where)
+        images = {"array": list_array, "folder": list_folder}[kind](where)
     if not len(images):
         raise no_images(where, images.left_out)
     return images if limit is None else images.head(limit)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -37,6 +37,8 @@ class Rows(Protocol):
     @property
     def ids(self) -> Sequence[str] | None: ...  # noqa: D102
     @property
+    def columns(self) -> Mapping[str, Sequence[str] | NDArray[Any]]: ...  # noqa: D102
+    @property
     def classes(self) -> list[str]: ...  # noqa: D102
     @property
     def labels(self) -> NDArray[np.int64]: ...  # noqa: D102
@@ -49,9 +51,9 @@ class Rows(Protocol):
 class ArrowRows:
     """Converts rows to Arrow.
 
-    The columns are `row`, `path`, `label`, `class`, `split`, `status`, `id` if there are ids, and the features. A path
-    with bytes that are not UTF-8 is escaped; then `path_bytes` has the bytes of all paths. The metadata of a feature
-    are its shape and its attributes, and those of the table the provenance.
+    The columns are `row`, `path`, `label`, `class`, `split`, `status`, `id` if there are ids, kept columns, and the
+    features. A path with bytes that are not UTF-8 is escaped; then `path_bytes` has the bytes of all paths. The
+    metadata of a feature are its shape and its attributes, and those of the table the provenance.
 
     Args:
         reader: source of the rows.
@@ -75,6 +77,9 @@ class ArrowRows:
         columns = {"row": number, "path": text, "label": number, "class": text, "split": text, "status": text}
         if reader.ids is not None:
             columns["id"] = text
+        self._kept = reader.columns
+        for name, values in self._kept.items():
+            columns[name] = pa.from_numpy_dtype(values.dtype) if isinstance(values, np.ndarray) else text
         if any("\udc80" <= char <= "\udcff" for path in reader.paths for char in path):
             columns["path_bytes"] = pa.binary()
         if pictures is not None:
@@ -111,6 +116,8 @@ class ArrowRows:
         }
         if reader.ids is not None:
             columns["id"] = [_as_text(each) for each in reader.ids[start:stop]]
+        for name, values in self._kept.items():
+            columns[name] = values[start:stop]
         if "path_bytes" in self.schema.names:
             columns["path_bytes"] = [os.fsencode(path) for path in paths]
         if self._pictures is not None:
@@ -127,7 +134,7 @@ class Tables:
     """The methods of a reader that return its rows as a table."""
 
     def to_arrow(self: Rows, layers: str | Sequence[str] | None = None) -> Any:
-        """Return all rows as a `pyarrow.Table`: row, path, label, class, split, status, id, and each layer.
+        """Return all rows as a `pyarrow.Table`: row, path, label, class, split, status, id, kept columns, layers.
 
         Features are lists of a fixed size; their shape is in the metadata of the column. Features of files on this
         machine that are neither compressed nor encoded are not copied; the table keeps the files mapped.

@@ -131,7 +131,7 @@ def _to_h5(reader: FeatureReader, path: Path, names: Sequence[str], on_rows: _On
         for name in sorted(names)
     ]
     identity = Identity(0, 0, len(reader), reader.fingerprint, "")
-    rows = RowNames(reader.paths, reader.labels, reader.splits, reader.classes, reader.ids)
+    rows = RowNames(reader.paths, reader.labels, reader.splits, reader.classes, reader.ids, reader.columns)
     layouts = [preallocated(None) for _ in features]
     with new_shard_file(path, features, layouts, identity, rows, reader.provenance) as file:
         for start, stop, block in _blocks(reader):
@@ -153,12 +153,12 @@ def _to_npy(reader: FeatureReader, path: Path, names: Sequence[str], on_rows: _O
     np.save(path / "labels.npy", reader.labels)
     with (path / "rows.csv").open("w", encoding="utf-8", errors="surrogateescape", newline="") as text:
         table = csv.writer(text)
-        ids = reader.ids
-        table.writerow(["row", "path", "label", "class", "split", "status", *(["id"] if ids else [])])
+        further = {**({"id": reader.ids} if reader.ids else {}), **reader.columns}
+        table.writerow(["row", "path", "label", "class", "split", "status", *further])
         classes = [*reader.classes, ""]  # label -1 indexes the last entry
         columns = (reader.rows, reader.paths, reader.labels, reader.splits, reader.status)
-        for row, image, label, split, status, *id_column in zip(*columns, *([ids] if ids else []), strict=True):
-            cells = [row, image, label, classes[label], split, Status(status).text, *id_column]
+        for row, image, label, split, status, *others in zip(*columns, *further.values(), strict=True):
+            cells = [row, image, label, classes[label], split, Status(status).text, *others]
             table.writerow(map(safe_cell, cells))
     with contextlib.ExitStack() as stack:
         files = {name: stack.enter_context((path / f"{name}.npy").open("wb")) for name in names}
@@ -198,16 +198,19 @@ def _to_mat(reader: FeatureReader, path: Path, names: Sequence[str], on_rows: _O
     Layout from MathWorks, "MAT-File Versions", and from files written by MATLAB: `MATLAB_class` names the type, text is
     uint16 with `MATLAB_int_decode` 2.
     """
-    n_rows, variables = len(reader), _variables(names)
+    n_rows, variables = len(reader), _variables([*names, *reader.columns])
     texts = {"paths": reader.paths, "splits": reader.splits, "classes": reader.classes, "layers": list(names)}
     if (ids := reader.ids) is not None:
         texts["ids"] = ids
+    numbers = {variables[name]: each for name, each in reader.columns.items() if isinstance(each, np.ndarray)}
+    texts |= {variables[name]: each for name, each in reader.columns.items() if not isinstance(each, np.ndarray)}
     longest = {
         name: max((len(_utf16_units(value)) for value in values), default=0) or 1 for name, values in texts.items()
     }
     shapes = {name: reader[name].shape[1:] or (1,) for name in names}
     rows = {name: max(1, min(n_rows, (1 << 20) // (4 * math.prod(shape)))) for name, shape in shapes.items()}
-    size = sum(2 * longest[name] * len(values) for name, values in texts.items()) + n_rows * 16 + (1 << 20)
+    size = sum(2 * longest[name] * len(values) for name, values in texts.items())
+    size += n_rows * (16 + 8 * len(numbers)) + (1 << 20)
     for name, shape in shapes.items():  # full chunks, and 256 bytes for the index of each
         size += -(-n_rows // rows[name]) * (rows[name] * 4 * math.prod(shape) + 256)
     reserve_space(path, size)
@@ -220,6 +223,8 @@ def _to_mat(reader: FeatureReader, path: Path, names: Sequence[str], on_rows: _O
                 part = values[start : start + 10_000]
                 data[:, start : start + len(part)] = _char_matrix(part, longest[name])
         _set_matlab_class(file.create_dataset("labels", data=reader.labels[None].astype(np.float64) + 1), "double")
+        for name, column in numbers.items():
+            _set_matlab_class(file.create_dataset(name, data=column[None].astype(np.float64)), "double")
         _set_matlab_class(file.create_dataset("status", data=reader.status[None]), "uint8")
         for name, shape in shapes.items():
             chunks = (*shape[::-1], rows[name])

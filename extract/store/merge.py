@@ -131,7 +131,7 @@ class _Rows:
         return cls(root, [paths[row] for row in order], np.array(order, np.int64))
 
     def names(self, reader: FeatureReader, row_range: range) -> RowNames:
-        """Return paths, labels, splits, classes and ids of a range of rows."""
+        """Return paths, labels, splits, classes, ids and kept columns of a range of rows."""
         source = self.source[row_range.start : row_range.stop]
         splits = [reader.splits[row] for row in source]
         ids = reader.ids
@@ -141,6 +141,10 @@ class _Rows:
             splits,
             reader.classes,
             None if ids is None else [ids[row] for row in source],
+            {
+                name: values[source] if isinstance(values, np.ndarray) else [values[row] for row in source]
+                for name, values in reader.columns.items()
+            },
         )
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -27,7 +27,7 @@ from extract.store.places.remote_shard import RemoteShard
 from extract.store.row_counts import RowCounts, count_rows
 from extract.store.row_index import RowIndex
 from extract.store.row_selection import RowSelection, open_selections
-from extract.store.text_column import TextColumn
+from extract.store.text_column import LazyColumns, TextColumn
 from extract.store.tokens.token_array import TokenArray
 from extract.store.tokens.token_layout import token_layout
 from extract.system.html_tables import Table, html_summary
@@ -154,6 +154,23 @@ class FeatureReader(Tables):
     def ids(self) -> Sequence[str] | None:
         """Id of each row from the list of images; None if there are no ids."""
         return self._text_column("id") if self._has_ids else None
+
+    @cached_property
+    def columns(self) -> Mapping[str, Sequence[str] | NDArray[Any]]:
+        """Name -> values of each row, of the further columns of a list that were kept: text, int64 or float64.
+
+        Of several data sets, the columns that all of them have, with values of one kind. Values are read on first use.
+        """
+        kinds = [selection.kept_columns.items() for selection in self._with_other_names()]
+        common = sorted(set.intersection(*map(set, kinds))) if kinds else []
+        return LazyColumns({name.rpartition("/")[2]: partial(self._kept_column, name, kind) for name, kind in common})
+
+    def _kept_column(self, name: str, kind: str) -> Sequence[str] | NDArray[Any]:
+        if kind == "S":
+            return self._text_column(name)
+        if name not in self._row_data:
+            self._row_data[name] = _frozen(np.concatenate([each.column(name) for each in self._selections]))
+        return self._row_data[name]
 
     def _text_column(self, name: str) -> TextColumn:
         def read(start: int, stop: int) -> list[str]:

@@ -33,7 +33,7 @@ def copy_rows(
         reader: source of the rows.
         source: (N,) int64, the row of the reader for each row of the data set.
         dataset: the data set to fill.
-        names: returns paths, labels, splits, classes and ids of a range of its rows.
+        names: returns paths, labels, splits, classes, ids and kept columns of a range of its rows.
         provenance: provenance of its shards.
         compress: see `ShardWriter.publish`.
         on_rows: called with a number of rows, and whether they were already stored (True) or copied now (False).

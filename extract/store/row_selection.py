@@ -41,7 +41,7 @@ class RowSelection:
         rows: (N,), their numbers in the data set, ascending.
         chosen: (N,) int64, their numbers in the shard; None for all rows of the shard, in order.
         names: paths, labels, splits and classes; None to read them from the shard.
-        same_names: whether all shards of the data set have the same classes, and all or none of them ids.
+        same_names: whether all shards of the data set have the same classes and kept columns, and all or none ids.
     """
 
     file: ShardFile
@@ -72,7 +72,7 @@ class RowSelection:
         return self.shard.text("path", slice(start, stop) if self.chosen is None else self.chosen[start:stop])
 
     def texts(self, name: str, start: int, stop: int) -> list[str]:
-        """Return the path, split or id of some of the rows."""
+        """Return the path, split, id or text of a kept column of some of the rows."""
         if self.names is not None:
             return list({"path": self.names.paths, "split": self.names.splits}[name][start:stop])
         return self.shard.text(name, slice(start, stop) if self.chosen is None else self.chosen[start:stop])
@@ -81,6 +81,12 @@ class RowSelection:
     def has_ids(self) -> bool:
         """Whether the rows have ids."""
         return self.names is None and self.shard.has_ids
+
+    @property
+    def kept_columns(self) -> dict[str, str]:
+        """Name in the shard -> "S" for text, "i" or "f" for numbers, of the kept columns."""
+        kept = self.shard.kept_columns if self.names is None else {}
+        return {name: dtype.kind for name, dtype in kept.items()}
 
     @property
     def classes(self) -> list[str]:
@@ -312,7 +318,7 @@ def _stored_rows(shard: Shard, partial: bool) -> NDArray[np.int64]:
     """
     is_part = shard.is_part
     if is_part:
-        shard.keep_columns()
+        shard.copy_columns()
     status = shard.column("status")
     if not np.isin(status, list(Status)).all():
         raise InputError(f"{shard.name} is damaged: it has rows with an unknown status")

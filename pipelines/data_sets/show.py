@@ -58,6 +58,7 @@ def describe(out: Path) -> dict[str, Any]:
             images = text_without_credentials(str(configuration["images"]))  # earlier versions stored all of a URL
             content["provenance"]["configuration"] = {**configuration, "images": images}
         content["rows_done"] = len(reader)
+        content["columns"] = list(reader.columns)
         content["compression"] = {
             name: {"filter": filter_name, "ratio": round(ratio, 3)}
             for name, (filter_name, ratio) in reader.compression.items()
@@ -102,6 +103,8 @@ def print_description(content: dict[str, Any], echo: Callable[[str], None]) -> N
         _print_counts("split", content["splits"], echo)
         if content["unlabelled"]:
             echo(f"  {content['unlabelled']:,} without a class")
+        if content["columns"]:
+            echo(f"  columns {', '.join(map(printable, content['columns']))}")
         echo("  " + ", ".join(f"{count:,} {status}" for status, count in content["status"].items()))
         failures = [(f["path"], f["status"], f["reason"]) for f in content["failures"]]
         print_failures(failures, Path(content["out"]), lambda line: echo(f"  {line}"))

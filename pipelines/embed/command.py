@@ -46,6 +46,7 @@ _embed_option = partial(option, model=EmbedConfig)
 @_embed_option("--axes", type=click.Path(path_type=Path))
 @_embed_option("--fit-on", type=int)
 @_embed_option("--limit", type=int)
+@_embed_option("--keep", multiple=True, metavar="COLUMN")
 @_embed_option("--max-pixels", type=int)
 @_embed_option("--orientation", type=click.Choice(["exif", "ignore"]))
 @_embed_option("--icc", type=click.Choice(["ignore", "srgb"]))
@@ -69,7 +70,7 @@ def embed(ctx: click.Context, /, config: Path | None, as_json: bool, **flags: An
 
     IMAGES is a folder, a .csv or .parquet list with a column `path`, a .tar or .zip archive (or a pattern of several:
     'shards-{000..099}.tar'), an .npy array or FILE.h5:NAME of uint8 pictures, a URL (s3://, gs://, https://),
-    or a plan (see `layertap plan`).
+    a dataset of Hugging Face (hfds://NAME), or a plan (see `layertap plan`).
 
     To resume an interrupted run, run the same command again. A file that cannot be decoded is stored as a row with an
     error status.

@@ -111,6 +111,9 @@ class EmbedConfig(FeaturesConfig):
         description="Use the fastest precision, compile and decode that agree; measured once, not for short jobs.",
     )
     limit: int | None = Field(None, strict=True, ge=1, description="Use only the first LIMIT images.")
+    keep: list[str] = Field(
+        [], description="Further column of a list or dataset to store with the features; may be repeated."
+    )
     retry_failed: bool = Field(False, description="Retry images that failed in an earlier run.")
     device: str = Field(
         defaults.DEVICE, description="auto, cpu, cuda, cuda:N or mps; for several workers cuda:0,cuda:1 or all."

@@ -58,7 +58,7 @@ class EmbedResult:
 def embed(config: EmbedConfig) -> EmbedResult:
     """Run the job and print progress on stderr."""
     backbone = backbone_of(config)
-    images = list_images(config.images, config.limit)
+    images = list_images(config.images, config.limit, config.keep)
     if not config.fast:
         return _run(config, plan_of(config, images, backbone))
     choice = features_of(images, config.place, backbone, config.settings(), _say)

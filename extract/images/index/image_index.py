@@ -29,7 +29,7 @@ import itertools
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ from extract.errors import InputError
 from extract.images.csv_lists import stored_path
 from extract.images.image_list import Images, hashes_of
 from extract.images.index.index_parts import MOST_PART_ROWS, SPLIT_CODES, Part, part_path, read_part
+from extract.images.kept_columns import Column
 from extract.images.sources import BrokenListError, Chosen, Files
 from extract.system.json_files import read_json
 from extract.system.urls import is_http, is_url, without_query
@@ -142,7 +143,7 @@ class PlannedImages:
         count: number of images.
         part_rows: images in each part of the plan but its last.
         names: names by row.
-        root, classes, left_out, notes, split_names, paths_xxh3, labels_xxh3: see `ImageList`.
+        root, classes, left_out, notes, split_names, paths_xxh3, labels_xxh3, columns: see `ImageList`.
         has_encoded_names: whether an earlier version listed a folder of a web server, with names as in its links.
         source: reads the bytes of a row.
     """
@@ -161,6 +162,7 @@ class PlannedImages:
     left_out: Counter[str] = field(default_factory=Counter)
     notes: tuple[str, ...] = ()
     has_encoded_names: bool = False
+    columns: Mapping[str, Column] = field(default_factory=dict)  # a plan keeps none
 
     def __len__(self) -> int:
         return self.count

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from extract.errors import unknown_name
-from extract.store.format.layout import ROW_DATA, chunk_rows, new_shard_file, preallocated
+from extract.store.format.layout import COLUMNS, ROW_DATA, RowNames, chunk_rows, new_shard_file, preallocated
 from extract.store.format.shard import Shard
 from extract.store.format.untrusted import FILTERS, need_libraries
 
@@ -43,7 +43,7 @@ def copy_shard(
     ]
     keep = np.ones(n_rows, bool)
     keep[[] if pending is None else pending] = False
-    with new_shard_file(path, shard.features, layouts, shard.identity, shard.names, shard.provenance) as file:
+    with new_shard_file(path, shard.features, layouts, shard.identity, _names_of(shard), shard.provenance) as file:
         for start, stop, block in shard.blocks(np.flatnonzero(keep)):
             if block is None:
                 keep[start:stop] = False
@@ -54,6 +54,16 @@ def copy_shard(
             values = shard.column(name)
             values[~keep] = 0  # a status of 0 is pending
             file[name][...] = values
+
+
+def _names_of(shard: Shard) -> RowNames:
+    """Return what is known of all rows before their features are computed."""
+    ids = shard.text("id") if shard.has_ids else None
+    columns = {
+        name.removeprefix(f"/{COLUMNS}/"): shard.text(name) if dtype.kind == "S" else shard.column(name)
+        for name, dtype in shard.kept_columns.items()
+    }
+    return RowNames(shard.text("path"), shard.column("label"), shard.text("split"), shard.text("classes"), ids, columns)
 
 
 def _packed(chunks: tuple[int, ...], compress: str) -> Any:

@@ -8,9 +8,16 @@ from typing import Any
 __all__ = ["changes", "differences", "earlier_names", "shortened"]
 
 
+# Dotted key -> what it means, if its name and values do not tell.
+_MEANINGS = {
+    "images.labels_xxh3": "labels, splits, ids or kept columns of the images (images.labels_xxh3)",
+    "images.paths_xxh3": "names of the images (images.paths_xxh3)",
+}
+
+
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """Return the differences of two nested dicts, one line for each leaf."""
-    return [f"{key}: stored {stored}, now {now}" for key, stored, now in changes(old, new)]
+    return [f"{_MEANINGS.get(key, key)}: stored {stored}, now {now}" for key, stored, now in changes(old, new)]
 
 
 def changes(old: dict[str, Any], new: dict[str, Any]) -> list[tuple[str, Any, Any]]:

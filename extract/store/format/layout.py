@@ -21,6 +21,7 @@ A shard is plain HDF5 (superblock 3, HDF5 1.10 or later) with rows in path order
     /label                (N,) int64, index into /classes; -1 unknown
     /split                (N,) fixed-length UTF-8: train, val, test or empty
     /id                   (N,) fixed-length UTF-8; only if the list of images has ids
+    /columns/NAME         (N,) fixed-length UTF-8, int64 or float64: further columns of the list that were kept
     /classes              (K,) fixed-length UTF-8
     /status               (N,) uint8: 0 pending, 1 ok, 2 decode error, 3 not finite, 4 missing,
                           5 io error
@@ -53,7 +54,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -71,6 +72,7 @@ from extract.system.atomic_files import discard, reserve_space, sync_folder
 
 __all__ = [
     "CHANGES_VERSION",
+    "COLUMNS",
     "FORMAT",
     "FORMAT_VERSION",
     "READABLE_VERSIONS",
@@ -102,6 +104,7 @@ _CHUNK_BYTES = 1 << 20
 
 # Limit on the bytes that do not change after creation: opening a shard hashes them.
 _FIXED_BYTES = 1 << 30
+COLUMNS = "columns"  # group of kept columns
 AXES_FOLDER = "axes"  # of a data set
 AXES_NAMES = re.compile(r"[0-9a-f]{16}\.safetensors|(axes\.)?fitting\.[0-9a-f]{16}\.new")  # files in it
 _TEXTS_AT_ONCE = 1 << 16  # paths, splits or ids in memory while they are written
@@ -175,7 +178,7 @@ class Identity:
 
 @dataclass(frozen=True)
 class RowNames:
-    """Paths, labels, splits and ids of rows, known before their features are computed.
+    """Paths, labels, splits, ids and kept columns of rows, known before their features are computed.
 
     Attributes:
         paths: relative to the image folder; undecodable bytes as in `os.fsdecode`.
@@ -183,6 +186,7 @@ class RowNames:
         splits: "train", "val", "test" or "" for each row.
         classes: names of the classes.
         ids: ids from the list of images; None if it has none.
+        columns: name -> text, int64 or float64 of each row, of kept columns.
     """
 
     paths: Sequence[str]
@@ -190,6 +194,7 @@ class RowNames:
     splits: Sequence[str]
     classes: Sequence[str]
     ids: Sequence[str] | None = None
+    columns: Mapping[str, Sequence[str] | NDArray[Any]] = field(default_factory=dict)
 
 
 def row_bytes(features: Sequence[StoredFeature]) -> int:
@@ -243,7 +248,7 @@ def new_shard_file(
         features: the features to create.
         layouts: HDF5 creation properties of each feature's dataset.
         identity: attributes of the file.
-        names: paths, labels, splits, classes and ids of the rows.
+        names: paths, labels, splits, classes, ids and kept columns of the rows.
         provenance: backbone, weights, configuration, versions, machine.
 
     Raises:
@@ -254,20 +259,27 @@ def new_shard_file(
     texts = {"path": names.paths, "split": names.splits, "classes": names.classes}
     if names.ids is not None:
         texts["id"] = names.ids
+    numbers = {"label": np.asarray(names.labels, "<i8")}
+    for name, column in names.columns.items():
+        if isinstance(column, np.ndarray):
+            numbers[f"{COLUMNS}/{name}"] = column.astype(column.dtype.newbyteorder("<"))
+        else:
+            texts[f"{COLUMNS}/{name}"] = column
     widths = {name: max(map(len, map(os.fsencode, text)), default=1) or 1 for name, text in texts.items()}
     text_bytes = sum(widths[name] * len(text) for name, text in texts.items())
     if text_bytes > _FIXED_BYTES:  # every path takes the space of the longest
         raise InputError(
-            f"{path}: paths take {text_bytes / 1e6:,.0f} MB, too much for one file", hint="set a smaller shard_rows"
+            f"{path}: paths and columns take {text_bytes / 1e6:,.0f} MB, too much for one file",
+            hint="set a smaller shard_rows",
         )
-    labels = np.asarray(names.labels, "<i8")
     encoded_provenance = np.array(json.dumps(provenance, indent=1).encode())
-    fixed_bytes = text_bytes + labels.nbytes + encoded_provenance.nbytes
+    fixed_bytes = text_bytes + sum(column.nbytes for column in numbers.values()) + encoded_provenance.nbytes
     header_bytes = 512
     while header_bytes < 256 + 48 * (len(features) + len(ROW_DATA)):  # 48: two numbers of up to 20 digits
         header_bytes *= 2
     row_data_bytes = sum(np.dtype(dtype).itemsize * math.prod(width) for _, width, dtype in ROW_DATA)
-    size = fixed_bytes + (1 << 16) + 8192 * (len(features) + len(ROW_DATA)) + n_rows * row_data_bytes
+    n_datasets = len(features) + len(names.columns)
+    size = fixed_bytes + (1 << 16) + 8192 * (n_datasets + len(ROW_DATA)) + n_rows * row_data_bytes
     for feature in features:
         rows = chunk_rows(feature, n_rows)
         # Incompressible data grows slightly when compressed (1/256), and compressed chunks have an index (256 bytes).
@@ -277,7 +289,7 @@ def new_shard_file(
         reserve_space(temporary, size)
         options: dict[str, Any] = {"libver": ("v110", "v110"), "alignment_threshold": 64, "alignment_interval": 64}
         # All metadata in one block at the start, so that the data after it has no gaps.
-        meta_block_size = 1 << (4096 + 2048 * len(features)).bit_length()
+        meta_block_size = 1 << (4096 + 2048 * n_datasets).bit_length()
         with hdf5_in_memory(temporary, userblock_size=header_bytes, meta_block_size=meta_block_size, **options) as file:
             file.attrs.update(format=FORMAT, format_version=FORMAT_VERSION)
             file.attrs.update(vars(identity))
@@ -292,7 +304,7 @@ def new_shard_file(
                 text_type = h5py.string_dtype("utf-8", widths[name])
                 file.create_dataset(name, len(text), text_type, dcpl=preallocated(None))
             text_type = h5py.string_dtype("utf-8", encoded_provenance.dtype.itemsize)
-            fixed = {"label": labels, "provenance": encoded_provenance.astype(text_type)}
+            fixed = {**numbers, "provenance": encoded_provenance.astype(text_type)}
             for name, values in fixed.items():
                 file.create_dataset(name, values.shape, values.dtype, dcpl=preallocated(None))
         with hdf5_on_disk(temporary, "r+", **options) as file:

@@ -27,9 +27,9 @@ from numpy.typing import NDArray
 
 from extract.errors import InputError, LayertapError, first_line
 from extract.store.format.layout import (
+    COLUMNS,
     ROW_DATA,
     Identity,
-    RowNames,
     StoredFeature,
     chunk_rows,
     plain_offset,
@@ -46,6 +46,7 @@ from extract.store.format.untrusted import (
     filters_of,
     group_in,
     identity_of,
+    kept_columns_in,
     need_libraries,
     open_untrusted,
 )
@@ -147,8 +148,7 @@ class Shard:
                 raise refuse(f"feature {name!r} has chunks of {data.chunks}, which are too large")
             self.features.append(feature)
             self.stored_bytes[name] = data.id.get_storage_size()
-            packed = filters_of(data, refuse)
-            if not packed:
+            if not (packed := filters_of(data, refuse)):
                 self._locate(data, refuse)
                 continue
             self.compression[name] = packed
@@ -170,8 +170,10 @@ class Shard:
             self._columns[name] = column = self._column(file, name, refuse)
             if column.dtype.kind != "S" or column.shape != (column.shape[:1] if shape is None else shape):
                 raise refuse(f"{name} is {column.dtype} {column.shape}; expected fixed-length text")
-        if self._columns["provenance"].nbytes > _TEXT_BYTES:
-            raise refuse(f"its provenance has {self._columns['provenance'].nbytes:,} bytes; at most {_TEXT_BYTES:,}")
+        for data in kept_columns_in(file, n_rows, refuse):
+            self._columns[data.name] = self._array_at(self._locate(data, refuse), data.shape, data.dtype)
+        if (size := self._columns["provenance"].nbytes) > _TEXT_BYTES:
+            raise refuse(f"its provenance has {size:,} bytes; at most {_TEXT_BYTES:,}")
 
     def _column(self, file: h5py.File, name: str, refuse: Refuse) -> NDArray[Any]:
         data = dataset_in(file.id, name, refuse)
@@ -386,23 +388,17 @@ class Shard:
     # Columns beside the features
 
     def column(self, name: str, rows: slice | NDArray[np.int64] = slice(None)) -> NDArray[Any]:
-        """Return (N, ...), a copy of the current values of a column: row data, label, or stored bytes of a text."""
+        """Return (N, ...), a copy of a column: row data, label, kept numbers, or the bytes of a text."""
         return self._view(name)[rows].copy()
 
     def text(self, name: str, rows: slice | NDArray[np.int64] | EllipsisType = ...) -> list[str]:
-        """Return the path, split or id of rows, or the classes, decoded by `os.fsdecode`."""
+        """Return the path, split, id or text of a kept column of rows, or the classes, decoded by `os.fsdecode`."""
         return [os.fsdecode(value) for value in self._view(name)[rows].tolist()]
 
     def _view(self, name: str) -> NDArray[Any]:
         if not self._columns:
             raise LayertapError(f"{self.name} is closed")
         return self._columns[name]
-
-    @property
-    def names(self) -> RowNames:
-        """Paths, labels, splits, classes and ids of all rows."""
-        ids = self.text("id") if self.has_ids else None
-        return RowNames(self.text("path"), self.column("label"), self.text("split"), self.text("classes"), ids)
 
     @property
     def is_part(self) -> bool:
@@ -415,6 +411,11 @@ class Shard:
         return "id" in self._columns
 
     @property
+    def kept_columns(self) -> dict[str, np.dtype[Any]]:
+        """Dtype in the file of each kept column, by its path `/columns/NAME`."""
+        return {name: column.dtype for name, column in self._columns.items() if name.startswith(f"/{COLUMNS}/")}
+
+    @property
     def provenance(self) -> dict[str, Any]:
         """Backbone, weights, configuration, versions and machine that computed the features.
 
@@ -425,7 +426,7 @@ class Shard:
 
     # Closing and pickling
 
-    def keep_columns(self) -> None:
+    def copy_columns(self) -> None:
         """Copy the columns beside the features, so that a process that writes to the file does not change them."""
         self._columns = {name: column.copy() for name, column in self._columns.items()}
 
@@ -473,7 +474,7 @@ def _unpickled(path: Path, identity: Identity) -> Shard:
         )
     shard = Shard(path)
     if path.suffix == ".part":
-        shard.keep_columns()
+        shard.copy_columns()
     if shard.identity != identity:
         raise InputError(
             f"{path} was replaced by another shard after the reader was pickled", hint="open the data set again"

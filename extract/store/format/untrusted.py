@@ -15,7 +15,7 @@ import numpy as np
 from h5py import h5a, h5d, h5g, h5l, h5o, h5p, h5s, h5t, h5z
 
 from extract.errors import InputError, LayertapError, first_line
-from extract.store.format.layout import FORMAT, READABLE_VERSIONS, VERSIONS_TEXT, Identity
+from extract.store.format.layout import COLUMNS, FORMAT, READABLE_VERSIONS, VERSIONS_TEXT, Identity
 from extract.system.optional_libraries import library
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "filters_of",
     "group_in",
     "identity_of",
+    "kept_columns_in",
     "need_libraries",
     "open_untrusted",
 ]
@@ -35,6 +36,7 @@ Refuse = Callable[[str], InputError]  # description of a fault -> error that als
 
 # Supported compressions, by HDF5 filter number.
 FILTERS = {h5z.FILTER_DEFLATE: "gzip", h5z.FILTER_LZF: "lzf", 32026: "blosc2"}
+_COLUMNS = 1_000  # limit for one file
 _BESIDE = {h5z.FILTER_SHUFFLE, h5z.FILTER_FLETCHER32}
 
 
@@ -138,6 +140,24 @@ def dataset_in(parent: h5g.GroupID, name: str, refuse: Refuse, path: str = "") -
         raise refuse(f"{name!r} holds neither numbers nor fixed-length text")
     chunks = properties.get_chunk() if layout == h5d.CHUNKED else None
     return StoredDataset(data, f"{path}/{name}", data.shape, stored_type.dtype, properties, chunks)
+
+
+def kept_columns_in(file: h5py.File, n_rows: int, refuse: Refuse) -> Iterator[StoredDataset]:
+    """Yield the kept columns of a shard; refuse those of other types, sizes and layouts than the format has."""
+    if COLUMNS not in file:
+        return
+    group = group_in(file.id, COLUMNS, refuse)
+    if (count := group.get_num_objs()) > _COLUMNS:
+        raise refuse(f"it has {count:,} kept columns; expected at most {_COLUMNS:,}")
+    for name in sorted(encoded.decode() for encoded in group):
+        data = dataset_in(group, name, refuse, f"/{COLUMNS}")
+        if data.chunks is not None or data.shape != (n_rows,):
+            raise refuse(
+                f"{data.name} has shape {data.shape}, chunks {data.chunks}; expected one block of {n_rows} rows"
+            )
+        if data.dtype.kind != "S" and data.dtype not in (np.dtype("<i8"), np.dtype("<f8")):
+            raise refuse(f"{data.name} is {data.dtype}; expected fixed-length text, int64 or float64")
+        yield data
 
 
 def _is_plain(stored_type: h5t.TypeID) -> bool:

@@ -205,7 +205,8 @@ class Embed:
         if self.threads is not None:
             torch.set_num_threads(self.threads)
         backbone = backbone_of(self.config, say)
-        plan = plan_of(self.config, list_images(self.config.images, self.config.limit), backbone)
+        images = list_images(self.config.images, self.config.limit, self.config.keep)
+        plan = plan_of(self.config, images, backbone)
         out = self.config.place
         place = destination_of(out)
         with (

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -49,6 +51,33 @@ def test_arrow(reader: FeatureReader) -> None:
     assert reader.to_arrow("vector").column_names[-1] == "vector"
     with pytest.raises(UnknownNameError, match="nearest: 'vector'"):
         reader.to_arrow("vctor")
+
+
+LANCE = """
+import sys, lance, numpy as np
+from extract import FeatureReader
+
+with FeatureReader(sys.argv[1]) as reader:
+    table = reader.to_arrow()
+    lance.write_dataset(table, sys.argv[2])
+written = lance.dataset(sys.argv[2]).to_table()
+assert written.schema.equals(table.schema)
+for name in table.column_names:
+    if name in reader.layers:
+        values, expected = (np.stack(each[name].to_numpy()) for each in (written, table))
+        np.testing.assert_array_equal(values, expected, strict=True)
+    else:
+        assert written[name].equals(table[name])
+print(table.num_rows)
+"""
+
+
+def test_lance(reader: FeatureReader, tmp_path: Path) -> None:
+    """In a process of its own, since Lance is not safe in one that forks."""
+    run = subprocess.run(
+        [sys.executable, "-c", LANCE, tmp_path / "out", tmp_path / "lance"], capture_output=True, text=True, check=True
+    )
+    assert run.stdout.strip() == str(ROWS)
 
 
 def test_features_are_not_copied(tmp_path: Path) -> None:

@@ -1,0 +1,125 @@
+"""Further columns of a list or dataset, which are stored with the features of its images: captions, ids, ages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from extract.credentials import without_credentials
+from extract.errors import InputError, first_line, unknown_name
+from extract.system.optional_libraries import library
+
+__all__ = ["Column", "arrow_column", "chosen_columns", "joined", "select", "text_column"]
+
+Column = Sequence[str] | NDArray[Any]
+
+_ALWAYS = ("path", "label", "split", "id")  # read of every list, and stored in a place of their own
+_TAKEN = ("row", "path_bytes", "class", "status", "image")  # columns of a table of features
+
+
+def chosen_columns(where: str, keep: Iterable[str], there: Mapping[str, str]) -> dict[str, str]:
+    """Return name, as it was given -> column, of the columns to keep.
+
+    Args:
+        where: name of the list or dataset.
+        keep: names of columns; case-insensitive.
+        there: name in lower case -> column that `where` has.
+
+    Raises:
+        UnknownNameError: there is no such column.
+        InputError: its name cannot be used.
+    """
+    chosen: dict[str, str] = {}
+    for name in keep:
+        key = name.strip().lower()
+        if key in _ALWAYS:
+            raise InputError(f"keep {name!r}: the columns {', '.join(_ALWAYS)} are always kept")
+        if key not in there:
+            raise unknown_name("column", name, [each for each in there.values() if each.lower() not in _ALWAYS], where)
+        if not key or key in _TAKEN or key.startswith(".") or {"/", "\0"} & set(key):
+            raise InputError(f"keep {name!r}: a kept column cannot have this name", hint="rename the column")
+        chosen.setdefault(name.strip(), there[key])
+    return chosen
+
+
+def text_column(where: str, name: str, values: Sequence[str], places: Sequence[str]) -> list[str]:
+    """Return the values of a column of text, without credentials of URLs.
+
+    Args:
+        where: name of the list.
+        name: name of the column.
+        values: its values.
+        places: line or row of each value, for messages.
+
+    Raises:
+        InputError: a value is not UTF-8, or has a null character.
+    """
+    for value, place in zip(values, places, strict=True):
+        if not value.isascii() and any("\udc80" <= char <= "\udcff" for char in value):
+            raise InputError(f"{where}: {place}: the {name} is not UTF-8", hint="save the list in UTF-8")
+        if "\0" in value:
+            raise InputError(f"{where}: {place}: the {name} contains a null character")
+    return [without_credentials(value) for value in values]
+
+
+def arrow_column(where: str, name: str, column: Any, names: Sequence[str] | None = None) -> Column:
+    """Return a column of Arrow as text, int64 or float64.
+
+    Whole numbers and booleans are int64, or float64 with NaN if some are missing; other numbers are float64. Anything
+    else that Arrow writes as text, such as times, is text, and empty if it is missing.
+
+    Args:
+        where: name of the list or dataset.
+        name: name of the column.
+        column: an Arrow array.
+        names: names of classes, if the values are their numbers.
+
+    Raises:
+        InputError: the values are neither text nor numbers, or too large.
+    """
+    pa = library("pyarrow", "parquet", f"{where}: Parquet")
+    if names is not None:
+        known = dict(enumerate(names))
+        return [known.get(value, "") for value in column.to_pylist()]
+    kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
+    try:
+        plain = column.cast(kind)
+        if pa.types.is_boolean(kind) or pa.types.is_integer(kind):
+            if not plain.null_count:
+                return np.asarray(plain.cast(pa.int64()).to_numpy(), np.int64)
+            plain = plain.cast(pa.int64()).cast(pa.float64())
+        if pa.types.is_boolean(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind):
+            return np.asarray(plain.cast(pa.float64()).to_numpy(zero_copy_only=False), np.float64)
+        values = [value or "" for value in plain.cast(pa.string()).to_pylist()]
+    except (pa.ArrowException, TypeError) as error:
+        raise InputError(
+            f"{where}: column {name!r} is {kind}; expected text or numbers: {first_line(error)}"
+        ) from error
+    return text_column(where, name, values, [f"row {row}" for row in range(len(values))])
+
+
+def select(columns: Mapping[str, Column], rows: Sequence[int]) -> dict[str, Column]:
+    """Return the values of some rows."""
+    return {
+        name: values[np.asarray(rows, np.int64)] if isinstance(values, np.ndarray) else [values[row] for row in rows]
+        for name, values in columns.items()
+    }
+
+
+def joined(where: str, parts: Sequence[Mapping[str, Column]]) -> dict[str, Column]:
+    """Return the columns of parts, one after the other.
+
+    Raises:
+        InputError: a column has text in one part, and numbers in another.
+    """
+    columns: dict[str, Column] = {}
+    for name in parts[0]:
+        values = [part[name] for part in parts]
+        arrays = [column for column in values if isinstance(column, np.ndarray)]
+        if arrays and len(arrays) < len(values):
+            raise InputError(f"{where}: column {name!r} has text in one split, and numbers in another")
+        columns[name] = np.concatenate(arrays) if arrays else [text for column in values for text in column]
+    return columns
