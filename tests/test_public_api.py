@@ -83,11 +83,11 @@ extract.extract_features(images: str | os.PathLike[str] | MapDataset, *, out: st
         str | Backbone = 'bundled/efficientnet_lite0', layers: str | Sequence[str] = ('embedding',), weights:
         str | None = None, batch_size: int = 64, workers: int = ..., decode: str = 'exact', device: str =
         'auto', dtype: str = 'float32', precision: str = 'float32', compile: str = 'auto', min_cosine: float =
-        0.999, limit: int | None = None, keep: Sequence[str] = (), max_pixels: int = 178956970, orientation: str
-        = 'exif', icc: str = 'ignore', seed: int = 0, allow_missing_head: bool = False, preprocessing:
-        Mapping[str, Any] | None = None, shard_rows: int | None = None, compress: str | None = None, distortion:
-        float = 0.1, max_distortion: float | None = None, axes: str | os.PathLike[str] | None = None, fit_on:
-        int = 2000, retry_failed: bool = False, progress: bool = True) -> FeatureReader
+        0.999, limit: int | None = None, keep: str | Sequence[str] = (), max_pixels: int = 178956970,
+        orientation: str = 'exif', icc: str = 'ignore', seed: int = 0, allow_missing_head: bool = False,
+        preprocessing: Mapping[str, Any] | None = None, shard_rows: int | None = None, compress: str | None =
+        None, distortion: float = 0.1, max_distortion: float | None = None, axes: str | os.PathLike[str] | None
+        = None, fit_on: int = 2000, retry_failed: bool = False, progress: bool = True) -> FeatureReader
 extract.inspect_model(model: nn.Module, batches: Iterable[Any], layers: str | Sequence[str] | None = None, *,
         loss: Loss | None = None, on_batch: Callable[[int], None] = ..., name_of: Callable[[int], str] = ...) ->
         Inspection

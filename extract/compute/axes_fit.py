@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from extract.compute.axes_files import AxesSource
 from extract.errors import InputError, LayertapError
+from extract.system.operating_system import allocate, flush_to_disk
 
 __all__ = ["AxesFit"]
 
@@ -185,7 +186,7 @@ class AxesFit:
             with path.open("wb+") as file:
                 file.write(len(text).to_bytes(8, "little") + text)
                 file.flush()
-                _allocate(file, begin + end)
+                allocate(file.fileno(), begin + end)
                 self._fill(file, begin + starts["components"], vectors, values)
                 for name, content in zip(("explained_variance", "explained_variance_ratio"), variances, strict=True):
                     file.seek(begin + starts[name])
@@ -193,7 +194,7 @@ class AxesFit:
                 file.seek(begin + starts["mean"])
                 file.write(self._mean.astype(np.float32).tobytes())
                 file.flush()
-                os.fsync(file.fileno())
+                flush_to_disk(file.fileno())
                 file.seek(0)
                 name = hashlib.file_digest(file, "sha256").hexdigest()[:16]
             return path.replace(self._folder / f"{name}.safetensors")
@@ -224,11 +225,3 @@ def _write_at(file: Any, values: NDArray[Any], position: int) -> None:
     while left:
         written = os.pwrite(file.fileno(), left, position)
         left, position = left[written:], position + written
-
-
-def _allocate(file: Any, size: int) -> None:
-    """Give a file its size and its space on the disk; raises OSError if the disk is full."""
-    if hasattr(os, "posix_fallocate"):  # not on macOS
-        os.posix_fallocate(file.fileno(), 0, size)
-    else:
-        file.truncate(size)

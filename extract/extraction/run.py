@@ -56,7 +56,7 @@ def extract_features(
     compile: str = defaults.COMPILE,
     min_cosine: float = defaults.MIN_COSINE,
     limit: int | None = None,
-    keep: Sequence[str] = (),
+    keep: str | Sequence[str] = (),
     max_pixels: int = defaults.MAX_PIXELS,
     orientation: str = defaults.ORIENTATION,
     icc: str = defaults.ICC,
@@ -143,7 +143,7 @@ def extract_features(
         compile=compile,
         min_cosine=min_cosine,
         limit=limit,
-        keep=keep,
+        keep=[keep] if isinstance(keep, str) else keep,
         max_pixels=max_pixels,
         orientation=orientation,
         icc=icc,
@@ -163,7 +163,7 @@ def extract_features(
             allow_missing_head=allow_missing_head,
             preprocessing=preprocessing,
         )
-    listed = images if isinstance(images, str | os.PathLike) else _listed(images, limit, keep)
+    listed = images if isinstance(images, str | os.PathLike) else _listed(images, limit, settings.keep)
     planned = plan(listed, out=out, backbone=backbone, settings=settings)
     from tqdm.auto import tqdm
 

@@ -33,6 +33,7 @@ from extract.store.reader import FeatureReader
 from extract.system.atomic_files import claim, reserve_space, sync_folder
 from extract.system.csv_cells import safe_cell
 from extract.system.leftovers import remove_leftovers, temporary_folder
+from extract.system.operating_system import flush_to_disk
 from extract.system.optional_libraries import library
 
 __all__ = ["FORMATS", "Format", "export"]
@@ -89,7 +90,7 @@ def export(
                     sync_folder(file)
                 else:
                     with file.open("rb") as written:
-                        os.fsync(written.fileno())
+                        flush_to_disk(written.fileno())
             claim(output, path)
             sync_folder(path.parent)
     except FileExistsError as error:

@@ -5,7 +5,6 @@ A shard holds one file handle and about 90 KB of memory while it is open.
 
 from __future__ import annotations
 
-import os
 import resource
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 from extract.errors import LayertapError
 from extract.store.format.shard import Shard
 from extract.system.atomic_files import allow_more_files
+from extract.system.operating_system import count_open_files
 
 __all__ = ["OpenShards", "ShardFile"]
 
@@ -117,8 +117,4 @@ def _most_open_shards() -> int:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return _MOST
-    try:
-        used = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
-    except OSError:  # not Linux
-        used = 256
-    return max(1, min(_MOST, soft - used - _OTHER_FILES))
+    return max(1, min(_MOST, soft - count_open_files() - _OTHER_FILES))

@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 
 from extract.errors import InputError
 from extract.system.leftovers import remove_leftovers, temporary_file
+from extract.system.operating_system import allocate, count_open_files, flush_to_disk
 
 __all__ = [
     "allow_more_files",
@@ -70,7 +71,7 @@ def atomic_write(path: Path, *, tidy: bool = True) -> Iterator[BinaryIO]:
             remove_leftovers(path)
         yield file
         file.flush()
-        os.fsync(file.fileno())
+        flush_to_disk(file.fileno())
         temporary.rename(path)
     sync_folder(path.parent)
 
@@ -188,7 +189,7 @@ def sync_folder(folder: Path) -> None:
     """Flush a folder to disk, so that renames and links in it survive a power failure."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        flush_to_disk(descriptor)
     finally:
         os.close(descriptor)
 
@@ -215,12 +216,10 @@ def reserve_space(path: Path, size: int) -> None:
     Raises:
         OSError: the space cannot be allocated.
     """
-    if not hasattr(os, "posix_fallocate"):  # macOS
-        return
     discard(path)
     with path.open("xb") as file:
         try:
-            os.posix_fallocate(file.fileno(), 0, size)
+            allocate(file.fileno(), size)
         finally:
             discard(path)
 
@@ -265,11 +264,7 @@ def bytes_below(folder: Path) -> int:
 def allow_more_files(count: int) -> None:
     """Raise this process's limit on open files if `count` more would exceed it; each memory map keeps one open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
-        used = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
-    except OSError:  # not Linux
-        used = 256
-    needed = used + count + 64
+    needed = count_open_files() + count + 64
     if soft != resource.RLIM_INFINITY and needed > soft:
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (needed if hard == -1 else min(needed, hard), hard))

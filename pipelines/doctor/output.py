@@ -13,6 +13,7 @@ from extract.errors import LayertapError
 from extract.system.file_systems import file_system_kind
 from extract.system.folder_lock import holder
 from extract.system.leftovers import temporary_folder
+from extract.system.operating_system import flush_to_disk
 from extract.system.urls import is_url
 from pipelines.doctor.check import Section
 
@@ -120,7 +121,7 @@ def _write(trial: Path) -> None:
     with (trial / "a").open("wb") as file:
         file.write(b"\0" * 65536)
         file.flush()
-        os.fsync(file.fileno())
+        flush_to_disk(file.fileno())
 
 
 def _rename(trial: Path) -> None:

@@ -28,6 +28,7 @@ from extract.extraction.tuning import batch_rates, best_batch_size, decode_rate,
 from extract.images import ImageList, Images, list_images
 from extract.images.sources import ImageSource, SourceOfSource
 from extract.system.leftovers import temporary_folder
+from extract.system.operating_system import flush_to_disk
 from extract.system.torch_state import evaluating, full_float32
 
 __all__ = ["Bench", "PipelineRate", "as_json", "bench", "print_bench"]
@@ -215,7 +216,7 @@ def _write_rate(row_bytes: int) -> float:
         for _ in range(_WRITTEN_BYTES // len(block)):
             file.write(block)
         file.flush()
-        os.fsync(file.fileno())
+        flush_to_disk(file.fileno())
         return _WRITTEN_BYTES / row_bytes / (time.perf_counter() - start)
 
 

@@ -67,7 +67,7 @@ class FeaturesConfig(BackboneConfig):
     def _read_yaml_boolean(cls, value: Any) -> Any:
         return {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value  # YAML's on and off
 
-    @field_validator("layers", mode="before")
+    @field_validator("layers", "keep", mode="before", check_fields=False)
     @classmethod
     def _to_list(cls, value: Any) -> Any:
         return [value] if isinstance(value, str) else value

@@ -12,7 +12,6 @@ in blocks for its own drivers only, and a reader of a bucket would fetch many bl
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any
 import h5py
 
 from extract.store.format.seekable import Seekable
+from extract.system.operating_system import memory_file, written_ranges
 
 __all__ = ["hdf5_in_memory", "hdf5_on_disk"]
 
@@ -40,24 +40,17 @@ def hdf5_in_memory(path: Path, **options: Any) -> Iterator[h5py.File]:
     Raises:
         OSError: the file exists, or a write failed.
     """
-    with _memory() as memory:
+    with memory_file() as memory:
         # The default driver resolves symbolic links, and /dev/fd/N is a link to a file without a name.
         with h5py.File(f"/dev/fd/{memory.fileno()}", "w", driver="stdio", **options) as file:
             yield file
         raw = _CheckedFile(path, os.O_CREAT | os.O_EXCL)
         try:
-            size = raw.truncate(os.fstat(memory.fileno()).st_size)
-            start = 0
-            while start < size:
-                try:
-                    start = os.lseek(memory.fileno(), start, os.SEEK_DATA)
-                except OSError:  # ENXIO: no data up to the end
-                    break
-                stop = os.lseek(memory.fileno(), start, os.SEEK_HOLE)
+            raw.truncate(os.fstat(memory.fileno()).st_size)
+            for start, stop in written_ranges(memory.fileno()):
                 raw.seek(start)
                 for first in range(start, stop, _COPIED_BYTES):
                     raw.write(os.pread(memory.fileno(), min(_COPIED_BYTES, stop - first), first))
-                start = stop
         finally:
             raw.close()
         if raw.error is not None:
@@ -88,13 +81,6 @@ def hdf5_on_disk(path: Path, mode: str, **options: Any) -> Iterator[h5py.File]:
         raw.close()
     if raw.error is not None:
         raise raw.error
-
-
-def _memory() -> Any:
-    """Return a new file in memory; a temporary file where the system has no such files (macOS)."""
-    if hasattr(os, "memfd_create"):
-        return os.fdopen(os.memfd_create("hdf5"), "r+b")
-    return tempfile.TemporaryFile()
 
 
 class _CheckedFile(Seekable):

@@ -69,6 +69,7 @@ from extract.errors import InputError, LayertapError
 from extract.store.format.checked_file import hdf5_in_memory, hdf5_on_disk
 from extract.store.format.value_types import kept_as
 from extract.system.atomic_files import discard, reserve_space, sync_folder
+from extract.system.operating_system import allocate, flush_to_disk
 
 __all__ = [
     "CHANGES_VERSION",
@@ -320,11 +321,10 @@ def new_shard_file(
                 (plain_offset(data.id, data.chunks), data[0].tobytes()) for data in written if not _is_packed(data)
             ]
         with temporary.open("r+b") as raw:
-            if hasattr(os, "posix_fallocate"):  # not on macOS
-                os.posix_fallocate(raw.fileno(), 0, os.fstat(raw.fileno()).st_size)
+            allocate(raw.fileno(), os.fstat(raw.fileno()).st_size)
             _check_offsets(raw, first_rows)
             _write_header(raw, header_bytes, ranges)
-            os.fsync(raw.fileno())
+            flush_to_disk(raw.fileno())
         temporary.rename(path)
         sync_folder(path.parent)
     except OSError as error:

@@ -27,6 +27,7 @@ from extract.store.format.row_hash import hash_records, hash_rows, wrong_rows
 from extract.store.format.shard import Shard
 from extract.store.format.value_types import encoded
 from extract.system.atomic_files import claim, discard, open_own, sync_folder
+from extract.system.operating_system import flush_to_disk
 
 __all__ = ["SOURCE", "ShardWriter"]
 
@@ -286,7 +287,7 @@ class ShardWriter:
             raise LayertapError(f"{self._part}: {pending} rows are still pending")
         ready = self._part
         try:
-            os.fsync(self._file)
+            flush_to_disk(self._file)
             if compress:
                 ready = self._final.with_name(self._final.name + ".packed.new")
                 self._pack(ready, compress)

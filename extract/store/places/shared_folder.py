@@ -36,6 +36,7 @@ from extract.store.format.receipt import read_receipt, reasons_in, receipt_bytes
 from extract.store.format.schemas import RECEIPT
 from extract.system.atomic_files import check_own_folders, discard, own_folder, sync_folder
 from extract.system.json_files import read_json
+from extract.system.operating_system import flush_to_disk
 
 __all__ = ["SharedFolder"]
 
@@ -208,7 +209,7 @@ def _write_new(path: Path, receipt: dict[str, Any]) -> None:
         json.dump(receipt, file, indent=1)
         file.write("\n")
         file.flush()
-        os.fsync(file.fileno())
+        flush_to_disk(file.fileno())
 
 
 def _adopt_receipt(copy: Path, final: Path, n_rows: int) -> None:
@@ -253,7 +254,7 @@ def _copy(path: Path, copy: Path, receipt: dict[str, Any]) -> None:
             digest.update(block)
             target.write(block)
         target.flush()
-        os.fsync(target.fileno())
+        flush_to_disk(target.fileno())
         size = os.fstat(target.fileno()).st_size
     if (size, digest.hexdigest()) != (receipt["size"], receipt["sha256"]):
         raise LayertapError(f"{path} is damaged: it does not match its receipt", hint="delete it and run again")
