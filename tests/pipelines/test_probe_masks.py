@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from PIL import ExifTags, Image
 
+from extract.analysis.probe import protocols
 from extract.analysis.probe.model import LinearProbe
 from pipelines.probe import predict_pixels, probe_figures
 from tests.pipelines.test_cli import SMALL, fails, layertap
@@ -60,6 +61,13 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _figures_are_made_but_not_drawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if "figures" not in request.fixturenames:
         monkeypatch.setattr(probe_figures, "save_figure", lambda figure, path: path)
+
+
+@pytest.fixture(autouse=True)
+def _few_strengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The strength of a probe is chosen from three. The tests of protocols choose as users do."""
+    compare_all, three = protocols._compare_all, np.logspace(-4, 0, 3)
+    monkeypatch.setattr(protocols, "_coarse_to_fine", lambda compare: compare_all(compare, three))
 
 
 @pytest.fixture
@@ -530,8 +538,8 @@ def test_depths_that_a_saved_probe_predicts_have_the_metrics_of_the_probe(
     assert np.mean(errors) == pytest.approx(probed["metrics"]["rmse"]["value"], rel=1e-3)
     # What predict wrote is a table of depths.
     assert layertap("predict", saved, made / "pictures", "-o", tmp_path / "all").exit_code == 0
-    result = layertap("probe", made / "out", "-p", "depth", "--depth", tmp_path / "all" / "depths.csv", "-l", "layer1",
-                      "-o", tmp_path / "again")  # fmt: skip
+    result = layertap("probe", made / "out", "-p", "depth-dinov3", "--iterations", 20, "--depth",
+                      tmp_path / "all" / "depths.csv", "-l", "layer1", "-o", tmp_path / "again")  # fmt: skip
     assert result.exit_code == 0, result.output
     assert "holds no predicted masks" in fails("predict", masks_probe(made, tmp_path), made / "out", "-o",
                                                tmp_path / "all")  # fmt: skip

@@ -257,15 +257,7 @@ def new_shard_file(
         LayertapError: there is not enough disk space, or the folder cannot be written to.
     """
     n_rows = identity.n_rows
-    texts = {"path": names.paths, "split": names.splits, "classes": names.classes}
-    if names.ids is not None:
-        texts["id"] = names.ids
-    numbers = {"label": np.asarray(names.labels, "<i8")}
-    for name, column in names.columns.items():
-        if isinstance(column, np.ndarray):
-            numbers[f"{COLUMNS}/{name}"] = column.astype(column.dtype.newbyteorder("<"))
-        else:
-            texts[f"{COLUMNS}/{name}"] = column
+    texts, numbers = _columns_of(names)
     widths = {name: max(map(len, map(os.fsencode, text)), default=1) or 1 for name, text in texts.items()}
     text_bytes = sum(widths[name] * len(text) for name, text in texts.items())
     if text_bytes > _FIXED_BYTES:  # every path takes the space of the longest
@@ -332,6 +324,20 @@ def new_shard_file(
         raise LayertapError(f"cannot create {path} ({size / 1e6:,.1f} MB): {reason}") from error
     finally:
         discard(temporary)
+
+
+def _columns_of(names: RowNames) -> tuple[dict[str, Sequence[str]], dict[str, NDArray[Any]]]:
+    """Return text and numbers of rows, by the name of their dataset."""
+    texts = {"path": names.paths, "split": names.splits, "classes": names.classes}
+    if names.ids is not None:
+        texts["id"] = names.ids
+    numbers = {"label": np.asarray(names.labels, "<i8")}
+    for name, column in names.columns.items():
+        if isinstance(column, np.ndarray):
+            numbers[f"{COLUMNS}/{name}"] = column.astype(column.dtype.newbyteorder("<"))
+        else:
+            texts[f"{COLUMNS}/{name}"] = column
+    return texts, numbers
 
 
 def _write_text(data: h5py.Dataset, text: Sequence[str]) -> None:

@@ -75,7 +75,7 @@ def test_each_failed_write_of_a_new_shard_is_an_error(tmp_path: Path, calls: Cal
     calls.failing = -1
     run()
     with Shard(part) as shard:
-        assert shard.names.paths == PATHS[:10]
+        assert shard.text("path") == PATHS[:10]
 
 
 @pytest.mark.parametrize("compress", [None, "gzip"])

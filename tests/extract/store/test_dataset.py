@@ -61,7 +61,8 @@ def test_another_fingerprint_is_refused_and_what_differs_is_said(tmp_path: Path)
         other.open_or_create()
     assert str(raised.value).splitlines()[1:-1] == [
         "  weights: stored w, now v", "  images.count: stored 23, now 9",
-        f"  images.paths_xxh3: stored {PATHS_XXH3[:12]}..., now ", "  crop: stored nothing, now 224",
+        f"  names of the images (images.paths_xxh3): stored {PATHS_XXH3[:12]}..., now ",
+        "  crop: stored nothing, now 224",
     ]  # fmt: skip
 
 

@@ -105,5 +105,7 @@ def test_paths_that_are_too_long_for_one_file_are_refused(tmp_path: Path) -> Non
     data = data_set(tmp_path / "out")
     data.open_or_create()
     names = RowNames(["x"] * 10 + ["y" * 200_000_000], np.zeros(11), [""] * 11, ["a"])
-    with pytest.raises(InputError, match="paths take 2,200 MB, too much for one file; set a smaller shard_rows"):
+    with pytest.raises(
+        InputError, match="paths and columns take 2,200 MB, too much for one file; set a smaller shard_rows"
+    ):
         create_shard(data.path(0, part=True), data.features, data.identity(0), names, {})
