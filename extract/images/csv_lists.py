@@ -298,8 +298,10 @@ def _read(
         return given, [], kept
     given, lines = _read_csv(where, [*kinds, *keep])
     chosen = chosen_columns(where, keep, {name: name for name in given})
-    places = [f"line {line}" for line in lines] if chosen else []
-    return given, lines, {name: text_column(where, name, given[column], places) for name, column in chosen.items()}
+    kept = {
+        name: text_column(where, name, given[column], lambda i: f"line {lines[i]}") for name, column in chosen.items()
+    }
+    return given, lines, kept
 
 
 @contextlib.contextmanager

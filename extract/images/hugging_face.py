@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from extract.credentials import without_credentials
 from extract.errors import InputError, first_line
 from extract.images.image_list import SPLITS, Images, labels_from_values
 from extract.images.kept_columns import Column, arrow_column, chosen_columns, joined
@@ -88,7 +90,8 @@ def list_opened(opened: Any, root: str, column: str = "", keep: Sequence[str] = 
     """List the images of a `Dataset`, or of all splits of a `DatasetDict`.
 
     Paths are row numbers, after the name of the split if there are several; train, validation and test are the splits
-    of the rows. Labels are those of the column `label` or `labels`, or of the only column of type `ClassLabel`.
+    of the rows. Labels are those of the column `label` or `labels`, or of the only column of type `ClassLabel`. Ids are
+    those of the column `id`.
 
     Args:
         opened: the dataset.
@@ -123,9 +126,19 @@ def list_opened(opened: Any, root: str, column: str = "", keep: Sequence[str] = 
     if class_names[0] and set(class_names) == {class_names[0]}:  # also the classes without images, in their order
         number = {name: i for i, name in enumerate(class_names[0])}
         labels, classes = np.array([number.get(value, -1) for value in values], np.int64), [*class_names[0]]
-    columns = joined(root, kept)
-    source = HuggingFaceRows(sources)
-    return Images(root, paths, labels, classes, splits, source, notes=tuple(sorted(notes)), columns=columns)
+    source, ids = HuggingFaceRows(sources), [each for part in parts.values() for each in _ids_of(part)]
+    return Images(
+        root, paths, labels, classes, splits, source, ids if len(ids) == len(paths) else None,
+        notes=tuple(sorted(notes)), columns=joined(root, kept),
+    )  # fmt: skip
+
+
+def _ids_of(part: Any) -> list[str]:
+    """Return the ids of the column `id`, which is of text or whole numbers; empty if there is none."""
+    if not re.fullmatch(r"(large_)?string|u?int\d+", getattr(part.features.get("id"), "dtype", None) or ""):
+        return []
+    ids = part.select_columns(["id"]).with_format("arrow")[:]["id"].to_pylist()
+    return ["" if value is None else without_credentials(str(value)) for value in ids]
 
 
 def _kept_columns(part: Any, root: str, keep: Sequence[str]) -> dict[str, Column]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,8 +16,8 @@ __all__ = ["Column", "arrow_column", "chosen_columns", "joined", "select", "text
 
 Column = Sequence[str] | NDArray[Any]
 
-_ALWAYS = ("path", "label", "split", "id")  # read of every list, and stored in a place of their own
-_TAKEN = ("row", "path_bytes", "class", "status", "image")  # columns of a table of features
+# Columns of every table of features, and that of pictures.
+_TAKEN = ("row", "path", "path_bytes", "label", "class", "split", "status", "id", "image")
 
 
 def chosen_columns(where: str, keep: Iterable[str], there: Mapping[str, str]) -> dict[str, str]:
@@ -35,33 +35,33 @@ def chosen_columns(where: str, keep: Iterable[str], there: Mapping[str, str]) ->
     chosen: dict[str, str] = {}
     for name in keep:
         key = name.strip().lower()
-        if key in _ALWAYS:
-            raise InputError(f"keep {name!r}: the columns {', '.join(_ALWAYS)} are always kept")
+        if key in _TAKEN:
+            raise InputError(f"keep {name!r}: a data set has a column of this name in any case")
         if key not in there:
-            raise unknown_name("column", name, [each for each in there.values() if each.lower() not in _ALWAYS], where)
-        if not key or key in _TAKEN or key.startswith(".") or {"/", "\0"} & set(key):
+            raise unknown_name("column", name, [each for each in there.values() if each.lower() not in _TAKEN], where)
+        if not key or key.startswith(".") or {"/", "\0"} & set(key):
             raise InputError(f"keep {name!r}: a kept column cannot have this name", hint="rename the column")
         chosen.setdefault(name.strip(), there[key])
     return chosen
 
 
-def text_column(where: str, name: str, values: Sequence[str], places: Sequence[str]) -> list[str]:
+def text_column(where: str, name: str, values: Sequence[str], place: Callable[[int], str]) -> list[str]:
     """Return the values of a column of text, without credentials of URLs.
 
     Args:
         where: name of the list.
         name: name of the column.
         values: its values.
-        places: line or row of each value, for messages.
+        place: position of a value -> its line or row, for messages.
 
     Raises:
         InputError: a value is not UTF-8, or has a null character.
     """
-    for value, place in zip(values, places, strict=True):
+    for i, value in enumerate(values):
         if not value.isascii() and any("\udc80" <= char <= "\udcff" for char in value):
-            raise InputError(f"{where}: {place}: the {name} is not UTF-8", hint="save the list in UTF-8")
+            raise InputError(f"{where}: {place(i)}: the {name} is not UTF-8", hint="save the list in UTF-8")
         if "\0" in value:
-            raise InputError(f"{where}: {place}: the {name} contains a null character")
+            raise InputError(f"{where}: {place(i)}: the {name} contains a null character")
     return [without_credentials(value) for value in values]
 
 
@@ -98,7 +98,7 @@ def arrow_column(where: str, name: str, column: Any, names: Sequence[str] | None
         raise InputError(
             f"{where}: column {name!r} is {kind}; expected text or numbers: {first_line(error)}"
         ) from error
-    return text_column(where, name, values, [f"row {row}" for row in range(len(values))])
+    return text_column(where, name, values, "row {}".format)
 
 
 def select(columns: Mapping[str, Column], rows: Sequence[int]) -> dict[str, Column]:

@@ -22,6 +22,7 @@ from extract.store.verify import verify
 from extract.system.json_files import read_json
 from tests.extract.store.bucket_server import Proxy, direct, first
 from tests.extract.store.rows import SHARD_ROWS, VALUES, complete_data_set, create, created, data_set, write
+from tests.pipelines.test_cli import SMALL, layertap
 
 PUBLISH = """
 import json
@@ -411,3 +412,13 @@ def test_a_bucket_is_read_while_it_is_written(place: str, tmp_path: Path) -> Non
         assert np.array_equal(reader["map:none"][:], VALUES["map:none"][10:20])
     with pytest.raises(InputError, match="000000.h5 is not a finished shard: it has no receipt"):
         FeatureReader(f"{place}/shards/000000.h5")
+
+
+def test_kept_columns_are_read_from_a_bucket(url: str, folder: Path) -> None:
+    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.png"))
+    lines = [f"{name},the {name}" for name in names]
+    (folder / "list.csv").write_text("\n".join(["path,caption", *lines]))
+    result = layertap("embed", folder / "list.csv", "-o", url, "--keep", "caption", "--shard-rows", 5, *SMALL)
+    assert result.exit_code == 0, result.output
+    with FeatureReader(url) as reader:
+        assert reader.columns["caption"] == [f"the {name}" for name in names]
