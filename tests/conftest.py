@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import signal
+import sys
 import tempfile
 from pathlib import Path
 
@@ -27,6 +28,9 @@ from extract.compute import compiled
 
 # A script that starts the tests in the background has SIGINT ignored, and every process that a test starts would, too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# OpenVINO's telemetry sends a report of each conversion, from a process that it forks.
+sys.modules["openvino_telemetry"] = None  # type: ignore[assignment]
 
 # Compiled programs and measurements of earlier runs decide what a run does, and those of tests are not the user's.
 for _folder, _variable in (("torch", "TORCH_HOME"), ("huggingface", "HF_HOME")):  # these have weights that tests use

@@ -31,7 +31,13 @@ def importing_from(folder: Path) -> Iterator[set[Path]]:
     that use these modules keep them alive.
     """
     files: set[Path] = set()
-    hidden = {name: module for name, module in list(sys.modules.items()) if _hides_module(name, module, folder)}
+    tops = {name.partition(".")[0] for name in list(sys.modules)}
+    here = {top for top in tops if (folder / f"{top}.py").exists() or (folder / top / "__init__.py").exists()}
+    hidden = {
+        name: module
+        for name, module in list(sys.modules.items())
+        if name.partition(".")[0] in here and not _is_of_library(module, folder)
+    }
     for name in hidden:
         del sys.modules[name]
     loaded_before = set(sys.modules)
@@ -175,15 +181,10 @@ def code_sha256(folder: Path, files: Iterable[Path]) -> str:
     return digest.hexdigest()
 
 
-def _hides_module(name: str, module: ModuleType, folder: Path) -> bool:
-    """Return whether a loaded module hides a module of the folder, and is part of neither the folder nor a library."""
-    top = name.partition(".")[0]
-    if not ((folder / f"{top}.py").exists() or (folder / top / "__init__.py").exists()):
-        return False
+def _is_of_library(module: ModuleType, folder: Path) -> bool:
+    """Return whether a loaded module is part of Python, of an installed library, or of the folder."""
     file = getattr(module, "__file__", None)
-    return file is not None and not any(
-        Path(file).is_relative_to(parent) for parent in (sys.prefix, sys.base_prefix, folder)
-    )
+    return file is None or any(Path(file).is_relative_to(parent) for parent in (sys.prefix, sys.base_prefix, folder))
 
 
 def _is_in_folder(module: ModuleType, folder: Path) -> bool:
