@@ -104,7 +104,10 @@ def list_opened(opened: Any, root: str, column: str = "", keep: Sequence[str] = 
     """
     parts = dict(sorted(opened.items())) if isinstance(opened, dict) else {"": opened}
     if not all(hasattr(part, "select_columns") and hasattr(part, "__len__") for part in parts.values()):
-        raise InputError(f"{root} is a stream, whose rows have no numbers", hint="open it without streaming=True")
+        raise InputError(
+            f"{root} is a stream, whose rows have no numbers",
+            hint="open it without streaming=True, or write it to files with Dataset.from_generator",
+        )
     paths, splits, sources, notes = [], [], [], set()
     values: list[Any] = []
     kept: list[dict[str, Column]] = []

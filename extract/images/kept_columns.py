@@ -36,7 +36,9 @@ def chosen_columns(where: str, keep: Iterable[str], there: Mapping[str, str]) ->
     for name in keep:
         key = name.strip().lower()
         if key in _TAKEN:
-            raise InputError(f"keep {name!r}: a data set has a column of this name in any case")
+            raise InputError(
+                f"keep {name!r}: a data set has a column of this name in any case", hint="rename a column to keep it"
+            )
         if key not in there:
             raise unknown_name("column", name, [each for each in there.values() if each.lower() not in _TAKEN], where)
         if not key or key.startswith(".") or {"/", "\0"} & set(key):
