@@ -8,6 +8,8 @@ from typing import Any, TypeVar, overload
 import numpy as np
 from numpy.typing import NDArray
 
+from extract.errors import unknown_name
+
 __all__ = ["LazyColumns", "TextColumn"]
 
 T = TypeVar("T")
@@ -16,7 +18,7 @@ _AT_ONCE = 1 << 16  # texts held in memory while they are iterated over
 
 
 class LazyColumns(Mapping[str, T]):
-    """Columns by name, which are read when they are used.
+    """Columns by name, which are read when they are used; a name that does not exist raises UnknownNameError.
 
     Args:
         read: name -> function that returns the column.
@@ -26,6 +28,8 @@ class LazyColumns(Mapping[str, T]):
         self._read = read
 
     def __getitem__(self, name: str) -> T:
+        if name not in self._read:
+            raise unknown_name("column", name, self._read)
         return self._read[name]()
 
     def __iter__(self) -> Iterator[str]:

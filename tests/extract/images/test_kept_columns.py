@@ -108,8 +108,9 @@ def test_columns_of_csv_are_text(folder: Path, tmp_path: Path, table: pd.DataFra
         assert reader.columns["ZIP"] == reader.columns["zip"] == [f"0{i}" for i in range(12)]
         assert set(reader.columns["url"]) == {"https://host/cat.jpg?id=7"}
         assert reader.columns["age"] == ["" if np.isnan(age) else str(age) for age in table["age"]]
-        with pytest.raises(KeyError):
-            reader.columns["split"]
+        assert reader.columns.get("split") is None
+        with pytest.raises(UnknownNameError, match="column 'captions' not found; nearest: 'caption'"):
+            reader.columns["captions"]
 
 
 def test_columns_of_a_dataset_of_hugging_face(folder: Path, tmp_path: Path, backbone: Backbone) -> None:
