@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from click.testing import CliRunner
 from huggingface_hub import constants, file_download
 from PIL import Image
+from pyarrow import parquet
 from safetensors.torch import save_file
 
 from extract import extract_features
@@ -121,6 +123,8 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (start / "kinds.csv").write_text("\n".join(["path,label", *classes, ""]))
     places = [f"{row},{'here' if number % 3 else 'there'}" for number, row in enumerate(classes)]
     (start / "labels.csv").write_text("\n".join(["path,label,place", *places, ""]))
+    captions = {"path": [f"photos/{path}" for path in names], "caption": names, "age": [*range(len(names))]}
+    parquet.write_table(pa.table(captions), start / "list.parquet")
     (start / "backbones.csv").write_text(
         "backbone,weights,name\nbundled/efficientnet_lite0,,\ntimm/test_resnet,random,b\n"
     )
