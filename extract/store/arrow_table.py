@@ -78,6 +78,8 @@ class ArrowRows:
         if reader.ids is not None:
             columns["id"] = text
         self._kept = reader.columns
+        if reserved := columns.keys() & self._kept.keys():  # of a file that another program wrote
+            raise InputError(f"the column {min(reserved)!r} cannot be converted: the table has one of this name")
         for name, values in self._kept.items():
             columns[name] = pa.from_numpy_dtype(values.dtype) if isinstance(values, np.ndarray) else text
         if any("\udc80" <= char <= "\udcff" for path in reader.paths for char in path):
@@ -117,7 +119,8 @@ class ArrowRows:
         if reader.ids is not None:
             columns["id"] = [_as_text(each) for each in reader.ids[start:stop]]
         for name, values in self._kept.items():
-            columns[name] = values[start:stop]
+            part = values[start:stop]
+            columns[name] = part if isinstance(part, np.ndarray) else [_as_text(each) for each in part]
         if "path_bytes" in self.schema.names:
             columns["path_bytes"] = [os.fsencode(path) for path in paths]
         if self._pictures is not None:
@@ -176,5 +179,5 @@ def _chosen(reader: Rows, layers: str | Sequence[str] | None) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _as_text(path: str) -> str:
-    return os.fsencode(path).decode("utf-8", "backslashreplace")
+def _as_text(text: str) -> str:
+    return os.fsencode(text).decode("utf-8", "backslashreplace")

@@ -1,7 +1,7 @@
-"""What Linux and macOS have in different forms, or only one of them has.
+"""Functions of the operating system that differ between Linux and macOS.
 
-The tests of the project run on Linux. One of them runs the main job without the functions that only Linux has, but
-nothing has been run on macOS.
+The tests run on Linux. One test runs the main job without the functions that only Linux has. Nothing has been run on
+macOS.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ def flush_to_disk(descriptor: int) -> None:
 
 
 def memory_file() -> Any:
-    """Return a new file in memory; where the system has no such files, a temporary file without a name (macOS)."""
+    """Return a new file in memory; if the system has no such files (macOS), a temporary file."""
     if hasattr(os, "memfd_create"):
         return os.fdopen(os.memfd_create("layertap"), "r+b")
     return tempfile.TemporaryFile()
 
 
 def written_ranges(descriptor: int) -> Iterator[tuple[int, int]]:
-    """Yield (start, stop) of the parts of a file that were written; of all of it where the system does not tell."""
+    """Yield (start, stop) of the written parts of a file; the whole file if the system does not report them."""
     size, start = os.fstat(descriptor).st_size, 0
     while start < size:
         try:
@@ -67,7 +67,7 @@ def written_ranges(descriptor: int) -> Iterator[tuple[int, int]]:
 
 
 def count_open_files() -> int:
-    """Return the number of files that this process has open; a guess where the system does not tell (macOS)."""
+    """Return the number of files that this process has open; an estimate if the system does not report it (macOS)."""
     try:
         return len(os.listdir("/proc/self/fd"))  # noqa: PTH208
     except OSError:

@@ -8,7 +8,7 @@ from typing import Any
 __all__ = ["changes", "differences", "earlier_names", "shortened"]
 
 
-# Dotted key -> what it means, if its name and values do not tell.
+# Dotted key -> its meaning, for keys that a user of the command line does not know.
 _MEANINGS = {
     "images.labels_xxh3": "labels, splits, ids or kept columns of the images (images.labels_xxh3)",
     "images.paths_xxh3": "names of the images (images.paths_xxh3)",

@@ -19,6 +19,7 @@ from extract.store.export import FORMATS, export
 from extract.store.merge import merge
 from extract.store.verify import verify
 from tests.extract.images.test_sources import files_of
+from tests.extract.store.rows import change
 
 QUICK: dict[str, Any] = {"workers": 0, "batch_size": 4, "compile": "off", "progress": False}
 COLUMNS = ["Caption", "age", "count", "indoors", "taken"]
@@ -244,3 +245,21 @@ def test_lists_with_bad_columns(folder: Path, content: bytes, message: str) -> N
     (folder / "list.csv").write_bytes(content)
     with pytest.raises(InputError, match=message):
         list_images(folder / "list.csv", keep=["age"])
+
+
+def test_columns_that_another_program_wrote(out: Path, tmp_path: Path) -> None:
+    shard = tmp_path / "other.h5"
+    with FeatureReader(out) as reader:
+        export(reader, shard, "h5")
+
+    def text(file: h5py.File) -> None:
+        file["columns/Caption"][0] = b"a\xff"
+
+    change(shard, text)
+    with FeatureReader(shard) as reader:
+        assert reader.to_arrow()["Caption"][0].as_py() == "a\\xff"
+        for number, to in enumerate(FORMATS):
+            export(reader, tmp_path / f"again-{number}", to)
+    change(shard, lambda file: file.create_dataset("columns/path", data=np.zeros(12)))
+    with FeatureReader(shard) as reader, pytest.raises(InputError, match="the column 'path' cannot be converted"):
+        reader.to_arrow()
