@@ -98,7 +98,7 @@ def arrow_column(where: str, name: str, column: Any, names: Sequence[str] | None
         values = [value or "" for value in plain.cast(pa.string()).to_pylist()]
     except (pa.ArrowException, TypeError) as error:
         raise InputError(
-            f"{where}: column {name!r} is {kind}; expected text or numbers: {first_line(error)}"
+            f"{where}: column {name!r} is {kind}; expected text, int64 or float64: {first_line(error)}"
         ) from error
     return text_column(where, name, values, "row {}".format)
 

@@ -258,7 +258,7 @@ def _char_matrix(values: Sequence[str], longest: int) -> NDArray[np.uint16]:
 
 
 def _variables(names: Sequence[str]) -> dict[str, str]:
-    """Return layer or kept column -> its variable: `_` for characters that MATLAB does not allow, at most 63 characters."""
+    """Return layer or kept column -> its MATLAB variable: other characters become `_`, at most 63 characters."""
     taken = {"paths", "splits", "ids", "classes", "layers", "labels", "status"}
     variables = {}
     for name in names:
