@@ -22,6 +22,7 @@ from extract.store.format.kept_axes import axes_file, recorded_axes
 from extract.store.format.layout import StoredFeature
 from extract.store.format.receipt import checked_receipt, count_all, reasons_of, size_and_hash, write_receipt
 from extract.store.format.row_hash import checked
+from extract.store.format.row_table import RowTable
 from extract.store.format.shard import MEDIA_ERRORS, Shard
 from extract.store.format.value_types import finite_and_nan
 from extract.store.format.version import pass_folder
@@ -32,6 +33,7 @@ from extract.system.atomic_files import sync_folder
 
 __all__ = ["Fault", "Remedy", "Verification", "repair", "verify"]
 
+_HASHES_AT_ONCE = 1 << 18
 _WITHOUT_IMAGE = (Status.DECODE_ERROR, Status.MISSING, Status.IO_ERROR)  # features of such rows are NaN
 
 
@@ -121,9 +123,23 @@ def _verify_version(dataset: DataSet, on_rows: Callable[[int], None]) -> Verific
         if not verification.faults:
             with FeatureReader(dataset.out) as reader:
                 verification.rows.update(Status(code).text for code in reader.status.tolist())
+                verification.faults += _rows_of_other_images(dataset.out, reader, table)
     except (LayertapError, FileNotFoundError) as error:
         verification.faults.append(Fault(f"the version cannot be read: {error}", Remedy.NONE))
     return verification
+
+
+def _rows_of_other_images(out: Path, reader: FeatureReader, table: RowTable) -> Iterator[Fault]:
+    """Yield a fault for each row of a version whose features were computed from another image than that of its path."""
+    if table.hashes is None:
+        return
+    for start in range(0, len(reader), _HASHES_AT_ONCE):
+        stop = min(start + _HASHES_AT_ONCE, len(reader))
+        differ = (table.hashes(start, stop) != reader.column("source_hash", slice(start, stop))).any(1)
+        for row in (start + np.flatnonzero(differ)).tolist():
+            path, shard, its_row = reader.place_of(row)
+            what = "has the features of another image; to repair it, delete manifest.sqlite and run `layertap sync`"
+            yield Fault(what, Remedy.NONE, shard, path.relative_to(out).as_posix(), its_row, table.paths[row])
 
 
 def _verify_shards(dataset: DataSet, on_rows: Callable[[int], None]) -> Verification:

@@ -5,7 +5,8 @@ lost or damaged manifest is rebuilt from the passes, without computing any image
 
     features   a stored row: hash and size of the image's bytes, pass and row, status, time of the last attempt, and the
                time since which no file needs the row
-    files      a path: size and times when it was examined, whether a later change must alter these, and its feature
+    files      a path: size, times and hash when it was examined, whether a later change must alter these, and its
+               feature
     waiting    a file that may still be being written, and the time since which its size and times are unchanged
     planned    the rows of a started pass, in order
     changes    a path whose row has changed since `base`, and its pass and row there; NULL if it was not there
@@ -25,6 +26,7 @@ and `count(*)`.
 from __future__ import annotations
 
 import itertools
+import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
@@ -38,6 +40,7 @@ from extract.sync.scan import ScannedFile
 __all__ = ["Manifest", "batches"]
 
 _ROWS_AT_ONCE = 10_000
+_PASSES = 1_000_000  # folders of passes have names of six digits
 _DRAWN = 1 << 18  # rows that are looked at, at most, for a sample
 T = TypeVar("T")
 
@@ -49,6 +52,8 @@ class Manifest(ManifestFile):
         """Return and reserve a number that no pass has used."""
         folders = (self._out / "passes").glob("[0-9]" * 6)
         number = max(self._number("passes"), *self.passes(), *(int(folder.name) for folder in folders), 0) + 1
+        if number >= _PASSES:
+            raise sqlite3.DatabaseError(f"its last pass is {number - 1}")
         with self.transaction():
             self._set("passes", number)
         return number
@@ -196,10 +201,11 @@ class Manifest(ManifestFile):
         ).fetchone()
         return None if row is None else FeatureRow(*row)
 
-    def find_row(self, number: int, row: int) -> int | None:
-        """Return the id of a row of a pass; None if it is not recorded."""
-        found = self._sql.execute("SELECT id FROM features WHERE pass = ? AND row = ?", (number, row)).fetchone()
-        return None if found is None else int(found[0])
+    def find_row(self, number: int, row: int) -> tuple[int, bytes] | None:
+        """Return the id of a row of a pass, and the hash of its image; None if it is not recorded."""
+        query = "SELECT id, hash FROM features WHERE pass = ? AND row = ?"
+        found: tuple[int, bytes] | None = self._sql.execute(query, (number, row)).fetchone()
+        return found
 
     def add_pass(self, number: int, rows: Iterable[StoredRow], now_ns: int) -> range:
         """Add the rows of a pass; return their ids, in order."""
@@ -249,7 +255,7 @@ class Manifest(ManifestFile):
         for batch in batches(files):
             self._note_files([(file.path, feature) for file, _, feature in batch])
             self._sql.executemany(
-                "INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?, ?)",
+                "INSERT OR REPLACE INTO files SELECT ?, ?, ?, ?, ?, id, hash FROM features WHERE id = ?",
                 ((*file, int(settled), feature) for file, settled, feature in batch),
             )
 
@@ -303,24 +309,21 @@ class Manifest(ManifestFile):
         """Return the number of paths whose rows may have changed since `base`."""
         return int(self._sql.execute("SELECT count(*) FROM changes").fetchone()[0])
 
-    def added_rows(self) -> Iterator[tuple[bytes, int, int]]:
+    def added_rows(self) -> Iterator[tuple[bytes, int, int, bytes]]:
         """Iterate over the rows that `base` does not have, as `rows`."""
-        return self._rows(
-            "SELECT c.path, x.pass, x.row FROM changes c CROSS JOIN files f ON f.path = c.path "
+        return iter(self._sql.execute(
+            "SELECT c.path, x.pass, x.row, f.hash FROM changes c CROSS JOIN files f ON f.path = c.path "
             "CROSS JOIN features x ON x.id = f.feature WHERE x.pass IS NOT c.pass OR x.row IS NOT c.row "
             "ORDER BY x.pass, x.row, c.path"
-        )
+        ))  # fmt: skip
 
     def removed_rows(self) -> Iterator[tuple[bytes, int, int]]:
-        """Iterate over the rows that only `base` has, as `rows`."""
-        return self._rows(
+        """Iterate over the rows that only `base` has, as (path, pass, row), in the same order."""
+        return iter(self._sql.execute(
             "SELECT c.path, c.pass, c.row FROM changes c LEFT JOIN files f ON f.path = c.path "
             "LEFT JOIN features x ON x.id = f.feature "
             "WHERE c.pass IS NOT NULL AND (x.pass IS NOT c.pass OR x.row IS NOT c.row) ORDER BY c.pass, c.row, c.path"
-        )
-
-    def _rows(self, query: str) -> Iterator[tuple[bytes, int, int]]:
-        return iter(self._sql.execute(query))
+        ))  # fmt: skip
 
     def paths(self) -> Iterator[list[bytes]]:
         """Iterate over the paths of the data set, in their byte order, in batches."""
@@ -328,12 +331,15 @@ class Manifest(ManifestFile):
         while rows := cursor.fetchmany(_ROWS_AT_ONCE):
             yield [path for (path,) in rows]
 
-    def rows(self) -> Iterator[tuple[bytes, int, int]]:
-        """Iterate over the rows of the data set as (path, pass, row), sorted by pass, row and path."""
-        return self._rows(  # in the order of two indexes, so that nothing is sorted
-            "SELECT f.path, x.pass, x.row FROM features x CROSS JOIN files f ON f.feature = x.id "
+    def rows(self) -> Iterator[tuple[bytes, int, int, bytes]]:
+        """Iterate over the rows of the data set, sorted by pass, row and path.
+
+        Each is (path, pass, row, hash of the image as the file with this path was examined).
+        """
+        return iter(self._sql.execute(  # in the order of two indexes, so that nothing is sorted
+            "SELECT f.path, x.pass, x.row, f.hash FROM features x CROSS JOIN files f ON f.feature = x.id "
             "ORDER BY x.pass, x.row, f.path"
-        )
+        ))  # fmt: skip
 
     def sizes_of_passes(self, unused_before_ns: int) -> dict[int, tuple[int, int]]:
         """Return pass -> (rows to keep, all recorded rows).
@@ -401,10 +407,19 @@ class Manifest(ManifestFile):
         )
 
     def planned(self) -> tuple[int, list[PlannedFile]]:
-        """Return the started pass and its rows in order; (0, []) if there is none."""
+        """Return the started pass and its rows in order; (0, []) if there is none.
+
+        Raises:
+            sqlite3.DatabaseError: the pass is finished.
+        """
         cursor = self._sql.execute("SELECT path, size, mtime_ns, ctime_ns, settled FROM planned ORDER BY position")
         rows = [PlannedFile(ScannedFile(*file), bool(settled)) for *file, settled in cursor]
-        return (self._number("planned_pass"), rows) if rows else (0, [])
+        if not rows:
+            return 0, []
+        number = self._number("planned_pass")
+        if number in self.passes() or not 0 < number < _PASSES:  # a pass that cannot be resumed is deleted
+            raise sqlite3.DatabaseError(f"its started pass is {number}, which is finished")
+        return number, rows
 
     def set_planned(self, number: int, rows: Sequence[PlannedFile]) -> None:
         """Record a started pass and its rows; an empty `rows` means that no pass is in progress."""

@@ -28,6 +28,7 @@ from extract.sync.compaction import compact_passes, rewrite
 from extract.sync.difference import Resolved, StoppedError, difference, time_before
 from extract.sync.drift import Drift, drift_of
 from extract.sync.manifest import Manifest
+from extract.sync.manifest_file import is_damage
 from extract.sync.publishing import publish, remove_unneeded
 from extract.sync.rebuilding import rebuild, stored_rows
 from extract.sync.records import PlannedFile, StoredRow
@@ -42,8 +43,9 @@ __all__ = ["Report", "VanishedError", "sync"]
 
 _RECHECKED = 16  # stored rows that are computed again when library versions have changed
 _MAX_DEAD = 0.5  # share of dead rows above which a pass is rewritten without them
-_OURS = {".lock", "manifest.sqlite", "manifest.sqlite-wal", "manifest.sqlite-shm", "manifest.sqlite.damaged", "passes",
-         "versions", "runs.jsonl", "schedule.json", "probe", "report.html"}  # fmt: skip
+_OURS = {".lock", "manifest.sqlite", "manifest.sqlite.xxh3", "manifest.sqlite-wal", "manifest.sqlite-shm",
+         "manifest.sqlite.damaged", "passes", "versions", "runs.jsonl", "schedule.json", "probe",
+         "report.html"}  # fmt: skip
 
 
 class VanishedError(LayertapError):
@@ -141,7 +143,7 @@ def sync(
                 with Manifest(out, copy=dry_run, rebuild_because=damage) as manifest:
                     pass_.run(manifest)
         except sqlite3.DatabaseError as error:
-            if isinstance(error, sqlite3.OperationalError) or damage or dry_run:
+            if damage or not is_damage(error):
                 raise LayertapError(f"{out / 'manifest.sqlite'}: {error}") from error
             damage = str(error)  # the manifest is damaged: repeat the pass and rebuild it
             continue

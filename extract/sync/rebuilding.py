@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -66,11 +67,13 @@ def rebuild(manifest: Manifest, out: Path, published: DataSet, now_ns: int) -> N
             manifest.add_pass(number, rows, now_ns)
         with contextlib.suppress(InputError, FileNotFoundError):
             table = published.version_rows()
-            positions = zip(table.paths, map(int, table.passes), map(int, table.rows), strict=True)
+            hashes = table.hashes(0, len(table.paths)) if table.hashes else itertools.repeat(None)
+            positions = zip(table.paths, map(int, table.passes), map(int, table.rows), hashes, strict=False)
             manifest.set_files(
-                (ScannedFile(os.fsencode(path), _UNKNOWN, 0, 0), False, row_id)
-                for path, *pass_and_row in positions
-                if (row_id := manifest.find_row(*pass_and_row)) is not None
+                (ScannedFile(os.fsencode(path), _UNKNOWN, 0, 0), False, stored[0])
+                for path, number, row, content in positions
+                # A file whose row belongs to another image is examined as a new one.
+                if (stored := manifest.find_row(number, row)) and (content is None or content.tobytes() == stored[1])
             )
         manifest.record_unused(now_ns)
         assert published.version is not None

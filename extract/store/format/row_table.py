@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,14 @@ from numpy.typing import NDArray
 
 from extract.errors import InputError, LayertapError, first_line
 from extract.store.format.untrusted import Refuse, dataset_in
-from extract.store.format.version import Table, Version, hash_of, table_path
+from extract.store.format.version import HASH_BYTES, Table, Version, hash_of, table_path
 from extract.system.atomic_files import open_regular
 
-__all__ = ["RowTable", "read_rows"]
+__all__ = ["RowTable", "check_rows", "read_rows"]
 
 _COLUMNS = {"path": "S", "split": "S", "classes": "S", "label": "i", "pass": "i", "row": "i"}  # name -> dtype.kind
 _REMOVED = {"removed_path": "S", "removed_pass": "i", "removed_row": "i"}
+_HASHES = "source_hash"  # (N, 16) uint8; earlier versions of layertap wrote none
 _TEXTS_AT_ONCE = 1 << 16
 _ROWS_AT_ONCE = 1 << 20
 
@@ -38,6 +39,7 @@ class RowTable:
         classes: names of the classes.
         passes: (N,) int64, ascending: the pass with the features of each row.
         rows: (N,) int64: the row in that pass; ascending within a pass, with repeats.
+        hashes: returns (R, 16) uint8, the hashes of the images of a range of rows; None if a table has none.
     """
 
     paths: Sequence[str]
@@ -46,6 +48,7 @@ class RowTable:
     classes: Sequence[str]
     passes: NDArray[np.int64]
     rows: NDArray[np.int64]
+    hashes: Callable[[int, int], NDArray[np.uint8]] | None = None
 
 
 class _Texts(Sequence[str]):
@@ -70,15 +73,18 @@ class _Texts(Sequence[str]):
     def __iter__(self) -> Iterator[str]:
         for start in range(0, len(self), _TEXTS_AT_ONCE):
             chosen = np.asarray(self._chosen[start : start + _TEXTS_AT_ONCE])
-            texts = np.empty(
-                len(chosen), max((array.dtype for array in self._arrays), key=lambda dtype: dtype.itemsize)
-            )
-            first = 0
-            for array in self._arrays:
-                here = (chosen >= first) & (chosen < first + len(array))
-                texts[here] = array[chosen[here] - first]
-                first += len(array)
-            yield from map(os.fsdecode, texts.tolist())
+            dtype = max((array.dtype for array in self._arrays), key=lambda dtype: dtype.itemsize)
+            yield from map(os.fsdecode, _chosen(self._arrays, chosen, np.empty(len(chosen), dtype)).tolist())
+
+
+def _chosen(arrays: Sequence[NDArray[Any]], chosen: NDArray[Any], values: NDArray[Any]) -> NDArray[Any]:
+    """Fill `values` with the values at positions in the concatenation of arrays, which is not made, and return it."""
+    first = 0
+    for array in arrays:
+        here = (chosen >= first) & (chosen < first + len(array))
+        values[here] = array[chosen[here] - first]
+        first += len(array)
+    return values
 
 
 def read_rows(out: Path, version: Version, n_rows: int) -> RowTable:
@@ -96,22 +102,58 @@ def read_rows(out: Path, version: Version, n_rows: int) -> RowTable:
         InputError: a table is damaged, or is not of this format.
         LayertapError: a table cannot be read.
     """
-    columns = {**_COLUMNS, **(_REMOVED if version.base else {})}
-    changes, refuse = _read_table(out, version.tables[0], columns)
-    if version.base:
-        base, _ = _read_table(out, version.base, _COLUMNS)
+    base, changes, refuse = _read_tables(out, version)
+    if base is not None:
         table = _with_changes(base, changes, refuse)
     else:
         every_row = range(len(changes["path"]))
         classes = [os.fsdecode(name) for name in changes["classes"].tolist()]
         paths, splits = (_Texts([changes[name]], every_row) for name in ("path", "split"))
-        table = RowTable(paths, changes["label"], splits, classes, changes["pass"], changes["row"])
+        hashes = _hashes_of([changes], every_row)
+        table = RowTable(paths, changes["label"], splits, classes, changes["pass"], changes["row"], hashes)
     if len(table.paths) != n_rows:
         raise refuse(f"the version has {len(table.paths):,} rows, expected {n_rows:,}")
-    ends = np.searchsorted(table.passes, version.passes, "right") - np.searchsorted(table.passes, version.passes)
-    if ends.sum() != n_rows:
+    if _count_in(table.passes, version.passes) != n_rows:
         raise refuse("it refers to passes that dataset.json does not list")
     return table
+
+
+def check_rows(out: Path, version: Version, n_rows: int) -> None:
+    """Check that `read_rows` would return `n_rows` rows, without making them; arguments and errors as there."""
+    base, changes, refuse = _read_tables(out, version)
+    count = _count_in(changes["pass"], version.passes)
+    if base is not None:
+        _check_changes(base, changes, refuse)
+        count += _count_in(base["pass"], version.passes) - _count_in(changes["removed_pass"], version.passes)
+    if count != n_rows:
+        raise refuse(f"the version has {count:,} rows in its passes, expected {n_rows:,}")
+
+
+def _count_in(ascending: NDArray[np.int64], passes: Sequence[int]) -> int:
+    """Return the number of rows in some passes."""
+    return int((np.searchsorted(ascending, passes, "right") - np.searchsorted(ascending, passes)).sum())
+
+
+def _hashes_of(
+    tables: Sequence[dict[str, NDArray[Any]]], chosen: range | NDArray[Any]
+) -> Callable[[int, int], NDArray[np.uint8]] | None:
+    """Return `RowTable.hashes` for positions in the concatenation of tables."""
+    arrays = [table[_HASHES] for table in tables if _HASHES in table]
+    if len(arrays) < len(tables):
+        return None
+
+    def hashes(start: int, stop: int) -> NDArray[np.uint8]:
+        positions = np.asarray(chosen[start:stop], np.int64)
+        return _chosen(arrays, positions, np.empty((len(positions), HASH_BYTES), np.uint8))
+
+    return hashes
+
+
+def _read_tables(out: Path, version: Version) -> tuple[dict[str, NDArray[Any]] | None, dict[str, NDArray[Any]], Refuse]:
+    """Return the columns of the base, if there is one, and of the version's own table; the rest as `_read_table`."""
+    columns = {**_COLUMNS, **(_REMOVED if version.base else {})}
+    changes, refuse = _read_table(out, version.tables[0], columns)
+    return (_read_table(out, version.base, _COLUMNS)[0] if version.base else None), changes, refuse
 
 
 def _read_table(out: Path, table: Table, kinds: dict[str, str]) -> tuple[dict[str, NDArray[Any]], Refuse]:
@@ -129,15 +171,18 @@ def _read_table(out: Path, table: Table, kinds: dict[str, str]) -> tuple[dict[st
             )
         with os.fdopen(open_regular(path), "rb") as raw, h5py.File(raw, "r") as file:
             mapped = mmap.mmap(raw.fileno(), 0, access=mmap.ACCESS_READ)
-            for name, kind in kinds.items():
+            for name, kind in {**kinds, **({_HASHES: "u"} if _HASHES in file else {})}.items():
                 data = dataset_in(file.id, name, refuse)
-                if data.dtype.kind != kind or len(data.shape) != 1 or data.chunks is not None:
+                inner = (HASH_BYTES,) if name == _HASHES else ()
+                if data.dtype.kind != kind or data.shape[1:] != inner or not data.shape or data.chunks is not None:
                     raise refuse(f"column {name!r} is {data.dtype} {data.shape}, or compressed")
                 if data.size * data.dtype.itemsize > len(mapped):
                     raise refuse(f"column {name!r} has more bytes than the file")
-                column = np.empty(0, data.dtype)
-                if data.size:
-                    column = np.frombuffer(mapped, data.dtype, data.size, data.id.get_offset())
+                column = (
+                    np.empty(data.shape, data.dtype)
+                    if not data.size
+                    else (np.frombuffer(mapped, data.dtype, data.size, data.id.get_offset()).reshape(data.shape))
+                )
                 columns[name] = column.astype(np.int64, copy=False) if kind == "i" else column
     except (FileNotFoundError, LayertapError):
         raise
@@ -157,6 +202,7 @@ def _check(columns: dict[str, NDArray[Any]], refuse: Refuse) -> None:
         if f"{prefix}path" not in columns:
             continue
         lengths = {prefix + name: len(columns[prefix + name]) for name in names}
+        lengths |= {_HASHES: len(columns[_HASHES])} if _HASHES in columns and not prefix else {}
         if len(set(lengths.values())) > 1:
             raise refuse(f"its columns have different lengths: {lengths}")
         passes, rows = columns[f"{prefix}pass"], columns[f"{prefix}row"]
@@ -185,17 +231,25 @@ def _gathered(base: NDArray[np.int64], added: NDArray[np.int64], chosen: NDArray
     return values
 
 
-def _with_changes(base: dict[str, NDArray[Any]], changes: dict[str, NDArray[Any]], refuse: Refuse) -> RowTable:
-    """Return the rows of a table after changes to it."""
+def _check_changes(
+    base: dict[str, NDArray[Any]], changes: dict[str, NDArray[Any]], refuse: Refuse
+) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
+    """Return which rows of a table are kept after changes to it, and the places of the added rows in its order."""
     removed, found = _places(base, changes["removed_path"], changes["removed_pass"], changes["removed_row"])
     if not found.all() or len(np.unique(removed)) != len(removed):
         raise refuse("it removes rows that its base does not have")
     kept = np.ones(len(base["path"]), np.bool_)
     kept[removed] = False
-    chosen = np.flatnonzero(kept).astype(np.min_scalar_type(len(kept) + len(changes["path"])))
     places, found = _places(base, changes["path"], changes["pass"], changes["row"])
     if (found & kept[np.minimum(places, max(0, len(kept) - 1))]).any():
         raise refuse("it adds rows that its base has")
+    return kept, places
+
+
+def _with_changes(base: dict[str, NDArray[Any]], changes: dict[str, NDArray[Any]], refuse: Refuse) -> RowTable:
+    """Return the rows of a table after changes to it."""
+    kept, places = _check_changes(base, changes, refuse)
+    chosen = np.flatnonzero(kept).astype(np.min_scalar_type(len(kept) + len(changes["path"])))
     added = len(base["path"]) + np.arange(len(places))
     chosen = np.insert(chosen, np.searchsorted(chosen, places), added)
     names = [os.fsdecode(name) for table in (base, changes) for name in table["classes"].tolist()]
@@ -217,6 +271,7 @@ def _with_changes(base: dict[str, NDArray[Any]], changes: dict[str, NDArray[Any]
         classes,
         _gathered(base["pass"], changes["pass"], chosen),
         _gathered(base["row"], changes["row"], chosen),
+        _hashes_of([base, changes], chosen),
     )
 
 

@@ -10,9 +10,10 @@
 Renaming the new `dataset.json` publishes a version. Readers that opened an earlier version continue to read it; files
 that no version needs any more are removed, but stay readable for processes that have them open.
 
-A table is plain HDF5: `path`, `label`, `split`, `classes`, and `pass` and `row`, the pass with the features and the
-row in that pass. Rows are sorted by these two and by path, so that features are read in file order. Images with
-identical bytes share the features of one row.
+A table is plain HDF5: `path`, `label`, `split`, `classes`, `pass` and `row`, the pass with the features and the row in
+that pass, and `source_hash`, the hash of the image when its file was examined, which the pass has, too. Rows are sorted
+by pass, row and path, so that features are read in file order. Images with identical bytes share the features of one
+row.
 
 A table of changes has, in these columns, the rows that another table with all rows, its base, does not have. Its
 columns `removed_path`, `removed_pass` and `removed_row` are the rows that only the base has, in the same order. Its
@@ -31,14 +32,15 @@ import h5py
 import numpy as np
 import xxhash
 
-from extract.errors import InputError, LayertapError
+from extract.errors import LayertapError
 from extract.store.format.checked_file import hdf5_on_disk
 from extract.system.atomic_files import atomic_write, open_regular, own_folder
 
-__all__ = ["NewRows", "Table", "Version", "hash_of", "is_intact", "pass_folder", "table_path", "write_table"]
+__all__ = ["HASH_BYTES", "NewRows", "Table", "Version", "hash_of", "pass_folder", "table_path", "write_table"]
 
 _FORMAT = "layertap version"
 _BLOCK_BYTES = 1 << 20
+HASH_BYTES = 16  # xxh3-128
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,7 @@ def write_table(out: Path, number: int, classes: Sequence[str], rows: NewRows, r
         out: folder of the data set.
         number: number of the version.
         classes: names of the classes, to which labels refer.
-        rows: the rows, in batches of `path`, `label`, `split`, `pass` and `row`.
+        rows: the rows, in batches of `path`, `label`, `split`, `pass`, `row` and `source_hash`.
         removed: for a table of changes, the rows of the base to remove, in batches of `path`, `pass` and `row`.
 
     Raises:
@@ -144,7 +146,7 @@ def write_table(out: Path, number: int, classes: Sequence[str], rows: NewRows, r
                 names = [os.fsencode(name) for name in classes]
                 width = max(map(len, names), default=1) or 1
                 file.create_dataset("classes", data=np.array(names, h5py.string_dtype("utf-8", width)))
-                _write(file, "", rows, ("path", "label", "split", "pass", "row"))
+                _write(file, "", rows, ("path", "label", "split", "pass", "row", "source_hash"))
                 if removed is not None:
                     _write(file, "removed_", removed, ("path", "pass", "row"))
             digest = hash_of(temporary)
@@ -156,8 +158,11 @@ def write_table(out: Path, number: int, classes: Sequence[str], rows: NewRows, r
 def _write(file: h5py.File, prefix: str, rows: NewRows, columns: Sequence[str]) -> None:
     widths = {"path": rows.path_bytes or 1, "split": len("train")}
     for name in columns:
-        dtype = h5py.string_dtype("utf-8", widths[name]) if name in widths else "<i8"
-        file.create_dataset(prefix + name, (rows.count,), dtype)
+        if name == "source_hash":
+            file.create_dataset(prefix + name, (rows.count, HASH_BYTES), "u1")
+        else:
+            dtype = h5py.string_dtype("utf-8", widths[name]) if name in widths else "<i8"
+            file.create_dataset(prefix + name, (rows.count,), dtype)
     start = 0
     for batch in rows.batches:
         for name in columns:
@@ -166,14 +171,6 @@ def _write(file: h5py.File, prefix: str, rows: NewRows, columns: Sequence[str]) 
         start += len(batch["path"])
     if start != rows.count:
         raise LayertapError(f"got {start:,} rows for the table of a version, expected {rows.count:,}")
-
-
-def is_intact(out: Path, version: Version) -> bool:
-    """Return whether the tables of a version exist and are undamaged."""
-    try:
-        return all(hash_of(table_path(out, table.number)) == table.rows_xxh3 for table in version.tables)
-    except (OSError, InputError):
-        return False
 
 
 def hash_of(path: Path) -> str:

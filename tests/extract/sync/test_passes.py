@@ -486,9 +486,10 @@ def test_a_manifest_that_is_no_use_is_made_anew_without_computing(home: Home, ho
 def test_a_manifest_of_a_later_format_is_not_read(home: Home) -> None:
     home.sync()
     with sqlite3.connect(home.out / "manifest.sqlite") as sql:
-        sql.execute("UPDATE meta SET value = 2 WHERE name = 'format'")
+        sql.execute("UPDATE meta SET value = 3 WHERE name = 'format'")
     sql.close()
-    assert "it has format 2" in home.sync().notes[0]
+    (home.out / "manifest.sqlite.xxh3").unlink()
+    assert "it has format 3" in home.sync().notes[0]
 
 
 def test_what_is_missing_of_the_data_set_is_made_again(home: Home) -> None:

@@ -385,7 +385,7 @@ def test_an_error_that_is_kept_does_not_keep_the_manifest_locked(tmp_path: Path)
 
     with Manifest(tmp_path) as manifest:
         manifest.record_scan([ScannedFile(b"%c.png" % letter, 1, 1, 1) for letter in b"abcdef"])
-        manifest._sql.execute("INSERT INTO files SELECT path, 1, 1, 1, 1, 1 FROM found")
+        manifest._sql.execute("INSERT INTO files SELECT path, 1, 1, 1, 1, 1, zeroblob(16) FROM found")
     with pytest.raises(OSError, match="unmounted") as kept, Manifest(tmp_path) as manifest:
         manifest.record_scan(files())
     with Manifest(tmp_path) as manifest:  # as the next pass of a process that follows a folder
