@@ -50,14 +50,18 @@ class Model:
     def add_pass(self, count: int) -> list[int]:
         """Add a pass of rows that no file needs yet; return their ids."""
         self.passes += 1
-        folder = self.out / "passes" / f"{self.passes:06d}"
-        folder.mkdir(parents=True)
-        replace(self.template, out=folder, images={"root": ROOT, "count": count, "paths_xxh3": ""}).write()
+        self.describe_pass(count)
         rows = [StoredRow(bytes(15) + bytes([i % 251]), 9, 9, i, 1) for i in range(count)]
         with self.manifest.transaction():
             ids = list(self.manifest.add_pass(self.passes, rows, 1))
         self.rows |= {row_id: (self.passes, row) for row, row_id in enumerate(ids)}
         return ids
+
+    def describe_pass(self, count: int) -> None:
+        """Write the description of the last pass."""
+        folder = self.out / "passes" / f"{self.passes:06d}"
+        folder.mkdir(parents=True, exist_ok=True)
+        replace(self.template, out=folder, images={"root": ROOT, "count": count, "paths_xxh3": ""}).write()
 
     def apply(self, files: dict[str, int], removed: list[str]) -> None:
         """Record files with their rows, and delete paths."""
@@ -76,7 +80,9 @@ class Model:
         needed = set(self.files.values())
         ids = [row_id for row_id, (number, _) in sorted(self.rows.items(), key=lambda item: item[1])
                if number in passes and row_id in needed]  # fmt: skip
-        (number,) = {self.rows[row_id][0] for row_id in self.add_pass(0)} or {self.passes}
+        self.passes += 1
+        self.describe_pass(len(ids))
+        number = self.passes
         with self.manifest.transaction():
             self.manifest.replace_passes(passes, ids, number)
             self.manifest.version += 1
@@ -297,7 +303,8 @@ def many(count: int) -> Iterator[tuple[ScannedFile, int]]:
 def filled(out: Path, count: int) -> Model:
     """A published version with many rows."""
     model = Model(out)
-    model.add_pass(1)
+    model.passes = 1
+    model.describe_pass(count)
     with model.manifest.transaction():
         model.manifest.clear()
         ids = model.manifest.add_pass(1, (StoredRow(i.to_bytes(16), 9, 9, i, 1) for i in range(count)), 1)
