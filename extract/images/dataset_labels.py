@@ -73,8 +73,8 @@ def _origin(dataset: Any, index: Any) -> tuple[Any, Any]:
         elif read is ConcatDataset.__getitem__:
             index = index + len(dataset) if index < 0 else index
             number = bisect.bisect_right(dataset.cumulative_sizes, index)
-            index -= dataset.cumulative_sizes[number - 1] if number else 0
-            dataset = dataset.datasets[number]
+            start = dataset.cumulative_sizes[number - 1] if number else 0
+            dataset, index = dataset.datasets[number], index - start  # `-=` would change a tensor of indices
         else:
             return dataset, index
 
@@ -88,7 +88,7 @@ class _Part:
     """
 
     def __init__(self, dataset: Any):
-        names = getattr(dataset, "classes", None)
+        names = _attribute(dataset, "classes")
         self.has_names = isinstance(names, Sequence) and not isinstance(names, str)
         self.labels: list[tuple[Any, Any]] = []
         self._dataset, self._items = dataset, _without_pictures(dataset)
@@ -98,7 +98,12 @@ class _Part:
         """Return the label of an item, or None; raises what the code of the dataset raises."""
         value = None
         if self._in_items is not False:
-            item = self._items[index]
+            try:
+                item = self._items[index]
+            except Exception:
+                if self._items is self._dataset:
+                    raise
+                item = self._dataset[index]  # with its picture
             has_label = isinstance(item, tuple | list) and len(item) > 1
             self._in_items = has_label if self._in_items is None else self._in_items
             value = _plain(item[1]) if has_label else None
@@ -117,7 +122,7 @@ class _Part:
             return None
         with suppress(Exception):  # targets of any kind
             if self._targets is None:
-                return names if getattr(self._dataset, "target_transform", None) is None else None
+                return names if _attribute(self._dataset, "target_transform") is None else None
             if len(self._targets) == len(self._dataset):
                 return names if all(_plain(self._targets[index]) == value for index, value in self.labels) else None
         return None
@@ -125,8 +130,8 @@ class _Part:
     @cached_property
     def _targets(self) -> Any:
         """Return what the dataset states as the labels of all its items, or None."""
-        stated = (each for name in _TARGETS if (each := getattr(self._dataset, name, None)) is not None)
-        pairs = getattr(self._dataset, _PAIRS, None)
+        stated = (each for name in _TARGETS if (each := _attribute(self._dataset, name)) is not None)
+        pairs = _attribute(self._dataset, _PAIRS)
         return next(stated, None if pairs is None else [label for _, label in pairs])
 
 
@@ -151,6 +156,13 @@ def _without_pictures(dataset: Any) -> Any:
             light.loader = _no_picture
         return light
     return dataset
+
+
+def _attribute(dataset: Any, name: str) -> Any:
+    """Return an attribute, or None if there is none or its code raises."""
+    with suppress(Exception):
+        return getattr(dataset, name)
+    return None
 
 
 def _no_picture(_: Any) -> None:

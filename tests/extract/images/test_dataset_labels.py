@@ -156,7 +156,7 @@ def nestings(draw: st.DrawFn, depth: int = 3) -> Callable[[Path], Any]:
         if kind == "split":
             return random_split(parts[0], [size // 2, size - size // 2], torch.Generator().manual_seed(seed))[1]
         rows: Any = random.integers(-size, size, random.integers(1, 8))
-        rows = rows if seed % 3 == 0 else rows.tolist()  # also NumPy's
+        rows = [rows, rows.tolist(), torch.from_numpy(rows)][seed % 3]
         # Labels of other kinds are not halved.
         numbers = all(isinstance(parts[0][int(row)][1], int) for row in rows)
         return (Halved if kind == "halved" and numbers else Subset)(parts[0], rows)
@@ -169,7 +169,7 @@ def nestings(draw: st.DrawFn, depth: int = 3) -> Callable[[Path], Any]:
 def test_labels_of_any_nesting_are_those_of_the_items(photos: Path, make: Callable[[Path], Any]) -> None:
     dataset, before = make(photos), make(photos)
     right, listed = numbers_of(dataset), list_dataset(dataset)
-    assert numbers_of(dataset) == right == numbers_of(before)  # the dataset is not changed
+    assert numbers_of(dataset) == right == numbers_of(before), "the dataset was changed"
     labels = listed.labels.tolist()
     if listed.classes == CLASSES:
         assert labels == right
@@ -233,6 +233,39 @@ def test_code_that_was_put_in_place_of_torchvisions_is_run(photos: Path, monkeyp
 
     monkeypatch.setattr(DatasetFolder, "__getitem__", by_brightness)
     assert check(ImageFolder(str(photos))).classes == ["0", "1"]
+
+
+def test_attributes_that_raise_are_no_attributes(photos: Path) -> None:
+    class Lazy(Wrapped):
+        @property
+        def classes(self) -> Any:
+            raise RuntimeError("the index is not open")
+
+        targets = classes
+
+    check(Lazy(ImageFolder(str(photos))))
+
+    class OnlyWithPictures(ImageFolder):
+        """Its own label depends on the loader."""
+
+        @property
+        def samples(self) -> Any:  # type: ignore[override]
+            if self.loader is not torchvision.datasets.folder.default_loader:
+                raise RuntimeError
+            return self._pairs
+
+        @samples.setter
+        def samples(self, pairs: Any) -> None:
+            self._pairs = pairs
+
+    check(OnlyWithPictures(str(photos)), CLASSES)
+
+
+def test_pairs_of_picture_and_label_of_torchvisions_second_transforms(photos: Path) -> None:
+    wrapped = torchvision.datasets.wrap_dataset_for_transforms_v2(ImageFolder(str(photos)))
+    check(wrapped, CLASSES)
+    wrapped.transforms = lambda picture, label: (picture, 3 - label)
+    check(wrapped)
 
 
 def fill(kind: str, photos: Path, **attributes: Any) -> Any:
