@@ -42,7 +42,7 @@ extract.FeatureReader.close(self) -> None
 extract.FeatureReader.column(self, name: str, rows: slice | None = None) -> NDArray[Any]
 extract.FeatureReader.compression: dict[str, tuple[str, float]]
 extract.FeatureReader.dataset(self, layers: str | Sequence[str], *, split: str | None = None, transform: Any =
-        None) -> FeatureDataset
+        None, unlabelled: bool = False) -> FeatureDataset
 extract.FeatureReader.failures: list[tuple[int, str, str, str]]
 extract.FeatureReader.fingerprint: str
 extract.FeatureReader.ids: Sequence[str] | None

@@ -4,28 +4,24 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from extract.errors import InputError, first_line
 from extract.images.arrays import PixelRows
 from extract.images.csv_lists import plain_path
+from extract.images.dataset_labels import labels_of_items
 from extract.images.hugging_face import is_hugging_face, list_opened
-from extract.images.image_list import Images, labels_from_values
+from extract.images.image_list import Images
 from extract.images.sources import UNKNOWN, Files
 from extract.system.urls import is_url
 
 __all__ = ["MapDataset", "is_in_memory", "list_dataset"]
 
 _IN_MEMORY = "memory:"  # start of the root of images that exist only in a program
-
-_TARGETS = ("targets", "labels", "_labels")  # where torchvision's datasets have the labels of all images
 
 
 class MapDataset(Protocol):
@@ -45,13 +41,13 @@ def list_dataset(dataset: MapDataset, keep: Sequence[str] = ()) -> Images:
 
     Args:
         dataset: a map-style dataset or sequence whose items are pictures, or tuples of a picture and a label; for
-            pictures, see `as_picture`. Its order is kept, and the path of an image is its row number. Labels come from
-            `targets` or `labels` of the dataset, as torchvision has them, and otherwise from the items, which are all
-            read once. Or a `datasets.Dataset`; see `list_opened`. Or a list of paths, which are sorted.
+            pictures, see `as_picture`. Its order is kept, and the path of an image is its row number. The label of row
+            i is `dataset[i][1]`; what this costs, and when classes have names, is stated in `labels_of_items`. Or a
+            `datasets.Dataset`; see `list_opened`. Or a list of paths, which are sorted.
         keep: names of further columns of a `datasets.Dataset`, for `Images.columns`.
 
     Raises:
-        InputError: the dataset is empty or not a map-style one, or its first item is no picture.
+        InputError: the dataset is empty or not a map-style one, no item can be read, or the first is no picture.
     """
     kind = type(dataset).__name__
     if is_hugging_face(dataset):
@@ -71,13 +67,13 @@ def list_dataset(dataset: MapDataset, keep: Sequence[str] = ()) -> Images:
         raise InputError(f"images of shape {shape}: one colour picture or several grey ones?", hint="pass [picture]")
     if hasattr(dataset, "iloc"):  # a Series of pandas, whose [] takes keys
         dataset = list(dataset)  # type: ignore[call-overload]
-    first = dataset[0]
+    number, first = _first_readable(dataset, count)
     if isinstance(first, str | os.PathLike):
         return _list_paths([dataset[row] for row in range(count)])
     from extract.images.pictures import as_picture  # imports torch
 
-    as_picture(_picture_in(first), f"the first item of the {kind}")
-    labels, classes, notes = _labels_of(dataset, first, count)
+    as_picture(_picture_in(first), f"item {number} of the {kind}" if number else f"the first item of the {kind}")
+    labels, classes, notes = labels_of_items(dataset, count)
     paths = [f"{row:0{len(str(count - 1))}d}" for row in range(count)]
     return Images(_IN_MEMORY + kind, paths, labels, classes, [""] * count, DatasetRows(dataset), notes=notes)
 
@@ -94,61 +90,19 @@ def _list_paths(paths: Sequence[Any]) -> Images:
     return Images(folder, names, none, [], [""] * len(names), Files(folder, names, anywhere=True))
 
 
+def _first_readable(dataset: Any, count: int) -> tuple[int, Any]:
+    """Return the first item that can be read, and its number: a row whose item raises fails when it is computed."""
+    reason = ""
+    for number in range(count):
+        try:
+            return number, dataset[number]
+        except Exception as error:  # code of the user
+            reason = reason or f"{type(error).__name__}: {first_line(error)}"
+    raise InputError(f"images: no item of the {type(dataset).__name__} can be read; the first raises {reason}")
+
+
 def _picture_in(item: Any) -> Any:
     return item[0] if isinstance(item, tuple | list) and item else item
-
-
-def _labels_of(dataset: Any, first: Any, count: int) -> tuple[NDArray[np.int64], list[str], tuple[str, ...]]:
-    """Return labels, classes and notes of a dataset."""
-    values, names = _targets_of(dataset)
-    in_items = isinstance(first, tuple | list) and len(first) > 1
-    if values is not None and in_items:
-        with suppress(Exception):  # values of any type
-            if _plain(values[0]) != _plain(first[1]):  # such as names of files, or before a `target_transform`
-                values = None
-    if values is None and in_items:
-        values = [_label_of(dataset, row) for row in range(count)]
-    plain = [None] * count if values is None else [_plain(value) for value in values]
-    if other := [type(value).__name__ for value in plain if not isinstance(value, int | str | None)]:
-        note = f"labels of type {other[0]} are not stored; classes are integers or text"
-        return np.full(count, -1, np.int64), [], (note,)
-    numbers = [value for value in plain if isinstance(value, int)]
-    if isinstance(names, Sequence) and len(numbers) == count and -1 <= min(numbers) <= max(numbers) < len(names):
-        return np.array(numbers, np.int64), _unique(names), ()
-    return *labels_from_values(plain), ()
-
-
-def _targets_of(dataset: Any) -> tuple[Sequence[Any] | None, Any]:
-    """Return the labels of all items, and the names of the classes, as torchvision's datasets have them, or None."""
-    if isinstance(getattr(dataset, "indices", None), Sequence) and hasattr(dataset, "dataset"):  # Subset of PyTorch
-        values, names = _targets_of(dataset.dataset)
-        return (None if values is None else [values[row] for row in dataset.indices]), names
-    values = next((found for name in _TARGETS if _is_list(found := getattr(dataset, name, None), len(dataset))), None)
-    return values, getattr(dataset, "classes", None)
-
-
-def _label_of(dataset: Any, row: int) -> Any:
-    try:
-        return dataset[row][1]
-    except Exception:  # code of the user; the row fails when its picture is read
-        return None
-
-
-def _unique(names: Sequence[Any]) -> list[str]:
-    """Return names of classes as text; one that occurs twice gets its number."""
-    texts = [", ".join(map(str, name)) if isinstance(name, tuple | list) else str(name) for name in names]
-    counts = Counter(texts)
-    return [text if counts[text] == 1 else f"{text} ({number})" for number, text in enumerate(texts)]
-
-
-def _is_list(values: Any, count: int) -> bool:
-    is_array = hasattr(values, "tolist") and getattr(values, "ndim", 0) > 0
-    return (isinstance(values, Sequence) or is_array) and len(values) == count
-
-
-def _plain(value: Any) -> Any:
-    """Return a number of NumPy or PyTorch as a Python one; other values unchanged."""
-    return value.item() if hasattr(value, "item") and getattr(value, "ndim", 1) == 0 else value
 
 
 class DatasetRows(PixelRows):

@@ -23,6 +23,7 @@ __all__ = ["PROTOCOL", "is_hugging_face", "is_on_disk", "list_hugging_face", "li
 
 PROTOCOL = "hfds://"
 _LABELS = ("label", "labels")
+_NOT_APPLIED = "the transform of the dataset is not applied: pictures and labels are those of its columns"
 
 
 def is_hugging_face(dataset: object) -> bool:
@@ -93,6 +94,9 @@ def list_opened(opened: Any, root: str, column: str = "", keep: Sequence[str] = 
     of the rows. Labels are those of the column `label` or `labels`, or of the only column of type `ClassLabel`. Ids are
     those of the column `id`.
 
+    Pictures and labels are those of the columns. A format is not applied, nor is a transform (`set_transform`), which
+    a note says. Classes are the names of a `ClassLabel`, in its order; they are sorted if splits have other orders.
+
     Args:
         opened: the dataset.
         root: its name, stored in data sets.
@@ -116,7 +120,7 @@ def list_opened(opened: Any, root: str, column: str = "", keep: Sequence[str] = 
         name = _image_column(part, column, root)
         of_part, names, note = _labels_of(part)
         class_names.append(names)
-        notes |= {note} - {""}
+        notes |= {note, _NOT_APPLIED if part.format["type"] == "custom" else ""} - {""}
         digits = len(str(max(0, len(part) - 1)))
         paths += [f"{split}/{row:0{digits}d}".removeprefix("/") for row in range(len(part))]
         splits += [SPLITS.get(split.lower(), "")] * len(part)
@@ -126,9 +130,12 @@ def list_opened(opened: Any, root: str, column: str = "", keep: Sequence[str] = 
     if not paths:
         raise InputError(f"{root} is empty")
     labels, classes = labels_from_values(values)
-    if class_names[0] and set(class_names) == {class_names[0]}:  # also the classes without images, in their order
-        number = {name: i for i, name in enumerate(class_names[0])}
-        labels, classes = np.array([number.get(value, -1) for value in values], np.int64), [*class_names[0]]
+    stated = {names for names in class_names if names}  # a split may have no labels
+    if len(stated) == 1:  # also the classes without images, in their order
+        (names,) = stated
+        number = {None: -1} | {name: i for i, name in enumerate(names)}
+        if number.keys() >= set(values):
+            labels, classes = np.array([number[value] for value in values], np.int64), [*names]
     source, ids = HuggingFaceRows(sources), [each for part in parts.values() for each in _ids_of(part)]
     return Images(
         root, paths, labels, classes, splits, source, ids if len(ids) == len(paths) else None,
@@ -178,7 +185,8 @@ def _labels_of(part: Any) -> tuple[list[Any], tuple[str, ...], str]:
     if chosen is None:
         several = f"no labels: the columns {', '.join(labels)} have classes, and none of them is called label"
         return [None] * len(part), (), several if labels else ""
-    feature, values = part.features[chosen], part.with_format("arrow")[:][chosen].to_pylist()
+    feature = part.features[chosen]
+    values = part.select_columns([chosen]).with_format("arrow")[:][chosen].to_pylist()  # without the pictures
     if type(feature).__name__ == "ClassLabel":
         names = dict(enumerate(feature.names))
         return [names.get(value) for value in values], tuple(feature.names), ""

@@ -209,7 +209,7 @@ class FeatureReader(Tables):
 
     @cached_property
     def labels(self) -> NDArray[np.int64]:
-        """(N,) int64, index into `classes`; -1 unknown."""
+        """(N,) int64, index into `classes`; -1 unknown. Samples of `dataset(...)` are fewer: see its own `labels`."""
         number = {name: i for i, name in enumerate(self.classes)}
         labels = []
         for selection in self._selections:
@@ -337,7 +337,7 @@ class FeatureReader(Tables):
         """Return an iterator over the rows with status ok, as (features, rows): (B, *shape) and (B,) int64.
 
             for x, rows in reader.batches("layer4", 256, shuffle="chunks", seed=epoch):
-                y = reader.labels[rows]
+                y = reader.labels[rows]    # -1: no class
 
         Args:
             layer: name of a feature.
@@ -357,16 +357,19 @@ class FeatureReader(Tables):
         return batches(self[layer], chosen, batch_size, shuffle=shuffle, seed=seed, memory_bytes=memory_bytes)
 
     def dataset(
-        self, layers: str | Sequence[str], *, split: str | None = None, transform: Any = None
+        self, layers: str | Sequence[str], *, split: str | None = None, transform: Any = None, unlabelled: bool = False
     ) -> FeatureDataset:
-        """Return the rows with status ok as a `torch.utils.data.Dataset`; see `FeatureDataset`.
+        """Return the rows with status ok and a class as a `torch.utils.data.Dataset`; see `FeatureDataset`.
+
+        Its positions are not rows of this reader: use `dataset.labels` and `dataset.rows`. Rows without a class are
+        there, with the label -1, if `unlabelled` is True or no row has a class; otherwise a warning counts them.
 
         Raises:
             UnknownNameError: no such layer or split.
         """
         from extract.store.torch_dataset import FeatureDataset
 
-        return FeatureDataset(self, layers, self._good_rows(split), transform)
+        return FeatureDataset(self, layers, self._good_rows(split), transform, unlabelled)
 
     def tokens(self, layer: str, *, split: str | None = None) -> TokenArray:
         """Return the tokens of the rows with status ok: positions of maps, or patch tokens; see `TokenArray`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -33,14 +34,23 @@ class FeatureDataset(Dataset[tuple[Any, int]]):
         loader = DataLoader(reader.dataset("layer4", split="train"), 256, shuffle=True, num_workers=2)
         for x, y in loader: ...
 
+    Rows without a class are left out with a warning if others have one: a loss does not accept their label, -1. If no
+    row has a class, all are there, with the label -1.
+
+    Positions are not rows of the reader, since failed rows are left out, too. Choose and weigh samples by `labels`:
+
+        dogs = Subset(dataset, np.flatnonzero(dataset.labels == reader.classes.index("dog")))
+        dataset.rows[5]                  # row of the reader of sample 5, for reader.paths and other columns
+
     A `DataLoader` requests a whole batch at once (`__getitems__`), which is read in one pass. Its workers may be forked
     or spawned.
 
     Args:
         reader: source of the rows.
         layers: one name, for samples with a tensor (*shape); or several names, for samples with a dict of tensors.
-        rows: (R,) int64, row of the reader for each sample.
+        rows: rows of the reader to take, int64.
         transform: applied to the features of each sample.
+        unlabelled: whether also to take rows without a class beside rows with one.
 
     Attributes:
         rows: (R,) int64, row of the reader for each sample.
@@ -53,12 +63,21 @@ class FeatureDataset(Dataset[tuple[Any, int]]):
         layers: str | Sequence[str],
         rows: NDArray[np.int64],
         transform: Callable[[Any], Any] | None = None,
+        unlabelled: bool = False,
     ):
         self._reader = reader
         self._layers = [layers] if isinstance(layers, str) else list(layers)
         self._single = isinstance(layers, str)
         for layer in self._layers:
             reader[layer]  # raises here for an unknown name, not in a worker
+        has_class = reader.labels[rows] >= 0
+        if not unlabelled and has_class.any() and not has_class.all():
+            message = (
+                f"{np.count_nonzero(~has_class):,} of {len(rows):,} rows have no class and are left out; "
+                "unlabelled=True takes them with the label -1"
+            )
+            warnings.warn(message, stacklevel=3)  # at the call of `reader.dataset`
+            rows = rows[has_class]
         self.rows = rows
         self.labels: NDArray[np.int64] = reader.labels[rows]
         self._transform = transform
@@ -67,13 +86,21 @@ class FeatureDataset(Dataset[tuple[Any, int]]):
         return len(self.rows)
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"sample {index} is out of range for {len(self)} samples")
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Any, int]]:
         """Return the samples at these positions, read in one batch."""
-        positions = np.asarray(indices, np.int64)
+        positions = np.asarray(indices)
+        if positions.size and positions.dtype.kind not in "iu":
+            raise IndexError(
+                f"samples are chosen by positions, got {positions.dtype}; np.flatnonzero gives those of a mask"
+            )
+        positions = positions.astype(np.int64)
+        if (outside := positions[(positions < -len(self)) | (positions >= len(self))]).size:
+            raise IndexError(
+                f"sample {outside[0]} is out of range for {len(self)} samples; rows of the reader are no positions: "
+                "choose samples by the dataset's own labels and rows"
+            )
         columns = {layer: torch.from_numpy(self._reader[layer][self.rows[positions]]) for layer in self._layers}
         labels = self.labels[positions].tolist()
         samples = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import shutil
 from pathlib import Path
 from typing import Any
@@ -90,7 +91,7 @@ def test_an_array_of_pictures(tmp_path: Path, backbone: Backbone) -> None:
         np.testing.assert_array_equal(memory["embedding"][:], file["embedding"][:])
 
 
-def test_labels_come_from_targets_or_from_the_items(folder: Path, tmp_path: Path, backbone: Backbone) -> None:
+def test_labels_come_from_the_items(folder: Path, tmp_path: Path, backbone: Backbone) -> None:
     dataset = Pairs(folder, [row % 3 for row in range(12)])
     listed = list_dataset(dataset)
     assert listed.labels.tolist() == [row % 3 for row in range(12)]
@@ -103,7 +104,7 @@ def test_labels_come_from_targets_or_from_the_items(folder: Path, tmp_path: Path
     listed = list_dataset(dataset)
     assert listed.labels.tolist() == [row % 2 for row in range(12)]
     assert listed.classes == ["even", "odd"]
-    assert dataset.reads == 1
+    assert dataset.reads == 13
     subset = list_dataset(Subset(dataset, [5, 2, 0]))
     assert subset.labels.tolist() == [1, 0, 0]
     assert subset.classes == ["even", "odd"]
@@ -115,7 +116,7 @@ def test_labels_come_from_targets_or_from_the_items(folder: Path, tmp_path: Path
     with pytest.warns(UserWarning, match="labels of type dict are not stored"):
         extract_features(Pairs(folder, [{"box": 1}] * 12), out=tmp_path / "out", backbone=backbone, **QUICK).close()
     dataset.targets = dict.fromkeys(range(12), 1)  # type: ignore[attr-defined]
-    assert list_dataset(dataset).labels.tolist() == [row % 2 for row in range(12)]  # from the items
+    assert list_dataset(dataset).labels.tolist() == [row % 2 for row in range(12)]
 
 
 def test_a_picture_that_cannot_be_read_is_a_failed_row(folder: Path, tmp_path: Path, backbone: Backbone) -> None:
@@ -158,7 +159,7 @@ def test_odd_labels_and_classes(folder: Path) -> None:
         assert "are not stored" in listed.notes[0]
     files = Pairs(folder, [row % 2 for row in range(12)])
     files.targets = [f"{row}.xml" for row in range(12)]  # type: ignore[attr-defined]
-    assert list_dataset(files).classes == ["0", "1"]  # from the items
+    assert list_dataset(files).classes == ["0", "1"]
     with pytest.raises(InputError, match="one colour picture or several grey ones"):
         list_dataset(np.zeros((40, 50, 3), np.uint8))
 
@@ -269,6 +270,99 @@ def test_classes_of_hugging_face_keep_their_numbers(hugging_face: Any) -> None:
     listed = list_dataset(hugging_face.select(range(11, 12)))
     assert listed.classes == names
     assert listed.labels.tolist() == [hugging_face[11]["label"]] == [len(names) - 1]
+
+
+def opened(labels: list[Any], feature: Any) -> Any:
+    """Return a dataset of Hugging Face with a picture for each label."""
+    import datasets
+
+    bytes_of = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(bytes_of, "png")
+    rows = {"image": [{"bytes": bytes_of.getvalue(), "path": None}] * len(labels), "label": labels}
+    return datasets.Dataset.from_dict(rows, datasets.Features({"image": datasets.Image(), "label": feature}))
+
+
+def class_label(*names: str) -> Any:
+    import datasets
+
+    return datasets.ClassLabel(names=list(names))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda dataset: dataset.rename_column("label", "y"),
+        lambda dataset: dataset.select([5, 0, 1]),
+        lambda dataset: dataset.shuffle(seed=1),
+        lambda dataset: dataset.filter(lambda item: item["label"] != 1),
+        lambda dataset: dataset.with_format("torch"),
+        lambda dataset: dataset.with_format("numpy", columns=["image"]).select([3, 1]),
+        lambda dataset: dataset.map(lambda item: {"label": 2 - item["label"]}),
+    ],
+)
+def test_labels_of_hugging_face_are_those_of_its_items(change: Any) -> None:
+    dataset = change(opened([0, 1, 2, 0, 1, 2], class_label("z", "a", "m")))
+    listed = list_dataset(dataset)
+    column = "y" if "y" in dataset.features else "label"
+    assert listed.labels.tolist() == [int(item[column]) for item in dataset.with_format(None)]
+    assert (listed.classes, listed.notes) == (["z", "a", "m"], ())
+
+
+def test_labels_of_hugging_face_follow_a_cast() -> None:
+    import datasets
+
+    texts = opened(["b", "a", "b"], datasets.Value("string")).cast_column("label", class_label("b", "c", "a"))
+    assert (list_dataset(texts).labels.tolist(), list_dataset(texts).classes) == ([0, 2, 0], ["b", "c", "a"])
+    numbers = opened([2, 0], datasets.Value("int64")).cast_column("label", class_label("q", "r", "s"))
+    assert (list_dataset(numbers).labels.tolist(), list_dataset(numbers).classes) == ([2, 0], ["q", "r", "s"])
+    aligned = texts.align_labels_with_mapping({"a": 0, "b": 1, "c": 2}, "label")
+    assert [list_dataset(aligned).classes[label] for label in list_dataset(aligned).labels] == ["b", "a", "b"]
+    of_numbers = list_dataset(opened([0, 1, 1], class_label("7", "3")))
+    assert [of_numbers.classes[label] for label in of_numbers.labels] == ["7", "3", "3"]
+
+
+def test_splits_of_hugging_face_whose_classes_differ_agree_by_name() -> None:
+    import datasets
+
+    train, test = opened([0, 1, 2], class_label("z", "a", "m")), opened([0, 1, 2], class_label("m", "a", "z"))
+    both = datasets.DatasetDict(train=train, test=test)  # sorted: test comes first
+    listed = list_dataset(both)
+    names = [split.features["label"].int2str(label) for split in (test, train) for label in split["label"]]
+    assert [listed.classes[label] for label in listed.labels] == names
+    unlabelled = datasets.DatasetDict(train=train, test=test.remove_columns("label"))
+    listed = list_dataset(unlabelled)
+    assert (listed.labels.tolist(), listed.classes) == ([-1, -1, -1, 0, 1, 2], ["z", "a", "m"])
+    words = opened(["a", "other"], datasets.Value("string"))
+    listed = list_dataset(datasets.DatasetDict(train=train, test=words))
+    assert [listed.classes[label] for label in listed.labels] == ["a", "other", "z", "a", "m"]
+
+
+def test_a_transform_of_hugging_face_is_not_applied_and_a_note_says_so() -> None:
+    dataset = opened([0, 1], class_label("a", "b"))
+    changed = dataset.with_transform(lambda batch: {**batch, "label": [7] * len(batch["image"])})
+    assert changed[0]["label"] == 7
+    for each in (changed, changed.select([0, 1])):
+        listed = list_dataset(each)
+        assert (listed.labels.tolist(), listed.classes) == ([0, 1], ["a", "b"])
+        assert listed.notes == (
+            "the transform of the dataset is not applied: pictures and labels are those of its columns",
+        )
+    assert list_dataset(dataset).notes == ()
+
+
+def test_missing_and_other_labels_of_hugging_face() -> None:
+    import datasets
+
+    for missing in (-1, None):
+        listed = list_dataset(opened([2, missing, 0], class_label("z", "a", "m")))
+        assert (listed.labels.tolist(), listed.classes) == ([2, -1, 0], ["z", "a", "m"])
+        assert list_dataset(opened([2, missing, 0], datasets.Value("int8"))).labels.tolist() == [2, -1, 0]
+    for floats in ([0.0, 1.0], [0.0, None]):
+        listed = list_dataset(opened(floats, datasets.Value("float32")))
+        assert (listed.labels.tolist(), listed.classes) == ([-1, -1], [])
+        assert listed.notes == ("no labels: the column label has neither numbers nor text",)
+    listed = list_dataset(opened([True, False, True, None], datasets.Value("bool")))
+    assert (listed.labels.tolist(), listed.classes) == ([1, 0, 1, -1], ["False", "True"])
 
 
 def test_images_of_hugging_face_are_found_again(

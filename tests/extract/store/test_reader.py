@@ -7,8 +7,10 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -17,7 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset
 
 from extract import FeatureReader, InputError, LayertapError, Status, UnknownNameError
 from extract.store.format.copying import copy_shard
@@ -378,6 +380,70 @@ def test_a_torch_data_set_of_one_layer_gives_tensors(tmp_path: Path) -> None:
             reader.dataset("x")
 
 
+def unlabel(data: DataSet, rows: list[int]) -> None:
+    """Take the labels of rows away."""
+    for shard in range(data.n_shards):
+        first = data.shard_range(shard).start
+
+        def forget(file: h5py.File, first: int = first, count: int = len(data.shard_range(shard))) -> None:
+            for row in rows:
+                if 0 <= row - first < count:
+                    file["label"][row - first] = -1
+
+        change(data.path(shard), forget)
+
+
+def test_rows_without_a_class_are_left_out_of_a_torch_data_set_where_others_have_one(tmp_path: Path) -> None:
+    data = complete_data_set(tmp_path / "out", failed=(7,))
+    unlabel(data, [2, 15])
+    with FeatureReader(data.out) as reader:
+        with pytest.warns(UserWarning, match="2 of 22 rows have no class and are left out; unlabelled=True") as warned:
+            dataset = reader.dataset("vector")
+        assert warned[0].filename == __file__
+        good = [row for row in range(ROWS) if row not in (2, 7, 15)]
+        assert dataset.rows.tolist() == good
+        assert dataset.labels.tolist() == [row % 3 for row in good]
+        x, y = next(iter(DataLoader(dataset, len(dataset))))
+        assert np.array_equal(x.numpy(), VALUES["vector"][good])
+        torch.nn.functional.cross_entropy(torch.zeros(len(y), 3), y)
+        with warnings.catch_warnings(action="error"):
+            everything = reader.dataset("vector", unlabelled=True)
+        assert (len(everything), everything[2][1]) == (22, -1)
+
+
+def test_a_torch_data_set_without_any_class_has_all_rows(tmp_path: Path) -> None:
+    data = complete_data_set(tmp_path / "out", failed=(7,))
+    unlabel(data, list(range(ROWS)))
+    with FeatureReader(data.out) as reader, warnings.catch_warnings(action="error"):
+        dataset = reader.dataset("vector")
+        assert (len(dataset), set(dataset.labels.tolist())) == (22, {-1})
+
+
+@pytest.mark.filterwarnings("ignore:1 of 21 rows have no class")
+def test_a_subset_by_the_labels_of_a_torch_data_set_has_the_rows_of_a_class(tmp_path: Path) -> None:
+    data = complete_data_set(tmp_path / "out", failed=(1, 7))
+    unlabel(data, [2])
+    with FeatureReader(data.out) as reader:
+        dataset = reader.dataset("vector")
+        rows = [row for row in range(ROWS) if row % 3 == 1 and row not in (1, 7)]
+        subset = Subset(dataset, np.flatnonzero(dataset.labels == 1).tolist())
+        assert [label for _, label in subset] == [1] * len(rows)
+        assert np.array_equal(torch.stack([x for x, _ in subset]).numpy(), VALUES["vector"][rows])
+
+
+def test_positions_that_a_torch_data_set_does_not_have_are_refused(tmp_path: Path) -> None:
+    data = complete_data_set(tmp_path / "out", failed=(0,))
+    with FeatureReader(data.out) as reader:
+        dataset = reader.dataset("vector")
+        with pytest.raises(IndexError, match="sample 22 is out of range for 22 samples; rows of the reader are no pos"):
+            list(DataLoader(Subset(dataset, [0, ROWS - 1]), 2))
+        for mask in (reader.labels == 1, torch.from_numpy(reader.labels == 1)):
+            with pytest.raises(IndexError, match="chosen by positions, got bool"):
+                list(DataLoader(Subset(dataset, mask), 2))  # type: ignore[arg-type]
+        chosen: Any = torch.tensor([3, 21])  # tensors, as `torch.nonzero` gives them
+        assert [label for _, label in Subset(dataset, chosen)] == dataset.labels[[3, 21]].tolist()
+
+
 @pytest.mark.parametrize("compress", [None, "lzf"])
 def test_threads_share_a_reader(tmp_path: Path, compress: str | None) -> None:
     data, wrong_rows = complete_data_set(tmp_path / "out", compress), []
@@ -533,6 +599,7 @@ def test_a_disk_that_is_nearly_full_is_an_error_and_no_crash(tmp_path: Path) -> 
     code = f"""
 import resource
 from pathlib import Path
+from typing import Any
 from extract.store.format.dataset import DataSet
 from tests.extract.store.rows import create
 data = DataSet.open(Path({str(data.out)!r}))
