@@ -269,7 +269,7 @@ def _labels(
                 hint="give each image another name before its suffix, and a .cls file of that name",
             )
         if sidecar.label is None:
-            raise InputError(f"{where}: {sidecar.name} is encrypted, or longer than {_LABEL_BYTES:,} bytes")
+            raise InputError(f"{where}: {sidecar.name} cannot be read as a label of at most {_LABEL_BYTES:,} bytes")
         labels.append(sidecar.label)
     notes = []
     if image_of and len(image_of) < len(images):
