@@ -44,6 +44,7 @@ __all__ = [
 EMBEDDING = "embedding"  # reserved layer name: the input of the backbone's classifier
 
 _TRIAL_IMAGES = 3
+_WHOLE = {"int8": "int32", "uint8": "int32", "int16": "int32", "int32": "int32", "int64": "int64"}
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,15 @@ class Feature:
     def pooling(self) -> str:
         """Names of the resolved poolings, never `auto`."""
         return self.poolings.name
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether its values are whole numbers."""
+        return self.source_dtype in _WHOLE
+
+    def stored_as(self, dtype: str) -> str:
+        """Return its type in a data set of a dtype: whole numbers are stored exactly, in all of them."""
+        return _WHOLE.get(self.source_dtype, dtype)
 
     @property
     def principal_axes(self) -> AxesProjection | None:

@@ -236,13 +236,15 @@ def check_count(features: Values, count: int) -> None:
 
 
 def rows_of(batch: Batch, values: Values, features: Sequence[Feature], dtype: str) -> StoredRows:
-    """Return the rows of a batch as stored: features, NaN for rows without an image, and a status for each row.
+    """Return the rows of a batch as stored: features, and a status for each row.
+
+    Rows without an image are NaN, and for whole numbers the smallest of their type.
 
     Args:
         batch: the rows, and which of them have an image.
         values: feature -> (B, *shape) for the images; empty if there are none.
         features: features of the data set.
-        dtype: dtype of the data set.
+        dtype: dtype of the values of the data set, except whole numbers.
 
     Raises:
         InputError: a feature does not have one row for each image.
@@ -251,12 +253,14 @@ def rows_of(batch: Batch, values: Values, features: Sequence[Feature], dtype: st
     good = batch.status == Status.OK
     stored: Values = {}
     for feature in features:
+        kind = feature.stored_as(dtype)
         if values and good.all():
-            stored[feature.name] = _rounded(values[feature.name], dtype)
+            stored[feature.name] = _rounded(values[feature.name], kind)
             continue
-        stored[feature.name] = np.full((len(good), *feature.shape), np.nan, dtype)
+        missing = np.iinfo(kind).min if feature.is_whole else np.nan
+        stored[feature.name] = np.full((len(good), *feature.shape), missing, kind)
         if values:
-            stored[feature.name][good] = _rounded(values[feature.name], dtype)
+            stored[feature.name][good] = _rounded(values[feature.name], kind)
     return StoredRows(stored, *_checked(batch, stored))
 
 
@@ -269,9 +273,12 @@ def _checked(batch: Batch, features: Values) -> tuple[NDArray[np.uint8], dict[in
     """Return the status of each row after the forward, and the reasons of rows that are not OK."""
     status, reasons = batch.status.copy(), dict(batch.reasons)
     for name, values in features.items():
-        finite = np.isfinite(values).all(axis=tuple(range(1, values.ndim)))
+        whole = values.dtype.kind == "i"
+        finite = values != np.iinfo(values.dtype).min if whole else np.isfinite(values)
+        finite = finite.all(axis=tuple(range(1, values.ndim)))
         for row in np.flatnonzero(~finite & (status == Status.OK)).tolist():
             status[row] = Status.NOT_FINITE
             beyond = "; the largest float16 is 65504, use float32" if values.dtype == np.float16 else ""
-            reasons[int(batch.rows[row])] = f"{name} has NaN or infinite values{beyond}"
+            what = f"the smallest {values.dtype}, which means no value" if whole else f"NaN or infinite values{beyond}"
+            reasons[int(batch.rows[row])] = f"{name} has {what}"
     return status, reasons

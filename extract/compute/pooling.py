@@ -104,7 +104,7 @@ def resolve_pooling(poolings: str, activation: Tensor, layout: Layout, reads_cla
     """Return the poolings for activations like this one, after checking that each fits the result of the one before.
 
     `auto` is `none` for vectors and `mean_map` for maps. For tokens it is `cls_token` if the backbone itself reads its
-    class token, else `mean_tokens`.
+    class token, else `mean_tokens`. Whole numbers, such as codes, are stored as they are: `auto` is `none` for them.
 
     Args:
         poolings: names as of `pooling_names()`, separated by colons.
@@ -117,6 +117,10 @@ def resolve_pooling(poolings: str, activation: Tensor, layout: Layout, reads_cla
         InputError: a pooling does not fit.
     """
     steps: list[PoolingStep] = []
+    if not activation.is_floating_point():
+        poolings = "none" if poolings == "auto" else poolings
+        if not set(poolings.split(":")) <= {"none", "flatten"}:
+            raise InputError(f"{poolings} does not fit whole numbers ({activation.dtype})", hint="use none or flatten")
     for name in poolings.split(":"):
         shape = tuple(activation.shape[1:])
         if name == "auto":
@@ -214,7 +218,7 @@ def reduction(
 
     Args:
         features: name -> position of the images in the activation, result of `resolve_pooling`.
-        dtype: dtype of the features.
+        dtype: dtype of the features, except those that are whole numbers.
     """
     steps = [
         (name, None if (rows.axis, rows.per_image) == (0, 1) else rows.by_image, chain)
@@ -223,11 +227,15 @@ def reduction(
 
     def reduce(activation: Tensor) -> dict[str, Tensor]:
         return {
-            name: chain(activation if by_image is None else by_image(activation)).to(dtype)
+            name: _converted(chain(activation if by_image is None else by_image(activation)), dtype)
             for name, by_image, chain in steps
         }
 
     return reduce
+
+
+def _converted(feature: Tensor, dtype: torch.dtype) -> Tensor:
+    return feature.to(dtype) if feature.is_floating_point() else feature  # whole numbers stay exact
 
 
 def _positions(layout: Layout) -> list[int]:

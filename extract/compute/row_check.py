@@ -45,7 +45,9 @@ def check_rows(forward: Forward, images: Tensor, features: Values) -> None:
         alone, batched = (values.reshape(len(positions), -1) for values in (alone, batched))
         finite = np.isfinite(alone)
         sizes = np.abs(np.where(finite, alone, 0))
-        rounding = _OF_THE_SAME_VALUE[str(features[name].dtype)] * sizes.max(0) + _OF_THE_LARGEST * sizes.max(initial=0)
+        rounding = _OF_THE_SAME_VALUE.get(str(features[name].dtype), 0) * sizes.max(0) + _OF_THE_LARGEST * sizes.max(
+            initial=0
+        )
         with np.errstate(invalid="ignore"):  # from infinite values
             telling = np.ptp(np.where(finite, alone, 0), axis=0) > rounding
             others = (finite & (np.abs(batched - alone) > rounding))[:, telling]

@@ -29,6 +29,7 @@ from extract.extraction.todo import ShardWork, open_part
 from extract.extraction.validation import ValidatedForward
 from extract.images import Batch, ImageList
 from extract.row_status import Status
+from extract.store.format.value_types import read_as
 from extract.store.format.writer import ShardWriter
 
 __all__ = ["extract_shard", "reporting_a_note"]
@@ -61,7 +62,7 @@ def extract_shard(
         LayertapError: a batch cannot be decoded, computed or stored. Batches before it are stored.
     """
     before, start, copying_s = copy.deepcopy(summary), time.perf_counter(), forward.copying_s
-    stages, reported, dtype = summary.stages, 0, plan.dataset.features[0].value_dtype
+    stages, reported, dtype = summary.stages, 0, read_as(plan.settings.dtype)
     with open_part(plan, work) as writer:
         decoded = _timed_each(stages, "images", _until_stopped(batches, summary, stop))
         computed = _timed_each(stages, "forward", _computed(map(Duplicates(writer).split, decoded), forward))

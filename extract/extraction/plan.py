@@ -109,12 +109,19 @@ def plan(
         choice = features_of(images, out, backbone, settings, on_fit)
     if taken := {feature.name for feature in choice.features} & images.columns.keys():
         raise InputError(f"keep {min(taken)!r}: a feature has this name", hint="rename the column")
+    if whole := [feature.name for feature in choice.features if feature.is_whole]:
+        if engine not in ("auto", "eager") or precision != "float32" or preprocessing.fast:
+            raise InputError(
+                f"{whole[0]} is whole numbers, which are computed exactly: by PyTorch in float32, of exact pixels",
+                hint="leave out --compile, --precision and --decode, or this layer",
+            )
+        engine = "eager"
     computed_in = precision if precision == "float32" else _lower_precision(precision, engine)
     stored = [
         StoredFeature(
             feature.name,
             feature.shape,
-            dtype,
+            feature.stored_as(dtype),
             {
                 "layer": str(feature.site),
                 "pooling": feature.pooling,

@@ -96,7 +96,7 @@ def recheck(
             file, shard, row = reader.place_of(position)
             faults.append(Fault(what, remedy, shard, file.relative_to(out).as_posix(), row, path))
 
-        tolerance = TOLERANCE[plan.settings.precision] + ROUNDING[dataset.features[0].dtype]
+        tolerance = TOLERANCE[plan.settings.precision] + max(ROUNDING[feature.dtype] for feature in dataset.features)
         with contextlib.closing(computed_rows(plan, batches)) as computed:
             for batch, (again, status, reasons) in computed:
                 here = chosen[batch.rows]

@@ -24,6 +24,7 @@ from extract.images.sources import Files
 from extract.row_status import Status
 from extract.store.format.dataset import DataSet
 from extract.store.format.differences import differences
+from extract.store.format.value_types import read_as
 
 __all__ = ["computed_rows", "features_of_file", "features_of_text", "recorded_plan"]
 
@@ -62,7 +63,7 @@ def recorded_plan(
         layers=layers,
         workers=workers,
         decode=made["decode"],
-        dtype=dataset.features[0].dtype,
+        dtype=str(dataset.depends_on.get("stored_as", dataset.features[0].dtype)),
         precision=made["precision"],
         compile="off" if made["compile"] == "auto" else made["compile"],
         max_pixels=max_pixels,
@@ -83,7 +84,7 @@ def _said(dataset: DataSet, provenance: dict[str, Any], weights: str | None) -> 
 
 def computed_rows(plan: Plan, batches: Sequence[list[int]]) -> Generator[tuple[Batch, StoredRows], None, None]:
     """Compute rows of a plan without validation; yield (batch, rows) for each list of row numbers in `batches`."""
-    settings, dtype = plan.settings, plan.dataset.features[0].value_dtype
+    settings, dtype = plan.settings, read_as(plan.settings.dtype)
     loaded = load_batches(plan.images, batches, plan.decoding)
     opened = open_forward(plan.backbone, plan.choice, dtype, settings.precision, plan.engine, settings.batch_size)
     with contextlib.closing(loaded), opened as forward:

@@ -28,7 +28,7 @@ from extract.errors import DisagreementError, InputError, LayertapError, first_l
 from extract.extraction.plan import Plan
 from extract.images import Decoding, ImageList, load_batches
 from extract.row_status import Status
-from extract.store.format.value_types import decoded, encoded
+from extract.store.format.value_types import decoded, encoded, read_as
 from extract.system.json_files import Text, read_json_lines
 
 __all__ = ["FIRST_DECODED", "Computation", "ValidatedForward", "decoded_both_ways", "validated_forward"]
@@ -211,15 +211,14 @@ class ValidatedForward:
         Raises:
             DisagreementError: a cosine is too small.
         """
-        dtype = self._plan.dataset.features[0].dtype
-        if dtype == self._plan.dataset.features[0].value_dtype:
-            return {}
-        stored = {name: decoded(encoded(values, dtype), dtype) for name, values in features.items()}
-        measured, least = agreement(stored, features), self._plan.settings.min_cosine
+        kept = {feature.name: feature.dtype for feature in self._plan.dataset.features}
+        rounded = {name: values for name, values in features.items() if kept[name] != read_as(kept[name])}
+        stored = {name: decoded(encoded(values, kept[name]), kept[name]) for name, values in rounded.items()}
+        measured, least = agreement(stored, rounded), self._plan.settings.min_cosine
         for name, compared in measured.items():
             if not compared.min_cosine >= least and not self._has_stored_rows:
                 why = f"{name} has a cosine of {compared.min_cosine:.6f} to its values; at least {least} is required"
-                raise DisagreementError(f"stored as {dtype}, {why}", "--dtype float16 or a lower --min-cosine")
+                raise DisagreementError(f"stored as {kept[name]}, {why}", "--dtype float16 or a lower --min-cosine")
         return measured
 
     def _distortion(self) -> dict[str, Distortion]:
@@ -256,7 +255,7 @@ class ValidatedForward:
         plan = self._plan
         # Features are compared in float32, whatever dtype is stored.
         plain = (engine, plan.settings.precision, plan.backbone.preprocessing.fast) == ("eager", "float32", False)
-        dtype = plan.dataset.features[0].value_dtype if plain else "float32"
+        dtype = read_as(plan.settings.dtype) if plain else "float32"
         opened = open_forward(plan.backbone, plan.choice, dtype, plan.settings.precision, engine, _largest_batch(plan))
         self.chosen = self._open_now.enter_context(opened)
         return self.chosen

@@ -1,7 +1,8 @@
 """Images in tar and zip archives. Members are located once and read by offset; nothing is extracted to disk.
 
-In the WebDataset layout (https://github.com/webdataset/webdataset), files of one sample share their name up to the
-first dot, and `.cls` files contain the labels.
+In the WebDataset layout (https://github.com/webdataset/webdataset), `.cls` files contain the labels. An image has the
+label of its name without suffix: `22.05.png` has that of `22.05.cls`. Without such a file, it has that of a sample
+whose name ends at an earlier dot, as WebDataset's samples end at the first one: `a.seg.png` has that of `a.cls`.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ class _Member:
         method: compression method of zip, or `_ENCRYPTED`.
         crc: CRC-32 of the unpacked data; None in a tar.
         mtime_ns: modification time in nanoseconds, or `UNKNOWN`.
+        label: content of a `.cls` file; None if it is too long or encrypted, and for other files.
     """
 
     name: str
@@ -62,6 +64,7 @@ class _Member:
     method: int = _STORED
     crc: int | None = None
     mtime_ns: int = UNKNOWN
+    label: str | None = None
 
 
 class Members(ImageSource):
@@ -155,7 +158,8 @@ def list_archives(where: str, archives: Sequence[str]) -> Images:
         archives: paths or URLs of the archives.
 
     Raises:
-        InputError: archives of different kinds, or one that is damaged or not an archive.
+        InputError: archives of different kinds, or one that is damaged or not an archive; or the labels of `.cls`
+            files are ambiguous (see `_labels`).
         LayertapError: an archive cannot be read.
     """
     kinds = {_suffix_of(archive) for archive in archives}
@@ -164,10 +168,9 @@ def list_archives(where: str, archives: Sequence[str]) -> Images:
     zipped = kinds == {".zip"}
     left_out: Counter[str] = Counter()
     listed: list[_Member] = []
-    labels: dict[str, str] = {}  # sample -> content of its .cls file
     for number, archive in enumerate(archives):
         latest: dict[str, _Member] = {}  # a later member replaces an earlier one of its name
-        for member in (_in_zip if zipped else _in_tar)(archive, number, left_out, labels, latest):
+        for member in (_in_zip if zipped else _in_tar)(archive, number, left_out, latest):
             if member.name in latest:
                 left_out["replaced by a later one of the same name"] += 1
             latest[member.name] = member
@@ -181,9 +184,11 @@ def list_archives(where: str, archives: Sequence[str]) -> Images:
     paths = [picked[i] for i in order_of(picked)]
     members = [listed[index[path]] for path in paths]
     values, classes, splits = labels_from_folders([member.name for member in members])
-    if labels:
-        del left_out[".cls"]
-        values, classes = labels_from_values([labels.get(_sample(member.archive, member.name)) for member in members])
+    labels, notes_on_labels = _labels(archives, members, [member for member in listed if _is_sidecar(member.name)])
+    notes += notes_on_labels
+    if used := sum(label is not None for label in labels):
+        left_out -= Counter({".cls": used})
+        values, classes = labels_from_values(labels)
     elif classes == [only := _only_folder(members)]:
         hint = f"to avoid that, pack its contents: tar -C {only} -cf ... ."
         notes = (*notes, f"all images lie in the folder {only!r}, which is the only class; {hint}")
@@ -225,9 +230,69 @@ def _only_folder(members: Sequence[_Member]) -> str:
     return tops.pop() if len(tops) == 1 and any(member.name.count("/") > 1 for member in members) else ""
 
 
-def _sample(archive: int, name: str) -> str:
-    folder, slash, base = name.rpartition("/")
-    return f"{archive}:{folder}{slash}{base.partition('.')[0]}"
+def _is_sidecar(name: str) -> bool:
+    return name[-4:].lower() == ".cls"
+
+
+def _labels(
+    archives: Sequence[str], images: Sequence[_Member], sidecars: Sequence[_Member]
+) -> tuple[list[str | None], tuple[str, ...]]:
+    """Return the content of the `.cls` file of each image, None if it has none, and notes.
+
+    Raises:
+        InputError: two images have the same file, an image has two files, or a file is not a label.
+    """
+    files: dict[tuple[int, str], list[_Member]] = {}
+    for sidecar in sidecars:
+        files.setdefault((sidecar.archive, sidecar.name[:-4]), []).append(sidecar)
+    own = {(image.archive, _stem(image.name)) for image in images if files}
+    labels: list[str | None] = []
+    image_of: dict[tuple[int, str], str] = {}
+    for image in images:
+        samples = ((image.archive, stem) for stem in _samples(_stem(image.name))) if files else ()
+        found = [sample for sample in samples if sample in files]
+        if not found:
+            labels.append(None)
+            continue
+        first, *others = found
+        # The file of another image is no second file of this one: 22.cls belongs to 22.png, not to 22.05.png.
+        sidecar, *more = [*files[first], *(files[sample][0] for sample in others if sample not in own)]
+        where = archives[image.archive]
+        if more:
+            raise InputError(
+                f"{where}: {image.name} has two files with labels, {sidecar.name} and {more[0].name}",
+                hint="leave one of them out",
+            )
+        if (before := image_of.setdefault(first, image.name)) != image.name:
+            raise InputError(
+                f"{where}: {sidecar.name} belongs to two images, {before} and {image.name}",
+                hint="give each image another name before its suffix, and a .cls file of that name",
+            )
+        if sidecar.label is None:
+            raise InputError(f"{where}: {sidecar.name} cannot be read as a label of at most {_LABEL_BYTES:,} bytes")
+        labels.append(sidecar.label)
+    notes = []
+    if image_of and len(image_of) < len(images):
+        notes.append(f"{len(images) - len(image_of):,} of {len(images):,} images have no .cls file, and no label")
+    if unused := [sidecar.name for (key, (sidecar, *_)) in files.items() if key not in image_of]:
+        notes.append(f"{len(unused):,} of {len(sidecars):,} .cls files belong to no image; the first is {unused[0]}")
+    return labels, tuple(notes)
+
+
+def _stem(name: str) -> str:
+    return os.path.splitext(name)[0]  # noqa: PTH122  a Path for each of a million files is slow
+
+
+def _samples(stem: str) -> Iterator[str]:
+    """Yield the names of the samples that a file may belong to: x/a.b.c, x/a.b and x/a."""
+    while stem.rpartition("/")[2]:
+        yield stem
+        folder, slash, base = stem.rpartition("/")
+        stem = folder + slash + base.rpartition(".")[0]
+
+
+def _label(content: bytes) -> str:
+    return content.decode("utf-8-sig", "replace").strip()
 
 
 def _plain_name(name: str) -> str | None:
@@ -238,9 +303,7 @@ def _plain_name(name: str) -> str | None:
     return "" if any(is_litter(part) for part in parts) else "/".join(parts)
 
 
-def _in_tar(
-    archive: str, number: int, left_out: Counter[str], labels: dict[str, str], before: dict[str, _Member]
-) -> Iterator[_Member]:
+def _in_tar(archive: str, number: int, left_out: Counter[str], before: dict[str, _Member]) -> Iterator[_Member]:
     with _opened(archive) as file, _errors_of_format(archive, "tar"), _unpacked_tar(file, archive) as tar:
         while (info := tar.next()) is not None:
             tar.members = []  # type: ignore[attr-defined]  # or `tar` would keep every member
@@ -255,12 +318,13 @@ def _in_tar(
             if name is None or not info.isreg() or info.issparse():
                 left_out["name that leads out of the archive" if name is None else "link or no plain file"] += 1
                 continue
-            if name.endswith(".cls") and info.size <= _LABEL_BYTES:
+            label = None
+            if _is_sidecar(name) and info.size <= _LABEL_BYTES:
                 file.seek(info.offset_data)
-                labels[_sample(number, name)] = file.read(info.size).decode("utf-8", "replace").strip()
+                label = _label(file.read(info.size))
             seconds = float(info.mtime)
             mtime_ns = int(seconds * 1e9) if 0 <= seconds < 1 << 33 else UNKNOWN
-            yield _Member(name, number, info.offset_data, info.size, info.size, mtime_ns=mtime_ns)
+            yield _Member(name, number, info.offset_data, info.size, info.size, mtime_ns=mtime_ns, label=label)
         _check_end(file, tar.offset, archive)
 
 
@@ -291,9 +355,7 @@ def _check_end(file: BinaryIO, offset: int, archive: str) -> None:
             )
 
 
-def _in_zip(
-    archive: str, number: int, left_out: Counter[str], labels: dict[str, str], before: dict[str, _Member]
-) -> Iterator[_Member]:
+def _in_zip(archive: str, number: int, left_out: Counter[str], before: dict[str, _Member]) -> Iterator[_Member]:
     with _opened(archive) as file, _errors_of_format(archive, "zip"), zipfile.ZipFile(file) as zipped:
         for info in zipped.infolist():
             if info.is_dir():
@@ -306,12 +368,14 @@ def _in_zip(
                 left_out["name that leads out of the archive"] += 1
                 continue
             encrypted = bool(info.flag_bits & 1)
-            if name.endswith(".cls") and info.file_size <= _LABEL_BYTES and not encrypted:
-                labels[_sample(number, name)] = zipped.read(info).decode("utf-8", "replace").strip()
+            label = None
+            if _is_sidecar(name) and info.file_size <= _LABEL_BYTES and not encrypted:
+                label = _label(zipped.read(info))
             if max(info.file_size, info.compress_size, info.header_offset) >= 1 << 62:
                 raise InputError(f"{archive} is damaged: its directory gives {name} a size of {info.file_size:,} bytes")
             method = _ENCRYPTED if encrypted else info.compress_type
-            yield _Member(name, number, info.header_offset, info.compress_size, info.file_size, method, info.CRC)
+            sizes = info.compress_size, info.file_size
+            yield _Member(name, number, info.header_offset, *sizes, method, info.CRC, label=label)
 
 
 @contextlib.contextmanager

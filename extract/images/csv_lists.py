@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 TABLES = (".csv", ".tsv", ".parquet")
-_TEXT, _WHOLE, _NUMBER = "text", "text or whole numbers", "text or numbers"
+_TEXT, _WHOLE, _NUMBER = "text", "text or whole numbers", "text, numbers or booleans"
 _COLUMNS = {"path": _TEXT, "label": _WHOLE, "split": _TEXT, "id": _WHOLE}
 _BUFFER_BYTES = 1 << 20  # for each Parquet column, when read in pieces
 
@@ -265,24 +265,26 @@ def _parquet_pieces(
 
 
 def read_table(where: str, column: str) -> tuple[dict[str, Sequence[Any]], list[int]]:
-    """Read a table of values for images: the named column, and `path`, `id` and `split` where present.
+    """Read a table of values for images.
 
     Args:
         where: CSV, TSV or Parquet file, or URL.
-        column: name of the column of values, text or numbers; case-insensitive.
+        column: name of the column of values, text, numbers or booleans; case-insensitive.
 
     Returns:
-        name -> values, in file order; and the line on which each row ends (empty for Parquet).
+        name in lower case -> values, in file order; and the line on which each row ends (empty for Parquet). Of a
+        Parquet file, they are the named column, `path`, `id` and `split`, and without `path` those of text or whole
+        numbers.
 
     Raises:
-        InputError: the table has neither `path` nor `id`, lacks the column, or is damaged.
+        InputError: the table lacks the column, or is damaged.
     """
     column = column.strip().lower()
     kinds = {"path": _TEXT, "id": _WHOLE, "split": _TEXT, column: _NUMBER}
-    given, lines, _ = _read(where, kinds)
-    if column not in given or not ("path" in given or "id" in given):
-        raise InputError(f"{where}: expected a column 'path' or 'id', and a column {column!r}; it has {_names(given)}")
-    return {name: values for name, values in given.items() if name in kinds}, lines
+    given, lines, _ = _read(where, kinds, others="path")
+    if column not in given:
+        raise InputError(f"{where}: expected a column {column!r}; it has {_names(given)}")
+    return {name: values for name, values in given.items() if len(values) == len(given[column])}, lines
 
 
 def _names(columns: Collection[str]) -> str:
@@ -290,11 +292,11 @@ def _names(columns: Collection[str]) -> str:
 
 
 def _read(
-    where: str, kinds: Mapping[str, str], keep: Sequence[str] = ()
+    where: str, kinds: Mapping[str, str], keep: Sequence[str] = (), others: str = ""
 ) -> tuple[dict[str, Sequence[Any]], list[int], dict[str, Column]]:
     """Return name -> values, the line on which each row ends (CSV), and the columns to keep."""
     if _is_parquet(where):
-        given, kept = _read_parquet(where, kinds, keep)
+        given, kept = _read_parquet(where, kinds, keep, others)
         return given, [], kept
     given, lines = _read_csv(where, [*kinds, *keep])
     chosen = chosen_columns(where, keep, {name: name for name in given})
@@ -382,10 +384,22 @@ def _parquet(
 
 
 def _read_parquet(
-    where: str, kinds: Mapping[str, str], keep: Sequence[str]
+    where: str, kinds: Mapping[str, str], keep: Sequence[str], others: str
 ) -> tuple[dict[str, Sequence[Any]], dict[str, Column]]:
-    """Return name -> values, where columns without a kind are not read and have none; and the columns to keep."""
+    """Return name -> values, where columns without a kind are not read and have none; and the columns to keep.
+
+    Args:
+        where: file or URL.
+        kinds: column -> kind of its values.
+        keep: see `list_table`.
+        others: if the file has no column of this name, all columns of text or whole numbers are read, too.
+    """
     with _opened(where) as file, _parquet(where, file, [*kinds, *keep]) as (opened, names):
+        if others and others not in names:
+            schema = opened.schema_arrow  # a name that is there twice has the index -1
+            found = {name: schema.get_field_index(column) for name, column in names.items()}
+            keys = [name for name, i in found.items() if i >= 0 and _fits(schema.field(i).type, _WHOLE)]
+            kinds = dict.fromkeys(keys, _WHOLE) | dict(kinds)
         chosen = chosen_columns(where, keep, names)
         wanted = [*(names[name] for name in kinds if name in names), *chosen.values()]
         table = opened.read(columns=list(dict.fromkeys(wanted)), use_threads=False)
@@ -396,14 +410,18 @@ def _read_parquet(
 
 def _values(where: str, name: str, column: Any, kinds: Mapping[str, str]) -> list[Any]:
     """Return the values of a Parquet column, after checking that its type fits its kind."""
-    types = library("pyarrow", "parquet", f"{where}: Parquet").types
-    kind = column.type.value_type if types.is_dictionary(column.type) else column.type
-    if not (types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
-            or (kinds[name] != _TEXT and types.is_integer(kind)) or types.is_null(kind)
-            or (kinds[name] == _NUMBER and types.is_floating(kind))):  # fmt: skip
-        raise InputError(f"{where}: column {name!r} is {kind}; expected {kinds[name]}")
+    if not _fits(column.type, kinds[name]):
+        raise InputError(f"{where}: column {name!r} is {column.type}; expected {kinds[name]}")
     values: list[Any] = column.to_pylist()
     return values
+
+
+def _fits(arrow_type: Any, kind: str) -> bool:
+    types = library("pyarrow", "parquet", "Parquet").types
+    values = arrow_type.value_type if types.is_dictionary(arrow_type) else arrow_type
+    tests = [types.is_string, types.is_large_string, types.is_string_view, types.is_null]
+    tests += [types.is_integer] * (kind != _TEXT) + [types.is_floating, types.is_boolean] * (kind == _NUMBER)
+    return any(test(values) for test in tests)
 
 
 def _unique(where: str, header: Sequence[str], once: Collection[str]) -> None:

@@ -209,11 +209,13 @@ def _to_mat(reader: FeatureReader, path: Path, names: Sequence[str], on_rows: _O
         name: max((len(_utf16_units(value)) for value in values), default=0) or 1 for name, values in texts.items()
     }
     shapes = {name: reader[name].shape[1:] or (1,) for name in names}
-    rows = {name: max(1, min(n_rows, (1 << 20) // (4 * math.prod(shape)))) for name, shape in shapes.items()}
+    dtypes = {name: reader[name].dtype if reader[name].dtype.kind == "i" else np.dtype(np.float32) for name in names}
+    row_bytes = {name: dtypes[name].itemsize * math.prod(shape) for name, shape in shapes.items()}
+    rows = {name: max(1, min(n_rows, (1 << 20) // row_bytes[name])) for name in names}
     size = sum(2 * longest[name] * len(values) for name, values in texts.items())
     size += n_rows * (16 + 8 * len(numbers)) + (1 << 20)
-    for name, shape in shapes.items():  # full chunks, and 256 bytes for the index of each
-        size += -(-n_rows // rows[name]) * (rows[name] * 4 * math.prod(shape) + 256)
+    for name in names:  # full chunks, and 256 bytes for the index of each
+        size += -(-n_rows // rows[name]) * (rows[name] * row_bytes[name] + 256)
     reserve_space(path, size)
     with hdf5_on_disk(path, "x", libver=("earliest", "v108"), userblock_size=512) as file:
         for name, values in texts.items():
@@ -229,11 +231,11 @@ def _to_mat(reader: FeatureReader, path: Path, names: Sequence[str], on_rows: _O
         _set_matlab_class(file.create_dataset("status", data=reader.status[None]), "uint8")
         for name, shape in shapes.items():
             chunks = (*shape[::-1], rows[name])
-            data = file.create_dataset(variables[name], (*shape[::-1], n_rows), np.float32, chunks=chunks)
-            _set_matlab_class(data, "single")
+            data = file.create_dataset(variables[name], (*shape[::-1], n_rows), dtypes[name], chunks=chunks)
+            _set_matlab_class(data, "single" if dtypes[name].kind == "f" else dtypes[name].name)
         for start, stop, block in _blocks(reader):
             for name, shape in shapes.items():
-                transposed = block[name].reshape(-1, *shape).transpose().astype(np.float32)
+                transposed = block[name].reshape(-1, *shape).transpose().astype(dtypes[name])
                 file[variables[name]][..., start:stop] = transposed
             on_rows(stop - start)
     with path.open("r+b") as raw:

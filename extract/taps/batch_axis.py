@@ -35,6 +35,7 @@ _ROUNDINGS = 100
 _OF_AMPLIFIED = 1e-3
 _OF_OWN = 0.1  # of the difference to the batch; a larger one between two equal forwards explains it
 _OTHER_IN_BATCH = "its output for a picture differs in a batch from the picture alone: its rows are not the images"
+_WHOLE = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 _NO_DIFFERENCE = 4  # roundings; pictures within this distance cannot be distinguished
 
 
@@ -97,7 +98,7 @@ class Trial:
 
         Raises:
             InputError: the rows of the tensor are not the images, or it is missing in some forwards, empty, not dense,
-                or not floating point.
+                or neither floating point nor whole numbers.
         """
         together = self.record[site]
         if site not in self._reversed.sites.values():
@@ -107,16 +108,19 @@ class Trial:
             raise InputError("it does not run for every picture")
         if together.is_nested or together.layout is not torch.strided or together.is_meta:
             raise InputError("its output is not a dense tensor with values")
-        if not together.is_floating_point():
-            raise InputError(f"its output is {together.dtype}; features must be floating point")
+        if not together.is_floating_point() and together.dtype not in _WHOLE:
+            raise InputError(f"its output is {together.dtype}; features must be floating point or whole numbers")
         if not together.numel():
             raise InputError(f"its output is empty, {tuple(together.shape)} for {self._count} images")
+        backwards = self._reversed[site]
+        if together.dtype in _WHOLE:  # differences of whole numbers could overflow
+            together, backwards, lone = together.double(), backwards.double(), [output.double() for output in lone]
         rows = self._axis(site, together, lone[0])
         alone = [rows.by_image(output)[0] for output in lone]
         # Distance of each picture to the nearest other picture.
         apart = [min(_distance(output, other) for other in alone if other is not output) for output in alone]
         self._check(site, rows, self._pictures, together, alone, apart)
-        self._check(site, rows, self._pictures.flip(0), self._reversed[site], alone[::-1], apart[::-1])
+        self._check(site, rows, self._pictures.flip(0), backwards, alone[::-1], apart[::-1])
         return rows
 
     def _why_different(self, site: Site, rows: BatchAxis, pictures: Tensor, number: int, own: float) -> str:

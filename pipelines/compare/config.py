@@ -35,7 +35,7 @@ class CompareConfig(BaseModel):
         "clip", description="Classifier, and how its hyperparameter is chosen; see `layertap probe`."
     )
     labels: str | None = Field(
-        None, description="FILE.csv[:COLUMN] with `path` or `id`. [default: the classes of the images]"
+        None, description="FILE.csv[:COLUMN], a table of images. [default: the classes of the images]"
     )
     tasks: list[str] = Field(
         [], description="NAME=FILE.csv[:COLUMN]: labels of one of several tasks, in place of --labels; may be repeated."

@@ -5,16 +5,19 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
+import click
 import numpy as np
 from numpy.typing import NDArray
 
 from extract.compute.backbone import Backbone
-from extract.credentials import text_without_credentials, without_credentials
+from extract.credentials import text_without_credentials
 from extract.errors import InputError
 from extract.images import Images
-from extract.images.csv_lists import file_and_column, plain_path, read_table
-from extract.system.csv_cells import safe_cell
+from extract.images.csv_lists import file_and_column
+from extract.images.image_list import label_text
 from extract.taps.layer_names import named_layers
+from pipelines.terminal.image_tables import read_image_table, without_fractions
+from pipelines.terminal.text_output import printable
 
 __all__ = ["Targets", "class_name", "n_outputs", "targets_of"]
 
@@ -50,7 +53,7 @@ def targets_of(backbone: Backbone, images: Images, labels: str | None = None) ->
     Args:
         backbone: backbone with its classifier.
         images: images with their classes.
-        labels: FILE.csv[:COLUMN] with a column `path`; replaces the classes of the images.
+        labels: FILE.csv[:COLUMN], see `read_image_table`; replaces the classes of the images.
 
     Raises:
         InputError: the file does not fit the images, or its labels do not fit the backbone.
@@ -78,17 +81,10 @@ def targets_of(backbone: Backbone, images: Images, labels: str | None = None) ->
 
 def _of_file(images: Images, labels: str) -> list[str | None]:
     where, column = file_and_column(labels)
-    table, _ = read_table(where, column)
-    if "path" not in table:
-        raise InputError(f"{where} has no column 'path'")
-    paths = [without_credentials(plain_path(str(path))) for path in table["path"]]
-    value_of = dict(zip(paths, table[column.strip().lower()], strict=True))
-    # A table that layertap wrote has the escaped forms of a few paths.
-    keys = [path if path in value_of else safe_cell(path) for path in images.paths]
-    if not any(key in value_of for key in keys):
-        raise InputError(f"{where}: no path matches an image; expected paths relative to {images.root}")
-    values = (value_of.get(key) for key in keys)
-    return [None if value in (None, "") else str(value) for value in values]
+    table = read_image_table(where, column, "labels", images.paths, images.ids, images.root)
+    for note in table.notes:
+        click.secho(f"note: {printable(note)}", fg="yellow", err=True)
+    return [label_text(text) for text in without_fractions(table.texts)]
 
 
 def class_name(backbone: Backbone, number: int) -> str:

@@ -30,7 +30,7 @@ class ProbeConfig(BaseModel):
     ] = Field("clip", description="Classifier or regression, and how its hyperparameter is chosen.")  # fmt: skip
     labels: str | None = Field(
         None,
-        description="FILE.csv[:COLUMN] with `path` or `id`; column `label` if omitted. [default: the data set's own]",
+        description="FILE.csv[:COLUMN], a table of images; column `label` if omitted. [default: the data set's own]",
     )
     masks: str | None = Field(
         None,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,16 +10,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from extract.credentials import text_without_credentials, without_credentials
 from extract.errors import InputError
-from extract.images.csv_lists import file_and_column, plain_path, read_table
-from extract.images.image_list import SPLITS, labels_from_values
+from extract.images.csv_lists import file_and_column
+from extract.images.image_list import labels_from_values
 from extract.row_status import Status
 from extract.store.reader import FeatureReader
-from extract.system.csv_cells import safe_cell
 from pipelines.probe.coco import CocoFile
 from pipelines.probe.pixel_files import files_of_rows, is_table_of_files, where_files_are_expected
-from pipelines.terminal.text_output import printable
+from pipelines.terminal.image_tables import read_image_table, without_fractions
 
 __all__ = ["FILES", "SEPARATOR", "Labelling", "drop_leaks", "image_hashes", "label_rows"]
 
@@ -72,7 +69,7 @@ def label_rows(
 
     Args:
         reader: reader of the data set.
-        labels: FILE or FILE:COLUMN, a table with a column `path` or `id`; None: the classes of the data set. For
+        labels: FILE or FILE:COLUMN, see `read_image_table`; None: the classes of the data set. For
             segmentation and depth, see `files_of_rows`.
         task: "classification"; "multilabel": a row has any number of labels, separated by |; "regression",
             "segmentation" or "depth".
@@ -167,64 +164,14 @@ def _from_file(reader: FeatureReader, labels: str, task: str) -> tuple[list[str 
     An empty label becomes None, but "" for multilabel. Files are relative to the folder of the table.
     """
     where, column = file_and_column(labels, {"segmentation": "mask", "depth": "depth"}.get(task, "label"))
-    table, lines = read_table(where, column)
-    key = "path" if "path" in table else "id"
-    # Data sets of earlier versions have paths as they stood in a list.
-    names = [plain_path(path) for path in reader.paths] if key == "path" else reader.ids
-    if names is None:
-        raise InputError(f"{where} has ids, but the data set has none", hint="add a column 'path'")
-    known = set(names)
-    given = [_relative(reader, str(name)) if key == "path" else str(name) for name in table[key]]
-    # Data sets of earlier versions have URLs as they were given.
-    stored = [name if name in known else without_credentials(name) for name in given]
-    row_of = {name: row for row, name in enumerate(stored)}
-    if len(row_of) < len(stored):
-        twice = next(name for name, count in Counter(stored).items() if count > 1)
-        raise InputError(f"{where}: the {key} {twice!r} occurs twice")
-    # A table that layertap wrote has the escaped forms of a few names.
-    table_rows = [row_of.get(name, row_of.get(safe_cell(name))) for name in names]
-    matched = {row for row in table_rows if row is not None}
-    if not matched:
-        example = next(iter(row_of), "none")
-        hint = "; paths are written with /" if "\\" in example and "\\" not in names[0] else ""
-        raise InputError(
-            f"{where}: none of its {len(row_of):,} values of {key!r} is in the data set; the table has "
-            f"{printable(example)!r}, the data set has {printable(names[0])!r}{hint}"
-        )
-    notes = []
-    if unmatched := len(row_of) - len(matched):
-        notes.append(
-            f"{unmatched:,} of the {len(row_of):,} rows of {text_without_credentials(where)} are not in the data set"
-        )
-    values = table[column.strip().lower()]
-    empty = "" if task == "multilabel" else None
-    texts = [None if row is None else _text(values[row], empty) for row in table_rows]
+    root = str(reader.provenance.get("configuration", {}).get("images", ""))
+    table = read_image_table(where, column, FILES.get(task, "labels"), reader.paths, reader.ids, root)
+    texts = without_fractions(table.texts) if task == "classification" else table.texts
     if task in FILES:
-        texts = [None if text is None else str(Path(where).parent / text) for text in texts]
-    splits = list(reader.splits)
-    if "split" in table:
-        splits = []
-        for row in table_rows:
-            split = "" if row is None else str(table["split"][row] or "").strip().lower()
-            if split and split not in SPLITS and row is not None:
-                place = f"line {lines[row]}" if lines else f"row {row}"
-                raise InputError(f"{where}: {place}: split {split!r}; expected train, val, test or no text")
-            splits.append(SPLITS.get(split, ""))
-    return texts, splits, notes
-
-
-def _text(value: Any, empty: str | None) -> str | None:
-    """Return the text of a table cell; `empty` for NaN, None and blank text."""
-    if isinstance(value, float):  # a Parquet column of integers with gaps is read as floats: 3.0 means 3
-        value = None if np.isnan(value) else int(value) if value.is_integer() else value
-    text = "" if value is None else str(value).strip()
-    return text or empty
-
-
-def _relative(reader: FeatureReader, path: str) -> str:
-    """Return a path as the data set stores it: see `plain_path`, and without the folder of the images."""
-    root = str(reader.provenance.get("configuration", {}).get("images", "")).rstrip("/")
-    return plain_path(path).removeprefix(f"{root}/" if root.startswith("/") else "")
+        texts = [text and str(Path(where).parent / text) for text in texts]
+    if task != "multilabel":
+        texts = [text or None for text in texts]
+    return texts, list(reader.splits) if table.splits is None else table.splits, table.notes
 
 
 def _targets(texts: Sequence[str | None], used: NDArray[np.bool_], task: str, where: str) -> tuple[Any, NDArray[Any]]:

@@ -283,7 +283,7 @@ def test_labels_are_checked_before_features_are_computed(made: Path, tmp_path: P
     (tmp_path / "other.csv").write_text("path,label\nelsewhere.png,a\n")
     assert "no such file" in fails(*of, "--labels", tmp_path / "none.csv")
     assert "a column 'kind'" in fails(*of, "--task", f"a={tmp_path / 'other.csv'}:kind")
-    assert "none of its 1 values of 'path' is in the data set" in fails(*of, "--labels", tmp_path / "other.csv")
+    assert "none of its 1 values of 'path' names an image" in fails(*of, "--labels", tmp_path / "other.csv")
     (tmp_path / "one.csv").write_text("path,label\n" + f"{path_of(made, 0)},a\n{path_of(made, 1)},a\n")
     assert "one.csv has only 1 class" in fails(*of, "--labels", tmp_path / "one.csv")
     assert not (tmp_path / "out").exists()

@@ -279,7 +279,7 @@ def test_classes_have_the_names_of_a_table(made: Path, tmp_path: Path) -> None:
     assert ignoring.exit_code == 0, ignoring.output
     assert results(tmp_path / "res2")["probes"][0]["classes"] == ["ground", "brick"]
     for table, why in (
-        ("name\na\n", "a column 'path' or 'id'"),
+        ("name\na\n", "no column 'id'"),
         ("path,name\na,a\n", "no column 'id'"),
         ("id,name\n-1,a\n", "'-1' is not a whole number"),
         ("id,name\n0,a\n0,b\n", "occurs twice"),

@@ -48,7 +48,7 @@ from extract.store.format.layout import (
 from extract.store.format.row_table import RowTable, read_rows
 from extract.store.format.schemas import DESCRIPTION, FORMAT_NAMES
 from extract.store.format.shard import Shard
-from extract.store.format.value_types import VALUE_TYPES
+from extract.store.format.value_types import STORED_TYPES
 from extract.store.format.version import Version, pass_folder
 from extract.system.atomic_files import append_line, discard, own_folder, sync_folder, write_json
 from extract.system.folder_lock import locked
@@ -476,7 +476,7 @@ def remove_strays(folder: Path) -> None:
 def _feature(content: dict[str, Any]) -> StoredFeature:
     name, shape, dtype, attributes = (content[key] for key in ("name", "shape", "dtype", "attributes"))
     sides = all(0 < side < 1 << 40 for side in shape)
-    if not sides or dtype not in VALUE_TYPES or not name or "/" in name:
+    if not sides or dtype not in STORED_TYPES or not name or "/" in name:
         raise ValueError(f"invalid description of feature {name[:80]!r}")
     return StoredFeature(name, tuple(shape), dtype, attributes)
 

@@ -33,7 +33,7 @@ A shard is plain HDF5 (superblock 3, HDF5 1.10 or later) with rows in path order
     /provenance           JSON text: what the features depend on, backbone, weights, configuration, versions, machine
 
 All numbers are little-endian. Readers ignore unknown attributes and datasets. Features of rows with status 2, 4 and 5
-are NaN.
+are NaN, or the smallest number of the type if they are whole numbers.
 
 A shard is created at full size before the first image is read. Without compression, the chunks of a feature are
 contiguous (HDF5's implicit chunk index), so a feature is one array in the file. After creation, only the bytes of
@@ -67,7 +67,7 @@ from numpy.typing import NDArray
 
 from extract.errors import InputError, LayertapError
 from extract.store.format.checked_file import hdf5_in_memory, hdf5_on_disk
-from extract.store.format.value_types import kept_as
+from extract.store.format.value_types import kept_as, read_as
 from extract.system.atomic_files import discard, reserve_space, sync_folder
 from extract.system.operating_system import allocate, flush_to_disk
 
@@ -128,7 +128,7 @@ class StoredFeature:
     Attributes:
         name: name in the file and in the reader.
         shape: shape of one row.
-        dtype: "float32", "float16", "bfloat16" or "int8".
+        dtype: one of `STORED_TYPES`.
         attributes: HDF5 attributes of the dataset, see above.
     """
 
@@ -145,7 +145,7 @@ class StoredFeature:
     @property
     def value_dtype(self) -> str:
         """Dtype of the values that readers return and writers take."""
-        return self.dtype if self.dtype in ("float32", "float16") else "float32"
+        return read_as(self.dtype)
 
     @property
     def kept_dtype(self) -> np.dtype[Any]:

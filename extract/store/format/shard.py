@@ -50,7 +50,7 @@ from extract.store.format.untrusted import (
     need_libraries,
     open_untrusted,
 )
-from extract.store.format.value_types import VALUE_TYPES, value_type_of
+from extract.store.format.value_types import STORED_TYPES, value_type_of
 from extract.system.atomic_files import allow_more_files
 from extract.system.json_files import parse_json
 
@@ -138,7 +138,7 @@ class Shard:
             data = dataset_in(group, name, refuse, "/features")
             kept = value_type_of(data.dtype, data.shape[1:])
             if kept is None:
-                raise refuse(f"feature {name!r} is {data.dtype}; expected {', '.join(VALUE_TYPES)}")
+                raise refuse(f"feature {name!r} is {data.dtype}; expected {', '.join(STORED_TYPES)}")
             if not data.shape or data.shape[0] != n_rows or (data.chunks or data.shape)[1:] != data.shape[1:]:
                 raise refuse(f"feature {name!r} has shape {data.shape}, chunks {data.chunks}; expected {n_rows} rows")
             feature = StoredFeature(name, kept[1], kept[0], attributes_of(data))

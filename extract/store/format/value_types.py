@@ -2,10 +2,11 @@
 
     float32, float16   (N, *shape) of that type
     bfloat16           (N, *shape) uint16: the upper half of float32, rounded to the nearest, ties to even
+    int32, int64       (N, *shape) of that type, for layers whose output is whole numbers
     int8               (N,) records of `scale`, float32, and `values`, int8 (*shape): a value is scale * values
 
 The scale of an int8 row is the largest magnitude of the row over 127, so a value is off by at most 1/254 of that. A row
-with a value that is NaN or infinite is NaN in all values.
+with a value that is NaN or infinite is NaN in all values. The smallest int32 and int64 stand for NaN.
 """
 
 from __future__ import annotations
@@ -16,11 +17,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["ROUNDING", "VALUE_TYPES", "decoded", "encoded", "finite_and_nan", "kept_as", "value_type_of"]
+__all__ = [
+    "ROUNDING", "STORED_TYPES", "VALUE_TYPES", "decoded", "encoded", "finite_and_nan", "kept_as", "read_as",
+    "value_type_of",
+]  # fmt: skip
 
-VALUE_TYPES = ("float32", "float16", "bfloat16", "int8")
+VALUE_TYPES = ("float32", "float16", "bfloat16", "int8")  # of a run
+_WHOLE = ("int32", "int64")
+STORED_TYPES = (*VALUE_TYPES, *_WHOLE)  # of a feature
 # Largest error of a stored value, as part of the largest of its row.
-ROUNDING = {"float32": 0.0, "float16": 2.0**-11, "bfloat16": 2.0**-8, "int8": 0.5 / 127}
+ROUNDING = {"float32": 0.0, "float16": 2.0**-11, "bfloat16": 2.0**-8, "int8": 0.5 / 127, "int32": 0.0, "int64": 0.0}
 _LARGEST = 127
 _BFLOAT16_INFINITE = 0x7F80  # its exponent, with a fraction of 0
 
@@ -32,19 +38,24 @@ def kept_as(value_type: str, shape: tuple[int, ...]) -> tuple[np.dtype[Any], tup
     return np.dtype("<u2" if value_type == "bfloat16" else value_type).newbyteorder("<"), shape
 
 
+def read_as(value_type: str) -> str:
+    """Return the dtype of the values that readers return and writers take."""
+    return value_type if value_type in ("float32", "float16", *_WHOLE) else "float32"
+
+
 def value_type_of(dtype: np.dtype[Any], shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]] | None:
     """Return the type and the shape of features, by the dtype in a file and the shape of a row; None if it is none."""
     if dtype.names is not None:
         values = dtype.fields["values"][0] if dtype.fields and "values" in dtype.fields else None
         candidates = [("int8", values.shape)] if values is not None and not shape else []
     else:
-        candidates = [(name, shape) for name in VALUE_TYPES if name != "int8"]
+        candidates = [(name, shape) for name in STORED_TYPES if name != "int8"]
     return next((kind for kind in candidates if kept_as(*kind) == (dtype, shape)), None)
 
 
 def encoded(values: NDArray[Any], value_type: str) -> NDArray[Any]:
     """Return float32 values (R, *shape) as they are kept; values of another dtype are kept already."""
-    if values.dtype != np.float32 or value_type in ("float32", "float16"):
+    if values.dtype != np.float32 or value_type == read_as(value_type):
         return values
     if value_type == "bfloat16":
         bits = np.ascontiguousarray(values).view("<u4")
@@ -83,6 +94,9 @@ def finite_and_nan(kept: NDArray[Any], value_type: str) -> tuple[NDArray[np.bool
     if value_type == "int8":
         return np.isfinite(kept["scale"]), np.isnan(kept["scale"])
     rows = kept.reshape(len(kept), -1)
+    if value_type in _WHOLE:
+        missing = rows == np.iinfo(value_type).min
+        return ~missing.any(1), missing.all(1)
     if value_type == "bfloat16":
         special = rows & _BFLOAT16_INFINITE == _BFLOAT16_INFINITE
         return ~special.any(1), (special & (rows & 0x7F != 0)).all(1)

@@ -157,7 +157,7 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         for name in ("windows", "strided", "time_first", "mixes", "shuffles", "swaps", "scalar", "whole", "never",
-                     "infinite", "ragged"):  # fmt: skip
+                     "infinite", "ragged", "moved", "mask"):  # fmt: skip
             self.add_module(name, nn.Identity())
         self.plain, self.lstm = nn.Conv2d(3, 4, 3, stride=8), nn.LSTM(4, 5, batch_first=True)
 
@@ -173,6 +173,8 @@ class Net(nn.Module):
         self.swaps(torch.cat([h[1:2], h[:1], h[2:]]))
         self.scalar(h.mean())
         self.whole(h.argmax(1))
+        self.moved(h.argmax(1).flip(0))
+        self.mask(h > 0)
         self.lstm(h.flatten(2).transpose(1, 2))
         return h.mean((2, 3))
 
@@ -192,7 +194,10 @@ def net() -> Backbone:
         ("shuffles", "its output for a picture differs in a batch from the picture alone"),
         ("swaps", "its output for a picture differs in a batch from the picture alone"),
         ("scalar", r"is \(\) for 3 images"),
-        ("whole", "torch.int64; features must be floating point"),
+        ("mask", "torch.bool; features must be floating point or whole numbers"),
+        ("moved", "its output for a picture differs in a batch from the picture alone"),
+        ("whole:mean_map", r"mean_map does not fit whole numbers \(torch.int64\)"),
+        ("whole:flatten:srp8", r"srp8 does not fit whole numbers"),
         ("never", "'never' of net never runs"),
         ("lstm:1.0", "auto does not fit an activation of shape .1, 5. per image"),
         ("infinite", "its output for a picture differs in a batch from the picture alone"),

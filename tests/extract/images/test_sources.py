@@ -238,6 +238,89 @@ def test_labels_of_webdataset_samples(folder: Path, tmp_path: Path) -> None:
     assert list_images(tmp_path / "w-*.tar").paths == found.paths
 
 
+def write_archive(path: Path, files: dict[str, bytes]) -> Path:
+    if path.suffix == ".tar":
+        return write_tar(path, files)
+    with zipfile.ZipFile(path, "w") as zipped:
+        for name, data in files.items():
+            zipped.writestr(name, data)
+    return path
+
+
+@pytest.mark.parametrize("kind", [".tar", ".zip"])
+def test_the_label_of_an_image_in_an_archive_is_that_of_its_name_also_with_dots(tmp_path: Path, kind: str) -> None:
+    files, expected = {}, {}
+    for i, name in enumerate(["22.05", "22.06", "22", "day 1/22.05", "v1.0/IMG_2.0.1", "v1.0/IMG_2"]):
+        files |= {f"{name}.png": b"", f"{name}.CLS" if i % 2 else f"./{name}.cls": f"\ufeff{i}\n".encode()}
+        expected[f"{name}.png"] = i
+    files |= {
+        "7.seg.png": b"",
+        "7.cls": b"6",
+        "8.02.left.png": b"",
+        "8.02.cls": b"7",
+    }  # the name of a sample is shorter
+    expected |= {"7.seg.png": 6, "8.02.left.png": 7}
+    found = list_images(write_archive(tmp_path / f"a{kind}", files))
+    assert dict(zip(found.paths, found.labels.tolist(), strict=True)) == expected
+    assert (found.notes, found.left_out) == ((), {})
+
+
+@pytest.mark.parametrize("kind", [".tar", ".zip"])
+@pytest.mark.parametrize(
+    ("images", "labels", "message"),
+    [
+        (["1.left.png", "1.right.png"], ["1.cls"], "1.cls belongs to two images, 1.left.png and 1.right.png"),
+        (["x/1.jpg", "x/1.png"], ["x/1.cls"], "x/1.cls belongs to two images, x/1.jpg and x/1.png"),
+        (["22.05.png", "22.png"], ["22.cls"], "22.cls belongs to two images, 22.05.png and 22.png"),
+        (["22.05.png"], ["22.05.cls", "22.cls"], "22.05.png has two files with labels, 22.05.cls and 22.cls"),
+        (["1.a.b.png"], ["1.cls", "1.a.cls"], "1.a.b.png has two files with labels, 1.a.cls and 1.cls"),
+        (["1.png"], ["1.cls", "1.CLS"], "1.png has two files with labels, 1.cls and 1.CLS"),
+    ],
+)
+def test_an_ambiguous_label_in_an_archive_is_an_error_that_names_both_files(
+    tmp_path: Path, kind: str, images: list[str], labels: list[str], message: str
+) -> None:
+    files = dict.fromkeys(images, b"") | dict.fromkeys(labels, b"1") | {"other.png": b"", "other.cls": b"0"}
+    archive = write_archive(tmp_path / f"a{kind}", files)
+    with pytest.raises(InputError) as error:
+        list_images(archive)
+    assert str(error.value).startswith(f"{archive}: {message}")
+
+
+def test_of_two_labels_of_one_name_in_a_tar_the_last_counts_and_hard_links_are_labels(tmp_path: Path) -> None:
+    write_tar(tmp_path / "a.tar", {"1.2.png": b"", "1.2.cls": b"5", "1.3.png": b"", "1.3.cls": b"6"})
+    with tarfile.open(tmp_path / "a.tar", "a") as tar:
+        link = tarfile.TarInfo("1.2.cls")
+        link.type, link.linkname = tarfile.LNKTYPE, "1.3.cls"
+        tar.addfile(link)
+    write_tar(tmp_path / "a.tar", {"1.3.cls": b"7"}, "a")
+    assert list_images(tmp_path / "a.tar").labels.tolist() == [6, 7]
+
+
+def test_labels_of_samples_with_equal_names_stay_in_their_archives(tmp_path: Path) -> None:
+    for i in range(3):
+        write_tar(tmp_path / f"{i}.tar", {"1.5.png": b"", "1.5.cls": str(i).encode(), "1.6.png": b""})
+    write_tar(tmp_path / "3.tar", {"1.6.cls": b"9"})  # not the label of an image in another archive
+    found = list_images(tmp_path / "{0,1,2,3}.tar")
+    assert found.paths == [f"{i}.tar/1.{name}.png" for i in range(3) for name in (5, 6)]
+    assert found.labels.tolist() == [0, -1, 1, -1, 2, -1]
+    assert found.notes[1:] == (
+        "3 of 6 images have no .cls file, and no label",
+        "1 of 4 .cls files belong to no image; the first is 1.6.cls",
+    )
+
+
+def test_files_of_classes_that_belong_to_no_image_leave_the_labels_of_folders(tmp_path: Path) -> None:
+    write_tar(tmp_path / "a.tar", {"cat/1.png": b"", "dog/1.png": b"", "paper/article.cls": b"x" * 5000})
+    found = list_images(tmp_path / "a.tar")
+    assert (found.classes, found.labels.tolist()) == (["cat", "dog"], [0, 1])
+    assert found.notes == ("1 of 1 .cls files belong to no image; the first is paper/article.cls",)
+    assert found.left_out == {".cls": 1}
+    write_tar(tmp_path / "b.tar", {"cat/1.png": b"", "cat/1.cls": b"x" * 5000})
+    with pytest.raises(InputError, match=r"cat/1\.cls cannot be read as a label of at most 4,096 bytes"):
+        list_images(tmp_path / "b.tar")
+
+
 def test_equal_names_in_two_archives_are_kept_apart(folder: Path, tmp_path: Path) -> None:
     files = list(files_of(folder).values())
     write_tar(tmp_path / "a.tar", {"x/0.jpg": files[0], "x/1.jpg": files[1]})

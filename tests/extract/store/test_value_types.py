@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from PIL import Image
+from pyarrow import parquet
 
 from extract import DisagreementError, InputError, extract_features, load_backbone
 from extract.extraction.recheck import recheck
@@ -29,6 +31,7 @@ from extract.store.format.value_types import (
 from extract.store.merge import merge
 from extract.store.reader import FeatureReader
 from extract.store.verify import verify
+from extract.taps.layer_names import named_layers
 from tests.pipelines.test_cli import layertap
 from tests.planning import BY_COMMAND, NET
 
@@ -76,7 +79,9 @@ def test_int8_rows_that_are_zero_tiny_or_not_finite() -> None:
         assert finite_and_nan(encoded(rows[[4, 4]] * np.float32(np.nan), kind), kind)[1].all()
 
 
-@pytest.mark.parametrize("other", [np.dtype("<i4"), np.dtype([("a", "<f4"), ("values", "i1", (3,))]), np.dtype("<f8")])
+@pytest.mark.parametrize(
+    "other", [np.dtype("<i2"), np.dtype("<u4"), np.dtype([("a", "<f4"), ("values", "i1", (3,))]), np.dtype("<f8")]
+)
 def test_other_types_are_none_of_these(other: np.dtype[Any]) -> None:
     assert value_type_of(other, ()) is None
 
@@ -160,6 +165,132 @@ def test_rows_are_copied_as_they_are_kept(folder: Path, tmp_path: Path, kind: st
         assert raw.tobytes() == whole["layer4"].kept(np.array(rows)).tobytes()
         export(merged, tmp_path / "npy", "npy")
         np.testing.assert_array_equal(np.load(tmp_path / "npy" / "layer4.npy"), merged["layer4"][:])
+
+
+CODES = """
+import torch
+from torch import nn
+
+class Codes(nn.Module):
+    def forward(self, x):
+        return (x[:, 0, ::8, ::8].flatten(1) * 1e4).long() + 2**53 + 1  # which no float of 64 bits holds
+
+class Small(nn.Module):
+    def forward(self, x):
+        return (x[:, 1, ::8, ::8] * 200).to(torch.uint8)
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.codes, self.small, self.conv = Codes(), Small(), nn.Conv2d(3, 4, 3)
+
+    def forward(self, x):
+        return self.conv(x).mean((2, 3)) + 0 * self.codes(x).sum() + 0 * self.small(x).sum()
+
+def make():
+    from torchvision import transforms
+    torch.manual_seed(0)
+    return Net().eval(), transforms.Compose([transforms.Resize((32, 32)), transforms.ToTensor()])
+"""
+
+
+@pytest.fixture
+def codes(tmp_path: Path) -> str:
+    (tmp_path / "codes.py").write_text(CODES)
+    return f"python/{tmp_path}/codes.py:make"
+
+
+def expected_codes(path: Path) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+    """The codes of a picture of 32 x 32, by NumPy: red and green as float32 from 0 to 1."""
+    with Image.open(path) as picture:
+        pixels = np.asarray(picture.convert("RGB"))[::8, ::8].astype(np.float32) / np.float32(255)
+    codes = (pixels[..., 0].ravel() * np.float32(1e4)).astype(np.int64) + 2**53 + 1
+    return codes, (pixels[..., 1] * np.float32(200)).astype(np.int32)
+
+
+@pytest.mark.parametrize("kind", ["float32", "float16", "int8"])
+def test_whole_numbers_are_stored_exactly_beside_features_of_any_type(codes: str, tmp_path: Path, kind: str) -> None:
+    generator = np.random.default_rng(0)
+    for name in ("a/0.png", "a/1.png", "a/2.png", "b/0.png", "b/1.png"):
+        (tmp_path / "p" / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(generator.integers(0, 255, (32, 32, 3), np.uint8)).save(tmp_path / "p" / name)
+    shutil.copy(tmp_path / "p/a/1.png", tmp_path / "p/b/2.png")  # computed once, copied
+    (tmp_path / "p/a/3.png").write_bytes(b"no picture")
+    options: dict[str, Any] = {"backbone": codes, "dtype": kind, "workers": 0, "device": "cpu", "progress": False}
+    layers, out = ["codes", "small:flatten", "small", "conv"], tmp_path / "out"
+    reader = extract_features(tmp_path / "p", out=out, layers=layers, shard_rows=4, batch_size=3, **options)
+    assert {name: (reader[name].dtype.name, reader[name].stored_dtype) for name in reader.layers} == {
+        "codes": ("int64", "int64"), "small:flatten": ("int32", "int32"), "small:none": ("int32", "int32"),
+        "conv": ("float16" if kind == "float16" else "float32", kind),
+    }  # fmt: skip
+    assert reader["small:none"].attributes["source_dtype"] == "uint8"
+    assert reader.paths[3] == "a/3.png"
+    assert (reader["codes"][3] == -(2**63)).all()
+    assert (reader["small:none"][3] == -(2**31)).all()
+    assert np.isnan(reader["conv"][3]).all()
+    for row in (0, 1, 2, 4, 5, 6):
+        first, second = expected_codes(tmp_path / "p" / reader.paths[row])
+        np.testing.assert_array_equal(reader["codes"][row], first)
+        np.testing.assert_array_equal(reader["small:none"][row], second)
+        np.testing.assert_array_equal(reader["small:flatten"][row], second.ravel())
+    assert verify(out).faults == []
+    assert recheck(out, 6, backbone=codes).faults == []
+    with h5py.File(out / "shards" / "000000.h5") as file:
+        np.testing.assert_array_equal(file["features/codes"][:], reader["codes"][:4])
+    for name in ("a", "b"):
+        extract_features(tmp_path / "p" / name, out=tmp_path / name, layers=layers, **options)
+    merge([tmp_path / "a", tmp_path / "b"], tmp_path / "merged")
+    assert verify(tmp_path / "merged").faults == []
+    with FeatureReader(tmp_path / "merged") as merged:
+        np.testing.assert_array_equal(merged["codes"][:], reader["codes"][:])
+        for features, rows in merged.batches("codes", 2, shuffle="rows", seed=1):
+            assert features.dtype == np.int64
+            np.testing.assert_array_equal(features, reader["codes"][rows])
+
+
+def test_whole_numbers_are_exported_exactly(codes: str, folder: Path, tmp_path: Path) -> None:
+    reader = extract_features(folder, out=tmp_path / "out", backbone=codes, layers=["codes", "small"], workers=0,
+                              device="cpu", progress=False)  # fmt: skip
+    whole, small = reader["codes"][:], reader["small"][:]
+    assert (whole > 2**53).all()
+    for kind in ("npy", "h5", "mat", "parquet", "hf"):
+        export(reader, tmp_path / kind, kind)
+    np.testing.assert_array_equal(np.load(tmp_path / "npy" / "codes.npy"), whole)
+    with FeatureReader(tmp_path / "h5") as exported:
+        np.testing.assert_array_equal(exported["codes"][:], whole)
+        np.testing.assert_array_equal(exported["small"][:], small)
+    with h5py.File(tmp_path / "mat") as file:
+        assert [file[name].attrs["MATLAB_class"] for name in ("codes", "small")] == [b"int64", b"int32"]
+        np.testing.assert_array_equal(file["codes"][:].T, whole)
+        np.testing.assert_array_equal(file["small"][:].T, small)
+    for path in (tmp_path / "parquet", next((tmp_path / "hf" / "data").glob("*.parquet"))):
+        table = parquet.read_table(path)
+        np.testing.assert_array_equal(np.array(table["codes"].to_pylist()), whole)
+        np.testing.assert_array_equal(np.array(table["small"].to_pylist()).reshape(small.shape), small)
+
+
+def test_the_smallest_whole_number_means_no_value(codes: str, folder: Path, tmp_path: Path) -> None:
+    backbone = load_backbone(codes, device="cpu")
+
+    def least(layer: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        odd = output.sum((1, 2), keepdim=True) % 2 == 1
+        return torch.where(odd, -(2**31), output.int())
+
+    with named_layers(backbone.model)["small"].register_forward_hook(least):
+        reader = extract_features(folder, out=tmp_path / "out", backbone=backbone, layers=["small", "conv"], workers=0,
+                                  progress=False)  # fmt: skip
+    failed = [row for row, path in enumerate(reader.paths) if (reader["small"][row] == -(2**31)).any()]
+    assert 0 < len(failed) < len(reader)
+    assert np.flatnonzero(reader.status == Status.NOT_FINITE).tolist() == failed
+    assert reader.failures[0][3] == "small has the smallest int32, which means no value"
+    assert verify(tmp_path / "out").faults == []
+
+
+def test_whole_numbers_are_computed_by_nothing_but_exact_code(codes: str, folder: Path, tmp_path: Path) -> None:
+    for setting in ({"compile": "on"}, {"precision": "bfloat16"}):
+        with pytest.raises(InputError, match="codes is whole numbers, which are computed exactly"):
+            extract_features(folder, out=tmp_path / "out", backbone=codes, layers=["conv", "codes"], workers=0,
+                             device="cpu", progress=False, **setting)  # fmt: skip
 
 
 def test_a_type_that_changes_features_too_much_or_another_type_is_refused(folder: Path, tmp_path: Path) -> None:
