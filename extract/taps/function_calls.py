@@ -102,7 +102,8 @@ class FunctionAndParameterCalls(HookCalls):
             return None
         if request.edit is not None:
             self._edited.add(id(request))
-            return apply_edit(gradient, request.edit, site)
+            with block.users_code():
+                return apply_edit(gradient, request.edit, site)
         if forward is not None:
             self._passes = self._passes or BackwardPasses()
             if (number := self._passes.number(block.thread)) is None:

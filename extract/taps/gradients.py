@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from extract.errors import LayertapError
+from extract.taps.block import Block
 from extract.taps.copies import copied
 from extract.taps.edits import apply_edit
 from extract.taps.functions import unwatched
 from extract.taps.record import Reduce, Site, What
-from extract.taps.requests import Block, Call, HookPoint, ModelCall, OutputStandIn, TapRequest
+from extract.taps.requests import Call, HookPoint, ModelCall, OutputStandIn, TapRequest
 
 __all__ = ["BackwardPasses", "CopyOut", "add_earlier_parts", "frames_of", "on_gradient", "separated", "to_watch"]
 
@@ -101,7 +102,7 @@ def on_gradient(
     def edited(gradient: Tensor) -> Tensor | None:
         if not block.open:
             return None
-        with unwatched():
+        with block.users_code():
             for site, request in edits:
                 assert request.edit is not None
                 gradient = apply_edit(gradient, request.edit, site)

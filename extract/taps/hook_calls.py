@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -17,16 +18,15 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from extract.errors import InputError, LayertapError
+from extract.taps.block import OPENED, Block
 from extract.taps.edits import apply_edit
 from extract.taps.functions import unwatched
 from extract.taps.gradients import BackwardPasses, CopyOut, frames_of, on_gradient, separated, to_watch
 from extract.taps.layer_names import layer_named, named_layers, named_parameters, unwrap
-from extract.taps.nested import Path, as_arguments, is_several, map_tensors, tensors_in
+from extract.taps.nested import Path, as_arguments, by_key, is_several, map_tensors, tensors_at, tensors_in
 from extract.taps.record import Record, Reduce, Requested, Site, What, split_text
 from extract.taps.requests import (
-    OPENED,
     UNKNOWN,
-    Block,
     Call,
     HookPoint,
     ModelCall,
@@ -159,7 +159,7 @@ class HookCalls:
         """Call the model and return its output, or None with `stop=True`."""
         if self._block is None:
             raise LayertapError("call Taps inside its `with` block")
-        if not self._stop:
+        if not self._stop or self._block.in_users_code:
             return self._model(*args, **kwargs)
         self._stoppable = True
         try:
@@ -203,7 +203,7 @@ class HookCalls:
     def _begin(self, module: nn.Module, args: Any, caller: FrameType | None = None) -> None:
         """Complete the last record and start a new one; the pre-hook of the model, called by `caller`."""
         block = self._block
-        if block is None or block.thread != threading.get_ident() or in_backward():
+        if block is None or not block.is_followed or in_backward():
             return
         if block.mark is not None and block.mark not in OPENED.get():
             block.ran_in_other_tasks = True
@@ -235,21 +235,27 @@ class HookCalls:
         forward = self._forward
         if forward is not None and not forward.running and not forward.handed_on and self._on_record is not None:
             forward.handed_on = True
-            self._on_record(forward.record)
+            with self._users_code():
+                self._on_record(forward.record)
 
     def _running(self) -> ModelCall | None:
         """Return the forward that is running in this thread, or None."""
         block, forward = self._block, self._forward
-        if block is None or forward is None or not forward.running or block.thread != threading.get_ident():
+        if block is None or forward is None or not forward.running or not block.is_followed:
             return None
         # A backward pass inside the forward may recompute checkpointed layers, which does not count as a call.
         return forward if torch._C._current_graph_task_id() == -1 else None  # `in_backward()`, but faster
+
+    def _users_code(self) -> contextlib.AbstractContextManager[None]:
+        """Context manager: see `Block.users_code`."""
+        return self._block.users_code() if self._block is not None else unwatched()
 
     def _computing(self) -> ModelCall | None:
         """Return the forward that is running, or some of whose layers a backward pass computes again; or None."""
         if not in_backward():
             return self._running()
-        return self._forward if self._is_our_thread() and self._block and self._block.is_of_this_task else None
+        block = self._block if self._is_our_thread() else None
+        return self._forward if block and block.is_of_this_task and not block.in_users_code else None
 
     def _count(self, point: HookPoint, module: nn.Module, args: Any) -> None:
         """Count the call of a module whose outputs are kept, and nothing else."""
@@ -279,7 +285,7 @@ class HookCalls:
         point.calls.append(call)
         if call.number is None:
             return None
-        value = _arguments(args, kwargs)
+        value = by_key(args, kwargs)
         passed = self._edit(point, call.number, value, "input")
         if point.edits_output(call.number):
             passed = {key: call.copied(part) if isinstance(part, Tensor) else part for key, part in passed.items()}
@@ -289,7 +295,7 @@ class HookCalls:
         """Watch and keep the inputs of a module, after other hooks have replaced them."""
         if not self._is_our_thread() or not point.calls:
             return None
-        call, value = point.calls[-1], _arguments(args, kwargs)
+        call, value = point.calls[-1], by_key(args, kwargs)
         if call.number is None:
             return None
         passed = self._watch(point, call.number, value, "input", self._watched_tensor)
@@ -357,7 +363,7 @@ class HookCalls:
         """Edit a value, and return what the model continues with."""
         if not point.edits:
             return value
-        with unwatched():
+        with self._users_code():
             return map_tensors(value, partial(self._edited_tensor, point, call, side, {}))
 
     def _watch(self, point: HookPoint, call: int, value: Any, side: What, watched: Callable[..., Tensor]) -> Any:
@@ -380,7 +386,7 @@ class HookCalls:
                 site = first_site if number == 0 else Site(layer, number, (), side)
                 self._keep(forward, site, request, value)
             else:
-                for path, tensor in _tensors(value, request.path):
+                for path, tensor in tensors_at(value, request.path):
                     self._keep(forward, Site(layer, number, path, side), request, tensor)
             if self._stop:
                 forward.kept[layer, side] += 1
@@ -390,20 +396,19 @@ class HookCalls:
 
     def _keep(self, forward: ModelCall, site: Site, request: TapRequest, tensor: Tensor) -> None:
         """Copy a tensor into the record, or keep the tensor itself."""
-        if request.live:
-            if tensor.is_inference() and request.reduce is None:
-                raise InputError(
-                    f"{site} cannot be kept live in inference mode, which has no graph", hint="use torch.no_grad()"
-                )
-            with unwatched():
+        if request.live and request.reduce is None and tensor.is_inference():
+            raise InputError(
+                f"{site} cannot be kept live in inference mode, which has no graph", hint="use torch.no_grad()"
+            )
+        # Entering a context takes as long as the copy of a small tensor.
+        if request.reduce is None and not request.live and not torch._C._len_torch_function_stack():
+            forward.record.by_site[site] = self._copy_out(tensor, None, site)
+            return
+        with self._users_code():
+            if request.live:
                 forward.record._keep_live(site, tensor if request.reduce is None else request.reduce(tensor))
-            return
-        # Entering `unwatched` takes as long as the copy of a small tensor, and is of no use without a function mode.
-        if not torch._C._len_torch_function_stack():
-            forward.record.by_site[site] = self._copy_out(tensor, request.reduce, site)
-            return
-        with unwatched():
-            forward.record.by_site[site] = self._copy_out(tensor, request.reduce, site)
+            else:
+                forward.record.by_site[site] = self._copy_out(tensor, request.reduce, site)
 
     def _edited_tensor(
         self,
@@ -482,17 +487,6 @@ class HookCalls:
                 raise LayertapError(f"layer {layer!r} runs more than once under checkpointing: edit all calls or none")
             if request.call in (None, call):
                 yield layer, request
-
-
-def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Any, Any]:
-    return {**dict(enumerate(args)), **kwargs}
-
-
-def _tensors(value: Any, within: tuple[str, ...]) -> Iterable[tuple[Path, Tensor]]:
-    """Return what `tensors_in` yields; arguments that are all tensors need no search."""
-    if type(value) is dict and all(isinstance(part, Tensor) for part in value.values()):
-        return [((key,), part) for key, part in value.items() if within in ((), (str(key),))]
-    return tensors_in(value, within)
 
 
 def in_backward() -> bool:

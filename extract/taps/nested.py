@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from extract.errors import InputError
 
-__all__ = ["Path", "as_arguments", "is_several", "map_tensors", "tensors_in"]
+__all__ = ["Path", "as_arguments", "by_key", "is_several", "map_tensors", "tensors_at", "tensors_in"]
 
 Path = tuple[str | int, ...]
 
@@ -36,6 +36,13 @@ def tensors_in(value: Any, within: tuple[str, ...] = (), path: Path = ()) -> Ite
     for key, part in _parts(value):
         if not within or str(key) == within[0]:
             yield from tensors_in(part, within[1:], (*path, key))
+
+
+def tensors_at(value: Any, within: tuple[str, ...]) -> Iterable[tuple[Path, Tensor]]:
+    """Return what `tensors_in` yields; arguments that are all tensors need no search."""
+    if type(value) is dict and all(isinstance(part, Tensor) for part in value.values()):
+        return [((key,), part) for key, part in value.items() if within in ((), (str(key),))]
+    return tensors_in(value, within)
 
 
 def map_tensors(value: Any, function: Callable[[Path, Tensor], Tensor], path: Path = ()) -> Any:
@@ -104,6 +111,11 @@ def _rebuilt_sequence(value: Any, items: list[Any]) -> Any:
 def is_several(value: Any) -> bool:
     """Whether a value holds more than one tensor."""
     return not isinstance(value, Tensor) and sum(1 for _ in tensors_in(value)) > 1
+
+
+def by_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Any, Any]:
+    """Return the arguments of a call as a dict by index and name."""
+    return {**dict(enumerate(args)), **kwargs}
 
 
 def as_arguments(value: dict[Any, Any], count: int) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
-import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextvars import ContextVar
 from functools import partial
 from types import FrameType
 from typing import Any, cast, get_args
@@ -27,9 +24,7 @@ from extract.taps.nested import map_tensors
 from extract.taps.record import Record, Reduce, Requested, Site, What, split_text
 
 __all__ = [
-    "OPENED",
     "UNKNOWN",
-    "Block",
     "Call",
     "HookPoint",
     "ModelCall",
@@ -458,43 +453,3 @@ class StandInError(LayertapError):
             "other references; request the layer before it"
         )
         self.site = site
-
-
-# Marks of the blocks opened in this context and in those it was copied from. Each asyncio task has its own context.
-OPENED: ContextVar[frozenset[object]] = ContextVar("opened", default=frozenset())
-
-
-class Block:
-    """One `with` block: its thread, its cleanup, and whether it is open; hooked tensors may outlive it.
-
-    Attributes:
-        mark: is in `OPENED` in the asyncio task that opened the block; None if no task did, so it is of all tasks.
-        ran_in_other_tasks: whether other tasks have called the model.
-    """
-
-    def __init__(self, undo: contextlib.ExitStack) -> None:
-        self.open = True
-        self.thread = threading.get_ident()
-        self.mark = object() if _is_in_task() else None
-        self.ran_in_other_tasks = False
-        self._undo = undo
-        if self.mark is not None:
-            OPENED.set(OPENED.get() | {self.mark})
-
-    @property
-    def is_of_this_task(self) -> bool:
-        """Whether this asyncio task opened the block, or was created inside it; true in other threads."""
-        return self.mark is None or self.thread != threading.get_ident() or self.mark in OPENED.get()
-
-    def close(self) -> None:
-        """Undo what was set up for the block."""
-        self.open = False
-        OPENED.set(OPENED.get() - {self.mark})
-        self._undo.close()
-
-
-def _is_in_task() -> bool:
-    try:
-        return asyncio.current_task() is not None
-    except RuntimeError:  # no event loop runs
-        return False

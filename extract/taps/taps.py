@@ -34,6 +34,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from extract.errors import InputError, LayertapError, UnknownNameError, unknown_name
+from extract.taps.block import Block
 from extract.taps.edits import Edit
 from extract.taps.function_calls import FunctionAndParameterCalls
 from extract.taps.functions import Listener, watching
@@ -41,7 +42,7 @@ from extract.taps.hook_calls import HookCalls
 from extract.taps.layer_names import unwrap
 from extract.taps.model_bound_hook import ModelBoundHook
 from extract.taps.record import Record, Reduce, Site, What
-from extract.taps.requests import Block, HookPoint, TapRequest, requests_for
+from extract.taps.requests import HookPoint, TapRequest, requests_for
 from extract.taps.switches import COMPILED_CODE_OFF, FUSED_ATTENTION_OFF
 
 __all__ = ["Taps"]
@@ -69,7 +70,8 @@ class Taps(FunctionAndParameterCalls):
             when the block ends without an error.
 
     Only calls of the model itself in the thread that opened the block are recorded. Layers called directly
-    (`model.features(x)`), in other threads, or during recomputation by activation checkpointing are not.
+    (`model.features(x)`), in other threads, by `reduce`, edits and `on_record`, or during recomputation by activation
+    checkpointing are not.
 
     Raises:
         InputError: the model is not an `nn.Module`, or is scripted, exported, or replicated over several devices.

@@ -1,0 +1,76 @@
+"""The `with` block of `Taps`: its thread and asyncio task, and the user's own code that runs in it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Iterator
+from contextvars import ContextVar
+
+from extract.taps.functions import unwatched
+
+__all__ = ["OPENED", "Block"]
+
+# Marks of the blocks opened in this context and in those it was copied from. Each asyncio task has its own context.
+OPENED: ContextVar[frozenset[object]] = ContextVar("opened", default=frozenset())
+
+
+class Block:
+    """One `with` block: its thread, its cleanup, and whether it is open; hooked tensors may outlive it.
+
+    Attributes:
+        mark: is in `OPENED` in the asyncio task that opened the block; None if no task did, so it is of all tasks.
+        ran_in_other_tasks: whether other tasks have called the model.
+    """
+
+    def __init__(self, undo: contextlib.ExitStack) -> None:
+        self.open = True
+        self.thread = threading.get_ident()
+        self.mark = object() if _is_in_task() else None
+        self.ran_in_other_tasks = False
+        self._in_users_code: set[int] = set()  # threads
+        self._undo = undo
+        if self.mark is not None:
+            OPENED.set(OPENED.get() | {self.mark})
+
+    @property
+    def is_of_this_task(self) -> bool:
+        """Whether this asyncio task opened the block, or was created inside it; true in other threads."""
+        return self.mark is None or self.thread != threading.get_ident() or self.mark in OPENED.get()
+
+    @property
+    def in_users_code(self) -> bool:
+        """Whether this thread runs a `reduce`, an edit or an `on_record` of these `Taps`."""
+        return threading.get_ident() in self._in_users_code
+
+    @property
+    def is_followed(self) -> bool:
+        """Whether this thread opened the block and runs code of the model."""
+        return (thread := threading.get_ident()) == self.thread and thread not in self._in_users_code
+
+    @contextlib.contextmanager
+    def users_code(self) -> Iterator[None]:
+        """Context manager: what this thread calls meanwhile is no call of the model."""
+        thread = threading.get_ident()
+        outermost = thread not in self._in_users_code
+        self._in_users_code.add(thread)
+        try:
+            with unwatched():
+                yield
+        finally:
+            if outermost:
+                self._in_users_code.discard(thread)
+
+    def close(self) -> None:
+        """Undo what was set up for the block."""
+        self.open = False
+        OPENED.set(OPENED.get() - {self.mark})
+        self._undo.close()
+
+
+def _is_in_task() -> bool:
+    try:
+        return asyncio.current_task() is not None
+    except RuntimeError:  # no event loop runs
+        return False
