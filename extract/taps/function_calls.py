@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from fnmatch import fnmatchcase
 from typing import Any
@@ -41,7 +42,8 @@ class FunctionAndParameterCalls(HookCalls):
                 forward.again_in = task
             if again and not forward.again:
                 forward.end_again = watch_again(self._listener)
-            forward.modules(again).append(names)
+            # The frame of the module's call, which PyTorch's function `inner` is called in.
+            forward.modules(again).append((names, sys._getframe(2)))
 
     def _pop(self, module: nn.Module, args: Any, output: Any) -> None:
         if (forward := self._computing()) and (modules := forward.modules(in_backward())):
@@ -59,7 +61,7 @@ class FunctionAndParameterCalls(HookCalls):
         if forward is None or name is None or not (modules := forward.modules(in_backward())):
             return False
         return any(
-            request.edit is not None and request.layer in modules[-1] and fnmatchcase(name, request.operation)
+            request.edit is not None and request.layer in modules[-1][0] and fnmatchcase(name, request.operation)
             for request in self._requests
             if request.operation
         )
@@ -71,7 +73,7 @@ class FunctionAndParameterCalls(HookCalls):
         attended = [
             request
             for request in self._requests
-            if request.what == "attention" and any(request.layer in names for names in modules)
+            if request.what == "attention" and any(request.layer in names for names, _ in modules)
         ]
         if attended and not again:
             with unwatched():
@@ -80,7 +82,7 @@ class FunctionAndParameterCalls(HookCalls):
                 point = HookPoint([(layer, request) for request in attended if request.layer == layer])
                 self._keep_values(point, forward, forward.attentions[layer], weights, "attention")
                 forward.attentions[layer] += 1
-        for layer in modules[-1]:
+        for layer in modules[-1][0]:
             requests = [
                 (f"{layer}/{name}", request)
                 for request in self._requests

@@ -170,7 +170,7 @@ class HookCalls:
         finally:
             self._stoppable = False
             if self._forward is not None:
-                self._forward.caller = None
+                self._forward.interrupt()
         return None
 
     @property
@@ -219,7 +219,7 @@ class HookCalls:
             self._passes.ended()
         calls: Counter[int] = Counter()
         record = Record(partial(self._explain, calls), self._requested)
-        self._forward = ModelCall(record, [[""]], caller or sys._getframe(1), calls=calls)
+        self._forward = ModelCall(record, [([""], None)], caller or sys._getframe(1), calls=calls)
         self._forward.left = len(self._to_keep)
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:

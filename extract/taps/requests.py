@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -312,16 +313,27 @@ class StandIn:
         self.version = None
 
 
+Running = tuple[list[str], FrameType | None]  # names of a running module, and the frame of its call if it is known
+
+
+def _calls_this(frame: FrameType) -> bool:
+    """Whether a frame is one of the callers of this function."""
+    caller: FrameType | None = sys._getframe(1)
+    while caller is not None and caller is not frame:
+        caller = caller.f_back
+    return caller is frame
+
+
 @dataclasses.dataclass
 class ModelCall:
     """One call of the model: its record and its progress.
 
     Attributes:
         record: kept values.
-        stack: names of the running modules, the innermost last.
+        stack: names of the running modules and the frames of their calls, the innermost last.
         caller: function that called the hook at the start of the model, and will call the one at its end; None
             afterwards.
-        again: names of the modules that a backward pass computes again, the innermost last.
+        again: the same of the modules that a backward pass computes again.
         again_in: the backward pass (graph task) that computes them.
         end_again: ends the watching of functions meanwhile.
         running: whether the model runs.
@@ -336,9 +348,9 @@ class ModelCall:
     """
 
     record: Record
-    stack: list[list[str]]
+    stack: list[Running]
     caller: FrameType | None
-    again: list[list[str]] = dataclasses.field(default_factory=list)
+    again: list[Running] = dataclasses.field(default_factory=list)
     again_in: int = -1
     end_again: Callable[[], None] = lambda: None
     running: bool = True
@@ -352,9 +364,18 @@ class ModelCall:
     parameters_in: dict[Site, int] = dataclasses.field(default_factory=dict)
     _seen: weakref.WeakValueDictionary[int, Tensor] = dataclasses.field(default_factory=weakref.WeakValueDictionary)
 
-    def modules(self, again: bool) -> list[list[str]]:
-        """Return `again` or `stack`."""
-        return self.again if again else self.stack
+    def modules(self, again: bool) -> list[Running]:
+        """Return `again` or `stack`, without modules that a `BaseException` has left: PyTorch calls no hook for it."""
+        modules = self.again if again else self.stack
+        while modules and (frame := modules[-1][1]) is not None and not _calls_this(frame):
+            modules.pop()
+        return modules
+
+    def interrupt(self) -> None:
+        """Let go of what a forward holds that was interrupted."""
+        self.caller = None
+        self.stack.clear()
+        self.stand_ins.clear()
 
     def see(self, tensor: Tensor) -> None:
         """Remember that the gradient of this tensor is watched."""

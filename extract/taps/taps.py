@@ -232,9 +232,8 @@ class Taps(FunctionAndParameterCalls):
         block, self._block = self._block, None
         if block is not None:
             block.close()
-        if self._forward is not None:  # of a forward that was interrupted
-            self._forward.caller = None
-            self._forward.stand_ins.clear()
+        if self._forward is not None:
+            self._forward.interrupt()
         if self._passes is not None:
             self._passes.ended()
         if kind is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 
 import pytest
@@ -185,3 +186,54 @@ def test_a_layer_without_attention_says_so() -> None:
         taps(torch.ones(1, 2))
         with pytest.raises(UnknownNameError, match="computed no attention that layertap recognises"):
             taps.record["0@attention"]
+
+
+class PerceptualFeature(nn.Module):
+    """Stops its inner network by the `BaseException` of `Taps(stop=True)`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with Taps(self.net, stop=True).keep("1", live=True) as taps:
+            taps(x)
+            first = taps.record["1"]
+            taps(x * 2)
+            return first + taps.record["1"]
+
+
+class CatchesAnInterrupt(nn.Module):
+    """Calls itself, and catches what leaves the inner call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Identity()
+
+    def forward(self, x: Tensor, inside: bool = False) -> Tensor:
+        if inside:
+            self.inner(x)
+            raise KeyboardInterrupt
+        with contextlib.suppress(KeyboardInterrupt):
+            self(x, inside=True)
+        return torch.sigmoid(x)
+
+
+@pytest.mark.parametrize(("layer", "function"), [(PerceptualFeature, "add"), (CatchesAnInterrupt, "sigmoid")])
+def test_functions_are_those_of_their_layer_after_an_exception_that_pytorch_tells_no_hook_of(layer, function) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.f, self.out = layer(), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(torch.tanh(self.f(x)))
+
+    model, x = Net(), torch.randn(3, 4)
+    with torch.no_grad():
+        expected = model.f(x)
+        with Taps(model).keep("/tanh").keep(f"**/{function}").edit("/tanh", lambda h: h * 2) as taps:
+            output = taps(x)
+        assert list(taps.record) == [f"f/{function}", "/tanh"]
+        assert torch.equal(taps.record[f"f/{function}"], expected)
+        assert torch.equal(output, model.out(expected.tanh() * 2))

@@ -250,23 +250,24 @@ def test_nothing_of_a_forward_stays_alive() -> None:
     assert [tensor() for tensor in alive] == [None, None, None]
 
 
-def test_frames_of_an_interrupted_forward_are_freed() -> None:
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_frames_of_an_interrupted_forward_are_freed(error: type[BaseException]) -> None:
     class Fails(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.linear = nn.Linear(4, 4)
 
         def forward(self, x: Tensor) -> Tensor:
-            raise ValueError
+            raise error
 
     class Local:
         pass
 
-    taps = Taps(Fails(), "linear")
+    taps = Taps(Fails(), "linear").keep("linear/linear")
 
     def training() -> weakref.ref[Local]:
         local = Local()
-        with taps, pytest.raises(ValueError):  # noqa: PT011
+        with taps, pytest.raises(error):
             taps(X)
         return weakref.ref(local)
 
