@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from extract.errors import LayertapError
 from extract.taps.edits import apply_edit
 from extract.taps.functions import Listener, attention_weights, operation_name, unwatched, watch_again
 from extract.taps.gradients import BackwardPasses, add_earlier_parts
@@ -33,6 +34,20 @@ class FunctionAndParameterCalls(HookCalls):
     def __init__(self, model: nn.Module, stop: bool, on_record: Callable[[Record], None] | None):
         super().__init__(model, stop, on_record)
         self._listener = Listener()  # chosen when the block starts
+        # Layer -> requests for its functions, and for its attention.
+        self._functions_of: dict[str, list[TapRequest]] = {}
+        self._attentions_of: dict[str, list[TapRequest]] = {}
+
+    def _listen(self) -> Listener:
+        """Return what is told of each function."""
+        self._functions_of, self._attentions_of = {}, {}
+        for request in self._requests:
+            if request.operation:
+                self._functions_of.setdefault(request.layer, []).append(request)
+            elif request.what == "attention":
+                self._attentions_of.setdefault(request.layer, []).append(request)
+        self._listener = Listener(self._on_operation, self._edits_function, self._on_write)
+        return self._listener
 
     def _push(self, names: list[str], module: nn.Module, args: Any) -> None:
         if forward := self._computing():
@@ -61,38 +76,37 @@ class FunctionAndParameterCalls(HookCalls):
         if forward is None or name is None or not (modules := forward.modules(in_backward())):
             return False
         return any(
-            request.edit is not None and request.layer in modules[-1][0] and fnmatchcase(name, request.operation)
-            for request in self._requests
-            if request.operation
+            request.edit is not None and fnmatchcase(name, request.operation)
+            for layer in modules[-1][0]
+            for request in self._functions_of.get(layer, ())
         )
 
     def _on_operation(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
         forward, name, again = self._computing(), operation_name(function), in_backward()
         if forward is None or name is None or not (modules := forward.modules(again)):
             return result
-        attended = [
-            request
-            for request in self._requests
-            if request.what == "attention" and any(request.layer in names for names, _ in modules)
-        ]
+        attended = {
+            layer: self._attentions_of[layer] for names, _ in modules for layer in names if layer in self._attentions_of
+        }
         if attended and not again:
             with unwatched():
                 weights = attention_weights(function, args, kwargs, result)
-            for layer in dict.fromkeys(request.layer for request in attended if weights is not None):
-                point = HookPoint([(layer, request) for request in attended if request.layer == layer])
+            for layer, requests in attended.items() if weights is not None else ():
+                point = HookPoint([(layer, request) for request in requests])
                 self._keep_values(point, forward, forward.attentions[layer], weights, "attention")
                 forward.attentions[layer] += 1
         for layer in modules[-1][0]:
-            requests = [
-                (f"{layer}/{name}", request)
-                for request in self._requests
-                if request.operation and request.layer == layer and fnmatchcase(name, request.operation)
-            ]
+            key = f"{layer}/{name}"
+            requests = [r for r in self._functions_of.get(layer, ()) if fnmatchcase(name, r.operation)]
             if requests and any(True for _ in tensors_in(result)):
-                key = f"{layer}/{name}"
                 forward.operations[key] += not again
                 number = number_again(forward.operations, key) if again else forward.operations[key] - 1
-                point = HookPoint(requests)
+                point = HookPoint([(key, request) for request in requests])
+                if kwargs.get("out") is not None and point.edits_output(number):
+                    raise LayertapError(
+                        f"{key} cannot be edited: the layer gives it a tensor to write into (out=)",
+                        hint="edit the output of the layer",
+                    )
                 result = self._edit(point, number, result, "output")
                 result = self._watch(point, number, result, "output", self._watched_tensor)
                 self._keep_values(point, None if again else forward, number, result, "output")

@@ -19,6 +19,8 @@ from extract.errors import InputError
 __all__ = ["Path", "as_arguments", "by_key", "is_several", "map_tensors", "tensors_at", "tensors_in"]
 
 Path = tuple[str | int, ...]
+_MANY = 16
+_PLAIN = frozenset({int, float, bool, str, bytes, complex, type(None)})
 
 
 def tensors_in(value: Any, within: tuple[str, ...] = (), path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
@@ -60,7 +62,8 @@ def _parts(value: Any) -> list[tuple[str | int, Any]]:
     if isinstance(value, Mapping):
         return list(value.items())
     if isinstance(value, tuple | list):
-        return list(enumerate(value))
+        # Of a long list of numbers, the types are looked at faster than the items.
+        return [] if len(value) > _MANY and _PLAIN.issuperset(map(type, value)) else list(enumerate(value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return [(field.name, getattr(value, field.name, None)) for field in dataclasses.fields(value)]
     return []

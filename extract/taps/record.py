@@ -128,6 +128,7 @@ class Record(Mapping[str, Any]):
     requested: Sequence[Requested] = ()
     by_site: dict[Site, Any] = dataclasses.field(default_factory=dict, init=False)
     _sites: dict[str, Site] = dataclasses.field(default_factory=dict, init=False)  # see `sites`
+    _sites_of: dict[str, list[Site]] = dataclasses.field(default_factory=dict, init=False)  # by layer, made with it
     # Site -> live tensors and their versions.
     _live: dict[Site, list[tuple[Tensor, int]]] = dataclasses.field(default_factory=dict, init=False)
 
@@ -137,6 +138,9 @@ class Record(Mapping[str, Any]):
         if len(self._sites) != len(self.by_site):  # values were added since the names were made
             repeated = {(site.layer, site.what) for site in self.by_site if site.call}
             self._sites = {site.text((site.layer, site.what) in repeated): site for site in self.by_site}
+            self._sites_of = {}
+            for site in self.by_site:
+                self._sites_of.setdefault(site.layer, []).append(site)
         return self._sites
 
     def _keep_live(self, site: Site, value: Any) -> None:
@@ -170,7 +174,8 @@ class Record(Mapping[str, Any]):
         """
         if text in self.sites:
             return [self.sites[text]]
-        sites = [site for site in self.by_site if site.is_meant_by(text)]
+        ends = [*(match.start() for match in re.finditer("[#:@]", text)), len(text)]  # of what can be a layer's name
+        sites = [site for end in ends for site in self._sites_of.get(text[:end], ()) if site.is_meant_by(text)]
         if "@" in text or not sites:
             return sites
         outputs = [site for site in sites if site.what == "output"]
@@ -218,6 +223,10 @@ class Record(Mapping[str, Any]):
 
     def __contains__(self, key: object) -> bool:
         return key in self.by_site or (isinstance(key, str) and len(self.find(key)) == 1)
+
+    def get(self, key: str | Site, default: Any = None) -> Any:
+        """Return `record[key]`, or the default where `key in record` is false."""
+        return self[key] if key in self else default  # noqa: SIM401  this is `get`
 
     def __getitem__(self, key: str | Site) -> Any:
         if isinstance(key, Site) and key in self.by_site:

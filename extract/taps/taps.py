@@ -128,18 +128,14 @@ class Taps(FunctionAndParameterCalls):
         """
         if reduce is not None:
             _check_function("reduce", layers, reduce, "use a function, such as lambda x: x.mean((2, 3))")
-        kept: dict[str, list[TapRequest]] = {}
-        for request in self._requests:
-            if request.edit is None:
-                kept.setdefault(request.layer, []).append(request)
         for request in self._requests_for(layers, what, call):
-            others = kept.setdefault(request.layer, [])
+            others = self._kept_of.setdefault(request.layer, [])
             if any(request.overlaps(other) for other in others):
                 raise InputError(f"the {request.what} of layer {request.layer!r} is already kept")
             if live and request.what not in ("output", "input"):
                 raise InputError(f"live=True keeps outputs and inputs; a value of kind {request.what!r} has no graph")
-            others.append(request)
-            self._requests.append(dataclasses.replace(request, reduce=reduce, live=live))
+            others.append(dataclasses.replace(request, reduce=reduce, live=live))
+            self._requests.append(others[-1])
         return self
 
     def edit(
@@ -210,11 +206,7 @@ class Taps(FunctionAndParameterCalls):
         with contextlib.ExitStack() as undo:
             self._register(undo)
             self._block, self._forward = Block(undo.pop_all()), None
-        kept = [request for request in self._requests if request.edit is None]
-        self._requested = [request.without_functions() for request in kept]
-        self._kept_of = {}
-        for request in kept:
-            self._kept_of.setdefault(request.layer, []).append(request)
+        self._requested = [request.without_functions() for request in self._requests if request.edit is None]
         self._edited.clear()
         return self
 
@@ -275,8 +267,7 @@ class Taps(FunctionAndParameterCalls):
             for module in {id(module): module for module in self._layers.values()}.values():
                 hook(module.register_forward_pre_hook, partial(self._push, names[id(module)]))
                 hook(module.register_forward_hook, self._pop, always_call=True)
-            self._listener = Listener(self._on_operation, self._edits_function, self._on_write)
-            undo.enter_context(watching(self._listener))
+            undo.enter_context(watching(self._listen()))
         elif self._stands_in and any(request.what == "grad" for request in self._requests):
             undo.enter_context(watching(Listener(on_write=self._on_write)))
         requests_of: dict[int, tuple[nn.Module, list[tuple[str, TapRequest]]]] = {}

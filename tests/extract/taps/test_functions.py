@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchvision import models
 
-from extract import InputError, Taps, UnknownNameError
+from extract import InputError, LayertapError, Taps, UnknownNameError
 
 
 class Functions(nn.Module):
@@ -237,3 +237,32 @@ def test_functions_are_those_of_their_layer_after_an_exception_that_pytorch_tell
         assert list(taps.record) == [f"f/{function}", "/tanh"]
         assert torch.equal(taps.record[f"f/{function}"], expected)
         assert torch.equal(output, model.out(expected.tanh() * 2))
+
+
+def test_an_edit_of_a_function_that_writes_into_a_given_tensor_is_refused() -> None:
+    class Writes(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            buffer = torch.empty_like(x * 2)
+            torch.mul(x, 3.0, out=buffer)
+            return buffer + 1
+
+    model, x = Writes(), torch.ones(2, 2)
+    with torch.no_grad(), Taps(model).keep("/mul").edit("/mul", lambda h: h * 0, call=0) as taps:
+        assert torch.equal(taps(x), model(x))
+        assert torch.equal(taps.record["/mul#1"], x * 3)
+    with (
+        torch.no_grad(),
+        pytest.raises(LayertapError, match=r"/mul cannot be edited: .* \(out=\)"),
+        Taps(model).edit("/mul", lambda h: h * 0) as taps,
+    ):
+        taps(x)
+
+
+def test_a_function_is_not_matched_with_the_requests_of_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = nn.Sequential(*[nn.Linear(4, 4) for _ in range(30)]), torch.randn(2, 4)
+    with torch.no_grad(), Taps(model).keep("*/linear") as taps:
+        monkeypatch.setattr(taps, "_requests", None)
+        output = taps(x)
+        monkeypatch.undo()
+    assert torch.equal(taps.record["29/linear"], output)
+    assert len(taps.record) == 30

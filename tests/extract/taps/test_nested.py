@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from extract import Taps
-from extract.taps.nested import map_tensors
+from extract.taps.nested import map_tensors, tensors_in
 
 
 class Pair(tuple):
@@ -104,3 +104,14 @@ def test_attributes_that_are_parts_follow_them() -> None:
     assert type(rows) is Rows
     assert rows.last is rows[1]
     assert rows.total == 6
+
+
+def test_long_lists_of_numbers_are_not_walked_item_by_item(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, numbers = torch.ones(2), [*range(1000), 0.5, None, "a"]
+    monkeypatch.setattr("extract.taps.nested.enumerate", lambda value: pytest.fail("walked"), raising=False)
+    assert list(tensors_in(numbers)) == []
+    assert map_tensors(numbers, lambda path, tensor: tensor) is numbers
+    monkeypatch.undo()
+    numbers[500] = x  # type: ignore[call-overload]
+    assert list(tensors_in(numbers)) == [((500,), x)]
+    assert map_tensors(numbers, lambda path, tensor: tensor * 2)[500].tolist() == [2, 2]

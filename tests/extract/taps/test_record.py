@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from extract import Taps, UnknownNameError
+from extract import Site, Taps, UnknownNameError
 
 
 class Branches(nn.Module):
@@ -186,3 +186,17 @@ def test_a_glob_of_layers_selects_neither_functions_nor_the_model() -> None:
     for pattern in ("*#1", "*@grad", "0:1", "blocks.*", "**/add", "/add"):
         with pytest.raises(UnknownNameError, match="not found in this record"):
             taps.record.select(pattern)
+
+
+def test_absent_names_are_looked_up_without_suggestions(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(*[nn.Identity() for _ in range(3)])
+    with torch.no_grad(), Taps(model, "*").keep("*", "input") as taps:
+        taps(torch.ones(2, 2))
+    by_hand = {name: taps.record[name] for name in taps.record}
+    monkeypatch.setattr("extract.taps.record.unknown_name", None)
+    for text in ("1", "1@input", "1#0", "1@grad", "7", "1:0", "", "1:0@input", "1#1"):
+        expected = text in by_hand or text in ("1@input", "1#0")
+        assert (text in taps.record) == expected
+        assert (taps.record.get(text) is not None) == expected
+    assert taps.record.get("7", 5) == 5
+    assert taps.record.get(Site("1")) is taps.record["1"]
