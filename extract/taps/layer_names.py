@@ -29,12 +29,12 @@ __all__ = [
 def unwrap(model: nn.Module) -> nn.Module:
     """Return the model inside `nn.DataParallel`, `DistributedDataParallel` and `torch.compile` wrappers."""
     while True:
-        inner = getattr(model, "_orig_mod", None)  # torch.compile
         if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-            inner = model.module
-        if not isinstance(inner, nn.Module):
+            model = model.module
+        elif "_orig_mod" in model._modules and (inner := model._modules["_orig_mod"]) is not None:
+            model = inner  # of torch.compile. The attribute `_orig_mod` could be that of a module inside.
+        else:
             return model
-        model = inner
 
 
 INSIDE = "_inside"  # attribute of layertap's own wrapper that holds the model

@@ -39,7 +39,7 @@ from extract.taps.edits import Edit
 from extract.taps.function_calls import FunctionAndParameterCalls
 from extract.taps.functions import Listener, watching
 from extract.taps.hook_calls import HookCalls
-from extract.taps.layer_names import unwrap
+from extract.taps.layer_names import named_layers, unwrap
 from extract.taps.model_bound_hook import ModelBoundHook
 from extract.taps.record import Record, Reduce, Site, What
 from extract.taps.requests import HookPoint, TapRequest, requests_for
@@ -74,7 +74,8 @@ class Taps(FunctionAndParameterCalls):
     checkpointing are not.
 
     Raises:
-        InputError: the model is not an `nn.Module`, or is scripted, exported, or replicated over several devices.
+        InputError: the model is not an `nn.Module`, or is exported; or it, or a layer asked for or one around that, is
+            scripted, or replicated over several devices.
         UnknownNameError: a pattern matches no layer.
     """
 
@@ -87,7 +88,7 @@ class Taps(FunctionAndParameterCalls):
         stop: bool = False,
         on_record: Callable[[Record], None] | None = None,
     ):
-        _check_hookable(model)
+        self._closed = _closed_layers(model)
         super().__init__(model, stop, on_record)
         if layers != ():
             self.keep(layers, reduce=reduce)
@@ -179,10 +180,8 @@ class Taps(FunctionAndParameterCalls):
         if self._block is not None:
             raise LayertapError("call keep and edit before the `with` block starts")
         names = partial(requests_for, what=what, call=call, layer_names=self._layers, parameter_names=self._parameters)
-        if isinstance(layers, Site | str):
-            return names(layers)
         given: list[Any] = [layers]
-        if not isinstance(layers, type):
+        if not isinstance(layers, type | Site | str):
             with contextlib.suppress(TypeError):
                 given = list(layers)
         requests: list[TapRequest] = []
@@ -192,10 +191,13 @@ class Taps(FunctionAndParameterCalls):
                 if not of_type:
                     raise UnknownNameError(f"the model has no layer of type {layer.__name__}")
                 requests += [dataclasses.replace(request, pattern=layer.__name__) for request in names(of_type)]
-            elif isinstance(layer, str):
+            elif isinstance(layer, Site | str):
                 requests += names(layer)
             else:
                 raise InputError(f"expected names, globs or types of layers, got {type(layer).__name__}")
+        for request in requests:
+            if reason := self._closed.get(request.layer):
+                raise reason
         return requests
 
     def __enter__(self) -> Self:
@@ -257,14 +259,16 @@ class Taps(FunctionAndParameterCalls):
         if any(isinstance(module, nn.MultiheadAttention | nn.TransformerEncoderLayer) for module in modules):
             # Their fused code calls no submodules and no functions that `watching` sees.
             undo.enter_context(FUSED_ATTENTION_OFF.active())
-        if any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in [self._model, *modules]):
+        if any("_orig_mod" in m._modules or m._compiled_call_impl is not None for m in [self._model, *modules]):
             undo.enter_context(COMPILED_CODE_OFF.active())  # compiled code ignores hooks added later
 
         if any(request.operation or request.what == "attention" for request in self._requests):
             names: dict[int, list[str]] = {}
             for name, module in self._layers.items():
+                if name in self._closed:
+                    continue
                 names.setdefault(id(module), []).append(name)
-            for module in {id(module): module for module in self._layers.values()}.values():
+            for module in {id(module): module for module in self._layers.values() if id(module) in names}.values():
                 hook(module.register_forward_pre_hook, partial(self._push, names[id(module)]))
                 hook(module.register_forward_hook, self._pop, always_call=True)
             undo.enter_context(watching(self._listen()))
@@ -353,19 +357,40 @@ def _check_function(what: str, layers: Layers, function: object, hint: str) -> N
         raise InputError(f"the {what} of {layers!r} is {function!r}; expected a function of a tensor", hint=hint)
 
 
-def _check_hookable(model: nn.Module) -> None:
+def _closed_layers(model: nn.Module) -> dict[str, InputError]:
+    """Return layer -> why it cannot be hooked, for layers that are, or are inside one that is, scripted or replicated.
+
+    Raises:
+        InputError: this is so for the model itself, or it is exported, or no module.
+    """
     if not isinstance(model, nn.Module):
         raise InputError(f"expected an nn.Module, got {type(model).__name__}")
-    for name, module in {"": model, **dict(model.named_modules())}.items():
-        where = f"layer {name!r}" if name else "the model"
-        if isinstance(module, torch.jit.ScriptModule):
-            raise InputError(
-                f"{where} is scripted: its code ignores hooks", hint="use the Python module that it was created from"
-            )
-        if isinstance(module, nn.DataParallel) and len(module.device_ids) > 1:
-            raise InputError(
-                f"{where} is replicated over {len(module.device_ids)} devices, and each copy sees a part of the batch",
-                hint="tap the module inside, on one device",
-            )
     if isinstance(model, torch.fx.GraphModule) and "_guards_fn" in dict(model.named_children()) | model.__dict__:
         raise InputError("the model is exported: its graph calls no layers", hint="use the module it was exported from")
+    root, layers = unwrap(model), named_layers(model)
+    inside = set(root.modules())
+    for module in (*(module for module in model.modules() if module not in inside), root):
+        if reason := _why_closed(module):
+            raise InputError(f"the model is {reason[0]}", hint=reason[1])
+    closed: dict[str, InputError] = {}
+    for name, module in layers.items():
+        if reason := _why_closed(module):
+            closed[name] = InputError(f"layer {name!r} is {reason[0]}", hint=reason[1])
+            for other in layers:
+                if other.startswith(f"{name}."):
+                    closed[other] = InputError(
+                        f"layer {other!r} is inside {name!r}, which is {reason[0]}", hint=reason[1]
+                    )
+    return closed
+
+
+def _why_closed(module: nn.Module) -> tuple[str, str] | None:
+    """Return why hooks inside a module do not work, and what to do."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return "scripted: its code ignores hooks", "use the Python module that it was created from"
+    if isinstance(module, nn.DataParallel) and len(module.device_ids) > 1:
+        return (
+            f"replicated over {len(module.device_ids)} devices, and each copy sees a part of the batch",
+            "tap the module inside, on one device",
+        )
+    return None

@@ -104,6 +104,34 @@ def test_compiled_models_are_seen_through(called: bool, how: str) -> None:
     assert model(X).shape == (3, 2)
 
 
+@pytest.mark.parametrize("error", [AttributeError, KeyError])
+def test_a_wrapper_that_has_the_attributes_of_a_compiled_module_is_a_model_of_its_own(error) -> None:
+    class Wrapper(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner, self.head = inner, nn.Linear(2, 4)
+
+        def __getattr__(self, name: str):
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                if hasattr(inner := self._modules["inner"], name):
+                    return getattr(inner, name)
+                raise error(name) from None
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.inner(x))
+
+    model = Wrapper(torch.compile(net(), backend="eager") if error is AttributeError else net())
+    with torch.no_grad(), Taps(model, ["", "head", "inner.2"]) as taps:
+        output = taps(X)
+    expected = model.head(net()(X))
+    assert torch.equal(output, expected)
+    assert torch.equal(taps.record[""], expected)
+    assert torch.equal(taps.record["head"], expected)
+    assert torch.equal(taps.record["inner.2"], net()(X))
+
+
 def test_scripted_and_exported_models_are_refused() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -119,6 +147,32 @@ def test_scripted_and_exported_models_are_refused() -> None:
         Taps(exported.module(), "0")
 
 
+@pytest.mark.parametrize("make", [torch.jit.script, lambda module: torch.jit.trace(module, X[:, :4])])
+def test_layers_beside_a_scripted_one_are_hooked_and_those_inside_it_refused(make) -> None:
+    x = torch.randn(3, 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        scripted = make(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+    model, found = nn.Sequential(nn.Linear(4, 4), scripted, nn.Linear(4, 2)), []
+    handle = model[2].register_forward_hook(lambda module, args, output: found.append((args[0], output)))
+    model(x).square().sum().backward()
+    handle.remove()
+    weight = dict(model.named_parameters())["1.0.weight"]
+    expected = weight.grad.clone()
+    with Taps(model, ["0", "2"]).keep("2", "input").keep("2/linear").keep("1.0.weight", "grad") as taps:
+        taps(x).square().sum().backward()
+    assert torch.equal(taps.record["2"], found[0][1])
+    assert torch.equal(taps.record["2/linear"], found[0][1])
+    assert torch.equal(taps.record["2@input"], found[0][0])
+    assert torch.allclose(taps.record["1.0.weight@grad"], expected)
+    for layers in ("1", "*", "1/tanh"):
+        with pytest.raises(InputError, match="layer '1' is scripted: its code ignores hooks"):
+            Taps(model, layers)
+    for layers in ("1.0", "*.0"):
+        with pytest.raises(InputError, match="layer '1.0' is scripted"):
+            Taps(model).edit(layers, lambda h: h)
+
+
 def test_replicated_models_are_refused() -> None:
     model = nn.DataParallel(net())
     with Taps(model, "0") as taps:
@@ -128,6 +182,12 @@ def test_replicated_models_are_refused() -> None:
         Taps(model, "0")
     with pytest.raises(InputError, match="layer '0' is replicated"):
         Taps(nn.Sequential(model), "0")
+    with pytest.raises(InputError, match=r"layer '0\.module\.0' is inside '0', which is replicated over 2"):
+        Taps(nn.Sequential(model), nn.Linear)
+    taps = Taps(nn.Sequential(model, nn.Identity()), "1")
+    model.device_ids = []
+    with taps:
+        assert torch.equal(taps(X), taps.record["1"])
 
 
 # Numbers
