@@ -22,6 +22,7 @@ class Block:
     Attributes:
         mark: is in `OPENED` in the asyncio task that opened the block; None if no task did, so it is of all tasks.
         ran_in_other_tasks: whether other tasks have called the model.
+        callers: other threads that have called the model.
     """
 
     def __init__(self, undo: contextlib.ExitStack) -> None:
@@ -29,6 +30,7 @@ class Block:
         self.thread = threading.get_ident()
         self.mark = object() if _is_in_task() else None
         self.ran_in_other_tasks = False
+        self.callers: set[int] = set()
         self._in_users_code: set[int] = set()  # threads
         self._undo = undo
         if self.mark is not None:
@@ -48,6 +50,11 @@ class Block:
     def is_followed(self) -> bool:
         """Whether this thread opened the block and runs code of the model."""
         return (thread := threading.get_ident()) == self.thread and thread not in self._in_users_code
+
+    @property
+    def is_worker(self) -> bool:
+        """Whether this thread may be one that the model started: it neither opened the block nor called the model."""
+        return (thread := threading.get_ident()) != self.thread and thread not in self.callers
 
     @contextlib.contextmanager
     def users_code(self) -> Iterator[None]:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils.hooks import RemovableHandle
 
 from extract.errors import LayertapError
 from extract.taps.edits import apply_edit
@@ -37,6 +40,8 @@ class FunctionAndParameterCalls(HookCalls):
         # Layer -> requests for its functions, and for its attention.
         self._functions_of: dict[str, list[TapRequest]] = {}
         self._attentions_of: dict[str, list[TapRequest]] = {}
+        self._waiting: list[TapRequest] = []  # for parameters that are not hooked yet
+        self._handles: list[RemovableHandle] = []  # of the block
 
     def _listen(self) -> Listener:
         """Return what is told of each function."""
@@ -59,6 +64,8 @@ class FunctionAndParameterCalls(HookCalls):
                 forward.end_again = watch_again(self._listener)
             # The frame of the module's call, which PyTorch's function `inner` is called in.
             forward.modules(again).append((names, sys._getframe(2)))
+        else:
+            self._pass_over(module)
 
     def _pop(self, module: nn.Module, args: Any, output: Any) -> None:
         if (forward := self._computing()) and (modules := forward.modules(in_backward())):
@@ -111,6 +118,17 @@ class FunctionAndParameterCalls(HookCalls):
                 result = self._watch(point, number, result, "output", self._watched_tensor)
                 self._keep_values(point, None if again else forward, number, result, "output")
         return result
+
+    def _hook_parameters(self, *_: Any) -> None:
+        """Hook the parameters that are neither frozen nor of a lazy layer that has not run."""
+        waiting, self._waiting = self._waiting, []
+        for request in waiting:
+            parameter = self._parameters[request.layer]
+            if parameter.requires_grad and not is_lazy(parameter):
+                handle = parameter.register_hook(partial(self._on_parameter, request))  # type: ignore[no-untyped-call]
+                self._handles.append(handle)
+            else:
+                self._waiting.append(request)
 
     def _on_parameter(self, request: TapRequest, gradient: Tensor) -> Tensor | None:
         site, block, forward = Site(request.layer, what="grad"), self._block, self._forward

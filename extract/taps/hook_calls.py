@@ -6,7 +6,6 @@ import contextlib
 import sys
 import threading
 import warnings
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -22,9 +21,9 @@ from extract.taps.block import OPENED, Block
 from extract.taps.edits import apply_edit
 from extract.taps.functions import unwatched
 from extract.taps.gradients import BackwardPasses, CopyOut, frames_of, on_gradient, separated, to_watch
-from extract.taps.layer_names import layer_named, named_layers, named_parameters, unwrap
+from extract.taps.layer_names import named_layers, named_parameters, unwrap
 from extract.taps.nested import Path, as_arguments, by_key, is_several, map_tensors, tensors_at, tensors_in
-from extract.taps.record import Record, Reduce, Requested, Site, What, split_text
+from extract.taps.record import Record, Reduce, Requested, Site, What
 from extract.taps.requests import (
     UNKNOWN,
     Call,
@@ -34,7 +33,6 @@ from extract.taps.requests import (
     TapRequest,
     handed_back,
     number_again,
-    why_absent,
 )
 
 __all__ = ["HookCalls", "copy_out", "in_backward"]
@@ -142,15 +140,14 @@ class HookCalls:
         self._layers = {"": unwrap(model), **named_layers(model)}
         self._parameters = named_parameters(model)
         self._requests: list[TapRequest] = []
-        # A record may be kept for long, and must not keep the model alive.
-        explained_by = weakref.WeakMethod(self._why_absent)
-        self._explain = lambda calls, text: explain(calls, text) if (explain := explained_by()) else None
+        self._explain: Callable[[Counter[int], str], str | None]  # for records: why a value is absent
         self._requested: list[Requested] = []  # what is kept, for the records
         self._kept_of: dict[str, list[TapRequest]] = {}  # name of a layer or parameter -> what is kept of it
         self._block: Block | None = None  # None outside the `with` block
         self._forward: ModelCall | None = None  # the running call of the model, or the last one
         self._points: list[HookPoint] = []
         self._edited: set[int] = set()  # id of each request whose edit was applied in this block
+        self._in_workers: set[int] = set()  # id of each module that a thread of the model's has called in this block
         self._stoppable = False  # the forward runs inside `__call__`, which catches _Stop
         self._to_keep: Counter[tuple[str, What]] = Counter()  # `ModelCall.kept` of a whole forward
         self._passes: BackwardPasses | None = None  # numbered if gradients of parameters are kept
@@ -191,11 +188,6 @@ class HookCalls:
             self._passes.ended()
         return self._forward.record
 
-    def _why_absent(self, calls: Counter[int], text: str) -> str | None:
-        name = split_text(text, self._layers)[0].partition("/")[0]
-        replaced = name in self._layers and layer_named(self._model, name) is not self._layers[name]
-        return why_absent(text, self._kept_of.get(name, ()), self._layers, calls, replaced=replaced)
-
     # The hooks. A forward is running between the pre-hook and the hook of the model itself; calls in other threads are
     # ignored. When activation checkpointing recomputes layers in the backward pass, edits are applied again and
     # gradients are watched, but no values are kept.
@@ -203,7 +195,10 @@ class HookCalls:
     def _begin(self, module: nn.Module, args: Any, caller: FrameType | None = None) -> None:
         """Complete the last record and start a new one; the pre-hook of the model, called by `caller`."""
         block = self._block
-        if block is None or not block.is_followed or in_backward():
+        if block is None or in_backward():
+            return
+        if not block.is_followed:
+            block.callers.add(threading.get_ident())
             return
         if block.mark is not None and block.mark not in OPENED.get():
             block.ran_in_other_tasks = True
@@ -263,6 +258,8 @@ class HookCalls:
             number = forward.calls.get(key := id(module), 0)
             forward.calls[key] = number + 1
             point.numbers.append(number)
+        else:
+            self._pass_over(module)
 
     def _keep_output(self, point: HookPoint, module: nn.Module, args: Any, output: Any) -> None:
         """Keep the output of a counted call, after other hooks have replaced it."""
@@ -275,12 +272,14 @@ class HookCalls:
         """Count the call of a module of which no input or output is edited."""
         if self._is_our_thread():
             point.calls.append(self._call(module))
+        else:
+            self._pass_over(module)
 
     # PyTorch calls a hook without `kwargs` if another thread removes it meanwhile; such a call is ignored.
     def _enter(self, point: HookPoint, module: nn.Module, args: tuple[Any, ...], kwargs: Any = None) -> Any:
         """Count the call of a module, and edit its inputs; runs before other hooks, so that they see the edits."""
         if not self._is_our_thread():
-            return None
+            return self._pass_over(module)
         call = self._call(module)
         point.calls.append(call)
         if call.number is None:
@@ -342,6 +341,12 @@ class HookCalls:
         finally:
             point.calls.pop()
         return None if passed is output else passed
+
+    def _pass_over(self, module: nn.Module) -> None:
+        """Remember that a thread that the running forward has started calls a module."""
+        block, forward = self._block, self._forward
+        if block is not None and forward is not None and forward.running and block.is_worker and not in_backward():
+            self._in_workers.add(id(module))
 
     def _call(self, module: nn.Module) -> Call:
         """Return a new call of a module."""

@@ -118,6 +118,7 @@ def why_absent(
     calls: Mapping[int, int],
     *,
     replaced: bool,
+    in_worker: bool,
 ) -> str | None:
     """Return why a requested value is missing from a record; None if it was not requested.
 
@@ -126,7 +127,8 @@ def why_absent(
         requests: what is kept of its layer.
         layers: layers of the model when the `Taps` were made.
         calls: id of a module -> number of its calls in the forward.
-        replaced: whether the model now has another module of this name.
+        replaced: whether the model now has another module or parameter of this name.
+        in_worker: whether a thread that the model has started called the layer.
     """
     layer, call, path, what = split_text(text, layers)
     name, slash, operation = layer.partition("/")
@@ -143,7 +145,10 @@ def why_absent(
         return f"no function {operation!r} was called in the forward of layer {name!r}"
     layer = f"layer {name!r}" if name else "the model"
     if replaced:
-        return f"{layer} was replaced by another module after these Taps were made"
+        kind = "module" if name in layers else "parameter"
+        return f"{layer} was replaced by another {kind} after these Taps were made"
+    if in_worker and not calls.get(id(layers[name])):
+        return f"{layer} ran in another thread than the model, where nothing is recorded"
     if name not in layers:
         return (
             f"no gradient reached parameter {name!r}: call backward() inside the `with` block, on a loss that depends "

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from types import FunctionType
 
 import torch
+from torch import nn
 
-__all__ = ["COMPILED_CODE_OFF", "FUSED_ATTENTION_OFF", "Switch"]
+__all__ = ["COMPILED_CODE_OFF", "FUSED_ATTENTION_OFF", "Switch", "has_compiled_code"]
 
 
 class Switch:
@@ -51,3 +54,17 @@ def _no_compiled_code() -> Callable[[], None]:
 
 FUSED_ATTENTION_OFF = Switch(_no_fused_attention)
 COMPILED_CODE_OFF = Switch(_no_compiled_code)
+
+
+def has_compiled_code(modules: Sequence[nn.Module]) -> bool:
+    """Whether one of these modules, or a method of one, is compiled, by `torch.compile` or `Module.compile`."""
+    if "torch._dynamo" not in sys.modules:  # imported by each of them
+        return False
+    if any("_orig_mod" in module._modules or module._compiled_call_impl is not None for module in modules):
+        return True
+    classes = {cls for kind in {type(module) for module in modules} for cls in kind.__mro__}
+    return any(
+        isinstance(value, FunctionType) and "_torchdynamo_orig_callable" in vars(value)
+        for owner in (*modules, *classes)
+        for value in vars(owner).values()
+    )

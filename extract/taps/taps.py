@@ -24,6 +24,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import warnings
+import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import TracebackType
@@ -39,11 +41,11 @@ from extract.taps.edits import Edit
 from extract.taps.function_calls import FunctionAndParameterCalls
 from extract.taps.functions import Listener, watching
 from extract.taps.hook_calls import HookCalls
-from extract.taps.layer_names import named_layers, unwrap
+from extract.taps.layer_names import layer_named, named_layers, unwrap
 from extract.taps.model_bound_hook import ModelBoundHook
-from extract.taps.record import Record, Reduce, Site, What
-from extract.taps.requests import HookPoint, TapRequest, requests_for
-from extract.taps.switches import COMPILED_CODE_OFF, FUSED_ATTENTION_OFF
+from extract.taps.record import Record, Reduce, Site, What, split_text
+from extract.taps.requests import HookPoint, TapRequest, requests_for, why_absent
+from extract.taps.switches import COMPILED_CODE_OFF, FUSED_ATTENTION_OFF, has_compiled_code
 
 __all__ = ["Taps"]
 
@@ -90,6 +92,9 @@ class Taps(FunctionAndParameterCalls):
     ):
         self._closed = _closed_layers(model)
         super().__init__(model, stop, on_record)
+        # A record may be kept for long, and must not keep the model alive.
+        explained_by = weakref.WeakMethod(self._why_absent)
+        self._explain = lambda calls, text: explain(calls, text) if (explain := explained_by()) else None
         if layers != ():
             self.keep(layers, reduce=reduce)
 
@@ -210,6 +215,7 @@ class Taps(FunctionAndParameterCalls):
             self._block, self._forward = Block(undo.pop_all()), None
         self._requested = [request.without_functions() for request in self._requests if request.edit is None]
         self._edited.clear()
+        self._in_workers.clear()
         return self
 
     def __repr__(self) -> str:
@@ -244,6 +250,7 @@ class Taps(FunctionAndParameterCalls):
     def _register(self, undo: contextlib.ExitStack) -> None:
         """Register all hooks; closing `undo` removes them and restores the switches."""
         handles: list[RemovableHandle] = []
+        self._handles, self._waiting = handles, []
 
         def remove() -> None:
             for handle in handles:
@@ -259,7 +266,7 @@ class Taps(FunctionAndParameterCalls):
         if any(isinstance(module, nn.MultiheadAttention | nn.TransformerEncoderLayer) for module in modules):
             # Their fused code calls no submodules and no functions that `watching` sees.
             undo.enter_context(FUSED_ATTENTION_OFF.active())
-        if any("_orig_mod" in m._modules or m._compiled_call_impl is not None for m in [self._model, *modules]):
+        if has_compiled_code([self._model, *modules]):
             undo.enter_context(COMPILED_CODE_OFF.active())  # compiled code ignores hooks added later
 
         if any(request.operation or request.what == "attention" for request in self._requests):
@@ -277,11 +284,7 @@ class Taps(FunctionAndParameterCalls):
         requests_of: dict[int, tuple[nn.Module, list[tuple[str, TapRequest]]]] = {}
         for request in sorted(self._requests, key=lambda request: request.edit is None):  # edits come before keeps
             if request.layer in self._parameters:
-                parameter = self._parameters[request.layer]
-                if not parameter.requires_grad:
-                    continue
-                handle = parameter.register_hook(partial(self._on_parameter, request))  # type: ignore[no-untyped-call]
-                handles.append(handle)
+                self._waiting.append(request)
             elif not request.operation and request.what != "attention":
                 module = self._layers[request.layer]
                 requests_of.setdefault(id(module), (module, []))[1].append((request.layer, request))
@@ -306,17 +309,51 @@ class Taps(FunctionAndParameterCalls):
             hook(module.register_forward_hook, partial(self._leave, point), always_call=True)
         hook(root.register_forward_pre_hook, self._begin, prepend=True)  # before the hooks of the model as a layer
         hook(root.register_forward_hook, self._end)
+        self._hook_parameters()
+        if self._waiting:
+            hook(root.register_forward_hook, self._hook_parameters)
+
+    def _is_replaced(self, name: str) -> bool:
+        """Whether the model now has another layer or parameter of this name than when these `Taps` were made."""
+        if name in self._layers:
+            return name != "" and layer_named(self._model, name) is not self._layers[name]
+        layer, _, last = name.rpartition(".")
+        module = layer_named(self._model, layer)
+        own = {} if module is None else dict(module.named_parameters(recurse=False, remove_duplicate=False))
+        return own.get(last) is not self._parameters[name]
+
+    def _why_absent(self, calls: Counter[int], text: str) -> str | None:
+        name = split_text(text, self._layers)[0].partition("/")[0]
+        return why_absent(
+            text,
+            kept := self._kept_of.get(name, ()),
+            self._layers,
+            calls,
+            replaced=bool(kept) and self._is_replaced(name),
+            in_worker=id(self._layers.get(name)) in self._in_workers,
+        )
 
     def _check_edits(self) -> None:
         """Check that every edit was applied in this block; that of a glob or a type, to at least one layer.
 
+        A layer that ran in another thread, or was replaced, was missed, whatever became of others.
+
         Raises:
             LayertapError: an edit was never applied, although no call of the model was interrupted.
         """
+        if self._forward is not None and self._forward.running:
+            return
         edits = [request for request in self._requests if request.edit is not None]
         effective = {request.group for request in edits if id(request) in self._edited}
-        idle = [request for request in edits if id(request) not in self._edited and request.group not in effective]
-        if not idle or (self._forward is not None and self._forward.running):
+        idle = [request for request in edits if id(request) not in self._edited]
+        for reason, is_missed in (
+            ("replaced after these Taps were made", self._is_replaced),
+            ("called in another thread than the model", lambda name: id(self._layers.get(name)) in self._in_workers),
+        ):
+            if missed := dict.fromkeys(request.name for request in idle if is_missed(request.layer)):
+                raise LayertapError(f"the edit of {', '.join(missed)} never took effect: it was {reason}")
+        idle = [request for request in idle if request.group not in effective]
+        if not idle:
             return
         names = ", ".join(dict.fromkeys(request.name for request in idle))
         if self._forward is None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -210,3 +212,144 @@ def test_parameters_that_fsdp_shards_have_no_gradient_for_hooks_and_that_is_said
         assert taps.record["0"].shape == taps.record["0@grad"].shape == (3, 4)
         with pytest.raises(UnknownNameError, match=r"FSDP .* read `.grad`"):
             taps.record["0.weight@grad"]
+
+
+class CompiledMethod(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.fast = torch.compile(self.tail, backend="eager")
+
+    def tail(self, x: Tensor) -> Tensor:
+        return self.two(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fast(self.one(x))
+
+
+class CompiledForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    @torch.compile(backend="eager")
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(self.one(x))
+
+
+@pytest.mark.parametrize("make", [CompiledMethod, CompiledForward, lambda: nn.Sequential(CompiledForward())])
+def test_layers_in_compiled_methods_are_kept_and_edited(make) -> None:
+    torch.compiler.reset()
+    model, x = make(), torch.randn(3, 4)
+    inner = model[0] if isinstance(model, nn.Sequential) else model
+    with torch.no_grad():
+        model(x)  # compiled
+        with Taps(model).edit("**", lambda h: h / 2).keep(nn.Linear) as taps:
+            output = taps(x)
+        one = inner.one(x) / 2
+        two = inner.two(one) / 2
+    assert torch.equal(output, two / 2 if inner is not model else two)
+    assert [value.tolist() for value in taps.record.values()] == [one.tolist(), two.tolist()]
+
+
+class StartsAThread(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.unused = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with ThreadPoolExecutor(1) as pool:
+            return self.a(x) + pool.submit(self.b, x).result()
+
+
+def test_layers_that_a_thread_of_the_model_calls_are_told() -> None:
+    model, x = StartsAThread(), torch.randn(3, 4)
+    for taps in (
+        Taps(model).edit("*", lambda h: h / 2),
+        Taps(model).edit(nn.Linear, lambda h: h / 2, "input"),
+        Taps(model).edit("*/linear", lambda h: h / 2),
+    ):
+        missed = pytest.raises(
+            LayertapError, match=r"the edit of b(/linear)? never took effect: it was called in another"
+        )
+        with torch.no_grad(), missed, taps:
+            taps(x)
+    for what in ("output", "input", "grad"):
+        with Taps(model).keep(["a", "b", "unused"], what) as taps:
+            taps(x).sum().backward()
+        assert [name for name, reason in taps.record.missing.items() if "in another thread" in reason] == [
+            "b" if what == "output" else f"b@{what}"
+        ]
+
+
+def test_threads_that_call_the_model_themselves_are_not_taken_for_its_own() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Identity(), nn.ModuleList()), torch.randn(3, 4)
+    model.forward = lambda x: model[1](model[0](x)) if x.requires_grad else model[0](x)
+    inside, done = threading.Event(), threading.Event()
+
+    def other() -> None:
+        inside.wait(5)
+        model(x.clone().requires_grad_())
+        done.set()
+
+    def waits(h: Tensor) -> Tensor:
+        inside.set()
+        done.wait(5)
+        return h
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    with torch.no_grad(), Taps(model).edit("*", waits) as taps:
+        taps(x)
+    thread.join()
+    assert done.is_set()
+
+
+def test_parameters_that_are_unfrozen_in_the_block_are_kept_and_edited() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), torch.randn(3, 4)
+    model[0].requires_grad_(False)
+    with Taps(model).edit("*.weight", lambda g: g / 2, "grad").keep("*.weight", "grad") as taps:
+        taps(x).sum().backward()
+        assert list(taps.record) == ["2.weight@grad"]
+        model[0].requires_grad_(True)
+        model.zero_grad()
+        taps(x).sum().backward()
+    halves = {f"{i}.weight@grad": model[i].weight.grad.clone() for i in (0, 2)}
+    model.zero_grad()
+    model(x).sum().backward()
+    for i in (0, 2):
+        assert torch.equal(taps.record[f"{i}.weight@grad"], halves[f"{i}.weight@grad"])
+        assert torch.equal(halves[f"{i}.weight@grad"], model[i].weight.grad / 2)
+        assert not model[i].weight._backward_hooks
+
+
+def test_gradients_of_lazy_parameters_are_kept_and_edited_from_their_first_forward() -> None:
+    model, x = nn.Sequential(nn.LazyLinear(4), nn.ReLU()), torch.randn(2, 3)
+    with Taps(model).edit("0.weight", lambda g: g / 2, "grad").keep("**", "grad") as taps:
+        taps(x).sum().backward()
+    assert {"0.weight@grad", "0.bias@grad", "0@grad", "1@grad"} == set(taps.record)
+    edited = model[0].weight.grad.clone()
+    model.zero_grad()
+    model(x).sum().backward()
+    assert torch.equal(edited, model[0].weight.grad / 2)
+    assert torch.equal(taps.record["0.weight@grad"], edited)
+    assert torch.equal(taps.record["0.bias@grad"], model[0].bias.grad)
+
+
+@pytest.mark.parametrize("of", ["weight", "layer"])
+def test_edits_that_miss_what_was_replaced_are_told(of: str) -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), torch.randn(3, 4)
+    asked = "*.weight" if of == "weight" else "*"
+    taps = Taps(model).edit(asked, lambda g: g / 2, "grad")
+    kept = Taps(model).keep(asked, "grad").keep("0.bias", "grad")
+    if of == "weight":
+        model[0].weight = nn.Parameter(model[0].weight.detach().clone())
+    else:
+        model[0] = nn.Linear(4, 4)
+    name = "0.weight" if of == "weight" else "0"
+    with pytest.raises(LayertapError, match=f"the edit of {name} never took effect: it was replaced after"), taps:
+        taps(x).sum().backward()
+    with kept:
+        kept(x).sum().backward()
+    with pytest.raises(UnknownNameError, match=f"{name}' was replaced by another"):
+        kept.record[f"{name}@grad"]
