@@ -64,6 +64,7 @@ class extract.LayertapError(Exception)
 class extract.LockedError(LayertapError)
 class extract.Record(why_absent: Callable[[str], str | None], requested: Sequence[Requested] = ())
 extract.Record.find(self, text: str) -> list[Site]
+extract.Record.get(self, key: str | Site, default: Any = None) -> Any
 extract.Record.missing: dict[str, str]
 extract.Record.select(self, pattern: str) -> dict[str, Any]
 extract.Record.sites: dict[str, Site]

@@ -7,7 +7,7 @@ import sys
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -22,7 +22,7 @@ from extract.taps.edits import apply_edit
 from extract.taps.functions import unwatched
 from extract.taps.gradients import BackwardPasses, CopyOut, frames_of, on_gradient, separated, to_watch
 from extract.taps.layer_names import named_layers, named_parameters, unwrap
-from extract.taps.nested import Path, as_arguments, by_key, is_several, map_tensors, tensors_at, tensors_in
+from extract.taps.nested import Path, as_arguments, by_key, is_several, map_tensors, tensors_at, tensors_in, unread
 from extract.taps.record import Record, Reduce, Requested, Site, What
 from extract.taps.requests import (
     UNKNOWN,
@@ -368,6 +368,14 @@ class HookCalls:
         """Edit a value, and return what the model continues with."""
         if not point.edits:
             return value
+        for path, part in unread(value):
+            for layer, request in point.asked(call, side, path):
+                if request.edit is not None:
+                    raise InputError(
+                        f"{Site(layer, call, path, side)} is a {type(part).__name__} that holds tensors, which edits "
+                        "do not reach",
+                        hint="name the tensors to edit, each by its site",
+                    )
         with self._users_code():
             return map_tensors(value, partial(self._edited_tensor, point, call, side, {}))
 
@@ -425,7 +433,7 @@ class HookCalls:
         tensor: Tensor,
     ) -> Tensor:
         """Edit a tensor; one that stands in several places (`return h, h`) is edited once, and is in all of them."""
-        given, asked = tensor, list(self._asked(point, call, side, path))
+        given, asked = tensor, list(point.asked(call, side, path))
         key = id(given), *(id(request) for _, request in asked)
         if key in edited:
             return edited[key][1]
@@ -448,7 +456,7 @@ class HookCalls:
         gradient: What = "grad" if side == "output" else "grad_input"
         return [
             (Site(layer, call, path, gradient), request)
-            for layer, request in self._asked(point, call, gradient, path)
+            for layer, request in point.asked(call, gradient, path)
             if tensor.requires_grad and (call != UNKNOWN or request.edit is not None)
         ]
 
@@ -478,20 +486,6 @@ class HookCalls:
                 copies.append(StandIn.of(tensor, watched))
         on_gradient(watched, requests, self._block, self._forward, self._copy_out, self._edited)
         return watched
-
-    def _asked(self, point: HookPoint, call: int, what: What, path: Path) -> Iterator[tuple[str, TapRequest]]:
-        """Yield the requests for one tensor of a call.
-
-        Raises:
-            LayertapError: it is unknown which call is repeated, and an edit is for one of them.
-        """
-        for layer, request in point.requests:
-            if request.what != what or not request.covers(path):
-                continue
-            if call == UNKNOWN and request.call is not None and request.edit is not None:
-                raise LayertapError(f"layer {layer!r} runs more than once under checkpointing: edit all calls or none")
-            if request.call in (None, call):
-                yield layer, request
 
 
 def in_backward() -> bool:

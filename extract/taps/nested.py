@@ -1,22 +1,23 @@
 """Nested inputs and outputs of layers: find the tensors inside, or replace them.
 
-A path locates a tensor by tuple or list indices, mapping keys and dataclass fields, from the outside in. The output of
-an LSTM has the paths `(0,)`, `(1, 0)` and `(1, 1)`; a plain tensor has `()`.
+A path locates a tensor by indices of tuples, lists and deques, mapping keys, and names in dataclasses and namespaces,
+from the outside in. The output of an LSTM has the paths `(0,)`, `(1, 0)` and `(1, 1)`; a plain tensor has `()`.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from extract.errors import InputError
 
-__all__ = ["Path", "as_arguments", "by_key", "is_several", "map_tensors", "tensors_at", "tensors_in"]
+__all__ = ["Path", "as_arguments", "by_key", "is_several", "map_tensors", "tensors_at", "tensors_in", "unread"]
 
 Path = tuple[str | int, ...]
 _MANY = 16
@@ -24,7 +25,7 @@ _PLAIN = frozenset({int, float, bool, str, bytes, complex, type(None)})
 
 
 def tensors_in(value: Any, within: tuple[str, ...] = (), path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
-    """Yield (path, tensor) for every tensor inside nested tuples, lists, mappings and dataclasses.
+    """Yield (path, tensor) for every tensor inside nested containers; see the top of this file.
 
     Args:
         value: the value to search.
@@ -38,6 +39,18 @@ def tensors_in(value: Any, within: tuple[str, ...] = (), path: Path = ()) -> Ite
     for key, part in _parts(value):
         if not within or str(key) == within[0]:
             yield from tensors_in(part, within[1:], (*path, key))
+
+
+def unread(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Yield (path, object) for sets and objects that hold floating-point tensors which `tensors_in` leaves out."""
+    if isinstance(value, Tensor | nn.Module | type):
+        return
+    for key, part in (parts := _parts(value)):
+        yield from unread(part, (*path, key))
+    if not parts:
+        held = value if isinstance(value, set | frozenset) else getattr(value, "__dict__", {}).values()
+        if any(isinstance(part, Tensor) and part.is_floating_point() for part in held):
+            yield path, value
 
 
 def tensors_at(value: Any, within: tuple[str, ...]) -> Iterable[tuple[Path, Tensor]]:
@@ -61,9 +74,11 @@ def map_tensors(value: Any, function: Callable[[Path, Tensor], Tensor], path: Pa
 def _parts(value: Any) -> list[tuple[str | int, Any]]:
     if isinstance(value, Mapping):
         return list(value.items())
-    if isinstance(value, tuple | list):
+    if isinstance(value, tuple | list | deque):
         # Of a long list of numbers, the types are looked at faster than the items.
         return [] if len(value) > _MANY and _PLAIN.issuperset(map(type, value)) else list(enumerate(value))
+    if isinstance(value, SimpleNamespace):
+        return list(vars(value).items())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return [(field.name, getattr(value, field.name, None)) for field in dataclasses.fields(value)]
     return []
@@ -78,6 +93,10 @@ def _rebuilt(value: Any, parts: dict[str | int, Any]) -> Any:
     if isinstance(value, tuple | list):
         return _rebuilt_sequence(value, list(parts.values()))
     rebuilt = copy.copy(value)
+    if isinstance(value, deque):
+        rebuilt.clear()
+        rebuilt.extend(parts.values())
+        return rebuilt
     for name, part in parts.items():
         object.__setattr__(rebuilt, str(name), part)  # works for frozen dataclasses too
     return rebuilt

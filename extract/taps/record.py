@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -141,6 +142,12 @@ class Record(Mapping[str, Any]):
             self._sites_of = {}
             for site in self.by_site:
                 self._sites_of.setdefault(site.layer, []).append(site)
+            if len(self._sites) < len(self.by_site):
+                same = Counter(map(str, self.by_site)).most_common(1)[0][0]
+                raise InputError(
+                    f"two tensors have the name {same!r}: keys such as 0 and '0' or 'a.b' are not told apart in names",
+                    hint="look them up by their sites: record.by_site",
+                )
         return self._sites
 
     def _keep_live(self, site: Site, value: Any) -> None:

@@ -7,7 +7,7 @@ import dataclasses
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from types import FrameType
 from typing import Any, cast, get_args
@@ -21,7 +21,7 @@ from extract.taps.copies import copied
 from extract.taps.edits import Edit
 from extract.taps.functions import memory_of
 from extract.taps.layer_names import match_layers
-from extract.taps.nested import map_tensors
+from extract.taps.nested import Path, map_tensors
 from extract.taps.record import Record, Reduce, Requested, Site, What, split_text
 
 __all__ = [
@@ -209,6 +209,20 @@ class HookPoint:
             request.edit is not None and request.what == "output" and request.call in (None, call)
             for _, request in self.requests
         )
+
+    def asked(self, call: int, what: What, path: Path) -> Iterator[tuple[str, TapRequest]]:
+        """Yield the requests for one tensor of a call.
+
+        Raises:
+            LayertapError: it is unknown which call is repeated, and an edit is for one of them.
+        """
+        for layer, request in self.requests:
+            if request.what != what or not request.covers(path):
+                continue
+            if call == UNKNOWN and request.call is not None and request.edit is not None:
+                raise LayertapError(f"layer {layer!r} runs more than once under checkpointing: edit all calls or none")
+            if request.call in (None, call):
+                yield layer, request
 
 
 UNKNOWN = -1  # number of a call where it is not known which call a backward pass repeats

@@ -160,7 +160,8 @@ class Taps(FunctionAndParameterCalls):
             layers: see `keep`.
             fn: a function of one tensor that returns a tensor of the same shape, dtype and device; see `extract.edits`.
                 It receives a copy, which it may change. If a layer takes or returns several tensors, `fn` is applied to
-                each floating-point tensor; a `Site` selects one of them.
+                each floating-point tensor in its tuples, lists, deques, mappings, dataclasses and namespaces; a `Site`
+                selects one of them. One in a set or in another object is an error.
             what: `"output"`, `"input"`, `"grad"`: the gradient with respect to the output, or `"grad_input"`: with
                 respect to the inputs, through this layer only. The gradient of a parameter that several reentrant
                 checkpoints share is edited in parts.

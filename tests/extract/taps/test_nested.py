@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from extract import Taps
+from extract import InputError, Site, Taps
 from extract.taps.nested import map_tensors, tensors_in
 
 
@@ -115,3 +115,65 @@ def test_long_lists_of_numbers_are_not_walked_item_by_item(monkeypatch: pytest.M
     numbers[500] = x  # type: ignore[call-overload]
     assert list(tensors_in(numbers)) == [((500,), x)]
     assert map_tensors(numbers, lambda path, tensor: tensor * 2)[500].tolist() == [2, 2]
+
+
+class Holder:
+    def __init__(self, x: Tensor) -> None:
+        self.held = x
+
+
+class Beside(nn.Module):
+    def __init__(self, container: Any) -> None:
+        super().__init__()
+        self.container = container
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        return {"a": x * 2, "b": self.container(x * 3)}
+
+
+@pytest.mark.parametrize(
+    ("container", "inside", "path"),
+    [
+        (lambda x: collections.deque([x], maxlen=1), lambda b: b[0], "b.0"),
+        (lambda x: SimpleNamespace(held=x, other=1), lambda b: b.held, "b.held"),
+    ],
+)
+def test_tensors_in_deques_and_namespaces_are_kept_and_edited(container, inside, path: str) -> None:
+    model, x = nn.Sequential(Beside(container)), torch.ones(2)
+    with torch.no_grad(), Taps(model, "0").edit("0", lambda h: h + 1) as taps:
+        output = taps(x)
+    assert output["a"].tolist() == taps.record["0:a"].tolist() == [3, 3]
+    assert inside(output["b"]).tolist() == taps.record[f"0:{path}"].tolist() == [4, 4]
+    plain = container(x)
+    assert type(output["b"]) is type(plain)
+    assert getattr(output["b"], "maxlen", 1) == getattr(output["b"], "other", 1) == 1
+
+
+@pytest.mark.parametrize("container", [lambda x: {x}, lambda x: frozenset([x]), Holder])
+def test_an_edit_beside_tensors_that_it_does_not_reach_is_refused(container) -> None:
+    model, x = nn.Sequential(Beside(container)), torch.ones(2)
+    for layers in ("0", "0:b"):
+        with (
+            torch.no_grad(),
+            pytest.raises(InputError, match=rf"0:b is a {type(container(x)).__name__} that holds tensors"),
+            Taps(model).edit(layers, lambda h: h + 1) as taps,
+        ):
+            taps(x)
+    with torch.no_grad(), Taps(model, "0").edit("0:a", lambda h: h + 1) as taps:
+        assert taps(x)["a"].tolist() == [3, 3]
+    assert list(taps.record) == ["0:a"]
+
+
+def test_tensors_whose_names_are_the_same_are_refused_and_have_their_sites() -> None:
+    class Keys(nn.Module):
+        def forward(self, x: Tensor) -> dict[Any, Any]:
+            return {0: x, "0": x * 2, "a.b": x * 3, "a": {"b": x * 4}}
+
+    model, x = nn.Sequential(Keys()), torch.ones(2)
+    with torch.no_grad(), Taps(model, "0") as taps:
+        taps(x)
+    for look in (dict, list, lambda record: record["0:0"], lambda record: record.select("*")):
+        with pytest.raises(InputError, match="two tensors have the name '0:0'"):
+            look(taps.record)
+    for number, path in enumerate([(0,), ("0",), ("a.b",), ("a", "b")], 1):
+        assert taps.record[Site("0", path=path)].tolist() == [number, number]
