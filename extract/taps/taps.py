@@ -118,7 +118,8 @@ class Taps(FunctionAndParameterCalls):
                 `"grad"`: the gradient of the loss with respect to the output, or to a parameter (`fc.weight`);
                 `"grad_input"`: with respect to the inputs, through this layer only; `"attention"`: the weights
                 (B, heads, T, S) of every attention computed in the layer. Gradients are those of the last backward
-                pass inside the block; a GradScaler scales them with the loss.
+                pass inside the block; a GradScaler scales them with the loss. Under `DistributedDataParallel`, the
+                gradient of a parameter is that of this process, before the mean over processes, which `.grad` has.
             reduce: a function of one tensor, called on the tensor's device, without autograd unless `live` is set; it
                 must not change the tensor. It returns a tensor or a dict of tensors, which is copied to the CPU and
                 recorded.
