@@ -119,7 +119,8 @@ def _loss(config: InspectConfig, backbone: Backbone, sample: Sample) -> tuple[st
             f"{backbone.spec} gives no classes, which cross_entropy needs", hint="use --loss FILE.py:FUNCTION"
         )
 
-    def cross_entropy(output: Tensor, targets: Tensor) -> Tensor:
+    def cross_entropy(output: Any, targets: Tensor) -> Tensor:
+        output = getattr(output, "logits", output)  # models of transformers return a mapping
         if not isinstance(output, Tensor) or output.ndim != 2:
             raise InputError(f"{backbone.spec} does not give (images, classes)", hint="use --loss FILE.py:FUNCTION")
         # The target of an unlabelled image is the class that the model predicts.
