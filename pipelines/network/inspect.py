@@ -141,7 +141,7 @@ def _labels_of_loss(backbone: Backbone, images: Images, labels: str | None, loss
     if not source:  # the outputs are unknown, and the loss may use the labels only to tell classes apart
         shown = [f"{number} is {name}" for number, name in enumerate(images.classes[:SHOWN])]
         more = [f"{len(images.classes) - SHOWN:,} more"] if len(images.classes) > SHOWN else []
-        source = f"the classes of the images, numbered in the order of their names: {', '.join(shown + more)}"
+        source = f"the classes of the images, numbered in their order: {', '.join(shown + more)}"
     click.echo(printable(f"labels of {loss}: {source}"), err=True)
     return numbers
 
