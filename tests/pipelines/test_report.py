@@ -23,6 +23,7 @@ from extract.analysis.probe import metrics
 from extract.store.format.layout import StoredFeature, create_shard
 from extract.store.format.writer import ShardWriter
 from pipelines.data_sets import report as report_room
+from pipelines.data_sets.report.content import _histogram
 from pipelines.data_sets.report.page import PAGE_BYTES
 from pipelines.data_sets.report.probe_results import probes
 from pipelines.data_sets.report.similar_images import near_duplicate_cosine
@@ -155,6 +156,15 @@ def test_near_duplicates_are_unusually_near_and_at_most_half_as_far_as_others() 
     deviation = np.median(np.abs(np.log(spread) - np.median(np.log(spread)))) / 0.6745
     assert threshold == pytest.approx(1 - np.exp(np.median(np.log(spread)) - 3.5 * deviation))
     assert near_duplicate_cosine(np.full(29, 0.5)) is None
+
+
+def test_lengths_that_differ_by_rounding_are_counted() -> None:
+    for value in (0.0, 1.0, 2.0**53, 1e-30):
+        values = np.array([value, np.nextafter(value, 2 * value + 1)])
+        counts, edges = _histogram(values)
+        assert (counts.sum(), len(edges), np.isfinite(edges).all()) == (2, 41, True)
+    counts, edges = _histogram(np.arange(81.0))
+    np.testing.assert_array_equal(counts, np.histogram(np.arange(81.0), 40)[0])
 
 
 def test_thumbnails_are_their_pictures_at_the_largest_size_that_fits() -> None:
