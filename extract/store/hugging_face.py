@@ -129,9 +129,8 @@ class HuggingFaceFolder(contextlib.ExitStack):
         yield "---\n"
         lines = ["| column | shape | layer |", "|---|---|---|"]
         for name in self._names:
-            lines.append(
-                f"| {_code(name)} | {list(reader[name].shape[1:])} | {_code(reader[name].attributes.get('layer', ''))} |"
-            )
+            layer = reader[name].attributes.get("layer", "")
+            lines.append(f"| {_code(name)} | {list(reader[name].shape[1:])} | {_code(layer)} |")
         yield _CARD.format(
             count=len(reader), version=_code((provenance.get("versions") or {}).get("layertap", "")),
             backbone=_code(_name_of(provenance.get("backbone", "unknown"))),

@@ -107,6 +107,7 @@ def test_code_of_a_hub_is_asked_for_too(foreign: Path, ran: Path, tmp_path: Path
     length = int.from_bytes(content[:8], "little")
     head = json.loads(content[8 : 8 + length])
     recorded = (foreign / "spec").read_text()
+    del head["__metadata__"]["sha256"]  # as in a probe of an earlier version
     head["__metadata__"] = {key: value.replace(recorded, spec) for key, value in head["__metadata__"].items()}
     text = json.dumps(head).encode()
     text += b" " * (-len(text) % 8)

@@ -12,9 +12,8 @@ fetched again.
 Blocks are written under a temporary name and renamed. The least recently used blocks are removed first. Several
 processes may share the cache. A forked process starts its own threads and connections.
 
-The checksums are no secret. Where other users can write to the folder, they protect from damage only; therefore files of
-other users are not read, and links are not followed. If a block cannot be written, it is used from memory, and a warning
-goes once to the logger `layertap.store`.
+The checksums are no secret: they protect from damage only. Therefore blocks of other users are not read, and links are
+not followed. A block that cannot be written is used from memory, and the logger `layertap.store` gets one warning.
 """
 
 from __future__ import annotations
@@ -226,8 +225,10 @@ class BlockCache:
                 self._noted = True
                 _log.warning(
                     "%s: blocks of remote files are not kept (%s), and are fetched again when they are needed again; "
-                    "free disk space, or set XDG_CACHE_HOME to another folder", self.folder, getattr(error, "strerror", None) or error,
-                )  # fmt: skip
+                    "free disk space, or set XDG_CACHE_HOME to another folder",
+                    self.folder,
+                    getattr(error, "strerror", None) or error,
+                )
 
     def _from_disk(self, file: RemoteFile, number: int, start: int, stop: int, out: memoryview) -> bool:
         """Read bytes of a block from the disk into `out`; return False if the block is missing or damaged."""
