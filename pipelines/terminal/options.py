@@ -39,7 +39,10 @@ _PATHS = (
 )  # keys whose values a shell completes as paths
 
 # Help text that `search`, `verify` and `predict` share.
-BACKBONE_HELP = "Spec of the backbone; required if it is code (python/, hub/), which will be run."
+BACKBONE_HELP = (
+    "Spec of the backbone; required if it is code (python/, hub/), which will be run, or a model of the hub (hf/) that "
+    "is not in its cache."
+)
 
 
 class _DataSet(click.Path):
