@@ -31,6 +31,7 @@ from pipelines.terminal import completion
 from pipelines.terminal.config import with_home
 from pipelines.terminal.error_output import print_error, print_usage_error
 from pipelines.terminal.graceful_stop import Terminated, end_on_signals
+from pipelines.terminal.text_output import print_line
 
 __all__ = ["SECTIONS", "main"]
 
@@ -93,7 +94,7 @@ class _Commands(click.Group):
             print_usage_error(error)
             sys.exit(error.exit_code)
         except click.Abort:
-            click.echo("interrupted", err=True)
+            print_line("interrupted", err=True)
             sys.exit(130)
         sys.exit(code if isinstance(code, int) else 0)
 
@@ -138,7 +139,7 @@ class _Commands(click.Group):
             ctx.exit(1)
         except KeyboardInterrupt as stop:
             terminated = isinstance(stop, Terminated)
-            click.echo("terminated" if terminated else "interrupted", err=True)
+            print_line("terminated" if terminated else "interrupted", err=True)
             ctx.exit(143 if terminated else 130)
         finally:
             signals.end()

@@ -266,6 +266,10 @@ def test_probes_and_another_data_set_are_told(folder: Path, tmp_path: Path) -> N
     _, content = report(tmp_path / "a", "-o", tmp_path / "page.html")
     assert "centroid/predictions.csv cannot be read as predictions: no column 'label'" in " ".join(content["notes"])
     assert content["predictions"] == {"tested": 0, "wrong": [], "n_wrong": 0}
+    file.unlink()
+    os.mkfifo(file)  # of a stranger's data set: it is not waited for
+    _, content = report(tmp_path / "a", "-o", tmp_path / "page.html")
+    assert "centroid/predictions.csv is not a regular file" in " ".join(content["notes"])
 
 
 def test_training_rows_of_a_probe_are_those_of_its_final_fit(tmp_path: Path) -> None:
