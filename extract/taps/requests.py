@@ -156,7 +156,8 @@ def why_absent(
     if all(request.what in ("grad", "grad_input") for request in asked):
         return (
             f"no gradient reached {layer}: call backward() inside the `with` block, on a loss that depends "
-            "on it, without torch.no_grad() (layers that run twice get none with reentrant checkpointing)"
+            "on it, without torch.no_grad() and torch.inference_mode(); if no parameter before the layer requires "
+            "gradients, the model's input must (layers that run twice get none with reentrant checkpointing)"
         )
     if all(request.what == "attention" for request in asked):
         return f"{layer} computed no attention that layertap recognises"
