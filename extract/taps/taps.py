@@ -78,6 +78,9 @@ class Taps(FunctionAndParameterCalls):
         UnknownNameError: a pattern matches no layer.
     """
 
+    # Whether other code than `Taps` calls the model, which may be compiled.
+    _has_other_callers = True
+
     def __init__(
         self,
         model: nn.Module,
@@ -262,12 +265,14 @@ class Taps(FunctionAndParameterCalls):
             handles.append(register(ModelBoundHook(function), **options))
 
         root = unwrap(self._model)
-        if any(isinstance(module, nn.MultiheadAttention | nn.TransformerEncoderLayer) for module in root.modules()):
+        modules = list(root.modules())
+        if any(isinstance(module, nn.MultiheadAttention | nn.TransformerEncoderLayer) for module in modules):
             # Their fused code calls no submodules and no functions that `watching` sees.
             undo.enter_context(FUSED_ATTENTION_OFF.active())
         # Compiled code ignores hooks added later, and what calls the model may be compiled. Without the compiler, whose
         # import takes a second, nothing is.
-        if "torch._dynamo" in sys.modules:
+        compiled = any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in [self._model, *modules])
+        if compiled or ("torch._dynamo" in sys.modules and self._has_other_callers):
             undo.enter_context(COMPILED_CODE_OFF.active())
 
         if any(request.operation or request.what == "attention" for request in self._requests):
