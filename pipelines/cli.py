@@ -19,6 +19,7 @@ import click
 
 from extract.errors import InputError, LayertapError, LockedError, UnknownNameError, first_line
 from extract.system.foreign_code import exits_refused, own_faults_refused
+from extract.system.optional_libraries import own_version
 from pipelines import demo
 from pipelines.compare import command as compare
 from pipelines.data_sets import command as data_sets
@@ -145,8 +146,15 @@ class _Commands(click.Group):
             signals.end()
 
 
+def _print_version(context: click.Context, parameter: click.Parameter, wanted: bool) -> None:
+    if wanted and not context.resilient_parsing:
+        click.echo(f"{context.find_root().info_name}, version {own_version()}")
+        context.exit()
+
+
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(package_name="layertap")
+@click.option("--version", is_flag=True, expose_value=False, is_eager=True, callback=_print_version,
+              help="Show the version and exit.")  # fmt: skip
 def main() -> None:
     """Compute features of images with any backbone, and store them on disk: checked, in order, crash-safe."""
 

@@ -6,7 +6,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from extract.analysis.projection import principal, tsne, umap
 from extract.row_status import Status
 from extract.store.format.dataset import DataSet
 from extract.store.reader import FeatureReader
+from extract.system.optional_libraries import own_version
 from extract.system.urls import is_url
 from pipelines.data_sets.diff import as_json as comparison_as_json
 from pipelines.data_sets.report.facts import facts, runs, stages
@@ -101,7 +101,7 @@ class ReportContent:
         described = self._described
         self.data |= {
             "title": printable(Path(described["out"]).resolve().name),
-            "version": version("layertap"),
+            "version": own_version(),
             "written": datetime.now(UTC).isoformat(" ", "seconds"),
             "layer": printable(self._layer),
             "facts": facts(described),
