@@ -14,7 +14,7 @@ from extract.backbones.sources import SOURCES, BackboneSource
 from extract.backbones.spelling import unknown_spec
 from extract.backbones.text_tower import TextTower
 from extract.backbones.weights_file import WeightsFile
-from extract.errors import InputError, LayertapError
+from extract.errors import InputError, LayertapError, first_line
 from extract.system.foreign_code import described, exits_refused
 from extract.system.torch_state import device_named
 
@@ -132,7 +132,14 @@ def permitted(recorded: str, named: str | None, where: Path | str, weights: str 
             hint=f"if you trust the code, name the backbone: --backbone {shlex.quote(recorded)}",
         )
     if source.locate is not None and not source.defined_in:
-        file = source.locate(_request(recorded, weights, 0, False, {})[1])
+        try:
+            file = source.locate(_request(recorded, weights, 0, False, {})[1])
+        except LayertapError:
+            raise
+        except (OSError, ValueError) as error:  # of the hub's library
+            raise InputError(
+                f"{where} records the backbone {recorded!r}, which is no name: {first_line(error)}"
+            ) from error
         if file.path is None and file.url:
             raise InputError(
                 f"{where} records the backbone {recorded!r}, which would be downloaded from a repository that only "

@@ -269,9 +269,11 @@ def asked_of(configuration: dict[str, Any], weights: str | None = None) -> dict[
         weights: a name or file instead of the recorded weights, if the file was moved.
 
     Raises:
-        KeyError: an argument is missing in the configuration.
+        KeyError: an argument is missing in the configuration, or the weights are no text.
     """
     asked = {name: configuration[name] for name in ("weights", "seed", "allow_missing_head")}
+    if not isinstance(asked["weights"], str | None):
+        raise KeyError("weights")
     asked["preprocessing"] = configuration.get("preprocessing")
     return asked | ({"weights": weights} if weights else {})
 

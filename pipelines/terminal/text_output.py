@@ -35,7 +35,8 @@ def print_line(text: object, *, err: bool = False, fg: str | None = None, bold: 
     """Print text, on stderr if `err`. All text of commands passes here, because names and data sets of strangers may
     contain control characters, which a terminal obeys.
     """
-    click.secho(printable_lines(str(text)), err=err, fg=fg, bold=bold or None)
+    safe = printable_lines(str(text))
+    click.echo(click.style(safe, fg=fg, bold=bold or None) if fg or bold else safe, err=err)
 
 
 def printable_lines(text: str) -> str:

@@ -150,6 +150,25 @@ def test_a_repository_that_only_a_stranger_names_is_not_asked(
         assert asked_hosts  # where the user names it
 
 
+@pytest.mark.parametrize("name", ["evil model!", "a--b", "a" * 300, "evil/\x1b]0;PWN\x07"])
+def test_a_name_that_no_repository_can_have_is_refused(name: str) -> None:
+    pytest.importorskip("transformers")
+    with pytest.raises(InputError, match="out records the backbone .*, which is no name: "):
+        permitted(f"hf/{name}", None, "out")
+
+
+def test_recorded_weights_that_are_no_text_are_refused(foreign: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = FeatureReader.provenance.fget  # type: ignore[attr-defined]
+
+    def forged(reader: FeatureReader) -> dict[str, Any]:
+        provenance = original(reader)
+        return {**provenance, "configuration": {**provenance["configuration"], "weights": 3}}
+
+    monkeypatch.setattr(FeatureReader, "provenance", property(forged))
+    message = fails("verify", foreign / "out", "--sample", 3, "-b", "timm/test_resnet")
+    assert "does not record how it was computed: its provenance has no 'weights'" in message
+
+
 def test_a_repository_in_the_cache_needs_no_word_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
     snapshot = tmp_path / "models--me--model" / "snapshots" / "0123"
