@@ -148,7 +148,7 @@ class _Commands(click.Group):
 
 def _print_version(context: click.Context, parameter: click.Parameter, wanted: bool) -> None:
     if wanted and not context.resilient_parsing:
-        click.echo(f"{context.find_root().info_name}, version {own_version()}")
+        print_line(f"{context.find_root().info_name}, version {own_version()}")
         context.exit()
 
 
