@@ -52,7 +52,7 @@ def n_outputs(backbone: Backbone) -> int:
 def targets_of(
     backbone: Backbone, images: Images, labels: str | None = None, remedy: str = "give --labels FILE.csv"
 ) -> Targets | None:
-    """Return the true output of each image; None if no class of the images is an output, which a note on stderr says.
+    """Return the true output of each image; None if the classes of the images are no outputs, which a note says.
 
     The output is found by what a class is called, never by its position: all classes are WordNet ids (n01440764, the
     names of ImageNet's folders) of a network with ImageNet's 1,000 classes, or label names of the network, or whole
@@ -67,7 +67,7 @@ def targets_of(
 
     Raises:
         InputError: the file does not fit the images, or its labels do not fit the backbone; or a class of the images
-            fits no output while others do, or several outputs, or the same output as another class.
+            fits no output while others do (but for names), or several outputs, or the same output as another class.
     """
     if labels is None:
         names = [images.classes[label] if label >= 0 else None for label in images.labels.tolist()]
@@ -79,11 +79,13 @@ def targets_of(
     ways = {way: found for way, found in _ways(backbone, known).items() if found}
     if labels is not None and _NUMBERS in ways:
         ways = {_NUMBERS: ways[_NUMBERS]}
+    if labels is None and len(ways.get(_LABELS, known)) < len(known):
+        del ways[_LABELS]  # names of folders may be labels by chance, such as `crane` beside `digger`
     if labels is None and not ways:
         if known and n_outputs(backbone):
             shown = ", ".join(map(repr, sorted(known)[:_SHOWN])) + (", ..." if len(known) > _SHOWN else "")
             note = (
-                f"note: no class of the images ({shown}) is an output of {backbone.spec}; the true outputs are unknown"
+                f"note: the classes of the images ({shown}) are not outputs of {backbone.spec}; the true ones are unknown"
             )
             click.secho(printable(note + (f": {remedy}" if remedy else "")), fg="yellow", err=True)
         return None
