@@ -84,9 +84,7 @@ def targets_of(
     if labels is None and not ways:
         if known and n_outputs(backbone):
             shown = ", ".join(map(repr, sorted(known)[:_SHOWN])) + (", ..." if len(known) > _SHOWN else "")
-            note = (
-                f"note: the classes of the images ({shown}) are not outputs of {backbone.spec}; the true ones are unknown"
-            )
+            note = f"note: the classes of the images ({shown}) are not outputs of {backbone.spec}; these are unknown"
             click.secho(printable(note + (f": {remedy}" if remedy else "")), fg="yellow", err=True)
         return None
     way, found = max(ways.items(), key=lambda item: len(item[1]), default=(_NUMBERS, {}))
