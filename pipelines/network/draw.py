@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-import click
 import numpy as np
 import torch
 from matplotlib.figure import Figure
@@ -36,7 +35,7 @@ from pipelines.network.imagenet_targets import Targets, class_name, targets_of
 from pipelines.terminal.backbone import backbone_of
 from pipelines.terminal.figures import save_figure
 from pipelines.terminal.output_paths import check_folder
-from pipelines.terminal.text_output import printable
+from pipelines.terminal.text_output import print_line
 
 __all__ = ["KINDS", "MOST_IMAGES", "draw", "figure_file"]
 
@@ -307,10 +306,10 @@ def _truth(backbone: Backbone, sample: Sample) -> Targets | None:
     try:
         truth = targets_of(backbone, sample.images, remedy="")
     except InputError as error:
-        click.secho(printable(f"note: the true classes are not marked: {error.message}"), fg="yellow", err=True)
+        print_line(f"note: the true classes are not marked: {error.message}", fg="yellow", err=True)
         return None
     if truth is not None:
-        click.echo(printable(f"true classes: {truth.source}"), err=True)
+        print_line(f"true classes: {truth.source}", err=True)
     return truth
 
 

@@ -8,7 +8,6 @@ from collections import defaultdict
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
-import click
 import numpy as np
 from numpy.typing import NDArray
 
@@ -20,7 +19,7 @@ from extract.images.csv_lists import file_and_column
 from extract.images.image_list import label_text
 from extract.taps.layer_names import named_layers
 from pipelines.terminal.image_tables import read_image_table, without_fractions
-from pipelines.terminal.text_output import printable
+from pipelines.terminal.text_output import print_line
 
 __all__ = ["Targets", "class_name", "n_outputs", "targets_of"]
 
@@ -85,7 +84,7 @@ def targets_of(
         if known and n_outputs(backbone):
             shown = ", ".join(map(repr, sorted(known)[:_SHOWN])) + (", ..." if len(known) > _SHOWN else "")
             note = f"note: the classes of the images ({shown}) are not outputs of {backbone.spec}; these are unknown"
-            click.secho(printable(note + (f": {remedy}" if remedy else "")), fg="yellow", err=True)
+            print_line(note + (f": {remedy}" if remedy else ""), fg="yellow", err=True)
         return None
     way, found = max(ways.items(), key=lambda item: len(item[1]), default=(_NUMBERS, {}))
     if fault := _fault(known, way, ways, backbone.spec):
@@ -148,7 +147,7 @@ def _of_file(images: Images, labels: str) -> list[str | None]:
     where, column = file_and_column(labels)
     table = read_image_table(where, column, "labels", images.paths, images.ids, images.root)
     for note in table.notes:
-        click.secho(f"note: {printable(note)}", fg="yellow", err=True)
+        print_line(f"note: {note}", fg="yellow", err=True)
     return [label_text(text) for text in without_fractions(table.texts)]
 
 

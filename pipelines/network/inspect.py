@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import click
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -31,7 +30,7 @@ from pipelines.terminal.backbone import backbone_of
 from pipelines.terminal.output_paths import check_file, check_folder
 from pipelines.terminal.progress import Progress
 from pipelines.terminal.tables import print_aligned, table_file
-from pipelines.terminal.text_output import SHOWN, printable
+from pipelines.terminal.text_output import SHOWN, print_line
 
 __all__ = ["InspectionResult", "as_json", "inspect", "print_inspection"]
 
@@ -142,7 +141,7 @@ def _labels_of_loss(backbone: Backbone, images: Images, labels: str | None, loss
         shown = [f"{number} is {name}" for number, name in enumerate(images.classes[:SHOWN])]
         more = [f"{len(images.classes) - SHOWN:,} more"] if len(images.classes) > SHOWN else []
         source = f"the classes of the images, numbered in their order: {', '.join(shown + more)}"
-    click.echo(printable(f"labels of {loss}: {source}"), err=True)
+    print_line(f"labels of {loss}: {source}", err=True)
     return numbers
 
 
