@@ -3,9 +3,9 @@
 A URL is fetched as it was given. Every other use has three rules:
 
 1. The user name and the password are removed.
-2. Of the query and the fragment, parameters with the name of a credential are removed (`_CREDENTIALS`, and the
-   parameters of AWS and Google that start with `X-Amz-` and `X-Goog-`); parameters that only describe a signature, such
-   as the time at which it expires, are removed beside a credential (`_BESIDE`).
+2. Of the query and the fragment, parameters with the name of a credential are removed, by how the name starts or ends
+   (`_FORMS`) or as a whole (`_CREDENTIALS`); parameters that only describe a signature, such as the time at which it
+   expires, are removed beside a credential (`_BESIDE`).
 3. Everything else stays, so that `?id=1` and `?id=2` remain two images.
 
 Names are compared without case, `-` and `_`. Values are not looked at, except that a URL in a value is treated in the
@@ -19,16 +19,15 @@ from urllib.parse import quote, unquote
 
 __all__ = ["parameters_without_credentials", "text_without_credentials", "user_info", "without_credentials"]
 
-_FAMILIES = ("xamz", "xgoog")  # starts of names: X-Amz-Signature, X-Goog-Credential, ...
+_FORMS = re.compile(
+    r"(xamz|xgoog|oauth|bearer).*"  # X-Amz-Signature, X-Goog-Credential, ...
+    r"|.*(token|signature|secret|credentials?|password|passwd|passphrase|session|sessionid|sessid|ticket)"
+    r"|.*(access|account|api|app|auth|function|private|secret|shared|subscription)key(id)?"
+)
 _CREDENTIALS = {
-    "token", "accesstoken", "authtoken", "idtoken", "oauthtoken", "refreshtoken", "sastoken", "securitytoken",
-    "sessiontoken", "jwt", "bearer", "signature", "sig", "sign", "hmac",
-    "key", "accesskey", "accesskeyid", "accountkey", "apikey", "authkey", "privatekey", "secretaccesskey", "secretkey",
-    "sharedkey", "subscriptionkey",
-    "secret", "clientsecret", "password", "passwd", "passphrase", "pass", "pwd", "auth", "authorization", "credential",
-    "credentials",
-    "awsaccesskeyid", "googleaccessid", "keypairid",  # AWS and Google before X-Amz-* and X-Goog-*; CloudFront
-    "ossaccesskeyid", "xosscredential", "xosssignature", "xosssecuritytoken", "qak", "qsignature",  # Alibaba, Tencent
+    "jwt", "sas", "sig", "sign", "hmac", "key", "pass", "pwd", "auth", "authorization",
+    "googleaccessid", "keypairid",  # Google before X-Goog-*; CloudFront
+    "qak",  # Tencent
     "hdnea", "hdntl", "hdnts",  # Akamai
 }  # fmt: skip
 # A credential, or "" for any -> parameters that are removed beside it.
@@ -87,14 +86,17 @@ def parameters_without_credentials(reference: str) -> str:
     """
     before, fragment_mark, fragment = reference.partition("#")
     path, query_mark, query = before.partition("?")
-    return path + _kept(query_mark, query) + _kept(fragment_mark, fragment)
+    of_azure_functions = ".azurewebsites.net" in path.partition("/")[0].lower()
+    return path + _kept(query_mark, query, of_azure_functions) + _kept(fragment_mark, fragment, of_azure_functions)
 
 
-def _kept(mark: str, parameters: str) -> str:
+def _kept(mark: str, parameters: str, of_azure_functions: bool) -> str:
     """Return a query or fragment, with its mark, without credentials; "" if nothing else was in it."""
     given = _SEPARATORS.split(parameters)
     names = [re.sub("[-_]", "", unquote(parameter.partition("=")[0]).lower()) for parameter in given]
-    removed = {name for name in names if name in _CREDENTIALS or name.startswith(_FAMILIES)}
+    removed = {name for name in names if name in _CREDENTIALS or _FORMS.fullmatch(name)}
+    if of_azure_functions:
+        removed |= {"code"}  # elsewhere, it is also the code of a product
     for credential, beside in _BESIDE.items():
         if credential in removed or (removed and not credential):
             removed |= beside

@@ -19,6 +19,7 @@ import click
 
 from extract.errors import InputError, LayertapError, LockedError, UnknownNameError, first_line
 from extract.system.foreign_code import exits_refused, own_faults_refused
+from extract.system.optional_libraries import own_version
 from pipelines import demo
 from pipelines.compare import command as compare
 from pipelines.data_sets import command as data_sets
@@ -31,6 +32,7 @@ from pipelines.terminal import completion
 from pipelines.terminal.config import with_home
 from pipelines.terminal.error_output import print_error, print_usage_error
 from pipelines.terminal.graceful_stop import Terminated, end_on_signals
+from pipelines.terminal.text_output import print_line
 
 __all__ = ["SECTIONS", "main"]
 
@@ -93,7 +95,7 @@ class _Commands(click.Group):
             print_usage_error(error)
             sys.exit(error.exit_code)
         except click.Abort:
-            click.echo("interrupted", err=True)
+            print_line("interrupted", err=True)
             sys.exit(130)
         sys.exit(code if isinstance(code, int) else 0)
 
@@ -138,14 +140,21 @@ class _Commands(click.Group):
             ctx.exit(1)
         except KeyboardInterrupt as stop:
             terminated = isinstance(stop, Terminated)
-            click.echo("terminated" if terminated else "interrupted", err=True)
+            print_line("terminated" if terminated else "interrupted", err=True)
             ctx.exit(143 if terminated else 130)
         finally:
             signals.end()
 
 
+def _print_version(context: click.Context, parameter: click.Parameter, wanted: bool) -> None:
+    if wanted and not context.resilient_parsing:
+        print_line(f"{context.find_root().info_name}, version {own_version()}")
+        context.exit()
+
+
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(package_name="layertap")
+@click.option("--version", is_flag=True, expose_value=False, is_eager=True, callback=_print_version,
+              help="Show the version and exit.")  # fmt: skip
 def main() -> None:
     """Compute features of images with any backbone, and store them on disk: checked, in order, crash-safe."""
 

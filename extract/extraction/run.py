@@ -87,7 +87,8 @@ def extract_features(
         layers: `LAYER[:POOLING]...` each, globs allowed; see `choose_features`.
         weights: a name, a file, or "random"; see `load_backbone`.
         batch_size: images per forward.
-        workers: processes that decode; 0 decodes in this process.
+        workers: processes that decode; 0 decodes in this process, as does a worker of `multiprocessing.Pool` or joblib,
+            which may start no processes.
         decode: "exact": the pixels of the library's own preprocessing; "fast": nearly the same pixels, compared on the
             first images, and refused if a cosine is below `min_cosine`.
         device: "auto", "cpu", "cuda", "cuda:1", "mps".

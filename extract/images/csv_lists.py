@@ -40,6 +40,7 @@ __all__ = [
 TABLES = (".csv", ".tsv", ".parquet")
 _TEXT, _WHOLE, _NUMBER = "text", "text or whole numbers", "text, numbers or booleans"
 _COLUMNS = {"path": _TEXT, "label": _WHOLE, "split": _TEXT, "id": _WHOLE}
+_ROWS_AT_ONCE = 1 << 14  # of Parquet
 _BUFFER_BYTES = 1 << 20  # for each Parquet column, when read in pieces
 
 
@@ -76,7 +77,7 @@ def list_table(where: str, keep: Sequence[str] = ()) -> Images:
         UnknownNameError: a column to keep does not exist.
         InputError: the list has no column `path`, a row is not valid, or a path occurs twice.
     """
-    given, lines, kept = _read(where, _COLUMNS, keep)
+    given, lines, kept = _read(where, _COLUMNS, keep, unique="path")
     _check_columns(where, given)
     count = len(given["path"])
     columns = [given.get(name) or [None] * count for name in _COLUMNS]
@@ -292,11 +293,11 @@ def _names(columns: Collection[str]) -> str:
 
 
 def _read(
-    where: str, kinds: Mapping[str, str], keep: Sequence[str] = (), others: str = ""
+    where: str, kinds: Mapping[str, str], keep: Sequence[str] = (), others: str = "", unique: str = ""
 ) -> tuple[dict[str, Sequence[Any]], list[int], dict[str, Column]]:
     """Return name -> values, the line on which each row ends (CSV), and the columns to keep."""
     if _is_parquet(where):
-        given, kept = _read_parquet(where, kinds, keep, others)
+        given, kept = _read_parquet(where, kinds, keep, others, unique)
         return given, [], kept
     given, lines = _read_csv(where, [*kinds, *keep])
     chosen = chosen_columns(where, keep, {name: name for name in given})
@@ -384,15 +385,18 @@ def _parquet(
 
 
 def _read_parquet(
-    where: str, kinds: Mapping[str, str], keep: Sequence[str], others: str
+    where: str, kinds: Mapping[str, str], keep: Sequence[str], others: str, unique: str
 ) -> tuple[dict[str, Sequence[Any]], dict[str, Column]]:
     """Return name -> values, where columns without a kind are not read and have none; and the columns to keep.
+
+    Parquet stores equal texts once. In memory, too, equal texts are one: a small file stays small.
 
     Args:
         where: file or URL.
         kinds: column -> kind of its values.
         keep: see `list_table`.
         others: if the file has no column of this name, all columns of text or whole numbers are read, too.
+        unique: a column of paths that is refused as soon as it repeats a path, before the rest of the file is read.
     """
     with _opened(where) as file, _parquet(where, file, [*kinds, *keep]) as (opened, names):
         if others and others not in names:
@@ -401,11 +405,34 @@ def _read_parquet(
             keys = [name for name, i in found.items() if i >= 0 and _fits(schema.field(i).type, _WHOLE)]
             kinds = dict.fromkeys(keys, _WHOLE) | dict(kinds)
         chosen = chosen_columns(where, keep, names)
-        wanted = [*(names[name] for name in kinds if name in names), *chosen.values()]
-        table = opened.read(columns=list(dict.fromkeys(wanted)), use_threads=False)
-        given: dict[str, Sequence[Any]] = dict.fromkeys(names, ())
-        given |= {name: _values(where, name, table.column(names[name]), kinds) for name in kinds if name in names}
-        return given, {name: arrow_column(where, name, table.column(column)) for name, column in chosen.items()}
+        wanted = {name: names[name] for name in kinds if name in names}
+        columns: dict[str, list[Any]] = {name: [] for name in wanted}
+        texts: dict[str, dict[Any, Any]] = {name: {} for name in wanted}
+        for batch in opened.iter_batches(_ROWS_AT_ONCE, columns=list(wanted.values()), use_threads=False):
+            for name, column in wanted.items():
+                values, known = _values(where, name, batch.column(column), kinds), texts[name]
+                before = len(known)
+                columns[name] += [known.setdefault(each, each) if isinstance(each, str) else each for each in values]
+                if name == unique and len(known) < before + len(values):
+                    _check_paths(where, columns[name])
+        table = opened.read(columns=list(dict.fromkeys(chosen.values())), use_threads=False)
+        kept = {name: arrow_column(where, name, table.column(column)) for name, column in chosen.items()}
+        return {**dict.fromkeys(names, ()), **columns}, kept
+
+
+def _check_paths(where: str, paths: Sequence[Any]) -> None:
+    """Check that each path is one, and occurs only once.
+
+    Raises:
+        InputError: a path is no path, or occurs twice.
+    """
+    rows: dict[bytes, Row] = {}
+    for place, path in enumerate(paths):
+        row = _row(where, place, path, None, None, None)
+        row = row._replace(path=stored_path(row.path))
+        if row.path in rows:
+            check_once(where, rows[row.path], row)
+        rows[row.path] = row
 
 
 def _values(where: str, name: str, column: Any, kinds: Mapping[str, str]) -> list[Any]:

@@ -8,11 +8,12 @@ import gc
 import os
 import signal
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing import active_children
+from multiprocessing import active_children, current_process, get_all_start_methods, get_start_method
 from types import FrameType, MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
@@ -85,7 +86,8 @@ class Decoding:
         cpu_transform: RGB picture -> tensor, run in the process that decodes.
         min_decode_px: see `extract.images.decoding.decode`.
         max_pixels: a larger picture is refused as a decompression bomb.
-        workers: number of worker processes; 0 decodes in the calling process.
+        workers: number of worker processes; 0 decodes in the calling process, as does any number in a process that may
+            start none (a worker of `multiprocessing.Pool`, of joblib or of a `DataLoader`).
         batch_size: rows in most batches; each worker decodes about two batches ahead.
         orientation, icc: see `extract.images.decoding.decode`.
     """
@@ -328,6 +330,14 @@ def load_batches(
     """
     check_decoders()
     workers, batch_size = decoding.workers, decoding.batch_size
+    if workers and not _may_start_processes():
+        warnings.warn(
+            f"this process decodes the images itself, without {workers} worker processes: a worker of "
+            "multiprocessing.Pool, of joblib or of a DataLoader may start no processes (a worker of "
+            "concurrent.futures.ProcessPoolExecutor may)",
+            stacklevel=2,
+        )
+        workers = 0
     at_a_time = max(_LEAST_PIECE, -(-batch_size // _PIECES))
     sizes: deque[int] = deque()  # number of rows of each batch passed to the workers
 
@@ -358,6 +368,15 @@ def load_batches(
         pieces_found = iter(loader)
     started = [process for process in active_children() if process not in before] if workers else []
     return Batches(pieces_found, sizes, WorkerDeaths(started) if workers else None)
+
+
+def _may_start_processes() -> bool:
+    """Whether this process may start others with the default start method.
+
+    A daemonic process may not. The start method of a worker of joblib, "loky", starts its own class of processes only.
+    """
+    known = None, *get_all_start_methods()
+    return not current_process().daemon and get_start_method(allow_none=True) in known
 
 
 @contextlib.contextmanager

@@ -155,7 +155,7 @@ def _to_npy(reader: FeatureReader, path: Path, names: Sequence[str], on_rows: _O
     with (path / "rows.csv").open("w", encoding="utf-8", errors="surrogateescape", newline="") as text:
         table = csv.writer(text)
         further = {**({"id": reader.ids} if reader.ids else {}), **reader.columns}
-        table.writerow(["row", "path", "label", "class", "split", "status", *further])
+        table.writerow(map(safe_cell, ["row", "path", "label", "class", "split", "status", *further]))
         classes = [*reader.classes, ""]  # label -1 indexes the last entry
         columns = (reader.rows, reader.paths, reader.labels, reader.splits, reader.status)
         for row, image, label, split, status, *others in zip(*columns, *further.values(), strict=True):

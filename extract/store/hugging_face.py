@@ -25,11 +25,11 @@ Features of {count:,} images, computed by layertap {version}.
 
 | | |
 |---|---|
-| backbone | `{backbone}` |
+| backbone | {backbone} |
 | weights | {weights} |
 | preprocessing | {preprocessing} |
 | precision | {precision}, stored as {stored_as} |
-| fingerprint | `{fingerprint}` |
+| fingerprint | {fingerprint} |
 
 {layers}
 
@@ -38,7 +38,7 @@ import numpy as np
 from datasets import load_dataset
 
 rows = load_dataset("path/of/this/folder", split="{split}").filter(lambda row: row["status"] == "ok")
-x = np.stack(rows.with_format("numpy")["{name}"]).reshape(-1, {shape})
+x = np.stack(rows.with_format("numpy")[{name!r}]).reshape(-1, {shape})
 y = rows["label"]
 ```
 
@@ -129,18 +129,25 @@ class HuggingFaceFolder(contextlib.ExitStack):
         yield "---\n"
         lines = ["| column | shape | layer |", "|---|---|---|"]
         for name in self._names:
-            lines.append(
-                f"| `{name}` | {list(reader[name].shape[1:])} | `{reader[name].attributes.get('layer', '')}` |"
-            )
+            layer = reader[name].attributes.get("layer", "")
+            lines.append(f"| {_code(name)} | {list(reader[name].shape[1:])} | {_code(layer)} |")
         yield _CARD.format(
-            count=len(reader), version=(provenance.get("versions") or {}).get("layertap", ""),
-            backbone=_name_of(provenance.get("backbone", "unknown")),
-            weights=_name_of(provenance.get("weights", "unknown")),
-            preprocessing=json.dumps(depends_on.get("preprocessing", {})), precision=depends_on.get("precision", ""),
-            stored_as=depends_on.get("stored_as", reader[self._names[0]].dtype), fingerprint=self._fingerprint,
+            count=len(reader), version=_code((provenance.get("versions") or {}).get("layertap", "")),
+            backbone=_code(_name_of(provenance.get("backbone", "unknown"))),
+            weights=_code(_name_of(provenance.get("weights", "unknown"))),
+            preprocessing=_code(json.dumps(depends_on.get("preprocessing", {}))),
+            precision=_code(depends_on.get("precision", "")),
+            stored_as=_code(depends_on.get("stored_as", reader[self._names[0]].dtype)),
+            fingerprint=_code(self._fingerprint),
             layers="\n".join(lines), split=min(self._files), name=self._names[0],
             shape=", ".join(map(str, shape)),
         )  # fmt: skip
+
+
+def _code(text: object) -> str:
+    """Return a text as code in Markdown, also in a table: whatever a stranger has put into it, it stays text."""
+    escaped = repr(str(text))[1:-1].replace("`", "'").replace("|", "\\|")  # control characters: as in Python
+    return escaped and f"`{escaped}`"
 
 
 def _name_of(source: str) -> str:

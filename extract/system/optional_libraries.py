@@ -1,4 +1,4 @@
-"""Optional libraries, imported where they are used."""
+"""Optional libraries, imported where they are used; versions of libraries and of this project."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from extract.errors import LayertapError
 
-__all__ = ["library", "pip_install", "requirements"]
+__all__ = ["installed_version", "library", "own_version", "pip_install", "requirements"]
 
 _PROJECT = "layertap"
 _PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
@@ -56,6 +56,25 @@ def requirements(extra: str = "") -> list[str]:
     return _requirements_in_checkout(extra) or _requirements_in_metadata(extra)
 
 
+def installed_version(distribution: str) -> str | None:
+    """Return the version of an installed distribution; None if there is none."""
+    from importlib import metadata  # 15 ms, which every command would pay
+
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+@functools.cache
+def own_version() -> str:
+    """Return the version of this project, installed or not; "unknown" without pyproject.toml and metadata.
+
+    That of the checkout comes first, as another version may be installed.
+    """
+    return _checkout().get("version") or installed_version(_PROJECT) or "unknown"
+
+
 def _installer() -> str:
     """Return the command that installs into the environment of this process; `pip` if the shell finds its pip."""
     import shlex
@@ -70,13 +89,19 @@ def _installer() -> str:
     return f"{shlex.quote(sys.executable)} -m pip install"
 
 
-def _requirements_in_checkout(extra: str) -> list[str]:
+def _checkout() -> dict[str, Any]:
+    """Return the table `project` of this project's pyproject.toml; empty if the packages do not lie in a checkout."""
     import tomllib
 
     if not _PYPROJECT.is_file():
-        return []
-    project = tomllib.loads(_PYPROJECT.read_text(encoding="utf-8")).get("project", {})
-    if project.get("name") != _PROJECT:
+        return {}
+    project: dict[str, Any] = tomllib.loads(_PYPROJECT.read_text(encoding="utf-8")).get("project", {})
+    return project if project.get("name") == _PROJECT else {}
+
+
+def _requirements_in_checkout(extra: str) -> list[str]:
+    project = _checkout()
+    if not project:
         return []
     return list(project["optional-dependencies"][extra] if extra else project["dependencies"])
 

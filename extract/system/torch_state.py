@@ -15,7 +15,14 @@ from torch import nn
 from extract.errors import InputError, LayertapError, first_line
 from extract.taps.switches import Switch
 
-__all__ = ["device_named", "evaluating", "full_float32", "keeping_freed_memory", "release_freed_memory"]
+__all__ = [
+    "device_named",
+    "evaluating",
+    "full_float32",
+    "keeping_freed_memory",
+    "release_freed_memory",
+    "with_gradients",
+]
 
 
 @contextlib.contextmanager
@@ -28,6 +35,25 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+@contextlib.contextmanager
+def with_gradients() -> Iterator[None]:
+    """Context manager: autograd records what is computed, also inside `torch.no_grad` or `torch.inference_mode`.
+
+    Raises:
+        InputError: a tensor that takes part, such as a weight, was made in inference mode.
+    """
+    try:
+        with torch.inference_mode(False), torch.enable_grad():
+            yield
+    except RuntimeError as error:
+        if "nference tensor" not in first_line(error):  # "Inference tensors cannot be saved for backward", for example
+            raise
+        raise InputError(
+            "no gradient can be computed: a tensor that takes part was made in torch.inference_mode()",
+            hint="load the model, and make inputs and targets, outside of it; the model's forward must not use it",
+        ) from error
 
 
 @contextlib.contextmanager

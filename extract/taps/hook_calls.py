@@ -180,10 +180,11 @@ class HookCalls:
         if self._forward is None:
             raise LayertapError(
                 "nothing recorded yet: the model itself must be called inside the `with` block, in its thread and "
-                "asyncio task (model.forward_features(...) or a single layer does not count)"
+                "asyncio task (model.forward(...), other methods and single layers do not count, compiled or not)"
             )
         if self._forward.running:
-            raise LayertapError("the last forward of the model did not finish; it left no record")
+            hint = "if it is compiled: compile it before the block, and open the block outside of compiled functions"
+            raise LayertapError("the last forward of the model did not finish; it left no record", hint=hint)
         if self._passes is not None and not in_backward():
             self._passes.ended()
         return self._forward.record
@@ -354,9 +355,8 @@ class HookCalls:
             number = forward.calls.get(id(module), 0)
             forward.calls[id(module)] = number + 1
             return Call(number, forward)
-        if forward := self._computing():
-            return Call(number_again(forward.calls, id(module)), None)
-        return Call(None, None)
+        forward = self._computing()
+        return Call(number_again(forward.calls, id(module)) if forward else None, None)
 
     def _is_our_thread(self) -> bool:
         """Whether a hook was called for the thread of the block; backward passes on a GPU run in another thread."""

@@ -156,8 +156,8 @@ def why_absent(
         )
     if all(request.what in ("grad", "grad_input") for request in asked):
         return (
-            f"no gradient reached {layer}: call backward() inside the `with` block, on a loss that depends "
-            "on it, without torch.no_grad() (layers that run twice get none with reentrant checkpointing)"
+            f"no gradient reached {layer}: call backward() inside the block, on a loss that depends on it, outside "
+            "no_grad (with all before it frozen, on inputs that require gradients; reentrant checkpoints may give none)"
         )
     if all(request.what == "attention" for request in asked):
         return f"{layer} computed no attention that layertap recognises"

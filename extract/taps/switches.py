@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
-from types import FunctionType
 
 import torch
-from torch import nn
 
-__all__ = ["COMPILED_CODE_OFF", "FUSED_ATTENTION_OFF", "Switch", "has_compiled_code"]
+__all__ = ["COMPILED_CODE_OFF", "FUSED_ATTENTION_OFF", "Switch"]
 
 
 class Switch:
@@ -47,24 +44,15 @@ def _no_fused_attention() -> Callable[[], None]:
 
 
 def _no_compiled_code() -> Callable[[], None]:
-    stance = torch.compiler.set_stance("force_eager")
+    if torch.compiler.is_dynamo_compiling():
+        return lambda: None
+    try:
+        stance = torch.compiler.set_stance("force_eager")
+    except RuntimeError:  # PyTorch refuses it where compiled code runs already
+        return lambda: None
     stance.__enter__()
     return partial(stance.__exit__, None, None, None)
 
 
 FUSED_ATTENTION_OFF = Switch(_no_fused_attention)
 COMPILED_CODE_OFF = Switch(_no_compiled_code)
-
-
-def has_compiled_code(modules: Sequence[nn.Module]) -> bool:
-    """Whether one of these modules, or a method of one, is compiled, by `torch.compile` or `Module.compile`."""
-    if "torch._dynamo" not in sys.modules:  # imported by each of them
-        return False
-    if any("_orig_mod" in module._modules or module._compiled_call_impl is not None for module in modules):
-        return True
-    classes = {cls for kind in {type(module) for module in modules} for cls in kind.__mro__}
-    return any(
-        isinstance(value, FunctionType) and "_torchdynamo_orig_callable" in vars(value)
-        for owner in (*modules, *classes)
-        for value in vars(owner).values()
-    )

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
 import warnings
 import weakref
 from collections import Counter
@@ -45,7 +46,7 @@ from extract.taps.layer_names import layer_named, named_layers, unwrap
 from extract.taps.model_bound_hook import ModelBoundHook
 from extract.taps.record import Record, Reduce, Site, What, split_text
 from extract.taps.requests import HookPoint, TapRequest, requests_for, why_absent
-from extract.taps.switches import COMPILED_CODE_OFF, FUSED_ATTENTION_OFF, has_compiled_code
+from extract.taps.switches import COMPILED_CODE_OFF, FUSED_ATTENTION_OFF
 
 __all__ = ["Taps"]
 
@@ -61,7 +62,8 @@ class Taps(FunctionAndParameterCalls):
 
     Args:
         model: any module. Names refer to the model inside `torch.compile`, `DistributedDataParallel` and single-device
-            `nn.DataParallel` wrappers. Compiled code runs uncompiled inside the block, because it ignores hooks.
+            `nn.DataParallel` wrappers. Compiled code runs uncompiled inside the block, because it ignores hooks,
+            also that of other models. Compile before the block.
         layers: names, globs or types of layers whose outputs are kept; see `keep`, which adds more.
         reduce: applied to each kept tensor on its device before the copy to the CPU; see `keep`.
         stop: end each forward as soon as all requested values are computed. The first forward runs to its end and
@@ -80,6 +82,9 @@ class Taps(FunctionAndParameterCalls):
             scripted, or replicated over several devices.
         UnknownNameError: a pattern matches no layer.
     """
+
+    # Whether other code than `Taps` calls the model, which may be compiled.
+    _has_other_callers = True
 
     def __init__(
         self,
@@ -268,8 +273,11 @@ class Taps(FunctionAndParameterCalls):
         if any(isinstance(module, nn.MultiheadAttention | nn.TransformerEncoderLayer) for module in modules):
             # Their fused code calls no submodules and no functions that `watching` sees.
             undo.enter_context(FUSED_ATTENTION_OFF.active())
-        if has_compiled_code([self._model, *modules]):
-            undo.enter_context(COMPILED_CODE_OFF.active())  # compiled code ignores hooks added later
+        # Compiled code ignores hooks added later, and what calls the model may be compiled. Without the compiler, whose
+        # import takes a second, nothing is.
+        compiled = any("_orig_mod" in m._modules or m._compiled_call_impl is not None for m in [self._model, *modules])
+        if compiled or ("torch._dynamo" in sys.modules and self._has_other_callers):
+            undo.enter_context(COMPILED_CODE_OFF.active())
 
         if any(request.operation or request.what == "attention" for request in self._requests):
             names: dict[int, list[str]] = {}

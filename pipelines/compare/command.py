@@ -13,6 +13,7 @@ from pipelines.compare.config import CompareConfig
 from pipelines.terminal.completion import complete_paths
 from pipelines.terminal.config import load_config
 from pipelines.terminal.options import config_file, given, json_flag, option, print_result
+from pipelines.terminal.text_output import print_line
 
 __all__ = ["compare"]
 
@@ -64,10 +65,10 @@ def compare(ctx: click.Context, /, config: Path | None, as_json: bool, **flags: 
     from pipelines.compare.printed import print_comparison
 
     resolved = load_config(CompareConfig, config, given(flags))
-    comparison, files = run_compare(resolved, lambda text: click.echo(text, err=True))
+    comparison, files = run_compare(resolved, lambda text: print_line(text, err=True))
     if comparison.signal:
-        click.echo("stopped; run the same command again to resume", err=True)
+        print_line("stopped; run the same command again to resume", err=True)
         ctx.exit(128 + comparison.signal)
     print_result(comparison, as_json, comparison_as_json, print_comparison)
     if not as_json:
-        click.echo(f"written: {files[0]}, and {len(files) - 1} other files in {resolved.folder}", err=True)
+        print_line(f"written: {files[0]}, and {len(files) - 1} other files in {resolved.folder}", err=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from importlib import resources
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from extract.credentials import without_credentials
 from extract.store.format.dataset import DataSet
 from extract.store.reader import FeatureReader
 from extract.system.atomic_files import atomic_write
+from extract.system.optional_libraries import own_version
 from pipelines.compare.comparison import Comparison
 from pipelines.compare.files import as_json
 from pipelines.terminal.page.assembly import assembled
@@ -40,7 +40,7 @@ def write_page(comparison: Comparison, out: Path, images: str) -> Path:
     data: dict[str, Any] = _printable(as_json(comparison)) | {
         "title": printable(without_credentials(images)),
         "written": datetime.now(UTC).isoformat(" ", "seconds"),
-        "version": version("layertap"),
+        "version": own_version(),
         "about_thumbnails": "",
     }
     disputed = [image for task in data["tasks"] for image in task["disputed"]]

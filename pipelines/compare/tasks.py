@@ -16,6 +16,7 @@ from pipelines.compare.comparison import Compared, Comparison, Disputed, Score, 
 from pipelines.compare.config import CompareConfig
 from pipelines.probe.config import ProbeConfig
 from pipelines.probe.job import ProbedFeature, ProbeRun
+from pipelines.probe.labelling import Labelling
 from pipelines.probe.report import probe_and_write
 
 __all__ = ["add_tasks"]
@@ -85,8 +86,7 @@ def _task(
     scores = {backbone: _score(feature, metric, outcome.by_validation) for backbone, feature in best.items()}
     ranked = sorted(names, key=lambda backbone: scores[backbone].value, reverse=True)
     rows, predicted = _on_common_images(outcome, {backbone: best[backbone] for backbone in ranked})
-    labelling = outcome.labellings[ranked[0]]
-    truth = labelling.targets[rows]
+    truth = _named(outcome.labellings[ranked[0]], outcome.labellings[ranked[0]].targets[rows])
     tests = paired_tests({backbone: row == truth for backbone, row in zip(ranked, predicted, strict=True)})
     for other in ranked[1:]:
         scores[other].behind = scores[ranked[0]].value - scores[other].value
@@ -126,8 +126,11 @@ def _layer(feature: ProbedFeature) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _on_common_images(outcome: ProbeRun, best: dict[str, ProbedFeature]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the rows (n,) of the test images that all backbones have, and the predicted classes (backbones, n)."""
+def _on_common_images(outcome: ProbeRun, best: dict[str, ProbedFeature]) -> tuple[NDArray[np.int64], NDArray[np.str_]]:
+    """Return the rows (n,) of the test images that all backbones have, and the predicted classes (backbones, n).
+
+    Classes are names: a backbone that fails on all training images of a class has other numbers of classes.
+    """
     rows = {name: outcome.labellings[name].test for name in best}
     common = next(iter(rows.values()))
     for others in rows.values():
@@ -135,12 +138,18 @@ def _on_common_images(outcome: ProbeRun, best: dict[str, ProbedFeature]) -> tupl
     predicted = []
     for name, feature in best.items():
         assert feature.result.predictions is not None
-        predicted.append(feature.result.predictions[np.isin(rows[name], common)])
+        common_predictions = feature.result.predictions[np.isin(rows[name], common)]
+        predicted.append(_named(outcome.labellings[name], common_predictions))
     return common, np.stack(predicted)
 
 
+def _named(labelling: Labelling, numbers: NDArray[np.int64]) -> NDArray[np.str_]:
+    """Return the names of classes from their numbers; those without training rows have the numbers -1, -2, ..."""
+    return np.array([*map(str, labelling.classes.tolist()), *reversed(labelling.unseen)], np.str_)[numbers]
+
+
 def _disputed(
-    outcome: ProbeRun, names: Sequence[str], rows: NDArray[np.int64], predicted: NDArray[np.int64], most: int
+    outcome: ProbeRun, names: Sequence[str], rows: NDArray[np.int64], predicted: NDArray[np.str_], most: int
 ) -> list[Disputed]:
     """Return at most `most` images with the largest share of pairs of backbones that predict different classes."""
     labelling, paths = outcome.labellings[names[0]], dict[int, str]()
@@ -151,15 +160,10 @@ def _disputed(
         return []
     agreeing = sum((predicted == each).sum(0) - 1 for each in predicted) / (count * (count - 1))
     order = [place for place in np.argsort(agreeing, kind="stable").tolist() if agreeing[place] < 1][:most]
-    classes = [*map(str, labelling.classes.tolist())]
-
-    def name_of(number: int) -> str:
-        return classes[number] if number >= 0 else labelling.unseen[-1 - number]
-
     return [
         Disputed(
-            row := int(rows[place]), paths[row], name_of(int(labelling.targets[row])), float(1 - agreeing[place]),
-            [(name, classes[number]) for name, number in zip(names, predicted[:, place].tolist(), strict=True)],
+            row := int(rows[place]), paths[row], str(_named(labelling, labelling.targets[row])),
+            float(1 - agreeing[place]), list(zip(names, predicted[:, place].tolist(), strict=True)),
         )
         for place in order
     ]  # fmt: skip

@@ -15,6 +15,7 @@ from extract.system.optional_libraries import library
 from pipelines.terminal.completion import complete_backbones, complete_paths
 from pipelines.terminal.config import COMPRESS_HELP, SHARD_ROWS_HELP
 from pipelines.terminal.options import BACKBONE_HELP, DATA_SET, FOLDER, LateChoice, json_flag, print_result
+from pipelines.terminal.text_output import print_line
 
 __all__ = ["diff", "export", "merge", "report", "search", "show", "status", "verify"]
 
@@ -93,8 +94,8 @@ def report(out: Path, other: Path | None, **settings: Any) -> None:
             library(module, "umap" if method == "umap" else "report", f"layertap report with --map {method}")
     from pipelines.data_sets.report import run_report
 
-    written = run_report(out, other, say=lambda text: click.echo(text, err=True), **settings)
-    click.echo(f"{written}, {written.stat().st_size / 1e6:.1f} MB; open it in a browser")
+    written = run_report(out, other, say=lambda text: print_line(text, err=True), **settings)
+    print_line(f"{written}, {written.stat().st_size / 1e6:.1f} MB; open it in a browser")
 
 
 class _Pixel(click.ParamType[tuple[int, int]]):
@@ -152,7 +153,7 @@ def search(out: Path | str, query: str | None, at: tuple[int, int] | None, as_js
         results = run_patch_search(out, query, at, **settings)
     print_result(results, as_json, results_as_json, print_results)
     if settings["output"] and not as_json:
-        click.echo(f"written: {settings['output']}", err=True)
+        print_line(f"written: {settings['output']}", err=True)
 
 
 @click.command(short_help="Compare two data sets.")
@@ -233,7 +234,7 @@ def export(
     """
     from pipelines.data_sets.export import run_export
 
-    click.echo(run_export(out, to, output, layers, thumbnails, images))
+    print_line(run_export(out, to, output, layers, thumbnails, images))
 
 
 @click.command(short_help="Join data sets into one.")
@@ -248,4 +249,4 @@ def merge(sources: tuple[Path, ...], out: Path, shard_rows: int | None, compress
     """
     from pipelines.data_sets.merge import run_merge
 
-    click.echo(run_merge(sources, out, shard_rows, compress))
+    print_line(run_merge(sources, out, shard_rows, compress))

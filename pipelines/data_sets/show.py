@@ -77,7 +77,11 @@ def describe(out: Path) -> dict[str, Any]:
 
 
 def print_description(content: dict[str, Any], echo: Callable[[str], None]) -> None:
-    """Print the description."""
+    """Print the description, in which nearly every value comes from the data set: a line break in it is escaped too."""
+    _print_lines(content, lambda line: echo(printable(line)))
+
+
+def _print_lines(content: dict[str, Any], echo: Callable[[str], None]) -> None:
     state = "complete" if content["complete"] else f"unfinished: {content['rows_done']:,} rows done"
     shards = f"{content['shards']} shard" + ("" if content["shards"] == 1 else "s")
     if content["version"]:
@@ -97,14 +101,14 @@ def print_description(content: dict[str, Any], echo: Callable[[str], None]) -> N
             echo(f"    {Distortion(**content['distortion'][name])}")
     depends_on, provenance = content["depends_on"], content.get("provenance", {})
     echo("images")
-    echo(f"  from {printable(content['images']['root'])}")
+    echo(f"  from {content['images']['root']}")
     if "classes" in content:
         _print_counts("class", content["classes"], echo)
         _print_counts("split", content["splits"], echo)
         if content["unlabelled"]:
             echo(f"  {content['unlabelled']:,} without a class")
         if content["columns"]:
-            echo(f"  columns {', '.join(map(printable, content['columns']))}")
+            echo(f"  columns {', '.join(content['columns'])}")
         echo("  " + ", ".join(f"{count:,} {status}" for status, count in content["status"].items()))
         failures = [(f["path"], f["status"], f["reason"]) for f in content["failures"]]
         print_failures(failures, Path(content["out"]), lambda line: echo(f"  {line}"))
@@ -127,5 +131,5 @@ def print_description(content: dict[str, Any], echo: Callable[[str], None]) -> N
 
 def _print_counts(title: str, counts: dict[str, int], echo: Callable[[str], None]) -> None:
     if counts:
-        shown = ", ".join(f"{printable(name)} {count:,}" for name, count in list(counts.items())[:SHOWN])
+        shown = ", ".join(f"{name} {count:,}" for name, count in list(counts.items())[:SHOWN])
         echo(f"  {counted(len(counts), title)}: {shown}" + (", ..." if len(counts) > SHOWN else ""))

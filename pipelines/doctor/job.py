@@ -7,8 +7,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import click
-
 from extract import defaults
 from extract.errors import LayertapError, first_line
 from extract.system.optional_libraries import pip_install
@@ -91,12 +89,12 @@ def as_json(report: Report) -> dict[str, Any]:
     return {"ok": not report.problems, "problems": [asdict(line) for line in report.problems], **sections}
 
 
-def print_report(report: Report, echo: Callable[[str], None]) -> None:
+def print_report(report: Report, echo: Callable[..., None]) -> None:
     """Print the report, section by section."""
     for section in report.sections:
         echo(section.title)
         for line in section.lines:
-            echo(click.style(f"{_MARKS[line.state]} {line.text}", fg=_COLOURS[line.state]))
+            echo(f"{_MARKS[line.state]} {line.text}", fg=_COLOURS[line.state])
             if line.hint:
                 echo(f"   hint: {line.hint}")
     count = len(report.problems)

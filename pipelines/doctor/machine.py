@@ -6,13 +6,12 @@ import contextlib
 import os
 import platform
 import re
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from extract import defaults
 from extract.errors import first_line
-from extract.system.optional_libraries import pip_install, requirements
+from extract.system.optional_libraries import installed_version, own_version, pip_install, requirements
 from pipelines.doctor.check import Section
 
 __all__ = ["PURPOSES", "check_devices", "check_libraries", "check_memory", "check_versions"]
@@ -48,13 +47,13 @@ def check_versions(section: Section) -> None:
     """Check that each library that layertap needs is installed, in a version that it supports."""
     versions: dict[str, str] = {
         "python": platform.python_version(),
-        "layertap": _version("layertap") or "not installed",
+        "layertap": installed_version("layertap") or f"{own_version()} (not installed)",
     }
     for requirement in requirements():
         name, problem = _missing(requirement)
         if problem:
             section.wrong(f"{name}: {problem}", f"to install it: {pip_install('')}")
-        versions[name] = _version(name) or ""
+        versions[name] = installed_version(name) or ""
     import h5py
 
     versions["HDF5"] = h5py.version.hdf5_version
@@ -120,7 +119,7 @@ def check_libraries(section: Section) -> None:
     for extra, purpose in PURPOSES.items():
         missing = [_missing(requirement) for requirement in requirements(extra)]
         problems = [f"{name} {problem}" for name, problem in missing if problem]
-        versions = {name: _version(name) for name, _ in missing}
+        versions = {name: installed_version(name) for name, _ in missing}
         section.facts[extra] = {"purpose": purpose, "versions": versions, "installed": not problems}
         if problems:
             section.facts[extra]["install"] = pip_install(extra)
@@ -167,7 +166,7 @@ def _missing(requirement: str) -> tuple[str, str]:
     ('no-such-package', 'is missing')
     """
     name = re.split(r"[\[<>=!~ ;]", requirement, maxsplit=1)[0]
-    version = _version(name)
+    version = installed_version(name)
     if version is None:
         return name, "is missing"
     bound = re.search(r"(>=|==)([\w.]+)", requirement)
@@ -185,13 +184,6 @@ def _numbers(version: str) -> tuple[int, ...]:
     while numbers and numbers[-1] == 0:
         numbers.pop()
     return tuple(numbers)
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _gb(size: int) -> str:

@@ -13,7 +13,7 @@ from pipelines.embed.config import EmbedConfig
 from pipelines.terminal.completion import complete_paths
 from pipelines.terminal.config import load_config
 from pipelines.terminal.options import config_file, given, json_flag, option, print_result
-from pipelines.terminal.text_output import command_line
+from pipelines.terminal.text_output import command_line, print_line
 
 __all__ = ["bench", "embed", "plan", "slurm"]
 
@@ -128,7 +128,7 @@ def plan(images: str, out: Path | None, as_json: bool) -> None:
     try:
         planned = make_plan(images, out)
     except KeyboardInterrupt:
-        click.echo(f"\nstopped: the images listed so far are kept in {out}. To resume:\n  {command_line()}", err=True)
+        print_line(f"\nstopped: the images listed so far are kept in {out}. To resume:\n  {command_line()}", err=True)
         raise
     print_result(planned, as_json, plan_as_json, print_plan)
 
@@ -150,7 +150,7 @@ def slurm(config: Path, **settings: Any) -> None:
     """
     from pipelines.embed.cluster.slurm import as_sbatch
 
-    click.echo(as_sbatch(config, **settings), nl=False)
+    click.echo(as_sbatch(config, **settings), nl=False)  # noqa: TID251  a script, which is run as it is
 
 
 @click.command(short_help="Measure how fast this machine computes features.")
@@ -175,6 +175,6 @@ def bench(images: str | None, thorough: bool, as_json: bool, **flags: Any) -> No
     from pipelines.embed.bench import print_bench
 
     result = measure(
-        images, thorough=thorough, say=lambda text: click.echo(f"measuring {text} ...", err=True), **given(flags)
+        images, thorough=thorough, say=lambda text: print_line(f"measuring {text} ...", err=True), **given(flags)
     )
     print_result(result, as_json, bench_as_json, print_bench)

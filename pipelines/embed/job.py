@@ -6,8 +6,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import click
-
 from extract import defaults
 from extract.compute.backbone import Backbone
 from extract.compute.backends import default_engine
@@ -24,7 +22,7 @@ from pipelines.embed.config import EmbedConfig
 from pipelines.terminal.backbone import backbone_of
 from pipelines.terminal.graceful_stop import signals_held
 from pipelines.terminal.progress import Progress
-from pipelines.terminal.text_output import command_line, print_failures, print_remedy, printable
+from pipelines.terminal.text_output import command_line, print_failures, print_line, print_remedy, printable
 
 __all__ = ["EmbedResult", "bottleneck", "describe_computation", "embed", "plan_of", "print_summary", "summary_as_json"]
 
@@ -69,7 +67,7 @@ def embed(config: EmbedConfig) -> EmbedResult:
         except DisagreementError as error:
             if not options:
                 raise
-            click.secho(f"rejected: {error.reason}. Trying the next fastest:", fg="yellow", err=True)
+            print_line(f"rejected: {error.reason}. Trying the next fastest:", fg="yellow", err=True)
 
 
 def _run(config: EmbedConfig, planned: Plan) -> EmbedResult:
@@ -78,7 +76,7 @@ def _run(config: EmbedConfig, planned: Plan) -> EmbedResult:
 
         def on_rows(rows: int, resumed: bool) -> None:
             if resumed and rows < len(planned.images):
-                click.echo(f"resuming: {rows:,} of {len(planned.images):,} rows done", err=True)
+                print_line(f"resuming: {rows:,} of {len(planned.images):,} rows done", err=True)
             progress.advance(rows, resumed)
 
         summary = extract(
@@ -115,7 +113,7 @@ def plan_of(
 
 
 def _say(text: str) -> None:
-    click.echo(text, err=True)
+    print_line(text, err=True)
 
 
 _SOURCES = {
@@ -136,16 +134,16 @@ def _fastest(config: EmbedConfig, images: ImageList, backbone: Backbone, choice:
         out=config.folder,
         min_cosine=config.min_cosine,
         max_pixels=config.max_pixels,
-        on_measuring=lambda: click.echo("measuring which options are fastest ...", err=True),
+        on_measuring=lambda: print_line("measuring which options are fastest ...", err=True),
         **{name: getattr(config, name) for name in _TUNED_OPTIONS if name in config.model_fields_set},
     )
-    click.echo(f"fast      {_SOURCES[tuned.source]}", err=True)
+    print_line(f"fast      {_SOURCES[tuned.source]}", err=True)
     for measurement in tuned.measured:
         rate = f"{measurement.images_per_s:8.1f} images/s" if measurement.images_per_s else "        -         "
         note = f"  rejected: {measurement.why_not}" if measurement.why_not else ""
         if measurement.why_not_fast and not measurement.why_not:
             note = f"  fast decoding rejected: {measurement.why_not_fast}"
-        click.echo(f"          {measurement.way!s:20} {rate}{note}", err=True)
+        print_line(f"          {measurement.way!s:20} {rate}{note}", err=True)
     return tuned.settings
 
 
@@ -166,9 +164,9 @@ def _print_plan(planned: Plan) -> None:
         n_classes = len(set(images.slice(0, len(images)).labels.tolist()) - {-1})
         if n_classes < len(images.classes):
             note = f"the first {len(images):,} images have {n_classes} of the {len(images.classes):,} classes"
-            click.secho(f"note: {note}", fg="yellow", err=True)
+            print_line(f"note: {note}", fg="yellow", err=True)
     for note in images.notes:
-        click.secho(f"note: {note}", fg="yellow", err=True)
+        print_line(f"note: {note}", fg="yellow", err=True)
     if images.left_out:
         kinds = ", ".join(f"{suffix} {count:,}" for suffix, count in images.left_out.most_common(5))
         lines.insert(1, f"          {images.left_out.total():,} other files left out ({kinds})")
@@ -180,7 +178,7 @@ def _print_plan(planned: Plan) -> None:
         lines.append(f"{'features' if i == 0 else '':10}{feature.name} {shape} from {source}")
     if choice.never_run:
         lines.append(f"          left out, since they never run: {', '.join(choice.never_run)}")
-    click.echo("\n".join(lines), err=True)
+    print_line("\n".join(lines), err=True)
 
 
 _ENGINES = {"eager": "PyTorch, eager", "inductor": "PyTorch, compiled by inductor", "openvino": "OpenVINO, compiled"}

@@ -21,7 +21,7 @@ from extract.taps.edits import Edit
 from extract.taps.layer_names import match_layers, named_layers
 from pipelines.network.config import AblateConfig
 from pipelines.network.image_sample import sample_of
-from pipelines.network.imagenet_targets import targets_of
+from pipelines.network.imagenet_targets import n_outputs, targets_of
 from pipelines.terminal.backbone import backbone_of
 from pipelines.terminal.output_paths import PICTURES, check_file
 from pipelines.terminal.progress import Progress
@@ -64,7 +64,9 @@ def ablate(config: AblateConfig) -> AblationResult:
     layers = match_layers(named_layers(backbone.model), config.layers, backbone.spec)
     channels = _channels(config, backbone, layers)
     sample = sample_of(config, backbone)
-    targets = targets_of(backbone, sample.images, config.labels)
+    if config.labels is not None and not n_outputs(backbone):
+        raise InputError(f"{backbone.spec} gives no classes, which --labels needs", hint="leave out --labels")
+    targets = targets_of(backbone, sample.images, config.labels) if n_outputs(backbone) else None
 
     def batches() -> Iterator[tuple[Tensor, Tensor | None]]:
         for batch in sample.batches():

@@ -16,6 +16,7 @@ from pipelines.network.config import AblateConfig, DrawConfig, InspectConfig, Lo
 from pipelines.terminal.completion import complete_backbones, complete_paths
 from pipelines.terminal.config import checked
 from pipelines.terminal.options import given, is_data_set, json_flag, option, print_result
+from pipelines.terminal.text_output import print_line
 
 __all__ = ["ablate", "backbones", "draw", "inspect", "layers"]
 
@@ -72,7 +73,7 @@ def inspect(as_json: bool, **flags: Any) -> None:
     inspected = run_inspect(checked(InspectConfig, given(flags)))
     print_result(inspected, as_json, inspected_as_json, print_inspection)
     if inspected.written and not as_json:
-        click.echo("written: " + ", ".join(map(str, inspected.written)), err=True)
+        print_line("written: " + ", ".join(map(str, inspected.written)), err=True)
 
 
 _draw_option = partial(option, model=DrawConfig)
@@ -130,7 +131,7 @@ def draw(kind: str, **flags: Any) -> None:
     else:
         written = run_draw(kind, checked(DrawConfig, given(flags)))
     for path in written:
-        click.echo(path)
+        print_line(path)
 
 
 _ablate_option = partial(option, model=AblateConfig)
@@ -182,7 +183,7 @@ def backbones(pattern: str | None, as_json: bool) -> None:
     if pattern is None:
         print_result(sources(), as_json, dict, print_sources)
         if not as_json:
-            click.echo(
+            print_line(
                 "layertap backbones 'timm/vit_*' lists the matching backbones, with their width and licence", err=True
             )
     else:

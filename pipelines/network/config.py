@@ -44,7 +44,9 @@ class InspectConfig(LookConfig):
         description="Or FILE.py:FUNCTION, called with the model's output and the labels (B,), -1 if unlabelled.",
     )
     labels: str | None = Field(
-        None, description="FILE.csv[:COLUMN], a table of images and output numbers. [default: the images' classes]"
+        None,
+        description="FILE.csv[:COLUMN], a table of images and output numbers, WordNet ids or label names. "
+        "[default: the images' classes]",
     )
     csv: Path | None = Field(None, description="Also write the table to this file.")
     pictures: Path | None = Field(None, description="Draw figures into this folder.")
@@ -69,7 +71,9 @@ class AblateConfig(LookConfig):
     edit: str = Field("zero", description="zero, mean (of all images), noise:STD, scale:FACTOR or prune:FRACTION.")
     channels: str | None = Field(None, description="0,3,17 or all: edit channels one at a time. [default: layers]")
     labels: str | None = Field(
-        None, description="FILE.csv[:COLUMN], a table of images and output numbers. [default: the images' classes]"
+        None,
+        description="FILE.csv[:COLUMN], a table of images and output numbers, WordNet ids or label names. "
+        "[default: the images' classes]",
     )
     csv: Path | None = Field(None, description="Also write the table to this file.")
     picture: Path | None = Field(None, description="Draw the result; .png, .svg or .pdf.")

@@ -31,10 +31,11 @@ from extract.taps.taps import Taps
 from pipelines.network import draw_figures
 from pipelines.network.config import DrawConfig, StoredTokensConfig
 from pipelines.network.image_sample import Sample, sample_of
-from pipelines.network.imagenet_targets import class_name, targets_of
+from pipelines.network.imagenet_targets import Targets, class_name, targets_of
 from pipelines.terminal.backbone import backbone_of
 from pipelines.terminal.figures import save_figure
 from pipelines.terminal.output_paths import check_folder
+from pipelines.terminal.text_output import print_line
 
 __all__ = ["KINDS", "MOST_IMAGES", "draw", "figure_file"]
 
@@ -280,7 +281,7 @@ def _rollout(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:
 
 
 def _gradcam(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:
-    truth = targets_of(backbone, sample.images)
+    truth = _truth(backbone, sample)
     for layer in _gradcam_layers(config, backbone):
         maps, pixels, captions = [], [], []
         for batch in sample.batches():
@@ -298,6 +299,18 @@ def _gradcam(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:
         if truth is not None:
             title += "; ✓: the true class"
         yield layer, draw_figures.overlays(np.concatenate(maps), np.concatenate(pixels), captions, title)
+
+
+def _truth(backbone: Backbone, sample: Sample) -> Targets | None:
+    """Return the true classes, and print what they are; None if they are not certain: the figure is right without."""
+    try:
+        truth = targets_of(backbone, sample.images, remedy="")
+    except InputError as error:
+        print_line(f"note: the true classes are not marked: {error.message}", fg="yellow", err=True)
+        return None
+    if truth is not None:
+        print_line(f"true classes: {truth.source}", err=True)
+    return truth
 
 
 def _gradcam_layers(config: DrawConfig, backbone: Backbone) -> Sequence[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import click
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -24,7 +23,7 @@ from pipelines.network.image_sample import evenly
 from pipelines.terminal.figures import save_figure
 from pipelines.terminal.output_paths import check_folder
 from pipelines.terminal.pictures import Pictures, part_of
-from pipelines.terminal.text_output import printable
+from pipelines.terminal.text_output import print_line, printable
 
 __all__ = ["draw_stored_tokens"]
 
@@ -83,7 +82,7 @@ def _shown(reader: FeatureReader, config: StoredTokensConfig, rows: list[int]) -
         # The place of images is an argument of this command, not an option.
         whole = pictures.why_not.replace("--images", f"layertap draw tokens {config.data_set}")
         reason = whole or f"{reader.paths[row]}: {why}"
-        click.echo(f"note: {len(missing)} of {len(rows)} pictures are not available: {printable(reason)}", err=True)
+        print_line(f"note: {len(missing)} of {len(rows)} pictures are not available: {printable(reason)}", err=True)
     return [picture for picture, _ in shown]
 
 

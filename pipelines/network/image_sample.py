@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import click
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -18,7 +17,7 @@ from extract.errors import InputError
 from extract.images import Decoding, Images, list_images, load_batches
 from extract.row_status import Status
 from pipelines.network.config import LookConfig
-from pipelines.terminal.text_output import SHOWN, printable
+from pipelines.terminal.text_output import SHOWN, print_line, printable
 
 __all__ = ["Sample", "SampleBatch", "evenly", "sample_of"]
 
@@ -86,7 +85,7 @@ class Sample:
                     yield SampleBatch(inputs, decoded_rows, _pixels(batch.images, self.backbone))
         if not self.decoded:
             row, reason = next(iter(self.failed.items()))
-            raise InputError(f"none of the images can be decoded; {printable(self.images.paths[row])}: {reason}")
+            raise InputError(f"none of the images can be decoded; {printable(self.images.paths[row])}: {printable(reason)}")
 
     def name(self, position: int) -> str:
         """Return the path of an image by its position among the decoded images."""
@@ -95,16 +94,16 @@ class Sample:
     def print_failures(self) -> None:
         """Print the images that could not be decoded on stderr."""
         for row, reason in list(self.failed.items())[:SHOWN]:
-            click.echo(f"left out: {printable(self.images.paths[row])}: {reason}", err=True)
+            print_line(f"left out: {printable(self.images.paths[row])}: {printable(reason)}", err=True)
         if len(self.failed) > SHOWN:
-            click.echo(f"          ... and {len(self.failed) - SHOWN:,} more", err=True)
+            print_line(f"          ... and {len(self.failed) - SHOWN:,} more", err=True)
 
 
 def sample_of(config: LookConfig, backbone: Backbone) -> Sample:
     """Return the sample that a configuration selects."""
     images = list_images(config.images)
     for note in images.notes:
-        click.secho(f"note: {note}", fg="yellow", err=True)
+        print_line(f"note: {note}", fg="yellow", err=True)
     count = len(images) if config.sample is None else min(config.sample, len(images))
     n_listed, rows = len(images), evenly(len(images), count)
     if not isinstance(images, Images):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import re
+from collections import defaultdict
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
-import click
 import numpy as np
 from numpy.typing import NDArray
 
@@ -17,9 +19,12 @@ from extract.images.csv_lists import file_and_column
 from extract.images.image_list import label_text
 from extract.taps.layer_names import named_layers
 from pipelines.terminal.image_tables import read_image_table, without_fractions
-from pipelines.terminal.text_output import printable
+from pipelines.terminal.text_output import print_line
 
 __all__ = ["Targets", "class_name", "n_outputs", "targets_of"]
+
+_NUMBERS, _IDS, _LABELS = "output numbers, counted from 0", "WordNet ids", "label names of the network"
+_SHOWN = 3  # classes in a note
 
 
 @dataclass(frozen=True)
@@ -28,7 +33,7 @@ class Targets:
 
     Attributes:
         numbers: (N,) int64 output of each image; -1 if unknown.
-        source: where they come from, in words.
+        source: where they come from and what was taken for the outputs, in words.
     """
 
     numbers: NDArray[np.int64]
@@ -43,57 +48,142 @@ def n_outputs(backbone: Backbone) -> int:
     return int(getattr(head, "out_features", 0) or getattr(head, "out_channels", 0))
 
 
-def targets_of(backbone: Backbone, images: Images, labels: str | None = None) -> Targets | None:
-    """Return the true output of each image; None if the outputs are unknown.
+def targets_of(
+    backbone: Backbone, images: Images, labels: str | None = None, remedy: str = "give --labels FILE.csv"
+) -> Targets | None:
+    """Return the true output of each image; None if the classes of the images are no outputs, which a note says.
 
-    Classes of images match the outputs as WordNet ids (n01440764, the names of ImageNet's folders) if the backbone has
-    ImageNet's 1,000 classes, or by their order if there are as many classes as outputs. Labels of a file are output
-    numbers or WordNet ids.
+    The output is found by what a class is called, never by its position: all classes are WordNet ids (n01440764, the
+    names of ImageNet's folders) of a network with ImageNet's 1,000 classes, or label names of the network, or whole
+    numbers, which are output numbers. The outputs of a network without a known classifier are numbers.
 
     Args:
-        backbone: backbone with its classifier.
+        backbone: backbone.
         images: images with their classes.
-        labels: FILE.csv[:COLUMN], see `read_image_table`; replaces the classes of the images.
+        labels: FILE.csv[:COLUMN], see `read_image_table`; replaces the classes of the images. Whole numbers in it are
+            output numbers, also if the network has labels that are numbers.
+        remedy: what to do if the classes of the images do not fit; may be empty.
 
     Raises:
-        InputError: the file does not fit the images, or its labels do not fit the backbone.
+        InputError: the file does not fit the images, or its labels do not fit the backbone; or a class of the images
+            fits no output while others do (but for names), or several outputs, or the same output as another class.
     """
-    width = n_outputs(backbone)
-    if labels is not None:
-        names, source = _of_file(images, labels), text_without_credentials(labels)
-    else:
+    if labels is None:
         names = [images.classes[label] if label >= 0 else None for label in images.labels.tolist()]
-        source = "the classes of the images"
-    known = {name for name in names if name is not None}
-    number_of = {}
-    if labels is not None:
-        number_of = {name: int(name) for name in known if name.isascii() and name.isdigit() and int(name) < width}
-    if width == len(_imagenet()):
-        number_of |= {name: _imagenet()[name] for name in known if name in _imagenet()}
-    if not known <= set(number_of) and len(images.classes) == width and labels is None:
-        number_of = {name: number for number, name in enumerate(images.classes)}
-    if labels is None and (not known or not known <= set(number_of)):
+        known, where = set(images.classes), "the classes of the images"
+    else:
+        names, where = _of_file(images, labels), text_without_credentials(labels)
+        remedy = "expected output numbers alone, WordNet ids alone, or label names of the network alone"
+        known = {name for name in names if name is not None}
+    ways = {way: found for way, found in _ways(backbone, known).items() if found}
+    if labels is not None and _NUMBERS in ways:
+        ways = {_NUMBERS: ways[_NUMBERS]}
+    if labels is None and len(ways.get(_LABELS, known)) < len(known):
+        del ways[_LABELS]  # names of folders may be labels by chance, such as `crane` beside `digger`
+    if labels is None and not ways:
+        if known and n_outputs(backbone):
+            shown = ", ".join(map(repr, sorted(known)[:_SHOWN])) + (", ..." if len(known) > _SHOWN else "")
+            note = f"note: the classes of the images ({shown}) are not outputs of {backbone.spec}; these are unknown"
+            print_line(note + (f": {remedy}" if remedy else ""), fg="yellow", err=True)
         return None
-    if unknown := sorted(known - set(number_of)):
-        raise InputError(f"{labels}: {unknown[0]!r} is not an output number of {backbone.spec} (0 to {width - 1:,})")
-    return Targets(np.array([-1 if name is None else number_of[name] for name in names], np.int64), source)
+    way, found = max(ways.items(), key=lambda item: len(item[1]), default=(_NUMBERS, {}))
+    if fault := _fault(known, way, ways, backbone.spec):
+        last = n_outputs(backbone) - 1
+        counted = f"the outputs are 0 to {last:,}; " if way == _NUMBERS and last >= 0 else ""
+        raise InputError(f"{where}: {fault}", hint=counted + remedy)
+    numbers = [-1 if name is None else found[name][0] for name in names]
+    return Targets(np.array(numbers, np.int64), f"{where}, which are {way}")
+
+
+def _ways(backbone: Backbone, known: Set[str]) -> dict[str, dict[str, list[int]]]:
+    """Return what classes may be, in words -> class -> its possible outputs; classes without any are left out."""
+    width, labels = n_outputs(backbone), _output_labels(backbone)
+    exact, folded = defaultdict[str, list[int]](list), defaultdict[str, list[int]](list)
+    for number, label in enumerate(labels):
+        spellings = {label, _short(label)}
+        for places, keys in ((exact, spellings), (folded, {_folded(spelling) for spelling in spellings})):
+            for key in keys:
+                places[key].append(number)
+    called = {name: exact.get(name) or folded.get(_folded(name), []) for name in known}
+    are_numbers = all(re.fullmatch(r"\d{1,18}", name, re.ASCII) for name in known)
+    ids = _imagenet() if _is_imagenet(labels) else {}
+    return {
+        _NUMBERS: {name: [int(name)] for name in known if are_numbers and (not width or int(name) < width)},
+        _IDS: {name: [ids[name]] for name in known if name in ids},
+        _LABELS: {name: outputs for name, outputs in called.items() if outputs},
+    }
+
+
+def _fault(known: Set[str], way: str, ways: dict[str, dict[str, list[int]]], spec: str) -> str:
+    """Return why the outputs of classes read in one way are not certain; empty if they are."""
+    found, class_of = ways.get(way, {}), dict[int, str]()
+    complete = [outputs for outputs in ways.values() if len(outputs) == len(known)]
+    for name in sorted(known):
+        if name not in found:
+            more = f", while {len(found):,} of {len(known):,} are {way}" if found else ""
+            return f"{name!r} is not an output of {spec}{more}"
+        if len(found[name]) > 1:
+            return f"{name!r} is the label of several outputs of {spec}: {', '.join(map(str, found[name]))}"
+        output = found[name][0]
+        if any(outputs[name] != [output] for outputs in complete):
+            return f"{name!r} may be the output of this number or of this label of {spec}, which differ"
+        if output in class_of:
+            return f"{class_of[output]!r} and {name!r} are the same output of {spec}, {output}"
+        class_of[output] = name
+    return ""
+
+
+def _folded(name: str) -> str:
+    """Return a name without differences of case, and between spaces, `_` and `-`."""
+    return " ".join(re.sub("[_-]", " ", name.casefold()).split())
+
+
+def _short(label: str) -> str:
+    """Return a label up to its first comma: `tench` of `tench, Tinca tinca`, as those of ImageNet are written."""
+    return label.partition(",")[0]
 
 
 def _of_file(images: Images, labels: str) -> list[str | None]:
     where, column = file_and_column(labels)
     table = read_image_table(where, column, "labels", images.paths, images.ids, images.root)
     for note in table.notes:
-        click.secho(f"note: {printable(note)}", fg="yellow", err=True)
+        print_line(f"note: {note}", fg="yellow", err=True)
     return [label_text(text) for text in without_fractions(table.texts)]
 
 
 def class_name(backbone: Backbone, number: int) -> str:
-    """Return the number of an output, with its ImageNet name if the backbone has ImageNet's 1,000 classes."""
-    if n_outputs(backbone) != len(_imagenet()):
-        return f"class {number}"
-    from timm.data import ImageNetInfo  # type: ignore[attr-defined]
+    """Return the number of an output, with its label if it is known."""
+    labels = _output_labels(backbone)
+    return f"{number} {_short(labels[number])}" if labels else f"class {number}"
 
-    return f"{number} {ImageNetInfo().index_to_description(number).partition(',')[0]}"
+
+def _output_labels(backbone: Backbone) -> Sequence[str]:
+    """Return the label of each output; empty if they are unknown.
+
+    They are those that transformers and torchvision have for a model; any other network with 1,000 outputs is taken
+    for one of ImageNet.
+    """
+    width = n_outputs(backbone)
+    given = getattr(getattr(backbone.model, "config", None), "id2label", None)  # of transformers
+    if isinstance(given, dict) and set(given) == set(range(width)):
+        labels = [str(given[number]) for number in range(width)]
+        if labels != [f"LABEL_{number}" for number in range(width)]:  # stands for labels that nobody has given
+            return labels
+    if width != len(_imagenet()):
+        return []
+    source, _, name = backbone.architecture.partition("/")
+    if source == "torchvision":
+        from torchvision import models
+
+        categories: list[str] = models.get_model_weights(name).DEFAULT.meta["categories"]
+        return categories
+    return list(_imagenet_labels())
+
+
+def _is_imagenet(labels: Sequence[str]) -> bool:
+    """Whether most labels are those of ImageNet's 1,000 classes; those of libraries differ in a few."""
+    pairs = zip(labels, _imagenet_labels(), strict=False)
+    return len(labels) == len(_imagenet()) and sum(_short(a) == _short(b) for a, b in pairs) > len(labels) / 2
 
 
 @functools.cache
@@ -103,3 +193,11 @@ def _imagenet() -> dict[str, int]:
 
     names: list[str] = ImageNetInfo().label_names()  # type: ignore[no-untyped-call]
     return {name: number for number, name in enumerate(names)}
+
+
+@functools.cache
+def _imagenet_labels() -> tuple[str, ...]:
+    """Return the labels of ImageNet's 1,000 classes."""
+    from timm.data import ImageNetInfo  # type: ignore[attr-defined]
+
+    return tuple(map(ImageNetInfo().index_to_description, range(len(_imagenet()))))

@@ -20,6 +20,7 @@ from extract.analysis.network.reports import TensorReport, layer_table
 from extract.backbones.user_code import function_from, importing_from
 from extract.compute.backbone import Backbone
 from extract.errors import InputError
+from extract.images import Images
 from extract.system.atomic_files import link_target
 from extract.taps.layer_names import match_layers, named_layers
 from pipelines.network.config import InspectConfig
@@ -29,7 +30,7 @@ from pipelines.terminal.backbone import backbone_of
 from pipelines.terminal.output_paths import check_file, check_folder
 from pipelines.terminal.progress import Progress
 from pipelines.terminal.tables import print_aligned, table_file
-from pipelines.terminal.text_output import SHOWN
+from pipelines.terminal.text_output import SHOWN, print_line
 
 __all__ = ["InspectionResult", "as_json", "inspect", "print_inspection"]
 
@@ -110,14 +111,15 @@ def _loss(config: InspectConfig, backbone: Backbone, sample: Sample) -> tuple[st
         path = Path(file).resolve()
         with importing_from(path.parent):
             function = function_from(path, name)
-        targets = targets_of(backbone, sample.images, config.labels) if config.labels else None
-        return f"{path.name}:{name}", function, targets.numbers if targets else sample.images.labels
+        described = f"{path.name}:{name}"
+        return described, function, _labels_of_loss(backbone, sample.images, config.labels, described)
     if not n_outputs(backbone):
         raise InputError(
             f"{backbone.spec} gives no classes, which cross_entropy needs", hint="use --loss FILE.py:FUNCTION"
         )
 
-    def cross_entropy(output: Tensor, targets: Tensor) -> Tensor:
+    def cross_entropy(output: Any, targets: Tensor) -> Tensor:
+        output = getattr(output, "logits", output)  # models of transformers return a mapping
         if not isinstance(output, Tensor) or output.ndim != 2:
             raise InputError(f"{backbone.spec} does not give (images, classes)", hint="use --loss FILE.py:FUNCTION")
         # The target of an unlabelled image is the class that the model predicts.
@@ -127,6 +129,20 @@ def _loss(config: InspectConfig, backbone: Backbone, sample: Sample) -> tuple[st
     if targets is not None and (targets.numbers[sample.rows] >= 0).any():
         return f"cross-entropy of {targets.source}", cross_entropy, targets.numbers
     return "cross-entropy of the model's own predictions", cross_entropy, None
+
+
+def _labels_of_loss(backbone: Backbone, images: Images, labels: str | None, loss: str) -> NDArray[np.int64] | None:
+    """Return the labels (N,) for a loss of the user's code, and print what they are; None: -1 for all images."""
+    targets = targets_of(backbone, images, labels)
+    if targets is None and (not images.classes or n_outputs(backbone)):
+        return None
+    source, numbers = (targets.source, targets.numbers) if targets is not None else ("", images.labels)
+    if not source:  # the outputs are unknown, and the loss may use the labels only to tell classes apart
+        shown = [f"{number} is {name}" for number, name in enumerate(images.classes[:SHOWN])]
+        more = [f"{len(images.classes) - SHOWN:,} more"] if len(images.classes) > SHOWN else []
+        source = f"the classes of the images, numbered in their order: {', '.join(shown + more)}"
+    print_line(f"labels of {loss}: {source}", err=True)
+    return numbers
 
 
 def as_json(inspected: InspectionResult) -> dict[str, Any]:

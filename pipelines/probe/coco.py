@@ -61,6 +61,21 @@ class CocoFile:
             raise InputError(f"--masks {path} is not a COCO file: {_reason(error)}") from error
         self.names = frozenset(self._images)
 
+    def size(self, name: str) -> tuple[int, int]:
+        """Return the (height, width) that the file states for an image.
+
+        Raises:
+            InputError: it states none, or more pixels than an image may have.
+        """
+        image = self._images[name]
+        try:
+            height, width = int(image["height"]), int(image["width"])
+            if min(height, width) < 1 or height * width > defaults.MAX_PIXELS:
+                raise ValueError(f"{width} x {height} pixels")
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
+            raise InputError(f"{self.path}: the image {printable(name)} is not valid: {_reason(error)}") from error
+        return height, width
+
     def read(self, name: str) -> NDArray[np.int64]:
         """Return the mask (H, W) of an image.
 
@@ -69,14 +84,11 @@ class CocoFile:
             LayertapError: pycocotools is not installed.
         """
         coco = library("pycocotools.mask", "coco", "a COCO file of masks")
-        image = self._images[name]
+        height, width = self.size(name)
         try:
-            height, width = int(image["height"]), int(image["width"])
-            if not 0 < height * width <= defaults.MAX_PIXELS:
-                raise ValueError(f"{width} x {height} pixels")
             mask = np.zeros((height, width), np.int64)
-            objects = np.zeros((height, width), np.int64)
-            for annotation in self._annotations.get(image["id"], ()):
+            covered, several = np.zeros((2, height, width), bool)
+            for annotation in self._annotations.get(self._images[name]["id"], ()):
                 shape = annotation["segmentation"]
                 if not shape:
                     continue
@@ -87,10 +99,11 @@ class CocoFile:
                     shape = coco.frPyObjects(shape, height, width)
                 inside = coco.decode(shape).astype(bool)
                 mask[inside] = int(annotation["category_id"])
-                objects += inside
+                several |= covered & inside
+                covered |= inside
         except Exception as error:  # pycocotools raises `Exception` itself
             raise InputError(f"{self.path}: an object of {printable(name)} is not valid: {_reason(error)}") from error
-        mask[objects > 1] = -1
+        mask[several] = -1
         return mask
 
 

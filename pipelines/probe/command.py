@@ -13,6 +13,7 @@ from pipelines.probe.config import ProbeConfig
 from pipelines.terminal.completion import complete_backbones, complete_paths
 from pipelines.terminal.config import load_config
 from pipelines.terminal.options import BACKBONE_HELP, config_file, given, json_flag, option, print_result
+from pipelines.terminal.text_output import print_line
 
 __all__ = ["predict", "probe"]
 
@@ -63,10 +64,10 @@ def probe(config: Path | None, as_json: bool, **flags: Any) -> None:
     from pipelines.probe.report import print_outcome, probe_and_write
 
     resolved = load_config(ProbeConfig, config, given(flags))
-    outcome, files = probe_and_write(resolved, lambda text: click.echo(text, err=True))
+    outcome, files = probe_and_write(resolved, lambda text: print_line(text, err=True))
     print_result(outcome, as_json, outcome_as_json, print_outcome)
     if not as_json:
-        click.echo("written: " + ", ".join(map(str, files)), err=True)
+        print_line("written: " + ", ".join(map(str, files)), err=True)
 
 
 @click.command(short_help="Predict classes or masks of images with a stored probe.")
@@ -99,4 +100,4 @@ def predict(probe: Path, images: str, output: Path, **settings: Any) -> None:
     """
     from pipelines.probe.predict import run_predict
 
-    click.echo(run_predict(probe, images, output, **settings))
+    print_line(run_predict(probe, images, output, **settings))

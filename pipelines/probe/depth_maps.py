@@ -35,7 +35,7 @@ class DepthFiles:
         loss = CropLoss(tokens, pictures)
         for row, name in self._names.items():
             depth = self[row]
-            check_size(name, depth, pictures.size(row))
+            check_size(name, depth.shape, pictures.size(row))
             loss.count((depth > 0) & (depth < np.inf))
         if not loss.total:
             raise InputError("no pixel of the depth maps has a positive depth")

@@ -84,8 +84,11 @@ class MaskFiles:
         labels: set[int] = set()
         loss = CropLoss(tokens, pictures)
         for row, name in self._names.items():
+            size = pictures.size(row)
+            if self._coco is not None:  # before memory is allocated for a size that the file only states
+                check_size(name, self._coco.size(name), size)
             mask = self._labels(row)
-            check_size(name, mask, pictures.size(row))
+            check_size(name, mask.shape, size)
             labels |= _labels_in(mask)
             if len(labels) > _MOST_LABELS:
                 raise InputError(

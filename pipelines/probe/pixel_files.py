@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -15,6 +16,7 @@ from extract.errors import InputError, first_line
 from extract.images.csv_lists import TABLES, plain_path
 from extract.store.reader import FeatureReader
 from extract.store.tokens.token_array import TokenArray
+from extract.system.atomic_files import open_regular
 from pipelines.probe.coco import CocoFile
 from pipelines.terminal.pictures import Pictures
 from pipelines.terminal.text_output import printable
@@ -22,6 +24,7 @@ from pipelines.terminal.text_output import printable
 __all__ = ["CropLoss", "check_size", "files_of_rows", "is_table_of_files", "read_pixels", "where_files_are_expected"]
 
 _SUFFIXES = (".png", ".tif", ".tiff", ".bmp", ".npy")
+_MOST_TIMES = 32  # sides of a file, in sides of its image
 _NOTED = 0.01  # least share of pixels outside the crop for which there is a note
 
 
@@ -102,6 +105,7 @@ def read_pixels(path: Path, kinds: str, expected: str) -> NDArray[Any]:
     """
     shown = printable(str(path))
     try:
+        os.close(open_regular(path))  # a pipe among the files of a folder would be waited for
         if path.suffix.lower() == ".npy":
             array: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
             if array.size > defaults.MAX_PIXELS:
@@ -110,6 +114,8 @@ def read_pixels(path: Path, kinds: str, expected: str) -> NDArray[Any]:
         else:
             with Image.open(path) as image:
                 array = np.asarray(image)
+    except InputError as error:
+        raise InputError(f"{shown} is not a regular file") from error
     except OSError as error:
         reason = "no such file" if isinstance(error, FileNotFoundError) else error.strerror or "not an image"
         raise InputError(f"{shown} cannot be read: {reason}") from error
@@ -125,20 +131,24 @@ def read_pixels(path: Path, kinds: str, expected: str) -> NDArray[Any]:
     return array
 
 
-def check_size(name: str, pixels: NDArray[Any], size: tuple[int, int] | None) -> None:
+def check_size(name: str, shape: tuple[int, ...], size: tuple[int, int] | None) -> None:
     """Check that a file has the aspect ratio of its picture within a pixel; it may be smaller or larger.
 
     Args:
         name: name of the file.
-        pixels: (H, W).
+        shape: (H, W) of the file.
         size: (width, height) of the picture; None: not known.
 
     Raises:
-        InputError: it has another.
+        InputError: it has another, or far more pixels.
     """
     if size is None:
         return
-    (height, width), (picture_width, picture_height) = pixels.shape, size
+    (height, width), (picture_width, picture_height) = shape, size
+    if width > _MOST_TIMES * picture_width and height > _MOST_TIMES * picture_height:
+        raise InputError(
+            f"{printable(name)} has {width} x {height} pixels, and its image only {picture_width} x {picture_height}"
+        )
     if abs(width * picture_height - height * picture_width) > max(picture_width, picture_height):
         turned = "; are the pixels stored in another orientation?" * ((height, width) == size)
         raise InputError(

@@ -92,7 +92,7 @@ def run_predict(
         return write(probe, Path(images), _same_features(path, described, fitted_on, dataset, images), output)
     if computation["compile"] == "openvino" and device == "auto":
         device = "cpu"
-    loaded = load_backbone(permitted(named, backbone, path), device=device, **asked)
+    loaded = load_backbone(permitted(named, backbone, path, asked["weights"]), device=device, **asked)
     with temporary_folder(output) as folder:
         out = folder / "features"
         settings = ExtractionSettings(layers=layers, dtype=dtype, max_pixels=max_pixels, **computation)

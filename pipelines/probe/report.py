@@ -8,7 +8,6 @@ import math
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from extract.credentials import text_without_credentials
 from extract.errors import InputError
 from extract.system.atomic_files import own_folder, write_json
 from extract.system.json_files import read_json, without_nan
+from extract.system.optional_libraries import own_version
 from extract.system.urls import is_url
 from pipelines.probe.config import ProbeConfig
 from pipelines.probe.job import ProbedFeature, ProbeRun, data_sets, run_probe
@@ -231,7 +231,7 @@ def _table(outcome: ProbeRun) -> Iterator[str]:
 def as_json(outcome: ProbeRun) -> dict[str, Any]:
     """Return the results as JSON-compatible data; numbers that are not finite become None."""
     content = {
-        "layertap": version("layertap"),
+        "layertap": own_version(),
         "complete": outcome.complete,
         "configuration": _result_settings(outcome.config),
         "data_sets": {

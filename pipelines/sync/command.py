@@ -9,7 +9,7 @@ import click
 
 from extract.errors import InputError
 from pipelines.terminal.options import FOLDER, json_flag, print_json
-from pipelines.terminal.text_output import counted
+from pipelines.terminal.text_output import counted, print_line
 
 __all__ = ["compact", "schedule", "sync", "watch"]
 
@@ -41,7 +41,7 @@ def sync(ctx: click.Context, /, config: Path, only: tuple[str, ...], dry_run: bo
         raise InputError("--force works on one data set only", hint="name it with --only OUT")
 
     def say(synced: Any) -> None:  # errors always go to stderr
-        print_synced(synced, (lambda line: None) if as_json else click.echo)
+        print_synced(synced, (lambda line: None) if as_json else print_line)
 
     results, signal_number = sync_all(data_sets, force=force, dry_run=dry_run, on_synced=say)
     if as_json:
@@ -72,7 +72,8 @@ def schedule(ctx: click.Context, /, config: Path, system: str | None) -> None:
         from pipelines.sync.config import load_sync_file
         from pipelines.sync.systemd import as_cron, as_systemd
 
-        click.echo((as_systemd if system == "systemd" else as_cron)(load_sync_file(config)))
+        text = (as_systemd if system == "systemd" else as_cron)(load_sync_file(config))
+        click.echo(text)  # noqa: TID251  a file of the system, which is used as it is
         return
     from pipelines.sync.schedule import Scheduler
 
@@ -92,7 +93,7 @@ def watch(ctx: click.Context, /, config: Path) -> None:
     from pipelines.sync.job import print_synced
     from pipelines.sync.watch import watch as follow
 
-    signal_number = follow(load_sync_file(config).data_sets, lambda synced: print_synced(synced, click.echo))
+    signal_number = follow(load_sync_file(config).data_sets, lambda synced: print_synced(synced, print_line))
     ctx.exit(128 + signal_number if signal_number else 0)
 
 
@@ -117,6 +118,6 @@ def compact(out: Path, max_dead: float) -> None:
     done = compact_out(out, max_dead)
     freed = (before - bytes_below(out / "passes")) / 1e6
     if not done.passes:
-        click.echo(f"{out}: nothing to compact; no pass has more than {max_dead:.0%} of unused rows (--max-dead)")
+        print_line(f"{out}: nothing to compact; no pass has more than {max_dead:.0%} of unused rows (--max-dead)")
         return
-    click.echo(f"{out}: {counted(done.removed, 'row')} removed, {done.rows:,} copied; {freed:,.1f} MB smaller")
+    print_line(f"{out}: {counted(done.removed, 'row')} removed, {done.rows:,} copied; {freed:,.1f} MB smaller")

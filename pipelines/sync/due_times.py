@@ -21,13 +21,22 @@ def due_after(config: ScheduleConfig, now: datetime, last: datetime) -> datetime
         config: the cron line or the interval.
         now: an aware time.
         last: the time from which intervals are counted. It may be later than `now`. Cron lines ignore it.
+
+    Raises:
+        InputError: the due time is after the year 9999.
     """
-    now = now.astimezone(UTC)
-    if config.cron is not None:
-        return _cron_time_after(config.cron, time_zone(config), now)
-    assert config.every is not None
-    interval = max(timedelta(seconds=config.every), timedelta.resolution)
-    return last.astimezone(UTC) + interval * ((now - last) // interval + 1)
+    try:
+        now = now.astimezone(UTC)
+        if config.cron is not None:
+            return _cron_time_after(config.cron, time_zone(config), now)
+        assert config.every is not None
+        interval = max(timedelta(seconds=config.every), timedelta.resolution)
+        return last.astimezone(UTC) + interval * ((now - last) // interval + 1)
+    except OverflowError as error:
+        raise InputError(
+            f"schedule: the clock of this machine says {now.isoformat()}, and the next time is after the year 9999",
+            hint="set the clock",
+        ) from error
 
 
 def _cron_time_after(line: str, zone: tzinfo, now: datetime) -> datetime | None:

@@ -12,15 +12,13 @@ from pathlib import Path
 from stat import S_ISREG
 from typing import TYPE_CHECKING, Any
 
-import click
-
 from extract import defaults
 from extract.errors import InputError, LayertapError, LockedError, UnknownNameError, first_line
 from extract.sync.passes import Report, sync
 from pipelines.sync.config import SyncConfig
 from pipelines.terminal.error_output import print_error
 from pipelines.terminal.graceful_stop import signals_held
-from pipelines.terminal.text_output import counted
+from pipelines.terminal.text_output import counted, print_line
 
 if TYPE_CHECKING:
     from extract.compute.backbone import Backbone
@@ -193,7 +191,7 @@ class PassReporter:
         """Print what will be computed, and start a progress bar."""
         from pipelines.terminal.progress import Progress
 
-        click.echo(f"computing {counted(count, 'image')} with {plan.backbone.spec} on {plan.backbone.device}", err=True)
+        print_line(f"computing {counted(count, 'image')} with {plan.backbone.spec} on {plan.backbone.device}", err=True)
         self.__exit__(None, None, None)
         self._progress = Progress(count).__enter__()
         self._precision = plan.settings.precision
@@ -217,10 +215,10 @@ def print_synced(synced: SyncResult, echo: Callable[[str], None]) -> None:
         print_error(synced.error.message, synced.error.hint)
         return
     for note in report.notes:
-        click.secho(f"note: {out}: {note}", fg="yellow", err=True)
+        print_line(f"note: {out}: {note}", fg="yellow", err=True)
     for path, why in report.unreadable.items():
         text = f"{out}: {path} cannot be read ({why}); its rows are kept"
-        click.secho(text, fg="red", err=True)
+        print_line(text, fg="red", err=True)
     if report.stopped:
         echo(f"{out}: stopped; what was computed is stored, and the next pass continues")
         return
@@ -242,7 +240,7 @@ def print_synced(synced: SyncResult, echo: Callable[[str], None]) -> None:
                 f"{drift.shift:.2f} standard deviations away, their spread is {drift.spread:.2f} times as large. "
                 "Another camera, or a wrong folder?"
             )
-            click.secho(text, fg="yellow", err=True)
+            print_line(text, fg="yellow", err=True)
 
 
 def as_json(synced: SyncResult) -> dict[str, Any]:

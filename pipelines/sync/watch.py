@@ -14,8 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import click
-
 from extract.errors import LayertapError, first_line
 from extract.images.image_list import is_litter
 from extract.sync.passes import Report
@@ -25,6 +23,7 @@ from extract.system.optional_libraries import library
 from pipelines.sync.config import SyncConfig
 from pipelines.sync.job import PassReporter, SyncResult, sync_all
 from pipelines.terminal.graceful_stop import signals_held
+from pipelines.terminal.text_output import print_line
 
 __all__ = ["reports_changes", "watch"]
 
@@ -141,7 +140,7 @@ class _Changes:
         if reports_changes(Path(config.root)):
             why = self._follow(config)
         if not self._stop.is_set():
-            click.echo(f"{config.images} cannot be watched: {why}. The folder is scanned every few seconds", err=True)
+            print_line(f"{config.images} cannot be watched: {why}. The folder is scanned every few seconds", err=True)
             self._scan(config)
 
     def _mark_changed(self, config: SyncConfig) -> None:

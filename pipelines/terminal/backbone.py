@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-import click
-
 from extract.compute.backbone import Backbone, load_backbone
 from pipelines.terminal.config import BackboneConfig
+from pipelines.terminal.text_output import print_line
 
 __all__ = ["backbone_of"]
 
 
 def _on_stderr(text: str) -> None:
-    click.secho(text, fg="red" if text.startswith("WARNING") else "yellow", bold=text.startswith("WARNING"), err=True)
+    print_line(text, fg="red" if text.startswith("WARNING") else "yellow", bold=text.startswith("WARNING"), err=True)
 
 
 def backbone_of(config: BackboneConfig, say: Callable[[str], None] = _on_stderr) -> Backbone:

@@ -34,6 +34,8 @@ __all__ = [
 # A decoding process takes some hundred MB. More than one for each core pays only while they wait for a server.
 _MOST_WORKERS = max(128, 4 * defaults.CORES)
 
+_MOST_VALUES = 100_000  # of a config file; a few lines with aliases of aliases can have billions
+
 _HOME = re.compile(r"~[\w.-]*(/|$)")
 
 # An option in a message, and in "add --engine ray" also its value.
@@ -218,12 +220,17 @@ def read_yaml(path: Path) -> dict[str, Any]:
         InputError: the file cannot be read, or is not a YAML mapping.
     """
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        if _has_too_many_values(text):
+            raise InputError(f"config file {path} has more than {_MOST_VALUES:,} values; an alias counts as a copy")
+        content = yaml.safe_load(text)
     except OSError as error:
         hint = did_you_mean(path) if isinstance(error, FileNotFoundError) else ""
         if isinstance(error, IsADirectoryError):
             hint = "name a YAML file with keys such as `images: photos`"
         raise InputError(f"config file {path}: {error.strerror}", hint=hint) from None
+    except RecursionError:
+        raise InputError(f"config file {path} is nested too deep") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         tabs = "\\t" in str(error)
         raise InputError(
@@ -233,6 +240,18 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise InputError(f"config file {path} has no keys; expected lines such as `images: photos`")
     values: dict[str, Any] = _with_homes(content, f"config file {path}")
     return values
+
+
+def _has_too_many_values(text: str) -> bool:
+    """Return whether YAML has more than `_MOST_VALUES` values; an alias, also of itself, counts as what it repeats."""
+    left: list[Any] = [yaml.compose(text, yaml.SafeLoader)]
+    count = 0
+    while left and count <= _MOST_VALUES:
+        inside = getattr(left.pop(), "value", "")  # nodes, pairs of nodes, or a text
+        inside = [] if isinstance(inside, str) else inside
+        left += [node for each in inside for node in (each if isinstance(each, tuple) else (each,))]
+        count += 1 + len(inside)
+    return count > _MOST_VALUES
 
 
 def _problem(error: yaml.YAMLError | UnicodeDecodeError) -> str:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import click
 
+from pipelines.terminal.text_output import print_line, printable_lines
+
 __all__ = ["print_error", "print_usage_error"]
 
 
 def print_error(message: str, hint: str = "") -> None:
     """Print an error; `hint` says what to do, and may be empty."""
-    click.secho(f"error: {message}", fg="red", err=True)
+    print_line(f"error: {message}", fg="red", err=True)
     if hint:
-        click.echo(f"\n{click.style('hint:', fg='cyan')} {hint}", err=True)
+        click.echo(f"\n{click.style('hint:', fg='cyan')} {printable_lines(hint)}", err=True)
 
 
 def print_usage_error(error: click.ClickException) -> None:

@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from extract.errors import InputError
 from extract.system.urls import is_url
 from pipelines.terminal.completion import complete_backbones, complete_paths
+from pipelines.terminal.text_output import print_line
 
 __all__ = [
     "BACKBONE_HELP",
@@ -39,7 +40,10 @@ _PATHS = (
 )  # keys whose values a shell completes as paths
 
 # Help text that `search`, `verify` and `predict` share.
-BACKBONE_HELP = "Spec of the backbone; required if it is code (python/, hub/), which will be run."
+BACKBONE_HELP = (
+    "Spec of the backbone; required if it is code (python/, hub/), which will be run, or a model of the hub (hf/) that "
+    "is not in its cache."
+)
 
 
 class _DataSet(click.Path):
@@ -117,7 +121,7 @@ def given(flags: dict[str, Any]) -> dict[str, Any]:
 
 def print_json(content: Any, indent: int | None = 1) -> None:
     """Print a value as JSON; on one line if `indent` is None."""
-    click.echo(json.dumps(content, indent=indent))
+    click.echo(json.dumps(content, indent=indent).replace("\x7f", "\\u007f"))  # the only control character that stays
 
 
 def print_result(
@@ -131,4 +135,4 @@ def print_result(
     if as_json:
         print_json(to_json(result), indent)
     else:
-        print_text(result, click.echo)
+        print_text(result, print_line)

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, Self
 
-import click
 from tqdm import tqdm
+
+from pipelines.terminal.text_output import print_line, printable_lines
 
 __all__ = ["Progress", "store_warnings_to"]
 
@@ -51,19 +52,19 @@ class Progress:
             self._last_line = time.perf_counter()
             rate = (self._done - self._resumed) / (self._last_line - self._start)
             if self._total is None:
-                click.echo(f"{self._done:,} {self._unit}, {rate:,.0f} {self._unit}/s", err=True)
+                print_line(f"{self._done:,} {self._unit}, {rate:,.0f} {self._unit}/s", err=True)
                 return
             left = tqdm.format_interval((self._total - self._done) / rate)
-            click.echo(
+            print_line(
                 f"{self._done:,} of {self._total:,} {self._unit}, {rate:.1f} {self._unit}/s, {left} left", err=True
             )
 
     def say(self, text: str) -> None:
         """Print a line above the bar."""
         if self._bar is not None:
-            self._bar.write(text, file=sys.stderr)
+            self._bar.write(printable_lines(text), file=sys.stderr)
         elif self._shown:
-            click.echo(text, err=True)
+            print_line(text, err=True)
 
     def __enter__(self) -> Self:
         self._warnings.__enter__()

@@ -8,15 +8,40 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import click
+
 from extract.credentials import text_without_credentials, without_credentials
 from extract.row_status import Status
 
-__all__ = ["LAYERTAP", "SHOWN", "command_line", "counted", "print_failures", "print_remedy", "printable"]
+__all__ = [
+    "LAYERTAP",
+    "SHOWN",
+    "command_line",
+    "counted",
+    "print_failures",
+    "print_line",
+    "print_remedy",
+    "printable",
+    "printable_lines",
+]
 
 # Command that runs this program, where no environment is activated too; -P keeps modules in the working directory from
 # being imported.
 LAYERTAP = (sys.executable, "-P", "-m", "layertap")
 SHOWN = 10  # lines of a list on the terminal; --json has all of them
+
+
+def print_line(text: object, *, err: bool = False, fg: str | None = None, bold: bool = False) -> None:
+    """Print text, on stderr if `err`. All text of commands passes here, because names and data sets of strangers may
+    contain control characters, which a terminal obeys.
+    """
+    safe = printable_lines(str(text))
+    click.echo(click.style(safe, fg=fg, bold=bold or None) if fg or bold else safe, err=err)
+
+
+def printable_lines(text: str) -> str:
+    """Make text of several lines safe to print; see `printable`."""
+    return "\n".join(map(printable, text.split("\n")))
 
 
 def counted(count: int, noun: str) -> str:
@@ -36,7 +61,7 @@ def print_failures(failures: Sequence[tuple[str, str, str]], out: Path, echo: Ca
     kinds = ", ".join(f"{count:,} {status}" for status, count in counts.items())
     echo(f"{counted(len(failures), 'row')} without features ({kinds}):")
     for path, status, reason in failures[:SHOWN]:
-        echo(f"  {printable(path)}: {status}: {text_without_credentials(reason)}")
+        echo(f"  {printable(path)}: {status}: {printable(reason)}")
     if len(failures) > SHOWN:
         echo(f"  ... and {len(failures) - SHOWN:,} more: layertap show {shlex.quote(str(out))} --json")
 

@@ -79,7 +79,16 @@ SHAPES = {
     "https://host/img?id=1&name=%C3%A4&id=2": "https://host/img?id=1&name=%C3%A4&id=2",
     "https://host/a.jpg?": "https://host/a.jpg?",
     **{f"https://host/a.jpg{query}": f"https://host/a.jpg{kept}" for query, kept in SIGNED.items()},
-}
+    **{
+        f"https://host/a.jpg?id=1&{name}={{s}}": "https://host/a.jpg?id=1"
+        for name in (
+            "private_token", "job_token", "api_token", "apitoken", "hf_token", "personal_access_token", "upload-token",
+            "x-api-key", "app_key", "access_key_secret", "oauth_signature", "oauth_consumer_key", "bearer",
+            "bearer_token", "sas", "session", "sessionid", "PHPSESSID", "JSESSIONID", "ticket", "alf_ticket",
+        )
+    },
+    "https://me.azurewebsites.net/api/image?id=1&code={s}": "https://me.azurewebsites.net/api/image?id=1",
+}  # fmt: skip
 
 
 def test_a_reference_relative_to_a_url_loses_its_parameters() -> None:
@@ -105,6 +114,8 @@ def test_a_url_is_the_same_on_both_days_and_has_no_secret(shape: str) -> None:
         f"https://host/a.jpg?md5={DAYS[0]}&expires=1790000000",
         f"https://host/{DAYS[0]}/a.jpg?st=oslo&se=1&policy=public&exp=2",
         "https://host/a.jpg?monkey=1&tokens=2&keyboard=3#page=4",
+        "https://host/a.jpg?codec=av1-main-profile-10&tokenizer=a&passage=2&design=3&x-oss-process=image/resize,w_100",
+        f"https://host/a.jpg?code={DAYS[0]}&sid=2&pat=3",  # codes of products, subjects and patients
         "photos/key=1@2?token=3.jpg",
     ],
 )
@@ -497,6 +508,25 @@ def test_data_sets_of_an_earlier_version_are_read_and_printed_without_credential
     run("report", out, "--images", where, "-o", tmp_path / "report.html", "--map", "pca")
     assert n_thumbnails(tmp_path / "report.html") > 0
     assert MARK not in merge([out], tmp_path / "merged").images["root"]
+
+
+def test_a_data_set_with_a_parameter_that_is_now_a_credential_says_what_to_do(
+    folder: Path, tmp_path: Path, guarded: type[Guarded], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Earlier versions stored `sas=...`; the images of its list now have other paths."""
+    lines = [f"http://{guarded.host}/open/{name}?sas={number}" for number, name in enumerate(names(folder))]  # type: ignore[attr-defined]
+    where, out = folder.parent / "list.csv", tmp_path / "out"
+    where.write_text("\n".join(["path", *lines]) + "\n")
+    with monkeypatch.context() as earlier:
+        earlier.setattr("extract.credentials._CREDENTIALS", {"token"})
+        run("embed", where, "-o", out, *SMALL)
+    with FeatureReader(out) as reader:
+        assert reader.paths == sorted(lines)
+    run("verify", out, "--sample", 3, "--images", where)  # its images are found
+    message = run("embed", where, "-o", out, *SMALL, code=2)
+    assert "names of the images (images.paths_xxh3)" in message
+    assert "URLs with some parameters that are credentials, such as `sas=...`" in message
+    assert "A data set with such paths can be read, but not resumed." in message
 
 
 def test_labels_for_urls_are_found_with_other_signatures(folder: Path, tmp_path: Path, guarded: type[Guarded]) -> None:

@@ -89,7 +89,7 @@ def test_an_extra_that_is_missing_is_no_problem_until_it_is_needed(
 
 def test_a_library_that_is_too_old_or_missing_is_named_with_both_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     versions = {"a": "2.9.0", "b": "10.1+cpu", "c": "0.9"}
-    monkeypatch.setattr(machine, "_version", versions.get)
+    monkeypatch.setattr(machine, "installed_version", versions.get)
     assert [machine._missing(text) for text in ("a>=2.9", "b[x]>=9", "a==2.9", "a", "c>=0.10", "b==10", "d>=1")] == [
         ("a", ""), ("b", ""), ("a", ""), ("a", ""),
         ("c", "0.9 is installed, expected >=0.10"), ("b", "10.1+cpu is installed, expected ==10"), ("d", "is missing"),

@@ -67,7 +67,7 @@ def test_grad_cam_gives_the_probability_and_whether_the_class_is_true(
     backbone = backbone_of(config)
     sample = sample_of(config, backbone)
     truth = Targets(sample.images.labels, "three classes, three outputs")
-    monkeypatch.setattr(draw, "targets_of", lambda backbone, images: truth)
+    monkeypatch.setattr(draw, "targets_of", lambda backbone, images, remedy: truth)
     ((_, figure),) = draw.KINDS["gradcam"](config, backbone, sample)
     captions = [tile.get_title() for tile in figure.axes[::2]]
     seen = []

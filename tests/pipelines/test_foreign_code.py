@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import json
+import socket
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from extract import InputError
+from extract import FeatureReader, InputError
+from extract.analysis.probe.model import LinearProbe
+from extract.backbones.loading import permitted
 from extract.extraction.recheck import recheck
+from extract.extraction.reproduce import features_of_text
+from extract.store.format.dataset import DataSet
+from extract.store.format.layout import StoredFeature
 from tests.conftest import make_picture
 from tests.pipelines.test_cli import fails, layertap
 
@@ -92,6 +100,93 @@ def test_commands_that_compute_features_ask_for_the_backbone(
     assert ran.exists()
 
 
+@pytest.fixture
+def asked_hosts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The hosts whose addresses were asked for; no connection is made."""
+    hosts: list[str] = []
+
+    def refuse(host: object, *arguments: object, **options: object) -> None:
+        hosts.append(str(host))
+        raise OSError("no network in this test")
+
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    monkeypatch.setattr(socket, "create_connection", lambda address, *more, **options: refuse(address[0]))
+    return hosts
+
+
+@pytest.mark.parametrize("weights", [None, "main", "random"])
+@pytest.mark.parametrize("command", ["verify", "search", "text", "predict"])
+def test_a_repository_that_only_a_stranger_names_is_not_asked(
+    foreign: Path, tmp_path: Path, command: str, weights: str | None, monkeypatch: pytest.MonkeyPatch,
+    asked_hosts: list[str],
+) -> None:  # fmt: skip
+    pytest.importorskip("transformers")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    spec = "hf/evil/model"
+
+    def forged(provenance: dict[str, Any]) -> dict[str, Any]:
+        return {**provenance, "backbone": spec, "configuration": {**provenance["configuration"], "weights": weights}}
+
+    original = FeatureReader.provenance.fget  # type: ignore[attr-defined]
+    monkeypatch.setattr(FeatureReader, "provenance", property(lambda reader: forged(original(reader))))
+    probe = LinearProbe.load(foreign / "probe.safetensors")
+    about = {**probe.about, "provenance": forged(probe.about["provenance"])}
+    replace(probe, about=about).save(tmp_path / "probe.safetensors")
+    arguments: list[Any] = {
+        "verify": ["verify", foreign / "out", "--sample", 3],
+        "search": ["search", foreign / "out", foreign / "pictures" / "ant" / "00.png"],
+        "text": [],
+        "predict": ["predict", tmp_path / "probe.safetensors", foreign / "pictures", "-o", tmp_path / "new.csv"],
+    }[command]
+    if command == "text":
+        dataset = replace(DataSet.open(foreign / "out"), features=[StoredFeature("embedding", (8,), "float32")])
+        with pytest.raises(InputError, match="to allow this, name the backbone: --backbone hf/evil/model"):
+            features_of_text(dataset, forged(about["provenance"]), "an ant")
+    else:
+        assert f"to allow this, name the backbone: --backbone {spec}" in fails(*arguments)
+    assert asked_hosts == []
+    if command == "predict":
+        assert layertap(*arguments, "--backbone", spec).exit_code != 0
+        assert asked_hosts  # where the user names it
+
+
+@pytest.mark.parametrize("name", ["evil model!", "a--b", "a" * 300, "evil/\x1b]0;PWN\x07"])
+def test_a_name_that_no_repository_can_have_is_refused(name: str) -> None:
+    pytest.importorskip("transformers")
+    with pytest.raises(InputError, match="out records the backbone .*, which is no name: "):
+        permitted(f"hf/{name}", None, "out")
+
+
+def test_recorded_weights_that_are_no_text_are_refused(foreign: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = FeatureReader.provenance.fget  # type: ignore[attr-defined]
+
+    def forged(reader: FeatureReader) -> dict[str, Any]:
+        provenance = original(reader)
+        return {**provenance, "configuration": {**provenance["configuration"], "weights": 3}}
+
+    monkeypatch.setattr(FeatureReader, "provenance", property(forged))
+    message = fails("verify", foreign / "out", "--sample", 3, "-b", "timm/test_resnet")
+    assert "does not record how it was computed: its provenance has no 'weights'" in message
+
+
+def test_a_repository_in_the_cache_needs_no_word_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    snapshot = tmp_path / "models--me--model" / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    (tmp_path / "models--me--model" / "refs").mkdir()
+    (tmp_path / "models--me--model" / "refs" / "main").write_text("0123")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    (snapshot / "config.json").touch()
+    assert permitted("hf/me/model", None, "out", "random") == "hf/me/model"
+    with pytest.raises(InputError, match="a repository that only out names"):
+        permitted("hf/me/model", None, "out")
+    (snapshot / "model.safetensors").touch()
+    assert permitted("hf/me/model", None, "out") == "hf/me/model"
+    with pytest.raises(InputError, match="a repository that only out names"):
+        permitted("hf/me/model", None, "out", "other-revision")
+    assert permitted("timm/resnet18", None, "out") == "timm/resnet18"  # timm lists it
+
+
 def test_from_python_a_sample_asks_for_the_backbone_too(foreign: Path, ran: Path) -> None:
     with pytest.raises(InputError, match="loading this backbone runs its code"):
         recheck(foreign / "out", 3, device="cpu")
@@ -107,6 +202,7 @@ def test_code_of_a_hub_is_asked_for_too(foreign: Path, ran: Path, tmp_path: Path
     length = int.from_bytes(content[:8], "little")
     head = json.loads(content[8 : 8 + length])
     recorded = (foreign / "spec").read_text()
+    del head["__metadata__"]["sha256"]  # as in a probe of an earlier version
     head["__metadata__"] = {key: value.replace(recorded, spec) for key, value in head["__metadata__"].items()}
     text = json.dumps(head).encode()
     text += b" " * (-len(text) % 8)

@@ -185,7 +185,10 @@ def test_the_data_set_itself_may_be_a_link(out: Path, folder: Path, tmp_path: Pa
     assert out.is_symlink()
 
 
-@pytest.mark.parametrize("name", ["manifest.sqlite", "manifest.sqlite-wal", "runs.jsonl", ".lock"])
+NAMES = ["manifest.sqlite", "manifest.sqlite.xxh3", "manifest.sqlite-wal", "runs.jsonl", ".lock"]
+
+
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dry", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_sync_changes_no_file_through_a_link(
     folder: Path, tmp_path: Path, precious: Path, name: str, dry: bool

@@ -265,14 +265,6 @@ def told(output, labels):
     assert "labels [0, 1, 2]" in run(*of, "--grad", "--loss", f"{net}:told")
 
 
-def test_numbers_of_folders_are_not_taken_for_outputs(photos: Path, tmp_path: Path) -> None:
-    for number, path in enumerate(sorted(photos.rglob("*.JPEG"))[:2]):
-        (tmp_path / "p" / str(number)).mkdir(parents=True)
-        (tmp_path / "p" / str(number) / "a.jpg").write_bytes(path.read_bytes())
-    output = run("ablate", "bundled/efficientnet_lite0", tmp_path / "p", "-l", "blocks.6", "--json")
-    assert json.loads(output[output.index("{") :])["accuracy"] is None
-
-
 @pytest.mark.slow
 def test_attention_of_each_layer_and_refusals(folder: Path, tmp_path: Path) -> None:
     few = ("--weights", "random", "--sample", 2, "--workers", 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,6 +18,7 @@ from PIL import ExifTags, Image
 from extract.analysis.probe import protocols
 from extract.analysis.probe.model import LinearProbe
 from pipelines.probe import predict_pixels, probe_figures
+from pipelines.probe.coco import CocoFile
 from tests.pipelines.test_cli import SMALL, fails, layertap
 
 COLOURS = ((128, 128, 128), (220, 40, 40), (40, 60, 220))
@@ -324,6 +326,17 @@ def test_masks_that_are_none_are_refused_by_name(
     assert not (tmp_path / "res").exists()
 
 
+@pytest.mark.parametrize("suffix", [".png", ".npy"])
+def test_a_pipe_in_a_folder_of_masks_or_depths_is_refused_by_name(made: Path, tmp_path: Path, suffix: str) -> None:
+    shutil.copytree(made / "masks", tmp_path / "changed")
+    path = (tmp_path / "changed" / "test" / "24.png").with_suffix(suffix)
+    (tmp_path / "changed" / "test" / "24.png").unlink()
+    os.mkfifo(path)
+    for kind, option in (("segmentation", "--masks"), ("depth", "--depth")):
+        message = fails("probe", made / "out", "-p", kind, option, tmp_path / "changed", "-o", tmp_path / "res")
+        assert f"test/24{suffix} is not a regular file" in message
+
+
 def test_masks_may_have_16_bits_or_a_palette_or_half_the_pixels(made: Path, tmp_path: Path) -> None:
     segment(made, "-l", "layer1", "-o", tmp_path / "expected")
     shutil.copytree(made / "masks", tmp_path / "others")
@@ -435,7 +448,7 @@ def coco(made: Path, width: int = SIZE[0]) -> dict[str, Any]:
     return {"images": images, "annotations": annotations, "categories": categories}
 
 
-def test_a_coco_file_has_masks_of_objects(made: Path, tmp_path: Path) -> None:
+def test_a_coco_file_has_masks_of_objects(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("pycocotools")
     content = coco(made)
     (tmp_path / "coco.json").write_text(json.dumps(content))
@@ -448,6 +461,13 @@ def test_a_coco_file_has_masks_of_objects(made: Path, tmp_path: Path) -> None:
         content["annotations"][0]["segmentation"] = shape
         (tmp_path / "coco.json").write_text(json.dumps(content))
         assert "is not valid" in fails("probe", made / "out", "-p", "segmentation", "--masks", tmp_path / "coco.json")
+    content = coco(made)
+    content["images"] = [{**image, "height": 64 * 150, "width": 80 * 150} for image in content["images"]]
+    (tmp_path / "coco.json").write_text(json.dumps(content))
+    with monkeypatch.context() as patch:  # refused before memory is allocated
+        patch.setattr(CocoFile, "read", None)
+        message = fails("probe", made / "out", "-p", "segmentation", "--masks", tmp_path / "coco.json")
+    assert "has 12000 x 9600 pixels, and its image only 80 x 64" in message
     content["images"] = [{**image, "height": 10**9, "width": 10**9} for image in content["images"]]
     (tmp_path / "coco.json").write_text(json.dumps(content))
     message = fails("probe", made / "out", "-p", "segmentation", "--masks", tmp_path / "coco.json")

@@ -23,6 +23,7 @@ from extract.analysis.probe import metrics
 from extract.store.format.layout import StoredFeature, create_shard
 from extract.store.format.writer import ShardWriter
 from pipelines.data_sets import report as report_room
+from pipelines.data_sets.report.content import _histogram
 from pipelines.data_sets.report.page import PAGE_BYTES
 from pipelines.data_sets.report.probe_results import probes
 from pipelines.data_sets.report.similar_images import near_duplicate_cosine
@@ -157,6 +158,15 @@ def test_near_duplicates_are_unusually_near_and_at_most_half_as_far_as_others() 
     assert near_duplicate_cosine(np.full(29, 0.5)) is None
 
 
+def test_lengths_that_differ_by_rounding_are_counted() -> None:
+    for value in (0.0, 1.0, 2.0**53, 1e-30):
+        values = np.array([value, np.nextafter(value, 2 * value + 1)])
+        counts, edges = _histogram(values)
+        assert (counts.sum(), len(edges), np.isfinite(edges).all()) == (2, 41, True)
+    counts, edges = _histogram(np.arange(81.0))
+    np.testing.assert_array_equal(counts, np.histogram(np.arange(81.0), 40)[0])
+
+
 def test_thumbnails_are_their_pictures_at_the_largest_size_that_fits() -> None:
     pictures = [(10 * i, make_picture(i, 64, 32 + i % 30)) for i in range(300)]
     whole = thumbnail_sheets(iter(pictures), 300, 10_000_000)
@@ -256,6 +266,10 @@ def test_probes_and_another_data_set_are_told(folder: Path, tmp_path: Path) -> N
     _, content = report(tmp_path / "a", "-o", tmp_path / "page.html")
     assert "centroid/predictions.csv cannot be read as predictions: no column 'label'" in " ".join(content["notes"])
     assert content["predictions"] == {"tested": 0, "wrong": [], "n_wrong": 0}
+    file.unlink()
+    os.mkfifo(file)  # of a stranger's data set: it is not waited for
+    _, content = report(tmp_path / "a", "-o", tmp_path / "page.html")
+    assert "centroid/predictions.csv is not a regular file" in " ".join(content["notes"])
 
 
 def test_training_rows_of_a_probe_are_those_of_its_final_fit(tmp_path: Path) -> None:

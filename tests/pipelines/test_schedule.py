@@ -651,6 +651,13 @@ def test_a_cron_line_whose_day_never_comes_is_never_due(simulate: Callable[..., 
     assert simulation.starts == []
 
 
+@pytest.mark.parametrize("config", [ScheduleConfig(every=60), ScheduleConfig(cron="0 12 * * *", timezone="UTC")])
+def test_a_clock_at_the_end_of_the_year_9999_is_refused(config: ScheduleConfig) -> None:
+    now = datetime(9999, 12, 31, 23, 59, 30, tzinfo=UTC)
+    with pytest.raises(InputError, match="says 9999-12-31T23:59:30.*; set the clock"):
+        due_after(config, now, now)
+
+
 # the process
 
 

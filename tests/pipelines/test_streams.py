@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pty
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import xxhash
+from click.testing import CliRunner
 
+from extract import FeatureReader, Status
+from extract.store.format.dataset import DataSet
+from extract.store.format.layout import RowNames, StoredFeature, create_shard
+from extract.store.format.writer import ShardWriter
 from pipelines import cli
 from tests.pipelines.test_cli import SMALL, layertap
 
@@ -94,6 +106,93 @@ def test_with_json_stdout_is_json_and_nothing_else(
     assert result.exit_code == 0, result.output
     parsed: Any = json.loads(result.stdout)
     assert parsed
+
+
+# What a terminal obeys: a title, a colour, a bell, DEL, C1, a line break; and text that runs from right to left.
+HOSTILE = "\x1b]0;PWN\x07\x1b[5;47mX\r\x7f\x9b31m\u202e\x00"
+OWN_COLOURS = re.compile(r"\x1b\[(3[1236]|1|0)m")
+
+
+def hostile(content: Any) -> Any:
+    """A copy in which every text, also of names, ends in what a terminal obeys."""
+    if isinstance(content, dict):
+        return content | {f"{key}{HOSTILE}": hostile(value) for key, value in content.items()} | {
+            key: hostile(value) for key, value in content.items()
+        }  # fmt: skip
+    if isinstance(content, list):
+        return [hostile(value) for value in content]
+    return content + HOSTILE if isinstance(content, str) else content
+
+
+def forge(source: Path, out: Path) -> None:
+    """Write a data set with valid hashes that has the rows of another one and a stranger's texts."""
+    given, text = DataSet.open(source), HOSTILE.replace("\0", "")  # the format has no null characters in these
+    with FeatureReader(source) as reader:
+        provenance, values = reader.provenance, reader[reader.layers[0]][:]
+        paths = sorted(f"{path}{text}\n" for path in reader.paths)
+    features = [StoredFeature(f"embedding{text}", values.shape[1:], "float32", {"layer": text, "pooling": text})]
+    hashed = xxhash.xxh3_128_hexdigest(b"\0".join(path.encode() for path in paths))
+    images = {"root": f"/pictures{text}", "count": len(paths), "paths_xxh3": hashed}
+    data = DataSet(out, hostile(given.depends_on), features, images, len(paths))
+    data.open_or_create()
+    count = len(paths)
+    classes, splits = [f"ant{text}", f"bee{text}"], ["train", "train", "test"] * (count // 3)
+    names = RowNames(paths, np.arange(count) % 2, splits, classes, None, {f"age{text}": [text] * count})
+    create_shard(data.path(0, part=True), features, data.identity(0), names, hostile(provenance))
+    with ShardWriter(data, 0) as writer:
+        source_of = {"source_size": np.full(count, 1), "source_mtime_ns": np.full(count, 1),
+                     "source_hash": np.zeros((count, 16), "u1")}  # fmt: skip
+        status = np.full(count, Status.OK, "u1")
+        status[-1], values[-1] = Status.DECODE_ERROR, np.nan
+        writer.write(np.arange(count), {features[0].name: values}, status, source_of, {count - 1: f"{text}\n{text}"})
+        writer.flush()
+        writer.publish(None)
+
+
+@pytest.fixture(scope="module")
+def forged(place: Path) -> Path:
+    forge(place / "D", place / "F")
+    return place
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "show F", "status F", "verify F", "verify F --sample 2", "diff F D", "diff D F", "search F 0", "search F 99",
+        "search F P/ant/00.png", "merge F -o T/forged", "merge F D -o T/mixed", "report F -o T/forged.html --map pca",
+        "export F --to npy -o T/forged-npy", "export F --to h5 -o T/forged.h5", "export F --to parquet -o T/forged.pq",
+        "export F --to hf -o T/forged-hf", "export F --to mat -o T/forged.mat", "probe F -o T/forged-probe -p centroid",
+        "probe F -o T/forged-knn -p knn",
+        "predict T/probe.safetensors F -o T/forged.csv", "embed P -o F --workers 0", "doctor P -o F",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("as_json", [False, True])
+def test_no_command_prints_what_a_terminal_obeys(
+    command: str, as_json: bool, forged: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if as_json and not takes_json(command):
+        return
+    monkeypatch.chdir(forged)
+    # With colours, as on a terminal: otherwise click removes some of the sequences.
+    result = CliRunner().invoke(cli.main, [*command.split(), *["--json"] * as_json], color=True)
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    text = OWN_COLOURS.sub("", result.output)
+    assert [line for line in text.split("\n") if not line.isprintable()] == []
+    assert ("PWN" in text) or command not in ("show F", "status F", "diff D F", "search F 0", "probe F")
+
+
+@pytest.mark.slow
+def test_show_prints_nothing_that_a_real_terminal_obeys(forged: Path) -> None:
+    master, slave = pty.openpty()
+    with subprocess.Popen([sys.executable, "-m", "layertap", "show", forged / "F"], stdout=slave, stderr=slave):
+        os.close(slave)
+        text = b""
+        with contextlib.suppress(OSError):  # how the end is told
+            while part := os.read(master, 1 << 16):
+                text += part
+    os.close(master)
+    assert b"PWN" in text
+    assert [line for line in text.decode().split("\r\n") if not line.isprintable()] == []
 
 
 def test_every_command_is_in_the_table_and_in_a_section_of_the_help() -> None:

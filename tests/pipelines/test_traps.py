@@ -105,7 +105,39 @@ def test_the_home_folder_of_an_unknown_user_is_refused_on_the_command_line(
     assert not list(Path().iterdir())
 
 
-# Config files that are not YAML
+# Config files that are not YAML, or far too much of it
+
+
+@pytest.mark.parametrize(
+    ("lines", "why"),
+    [
+        (
+            [f"{chr(98 + i)}: &{chr(98 + i)} [{', '.join([f'*{chr(97 + i)}'] * 9)}]" for i in range(12)],
+            "100,000 values",
+        ),
+        (  # merged, the copies are made while the file is read
+            [f"{chr(98 + i)}: &{chr(98 + i)} {{<<: [{', '.join([f'*{chr(97 + i)}'] * 9)}]}}" for i in range(12)],
+            "100,000 values",
+        ),
+        (["images: &b [*b]"], "100,000 values"),
+        (["images: " + "[" * 100_000], "is nested too deep"),
+    ],
+)
+def test_a_config_file_that_expands_without_end_is_refused_in_one_line(
+    lines: list[str], why: str, tmp_path: Path
+) -> None:
+    first = "a: &a {x: laugh}" if "<<" in lines[0] else "a: &a [laugh]"
+    (tmp_path / "c.yaml").write_text("\n".join([first, *lines]) + "\n")
+    message = fails("embed", "--config", tmp_path / "c.yaml")
+    assert why in message
+    assert len(message.splitlines()) == 1
+
+
+def test_aliases_of_a_config_file_are_expanded(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("a: &x {mean: [1, 2], std: ~/y}\nb: {<<: *x, std: z}\nc: *x\n")
+    values = read_yaml(tmp_path / "c.yaml")
+    assert values["b"] == {"mean": [1, 2], "std": "z"}
+    assert values["c"] == values["a"]
 
 
 @pytest.mark.parametrize(

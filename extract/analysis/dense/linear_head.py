@@ -17,6 +17,7 @@ from extract.analysis.dense.depth_bins import DepthBins, mean_depth
 from extract.analysis.dense.head_training import linear_layers, train_head, trained_layers
 from extract.analysis.probe.feature_matrix import FeatureRows
 from extract.analysis.probe.model import LinearProbe
+from extract.system.torch_state import with_gradients
 
 __all__ = ["depth_bins", "train_depth_head", "train_segmentation_head"]
 
@@ -58,7 +59,7 @@ def train_segmentation_head(
         InputError: a token has NaN or infinity, or the training does not stay finite.
     """
     iterations = _SEGMENTATION_ITERATIONS if iterations is None else iterations
-    with _seeded(seed, device):
+    with with_gradients(), _seeded(seed, device):
         norm, linear = linear_layers(rows.width, n_classes)
         head = nn.Sequential(nn.Dropout2d(0.1), norm, linear).to(device)
         optimizer = torch.optim.AdamW(head.parameters(), lr=1e-3, weight_decay=1e-3)
@@ -175,7 +176,7 @@ def train_depth_head(
             moment = 0.95 - 0.1 * _falling((step - warm_up) / (iterations - warm_up))
         _set(optimizer, lr=3e-4 * lr, betas=(moment, 0.99))
 
-    with _seeded(seed, device):
+    with with_gradients(), _seeded(seed, device):
         norm, linear = linear_layers(rows.width, len(bins.depths))
         head = nn.Sequential(norm, linear, _MeanDepth(bins)).to(device)
         optimizer = torch.optim.AdamW(head.parameters(), lr=3e-4, betas=(0.95, 0.99), weight_decay=1e-4)

@@ -239,7 +239,9 @@ def _forward(
         values = {name: taps.record[feature.site][feature.name] for name, feature in wanted.items()}
     if embedding is None and isinstance(output, Tensor):
         values[EMBEDDING] = output.float().cpu()
-    scores = output if backbone.classifier is not None and isinstance(output, Tensor) and output.ndim == 2 else None
+    scores = getattr(output, "logits", output)  # models of transformers return a mapping
+    if backbone.classifier is None or not isinstance(scores, Tensor) or scores.ndim != 2:
+        scores = None
     return _ForwardResult(values, None if scores is None else scores.argmax(1).cpu())
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from extract.compute.backbone import Backbone
 from extract.compute.feature_choice import Choice, choose_features
 from extract.errors import InputError
-from extract.system.torch_state import evaluating, full_float32
+from extract.system.torch_state import evaluating, full_float32, with_gradients
 from extract.taps.layer_names import named_layers
 from extract.taps.record import Site
 from extract.taps.taps import Taps
@@ -85,7 +85,7 @@ def grad_cam(
     Raises:
         UnknownNameError: the layer does not exist.
         InputError: the layer has no positions, several tensors or no gradient, a target is not a class, or the backbone
-            returns no class scores.
+            returns no class scores, or scores without gradients.
     """
     with evaluating(backbone.model), full_float32():
         features = choose_features(backbone, [f"{layer}:none"]).features
@@ -95,7 +95,7 @@ def grad_cam(
         feature = features[0]
         site = feature.site
         gradient = Site(site.layer, site.call, site.path, "grad")
-        with torch.enable_grad(), Taps(backbone.model).keep(site).keep(gradient) as taps:
+        with with_gradients(), Taps(backbone.model).keep(site).keep(gradient) as taps:
             pixels = inputs.clone().requires_grad_()  # gradients must flow even if all parameters are frozen
             scores = taps(pixels.clone())
             if not isinstance(scores, Tensor) or scores.ndim != 2:
@@ -107,7 +107,14 @@ def grad_cam(
             if chosen.shape != (len(inputs),) or not bool(((chosen >= 0) & (chosen < scores.shape[1])).all()):
                 last = scores.shape[1] - 1
                 raise InputError(f"targets: expected a class from 0 to {last} for each of {len(inputs)} images")
-            torch.autograd.grad(scores.gather(1, chosen[:, None]).sum(), pixels)
+            if scores.requires_grad:
+                torch.autograd.grad(scores.gather(1, chosen[:, None]).sum(), pixels, allow_unused=True)
+            if gradient not in taps.record.by_site:
+                raise InputError(
+                    f"no gradient reaches layer {layer!r} of {backbone.spec}",
+                    hint="name a layer on which the scores depend, in a model that computes them from the image "
+                    "without torch.no_grad(), torch.inference_mode() and detach()",
+                )
             values, slopes = taps.record[site], taps.record[gradient]
     values, slopes = feature.rows.by_image(values), feature.rows.by_image(slopes)
     layout, size = feature.layout, backbone.preprocessing.crop_px

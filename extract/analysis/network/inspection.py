@@ -37,7 +37,7 @@ from extract.analysis.network.reports import (
 from extract.compute.activation_layout import recognise
 from extract.errors import InputError, LayertapError
 from extract.system.html_tables import Table, html_summary
-from extract.system.torch_state import evaluating, full_float32, keeping_freed_memory
+from extract.system.torch_state import evaluating, full_float32, keeping_freed_memory, with_gradients
 from extract.taps.batch_axis import BatchAxis, Trial
 from extract.taps.layer_names import match_layers, named_layers, named_parameters
 from extract.taps.record import Record, Site
@@ -272,15 +272,21 @@ class _Recorder:
     ) -> tuple[float, dict[str, Tensor]]:
         """Compute the loss of a batch, and the gradients of the parameters that it depends on."""
         trainable = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
-        with torch.enable_grad():
+        with with_gradients():
             # The input requires gradients, so that activations have gradients even if all parameters are frozen.
             inputs = inputs.clone().requires_grad_(inputs.is_floating_point())
             output = taps(inputs.clone())
             value = loss(output, targets)
-            if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
+            if not isinstance(value, Tensor) or value.numel() != 1:
                 description = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
                 raise InputError(
                     f"the loss returned {description}; expected one number that depends on the model's output"
+                )
+            if not value.requires_grad:
+                raise InputError(
+                    "the loss has no gradient",
+                    hint="it must depend on the model's output, which the model's forward must compute without "
+                    "torch.no_grad(), torch.inference_mode() and detach()",
                 )
             computed = torch.autograd.grad(
                 value.reshape(()), [*trainable.values(), *([inputs] if inputs.requires_grad else [])], allow_unused=True
@@ -336,7 +342,7 @@ def _gradient_sites(model: nn.Module, plans: Mapping[Site, _TensorPlan], inputs:
         for site in sites:
             taps.keep(_gradient_of(site))
         try:
-            with torch.enable_grad(), taps:
+            with with_gradients(), taps:
                 taps(inputs[:1].clone().requires_grad_(inputs.is_floating_point()).clone())
         except StandInError as error:
             sites = [site for site in sites if _gradient_of(site) != error.site]

@@ -35,7 +35,7 @@ from extract.analysis.network.activation_statistics import Statistics, Summary, 
 from extract.analysis.network.inspection import does_something, positions_of
 from extract.errors import InputError, LayertapError
 from extract.system.csv_cells import safe_cell
-from extract.taps.layer_names import match_layers, named_layers, named_parameters
+from extract.taps.layer_names import match_layers, named_layers, named_parameters, unwrap
 from extract.taps.model_bound_hook import ModelBoundHook
 from extract.taps.record import Record
 from extract.taps.taps import Taps
@@ -160,7 +160,8 @@ class _Monitor:
             taps = self._taps = _PassiveTaps(self._model, on_record=partial(self._on_record, self.step))
             self._request(taps)
             taps.__enter__()
-            taps.begin(module, args)  # hooks added now are not called for this module in this forward
+            if module is unwrap(module):  # hooks added now are not called for this module in this forward
+                taps.begin(module, args)
         self.step += 1
 
     def _summary(self, value: Tensor) -> dict[str, Tensor]:

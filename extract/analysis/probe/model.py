@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from safetensors.numpy import save
 
 from extract.analysis.probe.feature_matrix import FeatureRows, Scaling, Source
 from extract.errors import InputError
-from extract.system.atomic_files import link_target, write_whole
+from extract.system.atomic_files import link_target, open_regular, write_whole
 
 __all__ = ["LinearProbe"]
 
@@ -121,21 +122,24 @@ class LinearProbe:
             "has_probabilities": json.dumps(self.has_probabilities),
             "about": json.dumps(dict(self.about)),
         }
+        text["sha256"] = _sha256(tensors, text)
         write_whole(link_target(Path(path)), save({k: np.ascontiguousarray(v) for k, v in tensors.items()}, text))
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> LinearProbe:
-        """Read a file written by `save`.
+        """Read a file written by `save`. Files of earlier versions have no checksum, and are read without one.
 
         Raises:
-            InputError: the file does not exist, is not a probe, or is incomplete.
+            InputError: the file does not exist, is not a probe, or is damaged.
         """
         try:
+            os.close(open_regular(Path(path)))  # a pipe would be waited for
             with safe_open(path, "np") as file:
                 text = file.metadata() or {}
                 if text.get("format") != _FORMAT or text.get("format_version") != _VERSION:
                     raise InputError(f"{path} is not a probe of `layertap probe --save` (format {_VERSION})")
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            expected = text.pop("sha256", None)
             scaling = Scaling(text["scaling"], tensors.get("mean"), tensors.get("scale"))
             classes, about = json.loads(text["classes"]), json.loads(text["about"])
             has_probabilities = json.loads(text["has_probabilities"])
@@ -153,7 +157,18 @@ class LinearProbe:
             raise InputError(f"{path} cannot be read as a probe: {error}") from error
         for problem in _inconsistencies(probe):
             raise InputError(f"{path} is not a valid probe: {problem}")
+        if expected is not None and expected != _sha256(tensors, text):
+            raise InputError(f"{path} is damaged: its content does not match its checksum")
         return probe
+
+
+def _sha256(tensors: Mapping[str, NDArray[Any]], text: Mapping[str, str]) -> str:
+    """Return the checksum of a saved probe: of its metadata and of the name, type, shape and values of each tensor."""
+    digest = hashlib.sha256(json.dumps(text, sort_keys=True).encode())
+    for name, values in sorted(tensors.items()):
+        digest.update(f"{name} {values.dtype.str} {values.shape}".encode())
+        digest.update(np.ascontiguousarray(values).tobytes())
+    return digest.hexdigest()
 
 
 def _inconsistencies(probe: LinearProbe) -> Iterator[str]:

@@ -36,8 +36,9 @@ def earlier_names(stored: dict[str, Any], now: dict[str, Any]) -> str:
     root = str(now["root"])
     if same and root.lower().endswith((".csv", ".tsv", ".parquet")):
         return (
-            "\nEarlier versions stored the paths of a list as they stand in it, with `./` and `//`. A data set with "
-            "such paths can be read, but not resumed."
+            "\nEarlier versions stored the paths of a list as they stand in it, with `./` and `//`, and URLs with some "
+            "parameters that are credentials, such as `sas=...`. A data set with such paths can be read, but not "
+            "resumed."
         )
     if not same or not root.startswith(("http://", "https://")):
         return ""

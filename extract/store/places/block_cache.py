@@ -11,6 +11,9 @@ fetched again.
 
 Blocks are written under a temporary name and renamed. The least recently used blocks are removed first. Several
 processes may share the cache. A forked process starts its own threads and connections.
+
+The checksums are no secret: they protect from damage only. Therefore blocks of other users are not read, and links are
+not followed. A block that cannot be written is used from memory, and the logger `layertap.store` gets one warning.
 """
 
 from __future__ import annotations
@@ -18,7 +21,9 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import logging
 import os
+import re
 import threading
 import time
 from collections import OrderedDict
@@ -27,12 +32,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import BinaryIO
 
 import xxhash
 
 from extract.errors import InputError, LayertapError
 from extract.store.places import objects
-from extract.system.atomic_files import discard
+from extract.system.atomic_files import discard, open_own, open_regular
+from extract.system.leftovers import temporary_file
 from extract.system.user_cache import cache_file
 
 __all__ = ["BLOCK_BYTES", "CACHE_BYTES", "BlockCache", "RemoteFile", "cache_folder"]
@@ -43,6 +50,9 @@ _PAGE_BYTES = 64 << 10  # unit of verification; small, because reading one row v
 _AT_ONCE = 8  # concurrent requests
 _IN_MEMORY = 2 * _AT_ONCE  # blocks kept in memory: being fetched, or fetched last
 _FRESH_S = 1.0  # a block used more recently keeps its modification time
+_BLOCK = re.compile(r"[0-9a-f]{40}-\d{6,}(\..*\.new)?", re.ASCII)  # names of blocks, whole and temporary
+
+_log = logging.getLogger("layertap.store")
 
 _ROOM_LOCKS: dict[int, threading.Lock] = {}  # by process id; a POSIX lock does not exclude threads of one process
 
@@ -100,6 +110,7 @@ class BlockCache:
             least = _stored_bytes(BLOCK_BYTES)
             raise InputError(f"cache_bytes is {self.cache_bytes:,}; it must be at least {least:,} (one block)")
         self._own_fetches = _Fetches()
+        self._noted = False
 
     def __reduce__(self) -> tuple[object, ...]:
         return BlockCache, (self.cache_bytes, self.folder)
@@ -108,7 +119,7 @@ class BlockCache:
         """Read bytes `start` to `stop` (exclusive) of an object into `out`, which has exactly that length.
 
         Raises:
-            LayertapError: the object is gone or shorter, the store does not answer, or the local disk is full.
+            LayertapError: the object is gone or shorter, or the store does not answer.
         """
         if start == stop:
             return
@@ -198,34 +209,39 @@ class BlockCache:
 
     def _store(self, file: RemoteFile, number: int, content: bytes) -> None:
         path = self._path(file, number)
-        temporary = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.new")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with self._room_for(_stored_bytes(len(content))):
-                with temporary.open("wb") as written:
-                    written.write(content)
-                    written.write(b"".join(_hashes(file, number, content)))
+            if path.parent.is_symlink():
+                raise InputError(f"{path.parent} is a link")
+            with self._room_for(_stored_bytes(len(content))), temporary_file(path) as (written, temporary):
+                written.write(content)
+                written.write(b"".join(_hashes(file, number, content)))
+                written.flush()
                 temporary.rename(path)
         except FileNotFoundError:
-            pass  # another process empties the folder; the block is read from memory
-        except OSError as error:
-            raise LayertapError(
-                f"{self.folder}: cannot cache a block of {file.url}: {error.strerror}",
-                hint="free disk space, set a smaller cache_bytes, or set XDG_CACHE_HOME to another folder",
-            ) from error
-        finally:
-            discard(temporary)
+            pass  # another process empties the folder
+        except (OSError, InputError) as error:
+            if not self._noted:
+                self._noted = True
+                _log.warning(
+                    "%s: blocks of remote files are not kept (%s), and are fetched again when they are needed again; "
+                    "free disk space, or set XDG_CACHE_HOME to another folder",
+                    self.folder,
+                    getattr(error, "strerror", None) or error,
+                )
 
     def _from_disk(self, file: RemoteFile, number: int, start: int, stop: int, out: memoryview) -> bool:
         """Read bytes of a block from the disk into `out`; return False if the block is missing or damaged."""
         begin, end = file.block(number)
         size, first, last = end - begin, start // _PAGE_BYTES, -(-stop // _PAGE_BYTES)
         try:
-            descriptor = os.open(self._path(file, number), os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
+            descriptor = open_regular(self._path(file, number))
+        except (OSError, InputError):  # InputError: not a regular file
             return False
         try:
             file_stat = os.fstat(descriptor)
+            if file_stat.st_uid != os.geteuid():
+                return False
             content = os.pread(descriptor, min(last * _PAGE_BYTES, size) - first * _PAGE_BYTES, first * _PAGE_BYTES)
             expected = os.pread(descriptor, 8 * (last - first), size + 8 * first)
             if file_stat.st_size != _stored_bytes(size) or b"".join(_hashes(file, number, content, first)) != expected:
@@ -242,7 +258,7 @@ class BlockCache:
     @contextlib.contextmanager
     def _room_for(self, size: int) -> Iterator[None]:
         """Context manager: lock the cache for writing a block, after removing the least recently used if needed."""
-        with _ROOM_LOCKS.setdefault(os.getpid(), threading.Lock()), (self.folder / "bytes").open("a+b") as counter:
+        with _ROOM_LOCKS.setdefault(os.getpid(), threading.Lock()), self._counter() as counter:
             fcntl.lockf(counter, fcntl.LOCK_EX)
             counter.seek(0)
             text = counter.read(32)
@@ -251,18 +267,36 @@ class BlockCache:
             if total + size > self.cache_bytes:
                 total = self._remove_until(self.cache_bytes - max(size, self.cache_bytes // 16))
             counter.truncate(0)
+            counter.seek(0)
             counter.write(b"%d" % (total + size))
             counter.flush()
             yield
+
+    def _counter(self) -> BinaryIO:
+        """Open the file of the total size.
+
+        Raises:
+            InputError: it is no regular file, or belongs to another user.
+            OSError: it cannot be opened.
+        """
+        path = self.folder / "bytes"
+        file = os.fdopen(open_own(path, os.O_RDWR | os.O_CREAT), "r+b")
+        if os.fstat(file.fileno()).st_uid != os.geteuid():
+            file.close()
+            raise InputError(f"{path} belongs to another user")
+        return file
 
     def _remove_until(self, max_bytes: int) -> int:
         """Remove the least recently used blocks until at most `most` bytes remain; return the bytes that remain."""
         blocks = []
         for folder in self.folder.iterdir():
             with contextlib.suppress(NotADirectoryError, FileNotFoundError):
-                for entry in os.scandir(folder):
+                # Behind a link lie other files than blocks.
+                for entry in () if folder.is_symlink() else os.scandir(folder):
+                    if not _BLOCK.fullmatch(entry.name):
+                        continue
                     with contextlib.suppress(FileNotFoundError):
-                        file_stat = entry.stat()
+                        file_stat = entry.stat(follow_symlinks=False)
                         is_block = not entry.name.endswith(".new")  # left by a killed process: the lock is held here
                         blocks.append((is_block, file_stat.st_mtime_ns, file_stat.st_size, entry.path))
         total = sum(size for *_, size, _ in blocks)

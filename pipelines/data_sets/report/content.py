@@ -6,7 +6,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from extract.analysis.projection import principal, tsne, umap
 from extract.row_status import Status
 from extract.store.format.dataset import DataSet
 from extract.store.reader import FeatureReader
+from extract.system.optional_libraries import own_version
 from extract.system.urls import is_url
 from pipelines.data_sets.diff import as_json as comparison_as_json
 from pipelines.data_sets.report.facts import facts, runs, stages
@@ -101,7 +101,7 @@ class ReportContent:
         described = self._described
         self.data |= {
             "title": printable(Path(described["out"]).resolve().name),
-            "version": version("layertap"),
+            "version": own_version(),
             "written": datetime.now(UTC).isoformat(" ", "seconds"),
             "layer": printable(self._layer),
             "facts": facts(described),
@@ -193,7 +193,7 @@ class ReportContent:
         near_rows = pairs.rows[near]
         outliers = [place for place in np.argsort(means, kind="stable").tolist() if math.isfinite(means[place])]
         outliers = outliers[:_SHOWN] if len(neighbours.among) > K else []
-        counts, edges = np.histogram(nearest, _BINS)
+        counts, edges = _histogram(nearest)
         self.data["alike"] = {
             "k": K,
             "among": len(neighbours.among),
@@ -297,7 +297,7 @@ class ReportContent:
             self._say(f"statistics of {name}")
             array = self._reader[name]
             statistics, lengths = statistics_of(FeatureRows.of(array, self._good))
-            counts, edges = np.histogram(lengths, _BINS) if len(lengths) else (np.empty(0, int), np.empty(0))
+            counts, edges = _histogram(lengths)
             percent = np.percentile(lengths, (0, 50, 100)).tolist() if len(lengths) else [math.nan] * 3
             never = (statistics.low == 0) & (statistics.high == 0)
             layers.append({
@@ -415,3 +415,15 @@ def _shortened(path: str) -> str:
 def _short(values: NDArray[Any]) -> list[float]:
     """Round to five significant digits, which is more than a screen shows."""
     return [float(f"{value:.5g}") for value in values.tolist()]
+
+
+def _histogram(values: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Return counts and edges of bins, empty without values; values that differ by rounding alone share a bin."""
+    if not len(values):
+        return np.empty(0, np.int64), np.empty(0)
+    low, high = float(values.min()), float(values.max())
+    magnitude = max(abs(low), abs(high), 1e-30)
+    if high - low <= 1e-9 * magnitude:  # NumPy refuses bins that are narrower than the rounding
+        low, high = low - magnitude / 2, high + magnitude / 2
+    counts, edges = np.histogram(values.astype(np.float64), _BINS, (low, high))
+    return counts, edges

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import csv
 import io
+import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Any
 from PIL import Image
 
 from extract.errors import LayertapError, first_line
+from extract.system.atomic_files import open_regular
 from extract.system.csv_cells import safe_cell
 from extract.system.json_files import is_finite_number, read_json
 from pipelines.terminal.text_output import printable
@@ -168,7 +170,7 @@ def predictions_of(
 def _read_predictions(file: Path, data_set: str, layer: str) -> dict[str, Prediction]:
     """Return path -> prediction for a layer."""
     predictions = {}
-    with file.open(encoding="utf-8", errors="surrogateescape", newline="") as text:
+    with os.fdopen(open_regular(file), encoding="utf-8", errors="surrogateescape", newline="") as text:
         for line in csv.DictReader(text):
             if printable(line["data_set"]) == data_set and printable(line["layer"]) == layer:
                 cell = line.get("probability")

@@ -47,7 +47,7 @@ from pipelines.embed.cluster.launch import engine_of
 from pipelines.embed.config import EmbedConfig
 from pipelines.terminal.graceful_stop import signals_held
 from pipelines.terminal.progress import Progress
-from pipelines.terminal.text_output import command_line, print_failures, print_remedy, printable
+from pipelines.terminal.text_output import command_line, print_failures, print_line, print_remedy, printable
 
 __all__ = ["SharedRun", "as_json", "embed_shared", "exit_code", "print_shared"]
 
@@ -102,7 +102,7 @@ def embed_shared(config: EmbedConfig) -> SharedRun:
         with engine_of(config) as workers, signals_held() as received:
             joined, printed = _wait_for_workers(workers, received)
             if not joined:
-                click.echo("stopped before a worker joined; nothing was computed", err=True)
+                print_line("stopped before a worker joined; nothing was computed", err=True)
                 raise click.exceptions.Exit(128 + received[0])
             shared = _run(config, workers, joined, printed, received)
         if alone and _is_complete(shared):
@@ -130,7 +130,7 @@ def _wait_for_workers(workers: Workers, received: list[int]) -> tuple[list[Joine
         for event in events:
             if isinstance(event, Message) and event.text not in printed:
                 printed.add(event.text)
-                click.echo(event.text, err=True)
+                print_line(event.text, err=True)
             if isinstance(event, Left) and event.error is not None:
                 raise event.error
         if joined := [event for event in events if isinstance(event, Joined)]:
@@ -186,7 +186,7 @@ def _log_of(config: EmbedConfig) -> Iterator[Path]:
             try:
                 put(f"{config.place.rstrip('/')}/runs/{log_name}.jsonl", path.read_bytes())
             except LayertapError as error:  # it must not take the place of the error that ended the run
-                click.secho(f"the log of this run is not stored: {error}", fg="yellow", err=True)
+                print_line(f"the log of this run is not stored: {error}", fg="yellow", err=True)
 
 
 def _share_of(config: EmbedConfig) -> tuple[int, int]:
@@ -205,7 +205,7 @@ def _print_plan(shared: SharedRun, pending: NDArray[np.int64]) -> None:
     share = f"; this task builds the shards of {config.shards_of}" if config.shards_of else ""
     if shared.published_before or share:
         lines.append(f"shards    {shared.published_before:,} are published, {len(pending):,} are to be built{share}")
-    click.echo("\n".join(lines), err=True)
+    print_line("\n".join(lines), err=True)
 
 
 class _EventLog:

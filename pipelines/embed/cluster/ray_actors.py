@@ -16,14 +16,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-import click
-
 from extract.errors import InputError, LayertapError, first_line
 from extract.system.optional_libraries import library
 from pipelines.embed.cluster.dispatch import Done, Event, Failed, Joined, Left
 from pipelines.embed.cluster.processes import Slot, WorkerProcess
 from pipelines.embed.cluster.ray_output import bar_protected
 from pipelines.embed.cluster.worker import Start
+from pipelines.terminal.text_output import print_line
 
 __all__ = ["ActorResources", "RayWorkers", "actor_resources"]
 
@@ -143,7 +142,7 @@ class RayWorkers:
                 if host in ("localhost", "127.0.0.1", "::1"):  # Ray connects to an address that other nodes can reach
                     host = ray.util.get_node_ip_address()
                     address += f" (for Ray: {host}:{port})"
-                click.echo(f"connecting to the Ray cluster at {address}", err=True)
+                print_line(f"connecting to the Ray cluster at {address}", err=True)
                 # Ray itself would try for 40 s.
                 socket.create_connection((host, port), _CONNECT_S).close()
             with contextlib.redirect_stderr(self._ray_stream):  # of its log

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import subprocess
 import sys
@@ -81,8 +82,23 @@ def test_descriptions_made_before_an_end_are_kept(asked: list[str]) -> None:
     assert asked == specs
 
 
+def signed(body: bytes) -> bytes:
+    """A file with the right digest, as another program of this user could write it."""
+    return hashlib.sha256(body).hexdigest().encode() + b"\n" + body
+
+
 @pytest.mark.parametrize(
-    "damage", [lambda content: content[:-9], lambda content: b"", lambda content: b"\xff" + content]
+    "damage",
+    [
+        lambda content: content[:-9],
+        lambda content: b"",
+        lambda content: b"\xff" + content,
+        lambda content: signed(b"[1,2"),
+        lambda content: signed(b"[]"),
+        lambda content: signed(b"[" * 100_000),
+        lambda content: signed(b'{"names": {"names": [1, 2]}, "entries": []}'),
+        lambda content: signed(b'{"names": {}, "entries": [{"spec": "x", "foo": 1}]}'),
+    ],
 )
 def test_a_damaged_index_is_made_again(damage: Callable[[bytes], bytes], cache: Path) -> None:
     names = catalogue_index.backbone_names("torchvision", "*")

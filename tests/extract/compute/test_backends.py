@@ -328,6 +328,19 @@ def test_where_compiling_fails_auto_goes_on_eagerly_and_says_so(folder: Path, tm
     assert dict(summary.status) == {"ok": 12}
 
 
+def test_other_code_stays_compiled_while_an_eager_forward_is_open() -> None:
+    executed = []
+
+    def counting(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        return lambda *values: executed.append(1) or graph(*values)
+
+    doubled = torch.compile(lambda x: 2 * x, backend=counting)
+    backbone = load_backbone("timm/test_resnet", weights="random", device="cpu")
+    with torch.no_grad(), open_forward(backbone, choose_features(backbone, ["embedding"]), "float32"):
+        doubled(torch.ones(3))
+    assert executed == [1]
+
+
 @openvino
 def test_where_compiling_fails_on_ends_the_run(folder: Path, tmp_path: Path, branching: Any) -> None:
     with pytest.raises(LayertapError, match="cannot be compiled by openvino: .*; use --compile off"):

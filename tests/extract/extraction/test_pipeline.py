@@ -24,7 +24,7 @@ from extract import FeatureReader, InputError, LayertapError, Status, extract_fe
 from extract.compute.backbone import Backbone
 from extract.extraction import pipeline
 from extract.extraction.run import Summary, extract
-from extract.images import list_images
+from extract.images import Decoding, list_images, load_batches
 from extract.store.format.dataset import DataSet
 from extract.store.format.writer import ShardWriter
 from tests.conftest import TINY_INPUT, make_picture
@@ -483,3 +483,58 @@ def test_where_not_even_one_image_fits_the_run_ends(folder: Path, tmp_path: Path
     with pytest.raises(LayertapError, match="insufficient device memory for one image: CUDA out of memory"):
         extract(planned)
     handle.remove()
+
+
+IN_A_POOL = """
+import multiprocessing, sys, warnings
+
+def extracted(folder, out):
+    import torch
+    from layertap import extract_features, load_backbone
+    torch.set_num_threads(1)
+    tiny = load_backbone(
+        "timm/test_resnet", weights="random", device="cpu", preprocessing={"size": 64, "crop": 64}
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        extract_features(folder, out=out, backbone=tiny, workers=2, progress=False).close()
+    return [str(warning.message) for warning in caught]
+
+if __name__ == "__main__":
+    if sys.argv[1] == "loky":
+        import joblib
+        [notes] = joblib.Parallel(n_jobs=2)([joblib.delayed(extracted)(*sys.argv[2:])])
+    else:
+        with multiprocessing.get_context(sys.argv[1]).Pool(1) as pool:
+            notes = pool.apply(extracted, sys.argv[2:])
+    print(*notes, sep="\\n")
+"""
+
+
+@pytest.mark.parametrize("start", ["fork", *(pytest.param(name, marks=pytest.mark.slow) for name in ("spawn", "loky"))])
+def test_a_worker_of_a_pool_decodes_itself_and_says_so(
+    folder: Path, tmp_path: Path, small: Backbone, start: str
+) -> None:
+    script = tmp_path / "in_a_pool.py"
+    script.write_text(IN_A_POOL)
+    command = [sys.executable, str(script), start, str(folder), str(tmp_path / "in_pool")]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    notes = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout.splitlines()
+    assert [note for note in notes if "decodes the images itself, without 2 worker processes" in note] == notes
+    assert len(notes) == 1
+    with extract_features(folder, out=tmp_path / "here", backbone=small, workers=2, progress=False) as here:
+        assert close(FeatureReader(tmp_path / "in_pool")["embedding"][:], here["embedding"][:])
+
+
+def test_a_worker_of_a_data_loader_decodes_itself(folder: Path) -> None:
+    class Widths(torch.utils.data.Dataset[int]):
+        def __getitem__(self, _: int) -> int:
+            how = Decoding(lambda picture: torch.from_numpy(np.array(picture.resize((8, 8)))), workers=1)
+            with pytest.warns(UserWarning, match="may start no processes"):
+                [batch] = load_batches(list_images(folder), [[0, 1]], how)
+            return len(batch.images)
+
+        def __len__(self) -> int:
+            return 1
+
+    assert list(torch.utils.data.DataLoader(Widths(), num_workers=1)) == [torch.tensor([2])]

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import hypothesis
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import strategies as st
+from pyarrow import parquet
 
 from extract import FeatureReader, extract_features, load_backbone
 from extract.errors import InputError
@@ -28,6 +32,33 @@ def test_two_spellings_of_a_path_are_the_same_image(folder: Path, other: str, re
     where = write_list(folder, ["bee/01.jpg", other, "cat/02.png", "ant/00.png"])
     with pytest.raises(InputError, match=r"line 5: ant/00\.png is already in .*line 3; expected each path only once"):
         read(where)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("distinct", [1, 20_000])
+def test_a_small_parquet_file_of_equal_paths_takes_little_memory(tmp_path: Path, distinct: int) -> None:
+    """1,000,000 paths of 2,000 characters, of which Parquet stores only the different ones; measured by the kernel."""
+    texts = pa.array([f"{i:05d}/" + "y" * 2000 for i in range(distinct)])
+    numbers = pa.array(np.arange(1_000_000, dtype=np.int32) % distinct)
+    table = pa.table({"path": pa.DictionaryArray.from_arrays(numbers, texts)})
+    parquet.write_table(table, tmp_path / "list.parquet", compression="zstd")
+    assert (tmp_path / "list.parquet").stat().st_size < 3 << 20
+    code = f"""
+import resource
+import pyarrow.parquet
+from extract.images import csv_lists
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+try:
+    csv_lists.list_table({str(tmp_path / "list.parquet")!r})
+except csv_lists.InputError as error:
+    print(error)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10)
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    message, megabytes = ended.stdout.splitlines()
+    assert f"row {distinct}: 00000/yyy" in message
+    assert "is already in" in message
+    assert "list.parquet: row 0; expected each path only once" in message
+    assert int(megabytes) < 400
 
 
 def test_a_list_of_find_gives_the_rows_of_the_folder(folder: Path, tmp_path: Path) -> None:

@@ -242,8 +242,7 @@ def test_a_damaged_block_is_fetched_again(proxy: Proxy, url: str, small: None, d
     elif damage == "folder":
         victim.unlink()
         victim.mkdir()
-        with pytest.raises(LayertapError, match="cannot cache a block of"):
-            bytes_of(BlockCache(), file, 0, len(CONTENT))
+        assert bytes_of(BlockCache(), file, 0, len(CONTENT)) == CONTENT
         return
     else:
         victim.write_bytes({"cut": content[:-1], "empty": b"", "longer": content + b"x"}[damage])
@@ -342,16 +341,6 @@ def test_blocks_are_fetched_ahead_side_by_side(proxy: Proxy, url: str, small: No
     for number in range(21):  # read in small steps, as a pass over rows does
         bytes_of(cache, file, number * SMALL, number * SMALL + 70)
     assert time.monotonic() - start < 21 * 0.3 / 2
-
-
-def test_a_disk_that_cannot_be_written_is_told(
-    proxy: Proxy, url: str, small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = stored(url, CONTENT)
-    (tmp_path / "no folder").write_bytes(b"")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "no folder"))
-    with pytest.raises(LayertapError, match="Not a directory; free disk space, set a smaller cache_bytes, or set XDG"):
-        bytes_of(BlockCache(), file, 0, 1)
 
 
 def test_what_could_not_be_fetched_is_tried_again_when_it_is_asked_for_again(

@@ -5,6 +5,7 @@ import errno
 import json
 import multiprocessing
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from extract.store.export import _variables, export
 from extract.store.format.layout import StoredFeature
 from extract.store.format.row_hash import wrong_rows
 from extract.store.format.shard import Shard
+from extract.store.hugging_face import _CARD
 from extract.system.atomic_files import claim
 from tests.extract.store.rows import PATHS, ROWS, VALUES, change, complete_data_set
 
@@ -154,6 +156,45 @@ def test_a_hugging_face_folder_names_no_machine(tmp_path: Path, monkeypatch: pyt
     assert b"timm/x" in content
     for private in (b"/home/me", b"myhost"):
         assert private not in content
+
+
+def test_text_of_strangers_stays_text_in_a_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    markdown_it = pytest.importorskip("markdown_it")
+
+    hostile = "x\x1b]0;PWN\x07 |\n| evil | [here](javascript:1) `\n```\n<img src=x onerror=alert(1)> ![](//evil) #"
+    provenance = {
+        "backbone": f"timm/{hostile}", "weights": hostile, "versions": {"layertap": hostile},
+        "depends_on": {"precision": hostile, "stored_as": hostile, "preprocessing": {hostile: [hostile]}},
+    }  # fmt: skip
+    monkeypatch.setattr(FeatureReader, "provenance", provenance)
+    with FeatureReader(complete_data_set(tmp_path / "out").out) as reader:
+        monkeypatch.setitem(reader["vector"].attributes, "layer", hostile)
+        export(reader, tmp_path / "a", "hf", ["vector"])
+    card = (tmp_path / "a" / "README.md").read_text(encoding="utf-8").partition("\n---\n")[2]
+    assert all(character.isprintable() or character == "\n" for character in card)
+    page = markdown_it.MarkdownIt("commonmark").enable("table").render(card)
+    assert not re.findall(r"<(img|a|h2|script)\b", page)
+    assert page.count("<table>") == 2
+    assert page.count("<tr>") == 6 + 2  # five properties and a feature, each under a header
+    assert page.count("<pre>") == 1
+    names: dict[str, Any] = {}
+    layer = hostile + '"]; raise SystemExit; ["'
+    line = _CARD.partition('rows["label"]')[0].rpartition("x = ")[2].partition("\n")[0]
+    rows = type("Rows", (), {"with_format": lambda self, to: {layer: [[1.0]]}})()
+    exec("x = " + line.format(name=layer, shape="1"), {"rows": rows, "np": np}, names)  # also where it is pasted
+    assert names["x"].tolist() == [[1.0]]
+
+
+def test_names_of_columns_cannot_run_code_in_a_spreadsheet_or_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    columns = {"=cmd|'_C calc'!A0": ["1"] * ROWS, "\x1b]0;PWN\x07c": np.arange(ROWS)}
+    monkeypatch.setattr(FeatureReader, "columns", columns)
+    with FeatureReader(complete_data_set(tmp_path / "out").out) as reader:
+        export(reader, tmp_path / "a", "npy")
+    with (tmp_path / "a" / "rows.csv").open(encoding="utf-8", errors="surrogateescape", newline="") as text:
+        header = next(csv.reader(text))
+    assert header[-2:] == ["'=cmd|'_C calc'!A0", r"\x1b]0;PWN\x07c"]
 
 
 @pytest.mark.parametrize("splits", [["train", "test"], ["val"], [""], ["", "train"]])

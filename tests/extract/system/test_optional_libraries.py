@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import json
+import re
 import shutil
 import sys
 import tomllib
@@ -15,7 +17,7 @@ from click.testing import CliRunner
 
 from extract.errors import LayertapError
 from extract.system import optional_libraries
-from extract.system.optional_libraries import library, pip_install
+from extract.system.optional_libraries import library, own_version, pip_install
 from pipelines.cli import main
 
 ROOT = Path(__file__).parents[3]
@@ -25,6 +27,7 @@ EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["p
 @pytest.fixture(autouse=True)
 def _nothing_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     pip_install.cache_clear()
+    own_version.cache_clear()
     monkeypatch.setattr(shutil, "which", lambda name: str(Path(sys.executable).parent / name))
 
 
@@ -123,3 +126,53 @@ def test_commands_with_figures_ask_for_matplotlib_before_they_begin(
     assert purpose in done.output
     assert "pip install " in done.output
     assert requirement in done.output
+
+
+@pytest.fixture
+def not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with a checkout that only PYTHONPATH names: there is no distribution `layertap`."""
+    of_libraries = metadata.version
+
+    def version(name: str) -> str:
+        if name == "layertap":
+            raise metadata.PackageNotFoundError(name)
+        return of_libraries(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+
+
+@pytest.mark.usefixtures("not_installed")
+def test_a_checkout_that_is_not_installed_knows_its_version(tmp_path: Path, folder: Path) -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+    assert CliRunner().invoke(main, ["--version"], prog_name="layertap").output == f"layertap, version {version}\n"
+    out = str(tmp_path / "out")
+    small = ["-b", "timm/test_resnet", "--weights", "random", "--size", "64", "--crop", "64", "--workers", "0"]
+    assert CliRunner().invoke(main, ["embed", str(folder), "-o", out, *small]).exit_code == 0
+    described = json.loads(CliRunner().invoke(main, ["show", out, "--json"]).stdout)
+    assert described["provenance"]["versions"]["layertap"] == version
+    probed = CliRunner().invoke(main, ["probe", out, "--test-fraction", "0.3", "--json"])
+    assert json.loads(probed.stdout)["layertap"] == version
+    doctor = CliRunner().invoke(main, ["doctor"])
+    assert f"layertap {version} (not installed), " in doctor.stdout
+
+
+@pytest.mark.usefixtures("not_installed", "elsewhere")
+def test_the_version_of_copied_folders_is_unknown() -> None:
+    assert CliRunner().invoke(main, ["--version"], prog_name="layertap").output == "layertap, version unknown\n"
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_the_version_of_a_wheel_is_that_of_its_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "version", lambda name: {"layertap": "7.8"}[name])
+    assert own_version() == "7.8"
+
+
+def test_no_other_module_reads_metadata_of_distributions() -> None:
+    """It has none of what is not installed, and then ends in a traceback."""
+    reading = [
+        path.name
+        for package in ("extract", "pipelines", "layertap")
+        for path in (ROOT / package).rglob("*.py")
+        if re.search(r"importlib\.metadata|importlib import metadata", path.read_text(encoding="utf-8"))
+    ]
+    assert reading == ["optional_libraries.py"]

@@ -206,6 +206,17 @@ def test_a_gradient_that_never_came_is_an_error() -> None:
         taps.record["0@grad"]
 
 
+def test_a_gradient_behind_frozen_layers_is_there_if_the_input_requires_gradients() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[0].requires_grad_(False)
+    with Taps(model).keep("0", "grad") as taps:
+        taps(torch.ones(1, 2)).sum().backward()
+        with pytest.raises(LayertapError, match="with all before it frozen, on inputs that require gradients"):
+            taps.record["0@grad"]
+        taps(torch.ones(1, 2, requires_grad=True)).sum().backward()
+        assert torch.equal(taps.record["0@grad"], model[1].weight.sum(0, keepdim=True).detach())
+
+
 def test_records_are_handed_on_when_complete() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     seen: list[dict[str, float]] = []

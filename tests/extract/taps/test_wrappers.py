@@ -11,8 +11,9 @@ import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import timm
@@ -130,6 +131,65 @@ def test_a_wrapper_that_has_the_attributes_of_a_compiled_module_is_a_model_of_it
     assert torch.equal(taps.record[""], expected)
     assert torch.equal(taps.record["head"], expected)
     assert torch.equal(taps.record["inner.2"], net()(X))
+
+
+def _compiled_forward(model: nn.Module, **options: Any) -> nn.Module:
+    model.forward = torch.compile(model.forward, **options)  # type: ignore[method-assign]
+    return model
+
+
+COMPILED_CALLERS: dict[str, Callable[..., Callable[[Tensor], Tensor]]] = {
+    "the model in a wrapper": torch.compile,
+    "a function": lambda model, **options: torch.compile(lambda x: model(x), **options),
+    "a model around it": lambda model, **options: torch.compile(nn.Sequential(model), **options),
+    "its own forward": _compiled_forward,
+}
+
+
+@pytest.mark.parametrize("called", [False, True])
+@pytest.mark.parametrize("fullgraph", [False, True])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("compiled", COMPILED_CALLERS.values(), ids=COMPILED_CALLERS)
+def test_compiled_code_that_calls_the_model_is_seen_through(
+    compiled: Callable[..., Any], backend: str, fullgraph: bool, called: bool
+) -> None:
+    expected, plain = net()[0](X), net()(X)
+    torch.compiler.reset()
+    model = net()
+    call = compiled(model, backend=backend, fullgraph=fullgraph)
+    with torch.no_grad():
+        if called:
+            call(X)
+        with Taps(model, "0") as taps:
+            assert torch.allclose(call(X), plain)
+            assert torch.allclose(taps.record["0"], expected)
+        with Taps(model).edit("2", lambda h: h * 0):
+            assert not call(X).any()
+        assert torch.allclose(call(X), plain)
+
+
+def test_a_compiled_method_forward_is_no_call_of_the_model() -> None:
+    model = net()
+    forward = torch.compile(model.forward, backend="eager")
+    with Taps(model, "0") as taps:
+        forward(X)
+        with pytest.raises(LayertapError, match="model itself must be called .* do not count, compiled or not"):
+            taps.record["0"]
+
+
+def test_a_block_in_a_compiled_function_says_where_to_open_it() -> None:
+    model = net()
+
+    @torch.compile(backend="eager")
+    def first_output(x: Tensor) -> Tensor:
+        with Taps(model, "0") as taps:
+            model(x)
+            return taps.record["0"]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the compiler
+        with pytest.raises(LayertapError, match="open the block outside of compiled functions"):
+            first_output(X)
 
 
 def test_scripted_and_exported_models_are_refused() -> None:
@@ -325,7 +385,9 @@ def test_layers_run_past_the_model_are_not_recorded_and_that_is_said() -> None:
         assert not torch.equal(found["blocks.1"], kept)
     with torch.no_grad(), Taps(model, "blocks.1") as taps:
         model.forward_features(images)
-        with pytest.raises(LayertapError, match=r"model itself must be called .* \(model.forward_features"):
+        with pytest.raises(
+            LayertapError, match=r"model itself must be called .* other methods and single layers do not"
+        ):
             _ = taps.record
 
 

@@ -184,7 +184,7 @@ def test_labels_of_the_input_are_those_of_the_nearest_pixels() -> None:
     assert np.argwhere(padded == 1).tolist() == [[row, column] for row in range(8, 24) for column in range(16, 32)]
 
 
-def test_the_same_seed_gives_the_same_head(samples: Any) -> None:
+def test_the_same_seed_gives_the_same_head_in_inference_mode_too(samples: Any) -> None:
     tokens, masks = samples
 
     def weights(seed: int) -> np.ndarray:
@@ -195,6 +195,8 @@ def test_the_same_seed_gives_the_same_head(samples: Any) -> None:
 
     assert np.array_equal(weights(1), weights(1))
     assert not np.array_equal(weights(1), weights(2))
+    with torch.inference_mode():
+        assert np.array_equal(weights(1), weights(1))
 
 
 @pytest.mark.parametrize(

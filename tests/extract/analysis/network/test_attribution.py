@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +14,7 @@ from torch import Tensor, nn
 from extract import Backbone, load_backbone
 from extract.analysis.network.attribution import attentions, grad_cam, map_of, principal_colours, rollout
 from extract.errors import InputError
-from tests.conftest import make_picture
+from tests.conftest import TINY_INPUT, make_picture
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +82,51 @@ def test_grad_cam_refuses_what_has_no_positions_or_no_such_class(lite: Backbone)
         grad_cam(lite, inputs, "classifier")
     with pytest.raises(InputError, match="from 0 to 999 for each of 2 images"):
         grad_cam(lite, inputs, "blocks.6", [1000, 1])
+
+
+@pytest.fixture
+def tiny() -> Backbone:
+    return load_backbone("timm/test_resnet", weights="random", device="cpu", preprocessing=TINY_INPUT)
+
+
+@pytest.mark.parametrize("around", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("trained", ["", "fc"])
+def test_grad_cam_of_a_frozen_backbone_does_not_depend_on_the_mode_around(
+    tiny: Backbone, around: Callable[[], AbstractContextManager[None]], trained: str
+) -> None:
+    inputs = inputs_of(tiny)
+    expected = written_out_cam(tiny.model, tiny.model.get_submodule("layer3"), inputs, [3, 7])
+    for name, parameter in tiny.model.named_parameters():
+        parameter.requires_grad_(bool(trained) and name.startswith(trained))
+    with around():
+        cam, _ = grad_cam(tiny, inputs, "layer3", [3, 7])
+        of_inputs_made_here, _ = grad_cam(tiny, inputs.clone(), "layer3", [3, 7])
+    np.testing.assert_allclose(cam, expected, atol=1e-5 * expected.max())
+    np.testing.assert_array_equal(of_inputs_made_here, cam)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("layer", ["layer3", ""])
+def test_grad_cam_names_the_layer_and_the_model_whose_forward_computes_no_gradients(
+    tiny: Backbone, mode: Callable[[], Any], layer: str
+) -> None:
+    module = tiny.model.get_submodule(layer)
+    module.forward = mode()(module.forward)  # type: ignore[method-assign]
+    with pytest.raises(InputError) as error:
+        grad_cam(tiny, inputs_of(tiny), "layer3")
+    text = "no gradient reaches layer 'layer3' of timm/test_resnet; name a layer on which the scores depend"
+    if mode is torch.inference_mode and layer:  # later layers have to save what it computes
+        text = (
+            "no gradient can be computed: a tensor that takes part was made in torch.inference_mode(); load the model"
+        )
+    assert str(error.value).startswith(text)
+
+
+def test_grad_cam_of_a_backbone_that_was_loaded_in_inference_mode_says_so() -> None:
+    with torch.inference_mode():
+        loaded = load_backbone("timm/test_resnet", weights="random", device="cpu", preprocessing=TINY_INPUT)
+        with pytest.raises(InputError, match=r"made in torch\.inference_mode\(\); load the model"):
+            grad_cam(loaded, inputs_of(loaded), "layer3")
 
 
 def test_attention_and_rollout_are_those_written_out(vit: Backbone) -> None:

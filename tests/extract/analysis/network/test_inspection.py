@@ -434,6 +434,16 @@ def test_a_loss_is_taken_where_no_gradient_of_a_layer_can_be_had() -> None:
     assert inspection.loss == pytest.approx((4 + 1) / 2)
 
 
+def test_a_loss_of_a_model_whose_forward_computes_no_gradients_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU())
+    batches = [torch.ones(6, 4)]
+    with torch.inference_mode():  # around the call, it has no effect
+        assert inspect_model(model, batches, loss=lambda output, _: output.sum()).tensors[0].gradients is not None
+    model.forward = torch.no_grad()(model.forward)  # type: ignore[method-assign]
+    with pytest.raises(InputError, match="the loss has no gradient; it must depend on the model's output, which"):
+        inspect_model(model, batches, loss=lambda output, _: output.sum())
+
+
 def test_an_inspection_prints_as_a_line_and_in_a_notebook_as_tables() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU())

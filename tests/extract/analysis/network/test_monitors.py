@@ -75,9 +75,12 @@ def test_a_training_is_the_same_with_a_monitor(kind: Any, every: int, wrap: Call
 
 
 @pytest.mark.parametrize("kind", MONITORS)
-def test_each_step_that_is_due_is_seen_once_and_evaluations_are_not(kind: Any) -> None:
+@pytest.mark.parametrize("wrap", [lambda model: model, lambda model: torch.compile(model, backend="eager")])
+def test_each_step_that_is_due_is_seen_once_and_evaluations_are_not(
+    kind: Any, wrap: Callable[[nn.Module], nn.Module]
+) -> None:
     seen: list[int] = []
-    model = net()
+    model = wrap(net())
     monitor = kind(model, every=3, to=lambda step, rows: seen.append(step))
     train(model, 8, monitor)
     assert seen == [0, 3, 6]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -82,6 +83,41 @@ def test_what_is_no_whole_probe_is_refused(tmp_path, fitted, change, message):
     save_file(tensors, path, metadata)
     with pytest.raises(InputError, match=message):
         LinearProbe.load(path)
+
+
+def test_a_single_flipped_bit_of_a_kept_probe_is_found(tmp_path, fitted):
+    x, model = fitted
+    path = tmp_path / "probe.safetensors"
+    model.save(path)
+    whole = path.read_bytes()
+    expected = model.predict_proba(x)
+    for place in np.random.default_rng(0).choice(8 * len(whole), 300, replace=False).tolist():
+        content = bytearray(whole)
+        content[place // 8] ^= 1 << place % 8
+        path.write_bytes(content)
+        try:
+            np.testing.assert_array_equal(LinearProbe.load(path).predict_proba(x), expected)
+        except InputError as error:
+            assert str(path) in str(error)  # noqa: PT017
+
+
+def test_a_probe_of_an_earlier_version_without_a_checksum_is_read(tmp_path, fitted):
+    from safetensors import safe_open
+
+    x, model = fitted
+    path = tmp_path / "probe.safetensors"
+    model.save(path)
+    with safe_open(path, "np") as file:
+        metadata = file.metadata()
+    del metadata["sha256"]
+    save_file(load_file(path), path, metadata)
+    np.testing.assert_array_equal(LinearProbe.load(path).predict_proba(x), model.predict_proba(x))
+
+
+def test_a_pipe_in_the_place_of_a_probe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "probe.safetensors")
+    with pytest.raises(InputError, match="probe.safetensors is not a regular file"):
+        LinearProbe.load(tmp_path / "probe.safetensors")
 
 
 def test_other_files_are_no_probes(tmp_path):
