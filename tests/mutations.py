@@ -70,8 +70,8 @@ MUTATIONS = (
     ),
     Mutation(
         "The second forward keeps the record of the first.",
-        "        self._forward = ModelCall(record, [([\"\"], None)], caller or sys._getframe(1), calls=calls)",
-        "        self._forward = self._forward or ModelCall(record, [([\"\"], None)], caller or sys._getframe(1), calls=calls)",
+        "        self._forward = ModelCall(record,",
+        "        self._forward = self._forward or ModelCall(record,",
         ("test_a_layer_that_did_not_run_raises_and_does_not_answer_with_old_values",),
     ),
     Mutation(
