@@ -368,7 +368,7 @@ class HookCalls:
         """Edit a value, and return what the model continues with."""
         if not point.edits:
             return value
-        for path, part in unread(value):
+        for path, part in () if isinstance(value, Tensor) else unread(value):
             for layer, request in point.asked(call, side, path):
                 if request.edit is not None:
                     raise InputError(

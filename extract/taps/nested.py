@@ -48,7 +48,8 @@ def unread(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     for key, part in (parts := _parts(value)):
         yield from unread(part, (*path, key))
     if not parts:
-        held = value if isinstance(value, set | frozenset) else getattr(value, "__dict__", {}).values()
+        attributes = vars(value).values() if type(value).__dictoffset__ else ()
+        held = value if isinstance(value, set | frozenset) else attributes
         if any(isinstance(part, Tensor) and part.is_floating_point() for part in held):
             yield path, value
 
