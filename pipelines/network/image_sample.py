@@ -85,7 +85,8 @@ class Sample:
                     yield SampleBatch(inputs, decoded_rows, _pixels(batch.images, self.backbone))
         if not self.decoded:
             row, reason = next(iter(self.failed.items()))
-            raise InputError(f"none of the images can be decoded; {printable(self.images.paths[row])}: {printable(reason)}")
+            first = f"{printable(self.images.paths[row])}: {printable(reason)}"
+            raise InputError(f"none of the images can be decoded; {first}")
 
     def name(self, position: int) -> str:
         """Return the path of an image by its position among the decoded images."""
