@@ -9,18 +9,34 @@ __all__ = ["copied"]
 
 
 def copied(tensor: Tensor) -> Tensor:
-    """Return a copy with the same strides, which autograd differentiates.
+    """Return a copy with the same strides and Python attributes, which autograd differentiates.
 
     `Tensor.clone` makes a slice contiguous, and PyTorch rounds some functions in another way for contiguous tensors:
-    the model would compute other values with the copy.
+    the model would compute other values with the copy. Of frames that overlap in memory, each has its own in the copy.
     """
+    copy = _with_strides_of(tensor)
+    for name, attribute in tensor.__dict__.items():  # such as `orig` in models of fastai
+        copy.__dict__.setdefault(name, attribute)  # the copy of a subclass may have its data there
+    return copy
+
+
+def _with_strides_of(tensor: Tensor) -> Tensor:
     copy = tensor.clone()
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         return copy
     strides = tensor.stride()
-    # An expanded tensor, with a stride of 0, cannot be written to.
-    if copy.stride() == strides or 0 in strides or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+    if copy.stride() == strides or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return copy
-    if type(copy) is not Tensor:  # a subclass
+    if type(copy) is not Tensor or _overlaps_itself(tensor):  # a subclass; after `expand` or `unfold`
         return copy
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def _overlaps_itself(tensor: Tensor) -> bool:
+    """Whether two places of a tensor may share memory: then a write to one of them would change the other."""
+    extent = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride < extent:
+            return True
+        extent += stride * (size - 1)
+    return False
