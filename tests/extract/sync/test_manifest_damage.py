@@ -86,8 +86,8 @@ def flip(path: Path, bit: int) -> None:
     [
         (60, BITS // 3, True),
         (60, BITS, False),
-        pytest.param(20_000, max(3, BITS // 30), True, marks=pytest.mark.slow),
-        pytest.param(20_000, max(10, BITS // 4), False, marks=pytest.mark.slow),
+        pytest.param(20_000, BITS // 30, True, marks=pytest.mark.slow),
+        pytest.param(20_000, BITS // 6, False, marks=pytest.mark.slow),
     ],
 )
 def test_no_flipped_bit_gives_a_wrong_row_or_a_version_that_cannot_be_read(
