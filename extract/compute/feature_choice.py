@@ -32,6 +32,7 @@ from extract.taps.taps import Taps
 
 __all__ = [
     "EMBEDDING",
+    "WHOLE_TYPES",
     "Choice",
     "Feature",
     "Following",
@@ -44,7 +45,7 @@ __all__ = [
 EMBEDDING = "embedding"  # reserved layer name: the input of the backbone's classifier
 
 _TRIAL_IMAGES = 3
-_WHOLE = {"int8": "int32", "uint8": "int32", "int16": "int32", "int32": "int32", "int64": "int64"}
+WHOLE_TYPES = {"int8": "int32", "uint8": "int32", "int16": "int32", "int32": "int32", "int64": "int64"}
 
 
 @dataclass(frozen=True)
@@ -81,11 +82,11 @@ class Feature:
     @property
     def is_whole(self) -> bool:
         """Whether its values are whole numbers."""
-        return self.source_dtype in _WHOLE
+        return self.source_dtype in WHOLE_TYPES
 
     def stored_as(self, dtype: str) -> str:
         """Return its type in a data set of a dtype: whole numbers are stored exactly, in all of them."""
-        return _WHOLE.get(self.source_dtype, dtype)
+        return WHOLE_TYPES.get(self.source_dtype, dtype)
 
     @property
     def principal_axes(self) -> AxesProjection | None:

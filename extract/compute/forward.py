@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from extract.backbones import LoadedBackbone
-from extract.compute.feature_choice import Choice, Feature
+from extract.compute.feature_choice import WHOLE_TYPES, Choice, Feature
 from extract.compute.transfers import Pinned
 from extract.errors import InputError, LayertapError
 from extract.images import Batch
@@ -178,6 +178,7 @@ class DeviceForward(Forward):
 class ForwardTaps(Taps):
     """Taps of an eager forward. With transfers, they start copying kept tensors and do not wait for the copies."""
 
+    _reduces_call_no_layers = True  # they are poolings
     _has_other_callers = False  # compiled forwards of other backbones, and code of the user, stay compiled meanwhile
 
     def __init__(self, model: nn.Module, transfers: Pinned | None):
@@ -255,11 +256,11 @@ def rows_of(batch: Batch, values: Values, features: Sequence[Feature], dtype: st
     good = batch.status == Status.OK
     stored: Values = {}
     for feature in features:
-        kind = feature.stored_as(dtype)
+        kind = WHOLE_TYPES.get(feature.source_dtype, dtype)  # as `Feature.stored_as`
         if values and good.all():
             stored[feature.name] = _rounded(values[feature.name], kind)
             continue
-        missing = np.iinfo(kind).min if feature.is_whole else np.nan
+        missing = np.iinfo(kind).min if feature.source_dtype in WHOLE_TYPES else np.nan
         stored[feature.name] = np.full((len(good), *feature.shape), missing, kind)
         if values:
             stored[feature.name][good] = _rounded(values[feature.name], kind)

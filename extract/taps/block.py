@@ -23,6 +23,7 @@ class Block:
         mark: is in `OPENED` in the asyncio task that opened the block; None if no task did, so it is of all tasks.
         ran_in_other_tasks: whether other tasks have called the model.
         callers: other threads that have called the model.
+        in_users_code: threads that run a `reduce`, an edit or an `on_record` of these `Taps`.
     """
 
     def __init__(self, undo: contextlib.ExitStack) -> None:
@@ -31,7 +32,7 @@ class Block:
         self.mark = object() if _is_in_task() else None
         self.ran_in_other_tasks = False
         self.callers: set[int] = set()
-        self._in_users_code: set[int] = set()  # threads
+        self.in_users_code: set[int] = set()
         self._undo = undo
         if self.mark is not None:
             OPENED.set(OPENED.get() | {self.mark})
@@ -42,16 +43,6 @@ class Block:
         return self.mark is None or self.thread != threading.get_ident() or self.mark in OPENED.get()
 
     @property
-    def in_users_code(self) -> bool:
-        """Whether this thread runs a `reduce`, an edit or an `on_record` of these `Taps`."""
-        return threading.get_ident() in self._in_users_code
-
-    @property
-    def is_followed(self) -> bool:
-        """Whether this thread opened the block and runs code of the model."""
-        return (thread := threading.get_ident()) == self.thread and thread not in self._in_users_code
-
-    @property
     def is_worker(self) -> bool:
         """Whether this thread may be one that the model started: it neither opened the block nor called the model."""
         return (thread := threading.get_ident()) != self.thread and thread not in self.callers
@@ -60,14 +51,14 @@ class Block:
     def users_code(self) -> Iterator[None]:
         """Context manager: what this thread calls meanwhile is no call of the model."""
         thread = threading.get_ident()
-        outermost = thread not in self._in_users_code
-        self._in_users_code.add(thread)
+        outermost = thread not in self.in_users_code
+        self.in_users_code.add(thread)
         try:
             with unwatched():
                 yield
         finally:
             if outermost:
-                self._in_users_code.discard(thread)
+                self.in_users_code.discard(thread)
 
     def close(self) -> None:
         """Undo what was set up for the block."""

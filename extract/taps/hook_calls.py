@@ -7,7 +7,7 @@ import sys
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -22,7 +22,7 @@ from extract.taps.edits import apply_edit
 from extract.taps.functions import unwatched
 from extract.taps.gradients import BackwardPasses, CopyOut, frames_of, on_gradient, separated, to_watch
 from extract.taps.layer_names import named_layers, named_parameters, unwrap
-from extract.taps.nested import Path, as_arguments, by_key, is_several, map_tensors, tensors_at, tensors_in, unread
+from extract.taps.nested import Path, as_arguments, is_several, map_tensors, tensors_in, unread
 from extract.taps.record import Record, Reduce, Requested, Site, What
 from extract.taps.requests import (
     UNKNOWN,
@@ -134,6 +134,7 @@ class HookCalls:
     _copy_out: CopyOut = staticmethod(copy_out)
     # Whether the model may receive a copy of an output in its place, where a gradient hook on the output is not safe.
     _stands_in = True
+    _reduces_call_no_layers = False  # code of the user may call any
 
     def __init__(self, model: nn.Module, stop: bool, on_record: Callable[[Record], None] | None):
         self._model, self._stop, self._on_record = model, stop, on_record
@@ -156,7 +157,7 @@ class HookCalls:
         """Call the model and return its output, or None with `stop=True`."""
         if self._block is None:
             raise LayertapError("call Taps inside its `with` block")
-        if not self._stop or self._block.in_users_code:
+        if not self._stop or threading.get_ident() in self._block.in_users_code:
             return self._model(*args, **kwargs)
         self._stoppable = True
         try:
@@ -166,9 +167,15 @@ class HookCalls:
             self._forward.running = False
         finally:
             self._stoppable = False
-            if self._forward is not None:
-                self._forward.interrupt()
+            self._let_go()
         return None
+
+    def _let_go(self) -> None:
+        """Let go of what the last forward holds if it was interrupted."""
+        if self._forward is not None:
+            self._forward.caller = None
+            self._forward.stack.clear()
+            self._forward.stand_ins.clear()
 
     @property
     def record(self) -> Record:
@@ -198,8 +205,8 @@ class HookCalls:
         block = self._block
         if block is None or in_backward():
             return
-        if not block.is_followed:
-            block.callers.add(threading.get_ident())
+        if (thread := threading.get_ident()) != block.thread or thread in block.in_users_code:
+            block.callers.add(thread)
             return
         if block.mark is not None and block.mark not in OPENED.get():
             block.ran_in_other_tasks = True
@@ -237,7 +244,9 @@ class HookCalls:
     def _running(self) -> ModelCall | None:
         """Return the forward that is running in this thread, or None."""
         block, forward = self._block, self._forward
-        if block is None or forward is None or not forward.running or not block.is_followed:
+        if block is None or forward is None or not forward.running:
+            return None
+        if (thread := threading.get_ident()) != block.thread or thread in block.in_users_code:
             return None
         # A backward pass inside the forward may recompute checkpointed layers, which does not count as a call.
         return forward if torch._C._current_graph_task_id() == -1 else None  # `in_backward()`, but faster
@@ -251,7 +260,8 @@ class HookCalls:
         if not in_backward():
             return self._running()
         block = self._block if self._is_our_thread() else None
-        return self._forward if block and block.is_of_this_task and not block.in_users_code else None
+        in_users_code = block is not None and threading.get_ident() in block.in_users_code
+        return self._forward if block and block.is_of_this_task and not in_users_code else None
 
     def _count(self, point: HookPoint, module: nn.Module, args: Any) -> None:
         """Count the call of a module whose outputs are kept, and nothing else."""
@@ -285,7 +295,7 @@ class HookCalls:
         point.calls.append(call)
         if call.number is None:
             return None
-        value = by_key(args, kwargs)
+        value = {**dict(enumerate(args)), **kwargs}
         passed = self._edit(point, call.number, value, "input")
         if point.edits_output(call.number):
             passed = {key: call.copied(part) if isinstance(part, Tensor) else part for key, part in passed.items()}
@@ -295,7 +305,7 @@ class HookCalls:
         """Watch and keep the inputs of a module, after other hooks have replaced them."""
         if not self._is_our_thread() or not point.calls:
             return None
-        call, value = point.calls[-1], by_key(args, kwargs)
+        call, value = point.calls[-1], {**dict(enumerate(args)), **kwargs}
         if call.number is None:
             return None
         passed = self._watch(point, call.number, value, "input", self._watched_tensor)
@@ -399,7 +409,7 @@ class HookCalls:
                 site = first_site if number == 0 else Site(layer, number, (), side)
                 self._keep(forward, site, request, value)
             else:
-                for path, tensor in tensors_at(value, request.path):
+                for path, tensor in _tensors(value, request.path):
                     self._keep(forward, Site(layer, number, path, side), request, tensor)
             if self._stop:
                 forward.kept[layer, side] += 1
@@ -414,8 +424,9 @@ class HookCalls:
                 f"{site} cannot be kept live in inference mode, which has no graph", hint="use torch.no_grad()"
             )
         # Entering a context takes as long as the copy of a small tensor.
-        if request.reduce is None and not request.live and not torch._C._len_torch_function_stack():
-            forward.record.by_site[site] = self._copy_out(tensor, None, site)
+        own = request.reduce is None or self._reduces_call_no_layers
+        if own and not request.live and not torch._C._len_torch_function_stack():
+            forward.record.by_site[site] = self._copy_out(tensor, request.reduce, site)
             return
         with self._users_code():
             if request.live:
@@ -486,6 +497,13 @@ class HookCalls:
                 copies.append(StandIn.of(tensor, watched))
         on_gradient(watched, requests, self._block, self._forward, self._copy_out, self._edited)
         return watched
+
+
+def _tensors(value: Any, within: tuple[str, ...]) -> Iterable[tuple[Path, Tensor]]:
+    """Return what `tensors_in` yields; arguments that are all tensors need no search."""
+    if type(value) is dict and all(isinstance(part, Tensor) for part in value.values()):
+        return [((key,), part) for key, part in value.items() if within in ((), (str(key),))]
+    return tensors_in(value, within)
 
 
 def in_backward() -> bool:

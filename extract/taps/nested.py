@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from extract.errors import InputError
 
-__all__ = ["Path", "as_arguments", "by_key", "is_several", "map_tensors", "tensors_at", "tensors_in", "unread"]
+__all__ = ["Path", "as_arguments", "is_several", "map_tensors", "tensors_in", "unread"]
 
 Path = tuple[str | int, ...]
 _MANY = 16
@@ -52,13 +52,6 @@ def unread(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
         held = value if isinstance(value, set | frozenset) else attributes
         if any(isinstance(part, Tensor) and part.is_floating_point() for part in held):
             yield path, value
-
-
-def tensors_at(value: Any, within: tuple[str, ...]) -> Iterable[tuple[Path, Tensor]]:
-    """Return what `tensors_in` yields; arguments that are all tensors need no search."""
-    if type(value) is dict and all(isinstance(part, Tensor) for part in value.values()):
-        return [((key,), part) for key, part in value.items() if within in ((), (str(key),))]
-    return tensors_in(value, within)
 
 
 def map_tensors(value: Any, function: Callable[[Path, Tensor], Tensor], path: Path = ()) -> Any:
@@ -134,11 +127,6 @@ def _rebuilt_sequence(value: Any, items: list[Any]) -> Any:
 def is_several(value: Any) -> bool:
     """Whether a value holds more than one tensor."""
     return not isinstance(value, Tensor) and sum(1 for _ in tensors_in(value)) > 1
-
-
-def by_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Any, Any]:
-    """Return the arguments of a call as a dict by index and name."""
-    return {**dict(enumerate(args)), **kwargs}
 
 
 def as_arguments(value: dict[Any, Any], count: int) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -390,12 +390,6 @@ class ModelCall:
             modules.pop()
         return modules
 
-    def interrupt(self) -> None:
-        """Let go of what a forward holds that was interrupted."""
-        self.caller = None
-        self.stack.clear()
-        self.stand_ins.clear()
-
     def see(self, tensor: Tensor) -> None:
         """Remember that the gradient of this tensor is watched."""
         self._seen[id(tensor)] = tensor

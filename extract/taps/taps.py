@@ -239,8 +239,7 @@ class Taps(FunctionAndParameterCalls):
         block, self._block = self._block, None
         if block is not None:
             block.close()
-        if self._forward is not None:
-            self._forward.interrupt()
+        self._let_go()
         if self._passes is not None:
             self._passes.ended()
         if kind is None:
