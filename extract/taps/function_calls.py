@@ -16,8 +16,8 @@ from torch.utils.hooks import RemovableHandle
 from extract.errors import LayertapError
 from extract.taps.edits import apply_edit
 from extract.taps.functions import Listener, attention_weights, operation_name, unwatched, watch_again
-from extract.taps.gradients import BackwardPasses, add_earlier_parts
-from extract.taps.hook_calls import HookCalls, in_backward
+from extract.taps.gradients import BackwardPasses, add_earlier_parts, in_backward
+from extract.taps.hook_calls import HookCalls
 from extract.taps.nested import tensors_in
 from extract.taps.record import Record, Site
 from extract.taps.requests import HookPoint, TapRequest, number_again
@@ -36,7 +36,6 @@ class FunctionAndParameterCalls(HookCalls):
 
     def __init__(self, model: nn.Module, stop: bool, on_record: Callable[[Record], None] | None):
         super().__init__(model, stop, on_record)
-        self._listener = Listener()  # chosen when the block starts
         # Layer -> requests for its functions, and for its attention.
         self._functions_of: dict[str, list[TapRequest]] = {}
         self._attentions_of: dict[str, list[TapRequest]] = {}
@@ -51,7 +50,7 @@ class FunctionAndParameterCalls(HookCalls):
                 self._functions_of.setdefault(request.layer, []).append(request)
             elif request.what == "attention":
                 self._attentions_of.setdefault(request.layer, []).append(request)
-        self._listener = Listener(self._on_operation, self._edits_function, self._on_write)
+        self._listener = Listener(self._on_operation, self._on_write, self._writes_into_a_copy)
         return self._listener
 
     def _push(self, names: list[str], module: nn.Module, args: Any) -> None:
@@ -73,14 +72,15 @@ class FunctionAndParameterCalls(HookCalls):
             if modules is forward.again and not modules:
                 forward.end_again()
 
-    def _on_write(self, tensor: Tensor, written: set[int]) -> list[Callable[[], object]]:
-        forward = self._computing()
-        return forward.before_write(tensor, written) if forward is not None and forward.stand_ins else []
+    def _writes_into_a_copy(self, function: Any, written: set[int]) -> bool:
+        return self._edits_function(function) or super()._writes_into_a_copy(function, written)
 
     def _edits_function(self, function: Any) -> bool:
         """Whether a call of this function, now, has its result edited."""
         forward, name = self._computing(), operation_name(function)
-        if forward is None or name is None or not (modules := forward.modules(in_backward())):
+        if not self._functions_of or forward is None or name is None:
+            return False
+        if function.__name__ == "__setitem__" or not (modules := forward.modules(in_backward())):
             return False
         return any(
             request.edit is not None and fnmatchcase(name, request.operation)

@@ -11,7 +11,7 @@ import dataclasses
 import inspect
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -23,7 +23,17 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 
 from extract.taps.copies import copied
 
-__all__ = ["Listener", "attention_weights", "memory_of", "operation_name", "unwatched", "watch_again", "watching"]
+__all__ = [
+    "Listener",
+    "attention_weights",
+    "memory_of",
+    "operation_name",
+    "unwatched",
+    "watch_again",
+    "watching",
+    "write",
+    "write_into",
+]
 
 # Common names of operators, which PyTorch names __radd__ and the like.
 _OPERATORS = {"truediv": "div", "getitem": "index"} | {f"r{name}": name for name in ("add", "mul", "sub", "div", "pow")}
@@ -31,10 +41,10 @@ _IN_PLACE_OPERATORS = frozenset({
     "__iadd__", "__iand__", "__ifloordiv__", "__ilshift__", "__imatmul__", "__imod__", "__imul__", "__ior__",
     "__ipow__", "__irshift__", "__isub__", "__itruediv__", "__ixor__", "__setitem__",
 })  # fmt: skip
-# Their names end like those of functions that write, but they write no values.
-_NO_VALUES_WRITTEN = frozenset({
-    "detach_", "requires_grad_", "rename_", "resize_", "resize_as_", "set_", "share_memory_", "squeeze_", "swapaxes_",
-    "swapdims_", "t_", "transpose_", "unsqueeze_",
+# Their names end like those of functions that write, but they write no values: some change the shape alone.
+_SHAPE_WRITTEN = frozenset({"squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_", "unsqueeze_"})
+_NOTHING_WRITTEN = frozenset({
+    "detach_", "requires_grad_", "rename_", "resize_", "resize_as_", "set_", "share_memory_",
 })  # fmt: skip
 _NO_OPERATIONS = frozenset({"__get__", "__set__", "__delete__", "size", "dim", "stride"})
 
@@ -46,23 +56,21 @@ class Listener:
     Attributes:
         on_call: receives function, arguments, keyword arguments and result after each call; returns the result, or what
             replaces it.
-        edits: whether `on_call` would replace the result of this function if it were called now.
         on_write: receives a tensor that a function is about to write into, and the memory (`memory_of`) of tensors that
             change with it, to which it may add; returns what is to be done after the function.
+        writes_into_a_copy: receives a function that works in place, and the memory that changes with the tensor that it
+            writes into; returns whether it gets a copy of the tensor instead. What it returns, or what `on_call`
+            replaces that by, is then written into the tensor, where the caller expects it. Written there directly, an
+            edited result would replace values that autograd has saved.
     """
 
-    on_call: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], Any] = lambda function, args, kwargs, result: result
-    edits: Callable[[Any], bool] = lambda function: False
-    on_write: Callable[[Tensor, set[int]], list[Callable[[], object]]] = lambda tensor, written: []
+    on_call: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], Any] | None = None
+    on_write: Callable[[Tensor, set[int]], Iterable[Callable[[], object]]] = lambda tensor, written: ()
+    writes_into_a_copy: Callable[[Any, set[int]], bool] = lambda function, written: False
 
 
 class _Watch(TorchFunctionMode):
-    """Function mode that calls each listener after each function; what it returns replaces the result.
-
-    If the result of a function that works in place is edited, the function gets a copy. The edited result is then
-    written into the argument, where the caller expects it. Written there directly, it would replace values that
-    autograd has saved.
-    """
+    """Function mode that tells each listener of each function."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,32 +83,62 @@ class _Watch(TorchFunctionMode):
         if _state.busy:
             return func(*args, **kwargs)
         given, afterwards = None, []
-        if _is_in_place(func, args, kwargs):
-            afterwards = self._before_write(args[0])
-            if func.__name__ != "__setitem__" and any(listener.edits(func) for listener in self.listeners):
-                given, args = args[0], (copied(args[0]), *args[1:])
+        for tensor in _written_by(func, args, kwargs):
+            actions, written = self.before_write(tensor)
+            afterwards += actions
+            if args and tensor is args[0] and self._writes_into_a_copy(func, written):
+                given, args = tensor, (copied(tensor), *args[1:])
         result = func(*args, **kwargs)
         for listener in self.listeners:
-            result = listener.on_call(func, args, kwargs, result)
-        if given is not None and isinstance(result, Tensor) and result.shape == given.shape:
-            result = given.copy_(result)
+            if listener.on_call is not None:
+                result = listener.on_call(func, args, kwargs, result)
+        if given is not None:
+            is_result = isinstance(result, Tensor) and result.shape == given.shape
+            given.copy_(result if is_result else args[0])
+            result = given if is_result else result
         for action in afterwards:
             action()
         return result
 
-    def _before_write(self, tensor: Tensor) -> list[Callable[[], object]]:
-        """Tell the listeners of a write, and of writes that follow from it; return what is to be done after it."""
+    def before_write(self, tensor: Tensor) -> tuple[list[Callable[[], object]], set[int]]:
+        """Tell the listeners of a write, and of writes that follow from it.
+
+        Returns:
+            What is to be done after the write, and the memory that all of them change.
+        """
         try:
             written = {memory_of(tensor)}
         except NotImplementedError:  # a tensor without memory of its own, as inside torch.func
-            return []
+            return [], set()
         actions: list[Callable[[], object]] = []
         known = 0
         while len(written) > known:
             known = len(written)
             for listener in self.listeners:
                 actions += listener.on_write(tensor, written)
-        return actions
+        return actions, written
+
+    def _writes_into_a_copy(self, function: Any, written: set[int]) -> bool:
+        # A function that changes the shape alone would change that of the copy.
+        return function.__name__ not in _SHAPE_WRITTEN and any(
+            listener.writes_into_a_copy(function, written) for listener in self.listeners
+        )
+
+
+def write(tensor: Tensor, values: Tensor) -> None:
+    """Write values into a tensor as the model would: the listeners of this thread are told."""
+    actions = _state.watch.before_write(tensor)[0] if _state.watch is not None else []
+    with unwatched():
+        write_into(tensor, values)
+        for action in actions:
+            action()
+
+
+def write_into(tensor: Tensor, values: Tensor) -> None:
+    """Write values into a tensor; autograd differentiates this unless the tensor is a parameter."""
+    # A layer can write into a parameter only without autograd.
+    with torch.no_grad() if tensor.is_leaf and tensor.requires_grad else contextlib.nullcontext():
+        tensor.copy_(values)
 
 
 def memory_of(tensor: Tensor) -> int:
@@ -119,16 +157,28 @@ class _State(threading.local):
 _state = _State()
 
 
-def _is_in_place(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the function writes its result into its first argument: `add_`, `+=`, `relu(x, inplace=True)`."""
+def _written_by(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Tensor]:
+    """Return the tensors that the function writes into: `add_`, `+=`, `relu(x, inplace=True)`, `out=`."""
+    if kwargs and (out := kwargs.get("out")) is not None:
+        return [out] if isinstance(out, Tensor) else [tensor for tensor in out if isinstance(tensor, Tensor)]
     name: str = getattr(function, "__name__", "")
-    if not args or not isinstance(args[0], Tensor):
-        return False
+    if not args:
+        return ()
     if name.endswith("_"):
-        return name in _IN_PLACE_OPERATORS or (not name.endswith("__") and name not in _NO_VALUES_WRITTEN)
-    if not isinstance(function, FunctionType) or not (kwargs.get("inplace") or any(given is True for given in args)):
-        return False
-    return bool(inspect.signature(function).bind(*args, **kwargs).arguments.get("inplace"))
+        if name in _IN_PLACE_OPERATORS or (not name.endswith("__") and name not in _NOTHING_WRITTEN):
+            first = args[0]
+            return [first] if isinstance(first, Tensor) else _tensors_of(first)
+        return ()
+    if not isinstance(function, FunctionType) or not isinstance(args[0], Tensor):
+        return ()
+    if not (kwargs.get("inplace") or any(given is True for given in args)):
+        return ()
+    return [args[0]] if inspect.signature(function).bind(*args, **kwargs).arguments.get("inplace") else ()
+
+
+def _tensors_of(value: Any) -> list[Tensor]:
+    """Return the tensors of a list, as `torch._foreach_add_` receives it."""
+    return [item for item in value if isinstance(item, Tensor)] if isinstance(value, list | tuple) else []
 
 
 @contextlib.contextmanager

@@ -17,9 +17,19 @@ from extract.taps.copies import copied
 from extract.taps.edits import apply_edit
 from extract.taps.functions import unwatched
 from extract.taps.record import Reduce, Site, What
-from extract.taps.requests import Call, HookPoint, ModelCall, OutputStandIn, TapRequest
+from extract.taps.requests import Call, HookPoint, ModelCall, TapRequest
 
-__all__ = ["BackwardPasses", "CopyOut", "add_earlier_parts", "frames_of", "on_gradient", "separated", "to_watch"]
+__all__ = [
+    "BackwardPasses",
+    "CopyOut",
+    "add_earlier_parts",
+    "frames_of",
+    "in_backward",
+    "on_gradient",
+    "separated",
+    "stand_in",
+    "to_watch",
+]
 
 CopyOut = Callable[[Tensor, Reduce | None, Site], Any]  # reduces and copies a kept tensor
 
@@ -42,8 +52,11 @@ def to_watch(
     """
     if side == "input":
         # Only this layer reads the copy, so the copy's gradient is the gradient through this layer alone.
-        known = [stand_in.tensor for stand_in in point.calls[-1].watched if stand_in.given is tensor]
-        tensor = known[0] if known else copied(tensor)
+        known = [copy for given, copy in point.calls[-1].watched if given is tensor]
+        copy = known[0] if known else copied(tensor)
+        if not known:
+            stand_in(forward, site, tensor, copy, follows=True)
+        tensor = copy
     elif not stands_in:
         if tensor.is_leaf:  # a hook on it would outlive this forward
             return None
@@ -71,10 +84,23 @@ def separated(point: HookPoint, output: Tensor, site: Site, forward: ModelCall) 
     # A tensor that a layer returns unchanged, from its input or from a layer inside it, has other readers. So may
     # one of several outputs: an LSTM cell computes its output from its cell state.
     copy = copied(output)
-    forward.stand_ins.append(OutputStandIn(site, output, copy))
+    stand_in(forward, site, output, copy)
     if call is not None:
         call.separated.append(copy)
     return copy
+
+
+def stand_in(forward: ModelCall, site: Site, given: Tensor, tensor: Tensor, *, follows: bool = False) -> None:
+    """Follow the writes into a tensor that the model continues with in place of another; see `StandIns.add`."""
+    if in_backward():
+        forward.stand_ins.check_again(site)
+    else:
+        forward.stand_ins.add(site, given, tensor, follows=follows)
+
+
+def in_backward() -> bool:
+    """Whether this thread is inside a backward pass; the same test as in `torch.utils.checkpoint`."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def on_gradient(

@@ -19,8 +19,17 @@ from torch.autograd import forward_ad
 from extract.errors import InputError, LayertapError
 from extract.taps.block import OPENED, Block
 from extract.taps.edits import apply_edit
-from extract.taps.functions import unwatched
-from extract.taps.gradients import BackwardPasses, CopyOut, frames_of, on_gradient, separated, to_watch
+from extract.taps.functions import Listener, memory_of, unwatched, watch_again, write
+from extract.taps.gradients import (
+    BackwardPasses,
+    CopyOut,
+    frames_of,
+    in_backward,
+    on_gradient,
+    separated,
+    stand_in,
+    to_watch,
+)
 from extract.taps.layer_names import named_layers, named_parameters, unwrap
 from extract.taps.nested import Path, as_arguments, is_several, map_tensors, tensors_in, unread
 from extract.taps.record import Record, Reduce, Requested, Site, What
@@ -29,13 +38,11 @@ from extract.taps.requests import (
     Call,
     HookPoint,
     ModelCall,
-    StandIn,
     TapRequest,
-    handed_back,
     number_again,
 )
 
-__all__ = ["HookCalls", "copy_out", "in_backward"]
+__all__ = ["HookCalls", "copy_out"]
 
 
 class _Stop(BaseException):
@@ -152,6 +159,7 @@ class HookCalls:
         self._stoppable = False  # the forward runs inside `__call__`, which catches _Stop
         self._to_keep: Counter[tuple[str, What]] = Counter()  # `ModelCall.kept` of a whole forward
         self._passes: BackwardPasses | None = None  # numbered if gradients of parameters are kept
+        self._listener = Listener(on_write=self._on_write, writes_into_a_copy=self._writes_into_a_copy)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model and return its output, or None with `stop=True`."""
@@ -176,6 +184,7 @@ class HookCalls:
             self._forward.caller = None
             self._forward.stack.clear()
             self._forward.stand_ins.clear()
+            self._forward.editing.clear()
 
     @property
     def record(self) -> Record:
@@ -229,7 +238,7 @@ class HookCalls:
         if (forward := self._running()) and forward.caller is sys._getframe(1):
             forward.caller = None
             if forward.stand_ins:
-                forward.check_stand_ins()
+                forward.stand_ins.end()
             forward.running = False
             self._to_keep |= forward.kept
 
@@ -297,8 +306,13 @@ class HookCalls:
             return None
         value = {**dict(enumerate(args)), **kwargs}
         passed = self._edit(point, call.number, value, "input")
-        if point.edits_output(call.number):
-            passed = {key: call.copied(part) if isinstance(part, Tensor) else part for key, part in passed.items()}
+        if point.edits_output(call.number) and (forward := self._computing()):
+            call.received = [
+                (tensor, None if tensor.is_inference() else tensor._version) for _, tensor in _tensors(passed, ())
+            ]
+            forward.editing.append(call)
+            if in_backward():
+                call.end_again = watch_again(self._listener)
         return None if passed is value else as_arguments(passed, len(args))
 
     def _keep_inputs(self, point: HookPoint, module: nn.Module, args: tuple[Any, ...], kwargs: Any = None) -> Any:
@@ -314,13 +328,6 @@ class HookCalls:
         self._keep_values(point, call.forward, call.number, passed, "input")
         return None if passed is value else as_arguments(passed, len(args))
 
-    def _hand_back(self, point: HookPoint, module: nn.Module, args: Any, output: Any) -> Any:
-        """Give inputs what the module wrote into their watched copies; runs before the edits of outputs."""
-        if not self._is_our_thread() or not point.calls:
-            return None
-        passed = handed_back(point.calls[-1].watched, output)
-        return None if passed is output else passed
-
     def _edit_output(self, point: HookPoint, module: nn.Module, args: Any, output: Any) -> Any:
         """Edit the output of a module, and replace it by a copy where its gradient cannot be watched otherwise.
 
@@ -332,7 +339,6 @@ class HookCalls:
         passed = output
         if call.number is not None and output is not None:  # output is None if the layer raised
             passed = self._edit(point, call.number, output, "output")
-        passed = handed_back([*call.copies, *call.stand_ins], passed)
         if point.watches and call.number is not None and output is not None and self._stands_in:
             call.returns_several = is_several(passed)
             passed = self._watch(point, call.number, passed, "output", self._separated_tensor)
@@ -351,7 +357,35 @@ class HookCalls:
                 self._keep_values(point, call.forward, call.number, passed, "output")
         finally:
             point.calls.pop()
+            if call.received:
+                self._end_edit(call)
         return None if passed is output else passed
+
+    def _end_edit(self, call: Call) -> None:
+        """Note that a module whose output is edited has ended."""
+        if (forward := self._forward) is not None and call in forward.editing:
+            forward.editing.remove(call)
+        if call.end_again is not None:
+            call.end_again()
+
+    def _on_write(self, tensor: Tensor, written: set[int]) -> Iterable[Callable[[], object]]:
+        """Return what is to be done after a function writes into a tensor; see `Listener.on_write`."""
+        forward = self._computing()
+        if forward is None:
+            return ()
+        for call in forward.editing:
+            call.written |= written
+        return forward.stand_ins.before_write(tensor, written)
+
+    def _writes_into_a_copy(self, function: Any, written: set[int]) -> bool:
+        """Whether a function gets a copy of the tensor that it writes into; see `Listener.writes_into_a_copy`.
+
+        If the output of a layer that works in place is edited, the edited output is written where the caller expects
+        it. This would replace values that autograd has saved, if it was the layer's own tensor that autograd saw.
+        """
+        if not torch.is_grad_enabled() or (forward := self._computing()) is None:
+            return False
+        return any(memory_of(received) in written for call in forward.editing for received, _ in call.received)
 
     def _pass_over(self, module: nn.Module) -> None:
         """Remember that a thread that the running forward has started calls a module."""
@@ -386,8 +420,7 @@ class HookCalls:
                         "do not reach",
                         hint="name the tensors to edit, each by its site",
                     )
-        with self._users_code():
-            return map_tensors(value, partial(self._edited_tensor, point, call, side, {}))
+        return map_tensors(value, partial(self._edited_tensor, point, call, side, {}))
 
     def _watch(self, point: HookPoint, call: int, value: Any, side: What, watched: Callable[..., Tensor]) -> Any:
         """Watch the gradients of a value, and return what the model continues with."""
@@ -448,18 +481,24 @@ class HookCalls:
         key = id(given), *(id(request) for _, request in asked)
         if key in edited:
             return edited[key][1]
-        for layer, request in asked:
-            if request.edit is not None and tensor.is_floating_point():
-                tensor = apply_edit(tensor, request.edit, Site(layer, call, path, side))
-                self._edited.add(id(request))
-        if not point.calls:  # a function
-            passed = tensor
-        elif side == "output":
-            passed = point.calls[-1].returned(given, tensor)
-        else:
-            passed = tensor if tensor is given else point.calls[-1].edited(given, tensor)
-        edited[key] = given, passed  # the id of `given` is a key as long as it lives
-        return passed
+        edits = [(layer, request.edit, request) for layer, request in asked if request.edit is not None]
+        if edits and given.is_floating_point():
+            with self._users_code():
+                for layer, edit, request in edits:
+                    tensor = apply_edit(tensor, edit, Site(layer, call, path, side))
+                    self._edited.add(id(request))
+            tensor = self._passed_on(point, Site(edits[0][0], call, path, side), given, tensor)
+        edited[key] = given, tensor  # the id of `given` is a key as long as it lives
+        return tensor
+
+    def _passed_on(self, point: HookPoint, site: Site, given: Tensor, edited: Tensor) -> Tensor:
+        """Return what the model continues with: the edited tensor, or the given one with its values."""
+        if site.what == "output" and point.calls and point.calls[-1].has_written(given):
+            write(given, edited)  # a caller may expect the output of a layer that works in place here
+            return given
+        if self._forward is not None:
+            stand_in(self._forward, site, given, edited)
+        return edited
 
     def _gradient_requests(
         self, point: HookPoint, call: int, side: What, path: Path, tensor: Tensor
@@ -490,11 +529,11 @@ class HookCalls:
             return tensor
         if side == "input":
             copies = point.calls[-1].watched
-            if any(copy.tensor is watched for copy in copies):
+            if any(copy is watched for _, copy in copies):
                 # A tensor that is passed twice has one gradient, which is edited once.
                 requests = [(site, request) for site, request in requests if request.edit is None]
             else:
-                copies.append(StandIn.of(tensor, watched))
+                copies.append((tensor, watched))
         on_gradient(watched, requests, self._block, self._forward, self._copy_out, self._edited)
         return watched
 
@@ -504,8 +543,3 @@ def _tensors(value: Any, within: tuple[str, ...]) -> Iterable[tuple[Path, Tensor
     if type(value) is dict and all(isinstance(part, Tensor) for part in value.values()):
         return [((key,), part) for key, part in value.items() if within in ((), (str(key),))]
     return tensors_in(value, within)
-
-
-def in_backward() -> bool:
-    """Whether this thread is inside a backward pass; the same test as in `torch.utils.checkpoint`."""
-    return torch._C._current_graph_task_id() != -1

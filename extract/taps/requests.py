@@ -2,36 +2,30 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import partial
 from types import FrameType
 from typing import Any, cast, get_args
 
-import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from extract.errors import InputError, LayertapError, unknown_name
-from extract.taps.copies import copied
 from extract.taps.edits import Edit
 from extract.taps.functions import memory_of
 from extract.taps.layer_names import match_layers
-from extract.taps.nested import Path, map_tensors
+from extract.taps.nested import Path
 from extract.taps.record import Record, Reduce, Requested, Site, What, split_text
+from extract.taps.stand_ins import StandIns, originals
 
 __all__ = [
     "UNKNOWN",
     "Call",
     "HookPoint",
     "ModelCall",
-    "StandInError",
     "TapRequest",
-    "handed_back",
     "number_again",
     "requests_for",
     "why_absent",
@@ -233,7 +227,7 @@ def number_again(calls: Counter[Any], key: Any) -> int:
     return 0 if calls[key] == 1 else UNKNOWN
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(slots=True, eq=False)
 class Call:
     """One call of a module.
 
@@ -243,93 +237,32 @@ class Call:
         forward: the running forward; None where a backward pass repeats a call, or outside.
         inputs: tensors that the module received; empty unless the gradient of its output is watched.
         returns_several: whether the module returned several tensors.
-        watched: copies of inputs whose gradient is watched.
-        stand_ins: inputs that are edited.
+        watched: (input, its copy) for each input whose gradient is watched.
         separated: copies of outputs, passed on in their place because their gradients are watched.
-        copies: copies of the other inputs, if the output is edited. A layer that works in place writes into the copy
-            and returns it; its edited output is then written into the input, where a caller may expect it.
+        received: if the output is edited, the tensors that the module received, each with its version, which is None
+            in inference mode.
+        written: the memory that the module has written into since, as far as functions did it.
+        end_again: ends the watching of functions in a backward pass that computes the module again.
     """
 
     number: int | None
     forward: ModelCall | None
     inputs: list[Tensor] = dataclasses.field(default_factory=list)
     returns_several: bool = False
-    watched: list[StandIn] = dataclasses.field(default_factory=list)
-    stand_ins: list[StandIn] = dataclasses.field(default_factory=list)
+    watched: list[tuple[Tensor, Tensor]] = dataclasses.field(default_factory=list)
     separated: list[Tensor] = dataclasses.field(default_factory=list)
-    copies: list[StandIn] = dataclasses.field(default_factory=list)
+    received: list[tuple[Tensor, int | None]] = dataclasses.field(default_factory=list)
+    written: set[int] = dataclasses.field(default_factory=set)
+    end_again: Callable[[], None] | None = None
 
-    def edited(self, given: Tensor, tensor: Tensor) -> Tensor:
-        """Pass an edited tensor on in place of an input, and return it."""
-        self.stand_ins.append(StandIn.of(given, tensor))
-        return self.stand_ins[-1].tensor
-
-    def copied(self, given: Tensor) -> Tensor:
-        """Pass a copy on in place of an input, unless another tensor is passed already, and return it."""
-        if any(given is stand_in.tensor for stand_in in self.stand_ins):
-            return given
-        known = [copy for copy in self.copies if copy.given is given]
-        self.copies += known or [StandIn.of(given, copied(given))]
-        return (known or self.copies)[-1].tensor
-
-    def returned(self, output: Tensor, edited: Tensor) -> Tensor:
-        """Return what the model continues with, for an output that may be what was passed in place of an input."""
-        for stand_in in (*self.copies, *self.stand_ins):
-            if output is stand_in.tensor and stand_in.is_written:
-                stand_in.update(edited)
-                return stand_in.given
-        for copy in self.copies:
-            if output is copy.tensor and edited is output:
-                return copy.given
-        return edited
-
-
-def handed_back(stand_ins: Sequence[StandIn], output: Any) -> Any:
-    """Write into inputs what a layer wrote into the tensors in their place, and return its output.
-
-    Where it returns such a tensor, it would have returned the input.
-    """
-    inputs: dict[int, Tensor] = {}
-    for stand_in in reversed(stand_ins):
-        if stand_in.is_written:
-            stand_in.update(stand_in.tensor)
-            inputs[id(stand_in.tensor)] = stand_in.given
-    return map_tensors(output, lambda path, tensor: inputs.get(id(tensor), tensor)) if inputs else output
-
-
-@dataclasses.dataclass
-class StandIn:
-    """A tensor that is passed to a layer in place of one of its inputs.
-
-    Attributes:
-        given: the input.
-        tensor: the tensor in its place.
-        version: its version when it was passed; None after `given` has been updated.
-    """
-
-    given: Tensor
-    tensor: Tensor
-    version: int | None
-
-    @classmethod
-    def of(cls, given: Tensor, tensor: Tensor) -> StandIn:
-        """Return the stand-in for an input; `tensor` is copied if it has no version, as in inference mode."""
-        if tensor.is_inference():
-            with torch.inference_mode(False), torch.no_grad():
-                tensor = copied(tensor)
-        return cls(given, tensor, tensor._version)
-
-    @property
-    def is_written(self) -> bool:
-        """Whether the layer has written into the tensor."""
-        return self.version is not None and self.tensor._version != self.version
-
-    def update(self, values: Tensor) -> None:
-        """Write values into the input."""
-        # A layer can write into a parameter only without autograd.
-        with torch.no_grad() if self.given.is_leaf and self.given.requires_grad else contextlib.nullcontext():
-            self.given.copy_(values)
-        self.version = None
+    def has_written(self, tensor: Tensor) -> bool:
+        """Whether the module has received this very tensor, or what it stands in for, and written into it."""
+        return bool(self.received) and any(
+            original is received
+            and (memory_of(received) in self.written or (version is not None and received._version != version))
+            for original in originals(tensor)
+            for received, version in self.received
+        )
 
 
 Running = tuple[list[str], FrameType | None]  # names of a running module, and the frame of its call if it is known
@@ -362,7 +295,8 @@ class ModelCall:
         attentions: layer -> number of attentions computed in it.
         kept: (layer, what) -> number of calls kept.
         left: number of (layer, what) pairs with calls still to be kept.
-        stand_ins: copies of outputs, passed on in their place so that their gradients can be watched.
+        stand_ins: tensors that the model continues with in place of others.
+        editing: running calls of modules whose outputs are edited, the innermost last.
         parameters_in: site of a parameter's gradient -> number of the backward pass that it is of.
     """
 
@@ -379,7 +313,8 @@ class ModelCall:
     attentions: Counter[str] = dataclasses.field(default_factory=Counter)
     kept: Counter[tuple[str, What]] = dataclasses.field(default_factory=Counter)
     left: int = 0
-    stand_ins: list[OutputStandIn] = dataclasses.field(default_factory=list)
+    stand_ins: StandIns = dataclasses.field(default_factory=StandIns)
+    editing: list[Call] = dataclasses.field(default_factory=list)
     parameters_in: dict[Site, int] = dataclasses.field(default_factory=dict)
     _seen: weakref.WeakValueDictionary[int, Tensor] = dataclasses.field(default_factory=weakref.WeakValueDictionary)
 
@@ -397,93 +332,3 @@ class ModelCall:
     def has_seen(self, tensor: Tensor) -> bool:
         """Whether the gradient of this tensor is watched in this forward."""
         return self._seen.get(id(tensor)) is tensor
-
-    def before_write(self, tensor: Tensor, written: set[int]) -> list[Callable[[], object]]:
-        """Return what is to be done after the model writes into a tensor: see `Listener.on_write`.
-
-        If the tensor is a copy of an output, the output is changed in the same way where something can still read it.
-
-        Raises:
-            StandInError: the output can be read through another tensor only, or it is itself written to while its copy
-                can be read; results would be wrong.
-        """
-        actions = []
-        for stand_in in self.stand_ins:
-            if stand_in.copy_memory in written and stand_in.output_memory not in written:
-                written.add(stand_in.output_memory)
-                actions += stand_in.write_through(tensor)
-            elif stand_in.output_memory in written and stand_in.copy_memory not in written and stand_in.both_are_read:
-                raise StandInError(stand_in.site)
-        return actions
-
-    def check_stand_ins(self) -> None:
-        """Check that the model did not write, unnoticed by `before_write`, into a copy whose original can be read.
-
-        Raises:
-            StandInError: the model wrote into such a copy.
-        """
-        for stand_in in self.stand_ins:
-            if stand_in.tensor._version != stand_in.version and not stand_in.original_is_gone:
-                raise StandInError(stand_in.site)
-        self.stand_ins.clear()
-
-
-class OutputStandIn:
-    """A copy of an output of a layer that is passed on in its place.
-
-    Attributes:
-        site: the site of its gradient.
-        tensor: the copy, without its graph.
-        version: version of the copy when it was made.
-    """
-
-    def __init__(self, site: Site, output: Tensor, copy: Tensor):
-        self.site, self.tensor, self.version = site, copy.detach(), copy._version
-        self.output_memory, self.copy_memory = memory_of(output), memory_of(copy)
-        # Autograd may have saved the values of an output, which keeps its memory but not the tensor. The base of a view
-        # and its other views are other tensors.
-        self._memory = StorageWeakRef(output.untyped_storage())  # type: ignore[no-untyped-call]
-        self._output, self._copy, self._is_view = weakref.ref(output), weakref.ref(copy), output._is_view()
-
-    @property
-    def original_is_gone(self) -> bool:
-        """Whether nothing can read the output any more."""
-        expired: bool = self._memory.expired()  # type: ignore[no-untyped-call]
-        return expired or (not self._is_view and self._output() is None)
-
-    @property
-    def both_are_read(self) -> bool:
-        """Whether the output and its copy exist."""
-        return self._copy() is not None and not self.original_is_gone
-
-    def write_through(self, written: Tensor) -> list[Callable[[], object]]:
-        """Return what gives the output the values of the copy, after a tensor that shares its memory is written to.
-
-        Raises:
-            StandInError: the output can be read through another tensor only.
-        """
-        if self.original_is_gone:
-            return [self._approve]
-        output = self._output()
-        for source in (self._copy(), written, written._base):
-            if output is not None and source is not None and source.shape == output.shape:
-                return [partial(output.copy_, source), self._approve]
-        raise StandInError(self.site)
-
-    def _approve(self) -> None:
-        self.version = self.tensor._version
-
-
-class StandInError(LayertapError):
-    """The model wrote into a copy that replaced an output so that the output's gradient could be watched.
-
-    Attributes:
-        site: the site of the gradient.
-    """
-
-    def __init__(self, site: Site):
-        super().__init__(
-            f"{site} is not available: the model writes in place into the output of layer {site.layer!r}, which has "
-            "other references; request the layer before it"
-        )
-        self.site = site

@@ -40,7 +40,7 @@ from extract.errors import InputError, LayertapError, UnknownNameError, unknown_
 from extract.taps.block import Block
 from extract.taps.edits import Edit
 from extract.taps.function_calls import FunctionAndParameterCalls
-from extract.taps.functions import Listener, watching
+from extract.taps.functions import watching
 from extract.taps.hook_calls import HookCalls
 from extract.taps.layer_names import layer_named, named_layers, unwrap
 from extract.taps.model_bound_hook import ModelBoundHook
@@ -288,8 +288,12 @@ class Taps(FunctionAndParameterCalls):
                 hook(module.register_forward_pre_hook, partial(self._push, names[id(module)]))
                 hook(module.register_forward_hook, self._pop, always_call=True)
             undo.enter_context(watching(self._listen()))
-        elif self._stands_in and any(request.what == "grad" for request in self._requests):
-            undo.enter_context(watching(Listener(on_write=self._on_write)))
+        elif any(
+            request.edit is not None or request.what == "grad_input" or (request.what == "grad" and self._stands_in)
+            for request in self._requests
+            if request.layer not in self._parameters
+        ):
+            undo.enter_context(watching(self._listener))
         requests_of: dict[int, tuple[nn.Module, list[tuple[str, TapRequest]]]] = {}
         for request in sorted(self._requests, key=lambda request: request.edit is None):  # edits come before keeps
             if request.layer in self._parameters:
@@ -310,8 +314,6 @@ class Taps(FunctionAndParameterCalls):
                 hook(module.register_forward_pre_hook, partial(self._start, point))
             if point.watches or point.kept["input"]:
                 hook(module.register_forward_pre_hook, partial(self._keep_inputs, point), with_kwargs=True)
-            if point.watches:
-                hook(module.register_forward_hook, partial(self._hand_back, point), always_call=True)
             if point.edits or point.watches:
                 hook(module.register_forward_hook, partial(self._edit_output, point), always_call=True)
             _move_edits_to_front(module)
@@ -381,20 +383,16 @@ class Taps(FunctionAndParameterCalls):
 
 
 def _move_edits_to_front(module: nn.Module) -> None:
-    """Let edits of outputs run before all other hooks, in the reverse order of what `Taps` do with inputs.
+    """Let edits of outputs run before all other hooks, in the reverse order of edits of inputs.
 
-    The `Taps` opened last edit inputs first, and watch their gradients last. What a layer writes into their copies thus
-    comes back step by step.
+    The `Taps` opened last edit inputs first, and outputs last.
     """
-    watched, edits = (
-        [
-            number
-            for number, hook in module._forward_hooks.items()
-            if isinstance(hook, ModelBoundHook) and getattr(hook.func, "__func__", None) is function
-        ]
-        for function in (HookCalls._hand_back, HookCalls._edit_output)
-    )
-    for number in reversed([*reversed(watched), *edits]):
+    edits = [
+        number
+        for number, hook in module._forward_hooks.items()
+        if isinstance(hook, ModelBoundHook) and getattr(hook.func, "__func__", None) is HookCalls._edit_output
+    ]
+    for number in reversed(edits):
         module._forward_hooks.move_to_end(number, last=False)  # type: ignore[attr-defined]
 
 

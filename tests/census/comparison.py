@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from extract import Taps
 from extract.errors import LayertapError
-from extract.taps.requests import StandInError
+from extract.taps.stand_ins import StandInError
 from tests.census.gradients import Backward, NoGradientError, agree, backward, twin_gradients
 from tests.census.rows import compare_rows
 from tests.census.values import Path, Place, digest, names_of, state_of, tensors_of, values_by_bare_hooks

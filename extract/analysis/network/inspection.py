@@ -41,7 +41,7 @@ from extract.system.torch_state import evaluating, full_float32, keeping_freed_m
 from extract.taps.batch_axis import BatchAxis, Trial
 from extract.taps.layer_names import match_layers, named_layers, named_parameters
 from extract.taps.record import Record, Site
-from extract.taps.requests import StandInError
+from extract.taps.stand_ins import StandInError
 from extract.taps.taps import Taps
 
 __all__ = ["Inspection", "Loss", "does_something", "inspect_model", "positions_of"]

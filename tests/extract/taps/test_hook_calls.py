@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from extract import LayertapError, Taps
-from extract.taps.requests import StandInError
+from extract.taps.stand_ins import StandInError
 
 X = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
 
