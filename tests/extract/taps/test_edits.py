@@ -62,7 +62,7 @@ def smallest_zeroed(h: Tensor) -> Tensor:
 )
 def test_a_verb_is_its_formula(verb, formula) -> None:
     conv = nn.Conv2d(3, 3, 1)
-    model = nn.Sequential(nn.Identity(), nn.ReLU(inplace=True), conv)
+    model = nn.Sequential(nn.Identity(), nn.ReLU(), conv)
     with torch.no_grad(), Taps(model, ["0"]).edit("0", verb) as taps:
         given = H.clone()
         output = taps(given)
@@ -167,15 +167,31 @@ def test_a_site_names_the_part_to_edit() -> None:
 
 def test_an_edit_cannot_reach_the_tensors_of_others() -> None:
     mine = torch.full((2, 3), -1.0)
-    model = nn.Sequential(nn.Identity(), nn.ReLU(inplace=True))
     x = torch.randn(2, 3)
     given = x.clone()
-    with torch.no_grad(), Taps(model).edit("0", lambda h: h.mul_(0), what="input") as taps:
+    with torch.no_grad(), Taps(nn.Sequential(nn.Identity())).edit("0", lambda h: h.mul_(0), what="input") as taps:
         taps(given)
     assert torch.equal(given, x)
+    model = nn.Sequential(nn.Identity(), nn.ReLU(inplace=True))
     with torch.no_grad(), Taps(model).edit("0", lambda h: mine) as taps:
         taps(given)
     assert (mine == -1).all()
+
+
+@pytest.mark.parametrize("what", ["output", "input"])
+def test_what_the_model_writes_into_an_edited_tensor_reaches_the_tensor_that_it_replaces(what) -> None:
+    class Shortcut(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.identity = nn.Identity()
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = x * 1
+            return F.relu(self.identity(h), inplace=True) + h  # both are what relu returns
+
+    x = torch.randn(2, 3)
+    with torch.no_grad(), Taps(Shortcut()).edit("identity", lambda h: h * 3, what) as taps:
+        assert torch.equal(taps(x), 2 * F.relu(3 * x))
 
 
 @pytest.mark.parametrize(
