@@ -225,14 +225,22 @@ def watch_again(listener: Listener) -> Callable[[], None]:
     return partial(_leave, watch)
 
 
-@contextlib.contextmanager
-def unwatched() -> Iterator[None]:
+class unwatched:  # noqa: N801  it is used as a function
     """Context manager: hide layertap's own operations from the listeners of this thread."""
-    busy, _state.busy = _state.busy, True
-    try:
-        yield
-    finally:
-        _state.busy = busy
+
+    # A mode costs time at each access to a tensor, even if it does nothing: it is taken off where it is on top.
+    def __enter__(self) -> None:
+        self._busy, self._watch = _state.busy, _state.watch
+        if self._watch is not None and not self._busy and torch._C._len_torch_function_stack():
+            if (top := _pop_mode()) is self._watch:  # type: ignore[no-untyped-call]
+                return
+            _push_mode(top)  # type: ignore[no-untyped-call]
+        self._watch, _state.busy = None, True
+
+    def __exit__(self, *error: object) -> None:
+        if self._watch is not None:
+            _push_mode(self._watch)  # type: ignore[no-untyped-call]
+        _state.busy = self._busy
 
 
 def operation_name(function: Any) -> str | None:

@@ -305,14 +305,15 @@ class HookCalls:
         if call.number is None:
             return None
         value = {**dict(enumerate(args)), **kwargs}
-        passed = self._edit(point, call.number, value, "input")
-        if point.edits_output(call.number) and (forward := self._computing()):
-            call.received = [
-                (tensor, None if tensor.is_inference() else tensor._version) for _, tensor in _tensors(passed, ())
-            ]
-            forward.editing.append(call)
-            if in_backward():
-                call.end_again = watch_again(self._listener)
+        with unwatched():
+            passed = self._edit(point, call.number, value, "input")
+            if point.edits_output(call.number) and (forward := self._computing()):
+                call.received = [
+                    (tensor, None if tensor.is_inference() else tensor._version) for _, tensor in _tensors(passed, ())
+                ]
+                forward.editing.append(call)
+        if call.received and in_backward():
+            call.end_again = watch_again(self._listener)
         return None if passed is value else as_arguments(passed, len(args))
 
     def _keep_inputs(self, point: HookPoint, module: nn.Module, args: tuple[Any, ...], kwargs: Any = None) -> Any:
@@ -322,10 +323,11 @@ class HookCalls:
         call, value = point.calls[-1], {**dict(enumerate(args)), **kwargs}
         if call.number is None:
             return None
-        passed = self._watch(point, call.number, value, "input", self._watched_tensor)
-        if point.watches:
-            call.inputs = [tensor for _, tensor in tensors_in(passed)]
-        self._keep_values(point, call.forward, call.number, passed, "input")
+        with unwatched():
+            passed = self._watch(point, call.number, value, "input", self._watched_tensor)
+            if point.watches:
+                call.inputs = [tensor for _, tensor in tensors_in(passed)]
+            self._keep_values(point, call.forward, call.number, passed, "input")
         return None if passed is value else as_arguments(passed, len(args))
 
     def _edit_output(self, point: HookPoint, module: nn.Module, args: Any, output: Any) -> Any:
@@ -336,12 +338,13 @@ class HookCalls:
         if not self._is_our_thread() or not point.calls:
             return None
         call = point.calls[-1]
-        passed = output
-        if call.number is not None and output is not None:  # output is None if the layer raised
+        if call.number is None or output is None:  # output is None if the layer raised
+            return None
+        with unwatched():
             passed = self._edit(point, call.number, output, "output")
-        if point.watches and call.number is not None and output is not None and self._stands_in:
-            call.returns_several = is_several(passed)
-            passed = self._watch(point, call.number, passed, "output", self._separated_tensor)
+            if point.watches and self._stands_in:
+                call.returns_several = is_several(passed)
+                passed = self._watch(point, call.number, passed, "output", self._separated_tensor)
         return None if passed is output else passed
 
     def _leave(self, point: HookPoint, module: nn.Module, args: Any, output: Any) -> Any:
@@ -351,10 +354,11 @@ class HookCalls:
         call, passed = point.calls[-1], output
         try:
             if call.number is not None and output is not None:  # output is None if the layer raised
-                if point.watches:
-                    call.returns_several = is_several(output)
-                    passed = self._watch(point, call.number, output, "output", self._watched_tensor)
-                self._keep_values(point, call.forward, call.number, passed, "output")
+                with unwatched():
+                    if point.watches:
+                        call.returns_several = is_several(output)
+                        passed = self._watch(point, call.number, output, "output", self._watched_tensor)
+                    self._keep_values(point, call.forward, call.number, passed, "output")
         finally:
             point.calls.pop()
             if call.received:
@@ -426,8 +430,7 @@ class HookCalls:
         """Watch the gradients of a value, and return what the model continues with."""
         if not point.watches or not torch.is_grad_enabled():
             return value
-        with unwatched():
-            return map_tensors(value, partial(watched, point, call, side))
+        return map_tensors(value, partial(watched, point, call, side))
 
     def _keep_values(
         self, point: HookPoint, forward: ModelCall | None, number: int | None, value: Any, side: What
