@@ -154,7 +154,7 @@ class Body:
             f"class {self.name}(nn.Module):",
             *(["    def __init__(self):", "        super().__init__()", *made, ""] if made else []),
             f"    def forward(self, {self.arguments}):",
-            *(f"        {line}" for statement in self.statements for line in statement.split("\n")),
+            *(f"        {statement}" for statement in self.statements),
             f"        return {self.returned}",
         ]
         return "\n".join(lines)
@@ -280,7 +280,7 @@ class _Writer:
         for letter in "nm"[: len(template.gives)]:
             self.count += 1
             named[letter] = f"v{self.count}"
-        self.statements.append(text.format(**named))
+        self.statements += text.format(**named).split("\n")
         if template.also:
             self.values[template.also.format(**named)] = self.values[first]
         for letter, shape in zip("nm", template.gives, strict=False):

@@ -15,6 +15,7 @@ import random
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -30,6 +31,7 @@ Mode = Literal["no_grad", "grad"]
 # "without effect" is a refused edit of what does not run, or receives no gradient
 Outcome = Literal["equal", "without effect", "refused", "different"]
 Values = dict[str, Tensor | str]
+OpenTaps = Callable[[nn.Module], AbstractContextManager[Any]]
 
 
 class InvalidError(Exception):
@@ -44,6 +46,7 @@ def times_one(h: Tensor) -> Tensor:
     return h * 1
 
 
+EDITS = {"same": same, "times_one": times_one}
 ALL: tuple[str, ...] = ("**", "")
 FUNCTIONS = ("**/*", "/*")
 
@@ -56,26 +59,35 @@ class Request:
         verb: `keep`, or what the edit is called.
         what: see `Taps.keep`.
         of: layers or functions; None for one layer at random.
+        number: number of taps that are open, one inside the other.
     """
 
     verb: Literal["keep", "same", "times_one"]
     what: Any
     of: tuple[str, ...] | None = ALL
+    number: int = 1
 
     def __str__(self) -> str:
         of = {ALL: "", FUNCTIONS: "_of_functions", None: "_of_one"}[self.of]
-        return f"{self.verb}_{self.what}{of}"
+        return f"{self.verb}_{self.what}{of}" + ("_twice" if self.number == 2 else "")
 
     @property
     def needs_gradients(self) -> bool:
         """Whether it is refused, rightly, where nothing has a gradient."""
         return self.verb != "keep" and "grad" in self.what
 
-    def taps(self, model: nn.Module, names: list[str]) -> Taps:
-        """Return taps of a model; `names` are the layers that are asked for."""
-        if self.verb == "keep":
-            return Taps(model).keep(names, self.what)
-        return Taps(model).edit(names, {"same": same, "times_one": times_one}[self.verb], self.what)
+    @contextlib.contextmanager
+    def opened(self, model: nn.Module, names: list[str]) -> Iterator[None]:
+        """Context manager: open taps of a model; `names` are the layers that are asked for."""
+        with contextlib.ExitStack() as opened:
+            for _ in range(self.number):
+                taps = Taps(model)
+                if self.verb == "keep":
+                    taps.keep(names, self.what)
+                else:
+                    taps.edit(names, EDITS[self.verb], self.what)
+                opened.enter_context(taps)
+            yield
 
 
 _KINDS: tuple[Any, ...] = ("output", "input", "grad", "grad_input")
@@ -86,6 +98,7 @@ REQUESTS = {
         *(Request("same", what) for what in _KINDS),
         *(Request("times_one", what) for what in _KINDS),
         *(Request(verb, what, None) for verb in ("keep", "times_one") for what in _KINDS),
+        *(Request("keep", what, number=2) for what in ("grad", "grad_input")),
         *(Request(verb, what, FUNCTIONS) for verb in ("keep", "same", "times_one") for what in ("output", "grad")),
     )
 }  # fmt: skip
@@ -135,7 +148,9 @@ def _bits(tensor: Tensor) -> Tensor:
     )
 
 
-def observe(program: Program, mode: Mode, open_taps: Callable[[nn.Module], Taps] | None) -> Values:
+def observe(
+    program: Program, mode: Mode, open_taps: Callable[[nn.Module], AbstractContextManager[Any]] | None
+) -> Values:
     """Call the model of a program twice and return all that can be seen of it.
 
     Args:
@@ -147,7 +162,7 @@ def observe(program: Program, mode: Mode, open_taps: Callable[[nn.Module], Taps]
         LayertapError: a request is refused while the model runs. What the end of the block raises is `"refusal"`.
     """
     model = program.model(training=mode == "grad" and program.training)
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)  # torch.manual_seed asks every kind of device
     seen: Values = {}
     leaves = [_integers(seed).requires_grad_() for seed in (1, 2)]
     taps = open_taps(model) if open_taps is not None else contextlib.nullcontext()
@@ -242,7 +257,7 @@ def check(program: Program, request: Request, mode: Mode, expected: Values, only
     names = list(request.of) if request.of is not None else [only or ""]
     layers = [name for name, _ in program.model(False).named_modules(remove_duplicate=False)]
     try:
-        values = observe(program, mode, partial(request.taps, names=names))
+        values = observe(program, mode, partial(request.opened, names=names))
     except LayertapError as error:
         if names_in(str(error), layers):
             return Result("refused", reason_of(str(error)))
