@@ -1,0 +1,47 @@
+"""Looking changes nothing: models compute the same bits with open `Taps`, or a request is refused by name."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from torch import Tensor
+
+from extract import LayertapError
+from tests.extract.taps.programs import EDITS, REQUESTS, Tally, try_all
+
+MANY = int(os.environ.get("LAYERTAP_FUZZ", "1000"))
+
+
+def judge(tally: Tally, shrunk: int) -> None:
+    print(f"{tally.request}: {dict(tally.outcomes)}, refused: {dict(tally.reasons)}")
+    assert tally.outcomes["equal"]
+    if tally.failed:
+        pytest.fail(tally.text(shrunk), pytrace=False)
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_a_request_that_changes_nothing_leaves_random_programs_as_they_are(name: str) -> None:
+    judge(try_all(REQUESTS[name], range([*REQUESTS].index(name) % 3, 60, 3)), 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REQUESTS)
+def test_a_request_that_changes_nothing_leaves_many_random_programs_as_they_are(name: str) -> None:
+    judge(try_all(REQUESTS[name], range(MANY)), 10)
+
+
+def test_a_change_is_noticed_and_the_program_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(EDITS, "same", lambda h: 2 * h)
+    tally = try_all(REQUESTS["same_output"], range(8))
+    assert len(tally.failed) > 5
+    _, small, _, _ = next(tally.smallest(4))
+    assert len(small.bodies[-1].statements) <= 1, small.listing
+
+
+def test_a_refusal_that_names_no_layer_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(h: Tensor) -> Tensor:
+        raise LayertapError("no")
+
+    monkeypatch.setitem(EDITS, "same", refuse)
+    assert try_all(REQUESTS["same_output"], range(8)).outcomes.keys() == {"different"}
