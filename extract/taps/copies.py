@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["copied"]
+__all__ = ["copied", "overlaps_itself", "with_attributes"]
 
 
 def copied(tensor: Tensor) -> Tensor:
@@ -14,10 +14,14 @@ def copied(tensor: Tensor) -> Tensor:
     `Tensor.clone` makes a slice contiguous, and PyTorch rounds some functions in another way for contiguous tensors:
     the model would compute other values with the copy. Of frames that overlap in memory, each has its own in the copy.
     """
-    copy = _with_strides_of(tensor)
-    for name, attribute in tensor.__dict__.items():  # such as `orig` in models of fastai
-        copy.__dict__.setdefault(name, attribute)  # the copy of a subclass may have its data there
-    return copy
+    return with_attributes(_with_strides_of(tensor), tensor)
+
+
+def with_attributes(tensor: Tensor, other: Tensor) -> Tensor:
+    """Return a tensor, with the Python attributes of another one that it does not have."""
+    for name, attribute in other.__dict__.items():  # such as `orig` in models of fastai
+        tensor.__dict__.setdefault(name, attribute)  # the copy of a subclass may have its data there
+    return tensor
 
 
 def _with_strides_of(tensor: Tensor) -> Tensor:
@@ -27,12 +31,12 @@ def _with_strides_of(tensor: Tensor) -> Tensor:
     strides = tensor.stride()
     if copy.stride() == strides or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return copy
-    if type(copy) is not Tensor or _overlaps_itself(tensor):  # a subclass; after `expand` or `unfold`
+    if type(copy) is not Tensor or overlaps_itself(tensor):  # a subclass; after `expand` or `unfold`
         return copy
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
-def _overlaps_itself(tensor: Tensor) -> bool:
+def overlaps_itself(tensor: Tensor) -> bool:
     """Whether two places of a tensor may share memory: then a write to one of them would change the other."""
     extent = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):

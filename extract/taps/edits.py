@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from extract.errors import InputError
-from extract.taps.copies import copied
+from extract.taps.copies import copied, with_attributes
 from extract.taps.layer_names import match_layers, named_layers
 from extract.taps.record import Site
 
@@ -174,4 +174,4 @@ def apply_edit(tensor: Tensor, edit: Edit, site: Site) -> Tensor:
             f"the edit of {site} returned {returned}; expected, as given, "
             f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
         )
-    return copied(result)
+    return with_attributes(copied(result), tensor)

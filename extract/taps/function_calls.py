@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from extract.errors import LayertapError
 from extract.taps.edits import apply_edit
-from extract.taps.functions import Listener, attention_weights, operation_name, unwatched, watch_again
+from extract.taps.functions import Listener, Write, attention_weights, operation_name, unwatched, watch_again
 from extract.taps.gradients import BackwardPasses, add_earlier_parts, in_backward
 from extract.taps.hook_calls import HookCalls
 from extract.taps.nested import tensors_in
@@ -72,8 +72,8 @@ class FunctionAndParameterCalls(HookCalls):
             if modules is forward.again and not modules:
                 forward.end_again()
 
-    def _writes_into_a_copy(self, function: Any, written: set[int]) -> bool:
-        return self._edits_function(function) or super()._writes_into_a_copy(function, written)
+    def _writes_into_a_copy(self, function: Any, write: Write) -> bool:
+        return self._edits_function(function) or super()._writes_into_a_copy(function, write)
 
     def _edits_function(self, function: Any) -> bool:
         """Whether a call of this function, now, has its result edited."""

@@ -25,7 +25,10 @@ from extract.taps.copies import copied
 
 __all__ = [
     "Listener",
+    "Write",
     "attention_weights",
+    "is_saved",
+    "is_shared",
     "memory_of",
     "operation_name",
     "unwatched",
@@ -56,17 +59,17 @@ class Listener:
     Attributes:
         on_call: receives function, arguments, keyword arguments and result after each call; returns the result, or what
             replaces it.
-        on_write: receives a tensor that a function is about to write into, and the memory (`memory_of`) of tensors that
-            change with it, to which it may add; returns what is to be done after the function.
-        writes_into_a_copy: receives a function that works in place, and the memory that changes with the tensor that it
-            writes into; returns whether it gets a copy of the tensor instead. What it returns, or what `on_call`
+        on_write: receives what a function is about to write into, and adds the memory of tensors that change with it;
+            returns what is to be done after the function.
+        writes_into_a_copy: receives a function that works in place, and what it is about to write into; returns whether
+            it gets a copy of the tensor instead. What it returns, or what `on_call`
             replaces that by, is then written into the tensor, where the caller expects it. Written there directly, an
             edited result would replace values that autograd has saved.
     """
 
     on_call: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], Any] | None = None
-    on_write: Callable[[Tensor, set[int]], Iterable[Callable[[], object]]] = lambda tensor, written: ()
-    writes_into_a_copy: Callable[[Any, set[int]], bool] = lambda function, written: False
+    on_write: Callable[[Write], Iterable[Callable[[], object]]] = lambda write: ()
+    writes_into_a_copy: Callable[[Any, Write], bool] = lambda function, write: False
 
 
 class _Watch(TorchFunctionMode):
@@ -84,9 +87,8 @@ class _Watch(TorchFunctionMode):
             return func(*args, **kwargs)
         given, afterwards = None, []
         for tensor in _written_by(func, args, kwargs):
-            actions, written = self.before_write(tensor)
-            afterwards += actions
-            if args and tensor is args[0] and self._writes_into_a_copy(func, written):
+            afterwards += self.before_write(write := Write(tensor))
+            if args and tensor is args[0] and self._writes_into_a_copy(func, write):
                 given, args = tensor, (copied(tensor), *args[1:])
         result = func(*args, **kwargs)
         for listener in self.listeners:
@@ -100,34 +102,55 @@ class _Watch(TorchFunctionMode):
             action()
         return result
 
-    def before_write(self, tensor: Tensor) -> tuple[list[Callable[[], object]], set[int]]:
-        """Tell the listeners of a write, and of writes that follow from it.
-
-        Returns:
-            What is to be done after the write, and the memory that all of them change.
-        """
-        try:
-            written = {memory_of(tensor)}
-        except NotImplementedError:  # a tensor without memory of its own, as inside torch.func
-            return [], set()
+    def before_write(self, write: Write) -> list[Callable[[], object]]:
+        """Tell the listeners of a write, and of writes that follow from it; return what is to be done after it."""
         actions: list[Callable[[], object]] = []
         known = 0
-        while len(written) > known:
-            known = len(written)
+        while len(write.reached) > known:
+            known = len(write.reached)
             for listener in self.listeners:
-                actions += listener.on_write(tensor, written)
-        return actions, written
+                actions += listener.on_write(write)
+        return actions
 
-    def _writes_into_a_copy(self, function: Any, written: set[int]) -> bool:
+    def _writes_into_a_copy(self, function: Any, write: Write) -> bool:
         # A function that changes the shape alone would change that of the copy.
         return function.__name__ not in _SHAPE_WRITTEN and any(
-            listener.writes_into_a_copy(function, written) for listener in self.listeners
+            listener.writes_into_a_copy(function, write) for listener in self.listeners
         )
+
+
+class Write:
+    """A write into a tensor, and what follows from it.
+
+    Args:
+        tensor: what the model writes into.
+
+    Attributes:
+        reached: memory (`memory_of`) that changes with it -> whether all that is in it is to change in the same way.
+        values: memory -> after the write, a tensor in this memory, or with the values of one that was in it.
+    """
+
+    def __init__(self, tensor: Tensor):
+        self.reached: dict[int, bool] = {}
+        self.values: dict[int, Tensor] = {}
+        with contextlib.suppress(NotImplementedError):  # a tensor without memory of its own, as inside torch.func
+            memory = memory_of(tensor)
+            self.reached, self.values = {memory: True}, {memory: tensor}
+        self._tensor = tensor
+        # A write through `.data` is hidden from autograd.
+        self._is_hidden = not tensor.requires_grad and tensor.grad_fn is None and not tensor._is_view()
+
+    def repeat(self, tensor: Tensor, values: Tensor) -> None:
+        """Write values into another tensor, in the same way."""
+        if self._is_hidden and tensor.requires_grad:
+            tensor.data.copy_(values.data)
+        else:
+            write_into(tensor, values)
 
 
 def write(tensor: Tensor, values: Tensor) -> None:
     """Write values into a tensor as the model would: the listeners of this thread are told."""
-    actions = _state.watch.before_write(tensor)[0] if _state.watch is not None else []
+    actions = _state.watch.before_write(Write(tensor)) if _state.watch is not None else []
     with unwatched():
         write_into(tensor, values)
         for action in actions:
@@ -144,6 +167,17 @@ def write_into(tensor: Tensor, values: Tensor) -> None:
 def memory_of(tensor: Tensor) -> int:
     """Return what tensors have in common that share memory, as long as one of them exists."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def is_shared(tensor: Tensor) -> bool:
+    """Whether another tensor has the same memory: a view, or what autograd has saved."""
+    storage = tensor.untyped_storage()
+    return bool(torch._C._storage_Use_Count(storage._cdata) > 2)  # the tensor and `storage`
+
+
+def is_saved(tensor: Tensor) -> bool:
+    """Whether autograd may have saved this very tensor, or a view of it exists."""
+    return bool(tensor._use_count() > 1)  # type: ignore[attr-defined]
 
 
 class _State(threading.local):

@@ -18,8 +18,9 @@ from torch.autograd import forward_ad
 
 from extract.errors import InputError, LayertapError
 from extract.taps.block import OPENED, Block
+from extract.taps.copies import overlaps_itself
 from extract.taps.edits import apply_edit
-from extract.taps.functions import Listener, memory_of, unwatched, watch_again, write
+from extract.taps.functions import Listener, Write, is_saved, memory_of, unwatched, watch_again, write
 from extract.taps.gradients import (
     BackwardPasses,
     CopyOut,
@@ -372,16 +373,16 @@ class HookCalls:
         if call.end_again is not None:
             call.end_again()
 
-    def _on_write(self, tensor: Tensor, written: set[int]) -> Iterable[Callable[[], object]]:
+    def _on_write(self, write: Write) -> Iterable[Callable[[], object]]:
         """Return what is to be done after a function writes into a tensor; see `Listener.on_write`."""
         forward = self._computing()
         if forward is None:
             return ()
         for call in forward.editing:
-            call.written |= written
-        return forward.stand_ins.before_write(tensor, written)
+            call.written |= write.reached.keys()
+        return forward.stand_ins.before_write(write)
 
-    def _writes_into_a_copy(self, function: Any, written: set[int]) -> bool:
+    def _writes_into_a_copy(self, function: Any, write: Write) -> bool:
         """Whether a function gets a copy of the tensor that it writes into; see `Listener.writes_into_a_copy`.
 
         If the output of a layer that works in place is edited, the edited output is written where the caller expects
@@ -389,7 +390,7 @@ class HookCalls:
         """
         if not torch.is_grad_enabled() or (forward := self._computing()) is None:
             return False
-        return any(memory_of(received) in written for call in forward.editing for received, _ in call.received)
+        return any(memory_of(received) in write.reached for call in forward.editing for received, _ in call.received)
 
     def _pass_over(self, module: nn.Module) -> None:
         """Remember that a thread that the running forward has started calls a module."""
@@ -496,7 +497,8 @@ class HookCalls:
 
     def _passed_on(self, point: HookPoint, site: Site, given: Tensor, edited: Tensor) -> Tensor:
         """Return what the model continues with: the edited tensor, or the given one with its values."""
-        if site.what == "output" and point.calls and point.calls[-1].has_written(given):
+        is_written = site.what == "output" and point.calls and point.calls[-1].has_written(given)
+        if is_written and not (torch.is_grad_enabled() and (is_saved(given) or overlaps_itself(given))):
             write(given, edited)  # a caller may expect the output of a layer that works in place here
             return given
         if self._forward is not None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from extract.errors import LayertapError
-from extract.taps.functions import memory_of, write_into
+from extract.taps.functions import Write, is_shared, memory_of
 from extract.taps.record import Site
 
 __all__ = ["StandInError", "StandIns", "originals"]
@@ -47,25 +47,26 @@ class StandIns:
             self._all = [other for other in self._all if not other.is_over]
             self._all.append(stand_in)
 
-    def before_write(self, tensor: Tensor, written: set[int]) -> Iterator[Callable[[], object]]:
+    def before_write(self, write: Write) -> Iterator[Callable[[], object]]:
         """Yield what is to be done after the model writes into a tensor; see `Listener.on_write`.
 
         Raises:
             StandInError: the write cannot be repeated in the other tensor.
         """
         for stand_in in self._all:
-            if stand_in.memory in written and stand_in.given_memory not in written:
-                written.add(stand_in.given_memory)
+            if stand_in.memory in write.reached and stand_in.given_memory not in write.reached:
+                write.reached[stand_in.given_memory] = True
                 follow = stand_in.copy_to_given
-            elif stand_in.given_memory in written and stand_in.memory not in written and stand_in.is_read:
-                if not stand_in.follows:
+            elif stand_in.given_memory in write.reached and stand_in.memory not in write.reached:
+                follows = stand_in.follows and write.reached[stand_in.given_memory]
+                if stand_in.tensor is not None and not follows:
                     raise StandInError(stand_in.site)
-                written.add(stand_in.memory)
+                write.reached[stand_in.memory] = follows
                 follow = stand_in.copy_from_given
             else:
                 continue
             self._written.add((stand_in.site.layer, stand_in.site.what))
-            yield partial(follow, tensor)
+            yield partial(follow, write)
 
     def check_again(self, site: Site) -> None:
         """Check a stand-in that a backward pass computes again, where writes are not followed.
@@ -102,27 +103,28 @@ class _StandIn:
         self._storages = [StorageWeakRef(t.untyped_storage()) for t in (given, tensor)]  # type: ignore[no-untyped-call]
         self._tensor, self._given = weakref.ref(tensor), weakref.ref(given)
         # What is written into the tensor that stands in for a view has to reach the base, whose other views are other
-        # tensors. The model may hold none of this view.
-        self._view = given if given._is_view() else None
-        known = _STAND_INS.get(id(given))
-        self._is_of_a_chain = known is not None and known.original_of(given) is not None
+        # tensors. The model may hold none of this view. Autograd may have saved the values of a tensor; they are held
+        # in any case.
+        self._shared = given if given._is_view() or is_shared(given) else None
+        self._is_of_a_chain = _stand_in(given) is not None
         _STAND_INS[id(tensor)] = self
         self._versions = self._versions_now()
+        self._geometry = tensor.shape, tensor.stride(), tensor.storage_offset()
 
     @property
     def is_over(self) -> bool:
         """Whether nothing can read the replaced tensor any more, nor one that this stands in for in turn."""
-        # Autograd may have saved the values of a tensor, which keeps its memory but not the tensor.
-        return self._given() is None and not self._is_of_a_chain
+        return self.given is None and not self._is_of_a_chain
 
     @property
-    def is_read(self) -> bool:
-        """Whether the stand-in can still be read."""
-        return self._tensor() is not None
+    def tensor(self) -> Tensor | None:
+        """The tensor that stands in for another one, as long as it exists."""
+        return self._tensor()
 
-    def original_of(self, tensor: Tensor) -> Tensor | None:
-        """Return what this tensor stands in for, if it is the one of this object."""
-        return self._given() if self._tensor() is tensor else None
+    @property
+    def given(self) -> Tensor | None:
+        """The tensor that is replaced, as long as it exists."""
+        return self._given()
 
     @property
     def was_written_unnoticed(self) -> bool:
@@ -132,31 +134,40 @@ class _StandIn:
     def _versions_now(self) -> list[int | None]:
         """Return the versions of both tensors, which each write changes; None if it is gone, or in inference mode."""
         return [
-            None if tensor is None or tensor.is_inference() else tensor._version
-            for tensor in (self._given(), self._tensor())
+            None if tensor is None or tensor.is_inference() else tensor._version for tensor in (self.given, self.tensor)
         ]
 
-    def copy_to_given(self, written: Tensor) -> None:
-        """Give the replaced tensor the values of the stand-in, after a tensor of its memory was written to."""
-        self._copy(self._given(), (self._tensor(), written, written._base))
+    def copy_to_given(self, write: Write) -> None:
+        """Give the replaced tensor the values of the stand-in, whose memory was written to."""
+        self._copy(write, self.tensor, self.memory, self.given, self.given_memory)
 
-    def copy_from_given(self, written: Tensor) -> None:
-        """Give the stand-in the values of the replaced tensor, after a tensor of its memory was written to."""
-        self._copy(self._tensor(), (self._given(), written, written._base))
+    def copy_from_given(self, write: Write) -> None:
+        """Give the stand-in the values of the replaced tensor, whose memory was written to."""
+        self._copy(write, self.given, self.given_memory, self.tensor, self.memory)
 
-    def _copy(self, target: Tensor | None, sources: tuple[Tensor | None, ...]) -> None:
-        if target is None:
-            return
-        for source in sources:
-            if source is not None and source.shape == target.shape:
-                write_into(target, source)
-                self._versions = self._versions_now()
-                return
-        raise StandInError(self.site)
+    def _copy(
+        self, write: Write, source: Tensor | None, source_memory: int, target: Tensor | None, target_memory: int
+    ) -> None:
+        if source is None:
+            source = write.values[source_memory]
+            if memory_of(source) == source_memory:  # otherwise it has the values of one that is gone
+                source = source.as_strided(*self._geometry)
+        write.values[target_memory] = source if target is None else target
+        if target is not None:
+            if source.shape != target.shape:  # the model has changed the shape of one of them in place
+                raise StandInError(self.site)
+            write.repeat(target, source)
+            self._versions = self._versions_now()
 
 
 # By the id of the tensor that stands in for another; one may stand in for another in turn, also for other `Taps`.
 _STAND_INS: weakref.WeakValueDictionary[int, _StandIn] = weakref.WeakValueDictionary()
+
+
+def _stand_in(tensor: Tensor) -> _StandIn | None:
+    """Return how this tensor stands in for another one, if it does."""
+    found = _STAND_INS.get(id(tensor))
+    return found if found is not None and found.tensor is tensor else None
 
 
 def originals(tensor: Tensor) -> Iterator[Tensor]:
@@ -164,8 +175,8 @@ def originals(tensor: Tensor) -> Iterator[Tensor]:
     original: Tensor | None = tensor
     while original is not None:
         yield original
-        stand_in = _STAND_INS.get(id(original))
-        original = stand_in.original_of(original) if stand_in is not None else None
+        stand_in = _stand_in(original)
+        original = stand_in.given if stand_in is not None else None
 
 
 class StandInError(LayertapError):
