@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from extract.errors import LayertapError
 from extract.taps.edits import apply_edit
-from extract.taps.functions import Listener, Write, attention_weights, operation_name, unwatched, watch_again
+from extract.taps.functions import Listener, Write, attention_weights, operation_name, unwatched, watch, watch_again
 from extract.taps.gradients import BackwardPasses, add_earlier_parts, in_backward
 from extract.taps.hook_calls import HookCalls
 from extract.taps.nested import tensors_in
@@ -42,8 +42,8 @@ class FunctionAndParameterCalls(HookCalls):
         self._waiting: list[TapRequest] = []  # for parameters that are not hooked yet
         self._handles: list[RemovableHandle] = []  # of the block
 
-    def _listen(self) -> Listener:
-        """Return what is told of each function."""
+    def _listen(self) -> None:
+        """Watch functions until the block ends."""
         self._functions_of, self._attentions_of = {}, {}
         for request in self._requests:
             if request.operation:
@@ -51,7 +51,8 @@ class FunctionAndParameterCalls(HookCalls):
             elif request.what == "attention":
                 self._attentions_of.setdefault(request.layer, []).append(request)
         self._listener = Listener(self._on_operation, self._on_write, self._writes_into_a_copy)
-        return self._listener
+        self._always_watches = True
+        watch(self._listener)
 
     def _push(self, names: list[str], module: nn.Module, args: Any) -> None:
         if forward := self._computing():

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import math
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -17,21 +19,25 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
-from extract.taps.copies import copied
+from extract.taps.copies import copied, overlaps_itself
+from extract.taps.model_bound_hook import ModelBoundHook
 
 __all__ = [
     "Listener",
     "Write",
     "attention_weights",
+    "is_new",
     "is_saved",
     "is_shared",
     "memory_of",
     "operation_name",
+    "unwatch",
     "unwatched",
+    "watch",
     "watch_again",
     "watching",
     "write",
@@ -52,7 +58,7 @@ _NOTHING_WRITTEN = frozenset({
 _NO_OPERATIONS = frozenset({"__get__", "__set__", "__delete__", "size", "dim", "stride"})
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Listener:
     """Receives the function calls of a thread.
 
@@ -114,18 +120,16 @@ class _Watch(TorchFunctionMode):
 
     def _writes_into_a_copy(self, function: Any, write: Write) -> bool:
         # A function that changes the shape alone would change that of the copy.
-        return function.__name__ not in _SHAPE_WRITTEN and any(
-            listener.writes_into_a_copy(function, write) for listener in self.listeners
-        )
+        if function.__name__ in _SHAPE_WRITTEN or overlaps_itself(write.tensor):
+            return False
+        return any(listener.writes_into_a_copy(function, write) for listener in self.listeners)
 
 
 class Write:
     """A write into a tensor, and what follows from it.
 
-    Args:
-        tensor: what the model writes into.
-
     Attributes:
+        tensor: what the model writes into.
         reached: memory (`memory_of`) that changes with it -> whether all that is in it is to change in the same way.
         values: memory -> after the write, a tensor in this memory, or with the values of one that was in it.
     """
@@ -136,7 +140,7 @@ class Write:
         with contextlib.suppress(NotImplementedError):  # a tensor without memory of its own, as inside torch.func
             memory = memory_of(tensor)
             self.reached, self.values = {memory: True}, {memory: tensor}
-        self._tensor = tensor
+        self.tensor = tensor
         # A write through `.data` is hidden from autograd.
         self._is_hidden = not tensor.requires_grad and tensor.grad_fn is None and not tensor._is_view()
 
@@ -173,6 +177,32 @@ def is_shared(tensor: Tensor) -> bool:
     """Whether another tensor has the same memory: a view, or what autograd has saved."""
     storage = tensor.untyped_storage()
     return bool(torch._C._storage_Use_Count(storage._cdata) > 2)  # the tensor and `storage`
+
+
+def is_new(output: Any) -> bool:
+    """Whether a forward hook, which calls this first of all, has the only reference to the output of its module."""
+    if type(output) is not Tensor or sys.getrefcount(output) > _references_of_new_output():
+        return False
+    return not (output._is_view() or is_saved(output) or is_shared(output))
+
+
+@functools.cache
+def _references_of_new_output() -> int:
+    """Return how many references Python itself has to an output where `is_new` counts them."""
+    found: list[int] = []
+
+    def count(output: Any) -> None:
+        found.append(sys.getrefcount(output))
+
+    class Hook:
+        def __call__(self, point: None, module: nn.Module, args: Any, output: Any) -> None:
+            count(output)
+
+    probe = nn.ReLU()
+    probe.register_forward_hook(ModelBoundHook(Hook().__call__, None), always_call=True)
+    with unwatched():
+        probe(torch.zeros(1))
+    return found[0]
 
 
 def is_saved(tensor: Tensor) -> bool:
@@ -215,21 +245,37 @@ def _tensors_of(value: Any) -> list[Tensor]:
     return [item for item in value if isinstance(item, Tensor)] if isinstance(value, list | tuple) else []
 
 
-@contextlib.contextmanager
-def watching(listener: Listener) -> Iterator[None]:
-    """Context manager: tell the listener of each function call of this thread."""
+def watch(listener: Listener) -> None:
+    """Tell the listener of each function call of this thread, until `unwatch`."""
     watch = _state.watch
     if watch is None:
         watch = _state.watch = _Watch()
-        watch.__enter__()  # type: ignore[no-untyped-call]
-    watch.listeners.append(listener)
+        # Below all others: a mode that was entered before this one, inside the model, is left before this one.
+        others = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]  # type: ignore[no-untyped-call]
+        for mode in (watch, *reversed(others)):
+            _push_mode(mode)  # type: ignore[no-untyped-call]
+    if listener not in watch.listeners:
+        watch.listeners.append(listener)
+
+
+def unwatch(listener: Listener) -> None:
+    """Tell the listener of no further function call of this thread."""
+    watch = _state.watch
+    if watch is not None and listener in watch.listeners:
+        watch.listeners.remove(listener)
+        if not watch.listeners:
+            _leave(watch)
+            _state.watch = None
+
+
+@contextlib.contextmanager
+def watching(listener: Listener) -> Iterator[None]:
+    """Context manager: tell the listener of each function call of this thread."""
+    watch(listener)
     try:
         yield
     finally:
-        watch.listeners.remove(listener)
-        if not watch.listeners and _state.watch is watch:
-            _leave(watch)
-            _state.watch = None
+        unwatch(listener)
 
 
 def _leave(mode: TorchFunctionMode) -> None:

@@ -96,6 +96,7 @@ def stand_in(forward: ModelCall, site: Site, given: Tensor, tensor: Tensor, *, f
         forward.stand_ins.check_again(site)
     else:
         forward.stand_ins.add(site, given, tensor, follows=follows)
+        forward.watch()
 
 
 def in_backward() -> bool:

@@ -20,7 +20,18 @@ from extract.errors import InputError, LayertapError
 from extract.taps.block import OPENED, Block
 from extract.taps.copies import overlaps_itself
 from extract.taps.edits import apply_edit
-from extract.taps.functions import Listener, Write, is_saved, memory_of, unwatched, watch_again, write
+from extract.taps.functions import (
+    Listener,
+    Write,
+    is_new,
+    is_saved,
+    memory_of,
+    unwatch,
+    unwatched,
+    watch,
+    watch_again,
+    write,
+)
 from extract.taps.gradients import (
     BackwardPasses,
     CopyOut,
@@ -161,6 +172,7 @@ class HookCalls:
         self._to_keep: Counter[tuple[str, What]] = Counter()  # `ModelCall.kept` of a whole forward
         self._passes: BackwardPasses | None = None  # numbered if gradients of parameters are kept
         self._listener = Listener(on_write=self._on_write, writes_into_a_copy=self._writes_into_a_copy)
+        self._always_watches = False  # functions, and not only from where a write would change two tensors
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model and return its output, or None with `stop=True`."""
@@ -186,6 +198,11 @@ class HookCalls:
             self._forward.stack.clear()
             self._forward.stand_ins.clear()
             self._forward.editing.clear()
+        if not self._always_watches:
+            self._unwatch()
+
+    def _unwatch(self) -> None:
+        unwatch(self._listener)
 
     @property
     def record(self) -> Record:
@@ -232,14 +249,16 @@ class HookCalls:
             self._passes.ended()
         calls: Counter[int] = Counter()
         record = Record(partial(self._explain, calls), self._requested)
-        self._forward = ModelCall(record, [([""], None)], caller or sys._getframe(1), calls=calls)
+        watches = partial(watch, self._listener)
+        self._forward = ModelCall(record, [([""], None)], caller or sys._getframe(1), watches, calls=calls)
         self._forward.left = len(self._to_keep)
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         if (forward := self._running()) and forward.caller is sys._getframe(1):
             forward.caller = None
-            if forward.stand_ins:
-                forward.stand_ins.end()
+            if not self._always_watches:
+                self._unwatch()
+            forward.stand_ins.end()
             forward.running = False
             self._to_keep |= forward.kept
 
@@ -313,8 +332,11 @@ class HookCalls:
                     (tensor, None if tensor.is_inference() else tensor._version) for _, tensor in _tensors(passed, ())
                 ]
                 forward.editing.append(call)
-        if call.received and in_backward():
-            call.end_again = watch_again(self._listener)
+        if call.received:
+            if in_backward():
+                call.end_again = watch_again(self._listener)
+            elif torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+                watch(self._listener)
         return None if passed is value else as_arguments(passed, len(args))
 
     def _keep_inputs(self, point: HookPoint, module: nn.Module, args: tuple[Any, ...], kwargs: Any = None) -> Any:
@@ -341,6 +363,7 @@ class HookCalls:
         call = point.calls[-1]
         if call.number is None or output is None:  # output is None if the layer raised
             return None
+        call.returns_new = is_new(output)
         with unwatched():
             passed = self._edit(point, call.number, output, "output")
             if point.watches and self._stands_in:
@@ -501,7 +524,7 @@ class HookCalls:
         if is_written and not (torch.is_grad_enabled() and (is_saved(given) or overlaps_itself(given))):
             write(given, edited)  # a caller may expect the output of a layer that works in place here
             return given
-        if self._forward is not None:
+        if self._forward is not None and not (site.what == "output" and point.calls and point.calls[-1].returns_new):
             stand_in(self._forward, site, given, edited)
         return edited
 

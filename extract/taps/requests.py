@@ -237,6 +237,7 @@ class Call:
         forward: the running forward; None where a backward pass repeats a call, or outside.
         inputs: tensors that the module received; empty unless the gradient of its output is watched.
         returns_several: whether the module returned several tensors.
+        returns_new: whether it returned a tensor that nothing else can read.
         watched: (input, its copy) for each input whose gradient is watched.
         separated: copies of outputs, passed on in their place because their gradients are watched.
         received: if the output is edited, the tensors that the module received, each with its version, which is None
@@ -249,6 +250,7 @@ class Call:
     forward: ModelCall | None
     inputs: list[Tensor] = dataclasses.field(default_factory=list)
     returns_several: bool = False
+    returns_new: bool = False
     watched: list[tuple[Tensor, Tensor]] = dataclasses.field(default_factory=list)
     separated: list[Tensor] = dataclasses.field(default_factory=list)
     received: list[tuple[Tensor, int | None]] = dataclasses.field(default_factory=list)
@@ -285,6 +287,7 @@ class ModelCall:
         stack: names of the running modules and the frames of their calls, the innermost last.
         caller: function that called the hook at the start of the model, and will call the one at its end; None
             afterwards.
+        watch: starts the watching of functions, for writes into stand-ins.
         again: the same of the modules that a backward pass computes again.
         again_in: the backward pass (graph task) that computes them.
         end_again: ends the watching of functions meanwhile.
@@ -303,6 +306,7 @@ class ModelCall:
     record: Record
     stack: list[Running]
     caller: FrameType | None
+    watch: Callable[[], None]
     again: list[Running] = dataclasses.field(default_factory=list)
     again_in: int = -1
     end_again: Callable[[], None] = lambda: None

@@ -40,7 +40,6 @@ from extract.errors import InputError, LayertapError, UnknownNameError, unknown_
 from extract.taps.block import Block
 from extract.taps.edits import Edit
 from extract.taps.function_calls import FunctionAndParameterCalls
-from extract.taps.functions import watching
 from extract.taps.hook_calls import HookCalls
 from extract.taps.layer_names import layer_named, named_layers, unwrap
 from extract.taps.model_bound_hook import ModelBoundHook
@@ -263,6 +262,7 @@ class Taps(FunctionAndParameterCalls):
                 handle.remove()
 
         undo.callback(remove)
+        undo.callback(self._unwatch)
 
         def hook(register: Callable[..., RemovableHandle], function: Callable[..., Any], **options: Any) -> None:
             handles.append(register(ModelBoundHook(function), **options))
@@ -270,7 +270,7 @@ class Taps(FunctionAndParameterCalls):
         root = unwrap(self._model)
         modules = list(root.modules())
         if any(isinstance(module, nn.MultiheadAttention | nn.TransformerEncoderLayer) for module in modules):
-            # Their fused code calls no submodules and no functions that `watching` sees.
+            # Their fused code calls no submodules and no functions that `watch` tells of.
             undo.enter_context(FUSED_ATTENTION_OFF.active())
         # Compiled code ignores hooks added later, and what calls the model may be compiled. Without the compiler, whose
         # import takes a second, nothing is.
@@ -287,13 +287,7 @@ class Taps(FunctionAndParameterCalls):
             for module in {id(module): module for module in self._layers.values() if id(module) in names}.values():
                 hook(module.register_forward_pre_hook, partial(self._push, names[id(module)]))
                 hook(module.register_forward_hook, self._pop, always_call=True)
-            undo.enter_context(watching(self._listen()))
-        elif any(
-            request.edit is not None or request.what == "grad_input" or (request.what == "grad" and self._stands_in)
-            for request in self._requests
-            if request.layer not in self._parameters
-        ):
-            undo.enter_context(watching(self._listener))
+            self._listen()
         requests_of: dict[int, tuple[nn.Module, list[tuple[str, TapRequest]]]] = {}
         for request in sorted(self._requests, key=lambda request: request.edit is None):  # edits come before keeps
             if request.layer in self._parameters:
