@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Iterator
 from contextvars import ContextVar
 
 from extract.taps.functions import unwatched
@@ -47,24 +46,32 @@ class Block:
         """Whether this thread may be one that the model started: it neither opened the block nor called the model."""
         return (thread := threading.get_ident()) != self.thread and thread not in self.callers
 
-    @contextlib.contextmanager
-    def users_code(self) -> Iterator[None]:
+    def users_code(self) -> contextlib.AbstractContextManager[None]:
         """Context manager: what this thread calls meanwhile is no call of the model."""
-        thread = threading.get_ident()
-        outermost = thread not in self.in_users_code
-        self.in_users_code.add(thread)
-        try:
-            with unwatched():
-                yield
-        finally:
-            if outermost:
-                self.in_users_code.discard(thread)
+        return _UsersCode(self.in_users_code)
 
     def close(self) -> None:
         """Undo what was set up for the block."""
         self.open = False
         OPENED.set(OPENED.get() - {self.mark})
         self._undo.close()
+
+
+class _UsersCode(unwatched):
+    """See `Block.users_code`; a class, since a generator takes longer than the copy of a small tensor."""
+
+    def __init__(self, threads: set[int]) -> None:
+        self._threads, self._thread = threads, threading.get_ident()
+
+    def __enter__(self) -> None:
+        self._outermost = self._thread not in self._threads
+        self._threads.add(self._thread)
+        super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        if self._outermost:
+            self._threads.discard(self._thread)
 
 
 def _is_in_task() -> bool:

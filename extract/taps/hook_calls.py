@@ -324,20 +324,21 @@ class HookCalls:
         point.calls.append(call)
         if call.number is None:
             return None
-        value = {**dict(enumerate(args)), **kwargs}
+        passed = value = args, kwargs
         with unwatched():
-            passed = self._edit(point, call.number, value, "input")
+            if "input" in point.edits:
+                arguments = {**dict(enumerate(args)), **kwargs}
+                if (edited := self._edit(point, call.number, arguments, "input")) is not arguments:
+                    passed = as_arguments(edited, len(args))
             if point.edits_output(call.number) and (forward := self._computing()):
-                call.received = [
-                    (tensor, None if tensor.is_inference() else tensor._version) for _, tensor in _tensors(passed, ())
-                ]
+                call.receive(passed)
                 forward.editing.append(call)
         if call.received:
             if in_backward():
                 call.end_again = watch_again(self._listener)
             elif torch.is_grad_enabled() or torch.is_inference_mode_enabled():
                 watch(self._listener)
-        return None if passed is value else as_arguments(passed, len(args))
+        return None if passed is value else passed
 
     def _keep_inputs(self, point: HookPoint, module: nn.Module, args: tuple[Any, ...], kwargs: Any = None) -> Any:
         """Watch and keep the inputs of a module, after other hooks have replaced them."""
@@ -438,7 +439,7 @@ class HookCalls:
 
     def _edit(self, point: HookPoint, call: int, value: Any, side: What) -> Any:
         """Edit a value, and return what the model continues with."""
-        if not point.edits:
+        if side not in point.edits:
             return value
         for path, part in () if isinstance(value, Tensor) else unread(value):
             for layer, request in point.asked(call, side, path):
@@ -504,19 +505,22 @@ class HookCalls:
         tensor: Tensor,
     ) -> Tensor:
         """Edit a tensor; one that stands in several places (`return h, h`) is edited once, and is in all of them."""
-        given, asked = tensor, list(point.asked(call, side, path))
-        key = id(given), *(id(request) for _, request in asked)
-        if key in edited:
-            return edited[key][1]
-        edits = [(layer, request.edit, request) for layer, request in asked if request.edit is not None]
-        if edits and given.is_floating_point():
+        edits = [
+            (Site(layer, call, path, side), request.edit, request)
+            for layer, request in point.asked(call, side, path)
+            if request.edit is not None
+        ]
+        if not edits or not tensor.is_floating_point():
+            return tensor
+        given, key = tensor, (id(tensor), *[id(request) for _, _, request in edits])
+        if key not in edited:
             with self._users_code():
-                for layer, edit, request in edits:
-                    tensor = apply_edit(tensor, edit, Site(layer, call, path, side))
+                for site, edit, request in edits:
+                    tensor = apply_edit(tensor, edit, site)
                     self._edited.add(id(request))
-            tensor = self._passed_on(point, Site(edits[0][0], call, path, side), given, tensor)
-        edited[key] = given, tensor  # the id of `given` is a key as long as it lives
-        return tensor
+            # The id of `given` is a key as long as it lives.
+            edited[key] = given, self._passed_on(point, edits[0][0], given, tensor)
+        return edited[key][1]
 
     def _passed_on(self, point: HookPoint, site: Site, given: Tensor, edited: Tensor) -> Tensor:
         """Return what the model continues with: the edited tensor, or the given one with its values."""

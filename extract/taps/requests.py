@@ -16,7 +16,7 @@ from extract.errors import InputError, LayertapError, unknown_name
 from extract.taps.edits import Edit
 from extract.taps.functions import memory_of
 from extract.taps.layer_names import match_layers
-from extract.taps.nested import Path
+from extract.taps.nested import Path, tensors_in
 from extract.taps.record import Record, Reduce, Requested, Site, What, split_text
 from extract.taps.stand_ins import StandIns, originals
 
@@ -175,7 +175,7 @@ class HookPoint:
     Attributes:
         requests: all requests.
         kept: kind of value -> the requests that keep it, as (layer name, request, site of a tensor of the first call).
-        edits: whether an input or output is edited.
+        edits: of "input" and "output", those that are edited.
         watches: whether the gradient of an output or input is watched.
         calls: calls in progress, the innermost last: a module may call itself.
         numbers: their numbers instead, if outputs are kept and nothing else.
@@ -183,7 +183,7 @@ class HookPoint:
 
     requests: list[tuple[str, TapRequest]]
     kept: dict[What, list[tuple[str, TapRequest, Site]]] = dataclasses.field(init=False)
-    edits: bool = dataclasses.field(init=False)
+    edits: frozenset[What] = dataclasses.field(init=False)
     watches: bool = dataclasses.field(init=False)
     calls: list[Call] = dataclasses.field(default_factory=list)
     numbers: list[int] = dataclasses.field(default_factory=list)
@@ -193,13 +193,13 @@ class HookPoint:
         for layer, request in self.requests:
             if request.edit is None:
                 self.kept[request.what].append((layer, request, Site(layer, 0, (), request.what)))
-        asked = {(request.what, request.edit is not None) for _, request in self.requests}
-        self.edits = ("output", True) in asked or ("input", True) in asked
-        self.watches = any("grad" in what for what, _ in asked)
+        edited = {request.what for _, request in self.requests if request.edit is not None}
+        self.edits = frozenset(edited & {"input", "output"})
+        self.watches = any("grad" in request.what for _, request in self.requests)
 
     def edits_output(self, call: int) -> bool:
         """Whether the output of this call is edited."""
-        return any(
+        return "output" in self.edits and any(
             request.edit is not None and request.what == "output" and request.call in (None, call)
             for _, request in self.requests
         )
@@ -256,6 +256,13 @@ class Call:
     received: list[tuple[Tensor, int | None]] = dataclasses.field(default_factory=list)
     written: set[int] = dataclasses.field(default_factory=set)
     end_again: Callable[[], None] | None = None
+
+    def receive(self, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
+        """Remember the tensors that the module receives."""
+        args, kwargs = arguments
+        for value in (*args, *kwargs.values()):
+            for tensor in (value,) if isinstance(value, Tensor) else [part for _, part in tensors_in(value)]:
+                self.received.append((tensor, None if tensor.is_inference() else tensor._version))
 
     def has_written(self, tensor: Tensor) -> bool:
         """Whether the module has received this very tensor, or what it stands in for, and written into it."""

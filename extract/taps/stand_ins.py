@@ -27,6 +27,7 @@ class StandIns:
 
     def __init__(self) -> None:
         self._all: list[_StandIn] = []
+        self._enough = 16  # stand-ins, until those that are over are removed
         self._written: set[tuple[str, str]] = set()  # (layer, what) of those that the model has written into
 
     def __bool__(self) -> bool:
@@ -43,9 +44,10 @@ class StandIns:
                 the gradient of an output is watched: how the edit, or the gradient, goes on from there is unknown.
         """
         with contextlib.suppress(NotImplementedError):  # no memory of its own, as in torch.func: nothing is written to
-            stand_in = _StandIn(site, given, tensor, follows)
-            self._all = [other for other in self._all if not other.is_over]
-            self._all.append(stand_in)
+            self._all.append(_StandIn(site, given, tensor, follows))
+            if len(self._all) > self._enough:
+                self._all = [stand_in for stand_in in self._all if not stand_in.is_over]
+                self._enough = 2 * len(self._all) + 16
 
     def before_write(self, write: Write) -> Iterator[Callable[[], object]]:
         """Yield what is to be done after the model writes into a tensor; see `Listener.on_write`.
