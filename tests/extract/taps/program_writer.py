@@ -106,7 +106,9 @@ TEMPLATES = [
             "{a}.add_(1)", "{a}.add_({b})", "{a} += {b}", "{a} *= 2", "{a}.relu_()", "F.relu({a}, inplace=True)",
             "{a}[1:3].zero_()", "{a}[0] = 1", "{a}[1:3] += 1", "{a}.mul_(2)", "{a}.transpose(0, 1).mul_(2)",
             "{a}.copy_({b})", "{a}.data.mul_(2)", "{a}.detach().add_(1)", "{a}.masked_fill_({a} > 0, 0)",
-            "{a}[1] = {b}[0]", "{a}.unsqueeze_(0).squeeze_(0)",
+            "{a}[1] = {b}[0]", "{a}.unsqueeze_(0).squeeze_(0)", "{a}.index_fill_(0, torch.tensor([1]), 2)",
+            "torch._foreach_add_([{a}], 1)", "torch.ops.aten.mul_({a}, 2)",
+            "torch.add({a}.detach(), 1, out={a}.detach())",
         )
     ],
     *[
