@@ -13,6 +13,7 @@ import contextlib
 import functools
 import random
 import re
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -47,6 +48,7 @@ def times_one(h: Tensor) -> Tensor:
 
 
 EDITS = {"same": same, "times_one": times_one}
+_KINDS: tuple[Any, ...] = ("output", "input", "grad", "grad_input")
 ALL: tuple[str, ...] = ("**", "")
 FUNCTIONS = ("**/*", "/*")
 
@@ -57,7 +59,7 @@ class Request:
 
     Attributes:
         verb: `keep`, or what the edit is called.
-        what: see `Taps.keep`.
+        what: see `Taps.keep`; or "everything": outputs, inputs and the gradients of both.
         of: layers or functions; None for one layer at random.
         number: number of taps that are open, one inside the other.
     """
@@ -82,15 +84,15 @@ class Request:
         with contextlib.ExitStack() as opened:
             for _ in range(self.number):
                 taps = Taps(model)
-                if self.verb == "keep":
-                    taps.keep(names, self.what)
-                else:
-                    taps.edit(names, EDITS[self.verb], self.what)
+                for what in _KINDS if self.what == "everything" else (self.what,):
+                    if self.verb == "keep":
+                        taps.keep(names, what)
+                    else:
+                        taps.edit(names, EDITS[self.verb], what)
                 opened.enter_context(taps)
             yield
 
 
-_KINDS: tuple[Any, ...] = ("output", "input", "grad", "grad_input")
 REQUESTS = {
     str(request): request
     for request in (
@@ -98,6 +100,7 @@ REQUESTS = {
         *(Request("same", what) for what in _KINDS),
         *(Request("times_one", what) for what in _KINDS),
         *(Request(verb, what, None) for verb in ("keep", "times_one") for what in _KINDS),
+        *(Request(verb, "everything") for verb in ("keep", "same")),
         *(Request("keep", what, number=2) for what in ("grad", "grad_input")),
         *(Request(verb, what, FUNCTIONS) for verb in ("keep", "same", "times_one") for what in ("output", "grad")),
     )
@@ -115,15 +118,13 @@ class Result:
 
 def names_in(message: str, layers: list[str]) -> bool:
     """Whether a message names one of these layers, or the model itself."""
-    if not layers:
-        return True
-    texts = "|".join(re.escape(name) for name in layers if name)
+    texts = "|".join(re.escape(name) for name in layers if name) or "(?!)"
     return bool(re.search(rf"(?<![\w.])(?:{texts})(?![\w])|layer ''|layer '/|the model itself|^@", message))
 
 
 def reason_of(message: str) -> str:
-    """Return a message without the names and numbers in it."""
-    message = re.sub(r"'[^']*'", "'...'", message.split("\n")[0])
+    """Return the first sentence of a message, without the names and numbers in it."""
+    message = re.sub(r"'[^']*'", "'...'", re.split(r"\n|\. |: \[| is at version", message)[0])
     return re.sub(r"\b(?:l\d+[\w.]*|\d+)((?:[#:/@][\w.]+)*)", "N", message)
 
 
@@ -175,6 +176,7 @@ def observe(
         if not has_run:
             raise
         seen["refusal"] = str(error)
+    seen["state of random numbers"] = torch.get_rng_state()
     parameters = [*model.named_parameters(), *((f"leaf {index}", leaf) for index, leaf in enumerate(leaves))]
     for name, parameter in parameters:
         seen[f"gradient of {name}"] = "None" if parameter.grad is None else parameter.grad
@@ -293,6 +295,8 @@ def still_fails(request: Request, mode: Mode, only: str | None, result: Result) 
     """Return whether a smaller program still fails in the same request, in a way that could be noticed."""
 
     def fails(program: Program) -> bool:
+        if "__init__" not in program.text:  # it has no layer
+            return False
         try:
             now = check(program, request, mode, plainly(program, mode), only)
         except Exception:  # it does not run, or lacks the layer
@@ -393,6 +397,7 @@ def main() -> None:
     parser.add_argument("--show", type=int, default=3, help="smallest programs of each request that are printed")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
     numbers = range(options.first, options.first + options.number)
     if options.case is not None:
         numbers = range(options.case, options.case + 1)

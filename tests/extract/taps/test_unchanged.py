@@ -15,9 +15,15 @@ EVERY = ("keep_output", "keep_input", "keep_grad", "keep_grad_input", "same_outp
 MANY = int(os.environ.get("LAYERTAP_FUZZ", "1000"))
 
 
+# Outputs and inputs can always be kept. What passes copies on may be refused in programs that write into everything.
+MOST_REFUSED = {"keep_output": 0.0, "keep_input": 0.0}
+
+pytestmark = pytest.mark.filterwarnings("ignore:Use of masked_fill_ on expanded tensors")
+
+
 def judge(tally: Tally, shrunk: int) -> None:
     print(f"{tally.request}: {dict(tally.outcomes)}, refused: {dict(tally.reasons)}")
-    assert tally.outcomes["equal"]
+    assert tally.refused <= MOST_REFUSED.get(str(tally.request), 2 / 3)
     if tally.failed:
         pytest.fail(tally.text(shrunk), pytrace=False)
 
