@@ -356,6 +356,9 @@ def smaller(program: Program) -> Iterator[Program]:
             yield with_body(index, returned=value)
         if index == len(program.bodies) - 1 and values and "(" in returned:
             yield with_body(index, returned=", ".join(values))
+    model = program.bodies[-1]
+    if model.arguments == "x, y" and not re.search(r"\by\b", "\n".join((*model.statements, model.returned))):
+        yield replace(with_body(len(program.bodies) - 1, arguments="x"), inputs=INPUTS["x"][0])
     if program.training:
         yield replace(program, training=False)
     for inputs in INPUTS[program.bodies[-1].arguments]:

@@ -119,7 +119,7 @@ class Result:
 def names_in(message: str, layers: list[str]) -> bool:
     """Whether a message names one of these layers, or the model itself."""
     texts = "|".join(re.escape(name) for name in layers if name) or "(?!)"
-    return bool(re.search(rf"(?<![\w.])(?:{texts})(?![\w])|layer ''|layer '/|the model itself|^@", message))
+    return bool(re.search(rf"(?<![\w.])(?:{texts})(?![\w])|layer ''|layer '/|the model itself|^[@/]", message))
 
 
 def reason_of(message: str) -> str:
@@ -202,7 +202,7 @@ def _run(program: Program, model: nn.Module, leaves: list[Tensor], seen: Values)
         if not differentiable:
             raise InvalidError("nothing has a gradient")
         terms = [(tensor * (index % 3 + 1)).sum() for index, (_, tensor) in enumerate(differentiable)]
-        sum(terms[1:], terms[0]).backward()
+        sum(terms[1:], terms[0]).backward()  # type: ignore[no-untyped-call]
 
 
 def _integers(seed: int) -> Tensor:
