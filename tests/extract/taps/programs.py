@@ -29,7 +29,7 @@ from tests.census.values import tensors_of
 from tests.extract.taps.program_writer import Program, program, shrink
 
 Mode = Literal["no_grad", "grad"]
-# "without effect" is a refused edit of what does not run, or receives no gradient
+# "without effect": nothing changed, and the end of the block says that an edit found no value or gradient.
 Outcome = Literal["equal", "without effect", "refused", "different"]
 Values = dict[str, Tensor | str]
 OpenTaps = Callable[[nn.Module], AbstractContextManager[Any]]
@@ -109,11 +109,17 @@ REQUESTS = {
 
 @dataclass(frozen=True)
 class Result:
-    """What became of one request: equal, refused for a reason, or different and in what."""
+    """What became of one request.
+
+    Attributes:
+        outcome: see `Outcome`.
+        detail: the reason of a refusal, or what differs.
+        tests_identity: whether it differs where a program asks which tensor it has, and another had to be passed on.
+    """
 
     outcome: Outcome
     detail: str = ""
-    tests_identity: bool = False  # different, in a way that nobody can notice who passes another tensor on
+    tests_identity: bool = False
 
 
 def names_in(message: str, layers: list[str]) -> bool:
@@ -129,7 +135,7 @@ def reason_of(message: str) -> str:
 
 
 def differences(values: Mapping[str, Tensor | str], expected: Mapping[str, Tensor | str]) -> list[str]:
-    """Return what differs in a bit, with both values in short."""
+    """Return what differs in a bit."""
     found = [f"{name} is {'there' if name in values else 'missing'}" for name in values.keys() ^ expected.keys()]
     for name in (name for name in expected if name in values):
         a, b = values[name], expected[name]
@@ -144,14 +150,10 @@ def differences(values: Mapping[str, Tensor | str], expected: Mapping[str, Tenso
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    return (
-        tensor.contiguous().view(torch.int64 if tensor.element_size() == 8 else torch.uint8) if tensor.ndim else tensor
-    )
+    return tensor.reshape(-1).contiguous().view(torch.uint8)
 
 
-def observe(
-    program: Program, mode: Mode, open_taps: Callable[[nn.Module], AbstractContextManager[Any]] | None
-) -> Values:
+def observe(program: Program, mode: Mode, open_taps: OpenTaps | None) -> Values:
     """Call the model of a program twice and return all that can be seen of it.
 
     Args:
@@ -213,7 +215,7 @@ def _integers(seed: int) -> Tensor:
 _MOST = 2.0**50  # integers up to here are exact, and so are sums of a few
 
 
-@functools.lru_cache(10_000)
+@functools.lru_cache(4_000)
 def plainly(program: Program, mode: Mode) -> Values:
     """Return what is seen of a program without layertap.
 
@@ -292,7 +294,7 @@ def one_layer(program: Program, request: Request, mode: Mode) -> str | None:
 
 
 def still_fails(request: Request, mode: Mode, only: str | None, result: Result) -> Callable[[Program], bool]:
-    """Return whether a smaller program still fails in the same request, in a way that could be noticed."""
+    """Return whether a smaller program still fails in the same request."""
 
     def fails(program: Program) -> bool:
         if "__init__" not in program.text:  # it has no layer
