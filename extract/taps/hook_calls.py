@@ -524,11 +524,14 @@ class HookCalls:
 
     def _passed_on(self, point: HookPoint, site: Site, given: Tensor, edited: Tensor) -> Tensor:
         """Return what the model continues with: the edited tensor, or the given one with its values."""
-        is_written = site.what == "output" and point.calls and point.calls[-1].has_written(given)
-        if is_written and not (torch.is_grad_enabled() and (is_saved(given) or overlaps_itself(given))):
-            write(given, edited)  # a caller may expect the output of a layer that works in place here
-            return given
-        if self._forward is not None and not (site.what == "output" and point.calls and point.calls[-1].returns_new):
+        if site.what == "output" and point.calls:
+            if point.calls[-1].returns_new:
+                return edited
+            is_kept_by_autograd = torch.is_grad_enabled() and (is_saved(given) or overlaps_itself(given))
+            if point.calls[-1].has_written(given) and not is_kept_by_autograd:
+                write(given, edited)  # a caller may expect the output of a layer that works in place here
+                return given
+        if self._forward is not None:
             stand_in(self._forward, site, given, edited)
         return edited
 

@@ -165,7 +165,7 @@ def _try(
 def _compared(values: dict[str, Tensor], plain: dict[str, Tensor]) -> tuple[str, list[str]]:
     """Return "equal", "rounded" (gradients that were summed in another order) or "different", and what differs."""
     differing = sorted(values.keys() ^ plain.keys())
-    rounded = []
+    rounded: list[str] = []
     gradients = [tensor for name, tensor in plain.items() if name.startswith("gradient")]
     floor = 1e-6 * max((float(tensor.abs().nan_to_num(0, 0, 0).max()) for tensor in gradients), default=0.0)
     for name in values.keys() & plain.keys():

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from tests.extract.taps import program_layers
 
-SHAPES = {"f": (4, 4), "h": (2, 4), "u": (4, 2, 2)}
+SHAPES = "fhu"  # 4x4, 2x4, and 4x2x2
 _LIBRARY = {
     name: cls
     for name, cls in vars(program_layers).items()
@@ -33,8 +33,8 @@ class Template:
     """A kind of statement.
 
     Attributes:
-        text: the statement. `{a}` is a tensor of any shape, `{b}` another of its shape, `{f}` and `{h}` are of the
-            shapes 4x4 and 2x4, `{n}` and `{m}` new variables, `{L}` a layer.
+        text: the statement. `{a}` is a tensor of any shape, `{b}` another of its shape, `{f}`, `{h}` and `{u}` are of
+            one shape, `{n}` and `{m}` new variables, `{L}` a layer.
         gives: a letter for the shape of each new variable; `a` is that of `{a}`.
         make: how the layer is made.
         also: another value that there is afterwards, of the shape of the first argument.
@@ -106,7 +106,9 @@ TEMPLATES = [
             "{a}.add_(1)", "{a}.add_({b})", "{a} += {b}", "{a} *= 2", "{a}.relu_()", "F.relu({a}, inplace=True)",
             "{a}[1:3].zero_()", "{a}[0] = 1", "{a}[1:3] += 1", "{a}.mul_(2)", "{a}.transpose(0, 1).mul_(2)",
             "{a}.copy_({b})", "{a}.data.mul_(2)", "{a}.detach().add_(1)", "{a}.masked_fill_({a} > 0, 0)",
-            "{a}[1] = {b}[0]", "{a}.unsqueeze_(0).squeeze_(0)",
+            "{a}[1] = {b}[0]", "{a}.unsqueeze_(0).squeeze_(0)", "{a}.index_fill_(0, torch.tensor([1]), 2)",
+            "torch._foreach_add_([{a}], 1)", "torch.ops.aten.mul_({a}, 2)",
+            "torch.add({a}.detach(), 1, out={a}.detach())",
         )
     ],
     *[
@@ -298,7 +300,7 @@ class _Writer:
         return f"self.{name}"
 
     def _returned(self, name: str) -> str:
-        wanted = list(SHAPES) if name == "Model" else ["f"]
+        wanted = SHAPES if name == "Model" else ["f"]
         known = [value for value, shape in self.values.items() if shape in wanted]
         picked = [known[-1], *self.chance.sample(known, min(len(known), self.chance.choice((0, 0, 1, 1, 2))))]
         if name != "Model":
@@ -307,7 +309,7 @@ class _Writer:
         return form.format(", ".join(picked))
 
 
-@functools.lru_cache(100_000)
+@functools.lru_cache(2_000)
 def program(number: int) -> Program:
     """Return the program of a case."""
     chance = random.Random(number)
@@ -354,6 +356,9 @@ def smaller(program: Program) -> Iterator[Program]:
             yield with_body(index, returned=value)
         if index == len(program.bodies) - 1 and values and "(" in returned:
             yield with_body(index, returned=", ".join(values))
+    model = program.bodies[-1]
+    if model.arguments == "x, y" and not re.search(r"\by\b", "\n".join((*model.statements, model.returned))):
+        yield replace(with_body(len(program.bodies) - 1, arguments="x"), inputs=INPUTS["x"][0])
     if program.training:
         yield replace(program, training=False)
     for inputs in INPUTS[program.bodies[-1].arguments]:

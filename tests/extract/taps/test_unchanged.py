@@ -10,19 +10,28 @@ from torch import Tensor
 from extract import LayertapError
 from tests.extract.taps.programs import EDITS, REQUESTS, Tally, try_all
 
+# Requests that are tried in all programs of the quick test; of the programs for others, a part differs for each.
+EVERY = ("keep_output", "keep_input", "keep_grad", "keep_grad_input", "same_output", "same_input", "same_grad_input")
 MANY = int(os.environ.get("LAYERTAP_FUZZ", "1000"))
+
+
+# Outputs and inputs can always be kept. What passes copies on may be refused in programs that write into everything.
+MOST_REFUSED = {"keep_output": 0.0, "keep_input": 0.0}
+
+pytestmark = pytest.mark.filterwarnings("ignore:Use of masked_fill_ on expanded tensors")
 
 
 def judge(tally: Tally, shrunk: int) -> None:
     print(f"{tally.request}: {dict(tally.outcomes)}, refused: {dict(tally.reasons)}")
-    assert tally.outcomes["equal"]
+    assert tally.refused <= MOST_REFUSED.get(str(tally.request), 2 / 3)
     if tally.failed:
         pytest.fail(tally.text(shrunk), pytrace=False)
 
 
 @pytest.mark.parametrize("name", REQUESTS)
 def test_a_request_that_changes_nothing_leaves_random_programs_as_they_are(name: str) -> None:
-    judge(try_all(REQUESTS[name], range([*REQUESTS].index(name) % 3, 60, 3)), 1)
+    step = 1 if name in EVERY else 6
+    judge(try_all(REQUESTS[name], range([*REQUESTS].index(name) % step, 60, step)), 1)
 
 
 @pytest.mark.slow
