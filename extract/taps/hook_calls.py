@@ -53,6 +53,7 @@ from extract.taps.requests import (
     TapRequest,
     number_again,
 )
+from extract.taps.stand_ins import stands_in
 
 __all__ = ["HookCalls", "copy_out"]
 
@@ -364,8 +365,9 @@ class HookCalls:
         call = point.calls[-1]
         if call.number is None or output is None:  # output is None if the layer raised
             return None
-        call.returns_new = is_new(output)
+        is_new_tensor = is_new(output)
         with unwatched():
+            call.returns_new = is_new_tensor and not stands_in(output)
             passed = self._edit(point, call.number, output, "output")
             if point.watches and self._stands_in:
                 call.returns_several = is_several(passed)

@@ -16,10 +16,11 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from extract.errors import LayertapError
+from extract.taps.copies import overlaps_itself
 from extract.taps.functions import Write, is_shared, memory_of
 from extract.taps.record import Site
 
-__all__ = ["StandInError", "StandIns", "originals"]
+__all__ = ["StandInError", "StandIns", "originals", "stands_in"]
 
 
 class StandIns:
@@ -67,6 +68,8 @@ class StandIns:
                 follow = stand_in.copy_from_given
             else:
                 continue
+            if stand_in.overlaps:
+                raise StandInError(stand_in.site)
             self._written.add((stand_in.site.layer, stand_in.site.what))
             yield partial(follow, write)
 
@@ -111,6 +114,8 @@ class _StandIn:
         self._is_of_a_chain = _stand_in(given) is not None
         _STAND_INS[id(tensor)] = self
         self._versions = self._versions_now()
+        # A write into such a tensor changes each value once for each place that it stands in.
+        self.overlaps = overlaps_itself(given)
         self._geometry = tensor.shape, tensor.stride(), tensor.storage_offset()
 
     @property
@@ -158,7 +163,10 @@ class _StandIn:
         if target is not None:
             if source.shape != target.shape:  # the model has changed the shape of one of them in place
                 raise StandInError(self.site)
-            write.repeat(target, source)
+            try:
+                write.repeat(target, source)
+            except RuntimeError as error:  # one of several views that a function has returned at once
+                raise StandInError(self.site) from error
             self._versions = self._versions_now()
 
 
@@ -170,6 +178,11 @@ def _stand_in(tensor: Tensor) -> _StandIn | None:
     """Return how this tensor stands in for another one, if it does."""
     found = _STAND_INS.get(id(tensor))
     return found if found is not None and found.tensor is tensor else None
+
+
+def stands_in(tensor: Tensor) -> bool:
+    """Whether a tensor stands in for another one."""
+    return _stand_in(tensor) is not None
 
 
 def originals(tensor: Tensor) -> Iterator[Tensor]:
