@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable
 from fnmatch import fnmatchcase
@@ -13,11 +14,12 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
-from extract.errors import LayertapError
+from extract.errors import InputError, LayertapError
 from extract.taps.edits import apply_edit
-from extract.taps.functions import Listener, attention_weights, operation_name, unwatched, watch_again
+from extract.taps.functions import Listener, attention_weights, operation_name, unwatched, watch_again, watching
 from extract.taps.gradients import BackwardPasses, add_earlier_parts
 from extract.taps.hook_calls import HookCalls, in_backward
+from extract.taps.layer_names import unwrap
 from extract.taps.nested import tensors_in
 from extract.taps.record import Record, Site
 from extract.taps.requests import HookPoint, TapRequest, number_again
@@ -37,22 +39,99 @@ class FunctionAndParameterCalls(HookCalls):
     def __init__(self, model: nn.Module, stop: bool, on_record: Callable[[Record], None] | None):
         super().__init__(model, stop, on_record)
         self._listener = Listener()  # chosen when the block starts
+        self._listening: contextlib.ExitStack | None = None  # ends listening; None while nothing is listened to
         # Layer -> requests for its functions, and for its attention.
         self._functions_of: dict[str, list[TapRequest]] = {}
         self._attentions_of: dict[str, list[TapRequest]] = {}
+        self._closed: dict[str, InputError]
         self._waiting: list[TapRequest] = []  # for parameters that are not hooked yet
         self._handles: list[RemovableHandle] = []  # of the block
 
-    def _listen(self) -> Listener:
-        """Return what is told of each function."""
+    def _hook_functions(self, hook: Callable[..., None]) -> None:
+        """Listen to the functions that the model calls, if a request needs them.
+
+        While a thread listens, PyTorch does not use its fused code for attention, which rounds otherwise. An
+        `nn.TransformerEncoder` then also returns values at padded places, where its fused code leaves zeros. So nobody
+        listens in it until its first layer shows whether it uses that code; if nothing inside it is asked for, until
+        its end. Not heard are the functions that prepare its masks.
+        """
         self._functions_of, self._attentions_of = {}, {}
         for request in self._requests:
             if request.operation:
                 self._functions_of.setdefault(request.layer, []).append(request)
             elif request.what == "attention":
                 self._attentions_of.setdefault(request.layer, []).append(request)
-        self._listener = Listener(self._on_operation, self._edits_function, self._on_write)
-        return self._listener
+        if self._functions_of or self._attentions_of:
+            self._listener = Listener(self._on_operation, self._edits_function, self._on_write)
+        elif self._stands_in and any(r.what == "grad" and r.layer not in self._parameters for r in self._requests):
+            self._listener = Listener(on_write=self._on_write)
+        else:
+            return
+        hook(self._layers[""].register_forward_pre_hook, self._listen)
+        modules: dict[int, tuple[nn.Module, list[str]]] = {}
+        for name, module in self._layers.items():
+            if name not in self._closed:
+                modules.setdefault(id(module), (module, []))[1].append(name)
+        for module, names in modules.values():
+            if self._functions_of or self._attentions_of:
+                hook(module.register_forward_pre_hook, partial(self._push, names))
+                hook(module.register_forward_hook, self._pop, always_call=True)
+            if isinstance(module, nn.TransformerEncoder):
+                hook(module.register_forward_pre_hook, self._pause)
+                hook(module.register_forward_hook, self._listen, always_call=True)
+                for layer in module.layers[:1] if any(map(self._is_heard, names)) else ():
+                    hook(unwrap(layer).register_forward_pre_hook, partial(self._listen_inside, names[0]))
+
+    def _is_heard(self, encoder: str) -> bool:
+        """Whether a request is for functions, attention or gradients inside a layer of this name."""
+        for request in self._requests:
+            inside, around = _is_in(request.layer, encoder), _is_in(encoder, request.layer)
+            is_grad = request.what == "grad" and request.layer in self._layers and not around
+            if (inside and (request.operation or is_grad)) or (request.what == "attention" and (inside or around)):
+                return True
+        return False
+
+    def _listen(self, *_: Any) -> None:
+        """Listen to the functions of this thread, if it is running the model."""
+        if self._listening is None and self._running():
+            self._listening = contextlib.ExitStack()
+            self._listening.enter_context(watching(self._listener))
+
+    def _listen_inside(self, encoder: str, layer: nn.Module, args: tuple[Any, ...]) -> None:
+        """Listen again in the first layer of an encoder.
+
+        Raises:
+            InputError: the encoder uses its fused code for padded batches.
+        """
+        if self._listening is None and self._running():
+            if args and isinstance(args[0], Tensor) and args[0].is_nested:
+                name = f"layer {encoder!r}" if encoder else "the model"
+                raise InputError(
+                    f"{name} computes this padded batch as a nested tensor; functions, attention and gradients inside "
+                    "it cannot be watched without changing its output",
+                    hint="set its use_nested_tensor to False first; it then returns values at padded places, not zeros",
+                )
+            self._listen()
+
+    def _pause(self, encoder: Any, args: Any) -> None:
+        """Do not listen in an encoder that may use its fused code for padded batches."""
+        is_possible = getattr(encoder, "use_nested_tensor", False) and not all(m.training for m in encoder.layers)
+        if is_possible and self._running():
+            self._stop_listening()
+
+    def _stop_listening(self) -> None:
+        listening, self._listening = self._listening, None
+        if listening is not None:
+            listening.close()
+
+    def _end_listening(self, *_: Any) -> None:
+        """Stop listening after the end of the forward; the model may have called itself, and go on."""
+        if self._forward is not None and not self._forward.running and self._is_our_thread():
+            self._stop_listening()
+
+    def _let_go(self) -> None:
+        super()._let_go()
+        self._stop_listening()
 
     def _push(self, names: list[str], module: nn.Module, args: Any) -> None:
         if forward := self._computing():
@@ -146,3 +225,8 @@ class FunctionAndParameterCalls(HookCalls):
             self._keep(forward, site, request, gradient)
             add_earlier_parts(forward, site, request, earlier, number)
         return None
+
+
+def _is_in(layer: str, other: str) -> bool:
+    """Whether a layer is another one or inside it, by their names."""
+    return not other or f"{layer}.".startswith(f"{other}.")

@@ -66,7 +66,8 @@ def copy_out(
             try:
                 value = reduce(value)
             except Exception as error:
-                error.add_note(f"while reducing {site} of shape {tuple(tensor.shape)}")
+                shape = "" if tensor.is_nested else f" of shape {tuple(tensor.shape)}"
+                error.add_note(f"while reducing {site}{shape}")
                 raise
             if isinstance(value, dict):
                 return {name: _copied(part, site, to_cpu) for name, part in value.items()}
@@ -86,7 +87,11 @@ def _copied(value: Any, site: Site, to_cpu: Callable[[Tensor], Tensor] | None) -
             f"the reduction of {site} returned {type(value).__name__}; expected a tensor or a dict of tensors"
         )
     if value.is_nested:
-        raise InputError(f"{site} is a nested tensor, whose rows differ in shape", hint="reduce it to a plain tensor")
+        raise InputError(
+            f"{site} is a nested tensor, whose rows differ in shape",
+            hint="reduce it to a plain tensor, for example by lambda h: h.to_padded_tensor(0.0); an "
+            "nn.TransformerEncoder makes none if its use_nested_tensor is False",
+        )
     if hasattr(value, "full_tensor"):
         raise InputError(
             f"{site} is a DTensor, spread over processes",
