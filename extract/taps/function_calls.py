@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from extract.errors import InputError, LayertapError
 from extract.taps.edits import apply_edit
 from extract.taps.functions import Listener, attention_weights, operation_name, unwatched, watch_again, watching
-from extract.taps.gradients import BackwardPasses, add_earlier_parts
+from extract.taps.gradients import BackwardPasses, add_earlier_parts, frames_of
 from extract.taps.hook_calls import HookCalls, in_backward
 from extract.taps.layer_names import unwrap
 from extract.taps.nested import tensors_in
@@ -53,7 +53,7 @@ class FunctionAndParameterCalls(HookCalls):
         While a thread listens, PyTorch does not use its fused code for attention, which rounds otherwise. An
         `nn.TransformerEncoder` then also returns values at padded places, where its fused code leaves zeros. So nobody
         listens in it until its first layer shows whether it uses that code; if nothing inside it is asked for, until
-        its end. Not heard are the functions that prepare its masks.
+        its end. What it calls before its first layer is not heard, such as the functions that prepare masks.
         """
         self._functions_of, self._attentions_of = {}, {}
         for request in self._requests:
@@ -125,8 +125,10 @@ class FunctionAndParameterCalls(HookCalls):
             listening.close()
 
     def _end_listening(self, *_: Any) -> None:
-        """Stop listening after the end of the forward; the model may have called itself, and go on."""
-        if self._forward is not None and not self._forward.running and self._is_our_thread():
+        """Stop listening after the end of the forward, also by an exception; the model may call itself before that."""
+        forward = self._forward
+        goes_on = forward is not None and forward.running and forward.caller in list(frames_of(sys._getframe()))
+        if self._is_our_thread() and not goes_on:
             self._stop_listening()
 
     def _let_go(self) -> None:

@@ -1,4 +1,4 @@
-"""Process-wide settings that are off while blocks are open: compiled code, while taps are."""
+"""Process-wide settings that blocks change while they are open: compiled code is off while taps are."""
 
 from __future__ import annotations
 

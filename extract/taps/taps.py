@@ -303,7 +303,7 @@ class Taps(FunctionAndParameterCalls):
             hook(module.register_forward_hook, partial(self._leave, point), always_call=True)
         hook(root.register_forward_pre_hook, self._begin, prepend=True)  # before the hooks of the model as a layer
         hook(root.register_forward_hook, self._end)
-        hook(root.register_forward_hook, self._end_listening)
+        hook(root.register_forward_hook, self._end_listening, always_call=True)
         self._hook_parameters()
         if self._waiting:
             hook(root.register_forward_hook, self._hook_parameters)

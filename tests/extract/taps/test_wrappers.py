@@ -169,7 +169,12 @@ def test_other_models_compute_as_ever_while_taps_are_open() -> None:
         thread = threading.Thread(target=compute)
         thread.start()
         thread.join()
-    assert len(results) == 5
+    failing = Taps(nn.Sequential(net(), nn.Linear(3, 3))).keep("/*")
+    with failing:
+        with pytest.raises(RuntimeError, match="shapes"):
+            failing(X)
+        compute()
+    assert len(results) == 6
     assert all(torch.equal(result, results[0]) for result in results)
 
 
@@ -228,6 +233,22 @@ def test_functions_are_heard_in_the_layers_of_an_encoder_that_is_not_called_itse
     attention = [f"encoder.layers.{i}.self_attn@attention" for i in (0, 1)]
     assert list(taps.record) == [*attention, "/add"]
     assert torch.equal(taps.record["/add"], output)
+
+
+def test_functions_are_heard_after_a_call_of_the_model_by_itself_has_failed() -> None:
+    class Retrying(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if len(x) > 1:
+                raise ValueError("one at a time")
+            try:
+                self(torch.cat([x, x]))
+            except ValueError:
+                return x * 2
+            return x
+
+    with Taps(Retrying()).keep("/mul") as taps:
+        assert torch.equal(taps(X[:1]), 2 * X[:1])
+    assert torch.equal(taps.record["/mul"], 2 * X[:1])
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
