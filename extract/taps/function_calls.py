@@ -39,7 +39,6 @@ class FunctionAndParameterCalls(HookCalls):
     def __init__(self, model: nn.Module, stop: bool, on_record: Callable[[Record], None] | None):
         super().__init__(model, stop, on_record)
         self._listener = Listener()  # chosen when the block starts
-        self._listening: contextlib.ExitStack | None = None  # ends listening; None while nothing is listened to
         # Layer -> requests for its functions, and for its attention.
         self._functions_of: dict[str, list[TapRequest]] = {}
         self._attentions_of: dict[str, list[TapRequest]] = {}
@@ -47,8 +46,8 @@ class FunctionAndParameterCalls(HookCalls):
         self._waiting: list[TapRequest] = []  # for parameters that are not hooked yet
         self._handles: list[RemovableHandle] = []  # of the block
 
-    def _hook_functions(self, hook: Callable[..., None]) -> None:
-        """Listen to the functions that the model calls, if a request needs them.
+    def _hook_functions(self, hook: Callable[..., None]) -> bool:
+        """Listen to the functions that the model calls, if a request needs them; return whether one does.
 
         While a thread listens, PyTorch does not use its fused code for attention, which rounds otherwise. An
         `nn.TransformerEncoder` then also returns values at padded places, where its fused code leaves zeros. So nobody
@@ -66,7 +65,7 @@ class FunctionAndParameterCalls(HookCalls):
         elif self._stands_in and any(r.what == "grad" and r.layer not in self._parameters for r in self._requests):
             self._listener = Listener(on_write=self._on_write)
         else:
-            return
+            return False
         hook(self._layers[""].register_forward_pre_hook, self._listen)
         modules: dict[int, tuple[nn.Module, list[str]]] = {}
         for name, module in self._layers.items():
@@ -81,6 +80,7 @@ class FunctionAndParameterCalls(HookCalls):
                 hook(module.register_forward_hook, self._listen, always_call=True)
                 for layer in module.layers[:1] if any(map(self._is_heard, names)) else ():
                     hook(unwrap(layer).register_forward_pre_hook, partial(self._listen_inside, names[0]))
+        return True
 
     def _is_heard(self, encoder: str) -> bool:
         """Whether a request is for functions, attention or gradients inside a layer of this name."""
@@ -119,21 +119,12 @@ class FunctionAndParameterCalls(HookCalls):
         if is_possible and self._running():
             self._stop_listening()
 
-    def _stop_listening(self) -> None:
-        listening, self._listening = self._listening, None
-        if listening is not None:
-            listening.close()
-
     def _end_listening(self, *_: Any) -> None:
         """Stop listening after the end of the forward, also by an exception; the model may call itself before that."""
         forward = self._forward
         goes_on = forward is not None and forward.running and forward.caller in list(frames_of(sys._getframe()))
         if self._is_our_thread() and not goes_on:
             self._stop_listening()
-
-    def _let_go(self) -> None:
-        super()._let_go()
-        self._stop_listening()
 
     def _push(self, names: list[str], module: nn.Module, args: Any) -> None:
         if forward := self._computing():

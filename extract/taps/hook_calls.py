@@ -152,6 +152,7 @@ class HookCalls:
         self._block: Block | None = None  # None outside the `with` block
         self._forward: ModelCall | None = None  # the running call of the model, or the last one
         self._points: list[HookPoint] = []
+        self._listening: contextlib.ExitStack | None = None  # ends listening to functions; None while nobody listens
         self._edited: set[int] = set()  # id of each request whose edit was applied in this block
         self._in_workers: set[int] = set()  # id of each module that a thread of the model's has called in this block
         self._stoppable = False  # the forward runs inside `__call__`, which catches _Stop
@@ -181,6 +182,12 @@ class HookCalls:
             self._forward.caller = None
             self._forward.stack.clear()
             self._forward.stand_ins.clear()
+        self._stop_listening()
+
+    def _stop_listening(self) -> None:
+        listening, self._listening = self._listening, None
+        if listening is not None:
+            listening.close()
 
     @property
     def record(self) -> Record:

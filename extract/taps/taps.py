@@ -274,7 +274,7 @@ class Taps(FunctionAndParameterCalls):
         if compiled or ("torch._dynamo" in sys.modules and self._has_other_callers):
             undo.enter_context(COMPILED_CODE_OFF.active())
 
-        self._hook_functions(hook)
+        listens = self._hook_functions(hook)
         requests_of: dict[int, tuple[nn.Module, list[tuple[str, TapRequest]]]] = {}
         for request in sorted(self._requests, key=lambda request: request.edit is None):  # edits come before keeps
             if request.layer in self._parameters:
@@ -303,7 +303,8 @@ class Taps(FunctionAndParameterCalls):
             hook(module.register_forward_hook, partial(self._leave, point), always_call=True)
         hook(root.register_forward_pre_hook, self._begin, prepend=True)  # before the hooks of the model as a layer
         hook(root.register_forward_hook, self._end)
-        hook(root.register_forward_hook, self._end_listening, always_call=True)
+        if listens:
+            hook(root.register_forward_hook, self._end_listening, always_call=True)
         self._hook_parameters()
         if self._waiting:
             hook(root.register_forward_hook, self._hook_parameters)
