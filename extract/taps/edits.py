@@ -157,9 +157,18 @@ def freeze(model: nn.Module, layers: str | Sequence[str]) -> Iterator[None]:
 
 
 def apply_edit(tensor: Tensor, edit: Edit, site: Site) -> Tensor:
-    """Call an edit on a copy of the tensor, and return a copy of its result."""
+    """Call an edit on a copy of the tensor, and return a copy of its result.
+
+    Raises:
+        InputError: the tensor is nested and has no shape, or the edit returns something else than a tensor like it.
+    """
     if hasattr(edit, "at"):  # an edit such as `smooth`, which has a separate state for each tensor
         edit = edit.at(site)
+    if tensor.is_nested and tensor.layout is torch.strided:
+        raise InputError(
+            f"{site} is a nested tensor, which edits do not take",
+            hint="an nn.TransformerEncoder makes none if its use_nested_tensor is False",
+        )
     try:
         result = edit(copied(tensor))
     except Exception as error:

@@ -13,11 +13,20 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
-from extract.errors import LayertapError
+from extract.errors import InputError, LayertapError
 from extract.taps.edits import apply_edit
-from extract.taps.functions import Listener, Write, attention_weights, operation_name, unwatched, watch, watch_again
+from extract.taps.functions import (
+    Listener,
+    Write,
+    attention_weights,
+    is_watching,
+    operation_name,
+    unwatched,
+    watch_again,
+)
 from extract.taps.gradients import BackwardPasses, add_earlier_parts, in_backward
 from extract.taps.hook_calls import HookCalls
+from extract.taps.layer_names import unwrap
 from extract.taps.nested import tensors_in
 from extract.taps.record import Record, Site
 from extract.taps.requests import HookPoint, TapRequest, number_again
@@ -39,20 +48,82 @@ class FunctionAndParameterCalls(HookCalls):
         # Layer -> requests for its functions, and for its attention.
         self._functions_of: dict[str, list[TapRequest]] = {}
         self._attentions_of: dict[str, list[TapRequest]] = {}
+        self._closed: dict[str, InputError]
+        self._is_paused = False  # the watching of functions, in an encoder
         self._waiting: list[TapRequest] = []  # for parameters that are not hooked yet
         self._handles: list[RemovableHandle] = []  # of the block
 
-    def _listen(self) -> None:
-        """Watch functions until the block ends."""
+    def _hook_functions(self, hook: Callable[..., None]) -> bool:
+        """Watch the functions that the model calls if a request is for them; return whether any may be watched.
+
+        While functions are watched, PyTorch does not use its fused code for attention, which rounds otherwise. An
+        `nn.TransformerEncoder` then also returns values at padded places, where its fused code leaves zeros. So none
+        are watched in it until its first layer shows whether it uses that code; if nothing inside it is asked for,
+        until its end. What it calls before its first layer is missed, such as the functions that prepare masks.
+        """
         self._functions_of, self._attentions_of = {}, {}
         for request in self._requests:
             if request.operation:
                 self._functions_of.setdefault(request.layer, []).append(request)
             elif request.what == "attention":
                 self._attentions_of.setdefault(request.layer, []).append(request)
-        self._listener = Listener(self._on_operation, self._on_write, self._writes_into_a_copy)
-        self._always_watches = True
-        watch(self._listener)
+        is_asked = bool(self._functions_of or self._attentions_of)
+        if is_asked:
+            self._listener = Listener(self._on_operation, self._on_write, self._writes_into_a_copy)
+            hook(self._layers[""].register_forward_pre_hook, self._watch_functions)
+        elif not any(r.layer not in self._parameters and (r.edit or "grad" in r.what) for r in self._requests):
+            return False
+        modules: dict[int, tuple[nn.Module, list[str]]] = {}
+        for name, module in self._layers.items():
+            if name not in self._closed:
+                modules.setdefault(id(module), (module, []))[1].append(name)
+        for module, names in modules.values():
+            if is_asked:
+                hook(module.register_forward_pre_hook, partial(self._push, names))
+                hook(module.register_forward_hook, self._pop, always_call=True)
+            if isinstance(module, nn.TransformerEncoder):
+                hook(module.register_forward_pre_hook, self._pause)
+                hook(module.register_forward_hook, self._go_on, always_call=True)
+                for layer in module.layers[:1] if any(map(self._is_asked_inside, names)) else ():
+                    hook(unwrap(layer).register_forward_pre_hook, partial(self._go_on_inside, names[0]))
+        return True
+
+    def _is_asked_inside(self, encoder: str) -> bool:
+        """Whether a request is for functions, attention or gradients inside a layer of this name."""
+        for request in self._requests:
+            inside, around = _is_in(request.layer, encoder), _is_in(encoder, request.layer)
+            is_grad = request.what == "grad" and request.layer in self._layers and not around
+            if (inside and (request.operation or is_grad)) or (request.what == "attention" and (inside or around)):
+                return True
+        return False
+
+    def _pause(self, encoder: Any, args: Any) -> None:
+        """Watch no functions in an encoder that may use its fused code for padded batches."""
+        is_possible = getattr(encoder, "use_nested_tensor", False) and not all(m.training for m in encoder.layers)
+        if is_possible and self._running() and is_watching(self._listener):
+            self._is_paused = True
+            self._unwatch()
+
+    def _go_on(self, *_: Any) -> None:
+        """Watch functions again."""
+        if self._is_paused:
+            self._is_paused = False
+            self._watch_functions()
+
+    def _go_on_inside(self, encoder: str, layer: nn.Module, args: tuple[Any, ...]) -> None:
+        """Watch functions again in the first layer of an encoder.
+
+        Raises:
+            InputError: the encoder uses its fused code for padded batches.
+        """
+        if self._running() and args and isinstance(args[0], Tensor) and args[0].is_nested:
+            name = f"layer {encoder!r}" if encoder else "the model"
+            raise InputError(
+                f"{name} computes this padded batch as a nested tensor; functions, attention and gradients inside "
+                "it cannot be watched without changing its output",
+                hint="set its use_nested_tensor to False first; it then returns values at padded places, not zeros",
+            )
+        self._go_on()
 
     def _push(self, names: list[str], module: nn.Module, args: Any) -> None:
         if forward := self._computing():
@@ -147,3 +218,8 @@ class FunctionAndParameterCalls(HookCalls):
             self._keep(forward, site, request, gradient)
             add_earlier_parts(forward, site, request, earlier, number)
         return None
+
+
+def _is_in(layer: str, other: str) -> bool:
+    """Whether a layer is another one or inside it, by their names."""
+    return not other or f"{layer}.".startswith(f"{other}.")

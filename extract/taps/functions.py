@@ -33,6 +33,7 @@ __all__ = [
     "is_new",
     "is_saved",
     "is_shared",
+    "is_watching",
     "memory_of",
     "operation_name",
     "unwatch",
@@ -256,6 +257,11 @@ def watch(listener: Listener) -> None:
             _push_mode(mode)  # type: ignore[no-untyped-call]
     if listener not in watch.listeners:
         watch.listeners.append(listener)
+
+
+def is_watching(listener: Listener) -> bool:
+    """Whether the listener is told of the function calls of this thread."""
+    return _state.watch is not None and listener in _state.watch.listeners
 
 
 def unwatch(listener: Listener) -> None:

@@ -86,7 +86,8 @@ def copy_out(
             try:
                 value = reduce(value)
             except Exception as error:
-                error.add_note(f"while reducing {site} of shape {tuple(tensor.shape)}")
+                shape = "" if tensor.is_nested else f" of shape {tuple(tensor.shape)}"
+                error.add_note(f"while reducing {site}{shape}")
                 raise
             if isinstance(value, dict):
                 return {name: _copied(part, site, to_cpu) for name, part in value.items()}
@@ -106,7 +107,11 @@ def _copied(value: Any, site: Site, to_cpu: Callable[[Tensor], Tensor] | None) -
             f"the reduction of {site} returned {type(value).__name__}; expected a tensor or a dict of tensors"
         )
     if value.is_nested:
-        raise InputError(f"{site} is a nested tensor, whose rows differ in shape", hint="reduce it to a plain tensor")
+        raise InputError(
+            f"{site} is a nested tensor, whose rows differ in shape",
+            hint="reduce it to a plain tensor, for example by lambda h: h.to_padded_tensor(0.0); an "
+            "nn.TransformerEncoder makes none if its use_nested_tensor is False",
+        )
     if hasattr(value, "full_tensor"):
         raise InputError(
             f"{site} is a DTensor, spread over processes",
@@ -173,7 +178,6 @@ class HookCalls:
         self._to_keep: Counter[tuple[str, What]] = Counter()  # `ModelCall.kept` of a whole forward
         self._passes: BackwardPasses | None = None  # numbered if gradients of parameters are kept
         self._listener = Listener(on_write=self._on_write, writes_into_a_copy=self._writes_into_a_copy)
-        self._always_watches = False  # functions, and not only from where a write would change two tensors
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model and return its output, or None with `stop=True`."""
@@ -199,11 +203,22 @@ class HookCalls:
             self._forward.stack.clear()
             self._forward.stand_ins.clear()
             self._forward.editing.clear()
-        if not self._always_watches:
-            self._unwatch()
+        self._unwatch()
+
+    def _watch_functions(self, *_: Any) -> None:
+        """Watch the functions of this thread until the end of the forward, if it is running the model."""
+        if self._running():
+            watch(self._listener)
 
     def _unwatch(self) -> None:
         unwatch(self._listener)
+
+    def _end_watching(self, *_: Any) -> None:
+        """End this after the end of the forward, also by an exception; the model may call itself before that."""
+        forward = self._forward
+        goes_on = forward is not None and forward.running and forward.caller in list(frames_of(sys._getframe()))
+        if self._is_our_thread() and not goes_on:
+            self._unwatch()
 
     @property
     def record(self) -> Record:
@@ -257,8 +272,6 @@ class HookCalls:
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         if (forward := self._running()) and forward.caller is sys._getframe(1):
             forward.caller = None
-            if not self._always_watches:
-                self._unwatch()
             forward.stand_ins.end()
             forward.running = False
             self._to_keep |= forward.kept

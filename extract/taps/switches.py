@@ -1,4 +1,4 @@
-"""Process-wide settings that are off while taps are open: fused attention and compiled code."""
+"""Process-wide settings that blocks change while they are open: compiled code is off while taps are."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-__all__ = ["COMPILED_CODE_OFF", "FUSED_ATTENTION_OFF", "Switch"]
+__all__ = ["COMPILED_CODE_OFF", "Switch"]
 
 
 class Switch:
@@ -37,12 +37,6 @@ class Switch:
                     self._back()
 
 
-def _no_fused_attention() -> Callable[[], None]:
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    return partial(torch.backends.mha.set_fastpath_enabled, before)
-
-
 def _no_compiled_code() -> Callable[[], None]:
     if torch.compiler.is_dynamo_compiling():
         return lambda: None
@@ -54,5 +48,4 @@ def _no_compiled_code() -> Callable[[], None]:
     return partial(stance.__exit__, None, None, None)
 
 
-FUSED_ATTENTION_OFF = Switch(_no_fused_attention)
 COMPILED_CODE_OFF = Switch(_no_compiled_code)

@@ -45,7 +45,7 @@ from extract.taps.layer_names import layer_named, named_layers, unwrap
 from extract.taps.model_bound_hook import ModelBoundHook
 from extract.taps.record import Record, Reduce, Site, What, split_text
 from extract.taps.requests import HookPoint, TapRequest, requests_for, why_absent
-from extract.taps.switches import COMPILED_CODE_OFF, FUSED_ATTENTION_OFF
+from extract.taps.switches import COMPILED_CODE_OFF
 
 __all__ = ["Taps"]
 
@@ -269,25 +269,13 @@ class Taps(FunctionAndParameterCalls):
 
         root = unwrap(self._model)
         modules = list(root.modules())
-        if any(isinstance(module, nn.MultiheadAttention | nn.TransformerEncoderLayer) for module in modules):
-            # Their fused code calls no submodules and no functions that `watch` tells of.
-            undo.enter_context(FUSED_ATTENTION_OFF.active())
         # Compiled code ignores hooks added later, and what calls the model may be compiled. Without the compiler, whose
         # import takes a second, nothing is.
         compiled = any("_orig_mod" in m._modules or m._compiled_call_impl is not None for m in [self._model, *modules])
         if compiled or ("torch._dynamo" in sys.modules and self._has_other_callers):
             undo.enter_context(COMPILED_CODE_OFF.active())
 
-        if any(request.operation or request.what == "attention" for request in self._requests):
-            names: dict[int, list[str]] = {}
-            for name, module in self._layers.items():
-                if name in self._closed:
-                    continue
-                names.setdefault(id(module), []).append(name)
-            for module in {id(module): module for module in self._layers.values() if id(module) in names}.values():
-                hook(module.register_forward_pre_hook, partial(self._push, names[id(module)]))
-                hook(module.register_forward_hook, self._pop, always_call=True)
-            self._listen()
+        watches = self._hook_functions(hook)
         requests_of: dict[int, tuple[nn.Module, list[tuple[str, TapRequest]]]] = {}
         for request in sorted(self._requests, key=lambda request: request.edit is None):  # edits come before keeps
             if request.layer in self._parameters:
@@ -314,6 +302,8 @@ class Taps(FunctionAndParameterCalls):
             hook(module.register_forward_hook, partial(self._leave, point), always_call=True)
         hook(root.register_forward_pre_hook, self._begin, prepend=True)  # before the hooks of the model as a layer
         hook(root.register_forward_hook, self._end)
+        if watches:
+            hook(root.register_forward_hook, self._end_watching, always_call=True)
         self._hook_parameters()
         if self._waiting:
             hook(root.register_forward_hook, self._hook_parameters)

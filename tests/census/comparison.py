@@ -77,8 +77,6 @@ def compare(model: nn.Module, pictures: Tensor, report: Report) -> Report:
         torch.manual_seed(0)
         return model(pictures.clone())
 
-    # Taps turn the fused code of nn.TransformerEncoderLayer off, which rounds otherwise.
-    torch.backends.mha.set_fastpath_enabled(False)
     with torch.no_grad():
         run()  # the first call of some models installs hooks of their own
     before = state_of(model)

@@ -87,7 +87,7 @@ def page(about: dict[str, Any], results: list[Result]) -> str:
         "compared, in eval mode, with two pictures of the smallest size of 32, 64, 96, 128, 160, 192, 224 and 256 that "
         "it takes. Weights are random. Parameters that a library initialises with one value have noise, very small "
         "weights are scaled up, and batch norms have the statistics of pictures of the same kind: without that, many "
-        "layers have no effect. The fused code of `nn.TransformerEncoderLayer` is off.",
+        "layers have no effect.",
         "",
         "```bash",
         "python -m tests.census OUT.jsonl --families    # all families; without --families every network",
