@@ -68,6 +68,8 @@ class StandIns:
                 follow = stand_in.copy_from_given
             else:
                 continue
+            if write.tensor is stand_in.tensor or write.tensor is stand_in.given:
+                write.may_be_hidden = False
             if stand_in.overlaps:
                 raise StandInError(stand_in.site)
             self._written.add((stand_in.site.layer, stand_in.site.what))

@@ -278,3 +278,70 @@ def test_taps_that_are_closed_out_of_order_leave_the_modes_of_others() -> None:
         device.__exit__(None, None, None)
     assert torch.ones(1).device.type == "cpu"
     assert torch._C._len_torch_function_stack() == 0
+
+
+class Gives(nn.Module):
+    """Returns a new tensor, or one that something else can read."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.held = how, Tensor()
+        self.register_buffer("buffer", torch.ones(2, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * 2
+        held = {"held": y, "view held": y[0], "alias held": y.detach()}.get(self.how)
+        if held is not None:
+            self.held = held
+        return {"input": x, "buffer": self.buffer, "view": y[:]}.get(self.how, y)
+
+
+@pytest.mark.parametrize("how", ["new", "held", "view held", "alias held", "input", "buffer", "view"])
+def test_functions_are_watched_only_behind_an_edited_output_that_other_code_can_read(how: str) -> None:
+    modes: list[int] = []
+    model = nn.Sequential(Gives(how), nn.Identity())
+    model[1].register_forward_pre_hook(lambda *_: modes.append(torch._C._len_torch_function_stack()))
+    with torch.no_grad(), Taps(model).edit("0", same) as taps:
+        taps(X.clone())
+    assert modes == [0 if how == "new" else 1]
+    assert torch._C._len_torch_function_stack() == 0
+
+
+def test_a_device_that_the_model_chooses_meanwhile_is_left_where_it_was_chosen() -> None:
+    class Chooses(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.identity = nn.Identity()
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.device("meta"):
+                x = self.identity(x)  # functions are watched from here on
+                assert torch.empty(2).is_meta
+            return x + torch.ones(4)
+
+    with torch.no_grad(), Taps(Chooses()).edit("identity", same) as taps:
+        assert torch.equal(taps(X), X + 1)
+    assert not torch.empty(2).is_meta
+
+
+@pytest.mark.parametrize("write", ["h.data.mul_(2)", "h.detach().mul_(2)", "h.mul_(2)"])
+def test_a_write_that_autograd_does_not_see_is_repeated_unseen(write: str) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.identity = nn.Identity()
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = x * 1
+            h = self.identity(y)
+            exec(write, {"h": h})
+            return y * y
+
+    def gradient() -> Tensor:
+        x = X.clone().requires_grad_()
+        return torch.autograd.grad(Model()(x).sum(), x)[0]
+
+    expected = gradient()
+    x = X.clone().requires_grad_()
+    with Taps(Model()).keep("identity", "grad_input") as taps:
+        assert torch.equal(torch.autograd.grad(taps(x).sum(), x)[0], expected)
