@@ -92,21 +92,28 @@ class _Watch(TorchFunctionMode):
         kwargs = kwargs or {}
         if _state.busy:
             return func(*args, **kwargs)
-        given, afterwards = None, []
+        given, writes = None, []
         for tensor in _written_by(func, args, kwargs):
-            afterwards += self.before_write(write := Write(tensor))
+            actions = self.before_write(write := Write(tensor))
             if args and tensor is args[0] and self._writes_into_a_copy(func, write):
                 given, args = tensor, (copied(tensor), *args[1:])
+                tensor = args[0]
+            writes.append((tensor, _version(tensor), actions))
         result = func(*args, **kwargs)
         for listener in self.listeners:
             if listener.on_call is not None:
                 result = listener.on_call(func, args, kwargs, result)
         if given is not None:
             is_result = isinstance(result, Tensor) and result.shape == given.shape
-            given.copy_(result if is_result else args[0])
+            if result is not args[0] or writes[0][1] != _version(args[0]):
+                given.copy_(result if is_result else args[0])
             result = given if is_result else result
-        for action in afterwards:
-            action()
+        for tensor, version, actions in writes:
+            if version is None or version != _version(
+                tensor
+            ):  # `dropout(x, training=False, inplace=True)` writes nothing
+                for action in actions:
+                    action()
         return result
 
     def before_write(self, write: Write) -> list[Callable[[], object]]:
@@ -168,6 +175,11 @@ def write_into(tensor: Tensor, values: Tensor) -> None:
     # A layer can write into a parameter only without autograd.
     with torch.no_grad() if tensor.is_leaf and tensor.requires_grad else contextlib.nullcontext():
         tensor.copy_(values)
+
+
+def _version(tensor: Tensor) -> int | None:
+    """Return the version of a tensor, which each write changes; None in inference mode."""
+    return None if tensor.is_inference() else tensor._version
 
 
 def memory_of(tensor: Tensor) -> int:

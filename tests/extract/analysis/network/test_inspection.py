@@ -376,8 +376,8 @@ def test_a_tensor_whose_gradient_cannot_be_had_is_left_out() -> None:
         def forward(self, x: Tensor) -> Tensor:
             h = self.one(x)
             half = self.part(h)
-            half += 1.0
-            return self.two(h)
+            h += 1.0
+            return self.two(h) + half
 
     torch.manual_seed(0)
     inspection = inspect_model(Net(), [torch.randn(30, 4)], loss=lambda output, targets: output.square().mean())
