@@ -109,9 +109,8 @@ class _Watch(TorchFunctionMode):
                 given.copy_(result if is_result else args[0])
             result = given if is_result else result
         for tensor, version, actions in writes:
-            if version is None or version != _version(
-                tensor
-            ):  # `dropout(x, training=False, inplace=True)` writes nothing
+            # `dropout(x, training=False, inplace=True)` writes nothing.
+            if version is None or version != _version(tensor):
                 for action in actions:
                     action()
         return result

@@ -18,6 +18,7 @@ from extract.taps.edits import apply_edit
 from extract.taps.functions import unwatched
 from extract.taps.record import Reduce, Site, What
 from extract.taps.requests import Call, HookPoint, ModelCall, TapRequest
+from extract.taps.stand_ins import StandInError
 
 __all__ = [
     "BackwardPasses",
@@ -53,7 +54,10 @@ def to_watch(
     if side == "input":
         # Only this layer reads the copy, so the copy's gradient is the gradient through this layer alone.
         known = [copy for given, copy in point.calls[-1].watched if given is tensor]
-        copy = known[0] if known else copied(tensor)
+        try:
+            copy = known[0] if known else copied(tensor)
+        except RuntimeError as error:  # one of several views of a tensor that was written to, which cannot be read
+            raise StandInError(site) from error
         if not known:
             stand_in(forward, site, tensor, copy, follows=True)
         tensor = copy

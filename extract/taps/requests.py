@@ -242,7 +242,7 @@ class Call:
         separated: copies of outputs, passed on in their place because their gradients are watched.
         received: if the output is edited, the tensors that the module received, each with its version, which is None
             in inference mode.
-        written: the memory that the module has written into since, as far as functions did it.
+        written: the memory that the module may have written into since, for inference mode.
         end_again: ends the watching of functions in a backward pass that computes the module again.
     """
 
@@ -268,7 +268,7 @@ class Call:
         """Whether the module has received this very tensor, or what it stands in for, and written into it."""
         return bool(self.received) and any(
             original is received
-            and (memory_of(received) in self.written or (version is not None and received._version != version))
+            and (memory_of(received) in self.written if version is None else received._version != version)
             for original in originals(tensor)
             for received, version in self.received
         )

@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from extract import LayertapError, Taps
 from tests.census.values import tensors_of
@@ -220,6 +221,20 @@ def _integers(seed: int) -> Tensor:
     return torch.randint(-3, 4, (4, 4), generator=generator).double()
 
 
+class NoOverlaps(TorchFunctionMode):
+    """Refuses functions that write into memory that they also read elsewhere: what they compute is not defined."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__.endswith("_") and args and isinstance(written := args[0], Tensor):
+            for read in args[1:]:
+                if isinstance(read, Tensor) and read.untyped_storage()._cdata == written.untyped_storage()._cdata:
+                    if (read.shape, read.stride(), read.data_ptr()) != (
+                        written.shape, written.stride(), written.data_ptr(),
+                    ):  # fmt: skip
+                        raise InvalidError("a function reads a part of what it writes")
+        return func(*args, **(kwargs or {}))
+
+
 _MOST = 2.0**50  # integers up to here are exact, and so are sums of a few
 
 
@@ -231,7 +246,8 @@ def plainly(program: Program, mode: Mode) -> Values:
         InvalidError: it fails, or its numbers are too large for sums to be exact.
     """
     try:
-        values = observe(program, mode, None)
+        with NoOverlaps():
+            values = observe(program, mode, None)
     except InvalidError:
         raise
     except Exception as error:
