@@ -225,14 +225,16 @@ class NoOverlaps(TorchFunctionMode):
     """Refuses functions that write into memory that they also read elsewhere: what they compute is not defined."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.__name__.endswith("_") and args and isinstance(written := args[0], Tensor):
-            for read in args[1:]:
-                if isinstance(read, Tensor) and read.untyped_storage()._cdata == written.untyped_storage()._cdata:
-                    if (read.shape, read.stride(), read.data_ptr()) != (
-                        written.shape, written.stride(), written.data_ptr(),
-                    ):  # fmt: skip
-                        raise InvalidError("a function reads a part of what it writes")
+        if func.__name__.endswith("_") and args and isinstance(args[0], Tensor):
+            place = _place(args[0])
+            others = [_place(read) for read in args[1:] if isinstance(read, Tensor)]
+            if any(other[0] == place[0] and other != place for other in others):
+                raise InvalidError("a function reads a part of what it writes")
         return func(*args, **(kwargs or {}))
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.untyped_storage()._cdata, tensor.data_ptr(), tensor.shape, tensor.stride()
 
 
 _MOST = 2.0**50  # integers up to here are exact, and so are sums of a few
