@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
@@ -72,7 +73,7 @@ class _Watch(TorchFunctionMode):
         self, func: Any, types: Iterable[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if _state.busy:
+        if is_dynamo_compiling() or _state.busy:  # the compiler traces this, too
             return func(*args, **kwargs)
         given, afterwards = None, []
         if _is_in_place(func, args, kwargs):

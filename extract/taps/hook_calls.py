@@ -9,7 +9,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
-from types import FrameType
+from types import AsyncGeneratorType, CoroutineType, FrameType, GeneratorType
 from typing import Any
 
 import torch
@@ -134,6 +134,8 @@ class HookCalls:
     _copy_out: CopyOut = staticmethod(copy_out)
     # Whether the model may receive a copy of an output in its place, where a gradient hook on the output is not safe.
     _stands_in = True
+    # Whether other code than `Taps` calls the model, which may compile or export it.
+    _has_other_callers = True
     _reduces_call_no_layers = False  # code of the user may call any
 
     def __init__(self, model: nn.Module, stop: bool, on_record: Callable[[Record], None] | None):
@@ -149,6 +151,7 @@ class HookCalls:
         self._points: list[HookPoint] = []
         self._edited: set[int] = set()  # id of each request whose edit was applied in this block
         self._in_workers: set[int] = set()  # id of each module that a thread of the model's has called in this block
+        self._traced: set[int] = set()  # id of each module called in this block in code that the compiler traces
         self._stoppable = False  # the forward runs inside `__call__`, which catches _Stop
         self._to_keep: Counter[tuple[str, What]] = Counter()  # `ModelCall.kept` of a whole forward
         self._passes: BackwardPasses | None = None  # numbered if gradients of parameters are kept
@@ -184,13 +187,14 @@ class HookCalls:
         Raises:
             LayertapError: the model has not been called inside the `with` block, or its last call did not finish.
         """
+        hint = "if it is compiled: compile it before the block, and open the block outside of compiled functions"
         if self._forward is None:
             raise LayertapError(
                 "nothing recorded yet: the model itself must be called inside the `with` block, in its thread and "
-                "asyncio task (model.forward(...), other methods and single layers do not count, compiled or not)"
+                "asyncio task (model.forward(...), other methods and single layers do not count, compiled or not)",
+                hint=hint if self._traced else "",
             )
         if self._forward.running:
-            hint = "if it is compiled: compile it before the block, and open the block outside of compiled functions"
             raise LayertapError("the last forward of the model did not finish; it left no record", hint=hint)
         if self._passes is not None and not in_backward():
             self._passes.ended()
@@ -205,6 +209,8 @@ class HookCalls:
         block = self._block
         if block is None or in_backward():
             return
+        if self._has_other_callers and torch.compiler.is_exporting() and torch._C._len_torch_dispatch_stack():
+            return  # of this thread: the exported program would contain the hooks, and the record no values
         if (thread := threading.get_ident()) != block.thread or thread in block.in_users_code:
             block.callers.add(thread)
             return
@@ -222,15 +228,16 @@ class HookCalls:
             self._passes.ended()
         calls: Counter[int] = Counter()
         record = Record(partial(self._explain, calls), self._requested)
-        self._forward = ModelCall(record, [([""], None)], caller or sys._getframe(1), calls=calls)
+        self._forward = ModelCall(record, [([""], None)], caller or sys._getframe(2), calls=calls)
         self._forward.left = len(self._to_keep)
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
-        if (forward := self._running()) and forward.caller is sys._getframe(1):
+        if (forward := self._running()) and forward.caller is sys._getframe(2):
             forward.caller = None
             if forward.stand_ins:
                 forward.check_stand_ins()
             forward.running = False
+            forward.returned_generator = isinstance(output, GeneratorType | CoroutineType | AsyncGeneratorType)
             self._to_keep |= forward.kept
 
     def _hand_on(self) -> None:

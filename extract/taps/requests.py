@@ -118,7 +118,7 @@ def why_absent(
     calls: Mapping[int, int],
     *,
     replaced: bool,
-    in_worker: bool,
+    unseen: str | None,
 ) -> str | None:
     """Return why a requested value is missing from a record; None if it was not requested.
 
@@ -128,7 +128,7 @@ def why_absent(
         layers: layers of the model when the `Taps` were made.
         calls: id of a module -> number of its calls in the forward.
         replaced: whether the model now has another module or parameter of this name.
-        in_worker: whether a thread that the model has started called the layer.
+        unseen: what the layer did that its hooks did not see, such as running in another thread.
     """
     layer, call, path, what = split_text(text, layers)
     name, slash, operation = layer.partition("/")
@@ -141,14 +141,14 @@ def why_absent(
     ]
     if not asked:
         return None
+    layer = f"layer {name!r}" if name else "the model"
+    if unseen and not calls.get(id(layers[name])):
+        return f"{layer} {unseen}"
     if slash:
         return f"no function {operation!r} was called in the forward of layer {name!r}"
-    layer = f"layer {name!r}" if name else "the model"
     if replaced:
         kind = "module" if name in layers else "parameter"
         return f"{layer} was replaced by another {kind} after these Taps were made"
-    if in_worker and not calls.get(id(layers[name])):
-        return f"{layer} ran in another thread than the model, where nothing is recorded"
     if name not in layers:
         return (
             f"no gradient reached parameter {name!r}: call backward() inside the `with` block, on a loss that depends "
@@ -356,6 +356,7 @@ class ModelCall:
         again_in: the backward pass (graph task) that computes them.
         end_again: ends the watching of functions meanwhile.
         running: whether the model runs.
+        returned_generator: whether the model returned a generator or coroutine, whose code runs later.
         handed_on: whether the record was passed to `on_record`.
         calls: id of a module -> number of its calls.
         operations: name of a function -> number of its calls.
@@ -373,6 +374,7 @@ class ModelCall:
     again_in: int = -1
     end_again: Callable[[], None] = lambda: None
     running: bool = True
+    returned_generator: bool = False
     handed_on: bool = False
     calls: Counter[int] = dataclasses.field(default_factory=Counter)
     operations: Counter[str] = dataclasses.field(default_factory=Counter)

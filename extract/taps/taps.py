@@ -51,6 +51,8 @@ from extract.taps.switches import COMPILED_CODE_OFF, FUSED_ATTENTION_OFF
 __all__ = ["Taps"]
 
 _SHOWN = 20  # requests in `repr(taps)`
+_TRACED = "in code that PyTorch's compiler traces, such as a branch of torch.cond"
+_GENERATOR = "a generator or coroutine, in which nothing is recorded or edited"
 _EDITABLE = ("output", "input", "grad", "grad_input")
 
 # Names, globs, text forms of a site, or types of layers; or a site.
@@ -82,9 +84,6 @@ class Taps(FunctionAndParameterCalls):
             scripted, or replicated over several devices.
         UnknownNameError: a pattern matches no layer.
     """
-
-    # Whether other code than `Taps` calls the model, which may be compiled.
-    _has_other_callers = True
 
     def __init__(
         self,
@@ -223,6 +222,7 @@ class Taps(FunctionAndParameterCalls):
         self._requested = [request.without_functions() for request in self._requests if request.edit is None]
         self._edited.clear()
         self._in_workers.clear()
+        self._traced.clear()
         return self
 
     def __repr__(self) -> str:
@@ -265,7 +265,7 @@ class Taps(FunctionAndParameterCalls):
         undo.callback(remove)
 
         def hook(register: Callable[..., RemovableHandle], function: Callable[..., Any], **options: Any) -> None:
-            handles.append(register(ModelBoundHook(function), **options))
+            handles.append(register(ModelBoundHook(function, self._traced), **options))
 
         root = unwrap(self._model)
         modules = list(root.modules())
@@ -339,8 +339,19 @@ class Taps(FunctionAndParameterCalls):
             self._layers,
             calls,
             replaced=bool(kept) and self._is_replaced(name),
-            in_worker=id(self._layers.get(name)) in self._in_workers,
+            unseen=self._why_unseen(name),
         )
+
+    def _why_unseen(self, name: str) -> str | None:
+        """Return what a layer did in this block that its hooks did not see."""
+        module = id(self._layers.get(name))
+        if module in self._in_workers:
+            return "ran in another thread than the model, where nothing is recorded"
+        if module in self._traced:
+            return f"ran {_TRACED}, where nothing is recorded"
+        if name in self._layers and self._forward is not None and self._forward.returned_generator:
+            return f"gave no value before the model returned {_GENERATOR}"
+        return None
 
     def _check_edits(self) -> None:
         """Check that every edit was applied in this block; that of a glob or a type, to at least one layer.
@@ -361,6 +372,12 @@ class Taps(FunctionAndParameterCalls):
         ):
             if missed := dict.fromkeys(request.name for request in idle if is_missed(request.layer)):
                 raise LayertapError(f"the edit of {', '.join(missed)} never took effect: it was {reason}")
+        traced = [request for request in edits if id(self._layers.get(request.layer)) in self._traced]
+        if missed := dict.fromkeys(request.name for request in traced if request.call is None or request in idle):
+            raise LayertapError(
+                f"the edit of {', '.join(missed)} never took effect {_TRACED}",
+                hint="without gradients, open the block under torch.compiler.set_stance('force_eager')",
+            )
         idle = [request for request in idle if request.group not in effective]
         if not idle:
             return
@@ -377,6 +394,8 @@ class Taps(FunctionAndParameterCalls):
                 "block",
                 hint="call backward() inside the block, on a loss that depends on it, and do not freeze it",
             )
+        if self._forward.returned_generator:
+            raise LayertapError(f"the edit of {names} never took effect: the model returned {_GENERATOR}")
         raise LayertapError(f"the edit of {names} never took effect: no matching call returned a floating-point tensor")
 
 

@@ -88,7 +88,7 @@ class _PassiveTaps(Taps):
 
     def begin(self, module: nn.Module, args: Any) -> None:
         """Start a record in a forward that is already running; called by a pre-hook of the model."""
-        self._begin(module, args, sys._getframe(2))
+        self._begin(module, args, sys._getframe(3))
 
 
 class _Monitor:
@@ -132,7 +132,7 @@ class _Monitor:
             raise LayertapError("this monitor is already in use")
         if self._model._compiled_call_impl is not None:
             raise InputError("model.compile() compiles hooks too", hint="monitor torch.compile(model) instead")
-        self._handle = self._model.register_forward_pre_hook(ModelBoundHook(self._on_forward))
+        self._handle = self._model.register_forward_pre_hook(ModelBoundHook(self._on_forward, set()))
         return self
 
     def __exit__(
