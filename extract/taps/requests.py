@@ -25,6 +25,7 @@ from extract.taps.nested import Path, map_tensors
 from extract.taps.record import Record, Reduce, Requested, Site, What, split_text
 
 __all__ = [
+    "FROZEN",
     "UNKNOWN",
     "Call",
     "HookPoint",
@@ -63,6 +64,12 @@ class TapRequest(Requested):
     def without_functions(self) -> Requested:
         """Return what is requested, without what is done with it: it can be pickled."""
         return Requested(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Requested)})
+
+
+FROZEN = (
+    "with all before it frozen, let the inputs require gradients, or edit the layer first: "
+    "edit(layer, lambda h: h.requires_grad_())"
+)
 
 
 def requests_for(
@@ -157,7 +164,7 @@ def why_absent(
     if all(request.what in ("grad", "grad_input") for request in asked):
         return (
             f"no gradient reached {layer}: call backward() inside the block, on a loss that depends on it, outside "
-            "no_grad (with all before it frozen, on inputs that require gradients; reentrant checkpoints may give none)"
+            f"no_grad ({FROZEN}; reentrant checkpoints may give none)"
         )
     if all(request.what == "attention" for request in asked):
         return f"{layer} computed no attention that layertap recognises"

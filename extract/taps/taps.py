@@ -24,6 +24,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
+import traceback
 import warnings
 import weakref
 from collections import Counter
@@ -45,7 +46,7 @@ from extract.taps.hook_calls import HookCalls
 from extract.taps.layer_names import layer_named, named_layers, unwrap
 from extract.taps.model_bound_hook import ModelBoundHook
 from extract.taps.record import Record, Reduce, Site, What, split_text
-from extract.taps.requests import HookPoint, TapRequest, requests_for, why_absent
+from extract.taps.requests import FROZEN, HookPoint, TapRequest, requests_for, why_absent
 from extract.taps.switches import COMPILED_CODE_OFF, FUSED_ATTENTION_OFF
 
 __all__ = ["Taps"]
@@ -77,7 +78,8 @@ class Taps(FunctionAndParameterCalls):
 
     Only calls of the model itself in the thread that opened the block are recorded. Layers called directly
     (`model.features(x)`), in other threads, by `reduce`, edits and `on_record`, or during recomputation by activation
-    checkpointing are not.
+    checkpointing are not. Hooks registered inside the block run after those of `Taps`, whose record lacks what they
+    return.
 
     Raises:
         InputError: the model is not an `nn.Module`, or is exported; or it, or a layer asked for or one around that, is
@@ -172,6 +174,9 @@ class Taps(FunctionAndParameterCalls):
                 checkpoints share is edited in parts.
             call: edit only this call of the layer in each forward; None edits all calls.
 
+        Where activation checkpointing computes a layer again, `fn` is called again: if it draws from a generator of its
+        own or counts its calls, as `smooth` does, this differs from the forward.
+
         Raises:
             UnknownNameError: a pattern matches no layer, or `what` is unknown.
             InputError: `fn` is not a function.
@@ -234,7 +239,7 @@ class Taps(FunctionAndParameterCalls):
         return "\n".join([f"Taps({type(unwrap(self._model)).__name__})", *lines[:_SHOWN], *rest])
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         block, self._block = self._block, None
         if block is not None:
@@ -242,6 +247,8 @@ class Taps(FunctionAndParameterCalls):
         self._let_go()
         if self._passes is not None:
             self._passes.ended()
+        if error is not None and (note := self._advice(error)):
+            error.add_note(note)
         if kind is None:
             self._hand_on()
             self._check_edits()
@@ -252,6 +259,19 @@ class Taps(FunctionAndParameterCalls):
                     RuntimeWarning,
                     stacklevel=2,
                 )
+
+    def _advice(self, error: BaseException) -> str | None:
+        """Return what to do about an error of PyTorch that left the block."""
+        gradients = any(request.what in ("grad", "grad_input") for request in self._requests)
+        if gradients and isinstance(error, RuntimeError) and "does not require grad" in str(error):
+            return FROZEN
+        files = (frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__))
+        if isinstance(error, AssertionError) and any("_higher_order_ops" in file for file in files):
+            return (
+                "compiled code runs uncompiled inside the block, where torch.cond, while_loop, scan and map have no "
+                "gradients: call the model under torch.compiler.set_stance('default') in the block"
+            )
+        return None
 
     def _register(self, undo: contextlib.ExitStack) -> None:
         """Register all hooks; closing `undo` removes them and restores the switches."""
@@ -392,7 +412,8 @@ class Taps(FunctionAndParameterCalls):
             raise LayertapError(
                 f"the edit of the gradient of {names} never took effect: no gradient reached it inside the `with` "
                 "block",
-                hint="call backward() inside the block, on a loss that depends on it, and do not freeze it",
+                hint="call backward() inside the block, on a loss that depends on it, and do not freeze it"
+                + (f"; {FROZEN}" if any(request.layer in self._layers for request in idle) else ""),
             )
         if self._forward.returned_generator:
             raise LayertapError(f"the edit of {names} never took effect: the model returned {_GENERATOR}")
