@@ -77,9 +77,9 @@ class Taps(FunctionAndParameterCalls):
             when the block ends without an error.
 
     Only calls of the model itself in the thread that opened the block are recorded. Layers called directly
-    (`model.features(x)`), in other threads, by `reduce`, edits and `on_record`, or during recomputation by activation
-    checkpointing are not. Hooks registered inside the block run after those of `Taps`, whose record lacks what they
-    return.
+    (`model.features(x)`), in other threads, by `reduce`, edits, `on_record` and `torch.export`, or during recomputation
+    by activation checkpointing are not. Hooks registered inside the block run after those of `Taps`, whose record lacks
+    what they return.
 
     Raises:
         InputError: the model is not an `nn.Module`, or is exported; or it, or a layer asked for or one around that, is
