@@ -42,9 +42,8 @@ from extract.taps.block import Block
 from extract.taps.edits import Edit
 from extract.taps.function_calls import FunctionAndParameterCalls
 from extract.taps.functions import Listener, watching
-from extract.taps.hook_calls import HookCalls
+from extract.taps.hook_calls import HookCalls, ModelBoundHook
 from extract.taps.layer_names import layer_named, named_layers, unwrap
-from extract.taps.model_bound_hook import ModelBoundHook
 from extract.taps.record import Record, Reduce, Site, What, split_text
 from extract.taps.requests import FROZEN, HookPoint, TapRequest, requests_for, why_absent
 from extract.taps.switches import COMPILED_CODE_OFF, FUSED_ATTENTION_OFF

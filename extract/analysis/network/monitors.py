@@ -35,8 +35,8 @@ from extract.analysis.network.activation_statistics import Statistics, Summary, 
 from extract.analysis.network.inspection import does_something, positions_of
 from extract.errors import InputError, LayertapError
 from extract.system.csv_cells import safe_cell
+from extract.taps.hook_calls import ModelBoundHook
 from extract.taps.layer_names import match_layers, named_layers, named_parameters, unwrap
-from extract.taps.model_bound_hook import ModelBoundHook
 from extract.taps.record import Record
 from extract.taps.taps import Taps
 
