@@ -158,7 +158,8 @@ class ModelBoundHook:
 
 
 def _note(hook: ModelBoundHook, module: nn.Module) -> None:
-    hook.traced.add(id(module))
+    if not torch.compiler.is_exporting():  # an export is no call of the model
+        hook.traced.add(id(module))
 
 
 # The compiler calls this function while it traces, and does not trace it. `torch.compiler.assume_constant_result` sets
