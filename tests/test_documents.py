@@ -107,8 +107,21 @@ def run(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     return run
 
 
-def test_there_are_nine_examples_of_hooks() -> None:
-    assert len(examples("docs/guides/hooks.md")) == 9
+def test_there_are_twelve_examples_of_hooks() -> None:
+    assert len(examples("docs/guides/hooks.md")) == 12
+
+
+def test_the_value_before_an_edit_is_collected(names: dict[str, Any]) -> None:
+    assert torch.equal(names["after"], 2 * names["before"][0])
+
+
+def test_a_frozen_model_has_gradients_behind_an_edit(names: dict[str, Any]) -> None:
+    assert torch.equal(names["gradient"], names["frozen"][1].weight.expand(6, 8))
+
+
+def test_a_tensor_without_a_layer_is_hooked(names: dict[str, Any]) -> None:
+    assert torch.equal(names["seen"], torch.ones(3))
+    assert torch.equal(names["changed"], torch.full((3,), 3.2))
 
 
 def test_the_histogram_holds_every_gradient(names: dict[str, Any]) -> None:

@@ -115,7 +115,7 @@ def clip(limit: float, by: Literal["value", "norm"] = "value") -> Edit:
 class smooth:  # noqa: N801  used as the other verbs are
     """Exponential moving average over calls: `m = beta * m + (1 - beta) * g`, starting with the first `g`.
 
-    Each tensor has its own average.
+    Each tensor has its own average. Gradients flow to the `g` of the same call, not to those before.
     """
 
     def __init__(self, beta: float):
@@ -130,13 +130,14 @@ class smooth:  # noqa: N801  used as the other verbs are
         """Return the edit for the tensor at this site; called by `Taps`."""
 
         def edit(g: Tensor) -> Tensor:
-            new, mean = g.detach(), self._means.get(site)
-            if mean is not None and mean.shape != new.shape:
+            mean = self._means.get(site)
+            if mean is not None and mean.shape != g.shape:
                 raise InputError(
-                    f"smooth: the tensor has shape {tuple(new.shape)}; in earlier calls it had {tuple(mean.shape)}"
+                    f"smooth: the tensor has shape {tuple(g.shape)}; in earlier calls it had {tuple(mean.shape)}"
                 )
-            self._means[site] = new if mean is None else self._beta * mean + (1 - self._beta) * new
-            return self._means[site]
+            smoothed = g if mean is None else self._beta * mean + (1 - self._beta) * g
+            self._means[site] = smoothed.detach()
+            return smoothed
 
         return edit
 

@@ -133,8 +133,10 @@ class FunctionAndParameterCalls(HookCalls):
                 forward.again_in = task
             if again and not forward.again:
                 forward.end_again = watch_again(self._listener)
+            if not (again or self._is_paused or torch._C._len_torch_function_stack()):
+                self._traced.add(id(module))  # a mode is off inside the functions that it watches: torch.cond is one
             # The frame of the module's call, which PyTorch's function `inner` is called in.
-            forward.modules(again).append((names, sys._getframe(2)))
+            forward.modules(again).append((names, sys._getframe(3)))
         else:
             self._pass_over(module)
 

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import inspect
 import math
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -19,18 +17,17 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
 from extract.taps.copies import copied, overlaps_itself
-from extract.taps.model_bound_hook import ModelBoundHook
 
 __all__ = [
     "Listener",
     "Write",
     "attention_weights",
-    "is_new",
     "is_saved",
     "is_shared",
     "is_watching",
@@ -90,7 +87,7 @@ class _Watch(TorchFunctionMode):
         self, func: Any, types: Iterable[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if _state.busy:
+        if is_dynamo_compiling() or _state.busy:  # the compiler traces this, too
             return func(*args, **kwargs)
         given, writes = None, []
         for tensor in _written_by(func, args, kwargs):
@@ -190,33 +187,6 @@ def is_shared(tensor: Tensor) -> bool:
     """Whether another tensor has the same memory: a view, or what autograd has saved."""
     storage = tensor.untyped_storage()
     return bool(torch._C._storage_Use_Count(storage._cdata) > 2)  # the tensor and `storage`
-
-
-def is_new(output: Any) -> bool:
-    """Whether a forward hook, which calls this first of all, has the only reference to the output of its module."""
-    if type(output) is not Tensor or sys.getrefcount(output) > _references_of_new_output():
-        return False
-    return not (output._is_view() or is_saved(output) or is_shared(output))
-
-
-@functools.cache
-def _references_of_new_output() -> int:
-    """Return how many references Python itself has to an output where `is_new` counts them."""
-    found: list[int] = []
-
-    def count(output: Any) -> None:
-        found.append(sys.getrefcount(output))
-
-    class Hook:
-        def __call__(self, point: None, module: nn.Module, args: Any, output: Any) -> None:
-            count(output)
-
-    probe = nn.ReLU()
-    probe.register_forward_hook(ModelBoundHook(Hook().__call__, None), always_call=True)
-    with unwatched():
-        for _ in range(3):  # a debugger may hold one of them
-            probe(torch.zeros(1))
-    return min(found)
 
 
 def is_saved(tensor: Tensor) -> bool:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
-from types import FrameType
+from types import AsyncGeneratorType, CoroutineType, FrameType, GeneratorType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
 
 from extract.errors import InputError, LayertapError
 from extract.taps.block import OPENED, Block
@@ -23,8 +25,8 @@ from extract.taps.edits import apply_edit
 from extract.taps.functions import (
     Listener,
     Write,
-    is_new,
     is_saved,
+    is_shared,
     memory_of,
     unwatch,
     unwatched,
@@ -55,7 +57,7 @@ from extract.taps.requests import (
 )
 from extract.taps.stand_ins import stands_in
 
-__all__ = ["HookCalls", "copy_out"]
+__all__ = ["HookCalls", "ModelBoundHook", "copy_out"]
 
 
 class _Stop(BaseException):
@@ -146,6 +148,65 @@ def _is_plain(tensor: Tensor) -> bool:
     )
 
 
+class ModelBoundHook:
+    """Hook that does nothing in a copied or pickled model, nor where PyTorch's compiler traces a module.
+
+    The compiler traces what `torch.cond` or FlexAttention run, for example, and the code of hooks there. This module
+    then runs without its hooks.
+
+    Args:
+        hook: the hook.
+        traced: receives the id of each module whose call the compiler has traced.
+
+    Attributes:
+        traced: see above.
+        func: the function that the hook calls, if it is a `partial`; else the hook.
+    """
+
+    __slots__ = ("_hook", "func", "traced")
+
+    def __init__(self, hook: Callable[..., Any], traced: set[int]):
+        self._hook, self.traced = hook, traced
+        self.func = hook.func if isinstance(hook, partial) else hook
+
+    def __call__(self, module: nn.Module, *args: Any) -> Any:
+        """Call the hook, or note that the compiler traces the call."""
+        if is_dynamo_compiling():  # true for the compiler alone, which does not call the function
+            return _note(self, module)
+        return self._hook(module, *args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Such a file can be loaded where layertap is not installed.
+        return partial, (contextlib.nullcontext.__exit__, contextlib.nullcontext())
+
+    def __deepcopy__(self, memo: Any) -> ModelBoundHook:
+        return ModelBoundHook(_remove, set())
+
+
+def _note(hook: ModelBoundHook, module: nn.Module) -> None:
+    if not torch.compiler.is_exporting():  # an export is no call of the model
+        hook.traced.add(id(module))
+
+
+# The compiler calls this function while it traces, and does not trace it. `torch.compiler.assume_constant_result` sets
+# this attribute, but imports the compiler, which takes a second.
+_note._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _remove(module: nn.Module, *args: Any) -> None:
+    """Remove copied hooks from a module and those inside it, when one is called: hooks keep layers from fused code."""
+    for layer in module.modules():
+        for hooks in (layer._forward_pre_hooks, layer._forward_hooks):
+            for number in [number for number, hook in hooks.items() if getattr(hook, "func", None) is _remove]:
+                del hooks[number]
+                for flags in (
+                    layer._forward_pre_hooks_with_kwargs,
+                    layer._forward_hooks_with_kwargs,
+                    layer._forward_hooks_always_called,
+                ):
+                    flags.pop(number, None)
+
+
 class HookCalls:
     """The part of `Taps` that acts while the model runs: the call of the model, the hooks, and the record.
 
@@ -159,6 +220,8 @@ class HookCalls:
     _copy_out: CopyOut = staticmethod(copy_out)
     # Whether the model may receive a copy of an output in its place, where a gradient hook on the output is not safe.
     _stands_in = True
+    # Whether other code than `Taps` calls the model, which may compile or export it.
+    _has_other_callers = True
     _reduces_call_no_layers = False  # code of the user may call any
 
     def __init__(self, model: nn.Module, stop: bool, on_record: Callable[[Record], None] | None):
@@ -174,6 +237,7 @@ class HookCalls:
         self._points: list[HookPoint] = []
         self._edited: set[int] = set()  # id of each request whose edit was applied in this block
         self._in_workers: set[int] = set()  # id of each module that a thread of the model's has called in this block
+        self._traced: set[int] = set()  # id of each module called in this block in code that the compiler traces
         self._stoppable = False  # the forward runs inside `__call__`, which catches _Stop
         self._to_keep: Counter[tuple[str, What]] = Counter()  # `ModelCall.kept` of a whole forward
         self._passes: BackwardPasses | None = None  # numbered if gradients of parameters are kept
@@ -227,13 +291,14 @@ class HookCalls:
         Raises:
             LayertapError: the model has not been called inside the `with` block, or its last call did not finish.
         """
+        hint = "if it is compiled: compile it before the block, and open the block outside of compiled functions"
         if self._forward is None:
             raise LayertapError(
                 "nothing recorded yet: the model itself must be called inside the `with` block, in its thread and "
-                "asyncio task (model.forward(...), other methods and single layers do not count, compiled or not)"
+                "asyncio task (model.forward(...), other methods and single layers do not count, compiled or not)",
+                hint=hint if self._traced else "",
             )
         if self._forward.running:
-            hint = "if it is compiled: compile it before the block, and open the block outside of compiled functions"
             raise LayertapError("the last forward of the model did not finish; it left no record", hint=hint)
         if self._passes is not None and not in_backward():
             self._passes.ended()
@@ -248,6 +313,8 @@ class HookCalls:
         block = self._block
         if block is None or in_backward():
             return
+        if self._has_other_callers and torch.compiler.is_exporting() and torch._C._len_torch_dispatch_stack():
+            return  # of this thread: the exported program would contain the hooks, and the record no values
         if (thread := threading.get_ident()) != block.thread or thread in block.in_users_code:
             block.callers.add(thread)
             return
@@ -266,14 +333,15 @@ class HookCalls:
         calls: Counter[int] = Counter()
         record = Record(partial(self._explain, calls), self._requested)
         watches = partial(watch, self._listener)
-        self._forward = ModelCall(record, [([""], None)], caller or sys._getframe(1), watches, calls=calls)
+        self._forward = ModelCall(record, [([""], None)], caller or sys._getframe(2), watches, calls=calls)
         self._forward.left = len(self._to_keep)
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
-        if (forward := self._running()) and forward.caller is sys._getframe(1):
+        if (forward := self._running()) and forward.caller is sys._getframe(2):
             forward.caller = None
             forward.stand_ins.end()
             forward.running = False
+            forward.returned_generator = isinstance(output, GeneratorType | CoroutineType | AsyncGeneratorType)
             self._to_keep |= forward.kept
 
     def _hand_on(self) -> None:
@@ -378,7 +446,7 @@ class HookCalls:
         call = point.calls[-1]
         if call.number is None or output is None:  # output is None if the layer raised
             return None
-        is_new_tensor = is_new(output)
+        is_new_tensor = _is_new(output)
         with unwatched():
             call.returns_new = is_new_tensor and not stands_in(output)
             passed = self._edit(point, call.number, output, "output")
@@ -593,3 +661,30 @@ def _tensors(value: Any, within: tuple[str, ...]) -> Iterable[tuple[Path, Tensor
     if type(value) is dict and all(isinstance(part, Tensor) for part in value.values()):
         return [((key,), part) for key, part in value.items() if within in ((), (str(key),))]
     return tensors_in(value, within)
+
+
+def _is_new(output: Any) -> bool:
+    """Whether a forward hook, which calls this first of all, has the only reference to the output of its module."""
+    if type(output) is not Tensor or sys.getrefcount(output) > _references_of_new_output():
+        return False
+    return not (output._is_view() or is_saved(output) or is_shared(output))
+
+
+@functools.cache
+def _references_of_new_output() -> int:
+    """Return how many references Python itself has to an output where `_is_new` counts them."""
+    found: list[int] = []
+
+    def count(output: Any) -> None:
+        found.append(sys.getrefcount(output))
+
+    class Hook:
+        def __call__(self, point: None, module: nn.Module, args: Any, output: Any) -> None:
+            count(output)
+
+    probe = nn.ReLU()
+    probe.register_forward_hook(ModelBoundHook(partial(Hook().__call__, None), set()), always_call=True)
+    with unwatched():
+        for _ in range(3):  # a debugger may hold one of them
+            probe(torch.zeros(1))
+    return min(found)

@@ -21,6 +21,7 @@ from extract.taps.record import Record, Reduce, Requested, Site, What, split_tex
 from extract.taps.stand_ins import StandIns, originals
 
 __all__ = [
+    "FROZEN",
     "UNKNOWN",
     "Call",
     "HookPoint",
@@ -57,6 +58,12 @@ class TapRequest(Requested):
     def without_functions(self) -> Requested:
         """Return what is requested, without what is done with it: it can be pickled."""
         return Requested(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Requested)})
+
+
+FROZEN = (
+    "with all before it frozen, let the inputs require gradients, or edit the layer first: "
+    "edit(layer, lambda h: h.requires_grad_())"
+)
 
 
 def requests_for(
@@ -112,7 +119,7 @@ def why_absent(
     calls: Mapping[int, int],
     *,
     replaced: bool,
-    in_worker: bool,
+    unseen: str | None,
 ) -> str | None:
     """Return why a requested value is missing from a record; None if it was not requested.
 
@@ -122,7 +129,7 @@ def why_absent(
         layers: layers of the model when the `Taps` were made.
         calls: id of a module -> number of its calls in the forward.
         replaced: whether the model now has another module or parameter of this name.
-        in_worker: whether a thread that the model has started called the layer.
+        unseen: what the layer did that its hooks did not see, such as running in another thread.
     """
     layer, call, path, what = split_text(text, layers)
     name, slash, operation = layer.partition("/")
@@ -135,14 +142,14 @@ def why_absent(
     ]
     if not asked:
         return None
+    layer = f"layer {name!r}" if name else "the model"
+    if unseen and not calls.get(id(layers[name])):
+        return f"{layer} {unseen}"
     if slash:
         return f"no function {operation!r} was called in the forward of layer {name!r}"
-    layer = f"layer {name!r}" if name else "the model"
     if replaced:
         kind = "module" if name in layers else "parameter"
         return f"{layer} was replaced by another {kind} after these Taps were made"
-    if in_worker and not calls.get(id(layers[name])):
-        return f"{layer} ran in another thread than the model, where nothing is recorded"
     if name not in layers:
         return (
             f"no gradient reached parameter {name!r}: call backward() inside the `with` block, on a loss that depends "
@@ -151,7 +158,7 @@ def why_absent(
     if all(request.what in ("grad", "grad_input") for request in asked):
         return (
             f"no gradient reached {layer}: call backward() inside the block, on a loss that depends on it, outside "
-            "no_grad (with all before it frozen, on inputs that require gradients; reentrant checkpoints may give none)"
+            f"no_grad ({FROZEN}; reentrant checkpoints may give none)"
         )
     if all(request.what == "attention" for request in asked):
         return f"{layer} computed no attention that layertap recognises"
@@ -299,6 +306,7 @@ class ModelCall:
         again_in: the backward pass (graph task) that computes them.
         end_again: ends the watching of functions meanwhile.
         running: whether the model runs.
+        returned_generator: whether the model returned a generator or coroutine, whose code runs later.
         handed_on: whether the record was passed to `on_record`.
         calls: id of a module -> number of its calls.
         operations: name of a function -> number of its calls.
@@ -318,6 +326,7 @@ class ModelCall:
     again_in: int = -1
     end_again: Callable[[], None] = lambda: None
     running: bool = True
+    returned_generator: bool = False
     handed_on: bool = False
     calls: Counter[int] = dataclasses.field(default_factory=Counter)
     operations: Counter[str] = dataclasses.field(default_factory=Counter)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from functools import partial
 
 import torch
 
@@ -44,8 +43,12 @@ def _no_compiled_code() -> Callable[[], None]:
         stance = torch.compiler.set_stance("force_eager")
     except RuntimeError:  # PyTorch refuses it where compiled code runs already
         return lambda: None
-    stance.__enter__()
-    return partial(stance.__exit__, None, None, None)
+
+    def restore() -> None:
+        now = torch.compiler.set_stance("force_eager")  # knows which it replaces
+        (stance if now.prev is stance.stance else now).__exit__(None, None, None)  # the user may have set another
+
+    return restore
 
 
 COMPILED_CODE_OFF = Switch(_no_compiled_code)

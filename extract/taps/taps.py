@@ -24,6 +24,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
+import traceback
 import warnings
 import weakref
 from collections import Counter
@@ -40,16 +41,17 @@ from extract.errors import InputError, LayertapError, UnknownNameError, unknown_
 from extract.taps.block import Block
 from extract.taps.edits import Edit
 from extract.taps.function_calls import FunctionAndParameterCalls
-from extract.taps.hook_calls import HookCalls
+from extract.taps.hook_calls import HookCalls, ModelBoundHook
 from extract.taps.layer_names import layer_named, named_layers, unwrap
-from extract.taps.model_bound_hook import ModelBoundHook
 from extract.taps.record import Record, Reduce, Site, What, split_text
-from extract.taps.requests import HookPoint, TapRequest, requests_for, why_absent
+from extract.taps.requests import FROZEN, HookPoint, TapRequest, requests_for, why_absent
 from extract.taps.switches import COMPILED_CODE_OFF
 
 __all__ = ["Taps"]
 
 _SHOWN = 20  # requests in `repr(taps)`
+_TRACED = "in code that PyTorch's compiler traces, such as a branch of torch.cond"
+_GENERATOR = "a generator or coroutine, in which nothing is recorded or edited"
 _EDITABLE = ("output", "input", "grad", "grad_input")
 
 # Names, globs, text forms of a site, or types of layers; or a site.
@@ -73,17 +75,15 @@ class Taps(FunctionAndParameterCalls):
             when the block ends without an error.
 
     Only calls of the model itself in the thread that opened the block are recorded. Layers called directly
-    (`model.features(x)`), in other threads, by `reduce`, edits and `on_record`, or during recomputation by activation
-    checkpointing are not.
+    (`model.features(x)`), in other threads, by `reduce`, edits, `on_record` and `torch.export`, or during recomputation
+    by activation checkpointing are not. Hooks registered inside the block run after those of `Taps`, whose record lacks
+    what they return.
 
     Raises:
         InputError: the model is not an `nn.Module`, or is exported; or it, or a layer asked for or one around that, is
             scripted, or replicated over several devices.
         UnknownNameError: a pattern matches no layer.
     """
-
-    # Whether other code than `Taps` calls the model, which may be compiled.
-    _has_other_callers = True
 
     def __init__(
         self,
@@ -172,6 +172,9 @@ class Taps(FunctionAndParameterCalls):
                 checkpoints share is edited in parts.
             call: edit only this call of the layer in each forward; None edits all calls.
 
+        Where activation checkpointing computes a layer again, `fn` is called again: if it draws from a generator of its
+        own or counts its calls, as `smooth` does, this differs from the forward.
+
         Raises:
             UnknownNameError: a pattern matches no layer, or `what` is unknown.
             InputError: `fn` is not a function.
@@ -222,6 +225,7 @@ class Taps(FunctionAndParameterCalls):
         self._requested = [request.without_functions() for request in self._requests if request.edit is None]
         self._edited.clear()
         self._in_workers.clear()
+        self._traced.clear()
         return self
 
     def __repr__(self) -> str:
@@ -233,7 +237,7 @@ class Taps(FunctionAndParameterCalls):
         return "\n".join([f"Taps({type(unwrap(self._model)).__name__})", *lines[:_SHOWN], *rest])
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         block, self._block = self._block, None
         if block is not None:
@@ -241,6 +245,8 @@ class Taps(FunctionAndParameterCalls):
         self._let_go()
         if self._passes is not None:
             self._passes.ended()
+        if error is not None and (note := self._advice(error)):
+            error.add_note(note)
         if kind is None:
             self._hand_on()
             self._check_edits()
@@ -251,6 +257,19 @@ class Taps(FunctionAndParameterCalls):
                     RuntimeWarning,
                     stacklevel=2,
                 )
+
+    def _advice(self, error: BaseException) -> str | None:
+        """Return what to do about an error of PyTorch that left the block."""
+        gradients = any(request.what in ("grad", "grad_input") for request in self._requests)
+        if gradients and isinstance(error, RuntimeError) and "does not require grad" in str(error):
+            return FROZEN
+        files = (frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__))
+        if isinstance(error, AssertionError) and any("_higher_order_ops" in file for file in files):
+            return (
+                "compiled code runs uncompiled inside the block, where torch.cond, while_loop, scan and map have no "
+                "gradients: call the model under torch.compiler.set_stance('default') in the block"
+            )
+        return None
 
     def _register(self, undo: contextlib.ExitStack) -> None:
         """Register all hooks; closing `undo` removes them and restores the switches."""
@@ -265,7 +284,7 @@ class Taps(FunctionAndParameterCalls):
         undo.callback(self._unwatch)
 
         def hook(register: Callable[..., RemovableHandle], function: Callable[..., Any], **options: Any) -> None:
-            handles.append(register(ModelBoundHook(function), **options))
+            handles.append(register(ModelBoundHook(function, self._traced), **options))
 
         root = unwrap(self._model)
         modules = list(root.modules())
@@ -325,8 +344,19 @@ class Taps(FunctionAndParameterCalls):
             self._layers,
             calls,
             replaced=bool(kept) and self._is_replaced(name),
-            in_worker=id(self._layers.get(name)) in self._in_workers,
+            unseen=self._why_unseen(name),
         )
+
+    def _why_unseen(self, name: str) -> str | None:
+        """Return what a layer did in this block that its hooks did not see."""
+        module = id(self._layers.get(name))
+        if module in self._in_workers:
+            return "ran in another thread than the model, where nothing is recorded"
+        if module in self._traced:
+            return f"ran {_TRACED}, where nothing is recorded"
+        if name in self._layers and self._forward is not None and self._forward.returned_generator:
+            return f"gave no value before the model returned {_GENERATOR}"
+        return None
 
     def _check_edits(self) -> None:
         """Check that every edit was applied in this block; that of a glob or a type, to at least one layer.
@@ -347,6 +377,12 @@ class Taps(FunctionAndParameterCalls):
         ):
             if missed := dict.fromkeys(request.name for request in idle if is_missed(request.layer)):
                 raise LayertapError(f"the edit of {', '.join(missed)} never took effect: it was {reason}")
+        traced = [request for request in edits if id(self._layers.get(request.layer)) in self._traced]
+        if missed := dict.fromkeys(request.name for request in traced if request.call is None or request in idle):
+            raise LayertapError(
+                f"the edit of {', '.join(missed)} never took effect {_TRACED}",
+                hint="without gradients, open the block under torch.compiler.set_stance('force_eager')",
+            )
         idle = [request for request in idle if request.group not in effective]
         if not idle:
             return
@@ -361,8 +397,11 @@ class Taps(FunctionAndParameterCalls):
             raise LayertapError(
                 f"the edit of the gradient of {names} never took effect: no gradient reached it inside the `with` "
                 "block",
-                hint="call backward() inside the block, on a loss that depends on it, and do not freeze it",
+                hint="call backward() inside the block, on a loss that depends on it, and do not freeze it"
+                + (f"; {FROZEN}" if any(request.layer in self._layers for request in idle) else ""),
             )
+        if self._forward.returned_generator:
+            raise LayertapError(f"the edit of {names} never took effect: the model returned {_GENERATOR}")
         raise LayertapError(f"the edit of {names} never took effect: no matching call returned a floating-point tensor")
 
 

@@ -35,8 +35,8 @@ from extract.analysis.network.activation_statistics import Statistics, Summary, 
 from extract.analysis.network.inspection import does_something, positions_of
 from extract.errors import InputError, LayertapError
 from extract.system.csv_cells import safe_cell
+from extract.taps.hook_calls import ModelBoundHook
 from extract.taps.layer_names import match_layers, named_layers, named_parameters, unwrap
-from extract.taps.model_bound_hook import ModelBoundHook
 from extract.taps.record import Record
 from extract.taps.taps import Taps
 
@@ -88,7 +88,7 @@ class _PassiveTaps(Taps):
 
     def begin(self, module: nn.Module, args: Any) -> None:
         """Start a record in a forward that is already running; called by a pre-hook of the model."""
-        self._begin(module, args, sys._getframe(2))
+        self._begin(module, args, sys._getframe(3))
 
 
 class _Monitor:
@@ -132,7 +132,7 @@ class _Monitor:
             raise LayertapError("this monitor is already in use")
         if self._model._compiled_call_impl is not None:
             raise InputError("model.compile() compiles hooks too", hint="monitor torch.compile(model) instead")
-        self._handle = self._model.register_forward_pre_hook(ModelBoundHook(self._on_forward))
+        self._handle = self._model.register_forward_pre_hook(ModelBoundHook(self._on_forward, set()))
         return self
 
     def __exit__(

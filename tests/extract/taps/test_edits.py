@@ -94,6 +94,16 @@ def test_smoothed_gradients_are_a_moving_average() -> None:
             assert torch.allclose(taps.record["0@grad"], expected)
 
 
+def test_gradients_flow_through_a_smoothed_output() -> None:
+    layer, x = nn.Linear(2, 1, bias=False), torch.tensor([[1.0, 2.0]])
+    with Taps(nn.Sequential(layer)).edit("0", smooth(0.9)) as taps:
+        first = taps(x)
+        second = taps(3 * x)
+        second.sum().backward()
+    assert torch.allclose(second, 0.9 * first + 0.1 * layer(3 * x))
+    assert torch.allclose(layer.weight.grad, 0.1 * 3 * x)  # the first call counts as a constant
+
+
 def test_freeze_gives_every_parameter_its_setting_back() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
     model[1][0].weight.requires_grad_(False)

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from torchvision import models
 
 from extract import InputError, LayertapError, Taps
-from extract.taps.edits import smooth
+from extract.taps.edits import scale, smooth
 from extract.taps.layer_names import named_layers
 from tests.conftest import out_of_place
 
@@ -212,10 +212,24 @@ def test_a_gradient_behind_frozen_layers_is_there_if_the_input_requires_gradient
     model[0].requires_grad_(False)
     with Taps(model).keep("0", "grad") as taps:
         taps(torch.ones(1, 2)).sum().backward()
-        with pytest.raises(LayertapError, match="with all before it frozen, on inputs that require gradients"):
+        with pytest.raises(LayertapError, match="with all before it frozen, let the inputs require gradients"):
             taps.record["0@grad"]
         taps(torch.ones(1, 2, requires_grad=True)).sum().backward()
         assert torch.equal(taps.record["0@grad"], model[1].weight.sum(0, keepdim=True).detach())
+
+
+def test_a_frozen_model_says_how_it_has_gradients() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).requires_grad_(False)
+    advice = "let the inputs require gradients, or edit the layer first"
+    with pytest.raises(RuntimeError, match="does not require grad") as caught:  # noqa: SIM117
+        with Taps(model).keep("0", "grad") as taps:
+            taps(torch.ones(1, 2)).sum().backward()
+    assert advice in caught.value.__notes__[0]
+    with pytest.raises(LayertapError, match=advice), Taps(model).edit("0", scale(2), "grad") as taps:
+        taps(torch.ones(1, 2))
+    with Taps(model).edit("0", lambda h: h.requires_grad_()).keep("0", "grad") as taps:
+        taps(torch.ones(1, 2)).sum().backward()
+    assert torch.equal(taps.record["0@grad"], model[1].weight.sum(0, keepdim=True))
 
 
 def test_records_are_handed_on_when_complete() -> None:

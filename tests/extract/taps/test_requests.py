@@ -282,6 +282,36 @@ def test_layers_that_a_thread_of_the_model_calls_are_told() -> None:
         ]
 
 
+class Generates(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Iterator[Tensor]:
+        yield self.a(x)
+        yield self.b(x)
+
+
+class Waits(Generates):
+    async def forward(self, x: Tensor) -> list[Tensor]:
+        return [self.a(x), self.b(x)]
+
+
+@pytest.mark.parametrize(
+    ("model", "run"), [(Generates(), list), (Waits(), asyncio.run)], ids=["a generator", "a coroutine"]
+)
+def test_a_model_whose_code_runs_after_its_call_says_so(model: nn.Module, run) -> None:
+    message = "the model returned a generator or coroutine, in which nothing is recorded or edited"
+    with Taps(model, ["a", "b/linear"]) as taps:
+        assert torch.equal(run(taps(torch.ones(2, 4)))[0], model.a(torch.ones(2, 4)))
+    for name in ("a", "b/linear"):
+        with pytest.raises(UnknownNameError, match=message):
+            taps.record[name]
+    with pytest.raises(LayertapError, match=f"the edit of a, b never took effect: {message}"):  # noqa: SIM117
+        with Taps(model).edit("*", lambda h: h * 0) as taps:
+            run(taps(torch.ones(2, 4)))
+
+
 def test_threads_that_call_the_model_themselves_are_not_taken_for_its_own() -> None:
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Identity(), nn.ModuleList()), torch.randn(3, 4)
     model.forward = lambda x: model[1](model[0](x)) if x.requires_grad else model[0](x)

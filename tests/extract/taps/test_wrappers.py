@@ -19,6 +19,8 @@ import pytest
 import timm
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.utils import parametrizations
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -389,6 +391,108 @@ def test_a_block_in_a_compiled_function_says_where_to_open_it() -> None:
         warnings.simplefilter("ignore")  # of the compiler
         with pytest.raises(LayertapError, match="open the block outside of compiled functions"):
             first_output(X)
+
+
+class Traced(nn.Module):
+    """A layer before, and a layer inside, what PyTorch's compiler traces."""
+
+    def __init__(self, higher_order: Callable[[nn.Module, Tensor], Tensor]):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.inside, self.higher_order = nn.Linear(4, 4), nn.Linear(4, 4), higher_order
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.higher_order(self.inside, self.a(x))
+
+
+HIGHER_ORDER: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "cond": lambda inside, h: torch.cond(h.sum() > -1e9, inside, inside, (h,)),
+    "while_loop": lambda inside, h: torch.while_loop(
+        lambda i, h: i < 3, lambda i, h: (i + 1, inside(h)), (torch.tensor(0), h)
+    )[1],
+    "compile": lambda inside, h: torch.compile(lambda h: inside(h).relu(), backend="eager", fullgraph=True)(h),
+    "flex_attention": lambda inside, h: flex_attention(
+        *[F.pad(h, (0, 12))[None, None]] * 3, score_mod=lambda score, b, head, i, j: score + i - j
+    ),
+}
+
+
+@pytest.mark.parametrize("higher_order", HIGHER_ORDER.values(), ids=HIGHER_ORDER)
+@pytest.mark.parametrize("grad", [False, True])
+def test_code_that_the_compiler_traces_computes_the_same_inside_the_block(
+    higher_order: Callable[[nn.Module, Tensor], Tensor], grad: bool
+) -> None:
+    torch.compiler.reset()
+    model = Traced(higher_order)
+    with torch.set_grad_enabled(grad and higher_order is not HIGHER_ORDER["flex_attention"]):  # it has none on a CPU
+        expected = model(X)
+        torch.compiler.reset()
+        # As in a process where the compiler is first imported inside the block.
+        with (
+            Taps(model, ["a", "inside", "a/linear", "/pad"]).keep("", "attention").edit("a/linear", scale(1)) as taps,
+            torch.compiler.set_stance("default"),
+        ):
+            output = taps(X)
+        assert torch.equal(output, expected)
+        assert torch.equal(taps.record["a"], model.a(X))
+        assert torch.equal(taps.record["a/linear"], model.a(X))
+        if higher_order is not HIGHER_ORDER["flex_attention"]:
+            assert taps.record.missing["inside"].startswith("layer 'inside' ran in code that PyTorch's compiler traces")
+
+
+@pytest.mark.parametrize("layers", ["inside", "*", "inside/linear"])
+def test_an_edit_of_a_layer_that_the_compiler_traces_is_an_error(layers: str) -> None:
+    torch.compiler.reset()
+    model = Traced(HIGHER_ORDER["cond"])
+    with pytest.raises(LayertapError, match=r"the edit of inside(/linear)? never took effect in code that PyTorch's"):  # noqa: SIM117
+        with torch.no_grad(), Taps(model).edit(layers, scale(0)) as taps, torch.compiler.set_stance("default"):
+            taps(X)
+    with torch.no_grad(), Taps(model).edit("inside", scale(0)) as taps:  # where it is not traced
+        assert torch.equal(taps(X), torch.zeros(3, 4))
+
+
+@pytest.mark.parametrize("layers", ["inside/linear", "*/linear"])
+def test_functions_inside_a_branch_that_are_not_seen_are_not_passed_over_in_silence(layers: str) -> None:
+    model = Traced(HIGHER_ORDER["cond"])
+    with torch.no_grad():
+        with pytest.raises(LayertapError, match=r"the edit of inside/linear never took effect in code"):  # noqa: SIM117
+            with Taps(model).edit(layers, scale(0)) as taps:
+                taps(X)
+        with Taps(model, "inside/linear") as taps:
+            taps(X)
+    assert taps.record.missing["inside/linear"].startswith("layer 'inside' ran in code that")
+
+
+def test_a_branch_that_needs_the_compiler_for_gradients_says_so() -> None:
+    model = Traced(HIGHER_ORDER["cond"])
+    with pytest.raises(AssertionError) as caught, Taps(model, "a") as taps:
+        taps(X)
+    assert "call the model under torch.compiler.set_stance('default') in the block" in caught.value.__notes__[-1]
+    with Taps(model).keep("a", "grad") as taps, torch.compiler.set_stance("default"):
+        taps(X).sum().backward()
+    assert torch.allclose(taps.record["a@grad"], model.inside.weight.sum(0).expand(3, 4))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_export_inside_the_block_is_no_call_of_the_model(strict: bool) -> None:
+    model = net()
+    with torch.no_grad(), Taps(model, ["*", "0/linear"]).edit("*", scale(0)) as taps:
+        taps(X)
+        program = torch.export.export(model, (X,), strict=strict)
+        assert {type(value) for value in taps.record.values()} == {Tensor}
+    assert torch.equal(taps.record["2"], torch.zeros(3, 2))
+    assert torch.equal(program.module()(X), model(X))
+
+
+def test_a_stance_that_is_set_inside_the_block_stays() -> None:
+    with Taps(net(), "0"):
+        ours = torch.compiler.set_stance("eager_on_recompile")
+    now = torch.compiler.set_stance("default")
+    assert ours.prev.stance == "force_eager"
+    assert now.prev is ours.stance
+    with Taps(net(), "0"):
+        pass
+    assert torch.compiler.set_stance("default").prev is now.stance
 
 
 def test_scripted_and_exported_models_are_refused() -> None:
