@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from extract.taps.torch_internals import is_in_functorch
+
 __all__ = ["copied", "overlaps_itself", "with_attributes"]
 
 
@@ -29,7 +31,7 @@ def _with_strides_of(tensor: Tensor) -> Tensor:
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         return copy
     strides = tensor.stride()
-    if copy.stride() == strides or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+    if copy.stride() == strides or is_in_functorch(tensor):
         return copy
     if type(copy) is not Tensor or overlaps_itself(tensor):  # a subclass; after `expand` or `unfold`
         return copy

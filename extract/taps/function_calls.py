@@ -8,7 +8,6 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
@@ -30,6 +29,7 @@ from extract.taps.layer_names import unwrap
 from extract.taps.nested import tensors_in
 from extract.taps.record import Record, Site
 from extract.taps.requests import HookPoint, TapRequest, number_again
+from extract.taps.torch_internals import graph_task, has_function_modes
 
 __all__ = ["FunctionAndParameterCalls"]
 
@@ -128,12 +128,12 @@ class FunctionAndParameterCalls(HookCalls):
     def _push(self, names: list[str], module: nn.Module, args: Any) -> None:
         if forward := self._computing():
             again = in_backward()
-            if again and forward.again_in != (task := torch._C._current_graph_task_id()):
+            if again and forward.again_in != (task := graph_task()):
                 forward.again.clear()  # of a backward pass that was interrupted
                 forward.again_in = task
             if again and not forward.again:
                 forward.end_again = watch_again(self._listener)
-            if not (again or self._is_paused or torch._C._len_torch_function_stack()):
+            if not (again or self._is_paused or has_function_modes()):
                 self._traced.add(id(module))  # a mode is off inside the functions that it watches: torch.cond is one
             # The frame of the module's call, which PyTorch's function `inner` is called in.
             forward.modules(again).append((names, sys._getframe(3)))

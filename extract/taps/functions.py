@@ -20,18 +20,22 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.overrides import TorchFunctionMode
 
 from extract.taps.copies import copied, overlaps_itself
+from extract.taps.torch_internals import (
+    function_modes,
+    has_function_modes,
+    memory_of,
+    pop_function_mode,
+    push_function_mode,
+)
 
 __all__ = [
     "Listener",
     "Write",
     "attention_weights",
-    "is_saved",
-    "is_shared",
     "is_watching",
-    "memory_of",
     "operation_name",
     "unwatch",
     "unwatched",
@@ -178,22 +182,6 @@ def _version(tensor: Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
-def memory_of(tensor: Tensor) -> int:
-    """Return what tensors have in common that share memory, as long as one of them exists."""
-    return int(tensor.untyped_storage()._cdata)
-
-
-def is_shared(tensor: Tensor) -> bool:
-    """Whether another tensor has the same memory: a view, or what autograd has saved."""
-    storage = tensor.untyped_storage()
-    return bool(torch._C._storage_Use_Count(storage._cdata) > 2)  # the tensor and `storage`
-
-
-def is_saved(tensor: Tensor) -> bool:
-    """Whether autograd may have saved this very tensor, or a view of it exists."""
-    return bool(tensor._use_count() > 1)  # type: ignore[attr-defined]
-
-
 class _State(threading.local):
     """Thread-local state: the one mode for all listeners, and whether layertap's own code is running (`busy`)."""
 
@@ -235,9 +223,9 @@ def watch(listener: Listener) -> None:
     if watch is None:
         watch = _state.watch = _Watch()
         # Below all others: a mode that was entered before this one, inside the model, is left before this one.
-        others = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]  # type: ignore[no-untyped-call]
+        others = [pop_function_mode() for _ in range(has_function_modes())]  # type: ignore[no-untyped-call]
         for mode in (watch, *reversed(others)):
-            _push_mode(mode)  # type: ignore[no-untyped-call]
+            push_function_mode(mode)  # type: ignore[no-untyped-call]
     if listener not in watch.listeners:
         watch.listeners.append(listener)
 
@@ -269,13 +257,13 @@ def watching(listener: Listener) -> Iterator[None]:
 
 def _leave(mode: TorchFunctionMode) -> None:
     """Exit a function mode, whatever modes were entered after it; none if PyTorch has discarded it."""
-    if mode not in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
+    if mode not in function_modes():
         return
     later = []
-    while (last := _pop_mode()) is not mode:  # type: ignore[no-untyped-call]
+    while (last := pop_function_mode()) is not mode:  # type: ignore[no-untyped-call]
         later.append(last)
     for other in reversed(later):
-        _push_mode(other)  # type: ignore[no-untyped-call]
+        push_function_mode(other)  # type: ignore[no-untyped-call]
 
 
 def watch_again(listener: Listener) -> Callable[[], None]:
@@ -288,7 +276,7 @@ def watch_again(listener: Listener) -> Callable[[], None]:
     if watch is None:
         watch = _Watch()
         watch.listeners.append(listener)
-    elif watch in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
+    elif watch in function_modes():
         return lambda: None
     watch.__enter__()  # type: ignore[no-untyped-call]
     return partial(_leave, watch)
@@ -300,15 +288,15 @@ class unwatched:  # noqa: N801  it is used as a function
     # A mode costs time at each access to a tensor, even if it does nothing: it is taken off where it is on top.
     def __enter__(self) -> None:
         self._busy, self._watch = _state.busy, _state.watch
-        if self._watch is not None and not self._busy and torch._C._len_torch_function_stack():
-            if (top := _pop_mode()) is self._watch:  # type: ignore[no-untyped-call]
+        if self._watch is not None and not self._busy and has_function_modes():
+            if (top := pop_function_mode()) is self._watch:  # type: ignore[no-untyped-call]
                 return
-            _push_mode(top)  # type: ignore[no-untyped-call]
+            push_function_mode(top)  # type: ignore[no-untyped-call]
         self._watch, _state.busy = None, True
 
     def __exit__(self, *error: object) -> None:
         if self._watch is not None:
-            _push_mode(self._watch)  # type: ignore[no-untyped-call]
+            push_function_mode(self._watch)  # type: ignore[no-untyped-call]
         _state.busy = self._busy
 
 

@@ -19,6 +19,7 @@ from extract.taps.functions import unwatched
 from extract.taps.record import Reduce, Site, What
 from extract.taps.requests import Call, HookPoint, ModelCall, TapRequest
 from extract.taps.stand_ins import StandInError
+from extract.taps.torch_internals import engine_code, graph_task, when_backward_ends
 
 __all__ = [
     "BackwardPasses",
@@ -105,7 +106,7 @@ def stand_in(forward: ModelCall, site: Site, given: Tensor, tensor: Tensor, *, f
 
 def in_backward() -> bool:
     """Whether this thread is inside a backward pass; the same test as in `torch.utils.checkpoint`."""
-    return torch._C._current_graph_task_id() != -1
+    return graph_task() != -1
 
 
 def on_gradient(
@@ -164,14 +165,14 @@ class BackwardPasses:
 
         The result is None for `torch.autograd.grad` inside another pass: what it computes is no part of the outer one.
         """
-        task = torch._C._current_graph_task_id()
+        task = graph_task()
         if task == self._task:
             return self._number
         passes = [
             frame
             for top in (sys._getframe(), sys._current_frames().get(thread))  # on a GPU, two threads
             for frame in frames_of(top)
-            if frame.f_code is torch.autograd.graph._engine_run_backward.__code__
+            if frame.f_code is engine_code
         ]
         innermost, outermost = (passes[0], passes[-1]) if passes else (None, None)
         if innermost is not None and innermost is not outermost:
@@ -179,7 +180,7 @@ class BackwardPasses:
             if caller is not None and caller.f_code is torch.autograd.grad.__code__:
                 return None
         if innermost is outermost:
-            torch.autograd.Variable._execution_engine.queue_callback(self.ended)
+            when_backward_ends(self.ended)
         if outermost is None or outermost is not self._frame:
             self._number += 1
         self._task, self._frame = task, outermost

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
 from extract.errors import InputError, LayertapError
@@ -25,9 +24,6 @@ from extract.taps.edits import apply_edit
 from extract.taps.functions import (
     Listener,
     Write,
-    is_saved,
-    is_shared,
-    memory_of,
     unwatch,
     unwatched,
     watch,
@@ -56,6 +52,18 @@ from extract.taps.requests import (
     number_again,
 )
 from extract.taps.stand_ins import stands_in
+from extract.taps.torch_internals import (
+    computes_tangents,
+    graph_task,
+    has_dispatch_modes,
+    has_function_modes,
+    hooks_of,
+    inference_mode,
+    is_in_functorch,
+    is_saved,
+    is_shared,
+    memory_of,
+)
 
 __all__ = ["HookCalls", "ModelBoundHook", "copy_out"]
 
@@ -76,11 +84,11 @@ def copy_out(
         to_cpu: copies a dense tensor to the CPU, possibly asynchronously; None makes a blocking copy.
     """
     if reduce is None and not torch.is_inference_mode_enabled():
-        attached = tensor.requires_grad or forward_ad._current_level >= 0
+        attached = tensor.requires_grad or computes_tangents()
         return _copied(tensor.detach() if attached else tensor, site, to_cpu)
     # Copies made in inference mode could not be used in training later. This guard is what `torch.inference_mode` uses;
     # the latter takes as long as the copy of a small tensor.
-    with torch._C._InferenceMode(False):
+    with inference_mode(False):
         value = tensor.detach()
         if reduce is None:
             return _copied(value, site, to_cpu)
@@ -119,7 +127,7 @@ def _copied(value: Any, site: Site, to_cpu: Callable[[Tensor], Tensor] | None) -
             f"{site} is a DTensor, spread over processes",
             hint="reduce it to this part (lambda t: t.to_local()) or, in all, to the whole (lambda t: t.full_tensor())",
         )
-    if torch._C._functorch.is_functorch_wrapped_tensor(value):
+    if is_in_functorch(value):
         raise InputError(
             f"{site} is inside torch.func (vmap, grad, ...), where values cannot be copied out of the model"
         )
@@ -143,7 +151,7 @@ def _is_plain(tensor: Tensor) -> bool:
         and tensor.dtype is torch.float32
         and tensor.layout is torch.strided
         and not tensor.is_nested
-        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        and not is_in_functorch(tensor)
         and tensor.is_contiguous()
     )
 
@@ -196,7 +204,7 @@ _note._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def _remove(module: nn.Module, *args: Any) -> None:
     """Remove copied hooks from a module and those inside it, when one is called: hooks keep layers from fused code."""
     for layer in module.modules():
-        for hooks in (layer._forward_pre_hooks, layer._forward_hooks):
+        for hooks in hooks_of(layer):
             for number in [number for number, hook in hooks.items() if getattr(hook, "func", None) is _remove]:
                 del hooks[number]
                 for flags in (
@@ -313,7 +321,7 @@ class HookCalls:
         block = self._block
         if block is None or in_backward():
             return
-        if self._has_other_callers and torch.compiler.is_exporting() and torch._C._len_torch_dispatch_stack():
+        if self._has_other_callers and torch.compiler.is_exporting() and has_dispatch_modes():
             return  # of this thread: the exported program would contain the hooks, and the record no values
         if (thread := threading.get_ident()) != block.thread or thread in block.in_users_code:
             block.callers.add(thread)
@@ -360,7 +368,7 @@ class HookCalls:
         if (thread := threading.get_ident()) != block.thread or thread in block.in_users_code:
             return None
         # A backward pass inside the forward may recompute checkpointed layers, which does not count as a call.
-        return forward if torch._C._current_graph_task_id() == -1 else None  # `in_backward()`, but faster
+        return forward if graph_task() == -1 else None  # `in_backward()`, but faster
 
     def _users_code(self) -> contextlib.AbstractContextManager[None]:
         """Context manager: see `Block.users_code`."""
@@ -569,7 +577,7 @@ class HookCalls:
             )
         # Entering a context takes as long as the copy of a small tensor.
         own = request.reduce is None or self._reduces_call_no_layers
-        if own and not request.live and not torch._C._len_torch_function_stack():
+        if own and not request.live and not has_function_modes():
             forward.record.by_site[site] = self._copy_out(tensor, request.reduce, site)
             return
         with self._users_code():

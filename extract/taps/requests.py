@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from extract.errors import InputError, LayertapError, unknown_name
 from extract.taps.edits import Edit
-from extract.taps.functions import memory_of
 from extract.taps.layer_names import match_layers
 from extract.taps.nested import Path, tensors_in
 from extract.taps.record import Record, Reduce, Requested, Site, What, split_text
 from extract.taps.stand_ins import StandIns, originals
+from extract.taps.torch_internals import memory_of
 
 __all__ = [
     "FROZEN",

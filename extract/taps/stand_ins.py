@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from extract.errors import LayertapError
 from extract.taps.copies import overlaps_itself
-from extract.taps.functions import Write, is_shared, memory_of
+from extract.taps.functions import Write
 from extract.taps.record import Site
+from extract.taps.torch_internals import StorageWeakRef, is_shared, memory_of
 
 __all__ = ["StandInError", "StandIns", "originals", "stands_in"]
 

@@ -46,6 +46,7 @@ from extract.taps.layer_names import layer_named, named_layers, unwrap
 from extract.taps.record import Record, Reduce, Site, What, split_text
 from extract.taps.requests import FROZEN, HookPoint, TapRequest, requests_for, why_absent
 from extract.taps.switches import COMPILED_CODE_OFF
+from extract.taps.torch_internals import hooks_of
 
 __all__ = ["Taps"]
 
@@ -412,11 +413,11 @@ def _move_edits_to_front(module: nn.Module) -> None:
     """
     edits = [
         number
-        for number, hook in module._forward_hooks.items()
+        for number, hook in hooks_of(module)[1].items()
         if isinstance(hook, ModelBoundHook) and getattr(hook.func, "__func__", None) is HookCalls._edit_output
     ]
     for number in reversed(edits):
-        module._forward_hooks.move_to_end(number, last=False)  # type: ignore[attr-defined]
+        hooks_of(module)[1].move_to_end(number, last=False)
 
 
 def _check_function(what: str, layers: Layers, function: object, hint: str) -> None:

@@ -1,0 +1,96 @@
+"""All names of PyTorch that layertap uses and that are not part of its public interface, in one place.
+
+They were seen in PyTorch 2.14.1. `tests/extract/taps/test_torch_internals.py` says for each what breaks if it changes.
+Functions written in C are named here without a function around them: some run at each call of a layer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
+
+__all__ = [
+    "StorageWeakRef",
+    "computes_tangents",
+    "engine_code",
+    "function_modes",
+    "graph_task",
+    "has_dispatch_modes",
+    "has_function_modes",
+    "hooks_of",
+    "inference_mode",
+    "is_in_functorch",
+    "is_saved",
+    "is_shared",
+    "memory_of",
+    "pop_function_mode",
+    "push_function_mode",
+    "when_backward_ends",
+]
+
+# Number of the running backward pass of this thread, -1 outside: activation checkpointing asks the same. It tells calls
+# of layers in the forward from those that a backward pass computes again.
+graph_task = torch._C._current_graph_task_id
+
+# The code of the function that runs a backward pass: which passes run inside others is read from the stack.
+engine_code = torch.autograd.graph._engine_run_backward.__code__
+
+# What `torch.inference_mode` uses; that takes as long as the copy of a small tensor.
+inference_mode = torch._C._InferenceMode
+
+# Whether a tensor is inside torch.func (vmap, grad, ...), where its values cannot be copied out of the model.
+is_in_functorch = torch._C._functorch.is_functorch_wrapped_tensor
+
+# The stack of function modes. Layertap's own mode lies below all others, is taken off while layertap's own code runs,
+# and is left in any order.
+has_function_modes = torch._C._len_torch_function_stack
+push_function_mode = _push_mode
+pop_function_mode = _pop_mode
+
+# Whether this thread traces tensors, as `torch.export` does: its calls are not calls of the model.
+has_dispatch_modes = torch._C._len_torch_dispatch_stack
+
+
+def function_modes() -> list[TorchFunctionMode]:
+    """Return the function modes of this thread, the outermost first."""
+    modes: list[TorchFunctionMode] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return modes
+
+
+def computes_tangents() -> bool:
+    """Whether forward-mode differentiation is on: values that are kept must not keep tangents."""
+    return forward_ad._current_level >= 0
+
+
+def when_backward_ends(function: Any) -> None:
+    """Call a function at the end of the running backward pass."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+def memory_of(tensor: Tensor) -> int:
+    """Return what tensors have in common that share memory, as long as one of them exists."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def is_shared(tensor: Tensor) -> bool:
+    """Whether another tensor has the same memory: a view, or what autograd has saved."""
+    storage = tensor.untyped_storage()
+    return bool(torch._C._storage_Use_Count(storage._cdata) > 2)  # the tensor and `storage`
+
+
+def is_saved(tensor: Tensor) -> bool:
+    """Whether autograd may have saved this very tensor, or a view of it exists."""
+    return bool(tensor._use_count() > 1)  # type: ignore[attr-defined]
+
+
+def hooks_of(module: nn.Module) -> tuple[Any, Any]:
+    """Return the forward pre-hooks and the forward hooks of a module, as ordered dicts: number -> hook.
+
+    Edits of outputs are moved before the hooks of others; copied hooks are removed by number.
+    """
+    return module._forward_pre_hooks, module._forward_hooks
