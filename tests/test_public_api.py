@@ -80,15 +80,19 @@ extract.Taps.keep(self, layers: Layers, what: What = 'output', *, reduce: Reduce
         = None, live: bool = False) -> Self
 extract.Taps.record: Record
 class extract.UnknownNameError(LayertapError, KeyError)
-extract.extract_features(images: str | os.PathLike[str] | MapDataset, *, out: str | os.PathLike[str], backbone:
-        str | Backbone = 'bundled/efficientnet_lite0', layers: str | Sequence[str] = ('embedding',), weights:
-        str | None = None, batch_size: int = 64, workers: int = ..., decode: str = 'exact', device: str =
-        'auto', dtype: str = 'float32', precision: str = 'float32', compile: str = 'auto', min_cosine: float =
-        0.999, limit: int | None = None, keep: str | Sequence[str] = (), max_pixels: int = 178956970,
-        orientation: str = 'exif', icc: str = 'ignore', seed: int = 0, allow_missing_head: bool = False,
-        preprocessing: Mapping[str, Any] | None = None, shard_rows: int | None = None, compress: str | None =
-        None, distortion: float = 0.1, max_distortion: float | None = None, axes: str | os.PathLike[str] | None
-        = None, fit_on: int = 2000, retry_failed: bool = False, progress: bool = True) -> FeatureReader
+extract.extract_features(images: str | os.PathLike[str] | extract.images.datasets.MapDataset, *, out: str |
+        os.PathLike[str], backbone: str | extract.compute.backbone.Backbone = 'bundled/efficientnet_lite0',
+        preprocessing: collections.abc.Mapping[str, typing.Any] | None = None, retry_failed: bool = False,
+        progress: bool = True, layers: str | collections.abc.Sequence[str] = ('embedding',), batch_size: int =
+        64, decode: Literal['exact', 'fast'] = 'exact', dtype: Literal['float32', 'float16', 'bfloat16', 'int8']
+        = 'float32', precision: Literal['float32', 'bfloat16', 'float16'] = 'float32', compile: Literal['auto',
+        'on', 'off', 'inductor', 'openvino'] = 'auto', workers: int = ..., max_pixels: int = 178956970,
+        orientation: Literal['exif', 'ignore'] = 'exif', icc: Literal['ignore', 'srgb'] = 'ignore', min_cosine:
+        float = 0.999, axes: str | os.PathLike[str] | None = None, shard_rows: int | None = None, compress:
+        Optional[Literal['gzip', 'lzf', 'blosc2']] = None, sync_s: float = 30.0, limit: int | None = None, keep:
+        str | collections.abc.Sequence[str] = (), distortion: float | None = 0.1, max_distortion: float | None =
+        None, fit_on: int | None = 2000, weights: str | None = None, allow_missing_head: bool = False, device:
+        str = 'auto', seed: int = 0) -> FeatureReader
 extract.inspect_model(model: nn.Module, batches: Iterable[Any], layers: str | Sequence[str] | None = None, *,
         loss: Loss | None = None, on_batch: Callable[[int], None] = ..., name_of: Callable[[int], str] = ...) ->
         Inspection

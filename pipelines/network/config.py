@@ -26,7 +26,7 @@ class LookConfig(BackboneConfig):
     """Configuration that `inspect`, `draw` and `ablate` share."""
 
     layers: list[str] | None = Field(None, min_length=1, description="May be repeated; globs allowed. [default: all]")
-    batch_size: int = Field(16, strict=True, ge=1, description="Images per forward.")
+    batch_size: int = Field(16, strict=True, ge=1)
     sample: int | None = Field(256, description="Number of images, evenly spread; or 'all'.")
 
     @field_validator("sample", mode="before")

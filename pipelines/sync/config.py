@@ -11,6 +11,7 @@ from typing import Any, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from extract.errors import InputError, unknown_name
+from extract.extraction.settings import ExtractionSettings
 from extract.images.index.image_index import is_plan
 from extract.sync.safety_limits import Guards
 from pipelines.embed.config import FeaturesConfig
@@ -52,6 +53,10 @@ class SyncConfig(FeaturesConfig):
         if self.folder.resolve().is_relative_to(Path(self.images).resolve()):
             raise InputError(f"out: {self.folder} lies inside {self.images}", hint="name a folder outside the images")
         return self
+
+    def settings(self, **changes: Any) -> ExtractionSettings:
+        """Return the extraction settings. Nothing is fitted to images that change."""
+        return super().settings(distortion=None, fit_on=None, **changes)
 
     @property
     def root(self) -> str:
