@@ -1,6 +1,6 @@
 """Extension of griffe: functions that take settings are shown with the parameters that they have when they run.
 
-Griffe reads source files, where such a function has a single parameter; see `taking` in `extract/extraction/settings.py`.
+Griffe reads source files, where such a function has one parameter; see `taking` in `extract/extraction/settings.py`.
 """
 
 from __future__ import annotations

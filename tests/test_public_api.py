@@ -192,13 +192,15 @@ class extract.sklearn.LayerFeatures(backbone: str = 'bundled/efficientnet_lite0'
 extract.sklearn.LayerFeatures.fit(self, X: Any, y: Any = None) -> Self
 extract.sklearn.LayerFeatures.get_feature_names_out(self, input_features: Any = None) -> NDArray[Any]
 extract.sklearn.LayerFeatures.transform(self, X: Any) -> NDArray[np.float32]
-layertap.compare(images: str | os.PathLike[str], backbones: str | Sequence[str] = (), *, table: str |
-        os.PathLike[str] | None = None, layers: str | Sequence[str] = ('embedding',), protocol: str = 'clip',
-        labels: str | os.PathLike[str] | None = None, tasks: Mapping[str, str | os.PathLike[str]] | None = None,
-        out: str | os.PathLike[str] | None = None, budget: str | float | None = None, limit: int | None = None,
-        test_fraction: float | None = None, decode: str = 'exact', dtype: str = 'float32', precision: str =
-        'float32', compile: str = 'auto', batch_size: int = 64, workers: int = ..., device: str = 'auto', seed:
-        int = 0, progress: bool = True) -> Comparison
+layertap.compare(images: str | os.PathLike[str], backbones: str | collections.abc.Sequence[str] = (), *, table:
+        str | os.PathLike[str] | None = None, protocol: str = 'clip', labels: str | os.PathLike[str] | None =
+        None, tasks: collections.abc.Mapping[str, str | os.PathLike[str]] | None = None, out: str |
+        os.PathLike[str] | None = None, budget: str | float | None = None, limit: int | None = None,
+        test_fraction: float | None = None, workers: int = ..., device: str = 'auto', seed: int = 0, progress:
+        bool = True, layers: str | collections.abc.Sequence[str] = ('embedding',), batch_size: int = 64, decode:
+        Literal['exact', 'fast'] = 'exact', dtype: Literal['float32', 'float16', 'bfloat16', 'int8'] =
+        'float32', precision: Literal['float32', 'bfloat16', 'float16'] = 'float32', compile: Literal['auto',
+        'on', 'off', 'inductor', 'openvino'] = 'auto') -> Comparison
 """
 
 

@@ -14,7 +14,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cache, wraps
-from typing import Annotated, Any, Literal, ParamSpec, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, ParamSpec, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from pydantic import Field
 from pydantic.fields import FieldInfo
@@ -25,7 +25,7 @@ from extract.errors import InputError, unknown_name
 
 __all__ = [
     "PRECISIONS", "BackboneSettings", "DataSetSettings", "DecodingSettings", "ExtractionSettings", "FeatureSettings",
-    "choices_of", "described", "fields_of", "taking", "values_of",
+    "choices_of", "fields_of", "taking", "values_of",
 ]  # fmt: skip
 
 Precision = Literal["float32", "bfloat16", "float16"]
@@ -90,10 +90,10 @@ class FeatureSettings:
 
     layers: Annotated[str | Sequence[str], Field(min_length=1)] = defaults.LAYERS
     batch_size: Annotated[int, Field(strict=True, ge=1)] = defaults.BATCH_SIZE
-    decode: Literal["exact", "fast"] = defaults.DECODE
-    dtype: Literal["float32", "float16", "bfloat16", "int8"] = defaults.DTYPE
+    decode: Literal["exact", "fast"] = "exact"
+    dtype: Literal["float32", "float16", "bfloat16", "int8"] = "float32"
     precision: Precision = defaults.PRECISION
-    compile: Literal["auto", "on", "off", "inductor", "openvino"] = defaults.COMPILE
+    compile: Literal["auto", "on", "off", "inductor", "openvino"] = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,12 +136,12 @@ class ExtractionSettings(DataSetSettings):
 
     limit: Annotated[int | None, Field(strict=True, ge=1)] = None
     keep: str | Sequence[str] = ()
-    distortion: Annotated[float | None, Field(gt=0, lt=1)] = defaults.DISTORTION
+    distortion: Annotated[float | None, Field(gt=0, lt=1)] = 0.1  # that of scikit-learn
     max_distortion: Annotated[float | None, Field(ge=0)] = None
-    fit_on: Annotated[int | None, Field(strict=True, ge=2)] = defaults.FIT_ON
+    fit_on: Annotated[int | None, Field(strict=True, ge=2)] = 2000
 
     def __post_init__(self) -> None:
-        for name, field in fields_of(ExtractionSettings).items():
+        for name, field in fields_of(cast(Any, type(self))).items():
             _check(name, getattr(self, name), field)
         if self.compress is not None:
             from extract.store.format.untrusted import need_libraries  # slow to import, and rarely needed
@@ -179,7 +179,6 @@ def values_of(model: type, holder: object) -> dict[str, Any]:
     return {field.name: getattr(holder, field.name) for field in fields(model) if hasattr(holder, field.name)}
 
 
-@cache
 def described(model: Any) -> dict[str, str]:
     """Return what the settings of a class mean, from its docstring and those of its bases: name -> text."""
     texts: dict[str, str] = {}
@@ -192,9 +191,13 @@ def described(model: Any) -> dict[str, str]:
 
 @cache
 def fields_of(model: Any) -> dict[str, FieldInfo]:
-    """Return the settings of a class: name -> type, default and limits."""
-    hints = get_type_hints(model, include_extras=True)
-    return {field.name: FieldInfo.from_annotated_attribute(hints[field.name], field.default) for field in fields(model)}
+    """Return the settings of a class: name -> type, default, limits and meaning."""
+    hints, texts = get_type_hints(model, include_extras=True), described(model)
+    found = {}
+    for field in fields(model):
+        found[field.name] = FieldInfo.from_annotated_attribute(hints[field.name], field.default)
+        found[field.name].description = texts[field.name]
+    return found
 
 
 def choices_of(annotation: Any) -> tuple[str, ...]:
@@ -222,17 +225,15 @@ def taking(model: Callable[Parameters, Model]) -> Callable[[Callable[[Model], Re
             return function(model(*args, **kwargs))
 
         cls.__init__.__qualname__ = function.__name__  # named by Python if a call does not fit
-        signature, types, texts = inspect.signature(cls), fields_of(cls), described(cls)
-        own_first = sorted(
-            signature.parameters.values(), key=lambda parameter: parameter.name not in cls.__annotations__
-        )
-        parameters = [parameter.replace(annotation=types[parameter.name].annotation) for parameter in own_first]
+        settings, signature = fields_of(cls), inspect.signature(cls)
+        names = sorted(signature.parameters, key=lambda name: name not in vars(cls)["__annotations__"])
+        parameters = [signature.parameters[name].replace(annotation=settings[name].annotation) for name in names]
         result = inspect.signature(function).return_annotation
         vars(call)["__signature__"] = signature.replace(parameters=parameters, return_annotation=result)
-        entries = (f"    {parameter.name}: {texts[parameter.name]}" for parameter in parameters)
+        entries = (f"    {name}: {settings[name].description}" for name in names)
         args = "\n".join(textwrap.fill(entry, 116, subsequent_indent=" " * 8) for entry in entries)
-        head, raises, rest = (inspect.getdoc(function) or "").partition("\nRaises:")
-        call.__doc__ = f"{head}\nArgs:\n{args}\n{raises}{rest}"
+        text = inspect.getdoc(function) or ""
+        call.__doc__ = re.sub("\n(?=Returns:|Raises:)", lambda _: f"\nArgs:\n{args}\n\n", text, count=1)
         return call
 
     return decorate

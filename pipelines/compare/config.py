@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from pydantic import BaseModel, Field, field_validator, model_validator
 
 from extract import defaults
 from extract.extraction.settings import ExtractionSettings
-from pipelines.terminal.config import FeatureKeys, name_of
+from pipelines.terminal.config import FeatureKeys, Words, name_of
 from pipelines.terminal.units import Seconds
 
 __all__ = ["CompareConfig"]
@@ -20,7 +20,7 @@ class CompareConfig(FeatureKeys, BaseModel):
     """Configuration of `layertap compare`."""
 
     images: str = Field(min_length=1, description="See `layertap embed`.")
-    backbones: list[str] = Field([], description="Backbone, or glob of backbones; may be repeated.")
+    backbones: Words = Field([], description="Backbone, or glob of backbones; may be repeated.")
     table: Path | None = Field(
         None, description="FILE.csv with the columns `backbone` and optionally `weights` and `name`."
     )
@@ -30,7 +30,7 @@ class CompareConfig(FeatureKeys, BaseModel):
     labels: str | None = Field(
         None, description="FILE.csv[:COLUMN], a table of images. [default: the classes of the images]"
     )
-    tasks: list[str] = Field(
+    tasks: Words = Field(
         [], description="NAME=FILE.csv[:COLUMN]: labels of one of several tasks, in place of --labels; may be repeated."
     )
     out: Path | None = Field(None, description="Folder of the comparison. [default: outputs/<name of IMAGES>-compared]")
@@ -65,11 +65,6 @@ class CompareConfig(FeatureKeys, BaseModel):
         if self.tasks and self.labels is not None:
             raise ValueError("--labels and --task cannot be used together: name each task with --task")
         return self
-
-    @field_validator("backbones", "layers", "tasks", mode="before")
-    @classmethod
-    def _to_list(cls, value: Any) -> Any:
-        return [value] if isinstance(value, str) else value
 
     @property
     def folder(self) -> Path:

@@ -28,11 +28,6 @@ class FeaturesConfig(BackboneConfig, DataSetKeys):
     def _read_yaml_boolean(cls, value: Any) -> Any:
         return {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value  # YAML's on and off
 
-    @field_validator("layers", "keep", mode="before", check_fields=False)
-    @classmethod
-    def _to_list(cls, value: Any) -> Any:
-        return [value] if isinstance(value, str) else value
-
     def settings(self, **changes: Any) -> ExtractionSettings:
         """Return the extraction settings, with `changes` applied."""
         return ExtractionSettings.of(self, **changes)

@@ -15,7 +15,7 @@ from extract.extraction.settings import ExtractionSettings
 from extract.images.index.image_index import is_plan
 from extract.sync.safety_limits import Guards
 from pipelines.embed.config import FeaturesConfig
-from pipelines.terminal.config import checked, read_yaml
+from pipelines.terminal.config import Words, checked, read_yaml
 from pipelines.terminal.units import Seconds, finite, n_bytes
 
 __all__ = ["ScheduleConfig", "SyncConfig", "SyncFile", "chosen", "load_sync_file"]
@@ -88,8 +88,8 @@ class ScheduleConfig(BaseModel):
     log_backup_count: int = Field(4, ge=1, le=1000, description="Rotated files that are kept: LOG.1, LOG.2 and so on.")
     log_json: bool = Field(False, description="Each line of the log is a JSON object.")
     heartbeat: Path | None = Field(None, description="File that is touched every 30 s, for a watchdog.")
-    on_success: list[str] = Field([], description="Commands to run, or URLs to post to, after a pass without errors.")
-    on_failure: list[str] = Field([], description="The same, after a pass that failed.")
+    on_success: Words = Field([], description="Commands to run, or URLs to post to, after a pass without errors.")
+    on_failure: Words = Field([], description="The same, after a pass that failed.")
 
     @field_validator("log_max_bytes", mode="before")
     @classmethod
@@ -102,11 +102,6 @@ class ScheduleConfig(BaseModel):
         if value and not _SMALLEST_LOG <= value <= _LARGEST_LOG:
             raise ValueError("expected 1kB to 1000GB, or 0 if the file is not rotated")
         return value
-
-    @field_validator("on_success", "on_failure", mode="before")
-    @classmethod
-    def _to_list(cls, value: Any) -> Any:
-        return [value] if isinstance(value, str) else value
 
     @field_validator("timezone")
     @classmethod

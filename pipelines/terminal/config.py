@@ -11,10 +11,10 @@ import re
 from collections.abc import Collection, Sequence
 from copy import copy
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model, field_validator
 from pydantic.fields import FieldInfo
 
 from extract import defaults
@@ -28,6 +28,7 @@ __all__ = [
     "DataSetKeys",
     "ExtractionKeys",
     "FeatureKeys",
+    "Words",
     "checked",
     "keys_of",
     "load_config",
@@ -49,8 +50,10 @@ _HOME = re.compile(r"~[\w.-]*(/|$)")
 _OPTION = re.compile(r"(add )?--([a-z][a-z-]*)(?(1)( \w+)?)")
 
 
+Words = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
+
 # Types of settings that are others in config files.
-_IN_FILES: dict[Any, Any] = {str | Sequence[str]: list[str], str | os.PathLike[str] | None: Path | None}
+_IN_FILES: dict[Any, Any] = {str | Sequence[str]: Words, str | os.PathLike[str] | None: Path | None}
 
 
 def _keys(model: Any) -> type[BaseModel]:
@@ -133,9 +136,10 @@ class BackboneConfig(BackboneKeys, DecodingKeys, BaseModel):
 def keys_of(model: Any) -> dict[str, FieldInfo]:
     """Return the keys of a configuration, or the settings of a class, with descriptions; the most needed ones first."""
     own = model.model_fields if issubclass(model, BaseModel) else settings.fields_of(model)
-    texts = settings.described(settings.BackboneSettings) | settings.described(settings.ExtractionSettings)
+    shared = settings.fields_of(settings.BackboneSettings) | settings.fields_of(settings.ExtractionSettings)
     for key, field in own.items():
-        field.description = field.description or texts.get(key)
+        if field.description is None and key in shared:
+            field.description = shared[key].description
     return {key: own[key] for key in dict.fromkeys((*_FIRST, *own)) if key in own}
 
 
