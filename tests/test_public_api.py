@@ -300,5 +300,31 @@ def test_public_functions_and_classes_have_docstrings(module: str) -> None:
     assert [name for name, value in described.items() if not value.__doc__] == []
 
 
+@pytest.mark.slow
+def test_type_checkers_know_the_arguments_that_are_made_from_settings(tmp_path: Path) -> None:
+    from mypy import api
+
+    lines = {
+        'extract_features("photos", out="out", precision="bfloat16", batch_size=8)': "",
+        'extract_features(images="photos", out="out", keep="caption")': "",
+        'extract_features("photos", out="out", precision="float8")': "[arg-type]",
+        'extract_features("photos", out="out", batch_size="8")': "[arg-type]",
+        'extract_features("photos", out="out", bath_size=8)': "[call-arg]",
+        'extract_features("photos")': "[call-arg]",
+        'compare("photos", ["a"], decode="fast")': "",
+        'compare("photos", decode="quick")': "[arg-type]",
+        'reader: int = extract_features("photos", out="out")': "[assignment]",
+    }
+    imports = "from extract import extract_features\nfrom layertap import compare\n"
+    (tmp_path / "user.py").write_text(imports + "\n".join(lines))
+    # Without the settings of this project, and so without the plugin of pydantic, as a user has it.
+    how = ["--strict", "--config-file=", f"--cache-dir={tmp_path}", "--follow-imports=silent"]
+    stdout, stderr, _ = api.run([*how, "--ignore-missing-imports", str(tmp_path / "user.py")])
+    refused = {
+        int(number): code for number, code in re.findall(r"user\.py:(\d+): error: .*(\[[\w-]+\])$", stdout, re.M)
+    }
+    assert refused == {number: code for number, code in enumerate(lines.values(), 3) if code}, stdout + stderr
+
+
 if __name__ == "__main__":
     print("\n".join(entry for module in MODULES for entry in entries(module)))
