@@ -120,13 +120,15 @@ class DataSetSettings(DecodingSettings, FeatureSettings):
 class ExtractionSettings(DataSetSettings):
     """Settings of a run, checked on creation.
 
+    Without `distortion`, `srp` without a number of values is refused; without `fit_on`, axes are not fitted.
+
     Attributes:
         limit: Use only the first LIMIT images.
         keep: Further column of a list or dataset, such as captions, to store with the features; several are possible.
         distortion: For LAYER:srp without a number of values, which is chosen so that squared distances between the
-            images are likely to change by at most this part; None: refused.
+            images are likely to change by at most this part.
         max_distortion: End the run if a projection changes over 5 % of the distances of the first images by more.
-        fit_on: Images to fit the principal axes of LAYER:pcaK on, spread evenly over all; None: axes are not fitted.
+        fit_on: Images to fit the principal axes of LAYER:pcaK on, spread evenly over all.
 
     Raises:
         UnknownNameError: the value of a setting does not exist.
