@@ -6,10 +6,10 @@ import re
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 
 from extract.errors import InputError
-from pipelines.terminal.config import BackboneConfig
+from pipelines.terminal.config import FROZEN, BackboneConfig
 
 __all__ = ["AblateConfig", "DrawConfig", "InspectConfig", "LookConfig", "StoredTokensConfig"]
 
@@ -100,7 +100,7 @@ class DrawConfig(LookConfig):
 class StoredTokensConfig(BaseModel):
     """Configuration of `layertap draw tokens OUT`, whose options are among those of `DrawConfig`."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = FROZEN
 
     data_set: str
     images: str | None = None

@@ -8,14 +8,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 
 from extract.errors import InputError, unknown_name
 from extract.extraction.settings import ExtractionSettings
 from extract.images.index.image_index import is_plan
 from extract.sync.safety_limits import Guards
 from pipelines.embed.config import FeaturesConfig
-from pipelines.terminal.config import Words, checked, read_yaml
+from pipelines.terminal.config import FROZEN, Words, checked, read_yaml
 from pipelines.terminal.units import Seconds, finite, n_bytes
 
 __all__ = ["ScheduleConfig", "SyncConfig", "SyncFile", "chosen", "load_sync_file"]
@@ -72,7 +72,7 @@ class SyncConfig(FeaturesConfig):
 class ScheduleConfig(BaseModel):
     """Times of the passes, their log and hooks."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = FROZEN
 
     cron: str | None = Field(None, description="minute hour day month weekday, in local time.")
     every: Seconds | None = Field(None, gt=0, description="Time from one start to the next: 90s, 15m, 6h, 1d.")
@@ -139,7 +139,7 @@ class ScheduleConfig(BaseModel):
 class SyncFile(BaseModel):
     """A config file: the keys of a data set, or several data sets under `data_sets`; and `schedule`."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = FROZEN
 
     path: Path
     data_sets: list[SyncConfig] = Field(min_length=1)

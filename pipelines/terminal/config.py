@@ -24,6 +24,7 @@ from extract.extraction import settings
 from extract.system.similar_paths import did_you_mean
 
 __all__ = [
+    "FROZEN",
     "BackboneConfig",
     "DataSetKeys",
     "ExtractionKeys",
@@ -50,6 +51,8 @@ _HOME = re.compile(r"~[\w.-]*(/|$)")
 _OPTION = re.compile(r"(add )?--([a-z][a-z-]*)(?(1)( \w+)?)")
 
 
+FROZEN = ConfigDict(frozen=True, extra="forbid", defer_build=True)  # most commands use one configuration at most
+
 Words = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
 
 # Types of settings that are others in config files.
@@ -63,7 +66,7 @@ def _keys(model: Any) -> type[BaseModel]:
         key = copy(field)
         key.default = list(field.default) if isinstance(field.default, tuple) else field.default
         own[name] = (_IN_FILES.get(field.annotation, field.annotation), key)
-    return create_model("Keys", __config__=ConfigDict(frozen=True, extra="forbid"), **own)
+    return create_model("Keys", __config__=FROZEN, **own)
 
 
 if TYPE_CHECKING:  # a configuration has the attributes of the settings
