@@ -195,11 +195,11 @@ def described(model: Any) -> dict[str, str]:
 def fields_of(model: Any) -> dict[str, FieldInfo]:
     """Return the settings of a class: name -> type, default, limits and meaning."""
     hints, texts = get_type_hints(model, include_extras=True), described(model)
-    found = {}
+    settings = {}
     for field in fields(model):
-        found[field.name] = FieldInfo.from_annotated_attribute(hints[field.name], field.default)
-        found[field.name].description = texts[field.name]
-    return found
+        settings[field.name] = FieldInfo.from_annotated_attribute(hints[field.name], field.default)
+        settings[field.name].description = texts[field.name]
+    return settings
 
 
 def choices_of(annotation: Any) -> tuple[str, ...]:
@@ -224,9 +224,12 @@ def taking(model: Callable[Parameters, Model]) -> Callable[[Callable[[Model], Re
     def decorate(function: Callable[[Model], Result]) -> Callable[Parameters, Result]:
         @wraps(function)
         def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+            try:
+                signature.bind(*args, **kwargs)
+            except TypeError as error:
+                raise TypeError(f"{function.__name__}(): {error}") from None
             return function(model(*args, **kwargs))
 
-        cls.__init__.__qualname__ = function.__name__  # named by Python if a call does not fit
         settings, signature = fields_of(cls), inspect.signature(cls)
         names = sorted(signature.parameters, key=lambda name: name not in vars(cls)["__annotations__"])
         parameters = [signature.parameters[name].replace(annotation=settings[name].annotation) for name in names]

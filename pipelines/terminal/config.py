@@ -61,12 +61,12 @@ _IN_FILES: dict[Any, Any] = {str | Sequence[str]: Words, str | os.PathLike[str] 
 
 def _keys(model: Any) -> type[BaseModel]:
     """Return a configuration whose keys are the settings of a class."""
-    own: dict[str, Any] = {}
+    keys: dict[str, Any] = {}
     for name, field in settings.fields_of(model).items():
         key = copy(field)
         key.default = list(field.default) if isinstance(field.default, tuple) else field.default
-        own[name] = (_IN_FILES.get(field.annotation, field.annotation), key)
-    return create_model("Keys", __config__=FROZEN, **own)
+        keys[name] = (_IN_FILES.get(field.annotation, field.annotation), key)
+    return create_model("Keys", __config__=FROZEN, **keys)
 
 
 if TYPE_CHECKING:  # a configuration has the attributes of the settings
@@ -138,12 +138,12 @@ class BackboneConfig(BackboneKeys, DecodingKeys, BaseModel):
 
 def keys_of(model: Any) -> dict[str, FieldInfo]:
     """Return the keys of a configuration, or the settings of a class, with descriptions; the most needed ones first."""
-    own = model.model_fields if issubclass(model, BaseModel) else settings.fields_of(model)
+    keys = model.model_fields if issubclass(model, BaseModel) else settings.fields_of(model)
     shared = settings.fields_of(settings.BackboneSettings) | settings.fields_of(settings.ExtractionSettings)
-    for key, field in own.items():
+    for key, field in keys.items():
         if field.description is None and key in shared:
             field.description = shared[key].description
-    return {key: own[key] for key in dict.fromkeys((*_FIRST, *own)) if key in own}
+    return {key: keys[key] for key in dict.fromkeys((*_FIRST, *keys)) if key in keys}
 
 
 def name_of(images: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -119,7 +119,10 @@ def option(*names: str, model: type[Any], **how: Any) -> Callable[[Any], Any]:
 
 
 def options(
-    model: type[BaseModel], names: Mapping[str, tuple[str, ...]], metavars: Mapping[str, str], leave_out: str = "images"
+    model: type[BaseModel],
+    names: Mapping[str, tuple[str, ...]],
+    metavars: Mapping[str, str],
+    leave_out: Collection[str] = ("images",),
 ) -> Callable[[Any], Any]:
     """Return a decorator that adds an option for each key of a configuration.
 
@@ -127,7 +130,7 @@ def options(
         model: the configuration.
         names: key -> short name, or all names if one of them starts with `--`; others are named as the key.
         metavars: key -> placeholder of its value in the help text.
-        leave_out: key that is an argument of the command.
+        leave_out: keys that are arguments of the command, or options with a form of their own.
     """
 
     def add(command: Any) -> Any:
@@ -137,7 +140,7 @@ def options(
                 long += f"/--no-{long[2:]}"
             chosen = names.get(key, ())
             chosen = chosen if any(name.startswith("--") for name in chosen) else (*chosen, long)
-            if key != leave_out:
+            if key not in leave_out:
                 command = option(*chosen, model=model, metavar=metavars.get(key))(command)
         return command
 
