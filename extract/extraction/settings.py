@@ -60,7 +60,7 @@ class DecodingSettings:
 
     Attributes:
         workers: Decoding processes; 0: main process, as in workers of `multiprocessing.Pool` and joblib.
-        max_pixels: Larger images count as decompression bombs, and are not decoded.
+        max_pixels: Larger images count as decompression bombs: they are not decoded, and their rows fail.
         orientation: exif: apply the EXIF orientation of images; ignore: pixels as stored.
         icc: srgb: convert from the embedded colour profile (ICC) to sRGB, with the perceptual intent; the row of an
             image with a damaged profile fails.
@@ -80,12 +80,13 @@ class FeatureSettings:
         layers: Several are possible; globs allowed, ** at any depth. Poolings: {poolings}.
         batch_size: Images per forward.
         decode: exact: the pixels of the library's own preprocessing. fast: resize with torchvision, decode large JPEGs
-            smaller; compared with exact on the first images.
-        dtype: Type of the stored features; int8 has a scale for each row. The error of bfloat16 and int8 is measured on
-            the first batch.
-        precision: Precision of the computation; bfloat16 and float16 are compared with float32 on the first batch.
-        compile: Compile the forward. auto: if it saves time and the first batch agrees; in lower precision, as for the
-            existing rows. on: with OpenVINO on a CPU, else inductor.
+            smaller; compared with exact on the first images, and refused below the minimum cosine.
+        dtype: Type of the stored features; int8 has a scale for each row. bfloat16 and int8 are compared with the
+            values of the first batch, and refused below the minimum cosine.
+        precision: Precision of the computation; bfloat16 and float16 are compared with float32 on the first batch, and
+            refused below the minimum cosine.
+        compile: Compile the forward. on: with OpenVINO on a CPU, else inductor. auto: if it saves time and the first
+            batch agrees; in lower precision, as for the existing rows, else not.
     """
 
     layers: Annotated[str | Sequence[str], Field(min_length=1)] = defaults.LAYERS
@@ -127,7 +128,8 @@ class ExtractionSettings(DataSetSettings):
         keep: Further column of a list or dataset, such as captions, to store with the features; several are possible.
         distortion: For LAYER:srp without a number of values, which is chosen so that squared distances between the
             images are likely to change by at most this part.
-        max_distortion: End the run if a projection changes over 5 % of the distances of the first images by more.
+        max_distortion: End the run, before it stores anything, if a projection changes over 5 % of the distances
+            between the first images by more than this part.
         fit_on: Images to fit the principal axes of LAYER:pcaK on, spread evenly over all.
 
     Raises:
@@ -198,7 +200,7 @@ def fields_of(model: Any) -> dict[str, FieldInfo]:
     settings = {}
     for field in fields(model):
         settings[field.name] = FieldInfo.from_annotated_attribute(hints[field.name], field.default)
-        settings[field.name].description = texts[field.name]
+        settings[field.name].description = texts.get(field.name)  # `python -OO` has no docstrings
     return settings
 
 
