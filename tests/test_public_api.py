@@ -301,8 +301,12 @@ def test_public_functions_and_classes_have_docstrings(module: str) -> None:
 
 
 @pytest.mark.slow
-def test_type_checkers_know_the_arguments_that_are_made_from_settings(tmp_path: Path) -> None:
+def test_type_checkers_know_the_arguments_that_are_made_from_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from mypy import api
+
+    monkeypatch.setenv("MYPYPATH", str(Path(__file__).parents[1]))
 
     lines = {
         'extract_features("photos", out="out", precision="bfloat16", batch_size=8)': "",
