@@ -15,6 +15,7 @@ from pipelines.compare.config import CompareConfig
 from pipelines.embed.config import EmbedConfig
 from pipelines.probe.config import ProbeConfig
 from pipelines.sync.config import ScheduleConfig, SyncConfig
+from pipelines.terminal.config import keys_of
 
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
@@ -62,11 +63,11 @@ def configuration() -> Iterator[str]:
     yield "command line replaces the key of the same name. Relative paths start at the working directory, and `~` is"
     yield "expanded. The default of `workers` depends on the machine: the one below is that of the machine that built"
     yield "this page. Times are seconds, or text such as `90s`, `15m`, `36h` or `30d`.\n"
-    of_embed = {name: field.description for name, field in EmbedConfig.model_fields.items()}
+    of_embed = {name: field.description for name, field in keys_of(EmbedConfig).items()}
     for heading, model, example in PARTS:
         yield f"## {heading}\n"
         yield f"Example: `{example}` of the repository.\n"
-        fields = dict(model.model_fields)
+        fields = keys_of(model)
         if model is SyncConfig:
             same = [name for name, field in fields.items() if of_embed.get(name) == field.description]
             yield f"These keys have the same meaning as for `embed`: {', '.join(f'`{name}`' for name in same)}."

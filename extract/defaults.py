@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Literal
+from typing import Final
 
 BACKBONE = "bundled/efficientnet_lite0"  # real ImageNet weights, without a download
 LAYERS = ("embedding",)  # the backbone's final pooled vector
@@ -11,15 +11,10 @@ BATCH_SIZE = 64
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 WORKERS = min(8, CORES)
 DEVICE = "auto"
-DTYPE: Literal["float32", "float16", "bfloat16", "int8"] = "float32"
-PRECISION: Literal["float32", "bfloat16", "float16"] = "float32"
-DECODE: Literal["exact", "fast"] = "exact"
-ORIENTATION: Literal["exif", "ignore"] = "exif"
-ICC: Literal["ignore", "srgb"] = "ignore"
-COMPILE: Literal["auto", "on", "off", "inductor", "openvino"] = "auto"
+PRECISION: Final = "float32"
+ORIENTATION: Final = "exif"
+ICC: Final = "ignore"
 MIN_COSINE = 0.999  # between a feature in lower precision or from fast decoding, and the exact one
-DISTORTION = 0.1  # of squared distances by a random projection without a number of values; that of scikit-learn
-FIT_ON = 2000  # images that principal axes are fitted on
 SYNC_S = 30.0  # age at which Linux itself writes changed pages to the disk (vm.dirty_expire_centisecs)
 SEED = 0
 AT_ONCE_S = 0.5  # signals to end that arrive this close together, to a process and to its group, count as one

@@ -14,6 +14,7 @@ import click
 from extract.system.optional_libraries import library
 from pipelines.embed.config import EmbedConfig
 from pipelines.probe.config import ProbeConfig
+from pipelines.terminal.config import checked
 from pipelines.terminal.text_output import print_line
 
 __all__ = ["READING", "demo", "demo_config", "demo_probe", "demo_report", "write_digits"]
@@ -26,7 +27,7 @@ x, y = reader["embedding"][:], reader.labels"""
 
 def demo_config(folder: Path) -> EmbedConfig:
     """Return the configuration of `embed`."""
-    return EmbedConfig(images=str(folder / "digits"), out=folder / "features")
+    return checked(EmbedConfig, {"images": folder / "digits", "out": folder / "features"})
 
 
 def demo_probe(folder: Path) -> ProbeConfig:

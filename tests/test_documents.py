@@ -517,4 +517,5 @@ def test_the_page_of_keys_has_every_key_of_the_models(hooks: ModuleType) -> None
     for model in (EmbedConfig, SyncConfig, ScheduleConfig, hooks.ProbeConfig):
         for name, field in model.model_fields.items():
             assert f"`{name}`" in page
-            assert hooks._cell(field.description or "") in page, name
+            assert field.description, name
+            assert hooks._cell(field.description) in page, name

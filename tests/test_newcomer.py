@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -11,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import yaml
 from torch import nn
 
 from extract import FeatureReader, InputError, UnknownNameError, load_backbone, load_text_tower
@@ -250,3 +253,77 @@ def greet() -> None:
 command.greet = greet"""
     assert run_main(added, "greet") == "hello\n"
     assert "  greet  Say hello." in run_main(added, "--help").splitlines()
+
+
+# A setting: a field and its line of the docstring in `extract/extraction/settings.py`, and the place of its use.
+
+SHOWN = """
+import inspect
+from docs import hooks
+from extract import extract_features
+from pipelines.cli import main
+from pipelines.embed.config import EmbedConfig
+from pipelines.sync.config import SyncConfig
+from pipelines.terminal.config import checked
+
+print(next(line for line in hooks.configuration() if "`brightness`" in line))
+print(next(line for line in hooks.command_line() if "--brightness" in line))
+print(next(line for line in extract_features.__doc__.splitlines() if "brightness" in line))
+print(inspect.signature(extract_features).parameters["brightness"])
+for refuse in (
+    lambda: extract_features("pictures", out="out", brightness=9),
+    lambda: checked(EmbedConfig, {"images": "pictures", "brightness": 9}, "run.yaml"),
+    lambda: checked(SyncConfig, {"images": "pictures", "brightness": 0}, "sync.yaml"),
+):
+    try:
+        refuse()
+    except ValueError as error:
+        print(error, flush=True)
+main(["embed", "--config", "run.yaml", "--brightness", "4"])
+"""
+
+
+def test_a_setting_is_added_in_two_files(folder: Path, tmp_path: Path) -> None:
+    root = Path(__file__).parents[1]
+    for name in ("extract", "pipelines", "layertap", "docs"):
+        shutil.copytree(root / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "*.md", "*.ipynb"))
+    for path, old, new in (
+        (
+            "extraction/settings.py",
+            "        orientation: exif:",
+            "        brightness: Factor of all pixels.\n        orientation: exif:",
+        ),
+        (
+            "extraction/settings.py",
+            "    orientation: Literal",
+            "    brightness: Annotated[float, Field(gt=0, lt=8)] = 1.0\n    orientation: Literal",
+        ),
+        (
+            "extraction/plan.py",
+            "preprocessing = replace(preprocessing, ",
+            "preprocessing = replace(preprocessing, std=tuple(x / settings.brightness for x in preprocessing.std), ",
+        ),
+    ):
+        text = (tmp_path / "extract" / path).read_text()
+        assert text.count(old) == 1
+        (tmp_path / "extract" / path).write_text(text.replace(old, new))
+    config = {"images": str(folder), "backbone": "timm/test_resnet", "weights": "random", "device": "cpu", "workers": 0}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump({**config, "out": "out", "brightness": 2}))
+
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    run = subprocess.run([sys.executable, "-c", SHOWN], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.splitlines()[:7] == [
+        "| `brightness` | `float` | `1.0` | Factor of all pixels. |",
+        "| `--brightness FLOAT` | Factor of all pixels. \\[default: 1.0] |",
+        "    brightness: Factor of all pixels.",
+        "brightness: float = 1.0",
+        "brightness is 9; it must be above 0 and below 8",
+        "run.yaml: brightness: Input should be less than 8 (given: 9)",
+        "sync.yaml: brightness: Input should be greater than 0 (given: 0)",
+    ]
+    with FeatureReader(tmp_path / "out") as reader:
+        assert reader.provenance["configuration"]["brightness"] == 4
+        std = reader.provenance["depends_on"]["preprocessing"]["std"]
+    plain = load_backbone("timm/test_resnet", weights="random", device="cpu").preprocessing.std
+    assert np.allclose(std, np.array(plain) / 4)

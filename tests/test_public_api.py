@@ -80,15 +80,19 @@ extract.Taps.keep(self, layers: Layers, what: What = 'output', *, reduce: Reduce
         = None, live: bool = False) -> Self
 extract.Taps.record: Record
 class extract.UnknownNameError(LayertapError, KeyError)
-extract.extract_features(images: str | os.PathLike[str] | MapDataset, *, out: str | os.PathLike[str], backbone:
-        str | Backbone = 'bundled/efficientnet_lite0', layers: str | Sequence[str] = ('embedding',), weights:
-        str | None = None, batch_size: int = 64, workers: int = ..., decode: str = 'exact', device: str =
-        'auto', dtype: str = 'float32', precision: str = 'float32', compile: str = 'auto', min_cosine: float =
-        0.999, limit: int | None = None, keep: str | Sequence[str] = (), max_pixels: int = 178956970,
-        orientation: str = 'exif', icc: str = 'ignore', seed: int = 0, allow_missing_head: bool = False,
-        preprocessing: Mapping[str, Any] | None = None, shard_rows: int | None = None, compress: str | None =
-        None, distortion: float = 0.1, max_distortion: float | None = None, axes: str | os.PathLike[str] | None
-        = None, fit_on: int = 2000, retry_failed: bool = False, progress: bool = True) -> FeatureReader
+extract.extract_features(images: str | os.PathLike[str] | extract.images.datasets.MapDataset, *, out: str |
+        os.PathLike[str], backbone: str | extract.compute.backbone.Backbone = 'bundled/efficientnet_lite0',
+        preprocessing: collections.abc.Mapping[str, typing.Any] | None = None, retry_failed: bool = False,
+        progress: bool = True, layers: str | collections.abc.Sequence[str] = ('embedding',), batch_size: int =
+        64, decode: Literal['exact', 'fast'] = 'exact', dtype: Literal['float32', 'float16', 'bfloat16', 'int8']
+        = 'float32', precision: Literal['float32', 'bfloat16', 'float16'] = 'float32', compile: Literal['auto',
+        'on', 'off', 'inductor', 'openvino'] = 'auto', workers: int = ..., max_pixels: int = 178956970,
+        orientation: Literal['exif', 'ignore'] = 'exif', icc: Literal['ignore', 'srgb'] = 'ignore', min_cosine:
+        float = 0.999, axes: str | os.PathLike[str] | None = None, shard_rows: int | None = None, compress:
+        Optional[Literal['gzip', 'lzf', 'blosc2']] = None, sync_s: float = 30.0, limit: int | None = None, keep:
+        str | collections.abc.Sequence[str] = (), distortion: float | None = 0.1, max_distortion: float | None =
+        None, fit_on: int | None = 2000, weights: str | None = None, allow_missing_head: bool = False, device:
+        str = 'auto', seed: int = 0) -> FeatureReader
 extract.inspect_model(model: nn.Module, batches: Iterable[Any], layers: str | Sequence[str] | None = None, *,
         loss: Loss | None = None, on_batch: Callable[[int], None] = ..., name_of: Callable[[int], str] = ...) ->
         Inspection
@@ -188,13 +192,15 @@ class extract.sklearn.LayerFeatures(backbone: str = 'bundled/efficientnet_lite0'
 extract.sklearn.LayerFeatures.fit(self, X: Any, y: Any = None) -> Self
 extract.sklearn.LayerFeatures.get_feature_names_out(self, input_features: Any = None) -> NDArray[Any]
 extract.sklearn.LayerFeatures.transform(self, X: Any) -> NDArray[np.float32]
-layertap.compare(images: str | os.PathLike[str], backbones: str | Sequence[str] = (), *, table: str |
-        os.PathLike[str] | None = None, layers: str | Sequence[str] = ('embedding',), protocol: str = 'clip',
-        labels: str | os.PathLike[str] | None = None, tasks: Mapping[str, str | os.PathLike[str]] | None = None,
-        out: str | os.PathLike[str] | None = None, budget: str | float | None = None, limit: int | None = None,
-        test_fraction: float | None = None, decode: str = 'exact', dtype: str = 'float32', precision: str =
-        'float32', compile: str = 'auto', batch_size: int = 64, workers: int = ..., device: str = 'auto', seed:
-        int = 0, progress: bool = True) -> Comparison
+layertap.compare(images: str | os.PathLike[str], backbones: str | collections.abc.Sequence[str] = (), *, table:
+        str | os.PathLike[str] | None = None, protocol: str = 'clip', labels: str | os.PathLike[str] | None =
+        None, tasks: collections.abc.Mapping[str, str | os.PathLike[str]] | None = None, out: str |
+        os.PathLike[str] | None = None, budget: str | float | None = None, limit: int | None = None,
+        test_fraction: float | None = None, workers: int = ..., device: str = 'auto', seed: int = 0, progress:
+        bool = True, layers: str | collections.abc.Sequence[str] = ('embedding',), batch_size: int = 64, decode:
+        Literal['exact', 'fast'] = 'exact', dtype: Literal['float32', 'float16', 'bfloat16', 'int8'] =
+        'float32', precision: Literal['float32', 'bfloat16', 'float16'] = 'float32', compile: Literal['auto',
+        'on', 'off', 'inductor', 'openvino'] = 'auto') -> Comparison
 """
 
 
@@ -292,6 +298,36 @@ def test_public_functions_and_classes_have_docstrings(module: str) -> None:
     values = {name: getattr(importlib.import_module(module), name) for name in importlib.import_module(module).__all__}
     described = {name: value for name, value in values.items() if inspect.isclass(value) or inspect.isfunction(value)}
     assert [name for name, value in described.items() if not value.__doc__] == []
+
+
+@pytest.mark.slow
+def test_type_checkers_know_the_arguments_that_are_made_from_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mypy import api
+
+    monkeypatch.setenv("MYPYPATH", str(Path(__file__).parents[1]))
+
+    lines = {
+        'extract_features("photos", out="out", precision="bfloat16", batch_size=8)': "",
+        'extract_features(images="photos", out="out", keep="caption")': "",
+        'extract_features("photos", out="out", precision="float8")': "[arg-type]",
+        'extract_features("photos", out="out", batch_size="8")': "[arg-type]",
+        'extract_features("photos", out="out", bath_size=8)': "[call-arg]",
+        'extract_features("photos")': "[call-arg]",
+        'compare("photos", ["a"], decode="fast")': "",
+        'compare("photos", decode="quick")': "[arg-type]",
+        'reader: int = extract_features("photos", out="out")': "[assignment]",
+    }
+    imports = "from extract import extract_features\nfrom layertap import compare\n"
+    (tmp_path / "user.py").write_text(imports + "\n".join(lines))
+    # Without the settings of this project, and so without the plugin of pydantic, as a user has it.
+    how = ["--strict", "--config-file=", f"--cache-dir={tmp_path}", "--follow-imports=silent"]
+    stdout, stderr, _ = api.run([*how, "--ignore-missing-imports", str(tmp_path / "user.py")])
+    refused = {
+        int(number): code for number, code in re.findall(r"user\.py:(\d+): error: .*(\[[\w-]+\])$", stdout, re.M)
+    }
+    assert refused == {number: code for number, code in enumerate(lines.values(), 3) if code}, stdout + stderr
 
 
 if __name__ == "__main__":

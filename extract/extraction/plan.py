@@ -89,7 +89,7 @@ def plan(
     out, recorded = os.fspath(out), settings.recorded()
     given = without_credentials(os.fspath(images)) if isinstance(images, str | os.PathLike) else images.root
     if isinstance(images, str | os.PathLike):
-        images = list_images(images, settings.limit, settings.keep)
+        images = list_images(images, settings.limit, settings.keep_list)
     # Recorded with their numbers of values: computed for other images later, `srp` is to give as many.
     layers = with_projection_sizes(settings.layer_list, len(images), settings.distortion)
     configuration = {
@@ -213,7 +213,7 @@ def _existing(out: str | Path) -> tuple[DataSet | None, bool]:
     return dataset, any(dataset.files())
 
 
-def settings_of_existing(out: str | Path) -> dict[str, str] | None:
+def settings_of_existing(out: str | Path) -> dict[str, Any] | None:
     """Return `how_made` of the data set at `out`; None if there is none, or an empty one that may be replaced."""
     existing, has_rows = _existing(out)
     if existing is None or not has_rows:
@@ -236,7 +236,7 @@ def _decoder(preprocessing: Preprocessing) -> str:
     return text + ("; JPEG files decoded smaller, to twice the size or more" if preprocessing.fast else "")
 
 
-def how_decoded(depends_on: dict[str, Any]) -> dict[str, str]:
+def how_decoded(depends_on: dict[str, Any]) -> dict[str, Any]:
     """Return the `orientation` and `icc` of features with this fingerprint.
 
     Raises:
@@ -247,7 +247,7 @@ def how_decoded(depends_on: dict[str, Any]) -> dict[str, str]:
     return {"orientation": "ignore" if as_stored else "exif", "icc": "srgb" if _TO_SRGB in decoder else "ignore"}
 
 
-def how_made(depends_on: dict[str, Any]) -> dict[str, str]:
+def how_made(depends_on: dict[str, Any]) -> dict[str, Any]:
     """Return the `precision`, `compile` and `decode` of features with this fingerprint.
 
     In float32, `compile` is "auto", because features of all engines agree up to rounding.

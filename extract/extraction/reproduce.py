@@ -59,17 +59,11 @@ def recorded_plan(
         device = "cpu"
     if not isinstance(backbone, Backbone):
         backbone = load_backbone(permitted(spec, backbone, dataset.out, asked["weights"]), device=device, **asked)
+    made["compile"] = made["compile"].replace("auto", "off")
     settings = ExtractionSettings(
-        layers=layers,
-        workers=workers,
-        decode=made["decode"],
-        dtype=str(dataset.depends_on.get("stored_as", dataset.features[0].dtype)),
-        precision=made["precision"],
-        compile="off" if made["compile"] == "auto" else made["compile"],
-        max_pixels=max_pixels,
-        orientation=decoded["orientation"],
-        icc=decoded["icc"],
-    )
+        layers=layers, workers=workers, max_pixels=max_pixels, distortion=None, fit_on=None, **made, **decoded,
+        dtype=dataset.depends_on.get("stored_as", dataset.features[0].dtype),
+    )  # fmt: skip
     return plan(images, out=dataset.out, backbone=backbone, settings=settings)
 
 

@@ -24,7 +24,7 @@ from extract.compute.backbone import Backbone, load_backbone
 from extract.errors import InputError
 from extract.extraction.pipeline import extract_shard, reporting_a_note
 from extract.extraction.plan import Plan, plan
-from extract.extraction.settings import ExtractionSettings
+from extract.extraction.settings import BackboneSettings, ExtractionSettings, taking, values_of
 from extract.extraction.summary import Summary
 from extract.extraction.todo import batches_of, check_disk_space, check_same_images, work_of
 from extract.extraction.validation import Computation, validated_forward
@@ -37,91 +37,39 @@ from extract.store.reader import FeatureReader
 from extract.system.foreign_code import exits_refused
 from extract.system.urls import is_url
 
-__all__ = ["ExtractionSettings", "Plan", "Summary", "extract", "extract_features", "plan"]
+__all__ = ["Arguments", "ExtractionSettings", "Plan", "Summary", "extract", "extract_features", "plan"]
 
 
-def extract_features(
-    images: str | os.PathLike[str] | MapDataset,
-    *,
-    out: str | os.PathLike[str],
-    backbone: str | Backbone = defaults.BACKBONE,
-    layers: str | Sequence[str] = defaults.LAYERS,
-    weights: str | None = None,
-    batch_size: int = defaults.BATCH_SIZE,
-    workers: int = defaults.WORKERS,
-    decode: str = defaults.DECODE,
-    device: str = defaults.DEVICE,
-    dtype: str = defaults.DTYPE,
-    precision: str = defaults.PRECISION,
-    compile: str = defaults.COMPILE,
-    min_cosine: float = defaults.MIN_COSINE,
-    limit: int | None = None,
-    keep: str | Sequence[str] = (),
-    max_pixels: int = defaults.MAX_PIXELS,
-    orientation: str = defaults.ORIENTATION,
-    icc: str = defaults.ICC,
-    seed: int = defaults.SEED,
-    allow_missing_head: bool = False,
-    preprocessing: Mapping[str, Any] | None = None,
-    shard_rows: int | None = None,
-    compress: str | None = None,
-    distortion: float = defaults.DISTORTION,
-    max_distortion: float | None = None,
-    axes: str | os.PathLike[str] | None = None,
-    fit_on: int = defaults.FIT_ON,
-    retry_failed: bool = False,
-    progress: bool = True,
-) -> FeatureReader:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Arguments(BackboneSettings, ExtractionSettings):
+    """Arguments of `extract_features`: those below, and all settings.
+
+    Attributes:
+        images: A folder, list, archive, array or URL; see `extract.images.list_images`. Or a map-style dataset or
+            sequence of pictures, or of pictures and labels; a `datasets.Dataset`; or a list of paths: see
+            `extract.images.datasets.list_dataset`.
+        out: Folder of the data set; created if missing.
+        backbone: A spec, or the result of `load_backbone`; then `weights`, `device`, `seed`, `allow_missing_head` and
+            `preprocessing` have no effect.
+        preprocessing: Any of size, crop, interpolation, mean and std in place of the library's; see `load_backbone`.
+        retry_failed: Retry images that failed in an earlier run. Images with an I/O error are retried in any case.
+        progress: Show a progress bar.
+    """
+
+    images: str | os.PathLike[str] | MapDataset = dataclasses.field(kw_only=False)
+    out: str | os.PathLike[str]
+    backbone: str | Backbone = defaults.BACKBONE
+    preprocessing: Mapping[str, Any] | None = None
+    retry_failed: bool = False
+    progress: bool = True
+
+
+@taking(Arguments)
+def extract_features(arguments: Arguments) -> FeatureReader:
     """Extract features of images into a data set, and open it.
 
     A repeated call with the same arguments computes only the missing rows. The row of an image that cannot be decoded
     has a status and NaN (`reader.failures`).
-
-    Args:
-        images: a folder, list, archive, array or URL; see `extract.images.list_images`. Or a map-style dataset or
-            sequence of pictures, or of pictures and labels; a `datasets.Dataset`; or a list of paths: see
-            `extract.images.datasets.list_dataset`.
-        out: folder of the data set; created if missing.
-        backbone: a spec, or the result of `load_backbone`; then `weights`, `device`, `seed`, `allow_missing_head` and
-            `preprocessing` have no effect.
-        layers: `LAYER[:POOLING]...` each, globs allowed; see `choose_features`.
-        weights: a name, a file, or "random"; see `load_backbone`.
-        batch_size: images per forward.
-        workers: processes that decode; 0 decodes in this process, as does a worker of `multiprocessing.Pool` or joblib,
-            which may start no processes.
-        decode: "exact": the pixels of the library's own preprocessing; "fast": nearly the same pixels, compared on the
-            first images, and refused if a cosine is below `min_cosine`.
-        device: "auto", "cpu", "cuda", "cuda:1", "mps".
-        dtype: how features are stored: "float32", "float16", "bfloat16", or "int8" with a scale for each row. The error
-            of the last two is measured on the first batch, and refused if a cosine is below `min_cosine`.
-        precision: precision of the computation, "float32", "bfloat16" or "float16". Lower precision is compared with
-            float32 on the first batch, and refused if a cosine is below `min_cosine`.
-        compile: "off": eager PyTorch; "on": compiled by OpenVINO on a CPU if it is installed, otherwise by inductor;
-            or the name of either. "auto": compiled if there are enough images to pay for it and the first batch agrees;
-            in lower precision, the engine of the existing rows, otherwise eager.
-        min_cosine: lowest accepted cosine between a feature and the same one in float32 of the exactly decoded image.
-        limit: maximum number of images, the first in order.
-        keep: names of further columns of a list or `datasets.Dataset`, such as captions, which are stored with the
-            features; see `FeatureReader.columns`.
-        max_pixels: an image with more pixels counts as a decompression bomb, and its row fails.
-        orientation: "exif": apply the EXIF orientation of images; "ignore": take the pixels as they are stored.
-        icc: "ignore": colour profiles (ICC) are not applied; "srgb": pixels are converted from the embedded profile to
-            sRGB with the perceptual intent, and the row of an image with a damaged profile fails.
-        seed: seed of random weights.
-        allow_missing_head: whether the weights may lack the classifier; see `load_backbone`.
-        preprocessing: any of size, crop, interpolation, mean and std in place of the library's; see `load_backbone`.
-        shard_rows: images per shard; None limits a shard to 1 GB.
-        compress: "gzip", "lzf" or "blosc2" compresses each finished shard; None leaves features uncompressed, which is
-            faster to read.
-        distortion: of the pooling `srp` without a number of values: the number is chosen so that squared distances
-            between the images are likely to change by at most this part; above 0, below 1.
-        max_distortion: what projections change is measured on the first 128 images; if more than 5 % of the distances
-            between them change by more than this part, the run ends before it stores anything. None accepts all.
-        axes: of the poolings `pcaK` and `pcawK`: the data set, or file of its folder `axes`, whose principal axes are
-            used; None: those that `out` has, or axes that are fitted to `images`.
-        fit_on: number of images to fit axes on, spread evenly over all.
-        retry_failed: retry images that failed in an earlier run. Images with an I/O error are retried in any case.
-        progress: show a progress bar.
 
     Raises:
         UnknownNameError: a backbone, layer or pooling does not exist.
@@ -129,50 +77,26 @@ def extract_features(
         LockedError: another process writes to `out`.
         LayertapError: the disk is full, a download failed, or a device is missing.
     """
-    if is_url(os.fspath(out)):
+    images, out, backbone = arguments.images, os.fspath(arguments.out), arguments.backbone
+    if is_url(out):
         raise InputError(
-            f"{os.fspath(out)}: from Python, features are written to a folder",
-            hint=f"`layertap embed -o {os.fspath(out)}` builds shards and publishes them there",
+            f"{out}: from Python, features are written to a folder",
+            hint=f"`layertap embed -o {out}` builds shards and publishes them there",
         )
-    settings = ExtractionSettings(
-        layers=layers,
-        batch_size=batch_size,
-        workers=workers,
-        decode=decode,
-        dtype=dtype,
-        precision=precision,
-        compile=compile,
-        min_cosine=min_cosine,
-        limit=limit,
-        keep=[keep] if isinstance(keep, str) else keep,
-        max_pixels=max_pixels,
-        orientation=orientation,
-        icc=icc,
-        shard_rows=shard_rows,
-        compress=compress,
-        distortion=distortion,
-        max_distortion=max_distortion,
-        axes=axes,
-        fit_on=fit_on,
-    )
+    settings = ExtractionSettings.of(arguments)
     if isinstance(backbone, str):
         backbone = load_backbone(
-            backbone,
-            weights=weights,
-            device=device,
-            seed=seed,
-            allow_missing_head=allow_missing_head,
-            preprocessing=preprocessing,
+            backbone, preprocessing=arguments.preprocessing, **values_of(BackboneSettings, arguments)
         )
-    listed = images if isinstance(images, str | os.PathLike) else _listed(images, limit, settings.keep)
+    listed = images if isinstance(images, str | os.PathLike) else _listed(images, settings.limit, settings.keep_list)
     planned = plan(listed, out=out, backbone=backbone, settings=settings)
     from tqdm.auto import tqdm
 
-    with tqdm(total=len(planned.images), unit=" images", disable=not progress) as bar:
+    with tqdm(total=len(planned.images), unit=" images", disable=not arguments.progress) as bar:
         extract(
             planned,
-            retry_failed=retry_failed,
-            on_rows=functools.partial(_advance, bar) if progress else None,
+            retry_failed=arguments.retry_failed,
+            on_rows=functools.partial(_advance, bar) if arguments.progress else None,
             on_note=functools.partial(warnings.warn, stacklevel=2),
         )
     return FeatureReader(out)
@@ -182,7 +106,7 @@ def _listed(dataset: MapDataset, limit: int | None, keep: Sequence[str]) -> Imag
     """List a dataset, and pass its notes on as warnings."""
     images = list_dataset(dataset, keep)
     for note in images.notes:
-        warnings.warn(note, stacklevel=3)
+        warnings.warn(note, stacklevel=4)
     return images if limit is None else images.head(limit)
 
 

@@ -1,38 +1,136 @@
-"""Requested settings of a run: how features are computed and stored."""
+"""The settings of a run: how features are computed and stored. Each has its name, type, default and meaning here only.
+
+`extract_features` has its parameters from here, and `layertap embed`, `sync` and `compare` their options, the keys of
+their config files and their pages of reference. A setting is added to the class of those that are to have it.
+"""
 
 from __future__ import annotations
 
+import inspect
+import operator
 import os
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+import re
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from functools import cache, wraps
+from typing import Annotated, Any, Literal, ParamSpec, TypeVar, cast, get_args, get_origin, get_type_hints
+
+from pydantic import Field
+from pydantic.fields import FieldInfo
 
 from extract import defaults
+from extract.compute.pooling import pooling_names
 from extract.errors import InputError, unknown_name
-from extract.store.format.copying import COMPRESSIONS
-from extract.store.format.untrusted import need_libraries
-from extract.store.format.value_types import VALUE_TYPES
 
-__all__ = ["PRECISIONS", "ExtractionSettings"]
+__all__ = [
+    "PRECISIONS", "BackboneSettings", "DataSetSettings", "DecodingSettings", "ExtractionSettings", "FeatureSettings",
+    "choices_of", "fields_of", "taking", "values_of",
+]  # fmt: skip
 
-PRECISIONS = ("float32", "bfloat16", "float16")
-_CHOICES = {
-    "decode": ("exact", "fast"), "orientation": ("exif", "ignore"), "icc": ("ignore", "srgb"),
-    "dtype": VALUE_TYPES, "precision": PRECISIONS,
+Precision = Literal["float32", "bfloat16", "float16"]
+PRECISIONS: tuple[str, ...] = get_args(Precision)
+
+_LIMITS = {
+    "ge": (operator.ge, "at least"), "gt": (operator.gt, "above"),
+    "le": (operator.le, "at most"), "lt": (operator.lt, "below"),
 }  # fmt: skip
-_LEAST = {"batch_size": 1, "workers": 0, "limit": 1, "max_pixels": 1, "shard_rows": 1, "fit_on": 2}
 
 
-@dataclass(frozen=True)
-class ExtractionSettings:
-    """Settings of a run, checked on creation. `extract_features` documents each of them.
+@dataclass(frozen=True, kw_only=True)
+class BackboneSettings:
+    """How a backbone is loaded; see `load_backbone`.
 
     Attributes:
-        distortion: see `extract_features`; None: `srp` without a number of values is refused.
-        max_distortion: see `extract_features`.
-        axes: see `extract_features`.
-        fit_on: see `extract_features`; None: `pcaK` without `axes` is refused.
-        sync_s: seconds of work that a power failure may lose; 0 forces each batch to the disk.
+        weights: Name, file, or 'random'. [default: the source's own]
+        allow_missing_head: Accept a weights file that lacks the classifier.
+        device: auto, cpu, cuda, cuda:N or mps.
+        seed: Seed of random weights.
+    """
+
+    weights: Annotated[str | None, Field(min_length=1)] = None
+    allow_missing_head: bool = False
+    device: str = defaults.DEVICE
+    seed: Annotated[int, Field(strict=True, ge=0, lt=1 << 63)] = defaults.SEED
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodingSettings:
+    """How images are decoded.
+
+    Attributes:
+        workers: Decoding processes; 0: main process, as in workers of `multiprocessing.Pool` and joblib.
+        max_pixels: Larger images count as decompression bombs: they are not decoded, and their rows fail.
+        orientation: exif: apply the EXIF orientation of images; ignore: pixels as stored.
+        icc: srgb: convert from the embedded colour profile (ICC) to sRGB, with the perceptual intent; the row of an
+            image with a damaged profile fails.
+    """
+
+    workers: Annotated[int, Field(strict=True, ge=0)] = defaults.WORKERS
+    max_pixels: Annotated[int, Field(strict=True, ge=1)] = defaults.MAX_PIXELS
+    orientation: Literal["exif", "ignore"] = defaults.ORIENTATION
+    icc: Literal["ignore", "srgb"] = defaults.ICC
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeatureSettings:
+    """Which features are computed, and how.
+
+    Attributes:
+        layers: Several are possible; globs allowed, ** at any depth. Poolings: {poolings}.
+        batch_size: Images per forward.
+        decode: exact: the pixels of the library's own preprocessing. fast: resize with torchvision, decode large JPEGs
+            smaller; compared with exact on the first images, and refused below the minimum cosine.
+        dtype: Type of the stored features; int8 has a scale for each row. bfloat16 and int8 are compared with the
+            values of the first batch, and refused below the minimum cosine.
+        precision: Precision of the computation; bfloat16 and float16 are compared with float32 on the first batch, and
+            refused below the minimum cosine.
+        compile: Compile the forward. on: with OpenVINO on a CPU, else inductor. auto: if it saves time and the first
+            batch agrees; in lower precision, as for the existing rows, else not.
+    """
+
+    layers: Annotated[str | Sequence[str], Field(min_length=1)] = defaults.LAYERS
+    batch_size: Annotated[int, Field(strict=True, ge=1)] = defaults.BATCH_SIZE
+    decode: Literal["exact", "fast"] = "exact"
+    dtype: Literal["float32", "float16", "bfloat16", "int8"] = "float32"
+    precision: Precision = defaults.PRECISION
+    compile: Literal["auto", "on", "off", "inductor", "openvino"] = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSetSettings(DecodingSettings, FeatureSettings):
+    """Settings of a data set, also of one that follows a folder.
+
+    Attributes:
+        min_cosine: Minimum cosine to eager float32 and exact decoding; features below it are refused.
+        axes: Data set, or file of its folder `axes`, with the principal axes of LAYER:pcaK and pcawK. [default: those
+            of the data set, or fitted to the images]
+        shard_rows: Rows per shard file. [default: as many as fit into 1 GB]
+        compress: Compress each finished file. [default: no compression, which is faster to read]
+        sync_s: Seconds of work that a power cut may lose; 0: sync each batch to the disk.
+    """
+
+    min_cosine: Annotated[float, Field(ge=-1, le=1)] = defaults.MIN_COSINE
+    axes: str | os.PathLike[str] | None = None
+    shard_rows: Annotated[int | None, Field(strict=True, ge=1)] = None
+    compress: Literal["gzip", "lzf", "blosc2"] | None = None
+    sync_s: Annotated[float, Field(ge=0)] = defaults.SYNC_S
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExtractionSettings(DataSetSettings):
+    """Settings of a run, checked on creation.
+
+    Without `distortion`, `srp` without a number of values is refused; without `fit_on`, axes are not fitted.
+
+    Attributes:
+        limit: Use only the first LIMIT images.
+        keep: Further column of a list or dataset, such as captions, to store with the features; several are possible.
+        distortion: For LAYER:srp without a number of values, which is chosen so that squared distances between the
+            images are likely to change by at most this part.
+        max_distortion: End the run, before it stores anything, if a projection changes over 5 % of the distances
+            between the first images by more than this part.
+        fit_on: Images to fit the principal axes of LAYER:pcaK on, spread evenly over all.
 
     Raises:
         UnknownNameError: the value of a setting does not exist.
@@ -40,49 +138,34 @@ class ExtractionSettings:
         LayertapError: the compression needs a library that is not installed.
     """
 
-    layers: str | Sequence[str] = defaults.LAYERS
-    batch_size: int = defaults.BATCH_SIZE
-    workers: int = defaults.WORKERS
-    decode: str = defaults.DECODE
-    dtype: str = defaults.DTYPE
-    precision: str = defaults.PRECISION
-    compile: str = defaults.COMPILE
-    min_cosine: float = defaults.MIN_COSINE
-    limit: int | None = None
-    keep: Sequence[str] = ()
-    max_pixels: int = defaults.MAX_PIXELS
-    orientation: str = defaults.ORIENTATION
-    icc: str = defaults.ICC
-    shard_rows: int | None = None
-    compress: str | None = None
-    distortion: float | None = None
-    max_distortion: float | None = None
-    axes: str | os.PathLike[str] | None = None
-    fit_on: int | None = None
-    sync_s: float = defaults.SYNC_S
+    limit: Annotated[int | None, Field(strict=True, ge=1)] = None
+    keep: str | Sequence[str] = ()
+    distortion: Annotated[float | None, Field(gt=0, lt=1)] = 0.1  # that of scikit-learn
+    max_distortion: Annotated[float | None, Field(ge=0)] = None
+    fit_on: Annotated[int | None, Field(strict=True, ge=2)] = 2000
 
     def __post_init__(self) -> None:
-        if self.compress is not None and self.compress not in COMPRESSIONS:
-            raise unknown_name("compression", self.compress, COMPRESSIONS)
-        need_libraries(self.compress)
-        for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise unknown_name(name, getattr(self, name), choices)
-        for name, least in _LEAST.items():
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise InputError(f"{name} is {value}; it must be at least {least}")
-        if not -1 <= self.min_cosine <= 1:
-            raise InputError(f"min_cosine is {self.min_cosine}; expected -1 to 1")
-        if self.distortion is not None and not 0 < self.distortion < 1:
-            raise InputError(f"distortion is {self.distortion}; expected a number above 0 and below 1")
-        if self.max_distortion is not None and not self.max_distortion >= 0:
-            raise InputError(f"max_distortion is {self.max_distortion}; expected 0 or more")
+        for name, field in fields_of(cast(Any, type(self))).items():
+            _check(name, getattr(self, name), field)
+        if self.compress is not None:
+            from extract.store.format.untrusted import need_libraries  # slow to import, and rarely needed
+
+            need_libraries(self.compress)
+
+    @classmethod
+    def of(cls, holder: object, **changes: Any) -> ExtractionSettings:
+        """Return the settings that an object has as attributes, with `changes` applied; defaults for all others."""
+        return cls(**(values_of(cls, holder) | changes))
 
     @property
     def layer_list(self) -> list[str]:
         """The layers as a list, also if only one was given."""
         return [self.layers] if isinstance(self.layers, str) else list(self.layers)
+
+    @property
+    def keep_list(self) -> list[str]:
+        """The columns to keep as a list, also if only one was given."""
+        return [self.keep] if isinstance(self.keep, str) else list(self.keep)
 
     def recorded(self) -> dict[str, Any]:
         """Return the settings for the provenance of a data set.
@@ -90,7 +173,91 @@ class ExtractionSettings:
         `keep`, `sync_s` and `max_distortion` do not affect features. `distortion` affects them by the numbers in the
         resolved layers only, and `axes` and `fit_on` by the axes that the data set keeps.
         """
-        settings = asdict(self) | {"layers": self.layer_list}
-        for name in ("keep", "sync_s", "distortion", "max_distortion", "axes", "fit_on"):
-            del settings[name]
-        return settings
+        left_out = ("keep", "sync_s", "distortion", "max_distortion", "axes", "fit_on")
+        settings = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in left_out}
+        return settings | {"layers": self.layer_list}
+
+
+def values_of(model: type, holder: object) -> dict[str, Any]:
+    """Return the settings of a class that an object has as attributes: name -> value."""
+    return {field.name: getattr(holder, field.name) for field in fields(model) if hasattr(holder, field.name)}
+
+
+def described(model: Any) -> dict[str, str]:
+    """Return what the settings of a class mean, from its docstring and those of its bases: name -> text."""
+    texts: dict[str, str] = {}
+    for each in reversed(model.__mro__):
+        section = inspect.cleandoc(each.__doc__ or "").partition("\nAttributes:\n")[2].partition("\n\n")[0]
+        entries = re.findall(r"^    (\w+): (.*(?:\n {5,}.*)*)", section, re.MULTILINE)
+        texts |= {name: " ".join(text.split()) for name, text in entries}
+    return {name: text.replace("{poolings}", " ".join(pooling_names())) for name, text in texts.items()}
+
+
+@cache
+def fields_of(model: Any) -> dict[str, FieldInfo]:
+    """Return the settings of a class: name -> type, default, limits and meaning."""
+    hints, texts = get_type_hints(model, include_extras=True), described(model)
+    settings = {}
+    for field in fields(model):
+        settings[field.name] = FieldInfo.from_annotated_attribute(hints[field.name], field.default)
+        settings[field.name].description = texts.get(field.name)  # `python -OO` has no docstrings
+    return settings
+
+
+def choices_of(annotation: Any) -> tuple[str, ...]:
+    """Return the words that a type permits; none if it permits other values than words and None."""
+    literals = (part for part in (annotation, *get_args(annotation)) if get_origin(part) is Literal)
+    return next((get_args(literal) for literal in literals), ())
+
+
+Parameters = ParamSpec("Parameters")
+Model = TypeVar("Model")
+Result = TypeVar("Result")
+
+
+def taking(model: Callable[Parameters, Model]) -> Callable[[Callable[[Model], Result]], Callable[Parameters, Result]]:
+    """Decorator for a function of an object of a class: the fields of the class become its parameters.
+
+    Type checkers and editors know them from the constructor of the class. What they mean becomes the section `Args` of
+    the docstring.
+    """
+    cls: Any = model
+
+    def decorate(function: Callable[[Model], Result]) -> Callable[Parameters, Result]:
+        @wraps(function)
+        def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+            try:
+                signature.bind(*args, **kwargs)
+            except TypeError as error:
+                raise TypeError(f"{function.__name__}(): {error}") from None
+            return function(model(*args, **kwargs))
+
+        settings, signature = fields_of(cls), inspect.signature(cls)
+        names = sorted(signature.parameters, key=lambda name: name not in vars(cls)["__annotations__"])
+        parameters = [signature.parameters[name].replace(annotation=settings[name].annotation) for name in names]
+        result = inspect.signature(function).return_annotation
+        vars(call)["__signature__"] = signature.replace(parameters=parameters, return_annotation=result)
+        entries = (f"    {name}: {settings[name].description}" for name in names)
+        args = "\n".join(textwrap.fill(entry, 116, subsequent_indent=" " * 8) for entry in entries)
+        text = inspect.getdoc(function) or ""
+        call.__doc__ = re.sub("\n(?=Returns:|Raises:)", lambda _: f"\nArgs:\n{args}\n\n", text, count=1)
+        return call
+
+    return decorate
+
+
+def _check(name: str, value: Any, field: FieldInfo) -> None:
+    """Refuse a value that is not among the choices of a setting, or out of its range."""
+    if value is None and type(None) in get_args(field.annotation):
+        return
+    choices = choices_of(field.annotation)
+    if choices and value not in choices:
+        raise unknown_name(name, str(value), choices)
+    limits = [(key, getattr(limit, key)) for limit in field.metadata for key in _LIMITS if hasattr(limit, key)]
+    try:
+        is_within = all(_LIMITS[key][0](value, limit) for key, limit in limits)
+    except TypeError:
+        raise InputError(f"{name} is {value!r}; expected a number") from None
+    if not is_within:
+        expected = " and ".join(f"{_LIMITS[key][1]} {limit}" for key, limit in limits)
+        raise InputError(f"{name} is {value}; it must be {expected}")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import click
 
@@ -12,39 +11,25 @@ from extract.system.optional_libraries import library
 from pipelines.compare.config import CompareConfig
 from pipelines.terminal.completion import complete_paths
 from pipelines.terminal.config import load_config
-from pipelines.terminal.options import config_file, given, json_flag, option, print_result
+from pipelines.terminal.options import config_file, given, json_flag, options, print_result
 from pipelines.terminal.text_output import print_line
 
 __all__ = ["compare"]
 
 
-def _choices(key: str) -> click.Choice[str]:
-    return click.Choice(list(get_args(CompareConfig.model_fields[key].annotation)))
-
-
-_option = partial(option, model=CompareConfig)
-
-
 @click.command(short_help="Compare backbones on your images.")
 @click.argument("images", required=False, shell_complete=complete_paths)
-@_option("-b", "--backbone", "backbones", multiple=True, metavar="SPEC|GLOB")
-@_option("--from", "table", type=click.Path(path_type=Path), metavar="FILE.csv")
-@_option("-l", "--layers", multiple=True, metavar="LAYER[:POOLING]")
-@_option("-p", "--protocol", type=_choices("protocol"))
-@_option("--labels", metavar="FILE[:COLUMN]")
-@_option("--task", "tasks", multiple=True, metavar="NAME=FILE[:COLUMN]")
-@_option("-o", "--out", type=click.Path(path_type=Path), metavar="FOLDER")
-@_option("--limit", type=int)
-@_option("--budget", metavar="TIME")
-@_option("--test-fraction", type=float)
-@_option("--decode", type=_choices("decode"))
-@_option("--dtype", type=_choices("dtype"))
-@_option("--precision", type=_choices("precision"))
-@_option("--compile", type=_choices("compile"))
-@_option("--batch-size", type=int)
-@_option("--workers", type=int)
-@_option("--device")
-@_option("--seed", type=int)
+@options(
+    CompareConfig,
+    {
+        "backbones": ("-b", "--backbone", "backbones"), "table": ("--from", "table"), "layers": ("-l",),
+        "protocol": ("-p",), "tasks": ("--task", "tasks"), "out": ("-o",),
+    },
+    {
+        "backbones": "SPEC|GLOB", "table": "FILE.csv", "layers": "LAYER[:POOLING]", "labels": "FILE[:COLUMN]",
+        "tasks": "NAME=FILE[:COLUMN]", "out": "FOLDER", "budget": "TIME",
+    },
+)  # fmt: skip
 @config_file
 @json_flag
 @click.pass_context

@@ -4,32 +4,25 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 
 from extract import defaults
-from pipelines.terminal.config import name_of
+from extract.extraction.settings import ExtractionSettings
+from pipelines.terminal.config import FeatureKeys, Words, name_of
 from pipelines.terminal.units import Seconds
-
-if TYPE_CHECKING:
-    from extract.extraction.settings import ExtractionSettings
 
 __all__ = ["CompareConfig"]
 
 
-class CompareConfig(BaseModel):
+class CompareConfig(FeatureKeys, BaseModel):
     """Configuration of `layertap compare`."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     images: str = Field(min_length=1, description="See `layertap embed`.")
-    backbones: list[str] = Field([], description="Backbone, or glob of backbones; may be repeated.")
+    backbones: Words = Field([], description="Backbone, or glob of backbones; may be repeated.")
     table: Path | None = Field(
         None, description="FILE.csv with the columns `backbone` and optionally `weights` and `name`."
-    )
-    layers: list[str] = Field(
-        list(defaults.LAYERS), min_length=1, description="Layers of each backbone; may be repeated; globs allowed."
     )
     protocol: Literal["clip", "simclr", "dinov2-logreg", "knn", "centroid"] = Field(
         "clip", description="Classifier, and how its hyperparameter is chosen; see `layertap probe`."
@@ -37,24 +30,13 @@ class CompareConfig(BaseModel):
     labels: str | None = Field(
         None, description="FILE.csv[:COLUMN], a table of images. [default: the classes of the images]"
     )
-    tasks: list[str] = Field(
+    tasks: Words = Field(
         [], description="NAME=FILE.csv[:COLUMN]: labels of one of several tasks, in place of --labels; may be repeated."
     )
     out: Path | None = Field(None, description="Folder of the comparison. [default: outputs/<name of IMAGES>-compared]")
-    decode: Literal["exact", "fast"] = Field(defaults.DECODE, description="See `layertap embed`.")
-    dtype: Literal["float32", "float16", "bfloat16", "int8"] = Field(
-        defaults.DTYPE, description="Type of the stored features."
-    )
-    precision: Literal["float32", "bfloat16", "float16"] = Field(
-        defaults.PRECISION, description="Precision of the computation."
-    )
-    compile: Literal["auto", "on", "off", "inductor", "openvino"] = Field(
-        defaults.COMPILE, description="Compile the forwards; see `layertap embed`."
-    )
-    batch_size: int = Field(defaults.BATCH_SIZE, strict=True, ge=1, description="Images per forward.")
-    workers: int = Field(defaults.WORKERS, strict=True, ge=0, description="Decoding processes; 0: main process.")
-    device: str = Field(defaults.DEVICE, description="auto, cpu, cuda, cuda:N or mps.")
-    limit: int | None = Field(None, strict=True, ge=1, description="Use only the first LIMIT images.")
+    workers: int = Field(defaults.WORKERS, strict=True, ge=0)
+    device: str = defaults.DEVICE
+    limit: int | None = Field(None, strict=True, ge=1)
     budget: Seconds | None = Field(
         None, gt=0, description="Time for computing the features: 10m, 2h. A sample of the images is drawn that fits."
     )
@@ -84,11 +66,6 @@ class CompareConfig(BaseModel):
             raise ValueError("--labels and --task cannot be used together: name each task with --task")
         return self
 
-    @field_validator("backbones", "layers", "tasks", mode="before")
-    @classmethod
-    def _to_list(cls, value: Any) -> Any:
-        return [value] if isinstance(value, str) else value
-
     @property
     def folder(self) -> Path:
         """Folder of the comparison."""
@@ -103,7 +80,4 @@ class CompareConfig(BaseModel):
 
     def settings(self) -> ExtractionSettings:
         """Return the settings of all extractions."""
-        from extract.extraction.settings import ExtractionSettings
-
-        shared = ("layers", "batch_size", "workers", "decode", "dtype", "precision", "compile", "limit")
-        return ExtractionSettings(**{name: getattr(self, name) for name in shared}, distortion=defaults.DISTORTION)
+        return ExtractionSettings.of(self, fit_on=None)

@@ -11,10 +11,10 @@ from typing import Any
 import click
 
 from extract.errors import InputError
+from extract.extraction.settings import ExtractionSettings
 from extract.system.optional_libraries import library
 from pipelines.terminal.completion import complete_backbones, complete_paths
-from pipelines.terminal.config import COMPRESS_HELP, SHARD_ROWS_HELP
-from pipelines.terminal.options import BACKBONE_HELP, DATA_SET, FOLDER, LateChoice, json_flag, print_result
+from pipelines.terminal.options import BACKBONE_HELP, DATA_SET, FOLDER, LateChoice, json_flag, option, print_result
 from pipelines.terminal.text_output import print_line
 
 __all__ = ["diff", "export", "merge", "report", "search", "show", "status", "verify"]
@@ -240,8 +240,8 @@ def export(
 @click.command(short_help="Join data sets into one.")
 @click.argument("sources", nargs=-1, required=True, type=FOLDER)
 @click.option("-o", "--out", type=click.Path(path_type=Path), required=True, help="Folder of the new data set.")
-@click.option("--shard-rows", type=int, help=SHARD_ROWS_HELP)
-@click.option("--compress", type=click.Choice(["gzip", "lzf", "blosc2"]), help=COMPRESS_HELP)
+@option("--shard-rows", model=ExtractionSettings)
+@option("--compress", model=ExtractionSettings)
 def merge(sources: tuple[Path, ...], out: Path, shard_rows: int | None, compress: str | None) -> None:
     """Copy the rows of complete data sets with the same fingerprint into a new data set, sorted by path.
 

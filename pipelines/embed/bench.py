@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from PIL import Image
@@ -158,10 +158,10 @@ def bench(
             how = f"{decoding} decoding, batches of {batch_size}, {workers} workers"
             say(f"the whole pipeline: {measurement.way}, {how}")
             bound = _bound(measurement.images_per_s, decode[decoding], write, on_cpu, workers)
+            way: dict[str, Any] = {"precision": measurement.way.precision, "compile": measurement.way.compile}
             settings = ExtractionSettings(
-                layers=layers, batch_size=batch_size, workers=workers, decode=decoding,
-                precision=measurement.way.precision, compile=measurement.way.compile,
-            )  # fmt: skip
+                layers=layers, batch_size=batch_size, workers=workers, decode=cast(Any, decoding), **way
+            )
             rate = _pipeline_rate(loaded, image_list, settings, bound)
             return PipelineRate(measurement.way, decoding, batch_size, workers, rate, bound)
 

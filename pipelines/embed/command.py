@@ -12,7 +12,7 @@ from extract.errors import LayertapError
 from pipelines.embed.config import EmbedConfig
 from pipelines.terminal.completion import complete_paths
 from pipelines.terminal.config import load_config
-from pipelines.terminal.options import config_file, given, json_flag, option, print_result
+from pipelines.terminal.options import config_file, given, json_flag, option, options, print_result
 from pipelines.terminal.text_output import command_line, print_line
 
 __all__ = ["bench", "embed", "plan", "slurm"]
@@ -22,46 +22,14 @@ _embed_option = partial(option, model=EmbedConfig)
 
 @click.command(short_help="Compute features of images, and store them in HDF5.")
 @click.argument("images", required=False, shell_complete=complete_paths)
-@_embed_option("-b", "--backbone")
-@_embed_option("-l", "--layers", multiple=True, metavar="LAYER[:POOLING]...")
-@_embed_option("-o", "--out")
-@_embed_option("--weights")
-@_embed_option("--allow-missing-head/--no-allow-missing-head")
-@_embed_option("--size", metavar="PX|HxW")
-@_embed_option("--crop", metavar="PX|HxW")
-@_embed_option("--interpolation")
-@_embed_option("--mean", metavar="R,G,B")
-@_embed_option("--std", metavar="R,G,B")
-@_embed_option("--batch-size", type=int)
-@_embed_option("--workers", type=int)
-@_embed_option("--decode", type=click.Choice(["exact", "fast"]))
-@_embed_option("--device")
-@_embed_option("--dtype", type=click.Choice(["float32", "float16", "bfloat16", "int8"]))
-@_embed_option("--precision", type=click.Choice(["float32", "bfloat16", "float16"]))
-@_embed_option("--compile", type=click.Choice(["auto", "on", "off", "inductor", "openvino"]))
-@_embed_option("--fast/--no-fast")
-@_embed_option("--min-cosine", type=float)
-@_embed_option("--distortion", type=float)
-@_embed_option("--max-distortion", type=float)
-@_embed_option("--axes", type=click.Path(path_type=Path))
-@_embed_option("--fit-on", type=int)
-@_embed_option("--limit", type=int)
-@_embed_option("--keep", multiple=True, metavar="COLUMN")
-@_embed_option("--max-pixels", type=int)
-@_embed_option("--orientation", type=click.Choice(["exif", "ignore"]))
-@_embed_option("--icc", type=click.Choice(["ignore", "srgb"]))
-@_embed_option("--seed", type=int)
-@_embed_option("--shard-rows", type=int)
-@_embed_option("--compress", type=click.Choice(["gzip", "lzf", "blosc2"]))
-@_embed_option("--sync-s", type=float)
-@_embed_option("--retry-failed/--no-retry-failed")
-@_embed_option("--strict/--no-strict")
-@_embed_option("--engine", type=click.Choice(["processes", "ray"]))
-@_embed_option("--workers-per-gpu", type=int)
-@_embed_option("--cpus-per-worker", type=int)
-@_embed_option("--address")
-@_embed_option("--shards-of", metavar="I/N")
-@_embed_option("--scratch", type=click.Path(path_type=Path))
+@options(
+    EmbedConfig,
+    {"backbone": ("-b",), "layers": ("-l",), "out": ("-o",)},
+    {
+        "layers": "LAYER[:POOLING]...", "size": "PX|HxW", "crop": "PX|HxW", "mean": "R,G,B", "std": "R,G,B",
+        "keep": "COLUMN", "shards_of": "I/N",
+    },
+)  # fmt: skip
 @config_file
 @json_flag
 @click.pass_context
@@ -156,7 +124,7 @@ def slurm(config: Path, **settings: Any) -> None:
 @click.command(short_help="Measure how fast this machine computes features.")
 @click.argument("images", required=False, shell_complete=complete_paths)
 @_embed_option("-b", "--backbone")
-@_embed_option("-l", "--layers", multiple=True, metavar="LAYER[:POOLING]...")
+@_embed_option("-l", "--layers", metavar="LAYER[:POOLING]...")
 @_embed_option("--weights")
 @_embed_option("--device")
 @click.option("--thorough", is_flag=True, help="Also measure options that are rarely the fastest and slow to compile.")

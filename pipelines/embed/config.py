@@ -3,63 +3,24 @@
 from __future__ import annotations
 
 import re
-from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from extract import defaults
-from extract.compute.pooling import pooling_names
 from extract.errors import InputError
+from extract.extraction.settings import ExtractionSettings
 from extract.system.urls import is_url
-from pipelines.terminal.config import COMPRESS_HELP, SHARD_ROWS_HELP, BackboneConfig, name_of
-
-if TYPE_CHECKING:
-    from extract.extraction.settings import ExtractionSettings
+from pipelines.terminal.config import BackboneConfig, DataSetKeys, ExtractionKeys, name_of
 
 __all__ = ["EmbedConfig", "FeaturesConfig"]
 
 
-class FeaturesConfig(BackboneConfig):
+class FeaturesConfig(BackboneConfig, DataSetKeys):
     """Features, and how to compute and store them: the keys that `embed` and `sync` share."""
 
     out: Path | None = Field(None, description="Folder of the data set. [default: outputs/<name of IMAGES>]")
-    layers: list[str] = Field(
-        list(defaults.LAYERS),
-        min_length=1,
-        description=f"May be repeated; globs allowed, ** at any depth. Poolings: {' '.join(pooling_names())}.",
-    )
-    decode: Literal["exact", "fast"] = Field(
-        defaults.DECODE, description="fast: resize with torchvision, decode large JPEGs smaller; compared with exact."
-    )
-    dtype: Literal["float32", "float16", "bfloat16", "int8"] = Field(
-        defaults.DTYPE, description="Type of the stored features; int8 has a scale for each row."
-    )
-    precision: Literal["float32", "bfloat16", "float16"] = Field(
-        defaults.PRECISION,
-        description="Precision of the computation; bfloat16 and float16 are compared with float32 on the first batch.",
-    )
-    compile: Literal["auto", "on", "off", "inductor", "openvino"] = Field(
-        defaults.COMPILE,
-        description="Compile the forward. auto: if it saves time. on: with OpenVINO on a CPU, else inductor.",
-    )
-    min_cosine: float = Field(
-        defaults.MIN_COSINE,
-        ge=-1,
-        le=1,
-        description="Minimum cosine to eager float32 and exact decoding; features below it are refused.",
-    )
-    axes: Path | None = Field(
-        None, description="Data set or file with the principal axes of LAYER:pcaK. [default: fitted to IMAGES]"
-    )
-    shard_rows: int | None = Field(None, strict=True, ge=1, description=SHARD_ROWS_HELP)
-    compress: Literal["gzip", "lzf", "blosc2"] | None = Field(None, description=COMPRESS_HELP)
-    sync_s: float = Field(
-        defaults.SYNC_S,
-        ge=0,
-        description="Seconds of work that a power cut may lose; 0: sync each batch to the disk.",
-    )
     strict: bool = Field(False, description="Exit with code 3 if a row failed.")
 
     @field_validator("compile", mode="before")
@@ -67,17 +28,9 @@ class FeaturesConfig(BackboneConfig):
     def _read_yaml_boolean(cls, value: Any) -> Any:
         return {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value  # YAML's on and off
 
-    @field_validator("layers", "keep", mode="before", check_fields=False)
-    @classmethod
-    def _to_list(cls, value: Any) -> Any:
-        return [value] if isinstance(value, str) else value
-
     def settings(self, **changes: Any) -> ExtractionSettings:
         """Return the extraction settings, with `changes` applied."""
-        from extract.extraction.settings import ExtractionSettings
-
-        names = {field.name for field in fields(ExtractionSettings)} & type(self).model_fields.keys()
-        return ExtractionSettings(**({name: getattr(self, name) for name in names} | changes))
+        return ExtractionSettings.of(self, **changes)
 
     @property
     def folder(self) -> Path:
@@ -85,34 +38,15 @@ class FeaturesConfig(BackboneConfig):
         return self.out or Path("outputs") / name_of(self.images)
 
 
-class EmbedConfig(FeaturesConfig):
+class EmbedConfig(FeaturesConfig, ExtractionKeys):
     """Configuration of `layertap embed`."""
 
     out: str | None = Field(  # type: ignore[assignment]
         None, description="Folder of the data set, or s3://BUCKET/NAME. [default: outputs/<name of IMAGES>]"
     )
-
-    distortion: float = Field(
-        defaults.DISTORTION,
-        gt=0,
-        lt=1,
-        description="For LAYER:srp without a number: squared distances change by at most this part.",
-    )
-    max_distortion: float | None = Field(
-        None,
-        ge=0,
-        description="End the run if a projection changes over 5 % of the distances of the first images by more.",
-    )
-    fit_on: int = Field(
-        defaults.FIT_ON, strict=True, ge=2, description="Images to fit the principal axes of LAYER:pcaK on."
-    )
     fast: bool = Field(
         False,
         description="Use the fastest precision, compile and decode that agree; measured once, not for short jobs.",
-    )
-    limit: int | None = Field(None, strict=True, ge=1, description="Use only the first LIMIT images.")
-    keep: list[str] = Field(
-        [], description="Further column of a list or dataset to store with the features; may be repeated."
     )
     retry_failed: bool = Field(False, description="Retry images that failed in an earlier run.")
     device: str = Field(
@@ -145,7 +79,7 @@ class EmbedConfig(FeaturesConfig):
 
     def settings(self, **changes: Any) -> ExtractionSettings:
         """Return the extraction settings, with `changes` applied. Axes are fitted by a single process only."""
-        return super().settings(**({"fit_on": None} if self.is_shared else {}), **changes)
+        return super().settings(**({"fit_on": None} if self.is_shared else {}) | changes)
 
     @property
     def place(self) -> str:

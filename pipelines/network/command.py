@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial, reduce
-from pathlib import Path
 from typing import Any
 
 import click
@@ -29,14 +28,14 @@ def _with_sample_options(
     options = [
         click.argument("backbone", shell_complete=complete_backbones),
         click.argument("images", shell_complete=complete_paths, required=not of_data_sets),
-        look_option("-l", "--layers", multiple=True, metavar="LAYER"),
-        look_option("--sample", metavar="N|all"),
+        look_option("-l", "--layers", metavar="LAYER"),
+        look_option("--sample", type=str, metavar="N|all"),
         look_option("--weights"),
         look_option("--allow-missing-head/--no-allow-missing-head"),
-        look_option("--batch-size", type=int),
-        look_option("--workers", type=int),
+        look_option("--batch-size"),
+        look_option("--workers"),
         look_option("--device"),
-        look_option("--seed", type=int),
+        look_option("--seed"),
     ]
     return reduce(lambda decorated, add_option: add_option(decorated), reversed(options), command)
 
@@ -49,9 +48,9 @@ _inspect_option = partial(option, model=InspectConfig)
 @_inspect_option("--grad/--no-grad")
 @_inspect_option("--loss", metavar="cross_entropy|FILE.py:FUNCTION")
 @_inspect_option("--labels", metavar="FILE[:COLUMN]")
-@_inspect_option("--csv", type=click.Path(path_type=Path), metavar="FILE")
-@_inspect_option("--pictures", type=click.Path(path_type=Path), metavar="FOLDER")
-@_inspect_option("--format", type=click.Choice(["png", "svg", "pdf"]))
+@_inspect_option("--csv", metavar="FILE")
+@_inspect_option("--pictures", metavar="FOLDER")
+@_inspect_option("--format")
 @json_flag
 def inspect(as_json: bool, **flags: Any) -> None:
     """Inspect what the layers of BACKBONE do on IMAGES: print findings in words, then a table.
@@ -86,9 +85,9 @@ _draw_option = partial(option, model=DrawConfig)
 )
 @partial(_with_sample_options, model=DrawConfig, of_data_sets=True)
 @_draw_option("--channels", metavar="0,3,17")
-@_draw_option("--target", type=int, metavar="CLASS")
-@_draw_option("-o", "--out", type=click.Path(path_type=Path), metavar="FOLDER")
-@_draw_option("--format", type=click.Choice(["png", "svg", "pdf"]))
+@_draw_option("--target", metavar="CLASS")
+@_draw_option("-o", "--out", metavar="FOLDER")
+@_draw_option("--format")
 def draw(kind: str, **flags: Any) -> None:
     """Draw what BACKBONE sees in IMAGES: one figure per layer.
 
@@ -142,8 +141,8 @@ _ablate_option = partial(option, model=AblateConfig)
 @_ablate_option("--edit", metavar="EDIT")
 @_ablate_option("--channels", metavar="0,3,17|all")
 @_ablate_option("--labels", metavar="FILE[:COLUMN]")
-@_ablate_option("--csv", type=click.Path(path_type=Path), metavar="FILE")
-@_ablate_option("--picture", type=click.Path(path_type=Path), metavar="FILE")
+@_ablate_option("--csv", metavar="FILE")
+@_ablate_option("--picture", metavar="FILE")
 @json_flag
 def ablate(as_json: bool, **flags: Any) -> None:
     """Measure the effect of removing or changing a layer of BACKBONE on IMAGES, by layer or by channel.

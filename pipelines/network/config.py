@@ -6,10 +6,10 @@ import re
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 
 from extract.errors import InputError
-from pipelines.terminal.config import BackboneConfig
+from pipelines.terminal.config import FROZEN, BackboneConfig
 
 __all__ = ["AblateConfig", "DrawConfig", "InspectConfig", "LookConfig", "StoredTokensConfig"]
 
@@ -26,7 +26,7 @@ class LookConfig(BackboneConfig):
     """Configuration that `inspect`, `draw` and `ablate` share."""
 
     layers: list[str] | None = Field(None, min_length=1, description="May be repeated; globs allowed. [default: all]")
-    batch_size: int = Field(16, strict=True, ge=1, description="Images per forward.")
+    batch_size: int = Field(16, strict=True, ge=1)
     sample: int | None = Field(256, description="Number of images, evenly spread; or 'all'.")
 
     @field_validator("sample", mode="before")
@@ -100,7 +100,7 @@ class DrawConfig(LookConfig):
 class StoredTokensConfig(BaseModel):
     """Configuration of `layertap draw tokens OUT`, whose options are among those of `DrawConfig`."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = FROZEN
 
     data_set: str
     images: str | None = None

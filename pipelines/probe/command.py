@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import click
 
@@ -12,37 +11,26 @@ from extract.system.optional_libraries import library
 from pipelines.probe.config import ProbeConfig
 from pipelines.terminal.completion import complete_backbones, complete_paths
 from pipelines.terminal.config import load_config
-from pipelines.terminal.options import BACKBONE_HELP, config_file, given, json_flag, option, print_result
+from pipelines.terminal.options import BACKBONE_HELP, config_file, given, json_flag, option, options, print_result
 from pipelines.terminal.text_output import print_line
 
 __all__ = ["predict", "probe"]
 
 
-_probe_option = partial(option, model=ProbeConfig)
-
-
 @click.command(short_help="Measure how good features are, layer by layer.")
 @click.argument("out", nargs=-1, metavar="OUT...", shell_complete=complete_paths)
-@_probe_option("-p", "--protocol", type=click.Choice(list(get_args(ProbeConfig.model_fields["protocol"].annotation))))
-@_probe_option("-l", "--layers", multiple=True, metavar="LAYER")
-@_probe_option("--labels", metavar="FILE[:COLUMN]")
-@_probe_option("--masks", metavar="FOLDER|FILE[:COLUMN]")
-@_probe_option("--class-names", metavar="FILE.csv")
-@_probe_option("--ignore-label", type=int, multiple=True)
-@_probe_option("--depth", metavar="FOLDER|FILE[:COLUMN]")
-@_probe_option("--max-depth", type=float)
-@_probe_option("--iterations", type=int)
-@_probe_option("--multilabel/--no-multilabel")
-@_probe_option("--test-fraction", type=float)
-@_probe_option("--drop-leaks/--keep-leaks")
-@_probe_option("--scaling", type=click.Choice(["none", "l2", "standardise"]))
-@_probe_option("--class-weight", type=click.Choice(["balanced"]))
-@_probe_option("--seed", type=int)
-@_probe_option("--similarity/--no-similarity")
-@_probe_option("-o", "--results", metavar="FOLDER")
-@_probe_option("--save", metavar="FILE.safetensors")
-@_probe_option("--device")
-@_probe_option("--max-memory-mb", type=int)
+@options(
+    ProbeConfig,
+    {
+        "protocol": ("-p",), "layers": ("-l",), "drop_leaks": ("--drop-leaks/--keep-leaks",), "results": ("-o",),
+    },
+    {
+        "layers": "LAYER", "labels": "FILE[:COLUMN]", "masks": "FOLDER|FILE[:COLUMN]", "class_names": "FILE.csv",
+        "depth": "FOLDER|FILE[:COLUMN]", "results": "FOLDER", "save": "FILE.safetensors",
+    },
+    leave_out=("out", "ignore_label"),
+)  # fmt: skip
+@option("--ignore-label", model=ProbeConfig, type=int, multiple=True)
 @config_file
 @json_flag
 def probe(config: Path | None, as_json: bool, **flags: Any) -> None:

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 
 from extract import defaults
+from pipelines.terminal.config import FROZEN
 
 __all__ = ["ProbeConfig"]
 
@@ -16,7 +17,7 @@ __all__ = ["ProbeConfig"]
 class ProbeConfig(BaseModel):
     """Configuration of `layertap probe`."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = FROZEN
 
     out: list[str] = Field(min_length=1, description="Data sets of `layertap embed`.")
     layers: list[str] | None = Field(

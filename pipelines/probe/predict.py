@@ -66,9 +66,9 @@ def run_predict(
         fitted_on = [(str(name), str(described["features"][name])) for name in probe.about["layers"]]
         poolings = [str(pooling) for pooling in probe.about["poolings"]]
         asked = asked_of(dict(probe.about["provenance"]["configuration"]), weights)
-        named, computation = str(probe.about["provenance"]["backbone"]), dict[str, Any](how_made(described))
-        computation |= how_decoded(described)
-        dtype, max_pixels = str(described["stored_as"]), int(probe.about["provenance"]["configuration"]["max_pixels"])
+        named = str(probe.about["provenance"]["backbone"])
+        computation = how_made(described) | how_decoded(described) | {"dtype": str(described["stored_as"])}
+        max_pixels = int(probe.about["provenance"]["configuration"]["max_pixels"])
         layers = [name if split_poolings(name)[1] else f"{name}:{pooling}"
                   for (name, _), pooling in zip(fitted_on, poolings, strict=True)]  # fmt: skip
         if not layers or not isinstance(probe.about["layers"], list) or max_pixels < 1:
@@ -95,7 +95,7 @@ def run_predict(
     loaded = load_backbone(permitted(named, backbone, path, asked["weights"]), device=device, **asked)
     with temporary_folder(output) as folder:
         out = folder / "features"
-        settings = ExtractionSettings(layers=layers, dtype=dtype, max_pixels=max_pixels, **computation)
+        settings = ExtractionSettings(layers=layers, max_pixels=max_pixels, distortion=None, fit_on=None, **computation)
         planned = plan(images, out=out, backbone=loaded, settings=settings)
         names = _same_features(path, described, fitted_on, planned.dataset, images)
         with Progress(len(planned.images)) as progress:

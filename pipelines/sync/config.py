@@ -8,13 +8,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 
 from extract.errors import InputError, unknown_name
+from extract.extraction.settings import ExtractionSettings
 from extract.images.index.image_index import is_plan
 from extract.sync.safety_limits import Guards
 from pipelines.embed.config import FeaturesConfig
-from pipelines.terminal.config import checked, read_yaml
+from pipelines.terminal.config import FROZEN, Words, checked, read_yaml
 from pipelines.terminal.units import Seconds, finite, n_bytes
 
 __all__ = ["ScheduleConfig", "SyncConfig", "SyncFile", "chosen", "load_sync_file"]
@@ -53,6 +54,10 @@ class SyncConfig(FeaturesConfig):
             raise InputError(f"out: {self.folder} lies inside {self.images}", hint="name a folder outside the images")
         return self
 
+    def settings(self, **changes: Any) -> ExtractionSettings:
+        """Return the extraction settings. Nothing is fitted to images that change."""
+        return super().settings(distortion=None, fit_on=None, **changes)
+
     @property
     def root(self) -> str:
         """Absolute path of the image folder, with symbolic links unresolved."""
@@ -67,7 +72,7 @@ class SyncConfig(FeaturesConfig):
 class ScheduleConfig(BaseModel):
     """Times of the passes, their log and hooks."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = FROZEN
 
     cron: str | None = Field(None, description="minute hour day month weekday, in local time.")
     every: Seconds | None = Field(None, gt=0, description="Time from one start to the next: 90s, 15m, 6h, 1d.")
@@ -83,8 +88,8 @@ class ScheduleConfig(BaseModel):
     log_backup_count: int = Field(4, ge=1, le=1000, description="Rotated files that are kept: LOG.1, LOG.2 and so on.")
     log_json: bool = Field(False, description="Each line of the log is a JSON object.")
     heartbeat: Path | None = Field(None, description="File that is touched every 30 s, for a watchdog.")
-    on_success: list[str] = Field([], description="Commands to run, or URLs to post to, after a pass without errors.")
-    on_failure: list[str] = Field([], description="The same, after a pass that failed.")
+    on_success: Words = Field([], description="Commands to run, or URLs to post to, after a pass without errors.")
+    on_failure: Words = Field([], description="The same, after a pass that failed.")
 
     @field_validator("log_max_bytes", mode="before")
     @classmethod
@@ -97,11 +102,6 @@ class ScheduleConfig(BaseModel):
         if value and not _SMALLEST_LOG <= value <= _LARGEST_LOG:
             raise ValueError("expected 1kB to 1000GB, or 0 if the file is not rotated")
         return value
-
-    @field_validator("on_success", "on_failure", mode="before")
-    @classmethod
-    def _to_list(cls, value: Any) -> Any:
-        return [value] if isinstance(value, str) else value
 
     @field_validator("timezone")
     @classmethod
@@ -139,7 +139,7 @@ class ScheduleConfig(BaseModel):
 class SyncFile(BaseModel):
     """A config file: the keys of a data set, or several data sets under `data_sets`; and `schedule`."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = FROZEN
 
     path: Path
     data_sets: list[SyncConfig] = Field(min_length=1)

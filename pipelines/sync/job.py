@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from extract import defaults
 from extract.errors import InputError, LayertapError, LockedError, UnknownNameError, first_line
 from extract.sync.passes import Report, sync
+from pipelines.embed.config import FeaturesConfig
 from pipelines.sync.config import SyncConfig
 from pipelines.terminal.error_output import print_error
 from pipelines.terminal.graceful_stop import signals_held
@@ -29,9 +30,11 @@ __all__ = ["PassReporter", "SyncResult", "as_json", "exit_code", "print_synced",
 
 _RUNS_KEPT = 1000  # lines of runs.jsonl
 
-# Keys that the features depend on. A pass with the same keys and no new images does not load the backbone.
-_FEATURE_KEYS = ("backbone", "layers", "weights", "allow_missing_head", "size", "crop", "interpolation", "mean", "std",
-                 "decode", "dtype", "precision", "compile", "max_pixels", "seed")  # fmt: skip
+# Keys that features do not depend on. A pass with the same others and no new images does not load the backbone.
+_OTHER_KEYS = (
+    "images", "out", "device", "workers", "batch_size", "min_cosine", "axes", "shard_rows", "compress", "sync_s",
+    "strict",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -125,11 +128,12 @@ def _sync_one(
 
 def configuration_of(config: SyncConfig) -> dict[str, Any]:
     """Return the settings that the features depend on, and size and modification time of the files among them."""
-    settings: dict[str, Any] = {name: getattr(config, name) for name in _FEATURE_KEYS}
+    names = FeaturesConfig.model_fields.keys() - _OTHER_KEYS
+    settings: dict[str, Any] = {name: getattr(config, name) for name in sorted(names)}
     if config.precision == "float32":
         del settings["compile"]  # the same features, except for rounding
-    if (config.orientation, config.icc) != (defaults.ORIENTATION, defaults.ICC):  # older manifests do not have them
-        settings |= {"orientation": config.orientation, "icc": config.icc}
+    if (config.orientation, config.icc) == (defaults.ORIENTATION, defaults.ICC):
+        del settings["orientation"], settings["icc"]  # older manifests do not have them
     backbone = config.backbone.partition("/")[2].partition(":")[0]  # a file, if the backbone is code
     for name in filter(None, (config.weights, backbone)):
         with contextlib.suppress(OSError):

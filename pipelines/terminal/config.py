@@ -8,23 +8,30 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from copy import copy
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model, field_validator
+from pydantic.fields import FieldInfo
 
 from extract import defaults
 from extract.credentials import without_credentials
 from extract.errors import InputError, first_line, unknown_name
+from extract.extraction import settings
 from extract.system.similar_paths import did_you_mean
 
 __all__ = [
-    "COMPRESS_HELP",
-    "SHARD_ROWS_HELP",
+    "FROZEN",
     "BackboneConfig",
+    "DataSetKeys",
+    "ExtractionKeys",
+    "FeatureKeys",
+    "Words",
     "checked",
+    "keys_of",
     "load_config",
     "name_of",
     "read_yaml",
@@ -36,27 +43,51 @@ _MOST_WORKERS = max(128, 4 * defaults.CORES)
 
 _MOST_VALUES = 100_000  # of a config file; a few lines with aliases of aliases can have billions
 
+_FIRST = ("images", "backbone", "backbones", "layers", "out", "weights")  # in help texts and pages of reference
+
 _HOME = re.compile(r"~[\w.-]*(/|$)")
 
 # An option in a message, and in "add --engine ray" also its value.
 _OPTION = re.compile(r"(add )?--([a-z][a-z-]*)(?(1)( \w+)?)")
 
-# Help texts that `embed` and `merge` share.
-SHARD_ROWS_HELP = "Rows per shard file. [default: as many as fit into 1 GB]"
-COMPRESS_HELP = "Compress each finished file. [default: no compression, which is faster to read]"
+
+FROZEN = ConfigDict(frozen=True, extra="forbid", defer_build=True)  # most commands use one configuration at most
+
+Words = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
+
+# Types of settings that are others in config files.
+_IN_FILES: dict[Any, Any] = {str | Sequence[str]: Words, str | os.PathLike[str] | None: Path | None}
 
 
-class BackboneConfig(BaseModel):
+def _keys(model: Any) -> type[BaseModel]:
+    """Return a configuration whose keys are the settings of a class."""
+    keys: dict[str, Any] = {}
+    for name, field in settings.fields_of(model).items():
+        key = copy(field)
+        key.default = list(field.default) if isinstance(field.default, tuple) else field.default
+        keys[name] = (_IN_FILES.get(field.annotation, field.annotation), key)
+    return create_model("Keys", __config__=FROZEN, **keys)
+
+
+if TYPE_CHECKING:  # a configuration has the attributes of the settings
+    BackboneKeys = settings.BackboneSettings
+    DecodingKeys = settings.DecodingSettings
+    FeatureKeys = settings.FeatureSettings
+    DataSetKeys = settings.DataSetSettings
+    ExtractionKeys = settings.ExtractionSettings
+else:
+    BackboneKeys, DecodingKeys = _keys(settings.BackboneSettings), _keys(settings.DecodingSettings)
+    FeatureKeys, DataSetKeys = _keys(settings.FeatureSettings), _keys(settings.DataSetSettings)
+    ExtractionKeys = _keys(settings.ExtractionSettings)
+
+
+class BackboneConfig(BackboneKeys, DecodingKeys, BaseModel):
     """Images, backbone and preprocessing: the keys that all computing jobs share."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     images: str = Field(
         description="Folder, .csv or .parquet list, .tar or .zip archives, .npy or .h5 array, a URL, or a plan."
     )
     backbone: str = Field(defaults.BACKBONE, description="SOURCE/NAME; see `layertap backbones`.")
-    weights: str | None = Field(None, min_length=1, description="Name, file, or 'random'. [default: the source's own]")
-    allow_missing_head: bool = Field(False, description="Accept a weights file that lacks the classifier.")
     size: int | list[int] | None = Field(
         None, description="Resize the shorter side to these pixels, or to HxW. [default: the model's own]"
     )
@@ -64,18 +95,6 @@ class BackboneConfig(BaseModel):
     interpolation: str | None = Field(None, description="nearest, bilinear, bicubic, lanczos, box or hamming.")
     mean: list[float] | None = Field(None, description="R,G,B to subtract from pixels scaled to 0..1.")
     std: list[float] | None = Field(None, description="R,G,B to divide by afterwards.")
-    batch_size: int = Field(defaults.BATCH_SIZE, strict=True, ge=1, description="Images per forward.")
-    workers: int = Field(defaults.WORKERS, strict=True, ge=0, description="Decoding processes; 0: main process.")
-    device: str = Field(defaults.DEVICE, description="auto, cpu, cuda, cuda:N or mps.")
-    max_pixels: int = Field(defaults.MAX_PIXELS, strict=True, ge=1, description="Larger images are not decoded.")
-    orientation: Literal["exif", "ignore"] = Field(
-        defaults.ORIENTATION, description="exif: apply the EXIF orientation of images; ignore: pixels as stored."
-    )
-    icc: Literal["ignore", "srgb"] = Field(
-        defaults.ICC,
-        description="srgb: convert from the embedded colour profile (ICC) to sRGB, with the perceptual intent.",
-    )
-    seed: int = Field(defaults.SEED, strict=True, ge=0, lt=1 << 63, description="Seed of random weights.")
 
     @field_validator("images", "out", mode="before", check_fields=False)
     @classmethod
@@ -115,6 +134,16 @@ class BackboneConfig(BaseModel):
         """The preprocessing values that were given; they replace those of the weights' library."""
         names = ("size", "crop", "interpolation", "mean", "std")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+
+def keys_of(model: Any) -> dict[str, FieldInfo]:
+    """Return the keys of a configuration, or the settings of a class, with descriptions; the most needed ones first."""
+    keys = model.model_fields if issubclass(model, BaseModel) else settings.fields_of(model)
+    shared = settings.fields_of(settings.BackboneSettings) | settings.fields_of(settings.ExtractionSettings)
+    for key, field in keys.items():
+        if field.description is None and key in shared:
+            field.description = shared[key].description
+    return {key: keys[key] for key in dict.fromkeys((*_FIRST, *keys)) if key in keys}
 
 
 def name_of(images: str) -> str:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import click
 from pydantic import BaseModel
 
 from extract.errors import InputError
+from extract.extraction.settings import choices_of
 from extract.system.urls import is_url
 from pipelines.terminal.completion import complete_backbones, complete_paths
+from pipelines.terminal.config import keys_of
 from pipelines.terminal.text_output import print_line
 
 __all__ = [
@@ -25,6 +27,7 @@ __all__ = [
     "is_data_set",
     "json_flag",
     "option",
+    "options",
     "print_json",
     "print_result",
 ]
@@ -101,17 +104,59 @@ config_file = click.option(
 )
 
 
-def option(*names: str, model: type[BaseModel], **settings: Any) -> Callable[[Any], Any]:
-    """Return a click option for the configuration key of the same name, with its help and default in the help text."""
+def option(*names: str, model: type[Any], **how: Any) -> Callable[[Any], Any]:
+    """Return a click option for the configuration key of the same name: its type, and its help with the default."""
     key = names[-1].partition("/")[0].lstrip("-").replace("-", "_")
-    field = model.model_fields[key]
+    field = keys_of(model)[key]
     text = field.description or ""
-    if field.default not in (None, []) and not isinstance(field.default, bool):
-        default = " ".join(field.default) if isinstance(field.default, list) else field.default
+    if field.default not in (None, [], ()) and not isinstance(field.default, bool):
+        default = " ".join(field.default) if isinstance(field.default, list | tuple) else field.default
         text += f" [default: {default}]"
     backbones = dict.fromkeys(("backbone", "backbones"), complete_backbones)
     complete = {**backbones, **dict.fromkeys(_PATHS, complete_paths)}.get(key)
-    return click.option(*names, help=text, default=None, shell_complete=complete, **settings)
+    how = {**_how_to_read(field.annotation), **how}
+    return click.option(*names, help=text, default=None, shell_complete=complete, **how)
+
+
+def options(
+    model: type[BaseModel],
+    names: Mapping[str, tuple[str, ...]],
+    metavars: Mapping[str, str],
+    leave_out: Collection[str] = ("images",),
+) -> Callable[[Any], Any]:
+    """Return a decorator that adds an option for each key of a configuration.
+
+    Args:
+        model: the configuration.
+        names: key -> short name, or all names if one of them starts with `--`; others are named as the key.
+        metavars: key -> placeholder of its value in the help text.
+        leave_out: keys that are arguments of the command, or options with a form of their own.
+    """
+
+    def add(command: Any) -> Any:
+        for key, field in reversed(keys_of(model).items()):
+            long = f"--{key.replace('_', '-')}"
+            if field.annotation is bool:
+                long += f"/--no-{long[2:]}"
+            chosen = names.get(key, ())
+            chosen = chosen if any(name.startswith("--") for name in chosen) else (*chosen, long)
+            if key not in leave_out:
+                command = option(*chosen, model=model, metavar=metavars.get(key))(command)
+        return command
+
+    return add
+
+
+def _how_to_read(annotation: Any) -> dict[str, Any]:
+    """Return how click reads the values of a type: as words, numbers, paths, or text that the model itself reads."""
+    if words := choices_of(annotation):
+        return {"type": click.Choice(words)}
+    kind, *others = [part for part in get_args(annotation) or (annotation,) if part is not type(None)]
+    if list[str] in (annotation, kind):
+        return {"multiple": True}
+    if others or kind not in (int, float, Path):
+        return {}
+    return {"type": click.Path(path_type=Path) if kind is Path else kind}
 
 
 def given(flags: dict[str, Any]) -> dict[str, Any]:

@@ -88,7 +88,7 @@ def test_without_a_number_and_a_number_of_images_it_is_refused(
 
 @pytest.mark.parametrize("distortion", [0, 1, -0.1, 2])
 def test_distortions_out_of_range_are_refused(folder: Path, tmp_path: Path, distortion: float) -> None:
-    with pytest.raises(InputError, match="distortion is .*; expected a number above 0 and below 1"):
+    with pytest.raises(InputError, match="distortion is .*; it must be above 0 and below 1"):
         extract_features(folder, out=tmp_path / "out", distortion=distortion, **NET)
 
 
@@ -119,7 +119,7 @@ def test_a_projection_that_changes_too_much_is_refused_before_anything_is_stored
     assert not list((out / "shards").iterdir())
     reader = extract_features(folder, out=out, layers="layer1:srp4", max_distortion=5, **NET)
     assert len(reader) == 12
-    with pytest.raises(InputError, match="max_distortion is -1; expected 0 or more"):
+    with pytest.raises(InputError, match="max_distortion is -1; it must be at least 0"):
         extract_features(folder, out=out, max_distortion=-1, **NET)
 
 
