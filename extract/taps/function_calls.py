@@ -18,13 +18,12 @@ from extract.taps.functions import (
     Listener,
     Write,
     attention_weights,
-    is_watching,
     operation_name,
     unwatched,
     watch_again,
 )
-from extract.taps.gradients import BackwardPasses, add_earlier_parts, in_backward
-from extract.taps.hook_calls import HookCalls
+from extract.taps.gradients import BackwardPasses, add_earlier_parts
+from extract.taps.hook_calls import HookCalls, in_backward
 from extract.taps.layer_names import unwrap
 from extract.taps.nested import tensors_in
 from extract.taps.record import Record, Site
@@ -100,7 +99,7 @@ class FunctionAndParameterCalls(HookCalls):
     def _pause(self, encoder: Any, args: Any) -> None:
         """Watch no functions in an encoder that may use its fused code for padded batches."""
         is_possible = getattr(encoder, "use_nested_tensor", False) and not all(m.training for m in encoder.layers)
-        if is_possible and self._running() and is_watching(self._listener):
+        if is_possible and self._running() and self._is_watching:
             self._is_paused = True
             self._unwatch()
 

@@ -35,7 +35,6 @@ __all__ = [
     "Listener",
     "Write",
     "attention_weights",
-    "is_watching",
     "operation_name",
     "unwatch",
     "unwatched",
@@ -228,11 +227,6 @@ def watch(listener: Listener) -> None:
             push_function_mode(mode)  # type: ignore[no-untyped-call]
     if listener not in watch.listeners:
         watch.listeners.append(listener)
-
-
-def is_watching(listener: Listener) -> bool:
-    """Whether the listener is told of the function calls of this thread."""
-    return _state.watch is not None and listener in _state.watch.listeners
 
 
 def unwatch(listener: Listener) -> None:

@@ -18,7 +18,7 @@ from extract.taps.edits import apply_edit
 from extract.taps.functions import unwatched
 from extract.taps.record import Reduce, Site, What
 from extract.taps.requests import Call, HookPoint, ModelCall, TapRequest
-from extract.taps.stand_ins import StandInError
+from extract.taps.stand_ins import StandInError, StandIns
 from extract.taps.torch_internals import engine_code, graph_task, when_backward_ends
 
 __all__ = [
@@ -26,7 +26,6 @@ __all__ = [
     "CopyOut",
     "add_earlier_parts",
     "frames_of",
-    "in_backward",
     "on_gradient",
     "separated",
     "stand_in",
@@ -97,16 +96,13 @@ def separated(point: HookPoint, output: Tensor, site: Site, forward: ModelCall) 
 
 def stand_in(forward: ModelCall, site: Site, given: Tensor, tensor: Tensor, *, follows: bool = False) -> None:
     """Follow the writes into a tensor that the model continues with in place of another; see `StandIns.add`."""
-    if in_backward():
+    if forward.stand_ins is None:
+        forward.stand_ins = StandIns()
+    if graph_task() != -1:
         forward.stand_ins.check_again(site)
     else:
         forward.stand_ins.add(site, given, tensor, follows=follows)
         forward.watch()
-
-
-def in_backward() -> bool:
-    """Whether this thread is inside a backward pass; the same test as in `torch.utils.checkpoint`."""
-    return graph_task() != -1
 
 
 def on_gradient(

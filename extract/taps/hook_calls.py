@@ -34,7 +34,6 @@ from extract.taps.gradients import (
     BackwardPasses,
     CopyOut,
     frames_of,
-    in_backward,
     on_gradient,
     separated,
     stand_in,
@@ -65,7 +64,7 @@ from extract.taps.torch_internals import (
     memory_of,
 )
 
-__all__ = ["HookCalls", "ModelBoundHook", "copy_out"]
+__all__ = ["HookCalls", "ModelBoundHook", "copy_out", "in_backward"]
 
 
 class _Stop(BaseException):
@@ -249,6 +248,7 @@ class HookCalls:
         self._stoppable = False  # the forward runs inside `__call__`, which catches _Stop
         self._to_keep: Counter[tuple[str, What]] = Counter()  # `ModelCall.kept` of a whole forward
         self._passes: BackwardPasses | None = None  # numbered if gradients of parameters are kept
+        self._is_watching = False  # whether functions tell the listener
         self._listener = Listener(on_write=self._on_write, writes_into_a_copy=self._writes_into_a_copy)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -273,17 +273,23 @@ class HookCalls:
         if self._forward is not None:
             self._forward.caller = None
             self._forward.stack.clear()
-            self._forward.stand_ins.clear()
+            self._forward.stand_ins = None
             self._forward.editing.clear()
         self._unwatch()
 
     def _watch_functions(self, *_: Any) -> None:
         """Watch the functions of this thread until the end of the forward, if it is running the model."""
         if self._running():
-            watch(self._listener)
+            self._watch_writes()
+
+    def _watch_writes(self) -> None:
+        self._is_watching = True
+        watch(self._listener)
 
     def _unwatch(self) -> None:
-        unwatch(self._listener)
+        if self._is_watching:
+            self._is_watching = False
+            unwatch(self._listener)
 
     def _end_watching(self, *_: Any) -> None:
         """End this after the end of the forward, also by an exception; the model may call itself before that."""
@@ -340,14 +346,14 @@ class HookCalls:
             self._passes.ended()
         calls: Counter[int] = Counter()
         record = Record(partial(self._explain, calls), self._requested)
-        watches = partial(watch, self._listener)
-        self._forward = ModelCall(record, [([""], None)], caller or sys._getframe(2), watches, calls=calls)
+        self._forward = ModelCall(record, [([""], None)], caller or sys._getframe(2), self._watch_writes, calls=calls)
         self._forward.left = len(self._to_keep)
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         if (forward := self._running()) and forward.caller is sys._getframe(2):
             forward.caller = None
-            forward.stand_ins.end()
+            if forward.stand_ins is not None:
+                forward.stand_ins.end()
             forward.running = False
             forward.returned_generator = isinstance(output, GeneratorType | CoroutineType | AsyncGeneratorType)
             self._to_keep |= forward.kept
@@ -415,7 +421,7 @@ class HookCalls:
         if call.number is None:
             return None
         passed = value = args, kwargs
-        with unwatched():
+        with _unheard():
             if "input" in point.edits:
                 arguments = {**dict(enumerate(args)), **kwargs}
                 if (edited := self._edit(point, call.number, arguments, "input")) is not arguments:
@@ -427,7 +433,7 @@ class HookCalls:
             if in_backward():
                 call.end_again = watch_again(self._listener)
             elif torch.is_grad_enabled() or torch.is_inference_mode_enabled():
-                watch(self._listener)
+                self._watch_writes()
         return None if passed is value else passed
 
     def _keep_inputs(self, point: HookPoint, module: nn.Module, args: tuple[Any, ...], kwargs: Any = None) -> Any:
@@ -437,7 +443,7 @@ class HookCalls:
         call, value = point.calls[-1], {**dict(enumerate(args)), **kwargs}
         if call.number is None:
             return None
-        with unwatched():
+        with _unheard():
             passed = self._watch(point, call.number, value, "input", self._watched_tensor)
             if point.watches:
                 call.inputs = [tensor for _, tensor in tensors_in(passed)]
@@ -455,7 +461,7 @@ class HookCalls:
         if call.number is None or output is None:  # output is None if the layer raised
             return None
         is_new_tensor = _is_new(output)
-        with unwatched():
+        with _unheard():
             call.returns_new = is_new_tensor and not stands_in(output)
             passed = self._edit(point, call.number, output, "output")
             if point.watches and self._stands_in:
@@ -470,7 +476,7 @@ class HookCalls:
         call, passed = point.calls[-1], output
         try:
             if call.number is not None and output is not None:  # output is None if the layer raised
-                with unwatched():
+                with _unheard():
                     if point.watches:
                         call.returns_several = is_several(output)
                         passed = self._watch(point, call.number, output, "output", self._watched_tensor)
@@ -495,7 +501,7 @@ class HookCalls:
             return ()
         for call in forward.editing:
             call.written |= write.reached.keys()
-        return forward.stand_ins.before_write(write)
+        return forward.stand_ins.before_write(write) if forward.stand_ins is not None else ()
 
     def _writes_into_a_copy(self, function: Any, write: Write) -> bool:
         """Whether a function gets a copy of the tensor that it writes into; see `Listener.writes_into_a_copy`.
@@ -678,6 +684,19 @@ def _is_new(output: Any) -> bool:
     return not (output._is_view() or is_saved(output) or is_shared(output))
 
 
+_NOTHING = contextlib.nullcontext()
+
+
+def _unheard() -> contextlib.AbstractContextManager[None]:
+    """Context manager: see `unwatched`; it does nothing where nobody watches functions."""
+    return unwatched() if has_function_modes() else _NOTHING
+
+
+def in_backward() -> bool:
+    """Whether this thread is inside a backward pass; the same test as in `torch.utils.checkpoint`."""
+    return graph_task() != -1
+
+
 @functools.cache
 def _references_of_new_output() -> int:
     """Return how many references Python itself has to an output where `_is_new` counts them."""
@@ -692,7 +711,7 @@ def _references_of_new_output() -> int:
 
     probe = nn.ReLU()
     probe.register_forward_hook(ModelBoundHook(partial(Hook().__call__, None), set()), always_call=True)
-    with unwatched():
+    with _unheard():
         for _ in range(3):  # a debugger may hold one of them
             probe(torch.zeros(1))
     return min(found)

@@ -313,7 +313,7 @@ class ModelCall:
         attentions: layer -> number of attentions computed in it.
         kept: (layer, what) -> number of calls kept.
         left: number of (layer, what) pairs with calls still to be kept.
-        stand_ins: tensors that the model continues with in place of others.
+        stand_ins: tensors that the model continues with in place of others; None if there are none.
         editing: running calls of modules whose outputs are edited, the innermost last.
         parameters_in: site of a parameter's gradient -> number of the backward pass that it is of.
     """
@@ -333,7 +333,7 @@ class ModelCall:
     attentions: Counter[str] = dataclasses.field(default_factory=Counter)
     kept: Counter[tuple[str, What]] = dataclasses.field(default_factory=Counter)
     left: int = 0
-    stand_ins: StandIns = dataclasses.field(default_factory=StandIns)
+    stand_ins: StandIns | None = None
     editing: list[Call] = dataclasses.field(default_factory=list)
     parameters_in: dict[Site, int] = dataclasses.field(default_factory=dict)
     _seen: weakref.WeakValueDictionary[int, Tensor] = dataclasses.field(default_factory=weakref.WeakValueDictionary)

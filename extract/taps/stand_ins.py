@@ -31,9 +31,6 @@ class StandIns:
         self._enough = 16  # stand-ins, until those that are over are removed
         self._written: set[tuple[str, str]] = set()  # (layer, what) of those that the model has written into
 
-    def __bool__(self) -> bool:
-        return bool(self._all)
-
     def add(self, site: Site, given: Tensor, tensor: Tensor, *, follows: bool = False) -> None:
         """Add a tensor that stands in for another one.
 
@@ -94,10 +91,6 @@ class StandIns:
         for stand_in in stand_ins:
             if stand_in.was_written_unnoticed:
                 raise StandInError(stand_in.site)
-
-    def clear(self) -> None:
-        """Let go of all stand-ins of a forward that was interrupted."""
-        self._all.clear()
 
 
 class _StandIn:
