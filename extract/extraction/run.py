@@ -39,6 +39,8 @@ from extract.system.urls import is_url
 
 __all__ = ["ExtractionSettings", "Plan", "Summary", "extract", "extract_features", "plan"]
 
+NO_MAX_DISTORTION = "max_distortion has no effect: extract.compute.distortion.measured_distortion measures projections"
+
 
 def extract_features(
     images: str | os.PathLike[str] | MapDataset,
@@ -115,8 +117,7 @@ def extract_features(
             faster to read.
         distortion: of the pooling `srp` without a number of values: the number is chosen so that squared distances
             between the images are likely to change by at most this part; above 0, below 1.
-        max_distortion: what projections change is measured on the first 128 images; if more than 5 % of the distances
-            between them change by more than this part, the run ends before it stores anything. None accepts all.
+        max_distortion: deprecated, without effect; see `extract.compute.distortion.measured_distortion`.
         axes: of the poolings `pcaK` and `pcawK`: the data set, or file of its folder `axes`, whose principal axes are
             used; None: those that `out` has, or axes that are fitted to `images`.
         fit_on: number of images to fit axes on, spread evenly over all.
@@ -134,6 +135,8 @@ def extract_features(
             f"{os.fspath(out)}: from Python, features are written to a folder",
             hint=f"`layertap embed -o {os.fspath(out)}` builds shards and publishes them there",
         )
+    if max_distortion is not None:
+        warnings.warn(NO_MAX_DISTORTION, DeprecationWarning, stacklevel=2)
     settings = ExtractionSettings(
         layers=layers,
         batch_size=batch_size,
@@ -151,7 +154,6 @@ def extract_features(
         shard_rows=shard_rows,
         compress=compress,
         distortion=distortion,
-        max_distortion=max_distortion,
         axes=axes,
         fit_on=fit_on,
     )

@@ -29,7 +29,6 @@ class ExtractionSettings:
 
     Attributes:
         distortion: see `extract_features`; None: `srp` without a number of values is refused.
-        max_distortion: see `extract_features`.
         axes: see `extract_features`.
         fit_on: see `extract_features`; None: `pcaK` without `axes` is refused.
         sync_s: seconds of work that a power failure may lose; 0 forces each batch to the disk.
@@ -56,7 +55,6 @@ class ExtractionSettings:
     shard_rows: int | None = None
     compress: str | None = None
     distortion: float | None = None
-    max_distortion: float | None = None
     axes: str | os.PathLike[str] | None = None
     fit_on: int | None = None
     sync_s: float = defaults.SYNC_S
@@ -76,8 +74,6 @@ class ExtractionSettings:
             raise InputError(f"min_cosine is {self.min_cosine}; expected -1 to 1")
         if self.distortion is not None and not 0 < self.distortion < 1:
             raise InputError(f"distortion is {self.distortion}; expected a number above 0 and below 1")
-        if self.max_distortion is not None and not self.max_distortion >= 0:
-            raise InputError(f"max_distortion is {self.max_distortion}; expected 0 or more")
 
     @property
     def layer_list(self) -> list[str]:
@@ -87,10 +83,10 @@ class ExtractionSettings:
     def recorded(self) -> dict[str, Any]:
         """Return the settings for the provenance of a data set.
 
-        `keep`, `sync_s` and `max_distortion` do not affect features. `distortion` affects them by the numbers in the
+        `keep` and `sync_s` do not affect features. `distortion` affects them by the numbers in the
         resolved layers only, and `axes` and `fit_on` by the axes that the data set keeps.
         """
         settings = asdict(self) | {"layers": self.layer_list}
-        for name in ("keep", "sync_s", "distortion", "max_distortion", "axes", "fit_on"):
+        for name in ("keep", "sync_s", "distortion", "axes", "fit_on"):
             del settings[name]
         return settings

@@ -2,8 +2,7 @@
 
 Compiled code in float32 must agree within rounding; otherwise the run continues without it, or ends if compiling was
 requested. Lower precision and fast decoding must give features with a high cosine to the reference, or the run ends
-before anything is stored. Some images of the first batch are also computed alone: their rows must be the same. What
-projections change is measured on the first images.
+before anything is stored. Some images of the first batch are also computed alone: their rows must be the same.
 """
 
 from __future__ import annotations
@@ -20,8 +19,6 @@ from extract.backbones.preprocessing import Preprocessing
 from extract.compute.agreement import Agreement, agreement, refusal
 from extract.compute.backends import default_engine, open_forward
 from extract.compute.compiled import program_kept_for
-from extract.compute.distortion import Distortion, too_large
-from extract.compute.distortion_measurement import measured_distortion
 from extract.compute.forward import B, Forward, Values
 from extract.compute.row_check import check_rows
 from extract.errors import DisagreementError, InputError, LayertapError, first_line
@@ -39,8 +36,6 @@ __all__ = ["FIRST_DECODED", "Computation", "ValidatedForward", "decoded_both_way
 _PAYS_FROM = {"openvino": 2_000, "inductor": 50_000}
 _PAYS_FROM_IF_KEPT = 1_000
 FIRST_DECODED = 16  # images decoded both ways
-_PROJECTED = 128  # images on which projections are measured, in batches of at most _TOGETHER
-_TOGETHER = 32  # 496 pairs in a batch; whole activations of more images take more memory
 
 
 @dataclass
@@ -55,8 +50,6 @@ class Computation:
         decoding: feature -> agreement of fast decoded images with eager float32 of exactly decoded ones, for the first
             images; empty if images are decoded exactly.
         storage: feature -> agreement of the first batch as stored with its values; empty for float32 and float16.
-        distortion: projected feature -> what its projection changes, on the first images; empty if an earlier run has
-            measured it.
         prepared_in_s: seconds spent comparing and compiling, excluding the computation of the first batch itself.
     """
 
@@ -66,7 +59,6 @@ class Computation:
     agreement: dict[str, Agreement] = field(default_factory=dict)
     decoding: dict[str, Agreement] = field(default_factory=dict)
     storage: dict[str, Agreement] = field(default_factory=dict)
-    distortion: dict[str, Distortion] = field(default_factory=dict)
     prepared_in_s: float = 0.0
 
 
@@ -200,7 +192,6 @@ class ValidatedForward:
             features = forward(images)
             own_s = time.perf_counter() - before
         computation.storage = self._storage(features)
-        computation.distortion = self._distortion()
         computation.prepared_in_s = time.perf_counter() - start - own_s
         self._on_computation(computation)
         return features
@@ -219,32 +210,6 @@ class ValidatedForward:
             if not compared.min_cosine >= least and not self._has_stored_rows:
                 why = f"{name} has a cosine of {compared.min_cosine:.6f} to its values; at least {least} is required"
                 raise DisagreementError(f"stored as {kept[name]}, {why}", "--dtype float16 or a lower --min-cosine")
-        return measured
-
-    def _distortion(self) -> dict[str, Distortion]:
-        """Measure the projections on the first images.
-
-        Raises:
-            InputError: distances change by more than `max_distortion`, or that cannot be measured.
-        """
-        plan, at_most = self._plan, self._plan.settings.max_distortion
-        projected = [feature.name for feature in plan.choice.features if feature.is_projected]
-        if not projected or (self._has_stored_rows and at_most is None):
-            return {}
-        count, size = min(_PROJECTED, len(plan.images)), min(_TOGETHER, max(2, plan.settings.batch_size))
-        rows = [list(range(start, min(start + size, count))) for start in range(0, count, size)]
-        decoding = Decoding.for_preprocessing(plan.backbone.preprocessing, plan.settings.max_pixels)
-        with contextlib.closing(load_batches(plan.images, rows, decoding)) as batches:
-            measured = measured_distortion(plan.backbone, plan.choice, (batch.images for batch in batches))
-        if at_most is None:
-            return measured
-        if unknown := [name for name in projected if name not in measured]:
-            raise InputError(
-                f"{unknown[0]}: --max-distortion cannot be checked: no two of the first {count} images differ",
-                hint="leave out --max-distortion, or put other images first",
-            )
-        if why := too_large(measured, at_most):
-            raise InputError(why, hint="use more values (a larger K), or a higher --max-distortion")
         return measured
 
     def _check_rows(self, forward: Forward, images: Tensor, features: Values) -> None:

@@ -80,6 +80,10 @@ def embed(ctx: click.Context, /, config: Path | None, as_json: bool, **flags: An
     layertap embed photos -b torchvision/resnet50 -l layer3 -l layer4:max_map -o outputs/photos-r50
     """
     resolved = load_config(EmbedConfig, config, given(flags))
+    if resolved.max_distortion is not None:
+        from extract.extraction.run import NO_MAX_DISTORTION
+
+        print_line(f"note: {NO_MAX_DISTORTION}", fg="yellow", err=True)
     if resolved.is_shared:
         from pipelines.embed.cluster.driver import as_json as shared_as_json
         from pipelines.embed.cluster.driver import embed_shared, exit_code, print_shared

@@ -99,9 +99,7 @@ class EmbedConfig(FeaturesConfig):
         description="For LAYER:srp without a number: squared distances change by at most this part.",
     )
     max_distortion: float | None = Field(
-        None,
-        ge=0,
-        description="End the run if a projection changes over 5 % of the distances of the first images by more.",
+        None, ge=0, description="Deprecated, without effect: projections are measured from Python."
     )
     fit_on: int = Field(
         defaults.FIT_ON, strict=True, ge=2, description="Images to fit the principal axes of LAYER:pcaK on."

@@ -203,8 +203,6 @@ def describe_computation(computation: Computation, precision: str) -> str:
             f"\n          {name}: as stored, minimum cosine to the values {agreement.min_cosine:.6f}, "
             f"difference at most {agreement.max_deviation:.1e} of the largest"
         )
-    for name, distortion in computation.distortion.items():
-        text += f"\n          {name}: {distortion}"
     return text
 
 
