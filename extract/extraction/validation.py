@@ -12,30 +12,24 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
-import numpy as np
 from torch import Tensor
 
-from extract.backbones.preprocessing import Preprocessing
 from extract.compute.agreement import Agreement, agreement, refusal
 from extract.compute.backends import default_engine, open_forward
-from extract.compute.compiled import program_kept_for
 from extract.compute.forward import B, Forward, Values
 from extract.compute.row_check import check_rows
-from extract.errors import DisagreementError, InputError, LayertapError, first_line
+from extract.errors import DisagreementError, LayertapError, first_line
+from extract.extraction.first_images import decoded_in
 from extract.extraction.plan import Plan
-from extract.images import Decoding, ImageList, load_batches
-from extract.row_status import Status
 from extract.store.format.value_types import decoded, encoded, read_as
 from extract.system.json_files import Text, read_json_lines
 
-__all__ = ["FIRST_DECODED", "Computation", "ValidatedForward", "decoded_both_ways", "validated_forward"]
+__all__ = ["Computation", "ValidatedForward", "validated_forward"]
 
-# Number of images from which compiling pays. A start with OpenVINO takes 3 to 4 s longer, with the comparison, or 1 s
-# if the program is kept; with inductor, 10 to 60 s. OpenVINO saves 0 to 3 ms of each image on two Zen cores, and more
-# on others. The limit is in images, not in seconds, so that noise does not decide.
+# Number of images from which compiling pays. A start with OpenVINO takes 3 to 4 s longer, with the comparison; with
+# inductor, 10 to 60 s. OpenVINO saves 0 to 3 ms of each image on two Zen cores, and more on others. The limit is in
+# images, not in seconds, so that noise does not decide.
 _PAYS_FROM = {"openvino": 2_000, "inductor": 50_000}
-_PAYS_FROM_IF_KEPT = 1_000
-FIRST_DECODED = 16  # images decoded both ways
 
 
 @dataclass
@@ -143,10 +137,11 @@ class ValidatedForward:
     def _first(self, images: Tensor) -> Values:
         """Return the features of the first batch; decide how all others are computed."""
         plan, precision, start = self._plan, self._plan.settings.precision, time.perf_counter()
-        engine, why = _engine(plan, images, self._has_stored_rows)
+        engine, why = _engine(plan, self._has_stored_rows)
         plain_way = (engine, precision) == ("eager", "float32")
         preprocessing = plan.backbone.preprocessing
-        pair = decoded_both_ways(plan.images, preprocessing, plan.settings.max_pixels) if preprocessing.fast else None
+        both_ways = preprocessing, replace(preprocessing, fast=False)
+        pair = decoded_in(plan.images, both_ways, plan.settings.max_pixels) if preprocessing.fast else None
         expected, exactly_decoded, own_s = {}, {}, 0.0
         if pair or not plain_way:
             with open_forward(
@@ -238,29 +233,20 @@ def _largest_batch(plan: Plan) -> int:
     return min(plan.settings.batch_size, plan.dataset.shard_rows)
 
 
-def _engine(plan: Plan, images: Tensor, has_stored_rows: bool) -> tuple[str, str]:
+def _engine(plan: Plan, has_stored_rows: bool) -> tuple[str, str]:
     """Return the engine, and why it is not a compiler.
 
-    "auto" decides by the size of the whole data set and, in between, by whether the program is kept. A resumed run
-    takes the engine of the stored rows, so it gives the same bytes as an uninterrupted run.
+    "auto" decides by the size of the whole data set. A resumed run takes the engine of the stored rows, so it gives the
+    same bytes as an uninterrupted run.
     """
     if plan.engine != "auto":
         return plan.engine, ""
-    n_rows, precision = plan.dataset.n_rows, plan.settings.precision
-    best = default_engine(plan.backbone.device, precision)
+    best = default_engine(plan.backbone.device, plan.settings.precision)
     if has_stored_rows and (stored := _engine_of_stored_rows(plan)):
         return stored, "as the stored rows" if stored == "eager" else ""
-    if n_rows >= _PAYS_FROM[best]:
+    if plan.dataset.n_rows >= _PAYS_FROM[best]:
         return best, ""
-    why = f"compiling pays from {_PAYS_FROM[best]:,} images"
-    if best != "openvino":
-        return "eager", why
-    size = _largest_batch(plan)
-    if n_rows >= _PAYS_FROM_IF_KEPT and program_kept_for(
-        plan.backbone, plan.choice, "float32", precision, size, images
-    ):
-        return best, ""
-    return "eager", f"{why}, or from {_PAYS_FROM_IF_KEPT:,} if the program is kept"
+    return "eager", f"compiling pays from {_PAYS_FROM[best]:,} images"
 
 
 def _engine_of_stored_rows(plan: Plan) -> str | None:
@@ -270,35 +256,3 @@ def _engine_of_stored_rows(plan: Plan) -> str | None:
     for event in read_json_lines(plan.dataset.out / "runs.jsonl", shape):
         engine = event["computation"]["engine"]
     return engine
-
-
-def decoded_both_ways(
-    images: ImageList, preprocessing: Preprocessing, max_pixels: int, count: int = FIRST_DECODED
-) -> tuple[Tensor, Tensor]:
-    """Return the first images that can be decoded: (B, ...) decoded fast, and (B, ...) the same decoded exactly.
-
-    Args:
-        images: listed images.
-        preprocessing: preprocessing that decodes fast.
-        max_pixels: see `extract_features`.
-        count: maximum number of images.
-
-    Raises:
-        InputError: no image can be decoded in both ways.
-    """
-    for first in range(0, len(images), count):
-        rows = list(range(first, min(first + count, len(images))))
-        fast_and_exact = []
-        for way in (preprocessing, replace(preprocessing, fast=False)):
-            batches = load_batches(images, [rows], Decoding.for_preprocessing(way, max_pixels))
-            with contextlib.closing(batches):
-                fast_and_exact.append(next(batches))
-        good = np.flatnonzero(
-            (fast_and_exact[0].status == Status.OK) & (fast_and_exact[1].status == Status.OK)
-        ).tolist()
-        if good:
-            fast, exact = (batch.select(good).images for batch in fast_and_exact)
-            return fast, exact
-    raise InputError(
-        f"none of the {len(images):,} images can be decoded both fast and exactly", hint="use --decode exact"
-    )
