@@ -41,12 +41,13 @@ from extract.system.torch_state import evaluating, full_float32
 __all__ = ["PLAIN", "ComputeOption", "Measured", "Tuned", "compute_options", "fastest", "forward_rates", "ranked"]
 
 # What an option is expected to take and to save, before it is tried.
-_MEASURING_S = 1.5  # seconds to decode images, to compute the reference, and to compare fast decoding
-_PREPARING_S = {"eager": 0.0, "openvino": 3.0, "inductor": 40.0}  # seconds until a compiler has prepared a forward
+_MEASURING_S = 1.0  # seconds to decode images, to compute the reference, and to compare fast decoding
+_PREPARING_S = {"eager": 0.0, "openvino": 2.5, "inductor": 40.0}  # seconds until a compiler has prepared a forward
 _SAME_GRAPH_S = 0.5  # the same for another precision of a graph that OpenVINO has
 _IMAGES_MORE = 24 + defaults.BATCH_SIZE  # images computed to try an option, and by the run to compare its first batch
 _LOWER_PRECISION_SAVES = 0.35  # of the time of the best option so far; likewise:
-_COMPILER_SAVES = {"eager": 0.05, "openvino": 0.05, "inductor": 0.1}
+_COMPILER_SAVES = {"eager": 0.05, "openvino": 0.1, "inductor": 0.1}
+_COMPILER_SAVES_INSTEAD = 0.25  # in float32, where lower precision is too inexact: mostly networks of many small layers
 _FAST_DECODING_SAVES_S = 0.0015  # of a core, for an image
 _HANDICAP = {"exact": 1.0, "fast": 1.03}  # of the estimated time, so that noise does not decide
 _COMPARED_PER_CORE, _LEAST_COMPARED = 4, 8  # pictures on a CPU; on a GPU a batch
@@ -173,16 +174,20 @@ def _tries(option: ComputeOption, measured: dict[ComputeOption, Measured], n_ima
         return False
     same_graph = any(way.engine == "openvino" and each.images_per_s for way, each in measured.items())
     preparing_s = _SAME_GRAPH_S if same_graph else _PREPARING_S[option.engine]
-    return _pays(option, n_images, 1 / best.images_per_s, 1 / measured[PLAIN].images_per_s, preparing_s, on_cpu)
+    saves = _expected_saving(option, on_cpu)
+    if option.engine == "openvino" and any(each.why_not for each in measured.values()):
+        saves = max(saves, _COMPILER_SAVES_INSTEAD)
+    return _pays(saves, n_images / best.images_per_s, preparing_s, 1 / measured[PLAIN].images_per_s)
 
 
-def _pays(
-    option: ComputeOption, n_images: float, best_s: float, eager_s: float, preparing_s: float, on_cpu: bool
-) -> bool:
-    """Return whether an option is expected to save more than it takes; seconds of the forwards are for an image."""
+def _expected_saving(option: ComputeOption, on_cpu: bool) -> float:
     lower = option.precision != "float32" and option.engine == ("openvino" if on_cpu else "eager")
-    saves = _LOWER_PRECISION_SAVES if lower else _COMPILER_SAVES[option.engine]
-    return option != PLAIN and n_images * best_s * saves > preparing_s + _IMAGES_MORE * eager_s
+    return 0.0 if option == PLAIN else _LOWER_PRECISION_SAVES if lower else _COMPILER_SAVES[option.engine]
+
+
+def _pays(saves: float, job_s: float, preparing_s: float, eager_s: float) -> bool:
+    """Return whether a share of the forwards of a job takes longer than trying what saves it; `eager_s`: an image."""
+    return job_s * saves > preparing_s + _IMAGES_MORE * eager_s
 
 
 def _tried(
@@ -363,8 +368,8 @@ def _measuring_pays(
     def pays(eager_s: float) -> bool:
         by_decoding_s = n_images * _FAST_DECODING_SAVES_S / defaults.CORES if both_ways else 0.0
         return by_decoding_s > _MEASURING_S + _IMAGES_MORE * eager_s or any(
-            _pays(option, n_images, eager_s, eager_s, _MEASURING_S + _PREPARING_S[option.engine], on_cpu)
-            for option in options
+            _pays(_expected_saving(each, on_cpu), n_images * eager_s, _MEASURING_S + _PREPARING_S[each.engine], eager_s)
+            for each in options
         )
 
     with open_forward(backbone, choice, "float32") as forward:  # the first may have been disturbed
