@@ -108,7 +108,10 @@ def compute_options(
     precisions = [precision] if precision else ["float32", *_lower_precisions(device)]
     if compile in (None, "auto"):
         compiled = [ComputeOption(each, default_engine(device, each)) for each in reversed(precisions)]
-        return [*(ComputeOption(each, "eager") for each in precisions), *compiled]
+        eager = (
+            [PLAIN] if device.type == "cpu" and not precision else [ComputeOption(each, "eager") for each in precisions]
+        )
+        return [*eager, *compiled]
     options = []
     for each in precisions:
         try:
@@ -120,12 +123,11 @@ def compute_options(
 
 
 def _lower_precisions(device: torch.device) -> list[str]:
-    """Return the precisions below float32 in which a device is likely to be faster."""
+    """Return the precisions below float32 in which a device is likely to be faster: a CPU by OpenVINO only."""
     if device.type != "cpu":
         return ["bfloat16", "float16"]
-    if default_engine(device, "float32") == "openvino":
-        return ["bfloat16"] if openvino_computes_in("bfloat16") else []
-    return ["bfloat16"] if torch.backends.cpu.get_cpu_capability() == "AVX512" else []
+    by_openvino = default_engine(device, "float32") == "openvino"
+    return ["bfloat16"] if by_openvino and openvino_computes_in("bfloat16") else []
 
 
 def forward_rates(
@@ -150,18 +152,14 @@ def forward_rates(
     measured: dict[ComputeOption, Measured] = {}
     expected: Values = {}
     on_cpu = backbone.device.type == "cpu"
-    eager = dict.fromkeys([PLAIN, *(ComputeOption(option.precision, "eager") for option in options)])
     all_compiled = all(option.engine != "eager" for option in options)  # as the user asks for
     with sharing_graphs():
-        for option in [*eager, *(option for option in options if option.engine != "eager")]:
+        for option in dict.fromkeys([PLAIN, *options]):
             same_precision = measured.get(ComputeOption(option.precision, "eager"))
             if same_precision and same_precision.why_not and same_precision.images_per_s:  # too inexact, not broken
                 measured[option] = Measured(option, why_not=same_precision.why_not)
             elif option.engine == "eager" or all_compiled or _tries(option, measured, n_images, on_cpu):
-                few = on_cpu and option.engine == "eager" and option != PLAIN  # slow, and exact enough or not
-                count = -(-len(pictures["exact"]) // 2) if few else None
-                some = {way: images[:count] for way, images in pictures.items()}
-                measured[option] = _tried(backbone, choice, option, some, expected, min_cosine)
+                measured[option] = _tried(backbone, choice, option, pictures, expected, min_cosine)
     return measured[PLAIN], [measured[option] for option in options if option in measured]
 
 
@@ -202,7 +200,6 @@ def _tried(
             start_s = time.perf_counter() - start
             if option == PLAIN:
                 expected.update(features)
-            expected = {name: values[: len(exact)] for name, values in expected.items()}
             least = None if option.precision == "float32" else min_cosine
             why_not = refusal(agreement(features, expected), least)
             why_not_fast = ""
