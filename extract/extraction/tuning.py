@@ -343,7 +343,7 @@ def fastest(
     count = min(size, max(_COMPARED_PER_CORE * defaults.CORES, _LEAST_COMPARED)) if on_cpu else min(size, n_images)
     ways = {"exact": preprocessing} | ({"fast": preprocessing.faster()} if both_ways else {})
     pictures = dict(zip(ways, decoded_in(listed, list(ways.values()), max_pixels, count), strict=True))
-    decode_s = {name: decode_seconds(listed, way, max_pixels) for name, way in ways.items()}
+    decode_s = {name: decode_seconds(listed, way, max_pixels, _LEAST_COMPARED) for name, way in ways.items()}
     reference, tried = forward_rates(backbone, choice, pictures, options, min_cosine=min_cosine, n_images=n_images)
     order = ranked(reference, tried, decode_s, on_cpu=on_cpu, n_images=n_images, decode=decode)
     # Where no compiler was tried, the number of images decides whether float32 is compiled.
