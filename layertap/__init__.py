@@ -70,7 +70,6 @@ def main() -> None:
     # Imports of PyTorch and timm leave 400,000 objects. To look through all of them for garbage, six times on the way,
     # takes a fifth of the time of the imports.
     gc.set_threshold(*gc.get_threshold()[:2], 1000)
-    importlib.import_module("pipelines.terminal.deferred_dynamo").install()
     try:
         importlib.import_module("pipelines.cli").main()
     finally:

@@ -32,7 +32,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # OpenVINO's telemetry sends a report of each conversion, from a process that it forks.
 sys.modules["openvino_telemetry"] = None  # type: ignore[assignment]
 
-# Compiled programs and measurements of earlier runs decide what a run does, and those of tests are not the user's.
+# Caches of tests are not the user's.
 for _folder, _variable in (("torch", "TORCH_HOME"), ("huggingface", "HF_HOME")):  # these have weights that tests use
     _cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111
     os.environ.setdefault(_variable, str(Path(_cache) / _folder))

@@ -22,17 +22,14 @@ from torch import Tensor
 
 from extract import defaults
 from extract.backbones import LoadedBackbone
-from extract.compute.computation_digest import computation_digest
 from extract.compute.exported_graph import graph_of
 from extract.compute.feature_choice import Choice
 from extract.compute.forward import DeviceForward, Forward, Values
-from extract.compute.kept_programs import a_program_is_kept, keep_program, load_program, program_is_kept, program_name
 from extract.compute.transfers import Pinned
 from extract.errors import LayertapError, first_line
 from extract.system.optional_libraries import library
-from extract.system.torch_state import evaluating
 
-__all__ = ["compiled", "openvino", "openvino_computes_in", "program_kept_for", "sharing_graphs"]
+__all__ = ["compiled", "openvino", "openvino_computes_in", "sharing_graphs"]
 
 _FIRST_CALLS = {"cpu": 1, "cuda": 2}  # inductor compiles in the first call; the second may record a CUDA graph
 _CHUNK = 2  # images per inference request; few, so that activations stay in a core's cache
@@ -130,7 +127,6 @@ class _ByInductor(DeviceForward):
         except Exception as error:  # a compiler may fail in any way
             raise _cannot(self._backbone, "inductor", error) from error
         self.compiling_s += time.perf_counter() - before
-        self.starting_again_s = self.compiling_s
         return function
 
 
@@ -237,17 +233,9 @@ class _ByOpenVino(Forward):
     def _compile(self, images: Tensor) -> Any:
         before, ov = time.perf_counter(), openvino()
         wanted, settings = _PRECISION_HINTS[self._precision], self._settings()
-        chunk, core = self._as_chunk(images[: self._chunk]), ov.Core()
-        digest = self._digest(chunk)
-        name = program_name(digest, self._backbone, settings) if digest else ""
-        program, converting_s = load_program(core, name, settings) if name else None, 0.0
+        chunk = self._as_chunk(images[: self._chunk])
         try:
-            if program is None:
-                start = time.perf_counter()
-                program = core.compile_model(self._converted(chunk, digest), "CPU", settings)
-                converting_s = time.perf_counter() - start
-                if not (name and keep_program(program, name)):
-                    converting_s = 0.0  # a later start takes this time, too
+            program = ov.Core().compile_model(self._converted(chunk), "CPU", settings)
             program.create_infer_request().infer({0: chunk})
         except Exception as error:  # a compiler may fail in any way
             raise _cannot(self._backbone, "openvino", error) from error
@@ -256,9 +244,7 @@ class _ByOpenVino(Forward):
             raise LayertapError(
                 f"OpenVINO cannot compute in {self._precision} on this CPU", hint="use --precision float32"
             )
-        seconds = time.perf_counter() - before
-        self.compiling_s += seconds
-        self.starting_again_s = seconds - converting_s
+        self.compiling_s += time.perf_counter() - before
         return program
 
     def _settings(self) -> dict[str, Any]:
@@ -271,24 +257,16 @@ class _ByOpenVino(Forward):
             "ENABLE_CPU_PINNING": torch.get_num_threads() >= defaults.CORES,
         }
 
-    def _digest(self, chunk: NDArray[Any]) -> bytes | None:
-        return computation_digest(self._backbone, self._choice, self._graph_dtype, "float32", torch.from_numpy(chunk))
-
-    def is_kept(self, images: Tensor) -> bool:
-        """Return whether a program for batches like `images` is kept from an earlier run."""
-        if not a_program_is_kept(self._backbone, self._settings()):
-            return False
-        digest = self._digest(self._as_chunk(images[: self._chunk]))
-        return digest is not None and program_is_kept(program_name(digest, self._backbone, self._settings()))
-
-    def _converted(self, chunk: NDArray[Any], digest: bytes | None) -> Any:
+    def _converted(self, chunk: NDArray[Any]) -> Any:
         """Return the computation as a graph of OpenVINO."""
-        if _CONVERTED is not None and digest in _CONVERTED:
-            return _CONVERTED[digest]
+        features = tuple(f"{feature.site} {feature.pooling}" for feature in self._choice.features)
+        key = self._backbone.model, features, self._graph_dtype, chunk.shape
+        if _CONVERTED is not None and key in _CONVERTED:
+            return _CONVERTED[key]
         graph = graph_of(self._backbone, self._choice, self._graph_dtype, "float32", torch.from_numpy(chunk))
         converted = openvino().convert_model(graph)
-        if _CONVERTED is not None and digest is not None:
-            _CONVERTED[digest] = converted
+        if _CONVERTED is not None:
+            _CONVERTED[key] = converted
         return converted
 
 
@@ -307,29 +285,23 @@ def _few_threads() -> Iterator[None]:
 
 
 _PRECISION_HINTS = {"float32": "f32", "bfloat16": "bf16"}
-_CONVERTED: dict[bytes, Any] | None = None  # digest -> graph, inside `sharing_graphs`
+_CONVERTED: dict[Any, Any] | None = None  # computation -> graph, inside `sharing_graphs`
 
 
 @contextlib.contextmanager
-def sharing_graphs() -> Iterator[None]:
-    """Context manager: OpenVINO compiles several precisions of a computation from one graph, converted once.
+def sharing_graphs() -> Iterator[dict[Any, Any]]:
+    """Context manager: OpenVINO compiles a computation several times from one graph, converted once.
 
-    Converting takes most of the time of a start. The graph holds a copy of the weights, so it is released at the end.
+    Converting takes most of the time of a start. Each graph holds a copy of the weights; the yielded dict holds the
+    graphs, and may be cleared earlier. The model may not change inside.
     """
     global _CONVERTED
-    before, _CONVERTED = _CONVERTED, {}
+    before = _CONVERTED
+    _CONVERTED = {} if before is None else before
     try:
-        yield
+        yield _CONVERTED
     finally:
         _CONVERTED = before
-
-
-def program_kept_for(
-    backbone: LoadedBackbone, choice: Choice, dtype: str, precision: str, batch_size: int, images: Tensor
-) -> bool:
-    """Return whether a program of OpenVINO is kept from an earlier run; arguments as in `compiled`, and a batch."""
-    with evaluating(backbone.model):
-        return _ByOpenVino(backbone, choice, dtype, precision, batch_size).is_kept(images)
 
 
 def _filled(images: Tensor, count: int) -> Tensor:

@@ -75,13 +75,11 @@ class Forward(ABC):
         ahead: batches that the device computes while this process continues: 0 or 1.
         images_at_once: images per forward, if memory was insufficient for a whole batch; otherwise None.
         compiling_s: seconds spent on compilation so far.
-        starting_again_s: the part of `compiling_s` that a later run takes, when the program is kept.
     """
 
     ahead: int = 0
     images_at_once: int | None = None
     compiling_s: float = 0.0
-    starting_again_s: float = 0.0
 
     @property
     def copying_s(self) -> float:

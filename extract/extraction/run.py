@@ -39,6 +39,8 @@ from extract.system.urls import is_url
 
 __all__ = ["Arguments", "ExtractionSettings", "Plan", "Summary", "extract", "extract_features", "plan"]
 
+NO_MAX_DISTORTION = "max_distortion has no effect: extract.compute.distortion.measured_distortion measures projections"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Arguments(BackboneSettings, ExtractionSettings):
@@ -83,6 +85,8 @@ def extract_features(arguments: Arguments) -> FeatureReader:
             f"{out}: from Python, features are written to a folder",
             hint=f"`layertap embed -o {out}` builds shards and publishes them there",
         )
+    if arguments.max_distortion is not None:
+        warnings.warn(NO_MAX_DISTORTION, DeprecationWarning, stacklevel=3)
     settings = ExtractionSettings.of(arguments)
     if isinstance(backbone, str):
         backbone = load_backbone(

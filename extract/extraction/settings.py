@@ -128,8 +128,7 @@ class ExtractionSettings(DataSetSettings):
         keep: Further column of a list or dataset, such as captions, to store with the features; several are possible.
         distortion: For LAYER:srp without a number of values, which is chosen so that squared distances between the
             images are likely to change by at most this part.
-        max_distortion: End the run, before it stores anything, if a projection changes over 5 % of the distances
-            between the first images by more than this part.
+        max_distortion: Deprecated, without effect; see `extract.compute.distortion.measured_distortion`.
         fit_on: Images to fit the principal axes of LAYER:pcaK on, spread evenly over all.
 
     Raises:

@@ -14,9 +14,8 @@ import numpy as np
 from extract import defaults
 from extract.compute.backends import open_forward
 from extract.errors import LayertapError
-from extract.extraction.rounds import timed_s
+from extract.extraction.first_images import decode_seconds, decoded_in, timed_s
 from extract.extraction.several import Member, decoding_of, plan_of
-from extract.extraction.tuning import decode_seconds, pictures_of
 from extract.images import ImageList
 from extract.system.foreign_code import own_faults_refused
 
@@ -74,14 +73,14 @@ def costs_of(
             planned = plan_of(drawn, member)
             load_s = time.perf_counter() - start
             preprocessing, settings = planned.backbone.preprocessing, planned.settings
-            pictures, _ = pictures_of(drawn, preprocessing, settings.batch_size, settings.max_pixels)
+            (pictures,) = decoded_in(drawn, [preprocessing], settings.max_pixels, settings.batch_size)
             with open_forward(planned.backbone, planned.choice, "float32", settings.precision) as forward:
                 first_s = timed_s(partial(forward, pictures))
                 each_s = timed_s(partial(forward, pictures)) / len(pictures)
             decoding = decoding_of(member.name, preprocessing)
             if decoding not in decoded_s:
                 at_once = max(1, min(settings.workers, defaults.CORES))
-                decoded_s[decoding] = decode_seconds(drawn, preprocessing, settings.max_pixels)["exact"] / at_once
+                decoded_s[decoding] = decode_seconds(drawn, preprocessing, settings.max_pixels) / at_once
             fixed_s += 2 * load_s + first_s  # it is loaded to look at it, and to compute
             forward_s += each_s
         gc.collect()  # the modules of a backbone refer to each other in circles

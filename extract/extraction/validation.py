@@ -2,8 +2,7 @@
 
 Compiled code in float32 must agree within rounding; otherwise the run continues without it, or ends if compiling was
 requested. Lower precision and fast decoding must give features with a high cosine to the reference, or the run ends
-before anything is stored. Some images of the first batch are also computed alone: their rows must be the same. What
-projections change is measured on the first images.
+before anything is stored. Some images of the first batch are also computed alone: their rows must be the same.
 """
 
 from __future__ import annotations
@@ -13,34 +12,24 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
-import numpy as np
 from torch import Tensor
 
-from extract.backbones.preprocessing import Preprocessing
 from extract.compute.agreement import Agreement, agreement, refusal
 from extract.compute.backends import default_engine, open_forward
-from extract.compute.compiled import program_kept_for
-from extract.compute.distortion import Distortion, too_large
-from extract.compute.distortion_measurement import measured_distortion
 from extract.compute.forward import B, Forward, Values
 from extract.compute.row_check import check_rows
-from extract.errors import DisagreementError, InputError, LayertapError, first_line
+from extract.errors import DisagreementError, LayertapError, first_line
+from extract.extraction.first_images import decoded_in
 from extract.extraction.plan import Plan
-from extract.images import Decoding, ImageList, load_batches
-from extract.row_status import Status
 from extract.store.format.value_types import decoded, encoded, read_as
 from extract.system.json_files import Text, read_json_lines
 
-__all__ = ["FIRST_DECODED", "Computation", "ValidatedForward", "decoded_both_ways", "validated_forward"]
+__all__ = ["Computation", "ValidatedForward", "validated_forward"]
 
-# Number of images from which compiling pays. A start with OpenVINO takes 3 to 4 s longer, with the comparison, or 1 s
-# if the program is kept; with inductor, 10 to 60 s. OpenVINO saves 0 to 3 ms of each image on two Zen cores, and more
-# on others. The limit is in images, not in seconds, so that noise does not decide.
+# Number of images from which compiling pays. A start with OpenVINO takes 3 to 4 s longer, with the comparison; with
+# inductor, 10 to 60 s. OpenVINO saves 0 to 3 ms of each image on two Zen cores, and more on others. The limit is in
+# images, not in seconds, so that noise does not decide.
 _PAYS_FROM = {"openvino": 2_000, "inductor": 50_000}
-_PAYS_FROM_IF_KEPT = 1_000
-FIRST_DECODED = 16  # images decoded both ways
-_PROJECTED = 128  # images on which projections are measured, in batches of at most _TOGETHER
-_TOGETHER = 32  # 496 pairs in a batch; whole activations of more images take more memory
 
 
 @dataclass
@@ -55,8 +44,6 @@ class Computation:
         decoding: feature -> agreement of fast decoded images with eager float32 of exactly decoded ones, for the first
             images; empty if images are decoded exactly.
         storage: feature -> agreement of the first batch as stored with its values; empty for float32 and float16.
-        distortion: projected feature -> what its projection changes, on the first images; empty if an earlier run has
-            measured it.
         prepared_in_s: seconds spent comparing and compiling, excluding the computation of the first batch itself.
     """
 
@@ -66,7 +53,6 @@ class Computation:
     agreement: dict[str, Agreement] = field(default_factory=dict)
     decoding: dict[str, Agreement] = field(default_factory=dict)
     storage: dict[str, Agreement] = field(default_factory=dict)
-    distortion: dict[str, Distortion] = field(default_factory=dict)
     prepared_in_s: float = 0.0
 
 
@@ -151,10 +137,11 @@ class ValidatedForward:
     def _first(self, images: Tensor) -> Values:
         """Return the features of the first batch; decide how all others are computed."""
         plan, precision, start = self._plan, self._plan.settings.precision, time.perf_counter()
-        engine, why = _engine(plan, images, self._has_stored_rows)
+        engine, why = _engine(plan, self._has_stored_rows)
         plain_way = (engine, precision) == ("eager", "float32")
         preprocessing = plan.backbone.preprocessing
-        pair = decoded_both_ways(plan.images, preprocessing, plan.settings.max_pixels) if preprocessing.fast else None
+        both_ways = preprocessing, replace(preprocessing, fast=False)
+        pair = decoded_in(plan.images, both_ways, plan.settings.max_pixels) if preprocessing.fast else None
         expected, exactly_decoded, own_s = {}, {}, 0.0
         if pair or not plain_way:
             with open_forward(
@@ -200,7 +187,6 @@ class ValidatedForward:
             features = forward(images)
             own_s = time.perf_counter() - before
         computation.storage = self._storage(features)
-        computation.distortion = self._distortion()
         computation.prepared_in_s = time.perf_counter() - start - own_s
         self._on_computation(computation)
         return features
@@ -219,32 +205,6 @@ class ValidatedForward:
             if not compared.min_cosine >= least and not self._has_stored_rows:
                 why = f"{name} has a cosine of {compared.min_cosine:.6f} to its values; at least {least} is required"
                 raise DisagreementError(f"stored as {kept[name]}, {why}", "--dtype float16 or a lower --min-cosine")
-        return measured
-
-    def _distortion(self) -> dict[str, Distortion]:
-        """Measure the projections on the first images.
-
-        Raises:
-            InputError: distances change by more than `max_distortion`, or that cannot be measured.
-        """
-        plan, at_most = self._plan, self._plan.settings.max_distortion
-        projected = [feature.name for feature in plan.choice.features if feature.is_projected]
-        if not projected or (self._has_stored_rows and at_most is None):
-            return {}
-        count, size = min(_PROJECTED, len(plan.images)), min(_TOGETHER, max(2, plan.settings.batch_size))
-        rows = [list(range(start, min(start + size, count))) for start in range(0, count, size)]
-        decoding = Decoding.for_preprocessing(plan.backbone.preprocessing, plan.settings.max_pixels)
-        with contextlib.closing(load_batches(plan.images, rows, decoding)) as batches:
-            measured = measured_distortion(plan.backbone, plan.choice, (batch.images for batch in batches))
-        if at_most is None:
-            return measured
-        if unknown := [name for name in projected if name not in measured]:
-            raise InputError(
-                f"{unknown[0]}: --max-distortion cannot be checked: no two of the first {count} images differ",
-                hint="leave out --max-distortion, or put other images first",
-            )
-        if why := too_large(measured, at_most):
-            raise InputError(why, hint="use more values (a larger K), or a higher --max-distortion")
         return measured
 
     def _check_rows(self, forward: Forward, images: Tensor, features: Values) -> None:
@@ -273,29 +233,20 @@ def _largest_batch(plan: Plan) -> int:
     return min(plan.settings.batch_size, plan.dataset.shard_rows)
 
 
-def _engine(plan: Plan, images: Tensor, has_stored_rows: bool) -> tuple[str, str]:
+def _engine(plan: Plan, has_stored_rows: bool) -> tuple[str, str]:
     """Return the engine, and why it is not a compiler.
 
-    "auto" decides by the size of the whole data set and, in between, by whether the program is kept. A resumed run
-    takes the engine of the stored rows, so it gives the same bytes as an uninterrupted run.
+    "auto" decides by the size of the whole data set. A resumed run takes the engine of the stored rows, so it gives the
+    same bytes as an uninterrupted run.
     """
     if plan.engine != "auto":
         return plan.engine, ""
-    n_rows, precision = plan.dataset.n_rows, plan.settings.precision
-    best = default_engine(plan.backbone.device, precision)
+    best = default_engine(plan.backbone.device, plan.settings.precision)
     if has_stored_rows and (stored := _engine_of_stored_rows(plan)):
         return stored, "as the stored rows" if stored == "eager" else ""
-    if n_rows >= _PAYS_FROM[best]:
+    if plan.dataset.n_rows >= _PAYS_FROM[best]:
         return best, ""
-    why = f"compiling pays from {_PAYS_FROM[best]:,} images"
-    if best != "openvino":
-        return "eager", why
-    size = _largest_batch(plan)
-    if n_rows >= _PAYS_FROM_IF_KEPT and program_kept_for(
-        plan.backbone, plan.choice, "float32", precision, size, images
-    ):
-        return best, ""
-    return "eager", f"{why}, or from {_PAYS_FROM_IF_KEPT:,} if the program is kept"
+    return "eager", f"compiling pays from {_PAYS_FROM[best]:,} images"
 
 
 def _engine_of_stored_rows(plan: Plan) -> str | None:
@@ -305,35 +256,3 @@ def _engine_of_stored_rows(plan: Plan) -> str | None:
     for event in read_json_lines(plan.dataset.out / "runs.jsonl", shape):
         engine = event["computation"]["engine"]
     return engine
-
-
-def decoded_both_ways(
-    images: ImageList, preprocessing: Preprocessing, max_pixels: int, count: int = FIRST_DECODED
-) -> tuple[Tensor, Tensor]:
-    """Return the first images that can be decoded: (B, ...) decoded fast, and (B, ...) the same decoded exactly.
-
-    Args:
-        images: listed images.
-        preprocessing: preprocessing that decodes fast.
-        max_pixels: see `extract_features`.
-        count: maximum number of images.
-
-    Raises:
-        InputError: no image can be decoded in both ways.
-    """
-    for first in range(0, len(images), count):
-        rows = list(range(first, min(first + count, len(images))))
-        fast_and_exact = []
-        for way in (preprocessing, replace(preprocessing, fast=False)):
-            batches = load_batches(images, [rows], Decoding.for_preprocessing(way, max_pixels))
-            with contextlib.closing(batches):
-                fast_and_exact.append(next(batches))
-        good = np.flatnonzero(
-            (fast_and_exact[0].status == Status.OK) & (fast_and_exact[1].status == Status.OK)
-        ).tolist()
-        if good:
-            fast, exact = (batch.select(good).images for batch in fast_and_exact)
-            return fast, exact
-    raise InputError(
-        f"none of the {len(images):,} images can be decoded both fast and exactly", hint="use --decode exact"
-    )

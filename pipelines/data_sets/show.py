@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from extract.compute.distortion import Distortion
 from extract.credentials import text_without_credentials
 from extract.store.format.dataset import DataSet
 from extract.store.reader import FeatureReader
-from pipelines.data_sets.distortions import recorded_distortion
 from pipelines.terminal.text_output import SHOWN, counted, print_failures, printable
 
 __all__ = ["describe", "print_description"]
@@ -47,7 +44,6 @@ def describe(out: Path) -> dict[str, Any]:
             }
             for feature in dataset.features
         },
-        "distortion": {name: asdict(values) for name, values in recorded_distortion(dataset).items()},
         "images": dataset.images,
         "fingerprint": dataset.fingerprint,
         "depends_on": dataset.depends_on,
@@ -97,8 +93,6 @@ def _print_lines(content: dict[str, Any], echo: Callable[[str], None]) -> None:
         packed = content["compression"].get(name)
         ratio = f", {packed['filter']} compression ratio {packed['ratio']:.2f}" if packed else ""
         echo(f"  {name}  ({shape}) {feature['dtype']}, {feature['bytes'] / 1e6:,.1f} MB{ratio}, from {source}")
-        if name in content["distortion"]:
-            echo(f"    {Distortion(**content['distortion'][name])}")
     depends_on, provenance = content["depends_on"], content.get("provenance", {})
     echo("images")
     echo(f"  from {content['images']['root']}")

@@ -48,6 +48,10 @@ def embed(ctx: click.Context, /, config: Path | None, as_json: bool, **flags: An
     layertap embed photos -b torchvision/resnet50 -l layer3 -l layer4:max_map -o outputs/photos-r50
     """
     resolved = load_config(EmbedConfig, config, given(flags))
+    if resolved.max_distortion is not None:
+        from extract.extraction.run import NO_MAX_DISTORTION
+
+        print_line(f"note: {NO_MAX_DISTORTION}", fg="yellow", err=True)
     if resolved.is_shared:
         from pipelines.embed.cluster.driver import as_json as shared_as_json
         from pipelines.embed.cluster.driver import embed_shared, exit_code, print_shared
@@ -127,13 +131,13 @@ def slurm(config: Path, **settings: Any) -> None:
 @_embed_option("-l", "--layers", metavar="LAYER[:POOLING]...")
 @_embed_option("--weights")
 @_embed_option("--device")
-@click.option("--thorough", is_flag=True, help="Also measure options that are rarely the fastest and slow to compile.")
+@click.option("--thorough", is_flag=True, deprecated="it has no effect")
 @json_flag
-def bench(images: str | None, thorough: bool, as_json: bool, **flags: Any) -> None:
+def bench(images: str | None, as_json: bool, thorough: bool, **flags: Any) -> None:
     """Measure how fast this machine computes features with a backbone.
 
-    Measure decoding on one core, the forward with each option, and writing; then compare the whole pipeline with the
-    bound that these rates allow. Without IMAGES, noise is used. Recommends flags for `layertap embed`. Takes minutes.
+    Measure decoding on one core, the forward with each option, and the whole pipeline: as it is, and with the flags
+    that are the fastest here. Without IMAGES, noise is used.
 
     \b
     layertap bench photos -b torchvision/resnet50
@@ -142,7 +146,5 @@ def bench(images: str | None, thorough: bool, as_json: bool, **flags: Any) -> No
     from pipelines.embed.bench import bench as measure
     from pipelines.embed.bench import print_bench
 
-    result = measure(
-        images, thorough=thorough, say=lambda text: print_line(f"measuring {text} ...", err=True), **given(flags)
-    )
+    result = measure(images, say=lambda text: print_line(f"measuring {text} ...", err=True), **given(flags))
     print_result(result, as_json, bench_as_json, print_bench)

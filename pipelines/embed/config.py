@@ -46,7 +46,7 @@ class EmbedConfig(FeaturesConfig, ExtractionKeys):
     )
     fast: bool = Field(
         False,
-        description="Use the fastest precision, compile and decode that agree; measured once, not for short jobs.",
+        description="Use the fastest precision, compile and decode that agree; not for short jobs.",
     )
     retry_failed: bool = Field(False, description="Retry images that failed in an earlier run.")
     device: str = Field(
@@ -114,6 +114,6 @@ class EmbedConfig(FeaturesConfig, ExtractionKeys):
     def _check_single_process(self) -> Self:
         if self.is_shared and (self.fast or self.retry_failed):
             flag = "--fast" if self.fast else "--retry-failed"
-            remedy = "`layertap bench` recommends the fastest flags" if self.fast else "run it later in one process"
+            remedy = "`layertap bench` prints the fastest flags" if self.fast else "run it later in one process"
             raise InputError(f"{flag} works in one process and on a folder only", hint=remedy)
         return self

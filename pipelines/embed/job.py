@@ -9,6 +9,7 @@ from typing import Any
 from extract import defaults
 from extract.compute.backbone import Backbone
 from extract.compute.backends import default_engine
+from extract.compute.compiled import sharing_graphs
 from extract.compute.feature_choice import Choice
 from extract.errors import DisagreementError
 from extract.extraction.plan import features_of
@@ -60,17 +61,19 @@ def embed(config: EmbedConfig) -> EmbedResult:
     if not config.fast:
         return _run(config, plan_of(config, images, backbone))
     choice = features_of(images, config.place, backbone, config.settings(), _say)
-    options = _fastest(config, images, backbone, choice)
-    while True:
-        try:
-            return _run(config, plan_of(config, images, backbone, options.pop(0), choice))
-        except DisagreementError as error:
-            if not options:
-                raise
-            print_line(f"rejected: {error.reason}. Trying the next fastest:", fg="yellow", err=True)
+    with sharing_graphs() as graphs:  # the run compiles what was tried
+        options = _fastest(config, images, backbone, choice)
+        while True:
+            try:
+                return _run(config, plan_of(config, images, backbone, options.pop(0), choice), graphs.clear)
+            except DisagreementError as error:
+                if not options:
+                    raise
+                print_line(f"rejected: {error.reason}. Trying the next fastest:", fg="yellow", err=True)
 
 
-def _run(config: EmbedConfig, planned: Plan) -> EmbedResult:
+def _run(config: EmbedConfig, planned: Plan, on_start: Callable[[], None] = lambda: None) -> EmbedResult:
+    """Run a plan; `on_start` is called when the first batch agrees with the reference."""
     _print_plan(planned)
     with Progress(len(planned.images)) as progress, signals_held() as received:
 
@@ -79,13 +82,15 @@ def _run(config: EmbedConfig, planned: Plan) -> EmbedResult:
                 print_line(f"resuming: {rows:,} of {len(planned.images):,} rows done", err=True)
             progress.advance(rows, resumed)
 
+        def on_computation(computation: Computation) -> None:
+            on_start()
+            progress.say(describe_computation(computation, planned.settings.precision))
+
         summary = extract(
             planned,
             retry_failed=config.retry_failed,
             on_rows=on_rows,
-            on_computation=lambda computation: progress.say(
-                describe_computation(computation, planned.settings.precision)
-            ),
+            on_computation=on_computation,
             on_note=lambda note: progress.say(f"note: {printable(note)}"),
             stop=lambda: bool(received),
         )
@@ -117,9 +122,7 @@ def _say(text: str) -> None:
 
 
 _SOURCES = {
-    "measured": "measured; kept for later jobs",
-    "unsure": "measured; not kept, since the machine is too busy to be sure of the order",
-    "kept": "measured by an earlier job",
+    "measured": "measured on the first images",
     "short": "this job is too short to measure the options",
     "resumed": "the settings of the stored rows",
 }
@@ -203,8 +206,6 @@ def describe_computation(computation: Computation, precision: str) -> str:
             f"\n          {name}: as stored, minimum cosine to the values {agreement.min_cosine:.6f}, "
             f"difference at most {agreement.max_deviation:.1e} of the largest"
         )
-    for name, distortion in computation.distortion.items():
-        text += f"\n          {name}: {distortion}"
     return text
 
 

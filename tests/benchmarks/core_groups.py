@@ -33,14 +33,14 @@ def group(cores: list[int], images: Path, spec: str, engine: str, ready: Any, ra
     from extract.compute.backbone import load_backbone
     from extract.compute.backends import open_forward
     from extract.compute.feature_choice import choose_features
-    from extract.extraction.tuning import pictures_of
+    from extract.extraction.first_images import decoded_in
     from extract.images import list_images
     from extract.system.torch_state import evaluating, full_float32
 
     backbone = load_backbone(spec, weights=None if spec.startswith("bundled/") else "random", device="cpu")
     with evaluating(backbone.model), full_float32():
         choice = choose_features(backbone, defaults.LAYERS)
-    pictures, _ = pictures_of(list_images(images), backbone.preprocessing, BATCH)
+    (pictures,) = decoded_in(list_images(images), [backbone.preprocessing], defaults.MAX_PIXELS, BATCH)
     with open_forward(backbone, choice, "float32", "float32", engine, BATCH) as forward:
         forward(pictures)
         ready.wait()

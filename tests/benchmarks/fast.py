@@ -1,17 +1,15 @@
-"""Whole runs of `layertap embed` strict, compiled and with `--fast`, in turn, with an empty and a full cache; JSON.
+"""Whole runs of `layertap embed` strict, compiled and with `--fast`, in turn, each with an empty cache folder; JSON.
 
     python tests/benchmarks/fast.py IMAGES [-b torchvision/resnet50]... [--images 10 100 512] [--rounds 3]
-        [--states first] [-o OUT.json]
+        [-o OUT.json]
     python tests/benchmarks/fast.py IMAGES --neighbour --rounds 5 [-b ...] [--images 512]
 
-Each run is a process of its own, and its time is that of the whole process, imports included. `first` is a run with an
-empty cache folder, `second` the next one with the same cache folder; `--states first` leaves out the second. The
+Each run is a process of its own, and its time is that of the whole process, imports included. The
 variants run in turn, round after round. Two ratios of each round are given: to the time of the strict run, and
-`of_better`, the time of the better of strict and compiled (of the same cache state) over that of `--fast`: 1 or more
-says that `--fast` pays.
+`of_better`, the time of the better of strict and compiled over that of `--fast`: 1 or more says that `--fast` pays.
 
 `--neighbour` runs `--fast` only, beside a process that computes for random seconds and sleeps for random seconds, and
-reports which way was taken, whether it was measured or kept, and the seconds until the first batch.
+reports which way was taken, whether options were measured, and the seconds until the first batch.
 
 IMAGES is repeated up to the number of images; each repeat has some bytes at its end that no decoder reads.
 """
@@ -19,7 +17,6 @@ IMAGES is repeated up to the number of images; each repeat has some bytes at its
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import os
 import shutil
@@ -36,7 +33,7 @@ from typing import Any
 BACKBONES = ("bundled/efficientnet_lite0", "torchvision/resnet18", "torchvision/resnet50")
 VARIANTS = {"strict": ["--compile", "off"], "compiled": ["--compile", "on"], "fast": ["--fast"]}
 SUFFIXES = {".jpg", ".jpeg", ".png"}
-SOURCES = {"measured; kept": "measured", "measured; not kept": "unsure", "measured by": "kept", "too short": "short"}
+SOURCES = {"measured on": "measured", "too short": "short"}
 NEIGHBOUR = """
 import random, sys, time
 source = random.Random(int(sys.argv[1]))
@@ -81,37 +78,28 @@ def run(images: Path, backbone: str, flags: list[str], cache: Path, out: Path) -
     return {"seconds": seconds, "before_s": before_s, "way": way, "source": source}
 
 
-def compare(images: Path, backbone: str, count: int, rounds: int, work: Path, states: list[str]) -> dict[str, Any]:
-    """Run the variants in turn, in each state of the cache."""
-    times: dict[str, list[dict[str, Any]]] = {f"{name} {state}": [] for name in VARIANTS for state in states}
+def compare(images: Path, backbone: str, count: int, rounds: int, work: Path) -> dict[str, Any]:
+    """Run the variants in turn."""
+    times: dict[str, list[dict[str, Any]]] = {name: [] for name in VARIANTS}
     for _ in range(rounds):
-        for name in VARIANTS:
+        for name, flags in VARIANTS.items():
             shutil.rmtree(work / name, ignore_errors=True)
-        for state in states:
-            for name, flags in VARIANTS.items():
-                times[f"{name} {state}"].append(run(images, backbone, flags, work / name, work / "out"))
+            times[name].append(run(images, backbone, flags, work / name, work / "out"))
     result: dict[str, Any] = {"backbone": backbone, "images": count, "rounds": rounds}
-    for state in states:
-        for name in VARIANTS:
-            runs = times[f"{name} {state}"]
-            strict = [each["seconds"] for each in times[f"strict {state}"]]
-            rates = [reference / each["seconds"] for reference, each in zip(strict, runs, strict=True)]
-            result[f"{name} {state}"] = {
-                "seconds": [round(each["seconds"], 2) for each in runs],
-                "rate_over_strict": round(statistics.median(rates), 3),
-                "ways": [each["way"] for each in runs],
-            }
-        better = [
-            min(each["seconds"] for each in pair)
-            for pair in zip(times[f"strict {state}"], times[f"compiled {state}"], strict=True)
-        ]
-        fast = times[f"fast {state}"]
-        of_better = [reference / each["seconds"] for reference, each in zip(better, fast, strict=True)]
-        result[f"fast {state}"] |= {
-            "of_better": round(statistics.median(of_better), 3),
-            "of_better_least": round(min(of_better), 3),
-            "sources": [each["source"] for each in fast],
+    strict, compiled, fast = ([each["seconds"] for each in times[name]] for name in VARIANTS)
+    for name, runs in times.items():
+        rates = [reference / each["seconds"] for reference, each in zip(strict, runs, strict=True)]
+        result[name] = {
+            "seconds": [round(each["seconds"], 2) for each in runs],
+            "rate_over_strict": round(statistics.median(rates), 3),
+            "ways": [each["way"] for each in runs],
         }
+    of_better = [min(pair[:2]) / pair[2] for pair in zip(strict, compiled, fast, strict=True)]
+    result["fast"] |= {
+        "of_better": round(statistics.median(of_better), 3),
+        "of_better_least": round(min(of_better), 3),
+        "sources": [each["source"] for each in times["fast"]],
+    }
     return result
 
 
@@ -145,11 +133,10 @@ def main() -> None:
     parser.add_argument("-b", "--backbone", action="append", help=f"default: {', '.join(BACKBONES)}")
     parser.add_argument("--images", type=int, nargs="+", default=[10, 100, 512], dest="counts")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--states", nargs="+", choices=["first", "second"], default=["first", "second"])
     parser.add_argument("--neighbour", action="store_true", help="beside a noisy neighbour")
     parser.add_argument("-o", "--out", type=Path, metavar="FILE", help="where to write the JSON, too")
     options = parser.parse_args()
-    measure = beside_neighbour if options.neighbour else functools.partial(compare, states=options.states)
+    measure = beside_neighbour if options.neighbour else compare
     results = []
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)

@@ -26,8 +26,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from extract import defaults
 from extract.compute.backbone import Backbone, load_backbone
 from extract.compute.feature_choice import choose_features
-from extract.extraction.forward_rates import compute_options, enough_pictures, forward_rates
-from extract.extraction.tuning import pictures_of
+from extract.extraction.first_images import decoded_in
+from extract.extraction.tuning import compute_options, forward_rates
 from extract.images import list_images
 from extract.system.torch_state import evaluating, full_float32
 
@@ -83,10 +83,9 @@ def main() -> None:
             with evaluating(backbone.model), full_float32():
                 counts[spec] = operations(backbone)
                 choice = choose_features(backbone, defaults.LAYERS)
-            pictures, _ = pictures_of(images, backbone.preprocessing, enough_pictures(backbone.device, 64))
-            for measured in forward_rates(
-                backbone, choice, pictures, compute_options(backbone.device), refused_too=True
-            ).measured:
+            (pictures,) = decoded_in(images, [backbone.preprocessing], defaults.MAX_PIXELS)
+            options = compute_options(backbone.device)
+            for measured in forward_rates(backbone, choice, {"exact": pictures}, options)[1]:
                 key = spec, str(measured.way)
                 rates[key] = max(rates[key], measured.images_per_s)
             print(f"round {number + 1}: {spec}", file=sys.stderr, flush=True)

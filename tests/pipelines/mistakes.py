@@ -174,7 +174,7 @@ OPTIONS = (
             "--target is for gradcam, not for maps",
             hint="leave it out"),
     Mistake("two options that exclude each other", "embed photos --engine processes --fast",
-            "--fast works in one process and on a folder only", "`layertap bench` recommends the fastest flags"),
+            "--fast works in one process and on a folder only", "`layertap bench` prints the fastest flags"),
     Mistake("a config file that does not exist", "embed --config photo.yaml",
             "config file photo.yaml: No such file or directory",
             hint="did you mean photos.yaml?"),

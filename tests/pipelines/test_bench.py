@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import json
 from pathlib import Path
@@ -13,26 +12,21 @@ import pytest
 from click.testing import CliRunner
 
 from extract import FeatureReader
-from extract.compute.agreement import Agreement
+from extract.compute import compiled
 from extract.extraction import tuning
-from extract.extraction.forward_rates import ComputeOption, ForwardRates, Measured
+from extract.extraction.tuning import ComputeOption, Measured
 from pipelines.cli import main
 from pipelines.embed import bench as bench_module
-from pipelines.embed.bench import _Repeated
 
 openvino = pytest.mark.skipif(not importlib.util.find_spec("openvino"), reason="no openvino")
 NET = ["-b", "timm/test_resnet", "--weights", "random"]
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
 @pytest.fixture
 def measured_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No job is too short to be measured."""
-    monkeypatch.setattr(tuning, "_PAYS_FROM_S", {"openvino": 0.0, "inductor": 0.0})
+    """No job is too short to try all options."""
+    monkeypatch.setattr(tuning, "_measuring_pays", lambda *_: True)
+    monkeypatch.setattr(tuning, "_pays", lambda *_: True)
 
 
 def _run(*args: str) -> Any:
@@ -42,47 +36,38 @@ def _run(*args: str) -> Any:
 
 
 @pytest.mark.slow
-def test_it_measures_each_stage_and_the_whole(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_module, "_PIPELINE_S", 0.1)
-    monkeypatch.setattr(tuning, "_BATCH_SIZES", {"cpu": (4, 8)})
-    monkeypatch.chdir(folder.parent)
-    monkeypatch.setattr(bench_module, "_WRITTEN_BYTES", 8 << 20)
-    monkeypatch.setattr(tuning, "_AT_LEAST_S", 0.0)
+def test_it_measures_decoding_the_forward_and_the_pipeline(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuning, "_tries", lambda option, *_: option.engine == "openvino")
     found = json.loads(_run("bench", str(folder), *NET, "--json").stdout)
     assert set(found["decode"]) == {"exact", "fast"}
-    assert set(found["batches"]) == {"4", "8"}
     assert found["forward"][0]["way"] == {"precision": "float32", "engine": "eager"}
-    assert all(one["images_per_s"] > 0 for one in found["pipelines"])
+    assert found["forward"][0]["images_per_s"] > 0
+    assert [each["images"] for each in found["pipelines"]] == [12] * len(found["pipelines"])
+    assert all(each["images_per_s"] > 0 for each in found["pipelines"])
     assert found["pipelines"][0]["way"] == {"precision": "float32", "engine": "eager"}
-    assert found["recommended"]["batch_size"] in (4, 8, 64)
-    assert len({one["workers"] for one in found["pipelines"]}) > 1
-    text = _run("bench", *NET).stdout
-    assert "noise, 500x375, as JPEG" in text
-    assert "of the bound" in text
-    flags = text.splitlines()[-1].removeprefix("recommended: ").split()
-    _run("embed", str(folder), *NET, *flags, "-o", str(folder.parent / "out"), "--min-cosine", "0.9")
-
-
-def test_repeated_images_are_the_same_pictures_with_other_bytes(folder: Path) -> None:
-    from extract.images import list_images
-
-    source = list_images(folder).source
-    repeated = _Repeated(source, 12)
-    first, again = repeated.read(3)[0], repeated.read(15)[0]
-    assert first != again
-    picture = source.decode(source.read(3)[0], 10**6)
-    assert repeated.decode(first, 10**6) == repeated.decode(again, 10**6) == picture
+    monkeypatch.setattr(bench_module, "_SYNTHETIC", 8)
+    result = _run("bench", *NET, "--thorough")
+    assert "noise, 500x375, as JPEG" in result.stdout
+    assert "The option 'thorough' is deprecated. it has no effect" in result.stderr
+    flags = result.stdout.splitlines()[-1].split("  ")[-1].split()
+    _run("embed", str(folder), *NET, *flags, "-o", str(tmp_path / "out"), "--min-cosine", "0.9")
 
 
 @pytest.mark.usefixtures("measured_at_once")
 @pytest.mark.slow
 @pytest.mark.usefixtures("openvino_in_bfloat16")
-def test_fast_measures_and_says_what_it_takes(folder: Path, tmp_path: Path) -> None:
+def test_fast_measures_and_says_what_it_takes(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, exported = compiled.graph_of, []
+    monkeypatch.setattr(compiled, "graph_of", lambda *args: exported.append(1) or real(*args))
     result = _run("embed", str(folder), *NET, "--fast", "-o", str(tmp_path / "out"), "--json")
     assert "float32, eager" in result.stderr
     assert "bfloat16, openvino" in result.stderr
     told = json.loads(result.stdout)
     assert told["status"] == {"ok": 12}
+    assert len(exported) == 1  # for both precisions, and for the run
+    assert compiled._CONVERTED is None
     result = _run("embed", str(folder), *NET, "--fast", "-o", str(tmp_path / "out"))
     assert "is complete" in result.stdout
     assert "float32, eager" not in result.stderr
@@ -136,9 +121,8 @@ def test_where_the_first_batch_refuses_the_fastest_the_next_one_is_taken(
 ) -> None:
     """Fewer images are compared to find the fastest than in the run, which has the last word."""
     plain, lower = Measured(ComputeOption("float32", "eager"), 10.0), Measured(ComputeOption("bfloat16", "eager"), 20.0)
-    lower = dataclasses.replace(lower, decoding={"embedding": Agreement(1.0, 0.0)} if decode == "fast" else {})
-    monkeypatch.setattr(tuning, "forward_rates", lambda *_, **__: ForwardRates([plain, lower], True))
-    monkeypatch.setattr(tuning, "_job_s", lambda way, *_: 1 / way.measured.images_per_s - (way.decode == "fast") / 1000)
+    monkeypatch.setattr(tuning, "forward_rates", lambda *_, **__: (plain, [plain, lower]))
+    monkeypatch.setattr(tuning, "ranked", lambda *_, **__: [(lower, decode), (plain, "exact")])
     flags = [str(folder), *NET, "--min-cosine", "1"]
     result = _run("embed", *flags, "--fast", "-o", str(tmp_path / "out"), "--json")
     assert "rejected: in bfloat16 (eager), embedding has a cosine of 0.99" in result.stderr
@@ -150,8 +134,7 @@ def test_where_the_first_batch_refuses_the_fastest_the_next_one_is_taken(
         assert found.fingerprint == expected.fingerprint
         assert np.array_equal(found["embedding"][:], expected["embedding"][:])
 
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other-cache"))  # the first measurements are kept
-    monkeypatch.setattr(tuning, "forward_rates", lambda *_, **__: ForwardRates([lower], True))
+    monkeypatch.setattr(tuning, "ranked", lambda *_, **__: [(lower, decode)])
     result = CliRunner().invoke(main, ["embed", *flags, "--fast", "-o", str(tmp_path / "none")])
     assert result.exit_code == 1
     assert "at least 1.0 is required\n\nhint: use --precision float32 or" in result.stderr

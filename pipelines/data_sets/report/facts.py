@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from extract.compute.distortion import Distortion
 from extract.errors import LayertapError
 from extract.store.format.dataset import DataSet
 from extract.store.format.schemas import RUN
@@ -44,10 +43,6 @@ def facts(content: dict[str, Any]) -> list[list[str]]:
         ("Decoder", depends_on.get("decoder", "")),
         ("Precision", depends_on.get("precision", "")),
         ("Stored as", f"{depends_on.get('stored_as', '')}, {content['bytes'] / 1e6:,.1f} MB in all files"),
-        *(
-            (f"Projection of {name}", str(Distortion(**values)))
-            for name, values in content.get("distortion", {}).items()
-        ),
         ("Computed", f"{provenance.get('started', '')} on {provenance.get('device', '')} with {versions}"),
         ("Fingerprint", content["fingerprint"]),
         ("Data set", content["out"]),

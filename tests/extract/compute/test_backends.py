@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from extract import FeatureReader, extract_features, load_backbone
+from extract.compute import compiled
 from extract.compute.agreement import FULL_PRECISION, agreement, refusal
 from extract.compute.backends import engine_for, open_forward
 from extract.compute.compiled import _ByOpenVino
@@ -254,21 +255,28 @@ def test_auto_compiles_long_jobs_and_leaves_short_ones_eager(folder: Path, tmp_p
 
 
 @openvino
-@pytest.mark.slow
-def test_auto_takes_a_kept_program_for_shorter_jobs(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(first_batch, "_PAYS_FROM_IF_KEPT", 12)
+def test_a_shared_graph_is_converted_once_and_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     backbone = load_backbone("timm/test_resnet", weights="random", device="cpu")
-    absent = _run(folder, tmp_path / "absent", backbone, pays_from=13)
-    assert absent.computation.engine == "eager"
-    assert "or from 12 if the program is kept" in absent.computation.why
-    _run(folder, tmp_path / "compiled", backbone, compile="on")
-    kept = _run(folder, tmp_path / "kept", backbone, pays_from=13)
-    assert (kept.computation.engine, kept.computation.why) == ("openvino", "")
-    shorter = _run(folder, tmp_path / "shorter", backbone, pays_from=13, limit=11)
-    assert shorter.computation.engine == "eager"
+    real, exported = compiled.graph_of, []
+    monkeypatch.setattr(compiled, "graph_of", lambda *args: exported.append(1) or real(*args))
+    pictures = torch.randint(0, 256, (6, *backbone.preprocessing.crop_px, 3), dtype=torch.uint8)
+
+    def computed(layer: str) -> Any:
+        with evaluating(backbone.model):
+            choice = choose_features(backbone, [layer])
+        with open_forward(backbone, choice, "float32", engine="openvino", batch_size=6) as forward:
+            return forward(pictures)[layer]
+
+    alone = computed("layer2")
+    with compiled.sharing_graphs() as graphs:
+        shared = [computed("layer2") for _ in range(2)]
+        assert computed("layer1").shape != alone.shape  # other layers have another graph
+        assert len(exported) == 3
+        graphs.clear()
+        computed("layer2")
+    computed("layer2")
+    assert len(exported) == 5
+    assert all(np.array_equal(rows, alone) for rows in shared)
 
 
 @openvino

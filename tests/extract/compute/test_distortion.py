@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 from scipy.spatial.distance import pdist
 
 from extract.compute.backbone import load_backbone
-from extract.compute.distortion import Distortion, distortion_of_grams, too_large
-from extract.compute.distortion_measurement import measured_distortion
+from extract.compute.distortion import Distortion, distortion_of_grams, measured_distortion
 from extract.compute.feature_choice import choose_features
 from tests.conftest import TINY_INPUT
 
@@ -91,10 +89,3 @@ def test_a_backbone_is_measured_as_its_features_say() -> None:
         assert measured[name].pairs == 55
         np.testing.assert_allclose(numbers(measured[name]), by_definition(values[whole], values[name]), rtol=1e-3)
     assert measured_distortion(backbone, choose_features(backbone, ["layer4"]), [pictures]) == {}
-
-
-@pytest.mark.parametrize(("p95", "refused"), [(0.1, False), (0.2, False), (0.2001, True), (float("nan"), True)])
-def test_what_is_above_the_limit_or_no_number_is_refused(p95: float, refused: bool) -> None:
-    why = too_large({"a": Distortion(10, 0.01, p95, 0, 0, 1)}, 0.2)
-    assert bool(why) == refused
-    assert not refused or "a: the projection changes 5 % of the distances" in why

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +13,9 @@ from sklearn.random_projection import johnson_lindenstrauss_min_dim
 
 from extract import InputError, LayertapError, extract_features
 from extract.compute.backbone import Backbone, load_backbone
-from extract.compute.distortion import Distortion
 from extract.compute.sparse_projection import SparseProjection
-from extract.extraction import validation
 from extract.extraction.recheck import recheck
 from extract.extraction.run import extract
-from pipelines.data_sets.report.facts import facts
-from pipelines.data_sets.show import describe
-from tests.conftest import make_picture
 from tests.pipelines.test_cli import fails, layertap
 from tests.planning import BY_COMMAND, NET, plan
 
@@ -92,50 +86,9 @@ def test_distortions_out_of_range_are_refused(folder: Path, tmp_path: Path, dist
         extract_features(folder, out=tmp_path / "out", distortion=distortion, **NET)
 
 
-def test_what_a_projection_changes_is_measured_stored_and_shown(folder: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    result = layertap("embed", folder, *BY_COMMAND, "-l", "layer1:srp50", "-l", "layer4", "-o", out, "--batch-size", 5)
-    description = json.loads(layertap("show", out, "--json").stdout)["distortion"]
-    assert list(description) == ["layer1"]
-    measured = Distortion(**description["layer1"])
-    # Of batches of 5, 5 and 2 images, without copies of one image.
-    assert 15 <= measured.pairs <= 21
-    assert 0 < measured.distance_median < measured.distance_p95 < 1
-    assert 0.5 < measured.cka <= 1
-    for text in (result.stderr, layertap("show", out).stdout):
-        assert f"distances change by {measured.distance_median:.1%} (median)" in text
-    shown = dict(facts(describe(out)))
-    assert shown["Projection of layer1"] == str(measured)
-    (out / "runs.jsonl").write_text(
-        '{"event": "computing", "started": "", "computation": {"distortion": {"layer1": 3}}}\n'
-    )
-    assert json.loads(layertap("show", out, "--json").stdout)["distortion"] == {}
-
-
-def test_a_projection_that_changes_too_much_is_refused_before_anything_is_stored(folder: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    with pytest.raises(InputError, match=r"layer1: the projection changes 5 % .* by more than .*; at most 1.0% is acc"):
-        extract_features(folder, out=out, layers="layer1:srp4", max_distortion=0.01, **NET)
-    assert not list((out / "shards").iterdir())
-    reader = extract_features(folder, out=out, layers="layer1:srp4", max_distortion=5, **NET)
-    assert len(reader) == 12
-    with pytest.raises(InputError, match="max_distortion is -1; it must be at least 0"):
-        extract_features(folder, out=out, max_distortion=-1, **NET)
-
-
-def test_runs_without_a_projection_measure_nothing(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(validation, "measured_distortion", None)
-    extract_features(folder, out=tmp_path / "out", layers=["layer1:grid2", "layer4"], max_distortion=0, **NET)
-
-
-def test_a_limit_that_cannot_be_checked_ends_the_run_before_it_stores_anything(tmp_path: Path) -> None:
-    for name in ("a", "b", "c"):
-        (tmp_path / "copies").mkdir(exist_ok=True)
-        make_picture(0).save(tmp_path / "copies" / f"{name}.png")
-    options: dict[str, Any] = {"layers": "layer1:srp50", **NET}
-    with pytest.raises(InputError, match="layer1: --max-distortion cannot be checked: no two of the first 3 images"):
-        extract_features(tmp_path / "copies", out=tmp_path / "out", max_distortion=0.5, **options)
-    assert not list((tmp_path / "out").glob("shards/*.h5*"))
-    assert len(extract_features(tmp_path / "copies", out=tmp_path / "out", **options)) == 3
+def test_a_limit_of_what_a_projection_changes_says_that_it_has_no_effect(folder: Path, tmp_path: Path) -> None:
+    with pytest.warns(DeprecationWarning, match="max_distortion has no effect: extract.compute"):
+        extract_features(folder, out=tmp_path / "out", layers="layer1:srp4", max_distortion=0, **NET)
+    layer = ["-l", "layer1:srp4", "--max-distortion", 0]
+    result = layertap("embed", folder, *BY_COMMAND, *layer, "-o", tmp_path / "by-command")
+    assert "note: max_distortion has no effect: extract.compute" in result.stderr
