@@ -66,7 +66,9 @@ class _Kept(nn.Module):
 
 
 class _TracedTaps(Taps):
-    """Taps that keep each tensor on its device."""
+    """Taps of an export, which keep each tensor on its device."""
+
+    _has_other_callers = False  # the export itself is the call of the model
 
     @staticmethod
     def _copy_out(tensor: Tensor, reduce: Reduce | None, site: Site) -> dict[str, Tensor]:

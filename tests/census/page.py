@@ -70,7 +70,9 @@ def page(about: dict[str, Any], results: list[Result]) -> str:
     families = {(result["library"], result["family"]) for result in compared}
     tried = {(result["library"], result["family"]) for result in results}
     total = about.get("families", len(tried))
-    versions = ", ".join(f"{name} {version}" for name, version in about.items() if name not in ("date", "families"))
+    versions = ", ".join(
+        f"{name} {version}" for name, version in about.items() if name not in ("date", "families", "note")
+    )
     return "\n".join([
         "# Census",
         "",
@@ -87,7 +89,7 @@ def page(about: dict[str, Any], results: list[Result]) -> str:
         "compared, in eval mode, with two pictures of the smallest size of 32, 64, 96, 128, 160, 192, 224 and 256 that "
         "it takes. Weights are random. Parameters that a library initialises with one value have noise, very small "
         "weights are scaled up, and batch norms have the statistics of pictures of the same kind: without that, many "
-        "layers have no effect.",
+        "layers have no effect." + (f" {about['note']}" if "note" in about else ""),
         "",
         "```bash",
         "python -m tests.census OUT.jsonl --families    # all families; without --families every network",
