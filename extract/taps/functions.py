@@ -35,6 +35,7 @@ __all__ = [
     "Listener",
     "Write",
     "attention_weights",
+    "follow_write",
     "operation_name",
     "unwatch",
     "unwatched",
@@ -143,11 +144,8 @@ class Write:
     """
 
     def __init__(self, tensor: Tensor):
-        self.reached: dict[int, bool] = {}
-        self.values: dict[int, Tensor] = {}
-        with contextlib.suppress(NotImplementedError):  # a tensor without memory of its own, as inside torch.func
-            memory = memory_of(tensor)
-            self.reached, self.values = {memory: True}, {memory: tensor}
+        self.reached = {memory_of(tensor): True}
+        self.values = {memory_of(tensor): tensor}
         self.tensor = tensor
         # A write through `.data` is hidden from autograd.
         self.may_be_hidden = not (tensor.requires_grad or tensor._is_view())
@@ -166,6 +164,13 @@ def write(tensor: Tensor, values: Tensor) -> None:
     with unwatched():
         write_into(tensor, values)
         for action in actions:
+            action()
+
+
+def follow_write(tensor: Tensor) -> None:
+    """Do what follows from a write that no listener has been told of."""
+    if _state.watch is not None:
+        for action in _state.watch.before_write(Write(tensor)):
             action()
 
 

@@ -18,7 +18,7 @@ from extract.taps.edits import apply_edit
 from extract.taps.functions import unwatched
 from extract.taps.record import Reduce, Site, What
 from extract.taps.requests import Call, HookPoint, ModelCall, TapRequest
-from extract.taps.stand_ins import StandInError, StandIns
+from extract.taps.stand_ins import StandIn, StandInError, StandIns
 from extract.taps.torch_internals import engine_code, graph_task, when_backward_ends
 
 __all__ = [
@@ -59,7 +59,7 @@ def to_watch(
         except RuntimeError as error:  # one of several views of a tensor that was written to, which cannot be read
             raise StandInError(site) from error
         if not known:
-            stand_in(forward, site, tensor, copy, follows=True)
+            point.calls[-1].pass_on(stand_in(forward, site, tensor, copy, follows=True))
         tensor = copy
     elif not stands_in:
         if tensor.is_leaf:  # a hook on it would outlive this forward
@@ -94,15 +94,15 @@ def separated(point: HookPoint, output: Tensor, site: Site, forward: ModelCall) 
     return copy
 
 
-def stand_in(forward: ModelCall, site: Site, given: Tensor, tensor: Tensor, *, follows: bool = False) -> None:
+def stand_in(forward: ModelCall, site: Site, given: Tensor, tensor: Tensor, *, follows: bool = False) -> StandIn | None:
     """Follow the writes into a tensor that the model continues with in place of another; see `StandIns.add`."""
     if forward.stand_ins is None:
         forward.stand_ins = StandIns()
     if graph_task() != -1:
         forward.stand_ins.check_again(site)
-    else:
-        forward.stand_ins.add(site, given, tensor, follows=follows)
-        forward.watch()
+        return None
+    forward.watch()
+    return forward.stand_ins.add(site, given, tensor, follows=follows)
 
 
 def on_gradient(

@@ -462,6 +462,8 @@ class HookCalls:
             return None
         is_new_tensor = _is_new(output)
         with _unheard():
+            for added in call.stand_ins:
+                added.catch_up()
             call.returns_new = is_new_tensor and not stands_in(output)
             passed = self._edit(point, call.number, output, "output")
             if point.watches and self._stands_in:
@@ -629,7 +631,9 @@ class HookCalls:
                 write(given, edited)  # a caller may expect the output of a layer that works in place here
                 return given
         if self._forward is not None:
-            stand_in(self._forward, site, given, edited)
+            added = stand_in(self._forward, site, given, edited)
+            if site.what == "input":
+                point.calls[-1].pass_on(added)
         return edited
 
     def _gradient_requests(

@@ -17,7 +17,7 @@ from extract.taps.edits import Edit
 from extract.taps.layer_names import match_layers
 from extract.taps.nested import Path, tensors_in
 from extract.taps.record import Record, Reduce, Requested, Site, What, split_text
-from extract.taps.stand_ins import StandIns, originals
+from extract.taps.stand_ins import StandIn, StandIns, originals
 from extract.taps.torch_internals import memory_of
 
 __all__ = [
@@ -246,6 +246,7 @@ class Call:
         returns_several: whether the module returned several tensors.
         returns_new: whether it returned a tensor that nothing else can read.
         watched: (input, its copy) for each input whose gradient is watched.
+        stand_ins: how tensors stand in for its inputs.
         separated: copies of outputs, passed on in their place because their gradients are watched.
         received: if the output is edited, the tensors that the module received, each with its version, which is None
             in inference mode.
@@ -259,10 +260,16 @@ class Call:
     returns_several: bool = False
     returns_new: bool = False
     watched: list[tuple[Tensor, Tensor]] = dataclasses.field(default_factory=list)
+    stand_ins: list[StandIn] = dataclasses.field(default_factory=list)
     separated: list[Tensor] = dataclasses.field(default_factory=list)
     received: list[tuple[Tensor, int | None]] = dataclasses.field(default_factory=list)
     written: set[int] = dataclasses.field(default_factory=set)
     end_again: Callable[[], None] | None = None
+
+    def pass_on(self, stand_in: StandIn | None) -> None:
+        """Remember that the module receives a tensor in place of one of its inputs."""
+        if stand_in is not None:
+            self.stand_ins.append(stand_in)
 
     def receive(self, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
         """Remember the tensors that the module receives."""

@@ -7,7 +7,6 @@ cannot be done, the request is refused: what the model returns would be wrong.
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -16,23 +15,23 @@ from torch import Tensor
 
 from extract.errors import LayertapError
 from extract.taps.copies import overlaps_itself
-from extract.taps.functions import Write
+from extract.taps.functions import Write, follow_write
 from extract.taps.record import Site
 from extract.taps.torch_internals import StorageWeakRef, is_shared, memory_of
 
-__all__ = ["StandInError", "StandIns", "originals", "stands_in"]
+__all__ = ["StandIn", "StandInError", "StandIns", "originals", "stands_in"]
 
 
 class StandIns:
     """The stand-ins of one forward."""
 
     def __init__(self) -> None:
-        self._all: list[_StandIn] = []
+        self._all: list[StandIn] = []
         self._enough = 16  # stand-ins, until those that are over are removed
         self._written: set[tuple[str, str]] = set()  # (layer, what) of those that the model has written into
 
-    def add(self, site: Site, given: Tensor, tensor: Tensor, *, follows: bool = False) -> None:
-        """Add a tensor that stands in for another one.
+    def add(self, site: Site, given: Tensor, tensor: Tensor, *, follows: bool = False) -> StandIn | None:
+        """Add a tensor that stands in for another one; return how, or None if nothing can be written to it.
 
         Args:
             site: what is requested, for errors.
@@ -41,11 +40,15 @@ class StandIns:
             follows: whether `tensor` may receive what the model writes into `given`. It may not if it was edited, or if
                 the gradient of an output is watched: how the edit, or the gradient, goes on from there is unknown.
         """
-        with contextlib.suppress(NotImplementedError):  # no memory of its own, as in torch.func: nothing is written to
-            self._all.append(_StandIn(site, given, tensor, follows))
-            if len(self._all) > self._enough:
-                self._all = [stand_in for stand_in in self._all if not stand_in.is_over]
-                self._enough = 2 * len(self._all) + 16
+        try:
+            added = StandIn(site, given, tensor, follows)
+        except NotImplementedError:  # no memory of its own, as in torch.func: nothing is written to
+            return None
+        if len(self._all) > self._enough:
+            self._all = [stand_in for stand_in in self._all if not stand_in.is_over]
+            self._enough = 2 * len(self._all) + 16
+        self._all.append(added)
+        return added
 
     def before_write(self, write: Write) -> Iterator[Callable[[], object]]:
         """Yield what is to be done after the model writes into a tensor; see `Listener.on_write`.
@@ -93,7 +96,7 @@ class StandIns:
                 raise StandInError(stand_in.site)
 
 
-class _StandIn:
+class StandIn:
     """A tensor that stands in for another one; both are held weakly."""
 
     def __init__(self, site: Site, given: Tensor, tensor: Tensor, follows: bool):
@@ -133,6 +136,11 @@ class _StandIn:
         """Whether both can be read, and one of them was written to without the other."""
         return None not in (now := self._versions_now()) and now != self._versions
 
+    def catch_up(self) -> None:
+        """Repeat what a module has written into its input unnoticed, such as by an `autograd.Function`."""
+        if (tensor := self.tensor) is not None and self._versions[1] != self._versions_now()[1]:
+            follow_write(tensor)
+
     def _versions_now(self) -> list[int | None]:
         """Return the versions of both tensors, which each write changes; None if it is gone, or in inference mode."""
         return [
@@ -166,10 +174,10 @@ class _StandIn:
 
 
 # By the id of the tensor that stands in for another; one may stand in for another in turn, also for other `Taps`.
-_STAND_INS: weakref.WeakValueDictionary[int, _StandIn] = weakref.WeakValueDictionary()
+_STAND_INS: weakref.WeakValueDictionary[int, StandIn] = weakref.WeakValueDictionary()
 
 
-def _stand_in(tensor: Tensor) -> _StandIn | None:
+def _stand_in(tensor: Tensor) -> StandIn | None:
     """Return how this tensor stands in for another one, if it does."""
     found = _STAND_INS.get(id(tensor))
     return found if found is not None and found.tensor is tensor else None

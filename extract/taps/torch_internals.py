@@ -73,13 +73,22 @@ def when_backward_ends(function: Any) -> None:
 
 
 def memory_of(tensor: Tensor) -> int:
-    """Return what tensors have in common that share memory, as long as one of them exists."""
-    return int(tensor.untyped_storage()._cdata)
+    """Return what tensors have in common that share memory, as long as one of them exists.
+
+    A tensor without memory of its own, as inside torch.func, or a sparse one, has nothing in common with another.
+    """
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except NotImplementedError:
+        return -id(tensor)
 
 
 def is_shared(tensor: Tensor) -> bool:
-    """Whether another tensor has the same memory: a view, or what autograd has saved."""
-    storage = tensor.untyped_storage()
+    """Whether another tensor may have the same memory: a view, or what autograd has saved."""
+    try:
+        storage = tensor.untyped_storage()
+    except NotImplementedError:  # see `memory_of`
+        return True
     return bool(torch._C._storage_Use_Count(storage._cdata) > 2)  # the tensor and `storage`
 
 

@@ -345,3 +345,70 @@ def test_a_write_that_autograd_does_not_see_is_repeated_unseen(write: str) -> No
     x = X.clone().requires_grad_()
     with Taps(Model()).keep("identity", "grad_input") as taps:
         assert torch.equal(torch.autograd.grad(taps(x).sum(), x)[0], expected)
+
+
+class Doubles(torch.autograd.Function):
+    """Doubles a tensor in place; PyTorch tells no function mode of it."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        x.mul_(2)
+        ctx.mark_dirty(x)
+        return x
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        return 2 * gradient
+
+
+@pytest.mark.parametrize(
+    "request_of", [("keep", "grad_input"), ("edit", "input"), ("edit", "output"), ("keep", "grad")]
+)
+def test_a_function_of_the_users_that_works_in_place_reaches_both_tensors_with_its_gradient(request_of) -> None:
+    class Doubling(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return Doubles.apply(x)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.doubling = Doubling()
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = x * 1
+            self.doubling(h)
+            return h * h
+
+    def gradient() -> tuple[Tensor, Tensor]:
+        x = X.clone().requires_grad_()
+        return (y := taps(x)).detach(), torch.autograd.grad(y.sum(), x)[0]
+
+    model = Model()
+    with Taps(model) as taps:
+        plain = gradient()
+    taps = Taps(model)
+    with taps.keep("doubling", what) if verb == "keep" else taps.edit("doubling", same, what):
+        tapped = gradient()
+    assert torch.equal(tapped[0], plain[0])
+    assert torch.equal(tapped[1], plain[1])
+
+
+def test_layers_inside_torch_func_and_those_that_return_sparse_tensors_are_edited() -> None:
+    class Mapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.func.vmap(self.linear)(x)
+
+    class Sparse(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.to_sparse()
+
+    model = Mapped()
+    for grad in (False, True):
+        with torch.set_grad_enabled(grad), Taps(model).edit("linear", lambda h: 3 * h) as taps:
+            assert torch.allclose(taps(X), 3 * model.linear.forward(X))
+        with torch.set_grad_enabled(grad), Taps(nn.Sequential(Sparse())).edit("0", lambda h: 3 * h) as taps:
+            assert torch.equal(taps(X).to_dense(), 3 * X)
