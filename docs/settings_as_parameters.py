@@ -23,7 +23,8 @@ class SettingsAsParameters(griffe.Extension):
         module, _, name = func.path.rpartition(".")
         function = getattr(importlib.import_module(module), name)
         if func.docstring is not None:
-            func.docstring.value = inspect.getdoc(function) or ""
+            # Brackets in names of poolings are no links.
+            func.docstring.value = (inspect.getdoc(function) or "").replace("[", "\\[")
         func.parameters = griffe.Parameters(*map(_parameter, inspect.signature(function).parameters.values()))
 
 
