@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from extract.taps.copies import copied, overlaps_itself
+from extract.taps.nested import tensors_in
 from extract.taps.torch_internals import (
     function_modes,
     has_function_modes,
@@ -200,25 +201,19 @@ _state = _State()
 def _written_by(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Tensor]:
     """Return the tensors that the function writes into: `add_`, `+=`, `relu(x, inplace=True)`, `out=`."""
     if kwargs and (out := kwargs.get("out")) is not None:
-        return [out] if isinstance(out, Tensor) else [tensor for tensor in out if isinstance(tensor, Tensor)]
+        return [tensor for _, tensor in tensors_in(out)]
     name: str = getattr(function, "__name__", "")
     if not args:
         return ()
     if name.endswith("_"):
         if name in _IN_PLACE_OPERATORS or (not name.endswith("__") and name not in _NOTHING_WRITTEN):
-            first = args[0]
-            return [first] if isinstance(first, Tensor) else _tensors_of(first)
+            return [tensor for _, tensor in tensors_in(args[0])]  # a list for `torch._foreach_add_`
         return ()
     if not isinstance(function, FunctionType) or not isinstance(args[0], Tensor):
         return ()
     if not (kwargs.get("inplace") or any(given is True for given in args)):
         return ()
     return [args[0]] if inspect.signature(function).bind(*args, **kwargs).arguments.get("inplace") else ()
-
-
-def _tensors_of(value: Any) -> list[Tensor]:
-    """Return the tensors of a list, as `torch._foreach_add_` receives it."""
-    return [item for item in value if isinstance(item, Tensor)] if isinstance(value, list | tuple) else []
 
 
 def watch(listener: Listener) -> None:
