@@ -12,6 +12,10 @@ import sys
 import tempfile
 from pathlib import Path
 
+# Imports and the collection of tests make objects that stay. Each garbage collection among them took a third of a second;
+# `pytest_collection_finish` switches it on again.
+gc.disable()
+
 # Processes of pytest-xdist share the cores, and so do the processes that their tests start. NumPy's OpenBLAS reads this
 # when it is loaded: threads of two processes that wait for each other on two cores take ten times the computation.
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -24,7 +28,6 @@ from PIL import Image
 from torch import nn
 
 from extract import defaults
-from extract.compute import compiled
 
 # A script that starts the tests in the background has SIGINT ignored, and every process that a test starts would, too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -46,10 +49,11 @@ hypothesis.settings.load_profile("unhurried")
 
 
 def pytest_collection_finish() -> None:
-    """Leave what the imports have made out of garbage collections: each took a third of a second."""
+    """Leave what the imports have made out of garbage collections."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 10, 100)
+    gc.enable()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -89,6 +93,8 @@ def photos() -> Path:
 def openvino_in_bfloat16() -> None:
     """The test is skipped where OpenVINO is not installed, or the CPU has no instructions for bfloat16."""
     pytest.importorskip("openvino")
+    from extract.compute import compiled  # with torchvision, which many test files do without
+
     if not compiled.openvino_computes_in("bfloat16"):
         pytest.skip("OpenVINO does not compute in bfloat16 on this CPU")
 

@@ -1,14 +1,17 @@
 """Shell examples of the documents run, in the order of their page, and write the files that their comments name.
 
-Weights that a server would send are random ones in the caches of the libraries, where downloads are stored.
+Weights that a server would send are random ones in the caches of the libraries, where downloads are stored. The
+networks that they are of have the names of their layers, and few of their channels and blocks.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shlex
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +129,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
     captions = {"path": [f"photos/{path}" for path in names], "caption": names, "age": [*range(len(names))]}
     parquet.write_table(pa.table(captions), start / "list.parquet")
     (start / "backbones.csv").write_text(
-        "backbone,weights,name\nbundled/efficientnet_lite0,,\ntimm/test_resnet,random,b\n"
+        "backbone,weights,name\npython/net.py:make,last.pth,mine\npython/net.py:make,,untrained\n"
     )
     (start / "net.py").write_text(NET)
     torch.manual_seed(0)
@@ -171,7 +174,31 @@ def data_sets(start: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def caches(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def small_networks() -> Iterator[None]:
+    """The networks that the pages name have two blocks, or a block of four channels in each of four layers."""
+    import timm.models._registry as of_timm
+    from torchvision.models import _api, resnet
+
+    def small_resnet(builder: Any) -> Any:
+        @functools.wraps(builder)  # the entries of its weights are found by its signature
+        def build(*, weights: Any = None, progress: bool = True, **options: Any) -> Any:
+            network = resnet.ResNet(resnet.Bottleneck, [1, 1, 1, 1], width_per_group=4, **options)
+            if weights is not None:
+                network.load_state_dict(weights.get_state_dict(progress=progress))
+            return network
+
+        return build
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("resnet18", "resnet50"):
+            patch.setitem(_api.BUILTIN_MODELS, name, small_resnet(_api.BUILTIN_MODELS[name]))
+        name = "vit_small_patch16_224"
+        patch.setitem(of_timm._model_entrypoints, name, functools.partial(of_timm.model_entrypoint(name), depth=2))
+        yield
+
+
+@pytest.fixture(scope="module")
+def caches(small_networks: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Caches of PyTorch and of the Hugging Face hub, with random weights for the names that the pages use."""
     import timm
     from torchvision import models
