@@ -12,10 +12,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-# Imports and the collection of tests make objects that stay. Each garbage collection among them took a third of a second;
-# `pytest_collection_finish` switches it on again.
-gc.disable()
-
 # Processes of pytest-xdist share the cores, and so do the processes that their tests start. NumPy's OpenBLAS reads this
 # when it is loaded: threads of two processes that wait for each other on two cores take ten times the computation.
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -28,6 +24,10 @@ from PIL import Image
 from torch import nn
 
 from extract import defaults
+
+# Imports and the collection of tests make objects that stay: each garbage collection among them took a third of a
+# second. `pytest_collection_finish` switches it on again.
+gc.disable()
 
 # A script that starts the tests in the background has SIGINT ignored, and every process that a test starts would, too.
 signal.signal(signal.SIGINT, signal.default_int_handler)

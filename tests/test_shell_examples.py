@@ -26,6 +26,7 @@ from pyarrow import parquet
 from safetensors.torch import save_file
 
 from extract import extract_features
+from extract.analysis.probe import logistic
 from pipelines.cli import main
 from tests.conftest import make_picture
 from tests.test_documents import PAGES, ROOT, blocks
@@ -71,6 +72,11 @@ from torchvision.transforms import v2
 def make():
     layers = nn.Conv2d(3, 8, 3, 2), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 2)
     return nn.Sequential(*layers), v2.Compose([v2.Resize((32, 32)), v2.ToImage(), v2.ToDtype(float32, scale=True)])
+
+
+def features():
+    network, transform = make()
+    return network[:4], transform
 """
 
 
@@ -129,12 +135,13 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
     captions = {"path": [f"photos/{path}" for path in names], "caption": names, "age": [*range(len(names))]}
     parquet.write_table(pa.table(captions), start / "list.parquet")
     (start / "backbones.csv").write_text(
-        "backbone,weights,name\npython/net.py:make,last.pth,mine\npython/net.py:make,,untrained\n"
+        "backbone,weights,name\npython/net.py:features,first.pth,mine\npython/net.py:features,,untrained\n"
     )
     (start / "net.py").write_text(NET)
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3, 2), *[torch.nn.Identity()] * 3, torch.nn.Linear(8, 2))
     torch.save(model.state_dict(), start / "last.pth")
+    torch.save(model[:4].state_dict(), start / "first.pth")
     return start
 
 
@@ -225,6 +232,8 @@ def caches(small_networks: None, tmp_path_factory: pytest.TempPathFactory) -> Pa
 def test_the_shell_examples_of_a_page_run(
     page: str, start: Path, data_sets: Path, caches: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Classes of random pictures are not separable, and fits of all strengths would take 1,000 steps.
+    monkeypatch.setattr(logistic, "MAX_ITERATIONS", 20)
     monkeypatch.setenv("TORCH_HOME", str(caches / "torch"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     for module in (constants, file_download):

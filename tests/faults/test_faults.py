@@ -248,7 +248,12 @@ def shuffled(calls: tuple[tuple[str, str, int], ...]) -> list[Fault]:
     return faults
 
 
-@pytest.mark.parametrize(("which", "count"), [("some_jobs", 12), pytest.param("all_jobs", 500, marks=pytest.mark.slow)])
+MANY = int(os.environ.get("LAYERTAP_FUZZ", "150"))
+
+
+@pytest.mark.parametrize(
+    ("which", "count"), [("some_jobs", 12), pytest.param("all_jobs", MANY, marks=pytest.mark.slow)]
+)
 def test_a_failing_call_is_one_line_and_the_next_run_is_equal(
     server: Server, which: str, count: int, request: pytest.FixtureRequest
 ) -> None:

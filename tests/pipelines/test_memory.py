@@ -24,6 +24,7 @@ print(json.dumps([own, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss]),
 def peaks_kb(images: Path, out: Path) -> list[int]:
     """Peak resident memory of the main process, and of the largest worker."""
     options = ["-b", "timm/test_resnet", "--weights", "random", "--device", "cpu", "--workers", "2"]
+    options += ["--size", "64", "--crop", "64"]
     options += ["--batch-size", "16"]  # large batches make the heap's own ups and downs as large as what is looked for
     command = [
         sys.executable,
