@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 from extract import extract_features
 from extract.analysis.probe import logistic
 from pipelines.cli import main
-from tests.conftest import make_picture
+from tests.conftest import TINY_INPUT, make_picture
 from tests.test_documents import PAGES, ROOT, blocks
 
 # Lines that are not run here: a pattern that they have, and the reason.
@@ -176,7 +176,8 @@ def data_sets(start: Path) -> Path:
         ("2023", "2023", {}),
         ("2024", "2024", {}),
     ):
-        extract_features(str(start / images), out=out / name, progress=False, device="cpu", **options)
+        options |= {"progress": False, "device": "cpu", "preprocessing": TINY_INPUT}
+        extract_features(str(start / images), out=out / name, **options)
     return out
 
 
