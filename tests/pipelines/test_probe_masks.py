@@ -82,10 +82,11 @@ def segment(made: Path, *options: Any, out: Path | None = None, masks: Any = Non
 
 
 def masks_probe(made: Path, folder: Path) -> Path:
-    """Save a probe of masks in a folder."""
-    saved = folder / "masks.safetensors"
-    assert segment(made, "-l", "layer1", "--save", saved, "-o", folder / "res").exit_code == 0
-    return saved
+    """A probe of masks in a folder; it is fitted once."""
+    fitted = made / "masks.safetensors"
+    if not fitted.exists():
+        assert segment(made, "-l", "layer1", "--save", fitted, "-o", made / "res").exit_code == 0
+    return shutil.copyfile(fitted, folder / "masks.safetensors")
 
 
 def results(folder: Path) -> dict[str, Any]:
