@@ -10,6 +10,7 @@ import shutil
 import signal
 import sys
 import tempfile
+from collections.abc import Generator
 from pathlib import Path
 
 # Processes of pytest-xdist share the cores, and so do the processes that their tests start. NumPy's OpenBLAS reads this
@@ -24,10 +25,6 @@ from PIL import Image
 from torch import nn
 
 from extract import defaults
-
-# Imports and the collection of tests make objects that stay: each garbage collection among them took a third of a
-# second. `pytest_collection_finish` switches it on again.
-gc.disable()
 
 # A script that starts the tests in the background has SIGINT ignored, and every process that a test starts would, too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -48,12 +45,21 @@ hypothesis.settings.register_profile("unhurried", deadline=None)
 hypothesis.settings.load_profile("unhurried")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect tests without garbage collections: imports and tests stay, and each took a third of a second."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 def pytest_collection_finish() -> None:
     """Leave what the imports have made out of garbage collections."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 10, 100)
-    gc.enable()
 
 
 def pytest_configure(config: pytest.Config) -> None:
