@@ -235,7 +235,7 @@ def shuffled(calls: tuple[tuple[str, str, int], ...]) -> list[Fault]:
     return faults
 
 
-MANY = int(os.environ.get("LAYERTAP_FUZZ", "150"))
+MANY = int(os.environ.get("LAYERTAP_FUZZ", "100"))
 
 
 @pytest.mark.slow
