@@ -13,7 +13,7 @@ from tests.extract.taps.programs import EDITS, REQUESTS, Tally, try_all
 # Requests that are tried in all programs of the quick test; of the programs for others, a part differs for each.
 EVERY = ("keep_output", "keep_input", "keep_grad", "keep_grad_input", "same_output", "same_input", "same_grad_input")
 QUICK = 60
-MANY = int(os.environ.get("LAYERTAP_FUZZ", "40"))  # other programs than the quick test's; 1000 take four minutes
+MANY = int(os.environ.get("LAYERTAP_FUZZ", "100"))  # other programs than the quick test's; 1000 take four minutes
 
 
 # Outputs and inputs can always be kept. What passes copies on may be refused in programs that write into everything.
