@@ -229,6 +229,7 @@ def test_the_example_of_further_columns_reads_them(run: Any, place: Path) -> Non
     assert found["older"].shape == (6, 1280)
 
 
+@pytest.mark.slow
 def test_the_examples_of_other_tools_run(run: Any, place: Path) -> None:
     with FeatureReader(place / "outputs" / "photos") as reader:
         if not (place / "outputs" / "photos.parquet").exists():

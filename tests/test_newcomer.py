@@ -283,6 +283,7 @@ main(["embed", "--config", "run.yaml", "--brightness", "4"])
 """
 
 
+@pytest.mark.slow
 def test_a_setting_is_added_in_two_files(folder: Path, tmp_path: Path) -> None:
     root = Path(__file__).parents[1]
     for name in ("extract", "pipelines", "layertap", "docs"):

@@ -1,14 +1,17 @@
 """Shell examples of the documents run, in the order of their page, and write the files that their comments name.
 
-Weights that a server would send are random ones in the caches of the libraries, where downloads are stored.
+Weights that a server would send are random ones in the caches of the libraries, where downloads are stored. The
+networks that they are of have the names of their layers, and few of their channels and blocks.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shlex
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +26,9 @@ from pyarrow import parquet
 from safetensors.torch import save_file
 
 from extract import extract_features
+from extract.analysis.probe import logistic
 from pipelines.cli import main
-from tests.conftest import make_picture
+from tests.conftest import TINY_INPUT, make_picture
 from tests.test_documents import PAGES, ROOT, blocks
 
 # Lines that are not run here: a pattern that they have, and the reason.
@@ -68,6 +72,11 @@ from torchvision.transforms import v2
 def make():
     layers = nn.Conv2d(3, 8, 3, 2), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 2)
     return nn.Sequential(*layers), v2.Compose([v2.Resize((32, 32)), v2.ToImage(), v2.ToDtype(float32, scale=True)])
+
+
+def features():
+    network, transform = make()
+    return network[:4], transform
 """
 
 
@@ -126,12 +135,13 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
     captions = {"path": [f"photos/{path}" for path in names], "caption": names, "age": [*range(len(names))]}
     parquet.write_table(pa.table(captions), start / "list.parquet")
     (start / "backbones.csv").write_text(
-        "backbone,weights,name\nbundled/efficientnet_lite0,,\ntimm/test_resnet,random,b\n"
+        "backbone,weights,name\npython/net.py:features,first.pth,mine\npython/net.py:features,,untrained\n"
     )
     (start / "net.py").write_text(NET)
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3, 2), *[torch.nn.Identity()] * 3, torch.nn.Linear(8, 2))
     torch.save(model.state_dict(), start / "last.pth")
+    torch.save(model[:4].state_dict(), start / "first.pth")
     return start
 
 
@@ -166,12 +176,37 @@ def data_sets(start: Path) -> Path:
         ("2023", "2023", {}),
         ("2024", "2024", {}),
     ):
-        extract_features(str(start / images), out=out / name, progress=False, device="cpu", **options)
+        options |= {"progress": False, "device": "cpu", "preprocessing": TINY_INPUT}
+        extract_features(str(start / images), out=out / name, **options)
     return out
 
 
 @pytest.fixture(scope="module")
-def caches(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def small_networks() -> Iterator[None]:
+    """The networks that the pages name have two blocks, or a block of four channels in each of four layers."""
+    import timm.models._registry as of_timm
+    from torchvision.models import _api, resnet
+
+    def small_resnet(builder: Any) -> Any:
+        @functools.wraps(builder)  # the entries of its weights are found by its signature
+        def build(*, weights: Any = None, progress: bool = True, **options: Any) -> Any:
+            network = resnet.ResNet(resnet.Bottleneck, [1, 1, 1, 1], width_per_group=4, **options)
+            if weights is not None:
+                network.load_state_dict(weights.get_state_dict(progress=progress))
+            return network
+
+        return build
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("resnet18", "resnet50"):
+            patch.setitem(_api.BUILTIN_MODELS, name, small_resnet(_api.BUILTIN_MODELS[name]))
+        name = "vit_small_patch16_224"
+        patch.setitem(of_timm._model_entrypoints, name, functools.partial(of_timm.model_entrypoint(name), depth=2))
+        yield
+
+
+@pytest.fixture(scope="module")
+def caches(small_networks: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Caches of PyTorch and of the Hugging Face hub, with random weights for the names that the pages use."""
     import timm
     from torchvision import models
@@ -198,6 +233,8 @@ def caches(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_shell_examples_of_a_page_run(
     page: str, start: Path, data_sets: Path, caches: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Classes of random pictures are not separable, and fits of all strengths would take 1,000 steps.
+    monkeypatch.setattr(logistic, "MAX_ITERATIONS", 20)
     monkeypatch.setenv("TORCH_HOME", str(caches / "torch"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     for module in (constants, file_download):

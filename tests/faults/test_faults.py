@@ -124,19 +124,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     process.communicate()
 
 
-@pytest.fixture(scope="module")
-def some_jobs(server: Server, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]:
-    """Name -> job, with the calls that it makes and its result without a fault: one that computes, one that copies."""
-    pictures, complete = complete_data_set(server, tmp_path_factory)
-    return tried(
-        server,
-        {
-            "embed": Job(None, ["embed", str(pictures), "-o", "OUT", *BACKBONE]),
-            "export npy": Job(None, ["export", str(complete), "--to", "npy", "-o", "OUT"], is_export=True),
-        },
-    )
-
-
 def complete_data_set(server: Server, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Return a folder of pictures, all good, and their data set, of a time when one could not be decoded."""
     pictures = tmp_path_factory.mktemp("pictures")
@@ -153,7 +140,7 @@ def complete_data_set(server: Server, tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture(scope="module")
 def all_jobs(server: Server, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]:
-    """As `some_jobs`, for every command that writes."""
+    """Name -> job, with the calls that it makes and its result without a fault, for every command that writes."""
     pictures, complete = complete_data_set(server, tmp_path_factory)
     embed = ["embed", str(pictures), "-o", "OUT", *BACKBONE]
     damaged = shutil.copytree(complete, complete.with_name("damaged"))
@@ -248,22 +235,22 @@ def shuffled(calls: tuple[tuple[str, str, int], ...]) -> list[Fault]:
     return faults
 
 
-@pytest.mark.parametrize(("which", "count"), [("some_jobs", 12), pytest.param("all_jobs", 500, marks=pytest.mark.slow)])
-def test_a_failing_call_is_one_line_and_the_next_run_is_equal(
-    server: Server, which: str, count: int, request: pytest.FixtureRequest
-) -> None:
-    jobs: dict[str, Job] = request.getfixturevalue(which)
-    faults = shuffled(tuple((name, kind, job.calls[kind]) for name, job in jobs.items() for kind in ERRORS))
+MANY = int(os.environ.get("LAYERTAP_FUZZ", "100"))
+
+
+@pytest.mark.slow
+def test_a_failing_call_is_one_line_and_the_next_run_is_equal(server: Server, all_jobs: dict[str, Job]) -> None:
+    faults = shuffled(tuple((name, kind, job.calls[kind]) for name, job in all_jobs.items() for kind in ERRORS))
     hits, problems = 0, []
-    for name, *fault in faults[:count]:
-        job = jobs[name]
+    for name, *fault in faults[:MANY]:
+        job = all_jobs[name]
         server.start(job)
         result = server.run(job.command, fault)
         hits += result["counts"].get("failed", 0) > 0
         if problem := problem_of(result, job) or problem_after(server, job):
             problems.append(f"{name}, {fault}: {problem}\n{result['log']}")
-    assert not problems, f"{len(problems)} of {count}:\n" + "\n".join(problems)
-    assert hits > count * 0.9  # otherwise nothing was tested
+    assert not problems, f"{len(problems)} of {MANY}:\n" + "\n".join(problems)
+    assert hits > MANY * 0.9  # otherwise nothing was tested
 
 
 def problem_of(result: dict[str, Any], job: Job) -> str:

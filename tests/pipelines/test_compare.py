@@ -244,6 +244,7 @@ def tasks(made: Path) -> list[str]:
     return [option for name in labels for option in ("--task", f"{name}={made / name}.csv:label")]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("drawn")
 def test_several_tasks_are_ranked(made: Path, compared: Path, tasks: list[str], tmp_path: Path) -> None:
     out = shutil.copytree(compared, tmp_path / "out")
@@ -324,6 +325,7 @@ def test_wrong_tasks_are_refused(made: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_budget_takes_a_sample_and_keeps_it(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sample, "costs_of", lambda *_: Costs(fixed_s=2.0, image_s=0.1))
     monkeypatch.setattr(sample, "_LEAST", 10)
@@ -350,6 +352,7 @@ def test_a_budget_takes_a_sample_and_keeps_it(made: Path, tmp_path: Path, monkey
     assert results(tmp_path / "all")["sample"] is None
 
 
+@pytest.mark.slow
 def test_an_interrupted_measurement_leaves_the_sample_open(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -367,6 +370,7 @@ def test_an_interrupted_measurement_leaves_the_sample_open(
     assert results(tmp_path / "out")["sample"]["images"] == 60
 
 
+@pytest.mark.slow
 def test_costs_are_measured(made: Path, tmp_path: Path) -> None:
     images = list_images(made / "pictures")
     settings = CompareConfig(images="x", workers=0, compile="off").settings()

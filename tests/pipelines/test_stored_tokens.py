@@ -105,6 +105,7 @@ def test_a_row_its_path_and_its_file_give_the_same_patches(made: Path) -> None:
     assert "  1  1.000000  row 5   05.png  at " in text
 
 
+@pytest.mark.slow
 def test_patches_are_drawn(made: Path, tmp_path: Path) -> None:
     left, top = square_at(0)
     result = layertap("search", made / "out", 0, "--at", f"{left + 8},{top + 8}", "-l", "layer1", "-k", 3, "-o",

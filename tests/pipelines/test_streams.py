@@ -97,7 +97,10 @@ def test_the_result_is_on_stdout_and_notes_are_on_stderr(
     assert "Traceback" not in result.stderr
 
 
-@pytest.mark.parametrize("command", [command for command in COMMANDS if takes_json(command)])
+@pytest.mark.parametrize(
+    "command",
+    [pytest.param(c, marks=pytest.mark.slow) if c.startswith("compare") else c for c in COMMANDS if takes_json(c)],
+)
 def test_with_json_stdout_is_json_and_nothing_else(
     command: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,7 +15,6 @@ from PIL import Image
 from extract import FeatureReader, InputError, LayertapError, load_backbone, load_text_tower
 from tests.pipelines.test_cli import SMALL, fails, layertap
 
-open_clip = pytest.importorskip("open_clip", reason="no open_clip")
 transformers = pytest.importorskip("transformers", reason="no transformers")
 
 TEXTS = ["a photo of a bee", "an ant!", "Café 猫 on a mat"]
@@ -30,6 +29,7 @@ PLAIN = ["--workers", "0", "--device", "cpu"]
 @pytest.fixture(scope="module")
 def clip(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     """A small CLIP that open_clip knows by name, and a file with its weights."""
+    open_clip = pytest.importorskip("open_clip", reason="no open_clip")
     folder = tmp_path_factory.mktemp("clip")
     (folder / "tiny-clip.json").write_text(json.dumps(CLIP))
     open_clip.add_model_config(folder / "tiny-clip.json")
@@ -81,6 +81,8 @@ def of_hf(kind: str, folder: Path) -> Any:
 
 
 def test_features_of_texts_are_those_of_open_clip(clip: tuple[Any, Path]) -> None:
+    import open_clip  # a second to import
+
     model, weights = clip
     tower = load_text_tower("open_clip/tiny-clip", weights=str(weights), device="cpu")
     with torch.no_grad():
@@ -110,6 +112,8 @@ def test_features_of_texts_are_those_of_transformers(kind: str, tmp_path: Path) 
 def test_a_text_finds_the_images_that_the_model_puts_nearest(
     clip: tuple[Any, Path], out: Path, folder: Path, tmp_path: Path
 ) -> None:
+    import open_clip
+
     model, _ = clip
     transform = open_clip.image_transform(32, is_train=False, resize_mode=model.visual.preprocess_cfg["resize_mode"])
     with FeatureReader(out) as reader:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import open_clip
 import pytest
 import timm
 import torch
@@ -84,6 +83,8 @@ def of_torchvision(name: str, folder: Path) -> Case:
 
 
 def of_open_clip(name: str, folder: Path) -> Case:
+    import open_clip  # a second to import
+
     model, _, transform = open_clip.create_model_and_transforms(name)
     torch.save({"state_dict": {f"module.{key}": value for key, value in model.state_dict().items()}}, folder / "w.pt")
     return Case(f"open_clip/{name}", str(folder / "w.pt"), transform, model.eval().encode_image)
@@ -623,6 +624,8 @@ def test_the_settings_of_a_model_are_part_of_the_fingerprint(tmp_path: Path) -> 
 def test_open_clip_weights_run_with_the_activation_they_were_trained_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    import open_clip
+
     torch.manual_seed(0)
     right = open_clip.create_model("ViT-B-32-quickgelu").eval()
     torch.save(right.state_dict(), tmp_path / "w.pt")

@@ -68,6 +68,7 @@ def test_copies_load_the_backbone_again(paths: list[str]) -> None:
     assert not np.array_equal(transformer.fit(paths).transform(paths), expected)
 
 
+@pytest.mark.slow
 def test_a_missing_library_is_named() -> None:
     code = "import sys; sys.modules['sklearn'] = None; import layertap.sklearn"
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -255,7 +255,7 @@ def test_zeros_in_place_of_compressed_data_are_refused(kind: str) -> None:
         assert np.array_equal(pixels, whole), share  # the zeros replaced metadata
 
 
-@pytest.mark.parametrize("rows", [0, 40, 300])
+@pytest.mark.parametrize("rows", [0, 40, pytest.param(300, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("options", [{}, {"quality": 5}, {"quality": 100, "method": 0}, {"method": 6}], ids=str)
 def test_lossy_webp_that_ends_in_a_flat_area_is_decoded(options: dict[str, object], rows: int) -> None:
     """Its data end in zeros, which no decoder can tell from zeros that were never written but by their number."""

@@ -334,6 +334,7 @@ def pass_of_few_changes(model: Model, count: int) -> None:
     assert model.published.n_rows == count - len(gone) + len(copies)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_tables")
 def test_the_bytes_and_the_memory_of_a_pass_with_few_changes_do_not_grow_with_the_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

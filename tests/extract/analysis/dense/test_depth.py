@@ -150,6 +150,7 @@ def published(tokens: torch.Tensor, depths: torch.Tensor, iterations: int) -> to
     return head.eval()
 
 
+@pytest.mark.slow
 def test_the_published_protocol_is_that_of_plain_pytorch(samples: Any) -> None:
     tokens, depths = samples
     predicted: dict[int, np.ndarray] = {}
