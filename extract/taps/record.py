@@ -150,7 +150,7 @@ class Record(Mapping[str, Any]):
                 )
         return self._sites
 
-    def _keep_live(self, site: Site, value: Any) -> None:
+    def keep_live(self, site: Site, value: Any) -> None:
         """Keep a tensor, or what it was reduced to, with its graph."""
         tensors = list(value.values()) if isinstance(value, dict) else [value]
         for tensor in tensors:

@@ -6,7 +6,8 @@ Functions written in C are named here without a function around them: some run a
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,7 @@ __all__ = [
     "is_saved",
     "is_shared",
     "memory_of",
+    "not_traced",
     "pop_function_mode",
     "push_function_mode",
     "when_backward_ends",
@@ -95,6 +97,18 @@ def is_shared(tensor: Tensor) -> bool:
 def is_saved(tensor: Tensor) -> bool:
     """Whether autograd may have saved this very tensor, or a view of it exists."""
     return bool(tensor._use_count() > 1)  # type: ignore[attr-defined]
+
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def not_traced(function: _F) -> _F:
+    """Decorator: PyTorch's compiler calls this function while it traces, and does not trace it.
+
+    `torch.compiler.assume_constant_result` sets this attribute, but imports the compiler, which takes a second.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 def hooks_of(module: nn.Module) -> tuple[Any, Any]:

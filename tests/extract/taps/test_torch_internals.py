@@ -120,6 +120,19 @@ def test_without_the_order_of_hooks_others_would_see_values_before_an_edit() -> 
     assert list(internals.hooks_of(layer)[1]) == [last.id, first.id]
 
 
+def test_without_functions_that_are_not_traced_no_layer_could_say_that_the_compiler_traced_it() -> None:
+    traced: list[bool] = []
+
+    @internals.not_traced
+    def note() -> int:
+        traced.append(torch.compiler.is_dynamo_compiling())
+        return 1
+
+    compiled = torch.compile(lambda x: x + note(), backend="eager", fullgraph=True)
+    assert torch.equal(compiled(X), X + 1)
+    assert traced[0] is False  # it ran; where it is traced, this is true
+
+
 def test_each_name_has_a_test_and_stands_nowhere_else() -> None:
     text = Path(__file__).read_text()
     assert [name for name in internals.__all__ if f"internals.{name}" not in text] == []
