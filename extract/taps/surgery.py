@@ -81,6 +81,7 @@ class Surgery:
     def __init__(self, capture: Capture, variant: Variant, edited: set[int]):
         self._capture, self._variant, self._edited_requests = capture, variant, edited
         self.listener = Listener(on_write=self._on_write, writes_into_a_copy=self._writes_into_a_copy)
+        self._modules: list[nn.Module] = []
         self._stand_ins: StandIns | None = None  # of the last forward
         self._editing: list[tuple[Point, Call]] = []  # running calls of layers whose outputs are edited
         self._watched: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
@@ -108,6 +109,7 @@ class Surgery:
 
     def add(self, module: nn.Module, requests: Sequence[tuple[str, TapRequest]]) -> None:
         """Add the steps for requests of one layer: (name of the layer, request) pairs."""
+        self._modules.append(module)
         point = self._capture.point(module)
         input_edits, output_edits, grad, grad_input = (
             Requests([(name, r) for name, r in requests if r.what == what and (r.edit is not None or "grad" in what)])
@@ -134,14 +136,15 @@ class Surgery:
         if grad:
             point.on_leave.append(partial(self._watch_output, grad))
 
-    def move_edits_to_front(self, module: nn.Module) -> None:
-        """Let edits of outputs run before all other hooks, in the reverse order of edits of inputs.
+    def move_edits_to_front(self) -> None:
+        """Let the registered edits of outputs run before all other hooks, in the reverse order of edits of inputs.
 
         The `Taps` opened last edit inputs first, and outputs last.
         """
-        hooks = hooks_of(module)[1]
-        for number in reversed([number for number, hook in hooks.items() if is_before_others(hook)]):
-            hooks.move_to_end(number, last=False)
+        for module in self._modules:
+            hooks = hooks_of(module)[1]
+            for number in reversed([number for number, hook in hooks.items() if is_before_others(hook)]):
+                hooks.move_to_end(number, last=False)
 
     # Steps at the arguments.
 

@@ -347,11 +347,11 @@ class Taps:
                 module = self._layers[request.layer]
                 requests_of.setdefault(id(module), (module, []))[1].append((request.layer, request))
         for module, pairs in requests_of.values():
-            surgery.add(module, pairs)
+            if any(r.edit is not None or "grad" in r.what for _, r in pairs):
+                surgery.add(module, pairs)
             capture.keep(module, [(name, request) for name, request in pairs if request.edit is None])
         capture.register()
-        for module, _ in requests_of.values():
-            surgery.move_edits_to_front(module)
+        surgery.move_edits_to_front()
         self._parameter_gradients = None
         if of_parameters:
             self._parameter_gradients = ParameterGradients(capture, self._parameters, of_parameters, self._edited)
