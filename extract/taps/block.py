@@ -13,7 +13,8 @@ from extract.taps.torch_internals import has_function_modes
 
 __all__ = ["Block"]
 
-# Marks of the blocks opened in this context and in those it was copied from. Each asyncio task has its own context.
+# Marks of the blocks opened in this context and in those it was copied from. Each asyncio task has its own context. All
+# tasks of a loop run in one thread: while a task waits in its block, the forwards of others would be recorded by it.
 _OPENED: ContextVar[frozenset[object]] = ContextVar("opened", default=frozenset())
 
 Unheard = Callable[[], contextlib.AbstractContextManager[None]]
@@ -77,7 +78,10 @@ class Block:
         return self.is_of_this_task
 
     def users_code(self) -> contextlib.AbstractContextManager[None]:
-        """Context manager: what this thread calls meanwhile is no call of the model."""
+        """Context manager: what this thread calls meanwhile is no call of the model.
+
+        `reduce=lambda h: model.head(h)` would otherwise be recorded as a call of `head`.
+        """
         return _UsersCode(self.in_users_code, self._unheard)
 
 

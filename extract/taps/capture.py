@@ -193,8 +193,8 @@ def _is_plain(tensor: Tensor) -> bool:
 class ModelBoundHook:
     """Hook that does nothing in a copied or pickled model, nor where PyTorch's compiler traces a module.
 
-    The compiler traces what `torch.cond` or FlexAttention run, for example, and the code of hooks there. This module
-    then runs without its hooks.
+    The compiler traces what `torch.cond` or FlexAttention run, for example, and the code of hooks there; it fails on
+    what it cannot translate. This module then runs without its hooks.
 
     Args:
         hook: the hook.
@@ -586,6 +586,10 @@ def frames_of(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def is_simple(module: nn.Module) -> bool:
-    """Whether a layer is one of PyTorch's own, as it is, and calls no layers: its calls can be counted at their end."""
+    """Whether a layer is one of PyTorch's own, as it is, and calls no layers.
+
+    Its calls can be counted at their end. Others may call themselves, and would be numbered in the order in which they
+    end. PyTorch's own call of a hook takes more than a microsecond.
+    """
     kind = type(module).__module__
     return kind.startswith("torch.nn.modules.") and "forward" not in vars(module) and not any(module.children())

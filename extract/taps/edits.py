@@ -180,6 +180,8 @@ def apply_edit(tensor: Tensor, edit: Edit, site: Site, *, may_change: bool = Fal
             hint="an nn.TransformerEncoder makes none if its use_nested_tensor is False",
         )
     shape, dtype, device = tensor.shape, tensor.dtype, tensor.device
+    # An edit may write in place, and would then change what the caller reads. A later layer that works in place would
+    # change what the edit returned and may have kept.
     try:
         result = edit(tensor if may_change else copied(tensor))
     except Exception as error:

@@ -115,7 +115,10 @@ class ParameterGradients:
 
 
 class _BackwardPasses:
-    """Numbers the backward passes of a thread. A reentrant checkpoint runs passes inside another; all count as one."""
+    """Numbers the backward passes of a thread. A reentrant checkpoint runs passes inside another; all count as one.
+
+    PyTorch does not say which pass is inside which; the stack of the thread that called `backward` does.
+    """
 
     def __init__(self) -> None:
         self._number = 0

@@ -151,7 +151,10 @@ class Record(Mapping[str, Any]):
         return self._sites
 
     def keep_live(self, site: Site, value: Any) -> None:
-        """Keep a tensor, or what it was reduced to, with its graph."""
+        """Keep a tensor, or what it was reduced to, with its graph.
+
+        `torch.autograd.grad` with respect to a layer needs the tensor itself. A later layer may write into it.
+        """
         tensors = list(value.values()) if isinstance(value, dict) else [value]
         for tensor in tensors:
             if not isinstance(tensor, Tensor):

@@ -2,7 +2,8 @@
 
 The model may still read the tensor that was replaced, under another name or through a view, and write into either of
 the two. Without hooks they are one tensor, so what is written into one of them is copied to the other. Where that
-cannot be done, the request is refused: what the model returns would be wrong.
+cannot be done, the request is refused: what the model returns would be wrong. Not noticed are writes through NumPy into
+a copy, and code that asks whether it has the same tensor object as before (`x is self.last`).
 """
 
 from __future__ import annotations

@@ -115,6 +115,8 @@ class Surgery:
             Requests([(name, r) for name, r in requests if r.what == what and (r.edit is not None or "grad" in what)])
             for what in ("input", "output", "grad", "grad_input")
         )
+        # Edits come before all other hooks: transformers captures hidden states by hooks of its own, and with edits after
+        # them 4 of the 8 layers of a DPT were unedited. Values are kept, and gradients watched, after all other hooks.
         # Such a layer does not write into its inputs. It may return them.
         only_reads = is_simple(module) and not getattr(module, "inplace", False)
         pass_on = partial(self._pass_on_input, only_reads)
@@ -185,6 +187,7 @@ class Surgery:
         """Return a copy whose gradient is watched: that through this layer, since no other reads the copy."""
         if not (requests := _gradient_requests(gradients, call, path, tensor)):
             return tensor
+        # A view is not enough: if the layer writes into it in place, autograd builds its node again, without the hook.
         changes = _changes(call)
         for given, copy in changes.watched:
             if given is tensor:  # a tensor that is passed twice has one gradient, which is edited once

@@ -329,8 +329,8 @@ class Taps:
         """Register all hooks; closing `undo` removes them and restores the switches."""
         root = self._layers[""]
         modules = list(root.modules())
-        # Compiled code ignores hooks added later, and what calls the model may be compiled. Without the compiler, whose
-        # import takes a second, nothing is.
+        # Compiled code ignores hooks added later. What calls the model may be compiled, which the model does not know, so
+        # all compiled code is off. Without the compiler, whose import takes a second, there is none.
         compiled = any("_orig_mod" in m._modules or m._compiled_call_impl is not None for m in [self._model, *modules])
         if compiled or ("torch._dynamo" in sys.modules and self._variant.has_other_callers):
             undo.enter_context(COMPILED_CODE_OFF.active())
@@ -392,6 +392,9 @@ class Taps:
 
     def _check_edits(self, capture: Capture) -> None:
         """Check that every edit was applied in this block; that of a glob or a type, to at least one layer.
+
+        A result without the edit would be taken for one with it. `nn.MultiheadAttention` never calls the linear layer
+        that it holds, so a glob need not reach each of its layers.
 
         A layer that ran in another thread, or was replaced, was missed, whatever became of others.
 
