@@ -115,8 +115,8 @@ class Surgery:
             Requests([(name, r) for name, r in requests if r.what == what and (r.edit is not None or "grad" in what)])
             for what in ("input", "output", "grad", "grad_input")
         )
-        # Edits come before all other hooks: transformers captures hidden states by hooks of its own, and with edits after
-        # them 4 of the 8 layers of a DPT were unedited. Values are kept, and gradients watched, after all other hooks.
+        # Edits come before all other hooks: transformers captures hidden states by hooks of its own, and with edits
+        # after them 4 of the 8 layers of a DPT were unedited. Values are kept, and gradients watched, after all others.
         # Such a layer does not write into its inputs. It may return them.
         only_reads = is_simple(module) and not getattr(module, "inplace", False)
         pass_on = partial(self._pass_on_input, only_reads)

@@ -37,7 +37,7 @@ import torch
 from torch import nn
 
 from extract.errors import InputError, LayertapError, UnknownNameError, unknown_name
-from extract.taps.capture import Capture, ModelCall, Variant, in_backward
+from extract.taps.capture import Capture, ModelCall, Variant
 from extract.taps.edits import Edit
 from extract.taps.function_calls import FunctionCalls
 from extract.taps.functions import unwatched
@@ -104,7 +104,6 @@ class Taps:
         self._kept_of: dict[str, list[TapRequest]] = {}  # name of a layer or parameter -> what is kept of it
         self._to_keep: Counter[tuple[str, What]] = Counter()  # with `stop`: see `Capture`
         self._capture: Capture | None = None  # the open block, or the last one
-        self._parameter_gradients: ParameterGradients | None = None  # of this block
         self._edited: set[int] = set()  # id of each request whose edit was applied in this block
         self._undo = contextlib.ExitStack()
         # A record may be kept for long, and must not keep the model alive.
@@ -179,8 +178,7 @@ class Taps:
                 each floating-point tensor in its tuples, lists, deques, mappings, dataclasses and namespaces; a `Site`
                 selects one of them. One in a set or in another object is an error.
             what: `"output"`, `"input"`, `"grad"`: the gradient with respect to the output, or `"grad_input"`: with
-                respect to the inputs, through this layer only. The gradient of a parameter that several reentrant
-                checkpoints share is edited in parts.
+                respect to the inputs, through this layer only.
             call: edit only this call of the layer in each forward; None edits all calls.
 
         Where activation checkpointing computes a layer again, `fn` is called again: if it draws from a generator of its
@@ -275,8 +273,6 @@ class Taps:
             )
         if forward.running:
             raise LayertapError("the last forward of the model did not finish; it left no record", hint=hint)
-        if self._parameter_gradients is not None and not in_backward():
-            self._parameter_gradients.ended()
         return forward.record
 
     @property
@@ -297,8 +293,6 @@ class Taps:
     ) -> None:
         capture = self._capture
         self._undo.close()
-        if self._parameter_gradients is not None:
-            self._parameter_gradients.ended()
         if error is not None and (note := self._advice(error)):
             error.add_note(note)
         if kind is None and capture is not None:
@@ -329,8 +323,8 @@ class Taps:
         """Register all hooks; closing `undo` removes them and restores the switches."""
         root = self._layers[""]
         modules = list(root.modules())
-        # Compiled code ignores hooks added later. What calls the model may be compiled, which the model does not know, so
-        # all compiled code is off. Without the compiler, whose import takes a second, there is none.
+        # Compiled code ignores hooks added later. What calls the model may be compiled, which the model does not know,
+        # so all compiled code is off. Without the compiler, whose import takes a second, there is none.
         compiled = any("_orig_mod" in m._modules or m._compiled_call_impl is not None for m in [self._model, *modules])
         if compiled or ("torch._dynamo" in sys.modules and self._variant.has_other_callers):
             undo.enter_context(COMPILED_CODE_OFF.active())
@@ -352,10 +346,8 @@ class Taps:
             capture.keep(module, [(name, request) for name, request in pairs if request.edit is None])
         capture.register()
         surgery.move_edits_to_front()
-        self._parameter_gradients = None
         if of_parameters:
-            self._parameter_gradients = ParameterGradients(capture, self._parameters, of_parameters, self._edited)
-            self._parameter_gradients.register(root)
+            ParameterGradients(capture, self._parameters, of_parameters, self._edited).register(root)
 
     def _is_replaced(self, name: str) -> bool:
         """Whether the model now has another layer or parameter of this name than when these `Taps` were made."""

@@ -32,7 +32,6 @@ __all__ = [
     "not_traced",
     "pop_function_mode",
     "push_function_mode",
-    "when_backward_ends",
 ]
 
 # Number of the running backward pass of this thread, -1 outside: activation checkpointing asks the same. It tells calls
@@ -67,11 +66,6 @@ def function_modes() -> list[TorchFunctionMode]:
 def computes_tangents() -> bool:
     """Whether forward-mode differentiation is on: values that are kept must not keep tangents."""
     return forward_ad._current_level >= 0
-
-
-def when_backward_ends(function: Any) -> None:
-    """Call a function at the end of the running backward pass."""
-    torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
 def memory_of(tensor: Tensor) -> int:

@@ -19,8 +19,8 @@ from torchvision import models
 
 from extract import InputError, Taps
 from extract.taps import capture
-from extract.taps.surgery import Surgery
 from extract.taps.batch_axis import BatchAxis, Trial
+from extract.taps.surgery import Surgery
 from tests.census.comparison import Report, compare
 from tests.census.embedding import compare_embedding
 from tests.census.networks import Network, prepare
