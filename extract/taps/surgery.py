@@ -213,6 +213,9 @@ class Surgery:
             added.catch_up()
         if changes.replaced:
             returned = {memory_of(tensor) for _, tensor in tensors_in(output)}
+            for _, given, tensor, _ in reversed(changes.replaced):  # one may stand in for another in turn
+                if memory_of(tensor) in returned:
+                    returned.add(memory_of(given))
             for site, given, tensor, follows in changes.replaced:
                 if memory_of(tensor) in returned:
                     self._stand_in(site, given, tensor, follows=follows)
