@@ -212,13 +212,15 @@ class Surgery:
         for added in changes.stand_ins:
             added.catch_up()
         if changes.replaced:
-            returned = {memory_of(tensor) for _, tensor in tensors_in(output)}
-            for _, given, tensor, _ in reversed(changes.replaced):  # one may stand in for another in turn
-                if memory_of(tensor) in returned:
-                    returned.add(memory_of(given))
+            # What else can be read: the output, what it stands in for (other `Taps` may have replaced the input again),
+            # and what autograd has saved.
+            readable = {memory_of(part) for _, tensor in tensors_in(output) for part in originals(tensor)}
+            for _, given, tensor, _ in reversed(changes.replaced):
+                if memory_of(tensor) in readable or (torch.is_grad_enabled() and is_shared(tensor)):
+                    readable |= {memory_of(tensor), memory_of(given)}
             for site, given, tensor, follows in changes.replaced:
-                if memory_of(tensor) in returned:
-                    self._stand_in(site, given, tensor, follows=follows)
+                if memory_of(tensor) in readable:
+                    self._stand_in(site, given, tensor, follows=follows, is_of_a_chain=True)
         changes.end_again()
         return output
 
@@ -338,7 +340,9 @@ class Surgery:
             edited[key] = tensor, pass_on(call, requests[0][0], tensor, result)
         return edited[key][1]
 
-    def _stand_in(self, site: Site, given: Tensor, tensor: Tensor, *, follows: bool = False) -> StandIn | None:
+    def _stand_in(
+        self, site: Site, given: Tensor, tensor: Tensor, *, follows: bool = False, is_of_a_chain: bool = False
+    ) -> StandIn | None:
         """Follow the writes into a tensor that the model continues with in place of another; see `StandIns.add`."""
         if self._stand_ins is None:
             self._stand_ins = StandIns()
@@ -346,7 +350,7 @@ class Surgery:
             self._stand_ins.check_again(site)
             return None
         watch(self.listener)
-        return self._stand_ins.add(site, given, tensor, follows=follows)
+        return self._stand_ins.add(site, given, tensor, follows=follows, is_of_a_chain=is_of_a_chain)
 
     def _is_watched(self, tensor: Tensor) -> bool:
         """Whether the gradient of this tensor is watched in this forward."""
