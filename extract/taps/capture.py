@@ -324,10 +324,8 @@ class Capture:
             point.is_counted_on_entry = not is_simple(module) or bool(
                 point.on_enter or point.on_receive or (point.on_return and point.on_leave)
             )
-            if point.on_enter:
+            if point.is_counted_on_entry:
                 self.hook(module.register_forward_pre_hook, partial(self._enter, point), with_kwargs=True, prepend=True)
-            elif point.is_counted_on_entry:
-                self.hook(module.register_forward_pre_hook, partial(self._count, point))
             if point.on_receive:
                 self.hook(module.register_forward_pre_hook, partial(self._receive, point), with_kwargs=True)
             if point.on_return:
@@ -400,7 +398,7 @@ class Capture:
             return self.block.is_open
         return self.block.is_open and torch.cuda.is_initialized() and in_backward()  # type: ignore[no-untyped-call]
 
-    def pass_over(self, module: nn.Module) -> None:
+    def pass_over(self, module: nn.Module) -> Any:
         """Remember that a thread that the running forward has started calls a layer."""
         forward = self.forward
         if forward is not None and forward.running and self.block.is_worker and not in_backward():
@@ -461,15 +459,11 @@ class Capture:
         again = self.computing()
         return Call(number_again(again.calls, id(module)) if again else None, None)
 
-    def _count(self, point: Point, module: nn.Module, args: Any) -> None:
-        if self.is_in_our_thread():
-            point.calls.append(self._call(module))
-        else:
-            self.pass_over(module)
-
     def _enter(self, point: Point, module: nn.Module, args: Any, kwargs: Any = None) -> Any:
-        self._count(point, module, args)
-        return self._pass_arguments(point, point.on_enter, args, kwargs)
+        if not self.is_in_our_thread():
+            return self.pass_over(module)
+        point.calls.append(self._call(module))
+        return self._pass_arguments(point, point.on_enter, args, kwargs) if point.on_enter else None
 
     def _receive(self, point: Point, module: nn.Module, args: Any, kwargs: Any = None) -> Any:
         return self._pass_arguments(point, point.on_receive, args, kwargs)
@@ -493,9 +487,7 @@ class Capture:
 
     def _call_in_progress(self, point: Point, module: nn.Module, is_last: bool) -> Call | None:
         if not self.is_in_our_thread():
-            if not point.is_counted_on_entry:
-                self.pass_over(module)
-            return None
+            return None if point.is_counted_on_entry else self.pass_over(module)
         if not point.is_counted_on_entry:
             return self._call(module)
         if not point.calls:
