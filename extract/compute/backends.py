@@ -12,7 +12,7 @@ from extract import defaults
 from extract.backbones import LoadedBackbone
 from extract.compute.compiled import compiled, openvino, openvino_computes_in
 from extract.compute.feature_choice import Choice
-from extract.compute.forward import EagerForward, Forward, ForwardTaps
+from extract.compute.forward import EagerForward, Forward, forward_taps
 from extract.compute.transfers import transfers_for
 from extract.errors import InputError, unknown_name
 from extract.system.foreign_code import exits_refused
@@ -86,6 +86,6 @@ def open_forward(
                 yield forward
             return
         lower = torch.autocast(backbone.device.type, getattr(torch, precision), enabled=precision != "float32")
-        taps = ForwardTaps(backbone.model, transfers)
+        taps = forward_taps(backbone.model, transfers)
         with torch.inference_mode(), lower, choice.kept_by(taps, getattr(torch, dtype)):
             yield EagerForward(backbone, choice, taps, transfers)

@@ -17,8 +17,9 @@ from torch.export import ExportedProgram
 
 from extract.backbones import LoadedBackbone
 from extract.compute.feature_choice import Choice
+from extract.taps.capture import Variant
 from extract.taps.record import Reduce, Site
-from extract.taps.taps import Taps
+from extract.taps.taps import taps_of
 
 __all__ = ["graph_of", "traced_forward"]
 
@@ -60,19 +61,17 @@ class _Kept(nn.Module):
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
         """Return the features of a batch."""
-        with self._lower, self._choice.kept_by(_TracedTaps(self.model), self._dtype) as taps:
+        with self._lower, self._choice.kept_by(taps_of(self.model, _TRACED), self._dtype) as taps:
             taps(self._to_input(images))
             return tuple(taps.record[feature.site][feature.name] for feature in self._choice.features)
 
 
-class _TracedTaps(Taps):
-    """Taps of an export, which keep each tensor on its device."""
+def _traced_copy(tensor: Tensor, reduce: Reduce | None, site: Site) -> dict[str, Tensor]:
+    """Reduce a tensor, and copy the results on their device."""
+    assert reduce is not None
+    # Two layers may return one tensor, and OpenVINO refuses a graph with one tensor as two outputs: `movedim` makes
+    # another of the same values. Copies, because the model may write into the tensor later.
+    return {name: part.clone() for name, part in reduce(tensor.detach().movedim(0, 0)).items()}
 
-    _has_other_callers = False  # the export itself is the call of the model
 
-    @staticmethod
-    def _copy_out(tensor: Tensor, reduce: Reduce | None, site: Site) -> dict[str, Tensor]:
-        assert reduce is not None
-        # Two layers may return one tensor, and OpenVINO refuses a graph with one tensor as two outputs: `movedim`
-        # makes another of the same values. Copies, because the model may write into the tensor later.
-        return {name: part.clone() for name, part in reduce(tensor.detach().movedim(0, 0)).items()}
+_TRACED = Variant(_traced_copy, has_other_callers=False)  # the export itself is the call of the model

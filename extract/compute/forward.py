@@ -19,18 +19,18 @@ from extract.compute.transfers import Pinned
 from extract.errors import InputError, LayertapError
 from extract.images import Batch
 from extract.row_status import Status
-from extract.taps.hook_calls import copy_out
-from extract.taps.taps import Taps
+from extract.taps.capture import Variant, copy_out
+from extract.taps.taps import Taps, taps_of
 
 __all__ = [
     "DeviceForward",
     "EagerForward",
     "Forward",
-    "ForwardTaps",
     "HasImages",
     "StoredRows",
     "Values",
     "check_count",
+    "forward_taps",
     "joined",
     "rows_of",
 ]
@@ -173,16 +173,17 @@ class DeviceForward(Forward):
         return joined(parts)
 
 
-class ForwardTaps(Taps):
-    """Taps of an eager forward. With transfers, they start copying kept tensors and do not wait for the copies."""
-
-    _reduces_call_no_layers = True  # they are poolings
-    _has_other_callers = False  # compiled forwards of other backbones, and code of the user, stay compiled meanwhile
-
-    def __init__(self, model: nn.Module, transfers: Pinned | None):
-        super().__init__(model, stop=True)
-        if transfers is not None:
-            self._copy_out = partial(copy_out, to_cpu=transfers.to_host)
+def forward_taps(model: nn.Module, transfers: Pinned | None) -> Taps:
+    """Return the taps of an eager forward. With transfers, they start copying kept tensors and do not wait for them."""
+    return taps_of(
+        model,
+        Variant(
+            copy_out if transfers is None else partial(copy_out, to_cpu=transfers.to_host),
+            reduce_calls_layers=False,  # they are poolings
+            has_other_callers=False,  # compiled forwards of other backbones, and code of the user, stay compiled
+        ),
+        stop=True,
+    )
 
 
 class EagerForward(DeviceForward):
@@ -195,7 +196,7 @@ class EagerForward(DeviceForward):
         transfers: see `DeviceForward`.
     """
 
-    def __init__(self, backbone: LoadedBackbone, choice: Choice, taps: ForwardTaps, transfers: Pinned | None):
+    def __init__(self, backbone: LoadedBackbone, choice: Choice, taps: Taps, transfers: Pinned | None):
         super().__init__(backbone.device, transfers)
         self._to_input, self._features, self._taps = backbone.preprocessing.to_input, choice.features, taps
 

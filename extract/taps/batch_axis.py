@@ -69,6 +69,8 @@ class BatchAxis:
 class Trial:
     """Records of a few pictures: together in two orders, and each alone.
 
+    Two orders together are not enough: a layer that reverses its batch passes with the pictures (0, 1, 2) and (2, 0).
+
     Args:
         model: in eval mode.
         pictures: (B, 3, H, W), all different, at least 2.
@@ -135,6 +137,8 @@ class Trial:
             number: position of the picture in the batch.
             own: distance of its two outputs.
         """
+        # A network that amplifies rounding is refused all the same: its features would depend on the batch. With random
+        # weights, timm's efficientnetv2_rw_t differs by a fortieth of the distance between two pictures.
         try:
             alone, again = (_output(self._model, pictures[number : number + 1], site) for _ in range(2))
             if _distance(alone, again) > _OF_OWN * own:

@@ -1,75 +1,106 @@
-"""The `with` block of `Taps`: its thread and asyncio task, and the user's own code that runs in it."""
+"""The `with` block of `Taps`: which calls count as its own, by thread and asyncio task."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import threading
+from collections.abc import Callable
 from contextvars import ContextVar
+from typing import Any
 
-from extract.taps.functions import unwatched
+from extract.taps.torch_internals import has_function_modes
 
-__all__ = ["OPENED", "Block"]
+__all__ = ["Block"]
 
-# Marks of the blocks opened in this context and in those it was copied from. Each asyncio task has its own context.
-OPENED: ContextVar[frozenset[object]] = ContextVar("opened", default=frozenset())
+# Marks of the blocks opened in this context and in those it was copied from. Each asyncio task has its own context. All
+# tasks of a loop run in one thread: while a task waits in its block, the forwards of others would be recorded by it.
+_OPENED: ContextVar[frozenset[object]] = ContextVar("opened", default=frozenset())
+
+Unheard = Callable[[], contextlib.AbstractContextManager[None]]
 
 
 class Block:
-    """One `with` block: its thread, its cleanup, and whether it is open; hooked tensors may outlive it.
+    """One `with` block: its thread, its asyncio task, and whether it is open; hooked tensors may outlive it.
+
+    Args:
+        thread: the thread of the block.
+        unheard: see `Capture`.
 
     Attributes:
-        mark: is in `OPENED` in the asyncio task that opened the block; None if no task did, so it is of all tasks.
-        ran_in_other_tasks: whether other tasks have called the model.
-        callers: other threads that have called the model.
+        thread: see above.
+        is_open: whether the block has begun and not ended.
+        ran_in_other_tasks: whether asyncio tasks that were created outside the block have called the model.
         in_users_code: threads that run a `reduce`, an edit or an `on_record` of these `Taps`.
     """
 
-    def __init__(self, undo: contextlib.ExitStack) -> None:
-        self.open = True
-        self.thread = threading.get_ident()
-        self.mark = object() if _is_in_task() else None
+    def __init__(self, thread: int, unheard: Unheard) -> None:
+        self.is_open = False
         self.ran_in_other_tasks = False
-        self.callers: set[int] = set()
         self.in_users_code: set[int] = set()
-        self._undo = undo
-        if self.mark is not None:
-            OPENED.set(OPENED.get() | {self.mark})
+        self.thread, self._unheard = thread, unheard
+        self._callers: set[int] = set()  # other threads that have called the model
+        # In the context of the asyncio task that opened the block; None if no task did, so the block is of all tasks.
+        self._mark = object() if _is_in_task() else None
+
+    def open(self) -> None:
+        """Begin the block."""
+        self.is_open = True
+        if self._mark is not None:
+            _OPENED.set(_OPENED.get() | {self._mark})
+
+    def close(self) -> None:
+        """End the block."""
+        self.is_open = False
+        _OPENED.set(_OPENED.get() - {self._mark})
 
     @property
     def is_of_this_task(self) -> bool:
         """Whether this asyncio task opened the block, or was created inside it; true in other threads."""
-        return self.mark is None or self.thread != threading.get_ident() or self.mark in OPENED.get()
+        return self._mark is None or self.thread != threading.get_ident() or self._mark in _OPENED.get()
 
     @property
     def is_worker(self) -> bool:
         """Whether this thread may be one that the model started: it neither opened the block nor called the model."""
-        return (thread := threading.get_ident()) != self.thread and thread not in self.callers
+        return self.is_open and threading.get_ident() not in (self.thread, *self._callers)
+
+    @property
+    def is_in_users_code(self) -> bool:
+        """Whether this thread runs a `reduce`, an edit or an `on_record` of these `Taps`."""
+        return threading.get_ident() in self.in_users_code
+
+    def takes_call(self) -> bool:
+        """Whether a call of the model, now, is recorded; remember who made it if not."""
+        if (thread := threading.get_ident()) != self.thread or self.is_in_users_code:
+            self._callers.add(thread)
+            return False
+        self.ran_in_other_tasks |= not self.is_of_this_task
+        return self.is_of_this_task
 
     def users_code(self) -> contextlib.AbstractContextManager[None]:
-        """Context manager: what this thread calls meanwhile is no call of the model."""
-        return _UsersCode(self.in_users_code)
+        """Context manager: what this thread calls meanwhile is no call of the model.
 
-    def close(self) -> None:
-        """Undo what was set up for the block."""
-        self.open = False
-        OPENED.set(OPENED.get() - {self.mark})
-        self._undo.close()
+        `reduce=lambda h: model.head(h)` would otherwise be recorded as a call of `head`.
+        """
+        return _UsersCode(self.in_users_code, self._unheard)
 
 
-class _UsersCode(unwatched):
+class _UsersCode:
     """See `Block.users_code`; a class, since a generator takes longer than the copy of a small tensor."""
 
-    def __init__(self, threads: set[int]) -> None:
+    def __init__(self, threads: set[int], unheard: Unheard):
         self._threads, self._thread = threads, threading.get_ident()
+        self._unheard = unheard() if has_function_modes() else None
 
     def __enter__(self) -> None:
         self._outermost = self._thread not in self._threads
         self._threads.add(self._thread)
-        super().__enter__()
+        if self._unheard is not None:
+            self._unheard.__enter__()
 
-    def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)
+    def __exit__(self, *error: Any) -> None:
+        if self._unheard is not None:
+            self._unheard.__exit__(*error)
         if self._outermost:
             self._threads.discard(self._thread)
 

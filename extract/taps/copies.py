@@ -1,13 +1,62 @@
-"""Copies of tensors that are passed on to the model in place of the originals."""
+"""Copies of tensors: for the record, and those that are passed on to the model in place of the originals."""
 
 from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from extract.errors import InputError
+from extract.taps.record import Site
 from extract.taps.torch_internals import is_in_functorch
 
-__all__ = ["copied", "overlaps_itself", "with_attributes"]
+__all__ = ["copied", "dense_copy", "overlaps_itself", "with_attributes"]
+
+
+def dense_copy(value: Any, site: Site, to_cpu: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+    """Return a contiguous, dense copy on the CPU that owns its memory, and warn of infinite float16 values.
+
+    Args:
+        value: a tensor, or what `reduce` returned in its place.
+        site: its site, for errors.
+        to_cpu: see `copy_out`.
+
+    Raises:
+        InputError: the value is not a tensor, or is a nested tensor, or is inside torch.func.
+    """
+    if not isinstance(value, Tensor):
+        raise InputError(
+            f"the reduction of {site} returned {type(value).__name__}; expected a tensor or a dict of tensors"
+        )
+    if value.is_nested:
+        raise InputError(
+            f"{site} is a nested tensor, whose rows differ in shape",
+            hint="reduce it to a plain tensor, for example by lambda h: h.to_padded_tensor(0.0); an "
+            "nn.TransformerEncoder makes none if its use_nested_tensor is False",
+        )
+    if hasattr(value, "full_tensor"):
+        raise InputError(
+            f"{site} is a DTensor, spread over processes",
+            hint="reduce it to this part (lambda t: t.to_local()) or, in all, to the whole (lambda t: t.full_tensor())",
+        )
+    if is_in_functorch(value):
+        raise InputError(
+            f"{site} is inside torch.func (vmap, grad, ...), where values cannot be copied out of the model"
+        )
+    if value.is_quantized:
+        value = value.dequantize()
+    elif value.layout is not torch.strided:
+        value = value.to_dense()
+    if to_cpu is not None:
+        return to_cpu(value)
+    copy = torch.empty(value.shape, dtype=value.dtype, device="cpu")
+    copy.copy_(value)  # what copy_ returns could be a subclass
+    if copy.dtype is torch.float16 and copy.isinf().any():
+        warnings.warn(f"{site} has infinite values: the largest float16 is 65504", RuntimeWarning, stacklevel=3)
+    return copy
 
 
 def copied(tensor: Tensor) -> Tensor:

@@ -1,80 +1,101 @@
-"""Callbacks of `Taps` beside those of modules: of functions (`relu`, `+`, attention) and of parameters."""
+"""Functions without a module (`relu`, `+`, attention): keep and edit their results, and watch their gradients."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
+from types import FrameType
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
-from torch.utils.hooks import RemovableHandle
 
 from extract.errors import InputError, LayertapError
-from extract.taps.edits import apply_edit
+from extract.taps.capture import Call, Capture, as_kept, frames_of, in_backward
 from extract.taps.functions import (
     Listener,
-    Write,
     attention_weights,
+    is_watched,
     operation_name,
+    unwatch,
     unwatched,
+    watch,
     watch_again,
 )
-from extract.taps.gradients import BackwardPasses, add_earlier_parts
-from extract.taps.hook_calls import HookCalls, in_backward
 from extract.taps.layer_names import unwrap
 from extract.taps.nested import tensors_in
-from extract.taps.record import Record, Site
-from extract.taps.requests import HookPoint, TapRequest, number_again
+from extract.taps.requests import Requests, TapRequest, number_again
+from extract.taps.surgery import Surgery
 from extract.taps.torch_internals import graph_task, has_function_modes
 
-__all__ = ["FunctionAndParameterCalls"]
+__all__ = ["FunctionCalls"]
+
+Running = tuple[list[str], FrameType]  # names of a running layer, and the frame of its call
 
 
-class FunctionAndParameterCalls(HookCalls):
-    """The part of `Taps` that acts when a layer calls a function, or when a parameter receives its gradient.
+class FunctionCalls:
+    """Functions that layers call, and attention, in one block.
 
     Args:
-        model: see `HookCalls`.
-        stop: see `HookCalls`.
-        on_record: see `HookCalls`.
+        capture: the block.
+        surgery: edits and watches results.
+        layers: all layers of the model by their names.
+        requests: all requests of the block.
+
+    While functions are watched, PyTorch does not use its fused code for attention, which rounds otherwise. An
+    `nn.TransformerEncoder` then also returns values at padded places, where its fused code leaves zeros. So none are
+    watched in it until its first layer shows whether it uses that code; if nothing inside it is asked for, until its
+    end. What it calls before its first layer is missed, such as the functions that prepare masks.
     """
 
-    def __init__(self, model: nn.Module, stop: bool, on_record: Callable[[Record], None] | None):
-        super().__init__(model, stop, on_record)
+    def __init__(
+        self, capture: Capture, surgery: Surgery, layers: Mapping[str, nn.Module], requests: Sequence[TapRequest]
+    ):
+        self._capture, self._surgery, self._layers, self._requests = capture, surgery, layers, requests
         # Layer -> requests for its functions, and for its attention.
         self._functions_of: dict[str, list[TapRequest]] = {}
         self._attentions_of: dict[str, list[TapRequest]] = {}
-        self._closed: dict[str, InputError]
-        self._is_paused = False  # the watching of functions, in an encoder
-        self._waiting: list[TapRequest] = []  # for parameters that are not hooked yet
-        self._handles: list[RemovableHandle] = []  # of the block
-
-    def _hook_functions(self, hook: Callable[..., None]) -> bool:
-        """Watch the functions that the model calls if a request is for them; return whether any may be watched.
-
-        While functions are watched, PyTorch does not use its fused code for attention, which rounds otherwise. An
-        `nn.TransformerEncoder` then also returns values at padded places, where its fused code leaves zeros. So none
-        are watched in it until its first layer shows whether it uses that code; if nothing inside it is asked for,
-        until its end. What it calls before its first layer is missed, such as the functions that prepare masks.
-        """
-        self._functions_of, self._attentions_of = {}, {}
-        for request in self._requests:
+        for request in requests:
             if request.operation:
                 self._functions_of.setdefault(request.layer, []).append(request)
             elif request.what == "attention":
                 self._attentions_of.setdefault(request.layer, []).append(request)
+        self._listener = Listener(
+            self._on_operation, writes_into_a_copy=lambda function, write: self._edits_function(function)
+        )
+        self._paused: list[Listener] = []  # in an encoder
+        self._stack: list[Running] = []  # the innermost last
+        self._again: list[Running] = []  # the same of the layers that a backward pass computes again
+        self._again_in = -1  # the backward pass (graph task) that computes them
+        self._end_again: Callable[[], None] = lambda: None  # ends the watching of functions meanwhile
+        self._calls: Counter[str] = Counter()  # of functions and attentions in this forward
+        capture.on_begin.append(self._begin)
+        capture.on_finish.append(self._unwatch)
+        capture.on_let_go.append(self._let_go)
+
+    def _begin(self) -> None:
+        self._stack = []
+        self._again = []
+        self._calls.clear()
+
+    def _unwatch(self) -> None:
+        unwatch(self._listener)
+
+    def _let_go(self) -> None:
+        self._stack.clear()
+        self._unwatch()
+
+    def register(self, closed: Collection[str]) -> None:
+        """Register hooks on the layers that a request needs; `closed` are names of layers that take none."""
         is_asked = bool(self._functions_of or self._attentions_of)
+        hook = self._capture.hook
         if is_asked:
-            self._listener = Listener(self._on_operation, self._on_write, self._writes_into_a_copy)
-            hook(self._layers[""].register_forward_pre_hook, self._watch_functions)
-        elif not any(r.layer not in self._parameters and (r.edit or "grad" in r.what) for r in self._requests):
-            return False
+            hook(self._layers[""].register_forward_pre_hook, self._watch)
         modules: dict[int, tuple[nn.Module, list[str]]] = {}
         for name, module in self._layers.items():
-            if name not in self._closed:
+            if name not in closed:
                 modules.setdefault(id(module), (module, []))[1].append(name)
         for module, names in modules.values():
             if is_asked:
@@ -85,7 +106,11 @@ class FunctionAndParameterCalls(HookCalls):
                 hook(module.register_forward_hook, self._go_on, always_call=True)
                 for layer in module.layers[:1] if any(map(self._is_asked_inside, names)) else ():
                     hook(unwrap(layer).register_forward_pre_hook, partial(self._go_on_inside, names[0]))
-        return True
+
+    def _watch(self, *_: Any) -> None:
+        """Watch the functions of this thread until the end of the forward, if it is running the model."""
+        if self._capture.running():
+            watch(self._listener)
 
     def _is_asked_inside(self, encoder: str) -> bool:
         """Whether a request is for functions, attention or gradients inside a layer of this name."""
@@ -99,15 +124,17 @@ class FunctionAndParameterCalls(HookCalls):
     def _pause(self, encoder: Any, args: Any) -> None:
         """Watch no functions in an encoder that may use its fused code for padded batches."""
         is_possible = getattr(encoder, "use_nested_tensor", False) and not all(m.training for m in encoder.layers)
-        if is_possible and self._running() and self._is_watching:
-            self._is_paused = True
-            self._unwatch()
+        if is_possible and self._capture.running():
+            self._paused = [listener for listener in (self._listener, self._surgery.listener) if is_watched(listener)]
+            for listener in self._paused:
+                unwatch(listener)
 
     def _go_on(self, *_: Any) -> None:
         """Watch functions again."""
-        if self._is_paused:
-            self._is_paused = False
-            self._watch_functions()
+        paused, self._paused = self._paused, []
+        if self._capture.running():
+            for listener in paused:
+                watch(listener)
 
     def _go_on_inside(self, encoder: str, layer: nn.Module, args: tuple[Any, ...]) -> None:
         """Watch functions again in the first layer of an encoder.
@@ -115,7 +142,7 @@ class FunctionAndParameterCalls(HookCalls):
         Raises:
             InputError: the encoder uses its fused code for padded batches.
         """
-        if self._running() and args and isinstance(args[0], Tensor) and args[0].is_nested:
+        if self._capture.running() and args and isinstance(args[0], Tensor) and args[0].is_nested:
             name = f"layer {encoder!r}" if encoder else "the model"
             raise InputError(
                 f"{name} computes this padded batch as a nested tensor; functions, attention and gradients inside "
@@ -125,100 +152,88 @@ class FunctionAndParameterCalls(HookCalls):
         self._go_on()
 
     def _push(self, names: list[str], module: nn.Module, args: Any) -> None:
-        if forward := self._computing():
-            again = in_backward()
-            if again and forward.again_in != (task := graph_task()):
-                forward.again.clear()  # of a backward pass that was interrupted
-                forward.again_in = task
-            if again and not forward.again:
-                forward.end_again = watch_again(self._listener)
-            if not (again or self._is_paused or has_function_modes()):
-                self._traced.add(id(module))  # a mode is off inside the functions that it watches: torch.cond is one
-            # The frame of the module's call, which PyTorch's function `inner` is called in.
-            forward.modules(again).append((names, sys._getframe(3)))
-        else:
-            self._pass_over(module)
+        if not self._capture.computing():
+            self._capture.pass_over(module)
+            return
+        again = in_backward()
+        if again and self._again_in != (task := graph_task()):
+            self._again.clear()  # of a backward pass that was interrupted
+            self._again_in = task
+        if again and not self._again:
+            self._end_again = watch_again(self._listener)
+        if not (again or self._paused or has_function_modes()):
+            # A mode is off inside the functions that it watches: torch.cond is one.
+            self._capture.traced.add(id(module))
+        # The frame of the module's call, which PyTorch's function `inner` is called in.
+        self._running_layers(again).append((names, sys._getframe(3)))
 
     def _pop(self, module: nn.Module, args: Any, output: Any) -> None:
-        if (forward := self._computing()) and (modules := forward.modules(in_backward())):
-            modules.pop()
-            if modules is forward.again and not modules:
-                forward.end_again()
+        if self._capture.computing() and (layers := self._running_layers(in_backward())):
+            layers.pop()
+            if layers is self._again and not layers:
+                self._end_again()
 
-    def _writes_into_a_copy(self, function: Any, write: Write) -> bool:
-        return self._edits_function(function) or super()._writes_into_a_copy(function, write)
+    def _running_layers(self, again: bool) -> list[Running]:
+        """Return `_again` or `_stack`, without layers that a `BaseException` has left: PyTorch calls no hook for it."""
+        layers = self._again if again else self._stack
+        while layers and not any(frame is layers[-1][1] for frame in frames_of(sys._getframe())):
+            layers.pop()
+        return layers
 
     def _edits_function(self, function: Any) -> bool:
         """Whether a call of this function, now, has its result edited."""
-        forward, name = self._computing(), operation_name(function)
-        if not self._functions_of or forward is None or name is None:
+        name = operation_name(function)
+        if not self._functions_of or name is None or not self._capture.computing():
             return False
-        if function.__name__ == "__setitem__" or not (modules := forward.modules(in_backward())):
+        if function.__name__ == "__setitem__" or not (layers := self._running_layers(in_backward())):
             return False
         return any(
             request.edit is not None and fnmatchcase(name, request.operation)
-            for layer in modules[-1][0]
+            for layer in layers[-1][0]
             for request in self._functions_of.get(layer, ())
         )
 
     def _on_operation(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-        forward, name, again = self._computing(), operation_name(function), in_backward()
-        if forward is None or name is None or not (modules := forward.modules(again)):
+        forward, name, again = self._capture.computing(), operation_name(function), in_backward()
+        if forward is None or name is None or not (layers := self._running_layers(again)):
             return result
         attended = {
-            layer: self._attentions_of[layer] for names, _ in modules for layer in names if layer in self._attentions_of
+            layer: self._attentions_of[layer] for names, _ in layers for layer in names if layer in self._attentions_of
         }
         if attended and not again:
             with unwatched():
                 weights = attention_weights(function, args, kwargs, result)
             for layer, requests in attended.items() if weights is not None else ():
-                point = HookPoint([(layer, request) for request in requests])
-                self._keep_values(point, forward, forward.attentions[layer], weights, "attention")
-                forward.attentions[layer] += 1
-        for layer in modules[-1][0]:
+                call = Call(self._calls[layer], forward)
+                self._capture.keep_values(as_kept(layer, requests), call, weights)
+                self._calls[layer] += 1
+        for layer in layers[-1][0]:
             key = f"{layer}/{name}"
             requests = [r for r in self._functions_of.get(layer, ()) if fnmatchcase(name, r.operation)]
             if requests and any(True for _ in tensors_in(result)):
-                forward.operations[key] += not again
-                number = number_again(forward.operations, key) if again else forward.operations[key] - 1
-                point = HookPoint([(key, request) for request in requests])
-                if kwargs.get("out") is not None and point.edits_output(number):
-                    raise LayertapError(
-                        f"{key} cannot be edited: the layer gives it a tensor to write into (out=)",
-                        hint="edit the output of the layer",
-                    )
-                result = self._edit(point, number, result, "output")
-                result = self._watch(point, number, result, "output", self._watched_tensor)
-                self._keep_values(point, None if again else forward, number, result, "output")
+                self._calls[key] += not again
+                number = number_again(self._calls, key) if again else self._calls[key] - 1
+                with unwatched():
+                    result = self._pass_result(key, requests, Call(number, None if again else forward), kwargs, result)
         return result
 
-    def _hook_parameters(self, *_: Any) -> None:
-        """Hook the parameters that are neither frozen nor of a lazy layer that has not run."""
-        waiting, self._waiting = self._waiting, []
-        for request in waiting:
-            parameter = self._parameters[request.layer]
-            if parameter.requires_grad and not is_lazy(parameter):
-                handle = parameter.register_hook(partial(self._on_parameter, request))  # type: ignore[no-untyped-call]
-                self._handles.append(handle)
-            else:
-                self._waiting.append(request)
-
-    def _on_parameter(self, request: TapRequest, gradient: Tensor) -> Tensor | None:
-        site, block, forward = Site(request.layer, what="grad"), self._block, self._forward
-        if block is None or not self._is_our_thread() or not block.is_of_this_task:
-            return None
-        if request.edit is not None:
-            self._edited.add(id(request))
-            with block.users_code():
-                return apply_edit(gradient, request.edit, site)
-        if forward is not None:
-            self._passes = self._passes or BackwardPasses()
-            if (number := self._passes.number(block.thread)) is None:
-                return None
-            earlier = forward.record.by_site.get(site)
-            self._keep(forward, site, request, gradient)
-            add_earlier_parts(forward, site, request, earlier, number)
-        return None
+    def _pass_result(
+        self, key: str, requests: list[TapRequest], call: Call, kwargs: dict[str, Any], result: Any
+    ) -> Any:
+        """Edit, watch and keep the result of a function, and return what the model continues with."""
+        edits = Requests([(key, r) for r in requests if r.edit is not None and r.what == "output"])
+        gradients = Requests([(key, r) for r in requests if r.what == "grad"])
+        if edits.is_for(call.number):
+            if kwargs.get("out") is not None:
+                raise LayertapError(
+                    f"{key} cannot be edited: the layer gives it a tensor to write into (out=)",
+                    hint="edit the output of the layer",
+                )
+            result = self._surgery.edit_result(edits, call, result)
+        if gradients:
+            result = self._surgery.watch_result(gradients, call, result)
+        kept = [r for r in requests if r.edit is None and r.what == "output"]
+        return self._capture.keep_values(as_kept(key, kept), call, result)
 
 
 def _is_in(layer: str, other: str) -> bool:

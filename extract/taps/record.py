@@ -46,15 +46,6 @@ class Site:
         path = ":" + ".".join(map(str, self.path)) if self.path else ""
         return f"{self.layer}{call}{path}" + ("" if self.what == "output" else f"@{self.what}")
 
-    def is_meant_by(self, text: str) -> bool:
-        """Whether the text is this site's text form, possibly without call number, kind, path or end of the path."""
-        for call in ("", f"#{self.call}"):
-            for depth in range(len(self.path) + 1):
-                path = ":" + ".".join(map(str, self.path[:depth])) if depth else ""
-                if text in (f"{self.layer}{call}{path}", f"{self.layer}{call}{path}@{self.what}"):
-                    return True
-        return False
-
 
 @dataclasses.dataclass(frozen=True)
 class Requested:
@@ -82,7 +73,7 @@ class Requested:
 
     def covers(self, path: Path) -> bool:
         """Whether a tensor at this path is meant, or is inside a tuple, list or mapping that is."""
-        return _starts(path, self.path)
+        return has_prefix(path, self.path)
 
     def is_met_by(self, site: Site) -> bool:
         """Whether a site is one of those meant."""
@@ -91,7 +82,8 @@ class Requested:
         return same and self.call in (None, site.call) and self.covers(site.path)
 
 
-def _starts(path: Path, start: tuple[str, ...]) -> bool:
+def has_prefix(path: Path, start: tuple[str, ...]) -> bool:
+    """Whether a path starts so; keys are compared as text."""
     return tuple(map(str, path[: len(start)])) == start
 
 
@@ -150,8 +142,11 @@ class Record(Mapping[str, Any]):
                 )
         return self._sites
 
-    def _keep_live(self, site: Site, value: Any) -> None:
-        """Keep a tensor, or what it was reduced to, with its graph."""
+    def keep_live(self, site: Site, value: Any) -> None:
+        """Keep a tensor, or what it was reduced to, with its graph.
+
+        `torch.autograd.grad` with respect to a layer needs the tensor itself. A later layer may write into it.
+        """
         tensors = list(value.values()) if isinstance(value, dict) else [value]
         for tensor in tensors:
             if not isinstance(tensor, Tensor):
@@ -181,9 +176,13 @@ class Record(Mapping[str, Any]):
         """
         if text in self.sites:
             return [self.sites[text]]
-        ends = [*(match.start() for match in re.finditer("[#:@]", text)), len(text)]  # of what can be a layer's name
-        sites = [site for end in ends for site in self._sites_of.get(text[:end], ()) if site.is_meant_by(text)]
-        if "@" in text or not sites:
+        layer, call, path, what = split_text(text, self._sites_of)
+        sites = [
+            site
+            for site in self._sites_of.get(layer, ())
+            if what in (None, site.what) and call in (None, site.call) and has_prefix(site.path, path)
+        ]
+        if what is not None:
             return sites
         outputs = [site for site in sites if site.what == "output"]
         whole = {r.layer for r in self.requested if (r.what, r.operation, r.call, r.path) == ("output", "", None, ())}
@@ -204,7 +203,7 @@ class Record(Mapping[str, Any]):
         sites = {
             name: site
             for name, site in self.sites.items()
-            if what in (None, site.what) and call in (None, site.call) and _starts(site.path, path)
+            if what in (None, site.what) and call in (None, site.call) and has_prefix(site.path, path)
         }
         base, slash, operation = layers.partition("/")
         if layers in known:

@@ -1,31 +1,24 @@
-"""State of taps: requests to keep and edit values, and the progress of the running model."""
+"""Requests of taps to keep and edit values, and why a requested value is missing."""
 
 from __future__ import annotations
 
 import dataclasses
-import sys
-import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from types import FrameType
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast, get_args
 
-from torch import Tensor, nn
+from torch import nn
 
 from extract.errors import InputError, LayertapError, unknown_name
 from extract.taps.edits import Edit
 from extract.taps.layer_names import match_layers
-from extract.taps.nested import Path, tensors_in
-from extract.taps.record import Record, Reduce, Requested, Site, What, split_text
-from extract.taps.stand_ins import StandIn, StandIns, originals
-from extract.taps.torch_internals import memory_of
+from extract.taps.nested import Path
+from extract.taps.record import Reduce, Requested, Site, What, split_text
 
 __all__ = [
     "FROZEN",
     "UNKNOWN",
-    "Call",
-    "HookPoint",
-    "ModelCall",
+    "Requests",
     "TapRequest",
     "number_again",
     "requests_for",
@@ -40,6 +33,11 @@ class TapRequest(Requested):
     reduce: Reduce | None = None
     edit: Edit | None = None
     live: bool = False  # the tensor itself is kept, not a copy
+
+    @property
+    def is_of_function(self) -> bool:
+        """Whether it is for a function, or attention, rather than for an input or output of the layer."""
+        return bool(self.operation) or self.what == "attention"
 
     @property
     def group(self) -> Any:
@@ -175,187 +173,52 @@ def why_absent(
     return f"{layer} ran, but {verb} no tensor{where}"
 
 
-@dataclasses.dataclass
-class HookPoint:
-    """A module, or a function called in a module, with its requests as (layer name, request) pairs.
+class Requests:
+    """Requests for one kind of value of a layer or function.
 
-    Attributes:
-        requests: all requests.
-        kept: kind of value -> the requests that keep it, as (layer name, request, site of a tensor of the first call).
-        edits: of "input" and "output", those that are edited.
-        watches: whether the gradient of an output or input is watched.
-        calls: calls in progress, the innermost last: a module may call itself.
-        numbers: their numbers instead, if outputs are kept and nothing else.
+    Args:
+        pairs: (name of the layer, request) pairs.
     """
 
-    requests: list[tuple[str, TapRequest]]
-    kept: dict[What, list[tuple[str, TapRequest, Site]]] = dataclasses.field(init=False)
-    edits: frozenset[What] = dataclasses.field(init=False)
-    watches: bool = dataclasses.field(init=False)
-    calls: list[Call] = dataclasses.field(default_factory=list)
-    numbers: list[int] = dataclasses.field(default_factory=list)
+    def __init__(self, pairs: Sequence[tuple[str, TapRequest]]):
+        self.pairs = pairs
+        self._of: dict[tuple[int, Path], list[tuple[Site, TapRequest]]] = {}
 
-    def __post_init__(self) -> None:
-        self.kept = {what: [] for what in get_args(What)}
-        for layer, request in self.requests:
-            if request.edit is None:
-                self.kept[request.what].append((layer, request, Site(layer, 0, (), request.what)))
-        edited = {request.what for _, request in self.requests if request.edit is not None}
-        self.edits = frozenset(edited & {"input", "output"})
-        self.watches = any("grad" in request.what for _, request in self.requests)
+    def __bool__(self) -> bool:
+        return bool(self.pairs)
 
-    def edits_output(self, call: int) -> bool:
-        """Whether the output of this call is edited."""
-        return "output" in self.edits and any(
-            request.edit is not None and request.what == "output" and request.call in (None, call)
-            for _, request in self.requests
-        )
+    def of(self, call: int, path: Path) -> list[tuple[Site, TapRequest]]:
+        """Return the requests for one tensor, with its site.
 
-    def asked(self, call: int, what: What, path: Path) -> Iterator[tuple[str, TapRequest]]:
-        """Yield the requests for one tensor of a call.
+        Args:
+            call: number of the call; `UNKNOWN` if it is not known which call is repeated.
+            path: path of the tensor in the value.
 
         Raises:
-            LayertapError: it is unknown which call is repeated, and an edit is for one of them.
+            LayertapError: the number is unknown, and an edit is for one call.
         """
-        for layer, request in self.requests:
-            if request.what != what or not request.covers(path):
-                continue
-            if call == UNKNOWN and request.call is not None and request.edit is not None:
-                raise LayertapError(f"layer {layer!r} runs more than once under checkpointing: edit all calls or none")
-            if request.call in (None, call):
-                yield layer, request
+        if (call, path) not in self._of:
+            covering = [(layer, request) for layer, request in self.pairs if request.covers(path)]
+            for layer, request in covering:
+                if call == UNKNOWN and request.call is not None and request.edit is not None:
+                    raise LayertapError(
+                        f"layer {layer!r} runs more than once under checkpointing: edit all calls or none"
+                    )
+            self._of[call, path] = [
+                (Site(layer, call, path, request.what), request)
+                for layer, request in covering
+                if request.call in (None, call)
+            ]
+        return self._of[call, path]
+
+    def is_for(self, call: int | None) -> bool:
+        """Whether some request is for this call."""
+        return any(request.call in (None, call) for _, request in self.pairs)
 
 
 UNKNOWN = -1  # number of a call where it is not known which call a backward pass repeats
 
 
 def number_again(calls: Counter[Any], key: Any) -> int:
-    """Return the number of a call that a backward pass repeats; see `Call`."""
+    """Return the number of a call that a backward pass repeats, 0 if there was one call in the forward."""
     return 0 if calls[key] == 1 else UNKNOWN
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class Call:
-    """One call of a module.
-
-    Attributes:
-        number: index of the call in the forward of the model. Where a backward pass repeats a call, 0 if the module ran
-            once, else -1: which call it repeats is unknown. None for a call outside the model's.
-        forward: the running forward; None where a backward pass repeats a call, or outside.
-        inputs: tensors that the module received; empty unless the gradient of its output is watched.
-        returns_several: whether the module returned several tensors.
-        returns_new: whether it returned a tensor that nothing else can read.
-        watched: (input, its copy) for each input whose gradient is watched.
-        stand_ins: how tensors stand in for its inputs.
-        separated: copies of outputs, passed on in their place because their gradients are watched.
-        received: if the output is edited, the tensors that the module received, each with its version, which is None
-            in inference mode.
-        written: the memory that the module may have written into since, for inference mode.
-        end_again: ends the watching of functions in a backward pass that computes the module again.
-    """
-
-    number: int | None
-    forward: ModelCall | None
-    inputs: list[Tensor] = dataclasses.field(default_factory=list)
-    returns_several: bool = False
-    returns_new: bool = False
-    watched: list[tuple[Tensor, Tensor]] = dataclasses.field(default_factory=list)
-    stand_ins: list[StandIn] = dataclasses.field(default_factory=list)
-    separated: list[Tensor] = dataclasses.field(default_factory=list)
-    received: list[tuple[Tensor, int | None]] = dataclasses.field(default_factory=list)
-    written: set[int] = dataclasses.field(default_factory=set)
-    end_again: Callable[[], None] | None = None
-
-    def pass_on(self, stand_in: StandIn | None) -> None:
-        """Remember that the module receives a tensor in place of one of its inputs."""
-        if stand_in is not None:
-            self.stand_ins.append(stand_in)
-
-    def receive(self, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
-        """Remember the tensors that the module receives."""
-        args, kwargs = arguments
-        for value in (*args, *kwargs.values()):
-            for tensor in (value,) if isinstance(value, Tensor) else [part for _, part in tensors_in(value)]:
-                self.received.append((tensor, None if tensor.is_inference() else tensor._version))
-
-    def has_written(self, tensor: Tensor) -> bool:
-        """Whether the module has received this very tensor, or what it stands in for, and written into it."""
-        return bool(self.received) and any(
-            original is received
-            and (memory_of(received) in self.written if version is None else received._version != version)
-            for original in originals(tensor)
-            for received, version in self.received
-        )
-
-
-Running = tuple[list[str], FrameType | None]  # names of a running module, and the frame of its call if it is known
-
-
-def _calls_this(frame: FrameType) -> bool:
-    """Whether a frame is one of the callers of this function."""
-    caller: FrameType | None = sys._getframe(1)
-    while caller is not None and caller is not frame:
-        caller = caller.f_back
-    return caller is frame
-
-
-@dataclasses.dataclass
-class ModelCall:
-    """One call of the model: its record and its progress.
-
-    Attributes:
-        record: kept values.
-        stack: names of the running modules and the frames of their calls, the innermost last.
-        caller: function that called the hook at the start of the model, and will call the one at its end; None
-            afterwards.
-        watch: starts the watching of functions, for writes into stand-ins.
-        again: the same of the modules that a backward pass computes again.
-        again_in: the backward pass (graph task) that computes them.
-        end_again: ends the watching of functions meanwhile.
-        running: whether the model runs.
-        returned_generator: whether the model returned a generator or coroutine, whose code runs later.
-        handed_on: whether the record was passed to `on_record`.
-        calls: id of a module -> number of its calls.
-        operations: name of a function -> number of its calls.
-        attentions: layer -> number of attentions computed in it.
-        kept: (layer, what) -> number of calls kept.
-        left: number of (layer, what) pairs with calls still to be kept.
-        stand_ins: tensors that the model continues with in place of others; None if there are none.
-        editing: running calls of modules whose outputs are edited, the innermost last.
-        parameters_in: site of a parameter's gradient -> number of the backward pass that it is of.
-    """
-
-    record: Record
-    stack: list[Running]
-    caller: FrameType | None
-    watch: Callable[[], None]
-    again: list[Running] = dataclasses.field(default_factory=list)
-    again_in: int = -1
-    end_again: Callable[[], None] = lambda: None
-    running: bool = True
-    returned_generator: bool = False
-    handed_on: bool = False
-    calls: Counter[int] = dataclasses.field(default_factory=Counter)
-    operations: Counter[str] = dataclasses.field(default_factory=Counter)
-    attentions: Counter[str] = dataclasses.field(default_factory=Counter)
-    kept: Counter[tuple[str, What]] = dataclasses.field(default_factory=Counter)
-    left: int = 0
-    stand_ins: StandIns | None = None
-    editing: list[Call] = dataclasses.field(default_factory=list)
-    parameters_in: dict[Site, int] = dataclasses.field(default_factory=dict)
-    _seen: weakref.WeakValueDictionary[int, Tensor] = dataclasses.field(default_factory=weakref.WeakValueDictionary)
-
-    def modules(self, again: bool) -> list[Running]:
-        """Return `again` or `stack`, without modules that a `BaseException` has left: PyTorch calls no hook for it."""
-        modules = self.again if again else self.stack
-        while modules and (frame := modules[-1][1]) is not None and not _calls_this(frame):
-            modules.pop()
-        return modules
-
-    def see(self, tensor: Tensor) -> None:
-        """Remember that the gradient of this tensor is watched."""
-        self._seen[id(tensor)] = tensor
-
-    def has_seen(self, tensor: Tensor) -> bool:
-        """Whether the gradient of this tensor is watched in this forward."""
-        return self._seen.get(id(tensor)) is tensor

@@ -30,25 +30,25 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, Literal, Self
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from extract.errors import InputError, LayertapError, UnknownNameError, unknown_name
-from extract.taps.block import Block
+from extract.taps.capture import Capture, ModelCall, Variant
 from extract.taps.edits import Edit
-from extract.taps.function_calls import FunctionAndParameterCalls
-from extract.taps.hook_calls import HookCalls, ModelBoundHook
-from extract.taps.layer_names import layer_named, named_layers, unwrap
+from extract.taps.function_calls import FunctionCalls
+from extract.taps.functions import unwatched
+from extract.taps.gradients import ParameterGradients
+from extract.taps.layer_names import layer_named, named_layers, named_parameters, unwrap
 from extract.taps.record import Record, Reduce, Site, What, split_text
-from extract.taps.requests import FROZEN, HookPoint, TapRequest, requests_for, why_absent
+from extract.taps.requests import FROZEN, TapRequest, requests_for, why_absent
+from extract.taps.surgery import Surgery
 from extract.taps.switches import COMPILED_CODE_OFF
-from extract.taps.torch_internals import hooks_of
 
-__all__ = ["Taps"]
+__all__ = ["Taps", "begin_inside", "taps_of"]
 
 _SHOWN = 20  # requests in `repr(taps)`
 _TRACED = "in code that PyTorch's compiler traces, such as a branch of torch.cond"
@@ -59,7 +59,7 @@ _EDITABLE = ("output", "input", "grad", "grad_input")
 Layers = str | type[nn.Module] | Site | Sequence[str | type[nn.Module]]
 
 
-class Taps(FunctionAndParameterCalls):
+class Taps:
     """Context manager: keep and edit activations and gradients of chosen layers.
 
     Args:
@@ -96,7 +96,16 @@ class Taps(FunctionAndParameterCalls):
         on_record: Callable[[Record], None] | None = None,
     ):
         self._closed = _closed_layers(model)
-        super().__init__(model, stop, on_record)
+        self._model, self._stop, self._on_record = model, stop, on_record
+        self._variant = Variant()
+        self._layers = {"": unwrap(model), **named_layers(model)}
+        self._parameters = named_parameters(model)
+        self._requests: list[TapRequest] = []
+        self._kept_of: dict[str, list[TapRequest]] = {}  # name of a layer or parameter -> what is kept of it
+        self._to_keep: Counter[tuple[str, What]] = Counter()  # with `stop`: see `Capture`
+        self._capture: Capture | None = None  # the open block, or the last one
+        self._edited: set[int] = set()  # id of each request whose edit was applied in this block
+        self._undo = contextlib.ExitStack()
         # A record may be kept for long, and must not keep the model alive.
         explained_by = weakref.WeakMethod(self._why_absent)
         self._explain = lambda calls, text: explain(calls, text) if (explain := explained_by()) else None
@@ -169,8 +178,7 @@ class Taps(FunctionAndParameterCalls):
                 each floating-point tensor in its tuples, lists, deques, mappings, dataclasses and namespaces; a `Site`
                 selects one of them. One in a set or in another object is an error.
             what: `"output"`, `"input"`, `"grad"`: the gradient with respect to the output, or `"grad_input"`: with
-                respect to the inputs, through this layer only. The gradient of a parameter that several reentrant
-                checkpoints share is edited in parts.
+                respect to the inputs, through this layer only.
             call: edit only this call of the layer in each forward; None edits all calls.
 
         Where activation checkpointing computes a layer again, `fn` is called again: if it draws from a generator of its
@@ -192,7 +200,7 @@ class Taps(FunctionAndParameterCalls):
         return self
 
     def _requests_for(self, layers: Layers, what: What, call: int | None) -> list[TapRequest]:
-        if self._block is not None:
+        if self._is_open:
             raise LayertapError("call keep and edit before the `with` block starts")
         names = partial(requests_for, what=what, call=call, layer_names=self._layers, parameter_names=self._parameters)
         given: list[Any] = [layers]
@@ -215,19 +223,62 @@ class Taps(FunctionAndParameterCalls):
                 raise reason
         return requests
 
+    @property
+    def _is_open(self) -> bool:
+        return self._capture is not None and self._capture.block.is_open
+
     def __enter__(self) -> Self:
-        if self._block is not None:
+        if self._is_open:
             raise LayertapError("these Taps are already open in a `with` block")
         if self._stop and any(request.what in ("grad", "grad_input") for request in self._requests):
             raise InputError("gradients need complete forwards", hint="do not set stop=True")
-        with contextlib.ExitStack() as undo:
-            self._register(undo)
-            self._block, self._forward = Block(undo.pop_all()), None
-        self._requested = [request.without_functions() for request in self._requests if request.edit is None]
         self._edited.clear()
-        self._in_workers.clear()
-        self._traced.clear()
+        requested = [request.without_functions() for request in self._requests if request.edit is None]
+        capture = Capture(
+            self._layers[""],
+            lambda calls: Record(partial(self._explain, calls), requested),
+            self._to_keep if self._stop else None,
+            self._on_record,
+            self._variant,
+            unwatched,
+        )
+        with contextlib.ExitStack() as undo:
+            undo.callback(capture.close)
+            self._register(capture, undo)
+            self._undo, self._capture = undo.pop_all(), capture
         return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model and return its output, or None with `stop=True`."""
+        if self._capture is None or not self._is_open:
+            raise LayertapError("call Taps inside its `with` block")
+        if not self._stop or self._capture.block.is_in_users_code:
+            return self._model(*args, **kwargs)
+        return self._capture.run_until_kept(self._model, args, kwargs)
+
+    @property
+    def record(self) -> Record:
+        """The record of the last forward of the model.
+
+        Raises:
+            LayertapError: the model has not been called inside the `with` block, or its last call did not finish.
+        """
+        hint = "if it is compiled: compile it before the block, and open the block outside of compiled functions"
+        forward = self._forward
+        if forward is None:
+            raise LayertapError(
+                "nothing recorded yet: the model itself must be called inside the `with` block, in its thread and "
+                "asyncio task (model.forward(...), other methods and single layers do not count, compiled or not)",
+                hint=hint if self._capture is not None and self._capture.traced else "",
+            )
+        if forward.running:
+            raise LayertapError("the last forward of the model did not finish; it left no record", hint=hint)
+        return forward.record
+
+    @property
+    def _forward(self) -> ModelCall | None:
+        """The running call of the model, or the last one."""
+        return self._capture.forward if self._capture is not None else None
 
     def __repr__(self) -> str:
         lines = [
@@ -240,18 +291,14 @@ class Taps(FunctionAndParameterCalls):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        block, self._block = self._block, None
-        if block is not None:
-            block.close()
-        self._let_go()
-        if self._passes is not None:
-            self._passes.ended()
+        capture = self._capture
+        self._undo.close()
         if error is not None and (note := self._advice(error)):
             error.add_note(note)
-        if kind is None:
-            self._hand_on()
-            self._check_edits()
-            if block is not None and block.ran_in_other_tasks and self._forward is None:
+        if kind is None and capture is not None:
+            capture.hand_on()
+            self._check_edits(capture)
+            if capture.block.ran_in_other_tasks and capture.forward is None:
                 warnings.warn(
                     "only asyncio tasks that were created outside the `with` block called the model, and nothing was "
                     "recorded; open the block outside of tasks to record the forwards of all",
@@ -272,61 +319,35 @@ class Taps(FunctionAndParameterCalls):
             )
         return None
 
-    def _register(self, undo: contextlib.ExitStack) -> None:
+    def _register(self, capture: Capture, undo: contextlib.ExitStack) -> None:
         """Register all hooks; closing `undo` removes them and restores the switches."""
-        handles: list[RemovableHandle] = []
-        self._handles, self._waiting = handles, []
-
-        def remove() -> None:
-            for handle in handles:
-                handle.remove()
-
-        undo.callback(remove)
-        undo.callback(self._unwatch)
-
-        def hook(register: Callable[..., RemovableHandle], function: Callable[..., Any], **options: Any) -> None:
-            handles.append(register(ModelBoundHook(function, self._traced), **options))
-
-        root = unwrap(self._model)
+        root = self._layers[""]
         modules = list(root.modules())
-        # Compiled code ignores hooks added later, and what calls the model may be compiled. Without the compiler, whose
-        # import takes a second, nothing is.
+        # Compiled code ignores hooks added later. What calls the model may be compiled, which the model does not know,
+        # so all compiled code is off. Without the compiler, whose import takes a second, there is none.
         compiled = any("_orig_mod" in m._modules or m._compiled_call_impl is not None for m in [self._model, *modules])
-        if compiled or ("torch._dynamo" in sys.modules and self._has_other_callers):
+        if compiled or ("torch._dynamo" in sys.modules and self._variant.has_other_callers):
             undo.enter_context(COMPILED_CODE_OFF.active())
 
-        watches = self._hook_functions(hook)
+        requests = sorted(self._requests, key=lambda request: request.edit is None)  # edits come before keeps
+        of_parameters = [request for request in requests if request.layer in self._parameters]
+        of_layers = [request for request in requests if request.layer not in self._parameters]
+        surgery = Surgery(capture, self._variant, self._edited)
+        if any(r.is_of_function or r.edit is not None or "grad" in r.what for r in of_layers):
+            FunctionCalls(capture, surgery, self._layers, of_layers).register(self._closed)
         requests_of: dict[int, tuple[nn.Module, list[tuple[str, TapRequest]]]] = {}
-        for request in sorted(self._requests, key=lambda request: request.edit is None):  # edits come before keeps
-            if request.layer in self._parameters:
-                self._waiting.append(request)
-            elif not request.operation and request.what != "attention":
+        for request in of_layers:
+            if not request.is_of_function:
                 module = self._layers[request.layer]
                 requests_of.setdefault(id(module), (module, []))[1].append((request.layer, request))
-        points = [(module, HookPoint(requests)) for module, requests in requests_of.values()]
-        self._points = [point for _, point in points]
-        for module, point in points:
-            if not (point.edits or point.watches or point.kept["input"]):
-                hook(module.register_forward_pre_hook, partial(self._count, point))
-                hook(module.register_forward_hook, partial(self._keep_output, point), always_call=True)
-                continue
-            if point.edits:
-                hook(module.register_forward_pre_hook, partial(self._enter, point), with_kwargs=True, prepend=True)
-            else:
-                hook(module.register_forward_pre_hook, partial(self._start, point))
-            if point.watches or point.kept["input"]:
-                hook(module.register_forward_pre_hook, partial(self._keep_inputs, point), with_kwargs=True)
-            if point.edits or point.watches:
-                hook(module.register_forward_hook, partial(self._edit_output, point), always_call=True)
-            _move_edits_to_front(module)
-            hook(module.register_forward_hook, partial(self._leave, point), always_call=True)
-        hook(root.register_forward_pre_hook, self._begin, prepend=True)  # before the hooks of the model as a layer
-        hook(root.register_forward_hook, self._end)
-        if watches:
-            hook(root.register_forward_hook, self._end_watching, always_call=True)
-        self._hook_parameters()
-        if self._waiting:
-            hook(root.register_forward_hook, self._hook_parameters)
+        for module, pairs in requests_of.values():
+            if any(r.edit is not None or "grad" in r.what for _, r in pairs):
+                surgery.add(module, pairs)
+            capture.keep(module, [(name, request) for name, request in pairs if request.edit is None])
+        capture.register()
+        surgery.move_edits_to_front()
+        if of_parameters:
+            ParameterGradients(capture, self._parameters, of_parameters, self._edited).register(root)
 
     def _is_replaced(self, name: str) -> bool:
         """Whether the model now has another layer or parameter of this name than when these `Taps` were made."""
@@ -350,35 +371,40 @@ class Taps(FunctionAndParameterCalls):
 
     def _why_unseen(self, name: str) -> str | None:
         """Return what a layer did in this block that its hooks did not see."""
-        module = id(self._layers.get(name))
-        if module in self._in_workers:
+        capture, module = self._capture, id(self._layers.get(name))
+        if capture is None:
+            return None
+        if module in capture.in_workers:
             return "ran in another thread than the model, where nothing is recorded"
-        if module in self._traced:
+        if module in capture.traced:
             return f"ran {_TRACED}, where nothing is recorded"
-        if name in self._layers and self._forward is not None and self._forward.returned_generator:
+        if name in self._layers and capture.forward is not None and capture.forward.returned_generator:
             return f"gave no value before the model returned {_GENERATOR}"
         return None
 
-    def _check_edits(self) -> None:
+    def _check_edits(self, capture: Capture) -> None:
         """Check that every edit was applied in this block; that of a glob or a type, to at least one layer.
+
+        A result without the edit would be taken for one with it. `nn.MultiheadAttention` never calls the linear layer
+        that it holds, so a glob need not reach each of its layers.
 
         A layer that ran in another thread, or was replaced, was missed, whatever became of others.
 
         Raises:
             LayertapError: an edit was never applied, although no call of the model was interrupted.
         """
-        if self._forward is not None and self._forward.running:
+        if capture.forward is not None and capture.forward.running:
             return
         edits = [request for request in self._requests if request.edit is not None]
         effective = {request.group for request in edits if id(request) in self._edited}
         idle = [request for request in edits if id(request) not in self._edited]
         for reason, is_missed in (
             ("replaced after these Taps were made", self._is_replaced),
-            ("called in another thread than the model", lambda name: id(self._layers.get(name)) in self._in_workers),
+            ("called in another thread than the model", lambda name: id(self._layers.get(name)) in capture.in_workers),
         ):
             if missed := dict.fromkeys(request.name for request in idle if is_missed(request.layer)):
                 raise LayertapError(f"the edit of {', '.join(missed)} never took effect: it was {reason}")
-        traced = [request for request in edits if id(self._layers.get(request.layer)) in self._traced]
+        traced = [request for request in edits if id(self._layers.get(request.layer)) in capture.traced]
         if missed := dict.fromkeys(request.name for request in traced if request.call is None or request in idle):
             raise LayertapError(
                 f"the edit of {', '.join(missed)} never took effect {_TRACED}",
@@ -388,7 +414,7 @@ class Taps(FunctionAndParameterCalls):
         if not idle:
             return
         names = ", ".join(dict.fromkeys(request.name for request in idle))
-        if self._forward is None:
+        if capture.forward is None:
             raise LayertapError(
                 f"the edit of {names} never took effect: the model itself was not called inside the `with` block, in "
                 "its thread and asyncio task (model.forward(...), other methods, single layers and steps compiled "
@@ -401,23 +427,29 @@ class Taps(FunctionAndParameterCalls):
                 hint="call backward() inside the block, on a loss that depends on it, and do not freeze it"
                 + (f"; {FROZEN}" if any(request.layer in self._layers for request in idle) else ""),
             )
-        if self._forward.returned_generator:
+        if capture.forward.returned_generator:
             raise LayertapError(f"the edit of {names} never took effect: the model returned {_GENERATOR}")
         raise LayertapError(f"the edit of {names} never took effect: no matching call returned a floating-point tensor")
 
 
-def _move_edits_to_front(module: nn.Module) -> None:
-    """Let edits of outputs run before all other hooks, in the reverse order of edits of inputs.
+def taps_of(
+    model: nn.Module, variant: Variant, *, stop: bool = False, on_record: Callable[[Record], None] | None = None
+) -> Taps:
+    """Return `Taps` for layertap's own code, which differ from those of its users."""
+    taps = Taps(model, stop=stop, on_record=on_record)
+    taps._variant = variant
+    return taps
 
-    The `Taps` opened last edit inputs first, and outputs last.
+
+def begin_inside(taps: Taps, caller: FrameType) -> None:
+    """Start a record in a forward that is running already.
+
+    Args:
+        taps: in their block.
+        caller: function of PyTorch that calls the pre-hooks of the model.
     """
-    edits = [
-        number
-        for number, hook in hooks_of(module)[1].items()
-        if isinstance(hook, ModelBoundHook) and getattr(hook.func, "__func__", None) is HookCalls._edit_output
-    ]
-    for number in reversed(edits):
-        hooks_of(module)[1].move_to_end(number, last=False)
+    assert taps._capture is not None
+    taps._capture.begin(caller)
 
 
 def _check_function(what: str, layers: Layers, function: object, hint: str) -> None:

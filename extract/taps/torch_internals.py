@@ -6,7 +6,8 @@ Functions written in C are named here without a function around them: some run a
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,9 +29,9 @@ __all__ = [
     "is_saved",
     "is_shared",
     "memory_of",
+    "not_traced",
     "pop_function_mode",
     "push_function_mode",
-    "when_backward_ends",
 ]
 
 # Number of the running backward pass of this thread, -1 outside: activation checkpointing asks the same. It tells calls
@@ -67,11 +68,6 @@ def computes_tangents() -> bool:
     return forward_ad._current_level >= 0
 
 
-def when_backward_ends(function: Any) -> None:
-    """Call a function at the end of the running backward pass."""
-    torch.autograd.Variable._execution_engine.queue_callback(function)
-
-
 def memory_of(tensor: Tensor) -> int:
     """Return what tensors have in common that share memory, as long as one of them exists.
 
@@ -95,6 +91,18 @@ def is_shared(tensor: Tensor) -> bool:
 def is_saved(tensor: Tensor) -> bool:
     """Whether autograd may have saved this very tensor, or a view of it exists."""
     return bool(tensor._use_count() > 1)  # type: ignore[attr-defined]
+
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def not_traced(function: _F) -> _F:
+    """Decorator: PyTorch's compiler calls this function while it traces, and does not trace it.
+
+    `torch.compiler.assume_constant_result` sets this attribute, but imports the compiler, which takes a second.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 def hooks_of(module: nn.Module) -> tuple[Any, Any]:

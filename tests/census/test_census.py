@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torchvision import models
 
 from extract import InputError, Taps
-from extract.taps import hook_calls
+from extract.taps import capture
 from extract.taps.batch_axis import BatchAxis, Trial
+from extract.taps.surgery import Surgery
 from tests.census.comparison import Report, compare
 from tests.census.embedding import compare_embedding
 from tests.census.networks import Network, prepare
@@ -128,7 +129,7 @@ def test_the_census_has_nets_on_which_naive_hooks_fail() -> None:
 
 
 def test_the_census_notices_taps_that_do_not_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hook_calls, "_copied", lambda value, site, to_cpu: value)
+    monkeypatch.setattr(capture, "_copied", lambda value, site, to_cpu: value)
     report = compare(*built("timm/test_resnet"), Report())
     assert report.wrong["outputs"] > 10
 
@@ -148,8 +149,7 @@ class Branches(nn.Module):
 def test_the_census_notices_gradients_of_a_shared_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     model, pictures = Branches().eval(), torch.randn(2, 3, 8, 8)
     assert not +compare(model, pictures, Report()).wrong
-    monkeypatch.setattr(hook_calls, "separated", lambda point, output, site, forward: output)
-    monkeypatch.setattr(hook_calls, "to_watch", lambda point, side, tensor, site, forward, *, stands_in: tensor)
+    monkeypatch.setattr(Surgery, "_separated", lambda self, gradients, call, is_one_of_several, path, tensor: tensor)
     report = compare(model, pictures, Report())
     assert report.examples["gradients"] == [str(Place("same", 0, ()))]
 
@@ -172,8 +172,8 @@ def test_the_census_notices_rows_that_are_refused_needlessly(monkeypatch: pytest
 def test_the_census_notices_hooks_that_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     register = Taps._register
 
-    def register_one_more(taps: Taps, undo: Any) -> None:
-        register(taps, undo)
+    def register_one_more(taps: Taps, *how: Any) -> None:
+        register(taps, *how)
         taps._model.register_forward_hook(lambda module, args, output: None)
 
     monkeypatch.setattr(Taps, "_register", register_one_more)

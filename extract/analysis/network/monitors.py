@@ -35,10 +35,10 @@ from extract.analysis.network.activation_statistics import Statistics, Summary, 
 from extract.analysis.network.inspection import does_something, positions_of
 from extract.errors import InputError, LayertapError
 from extract.system.csv_cells import safe_cell
-from extract.taps.hook_calls import ModelBoundHook
+from extract.taps.capture import ModelBoundHook, Variant
 from extract.taps.layer_names import match_layers, named_layers, named_parameters, unwrap
 from extract.taps.record import Record
-from extract.taps.taps import Taps
+from extract.taps.taps import Taps, begin_inside, taps_of
 
 __all__ = ["ActivationMonitor", "Alarm", "GradientMonitor"]
 
@@ -79,16 +79,6 @@ class Alarm:
 
     def __str__(self) -> str:
         return f"step {self.step}: {self.layer}: {self.text}"
-
-
-class _PassiveTaps(Taps):
-    """Taps that do not change the training: no tensor is replaced by a copy."""
-
-    _stands_in = False
-
-    def begin(self, module: nn.Module, args: Any) -> None:
-        """Start a record in a forward that is already running; called by a pre-hook of the model."""
-        self._begin(module, args, sys._getframe(3))
 
 
 class _Monitor:
@@ -157,11 +147,15 @@ class _Monitor:
         if self.step % self._every == 0:
             tensors = [value for value in args if isinstance(value, Tensor)]
             self._input_shape = tuple(tensors[0].shape) if tensors else ()
-            taps = self._taps = _PassiveTaps(self._model, on_record=partial(self._on_record, self.step))
+            taps = self._taps = taps_of(
+                self._model,
+                Variant(stands_in=False),  # no tensor of the training is replaced by a copy
+                on_record=partial(self._on_record, self.step),
+            )
             self._request(taps)
             taps.__enter__()
             if module is unwrap(module):  # hooks added now are not called for this module in this forward
-                taps.begin(module, args)
+                begin_inside(taps, sys._getframe(2))
         self.step += 1
 
     def _summary(self, value: Tensor) -> dict[str, Tensor]:

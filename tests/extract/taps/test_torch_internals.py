@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from extract.taps import torch_internals as internals
-from extract.taps.gradients import frames_of
+from extract.taps.capture import frames_of
 
 X = torch.arange(4.0)
 
@@ -31,7 +31,6 @@ class Asks(torch.autograd.Function):
             internals.graph_task(),
             any(frame.f_code is internals.engine_code for frame in frames_of(sys._getframe())),
         ]
-        internals.when_backward_ends(lambda: Asks.answers.append("ended"))
         return gradient
 
 
@@ -40,10 +39,10 @@ def test_without_the_backward_pass_layers_that_it_computes_again_would_be_record
     assert internals.graph_task() == -1
     Asks.apply(X.clone().requires_grad_()).sum().backward()
     assert internals.graph_task() == -1
-    task, is_on_the_stack, ended = Asks.answers
+    task, is_on_the_stack = Asks.answers
     assert isinstance(task, int)
     assert task >= 0
-    assert (is_on_the_stack, ended) == (True, "ended")
+    assert is_on_the_stack
 
 
 def test_without_leaving_inference_mode_copies_could_not_be_used_in_training() -> None:
@@ -118,6 +117,19 @@ def test_without_the_order_of_hooks_others_would_see_values_before_an_edit() -> 
     assert list(internals.hooks_of(layer)[0]) == [before.id]
     internals.hooks_of(layer)[1].move_to_end(last.id, last=False)
     assert list(internals.hooks_of(layer)[1]) == [last.id, first.id]
+
+
+def test_without_functions_that_are_not_traced_no_layer_could_say_that_the_compiler_traced_it() -> None:
+    traced: list[bool] = []
+
+    @internals.not_traced
+    def note() -> int:
+        traced.append(torch.compiler.is_dynamo_compiling())
+        return 1
+
+    compiled = torch.compile(lambda x: x + note(), backend="eager", fullgraph=True)
+    assert torch.equal(compiled(X), X + 1)
+    assert traced[0] is False  # it ran; where it is traced, this is true
 
 
 def test_each_name_has_a_test_and_stands_nowhere_else() -> None:

@@ -1,0 +1,587 @@
+"""The core of `Taps`: keep inputs and outputs of layers while a model runs, by PyTorch's public hooks.
+
+A `Capture` is one `with` block. Hooks on the model itself start and end a record. Hooks on layers pass arguments and
+outputs through steps: functions of (call, value) that return what the model continues with. A layer has four places:
+
+    on_enter    its arguments, before other hooks see them
+    on_receive  its arguments, as the layer receives them; inputs are kept here
+    on_return   its output, before other hooks see it
+    on_leave    its output, as the model receives it; outputs are kept here
+
+The steps in this module keep values and change nothing. `surgery` adds those of edits and gradients.
+
+Only calls in the thread of the block count, between the pre-hook and the hook of the model. Where activation
+checkpointing computes a layer again in the backward pass, edits are applied again, and no values are kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from types import AsyncGeneratorType, CoroutineType, FrameType, GeneratorType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
+from torch.utils.hooks import RemovableHandle
+
+from extract.errors import InputError
+from extract.taps.block import Block
+from extract.taps.copies import dense_copy
+from extract.taps.nested import tensors_in
+from extract.taps.record import Record, Reduce, Site, What
+from extract.taps.requests import TapRequest, number_again
+from extract.taps.torch_internals import (
+    computes_tangents,
+    graph_task,
+    has_dispatch_modes,
+    has_function_modes,
+    hooks_of,
+    inference_mode,
+    is_in_functorch,
+    not_traced,
+)
+
+__all__ = [
+    "Call",
+    "Capture",
+    "CopyOut",
+    "ModelBoundHook",
+    "ModelCall",
+    "Point",
+    "Step",
+    "Variant",
+    "as_kept",
+    "copy_out",
+    "frames_of",
+    "in_backward",
+    "is_before_others",
+    "is_simple",
+]
+
+
+class _Stop(BaseException):
+    """Ends a forward once all requested values are computed; a model's `except Exception` does not catch it."""
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class ModelCall:
+    """One call of the model: its record and its progress.
+
+    Attributes:
+        record: kept values.
+        caller: function that called the hook at the start of the model, and will call the one at its end; None
+            afterwards.
+        running: whether the model runs.
+        returned_generator: whether the model returned a generator or coroutine, whose code runs later.
+        handed_on: whether the record was passed to `on_record`.
+        calls: id of a module -> number of its calls.
+        kept: (layer, what) -> number of calls kept.
+        left: number of (layer, what) pairs with calls still to be kept.
+    """
+
+    record: Record
+    caller: FrameType | None
+    calls: Counter[int]
+    left: int
+    running: bool = True
+    returned_generator: bool = False
+    handed_on: bool = False
+    kept: Counter[tuple[str, What]] = dataclasses.field(default_factory=Counter)
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Call:
+    """One call of a layer.
+
+    Attributes:
+        number: index of the call in the forward of the model. Where a backward pass repeats a call, 0 if the layer ran
+            once, else `UNKNOWN`. None for a call outside the model's, which passes no steps.
+        forward: the running forward; None where a backward pass repeats a call, or outside.
+        arguments: what the layer received, for steps at its output.
+        changes: what edits and gradients remember of this call.
+    """
+
+    number: Any
+    forward: ModelCall | None
+    arguments: tuple[Any, ...] = ()
+    changes: Any = None
+
+
+Step = Callable[[Call, Any], Any]
+CopyOut = Callable[[Tensor, Reduce | None, Site], Any]
+
+
+@dataclasses.dataclass(eq=False)
+class Point:
+    """A layer with the steps at its four places; see the top of this file.
+
+    Attributes:
+        module: the layer.
+        calls: calls in progress, the innermost last: a layer may call itself.
+        is_counted_on_entry: whether a pre-hook counts the call. A layer that calls no others needs none.
+    """
+
+    module: nn.Module
+    on_enter: list[Step] = dataclasses.field(default_factory=list)
+    on_receive: list[Step] = dataclasses.field(default_factory=list)
+    on_return: list[Step] = dataclasses.field(default_factory=list)
+    on_leave: list[Step] = dataclasses.field(default_factory=list)
+    calls: list[Call] = dataclasses.field(default_factory=list)
+    is_counted_on_entry: bool = True
+
+
+def copy_out(
+    tensor: Tensor, reduce: Reduce | None, site: Site, to_cpu: Callable[[Tensor], Tensor] | None = None
+) -> Any:
+    """Reduce a tensor on its device, then copy the result to the CPU.
+
+    Args:
+        tensor: on the device of the model.
+        reduce: see `Taps.keep`.
+        site: the site of the tensor, for errors.
+        to_cpu: copies a dense tensor to the CPU, possibly asynchronously; None makes a blocking copy.
+    """
+    if reduce is None and not torch.is_inference_mode_enabled():
+        attached = tensor.requires_grad or computes_tangents()
+        return _copied(tensor.detach() if attached else tensor, site, to_cpu)
+    # Copies made in inference mode could not be used in training later. This guard is what `torch.inference_mode` uses;
+    # the latter takes as long as the copy of a small tensor.
+    with inference_mode(False):
+        value = tensor.detach()
+        if reduce is None:
+            return _copied(value, site, to_cpu)
+        with torch.no_grad():
+            try:
+                value = reduce(value)
+            except Exception as error:
+                shape = "" if tensor.is_nested else f" of shape {tuple(tensor.shape)}"
+                error.add_note(f"while reducing {site}{shape}")
+                raise
+            if isinstance(value, dict):
+                return {name: _copied(part, site, to_cpu) for name, part in value.items()}
+            return _copied(value, site, to_cpu)
+
+
+def _copied(value: Any, site: Site, to_cpu: Callable[[Tensor], Tensor] | None) -> Tensor:
+    """Return a contiguous, dense copy on the CPU that owns its memory."""
+    return (
+        value.clone()
+        if type(value) is Tensor and to_cpu is None and _is_plain(value)
+        else dense_copy(value, site, to_cpu)
+    )
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether `clone` gives what `dense_copy` returns."""
+    return (
+        tensor.is_cpu
+        and tensor.dtype is torch.float32
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+        and not is_in_functorch(tensor)
+        and tensor.is_contiguous()
+    )
+
+
+class ModelBoundHook:
+    """Hook that does nothing in a copied or pickled model, nor where PyTorch's compiler traces a module.
+
+    The compiler traces what `torch.cond` or FlexAttention run, for example, and the code of hooks there; it fails on
+    what it cannot translate. This module then runs without its hooks.
+
+    Args:
+        hook: the hook.
+        traced: receives the id of each module whose call the compiler has traced.
+    """
+
+    __slots__ = ("hook", "traced")
+
+    def __init__(self, hook: Callable[..., Any], traced: set[int]):
+        self.hook, self.traced = hook, traced
+
+    def __call__(self, module: nn.Module, *args: Any) -> Any:
+        """Call the hook, or note that the compiler traces the call."""
+        if is_dynamo_compiling():  # true for the compiler alone, which does not call the function
+            return _note(self, module)
+        return self.hook(module, *args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Such a file can be loaded where layertap is not installed.
+        return partial, (contextlib.nullcontext.__exit__, contextlib.nullcontext())
+
+    def __deepcopy__(self, memo: Any) -> ModelBoundHook:
+        return ModelBoundHook(_remove, set())
+
+
+@not_traced
+def _note(hook: ModelBoundHook, module: nn.Module) -> None:
+    if not torch.compiler.is_exporting():  # an export is no call of the model
+        hook.traced.add(id(module))
+
+
+def _remove(module: nn.Module, *args: Any) -> None:
+    """Remove copied hooks from a module and those inside it, when one is called: hooks keep layers from fused code."""
+    for layer in module.modules():
+        for hooks in hooks_of(layer):
+            for number in [number for number, hook in hooks.items() if getattr(hook, "hook", None) is _remove]:
+                del hooks[number]
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """How the taps of layertap's own code differ from those of its users.
+
+    Attributes:
+        copy_out: reduces and copies a kept tensor.
+        reduce_calls_layers: whether `reduce` may call layers of the model. Poolings do not.
+        has_other_callers: whether other code calls the model, which may compile or export it.
+        stands_in: whether the model may receive a copy of an output in its place, where a gradient hook on the output
+            is not safe.
+    """
+
+    copy_out: CopyOut = copy_out
+    reduce_calls_layers: bool = True
+    has_other_callers: bool = True
+    stands_in: bool = True
+
+
+class Capture:
+    """One `with` block over a model: its hooks, and the record of the last call of the model.
+
+    Args:
+        root: the model, without wrappers.
+        new_record: makes an empty record; receives the number of calls of each module, by id, of this forward.
+        to_keep: (layer, what) -> number of calls kept in a whole forward. After all of them, a forward that was called
+            by `run_until_kept` ends. None: forwards run to their end.
+        on_record: see `Taps`.
+        variant: see `Variant`.
+        unheard: context manager: hides what layertap itself computes from those who watch functions.
+
+    Attributes:
+        forward: the running call of the model, or the last one.
+        block: whose calls count.
+        on_begin, on_end, on_finish, on_let_go: called when a forward starts; when it ends; when it has ended, also by
+            an exception; and when what an interrupted forward holds is to be freed.
+        in_workers: id of each module that a thread of the model's has called.
+        traced: id of each module called in code that PyTorch's compiler traces.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        new_record: Callable[[Counter[int]], Record],
+        to_keep: Counter[tuple[str, What]] | None,
+        on_record: Callable[[Record], None] | None,
+        variant: Variant,
+        unheard: Callable[[], contextlib.AbstractContextManager[None]],
+    ):
+        self._root, self._new_record, self._to_keep, self._on_record = root, new_record, to_keep, on_record
+        self._variant, self._unheard = variant, unheard
+        self._points: dict[int, Point] = {}
+        self._handles: list[RemovableHandle] = []
+        self._stoppable = False  # the forward runs inside `run_until_kept`, which catches _Stop
+        self._thread = threading.get_ident()
+        self.block = Block(self._thread, unheard)
+        self.forward: ModelCall | None = None
+        self.on_begin: list[Callable[[], None]] = []
+        self.on_end: list[Callable[[], None]] = []
+        self.on_finish: list[Callable[[], None]] = []
+        self.on_let_go: list[Callable[[], None]] = []
+        self.in_workers: set[int] = set()
+        self.traced: set[int] = set()
+
+    def point(self, module: nn.Module) -> Point:
+        """Return the point of a layer, for steps that are added before `register`."""
+        return self._points.setdefault(id(module), Point(module))
+
+    def keep(self, module: nn.Module, requests: list[tuple[str, TapRequest]]) -> None:
+        """Add the steps that keep inputs or outputs of a layer."""
+        for what, steps in (("input", self.point(module).on_receive), ("output", self.point(module).on_leave)):
+            kept = [site for name, request in requests for site in as_kept(name, [request]) if request.what == what]
+            if kept:
+                steps.append(partial(self.keep_values, kept))
+
+    def hook(self, register: Callable[..., RemovableHandle], function: Callable[..., Any], **options: Any) -> None:
+        """Register a hook until the end of the block."""
+        self._handles.append(register(ModelBoundHook(function, self.traced), **options))
+
+    def remove_at_end(self, handle: RemovableHandle) -> None:
+        """Remove a hook at the end of the block."""
+        self._handles.append(handle)
+
+    def register(self) -> None:
+        """Register the hooks of all points, and those of the model itself."""
+        self.block.open()
+        for point in self._points.values():
+            module, is_last = point.module, not point.on_leave
+            point.is_counted_on_entry = not is_simple(module) or bool(
+                point.on_enter or point.on_receive or (point.on_return and point.on_leave)
+            )
+            if point.is_counted_on_entry:
+                self.hook(module.register_forward_pre_hook, partial(self._enter, point), with_kwargs=True, prepend=True)
+            if point.on_receive:
+                self.hook(module.register_forward_pre_hook, partial(self._receive, point), with_kwargs=True)
+            if point.on_return:
+                hook = partial(self._return, point, is_last)
+                self.hook(module.register_forward_hook, hook, with_kwargs=True, always_call=True)
+            if point.on_leave or not point.on_return:
+                hook = partial(self._leave, point)
+                self.hook(module.register_forward_hook, hook, with_kwargs=True, always_call=True)
+        self.hook(self._root.register_forward_pre_hook, self._begin, prepend=True)  # before its hooks as a layer
+        self.hook(self._root.register_forward_hook, self._end)
+        if self.on_finish:
+            self.hook(self._root.register_forward_hook, self._finish, always_call=True)
+
+    def close(self) -> None:
+        """Remove all hooks."""
+        self.block.close()
+        for handle in self._handles:
+            handle.remove()
+        self.let_go()
+
+    def run_until_kept(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        """Call the model, and end the forward when all is kept that an earlier forward has kept."""
+        self._stoppable = True
+        try:
+            model(*args, **kwargs)
+        except _Stop:
+            assert self.forward is not None
+            self.forward.running = False
+        finally:
+            self._stoppable = False
+            self.let_go()
+
+    def let_go(self) -> None:
+        """Let go of what the last forward holds if it was interrupted."""
+        if self.forward is not None:
+            self.forward.caller = None
+        for call in self.on_let_go:
+            call()
+
+    def hand_on(self) -> None:
+        """Pass the last record, now complete, to `on_record`, once."""
+        forward = self.forward
+        if forward is not None and not forward.running and not forward.handed_on and self._on_record is not None:
+            forward.handed_on = True
+            with self.block.users_code():
+                self._on_record(forward.record)
+
+    # Whose call it is.
+
+    def running(self) -> ModelCall | None:
+        """Return the forward that is running in this thread, or None."""
+        forward = self.forward
+        if forward is None or not forward.running:
+            return None
+        if (thread := threading.get_ident()) != self._thread or thread in self.block.in_users_code:
+            return None
+        # A backward pass inside the forward may recompute checkpointed layers, which does not count as a call.
+        return forward if graph_task() == -1 and self.block.is_open else None  # `in_backward()`, but faster
+
+    def computing(self) -> ModelCall | None:
+        """Return the forward that is running, or some of whose layers a backward pass computes again; or None."""
+        if not in_backward():
+            return self.running()
+        is_ours = self.is_in_our_thread() and not self.block.is_in_users_code and self.block.is_of_this_task
+        return self.forward if is_ours else None
+
+    def is_in_our_thread(self) -> bool:
+        """Whether a hook was called for the thread of the block; backward passes on a GPU run in another thread."""
+        if self._thread == threading.get_ident():
+            return self.block.is_open
+        return self.block.is_open and torch.cuda.is_initialized() and in_backward()  # type: ignore[no-untyped-call]
+
+    def pass_over(self, module: nn.Module) -> Any:
+        """Remember that a thread that the running forward has started calls a layer."""
+        forward = self.forward
+        if forward is not None and forward.running and self.block.is_worker and not in_backward():
+            self.in_workers.add(id(module))
+
+    # The hooks of the model.
+
+    def _begin(self, module: nn.Module, args: Any) -> None:
+        self.begin(sys._getframe(2))
+
+    def begin(self, caller: FrameType) -> None:
+        """Complete the last record and start a new one; `caller` is the function that calls the model's hooks."""
+        if not self.block.is_open or in_backward():
+            return
+        if self._variant.has_other_callers and torch.compiler.is_exporting() and has_dispatch_modes():
+            return  # of this thread: the exported program would contain the hooks, and the record no values
+        if not self.block.takes_call():
+            return
+        if self._is_inside_forward():
+            return  # the model calls itself: its layers run again in the same forward
+        self.hand_on()
+        for point in self._points.values():
+            point.calls.clear()  # calls of a forward that was stopped or interrupted
+        calls: Counter[int] = Counter()
+        self.forward = ModelCall(self._new_record(calls), caller, calls, len(self._to_keep or ()))
+        for call in self.on_begin:
+            call()
+
+    def _is_inside_forward(self) -> bool:
+        """Whether the running forward is among the callers of this function; another one was interrupted."""
+        forward = self.forward
+        return forward is not None and forward.running and forward.caller in list(frames_of(sys._getframe()))
+
+    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+        if (forward := self.running()) and forward.caller is sys._getframe(2):
+            forward.caller = None
+            for call in self.on_end:
+                call()
+            forward.running = False
+            forward.returned_generator = isinstance(output, GeneratorType | CoroutineType | AsyncGeneratorType)
+            if self._to_keep is not None:
+                self._to_keep |= forward.kept
+
+    def _finish(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self.is_in_our_thread() and not self._is_inside_forward():
+            for call in self.on_finish:
+                call()
+
+    # The hooks of layers. PyTorch calls a hook without keyword arguments if another thread removes it meanwhile; such a
+    # call is ignored.
+
+    def _call(self, module: nn.Module) -> Call:
+        """Return a new call of a layer."""
+        if forward := self.running():
+            number = forward.calls.get(key := id(module), 0)
+            forward.calls[key] = number + 1
+            return Call(number, forward)
+        again = self.computing()
+        return Call(number_again(again.calls, id(module)) if again else None, None)
+
+    def _enter(self, point: Point, module: nn.Module, args: Any, kwargs: Any = None) -> Any:
+        if not self.is_in_our_thread():
+            return self.pass_over(module)
+        point.calls.append(self._call(module))
+        return self._pass_arguments(point, point.on_enter, args, kwargs) if point.on_enter else None
+
+    def _receive(self, point: Point, module: nn.Module, args: Any, kwargs: Any = None) -> Any:
+        return self._pass_arguments(point, point.on_receive, args, kwargs)
+
+    def _pass_arguments(self, point: Point, steps: list[Step], args: Any, kwargs: Any) -> Any:
+        if not self.is_in_our_thread() or not point.calls or kwargs is None or point.calls[-1].number is None:
+            return None
+        value = {**dict(enumerate(args)), **kwargs}
+        passed = self._pass(steps, point.calls[-1], value)
+        if passed is value:
+            return None
+        return tuple(passed[i] for i in range(len(args))), {name: passed[name] for name in kwargs}
+
+    def _return(self, point: Point, is_last: bool, module: nn.Module, args: Any, *rest: Any) -> Any:
+        call = self._call_in_progress(point, module, is_last)
+        return self._pass_output(point.on_return, call, args, rest)
+
+    def _leave(self, point: Point, module: nn.Module, args: Any, *rest: Any) -> Any:
+        call = self._call_in_progress(point, module, True)
+        return self._pass_output(point.on_leave, call, args, rest)
+
+    def _call_in_progress(self, point: Point, module: nn.Module, is_last: bool) -> Call | None:
+        if not self.is_in_our_thread():
+            return None if point.is_counted_on_entry else self.pass_over(module)
+        if not point.is_counted_on_entry:
+            return self._call(module)
+        if not point.calls:
+            return None
+        return point.calls.pop() if is_last else point.calls[-1]
+
+    def _pass_output(self, steps: list[Step], call: Call | None, args: Any, rest: tuple[Any, ...]) -> Any:
+        if call is None or call.number is None or len(rest) < 2 or rest[1] is None:  # None if the layer raised
+            return None
+        call.arguments = (args, rest[0])
+        passed = self._pass(steps, call, rest[1])
+        return None if passed is rest[1] else passed
+
+    def _pass(self, steps: list[Step], call: Call, value: Any) -> Any:
+        """Pass a value through steps, which do not hear of each other's functions."""
+        if has_function_modes():
+            with self._unheard():
+                for step in steps:
+                    value = step(call, value)
+        else:
+            for step in steps:
+                value = step(call, value)
+        return value
+
+    # The steps that keep values.
+
+    def keep_values(self, kept: list[tuple[str, TapRequest, Site]], call: Call, value: Any) -> Any:
+        """Keep a value of a call in the record; end the forward after the last value."""
+        forward = call.forward
+        if forward is None or call.number is None:
+            return value
+        for layer, request, first_site in kept:
+            if request.call is not None and request.call != call.number:
+                continue
+            if isinstance(value, Tensor) and not request.path:
+                site = first_site if call.number == 0 else Site(layer, call.number, (), request.what)
+                self.keep_tensor(forward.record, site, request, value)
+            else:
+                for path, tensor in tensors_in(value, request.path):
+                    self.keep_tensor(forward.record, Site(layer, call.number, path, request.what), request, tensor)
+            if self._to_keep is not None:
+                forward.kept[layer, request.what] += 1
+                forward.left -= forward.kept[layer, request.what] == self._to_keep[layer, request.what]
+        if self._stoppable and self._to_keep and not forward.left:
+            raise _Stop
+        return value
+
+    def keep_tensor(self, record: Record, site: Site, request: TapRequest, tensor: Tensor) -> None:
+        """Copy a tensor into the record, or keep the tensor itself."""
+        # Entering a context takes as long as the copy of a small tensor.
+        if not request.live and (request.reduce is None or not self._variant.reduce_calls_layers):
+            record.by_site[site] = self._variant.copy_out(tensor, request.reduce, site)
+            return
+        with self.block.users_code():
+            if request.live:
+                if request.reduce is None and tensor.is_inference():
+                    raise InputError(
+                        f"{site} cannot be kept live in inference mode, which has no graph", hint="use torch.no_grad()"
+                    )
+                record.keep_live(site, tensor if request.reduce is None else request.reduce(tensor))
+            else:
+                record.by_site[site] = self._variant.copy_out(tensor, request.reduce, site)
+
+
+def as_kept(layer: str, requests: Iterable[TapRequest]) -> list[tuple[str, TapRequest, Site]]:
+    """Return requests for values of a layer, with the site of a tensor of its first call; see `Capture.keep_values`."""
+    return [(layer, request, Site(layer, 0, (), request.what)) for request in requests]
+
+
+def is_before_others(hook: Any) -> bool:
+    """Whether a forward hook is one of a `Capture` that passes outputs on before other hooks see them."""
+    return (
+        isinstance(hook, ModelBoundHook)
+        and getattr(getattr(hook.hook, "func", None), "__func__", None) is Capture._return
+    )
+
+
+def in_backward() -> bool:
+    """Whether this thread is inside a backward pass; the same test as in `torch.utils.checkpoint`."""
+    return graph_task() != -1
+
+
+def frames_of(frame: FrameType | None) -> Iterator[FrameType]:
+    """Yield a frame and those of its callers."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def is_simple(module: nn.Module) -> bool:
+    """Whether a layer is one of PyTorch's own, as it is, and calls no layers.
+
+    Its calls can be counted at their end. Others may call themselves, and would be numbered in the order in which they
+    end. PyTorch's own call of a hook takes more than a microsecond.
+    """
+    kind = type(module).__module__
+    return kind.startswith("torch.nn.modules.") and "forward" not in vars(module) and not any(module.children())

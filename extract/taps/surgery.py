@@ -1,0 +1,455 @@
+"""Edits of inputs and outputs of layers, and the watching of their gradients: steps of a `Capture`.
+
+The model continues with an edited value, or with a copy whose gradient is watched, in place of the tensor that it has
+computed. `stand_ins` keeps the two equal where the model writes into one of them. Functions are watched only from
+where such a write could happen.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from extract.errors import InputError
+from extract.taps.capture import Call, Capture, Point, Variant, in_backward, is_before_others, is_simple
+from extract.taps.copies import copied, overlaps_itself
+from extract.taps.edits import apply_edit
+from extract.taps.functions import Listener, Write, unwatch, unwatched, watch, watch_again, write
+from extract.taps.nested import Path, is_several, map_tensors, tensors_in, unread
+from extract.taps.record import Record, Site
+from extract.taps.requests import UNKNOWN, Requests, TapRequest
+from extract.taps.stand_ins import StandIn, StandInError, StandIns, originals, stands_in
+from extract.taps.torch_internals import hooks_of, is_saved, is_shared, memory_of
+
+__all__ = ["Surgery"]
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Changes:
+    """What edits and gradients remember of one call of a layer.
+
+    Attributes:
+        watched: (input, its copy) for each input whose gradient is watched.
+        stand_ins: how tensors stand in for its inputs.
+        replaced: (site, input, what stands in for it, whether that follows it) of a layer that only reads its inputs.
+        separated: copies of outputs, passed on in their place because their gradients are watched.
+        received: if the output is edited, the tensors that the layer received, each with its version, which is None
+            in inference mode.
+        written: the memory that the layer may have written into since, for inference mode.
+        end_again: ends the watching of functions in a backward pass that computes the layer again.
+    """
+
+    watched: list[tuple[Tensor, Tensor]] = dataclasses.field(default_factory=list)
+    stand_ins: list[StandIn] = dataclasses.field(default_factory=list)
+    replaced: list[tuple[Site, Tensor, Tensor, bool]] = dataclasses.field(default_factory=list)
+    separated: list[Tensor] = dataclasses.field(default_factory=list)
+    received: list[tuple[Tensor, int | None]] = dataclasses.field(default_factory=list)
+    written: set[int] = dataclasses.field(default_factory=set)
+    end_again: Callable[[], None] = lambda: None
+
+    def has_written(self, tensor: Tensor) -> bool:
+        """Whether the layer has received this very tensor, or what it stands in for, and written into it."""
+        return bool(self.received) and any(
+            original is received
+            and (memory_of(received) in self.written if version is None else received._version != version)
+            for original in originals(tensor)
+            for received, version in self.received
+        )
+
+
+# Returns what the model continues with: receives the call, the site, the tensor that was edited, and the result.
+_PassOn = Callable[[Call, Site, Tensor, Tensor], Tensor]
+
+
+class Surgery:
+    """Edits and gradients of layers in one block.
+
+    Args:
+        capture: the block.
+        variant: see `Variant`.
+        edited: receives the id of each request whose edit was applied.
+    """
+
+    def __init__(self, capture: Capture, variant: Variant, edited: set[int]):
+        self._capture, self._variant, self._edited_requests = capture, variant, edited
+        self.listener = Listener(on_write=self._on_write, writes_into_a_copy=self._writes_into_a_copy)
+        self._modules: list[nn.Module] = []
+        self._stand_ins: StandIns | None = None  # of the last forward
+        self._editing: list[tuple[Point, Call]] = []  # running calls of layers whose outputs are edited
+        self._watched: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+        capture.on_begin.append(self._begin)
+        capture.on_end.append(self._end)
+        capture.on_finish.append(self._unwatch)
+        capture.on_let_go.append(self._let_go)
+
+    def _begin(self) -> None:
+        self._stand_ins = None
+        self._editing.clear()
+        self._watched.clear()
+
+    def _end(self) -> None:
+        if self._stand_ins is not None:
+            self._stand_ins.end()
+
+    def _let_go(self) -> None:
+        self._stand_ins = None
+        self._editing.clear()
+        self._unwatch()
+
+    def _unwatch(self) -> None:
+        unwatch(self.listener)
+
+    def add(self, module: nn.Module, requests: Sequence[tuple[str, TapRequest]]) -> None:
+        """Add the steps for requests of one layer: (name of the layer, request) pairs."""
+        self._modules.append(module)
+        point = self._capture.point(module)
+        input_edits, output_edits, grad, grad_input = (
+            Requests([(name, r) for name, r in requests if r.what == what and (r.edit is not None or "grad" in what)])
+            for what in ("input", "output", "grad", "grad_input")
+        )
+        # Edits come before all other hooks: transformers captures hidden states by hooks of its own, and with edits
+        # after them 4 of the 8 layers of a DPT were unedited. Values are kept, and gradients watched, after all others.
+        # Such a layer does not write into its inputs. It may return them.
+        only_reads = is_simple(module) and not getattr(module, "inplace", False)
+        pass_on = partial(self._pass_on_input, only_reads)
+        if input_edits:
+            point.on_enter.append(partial(self._edit, input_edits, pass_on))
+        if output_edits and not only_reads:
+            point.on_enter.append(partial(self._receive, point, output_edits))
+        if grad_input:
+            # After other hooks, which may replace the inputs.
+            steps = point.on_receive if hooks_of(module)[0] else point.on_enter
+            steps.append(partial(self._watch_inputs, grad_input, pass_on))
+        if point.on_enter or point.on_receive:
+            point.on_return.append(self._settle)
+        if output_edits:
+            point.on_return.append(partial(self._edit_output, output_edits))
+        if grad and self._variant.stands_in and (hooks_of(module)[1] or point.on_return):
+            # Before other hooks: what they keep of the output may be a part of the loss.
+            point.on_return.append(partial(self._separate, grad))
+        if grad:
+            point.on_leave.append(partial(self._watch_output, grad))
+
+    def move_edits_to_front(self) -> None:
+        """Let the registered edits of outputs run before all other hooks, in the reverse order of edits of inputs.
+
+        The `Taps` opened last edit inputs first, and outputs last.
+        """
+        for module in self._modules:
+            hooks = hooks_of(module)[1]
+            for number in reversed([number for number, hook in hooks.items() if is_before_others(hook)]):
+                hooks.move_to_end(number, last=False)
+
+    # Steps at the arguments.
+
+    def _receive(self, point: Point, edits: Requests, call: Call, value: Any) -> Any:
+        """Remember what a layer receives whose output is edited, to see whether it writes into it."""
+        if not edits.is_for(call.number) or not self._capture.computing():
+            return value
+        changes = _changes(call)
+        changes.received = [(t, None if t.is_inference() else t._version) for _, t in tensors_in(value)]
+        self._editing.append((point, call))
+        if not changes.received:
+            return value
+        if in_backward():
+            changes.end_again = watch_again(self.listener)
+        elif torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+            watch(self.listener)
+        return value
+
+    def _pass_on_input(
+        self, only_reads: bool, call: Call, site: Site, given: Tensor, tensor: Tensor, follows: bool = False
+    ) -> Tensor:
+        """Pass a tensor on to a layer in place of one of its inputs."""
+        changes = _changes(call)
+        if only_reads:
+            changes.replaced.append((site, given, tensor, follows))
+        elif (added := self._stand_in(site, given, tensor, follows=follows)) is not None:
+            changes.stand_ins.append(added)
+        return tensor
+
+    def _watch_inputs(self, gradients: Requests, pass_on: Callable[..., Tensor], call: Call, value: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return value
+        return map_tensors(value, partial(self._watched_input, gradients, pass_on, call))
+
+    def _watched_input(
+        self, gradients: Requests, pass_on: Callable[..., Tensor], call: Call, path: Path, tensor: Tensor
+    ) -> Tensor:
+        """Return a copy whose gradient is watched: that through this layer, since no other reads the copy."""
+        if not (requests := _gradient_requests(gradients, call, path, tensor)):
+            return tensor
+        # A view is not enough: if the layer writes into it in place, autograd builds its node again, without the hook.
+        changes = _changes(call)
+        for given, copy in changes.watched:
+            if given is tensor:  # a tensor that is passed twice has one gradient, which is edited once
+                self._on_gradient(copy, [(site, request) for site, request in requests if request.edit is None])
+                return copy
+        try:
+            copy = copied(tensor)
+        except RuntimeError as error:  # one of several views of a tensor that was written to, which cannot be read
+            raise StandInError(requests[0][0]) from error
+        changes.watched.append((tensor, copy))
+        pass_on(call, requests[0][0], tensor, copy, follows=True)
+        self._on_gradient(copy, requests)
+        return copy
+
+    # Steps at the output.
+
+    def _settle(self, call: Call, output: Any) -> Any:
+        """Follow writes into what a layer received in place of its inputs, from where the model can make some."""
+        changes: _Changes | None = call.changes
+        if changes is None:
+            return output
+        for added in changes.stand_ins:
+            added.catch_up()
+        if changes.replaced:
+            # What else can be read: the output, what it stands in for (other `Taps` may have replaced the input again),
+            # and what autograd has saved.
+            readable = {memory_of(part) for _, tensor in tensors_in(output) for part in originals(tensor)}
+            for _, given, tensor, _ in reversed(changes.replaced):
+                if memory_of(tensor) in readable or (torch.is_grad_enabled() and is_shared(tensor)):
+                    readable |= {memory_of(tensor), memory_of(given)}
+            for site, given, tensor, follows in changes.replaced:
+                if memory_of(tensor) in readable:
+                    self._stand_in(site, given, tensor, follows=follows, is_of_a_chain=True)
+        changes.end_again()
+        return output
+
+    def _edit_output(self, edits: Requests, call: Call, output: Any) -> Any:
+        is_new = _is_new(output) and not stands_in(output)
+        return self._edit(edits, self._pass_on_new if is_new else self._pass_on_output, call, output)
+
+    def _pass_on_new(self, call: Call, site: Site, given: Tensor, edited: Tensor) -> Tensor:
+        return edited
+
+    def _pass_on_output(self, call: Call, site: Site, given: Tensor, edited: Tensor) -> Tensor:
+        """Return what the model continues with: the edited tensor, or the given one with its values."""
+        changes: _Changes | None = call.changes
+        if changes is not None and changes.has_written(given):
+            is_kept_by_autograd = torch.is_grad_enabled() and (is_saved(given) or overlaps_itself(given))
+            if not is_kept_by_autograd:
+                write(given, edited)  # a caller may expect the output of a layer that works in place here
+                return given
+        self._stand_in(site, given, edited)
+        return edited
+
+    def _separate(self, gradients: Requests, call: Call, output: Any) -> Any:
+        """Replace outputs by copies where their gradients cannot be watched otherwise."""
+        if not torch.is_grad_enabled():
+            return output
+        return map_tensors(output, partial(self._separated, gradients, call, is_several(output)))
+
+    def _separated(
+        self, gradients: Requests, call: Call, is_one_of_several: bool, path: Path, tensor: Tensor
+    ) -> Tensor:
+        """Return the output of a layer if a hook on it is safe, else a copy that is passed on in its place."""
+        if not (requests := _gradient_requests(gradients, call, path, tensor)):
+            return tensor
+        if call.changes is not None and any(tensor is copy for copy in call.changes.separated):
+            return tensor
+        # A hook on a leaf would outlive this forward. A hook on a view is lost when the view is written to in place.
+        # A tensor that a layer returns unchanged, from its input or from a layer inside it, has other readers. So may
+        # one of several outputs: an LSTM cell computes its output from its cell state.
+        is_safe = not (tensor.is_leaf or tensor._is_view() or is_one_of_several or self._is_watched(tensor))
+        if is_safe and not any(tensor is given for _, given in tensors_in(call.arguments)):
+            return tensor
+        copy = copied(tensor)
+        self._stand_in(requests[0][0], tensor, copy)
+        _changes(call).separated.append(copy)
+        return copy
+
+    def _watch_output(self, gradients: Requests, call: Call, output: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return output
+        return map_tensors(output, partial(self._watched_output, gradients, call, is_several(output)))
+
+    def _watched_output(
+        self, gradients: Requests, call: Call, is_one_of_several: bool, path: Path, tensor: Tensor
+    ) -> Tensor:
+        if not (requests := _gradient_requests(gradients, call, path, tensor)):
+            return tensor
+        if self._variant.stands_in:
+            tensor = self._separated(gradients, call, is_one_of_several, path, tensor)
+        elif tensor.is_leaf:  # a hook on it would outlive this forward
+            return tensor
+        self._on_gradient(tensor, requests)
+        return tensor
+
+    # Results of functions.
+
+    def edit_result(self, edits: Requests, call: Call, result: Any) -> Any:
+        """Edit the result of a function, and return what the model continues with."""
+        return self._edit(edits, self._pass_on_result, call, result)
+
+    def _pass_on_result(self, call: Call, site: Site, given: Tensor, edited: Tensor) -> Tensor:
+        self._stand_in(site, given, edited)
+        return edited
+
+    def watch_result(self, gradients: Requests, call: Call, result: Any) -> Any:
+        """Watch the gradients of the result of a function, and return what the model continues with."""
+        if not torch.is_grad_enabled():
+            return result
+        return map_tensors(result, partial(self._watched_output, gradients, call, False))
+
+    # What the steps share.
+
+    def _edit(self, edits: Requests, pass_on: _PassOn, call: Call, value: Any) -> Any:
+        """Edit the tensors in a value, and return what the model continues with."""
+        if isinstance(value, Tensor):
+            return self._edited(edits, pass_on, call, {}, (), value)
+        for path, part in unread(value):
+            for site, _ in edits.of(call.number, path):
+                raise InputError(
+                    f"{site} is a {type(part).__name__} that holds tensors, which edits do not reach",
+                    hint="name the tensors to edit, each by its site",
+                )
+        return map_tensors(value, partial(self._edited, edits, pass_on, call, {}))
+
+    def _edited(
+        self,
+        edits: Requests,
+        pass_on: _PassOn,
+        call: Call,
+        edited: dict[Any, tuple[Tensor, Tensor]],
+        path: Path,
+        tensor: Tensor,
+    ) -> Tensor:
+        """Edit a tensor; one that stands in several places (`return h, h`) is edited once, and is in all of them."""
+        requests = edits.of(call.number, path)
+        if not requests or not tensor.is_floating_point():
+            return tensor
+        key = (id(tensor), *[id(request) for _, request in requests])
+        if key not in edited:
+            result, may_change = tensor, pass_on == self._pass_on_new
+            with self._capture.block.users_code():
+                for site, request in requests:
+                    assert request.edit is not None
+                    result = apply_edit(result, request.edit, site, may_change=may_change)
+                    may_change = True
+                    self._edited_requests.add(id(request))
+            # The id of `tensor` is a key as long as it lives.
+            edited[key] = tensor, pass_on(call, requests[0][0], tensor, result)
+        return edited[key][1]
+
+    def _stand_in(
+        self, site: Site, given: Tensor, tensor: Tensor, *, follows: bool = False, is_of_a_chain: bool = False
+    ) -> StandIn | None:
+        """Follow the writes into a tensor that the model continues with in place of another; see `StandIns.add`."""
+        if self._stand_ins is None:
+            self._stand_ins = StandIns()
+        if in_backward():
+            self._stand_ins.check_again(site)
+            return None
+        watch(self.listener)
+        return self._stand_ins.add(site, given, tensor, follows=follows, is_of_a_chain=is_of_a_chain)
+
+    def _is_watched(self, tensor: Tensor) -> bool:
+        """Whether the gradient of this tensor is watched in this forward."""
+        return self._watched.get(id(tensor)) is tensor
+
+    def _on_gradient(self, tensor: Tensor, requests: list[tuple[Site, TapRequest]]) -> None:
+        """Register a hook that edits and keeps the gradient of a tensor while the block is open."""
+        assert self._capture.forward is not None
+        self._watched[id(tensor)] = tensor
+        edits = [(site, request.edit, id(request)) for site, request in requests if request.edit is not None]
+        keeps = [(site, request.reduce) for site, request in requests if request.edit is None]
+        # The graph must not keep the record alive, whose live tensors keep the graph alive.
+        record, block = weakref.ref(self._capture.forward.record), self._capture.block
+        copy_out, edited_requests = self._variant.copy_out, self._edited_requests
+
+        def edit_and_keep(gradient: Tensor) -> Tensor | None:
+            if not block.is_open:
+                return None
+            with block.users_code():
+                for site, edit, request in edits:
+                    gradient = apply_edit(gradient, edit, site)
+                    edited_requests.add(request)
+                if keeps and (kept := record()) is not None:
+                    for site, reduce in keeps:
+                        kept.by_site[site] = copy_out(gradient, reduce, site)
+            return gradient if edits else None
+
+        tensor.register_hook(edit_and_keep)  # type: ignore[no-untyped-call]
+
+    def _changed_calls(self) -> list[_Changes]:
+        """Return what is remembered of the running calls of layers whose outputs are edited."""
+        self._editing = [(point, call) for point, call in self._editing if call in point.calls]
+        return [call.changes for _, call in self._editing]
+
+    def _on_write(self, write: Write) -> Iterable[Callable[[], object]]:
+        """Return what is to be done after a function writes into a tensor; see `Listener.on_write`."""
+        if self._capture.computing() is None:
+            return ()
+        for changes in self._changed_calls():
+            changes.written |= write.reached.keys()
+        return self._stand_ins.before_write(write) if self._stand_ins is not None else ()
+
+    def _writes_into_a_copy(self, function: Any, write: Write) -> bool:
+        """Whether a function gets a copy of the tensor that it writes into; see `Listener.writes_into_a_copy`.
+
+        If the output of a layer that works in place is edited, the edited output is written where the caller expects
+        it. This would replace values that autograd has saved, if it was the layer's own tensor that autograd saw.
+        """
+        if not torch.is_grad_enabled() or self._capture.computing() is None:
+            return False
+        return any(
+            memory_of(received) in write.reached
+            for changes in self._changed_calls()
+            for received, _ in changes.received
+        )
+
+
+def _changes(call: Call) -> _Changes:
+    if call.changes is None:
+        call.changes = _Changes()
+    changes: _Changes = call.changes
+    return changes
+
+
+def _gradient_requests(gradients: Requests, call: Call, path: Path, tensor: Tensor) -> list[tuple[Site, TapRequest]]:
+    if not tensor.requires_grad:
+        return []
+    requests = gradients.of(call.number, path)
+    if call.number == UNKNOWN:
+        return [(site, request) for site, request in requests if request.edit is not None]
+    return requests
+
+
+def _is_new(output: Any) -> bool:
+    """Whether a step, which calls this first of all, has the only reference to the output of its layer."""
+    if type(output) is not Tensor or sys.getrefcount(output) > _references_of_new_output():
+        return False
+    return not (output._is_view() or is_saved(output) or is_shared(output))
+
+
+@functools.cache
+def _references_of_new_output() -> int:
+    """Return how many references Python itself has to an output where `_is_new` counts them."""
+    counted: list[int] = []
+
+    def count(output: Any) -> None:
+        counted.append(sys.getrefcount(output))
+
+    class Step:
+        def __call__(self, edits: None, call: Call, output: Any) -> Any:
+            count(output)
+            return output
+
+    probe = nn.ReLU()
+    capture = Capture(probe, lambda calls: Record(lambda text: None), None, None, Variant(), unwatched)
+    capture.point(probe).on_return.append(partial(Step().__call__, None))
+    capture.register()
+    with unwatched():
+        for _ in range(3):  # a debugger may hold one of them
+            probe(torch.zeros(1))
+    capture.close()
+    return min(counted)
