@@ -117,8 +117,8 @@ class Surgery:
         )
         # Edits come before all other hooks: transformers captures hidden states by hooks of its own, and with edits
         # after them 4 of the 8 layers of a DPT were unedited. Values are kept, and gradients watched, after all others.
-        # Such a layer does not write into its inputs. It may return them.
-        only_reads = is_simple(module) and not getattr(module, "inplace", False)
+        # Such a layer does not write into its inputs, nor does anybody else meanwhile. It may return them.
+        only_reads = is_simple(module) and not getattr(module, "inplace", False) and not any(hooks_of(module))
         pass_on = partial(self._pass_on_input, only_reads)
         if input_edits:
             point.on_enter.append(partial(self._edit, input_edits, pass_on))
@@ -216,7 +216,7 @@ class Surgery:
             # and what autograd has saved.
             readable = {memory_of(part) for _, tensor in tensors_in(output) for part in originals(tensor)}
             for _, given, tensor, _ in reversed(changes.replaced):
-                if memory_of(tensor) in readable or (torch.is_grad_enabled() and is_shared(tensor)):
+                if memory_of(tensor) in readable or (torch.is_grad_enabled() and is_saved(tensor)):
                     readable |= {memory_of(tensor), memory_of(given)}
             for site, given, tensor, follows in changes.replaced:
                 if memory_of(tensor) in readable:
