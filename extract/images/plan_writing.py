@@ -9,7 +9,6 @@ The file gets its name when it is complete. A process that is killed leaves no p
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import operator
@@ -50,11 +49,6 @@ from extract.system.urls import is_http, is_url
 
 __all__ = ["write_plan"]
 
-_OWN_LISTS = {
-    "archives": "archives contain their own lists",
-    "array": "an array needs no list",
-    "Hugging Face": "a dataset of Hugging Face has its own index",
-}
 GROUP_ROWS = 100_000  # a reader reads a group at once: 15 ms, 10 MB of text
 _REPORTED_ROWS = 50_000
 _CLASSES_BYTES = 1 << 25  # Parquet's readers limit the metadata of a file to 100 MB
@@ -89,14 +83,17 @@ def write_plan(
     if is_url(where) and base_of(kind, root) != (where if kind == "folder" else base):
         raise _has_credentials(root, "its URL has a user name or a signature")
     _check_place(out, where, kind, root)
-    with _errors_of_files(out), locked(out):
+    with locked(out):
         if not is_plan(out):
             left_out: Counter[str] = Counter()
             listed = _Listed(_rows_of_list(where) if kind == "list" else _rows_of_folder(where, left_out), on_rows)
             if not len(listed.paths):
                 raise no_images(where, left_out)
             description = {"version": VERSION, "kind": kind, "root": root, "left_out": dict(sorted(left_out.items()))}
-            _write(out / PLAN_FILE, where, listed, description, on_rows)
+            try:
+                _write(out / PLAN_FILE, where, listed, description, on_rows)
+            except OSError as error:
+                raise LayertapError(f"cannot write {out / PLAN_FILE}: {error.strerror or error}") from error
     return open_plan(out)
 
 
@@ -117,13 +114,13 @@ def _kind(where: str) -> str:
     if here and is_plan(where):
         raise InputError(f"{where} is already a plan", hint=f"use it in place of the images: layertap embed {where}")
     kind = kind_of(where)
-    if kind in _OWN_LISTS:
-        why = _OWN_LISTS[kind]
-        raise InputError(f"{where}: {why}, so no plan is written", hint=f"use it directly: layertap embed {where}")
-    if here:
+    if here and kind in ("folder", "list"):
         check_exists(where)
-    if here and Path(where).is_dir() != (kind == "folder"):
-        raise InputError(f"{where}: not a folder or list; a plan is written for a folder or a list")
+        kind = kind if Path(where).is_dir() == (kind == "folder") else "file"
+    if kind not in ("folder", "list"):
+        raise InputError(
+            f"{where}: a plan is written for a folder or a list only", hint=f"use it directly: layertap embed {where}"
+        )
     return kind
 
 
@@ -142,15 +139,6 @@ def _check_place(out: Path, where: str, kind: str, root: str) -> None:
             raise InputError(f"{out} is a plan of {other}", hint=f"choose another folder for one of {root}")
     elif out.is_dir() and any(entry.name != ".lock" and not is_temporary(entry) for entry in out.iterdir()):
         raise InputError(f"{out} is not empty, and not a plan", hint="choose another folder")
-
-
-@contextlib.contextmanager
-def _errors_of_files(out: Path) -> Iterator[None]:
-    """Context manager: turn an OSError into a LayertapError that names the file."""
-    try:
-        yield
-    except OSError as error:
-        raise LayertapError(f"cannot write {error.filename or out}: {error.strerror or error}") from error
 
 
 def _rows_of_folder(where: str, left_out: Counter[str]) -> Iterator[Row]:

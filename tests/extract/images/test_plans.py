@@ -469,9 +469,10 @@ def test_archives_arrays_and_plans_need_no_plan(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "x.zip", "w") as zipped:
         zipped.writestr("a.jpg", b"x")
     write_plan(touch(tmp_path / "images", ["a.jpg"]), tmp_path / "plan")
+    only = "a plan is written for a folder or a list only; use it directly: layertap embed"
     for name, message in (
-        ("x.npy", "an array needs no list"), ("x.zip", "archives contain their own lists"),
-        ("plan", "is already a plan"), ("nothing", "no such folder or file"), ("images/a.jpg", "not a folder or list"),
+        ("x.npy", only), ("x.zip", only), ("images/a.jpg", only), ("{x,y}.tar", only), ("plan", "is already a plan"),
+        ("nothing", "no such folder or file"), ("nothing.csv", "no such folder or file"),
     ):  # fmt: skip
         with pytest.raises(InputError, match=message):
             write_plan(tmp_path / name, tmp_path / "out")
@@ -486,7 +487,7 @@ def test_a_full_disk_is_named_and_leaves_no_plan(tmp_path: Path, monkeypatch: py
 
     with monkeypatch.context() as patched:
         patched.setattr(parquet.ParquetWriter, "write_table", full)
-        with pytest.raises(LayertapError, match="cannot write .*plan: No space left on device"):
+        with pytest.raises(LayertapError, match="cannot write .*plan.parquet: No space left on device"):
             write_plan(root, tmp_path / "plan")
     assert files_of(tmp_path / "plan") == {}
     same(write_plan(root, tmp_path / "plan"), list_images(root))
