@@ -8,7 +8,7 @@ from typing import Any
 from extract.compute.backbone import Backbone
 from extract.extraction.run import ExtractionSettings, Plan
 from extract.extraction.run import plan as plan_with
-from extract.images import ImageList
+from extract.images import Images
 
 __all__ = ["BY_COMMAND", "NET", "plan"]
 
@@ -19,6 +19,6 @@ NET: dict[str, Any] = {
 BY_COMMAND = ["-b", "timm/test_resnet", "--weights", "random", "--device", "cpu", "--workers", 0]
 
 
-def plan(images: str | os.PathLike[str] | ImageList, *, out: Any, backbone: Backbone, **settings: Any) -> Plan:
+def plan(images: str | os.PathLike[str] | Images, *, out: Any, backbone: Backbone, **settings: Any) -> Plan:
     """As of `extract.extraction.run.plan`, with these settings."""
     return plan_with(images, out=out, backbone=backbone, settings=ExtractionSettings(**settings))

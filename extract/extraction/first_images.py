@@ -14,7 +14,7 @@ from torch import Tensor
 from extract import defaults
 from extract.backbones.preprocessing import Preprocessing
 from extract.errors import InputError
-from extract.images import Batch, Decoding, ImageList, load_batches
+from extract.images import Batch, Decoding, Images, load_batches
 from extract.row_status import Status
 
 __all__ = ["FIRST_DECODED", "decode_seconds", "decoded_in", "timed_s"]
@@ -23,7 +23,7 @@ FIRST_DECODED = 16
 
 
 def decoded_in(
-    images: ImageList, ways: Sequence[Preprocessing], max_pixels: int, count: int = FIRST_DECODED
+    images: Images, ways: Sequence[Preprocessing], max_pixels: int, count: int = FIRST_DECODED
 ) -> list[Tensor]:
     """Return the first images that can be decoded in each way: for each way (B, ...), with B up to `count`.
 
@@ -44,14 +44,14 @@ def decoded_in(
     )
 
 
-def _decoded(images: ImageList, way: Preprocessing, max_pixels: int, rows: range) -> Batch:
+def _decoded(images: Images, way: Preprocessing, max_pixels: int, rows: range) -> Batch:
     batches = load_batches(images, [list(rows)], Decoding.for_preprocessing(way, max_pixels))
     with contextlib.closing(batches):
         return next(batches)
 
 
 def decode_seconds(
-    images: ImageList, preprocessing: Preprocessing, max_pixels: int = defaults.MAX_PIXELS, count: int = FIRST_DECODED
+    images: Images, preprocessing: Preprocessing, max_pixels: int = defaults.MAX_PIXELS, count: int = FIRST_DECODED
 ) -> float:
     """Return the seconds of one core to decode an image, measured on the first `count`."""
     threads, rows = torch.get_num_threads(), range(min(count, len(images)))

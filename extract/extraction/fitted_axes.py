@@ -25,7 +25,7 @@ from extract.compute.feature_choice import Choice, Feature
 from extract.compute.forward import Values
 from extract.errors import InputError, LayertapError
 from extract.extraction.settings import ExtractionSettings
-from extract.images import Decoding, ImageList, load_batches
+from extract.images import Decoding, Images, load_batches
 from extract.images.loading import stop_on_machine_errors
 from extract.row_status import Status
 from extract.store.format.dataset import DataSet, check_usable
@@ -44,7 +44,7 @@ _BATCH = 8  # images in a forward of the fit: whole activations of more take muc
 
 def load_axes(
     choice: Choice,
-    images: ImageList,
+    images: Images,
     backbone: LoadedBackbone,
     out: str,
     settings: ExtractionSettings,
@@ -148,7 +148,7 @@ def _recorded(existing: DataSet, feature: Feature, wanted: AxesSource, fit_on: i
 
 
 def _fit(
-    groups: list[_FitGroup], images: ImageList, backbone: LoadedBackbone, out: str, settings: ExtractionSettings,
+    groups: list[_FitGroup], images: Images, backbone: LoadedBackbone, out: str, settings: ExtractionSettings,
     on_fit: Callable[[str], None],
 ) -> None:  # fmt: skip
     """Fit axes, write them into the folder of the data set, and load them."""
@@ -194,7 +194,7 @@ def _check_space(fits: list[AxesFit], folder: Path, feature: Feature) -> None:
         )
 
 
-def _check_finite(values: NDArray[np.float32], rows: list[int], feature: Feature, images: ImageList) -> None:
+def _check_finite(values: NDArray[np.float32], rows: list[int], feature: Feature, images: Images) -> None:
     good = np.isfinite(values).all(1)
     if not good.all():
         row = rows[int(np.argmin(good))]
@@ -220,7 +220,7 @@ def _folder(out: Path) -> Iterator[Path]:
 
 
 def _activations(
-    choice: Choice, images: ImageList, rows: list[int], backbone: LoadedBackbone, settings: ExtractionSettings
+    choice: Choice, images: Images, rows: list[int], backbone: LoadedBackbone, settings: ExtractionSettings
 ) -> Iterator[tuple[list[int], Values]]:
     """Yield rows and features of the images that can be decoded, batch by batch."""
     preprocessing = replace(backbone.preprocessing, fast=False)

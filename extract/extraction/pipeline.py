@@ -27,7 +27,7 @@ from extract.extraction.plan import Plan
 from extract.extraction.summary import Summary
 from extract.extraction.todo import ShardWork, open_part
 from extract.extraction.validation import ValidatedForward
-from extract.images import Batch, ImageList
+from extract.images import Batch, Images
 from extract.row_status import Status
 from extract.store.format.value_types import read_as
 from extract.store.format.writer import ShardWriter
@@ -180,7 +180,7 @@ def _timed(stages: dict[str, float], stage: str) -> Iterator[None]:
 
 
 def reporting_a_note(
-    batches: Iterable[Batch], images: ImageList, on_note: Callable[[str], None] | None
+    batches: Iterable[Batch], images: Images, on_note: Callable[[str], None] | None
 ) -> Iterator[Batch]:
     """Pass batches on; report the first note on an image, with its path, as thousands may have the same."""
     for batch in batches:

@@ -22,7 +22,7 @@ from extract.credentials import without_credentials
 from extract.errors import InputError
 from extract.extraction.fitted_axes import load_axes
 from extract.extraction.settings import ExtractionSettings
-from extract.images import Decoding, ImageList, list_images
+from extract.images import Decoding, Images, list_images
 from extract.store.format.dataset import DataSet, shard_rows_for
 from extract.store.format.kept_axes import AXES_HASH
 from extract.store.format.layout import StoredFeature
@@ -48,7 +48,7 @@ class Plan:
         provenance: provenance of the data set.
     """
 
-    images: ImageList
+    images: Images
     backbone: Backbone
     choice: Choice
     dataset: DataSet
@@ -66,7 +66,7 @@ class Plan:
 
 
 def plan(
-    images: str | os.PathLike[str] | ImageList,
+    images: str | os.PathLike[str] | Images,
     *,
     out: str | os.PathLike[str],
     backbone: Backbone,
@@ -156,7 +156,7 @@ def plan(
 
 
 def features_of(
-    images: ImageList, out: str, backbone: Backbone, settings: ExtractionSettings,
+    images: Images, out: str, backbone: Backbone, settings: ExtractionSettings,
     on_fit: Callable[[str], None] = lambda text: None,
 ) -> Choice:  # fmt: skip
     """Choose the features of the layers of a run, and load or fit their principal axes; see `plan` and `load_axes`."""

@@ -28,7 +28,7 @@ from extract.extraction.settings import BackboneSettings, ExtractionSettings, ta
 from extract.extraction.summary import Summary
 from extract.extraction.todo import batches_of, check_disk_space, check_same_images, work_of
 from extract.extraction.validation import Computation, validated_forward
-from extract.images import ImageList, load_batches
+from extract.images import Images, load_batches
 from extract.images.datasets import MapDataset, is_in_memory, list_dataset
 from extract.images.loading import Load, stop_on_machine_errors
 from extract.store.format.dataset import BUILDING
@@ -106,7 +106,7 @@ def extract_features(arguments: Arguments) -> FeatureReader:
     return FeatureReader(out)
 
 
-def _listed(dataset: MapDataset, limit: int | None, keep: Sequence[str]) -> ImageList:
+def _listed(dataset: MapDataset, limit: int | None, keep: Sequence[str]) -> Images:
     """List a dataset, and pass its notes on as warnings."""
     images = list_dataset(dataset, keep)
     for note in images.notes:

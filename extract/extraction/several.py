@@ -18,7 +18,7 @@ from extract.errors import LayertapError, LockedError, MachineError
 from extract.extraction.plan import Plan, plan
 from extract.extraction.run import extract
 from extract.extraction.settings import ExtractionSettings
-from extract.images import ImageList
+from extract.images import Images
 from extract.images.fetched_once import FetchedOnce
 from extract.images.kept_batches import KeptBatches
 from extract.images.loading import Load
@@ -74,7 +74,7 @@ class _Surveyed:
 
 
 def extract_several(
-    images: ImageList,
+    images: Images,
     members: Sequence[Member],
     scratch: Path,
     *,
@@ -194,13 +194,13 @@ def _failure_kept(
     on_failure(member.name, failure)
 
 
-def plan_of(images: ImageList, member: Member, shard_rows: int | None = None) -> Plan:
+def plan_of(images: Images, member: Member, shard_rows: int | None = None) -> Plan:
     """Load the backbone of a member and return its plan."""
     settings = replace(member.settings, shard_rows=shard_rows or member.settings.shard_rows)
     return plan(images, out=member.out, backbone=member.load(), settings=settings)
 
 
-def _survey(images: ImageList, member: Member, run: MemberRun) -> _Surveyed:
+def _survey(images: Images, member: Member, run: MemberRun) -> _Surveyed:
     planned = plan_of(images, member)
     planned.dataset.check()  # a complete data set of other features is not taken for this one
     backbone = planned.backbone
@@ -235,7 +235,7 @@ def _rows_of_stored_shards(member: Member) -> int | None:
 
 
 def _rows_of_new_shards(
-    images: ImageList, members: Sequence[Member], surveyed: dict[str, _Surveyed], kept_bytes: int
+    images: Images, members: Sequence[Member], surveyed: dict[str, _Surveyed], kept_bytes: int
 ) -> int:
     """Return the rows of new data sets' shards: those of an existing one, or as many whole batches as are kept."""
     for member in members:

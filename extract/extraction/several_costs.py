@@ -16,7 +16,7 @@ from extract.compute.backends import open_forward
 from extract.errors import LayertapError
 from extract.extraction.first_images import decode_seconds, decoded_in, timed_s
 from extract.extraction.several import Member, decoding_of, plan_of
-from extract.images import ImageList
+from extract.images import Images
 from extract.system.foreign_code import own_faults_refused
 
 __all__ = ["Costs", "costs_of"]
@@ -47,9 +47,7 @@ def _failure_in(failures: list[LayertapError]) -> Iterator[None]:
         failures.append(LayertapError("out of memory"))
 
 
-def costs_of(
-    images: ImageList, members: Sequence[Member], seed: int, stop: Callable[[], bool] = lambda: False
-) -> Costs:
+def costs_of(images: Images, members: Sequence[Member], seed: int, stop: Callable[[], bool] = lambda: False) -> Costs:
     """Estimate how long `extract_several` takes. Forwards are timed without a compiler, which is used only if it pays.
 
     Args:

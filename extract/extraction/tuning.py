@@ -35,7 +35,7 @@ from extract.compute.forward import Values
 from extract.errors import InputError, first_line
 from extract.extraction.first_images import FIRST_DECODED, decode_seconds, decoded_in, timed_s
 from extract.extraction.plan import settings_of_existing
-from extract.images import ImageList, list_images
+from extract.images import Images, list_images
 from extract.system.torch_state import evaluating, full_float32
 
 __all__ = ["PLAIN", "ComputeOption", "Measured", "Tuned", "compute_options", "fastest", "forward_rates", "ranked"]
@@ -285,7 +285,7 @@ class Tuned:
 
 
 def fastest(
-    images: str | os.PathLike[str] | ImageList,
+    images: str | os.PathLike[str] | Images,
     *,
     backbone: Backbone,
     layers: str | Sequence[str] = defaults.LAYERS,

@@ -1,6 +1,6 @@
 """List images in a fixed order, decode them, and load them through a DataLoader as uint8.
 
-    list_images(where) -> ImageList -> load_batches -> Batch
+    list_images(where) -> Images -> load_batches -> Batch
 
 A file is decoded completely or not at all. A file that cannot be decoded keeps its row, with a status and a reason: it
 is never replaced by a placeholder picture and never dropped from the count.
@@ -13,29 +13,27 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from extract.images.decoding import decode, to_picture
-    from extract.images.image_list import ImageList, Images
-    from extract.images.index.index_writing import write_plan
+    from extract.images.image_list import Images
     from extract.images.listing import list_images, listed_again
     from extract.images.loading import Batch, Decoding, load_batches
+    from extract.images.plan_writing import write_plan
 
 # Imported on first use, so that listing a folder does not import torch.
 _HOMES = {
     "Batch": "loading",
     "Decoding": "loading",
-    "ImageList": "image_list",
     "Images": "image_list",
     "decode": "decoding",
     "list_images": "listing",
     "listed_again": "listing",
     "load_batches": "loading",
     "to_picture": "decoding",
-    "write_plan": "index.index_writing",
+    "write_plan": "plan_writing",
 }
 
 __all__ = [
     "Batch",
     "Decoding",
-    "ImageList",
     "Images",
     "decode",
     "list_images",

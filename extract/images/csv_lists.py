@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 from extract.credentials import parameters_without_credentials, without_credentials
 from extract.errors import InputError, LayertapError, first_line
 from extract.images.image_list import SPLITS, Images, label_text, labels_from_values
-from extract.images.kept_columns import Column, arrow_column, chosen_columns, select, text_column
+from extract.images.kept_columns import Column, arrow_column, chosen_columns, text_column, values_at
 from extract.images.sources import Files, read_remote
 from extract.system.optional_libraries import library
 from extract.system.similar_paths import did_you_mean
@@ -29,11 +29,11 @@ __all__ = [
     "Row",
     "check_once",
     "file_and_column",
+    "list_rows",
     "list_table",
     "places_of",
     "plain_path",
     "read_table",
-    "rows_in_pieces",
     "stored_path",
 ]
 
@@ -99,10 +99,11 @@ def list_table(where: str, keep: Sequence[str] = ()) -> Images:
     if any(row.id is not None for row in rows):
         ids = [row.id or "" for row in rows]
     paths = [os.fsdecode(row.path) for row in rows]
+    kept = {name: values_at(values, order) for name, values in kept.items()}
     full = [credentials.get(row.place, path) for row, path in zip(rows, paths, strict=True)] if credentials else paths
     source = Files(base, full, anywhere=True)
     splits = [row.split for row in rows]
-    return Images(root, paths, labels, classes, splits, source, ids, columns=select(kept, order))
+    return Images(root, paths, labels, classes, splits, source, ids, columns=kept)
 
 
 def places_of(where: str) -> tuple[str, str]:
@@ -202,67 +203,38 @@ def _row(where: str, place: int, path: Any, label: Any, split: Any, id: Any) -> 
     return Row(os.fsencode(plain_path(path, where)), place, label_text(label), SPLITS.get(split, ""), id)
 
 
-def rows_in_pieces(
-    where: str, file: Path, size: int, after: dict[str, int]
-) -> Iterator[tuple[list[Row], dict[str, int]]]:
-    """Yield the rows of a list in file order, in pieces, each with the position where the next piece starts.
+def list_rows(where: str) -> Iterator[Row]:
+    """Yield the rows of a list in file order.
 
     Args:
-        where: name of the list, for error messages; its suffix selects the format.
-        file: file with the content of the list.
-        size: rows in a piece.
-        after: position to start from, as yielded with the previous piece; empty for the start of the file.
+        where: CSV, TSV or Parquet file, or URL; the content of a URL is held in memory.
 
     Raises:
         InputError: the list has no column `path`, or a row is not valid.
     """
-    return (_parquet_pieces if _is_parquet(where) else _csv_pieces)(where, file, size, after)
+    with _opened(where) as file:
+        if _is_parquet(where):
+            yield from _parquet_rows(where, file)
+            return
+        with _text(file) as text:
+            header, reader = _table(where, text, _COLUMNS)
+            _check_columns(where, header)
+            columns = [header.index(name) if name in header else None for name in _COLUMNS]
+            for row, line in _lines(where, reader, len(header)):
+                yield _row(where, line, *(None if i is None else row[i] for i in columns))
 
 
-def _csv_pieces(where: str, file: Path, size: int, after: dict[str, int]) -> Iterator[tuple[list[Row], dict[str, int]]]:
-    with _opened(where, file) as opened, _text(opened) as text:
-        header, delimiter, reader = _table(where, text, _COLUMNS)
-        _check_columns(where, header)
-        columns = [header.index(name) if name in header else None for name in _COLUMNS]
-        if after:
-            text.seek(after["byte"])
-            reader = csv.reader(iter(text.readline, ""), delimiter=delimiter)
-        before = after.get("line", 0)
-        parsed = (
-            _row(where, line, *(None if i is None else row[i] for i in columns))
-            for row, line in _lines(where, reader, len(header), before)
-        )
-        while rows := list(itertools.islice(parsed, size)):
-            # Not the line of the last row: empty lines may follow it.
-            yield rows, {"byte": text.tell(), "line": before + reader.line_num}
-
-
-def _parquet_pieces(
-    where: str, file: Path, size: int, after: dict[str, int]
-) -> Iterator[tuple[list[Row], dict[str, int]]]:
-    with _opened(where, file) as opened, _parquet(where, opened, _COLUMNS, _BUFFER_BYTES) as (parquet, names):
+def _parquet_rows(where: str, file: BinaryIO) -> Iterator[Row]:
+    with _parquet(where, file, _COLUMNS, _BUFFER_BYTES) as (opened, names):
         _check_columns(where, names)
         wanted = [name for name in _COLUMNS if name in names]
-        done, groups, first = after.get("row", 0), list(range(parquet.num_row_groups)), 0
-        while groups and first + parquet.metadata.row_group(groups[0]).num_rows <= done:
-            first += parquet.metadata.row_group(groups.pop(0)).num_rows
-
-        def parsed() -> Iterator[Row]:
-            place = first
-            for batch in parquet.iter_batches(
-                min(size, 1 << 16), row_groups=groups, columns=[names[name] for name in wanted], use_threads=False
-            ):
-                given = {name: _values(where, name, batch.column(names[name]), _COLUMNS) for name in wanted}
-                columns = [given.get(name) or [None] * len(batch) for name in _COLUMNS]
-                for values in zip(*columns, strict=True):
-                    if place >= done:
-                        yield _row(where, place, *values)
-                    place += 1
-
-        pending = parsed()
-        while rows := list(itertools.islice(pending, size)):
-            done = rows[-1].place + 1
-            yield rows, {"row": done}
+        columns = [names[name] for name in wanted]
+        places = itertools.count()
+        for batch in opened.iter_batches(_ROWS_AT_ONCE, columns=columns, use_threads=False):
+            given = {name: _values(where, name, batch.column(names[name]), _COLUMNS) for name in wanted}
+            values = [given.get(name) or [None] * len(batch) for name in _COLUMNS]
+            for row in zip(*values, strict=True):
+                yield _row(where, next(places), *row)
 
 
 def read_table(where: str, column: str) -> tuple[dict[str, Sequence[Any]], list[int]]:
@@ -308,11 +280,10 @@ def _read(
 
 
 @contextlib.contextmanager
-def _opened(where: str, file: Path | None = None) -> Iterator[BinaryIO]:
-    """Context manager: open a list, or `file` in its place, for reading."""
+def _opened(where: str) -> Iterator[BinaryIO]:
+    """Context manager: open a list for reading."""
     try:
-        content = io.BytesIO(read_remote(where)) if file is None and is_url(where) else (file or Path(where)).open("rb")
-        with content:
+        with io.BytesIO(read_remote(where)) if is_url(where) else Path(where).open("rb") as content:
             yield content
     except FileNotFoundError as error:
         raise InputError(f"{where}: no such file", hint="" if is_url(where) else did_you_mean(where)) from error
@@ -330,40 +301,38 @@ def _text(file: BinaryIO) -> io.TextIOWrapper:
     return io.TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline="")
 
 
-def _table(where: str, text: io.TextIOWrapper, once: Collection[str]) -> tuple[list[str], str, CsvReader]:
-    """Return the column names, those of `once` being unique, the delimiter, and a reader of the rows."""
+def _table(where: str, text: io.TextIOWrapper, once: Collection[str]) -> tuple[list[str], CsvReader]:
+    """Return the column names, those of `once` being unique, and a reader of the rows."""
     head = text.readline()
     if "\0" in head:
         raise InputError(f"{where}: line 1 is not text; expected a table as text in UTF-8 (save a spreadsheet as CSV)")
     delimiter = max(",;\t", key=head.count)
-    # readline, because iterating over the file disables `tell`.
-    reader = csv.reader(itertools.chain([head], iter(text.readline, "")), delimiter=delimiter)
+    reader = csv.reader(itertools.chain([head], text), delimiter=delimiter)
     try:
         header = [name.strip().lower() for name in next(reader, [])]
     except csv.Error as error:
         raise InputError(f"{where}: line {reader.line_num}: {error}") from error
     _unique(where, header, once)
-    return header, delimiter, reader
+    return header, reader
 
 
-def _lines(where: str, reader: CsvReader, width: int, before: int = 0) -> Iterator[tuple[list[str], int]]:
-    """Yield each row with the line on which it ends; `before` lines were read earlier."""
+def _lines(where: str, reader: CsvReader, width: int) -> Iterator[tuple[list[str], int]]:
+    """Yield each row with the line on which it ends."""
     try:
         for row in reader:
             if not row:
                 continue
             if len(row) != width:
-                line = before + reader.line_num
-                raise InputError(f"{where}: line {line} has {len(row)} values, but the header has {width}")
-            yield row, before + reader.line_num
+                raise InputError(f"{where}: line {reader.line_num} has {len(row)} values, but the header has {width}")
+            yield row, reader.line_num
     except csv.Error as error:
-        raise InputError(f"{where}: line {before + reader.line_num}: {error}") from error
+        raise InputError(f"{where}: line {reader.line_num}: {error}") from error
 
 
 def _read_csv(where: str, once: Collection[str]) -> tuple[dict[str, Sequence[Any]], list[int]]:
     """Return name -> values of all columns, those of `once` being unique, and the line on which each row ends."""
     with _opened(where) as file, _text(file) as text:
-        header, _, reader = _table(where, text, once)
+        header, reader = _table(where, text, once)
         rows = list(_lines(where, reader, len(header)))
     return {name: [row[i] for row, _ in rows] for i, name in enumerate(header)}, [line for _, line in rows]
 

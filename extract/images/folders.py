@@ -132,7 +132,7 @@ def other_suffix(name: str) -> str:
     return os.path.splitext(name.partition("?")[0])[1].lower() or "no suffix"  # noqa: PTH122
 
 
-def files_below(root: str, after: bytes = b"") -> Iterator[str]:
+def files_below(root: str) -> Iterator[str]:
     """Yield the relative paths of all files below a folder, as `entries_below`; refuse an unreadable folder."""
 
     def refuse(folder: str, error: OSError) -> None:
@@ -140,13 +140,11 @@ def files_below(root: str, after: bytes = b"") -> Iterator[str]:
         remedy = "; reading needs the permissions r and x (chmod u+rx)" if isinstance(error, PermissionError) else ""
         raise InputError(f"{where}: the folder cannot be read: {error.strerror}{remedy}") from error
 
-    for relative, _ in entries_below(root, refuse, after):
+    for relative, _ in entries_below(root, refuse):
         yield relative
 
 
-def entries_below(
-    root: str, on_unreadable: Callable[[str, OSError], None], after: bytes = b""
-) -> Iterator[tuple[str, os.DirEntry[str]]]:
+def entries_below(root: str, on_unreadable: Callable[[str, OSError], None]) -> Iterator[tuple[str, os.DirEntry[str]]]:
     """Yield (relative path, entry) of all files below a folder, in the byte order of their paths.
 
     Hidden files and litter are skipped. Links are followed, except into a folder that contains them.
@@ -154,7 +152,6 @@ def entries_below(
     Args:
         root: the folder.
         on_unreadable: called with the relative path of a folder that cannot be read, and the error.
-        after: see `in_byte_order`.
     """
     trail: list[tuple[str, tuple[int, int]]] = []  # open folders: path, (device, inode)
 
@@ -175,11 +172,11 @@ def entries_below(
         trail.append((folder, identity))
         return [(entry.name, _is_folder(entry), entry) for entry in entries]
 
-    return in_byte_order(look, after)
+    return in_byte_order(look)
 
 
 def in_byte_order(
-    look: Callable[[str], Iterable[tuple[str, bool, Entry]]], after: bytes = b""
+    look: Callable[[str], Iterable[tuple[str, bool, Entry]]],
 ) -> Iterator[tuple[str, Entry]]:
     """Yield (relative path, entry) of all files in a tree, in the byte order of their paths.
 
@@ -189,7 +186,6 @@ def in_byte_order(
     Args:
         look: maps a folder ("" or a path that ends in `/`) to its entries: name, whether it is a folder, and the value
             to yield with the path.
-        after: yield only files whose path sorts after these bytes; folders that sort entirely before are not read.
     """
 
     def turned(folder: str) -> list[tuple[bytes, str, bool, Entry]]:
@@ -202,11 +198,10 @@ def in_byte_order(
 
     waiting = turned("")
     while waiting:
-        key, path, is_folder, entry = waiting.pop()
+        _, path, is_folder, entry = waiting.pop()
         if is_folder:
-            if key > after or after.startswith(key):
-                waiting += turned(path)
-        elif key > after:
+            waiting += turned(path)
+        else:
             yield path, entry
 
 
@@ -237,7 +232,7 @@ def _names_behind(url: str) -> Iterator[str]:
             yield relative
 
 
-def files_behind(url: str, after: bytes = b"") -> Iterator[str]:
+def files_behind(url: str) -> Iterator[str]:
     """Yield the names of all files below a URL (see `links_in_order` for web servers), in byte order, folder by folder.
 
     Hidden files and litter are skipped.
@@ -271,10 +266,10 @@ def files_behind(url: str, after: bytes = b"") -> Iterator[str]:
         names = [(name.rpartition("/")[2], is_dir) for name, is_dir in entries if name.rpartition("/")[0] == parent]
         return [(name, is_folder, None) for name, is_folder in names if name and not is_litter(name)]
 
-    return (name for name, _ in in_byte_order(look, after))
+    return (name for name, _ in in_byte_order(look))
 
 
-def links_in_order(url: str, after: bytes = b"") -> Iterator[tuple[str, str]]:
+def links_in_order(url: str) -> Iterator[tuple[str, str]]:
     """Yield the decoded path and the query of all files below the page of a web server, as `files_behind`.
 
     A page may also link to files in folders further below; these are left out, as each folder is listed by itself.
@@ -293,4 +288,4 @@ def links_in_order(url: str, after: bytes = b"") -> Iterator[tuple[str, str]]:
             raise InputError(f"{url}: no files there")
         return [(link.path, link.is_folder, link.query) for link in links if "/" not in link.path]
 
-    return in_byte_order(look, after)
+    return in_byte_order(look)

@@ -7,28 +7,30 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol, Self
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from extract.images.kept_columns import Column, select
+from extract.images.kept_columns import Column, values_at
 from extract.images.sources import Chosen, ImageSource
 
 __all__ = [
     "SPLITS",
-    "ImageList",
     "Images",
+    "ListHashes",
     "class_and_split",
     "classes_of_folders",
     "classes_of_values",
-    "hashes_of",
     "is_litter",
     "label_text",
     "labels_from_folders",
     "labels_from_values",
+    "labels_hash",
     "order_of",
+    "update_with_texts",
 ]
 
 SPLITS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
@@ -40,54 +42,31 @@ _LITTER = frozenset({
 })  # fmt: skip
 
 _LARGEST_LABEL = 100_000  # integers up to it are labels; with a larger one, integers are class names
+_PIECE_ROWS = 100_000
 
 
-class ImageList(Protocol):
-    """The images of a run, in the byte order of their paths.
-
-    `Images` holds all of them in memory, `extract.images.index.image_index.PlannedImages` a few parts at a time.
+@dataclass(frozen=True)
+class ListHashes:
+    """What tells two lists of images apart.
 
     Attributes:
-        root, classes, source, left_out, notes, columns: see `Images`.
         split_names: the splits that occur, sorted.
         paths_xxh3: xxh3-128 of all paths, separated by zero bytes.
         labels_xxh3: xxh3-128 of labels, splits, classes, ids and kept columns, which may change where paths do not.
     """
 
-    @property
-    def root(self) -> str: ...  # noqa: D102
-    @property
-    def classes(self) -> list[str]: ...  # noqa: D102
-    @property
-    def source(self) -> ImageSource: ...  # noqa: D102
-    @property
-    def left_out(self) -> Counter[str]: ...  # noqa: D102
-    @property
-    def notes(self) -> tuple[str, ...]: ...  # noqa: D102
-    @property
-    def columns(self) -> Mapping[str, Column]: ...  # noqa: D102
-    @property
-    def split_names(self) -> list[str]: ...  # noqa: D102
-    @property
-    def paths_xxh3(self) -> str: ...  # noqa: D102
-    @property
-    def labels_xxh3(self) -> str: ...  # noqa: D102
-
-    def __len__(self) -> int: ...
-
-    def slice(self, start: int, stop: int) -> Images:
-        """Return the rows of a range."""
-
-    def select(self, rows: Sequence[int]) -> Images:
-        """Return the given rows, which ascend."""
-
-    def head(self, count: int) -> Self:
-        """Return the first `count` images; `classes` does not change."""
+    split_names: list[str]
+    paths_xxh3: str
+    labels_xxh3: str
 
 
 @dataclass(frozen=True)
 class Images:
-    """Images in memory, sorted by the bytes of their paths.
+    """The images of a run, sorted by the bytes of their paths.
+
+    The columns `paths`, `labels`, `splits` and `ids` are in memory, or those of a plan
+    (`extract.images.plans.PlanColumn`), which are read when rows are taken. `slice`, `select` and `head` return images
+    in memory.
 
     Attributes:
         root: the folder, archive, list or URL; absolute, so valid from any working directory of this machine.
@@ -101,98 +80,108 @@ class Images:
         left_out: suffix or other reason -> number of files that are not images.
         notes: messages for the user about the listing.
         columns: name -> values of each image, of further columns to store.
+        stored_hashes: hashes that are stored with a plan; None: they are computed when needed.
     """
 
     root: str
-    paths: list[str]
+    paths: Sequence[str]
     labels: NDArray[np.int64]
     classes: list[str]
-    splits: list[str]
+    splits: Sequence[str]
     source: ImageSource
-    ids: list[str] | None = None
+    ids: Sequence[str] | None = None
     left_out: Counter[str] = field(default_factory=Counter)
     notes: tuple[str, ...] = ()
     columns: Mapping[str, Column] = field(default_factory=dict)
+    stored_hashes: ListHashes | None = None
 
     def __len__(self) -> int:
         return len(self.paths)
 
     def head(self, count: int) -> Images:
         """Return the first `count` images; `classes` does not change."""
-        return replace(
-            self,
-            paths=self.paths[:count],
-            labels=self.labels[:count],
-            splits=self.splits[:count],
-            ids=None if self.ids is None else self.ids[:count],
-            columns={name: values[:count] for name, values in self.columns.items()},
-        )
+        return self if count >= len(self) else self._taken(lambda column: column[:count], self.source)
 
     def slice(self, start: int, stop: int) -> Images:
-        """See `ImageList`."""
-        return self.select(range(start, min(stop, len(self))))
+        """Return the rows of a range."""
+        rows = range(start, min(stop, len(self)))
+        return self._taken(lambda column: column[rows.start : rows.stop], Chosen(self.source, rows))
 
     def select(self, rows: Sequence[int]) -> Images:
-        """See `ImageList`."""
+        """Return the given rows, which ascend."""
+        return self._taken(lambda column: values_at(column, rows), Chosen(self.source, rows))
+
+    def rows_of(self, paths: Sequence[str]) -> list[int | None]:
+        """Return the row of each path, None for a path that is not listed."""
+        column: Any = self.paths
+        find = {path: row for row, path in enumerate(column)}.get if isinstance(column, list) else column.row_of
+        rows = {path: find(path) for path in sorted(set(paths), key=os.fsencode)}
+        return [rows[path] for path in paths]
+
+    def _taken(self, take: Callable[[Any], Any], source: ImageSource) -> Images:
         return replace(
             self,
-            paths=[self.paths[row] for row in rows],
-            labels=self.labels[np.asarray(rows, np.int64)],
-            splits=[self.splits[row] for row in rows],
-            source=Chosen(self.source, rows),
-            ids=None if self.ids is None else [self.ids[row] for row in rows],
-            columns=select(self.columns, rows),
+            paths=take(self.paths),
+            labels=take(self.labels),
+            splits=take(self.splits),
+            source=source,
+            ids=None if self.ids is None else take(self.ids),
+            columns={name: take(values) for name, values in self.columns.items()},
+            stored_hashes=None,
         )
 
     @property
     def split_names(self) -> list[str]:
-        """See `ImageList`."""
-        return sorted(set(self.splits) - {""})
+        """See `ListHashes`."""
+        return self.stored_hashes.split_names if self.stored_hashes else sorted(set(self.splits) - {""})
 
-    @property
+    @cached_property
     def paths_xxh3(self) -> str:
-        """See `ImageList`."""
-        return hashes_of(lambda: iter([self]))[0]
+        """See `ListHashes`."""
+        if self.stored_hashes:
+            return self.stored_hashes.paths_xxh3
+        digest = xxhash.xxh3_128()
+        update_with_texts(digest, _in_pieces(self.paths))
+        return digest.hexdigest()
 
-    @property
+    @cached_property
     def labels_xxh3(self) -> str:
-        """See `ImageList`."""
-        return hashes_of(lambda: iter([self]))[1]
+        """See `ListHashes`."""
+        if self.stored_hashes:
+            return self.stored_hashes.labels_xxh3
+        texts = [_in_pieces(self.splits), [self.classes], _in_pieces(self.ids or [])]
+        for name in sorted(self.columns):
+            texts += [[[name]], (list(map(str, values)) for values in _in_pieces(self.columns[name]))]
+        return labels_hash(self.labels, texts)
 
 
-def hashes_of(pieces: Callable[[], Iterator[Images]]) -> tuple[str, str]:
-    """Return `paths_xxh3` and `labels_xxh3` of images that come in pieces.
-
-    The pieces are read once, plus once if there are splits, once if there are ids, and once for each kept column.
+def labels_hash(labels: NDArray[np.integer[Any]], columns: Iterable[Iterable[Sequence[str]]]) -> str:
+    """Return `labels_xxh3`.
 
     Args:
-        pieces: returns an iterator over all pieces, in order; all pieces have the same `classes`.
+        labels: (N,) integers.
+        columns: further columns, each in pieces.
     """
-    paths, labels = xxhash.xxh3_128(), xxhash.xxh3_128()
-    splits, ids, classes, columns, count = set[str](), False, list[str](), list[str](), 0
-    for piece in pieces():
-        paths.update(b"\0" * bool(count) + b"\0".join(map(os.fsencode, piece.paths)))
-        labels.update(piece.labels.astype("<i8").tobytes())
-        splits.update(piece.splits)
-        ids, classes, columns, count = piece.ids is not None, piece.classes, list(piece.columns), count + len(piece)
-    if splits <= {""}:
-        labels.update(b"\0" * max(0, count - 1) + b"\0\0")
-    else:
-        _hash_texts(labels, (piece.splits for piece in pieces()))
-    _hash_texts(labels, [classes])
-    _hash_texts(labels, (piece.ids or [] for piece in pieces()) if ids else [])
-    for name in sorted(columns):
-        _hash_texts(labels, [[name]])
-        _hash_texts(labels, ([str(value) for value in piece.columns[name]] for piece in pieces()))
-    return paths.hexdigest(), labels.hexdigest()
+    digest = xxhash.xxh3_128()
+    for piece in _in_pieces(labels):
+        digest.update(piece.astype("<i8").tobytes())
+    for pieces in columns:
+        update_with_texts(digest, pieces)
+        digest.update(b"\0\0")
+    return digest.hexdigest()
 
 
-def _hash_texts(digest: xxhash.xxh3_128, pieces: Iterable[Sequence[str]]) -> None:
-    between = b""
+def update_with_texts(digest: xxhash.xxh3_128, pieces: Iterable[Sequence[str]]) -> None:
+    """Add texts, separated by zero bytes, to a hash."""
+    separator = b""
     for texts in pieces:
-        digest.update(between + b"\0".join(map(os.fsencode, texts)))
-        between = b"\0"
-    digest.update(b"\0\0")
+        digest.update(separator + b"\0".join(map(os.fsencode, texts)))
+        separator = b"\0"
+
+
+def _in_pieces(column: Column) -> Iterator[Any]:
+    """Yield a column in pieces, so that no copy of all its texts is in memory."""
+    return (column[start : start + _PIECE_ROWS] for start in range(0, len(column), _PIECE_ROWS))
 
 
 def order_of(paths: Sequence[str]) -> list[int]:

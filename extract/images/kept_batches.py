@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from extract.errors import MachineError
-from extract.images.image_list import ImageList
+from extract.images.image_list import Images
 from extract.images.loading import Batch, Decoding, load_batches
 from extract.images.sources import ImageSource
 from extract.system.torch_state import release_freed_memory
@@ -57,7 +57,7 @@ class KeptBatches:
             raise self._not_kept(error) from error
         self._kept: dict[tuple[int, ...], _Kept] = {}
 
-    def load(self, images: ImageList, batches: Iterable[list[int]], decoding: Decoding) -> Generator[Batch, None, None]:
+    def load(self, images: Images, batches: Iterable[list[int]], decoding: Decoding) -> Generator[Batch, None, None]:
         """Decode those of the batches that are not kept, then yield all; see `load_batches`.
 
         All are decoded before the first is yielded, so that decoding takes no time from the first run alone.

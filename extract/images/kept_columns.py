@@ -12,7 +12,7 @@ from extract.credentials import without_credentials
 from extract.errors import InputError, first_line, unknown_name
 from extract.system.optional_libraries import library
 
-__all__ = ["Column", "arrow_column", "chosen_columns", "joined", "select", "text_column"]
+__all__ = ["Column", "arrow_column", "chosen_columns", "joined", "text_column", "values_at"]
 
 Column = Sequence[str] | NDArray[Any]
 
@@ -103,12 +103,9 @@ def arrow_column(where: str, name: str, column: Any, names: Sequence[str] | None
     return text_column(where, name, values, "row {}".format)
 
 
-def select(columns: Mapping[str, Column], rows: Sequence[int]) -> dict[str, Column]:
-    """Return the values of some rows."""
-    return {
-        name: values[np.asarray(rows, np.int64)] if isinstance(values, np.ndarray) else [values[row] for row in rows]
-        for name, values in columns.items()
-    }
+def values_at(column: Any, rows: Sequence[int]) -> Any:
+    """Return the values of some rows: a list of a list, an array of an array."""
+    return [column[row] for row in rows] if isinstance(column, list) else column[np.asarray(rows, np.int64)]
 
 
 def joined(where: str, parts: Sequence[Mapping[str, Column]]) -> dict[str, Column]:

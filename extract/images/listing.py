@@ -20,8 +20,8 @@ from extract.images.datasets import is_in_memory
 from extract.images.folders import list_folder
 from extract.images.hugging_face import is_on_disk, list_hugging_face
 from extract.images.image_list import Images
-from extract.images.index.image_index import PlannedImages, is_plan, open_plan
 from extract.images.kinds import is_file_of_images, kind_of, no_images
+from extract.images.plans import is_plan, open_plan
 from extract.images.sources import Chosen, Files, ImageSource
 from extract.images.web_folders import decoded
 from extract.system.similar_paths import did_you_mean
@@ -32,9 +32,7 @@ __all__ = ["list_images", "listed_again"]
 _MOST_ARCHIVES = 1_000_000
 
 
-def list_images(
-    where: str | os.PathLike[str], limit: int | None = None, keep: Sequence[str] = ()
-) -> Images | PlannedImages:
+def list_images(where: str | os.PathLike[str], limit: int | None = None, keep: Sequence[str] = ()) -> Images:
     """List images in the byte order of their paths.
 
     Args:
@@ -53,7 +51,6 @@ def list_images(
     """
     where = os.fspath(where).removeprefix("file://")
     kind = "plan" if not is_url(where) and is_plan(where) else kind_of(where)
-    images: Images | PlannedImages
     if keep and kind not in ("Hugging Face", "list"):
         raise InputError(
             f"keep {keep[0]!r}: {where} has no columns",
@@ -99,17 +96,9 @@ def listed_again(dataset_root: str, paths: Sequence[str], images: str | None = N
             hint=f"to allow this, add --images {shlex.quote(root)}",
         )
     none = np.full(len(paths), -1, np.int64)
-    if not is_url(root) and is_plan(root):
-        plan = open_plan(root)
-        rows = plan.rows_of(paths)
-        if None in rows:
-            now = plan.rows_of([_as_listed_now(path, plan.root) for path in paths])
-            rows = [row if row is not None else other for row, other in zip(rows, now, strict=True)]
-        if None in rows:
-            raise InputError(f"{root} no longer lists {paths[rows.index(None)]}")
-        source: ImageSource = Chosen(plan.source, [row for row in rows if row is not None])
-    elif not is_url(root) and (os.path.isdir(root) or not is_file_of_images(root)):  # noqa: PTH112
-        source = Files(root, list(paths))
+    is_folder = os.path.isdir(root) or not is_file_of_images(root)  # noqa: PTH112
+    if not is_url(root) and is_folder and not is_plan(root):
+        source: ImageSource = Files(root, list(paths))
         try:
             source.check_there()
         except LayertapError as error:
@@ -118,11 +107,13 @@ def listed_again(dataset_root: str, paths: Sequence[str], images: str | None = N
             ) from error
     else:
         listed = list_images(root)
-        row_of = {path: row for row, path in enumerate(listed.slice(0, len(listed)).paths)}
-        listed_paths = [path if path in row_of else _as_listed_now(path, root) for path in paths]
-        if gone := [path for path in listed_paths if path not in row_of]:
-            raise InputError(f"{root} no longer lists {gone[0]}")
-        source = Chosen(listed.source, [row_of[path] for path in listed_paths])
+        rows = listed.rows_of(paths)
+        if None in rows:
+            now = listed.rows_of([_as_listed_now(path, listed.root) for path in paths])
+            rows = [other if row is None else row for row, other in zip(rows, now, strict=True)]
+        if None in rows:
+            raise InputError(f"{root} no longer lists {paths[rows.index(None)]}")
+        source = Chosen(listed.source, [row for row in rows if row is not None])
     return Images(root, list(paths), none, [], [""] * len(paths), source)
 
 

@@ -29,7 +29,7 @@ from extract import defaults
 from extract.credentials import text_without_credentials
 from extract.errors import LayertapError, MachineError, first_line, is_of_the_machine
 from extract.images.decoding import check_decoders, pixels_of, too_dark
-from extract.images.image_list import ImageList
+from extract.images.image_list import Images
 from extract.images.sources import UNKNOWN, BrokenListError, ImageSource, UnreachableError
 from extract.images.worker_deaths import WorkerDeaths
 from extract.row_status import Status
@@ -302,11 +302,11 @@ def _joined(pieces: list[Batch]) -> Batch:
     )
 
 
-Load = Callable[[ImageList, Iterable[list[int]], Decoding], ClosableBatches]  # such as `load_batches`
+Load = Callable[[Images, Iterable[list[int]], Decoding], ClosableBatches]  # such as `load_batches`
 
 
 def load_batches(
-    images: ImageList,
+    images: Images,
     batches: Iterable[list[int] | None],
     decoding: Decoding,
     source: ImageSource | None = None,

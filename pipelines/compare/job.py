@@ -15,7 +15,7 @@ from extract.backbones.catalogue import describe
 from extract.compute.backbone import Backbone, load_backbone
 from extract.errors import InputError, LayertapError
 from extract.extraction.several import Member, MemberRun, extract_several
-from extract.images import ImageList, list_images
+from extract.images import Images, list_images
 from extract.row_status import Status
 from extract.store.format.dataset import DataSet
 from extract.store.reader import FeatureReader
@@ -99,7 +99,7 @@ def compare(config: CompareConfig, print_line: Callable[[str], None] | None) -> 
     return comparison, [write_page(comparison, config.folder, config.images), *results, *files]
 
 
-def _has_labels(config: CompareConfig, images: ImageList) -> tuple[bool, str]:
+def _has_labels(config: CompareConfig, images: Images) -> tuple[bool, str]:
     """Return whether backbones are probed, and, if folders of images are no classes to probe, why not.
 
     Raises:
@@ -129,7 +129,7 @@ def _members(config: CompareConfig, candidates: Sequence[Candidate]) -> list[Mem
 
 
 def _extract(
-    config: CompareConfig, members: Sequence[Member], images: ImageList, received: list[int], *, shown: bool
+    config: CompareConfig, members: Sequence[Member], images: Images, received: list[int], *, shown: bool
 ) -> dict[str, MemberRun]:
     """Compute the features of all members until a signal is received; return the outcome of each."""
     with Progress(len(images) * len(members), shown=shown) as progress:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from extract.credentials import text_without_credentials
 from extract.errors import InputError
-from extract.images import ImageList
+from extract.images import Images
 from extract.row_status import Status
 from extract.store.reader import FeatureReader
 from pipelines.compare.config import CompareConfig
@@ -18,7 +18,7 @@ from pipelines.probe.labelling import label_rows
 __all__ = ["check_labels"]
 
 
-def check_labels(config: CompareConfig, images: ImageList) -> None:
+def check_labels(config: CompareConfig, images: Images) -> None:
     """Check that the labels of all tasks fit the images, and that there are images to train and to test on.
 
     Raises:
@@ -35,7 +35,7 @@ def check_labels(config: CompareConfig, images: ImageList) -> None:
 class _Unread:
     """What `label_rows` reads of a data set, as if its images had features, and all of them different bytes."""
 
-    def __init__(self, images: ImageList, given: str):
+    def __init__(self, images: Images, given: str):
         listed = images.slice(0, len(images))
         self.paths, self.ids, self.labels, self.splits = listed.paths, listed.ids, listed.labels, listed.splits
         self.classes = images.classes

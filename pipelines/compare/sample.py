@@ -11,7 +11,7 @@ import numpy as np
 from extract.errors import InputError
 from extract.extraction.several import Member
 from extract.extraction.several_costs import costs_of
-from extract.images import ImageList, Images
+from extract.images import Images
 
 __all__ = ["Sample", "sample_for"]
 
@@ -32,7 +32,7 @@ class Sample:
     of: int
     seed: int
 
-    def drawn_from(self, images: ImageList) -> Images:
+    def drawn_from(self, images: Images) -> Images:
         """Return the sample of the images, in order.
 
         Raises:
@@ -57,7 +57,7 @@ class Sample:
 
 
 def sample_for(
-    images: ImageList,
+    images: Images,
     members: Sequence[Member],
     budget_s: float,
     seed: int,

@@ -16,7 +16,7 @@ from extract.extraction.plan import features_of
 from extract.extraction.run import Plan, Summary, extract, plan
 from extract.extraction.tuning import fastest
 from extract.extraction.validation import Computation
-from extract.images import ImageList, list_images
+from extract.images import Images, list_images
 from extract.store.reader import FeatureReader
 from extract.system.optional_libraries import pip_install
 from pipelines.embed.config import EmbedConfig
@@ -101,7 +101,7 @@ def _run(config: EmbedConfig, planned: Plan, on_start: Callable[[], None] = lamb
 
 
 def plan_of(
-    config: EmbedConfig, images: ImageList, backbone: Backbone, options: dict[str, Any] | None = None,
+    config: EmbedConfig, images: Images, backbone: Backbone, options: dict[str, Any] | None = None,
     choice: Choice | None = None,
 ) -> Plan:  # fmt: skip
     """Return the plan of a job.
@@ -128,7 +128,7 @@ _SOURCES = {
 }
 
 
-def _fastest(config: EmbedConfig, images: ImageList, backbone: Backbone, choice: Choice) -> list[dict[str, Any]]:
+def _fastest(config: EmbedConfig, images: Images, backbone: Backbone, choice: Choice) -> list[dict[str, Any]]:
     """Return the options that agree with eager float32, fastest first; settings given by the user are kept."""
     tuned = fastest(
         images,

@@ -106,10 +106,8 @@ def sample_of(config: LookConfig, backbone: Backbone) -> Sample:
     for note in images.notes:
         print_line(f"note: {note}", fg="yellow", err=True)
     count = len(images) if config.sample is None else min(config.sample, len(images))
-    n_listed, rows = len(images), evenly(len(images), count)
-    if not isinstance(images, Images):
-        images, rows = images.select(rows), list(range(count))
-    return Sample(images, n_listed, backbone, rows, config.batch_size, config.workers, config.max_pixels)
+    sampled, rows = images.select(evenly(len(images), count)), list(range(count))
+    return Sample(sampled, len(images), backbone, rows, config.batch_size, config.workers, config.max_pixels)
 
 
 def _pixels(prepared: Tensor, backbone: Backbone) -> NDArray[np.uint8]:

@@ -24,18 +24,19 @@ def peak_mb():
 """
 MAKE = """
 import json, sys, time
-from extract.images.index import index_writing
+from extract.images import plan_writing
 kind, count, where, out = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4]
 if kind == "folder":
-    def made(root, after=b""):
+    def made(root):
         return (f"{i // 100000:04d}/{i // 1000:06d}/picture-{i:09d}.jpg" for i in range(count))
-    index_writing.files_below = made
-before, start, stages = peak_mb(), time.perf_counter(), {}
+    plan_writing.files_below = made
+before, start, cpu, stages = peak_mb(), time.perf_counter(), time.process_time(), {}
 def on_rows(stage, rows):
     stages[stage] = time.perf_counter() - start
-found = index_writing.write_plan(where, out, on_rows)
+found = plan_writing.write_plan(where, out, on_rows)
 assert len(found) == count
-print(json.dumps({"seconds": time.perf_counter() - start, "stages": stages, "before": before, "peak": peak_mb()}))
+seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
+print(json.dumps({"seconds": seconds, "cpu": cpu, "stages": stages, "before": before, "peak": peak_mb()}))
 """
 READ = """
 import json, sys, time
@@ -82,7 +83,7 @@ def measure(kind: str, count: int, scratch: Path) -> float:
     size = sum(path.stat().st_size for path in (scratch / "plan").rglob("*") if path.is_file())
     stages = ", ".join(f"{stage} after {seconds:.0f} s" for stage, seconds in made["stages"].items() if seconds > 0.1)
     print(
-        f"{kind}, {count:,} names: {made['seconds']:.1f} s ({stages}), {count / made['seconds']:,.0f} a second\n"
+        f"{kind}, {count:,} names: {made['seconds']:.1f} s ({stages}), {made['cpu']:.1f} s of CPU time\n"
         f"    at most {made['peak']:.0f} MB of memory ({made['before']:.0f} before); {size / 1e6:.0f} MB on the disk"
     )
     read = run(READ, scratch / "plan")

@@ -20,8 +20,7 @@ import pytest
 from extract import FeatureReader, extract_features
 from extract.credentials import parameters_without_credentials, text_without_credentials, without_credentials
 from extract.errors import InputError, LayertapError, first_line
-from extract.images import csv_lists, list_images, write_plan
-from extract.images.index import image_index, index_writing
+from extract.images import csv_lists, list_images
 from extract.store.merge import merge
 from extract.store.places.bucket import Bucket
 from pipelines.sync.hooks import call_hooks
@@ -474,17 +473,6 @@ def test_a_plan_stores_no_credentials(folder: Path, tmp_path: Path, guarded: typ
         run("embed", data / "plan", "-o", data / "out", *SMALL)
     assert list_images(data / "plan").paths_xxh3 == list_images(signed).paths_xxh3
     check_no_secret(data)
-
-
-def test_a_plan_of_an_earlier_version_with_credentials_is_refused(
-    folder: Path, tmp_path: Path, guarded: type[Guarded], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    where = write_list(folder, guarded.host, DAYS[0])  # type: ignore[attr-defined]
-    with monkeypatch.context() as earlier:
-        for module in (index_writing, image_index):
-            earlier.setattr(module, "stored_path", lambda path: path)
-        write_plan(where, tmp_path / "plan")
-    assert "delete the plan" in run("embed", tmp_path / "plan", "-o", tmp_path / "out", *SMALL, code=2)
 
 
 def test_data_sets_of_an_earlier_version_are_read_and_printed_without_credentials(

@@ -15,7 +15,7 @@ import pytest
 
 from extract import FeatureReader
 from extract.images import list_images
-from extract.images.index.image_index import is_plan
+from extract.images.plans import is_plan
 from tests.conftest import make_picture
 from tests.pipelines.test_cli import SMALL, fails, layertap
 
@@ -80,8 +80,9 @@ def test_what_is_no_plan_or_not_for_one_is_refused(here: Path) -> None:
     config = here / "sync.yaml"
     config.write_text("images: outputs/pictures-plan\nout: outputs/x\n")
     assert "is a plan, which does not change; name the folder itself" in fails("sync", config)
-    (here / "outputs" / "pictures-plan" / "parts" / "000000.npz").unlink()
-    assert "000000.npz is damaged: no such file" in fails("embed", "outputs/pictures-plan", *SMALL)
+    file = here / "outputs" / "pictures-plan" / "layertap-plan.parquet"
+    file.write_bytes(file.read_bytes()[:-1])
+    assert "layertap-plan.parquet is damaged: " in fails("embed", "outputs/pictures-plan", *SMALL)
 
 
 @pytest.mark.slow
@@ -116,16 +117,15 @@ def test_rows_are_checked_on_the_images_of_a_plan(here: Path) -> None:
 
 STOPPED = """
 import os, signal, sys
-from extract.images.index import index_writing
+from extract.images import plan_writing
 from pipelines.cli import main
-index_writing.WALKED_ROWS = 100
-take = index_writing._images
-def images(names, left_out):
-    for i, row in enumerate(take(names, left_out)):
+take = plan_writing._rows_of_folder
+def rows(where, left_out):
+    for i, row in enumerate(take(where, left_out)):
         if i == 250:
             os.kill(os.getpid(), int(os.environ["SIGNAL"]))
         yield row
-index_writing._images = images
+plan_writing._rows_of_folder = rows
 main(sys.argv[1:], prog_name="layertap")
 """
 
@@ -144,12 +144,8 @@ def test_ctrl_c_says_how_to_go_on(tmp_path: Path, number: int, code: int) -> Non
         env=os.environ | {"SIGNAL": str(int(number))},
     )
     assert stopped.returncode == code, stopped.stderr
-    assert f"stopped: the images listed so far are kept in {tmp_path / 'a plan'}. To resume:" in stopped.stderr
+    assert "stopped: no plan was written. To list the images again:" in stopped.stderr
     assert shlex.join(command) in stopped.stderr
     assert "Traceback" not in stopped.stderr
-    assert "is an unfinished plan; run `layertap plan` again to complete it" in fails(
-        "embed", tmp_path / "a plan", *SMALL
-    )
-    went_on = layertap(*command)
-    assert "resuming: 200 images were listed before" in went_on.stderr
-    assert "a plan: 400 images in" in went_on.stdout
+    assert not is_plan(tmp_path / "a plan")
+    assert "a plan: 400 images in" in layertap(*command).stdout

@@ -21,7 +21,7 @@ from extract.errors import InputError
 from extract.extraction.summary import Summary
 from extract.extraction.validation import Computation
 from extract.images import list_images, write_plan
-from extract.images.index.image_index import is_plan
+from extract.images.plans import is_plan
 from pipelines.embed import job
 from pipelines.embed.config import EmbedConfig
 from pipelines.embed.job import EmbedResult, bottleneck, plan_of

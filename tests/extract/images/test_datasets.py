@@ -384,7 +384,7 @@ def test_images_of_hugging_face_are_found_again(
     (tmp_path / "remote" / "README.md").write_text("---\nconfigs: [{config_name: a, data_files: 'http://h/x'}]\n---\n")
     with pytest.raises(InputError, match="a location that only the data set names"):
         listed_again(f"hfds://{tmp_path}/remote", ["05"])
-    with pytest.raises(InputError, match="a dataset of Hugging Face has its own index"):
+    with pytest.raises(InputError, match="a plan is written for a folder or a list only"):
         write_plan(images, tmp_path / "plan")
 
 

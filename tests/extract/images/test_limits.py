@@ -24,7 +24,7 @@ from torchvision.transforms import v2
 
 from extract import defaults
 from extract.backbones.preprocessing import Preprocessing, from_hf, from_transform
-from extract.images import Decoding, ImageList, decode, list_images, load_batches
+from extract.images import Decoding, Images, decode, list_images, load_batches
 from extract.images.sources import TooLargeError, read_remote
 from extract.row_status import Status
 from tests.conftest import make_picture
@@ -60,7 +60,7 @@ def sparse(path: Path, size: int, start: bytes = b"") -> Path:
     return path
 
 
-def reason(images: ImageList, row: int = 0) -> str:
+def reason(images: Images, row: int = 0) -> str:
     """Why a row has no image; read in this process."""
     [batch] = load_batches(images, [[row]], Decoding(as_tensor))
     assert batch.status.tolist() == [Status.DECODE_ERROR]

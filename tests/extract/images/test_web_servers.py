@@ -25,8 +25,7 @@ from pyarrow import parquet
 from extract import FeatureReader, extract_features, load_backbone
 from extract.errors import InputError, LayertapError
 from extract.images import Decoding, list_images, listed_again, load_batches, write_plan
-from extract.images.index import image_index, index_writing
-from extract.images.sources import BrokenListError, Files
+from extract.images.sources import Files
 from extract.images.web_folders import links_of
 from extract.row_status import Status
 from tests.conftest import TINY_INPUT, make_picture
@@ -305,11 +304,6 @@ def test_a_query_of_a_link_and_a_question_mark_in_a_name_are_told_apart(tmp_path
 def encoded_listing(monkeypatch: pytest.MonkeyPatch) -> None:
     """List folders of web servers as earlier versions did: with percent-encoded names."""
     monkeypatch.setattr("extract.images.folders._stored_name", lambda link: link.reference)
-    monkeypatch.setattr(
-        index_writing, "_without_queries", lambda url, after: iter(sorted(link.reference for link in links_of(url)))
-    )
-    for module in (index_writing, image_index):
-        monkeypatch.setattr(module, "has_decoded_names", lambda kind, root: False)
 
 
 def test_a_data_set_with_encoded_names_is_read_and_rechecked_but_not_resumed(
@@ -340,20 +334,6 @@ def test_a_data_set_of_a_web_folder_with_plain_names_resumes(
         encoded_listing(earlier)
         before = list_images(f"{web.url}/photos").paths_xxh3
     assert list_images(f"{web.url}/photos").paths_xxh3 == before
-
-
-def test_a_plan_with_encoded_names_is_refused_and_one_with_plain_names_is_read(
-    tmp_path: Path, web: Server, pictures: list[bytes]
-) -> None:
-    write_all(tmp_path / "web" / "odd", pictures, ["a b.jpg"])
-    write_all(tmp_path / "web" / "plain", pictures, ["a.jpg"])
-    with pytest.MonkeyPatch.context() as earlier:
-        encoded_listing(earlier)
-        for name in ("odd", "plain"):
-            write_plan(f"{web.url}/{name}", tmp_path / f"{name}-plan")
-    assert list_images(tmp_path / "plain-plan").slice(0, 1).source.read(0)[0] == pictures[0]
-    with pytest.raises(BrokenListError, match=r"percent-encoded, as a%20b\.jpg\. .*; delete the plan"):
-        list_images(tmp_path / "odd-plan").slice(0, 1)
 
 
 # Answers that are not the file

@@ -1,4 +1,4 @@
-"""List images once, into files, for jobs whose image list exceeds the memory: `layertap plan IMAGES -o PLAN`."""
+"""List images once, into a file, for jobs with very many images: `layertap plan IMAGES -o PLAN`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from extract.images.index.image_index import PlannedImages
-from extract.images.index.index_writing import is_finished, write_plan
+from extract.images import Images
+from extract.images.plan_writing import write_plan
+from extract.images.plans import is_plan
 from extract.system.atomic_files import bytes_below
 from pipelines.terminal.progress import Progress
-from pipelines.terminal.text_output import counted, printable
+from pipelines.terminal.text_output import printable
 
 __all__ = ["PlanResult", "as_json", "plan", "print_plan"]
 
@@ -30,10 +31,10 @@ class PlanResult:
         was_complete: whether it was finished before this run.
         bytes: size on disk.
         seconds: duration of this run.
-        listed: number of images that this run listed, without those of earlier runs.
+        listed: number of images that this run listed.
     """
 
-    images: PlannedImages
+    images: Images
     out: Path
     was_complete: bool
     bytes: int
@@ -42,22 +43,16 @@ class PlanResult:
 
 
 def plan(images: str, out: Path) -> PlanResult:
-    """Create or resume the plan, and print progress on stderr.
+    """Write the plan, and print progress on stderr.
 
     Raises:
         InputError, LayertapError: see `write_plan`.
     """
-    was_complete, listed, start = is_finished(out), 0, time.perf_counter()
+    was_complete, start = is_plan(out), time.perf_counter()
     with Progress(None) as listing, Progress(None, "images written") as writing:
-
-        def on_rows(stage: str, rows: int) -> None:
-            nonlocal listed
-            if stage == "found" and rows:
-                listing.say(f"resuming: {rows:,} images were listed before")
-            listed += rows if stage == "listed" else 0
-            (listing if stage in ("found", "listed") else writing).advance(rows, stage == "found")
-
-        written = write_plan(images, out, on_rows)
+        progress = {"listed": listing, "written": writing}
+        written = write_plan(images, out, lambda stage, rows: progress[stage].advance(rows, resumed=False))
+    listed = 0 if was_complete else len(written)
     return PlanResult(written, out, was_complete, bytes_below(out), time.perf_counter() - start, listed)
 
 
@@ -72,11 +67,8 @@ def print_plan(planned: PlanResult, echo: Callable[[str], None]) -> None:
     if images.left_out:
         kinds = ", ".join(f"{printable(kind)} {count:,}" for kind, count in images.left_out.most_common(_SHOWN))
         echo(f"{images.left_out.total():,} other files left out ({kinds})")
-    parts = -(-len(images) // images.part_rows)
-    rate = (
-        "" if planned.was_complete else f"; {planned.seconds:.1f} s, {planned.listed / planned.seconds:,.0f} images/s"
-    )
-    echo(f"{planned.bytes / 1e6:,.1f} MB in {counted(parts, 'part')}{rate}")
+    rate = f"; {planned.seconds:.1f} s, {planned.listed / planned.seconds:,.0f} images/s" if planned.listed else ""
+    echo(f"{planned.bytes / 1e6:,.1f} MB{rate}")
     echo(f"to use the plan in place of the images: layertap embed {shlex.quote(str(planned.out))}")
 
 

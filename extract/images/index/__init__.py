@@ -1,1 +1,0 @@
-"""Image lists on disk: the plans that `layertap plan` writes. Imports what `extract.images` imports."""
