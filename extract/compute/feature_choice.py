@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -178,7 +178,8 @@ def choose_features(backbone: LoadedBackbone, layers: Sequence[str]) -> Choice:
         UnknownNameError: a layer or pooling does not exist.
         InputError: a layer never runs, its rows are not the images, or the pooling does not fit.
     """
-    requests = [request for text in layers for request in _parse(backbone, text)]
+    layer_names = named_layers(backbone.model)
+    requests = [request for text in layers for request in _parse(backbone, layer_names, text)]
     trial = _trial(backbone, requests)
     record = trial.record
     names = {site: name for name, site in record.sites.items()}
@@ -236,8 +237,9 @@ def layer_shapes(backbone: LoadedBackbone, layers: Sequence[str], poolings: Sequ
         UnknownNameError: a layer or pooling does not exist.
         InputError: see `choose_features`.
     """
-    every = [_Request(name, "", "none", by_glob=True) for name in named_layers(backbone.model)]
-    requests = [request for text in layers for request in _parse(backbone, text)] or every
+    layer_names = named_layers(backbone.model)
+    every = [_Request(name, "", "none", by_glob=True) for name in layer_names]
+    requests = [request for text in layers for request in _parse(backbone, layer_names, text)] or every
     trial = _trial(backbone, requests)
     names = {site: name for name, site in trial.record.sites.items()}
     sites = dict.fromkeys((site, request.what) for request in requests for site in _sites_of(trial.record, request))
@@ -277,8 +279,7 @@ def with_projection_sizes(layers: Sequence[str], images: int, distortion: float 
     return sized
 
 
-def _parse(backbone: LoadedBackbone, text: str) -> list[_Request]:
-    names = named_layers(backbone.model)
+def _parse(backbone: LoadedBackbone, names: Collection[str], text: str) -> list[_Request]:
     if text not in names and (error := separated_by_commas(text, names, backbone.spec)):
         raise error
     text, pooling = split_poolings(text)

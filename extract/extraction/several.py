@@ -15,7 +15,7 @@ import numpy as np
 from extract.backbones.preprocessing import Preprocessing
 from extract.compute.backbone import Backbone
 from extract.errors import LayertapError, LockedError, MachineError
-from extract.extraction.plan import Plan, plan
+from extract.extraction.plan import Plan, existing_at, resolve
 from extract.extraction.run import extract
 from extract.extraction.settings import ExtractionSettings
 from extract.images import ImageList
@@ -197,7 +197,7 @@ def _failure_kept(
 def plan_of(images: ImageList, member: Member, shard_rows: int | None = None) -> Plan:
     """Load the backbone of a member and return its plan."""
     settings = replace(member.settings, shard_rows=shard_rows or member.settings.shard_rows)
-    return plan(images, out=member.out, backbone=member.load(), settings=settings)
+    return resolve(settings, images, member.load(), existing_at(member.out))
 
 
 def _survey(images: ImageList, member: Member, run: MemberRun) -> _Surveyed:

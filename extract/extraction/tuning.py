@@ -2,8 +2,8 @@
 
 Usage:
 
-    tuned = fastest("photos", backbone=backbone)
-    extract_features("photos", out="outputs/photos", backbone=backbone, **tuned.settings[0])
+    plan = resolve(settings, images, backbone, existing_at("outputs/photos"))
+    extract(plan.computed_otherwise(**fastest(plan).settings[0]))
 
 The options of a device are tried in a fixed order: eager ones, then compiled ones. Each computes a few images twice:
 first to be compared with eager float32, then to be timed. An option is left out if preparing it takes longer than the
@@ -15,11 +15,9 @@ from __future__ import annotations
 import functools
 import gc
 import math
-import os
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -30,13 +28,11 @@ from extract.compute.agreement import agreement, refusal
 from extract.compute.backbone import Backbone
 from extract.compute.backends import default_engine, engine_for, open_forward
 from extract.compute.compiled import openvino_computes_in, sharing_graphs
-from extract.compute.feature_choice import Choice, choose_features
+from extract.compute.feature_choice import Choice
 from extract.compute.forward import Values
 from extract.errors import InputError, first_line
 from extract.extraction.first_images import FIRST_DECODED, decode_seconds, decoded_in, timed_s
-from extract.extraction.plan import settings_of_existing
-from extract.images import ImageList, list_images
-from extract.system.torch_state import evaluating, full_float32
+from extract.extraction.plan import Plan
 
 __all__ = ["PLAIN", "ComputeOption", "Measured", "Tuned", "compute_options", "fastest", "forward_rates", "ranked"]
 
@@ -273,8 +269,8 @@ class Tuned:
     """How to compute a job.
 
     Attributes:
-        settings: settings of each accepted option, the fastest first: `precision`, `compile`, `decode` and `batch_size`
-            as `extract_features` takes them.
+        settings: settings of each accepted option, the fastest first: `precision`, `compile` and `decode` as
+            `extract_features` takes them.
         measured: the options that were tried; empty if there are none.
         source: "measured"; "resumed": the settings of existing rows; "short": the job is too short to try options.
     """
@@ -284,81 +280,55 @@ class Tuned:
     source: Literal["measured", "resumed", "short"]
 
 
-def fastest(
-    images: str | os.PathLike[str] | ImageList,
-    *,
-    backbone: Backbone,
-    layers: str | Sequence[str] = defaults.LAYERS,
-    choice: Choice | None = None,
-    out: str | os.PathLike[str] | None = None,
-    batch_size: int | None = None,
-    precision: str | None = None,
-    compile: str | None = None,
-    decode: str | None = None,
-    min_cosine: float = defaults.MIN_COSINE,
-    limit: int | None = None,
-    max_pixels: int = defaults.MAX_PIXELS,
-    on_measuring: Callable[[], None] = lambda: None,
-) -> Tuned:
-    """Return the options to compute features of these images that agree with the reference, the fastest first.
+def fastest(plan: Plan, fixed: Collection[str] = (), on_measuring: Callable[[], None] = lambda: None) -> Tuned:
+    """Return the options to compute a plan that agree with the reference, the fastest first.
 
     They are compared on a few images only. A run compares its whole first batch, and raises `DisagreementError` before
     anything is stored if an option disagrees; then use the next option. A job that is too short to gain by any option
     is computed in float32 on exactly decoded images.
 
     Args:
-        images: see `extract_features`; the first images are computed with each option.
-        backbone: loaded backbone.
-        layers: see `extract_features`.
-        choice: the features of these layers, if they are known.
-        out: data set to resume; if it has rows, their settings are returned and nothing is measured.
-        batch_size: images per forward; None: the default.
-        precision: only this precision; None: any.
-        compile: only this value; None or "auto": any.
-        decode: only this value; None: either.
-        min_cosine: lowest accepted cosine of features in lower precision or of fast decoded images.
-        limit: maximum number of images.
-        max_pixels: see `extract_features`.
+        plan: plan of the job; the first of its images are computed with each option. If its data set has rows, their
+            settings are returned and nothing is measured.
+        fixed: which of `precision`, `compile` and `decode` stay as they are in the settings of the plan.
         on_measuring: called before options are measured.
 
     Raises:
-        InputError: see `extract_features`; or no option agrees.
+        InputError: no option agrees, or an image cannot be decoded in any way.
     """
-    asked = {"precision": precision, "compile": compile, "decode": decode, "batch_size": batch_size}
-    given = {name: value for name, value in asked.items() if value is not None}
-    plain = {"precision": "float32", "compile": "auto", "decode": "exact", "batch_size": defaults.BATCH_SIZE}
-    if out is not None and (existing := settings_of_existing(Path(out))):
-        return Tuned([plain | existing | given], [], "resumed")
-    listed = list_images(images, limit) if isinstance(images, str | os.PathLike) else images
-    options = compute_options(backbone.device, precision=precision, compile=compile)
-    preprocessing, n_images, on_cpu = backbone.preprocessing, len(listed), backbone.device.type == "cpu"
-    if choice is None:
-        with evaluating(backbone.model), full_float32():
-            choice = choose_features(backbone, [layers] if isinstance(layers, str) else layers)
-    both_ways = decode == "fast" or (decode is None and preprocessing.can_be_faster)
-    if not _measuring_pays(backbone, choice, options, n_images, both_ways):
+    settings, backbone, images = plan.settings, plan.backbone, plan.images
+    plain = {"precision": "float32", "compile": "auto", "decode": "exact"}
+    given: dict[str, Any] = {name: getattr(settings, name) for name in plain if name in fixed}
+    if plan.existing.made is not None:
+        return Tuned([plan.existing.made | given], [], "resumed")
+    options = compute_options(backbone.device, precision=given.get("precision"), compile=given.get("compile"))
+    on_cpu, decode, n_images = backbone.device.type == "cpu", given.get("decode"), len(images)
+    ways = {"exact": replace(backbone.preprocessing, fast=False)}
+    if decode == "fast" or (decode is None and ways["exact"].can_be_faster):
+        ways["fast"] = ways["exact"].faster()
+    if not _measuring_pays(plan, options, "fast" in ways):
         return Tuned([plain | given], [], "short")
     on_measuring()
-    size = batch_size or defaults.BATCH_SIZE
-    count = min(size, max(_COMPARED_PER_CORE * defaults.CORES, _LEAST_COMPARED)) if on_cpu else min(size, n_images)
-    ways = {"exact": preprocessing} | ({"fast": preprocessing.faster()} if both_ways else {})
-    pictures = dict(zip(ways, decoded_in(listed, list(ways.values()), max_pixels, count), strict=True))
-    decode_s = {name: decode_seconds(listed, way, max_pixels, _LEAST_COMPARED) for name, way in ways.items()}
-    reference, tried = forward_rates(backbone, choice, pictures, options, min_cosine=min_cosine, n_images=n_images)
+    most = max(_COMPARED_PER_CORE * defaults.CORES, _LEAST_COMPARED) if on_cpu else n_images
+    pictures = decoded_in(images, list(ways.values()), settings.max_pixels, min(settings.batch_size, most))
+    decode_s = {name: decode_seconds(images, way, settings.max_pixels, _LEAST_COMPARED) for name, way in ways.items()}
+    reference, tried = forward_rates(
+        backbone, plan.choice, dict(zip(ways, pictures, strict=True)), options,
+        min_cosine=settings.min_cosine, n_images=n_images,
+    )  # fmt: skip
     order = ranked(reference, tried, decode_s, on_cpu=on_cpu, n_images=n_images, decode=decode)
     # Where no compiler was tried, the number of images decides whether float32 is compiled.
     compiled = any(each.way.precision == "float32" and each.way.engine != "eager" for each in tried)
-    settings = []
+    tuned = []
     for measured, way in order:
         compile = "auto" if measured.way == PLAIN and not compiled else measured.way.compile
-        settings.append(plain | {"precision": measured.way.precision, "compile": compile, "decode": way} | given)
-    return Tuned(settings, tried, "measured")
+        tuned.append({"precision": measured.way.precision, "compile": compile, "decode": way} | given)
+    return Tuned(tuned, tried, "measured")
 
 
-def _measuring_pays(
-    backbone: Backbone, choice: Choice, options: list[ComputeOption], n_images: int, both_ways: bool
-) -> bool:
+def _measuring_pays(plan: Plan, options: list[ComputeOption], both_ways: bool) -> bool:
     """Return whether a job is likely to gain by any option, from one or two eager forwards of two empty pictures."""
+    backbone, n_images = plan.backbone, len(plan.images)
     on_cpu = backbone.device.type == "cpu"
     pictures = torch.zeros(2, *backbone.preprocessing.crop_px, 3, dtype=torch.uint8)
 
@@ -369,5 +339,5 @@ def _measuring_pays(
             for each in options
         )
 
-    with open_forward(backbone, choice, "float32") as forward:  # the first may have been disturbed
+    with open_forward(backbone, plan.choice, "float32") as forward:  # the first may have been disturbed
         return all(pays(timed_s(functools.partial(forward, pictures)) / len(pictures)) for _ in range(2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections import Counter
@@ -152,12 +153,16 @@ class Images:
     @property
     def paths_xxh3(self) -> str:
         """See `ImageList`."""
-        return hashes_of(lambda: iter([self]))[0]
+        return self._hashes[0]
 
     @property
     def labels_xxh3(self) -> str:
         """See `ImageList`."""
-        return hashes_of(lambda: iter([self]))[1]
+        return self._hashes[1]
+
+    @functools.cached_property
+    def _hashes(self) -> tuple[str, str]:
+        return hashes_of(lambda: iter([self]))
 
 
 def hashes_of(pieces: Callable[[], Iterator[Images]]) -> tuple[str, str]:
