@@ -1,10 +1,12 @@
-"""Which files of the library a run passes before its first image.
+"""Which files of the library a run passes before its first image, and how many functions it calls there.
 
-    python -m tests.trace_cold_path
+    python -m tests.trace_cold_path [-v]
 
-Counted are calls of functions of `extract`, `pipelines` and `layertap`, in all threads, and the files that they are in; imports
-are not. Counting begins with the call of `extract_features` or `embed`, with the modules imported, and stops when the first image
-is read.
+A run over a folder of four images, decoded in the process itself, is traced from the call of `extract_features` or of
+the job of `layertap embed` on. Counted are the functions of `extract`, `pipelines` and `layertap` that are called, and
+the files that they are in, in all threads. Imports are not counted: all modules were imported by a run before. The
+first image is read when its source is asked for its bytes; the files of the whole run are counted up to its end. `-v`
+prints each file with its functions.
 """
 
 from __future__ import annotations
@@ -13,115 +15,104 @@ import sys
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import numpy as np
-from PIL import Image
-
 import extract
 from extract import extract_features, load_backbone
+from pipelines.embed.config import EmbedConfig
+from pipelines.embed.job import embed
+from tests.trace_path import write_images
 
 ROOT = str(Path(extract.__file__).parents[1]) + "/"
+PACKAGES = ("extract", "pipelines", "layertap")
+FIRST_IMAGE = ("extract/images/sources.py", "Files.read")
+RESNET18: dict[str, Any] = {"backbone": "torchvision/resnet18", "weights": "random"}
 
 
+@dataclass
 class ColdPath:
-    """Calls of functions of the library: (file, function) -> number, before the first image and of the whole run."""
+    """Calls of functions of the library.
 
-    def __init__(self) -> None:
-        self.calls: Counter[tuple[str, str]] = Counter()
-        self.before_first_image: Counter[tuple[str, str]] | None = None
-        self.order = {}
+    Attributes:
+        calls: (file, function) -> calls before the first image.
+        files: files with a function that is called in the whole run.
+    """
 
-    @contextmanager
-    def running(self):
+    calls: Counter[tuple[str, str]] = field(default_factory=Counter)
+    files: set[str] = field(default_factory=set)
+    has_read: bool = False
+
+    @property
+    def files_before(self) -> set[str]:
+        """Files with a function that is called before the first image."""
+        return {file for file, _ in self.calls}
+
+    def run(self, job: Callable[[], object]) -> ColdPath:
+        """Trace a job."""
         threading.setprofile(self._event)
         sys.setprofile(self._event)
         try:
-            yield
+            job()
         finally:
             sys.setprofile(None)
-            threading.setprofile(None)
+            threading.setprofile(None)  # type: ignore[arg-type]
+        assert self.has_read
+        return self
 
     def _event(self, frame: FrameType, event: str, argument: Any) -> None:
-        name = frame.f_code.co_filename
-        if event != "call" or not name.startswith(ROOT) or frame.f_code.co_name == "<module>":
+        code = frame.f_code
+        if event != "call" or not code.co_filename.startswith(ROOT) or code.co_name == "<module>":
             return
-        file = name.removeprefix(ROOT)
-        if file.partition("/")[0] not in ("extract", "pipelines", "layertap"):
+        file = code.co_filename.removeprefix(ROOT)
+        if file.partition("/")[0] not in PACKAGES:
             return
-        function = frame.f_code.co_qualname
-        if self.before_first_image is None and (file, function) == ("extract/images/sources.py", "Files.read"):
-            self.before_first_image = self.calls.copy()
-        self.calls[file, function] += 1
+        self.has_read = self.has_read or (file, code.co_qualname) == FIRST_IMAGE
+        self.files.add(file)
+        if not self.has_read:
+            self.calls[file, code.co_qualname] += 1
 
 
-def write_images(folder: Path, n=4):
-    for number in range(n):
-        pixels = np.random.default_rng(number).integers(0, 256, (64, 64, 3)).astype(np.uint8)
-        path = folder / f"{number}.jpg"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(pixels).save(path)
+def cold_paths() -> dict[str, ColdPath]:
+    """The paths of three runs: of a loaded backbone, of one that is loaded by the call, and of the command."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder, count = Path(temporary), iter(range(100))
+        write_images(folder / "images", 4)
 
+        def from_python(**settings: Any) -> None:
+            out = folder / f"out{next(count)}"
+            extract_features(folder / "images", out=out, device="cpu", workers=0, progress=False, **settings).close()
 
-def report(title, path):
-    b = path.before_first_image
-    print(
-        f"== {title}: before: {sum(b.values())} calls of {len(b)} functions in {len({f for f, _ in b})} files; whole run {len(path.calls)} functions in {len({f for f, _ in path.calls})} files"
-    )
-    per = Counter()
-    fn = Counter()
-    for (f, _), c in b.items():
-        per[f] += c
-        fn[f] += 1
-    for f, c in per.items():
-        print(
-            f"   {f} {fn[f]} functions {c} calls"
-            + (": " + " ".join(q for (g, q) in b if g == f) if "-v" in sys.argv else "")
-        )
-    print("  then", sorted({f for f, _ in path.calls} - {f for f, _ in b}))
+        def by_command() -> None:
+            out = folder / f"out{next(count)}"
+            embed(EmbedConfig(images=str(folder / "images"), out=str(out), device="cpu", workers=0))
 
-
-def main():
-    with tempfile.TemporaryDirectory() as t:
-        t = Path(t)
-        write_images(t / "images")
         backbone = load_backbone("torchvision/resnet18", weights="random", device="cpu")
-        import importlib, extract.extraction.run
+        jobs: dict[str, Callable[[], None]] = {
+            "extract_features, with a loaded backbone": lambda: from_python(backbone=backbone),
+            "extract_features, which loads the backbone": lambda: from_python(**RESNET18),
+            "embed, with the bundled backbone": by_command,
+        }
+        for job in jobs.values():
+            job()  # imports what a run needs
+        return {name: ColdPath().run(job) for name, job in jobs.items()}
 
-        extract_features(t / "images", out=t / "warm", backbone=backbone, workers=0, progress=False).close()
-        p = ColdPath()
-        with p.running():
-            extract_features(t / "images", out=t / "out", backbone=backbone, workers=0, progress=False).close()
-        report("extract_features loaded", p)
-        p = ColdPath()
-        with p.running():
-            extract_features(t / "images", out=t / "out1", workers=0, progress=False).close()
-        report("extract_features bundled", p)
-        p = ColdPath()
-        with p.running():
-            extract_features(
-                t / "images", out=t / "out1", backbone=backbone, workers=0, progress=False
-            ).close() if 0 else extract_features(
-                t / "images",
-                out=t / "out2",
-                backbone="torchvision/resnet18",
-                weights="random",
-                workers=0,
-                progress=False,
-            ).close()
-        report("extract_features resnet18 spec", p)
-        from pipelines.embed.config import EmbedConfig
-        from pipelines.embed.job import embed
 
-        p = ColdPath()
-        config = EmbedConfig(images=str(t / "images"), out=str(t / "out3"), workers=0)
-        with p.running():
-            embed(config)
-        report("embed bundled", p)
+def main() -> None:
+    """Print them."""
+    for name, path in cold_paths().items():
+        print(
+            f"{name}: before the first image {path.calls.total():,} calls of {len(path.calls)} functions in "
+            f"{len(path.files_before)} files; in the whole run {len(path.files)} files"
+        )
+        if "-v" in sys.argv:
+            for file in sorted(path.files):
+                called = {function: calls for (other, function), calls in path.calls.items() if other == file}
+                names = ", ".join(called) if called else "only after the first image"
+                print(f"    {file} ({sum(called.values()):,} calls): {names}")
 
 
 if __name__ == "__main__":

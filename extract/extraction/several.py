@@ -66,11 +66,19 @@ class MemberRun:
 
 @dataclass(frozen=True)
 class _Surveyed:
-    """What is known of a member before the first image is decoded."""
+    """What is known of a member before the first image is decoded.
 
-    decoding: Hashable  # equal for members whose decoded images are equal
-    shard_rows: int  # largest
-    image_bytes: int  # of a decoded image
+    Attributes:
+        decoding: equal for members whose decoded images are equal.
+        stored_rows: rows of the shards of its data set; None if it has none yet.
+        most_rows: largest number of rows of a new shard.
+        image_bytes: bytes of a decoded image.
+    """
+
+    decoding: Hashable
+    stored_rows: int | None
+    most_rows: int
+    image_bytes: int
 
 
 def extract_several(
@@ -123,12 +131,13 @@ def extract_several(
         with _failure_kept(member, runs, on_failure):
             surveyed[member.name] = _survey(images, member, runs[member.name])
         gc.collect()  # the modules of a backbone refer to each other in circles
-    new_rows = _rows_of_new_shards(images, members, surveyed, min(kept_bytes, shutil.disk_usage(scratch).free // 2))
+    kept_bytes = min(kept_bytes, shutil.disk_usage(scratch).free // 2)
+    new_rows = _rows_of_new_shards(len(images), list(surveyed.values()), kept_bytes, members[0].settings.batch_size)
     by_rows: dict[int, dict[Hashable, list[Member]]] = {}  # rows of a shard -> decoding -> members
     for member in members:
-        if member.name in surveyed:
-            groups = by_rows.setdefault(_rows_of_stored_shards(member) or new_rows, {})
-            groups.setdefault(surveyed[member.name].decoding, []).append(member)
+        if (known := surveyed.get(member.name)) is not None:
+            groups = by_rows.setdefault(known.stored_rows or new_rows, {})
+            groups.setdefault(known.decoding, []).append(member)
 
     def compute(member: Member, shard: int, here: range, rows: int, load: Load) -> bool:
         """Compute a shard of a member, if it is missing; return whether the run was stopped."""
@@ -201,9 +210,9 @@ def plan_of(images: ImageList, member: Member, shard_rows: int | None = None) ->
 
 
 def _survey(images: ImageList, member: Member, run: MemberRun) -> _Surveyed:
-    planned = plan_of(images, member)
-    planned.dataset.check()  # a complete data set of other features is not taken for this one
-    backbone = planned.backbone
+    plan = plan_of(images, member)
+    plan.existing.check(plan.dataset)  # a complete data set of other features is not taken for this one
+    backbone, stored = plan.backbone, plan.existing.dataset
     run.about = {
         "parameters": sum(parameter.numel() for parameter in backbone.model.parameters()),
         "weights": backbone.weights.source,
@@ -212,7 +221,8 @@ def _survey(images: ImageList, member: Member, run: MemberRun) -> _Surveyed:
     bytes_of_pixel = 3 if _is_plain(backbone.preprocessing) else 12
     return _Surveyed(
         decoding_of(member.name, backbone.preprocessing),
-        shard_rows_for(planned.dataset.features),
+        stored.shard_rows if stored else None,
+        shard_rows_for(plan.dataset.features),
         int(np.prod(backbone.preprocessing.crop_px)) * bytes_of_pixel,
     )
 
@@ -229,28 +239,20 @@ def decoding_of(name: str, preprocessing: Preprocessing) -> Hashable:
     return replace(preprocessing, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
 
 
-def _rows_of_stored_shards(member: Member) -> int | None:
-    """Return the rows of the shards of an existing data set; None if there is none."""
-    return DataSet.open(member.out).shard_rows if (member.out / "dataset.json").is_file() else None
-
-
-def _rows_of_new_shards(
-    images: ImageList, members: Sequence[Member], surveyed: dict[str, _Surveyed], kept_bytes: int
-) -> int:
+def _rows_of_new_shards(n_images: int, surveyed: Sequence[_Surveyed], kept_bytes: int, batch_size: int) -> int:
     """Return the rows of new data sets' shards: those of an existing one, or as many whole batches as are kept."""
-    for member in members:
-        if member.name in surveyed and (rows := _rows_of_stored_shards(member)) is not None:
-            return rows
-    rows = min((known.shard_rows for known in surveyed.values()), default=len(images))
-    rows = min(rows, kept_bytes // max((known.image_bytes for known in surveyed.values()), default=1))
-    batch_size = members[0].settings.batch_size
-    return max(1, min(len(images), max(1, rows // batch_size) * batch_size))
+    for known in surveyed:
+        if known.stored_rows is not None:
+            return known.stored_rows
+    rows = min((known.most_rows for known in surveyed), default=n_images)
+    rows = min(rows, kept_bytes // max((known.image_bytes for known in surveyed), default=1))
+    return max(1, min(n_images, max(1, rows // batch_size) * batch_size))
 
 
 def _is_finished(out: Path, shard: int) -> bool:
     """Return whether a shard is published and not to be written again."""
-    if not (out / "dataset.json").is_file():
+    dataset = existing_at(out).dataset
+    if dataset is None:
         return False
-    dataset = DataSet.open(out)
     where = dataset.shard_files()[shard]
     return where.published is not None and where.part is None

@@ -20,8 +20,8 @@ from sklearn.decomposition import PCA
 
 from extract import InputError, LayertapError, extract_features
 from extract.compute.backbone import Backbone, load_backbone
-from extract.extraction.recheck import recheck
 from extract.extraction.plan import existing_at, resolve
+from extract.extraction.recheck import recheck
 from extract.extraction.run import extract
 from extract.extraction.settings import ExtractionSettings
 from extract.images import list_images

@@ -16,7 +16,14 @@ from extract.compute.feature_choice import choose_features
 from extract.extraction import tuning
 from extract.extraction.first_images import decode_seconds, decoded_in
 from extract.extraction.tuning import (
-    PLAIN, ComputeOption, Measured, Tuned, compute_options, fastest, forward_rates, ranked,
+    PLAIN,
+    ComputeOption,
+    Measured,
+    Tuned,
+    compute_options,
+    fastest,
+    forward_rates,
+    ranked,
 )  # fmt: skip
 from extract.images import list_images
 from extract.system.torch_state import evaluating
@@ -38,7 +45,7 @@ def backbone() -> Any:
 def all_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     """No job is too short to try all options."""
     monkeypatch.setattr(tuning, "_measuring_pays", lambda *_: True)
-    monkeypatch.setattr(tuning, "_pays", lambda *_: True)
+    monkeypatch.setattr(tuning, "_tries", lambda *_: True)
 
 
 def _tuned(folder: Path, out: Path, backbone: Any, **settings: Any) -> Tuned:
@@ -128,8 +135,8 @@ def test_a_compiler_is_tried_if_the_job_may_gain_more_than_its_preparation_takes
     backbone: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rates = {PLAIN: 20.0, LOWER: 15.0, LOWER_BY_OPENVINO: 45.0, BY_OPENVINO: 22.0}
-    assert _tried(monkeypatch, backbone, 200, rates) == [PLAIN]  # 10 s of forwards; 3.5 s, and 2.5 + 4.4 s
-    assert _tried(monkeypatch, backbone, 600, rates) == [PLAIN, LOWER_BY_OPENVINO]  # 10.5 s
+    assert _tried(monkeypatch, backbone, 200, rates) == [PLAIN]  # 10 s of forwards, of which a third is saved
+    assert _tried(monkeypatch, backbone, 600, rates) == [PLAIN, LOWER_BY_OPENVINO]  # 30 s
     # In float32, little is saved: a tenth of 30 s, and then of 500 s.
     in_float32 = (PLAIN, BY_OPENVINO)
     assert _tried(monkeypatch, backbone, 600, rates, options=in_float32) == [PLAIN]
@@ -142,7 +149,7 @@ def test_where_lower_precision_is_too_inexact_its_graph_is_tried_in_float32(
 ) -> None:
     rates = {PLAIN: 20.0, LOWER_BY_OPENVINO: 45.0, BY_OPENVINO: 22.0}
     refused = (LOWER_BY_OPENVINO,)
-    assert _tried(monkeypatch, backbone, 500, rates, refused) == [PLAIN, LOWER_BY_OPENVINO, BY_OPENVINO]
+    assert _tried(monkeypatch, backbone, 600, rates, refused) == [PLAIN, LOWER_BY_OPENVINO, BY_OPENVINO]
 
 
 def test_what_is_too_inexact_without_a_compiler_is_not_compiled(backbone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +209,6 @@ def test_the_fastest_that_agrees_is_taken(
     ]
     monkeypatch.setattr(tuning, "forward_rates", lambda *_, **__: (rates[0], rates))
     monkeypatch.setattr(tuning, "decode_seconds", lambda images, way, *_: 0.0001 if way.fast else 10.0)
-    monkeypatch.setattr(tuning, "FIRST_DECODED", 0)
     tuned = _tuned(folder, tmp_path / "out", backbone, min_cosine=0.9)
     assert [(each["precision"], each["compile"], each["decode"]) for each in tuned.settings] == [
         ("float32", "off", "fast"),  # of 12 images, all are in the first batch, which the reference computes too
@@ -272,8 +278,8 @@ def test_decoding_counts_and_shares_the_cores(monkeypatch: pytest.MonkeyPatch) -
         (PLAIN, "exact"),  # 30 ms
     ]
     assert _order(*rates, plain=100.0, **seconds) == order
-    # Of 10 images, 10 are computed twice, and decoded in both ways in one process: 1.02 s more.
-    assert _order(*rates, plain=100.0, n_images=10, **seconds)[0] == (PLAIN, "exact")
+    # Of 10 images, all are computed by the reference, too: 0.1 s more, unless they are computed as by it.
+    assert _order(*rates, plain=100.0, n_images=10, **seconds)[0] == (PLAIN, "fast")
     assert _order(*rates, plain=100.0, n_images=10_000, **seconds) == order
 
 
