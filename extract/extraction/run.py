@@ -37,16 +37,7 @@ from extract.store.reader import FeatureReader
 from extract.system.foreign_code import exits_refused
 from extract.system.urls import is_url
 
-__all__ = [
-    "Arguments",
-    "ExtractionSettings",
-    "Plan",
-    "Summary",
-    "existing_at",
-    "extract",
-    "extract_features",
-    "resolve",
-]
+__all__ = ["NO_MAX_DISTORTION", "Arguments", "extract", "extract_features"]
 
 NO_MAX_DISTORTION = "max_distortion has no effect: extract.compute.distortion.measured_distortion measures projections"
 
@@ -168,7 +159,8 @@ def extract(
     plan.existing.check(dataset)  # before the folder is locked, which writes to it
     check_disk_space(dataset)
     with dataset.locked():
-        keep_axes(dataset.out, plan.choice.axes_files)  # first: `dataset.json` names them
+        if axes_files := plan.choice.axes_files:
+            keep_axes(dataset.out, axes_files)  # first: `dataset.json` names them
         existing = dataset.open_or_create()
         root = dataset.images["root"]
         if existing is not None and (existing.images["root"] != root or is_in_memory(root)):
@@ -202,6 +194,10 @@ def extract(
         ):
             batches = stop_on_machine_errors(loaded, plan.images.source)
             batches = reporting_a_note(batches, plan.images, on_note)
+            if work:  # the first batch is read before the file of a shard is made: where none can be read, none is left
+                waited = time.perf_counter()
+                batches = itertools.chain([next(batches)], batches)
+                summary.stages["images"] += time.perf_counter() - waited
             for shard in work:
                 count = sum(1 for _ in batches_of(shard.rows, plan))
                 extract_shard(plan, shard, itertools.islice(batches, count), forward, summary, on_rows, stop)
@@ -211,10 +207,6 @@ def extract(
         if not summary.stopped:
             shutil.rmtree(dataset.out / BUILDING, ignore_errors=True)  # left by processes that were stopped
         if summary.computed:
-            ended = {
-                "rows": summary.computed,
-                "seconds": summary.seconds,
-                "stages": summary.stages,
-            }
+            ended = {"rows": summary.computed, "seconds": summary.seconds, "stages": summary.stages}
             dataset.add_run({"event": "ended", "started": plan.provenance["started"], **ended})
     return summary

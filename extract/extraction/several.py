@@ -1,20 +1,28 @@
-"""Extract features of the same images with several backbones; images are decoded once for all that share a decoding."""
+"""Extract features of the same images with several backbones; images are decoded once for all that share a decoding.
+
+`extract_several` does it, `costs_of` estimates how long it takes.
+"""
 
 from __future__ import annotations
 
 import gc
 import shutil
+import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from extract import defaults
 from extract.backbones.preprocessing import Preprocessing
 from extract.compute.backbone import Backbone
+from extract.compute.backends import open_forward
 from extract.errors import LayertapError, LockedError, MachineError
+from extract.extraction.first_images import decode_seconds, decoded_in, timed_s
 from extract.extraction.plan import Plan, existing_at, resolve
 from extract.extraction.run import extract
 from extract.extraction.settings import ExtractionSettings
@@ -26,9 +34,10 @@ from extract.store.format.dataset import DataSet, shard_rows_for
 from extract.system.foreign_code import own_faults_refused
 from extract.system.leftovers import temporary_folder
 
-__all__ = ["KEPT_BYTES", "Member", "MemberRun", "decoding_of", "extract_several", "plan_of"]
+__all__ = ["KEPT_BYTES", "Costs", "Member", "MemberRun", "costs_of", "extract_several"]
 
 KEPT_BYTES = 4 << 30  # of decoded images
+_TIMED = 16  # images, drawn
 
 
 @dataclass(frozen=True)
@@ -128,8 +137,9 @@ def extract_several(
     for member in members:
         if stop():
             return runs
-        with _failure_kept(member, runs, on_failure):
-            surveyed[member.name] = _survey(images, member, runs[member.name])
+        run = runs[member.name]
+        with _failure_kept(run, partial(on_failure, member.name)):
+            surveyed[member.name] = _survey(images, member, run)
         gc.collect()  # the modules of a backbone refer to each other in circles
     kept_bytes = min(kept_bytes, shutil.disk_usage(scratch).free // 2)
     new_rows = _rows_of_new_shards(len(images), list(surveyed.values()), kept_bytes, members[0].settings.batch_size)
@@ -149,9 +159,9 @@ def extract_several(
             return False
         on_member(member.name, here)
         stopped = False
-        with _failure_kept(member, runs, on_failure):
+        with _failure_kept(runs[member.name], partial(on_failure, member.name)):
             stopped = extract(
-                plan_of(images, member, rows), shards=[shard], load=load, on_rows=on_new_rows, on_note=on_note,
+                _plan_of(images, member, rows), shards=[shard], load=load, on_rows=on_new_rows, on_note=on_note,
                 stop=stop,
             ).stopped  # fmt: skip
         gc.collect()
@@ -184,9 +194,7 @@ def _folder_in(scratch: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def _failure_kept(
-    member: Member, runs: dict[str, MemberRun], on_failure: Callable[[str, LayertapError], None]
-) -> Iterator[None]:
+def _failure_kept(run: MemberRun, on_failure: Callable[[LayertapError], None] = lambda error: None) -> Iterator[None]:
     """Context manager: keep an error of a backbone, or of a user's own code in it, as that of its run."""
     try:
         with own_faults_refused(()):
@@ -199,18 +207,18 @@ def _failure_kept(
         failure = error
     else:
         return
-    runs[member.name].error = failure
-    on_failure(member.name, failure)
+    run.error = failure
+    on_failure(failure)
 
 
-def plan_of(images: ImageList, member: Member, shard_rows: int | None = None) -> Plan:
+def _plan_of(images: ImageList, member: Member, shard_rows: int | None = None) -> Plan:
     """Load the backbone of a member and return its plan."""
     settings = replace(member.settings, shard_rows=shard_rows or member.settings.shard_rows)
     return resolve(settings, images, member.load(), existing_at(member.out))
 
 
 def _survey(images: ImageList, member: Member, run: MemberRun) -> _Surveyed:
-    plan = plan_of(images, member)
+    plan = _plan_of(images, member)
     plan.existing.check(plan.dataset)  # a complete data set of other features is not taken for this one
     backbone, stored = plan.backbone, plan.existing.dataset
     run.about = {
@@ -220,7 +228,7 @@ def _survey(images: ImageList, member: Member, run: MemberRun) -> _Surveyed:
     }
     bytes_of_pixel = 3 if _is_plain(backbone.preprocessing) else 12
     return _Surveyed(
-        decoding_of(member.name, backbone.preprocessing),
+        _decoding_of(member.name, backbone.preprocessing),
         stored.shard_rows if stored else None,
         shard_rows_for(plan.dataset.features),
         int(np.prod(backbone.preprocessing.crop_px)) * bytes_of_pixel,
@@ -232,7 +240,7 @@ def _is_plain(preprocessing: Preprocessing) -> bool:
     return preprocessing.library_transform is None
 
 
-def decoding_of(name: str, preprocessing: Preprocessing) -> Hashable:
+def _decoding_of(name: str, preprocessing: Preprocessing) -> Hashable:
     """Return what decoded images depend on; a library's own transform is not shared with other members."""
     if not _is_plain(preprocessing):
         return name
@@ -256,3 +264,58 @@ def _is_finished(out: Path, shard: int) -> bool:
         return False
     where = dataset.shard_files()[shard]
     return where.published is not None and where.part is None
+
+
+class Costs(NamedTuple):
+    """Seconds of several extractions.
+
+    Attributes:
+        fixed_s: seconds for loading the backbones.
+        image_s: seconds for each image.
+    """
+
+    fixed_s: float
+    image_s: float
+
+
+def costs_of(
+    images: ImageList, members: Sequence[Member], seed: int, stop: Callable[[], bool] = lambda: False
+) -> Costs:
+    """Estimate how long `extract_several` takes. Forwards are timed without a compiler, which is used only if it pays.
+
+    Args:
+        images: listed images, of which a few are decoded.
+        members: the extractions; members that fail are left out.
+        seed: seed of the draw of images.
+        stop: called before each member; True ends the measurement.
+
+    Raises:
+        LayertapError: no backbone can be measured.
+    """
+    rows = np.random.default_rng(seed).choice(len(images), min(_TIMED, len(images)), replace=False)
+    drawn = images.select(sorted(rows.tolist()))
+    fixed_s, forward_s, decoded_s = 0.0, 0.0, dict[Hashable, float]()
+    runs = {member.name: MemberRun() for member in members}
+    for member in members:
+        if stop():
+            break
+        with _failure_kept(runs[member.name]):
+            start = time.perf_counter()
+            plan = _plan_of(drawn, member)
+            load_s = time.perf_counter() - start
+            preprocessing, settings = plan.backbone.preprocessing, plan.settings
+            (pictures,) = decoded_in(drawn, [preprocessing], settings.max_pixels, settings.batch_size)
+            with open_forward(plan.backbone, plan.choice, "float32", settings.precision) as forward:
+                first_s = timed_s(partial(forward, pictures))
+                each_s = timed_s(partial(forward, pictures)) / len(pictures)
+            decoding = _decoding_of(member.name, preprocessing)
+            if decoding not in decoded_s:
+                at_once = max(1, min(settings.workers, defaults.CORES))
+                decoded_s[decoding] = decode_seconds(drawn, preprocessing, settings.max_pixels) / at_once
+            fixed_s += 2 * load_s + first_s  # it is loaded to look at it, and to compute
+            forward_s += each_s
+        gc.collect()  # the modules of a backbone refer to each other in circles
+    failed = [run.error for run in runs.values() if run.error is not None]
+    if failed and not decoded_s:
+        raise failed[0]
+    return Costs(fixed_s, forward_s + sum(decoded_s.values()))

@@ -12,7 +12,8 @@ from extract.compute.backends import default_engine
 from extract.compute.compiled import sharing_graphs
 from extract.errors import DisagreementError
 from extract.extraction.plan import Plan, existing_at, resolve
-from extract.extraction.run import Summary, extract
+from extract.extraction.run import extract
+from extract.extraction.summary import Summary
 from extract.extraction.tuning import fastest
 from extract.extraction.validation import Computation
 from extract.images import list_images

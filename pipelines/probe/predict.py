@@ -17,7 +17,8 @@ from extract.compute.backbone import load_backbone
 from extract.compute.pooling import split_poolings
 from extract.errors import InputError
 from extract.extraction.plan import asked_of, existing_at, how_decoded, how_made, resolve
-from extract.extraction.run import ExtractionSettings, extract
+from extract.extraction.run import extract
+from extract.extraction.settings import ExtractionSettings
 from extract.images import list_images
 from extract.row_status import Status
 from extract.store.format.dataset import DataSet

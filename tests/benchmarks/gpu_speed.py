@@ -31,7 +31,8 @@ from torch import Tensor
 from extract import load_backbone
 from extract.compute.backbone import Backbone
 from extract.extraction.plan import existing_at, resolve
-from extract.extraction.run import ExtractionSettings, extract
+from extract.extraction.run import extract
+from extract.extraction.settings import ExtractionSettings
 from extract.images import Batch
 from extract.system.torch_state import evaluating, full_float32, keeping_freed_memory
 

@@ -30,7 +30,8 @@ from extract.images import loading
 loading._PIECES = int(sys.argv[3])
 from extract import load_backbone
 from extract.extraction.plan import existing_at, resolve
-from extract.extraction.run import ExtractionSettings, extract
+from extract.extraction.run import extract
+from extract.extraction.settings import ExtractionSettings
 from extract.images import list_images
 backbone = load_backbone(sys.argv[5], device="cpu")
 planned = resolve(ExtractionSettings(workers=2), list_images(sys.argv[1]), backbone, existing_at(sys.argv[2]))

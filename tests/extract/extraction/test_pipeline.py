@@ -23,12 +23,13 @@ from torch import Tensor, nn
 from extract import FeatureReader, InputError, LayertapError, Status, extract_features, load_backbone
 from extract.compute.backbone import Backbone
 from extract.extraction import pipeline
-from extract.extraction.run import Summary, extract
+from extract.extraction.run import extract
+from extract.extraction.summary import Summary
 from extract.images import Decoding, list_images, load_batches
 from extract.store.format.dataset import DataSet
 from extract.store.format.writer import ShardWriter
 from tests.conftest import TINY_INPUT, make_picture
-from tests.planning import plan
+from tests.planning import NET, plan
 
 
 @pytest.fixture(scope="module")
@@ -538,3 +539,15 @@ def test_a_worker_of_a_data_loader_decodes_itself(folder: Path) -> None:
             return 1
 
     assert list(torch.utils.data.DataLoader(Widths(), num_workers=1)) == [torch.tensor([2])]
+
+
+def test_an_existing_data_set_is_read_once_before_the_lock_and_once_under_it(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers, out = ["layer1:pca2", "embedding"], tmp_path / "out"
+    settings: dict[str, Any] = {"precision": "bfloat16", "min_cosine": 0.5, "fit_on": 8}
+    extract_features(folder, out=out, layers=layers, **settings, **NET).close()
+    read, open_data_set = [], DataSet.open
+    monkeypatch.setattr(DataSet, "open", lambda out: read.append(out) or open_data_set(out))
+    extract_features(folder, out=out, layers=layers, **settings, **NET).close()
+    assert read == [out] * 3  # the third time by the reader

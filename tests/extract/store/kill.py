@@ -34,7 +34,8 @@ from extract.backbones import Weights
 from extract.backbones.preprocessing import Preprocessing
 from extract.compute.backbone import Backbone
 from extract.extraction.plan import existing_at, resolve
-from extract.extraction.run import ExtractionSettings, extract
+from extract.extraction.run import extract
+from extract.extraction.settings import ExtractionSettings
 from extract.images import list_images
 from extract.store.verify import verify
 
