@@ -194,10 +194,11 @@ def extract(
         ):
             batches = stop_on_machine_errors(loaded, plan.images.source)
             batches = reporting_a_note(batches, plan.images, on_note)
-            if work:  # the first batch is read before the file of a shard is made: where none can be read, none is left
-                waited = time.perf_counter()
-                batches = itertools.chain([next(batches)], batches)
-                summary.stages["images"] += time.perf_counter() - waited
+            # The first batch is read before the file of a shard is made: where no image can be read, no file is left.
+            waited = time.perf_counter()
+            first = list(itertools.islice(batches, 1))  # empty if the rows of an unfinished shard are all stored
+            summary.stages["images"] += time.perf_counter() - waited
+            batches = itertools.chain((first.pop() for _ in range(len(first))), batches)  # and not held any longer
             for shard in work:
                 count = sum(1 for _ in batches_of(shard.rows, plan))
                 extract_shard(plan, shard, itertools.islice(batches, count), forward, summary, on_rows, stop)

@@ -75,22 +75,22 @@ def plan_of(config: EmbedConfig, backbone: Backbone) -> Plan:
     return resolve(config.settings(), images, backbone, existing_at(config.place), _say)
 
 
-def _run(config: EmbedConfig, planned: Plan, on_start: Callable[[], None] = lambda: None) -> EmbedResult:
+def _run(config: EmbedConfig, plan: Plan, on_start: Callable[[], None] = lambda: None) -> EmbedResult:
     """Run a plan; `on_start` is called when the first batch agrees with the reference."""
-    _print_plan(planned)
-    with Progress(len(planned.images)) as progress, signals_held() as received:
+    _print_plan(plan)
+    with Progress(len(plan.images)) as progress, signals_held() as received:
 
         def on_rows(rows: int, resumed: bool) -> None:
-            if resumed and rows < len(planned.images):
-                print_line(f"resuming: {rows:,} of {len(planned.images):,} rows done", err=True)
+            if resumed and rows < len(plan.images):
+                print_line(f"resuming: {rows:,} of {len(plan.images):,} rows done", err=True)
             progress.advance(rows, resumed)
 
         def on_computation(computation: Computation) -> None:
             on_start()
-            progress.say(describe_computation(computation, planned.settings.precision))
+            progress.say(describe_computation(computation, plan.settings.precision))
 
         summary = extract(
-            planned,
+            plan,
             retry_failed=config.retry_failed,
             on_rows=on_rows,
             on_computation=on_computation,
@@ -98,9 +98,9 @@ def _run(config: EmbedConfig, planned: Plan, on_start: Callable[[], None] = lamb
             stop=lambda: bool(received),
         )
     if summary.stopped:
-        return EmbedResult(planned, summary, [], {}, received[0], config.fast)
+        return EmbedResult(plan, summary, [], {}, received[0], config.fast)
     with FeatureReader(config.folder) as reader:
-        return EmbedResult(planned, summary, reader.failures, reader.compression, 0, config.fast)
+        return EmbedResult(plan, summary, reader.failures, reader.compression, 0, config.fast)
 
 
 def _say(text: str) -> None:
@@ -131,9 +131,9 @@ def _fastest(config: EmbedConfig, plan: Plan) -> list[dict[str, Any]]:
     return tuned.settings
 
 
-def _print_plan(planned: Plan) -> None:
+def _print_plan(plan: Plan) -> None:
     """Print the resolved plan before the work starts."""
-    images, backbone, choice = planned.images, planned.backbone, planned.choice
+    images, backbone, choice = plan.images, plan.backbone, plan.choice
     user_set = backbone.asked.get("preprocessing", {})
     lines = [
         f"images    {len(images):,} in {images.root}"
@@ -142,9 +142,9 @@ def _print_plan(planned: Plan) -> None:
         f"backbone  {backbone.spec}, weights {backbone.weights.source}, on {backbone.device}",
         f"input     {backbone.preprocessing}" + (f" (set by the user: {' '.join(user_set)})" if user_set else ""),
     ]
-    if (planned.settings.orientation, planned.settings.icc) != (defaults.ORIENTATION, defaults.ICC):
-        lines.append(f"decoder   {planned.dataset.depends_on['decoder']}")
-    if planned.settings.limit is not None and len(images) <= _COUNTED:
+    if (plan.settings.orientation, plan.settings.icc) != (defaults.ORIENTATION, defaults.ICC):
+        lines.append(f"decoder   {plan.dataset.depends_on['decoder']}")
+    if plan.settings.limit is not None and len(images) <= _COUNTED:
         n_classes = len(set(images.slice(0, len(images)).labels.tolist()) - {-1})
         if n_classes < len(images.classes):
             note = f"the first {len(images):,} images have {n_classes} of the {len(images.classes):,} classes"

@@ -551,3 +551,32 @@ def test_an_existing_data_set_is_read_once_before_the_lock_and_once_under_it(
     monkeypatch.setattr(DataSet, "open", lambda out: read.append(out) or open_data_set(out))
     extract_features(folder, out=out, layers=layers, **settings, **NET).close()
     assert read == [out] * 3  # the third time by the reader
+
+
+def test_a_shard_whose_rows_are_all_stored_is_published_by_the_next_run(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise LayertapError("killed")
+
+    with monkeypatch.context() as patched, pytest.raises(LayertapError, match="killed"):
+        patched.setattr(ShardWriter, "publish", fail)
+        extract_features(folder, out=tmp_path / "out", **NET)
+    assert [path.suffix for path in (tmp_path / "out" / "shards").iterdir()] == [".part"]
+    with extract_features(folder, out=tmp_path / "out", **NET) as reader:
+        assert len(reader) == 12
+        assert np.isfinite(reader["embedding"][:]).all()
+
+
+def test_where_no_image_can_be_read_no_file_of_a_shard_is_made(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images = list_images(folder)
+    planned = plan(images, out=tmp_path / "out", backbone=load_backbone("timm/test_resnet", weights="random"))
+    monkeypatch.setattr(pipeline, "open_part", lambda *_: pytest.fail("a file is made"))
+    for path in folder.rglob("*.*"):
+        path.unlink()
+    folder.rename(tmp_path / "elsewhere")
+    with pytest.raises(LayertapError):
+        extract(planned)
+    assert list((tmp_path / "out" / "shards").iterdir()) == []
