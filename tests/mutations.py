@@ -151,8 +151,8 @@ MUTATIONS = (
     ),
     Mutation(
         "A projection without a number has the bound for the images at hand, not that of the data set.",
-        '"images": given,\n        "layers": layers,',
-        '"images": given,\n        "layers": settings.layer_list,',
+        "settings = replace(settings, layers=layers)",
+        "settings = replace(settings)",
         ("test_without_a_number_the_bound_for_the_images_is_taken_and_recorded",),
     ),
     Mutation(
@@ -188,8 +188,8 @@ MUTATIONS = (
     ),
     Mutation(
         "Search and verify decode with the defaults, not as recorded.",
-        'orientation=decoded["orientation"],',
-        'orientation="exif",',
+        "**made, **decoded,",
+        "**made,",
         ("test_commands_compute_again_as_it_is_recorded",),
     ),
     Mutation(

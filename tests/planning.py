@@ -6,9 +6,9 @@ import os
 from typing import Any
 
 from extract.compute.backbone import Backbone
-from extract.extraction.run import ExtractionSettings, Plan
-from extract.extraction.run import plan as plan_with
-from extract.images import Images
+from extract.extraction.plan import Plan, existing_at, resolve
+from extract.extraction.settings import ExtractionSettings
+from extract.images import Images, list_images
 
 __all__ = ["BY_COMMAND", "NET", "plan"]
 
@@ -20,5 +20,8 @@ BY_COMMAND = ["-b", "timm/test_resnet", "--weights", "random", "--device", "cpu"
 
 
 def plan(images: str | os.PathLike[str] | Images, *, out: Any, backbone: Backbone, **settings: Any) -> Plan:
-    """As of `extract.extraction.run.plan`, with these settings."""
-    return plan_with(images, out=out, backbone=backbone, settings=ExtractionSettings(**settings))
+    """The plan of a run over images, which are listed if they are not yet, with these settings."""
+    requested = ExtractionSettings(**settings)
+    if isinstance(images, str | os.PathLike):
+        images = list_images(images, requested.limit, requested.keep_list)
+    return resolve(requested, images, backbone, existing_at(out))

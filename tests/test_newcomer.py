@@ -301,8 +301,9 @@ def test_a_setting_is_added_in_two_files(folder: Path, tmp_path: Path) -> None:
         ),
         (
             "extraction/plan.py",
-            "preprocessing = replace(preprocessing, ",
-            "preprocessing = replace(preprocessing, std=tuple(x / settings.brightness for x in preprocessing.std), ",
+            "preprocessing = replace(backbone.preprocessing, ",
+            "std = tuple(x / settings.brightness for x in backbone.preprocessing.std)\n"
+            "    preprocessing = replace(backbone.preprocessing, std=std, ",
         ),
     ):
         text = (tmp_path / "extract" / path).read_text()

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.trace_cold_path import cold_paths
 from tests.trace_path import path_of_one_image
 
 ROOT = Path(__file__).parents[1]
@@ -152,6 +153,26 @@ def test_one_image_passes_at_most_ten_files_with_twenty_changes_from_one_to_anot
     assert len(changes) <= 20, sorted(changes)
     # Something was traced: the ends of the path, and the hook between them.
     assert {"images/loading.py", "taps/capture.py", "store/format/row_hash.py"} <= files
+
+
+@pytest.mark.slow
+def test_a_run_resolves_each_thing_once_in_few_files_before_its_first_image() -> None:
+    loaded, by_spec, by_command = cold_paths().values()
+    for path, most in ((loaded, 41), (by_spec, 47), (by_command, 55)):
+        assert len(path.files_before) <= most, sorted(path.files_before)
+    assert loaded.calls.total() <= 1_500
+    assert len(loaded.files) <= 60, sorted(loaded.files)
+    for path in (loaded, by_spec, by_command):
+        for file, function in (
+            ("extract/images/listing.py", "list_images"),
+            ("extract/extraction/plan.py", "existing_at"),
+            ("extract/extraction/plan.py", "resolve"),
+            ("extract/compute/feature_choice.py", "choose_features"),
+            ("extract/images/image_list.py", "hashes_of"),
+        ):
+            assert path.calls[file, function] == 1, (file, function)
+    # By the choice of features, to match patterns with names, and by the `Taps` of its trial.
+    assert loaded.calls["extract/taps/layer_names.py", "named_layers"] == 2
 
 
 def test_taps_run_where_there_is_no_other_room_and_no_other_library() -> None:

@@ -88,13 +88,17 @@ def _is_on_the_path(frame: FrameType | None) -> bool:
     return False
 
 
+def write_images(folder: Path, count: int) -> None:
+    """Write so many pictures of noise."""
+    folder.mkdir()
+    for number in range(count):
+        pixels = np.random.default_rng(number).integers(0, 256, (64, 64, 3)).astype(np.uint8)
+        Image.fromarray(pixels).save(folder / f"{number}.jpg")
+
+
 def traced(images: int, folder: Path) -> Trace:
     """The trace of a run over so many images."""
-    for number in range(images):
-        pixels = np.random.default_rng(number).integers(0, 256, (64, 64, 3)).astype(np.uint8)
-        path = folder / "images" / f"{number}.jpg"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(pixels).save(path)
+    write_images(folder / "images", images)
     backbone = load_backbone("torchvision/resnet18", weights="random", device="cpu")
     trace = Trace()
     with trace.running():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -178,8 +178,9 @@ def choose_features(backbone: LoadedBackbone, layers: Sequence[str]) -> Choice:
         UnknownNameError: a layer or pooling does not exist.
         InputError: a layer never runs, its rows are not the images, or the pooling does not fit.
     """
-    requests = [request for text in layers for request in _parse(backbone, text)]
-    trial = _trial(backbone, requests)
+    layer_names = named_layers(backbone.model)
+    requests = [request for text in layers for request in _parse(backbone, layer_names, text)]
+    trial, has_grids = _trial(backbone, requests), _has_grids(backbone)
     record = trial.record
     names = {site: name for name, site in record.sites.items()}
     features: dict[tuple[Site, str], Feature] = {}
@@ -192,7 +193,7 @@ def choose_features(backbone: LoadedBackbone, layers: Sequence[str]) -> Choice:
             never_run[request.layer] = None
         for site in sites:
             name = EMBEDDING if request.what == "input" else names[site]
-            feature = _feature(backbone, name, request.pooling, site, trial)
+            feature = _feature(backbone, name, request.pooling, site, trial, has_grids)
             features.setdefault((site, feature.pooling), feature)
     ran = {site.layer for site in record.sites.values()}
     if not features and (wrong := [request for request in requests if request.part and request.layer in ran]):
@@ -236,16 +237,17 @@ def layer_shapes(backbone: LoadedBackbone, layers: Sequence[str], poolings: Sequ
         UnknownNameError: a layer or pooling does not exist.
         InputError: see `choose_features`.
     """
-    every = [_Request(name, "", "none", by_glob=True) for name in named_layers(backbone.model)]
-    requests = [request for text in layers for request in _parse(backbone, text)] or every
-    trial = _trial(backbone, requests)
+    layer_names = named_layers(backbone.model)
+    every = [_Request(name, "", "none", by_glob=True) for name in layer_names]
+    requests = [request for text in layers for request in _parse(backbone, layer_names, text)] or every
+    trial, has_grids = _trial(backbone, requests), _has_grids(backbone)
     names = {site: name for name, site in trial.record.sites.items()}
     sites = dict.fromkeys((site, request.what) for request in requests for site in _sites_of(trial.record, request))
     shapes = []
     for site, what in sites:
         name = EMBEDDING if what == "input" else names[site]
         try:
-            _, values, layout = _by_image(backbone, site, trial)
+            _, values, layout = _by_image(backbone, site, trial, has_grids)
         except InputError as error:
             shapes.append(LayerShapes(name, {}, error.message))
             continue
@@ -277,8 +279,7 @@ def with_projection_sizes(layers: Sequence[str], images: int, distortion: float 
     return sized
 
 
-def _parse(backbone: LoadedBackbone, text: str) -> list[_Request]:
-    names = named_layers(backbone.model)
+def _parse(backbone: LoadedBackbone, names: Collection[str], text: str) -> list[_Request]:
     if text not in names and (error := separated_by_commas(text, names, backbone.spec)):
         raise error
     text, pooling = split_poolings(text)
@@ -346,12 +347,12 @@ def _hint(backbone: LoadedBackbone, shape: tuple[int, ...]) -> str:
     return "if tokens precede the patch tokens, set their number as model.num_prefix_tokens"
 
 
-def _reorders_tokens(backbone: LoadedBackbone) -> bool:
-    """Return whether tokens are not in the order of the rows of the image: Hiera sorts them by its later windows."""
-    return any(type(module).__name__ in ("Hiera", "HieraEncoder") for module in backbone.model.modules())
+def _has_grids(backbone: LoadedBackbone) -> bool:
+    """Return whether tokens are in the order of the rows of the image; Hiera sorts them by its later windows."""
+    return all(type(module).__name__ not in ("Hiera", "HieraEncoder") for module in backbone.model.modules())
 
 
-def _by_image(backbone: LoadedBackbone, site: Site, trial: Trial) -> tuple[BatchAxis, Tensor, Layout]:
+def _by_image(backbone: LoadedBackbone, site: Site, trial: Trial, has_grids: bool) -> tuple[BatchAxis, Tensor, Layout]:
     """Return the position of the images in a tensor of the trial, the tensor as (B, *shape), and its layout.
 
     Raises:
@@ -362,13 +363,13 @@ def _by_image(backbone: LoadedBackbone, site: Site, trial: Trial) -> tuple[Batch
     layout = recognise(
         values.shape[1:], backbone.preprocessing.crop_px, backbone.prefix_tokens, backbone.patches, backbone.class_token
     )
-    return rows, values, replace(layout, grid=None) if _reorders_tokens(backbone) else layout
+    return rows, values, layout if has_grids else replace(layout, grid=None)
 
 
-def _feature(backbone: LoadedBackbone, name: str, pooling: str, site: Site, trial: Trial) -> Feature:
+def _feature(backbone: LoadedBackbone, name: str, pooling: str, site: Site, trial: Trial, has_grids: bool) -> Feature:
     shape: tuple[int, ...] = ()
     try:
-        rows, values, layout = _by_image(backbone, site, trial)
+        rows, values, layout = _by_image(backbone, site, trial, has_grids)
         shape = tuple(values.shape[1:])
         poolings = resolve_pooling(pooling, values, layout, backbone.reads_class_token)
     except InputError as error:

@@ -1,9 +1,8 @@
-"""What a run resolves before it computes: images, backbone, features, data set."""
+"""Resolve a run before it computes: settings, images, a backbone and the data set that exists become one `Plan`."""
 
 from __future__ import annotations
 
 import json
-import os
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -18,12 +17,11 @@ from extract.backbones.sources import SOURCES
 from extract.compute.backbone import Backbone
 from extract.compute.backends import engine_for
 from extract.compute.feature_choice import Choice, Feature, choose_features, with_projection_sizes
-from extract.credentials import without_credentials
 from extract.errors import InputError
 from extract.extraction.fitted_axes import load_axes
 from extract.extraction.settings import ExtractionSettings
-from extract.images import Decoding, Images, list_images
-from extract.store.format.dataset import DataSet, shard_rows_for
+from extract.images import Decoding, Images
+from extract.store.format.dataset import DataSet, check_usable, shard_rows_for
 from extract.store.format.kept_axes import AXES_HASH
 from extract.store.format.layout import StoredFeature
 from extract.store.places.bucket import Bucket
@@ -31,7 +29,60 @@ from extract.system.optional_libraries import installed_version, own_version
 from extract.system.torch_state import evaluating, full_float32
 from extract.system.urls import is_url
 
-__all__ = ["Plan", "asked_of", "features_of", "how_decoded", "how_made", "plan", "settings_of_existing"]
+__all__ = ["Existing", "Plan", "asked_of", "existing_at", "how_decoded", "how_made", "resolve"]
+
+
+@dataclass(frozen=True)
+class Existing:
+    """What is at the place of a data set before a run.
+
+    Attributes:
+        out: folder or URL of the data set.
+        dataset: the data set there; None if there is none.
+        has_rows: whether it has files with rows.
+    """
+
+    out: str
+    dataset: DataSet | None = None
+    has_rows: bool = False
+
+    @property
+    def made(self) -> dict[str, Any] | None:
+        """`how_made` of its rows; None if it has none."""
+        if self.dataset is None or not self.has_rows:
+            return None
+        try:
+            return how_made(self.dataset.depends_on)
+        except KeyError:  # other features, which `check` refuses
+            return None
+
+    def check(self, dataset: DataSet) -> None:
+        """Check that a run may write a data set here; nothing is written, nor read again.
+
+        Raises:
+            InputError: see `DataSet.check`.
+        """
+        dataset.check_size()
+        check_usable(dataset.out)
+        if self.dataset is not None:
+            dataset.check_compatible(self.dataset, dataset.out, replaceable=not self.has_rows)
+
+
+def existing_at(out: str | Path) -> Existing:
+    """Open the data set in a folder or behind a URL, if there is one.
+
+    Raises:
+        InputError, LayertapError: its description cannot be read.
+    """
+    out = str(out)
+    if is_url(out):
+        bucket = Bucket(out)
+        dataset = bucket.existing()
+        return Existing(out, dataset, dataset is not None and bool(len(bucket.published())))
+    if not (Path(out) / "dataset.json").exists():
+        return Existing(out)
+    dataset = DataSet.open(Path(out))
+    return Existing(out, dataset, any(dataset.files()))
 
 
 @dataclass(frozen=True)
@@ -39,20 +90,22 @@ class Plan:
     """Everything that a run resolves before it computes.
 
     Attributes:
+        settings: requested settings.
         images: listed images.
         backbone: loaded backbone; its preprocessing says how images are decoded.
+        existing: what is at the place of the data set.
         choice: features to compute.
         dataset: data set to write.
-        settings: requested settings.
         engine: "eager", "inductor", "openvino", or "auto": compiled if that pays.
         provenance: provenance of the data set.
     """
 
+    settings: ExtractionSettings
     images: Images
     backbone: Backbone
+    existing: Existing
     choice: Choice
     dataset: DataSet
-    settings: ExtractionSettings
     engine: str
     provenance: dict[str, Any]
 
@@ -64,48 +117,53 @@ class Plan:
             self.backbone.preprocessing, settings.max_pixels, workers=settings.workers, batch_size=settings.batch_size
         )
 
+    def computed_otherwise(self, **options: Any) -> Plan:
+        """Return the plan of the same features with another `precision`, `compile`, `decode` or `batch_size`."""
+        settings = replace(self.settings, **options)
+        backbone = _decoding(self.backbone, settings.decode)
+        engine = _engine(settings, backbone, self.existing)
+        return _plan(settings, self.images, backbone, self.existing, engine, self.choice)
 
-def plan(
-    images: str | os.PathLike[str] | Images,
-    *,
-    out: str | os.PathLike[str],
-    backbone: Backbone,
+
+def resolve(
     settings: ExtractionSettings,
-    choice: Choice | None = None,
+    images: Images,
+    backbone: Backbone,
+    existing: Existing,
     on_fit: Callable[[str], None] = lambda text: None,
 ) -> Plan:
-    """List the images if needed, and choose the features of the layers by trial forwards.
+    """Choose the features of the layers by trial forwards, and describe the data set that a run writes.
 
     Nothing is written, except principal axes that are fitted for a pooling `pcaK`; see `load_axes`.
 
     Args:
-        images: see `extract_features`; or listed images.
-        out: folder of the data set, or its URL.
-        backbone: loaded backbone.
         settings: settings of the run.
-        choice: the features of the layers, if they are known, with their axes.
+        images: listed images.
+        backbone: loaded backbone.
+        existing: from `existing_at`.
         on_fit: see `load_axes`.
+
+    Raises:
+        InputError, UnknownNameError, LayertapError: see `extract_features`.
     """
-    out, recorded = os.fspath(out), settings.recorded()
-    given = without_credentials(os.fspath(images)) if isinstance(images, str | os.PathLike) else images.root
-    if isinstance(images, str | os.PathLike):
-        images = list_images(images, settings.limit, settings.keep_list)
     # Recorded with their numbers of values: computed for other images later, `srp` is to give as many.
     layers = with_projection_sizes(settings.layer_list, len(images), settings.distortion)
-    configuration = {
-        "images": given,
-        "layers": layers,
-        **backbone.asked,
-        "weights": _as_found_from_anywhere(backbone.asked.get("weights")),
-        **{name: value for name, value in recorded.items() if name != "layers"},
-    }
-    dtype, precision, shard_rows = settings.dtype, settings.precision, settings.shard_rows
-    backbone = _configured(backbone, settings)
-    preprocessing = backbone.preprocessing
-    existing, _ = _existing(out)
-    engine = _engine(settings.compile, precision, backbone, out)
-    if choice is None:
-        choice = features_of(images, out, backbone, settings, on_fit)
+    settings = replace(settings, layers=layers)
+    preprocessing = replace(backbone.preprocessing, orientation=settings.orientation, icc=settings.icc)
+    backbone = _decoding(replace(backbone, preprocessing=preprocessing), settings.decode)
+    engine = _engine(settings, backbone, existing)
+    with evaluating(backbone.model), full_float32():
+        choice = choose_features(backbone, layers)
+    if any(feature.principal_axes for feature in choice.features):
+        load_axes(choice, images, backbone, existing.out, settings, existing.dataset, on_fit)
+    return _plan(settings, images, backbone, existing, engine, choice)
+
+
+def _plan(
+    settings: ExtractionSettings, images: Images, backbone: Backbone, existing: Existing, engine: str, choice: Choice
+) -> Plan:
+    """Return the plan of a backbone with its final preprocessing, for features with their axes."""
+    preprocessing, precision = backbone.preprocessing, settings.precision
     if taken := {feature.name for feature in choice.features} & images.columns.keys():
         raise InputError(f"keep {min(taken)!r}: a feature has this name", hint="rename the column")
     if whole := [feature.name for feature in choice.features if feature.is_whole]:
@@ -115,22 +173,10 @@ def plan(
                 hint="leave out --compile, --precision and --decode, or this layer",
             )
         engine = "eager"
-    computed_in = precision if precision == "float32" else _lower_precision(precision, engine)
-    stored = [
-        StoredFeature(
-            feature.name,
-            feature.shape,
-            feature.stored_as(dtype),
-            {
-                "layer": str(feature.site),
-                "pooling": feature.pooling,
-                **feature.poolings.layout.attributes(),
-                "source_dtype": feature.source_dtype if precision == "float32" else computed_in,
-                **({AXES_HASH: feature.principal_axes.sha256} if feature.principal_axes else {}),
-            },
-        )
-        for feature in choice.features
-    ]
+    # Engines compute different parts in lower precision and round at different places: the fingerprint names them.
+    lower = f"{precision} {'autocast' if engine == 'eager' else engine}"
+    computed_in = precision if precision == "float32" else lower
+    stored = [_stored(feature, settings.dtype, computed_in) for feature in choice.features]
     depends_on = {
         "architecture": backbone.architecture,
         "weights_sha256": backbone.weights.sha256,
@@ -138,10 +184,11 @@ def plan(
         "preprocessing": preprocessing.describe(),
         "decoder": _decoder(preprocessing),
         "precision": computed_in,
-        "stored_as": dtype,
+        "stored_as": settings.dtype,
     }
+    shard_rows = settings.shard_rows or (existing.dataset.shard_rows if existing.dataset else shard_rows_for(stored))
     dataset = DataSet(
-        out=Path(out),
+        out=Path(existing.out),
         depends_on=json.loads(json.dumps(depends_on)),  # as read back from `dataset.json`
         features=stored,
         images={
@@ -150,78 +197,45 @@ def plan(
             "paths_xxh3": images.paths_xxh3,
             "labels_xxh3": images.labels_xxh3,
         },
-        shard_rows=min(shard_rows or (existing.shard_rows if existing else shard_rows_for(stored)), len(images)),
+        shard_rows=min(shard_rows, len(images)),
     )
-    return Plan(images, backbone, choice, dataset, settings, engine, _provenance(backbone, depends_on, configuration))
+    provenance = _provenance(settings, images, backbone, depends_on)
+    return Plan(settings, images, backbone, existing, choice, dataset, engine, provenance)
 
 
-def features_of(
-    images: Images, out: str, backbone: Backbone, settings: ExtractionSettings,
-    on_fit: Callable[[str], None] = lambda text: None,
-) -> Choice:  # fmt: skip
-    """Choose the features of the layers of a run, and load or fit their principal axes; see `plan` and `load_axes`."""
-    layers = with_projection_sizes(settings.layer_list, len(images), settings.distortion)
-    with evaluating(backbone.model), full_float32():
-        choice = choose_features(backbone, layers)
-    if any(feature.principal_axes for feature in choice.features):
-        load_axes(choice, images, _configured(backbone, settings), out, settings, _existing(out)[0], on_fit)
-    return choice
+def _decoding(backbone: Backbone, decode: str) -> Backbone:
+    """Return the backbone with the preprocessing that decodes exactly, or fast."""
+    exact = replace(backbone.preprocessing, fast=False)
+    return replace(backbone, preprocessing=exact.faster() if decode == "fast" else exact)
 
 
-def _configured(backbone: Backbone, settings: ExtractionSettings) -> Backbone:
-    """Return the backbone with the preprocessing that the settings ask for."""
-    preprocessing = backbone.preprocessing.faster() if settings.decode == "fast" else backbone.preprocessing
-    preprocessing = replace(preprocessing, orientation=settings.orientation, icc=settings.icc)
-    return replace(backbone, preprocessing=preprocessing)
+def _engine(settings: ExtractionSettings, backbone: Backbone, existing: Existing) -> str:
+    """Return the engine. It is "auto" only in float32: in lower precision features depend on the engine."""
+    compile, precision = settings.compile, settings.precision
+    if compile == "auto" and precision == "float32":
+        return "auto"
+    if compile == "auto":
+        made = existing.made
+        compile = made["compile"] if made and made["precision"] == precision else "off"
+    return engine_for(compile, backbone.device, precision)
+
+
+def _stored(feature: Feature, dtype: str, computed_in: str) -> StoredFeature:
+    attributes = {
+        "layer": str(feature.site),
+        "pooling": feature.pooling,
+        **feature.poolings.layout.attributes(),
+        "source_dtype": feature.source_dtype if computed_in == "float32" else computed_in,
+    }
+    if feature.principal_axes:
+        attributes[AXES_HASH] = feature.principal_axes.sha256
+    return StoredFeature(feature.name, feature.shape, feature.stored_as(dtype), attributes)
 
 
 def _identity(feature: Feature) -> str:
     """Return what a feature is, as named in the fingerprint."""
     text = f"{feature.site} {feature.pooling} {list(feature.shape)}"
     return f"{text} axes {feature.principal_axes.sha256 or 'not fitted'}" if feature.principal_axes else text
-
-
-def _engine(compile: str, precision: str, backbone: Backbone, out: str | Path) -> str:
-    """Return the engine. It is "auto" only in float32: in lower precision features depend on the engine."""
-    if compile != "auto":
-        return engine_for(compile, backbone.device, precision)
-    if precision == "float32":
-        return "auto"
-    made = settings_of_existing(out)
-    if made and made["precision"] == precision:
-        return engine_for(made["compile"], backbone.device, precision)
-    return "eager"
-
-
-def _lower_precision(precision: str, engine: str) -> str:
-    """Return the precision as named in the fingerprint.
-
-    It includes the engine, because engines compute different parts in lower precision and round at different places.
-    """
-    return f"{precision} {'autocast' if engine == 'eager' else engine}"
-
-
-def _existing(out: str | Path) -> tuple[DataSet | None, bool]:
-    """Return the existing data set or None, and whether it has rows."""
-    if is_url(str(out)):
-        bucket = Bucket(str(out))
-        dataset = bucket.existing()
-        return dataset, dataset is not None and bool(len(bucket.published()))
-    if not (Path(out) / "dataset.json").exists():
-        return None, False
-    dataset = DataSet.open(Path(out))
-    return dataset, any(dataset.files())
-
-
-def settings_of_existing(out: str | Path) -> dict[str, Any] | None:
-    """Return `how_made` of the data set at `out`; None if there is none, or an empty one that may be replaced."""
-    existing, has_rows = _existing(out)
-    if existing is None or not has_rows:
-        return None
-    try:
-        return how_made(existing.depends_on)
-    except KeyError:  # other features, which the check of the output folder refuses
-        return None
 
 
 _DECODER = "pillow: EXIF orientation {orientation}, transparency over white"
@@ -278,24 +292,30 @@ def asked_of(configuration: dict[str, Any], weights: str | None = None) -> dict[
     return asked | ({"weights": weights} if weights else {})
 
 
-def _as_found_from_anywhere(weights: str | None) -> str | None:
-    """Return the name of weights, or the absolute path of a weights file."""
-    return str(Path(weights).resolve()) if weights and Path(weights).is_file() else weights
-
-
-def _provenance(backbone: Backbone, depends_on: dict[str, Any], configuration: dict[str, Any]) -> dict[str, Any]:
+def _provenance(
+    settings: ExtractionSettings, images: Images, backbone: Backbone, depends_on: dict[str, Any]
+) -> dict[str, Any]:
     versions = {"python": platform.python_version(), "layertap": own_version()}
     source = SOURCES.get(backbone.spec.partition("/")[0])
-    own = [source.library] if source is not None and source.library else []
-    for package in ("torch", "torchvision", "timm", "pillow", "numpy", "h5py", "openvino", *own):
+    libraries = [source.library] if source is not None and source.library else []
+    for package in ("torch", "torchvision", "timm", "pillow", "numpy", "h5py", "openvino", *libraries):
         if version := installed_version(package):  # some are optional
             versions[package] = version
     on_gpu = backbone.device.type == "cuda"
+    weights = backbone.asked.get("weights")
+    if weights and Path(weights).is_file():
+        weights = str(Path(weights).resolve())  # valid from any working directory
     return {
         "backbone": backbone.spec,
         "weights": backbone.weights.source,
         "depends_on": depends_on,
-        "configuration": configuration,
+        "configuration": {
+            "images": images.root,
+            "layers": settings.layer_list,
+            **backbone.asked,
+            "weights": weights,
+            **settings.recorded(),
+        },
         "device": torch.cuda.get_device_name(backbone.device) if on_gpu else str(backbone.device),
         "versions": versions,
         "machine": {"platform": platform.platform(), "host": platform.node()},

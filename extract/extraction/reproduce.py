@@ -17,7 +17,7 @@ from extract.compute.backbone import Backbone, load_backbone
 from extract.compute.backends import open_forward
 from extract.compute.forward import StoredRows, rows_of
 from extract.errors import InputError
-from extract.extraction.plan import Plan, asked_of, how_decoded, how_made, plan
+from extract.extraction.plan import Existing, Plan, asked_of, how_decoded, how_made, resolve
 from extract.extraction.settings import ExtractionSettings
 from extract.images import Batch, Images, load_batches
 from extract.images.sources import Files
@@ -64,7 +64,7 @@ def recorded_plan(
         layers=layers, workers=workers, max_pixels=max_pixels, distortion=None, fit_on=None, **made, **decoded,
         dtype=dataset.depends_on.get("stored_as", dataset.features[0].dtype),
     )  # fmt: skip
-    return plan(images, out=dataset.out, backbone=backbone, settings=settings)
+    return resolve(settings, images, backbone, Existing(str(dataset.out), dataset, has_rows=True))
 
 
 def _said(dataset: DataSet, provenance: dict[str, Any], weights: str | None) -> tuple[list[str], str, dict[str, Any]]:

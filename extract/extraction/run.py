@@ -2,7 +2,7 @@
 
     images -> DataLoader -> backbone, under Taps -> pooling (on the device) -> CPU -> ShardWriter -> HDF5
 
-`extract_features` does all of it in one call. `plan` and `extract` are its two halves, for callers that inspect the
+`extract_features` does all of it in one call. `resolve` and `extract` are its two halves, for callers that inspect the
 plan, show progress, or stop the run.
 """
 
@@ -16,19 +16,19 @@ import os
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 from extract import defaults
 from extract.compute.backbone import Backbone, load_backbone
 from extract.errors import InputError
 from extract.extraction.pipeline import extract_shard, reporting_a_note
-from extract.extraction.plan import Plan, plan
+from extract.extraction.plan import Plan, existing_at, resolve
 from extract.extraction.settings import BackboneSettings, ExtractionSettings, taking, values_of
 from extract.extraction.summary import Summary
 from extract.extraction.todo import batches_of, check_disk_space, check_same_images, work_of
 from extract.extraction.validation import Computation, validated_forward
-from extract.images import Images, load_batches
+from extract.images import Images, list_images, load_batches
 from extract.images.datasets import MapDataset, is_in_memory, list_dataset
 from extract.images.loading import Load, stop_on_machine_errors
 from extract.store.format.dataset import BUILDING
@@ -37,7 +37,7 @@ from extract.store.reader import FeatureReader
 from extract.system.foreign_code import exits_refused
 from extract.system.urls import is_url
 
-__all__ = ["Arguments", "ExtractionSettings", "Plan", "Summary", "extract", "extract_features", "plan"]
+__all__ = ["NO_MAX_DISTORTION", "Arguments", "extract", "extract_features"]
 
 NO_MAX_DISTORTION = "max_distortion has no effect: extract.compute.distortion.measured_distortion measures projections"
 
@@ -79,7 +79,7 @@ def extract_features(arguments: Arguments) -> FeatureReader:
         LockedError: another process writes to `out`.
         LayertapError: the disk is full, a download failed, or a device is missing.
     """
-    images, out, backbone = arguments.images, os.fspath(arguments.out), arguments.backbone
+    out, backbone = os.fspath(arguments.out), arguments.backbone
     if is_url(out):
         raise InputError(
             f"{out}: from Python, features are written to a folder",
@@ -87,18 +87,17 @@ def extract_features(arguments: Arguments) -> FeatureReader:
         )
     if arguments.max_distortion is not None:
         warnings.warn(NO_MAX_DISTORTION, DeprecationWarning, stacklevel=3)
-    settings = ExtractionSettings.of(arguments)
     if isinstance(backbone, str):
         backbone = load_backbone(
             backbone, preprocessing=arguments.preprocessing, **values_of(BackboneSettings, arguments)
         )
-    listed = images if isinstance(images, str | os.PathLike) else _listed(images, settings.limit, settings.keep_list)
-    planned = plan(listed, out=out, backbone=backbone, settings=settings)
+    images = _listed(arguments)
+    plan = resolve(arguments, images, backbone, existing_at(out))
     from tqdm.auto import tqdm
 
-    with tqdm(total=len(planned.images), unit=" images", disable=not arguments.progress) as bar:
+    with tqdm(total=len(images), unit=" images", disable=not arguments.progress) as bar:
         extract(
-            planned,
+            plan,
             retry_failed=arguments.retry_failed,
             on_rows=functools.partial(_advance, bar) if arguments.progress else None,
             on_note=functools.partial(warnings.warn, stacklevel=2),
@@ -106,9 +105,12 @@ def extract_features(arguments: Arguments) -> FeatureReader:
     return FeatureReader(out)
 
 
-def _listed(dataset: MapDataset, limit: int | None, keep: Sequence[str]) -> Images:
-    """List a dataset, and pass its notes on as warnings."""
-    images = list_dataset(dataset, keep)
+def _listed(arguments: Arguments) -> Images:
+    """List the images; pass the notes of a dataset on as warnings."""
+    where, limit, keep = arguments.images, arguments.limit, arguments.keep_list
+    if isinstance(where, str | os.PathLike):
+        return list_images(where, limit, keep)
+    images = list_dataset(where, keep)
     for note in images.notes:
         warnings.warn(note, stacklevel=4)
     return images if limit is None else images.head(limit)
@@ -154,10 +156,11 @@ def extract(
     """
     dataset = plan.dataset
     summary = Summary(n_rows=dataset.n_rows)
-    dataset.check()
+    plan.existing.check(dataset)  # before the folder is locked, which writes to it
     check_disk_space(dataset)
     with dataset.locked():
-        keep_axes(dataset.out, plan.choice.axes_files)  # first: `dataset.json` names them
+        if axes_files := plan.choice.axes_files:
+            keep_axes(dataset.out, axes_files)  # first: `dataset.json` names them
         existing = dataset.open_or_create()
         root = dataset.images["root"]
         if existing is not None and (existing.images["root"] != root or is_in_memory(root)):
@@ -191,6 +194,11 @@ def extract(
         ):
             batches = stop_on_machine_errors(loaded, plan.images.source)
             batches = reporting_a_note(batches, plan.images, on_note)
+            # The first batch is read before the file of a shard is made: where no image can be read, no file is left.
+            waited = time.perf_counter()
+            first = list(itertools.islice(batches, 1))  # empty if the rows of an unfinished shard are all stored
+            summary.stages["images"] += time.perf_counter() - waited
+            batches = itertools.chain((first.pop() for _ in range(len(first))), batches)  # and not held any longer
             for shard in work:
                 count = sum(1 for _ in batches_of(shard.rows, plan))
                 extract_shard(plan, shard, itertools.islice(batches, count), forward, summary, on_rows, stop)
@@ -200,10 +208,6 @@ def extract(
         if not summary.stopped:
             shutil.rmtree(dataset.out / BUILDING, ignore_errors=True)  # left by processes that were stopped
         if summary.computed:
-            ended = {
-                "rows": summary.computed,
-                "seconds": summary.seconds,
-                "stages": summary.stages,
-            }
+            ended = {"rows": summary.computed, "seconds": summary.seconds, "stages": summary.stages}
             dataset.add_run({"event": "ended", "started": plan.provenance["started"], **ended})
     return summary

@@ -173,7 +173,7 @@ class ExtractionSettings(DataSetSettings):
         resolved layers only, and `axes` and `fit_on` by the axes that the data set keeps.
         """
         left_out = ("keep", "sync_s", "distortion", "max_distortion", "axes", "fit_on")
-        settings = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in left_out}
+        settings = {name: value for name, value in values_of(ExtractionSettings, self).items() if name not in left_out}
         return settings | {"layers": self.layer_list}
 
 

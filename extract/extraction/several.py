@@ -1,21 +1,29 @@
-"""Extract features of the same images with several backbones; images are decoded once for all that share a decoding."""
+"""Extract features of the same images with several backbones; images are decoded once for all that share a decoding.
+
+`extract_several` does it, `costs_of` estimates how long it takes.
+"""
 
 from __future__ import annotations
 
 import gc
 import shutil
+import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from extract import defaults
 from extract.backbones.preprocessing import Preprocessing
 from extract.compute.backbone import Backbone
+from extract.compute.backends import open_forward
 from extract.errors import LayertapError, LockedError, MachineError
-from extract.extraction.plan import Plan, plan
+from extract.extraction.first_images import decode_seconds, decoded_in, timed_s
+from extract.extraction.plan import Plan, existing_at, resolve
 from extract.extraction.run import extract
 from extract.extraction.settings import ExtractionSettings
 from extract.images import Images
@@ -26,9 +34,10 @@ from extract.store.format.dataset import DataSet, shard_rows_for
 from extract.system.foreign_code import own_faults_refused
 from extract.system.leftovers import temporary_folder
 
-__all__ = ["KEPT_BYTES", "Member", "MemberRun", "decoding_of", "extract_several", "plan_of"]
+__all__ = ["KEPT_BYTES", "Costs", "Member", "MemberRun", "costs_of", "extract_several"]
 
 KEPT_BYTES = 4 << 30  # of decoded images
+_TIMED = 16  # images, drawn
 
 
 @dataclass(frozen=True)
@@ -66,11 +75,19 @@ class MemberRun:
 
 @dataclass(frozen=True)
 class _Surveyed:
-    """What is known of a member before the first image is decoded."""
+    """What is known of a member before the first image is decoded.
 
-    decoding: Hashable  # equal for members whose decoded images are equal
-    shard_rows: int  # largest
-    image_bytes: int  # of a decoded image
+    Attributes:
+        decoding: equal for members whose decoded images are equal.
+        stored_rows: rows of the shards of its data set; None if it has none yet.
+        most_rows: largest number of rows of a new shard.
+        image_bytes: bytes of a decoded image.
+    """
+
+    decoding: Hashable
+    stored_rows: int | None
+    most_rows: int
+    image_bytes: int
 
 
 def extract_several(
@@ -120,15 +137,17 @@ def extract_several(
     for member in members:
         if stop():
             return runs
-        with _failure_kept(member, runs, on_failure):
-            surveyed[member.name] = _survey(images, member, runs[member.name])
+        run = runs[member.name]
+        with _failure_kept(run, partial(on_failure, member.name)):
+            surveyed[member.name] = _survey(images, member, run)
         gc.collect()  # the modules of a backbone refer to each other in circles
-    new_rows = _rows_of_new_shards(images, members, surveyed, min(kept_bytes, shutil.disk_usage(scratch).free // 2))
+    kept_bytes = min(kept_bytes, shutil.disk_usage(scratch).free // 2)
+    new_rows = _rows_of_new_shards(len(images), list(surveyed.values()), kept_bytes, members[0].settings.batch_size)
     by_rows: dict[int, dict[Hashable, list[Member]]] = {}  # rows of a shard -> decoding -> members
     for member in members:
-        if member.name in surveyed:
-            groups = by_rows.setdefault(_rows_of_stored_shards(member) or new_rows, {})
-            groups.setdefault(surveyed[member.name].decoding, []).append(member)
+        if (known := surveyed.get(member.name)) is not None:
+            groups = by_rows.setdefault(known.stored_rows or new_rows, {})
+            groups.setdefault(known.decoding, []).append(member)
 
     def compute(member: Member, shard: int, here: range, rows: int, load: Load) -> bool:
         """Compute a shard of a member, if it is missing; return whether the run was stopped."""
@@ -140,9 +159,9 @@ def extract_several(
             return False
         on_member(member.name, here)
         stopped = False
-        with _failure_kept(member, runs, on_failure):
+        with _failure_kept(runs[member.name], partial(on_failure, member.name)):
             stopped = extract(
-                plan_of(images, member, rows), shards=[shard], load=load, on_rows=on_new_rows, on_note=on_note,
+                _plan_of(images, member, rows), shards=[shard], load=load, on_rows=on_new_rows, on_note=on_note,
                 stop=stop,
             ).stopped  # fmt: skip
         gc.collect()
@@ -175,9 +194,7 @@ def _folder_in(scratch: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def _failure_kept(
-    member: Member, runs: dict[str, MemberRun], on_failure: Callable[[str, LayertapError], None]
-) -> Iterator[None]:
+def _failure_kept(run: MemberRun, on_failure: Callable[[LayertapError], None] = lambda error: None) -> Iterator[None]:
     """Context manager: keep an error of a backbone, or of a user's own code in it, as that of its run."""
     try:
         with own_faults_refused(()):
@@ -190,20 +207,20 @@ def _failure_kept(
         failure = error
     else:
         return
-    runs[member.name].error = failure
-    on_failure(member.name, failure)
+    run.error = failure
+    on_failure(failure)
 
 
-def plan_of(images: Images, member: Member, shard_rows: int | None = None) -> Plan:
+def _plan_of(images: Images, member: Member, shard_rows: int | None = None) -> Plan:
     """Load the backbone of a member and return its plan."""
     settings = replace(member.settings, shard_rows=shard_rows or member.settings.shard_rows)
-    return plan(images, out=member.out, backbone=member.load(), settings=settings)
+    return resolve(settings, images, member.load(), existing_at(member.out))
 
 
 def _survey(images: Images, member: Member, run: MemberRun) -> _Surveyed:
-    planned = plan_of(images, member)
-    planned.dataset.check()  # a complete data set of other features is not taken for this one
-    backbone = planned.backbone
+    plan = _plan_of(images, member)
+    plan.existing.check(plan.dataset)  # a complete data set of other features is not taken for this one
+    backbone, stored = plan.backbone, plan.existing.dataset
     run.about = {
         "parameters": sum(parameter.numel() for parameter in backbone.model.parameters()),
         "weights": backbone.weights.source,
@@ -211,8 +228,9 @@ def _survey(images: Images, member: Member, run: MemberRun) -> _Surveyed:
     }
     bytes_of_pixel = 3 if _is_plain(backbone.preprocessing) else 12
     return _Surveyed(
-        decoding_of(member.name, backbone.preprocessing),
-        shard_rows_for(planned.dataset.features),
+        _decoding_of(member.name, backbone.preprocessing),
+        stored.shard_rows if stored else None,
+        shard_rows_for(plan.dataset.features),
         int(np.prod(backbone.preprocessing.crop_px)) * bytes_of_pixel,
     )
 
@@ -222,35 +240,80 @@ def _is_plain(preprocessing: Preprocessing) -> bool:
     return preprocessing.library_transform is None
 
 
-def decoding_of(name: str, preprocessing: Preprocessing) -> Hashable:
+def _decoding_of(name: str, preprocessing: Preprocessing) -> Hashable:
     """Return what decoded images depend on; a library's own transform is not shared with other members."""
     if not _is_plain(preprocessing):
         return name
     return replace(preprocessing, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
 
 
-def _rows_of_stored_shards(member: Member) -> int | None:
-    """Return the rows of the shards of an existing data set; None if there is none."""
-    return DataSet.open(member.out).shard_rows if (member.out / "dataset.json").is_file() else None
-
-
-def _rows_of_new_shards(
-    images: Images, members: Sequence[Member], surveyed: dict[str, _Surveyed], kept_bytes: int
-) -> int:
+def _rows_of_new_shards(n_images: int, surveyed: Sequence[_Surveyed], kept_bytes: int, batch_size: int) -> int:
     """Return the rows of new data sets' shards: those of an existing one, or as many whole batches as are kept."""
-    for member in members:
-        if member.name in surveyed and (rows := _rows_of_stored_shards(member)) is not None:
-            return rows
-    rows = min((known.shard_rows for known in surveyed.values()), default=len(images))
-    rows = min(rows, kept_bytes // max((known.image_bytes for known in surveyed.values()), default=1))
-    batch_size = members[0].settings.batch_size
-    return max(1, min(len(images), max(1, rows // batch_size) * batch_size))
+    for known in surveyed:
+        if known.stored_rows is not None:
+            return known.stored_rows
+    rows = min((known.most_rows for known in surveyed), default=n_images)
+    rows = min(rows, kept_bytes // max((known.image_bytes for known in surveyed), default=1))
+    return max(1, min(n_images, max(1, rows // batch_size) * batch_size))
 
 
 def _is_finished(out: Path, shard: int) -> bool:
     """Return whether a shard is published and not to be written again."""
-    if not (out / "dataset.json").is_file():
+    dataset = existing_at(out).dataset
+    if dataset is None:
         return False
-    dataset = DataSet.open(out)
     where = dataset.shard_files()[shard]
     return where.published is not None and where.part is None
+
+
+class Costs(NamedTuple):
+    """Seconds of several extractions.
+
+    Attributes:
+        fixed_s: seconds for loading the backbones.
+        image_s: seconds for each image.
+    """
+
+    fixed_s: float
+    image_s: float
+
+
+def costs_of(images: Images, members: Sequence[Member], seed: int, stop: Callable[[], bool] = lambda: False) -> Costs:
+    """Estimate how long `extract_several` takes. Forwards are timed without a compiler, which is used only if it pays.
+
+    Args:
+        images: listed images, of which a few are decoded.
+        members: the extractions; members that fail are left out.
+        seed: seed of the draw of images.
+        stop: called before each member; True ends the measurement.
+
+    Raises:
+        LayertapError: no backbone can be measured.
+    """
+    rows = np.random.default_rng(seed).choice(len(images), min(_TIMED, len(images)), replace=False)
+    drawn = images.select(sorted(rows.tolist()))
+    fixed_s, forward_s, decoded_s = 0.0, 0.0, dict[Hashable, float]()
+    runs = {member.name: MemberRun() for member in members}
+    for member in members:
+        if stop():
+            break
+        with _failure_kept(runs[member.name]):
+            start = time.perf_counter()
+            plan = _plan_of(drawn, member)
+            load_s = time.perf_counter() - start
+            preprocessing, settings = plan.backbone.preprocessing, plan.settings
+            (pictures,) = decoded_in(drawn, [preprocessing], settings.max_pixels, settings.batch_size)
+            with open_forward(plan.backbone, plan.choice, "float32", settings.precision) as forward:
+                first_s = timed_s(partial(forward, pictures))
+                each_s = timed_s(partial(forward, pictures)) / len(pictures)
+            decoding = _decoding_of(member.name, preprocessing)
+            if decoding not in decoded_s:
+                at_once = max(1, min(settings.workers, defaults.CORES))
+                decoded_s[decoding] = decode_seconds(drawn, preprocessing, settings.max_pixels) / at_once
+            fixed_s += 2 * load_s + first_s  # it is loaded to look at it, and to compute
+            forward_s += each_s
+        gc.collect()  # the modules of a backbone refer to each other in circles
+    failed = [run.error for run in runs.values() if run.error is not None]
+    if failed and not decoded_s:
+        raise failed[0]
+    return Costs(fixed_s, forward_s + sum(decoded_s.values()))

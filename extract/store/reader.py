@@ -16,7 +16,7 @@ from extract.errors import InputError, LayertapError, unknown_name
 from extract.row_status import Status
 from extract.store.arrow_table import Tables
 from extract.store.batches import Shuffle, batches
-from extract.store.feature_array import FeatureArray
+from extract.store.feature_array import FeatureArray, RowIndex
 from extract.store.format.layout import ROW_DATA, StoredFeature, feature_types
 from extract.store.format.receipt import reasons_in, reasons_of
 from extract.store.format.row_hash import hash_records, hash_rows
@@ -25,7 +25,6 @@ from extract.store.open_shards import OpenShards
 from extract.store.places.block_cache import CACHE_BYTES, BlockCache
 from extract.store.places.remote_shard import RemoteShard
 from extract.store.row_counts import RowCounts, count_rows
-from extract.store.row_index import RowIndex
 from extract.store.row_selection import RowSelection, open_selections
 from extract.store.text_column import LazyColumns, TextColumn
 from extract.store.tokens.token_array import TokenArray

@@ -75,7 +75,8 @@ def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _plain(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+    parts = name.split(".")
+    return name if _WRAPPERS.isdisjoint(parts) else ".".join([part for part in parts if part not in _WRAPPERS])
 
 
 def is_glob(pattern: str) -> bool:

@@ -467,12 +467,15 @@ def _closed_layers(model: nn.Module) -> dict[str, InputError]:
         raise InputError(f"expected an nn.Module, got {type(model).__name__}")
     if isinstance(model, torch.fx.GraphModule) and "_guards_fn" in dict(model.named_children()) | model.__dict__:
         raise InputError("the model is exported: its graph calls no layers", hint="use the module it was exported from")
-    root, layers = unwrap(model), named_layers(model)
+    root = unwrap(model)
     inside = set(root.modules())
     for module in (*(module for module in model.modules() if module not in inside), root):
         if reason := _why_closed(module):
             raise InputError(f"the model is {reason[0]}", hint=reason[1])
     closed: dict[str, InputError] = {}
+    if not any(map(_why_closed, inside)):  # as nearly always: then no names are needed
+        return closed
+    layers = named_layers(model)
     for name, module in layers.items():
         if reason := _why_closed(module):
             closed[name] = InputError(f"layer {name!r} is {reason[0]}", hint=reason[1])

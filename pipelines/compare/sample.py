@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from extract.errors import InputError
-from extract.extraction.several import Member
-from extract.extraction.several_costs import costs_of
+from extract.extraction.several import Member, costs_of
 from extract.images import Images
 
 __all__ = ["Sample", "sample_for"]

@@ -18,7 +18,7 @@ from extract.compute.backbone import load_backbone
 from extract.compute.feature_choice import choose_features
 from extract.errors import InputError
 from extract.extraction.first_images import decode_seconds, decoded_in
-from extract.extraction.plan import plan
+from extract.extraction.plan import existing_at, resolve
 from extract.extraction.run import extract
 from extract.extraction.settings import ExtractionSettings
 from extract.extraction.tuning import (
@@ -124,7 +124,8 @@ def bench(
             way: dict[str, Any] = {"decode": decode, "precision": option.precision, "compile": option.compile}
             settings = ExtractionSettings(layers=layers, **way)
             some = image_list.head(max(defaults.BATCH_SIZE, int(measured.images_per_s * _PIPELINE_S)))
-            summary = extract(plan(some, out=folder / decode / str(option), backbone=loaded, settings=settings))
+            out = existing_at(folder / decode / str(option))
+            summary = extract(resolve(settings, some, loaded, out))
             prepared_in_s = summary.computation.prepared_in_s if summary.computation else 0.0
             rate = summary.computed / (summary.seconds - prepared_in_s)
             return PipelineRate(option, decode, len(some), rate)

@@ -10,13 +10,13 @@ from extract import defaults
 from extract.compute.backbone import Backbone
 from extract.compute.backends import default_engine
 from extract.compute.compiled import sharing_graphs
-from extract.compute.feature_choice import Choice
 from extract.errors import DisagreementError
-from extract.extraction.plan import features_of
-from extract.extraction.run import Plan, Summary, extract, plan
+from extract.extraction.plan import Plan, existing_at, resolve
+from extract.extraction.run import extract
+from extract.extraction.summary import Summary
 from extract.extraction.tuning import fastest
 from extract.extraction.validation import Computation
-from extract.images import Images, list_images
+from extract.images import list_images
 from extract.store.reader import FeatureReader
 from extract.system.optional_libraries import pip_install
 from pipelines.embed.config import EmbedConfig
@@ -27,7 +27,6 @@ from pipelines.terminal.text_output import command_line, print_failures, print_l
 
 __all__ = ["EmbedResult", "bottleneck", "describe_computation", "embed", "plan_of", "print_summary", "summary_as_json"]
 
-_TUNED_OPTIONS = ("precision", "compile", "decode", "batch_size")
 _COUNTED = 100_000  # images whose classes are counted before a run: their labels are held in memory
 _WAITING_SHARE = 0.2  # of the time: a forward that waits longer is limited by what it waits for
 _BOTTLENECK_MIN_S = 10.0  # in shorter runs, starting takes most of the time, and no bottleneck is printed
@@ -56,38 +55,42 @@ class EmbedResult:
 
 def embed(config: EmbedConfig) -> EmbedResult:
     """Run the job and print progress on stderr."""
-    backbone = backbone_of(config)
-    images = list_images(config.images, config.limit, config.keep)
+    plan = plan_of(config, backbone_of(config))
     if not config.fast:
-        return _run(config, plan_of(config, images, backbone))
-    choice = features_of(images, config.place, backbone, config.settings(), _say)
+        return _run(config, plan)
     with sharing_graphs() as graphs:  # the run compiles what was tried
-        options = _fastest(config, images, backbone, choice)
+        options = _fastest(config, plan)
         while True:
             try:
-                return _run(config, plan_of(config, images, backbone, options.pop(0), choice), graphs.clear)
+                return _run(config, plan.computed_otherwise(**options.pop(0)), graphs.clear)
             except DisagreementError as error:
                 if not options:
                     raise
                 print_line(f"rejected: {error.reason}. Trying the next fastest:", fg="yellow", err=True)
 
 
-def _run(config: EmbedConfig, planned: Plan, on_start: Callable[[], None] = lambda: None) -> EmbedResult:
+def plan_of(config: EmbedConfig, backbone: Backbone) -> Plan:
+    """Return the plan of a job for its loaded backbone."""
+    images = list_images(config.images, config.limit, config.keep)
+    return resolve(config.settings(), images, backbone, existing_at(config.place), _say)
+
+
+def _run(config: EmbedConfig, plan: Plan, on_start: Callable[[], None] = lambda: None) -> EmbedResult:
     """Run a plan; `on_start` is called when the first batch agrees with the reference."""
-    _print_plan(planned)
-    with Progress(len(planned.images)) as progress, signals_held() as received:
+    _print_plan(plan)
+    with Progress(len(plan.images)) as progress, signals_held() as received:
 
         def on_rows(rows: int, resumed: bool) -> None:
-            if resumed and rows < len(planned.images):
-                print_line(f"resuming: {rows:,} of {len(planned.images):,} rows done", err=True)
+            if resumed and rows < len(plan.images):
+                print_line(f"resuming: {rows:,} of {len(plan.images):,} rows done", err=True)
             progress.advance(rows, resumed)
 
         def on_computation(computation: Computation) -> None:
             on_start()
-            progress.say(describe_computation(computation, planned.settings.precision))
+            progress.say(describe_computation(computation, plan.settings.precision))
 
         summary = extract(
-            planned,
+            plan,
             retry_failed=config.retry_failed,
             on_rows=on_rows,
             on_computation=on_computation,
@@ -95,26 +98,9 @@ def _run(config: EmbedConfig, planned: Plan, on_start: Callable[[], None] = lamb
             stop=lambda: bool(received),
         )
     if summary.stopped:
-        return EmbedResult(planned, summary, [], {}, received[0], config.fast)
+        return EmbedResult(plan, summary, [], {}, received[0], config.fast)
     with FeatureReader(config.folder) as reader:
-        return EmbedResult(planned, summary, reader.failures, reader.compression, 0, config.fast)
-
-
-def plan_of(
-    config: EmbedConfig, images: Images, backbone: Backbone, options: dict[str, Any] | None = None,
-    choice: Choice | None = None,
-) -> Plan:  # fmt: skip
-    """Return the plan of a job.
-
-    Args:
-        config: configuration of the job.
-        images: the listed images.
-        backbone: the loaded backbone.
-        options: `precision`, `compile`, `decode` and `batch_size` that replace those of `config`.
-        choice: the features of the layers, if they are known.
-    """
-    settings = config.settings(**(options or {}))
-    return plan(images, out=config.place, backbone=backbone, settings=settings, choice=choice, on_fit=_say)
+        return EmbedResult(plan, summary, reader.failures, reader.compression, 0, config.fast)
 
 
 def _say(text: str) -> None:
@@ -128,17 +114,12 @@ _SOURCES = {
 }
 
 
-def _fastest(config: EmbedConfig, images: Images, backbone: Backbone, choice: Choice) -> list[dict[str, Any]]:
+def _fastest(config: EmbedConfig, plan: Plan) -> list[dict[str, Any]]:
     """Return the options that agree with eager float32, fastest first; settings given by the user are kept."""
     tuned = fastest(
-        images,
-        backbone=backbone,
-        choice=choice,
-        out=config.folder,
-        min_cosine=config.min_cosine,
-        max_pixels=config.max_pixels,
+        plan,
+        fixed=config.model_fields_set,
         on_measuring=lambda: print_line("measuring which options are fastest ...", err=True),
-        **{name: getattr(config, name) for name in _TUNED_OPTIONS if name in config.model_fields_set},
     )
     print_line(f"fast      {_SOURCES[tuned.source]}", err=True)
     for measurement in tuned.measured:
@@ -150,9 +131,9 @@ def _fastest(config: EmbedConfig, images: Images, backbone: Backbone, choice: Ch
     return tuned.settings
 
 
-def _print_plan(planned: Plan) -> None:
+def _print_plan(plan: Plan) -> None:
     """Print the resolved plan before the work starts."""
-    images, backbone, choice = planned.images, planned.backbone, planned.choice
+    images, backbone, choice = plan.images, plan.backbone, plan.choice
     user_set = backbone.asked.get("preprocessing", {})
     lines = [
         f"images    {len(images):,} in {images.root}"
@@ -161,9 +142,9 @@ def _print_plan(planned: Plan) -> None:
         f"backbone  {backbone.spec}, weights {backbone.weights.source}, on {backbone.device}",
         f"input     {backbone.preprocessing}" + (f" (set by the user: {' '.join(user_set)})" if user_set else ""),
     ]
-    if (planned.settings.orientation, planned.settings.icc) != (defaults.ORIENTATION, defaults.ICC):
-        lines.append(f"decoder   {planned.dataset.depends_on['decoder']}")
-    if planned.settings.limit is not None and len(images) <= _COUNTED:
+    if (plan.settings.orientation, plan.settings.icc) != (defaults.ORIENTATION, defaults.ICC):
+        lines.append(f"decoder   {plan.dataset.depends_on['decoder']}")
+    if plan.settings.limit is not None and len(images) <= _COUNTED:
         n_classes = len(set(images.slice(0, len(images)).labels.tolist()) - {-1})
         if n_classes < len(images.classes):
             note = f"the first {len(images):,} images have {n_classes} of the {len(images.classes):,} classes"

@@ -16,8 +16,10 @@ from extract.backbones.loading import permitted
 from extract.compute.backbone import load_backbone
 from extract.compute.pooling import split_poolings
 from extract.errors import InputError
-from extract.extraction.plan import asked_of, how_decoded, how_made
-from extract.extraction.run import ExtractionSettings, extract, plan
+from extract.extraction.plan import asked_of, existing_at, how_decoded, how_made, resolve
+from extract.extraction.run import extract
+from extract.extraction.settings import ExtractionSettings
+from extract.images import list_images
 from extract.row_status import Status
 from extract.store.format.dataset import DataSet
 from extract.store.format.differences import changes
@@ -96,10 +98,10 @@ def run_predict(
     with temporary_folder(output) as folder:
         out = folder / "features"
         settings = ExtractionSettings(layers=layers, max_pixels=max_pixels, distortion=None, fit_on=None, **computation)
-        planned = plan(images, out=out, backbone=loaded, settings=settings)
-        names = _same_features(path, described, fitted_on, planned.dataset, images)
-        with Progress(len(planned.images)) as progress:
-            extract(planned, on_rows=progress.advance, on_note=lambda note: progress.say(f"note: {printable(note)}"))
+        plan = resolve(settings, list_images(images), loaded, existing_at(out))
+        names = _same_features(path, described, fitted_on, plan.dataset, images)
+        with Progress(len(plan.images)) as progress:
+            extract(plan, on_rows=progress.advance, on_note=lambda note: progress.say(f"note: {printable(note)}"))
         return write(probe, out, names, output)
 
 

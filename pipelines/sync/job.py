@@ -182,14 +182,14 @@ class PassReporter:
 
     def plan(self, config: SyncConfig, images: Images, folder: Path) -> Plan:
         """Return the plan of computing features of images into a folder."""
-        from extract.extraction.run import plan
+        from extract.extraction.plan import existing_at, resolve
         from pipelines.terminal.backbone import backbone_of
 
         settings = configuration_of(config)
         if self._backbone is None or self._loaded_settings != settings:  # or its weights file was replaced
             self._loaded_settings = settings
             self._backbone = backbone_of(config)
-        return plan(images, out=folder, backbone=self._backbone, settings=config.settings())
+        return resolve(config.settings(), images, self._backbone, existing_at(folder))
 
     def on_plan(self, plan: Plan, count: int) -> None:
         """Print what will be computed, and start a progress bar."""

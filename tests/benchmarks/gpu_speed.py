@@ -30,7 +30,9 @@ from torch import Tensor
 
 from extract import load_backbone
 from extract.compute.backbone import Backbone
-from extract.extraction.run import ExtractionSettings, extract, plan
+from extract.extraction.plan import existing_at, resolve
+from extract.extraction.run import extract
+from extract.extraction.settings import ExtractionSettings
 from extract.images import Batch
 from extract.system.torch_state import evaluating, full_float32, keeping_freed_memory
 
@@ -57,7 +59,7 @@ def by_pipeline(backbone: Backbone, pictures: Tensor, options: argparse.Namespac
         np.lib.format.open_memmap(listed, "w+", np.uint8, (options.images, 8, 8, 3)).flush()
         how = {"batch_size": options.batch_size, "precision": options.precision, "compile": options.compile}
         settings = ExtractionSettings(workers=0, min_cosine=0.9, **how)
-        planned = plan(listed, out=Path(folder) / "out", backbone=backbone, settings=settings)
+        planned = resolve(settings, listed, backbone, existing_at(Path(folder) / "out"))
 
         def batches(images: Any, rows: Any, *_: Any, **__: Any) -> Iterator[Batch]:
             return preloaded(pictures, rows)

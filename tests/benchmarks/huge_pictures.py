@@ -29,9 +29,12 @@ sys.path.insert(0, sys.argv[4])
 from extract.images import loading
 loading._PIECES = int(sys.argv[3])
 from extract import load_backbone
-from extract.extraction.run import ExtractionSettings, extract, plan
+from extract.extraction.plan import existing_at, resolve
+from extract.extraction.run import extract
+from extract.extraction.settings import ExtractionSettings
+from extract.images import list_images
 backbone = load_backbone(sys.argv[5], device="cpu")
-planned = plan(sys.argv[1], out=sys.argv[2], backbone=backbone, settings=ExtractionSettings(workers=2))
+planned = resolve(ExtractionSettings(workers=2), list_images(sys.argv[1]), backbone, existing_at(sys.argv[2]))
 waits, before = [], time.perf_counter()
 def on_rows(rows, found):
     global before

@@ -26,7 +26,7 @@ NET = ["-b", "timm/test_resnet", "--weights", "random"]
 def measured_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """No job is too short to try all options."""
     monkeypatch.setattr(tuning, "_measuring_pays", lambda *_: True)
-    monkeypatch.setattr(tuning, "_pays", lambda *_: True)
+    monkeypatch.setattr(tuning, "_tries", lambda *_: True)
 
 
 def _run(*args: str) -> Any:

@@ -18,8 +18,7 @@ from PIL import Image
 from extract import FeatureReader, InputError, UnknownNameError, load_backbone
 from extract.analysis.alikeness import alikeness
 from extract.analysis.probe.metrics import mcnemar
-from extract.extraction.several import Member
-from extract.extraction.several_costs import Costs, costs_of
+from extract.extraction.several import Costs, Member, costs_of
 from extract.images import list_images
 from layertap import compare as layertap_compare
 from pipelines.compare import figures, job, sample

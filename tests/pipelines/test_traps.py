@@ -284,7 +284,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> EmbedResult:
     make_picture(0).save(root / "in" / "0.png")
     backbone = load_backbone("timm/test_resnet", weights="random", device="cpu", preprocessing=TINY_INPUT)
     config = EmbedConfig(images=str(root / "in"), out=str(root / "out"), workers=defaults.CORES)
-    plan = plan_of(config, list_images(config.images), backbone)
+    plan = plan_of(config, backbone)
     return EmbedResult(plan, summary_of(0, 1, 0), [], {}, 0)
 
 

@@ -1,4 +1,4 @@
-"""HDF5 files that are written with checked system calls.
+"""File objects for HDF5, and HDF5 files that are written with checked system calls.
 
 HDF5 does not survive a write that fails: it may end the process with a segmentation fault, when the file is closed or
 later. Here it never sees one. The structure of a file is written in memory, and copied to the file. Values are written
@@ -11,6 +11,7 @@ in blocks for its own drivers only, and a reader of a bucket would fetch many bl
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,12 +20,40 @@ from typing import Any
 
 import h5py
 
-from extract.store.format.seekable import Seekable
 from extract.system.operating_system import memory_file, written_ranges
 
-__all__ = ["hdf5_in_memory", "hdf5_on_disk"]
+__all__ = ["Seekable", "hdf5_in_memory", "hdf5_on_disk"]
 
 _COPIED_BYTES = 1 << 20  # at once
+
+
+class Seekable(io.RawIOBase):
+    """File object with a position. Subclasses implement `readinto`.
+
+    Args:
+        size: bytes of the file.
+    """
+
+    def __init__(self, size: int):
+        self._size, self._position = size, 0
+
+    def readable(self) -> bool:
+        """See `io.RawIOBase`."""
+        return True
+
+    def seekable(self) -> bool:
+        """See `io.RawIOBase`."""
+        return True
+
+    def tell(self) -> int:
+        """See `io.RawIOBase`."""
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """See `io.RawIOBase`."""
+        starts = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}
+        self._position = starts[whence] + offset
+        return self._position
 
 
 @contextmanager

@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from extract.errors import InputError, LayertapError, first_line
+from extract.store.format.checked_file import Seekable
 from extract.store.format.layout import (
     COLUMNS,
     ROW_DATA,
@@ -37,7 +38,6 @@ from extract.store.format.layout import (
     row_bytes,
 )
 from extract.store.format.schemas import PROVENANCE
-from extract.store.format.seekable import Seekable
 from extract.store.format.untrusted import (
     Refuse,
     StoredDataset,

@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from extract.errors import InputError, LayertapError
+from extract.store.format.checked_file import Seekable
 from extract.store.format.layout import Identity, before_hdf5, read_header
-from extract.store.format.seekable import Seekable
 from extract.store.format.shard import Shard, runs
 from extract.store.format.untrusted import open_untrusted
 from extract.store.places.block_cache import BLOCK_BYTES, BlockCache, RemoteFile

@@ -197,7 +197,6 @@ class Embed:
         import torch
 
         from extract.extraction.shard_maker import ShardMaker, scratch_folder
-        from extract.images import list_images
         from extract.store.places.destination import destination_of
         from pipelines.embed.job import describe_computation, plan_of
         from pipelines.terminal.backbone import backbone_of
@@ -205,8 +204,7 @@ class Embed:
         if self.threads is not None:
             torch.set_num_threads(self.threads)
         backbone = backbone_of(self.config, say)
-        images = list_images(self.config.images, self.config.limit, self.config.keep)
-        plan = plan_of(self.config, images, backbone)
+        plan = plan_of(self.config, backbone)
         out = self.config.place
         place = destination_of(out)
         with (

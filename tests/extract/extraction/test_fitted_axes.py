@@ -20,9 +20,11 @@ from sklearn.decomposition import PCA
 
 from extract import InputError, LayertapError, extract_features
 from extract.compute.backbone import Backbone, load_backbone
+from extract.extraction.plan import existing_at, resolve
 from extract.extraction.recheck import recheck
-from extract.extraction.run import ExtractionSettings, extract
-from extract.extraction.run import plan as plan_with
+from extract.extraction.run import extract
+from extract.extraction.settings import ExtractionSettings
+from extract.images import list_images
 from extract.store.reader import FeatureReader
 from extract.store.verify import verify
 from tests.conftest import make_picture
@@ -67,7 +69,7 @@ def test_a_run_is_resumed_with_its_axes_and_refuses_others(folder: Path, tmp_pat
     out, calls = tmp_path / "out", []
     extract(plan(folder, out=out, backbone=backbone, **settings), stop=lambda: bool(calls.append(0) or len(calls) > 1))
     said: list[str] = []
-    plan_with(folder, out=out, backbone=backbone, settings=ExtractionSettings(**settings), on_fit=said.append)
+    resolve(ExtractionSettings(**settings), list_images(folder), backbone, existing_at(out), on_fit=said.append)
     assert said == []
     with pytest.raises(InputError, match="the axes of layer1 were fitted on 9 images, not 8; use --fit-on 9, or"):
         extract_features(folder, out=out, **{**settings, "fit_on": 8}, **NET)

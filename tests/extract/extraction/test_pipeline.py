@@ -23,12 +23,13 @@ from torch import Tensor, nn
 from extract import FeatureReader, InputError, LayertapError, Status, extract_features, load_backbone
 from extract.compute.backbone import Backbone
 from extract.extraction import pipeline
-from extract.extraction.run import Summary, extract
+from extract.extraction.run import extract
+from extract.extraction.summary import Summary
 from extract.images import Decoding, list_images, load_batches
 from extract.store.format.dataset import DataSet
 from extract.store.format.writer import ShardWriter
 from tests.conftest import TINY_INPUT, make_picture
-from tests.planning import plan
+from tests.planning import NET, plan
 
 
 @pytest.fixture(scope="module")
@@ -538,3 +539,44 @@ def test_a_worker_of_a_data_loader_decodes_itself(folder: Path) -> None:
             return 1
 
     assert list(torch.utils.data.DataLoader(Widths(), num_workers=1)) == [torch.tensor([2])]
+
+
+def test_an_existing_data_set_is_read_once_before_the_lock_and_once_under_it(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers, out = ["layer1:pca2", "embedding"], tmp_path / "out"
+    settings: dict[str, Any] = {"precision": "bfloat16", "min_cosine": 0.5, "fit_on": 8}
+    extract_features(folder, out=out, layers=layers, **settings, **NET).close()
+    read, open_data_set = [], DataSet.open
+    monkeypatch.setattr(DataSet, "open", lambda out: read.append(out) or open_data_set(out))
+    extract_features(folder, out=out, layers=layers, **settings, **NET).close()
+    assert read == [out] * 3  # the third time by the reader
+
+
+def test_a_shard_whose_rows_are_all_stored_is_published_by_the_next_run(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise LayertapError("killed")
+
+    with monkeypatch.context() as patched, pytest.raises(LayertapError, match="killed"):
+        patched.setattr(ShardWriter, "publish", fail)
+        extract_features(folder, out=tmp_path / "out", **NET)
+    assert [path.suffix for path in (tmp_path / "out" / "shards").iterdir()] == [".part"]
+    with extract_features(folder, out=tmp_path / "out", **NET) as reader:
+        assert len(reader) == 12
+        assert np.isfinite(reader["embedding"][:]).all()
+
+
+def test_where_no_image_can_be_read_no_file_of_a_shard_is_made(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images = list_images(folder)
+    planned = plan(images, out=tmp_path / "out", backbone=load_backbone("timm/test_resnet", weights="random"))
+    monkeypatch.setattr(pipeline, "open_part", lambda *_: pytest.fail("a file is made"))
+    for path in folder.rglob("*.*"):
+        path.unlink()
+    folder.rename(tmp_path / "elsewhere")
+    with pytest.raises(LayertapError):
+        extract(planned)
+    assert list((tmp_path / "out" / "shards").iterdir()) == []

@@ -33,7 +33,10 @@ from extract import FeatureReader
 from extract.backbones import Weights
 from extract.backbones.preprocessing import Preprocessing
 from extract.compute.backbone import Backbone
-from extract.extraction.run import ExtractionSettings, extract, plan
+from extract.extraction.plan import existing_at, resolve
+from extract.extraction.run import extract
+from extract.extraction.settings import ExtractionSettings
+from extract.images import list_images
 from extract.store.verify import verify
 
 BROKEN = "b/13.png"
@@ -63,7 +66,7 @@ def network() -> Backbone:
 def run(images: Path, out: Path, backbone: Backbone, compress: str | None, retry: bool, pipe: Any = None) -> None:
     """One run; each acknowledged number of rows is written to `pipe`."""
     settings = ExtractionSettings(layers=["0", "4"], batch_size=4, workers=0, shard_rows=8, compress=compress, sync_s=0)
-    planned = plan(images, out=out, backbone=backbone, settings=settings)
+    planned = resolve(settings, list_images(images), backbone, existing_at(out))
 
     def on_rows(rows: int, stored: bool) -> None:
         if pipe is not None:
