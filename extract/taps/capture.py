@@ -125,6 +125,7 @@ class Point:
     Attributes:
         module: the layer.
         calls: calls in progress, the innermost last: a layer may call itself.
+        hooks: number of its hooks of this block.
         is_counted_on_entry: whether a pre-hook counts the call. A layer that calls no others needs none.
     """
 
@@ -134,6 +135,7 @@ class Point:
     on_return: list[Step] = dataclasses.field(default_factory=list)
     on_leave: list[Step] = dataclasses.field(default_factory=list)
     calls: list[Call] = dataclasses.field(default_factory=list)
+    hooks: int = 0
     is_counted_on_entry: bool = True
 
 
@@ -320,7 +322,7 @@ class Capture:
         """Register the hooks of all points, and those of the model itself."""
         self.block.open()
         for point in self._points.values():
-            module, is_last = point.module, not point.on_leave
+            module, is_last, others = point.module, not point.on_leave, len(self._handles)
             point.is_counted_on_entry = not is_simple(module) or bool(
                 point.on_enter or point.on_receive or (point.on_return and point.on_leave)
             )
@@ -334,6 +336,7 @@ class Capture:
             if point.on_leave or not point.on_return:
                 hook = partial(self._leave, point)
                 self.hook(module.register_forward_hook, hook, with_kwargs=True, always_call=True)
+            point.hooks = len(self._handles) - others
         self.hook(self._root.register_forward_pre_hook, self._begin, prepend=True)  # before its hooks as a layer
         self.hook(self._root.register_forward_hook, self._end)
         if self.on_finish:

@@ -31,9 +31,7 @@ class StandIns:
         self._enough = 16  # stand-ins, until those that are over are removed
         self._written: set[tuple[str, str]] = set()  # (layer, what) of those that the model has written into
 
-    def add(
-        self, site: Site, given: Tensor, tensor: Tensor, *, follows: bool = False, is_of_a_chain: bool = False
-    ) -> StandIn | None:
+    def add(self, site: Site, given: Tensor, tensor: Tensor, *, follows: bool = False) -> StandIn | None:
         """Add a tensor that stands in for another one; return how, or None if nothing can be written to it.
 
         Args:
@@ -42,10 +40,9 @@ class StandIns:
             tensor: what the model continues with.
             follows: whether `tensor` may receive what the model writes into `given`. It may not if it was edited, or if
                 the gradient of an output is watched: how the edit, or the gradient, goes on from there is unknown.
-            is_of_a_chain: whether `given` may stand in for another tensor in turn, from later on.
         """
         try:
-            added = StandIn(site, given, tensor, follows, is_of_a_chain)
+            added = StandIn(site, given, tensor, follows)
         except NotImplementedError:  # no memory of its own, as in torch.func: nothing is written to
             return None
         if len(self._all) > self._enough:
@@ -103,7 +100,7 @@ class StandIns:
 class StandIn:
     """A tensor that stands in for another one; both are held weakly."""
 
-    def __init__(self, site: Site, given: Tensor, tensor: Tensor, follows: bool, is_of_a_chain: bool):
+    def __init__(self, site: Site, given: Tensor, tensor: Tensor, follows: bool):
         self.site, self.follows = site, follows
         self.given_memory, self.memory = memory_of(given), memory_of(tensor)
         # As long as these exist, no other memory has the same number.
@@ -113,7 +110,7 @@ class StandIn:
         # tensors. The model may hold none of this view. Autograd may have saved the values of a tensor; they are held
         # in any case.
         self._shared = given if given._is_view() or is_shared(given) else None
-        self._is_of_a_chain = is_of_a_chain or _stand_in(given) is not None
+        self._is_of_a_chain = _stand_in(given) is not None
         _STAND_INS[id(tensor)] = self
         self._versions = self._versions_now()
         # A write into such a tensor changes each value once for each place that it stands in.

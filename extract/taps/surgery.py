@@ -117,9 +117,9 @@ class Surgery:
         )
         # Edits come before all other hooks: transformers captures hidden states by hooks of its own, and with edits
         # after them 4 of the 8 layers of a DPT were unedited. Values are kept, and gradients watched, after all others.
-        # Such a layer does not write into its inputs, nor does anybody else meanwhile. It may return them.
-        only_reads = is_simple(module) and not getattr(module, "inplace", False) and not any(hooks_of(module))
-        pass_on = partial(self._pass_on_input, only_reads)
+        # Such a layer does not write into its inputs. It may return them.
+        only_reads = is_simple(module) and not getattr(module, "inplace", False)
+        pass_on = partial(self._pass_on_input, point if only_reads else None)
         if input_edits:
             point.on_enter.append(partial(self._edit, input_edits, pass_on))
         if output_edits and not only_reads:
@@ -166,11 +166,14 @@ class Surgery:
         return value
 
     def _pass_on_input(
-        self, only_reads: bool, call: Call, site: Site, given: Tensor, tensor: Tensor, follows: bool = False
+        self, reader: Point | None, call: Call, site: Site, given: Tensor, tensor: Tensor, follows: bool = False
     ) -> Tensor:
-        """Pass a tensor on to a layer in place of one of its inputs."""
+        """Pass a tensor on to a layer in place of one of its inputs.
+
+        If the layer only reads its inputs, and nobody else has hooks on it, there can be no writes before its end.
+        """
         changes = _changes(call)
-        if only_reads:
+        if reader is not None and sum(map(len, hooks_of(reader.module))) == reader.hooks:
             changes.replaced.append((site, given, tensor, follows))
         elif (added := self._stand_in(site, given, tensor, follows=follows)) is not None:
             changes.stand_ins.append(added)
@@ -212,15 +215,14 @@ class Surgery:
         for added in changes.stand_ins:
             added.catch_up()
         if changes.replaced:
-            # What else can be read: the output, what it stands in for (other `Taps` may have replaced the input again),
-            # and what autograd has saved.
-            readable = {memory_of(part) for _, tensor in tensors_in(output) for part in originals(tensor)}
+            # What can still be read: the output, and what autograd has saved.
+            readable = {memory_of(tensor) for _, tensor in tensors_in(output)}
             for _, given, tensor, _ in reversed(changes.replaced):
                 if memory_of(tensor) in readable or (torch.is_grad_enabled() and is_saved(tensor)):
                     readable |= {memory_of(tensor), memory_of(given)}
             for site, given, tensor, follows in changes.replaced:
                 if memory_of(tensor) in readable:
-                    self._stand_in(site, given, tensor, follows=follows, is_of_a_chain=True)
+                    self._stand_in(site, given, tensor, follows=follows)
         changes.end_again()
         return output
 
@@ -340,9 +342,7 @@ class Surgery:
             edited[key] = tensor, pass_on(call, requests[0][0], tensor, result)
         return edited[key][1]
 
-    def _stand_in(
-        self, site: Site, given: Tensor, tensor: Tensor, *, follows: bool = False, is_of_a_chain: bool = False
-    ) -> StandIn | None:
+    def _stand_in(self, site: Site, given: Tensor, tensor: Tensor, *, follows: bool = False) -> StandIn | None:
         """Follow the writes into a tensor that the model continues with in place of another; see `StandIns.add`."""
         if self._stand_ins is None:
             self._stand_ins = StandIns()
@@ -350,7 +350,7 @@ class Surgery:
             self._stand_ins.check_again(site)
             return None
         watch(self.listener)
-        return self._stand_ins.add(site, given, tensor, follows=follows, is_of_a_chain=is_of_a_chain)
+        return self._stand_ins.add(site, given, tensor, follows=follows)
 
     def _is_watched(self, tensor: Tensor) -> bool:
         """Whether the gradient of this tensor is watched in this forward."""
