@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import http.server
 import json
-import logging
 import shutil
 import sys
 import threading
@@ -24,7 +23,6 @@ from extract.images import csv_lists, list_images, write_plan
 from extract.images.index import image_index, index_writing
 from extract.store.merge import merge
 from extract.store.places.bucket import Bucket
-from pipelines.sync.hooks import call_hooks
 from pipelines.terminal.config import name_of
 from tests.pipelines.test_cli import SMALL, layertap
 from tests.pipelines.test_report import n_thumbnails
@@ -542,16 +540,3 @@ def test_labels_for_urls_are_found_with_other_signatures(folder: Path, tmp_path:
     other = labels[0].replace(*reversed(DAYS)).rpartition(",")[0] + ",b"
     (folder.parent / "labels.csv").write_text("path,label\n" + "\n".join([*labels, other]))
     assert "belong to the same image" in run("probe", out, "--labels", url, "--results", tmp_path / "twice", code=2)
-
-
-def test_the_log_of_hooks_has_no_credentials(caplog: pytest.LogCaptureFixture) -> None:
-    hooks = [
-        f"http://me:{MARK}@127.0.0.1:9/services/{MARK}?token={MARK}",
-        f"http://127.0.0.1:x{MARK}/services",
-        f"echo https://h/x?sig={MARK} >&2; exit 3 # https://h/?token={MARK}",
-    ]
-    with caplog.at_level(logging.ERROR):
-        call_hooks(hooks, "{}", 0)
-    assert len(caplog.messages) == 3
-    assert "http://127.0.0.1:9/..." in caplog.text
-    assert MARK not in caplog.text
