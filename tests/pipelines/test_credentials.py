@@ -318,16 +318,7 @@ def test_rows_that_differ_in_other_parameters_stay_apart(folder: Path, tmp_path:
     assert MARK not in str(raised.value)
 
 
-def test_links_of_a_page_that_differ_in_credentials_only_are_refused(folder: Path, guarded: type[Guarded]) -> None:
-    (folder.parent / "page").mkdir()
-    for number in (1, 2):
-        shutil.copy(folder / "ant" / "00.png", folder.parent / "page" / f"a.png?key={MARK}{number}.png")
-    with pytest.raises(InputError, match=r"two links to a\.png differ in credentials only") as raised:
-        list_images(f"http://{guarded.host}/open/page")  # type: ignore[attr-defined]
-    assert MARK not in str(raised.value)
-
-
-@pytest.mark.parametrize("kind", ["list", "zip", "folder", "list by user", "zips"])
+@pytest.mark.parametrize("kind", ["list", "zip", "list by user", "zips"])
 def test_a_root_with_credentials(folder: Path, tmp_path: Path, guarded: type[Guarded], kind: str) -> None:
     host = guarded.host  # type: ignore[attr-defined]
     (tmp_path / "web").mkdir()
@@ -343,7 +334,6 @@ def test_a_root_with_credentials(folder: Path, tmp_path: Path, guarded: type[Gua
     place = {
         "list": "http://{h}/signed/list.csv?X-Amz-Credential=A/{s}/b&X-Amz-Signature={s}",
         "list by user": "http://{s}@{h}/signed/relative.csv?version=2&sig={s}",
-        "folder": "http://{s}@{h}/signed/pictures/",
         "zip": "http://{h}/signed/pictures-0.zip?token={s}",
         "zips": "http://{h}/signed/pictures-{{0..1}}.zip?token={s}",
     }[kind]

@@ -31,10 +31,9 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from extract.credentials import parameters_without_credentials
 from extract.errors import InputError, LayertapError
 from extract.images.csv_lists import Row, check_once, places_of, rows_in_pieces, stored_path
-from extract.images.folders import check_exists, files_behind, files_below, links_in_order, other_suffix
+from extract.images.folders import check_exists, files_behind, files_below, other_suffix
 from extract.images.image_list import Images, class_and_split, classes_of_folders, classes_of_values, hashes_of
 from extract.images.index.external_sort import Runs
 from extract.images.index.image_index import (
@@ -55,7 +54,7 @@ from extract.system.atomic_files import atomic_write, discard, own_folder, write
 from extract.system.folder_lock import locked
 from extract.system.json_files import read_json
 from extract.system.leftovers import is_temporary
-from extract.system.urls import file_system, is_http, is_missing, is_url, server_answer
+from extract.system.urls import file_system, is_missing, is_url, server_answer
 
 __all__ = ["is_finished", "write_plan"]
 
@@ -228,10 +227,7 @@ def _walk(listing: Path, where: str, runs: Runs, on_rows: Callable[[str, int], N
     """Write the runs of a folder, whose images come in order."""
     left_out = _left_out(runs)
     after = os.fsencode(runs.heads[-1]["last"]) if runs.heads else b""
-    if is_http(where):
-        files = _without_queries(where, after)
-    else:
-        files = files_behind(where, after) if is_url(where) else files_below(where, after)
+    files = files_behind(where, after) if is_url(where) else files_below(where, after)
     images = _images(files, left_out)
     while not runs.ended:
         rows = list(itertools.islice(images, WALKED_ROWS))
@@ -239,21 +235,6 @@ def _walk(listing: Path, where: str, runs: Runs, on_rows: Callable[[str, int], N
         # Other files after the last image are counted with the next run, which starts there.
         runs.add(rows, deciding, end=len(rows) < WALKED_ROWS, left_out=left_out)
         on_rows("listed", len(rows))
-
-
-def _without_queries(url: str, after: bytes) -> Iterator[str]:
-    """Yield the paths of `links_in_order`; refuse an image whose link has a query, as a plan stores file names only."""
-    for path, query in links_in_order(url, after):
-        if query and not other_suffix(f"{path}?{query}"):
-            if parameters_without_credentials(f"?{query}") != f"?{query}":
-                raise _has_credentials(url, "the links of its images have credentials")
-            raise InputError(
-                f"{url}: the link to {path} has a query, which a plan does not store",
-                hint="use the images directly, or write a list with the complete URL of each image",
-            )
-        if query:
-            path = f"{path}?{query}"
-        yield path
 
 
 def _images(names: Iterator[str], left_out: Counter[str]) -> Iterator[Row]:
