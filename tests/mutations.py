@@ -253,12 +253,6 @@ MUTATIONS = (
         ("test_the_same_bytes_are_computed_once_and_stored_twice",),
     ),
     Mutation(
-        "The names of a web server's files stay percent-encoded.",
-        "    return os.fsdecode(_bytes(reference))",
-        "    return reference",
-        ("test_a_folder_of_a_web_server_gives_the_rows_of_the_folder",),
-    ),
-    Mutation(
         "A relative name in a list is sent to a web server as it is.",
         "    return quote(os.fsencode(name)) if is_http(folder) else name",
         "    return name",
@@ -442,11 +436,10 @@ MUTATIONS = (
     ),
     Mutation(
         "A pass that was due while nothing ran waits for the next time.",
-        "        if overdue and self.config.catch_up:\n",
-        "        if overdue and not self.config.catch_up:\n",
+        "due = looked if schedule.catch_up else",
+        "due =",
         ("test_a_pass_that_was_due_while_nothing_ran_begins_at_once",),
     ),
-    # Probes, search, statistics, findings
     Mutation(
         "An explosion is compared with all layers, those behind it included.",
         "    sizes_before = [tensors[0].input_rms] if tensors else []\n",

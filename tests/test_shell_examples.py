@@ -52,6 +52,7 @@ NOT_RUN = {
     r"sbatch$": "needs SLURM; tests/pipelines/cluster reads the file",
     r"--watch$": "prints until it is stopped; tests/pipelines/cluster reads what it prints",
     r"schedule configs/nightly.yaml$": "runs until it is stopped; tests/pipelines/test_schedule.py runs it",
+    r"^find .*runs.jsonl": "tests/pipelines/test_schedule.py runs it",
     r"watch configs/nightly.yaml$": "runs until it is stopped; tests/pipelines/test_watch.py runs it",
 }
 # Data sets that a page begins with.

@@ -1,23 +1,18 @@
-"""List the backbones that can be named, and describe them without their weights.
-
-Names and descriptions that are kept (`catalogue_index`) are given without importing PyTorch or timm.
-"""
+"""List the backbones that can be named, and describe them without their weights."""
 
 from __future__ import annotations
 
 import difflib
 import warnings
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from extract.backbones.catalogue_entry import Entry, quiet
-from extract.backbones.catalogue_index import backbone_names, keep_entries, kept_entries
 from extract.backbones.sources import SOURCES
 from extract.backbones.spelling import unknown_spec
 from extract.errors import InputError, LayertapError, unknown_name
 
-__all__ = ["Entry", "SourceListing", "describe", "descriptions", "list_sources", "match_specs"]
+__all__ = ["Entry", "SourceListing", "describe", "list_sources", "match_specs"]
 
 
 @dataclass(frozen=True)
@@ -50,7 +45,7 @@ def match_specs(pattern: str) -> list[str]:
     """
     source, _, name = pattern.partition("/")
     if source in SOURCES:
-        known = [f"{source}/{known_name}" for known_name in backbone_names(source, name or "*")]
+        known = [f"{source}/{known_name}" for known_name in SOURCES[source].names(name or "*")]
     elif set("*?[") & set(source):
         known = [spec for group in SOURCES if fnmatchcase(group, source) for spec in _list_source(group).names]
     elif difflib.get_close_matches(source, SOURCES, n=1):
@@ -82,30 +77,9 @@ def describe(spec: str) -> Entry:
         return describe_spec(spec, name)
 
 
-def descriptions(specs: Iterable[str]) -> Iterator[Entry]:
-    """Yield the description of each spec; one that is not kept is made when it is reached, and kept at the end.
-
-    Raises:
-        InputError, LayertapError: see `describe`.
-    """
-    kept: dict[str, dict[str, Entry]] = {}
-    made: dict[str, dict[str, Entry]] = {}
-    try:
-        for spec in specs:
-            source = spec.partition("/")[0]
-            if source not in kept:
-                kept[source] = kept_entries(source)
-            if spec not in kept[source]:
-                kept[source][spec] = made.setdefault(source, {})[spec] = describe(spec)
-            yield kept[source][spec]
-    finally:  # also if the caller stops early
-        for source, entries in made.items():
-            keep_entries(source, entries)
-
-
 def _list_source(source: str) -> SourceListing:
     try:
-        names = backbone_names(source, "*")
+        names = SOURCES[source].names("*")
     except LayertapError as error:  # the library of the source is not installed
         return SourceListing([], str(error))
     return SourceListing([f"{source}/{name}" for name in names], SOURCES[source].note)

@@ -246,10 +246,16 @@ def _load_model(transformers: Any, request: LoadRequest, location: _Location, co
         )
         return _Loaded(config, model, origin, notes)
     model, unused_note = _pretrained(spec, model_class, location, config)
-    commit = getattr(config, "_commit_hash", None)
+    commit = "" if location.local else _commit(location)
     name = Path(location.name).name if location.local else location.name
     checkpoint_origin = Weights(f"hf/{name}" + (f" at {commit[:12]}" if commit else ""), weights_sha256(model))
     return _Loaded(config, model, checkpoint_origin, (*notes, *unused_note))
+
+
+def _commit(location: _Location) -> str:
+    """Return the commit of a model in the hub's cache, where its files lie in `snapshots/COMMIT`; "" if unknown."""
+    path = in_cache_of_hub(location.name, ["config.json"], location.options.get("revision"))
+    return "" if path is None else path.parent.name
 
 
 def _load_tokenizer(transformers: Any, location: _Location) -> Any:

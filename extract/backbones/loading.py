@@ -131,7 +131,7 @@ def permitted(recorded: str, named: str | None, where: Path | str, weights: str 
             f"{where} records the backbone {recorded!r}, and loading this backbone runs its code",
             hint=f"if you trust the code, name the backbone: --backbone {shlex.quote(recorded)}",
         )
-    if source.locate is not None and not source.defined_in:
+    if source.locate is not None and source.name_is_path:
         try:
             file = source.locate(_request(recorded, weights, 0, False, {})[1])
         except LayertapError:

@@ -61,9 +61,6 @@ class BackboneSource:
             `layertap layers` downloads no weights.
         name_is_path: whether a name, up to the first colon, may be a path.
         library: name of an optional package whose version the provenance of features records; empty if there is none.
-        defined_in: packages to import that define names and descriptions, first the library itself. Both are then kept
-            until one of these packages changes; see `catalogue_index`. Empty: they are asked for each time.
-        tag_mark: what separates the tag of weights in a name; `names` returns names with tags if the pattern has it.
     """
 
     load: Callable[[LoadRequest], LoadedBackbone]
@@ -76,8 +73,6 @@ class BackboneSource:
     same_layers_at_random: bool = False
     name_is_path: bool = False
     library: str = ""
-    defined_in: tuple[str, ...] = ()
-    tag_mark: str = ""
 
 
 SOURCES: dict[str, BackboneSource] = {
@@ -88,7 +83,6 @@ SOURCES: dict[str, BackboneSource] = {
         describe=from_timm.describe_bundled,
         locate=from_timm.locate_bundled,
         note="included in the installation",
-        defined_in=("timm",),
     ),
     "torchvision": BackboneSource(
         from_torchvision.load,
@@ -97,7 +91,6 @@ SOURCES: dict[str, BackboneSource] = {
         describe=from_torchvision.describe,
         locate=from_torchvision.locate,
         same_layers_at_random=True,
-        defined_in=("torchvision",),
     ),
     "timm": BackboneSource(
         from_timm.load,
@@ -107,8 +100,6 @@ SOURCES: dict[str, BackboneSource] = {
         locate=from_timm.locate,
         note="a tag may follow, such as timm/resnet50.a1_in1k",
         same_layers_at_random=True,
-        defined_in=("timm",),
-        tag_mark=".",
     ),
     "open_clip": BackboneSource(
         from_open_clip.load,
@@ -120,7 +111,6 @@ SOURCES: dict[str, BackboneSource] = {
         library="open_clip_torch",
         note="a tag must follow, such as open_clip/ViT-B-32:openai",
         same_layers_at_random=True,
-        defined_in=("open_clip", "timm", "torchvision"),
     ),
     "hf": BackboneSource(
         from_hf.load,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 
 from extract import defaults
-from extract.backbones.catalogue_index import backbone_names
 from extract.backbones.sources import SOURCES
 from extract.errors import LayertapError, UnknownNameError, unknown_name
 
@@ -71,6 +70,6 @@ def _called(name: str) -> list[str]:
 
 def _names(source: str, pattern: str) -> list[str]:
     try:
-        return backbone_names(source, pattern)
+        return SOURCES[source].names(pattern)
     except LayertapError:  # its library is not installed
         return []

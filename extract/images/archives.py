@@ -19,13 +19,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
+from urllib.parse import unquote_to_bytes
 
 from extract.credentials import without_credentials
 from extract.errors import InputError, LayertapError, first_line
 from extract.images.folders import pick_images
 from extract.images.image_list import Images, is_litter, labels_from_folders, labels_from_values, order_of
 from extract.images.sources import UNKNOWN, ImageSource, PackedNames, check_file_size, integers, read_remote
-from extract.images.web_folders import decoded
 from extract.system.similar_paths import did_you_mean
 from extract.system.urls import file_system, http_status, is_http, is_missing, is_url, server_answer, without_query
 
@@ -214,7 +214,7 @@ def _names(where: str, archives: Sequence[str], members: Sequence[_Member]) -> t
 
 def _title(archive: str) -> str:
     name = without_credentials(archive).rpartition("/")[2]
-    return decoded(name) if is_http(archive) else name
+    return os.fsdecode(unquote_to_bytes(name)) if is_http(archive) else name
 
 
 def _suffix_of(archive: str) -> str:

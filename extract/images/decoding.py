@@ -18,7 +18,6 @@ from PIL import ExifTags, Image, ImageFile, ImageOps, UnidentifiedImageError, fe
 from extract import defaults
 from extract.errors import MachineError, first_line, is_of_the_machine
 from extract.images.colour import to_srgb
-from extract.images.tiff_messages import errors_of_libtiff
 from extract.images.whole_files import check_whole
 from extract.system.optional_libraries import pip_install
 
@@ -40,6 +39,7 @@ _BACKGROUND = (255, 255, 255)  # colour behind transparent pixels
 _PNG, _END_OF_JPEG = b"\x89PNG\r\n\x1a\n", b"\xff\xd9"
 _BITS, _PHOTOMETRIC, _SAMPLE_FORMAT = 258, 262, 339  # TIFF 6.0 tags
 _WHITE_IS_ZERO = 0  # a value of _PHOTOMETRIC
+_NO_MEMORY = "decoder error -9"  # PIL.ImageFile.ERRORS
 _TWELVE_BITS = 1 << 12
 _DEEP, _TOO_DARK = "layertap_16_bits", "layertap_too_dark"  # keys of `Image.info`
 _ON_THEIR_SIDE = range(5, 9)  # EXIF orientations
@@ -87,7 +87,7 @@ def decode(
     try:
         with warnings.catch_warnings(), _settings_of_pillow(max_pixels):
             warnings.simplefilter("ignore")  # about odd metadata, and pictures of over half of max_pixels
-            with Image.open(io.BytesIO(data), formats=formats) as image, _errors_of_format(image):
+            with Image.open(io.BytesIO(data), formats=formats) as image, _errors_of_libtiff(image):
                 if image.format != "JPEG" or not data.endswith(_END_OF_JPEG):  # which nearly all files are
                     check_whole(data, image)
                 if min_decode_px and image.format == "JPEG":
@@ -127,7 +127,7 @@ def decode_partly(data: bytes, max_pixels: int) -> Image.Image | None:
     try:
         with warnings.catch_warnings(), _settings_of_pillow(max_pixels, truncated=True):
             warnings.simplefilter("ignore")
-            with Image.open(io.BytesIO(data), formats=formats) as image, _errors_of_format(image):
+            with Image.open(io.BytesIO(data), formats=formats) as image, _errors_of_libtiff(image):
                 image.load()
                 picture = to_picture(image)
     except Exception:  # see `decode`
@@ -159,8 +159,24 @@ def pixels_of(data: bytes) -> int:
         return 0
 
 
-def _errors_of_format(image: Image.Image) -> contextlib.AbstractContextManager[None]:
-    return errors_of_libtiff(image) if image.format == "TIFF" else contextlib.nullcontext()
+@contextlib.contextmanager
+def _errors_of_libtiff(image: Image.Image) -> Iterator[None]:
+    """Context manager: give a reason in words for Pillow's "decoder error -2", all that it says of faults in libtiff.
+
+    Raises:
+        ValueError: libtiff cannot decode the file.
+    """
+    try:
+        yield
+    except OSError as error:
+        if image.format != "TIFF" or not str(error).startswith("decoder error"):
+            raise
+        if str(error) == _NO_MEMORY:
+            raise MemoryError from error
+        compression = image.info.get("compression", "unknown")
+        raise ValueError(
+            f"libtiff cannot decode it: it is damaged, or this build of Pillow lacks its compression ({compression})"
+        ) from error
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import operator
 import os
 from collections import Counter
@@ -12,14 +11,13 @@ from typing import TypeVar
 
 import numpy as np
 
-from extract.credentials import parameters_without_credentials, without_credentials
+from extract.credentials import without_credentials
 from extract.errors import InputError, LayertapError, first_line
 from extract.images.decoding import IMAGE_SUFFIXES
 from extract.images.image_list import Images, is_litter, labels_from_folders, order_of
 from extract.images.sources import Files
-from extract.images.web_folders import Link, links_below, links_of
 from extract.system.similar_paths import did_you_mean
-from extract.system.urls import file_system, is_http, is_missing, is_url, reference, server_answer, without_query
+from extract.system.urls import file_system, is_http, is_url
 
 __all__ = [
     "check_exists",
@@ -27,10 +25,10 @@ __all__ = [
     "files_behind",
     "files_below",
     "in_byte_order",
-    "links_in_order",
     "list_folder",
     "other_suffix",
     "pick_images",
+    "refuse_web_folder",
 ]
 
 Entry = TypeVar("Entry")
@@ -42,7 +40,7 @@ def list_folder(where: str) -> Images:
     Links are followed. Hidden files and litter (`is_litter`) are skipped; other files are counted in `left_out`.
     """
     if is_url(where):
-        return _list_web_folder(where) if is_http(where) else _list_behind(where)
+        return _list_behind(where)
     folder = Path(where)
     if folder.is_file() and folder.suffix.lower() in IMAGE_SUFFIXES:
         root, paths = str(folder.parent.resolve()), [folder.name]
@@ -64,7 +62,8 @@ def check_exists(where: str) -> None:
 
 
 def _list_behind(url: str) -> Images:
-    """List every image below a URL other than that of a web server."""
+    """List every image below a URL."""
+    refuse_web_folder(url)
     base = url.rstrip("/")
     names, left_out = pick_images(_names_behind(url))
     paths = [names[i] for i in order_of(names)]
@@ -72,43 +71,13 @@ def _list_behind(url: str) -> Images:
     return Images(without_credentials(base), paths, labels, classes, splits, Files(base, paths), left_out=left_out)
 
 
-def _list_web_folder(url: str) -> Images:
-    """List every image below a page; the source has the links as written, the rows have names without credentials."""
-    base = without_query(url).rstrip("/")
-    left_out: Counter[str] = Counter()
-    linked: dict[str, Link] = {}
-    with _errors_of_server(url):
-        for link in links_below(url):
-            if other := other_suffix(link.name):
-                left_out[other] += 1
-            elif (first := linked.setdefault(stored := _stored_name(link), link)) is not link:
-                what = "credentials only" if first.query and link.query else "`?` and %3F only"
-                raise InputError(f"{url}: two links to {stored} differ in {what}; expected one for each image")
-    if not linked and not left_out:
-        raise InputError(f"{url}: no files there")
-    names = list(linked)
-    paths = [names[i] for i in order_of(names)]
-    labels, classes, splits = labels_from_folders(paths)
-    source = Files(base, [linked[path].reference for path in paths], encoded=True)
-    return Images(without_credentials(base), paths, labels, classes, splits, source, left_out=left_out)
-
-
-def _stored_name(link: Link) -> str:
-    """Return the name of a link without credentials; only a query has them, not a `?` in the name of a file."""
-    return link.path + parameters_without_credentials(f"?{link.query}") if link.query else link.path
-
-
-@contextlib.contextmanager
-def _errors_of_server(url: str) -> Iterator[None]:
-    """Context manager: turn the errors of a web server that is asked for a page into those of this module."""
-    try:
-        yield
-    except LayertapError:
-        raise
-    except Exception as error:  # of aiohttp, asyncio and fsspec
-        if is_missing(url, error):
-            raise InputError(f"{url}: no such folder or file") from error
-        raise LayertapError(f"{url} cannot be listed: {server_answer(error)}") from error
+def refuse_web_folder(url: str) -> None:
+    """Raise an InputError for a folder of a web server: HTTP has no listing, only pages made for people."""
+    if is_http(url):
+        raise InputError(
+            f"{url}: not a list or archive; the folders of a web server cannot be listed",
+            hint="write a list (.csv) with a column path that has the URL of each image, or download the folder",
+        )
 
 
 def pick_images(names: Iterable[str]) -> tuple[list[str], Counter[str]]:
@@ -128,8 +97,7 @@ def other_suffix(name: str) -> str:
     suffix = os.path.splitext(name)[1].lower()  # noqa: PTH122  a Path for each of a million files is slow
     if suffix in IMAGE_SUFFIXES:
         return ""
-    # Without the query of a link, which may have a token.
-    return os.path.splitext(name.partition("?")[0])[1].lower() or "no suffix"  # noqa: PTH122
+    return suffix or "no suffix"
 
 
 def files_below(root: str) -> Iterator[str]:
@@ -233,14 +201,15 @@ def _names_behind(url: str) -> Iterator[str]:
 
 
 def files_behind(url: str) -> Iterator[str]:
-    """Yield the names of all files below a URL (see `links_in_order` for web servers), in byte order, folder by folder.
+    """Yield the names of all files below a URL, in byte order, folder by folder.
 
     Hidden files and litter are skipped.
 
     Raises:
-        InputError: the URL has no files, or is not a folder.
+        InputError: the URL has no files, or is not a folder, or is that of a web server.
         LayertapError: a folder cannot be listed, for example because the server does not answer.
     """
+    refuse_web_folder(url)
     fs, path = file_system(url)
     root = path.rstrip("/")
 
@@ -267,25 +236,3 @@ def files_behind(url: str) -> Iterator[str]:
         return [(name, is_folder, None) for name, is_folder in names if name and not is_litter(name)]
 
     return (name for name, _ in in_byte_order(look))
-
-
-def links_in_order(url: str) -> Iterator[tuple[str, str]]:
-    """Yield the decoded path and the query of all files below the page of a web server, as `files_behind`.
-
-    A page may also link to files in folders further below; these are left out, as each folder is listed by itself.
-    """
-
-    def look(folder: str) -> list[tuple[str, bool, str]]:
-        here = f"{without_query(url).rstrip('/')}/{reference(url, folder)}" if folder else url
-        try:
-            links = links_of(here)
-        except Exception as error:  # of aiohttp, asyncio and fsspec
-            if folder and is_missing(here, error):  # removed meanwhile
-                return []
-            with _errors_of_server(here):
-                raise
-        if not folder and not links:
-            raise InputError(f"{url}: no files there")
-        return [(link.path, link.is_folder, link.query) for link in links if "/" not in link.path]
-
-    return in_byte_order(look)

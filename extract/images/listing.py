@@ -23,9 +23,8 @@ from extract.images.image_list import Images
 from extract.images.kinds import is_file_of_images, kind_of, no_images
 from extract.images.plans import is_plan, open_plan
 from extract.images.sources import Chosen, Files, ImageSource
-from extract.images.web_folders import decoded
 from extract.system.similar_paths import did_you_mean
-from extract.system.urls import file_system, is_http, is_missing, is_url, server_answer, without_query
+from extract.system.urls import file_system, is_missing, is_url, server_answer, without_query
 
 __all__ = ["list_images", "listed_again"]
 
@@ -120,11 +119,8 @@ def listed_again(dataset_root: str, paths: Sequence[str], images: str | None = N
 def _as_listed_now(path: str, root: str) -> str:
     """Return a path of a data set of an earlier version as its image is listed now.
 
-    Earlier versions stored URLs with credentials, names in folders of web servers percent-encoded, and paths of lists
-    with `./` and `//`.
+    Earlier versions stored URLs with credentials, and paths of lists with `./` and `//`.
     """
-    if is_http(root) and kind_of(root) == "folder":
-        return decoded(path)
     return plain_path(without_credentials(path), root) if kind_of(root) == "list" else without_credentials(path)
 
 

@@ -367,7 +367,7 @@ def load_batches(
     with _no_collection():
         pieces_found = iter(loader)
     started = [process for process in active_children() if process not in before] if workers else []
-    return Batches(pieces_found, sizes, WorkerDeaths(started) if workers else None)
+    return Batches(pieces_found, sizes, WorkerDeaths(started, _GIVE_UP_S) if workers else None)
 
 
 def _may_start_processes() -> bool:

@@ -23,10 +23,9 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from extract.credentials import parameters_without_credentials
 from extract.errors import InputError, LayertapError
 from extract.images.csv_lists import Row, check_once, list_rows, places_of, stored_path
-from extract.images.folders import check_exists, files_behind, files_below, links_in_order, other_suffix
+from extract.images.folders import check_exists, files_behind, files_below, other_suffix
 from extract.images.image_list import Images, class_and_split, classes_of_folders, classes_of_values, labels_hash
 from extract.images.kinds import kind_of, no_images
 from extract.images.plans import (
@@ -45,7 +44,7 @@ from extract.system.atomic_files import atomic_write
 from extract.system.folder_lock import locked
 from extract.system.leftovers import is_temporary
 from extract.system.optional_libraries import library
-from extract.system.urls import is_http, is_url
+from extract.system.urls import is_url
 
 __all__ = ["write_plan"]
 
@@ -143,25 +142,12 @@ def _check_place(out: Path, where: str, kind: str, root: str) -> None:
 
 def _rows_of_folder(where: str, left_out: Counter[str]) -> Iterator[Row]:
     """Yield the images of a folder in order, labelled with their first two folders, which determine the class."""
-    list_files = _without_queries if is_http(where) else files_behind if is_url(where) else files_below
+    list_files = files_behind if is_url(where) else files_below
     for name in list_files(where):
         if other := other_suffix(name):
             left_out[other] += 1
         else:
             yield Row(os.fsencode(name), 0, "/".join(name.split("/", 2)[:-1]))
-
-
-def _without_queries(url: str) -> Iterator[str]:
-    """Yield the paths of `links_in_order`; refuse an image whose link has a query, as a plan stores file names only."""
-    for path, query in links_in_order(url):
-        if query and not other_suffix(f"{path}?{query}"):
-            if parameters_without_credentials(f"?{query}") != f"?{query}":
-                raise _has_credentials(url, "the links of its images have credentials")
-            raise InputError(
-                f"{url}: the link to {path} has a query, which a plan does not store",
-                hint="use the images directly, or write a list with the complete URL of each image",
-            )
-        yield f"{path}?{query}" if query else path
 
 
 def _rows_of_list(where: str) -> Iterator[Row]:

@@ -99,12 +99,10 @@ class Files(ImageSource):
         names: file names, with `/`; a list is packed, any other sequence is used directly. URLs among them have their
             credentials; `Images.paths` has the same names without.
         anywhere: whether names may be URLs.
-        encoded: whether names are percent-encoded, as the links of a page are. Otherwise they are file names, which are
-            percent-encoded for a web server.
     """
 
-    def __init__(self, base: str, names: Sequence[str], *, anywhere: bool = False, encoded: bool = False):
-        self._base, self._anywhere, self._encoded = base, anywhere, encoded
+    def __init__(self, base: str, names: Sequence[str], *, anywhere: bool = False):
+        self._base, self._anywhere = base, anywhere
         self._base_is_remote = is_url(base)
         self._names = PackedNames(names) if isinstance(names, list) else names
 
@@ -114,8 +112,7 @@ class Files(ImageSource):
         if self._anywhere and is_url(name):
             return read_remote(name, is_image=True), UNKNOWN
         if self._base_is_remote:
-            inside = name if self._encoded else reference(self._base, name)
-            return read_remote(self._base, inside=inside, is_image=True), UNKNOWN
+            return read_remote(self._base, inside=reference(self._base, name), is_image=True), UNKNOWN
         # O_NONBLOCK: opening a pipe must not block.
         descriptor = os.open(os.path.join(self._base, name), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # noqa: PTH118
         try:
@@ -139,7 +136,7 @@ class Files(ImageSource):
         if self._base_is_remote:
             fs, path = file_system(self._base)
             there = _ask_server(self._base, lambda: bool(fs.exists(path)))
-            if not there and self._anywhere and is_http(self._base):
+            if not there and is_http(self._base):
                 there = _answers(fs, path)  # a list needs no page for its folder
         else:
             try:

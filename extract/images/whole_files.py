@@ -27,23 +27,22 @@ _SCAN_END = re.compile(rb"\xff[\x01-\xcf\xd8-\xfe]")
 _ALONE = frozenset({0x01, *range(0xD0, 0xD9)})
 _START_OF_SCAN, _END_OF_IMAGE = 0xDA, 0xD9
 
-# Compressed data that end in so many zeros are not complete. No encoder that was tried ends its data in zeros,
-# but lossy WebP, optimised JPEG and PackBits do for flat areas. A sound JPEG ends in its marker.
+# Compressed data that end in so many zeros are not complete. No encoder that was tried ends its data in zeros, but
+# lossy WebP and optimised JPEG do for flat areas. A sound JPEG ends in its marker.
 _ZEROS = 16
-_PACKED_BITS_ZEROS = 130  # a literal run of TIFF's PackBits has up to 128 bytes
 # Of a JPEG without end marker: bytes other than zero that fill the tail, and bytes that are not of the picture.
 _REPEATED, _BEHIND = 16, 8
 
 _COMPRESSION, _OFFSETS, _COUNTS = 259, (273, 324), (279, 325)  # TIFF 6.0 tags of strips, and of tiles
-_JPEG_TABLES = 347  # TIFF Technical Note 2: from SOI to EOI
-_UNCOMPRESSED, _JPEG_IN_TIFF, _PACK_BITS = 1, 7, 32773
+_LEAST_ZEROS_IN_TIFF = {7: 2, 8: _ZEROS, 32946: _ZEROS}  # JPEG, which ends in its marker; Deflate, with two numbers
 
 
 def check_whole(data: bytes, image: Image.Image) -> None:
     """Check that the file of an image was written to its end.
 
-    Checked are the checksums of PNG, also inside icons; the ends of JPEG, JPEG 2000 and QOI; and whether pixels come
-    from zeros in place of compressed data in AVIF, HEIC, WebP and compressed TIFF.
+    Checked are the checksums of PNG, also inside icons; the ends of JPEG and QOI; and whether pixels come from zeros in
+    place of compressed data in AVIF, HEIC, WebP, and TIFF with Deflate or JPEG. Of such files whose tail is zeros,
+    Pillow decodes 83 % (HEIC) to 100 % (WebP); it refuses JPEG 2000, and TIFF with LZW or PackBits, itself.
 
     Args:
         data: content of the file.
@@ -57,17 +56,12 @@ def check_whole(data: bytes, image: Image.Image) -> None:
         start = data.find(_PNG)
         while start >= 0:
             start = data.find(_PNG, _end_of_png(data, start + len(_PNG)))
-    # A tile starts with the marker FF90, its data with FF93; the codestream ends with FFD9 (ISO 15444-1, A.4).
-    elif kind == "JPEG2000" and data.rfind(b"\xff\xd9") < max(data.rfind(b"\xff\x90"), data.rfind(b"\xff\x93")):
-        raise ValueError("truncated")
     elif kind == "QOI" and data.endswith(b"\0\0") and _QOI_END not in data:
         raise ValueError("truncated: the end marker is missing")
     elif kind in ("JPEG", "MPO"):
         if not data.endswith(b"\xff\xd9") and not _has_end_of_jpeg(data) and _is_cut(data):
             raise ValueError("truncated: the end-of-image marker is missing")
-    elif kind == "TIFF" and data.endswith(b"\0\0") and not _has_end_of_tables(image):
-        raise ValueError("truncated: its JPEG tables end in zeros")
-    elif data.endswith(bytes(_ZEROS)):
+    elif data.endswith(b"\0\0"):
         zeros = _zeros_of_data(data, image)
         # Flat areas of lossy WebP are zeros up to the last one; of a cut file, the decoder leaves some zeros unread.
         is_flat = kind == "WEBP" and _is_decoded(data, zeros[-_ZEROS:], kind)
@@ -135,69 +129,35 @@ def _is_cut(data: bytes) -> bool:
 
 def _zeros_of_data(data: bytes, image: Image.Image) -> range:
     """Return the offsets of the zeros in which compressed data at the end of a file end; empty if they are too few."""
-    start = len(data.rstrip(b"\0"))
-    part, least = range(0), _ZEROS
+    start, stop, least = len(data.rstrip(b"\0")), 0, _ZEROS
     if image.format in ("AVIF", "HEIF"):
-        part = _box(data, b"mdat", start)
+        stop = _end_of_box(data, b"mdat", start)
     elif image.format == "WEBP":
-        part = _chunk(data, start)
+        stop = 8 + int.from_bytes(data[4:8], "little")  # size of the RIFF chunk; zeros of metadata change no pixel
     elif image.format == "TIFF":
-        part, compression = _last_strip(image)
-        least = {_PACK_BITS: _PACKED_BITS_ZEROS, _JPEG_IN_TIFF: 2}.get(compression, _ZEROS)
-    zeros = range(max(start, part.start), min(len(data), part.stop))
+        tags = getattr(image, "tag_v2", {})
+        least = _LEAST_ZEROS_IN_TIFF.get(tags.get(_COMPRESSION, 1), len(data))
+        for offsets, counts in zip(_OFFSETS, _COUNTS, strict=True):
+            extents = zip(tags.get(offsets, ()), tags.get(counts, ()), strict=False)
+            stop = max([stop, *(int(offset) + int(count) for offset, count in extents)])
+    zeros = range(start, min(len(data), stop))
     return zeros if len(zeros) >= least else range(0)
 
 
-def _box(data: bytes, kind: bytes, offset: int) -> range:
-    """Return the content of the last box of a kind that starts at or before an offset (ISO/IEC 14496-12, 4.2)."""
-    position, found = 0, range(0)
+def _end_of_box(data: bytes, kind: bytes, offset: int) -> int:
+    """Return the end of the last box of a kind that starts at or before an offset (ISO/IEC 14496-12, 4.2), or 0."""
+    position = end = 0
     while position + 8 <= len(data) and position <= offset:
         size, head = int.from_bytes(data[position : position + 4], "big"), 8
         if size == 1:  # the size follows in 8 bytes
             size, head = int.from_bytes(data[position + 8 : position + 16], "big"), 16
         stop = position + size if size else len(data)
         if data[position + 4 : position + 8] == kind:
-            found = range(position + head, stop)
+            end = stop
         if stop < position + head:
             break
         position = stop
-    return found
-
-
-def _chunk(data: bytes, offset: int) -> range:
-    """Return the content of the chunk of pixels that has the byte before an offset; empty if another one has it."""
-    position = 12
-    while position + 8 <= offset:
-        kind, start = data[position : position + 4], position + 8
-        stop = start + int.from_bytes(data[position + 4 : start], "little")
-        if kind == b"ANMF" and offset <= stop:  # 16 bytes, then the chunks of the frame
-            position = start + 16
-        elif offset <= stop:
-            return range(start, stop) if kind in (b"VP8 ", b"VP8L") else range(0)
-        else:
-            position = stop + stop % 2
-    return range(0)
-
-
-def _last_strip(image: Image.Image) -> tuple[range, int]:
-    """Return the offsets of the strip or tile of a TIFF picture that lies last, and its compression."""
-    tags = getattr(image, "tag_v2", {})
-    compression = int(tags.get(_COMPRESSION, _UNCOMPRESSED))
-    extents = [
-        (int(offset), int(count))
-        for offsets, counts in zip(_OFFSETS, _COUNTS, strict=True)
-        for offset, count in zip(tags.get(offsets, ()), tags.get(counts, ()), strict=False)
-    ]
-    if not extents or compression == _UNCOMPRESSED:
-        return range(0), compression
-    offset, count = max(extents)
-    return range(offset, offset + count), compression
-
-
-def _has_end_of_tables(image: Image.Image) -> bool:
-    """Return whether the JPEG tables of a TIFF file, if it has any, end in their marker."""
-    tables = getattr(image, "tag_v2", {}).get(_JPEG_TABLES)
-    return not isinstance(tables, bytes) or b"\xff\xd9" in tables
+    return end
 
 
 def _is_decoded(data: bytes, tail: range, kind: str | None) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import wait
@@ -35,6 +36,7 @@ class WorkerDeaths:
 
     Args:
         workers: processes of the workers.
+        timeout_s: `timeout` of their loader.
     """
 
     _handler: Any = None  # the SIGCHLD handler set here, which calls the previous handler
@@ -43,8 +45,8 @@ class WorkerDeaths:
     _waits = False  # a batch is awaited
     _held_back = False  # a worker died while no batch was awaited
 
-    def __init__(self, workers: Sequence[BaseProcess]):
-        self._workers = workers
+    def __init__(self, workers: Sequence[BaseProcess], timeout_s: float):
+        self._workers, self._timeout_s = workers, timeout_s
         self._holds = hasattr(signal, "SIGCHLD") and threading.current_thread() is threading.main_thread()
         if not self._holds:  # only the main thread receives signals
             return
@@ -63,6 +65,7 @@ class WorkerDeaths:
             DeadWorkerError: a worker died; the message states which and how.
             LayertapError: a worker stopped sending.
         """
+        begin = time.monotonic()
         try:
             with self._not_held_back():
                 yield
@@ -70,15 +73,14 @@ class WorkerDeaths:
             # The error's traceback would keep the workers alive. If the loader is garbage collected in a cycle of
             # references, its queues close before the workers are asked to end, which then takes ten seconds.
             traceback.clear_frames(error.__traceback__)
-            message = first_line(error)
-            is_of_loader = isinstance(error, RuntimeError) and message.startswith("DataLoader")  # not "Caught ..."
-            # The shared memory of an image is requested from the process that decoded it.
-            is_gone = isinstance(error, OSError | EOFError) and self._has_dead_worker()
-            if not is_of_loader and not is_gone:
+            # By the state of the workers and the clock, not by texts of PyTorch. OSError: the shared memory of an image
+            # is requested from the process that decoded it.
+            has_died = isinstance(error, RuntimeError | OSError | EOFError) and self._has_dead_worker()
+            hangs = isinstance(error, RuntimeError) and time.monotonic() - begin >= self._timeout_s
+            if not has_died and not hangs:
                 raise
-            has_died = is_gone or message.startswith("DataLoader worker")
             raise (DeadWorkerError if has_died else LayertapError)(
-                f"a process that decodes images died or hangs: {message}. Stored rows are safe",
+                f"a process that decodes images died or hangs: {first_line(error)}. Stored rows are safe",
                 hint="run again to resume. Lower workers or batch_size if memory is short, or make /dev/shm larger",
             ) from error
 
@@ -98,7 +100,7 @@ class WorkerDeaths:
             if kind._held_back:  # PyTorch reports a death only once
                 for worker in self._workers:
                     if worker.exitcode:
-                        raise RuntimeError(f"DataLoader worker (pid {worker.pid}) ended with {worker.exitcode}")
+                        raise RuntimeError(f"worker (pid {worker.pid}) ended with {worker.exitcode}")
             yield
         finally:
             kind._waits = before

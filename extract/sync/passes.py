@@ -43,6 +43,7 @@ __all__ = ["Report", "VanishedError", "sync"]
 
 _RECHECKED = 16  # stored rows that are computed again when library versions have changed
 _MAX_DEAD = 0.5  # share of dead rows above which a pass is rewritten without them
+# schedule.json is of earlier versions.
 _OURS = {".lock", "manifest.sqlite", "manifest.sqlite.xxh3", "manifest.sqlite-wal", "manifest.sqlite-shm",
          "manifest.sqlite.damaged", "passes", "versions", "runs.jsonl", "schedule.json", "probe",
          "report.html"}  # fmt: skip

@@ -9,7 +9,7 @@ from typing import Any
 
 from extract.errors import LayertapError
 
-__all__ = ["installed_version", "library", "own_version", "pip_install", "requirements"]
+__all__ = ["extras", "installed_version", "library", "own_version", "pip_install", "requirements"]
 
 _PROJECT = "layertap"
 _PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
@@ -54,6 +54,17 @@ def requirements(extra: str = "") -> list[str]:
     The list is empty if the folders were copied without pyproject.toml and metadata.
     """
     return _requirements_in_checkout(extra) or _requirements_in_metadata(extra)
+
+
+def extras() -> list[str]:
+    """Return the extras of this project for users, without those that combine others or serve its development."""
+    from importlib import metadata  # 15 ms, which every command would pay
+
+    try:
+        names = _checkout().get("optional-dependencies") or metadata.metadata(_PROJECT).get_all("Provides-Extra")
+    except metadata.PackageNotFoundError:  # the folders were copied without pyproject.toml and metadata
+        names = None
+    return [extra for extra in names or () if extra not in ("demo", "docs", "test")]
 
 
 def installed_version(distribution: str) -> str | None:

@@ -109,7 +109,7 @@ def file_system(url: str, **settings: Any) -> tuple[Any, str]:
         InputError: the URL contains a password.
         LayertapError: the protocol is unknown, or its library is not installed or fails.
     """
-    import fsspec
+    from fsspec import core
 
     protocol, _, location = url.partition("://")
     if user_info(location)[1]:
@@ -118,14 +118,13 @@ def file_system(url: str, **settings: Any) -> tuple[Any, str]:
             hint="set it in the environment or in the configuration file of the protocol's library",
         )
     try:
-        fs_class: Any = fsspec.get_filesystem_class(protocol)
-        # Not `url_to_fs`: it treats "::" in a name as a chain of file systems.
-        options = {**fs_class._get_kwargs_from_urls(url), **settings}
         if protocol in ("http", "https"):
             import aiohttp
 
-            options["client_kwargs"] = {"timeout": aiohttp.ClientTimeout(sock_connect=_ANSWER_S, sock_read=_ANSWER_S)}
-        return fs_class(**options), str(fs_class._strip_protocol(url))
+            settings["client_kwargs"] = {"timeout": aiohttp.ClientTimeout(sock_connect=_ANSWER_S, sock_read=_ANSWER_S)}
+        # fsspec takes "::" in a name for a chain of file systems.
+        fs, _ = core.url_to_fs(url.partition("::")[0], **settings)
+        return fs, str(core.strip_protocol(url))
     except ImportError as error:
         extra = _EXTRAS.get(protocol)
         if not extra:

@@ -13,7 +13,7 @@ import click
 from extract.errors import InputError
 from extract.extraction.settings import ExtractionSettings
 from extract.system.optional_libraries import library
-from pipelines.terminal.completion import complete_backbones, complete_paths
+from pipelines.terminal.completion import complete_paths
 from pipelines.terminal.options import BACKBONE_HELP, DATA_SET, FOLDER, LateChoice, json_flag, option, print_result
 from pipelines.terminal.text_output import print_line
 
@@ -118,7 +118,7 @@ class _Pixel(click.ParamType[tuple[int, int]]):
 @click.option("-k", type=click.IntRange(min=1), default=10, show_default=True, help="Number of images to find.")
 @click.option("-l", "--layer", help="Layer to compare. [default: embedding, or the only layer]")
 @click.option("--itself", is_flag=True, help="Include the query row in the results.")
-@click.option("-b", "--backbone", help=BACKBONE_HELP, shell_complete=complete_backbones)
+@click.option("-b", "--backbone", help=BACKBONE_HELP)
 @click.option("--weights", help="Name or file of the backbone's weights, if the file was moved.")
 @click.option("--images", help="Location of the images, if they were moved or are behind a URL; for --output.")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:N or mps.")
@@ -182,7 +182,7 @@ def diff(first: Path, second: Path, as_json: bool) -> None:
 @click.option("--sample", type=click.IntRange(min=1), help="Also compute this many random rows again, and compare.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the choice of rows.")
 @click.option("--images", help="Location of the images, if they were moved or are behind a URL; for --sample.")
-@click.option("-b", "--backbone", help=BACKBONE_HELP, shell_complete=complete_backbones)
+@click.option("-b", "--backbone", help=BACKBONE_HELP)
 @click.option("--weights", help="Name or file of the backbone's weights, if the file was moved.")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:N or mps.")
 @click.option("--repair", is_flag=True, help="Set wrong rows to pending, so that `embed` computes them again.")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
-from extract.backbones.catalogue import Entry, descriptions, list_sources, match_specs
+from extract.backbones.catalogue import Entry, describe, list_sources, match_specs
 
 __all__ = ["as_json", "entries", "print_entries", "print_sources", "sources"]
 
@@ -29,7 +29,7 @@ def print_sources(listing: dict[str, Any], echo: Callable[[str], None]) -> None:
 
 def entries(pattern: str) -> Iterator[Entry]:
     """Yield the entries of matching backbones; each is looked up when it is reached."""
-    return descriptions(match_specs(pattern))
+    return map(describe, match_specs(pattern))
 
 
 def print_entries(entries: Iterator[Entry], echo: Callable[[str], None]) -> None:

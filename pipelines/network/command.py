@@ -12,7 +12,7 @@ from extract import defaults
 from extract.errors import InputError
 from extract.system.optional_libraries import library
 from pipelines.network.config import AblateConfig, DrawConfig, InspectConfig, LookConfig, StoredTokensConfig
-from pipelines.terminal.completion import complete_backbones, complete_paths
+from pipelines.terminal.completion import complete_paths
 from pipelines.terminal.config import checked
 from pipelines.terminal.options import given, is_data_set, json_flag, option, print_result
 from pipelines.terminal.text_output import print_line
@@ -26,7 +26,7 @@ def _with_sample_options(
     """Add the arguments and options that `inspect`, `draw` and `ablate` share; `of_data_sets`: IMAGES is optional."""
     look_option = partial(option, model=model)
     options = [
-        click.argument("backbone", shell_complete=complete_backbones),
+        click.argument("backbone"),
         click.argument("images", shell_complete=complete_paths, required=not of_data_sets),
         look_option("-l", "--layers", metavar="LAYER"),
         look_option("--sample", type=str, metavar="N|all"),
@@ -165,7 +165,7 @@ def ablate(as_json: bool, **flags: Any) -> None:
 
 
 @click.command(short_help="List backbones.")
-@click.argument("pattern", required=False, metavar="[GLOB]", shell_complete=complete_backbones)
+@click.argument("pattern", required=False, metavar="[GLOB]")
 @json_flag
 def backbones(pattern: str | None, as_json: bool) -> None:
     """List the sources of backbones, or the backbones that match GLOB.
@@ -190,7 +190,7 @@ def backbones(pattern: str | None, as_json: bool) -> None:
 
 
 @click.command(short_help="List the layers of a backbone.")
-@click.argument("backbone", shell_complete=complete_backbones)
+@click.argument("backbone")
 @click.argument("patterns", nargs=-1, metavar="[PATTERN]...")
 @click.option("--ops", is_flag=True, help="Also list functions without a module: layer1.0/add, /flatten.")
 @click.option(

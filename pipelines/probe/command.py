@@ -9,7 +9,7 @@ import click
 
 from extract.system.optional_libraries import library
 from pipelines.probe.config import ProbeConfig
-from pipelines.terminal.completion import complete_backbones, complete_paths
+from pipelines.terminal.completion import complete_paths
 from pipelines.terminal.config import load_config
 from pipelines.terminal.options import BACKBONE_HELP, config_file, given, json_flag, option, options, print_result
 from pipelines.terminal.text_output import print_line
@@ -68,7 +68,7 @@ def probe(config: Path | None, as_json: bool, **flags: Any) -> None:
     required=True,
     help="CSV file to write; for masks and depths, a folder.",
 )
-@click.option("-b", "--backbone", help=BACKBONE_HELP, shell_complete=complete_backbones)
+@click.option("-b", "--backbone", help=BACKBONE_HELP)
 @click.option("--weights", help="Name or file of the backbone's weights, if the file was moved.")
 @click.option(
     "--images",

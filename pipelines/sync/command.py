@@ -57,12 +57,10 @@ def sync(ctx: click.Context, /, config: Path, only: tuple[str, ...], dry_run: bo
     type=click.Choice(["systemd", "cron"]),
     help="Only print the schedule, in the format of another scheduler.",
 )
-@click.pass_context
-def schedule(ctx: click.Context, /, config: Path, system: str | None) -> None:
+def schedule(config: Path, system: str | None) -> None:
     """Run `layertap sync CONFIG` at the times under `schedule` in CONFIG, until it is stopped.
 
-    A pass that was due while no scheduler ran starts at once. SIGTERM and Ctrl-C stop after the batch in flight; SIGHUP
-    reads CONFIG again.
+    A pass that was due while no scheduler ran starts at once. SIGTERM and Ctrl-C stop after the batch in flight.
 
     \b
     layertap schedule configs/nightly.yaml
@@ -75,9 +73,9 @@ def schedule(ctx: click.Context, /, config: Path, system: str | None) -> None:
         text = (as_systemd if system == "systemd" else as_cron)(load_sync_file(config))
         click.echo(text)  # noqa: TID251  a file of the system, which is used as it is
         return
-    from pipelines.sync.schedule import Scheduler
+    from pipelines.sync.schedule import run_until_stopped
 
-    ctx.exit(Scheduler(config).run_until_stopped())
+    run_until_stopped(config)
 
 
 @click.command(short_help="Update data sets as soon as files change.")

@@ -16,11 +16,22 @@ from extract.images.plans import is_plan
 from extract.sync.safety_limits import Guards
 from pipelines.embed.config import FeaturesConfig
 from pipelines.terminal.config import FROZEN, Words, checked, read_yaml
-from pipelines.terminal.units import Seconds, finite, n_bytes
+from pipelines.terminal.units import Seconds, finite
 
 __all__ = ["ScheduleConfig", "SyncConfig", "SyncFile", "chosen", "load_sync_file"]
 
-_SMALLEST_LOG, _LARGEST_LOG = 1000, 10**12
+_LOG = "the log goes to stderr: `layertap schedule CONFIG 2>> FILE`, with logrotate, or the journal of systemd"
+
+# Keys of `schedule` in files of earlier versions, and what does the same.
+_GONE = {
+    "jitter": "set RandomizedDelaySec= in the timer that `layertap schedule --print systemd` prints",
+    "log": _LOG,
+    "log_max_bytes": _LOG,
+    "log_backup_count": _LOG,
+    "log_json": "OUT/runs.jsonl has a JSON object for each pass",
+    "heartbeat": "watch the age of OUT/runs.jsonl, which every pass changes",
+    "on_success": "set OnSuccess= in the service that `layertap schedule --print systemd` prints",
+}
 
 
 class SyncConfig(FeaturesConfig):
@@ -70,7 +81,7 @@ class SyncConfig(FeaturesConfig):
 
 
 class ScheduleConfig(BaseModel):
-    """Times of the passes, their log and hooks."""
+    """Times of the passes, and what to do after a failure."""
 
     model_config = FROZEN
 
@@ -79,29 +90,10 @@ class ScheduleConfig(BaseModel):
     timezone: str | None = Field(
         None, description="Time zone of cron, such as Europe/Berlin. [default: this machine's]"
     )
-    jitter: Seconds = Field(0, ge=0, description="Delay each pass by a random time of at most this.")
     catch_up: bool = Field(True, description="Start at once if a pass was due while no scheduler ran.")
-    log: Path | None = Field(None, description="Log file. [default: stderr]")
-    log_max_bytes: int = Field(
-        10_000_000, description="Rotate the log file before it exceeds this size: 500kB, 10MB, 1GB. 0: never."
+    on_failure: Words = Field(
+        [], description="Commands to run after a pass that failed; they read from stdin what failed, as JSON."
     )
-    log_backup_count: int = Field(4, ge=1, le=1000, description="Rotated files that are kept: LOG.1, LOG.2 and so on.")
-    log_json: bool = Field(False, description="Each line of the log is a JSON object.")
-    heartbeat: Path | None = Field(None, description="File that is touched every 30 s, for a watchdog.")
-    on_success: Words = Field([], description="Commands to run, or URLs to post to, after a pass without errors.")
-    on_failure: Words = Field([], description="The same, after a pass that failed.")
-
-    @field_validator("log_max_bytes", mode="before")
-    @classmethod
-    def _parse_bytes(cls, value: Any) -> Any:
-        return n_bytes(value)
-
-    @field_validator("log_max_bytes")
-    @classmethod
-    def _check_bytes(cls, value: int) -> int:
-        if value and not _SMALLEST_LOG <= value <= _LARGEST_LOG:
-            raise ValueError("expected 1kB to 1000GB, or 0 if the file is not rotated")
-        return value
 
     @field_validator("timezone")
     @classmethod
@@ -135,6 +127,12 @@ class ScheduleConfig(BaseModel):
             raise ValueError("expected exactly one of cron and every")
         return self
 
+    @model_validator(mode="after")  # of the model: an error of the field would repeat the URL, which often is a secret
+    def _check_on_failure(self) -> Self:
+        if any(command.startswith(("http://", "https://")) for command in self.on_failure):
+            raise InputError("on_failure: expected commands, not URLs", hint="use the command `curl -d @- URL`")
+        return self
+
 
 class SyncFile(BaseModel):
     """A config file: the keys of a data set, or several data sets under `data_sets`; and `schedule`."""
@@ -144,6 +142,13 @@ class SyncFile(BaseModel):
     path: Path
     data_sets: list[SyncConfig] = Field(min_length=1)
     schedule: ScheduleConfig | None = None
+
+    @property
+    def required_schedule(self) -> ScheduleConfig:
+        """The schedule; InputError if the file has none."""
+        if self.schedule is None:
+            raise InputError(f"{self.path}: the key `schedule` is missing", hint="add `schedule: {cron: 30 2 * * *}`")
+        return self.schedule
 
 
 def load_sync_file(path: Path) -> SyncFile:
@@ -171,6 +176,8 @@ def load_sync_file(path: Path) -> SyncFile:
                 raise unknown_name("key", str(key), [*SyncConfig.model_fields, "data_sets", "schedule"], where)
         data_sets.append(checked(SyncConfig, merged, where))
     for key in schedule or {}:
+        if key in _GONE:
+            raise InputError(f"{path}, schedule: layertap no longer has the key {key!r}", hint=_GONE[key])
         if key not in ScheduleConfig.model_fields:
             raise unknown_name("key", str(key), ScheduleConfig.model_fields, f"{path}, schedule")
     outs: dict[Path, SyncConfig] = {}

@@ -6,12 +6,12 @@ from datetime import UTC, datetime, timedelta, tzinfo
 from zoneinfo import ZoneInfo
 
 from cronsim import CronSim
-from tzlocal import get_localzone
+from tzlocal import get_localzone  # distributions keep the zone's name in five files, which may contradict each other
 
 from extract.errors import InputError, first_line
 from pipelines.sync.config import ScheduleConfig
 
-__all__ = ["describe_schedule", "due_after", "time_zone"]
+__all__ = ["due_after", "time_zone"]
 
 
 def due_after(config: ScheduleConfig, now: datetime, last: datetime) -> datetime | None:
@@ -21,26 +21,17 @@ def due_after(config: ScheduleConfig, now: datetime, last: datetime) -> datetime
         config: the cron line or the interval.
         now: an aware time.
         last: the time from which intervals are counted. It may be later than `now`. Cron lines ignore it.
-
-    Raises:
-        InputError: the due time is after the year 9999.
     """
-    try:
-        now = now.astimezone(UTC)
-        if config.cron is not None:
-            return _cron_time_after(config.cron, time_zone(config), now)
-        assert config.every is not None
-        interval = max(timedelta(seconds=config.every), timedelta.resolution)
-        return last.astimezone(UTC) + interval * ((now - last) // interval + 1)
-    except OverflowError as error:
-        raise InputError(
-            f"schedule: the clock of this machine says {now.isoformat()}, and the next time is after the year 9999",
-            hint="set the clock",
-        ) from error
+    now = now.astimezone(UTC)
+    if config.cron is not None:
+        return _cron_time_after(config.cron, time_zone(config), now)
+    assert config.every is not None
+    interval = max(timedelta(seconds=config.every), timedelta.resolution)
+    return last.astimezone(UTC) + interval * ((now - last) // interval + 1)
 
 
 def _cron_time_after(line: str, zone: tzinfo, now: datetime) -> datetime | None:
-    """Return the first time of a cron line after `now`.
+    """Return the first time of a cron line after `now`; None if it has none in the next 50 years.
 
     cronsim follows Debian's cron when clocks change. A fixed time in a skipped hour is due at the end of that hour. A
     fixed time in a repeated hour is due once, in the first of the two hours.
@@ -70,10 +61,3 @@ def time_zone(config: ScheduleConfig) -> tzinfo:
             f"schedule: the time zone of this machine is unknown ({first_line(error)})",
             hint="set it, for example `timezone: Europe/Berlin`",
         ) from error
-
-
-def describe_schedule(config: ScheduleConfig) -> str:
-    """Return the cron line and its time zone, or the interval."""
-    if config.cron is not None:
-        return f"cron {config.cron!r}, {time_zone(config)}"
-    return f"every {config.every:g} s"

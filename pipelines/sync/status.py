@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
@@ -17,14 +16,14 @@ from extract.store.format.layout import row_bytes
 from extract.store.reader import FeatureReader
 from extract.store.row_selection import read_one_version
 from extract.system.atomic_files import bytes_below
-from extract.system.json_files import TIME, Text, read_json, read_json_lines
+from extract.system.json_files import TIME, Text, read_json_lines
 from pipelines.terminal.text_output import counted, print_failures
 
 __all__ = ["describe_status", "print_status"]
 
 _LAST_RUNS = 10
 
-# Shapes of a line of runs.jsonl, and of schedule.json; see `extract.system.json_files`.
+# Shape of a line of runs.jsonl; see `extract.system.json_files`.
 _DRIFT = {"layer": str, "new_rows": int, "far": bool, "shift": float, "spread": float}
 _RUN = {
     "event": Text("synced|stopped|failed"),
@@ -39,7 +38,6 @@ _RUN = {
     "computed?": int,
     "drift?": [_DRIFT],
 }
-_NOTE = {"next": TIME, "host": str, "pid": int, "config": str}
 
 
 def describe_status(out: Path) -> dict[str, Any]:
@@ -50,7 +48,7 @@ def describe_status(out: Path) -> dict[str, Any]:
         LayertapError: the data set cannot be read.
     """
     runs = read_runs(out)
-    content: dict[str, Any] = {"out": str(out), "runs": runs[-_LAST_RUNS:], "next": _next_run(out)}
+    content: dict[str, Any] = {"out": str(out), "runs": runs[-_LAST_RUNS:]}
     if not (out / "dataset.json").exists() and runs:
         return {**content, "version": 0, "rows": 0, "status": {}, "failures": [], "bytes": bytes_below(out)}
     return {**content, **read_one_version(out, _version_status)}
@@ -89,21 +87,6 @@ def read_runs(out: Path) -> list[dict[str, Any]]:
     return list(read_json_lines(out / "runs.jsonl", _RUN))
 
 
-def _next_run(out: Path) -> dict[str, Any] | None:
-    """Return the note of the scheduler, and whether it is alive; None if there is no readable note."""
-    try:
-        noted = read_json(out / "schedule.json", _NOTE)
-    except (FileNotFoundError, NotADirectoryError, LayertapError):
-        return None
-    alive = True
-    if noted["host"] == socket.gethostname() and Path("/proc").exists():
-        try:
-            alive = b"schedule" in Path(f"/proc/{noted['pid']}/cmdline").read_bytes()
-        except OSError:  # the process has ended
-            alive = False
-    return {**noted, "alive": alive}
-
-
 def print_status(content: dict[str, Any], echo: Callable[[str], None]) -> None:
     """Print the status."""
     out = content["out"]
@@ -120,14 +103,6 @@ def print_status(content: dict[str, Any], echo: Callable[[str], None]) -> None:
         echo(f"disk      {content['bytes'] / 1e6:,.1f} MB in {passes}; {unused} of deleted or replaced images")
         if share > 0.2:
             echo(f"          to remove them: layertap compact {out}")
-    planned = content["next"]
-    if planned and planned["alive"]:
-        scheduler = f"the scheduler of process {planned['pid']} ({planned['config']})"
-        echo(f"next run  {_local_time(planned['next'])}, by {scheduler}")
-    elif planned:
-        echo(f"next run  none: the scheduler of process {planned['pid']} has died")
-    else:
-        echo("next run  none: no `layertap schedule` is running for this data set")
     if content["runs"]:
         echo("last runs")
         for run in content["runs"]:

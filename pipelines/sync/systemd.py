@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pwd
 import shlex
 from collections.abc import Iterable
 from datetime import UTC, datetime
@@ -22,28 +21,29 @@ _MINUTE_S, _HOUR_S, _DAY_S = 60, 3600, 86400
 
 
 def as_systemd(file: SyncFile) -> str:
-    """Return a service and its timer as a single text, each below a comment with its path."""
-    schedule, name = _schedule_of(file), _unit_name(file)
+    """Return a service and its timer as a single text, each below a comment with its path.
+
+    The service runs as the user of this process. Without `User=` it would run as root, and so own the features. A pass
+    that is stopped finishes its batch first, and exits with 143; 4: another process is at work.
+    """
+    schedule = file.required_schedule
+    letters = "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in file.path.stem)
+    name = f"layertap-{letters.strip('-') or 'sync'}"
+    times = ["OnActiveSec=0", f"OnUnitActiveSec={schedule.every or 0:g}s"]
     if schedule.cron is not None:
         times = [f"OnCalendar={event}" for event in _calendar(schedule.cron, schedule.timezone, file.path)]
-    else:
-        times = ["OnActiveSec=0", f"OnUnitActiveSec={schedule.every:g}s"]
-    if schedule.jitter:
-        times.append(f"RandomizedDelaySec={schedule.jitter:g}s")
-    if schedule.cron is not None and schedule.catch_up:
-        times.append("Persistent=true")
-    lines = [
+        times += ["Persistent=true"] if schedule.catch_up else []
+    return "\n".join([
         f"# /etc/systemd/system/{name}.service",
         "[Unit]",
         f"Description=layertap: synchronise features with folders, {_escaped(file.path.name)}",
-        *_hooks_left_out(schedule, "OnFailure= and OnSuccess= name other units"),
+        *_without_on_failure(schedule, "OnFailure= names another unit"),
         "",
         "[Service]",
         "Type=oneshot",
-        f"User={_user()}",  # without it, a system service runs as root, and so owns the features
+        f"User={os.geteuid()}",
         f"WorkingDirectory={str(Path.cwd()).replace('%', '%%')}",
         "ExecStart=" + " ".join(f'"{_escaped(word)}"' for word in _command(file)),
-        "# a pass that is stopped finishes its batch first, and exits with 143; 4: another process is at work",
         "KillMode=mixed",
         "SuccessExitStatus=143 4",
         "TimeoutStopSec=10min",
@@ -59,54 +59,30 @@ def as_systemd(file: SyncFile) -> str:
         "WantedBy=timers.target",
         "",
         f"# then: systemctl enable --now {name}.timer",
-    ]
-    return "\n".join(lines)
-
-
-def _user() -> str:
-    """Return the name of the user of this process, or the number if it has no name."""
-    try:
-        return pwd.getpwuid(os.geteuid()).pw_name
-    except KeyError:
-        return str(os.geteuid())
+    ])  # fmt: skip
 
 
 def as_cron(file: SyncFile) -> str:
     """Return the lines of a crontab."""
-    schedule = _schedule_of(file)
+    schedule = file.required_schedule
     command = f"cd {shlex.quote(str(Path.cwd()))} && {shlex.join(_command(file))}".replace("%", r"\%")
     if "\n" in command:
         raise InputError(f"{file.path}: a crontab cannot name a file with a line break")
     lines = [
         "# cron skips passes that were due while the machine was off; `layertap schedule` and systemd catch up",
-        *_hooks_left_out(schedule, "cron sends what a pass prints by mail, to MAILTO"),
+        *_without_on_failure(schedule, "cron sends what a pass prints by mail, to MAILTO"),
     ]
     if schedule.timezone:
         lines += ["# cronie reads CRON_TZ; other crons use the machine's time zone", f"CRON_TZ={schedule.timezone}"]
     return "\n".join([*lines, f"{schedule.cron or _cron_of(schedule.every or 0, file.path)} {command}"])
 
 
-def _schedule_of(file: SyncFile) -> ScheduleConfig:
-    if file.schedule is None:
-        raise InputError(
-            f"{file.path}: the key `schedule` is missing; expected `cron: 30 2 * * *` or `every: 15m` in it"
-        )
-    return file.schedule
-
-
-def _unit_name(file: SyncFile) -> str:
-    letters = "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in file.path.stem)
-    return f"layertap-{letters.strip('-') or 'sync'}"
-
-
 def _command(file: SyncFile) -> list[str]:
     return [*LAYERTAP, "sync", str(file.path.resolve())]
 
 
-def _hooks_left_out(schedule: ScheduleConfig, instead: str) -> list[str]:
-    if schedule.on_success or schedule.on_failure:
-        return [f"# only `layertap schedule` runs on_success and on_failure; here, {instead}"]
-    return []
+def _without_on_failure(schedule: ScheduleConfig, instead: str) -> list[str]:
+    return [f"# only `layertap schedule` runs on_failure; here, {instead}"] if schedule.on_failure else []
 
 
 def _escaped(text: str) -> str:

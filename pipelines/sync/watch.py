@@ -1,7 +1,8 @@
 """Run a pass whenever something changes: `layertap watch CONFIG`.
 
 The kernel reports changes (inotify), except on network file systems and beyond its limit of watches. Such a folder is
-scanned every few seconds instead, and the reason is printed.
+scanned every few seconds instead, and the reason is printed. The backbone stays in memory: a picture is in the data set
+0.6 s after its last change, whereas a process for each pass needs 7 s to load the libraries.
 """
 
 from __future__ import annotations

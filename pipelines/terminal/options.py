@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from extract.errors import InputError
 from extract.extraction.settings import choices_of
 from extract.system.urls import is_url
-from pipelines.terminal.completion import complete_backbones, complete_paths
+from pipelines.terminal.completion import complete_paths
 from pipelines.terminal.config import keys_of
 from pipelines.terminal.text_output import print_line
 
@@ -112,8 +112,7 @@ def option(*names: str, model: type[Any], **how: Any) -> Callable[[Any], Any]:
     if field.default not in (None, [], ()) and not isinstance(field.default, bool):
         default = " ".join(field.default) if isinstance(field.default, list | tuple) else field.default
         text += f" [default: {default}]"
-    backbones = dict.fromkeys(("backbone", "backbones"), complete_backbones)
-    complete = {**backbones, **dict.fromkeys(_PATHS, complete_paths)}.get(key)
+    complete = complete_paths if key in _PATHS else None
     how = {**_how_to_read(field.annotation), **how}
     return click.option(*names, help=text, default=None, shell_complete=complete, **how)
 

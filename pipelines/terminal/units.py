@@ -1,4 +1,4 @@
-"""Times and sizes as users write them: 90s, 15m, 10MB."""
+"""Times as users write them: 90s, 15m."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator
 
-__all__ = ["Seconds", "finite", "n_bytes"]
+__all__ = ["Seconds", "finite"]
 
 _LONGEST_S = 86400.0 * 36500
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-_BYTES = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
 
 def _seconds(value: Any) -> Any:
@@ -21,16 +20,6 @@ def _seconds(value: Any) -> Any:
     if isinstance(value, str):
         raise ValueError("expected seconds, or a time such as 90s, 15m, 36h or 30d")
     return value
-
-
-def n_bytes(value: Any) -> Any:
-    """Return the bytes of text such as 500kB, 10MB or 1.5 GB; other types are returned unchanged."""
-    if not isinstance(value, str):
-        return value
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kMG]?B?)", value.strip(), re.ASCII | re.IGNORECASE)
-    if match is None or match[2].lower() not in _BYTES:
-        raise ValueError("expected bytes, or a size such as 500kB, 10MB or 1GB")
-    return round(float(match[1]) * _BYTES[match[2].lower()])
 
 
 def finite(value: float) -> float:

@@ -207,7 +207,7 @@ def _configurations(root: Path) -> None:
     (root / "probe.yaml").write_text("out: [out/splits]\nprotocol: knn\nlayers: ['conv', 'conv+deep']\n")
     sync = f"images: live\nout: out/synced\n{tiny}settle: 0\n"
     (root / "sync.yaml").write_text(sync)
-    schedule = "schedule: {cron: 30 2 * * 1-5, timezone: Europe/Berlin, jitter: 5m, on_failure: mail me}\n"
+    schedule = "schedule: {cron: 30 2 * * 1-5, timezone: Europe/Berlin, on_failure: mail me}\n"
     (root / "nightly.yaml").write_text(sync + schedule)
     (root / "often.yaml").write_text(sync + "schedule: {every: 15m}\n")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import http.server
 import json
-import logging
 import shutil
 import sys
 import threading
@@ -23,7 +22,6 @@ from extract.errors import InputError, LayertapError, first_line
 from extract.images import csv_lists, list_images
 from extract.store.merge import merge
 from extract.store.places.bucket import Bucket
-from pipelines.sync.hooks import call_hooks
 from pipelines.terminal.config import name_of
 from tests.pipelines.test_cli import SMALL, layertap
 from tests.pipelines.test_report import n_thumbnails
@@ -319,16 +317,7 @@ def test_rows_that_differ_in_other_parameters_stay_apart(folder: Path, tmp_path:
     assert MARK not in str(raised.value)
 
 
-def test_links_of_a_page_that_differ_in_credentials_only_are_refused(folder: Path, guarded: type[Guarded]) -> None:
-    (folder.parent / "page").mkdir()
-    for number in (1, 2):
-        shutil.copy(folder / "ant" / "00.png", folder.parent / "page" / f"a.png?key={MARK}{number}.png")
-    with pytest.raises(InputError, match=r"two links to a\.png differ in credentials only") as raised:
-        list_images(f"http://{guarded.host}/open/page")  # type: ignore[attr-defined]
-    assert MARK not in str(raised.value)
-
-
-@pytest.mark.parametrize("kind", ["list", "zip", "folder", "list by user", "zips"])
+@pytest.mark.parametrize("kind", ["list", "zip", "list by user", "zips"])
 def test_a_root_with_credentials(folder: Path, tmp_path: Path, guarded: type[Guarded], kind: str) -> None:
     host = guarded.host  # type: ignore[attr-defined]
     (tmp_path / "web").mkdir()
@@ -344,7 +333,6 @@ def test_a_root_with_credentials(folder: Path, tmp_path: Path, guarded: type[Gua
     place = {
         "list": "http://{h}/signed/list.csv?X-Amz-Credential=A/{s}/b&X-Amz-Signature={s}",
         "list by user": "http://{s}@{h}/signed/relative.csv?version=2&sig={s}",
-        "folder": "http://{s}@{h}/signed/pictures/",
         "zip": "http://{h}/signed/pictures-0.zip?token={s}",
         "zips": "http://{h}/signed/pictures-{{0..1}}.zip?token={s}",
     }[kind]
@@ -530,16 +518,3 @@ def test_labels_for_urls_are_found_with_other_signatures(folder: Path, tmp_path:
     other = labels[0].replace(*reversed(DAYS)).rpartition(",")[0] + ",b"
     (folder.parent / "labels.csv").write_text("path,label\n" + "\n".join([*labels, other]))
     assert "belong to the same image" in run("probe", out, "--labels", url, "--results", tmp_path / "twice", code=2)
-
-
-def test_the_log_of_hooks_has_no_credentials(caplog: pytest.LogCaptureFixture) -> None:
-    hooks = [
-        f"http://me:{MARK}@127.0.0.1:9/services/{MARK}?token={MARK}",
-        f"http://127.0.0.1:x{MARK}/services",
-        f"echo https://h/x?sig={MARK} >&2; exit 3 # https://h/?token={MARK}",
-    ]
-    with caplog.at_level(logging.ERROR):
-        call_hooks(hooks, "{}", 0)
-    assert len(caplog.messages) == 3
-    assert "http://127.0.0.1:9/..." in caplog.text
-    assert MARK not in caplog.text

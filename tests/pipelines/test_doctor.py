@@ -15,13 +15,12 @@ from typing import Any, NamedTuple
 import h5py
 import pytest
 import torch
+from PIL import Image
 
 from extract.backbones import sources
 from extract.images.listing import list_images
 from extract.system import optional_libraries
-from pipelines.doctor import machine, output
-from pipelines.doctor.check import Section
-from pipelines.doctor.machine import PURPOSES, quota_in_cores
+from pipelines.doctor import checks
 from tests.pipelines.test_cli import SMALL, layertap
 
 
@@ -45,12 +44,12 @@ def test_a_good_machine_has_no_problems_and_nothing_is_left(folder: Path, tmp_pa
     assert before.keys() == after.keys()
     assert report["versions"]["torch"] == metadata.version("torch")
     assert report["versions"]["HDF5"] == h5py.version.hdf5_version
-    assert report["devices"]["cpu"]["usable"] == len(os.sched_getaffinity(0))
+    assert report["devices"]["usable_cores"] == len(os.sched_getaffinity(0))
     assert len(report["devices"]["gpus"]) == torch.cuda.device_count()
     assert report["images"]["count"] == len(list_images(folder)) == 12
-    assert report["images"]["decoded"] == 10
-    assert sum(report["images"]["suffixes"].values()) == 10
-    assert report["output"]["works"] == dict.fromkeys(["write", "rename", "link", "lock"], True)
+    with Image.open(folder / list_images(folder).paths[0]) as picture:
+        assert report["images"]["size"] == list(picture.size)
+    assert report["output"]["lines"][-1]["text"].startswith(f"{out} can be written and locked; ")
     assert report["output"]["data_set"] is None
     assert abs(report["output"]["free_bytes"] - shutil.disk_usage(tmp_path).free) < 1e9
 
@@ -80,7 +79,9 @@ def test_an_extra_that_is_missing_is_no_problem_until_it_is_needed(
     monkeypatch.setitem(sys.modules, "open_clip", None)
     optional = examined("-o", tmp_path / "out")["optional_libraries"]
     assert not optional["open_clip"]["installed"]
-    assert optional["open_clip"]["install"].endswith("install 'open_clip_torch>=2.30'")
+    (line,) = [line for line in optional["lines"] if line["text"].startswith("open_clip: open_clip_torch is missing; ")]
+    assert line["state"] == "note"
+    assert line["text"].endswith("install 'open_clip_torch>=2.30'")
     assert optional["figures"]["installed"]
     problems = examined("-b", "open_clip/ViT-B-32:openai", "-o", tmp_path / "out", code=1)["problems"]
     assert [problem["text"] for problem in problems] == ["open_clip/ needs open_clip"]
@@ -88,19 +89,22 @@ def test_an_extra_that_is_missing_is_no_problem_until_it_is_needed(
 
 
 def test_a_library_that_is_too_old_or_missing_is_named_with_both_versions(monkeypatch: pytest.MonkeyPatch) -> None:
-    versions = {"a": "2.9.0", "b": "10.1+cpu", "c": "0.9"}
-    monkeypatch.setattr(machine, "installed_version", versions.get)
-    assert [machine._missing(text) for text in ("a>=2.9", "b[x]>=9", "a==2.9", "a", "c>=0.10", "b==10", "d>=1")] == [
-        ("a", ""), ("b", ""), ("a", ""), ("a", ""),
-        ("c", "0.9 is installed, expected >=0.10"), ("b", "10.1+cpu is installed, expected ==10"), ("d", "is missing"),
+    installed = {"a": "2.9.0", "b": "10.1+cpu", "c": "0.9", "e": "3.0.dev1"}
+    monkeypatch.setattr(checks, "installed_version", installed.get)
+    needed = ("a>=2.9", "b[x]>=9", "a==2.9", "a", "c>=0.10", "b==10", "d>=1", "e>=2,<4")
+    versions: dict[str, Any] = {}
+    assert [checks._installed(text, versions) for text in needed] == [
+        ("a", ""), ("b", ""), ("a", ""), ("a", ""), ("c", "0.9 is installed, expected >=0.10"),
+        ("b", "10.1+cpu is installed, expected ==10"), ("d", "is missing"), ("e", ""),
     ]  # fmt: skip
+    assert versions == {**installed, "d": None}
 
 
-def test_every_extra_has_its_purpose() -> None:
+def test_the_extras_are_those_of_the_project() -> None:
     import tomllib
 
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert set(PURPOSES) == set(project["optional-dependencies"]) - {"demo", "docs", "test"}
+    assert set(optional_libraries.extras()) == set(project["optional-dependencies"]) - {"demo", "docs", "test"}
     assert optional_libraries.requirements() == project["dependencies"]
 
 
@@ -111,21 +115,10 @@ class Usage(NamedTuple):
 
 
 def test_a_full_disk_is_a_problem(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(output.shutil, "disk_usage", lambda place: Usage(10**9, 10**9 - 10**6, 10**6))
+    monkeypatch.setattr(checks.shutil, "disk_usage", lambda place: Usage(10**9, 10**9 - 10**6, 10**6))
     problems = examined("-o", tmp_path / "out", code=1)["problems"]
-    assert [problem["text"].partition(" on the disk")[0] for problem in problems] == ["only 0.0 GB free"]
+    assert [problem["text"].partition(" on the disk")[0] for problem in problems] == ["only 1.0 MB free"]
     assert "free disk space" in problems[0]["hint"]
-
-
-def test_more_images_need_more_space(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(output.shutil, "disk_usage", lambda place: Usage(10**12, 0, 10**9))
-    wrong = [
-        bool([line for line in section.lines if line.state == "wrong"])
-        for n_images in (0, 100_000, 200_000)
-        for section in [Section("output")]
-        if output.check_output(section, str(tmp_path), n_images) is None
-    ]
-    assert wrong == [False, False, True]  # 2,048 values in float32 are 8,192 bytes: 0.8 and 1.6 GB
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small disk")
@@ -140,8 +133,6 @@ def test_a_disk_on_which_nothing_can_be_written_is_found_by_writing(tmp_path: Pa
     try:
         (place / "fill").write_bytes(bytes(60 << 10))
         report = examined("-o", place / "out", code=1)
-        assert report["output"]["file_system"] == "tmpfs"
-        assert not report["output"]["works"]["write"]
         assert any("No space left on device" in problem["text"] for problem in report["problems"])
         assert [path.name for path in place.iterdir()] == ["fill"]
     finally:
@@ -150,7 +141,8 @@ def test_a_disk_on_which_nothing_can_be_written_is_found_by_writing(tmp_path: Pa
 
 def test_an_output_folder_that_cannot_be_written_is_a_problem() -> None:
     problems = examined("-o", "/proc/layertap", code=1)["problems"]
-    assert any(problem["text"].startswith("/proc/layertap cannot be written: ") for problem in problems)
+    assert problems[-1]["text"].endswith(": No such file or directory")
+    assert problems[-1]["hint"] == "choose another output folder with -o"
 
 
 def test_an_output_folder_with_other_files_is_a_problem(folder: Path) -> None:
@@ -198,14 +190,6 @@ def test_a_locked_output_folder_names_the_process_that_holds_it(tmp_path: Path) 
         ]
         process.communicate("")
     assert examined("-o", out)["output"].get("locked_by") is None
-
-
-def test_a_folder_whose_images_are_all_broken_names_each(tmp_path: Path) -> None:
-    for number in range(3):
-        (tmp_path / f"{number}.jpg").write_bytes(b"")
-    report = examined(tmp_path, code=1)
-    assert report["images"]["failures"] == [{"path": f"{number}.jpg", "reason": "empty file"} for number in range(3)]
-    assert report["images"]["decoded"] == 0
 
 
 def test_a_folder_that_does_not_exist_has_the_hint_of_embed(
@@ -271,26 +255,9 @@ def test_a_gpu_that_cannot_be_used_is_a_problem_and_others_are_described(monkeyp
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: "Model")
     monkeypatch.setattr(torch.cuda, "mem_get_info", memory)
-    section = Section("devices")
-    machine.check_devices(section)
-    assert [line.state for line in section.lines][-2:] == ["wrong", "ok"]
-    assert "busy or unavailable" in section.lines[-2].text
-    assert section.lines[-1].text == "cuda:1 Model, 60.0 GB of 80.0 GB free"
-    assert [gpu["device"] for gpu in section.facts["gpus"]] == ["cuda:1"]
-
-
-def test_the_smallest_quota_of_the_control_groups_counts(tmp_path: Path) -> None:
-    own = tmp_path / "cgroup"
-    own.write_text("0::/pod/container\n")
-    assert quota_in_cores(tmp_path, own) is None
-    for name, text in {"pod": "150000 100000\n", "pod/container": "max 100000\n", ".": "800000 100000\n"}.items():
-        (tmp_path / name).mkdir(exist_ok=True)
-        (tmp_path / name / "cpu.max").write_text(text)
-    assert quota_in_cores(tmp_path, own) == 1.5
-    own.write_text("4:cpu,cpuacct:/pod\n")  # version 1
-    (tmp_path / "cpu" / "pod").mkdir(parents=True)
-    (tmp_path / "cpu" / "pod" / "cpu.cfs_quota_us").write_text("50000\n")
-    (tmp_path / "cpu" / "pod" / "cpu.cfs_period_us").write_text("100000\n")
-    assert quota_in_cores(tmp_path, own) == 0.5
-    (tmp_path / "cpu" / "pod" / "cpu.cfs_quota_us").write_text("-1\n")  # no limit
-    assert quota_in_cores(tmp_path, own) is None
+    facts: dict[str, Any] = {}
+    _, *lines = checks.check_devices(facts)
+    assert [line.state for line in lines] == ["wrong", "ok"]
+    assert "busy or unavailable" in lines[0].text
+    assert lines[1].text == "cuda:1 Model, 60.0 of 80.0 GB free"
+    assert [gpu["device"] for gpu in facts["gpus"]] == ["cuda:1"]

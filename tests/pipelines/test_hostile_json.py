@@ -95,8 +95,6 @@ def _made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     values = {"images": str(root / "pictures"), "out": str(root / "synced"), **SMALL_SYNC}
     (root / "sync.yaml").write_text(yaml.safe_dump(values))
     layertap("sync", root / "sync.yaml")
-    noted = {"next": "2030-01-01T00:00:00+00:00", "pid": 4194999, "config": "x.yaml", "host": "elsewhere"}
-    (root / "synced" / "schedule.json").write_text(json.dumps(noted))
     results = {
         "configuration": {"protocol": "knn"},
         "complete": True,
@@ -150,7 +148,6 @@ FILES: dict[str, tuple[Commands, Commands, Commands]] = {
     "synced/passes/000001/dataset.json": (of("synced"), [["verify", "synced"]], []),
     "synced/passes/000001/shards/000000.json": ([], [["verify", "synced"]], [*of("synced"), ["compact", "synced"]]),
     "synced/runs.jsonl": ([], [], [["status", "synced"], ["report", "synced"]]),
-    "synced/schedule.json": ([], [], [["status", "synced"], ["sync", "sync.yaml"]]),
 }  # fmt: skip
 # Without these files, or with something that is not a file in their place, a command has another reason to refuse, or
 # none: a data set of `sync` without dataset.json is empty.
@@ -219,7 +216,6 @@ FIFTH = 5
 @pytest.mark.parametrize(
     ("file", "every"),
     [("embedded/shards/000001.json", 23), ("embedded/dataset.json", 47), ("synced/runs.jsonl", 19),
-     ("synced/schedule.json", 7),
      *(pytest.param(name, 1 if "LAYERTAP_FUZZ" in os.environ else FIFTH, marks=pytest.mark.slow) for name in FILES)],
 )  # fmt: skip
 def test_no_value_in_a_file_ends_in_a_traceback(made: Path, file: str, every: int) -> None:

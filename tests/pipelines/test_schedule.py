@@ -1,12 +1,10 @@
-"""When passes run, in nights in which clocks change too; hooks; and the schedules written for systemd and cron."""
+"""When passes run, in nights in which clocks change too; failures; and the schedules written for systemd and cron."""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
-import pwd
-import random
 import shutil
 import signal
 import subprocess
@@ -16,8 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
-from http.server import BaseHTTPRequestHandler, HTTPServer
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 from zoneinfo import ZoneInfo
@@ -30,9 +27,7 @@ from extract.errors import InputError
 from extract.system.folder_lock import locked
 from pipelines.sync.config import ScheduleConfig, load_sync_file
 from pipelines.sync.due_times import due_after, time_zone
-from pipelines.sync.pass_process import PassProcess, PassResult
-from pipelines.sync.schedule import _LOCKED, Scheduler
-from pipelines.sync.schedule_log import open_log
+from pipelines.sync.schedule import _LOCKED, PassRunner, run_passes
 from pipelines.sync.systemd import as_systemd
 from tests.pipelines.test_cli import fails, layertap
 from tests.pipelines.test_sync import SMALL, write
@@ -42,66 +37,73 @@ SECOND, MINUTE, HOUR, DAY = timedelta(seconds=1), timedelta(minutes=1), timedelt
 NIGHTLY = {"cron": "30 2 * * *", "timezone": "UTC"}
 
 
-class SimulatedPass:
-    """A pass that ends when the simulated clock has gone on for some time."""
+class Clock:
+    """A wall clock that only the test moves."""
 
-    def __init__(self, simulation: Simulation):
-        self.simulation = simulation
-        self.end = simulation.elapsed + simulation.pass_lasts.total_seconds()
-        self.code = simulation.code
-
-    def wait(self, seconds: float) -> None:
-        raise AssertionError("a simulation does not wait")
-
-    def result(self) -> PassResult | None:
-        return PassResult(self.code, "[]") if self.simulation.elapsed >= self.end else None
-
-    def terminate(self) -> None:
-        self.code = 143
-
-
-class Simulation:
-    """A scheduler with a clock that only the test moves; the passes take no time unless `pass_lasts` says so."""
-
-    def __init__(self, config: Path, now: datetime):
-        self.now, self.elapsed = now.astimezone(UTC), 0.0
-        self.pass_lasts, self.code = timedelta(0), 0
-        self.starts: list[datetime] = []
-        self.scheduler = Scheduler(config, self._start_pass, lambda: self.now, lambda: self.elapsed)
-        self.scheduler.start()
-
-    def _start_pass(self) -> SimulatedPass:
-        self.starts.append(self.now)
-        return SimulatedPass(self)
-
-    def look(self) -> None:
-        self.scheduler.step()
-        self.scheduler.step()  # ends a pass that takes no time
-
-    def set_clock(self, now: datetime) -> None:
-        """The wall clock is set, or the machine slept: no time passes on the other clock."""
+    def __init__(self, now: datetime):
         self.now = now.astimezone(UTC)
-        self.look()
 
-    def run_until(self, end: datetime, step: timedelta = MINUTE) -> None:
-        """Let time pass in small steps."""
-        while self.now < end.astimezone(UTC):
-            self.now += step
-            self.elapsed += step.total_seconds()
-            self.look()
+
+Move = Callable[[Clock], Iterator[None]]
+
+
+def passing(end: datetime, step: timedelta = MINUTE) -> Move:
+    """Time passes in small steps."""
+
+    def move(clock: Clock) -> Iterator[None]:
+        while clock.now < end.astimezone(UTC):
+            clock.now += step
+            yield
+
+    return move
+
+
+def set_to(now: datetime) -> Move:
+    """The clock is set, or the machine slept."""
+
+    def move(clock: Clock) -> Iterator[None]:
+        clock.now = now.astimezone(UTC)
+        yield
+
+    return move
+
+
+def starts_of(config: Path, begin: datetime, *moves: Move, pass_lasts: timedelta = timedelta(0)) -> list[datetime]:
+    """Return when a scheduler starts passes that runs from `begin` until the moves of its clock are done."""
+    clock = Clock(begin)
+    starts: list[datetime] = []
+    moved = chain.from_iterable(move(clock) for move in moves)
+    is_over: list[bool] = []
+
+    def run_pass() -> None:
+        starts.append(clock.now)
+        clock.now += pass_lasts
+
+    def sleep(seconds: float) -> None:
+        if next(moved, "over") == "over":
+            is_over.append(True)
+
+    run_passes(load_sync_file(config), run_pass, lambda: bool(is_over), lambda: clock.now, sleep)
+    return starts
 
 
 @pytest.fixture
-def simulate(tmp_path: Path) -> Callable[..., Simulation]:
-    def start(begin: datetime, last: datetime | None = None, **schedule: Any) -> Simulation:
-        """A scheduler started at `begin`, whose data set had its last pass at `last`; None: it never had one."""
+def simulate(tmp_path: Path) -> Callable[..., list[datetime]]:
+    def simulate(
+        begin: datetime,
+        *moves: Move,
+        last: datetime | None = None,
+        pass_lasts: timedelta = timedelta(0),
+        **schedule: Any,
+    ) -> list[datetime]:
+        """Starts of passes of a data set that had its last pass at `last`; None: it never had one."""
         config = write(tmp_path / "s.yaml", images="x", out=str(tmp_path / "out"), schedule=schedule)
         shutil.rmtree(tmp_path / "out", ignore_errors=True)
         if last is not None:
             add_run(tmp_path / "out", last)
-        return Simulation(config, begin)
+        return starts_of(config, begin, *moves, pass_lasts=pass_lasts)
 
-    return start
+    return simulate
 
 
 @pytest.fixture
@@ -143,7 +145,7 @@ SUNDAYS = {
 }  # fmt: skip
 
 
-def test_in_a_year_of_sundays_every_night_has_its_pass(simulate: Callable[..., Simulation]) -> None:
+def test_in_a_year_of_sundays_every_night_has_its_pass(simulate: Callable[..., list[datetime]]) -> None:
     """Half past two in Berlin is 1:30 UTC in winter and 0:30 in summer.
 
     On 29 March clocks go from two to three, which is 1:00 UTC.
@@ -155,88 +157,83 @@ def test_in_a_year_of_sundays_every_night_has_its_pass(simulate: Callable[..., S
             if (month, day) == (3, 29):
                 hour, minute = 1, 0
             expected.append(datetime(2026, month, day, hour, minute, tzinfo=UTC))
-    begin = datetime(2026, 1, 1, tzinfo=UTC)
-    simulation = simulate(begin, last=begin, cron="30 2 * * SUN", timezone="Europe/Berlin")
-    simulation.run_until(datetime(2027, 1, 1, tzinfo=UTC), 15 * MINUTE)
-    assert simulation.starts == expected
+    begin, end = datetime(2026, 1, 1, tzinfo=UTC), datetime(2027, 1, 1, tzinfo=UTC)
+    year = passing(end, 15 * MINUTE)
+    assert simulate(begin, year, last=begin, cron="30 2 * * SUN", timezone="Europe/Berlin") == expected
     assert len(expected) == 52
 
 
-def test_asleep_over_three_due_times_it_makes_one_pass(simulate: Callable[..., Simulation]) -> None:
+def test_asleep_over_three_due_times_it_makes_one_pass(
+    simulate: Callable[..., list[datetime]], messages: list[str]
+) -> None:
     for schedule in ({"every": "1h"}, {"cron": "0 * * * *", "timezone": "UTC"}):
         begin = datetime(2026, 6, 1, 12, 0, 30, tzinfo=UTC)
-        simulation = simulate(begin, last=begin - 20 * SECOND, **schedule)
-        simulation.run_until(begin + 70 * MINUTE)
-        assert len(simulation.starts) == 1
-        simulation.set_clock(begin + 4 * HOUR + 40 * MINUTE)  # three were due
-        assert len(simulation.starts) == 2
-        simulation.run_until(begin + 5 * HOUR + 5 * MINUTE)
-        assert len(simulation.starts) == 3  # and the next one comes at its time
-        assert simulation.starts[2] == datetime(2026, 6, 1, 17, 0, 30, tzinfo=UTC)
+        awake = begin + 4 * HOUR + 40 * MINUTE  # three were due
+        moves = passing(begin + 70 * MINUTE), set_to(awake), passing(begin + 5 * HOUR + 5 * MINUTE)
+        starts = simulate(begin, *moves, last=begin - 20 * SECOND, **schedule)
+        assert starts[1:] == [awake, datetime(2026, 6, 1, 17, 0, 30, tzinfo=UTC)]  # and the next one comes at its time
+        assert len(starts) == 3
+    assert len([message for message in messages if "skipped" in message]) == 2
 
 
 @pytest.mark.parametrize(("month", "day", "hours"), [(3, 29, 23), (10, 25, 25)])
 def test_nights_in_which_clocks_change_skip_and_double_nothing(
-    simulate: Callable[..., Simulation], month: int, day: int, hours: int
+    simulate: Callable[..., list[datetime]], month: int, day: int, hours: int
 ) -> None:
-    begin, end = berlin(2026, month, day, 0, 0, 30) - DAY, berlin(2026, month, day, 23, 59)
+    begin = berlin(2026, month, day, 0, 0, 30) - DAY
+    two_days = passing(berlin(2026, month, day, 23, 59), 5 * MINUTE)
     for time_of_day in ("0 2", "30 2", "59 1", "0 3"):
-        simulation = simulate(begin, last=begin, cron=f"{time_of_day} * * *", timezone="Europe/Berlin")
-        simulation.run_until(end, 5 * MINUTE)
-        days = Counter(start.astimezone(BERLIN).day for start in simulation.starts)
+        starts = simulate(begin, two_days, last=begin, cron=f"{time_of_day} * * *", timezone="Europe/Berlin")
+        days = Counter(start.astimezone(BERLIN).day for start in starts)
         assert days == {day - 1: 1, day: 1}, time_of_day
-    simulation = simulate(begin, last=begin, cron="*/20 * * * *", timezone="Europe/Berlin")
-    simulation.run_until(end, 5 * MINUTE)
-    that_day = [start for start in simulation.starts if start.astimezone(BERLIN).day == day]
+    starts = simulate(begin, two_days, last=begin, cron="*/20 * * * *", timezone="Europe/Berlin")
+    that_day = [start for start in starts if start.astimezone(BERLIN).day == day]
     assert len(that_day) in (hours * 3, hours * 3 - 1)
-    assert gaps(simulation.starts) == {20 * MINUTE}
-    simulation = simulate(begin, last=begin, every="6h")
-    simulation.run_until(end, 5 * MINUTE)
-    assert gaps(simulation.starts) == {6 * HOUR}
+    assert gaps(starts) == {20 * MINUTE}
+    assert gaps(simulate(begin, two_days, last=begin, every="6h")) == {6 * HOUR}
 
 
 def test_started_in_the_repeated_hour_it_does_not_repeat_the_pass_of_the_first(
-    simulate: Callable[..., Simulation],
+    simulate: Callable[..., list[datetime]],
 ) -> None:
     last = berlin(2026, 10, 25, 2, 30)
     begin = berlin(2026, 10, 25, 2, 10, fold=1)
     assert begin.astimezone(UTC) - last.astimezone(UTC) == 40 * MINUTE
-    simulation = simulate(begin, last=last, cron="30 2 * * *", timezone="Europe/Berlin")
-    simulation.run_until(berlin(2026, 10, 26, 12), 10 * MINUTE)
-    assert simulation.starts == [datetime(2026, 10, 26, 1, 30, tzinfo=UTC)]
+    a_day = passing(berlin(2026, 10, 26, 12), 10 * MINUTE)
+    starts = simulate(begin, a_day, last=last, cron="30 2 * * *", timezone="Europe/Berlin")
+    assert starts == [datetime(2026, 10, 26, 1, 30, tzinfo=UTC)]
 
 
-def test_a_clock_that_is_set_skips_and_doubles_nothing(simulate: Callable[..., Simulation]) -> None:
+def test_a_clock_that_is_set_skips_nothing(simulate: Callable[..., list[datetime]]) -> None:
+    """A clock that is set back may repeat a pass, which then finds nothing to do."""
     begin = datetime(2026, 6, 1, 1, 0, tzinfo=UTC)
-    simulation = simulate(begin, last=begin, **NIGHTLY)
-    simulation.set_clock(datetime(2026, 6, 1, 4, 0, tzinfo=UTC))  # forward, over its time
-    assert len(simulation.starts) == 1
-    simulation.set_clock(datetime(2026, 6, 1, 1, 30, tzinfo=UTC))  # back, before it
-    simulation.run_until(datetime(2026, 6, 1, 12, 0, tzinfo=UTC), 5 * MINUTE)
-    assert len(simulation.starts) == 1
-    simulation.run_until(datetime(2026, 6, 2, 12, 0, tzinfo=UTC), 5 * MINUTE)
-    assert len(simulation.starts) == 2
-    simulation.set_clock(datetime(2030, 1, 1, 12, 0, tzinfo=UTC))  # a wrong clock, which is put right
-    assert len(simulation.starts) == 3
-    simulation.set_clock(datetime(2026, 6, 3, 1, 0, tzinfo=UTC))
-    simulation.run_until(datetime(2026, 6, 3, 12, 0, tzinfo=UTC), 5 * MINUTE)
-    assert len(simulation.starts) == 4
+    forward, wrong = datetime(2026, 6, 1, 4, 0, tzinfo=UTC), datetime(2030, 1, 1, 12, 0, tzinfo=UTC)
+    starts = simulate(
+        begin,
+        set_to(forward),  # over its time
+        set_to(datetime(2026, 6, 1, 1, 30, tzinfo=UTC)),  # back, before it
+        passing(datetime(2026, 6, 2, 12, 0, tzinfo=UTC), 5 * MINUTE),
+        set_to(wrong),
+        set_to(datetime(2026, 6, 3, 1, 0, tzinfo=UTC)),
+        passing(datetime(2026, 6, 3, 12, 0, tzinfo=UTC), 5 * MINUTE),
+        last=begin,
+        **NIGHTLY,
+    )
+    nights = [datetime(2026, 6, day, 2, 30, tzinfo=UTC) for day in (1, 2, 3)]
+    assert starts == [forward, nights[0], nights[1], wrong, nights[2]]
 
 
 def test_started_by_a_wrong_clock_intervals_begin_again_when_it_is_put_right(
-    simulate: Callable[..., Simulation], messages: list[str]
+    simulate: Callable[..., list[datetime]], messages: list[str]
 ) -> None:
     wrong, right = datetime(2030, 1, 1, 12, 0, tzinfo=UTC), datetime(2026, 6, 1, 12, 0, 10, tzinfo=UTC)
-    simulation = simulate(wrong, last=wrong - 90 * MINUTE, every="1h")
-    simulation.look()
-    assert simulation.starts == [wrong]
-    simulation.set_clock(right)
-    simulation.run_until(right + 3 * HOUR, 10 * SECOND)
-    assert simulation.starts[1:] == [datetime(2026, 6, 1, hour, 0, tzinfo=UTC) for hour in (13, 14, 15)]
+    moves = set_to(right), passing(right + 3 * HOUR, 10 * SECOND)
+    starts = simulate(wrong, *moves, last=wrong - 90 * MINUTE, every="1h")
+    assert starts == [wrong, *(datetime(2026, 6, 1, hour, 0, tzinfo=UTC) for hour in (13, 14, 15))]
     assert [message for message in messages if "the clock was set back" in message]
 
 
-def test_a_pass_that_was_due_while_nothing_ran_begins_at_once(simulate: Callable[..., Simulation]) -> None:
+def test_a_pass_that_was_due_while_nothing_ran_begins_at_once(simulate: Callable[..., list[datetime]]) -> None:
     now = datetime(2026, 6, 10, 12, 0, tzinfo=UTC)
     for last, catch_up, schedule, passes in (
         (now - 2 * DAY, True, NIGHTLY, 1),
@@ -246,15 +243,15 @@ def test_a_pass_that_was_due_while_nothing_ran_begins_at_once(simulate: Callable
         (now - 9 * HOUR, False, {"every": "6h"}, 0),
         (now - 5 * HOUR, True, {"every": "6h"}, 0),
         (now + 900 * DAY, True, NIGHTLY, 1),  # of a clock that was wrong
+        (now.replace(tzinfo=None) - 9 * HOUR, True, {"every": "6h"}, 1),  # written by another program
         (None, True, {"every": "6h"}, 1),  # never had one
         (None, False, {"every": "6h"}, 0),
     ):
-        simulation = simulate(now, last=last, catch_up=catch_up, **schedule)
-        simulation.run_until(now + MINUTE)
-        assert len(simulation.starts) == passes, (last, schedule)
+        starts = simulate(now, passing(now + MINUTE), last=last, catch_up=catch_up, **schedule)
+        assert len(starts) == passes, (last, schedule)
 
 
-def test_intervals_are_counted_from_the_last_start(simulate: Callable[..., Simulation]) -> None:
+def test_intervals_are_counted_from_the_last_start(simulate: Callable[..., list[datetime]]) -> None:
     now = datetime(2026, 6, 10, 12, 0, tzinfo=UTC)
     for last, catch_up, hours in (
         (now - 5 * HOUR, True, [1, 7, 13, 19]),  # an hour is left
@@ -262,10 +259,8 @@ def test_intervals_are_counted_from_the_last_start(simulate: Callable[..., Simul
         (now - 9 * HOUR, False, [3, 9, 15, 21]),  # the one that was missed is not made up for
         (None, False, [6, 12, 18]),
     ):
-        simulation = simulate(now, last=last, catch_up=catch_up, every="6h")
-        simulation.look()
-        simulation.run_until(now + 23 * HOUR)
-        assert simulation.starts == [now + hour * HOUR for hour in hours]
+        starts = simulate(now, passing(now + 23 * HOUR), last=last, catch_up=catch_up, every="6h")
+        assert starts == [now + hour * HOUR for hour in hours]
 
 
 def test_the_data_set_whose_last_pass_is_longest_ago_decides_what_is_overdue(tmp_path: Path) -> None:
@@ -275,101 +270,73 @@ def test_the_data_set_whose_last_pass_is_longest_ago_decides_what_is_overdue(tmp
     add_run(tmp_path / "a", now - HOUR)
     for last, passes in ((now - 5 * HOUR, 0), (now - 7 * HOUR, 1)):
         add_run(tmp_path / "b", last)
-        simulation = Simulation(config, now)
-        simulation.look()
-        assert len(simulation.starts) == passes
-
-
-def test_jitter_delays_each_pass_by_chance_and_not_the_due_times(simulate: Callable[..., Simulation]) -> None:
-    begin = datetime(2026, 6, 1, 0, 0, tzinfo=UTC)
-    simulation = simulate(begin, last=begin, every="1h", jitter="10m")
-    simulation.run_until(begin + 100 * HOUR + 30 * MINUTE, 30 * SECOND)
-    assert len(simulation.starts) == 100
-    delays = [start - begin - (number + 1) * HOUR for number, start in enumerate(simulation.starts)]
-    assert timedelta(0) <= min(delays) < 3 * MINUTE  # missed by chance once in 10^15 runs
-    assert 7 * MINUTE < max(delays) <= 10 * MINUTE + 30 * SECOND
-
-
-def test_a_pass_that_waits_for_its_jitter_when_it_is_stopped_does_not_start(
-    simulate: Callable[..., Simulation],
-) -> None:
-    begin = datetime(2026, 6, 1, 0, 0, tzinfo=UTC)
-    random.seed(0)  # a delay of 101 minutes
-    simulation = simulate(begin, last=begin, every="1h", jitter="2h")
-    simulation.run_until(begin + 61 * MINUTE)
-    simulation.scheduler.stop()
-    assert simulation.scheduler.stopped
-    simulation.run_until(begin + 5 * DAY, HOUR)
-    assert simulation.starts == []
-
-
-# long passes, failures, hooks
+        assert len(starts_of(config, now, passing(now + MINUTE))) == passes
 
 
 def test_passes_that_are_due_during_a_long_one_are_skipped(
-    simulate: Callable[..., Simulation], messages: list[str]
+    simulate: Callable[..., list[datetime]], messages: list[str]
 ) -> None:
     begin = datetime(2026, 6, 1, 0, 0, tzinfo=UTC)
-    simulation = simulate(begin, last=begin, every="1h")
-    simulation.pass_lasts = 150 * MINUTE  # from 1:00 to 3:30
-    simulation.run_until(begin + 4 * HOUR + MINUTE)
-    assert simulation.starts == [begin + HOUR, begin + 4 * HOUR]
+    long = 150 * MINUTE  # from 1:00 to 3:30
+    starts = simulate(begin, passing(begin + 4 * HOUR + MINUTE), last=begin, every="1h", pass_lasts=long)
+    assert starts == [begin + HOUR, begin + 4 * HOUR]
     skipped = [message for message in messages if "skipped" in message]
-    assert [message.partition("running for ")[2] for message in skipped] == ["1.0 h", "2.0 h"]
+    assert len(skipped) == 2
+    first = (begin + 2 * HOUR).astimezone().isoformat(" ", timespec="seconds")
+    assert skipped[0].endswith(f"skipped those that were due from {first} on")
 
 
-def test_a_pass_that_runs_for_a_day_is_reported_as_a_failure_once(
-    simulate: Callable[..., Simulation], tmp_path: Path
+# a pass
+
+
+def runner_of(tmp_path: Path, code: str, **schedule: Any) -> PassRunner:
+    """A runner whose passes are a Python program."""
+    schedule = {"every": "1h", **schedule}
+    file = load_sync_file(write(tmp_path / "s.yaml", images="x", out=str(tmp_path / "out"), schedule=schedule))
+    return PassRunner(file, [sys.executable, "-c", code])
+
+
+def test_what_a_pass_prints_is_logged_and_given_to_the_commands_of_on_failure(
+    tmp_path: Path, messages: list[str]
 ) -> None:
-    begin = datetime(2026, 6, 1, 0, 0, tzinfo=UTC)
-    hooks = {"on_failure": f"cat >> {tmp_path}/failed", "on_success": f"touch {tmp_path}/succeeded"}
-    simulation = simulate(begin, last=begin, every="1h", **hooks)
-    simulation.pass_lasts = 30 * HOUR  # from 1:00 to 7:00 of the next day
-    simulation.run_until(begin + 24 * HOUR + 30 * MINUTE)
-    assert not (tmp_path / "failed").exists()
-    simulation.run_until(begin + 25 * HOUR)
-    until(lambda: not simulation.scheduler._hooks_running())
-    simulation.run_until(begin + 30 * HOUR + 30 * MINUTE)
-    until(lambda: not simulation.scheduler._hooks_running())
-    content = json.loads((tmp_path / "failed").read_text())  # two would not be JSON
-    assert content["exit_code"] == 1
-    assert "running for 24.0 h" in content["data_sets"][0]["error"]
-    assert simulation.starts == [begin + HOUR]
-    assert not (tmp_path / "succeeded").exists()
-    simulation.run_until(begin + 31 * HOUR)
-    until(lambda: (tmp_path / "succeeded").exists())
-    until(lambda: not simulation.scheduler._hooks_running())  # their messages belong to this test
+    printed = [{"out": "a\x1b[2J", "version": 3, "added": 1200}, {"out": "b", "error": "the disk is gone"}]
+    code = f"import os; os.write(1, {json.dumps(printed)!r}.encode()); os._exit(3)"
+    secret = f"cat > {tmp_path}/failed; echo $LAYERTAP_EXIT_CODE > {tmp_path}/code; exit 7 # password"
+    runner_of(tmp_path, code, on_failure=[secret, f"touch {tmp_path}/second"]).run()
+    content = json.loads((tmp_path / "failed").read_text())
+    assert content == {
+        "config": str(tmp_path / "s.yaml"), "host": os.uname().nodename, "exit_code": 3, "data_sets": printed,
+    }  # fmt: skip
+    assert (tmp_path / "code").read_text() == "3\n"
+    assert (tmp_path / "second").exists()
+    assert messages == [
+        "pass started",
+        "a\\x1b[2J: version 3: 1,200 added",
+        "b: the disk is gone",
+        "the pass failed with exit code 3",
+        "command 1 of on_failure ended with exit code 7",
+    ]
 
 
-def test_a_data_set_that_another_process_has_locked_is_an_alarm_after_a_day_only(
-    simulate: Callable[..., Simulation], tmp_path: Path, messages: list[str]
+@pytest.mark.parametrize(
+    ("code", "message", "is_failure"),
+    [
+        ("", "", False),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "the pass was killed by signal 9", True),
+        (f"raise SystemExit({_LOCKED})", "the pass was skipped: another process is at work on a data set", False),
+        ("print('[[[' * 9)", "", False),
+        ("raise SystemExit(1)", "the pass failed with exit code 1", True),
+    ],
+)
+def test_a_failure_calls_the_commands_of_on_failure_and_a_lock_does_not(
+    tmp_path: Path, messages: list[str], code: str, message: str, is_failure: bool
 ) -> None:
-    begin = datetime(2026, 6, 1, 0, 0, tzinfo=UTC)
-    hooks = {"on_failure": f"cat >> {tmp_path}/failed", "on_success": f"touch {tmp_path}/succeeded"}
-    simulation = simulate(begin, last=begin, every="1h", **hooks)
-    simulation.code = 4
-    simulation.run_until(begin + 24 * HOUR + 30 * MINUTE)
-    skipped = [message for message in messages if "another process is at work" in message]
-    assert len(skipped) == len(simulation.starts) == 24
-    assert skipped[0].endswith("data set")
-    assert skipped[-1].endswith("for 23.0 h now")
-    assert not any("failed" in message for message in messages)
-    assert not (tmp_path / "failed").exists()
-    simulation.run_until(begin + 28 * HOUR + 30 * MINUTE)
-    until(lambda: not simulation.scheduler._hooks_running())
-    content = json.loads((tmp_path / "failed").read_text())  # two would not be JSON
-    assert "another process is at work on a data set, for 24.0 h now" in content["data_sets"][0]["error"]
-    assert not (tmp_path / "succeeded").exists()
-    simulation.code = 0
-    simulation.run_until(begin + 29 * HOUR + 30 * MINUTE)
-    until(lambda: (tmp_path / "succeeded").exists())
-    simulation.code = 4  # counted anew
-    simulation.run_until(begin + 52 * HOUR)
-    json.loads((tmp_path / "failed").read_text())
+    runner_of(tmp_path, code, on_failure=f"touch {tmp_path}/failed").run()
+    assert messages == ["pass started", *filter(None, [message])]
+    assert (tmp_path / "failed").exists() == is_failure
 
 
-def test_a_scheduler_beside_a_pass_of_a_killed_one_raises_no_alarm(tmp_path: Path) -> None:
-    """A real pass that finds the lock held ends with the exit code that the scheduler knows."""
+def test_a_pass_that_finds_a_data_set_locked_ends_with_the_exit_code_that_the_scheduler_knows(tmp_path: Path) -> None:
     folder = tmp_path / "photos"
     folder.mkdir()
     config = write(tmp_path / "s.yaml", images=str(folder), out=str(tmp_path / "out"), **SMALL)
@@ -379,240 +346,68 @@ def test_a_scheduler_beside_a_pass_of_a_killed_one_raises_no_alarm(tmp_path: Pat
         assert layertap("sync", config).exit_code == _LOCKED
 
 
-def test_a_pass_is_over_when_its_hooks_are(
-    simulate: Callable[..., Simulation], tmp_path: Path, messages: list[str]
-) -> None:
-    begin = datetime(2026, 6, 1, 0, 0, tzinfo=UTC)
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    simulation = simulate(begin, last=begin, every="1h", on_success=f"cat {pipe}")
-    simulation.run_until(begin + 2 * HOUR)
-    assert simulation.starts == [begin + HOUR]
-    assert len([message for message in messages if "skipped" in message]) == 1
-    simulation.scheduler.stop()
-    assert not simulation.scheduler.stopped
-    pipe.write_text("the hook ends")
-    until(lambda: simulation.scheduler.stopped)
-
-
-def test_a_pass_that_cannot_be_started_is_a_failure_and_the_next_one_comes(tmp_path: Path, messages: list[str]) -> None:
-    begin = datetime(2026, 6, 1, 0, 0, tzinfo=UTC)
-    now, attempts = begin, 0
-
-    def no_memory() -> SimulatedPass:
-        nonlocal attempts
-        attempts += 1
-        raise OSError("Cannot allocate memory")
-
-    schedule = {"every": "1h", "on_failure": f"cat > {tmp_path}/failed"}
-    config = write(tmp_path / "s.yaml", images="x", out=str(tmp_path / "out"), schedule=schedule)
-    scheduler = Scheduler(config, no_memory, lambda: now)
-    scheduler.start()
-    for hours in range(3):
-        now = begin + hours * HOUR
-        scheduler.step()
-        until(lambda: not scheduler._hooks_running())
-    assert attempts == 3
+def test_a_pass_that_cannot_be_started_is_a_failure(tmp_path: Path, messages: list[str]) -> None:
+    runner = runner_of(tmp_path, "", on_failure=f"cat > {tmp_path}/failed")
+    runner._command = [str(tmp_path / "nothing")]
+    runner.run()
     told = json.loads((tmp_path / "failed").read_text())
-    assert told["data_sets"] == [{"error": "the pass cannot be started: Cannot allocate memory"}]
-    assert told["exit_code"] == 1
-    assert messages.count("the pass failed with exit code 1") == 3
+    assert "the pass cannot be started: [Errno 2]" in told["data_sets"][0]["error"]
+    assert messages[-1] == "the pass failed with exit code 1"
 
 
-def test_a_stopped_scheduler_waits_for_its_pass_and_calls_no_hook_for_it(
-    simulate: Callable[..., Simulation], tmp_path: Path
+def test_a_command_of_on_failure_that_hangs_is_killed(
+    tmp_path: Path, messages: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begin = datetime(2026, 6, 1, 0, 0, tzinfo=UTC)
-    heartbeat = tmp_path / "alive"
-    simulation = simulate(begin, every="1h", on_failure=f"touch {tmp_path}/failed", heartbeat=str(heartbeat))
-    simulation.pass_lasts = 2 * HOUR
-    simulation.run_until(begin + 10 * MINUTE)
-    simulation.scheduler._on_signal(signal.SIGTERM, None)
-    heartbeat.unlink()
-    simulation.run_until(begin + 119 * MINUTE)
-    assert not simulation.scheduler.stopped
-    assert heartbeat.exists()  # a watchdog must not kill it while it waits
-    simulation.run_until(begin + 2 * HOUR + MINUTE)
-    assert simulation.scheduler.stopped
-    assert len(simulation.starts) == 1
+    monkeypatch.setattr("pipelines.sync.schedule._COMMAND_S", 0.2)
+    runner_of(tmp_path, "raise SystemExit(1)", on_failure="exec sleep 60").run()
+    assert messages[-1].startswith("command 1 of on_failure was killed")
+
+
+def test_a_pass_is_over_when_its_workers_are(tmp_path: Path) -> None:
+    """They keep the lock of the data set that they have inherited."""
+    begin = time.monotonic()
+    runner_of(tmp_path, "import subprocess; subprocess.Popen(['sleep', '0.5'])").run()
+    assert time.monotonic() - begin >= 0.5
+
+
+def test_a_signal_ends_the_running_pass_which_is_no_failure(tmp_path: Path, messages: list[str]) -> None:
+    code = "import signal, time; signal.signal(15, lambda *_: exit(143)); print(); time.sleep(60)"
+    runner = runner_of(tmp_path, code, on_failure=f"touch {tmp_path}/failed")
+    threading.Timer(0.5, lambda: runner.stop(signal.SIGTERM, None)).start()
+    runner.run()
+    assert runner.stopped
+    assert messages == ["pass started"]
     assert not (tmp_path / "failed").exists()
 
 
-def test_the_heartbeat_is_touched_every_30_seconds(simulate: Callable[..., Simulation], tmp_path: Path) -> None:
-    begin = datetime(2026, 6, 1, 0, 0, tzinfo=UTC)
-    heartbeat = tmp_path / "alive"
-    simulation = simulate(begin, last=begin, every="1h", heartbeat=str(heartbeat))
-    touched = []
-    heartbeat.unlink()
-    for _ in range(300):
-        simulation.run_until(simulation.now + SECOND, SECOND)
-        if heartbeat.exists():
-            touched.append((simulation.now - begin).total_seconds())
-            heartbeat.unlink()
-    assert touched == [30.0 * number for number in range(1, 11)]
-
-
-# the config file, and schedule.json
-
-
-def test_the_next_due_time_is_noted_where_a_data_set_is(simulate: Callable[..., Simulation], tmp_path: Path) -> None:
-    begin = datetime(2026, 6, 1, 12, 0, tzinfo=UTC)
-    simulation = simulate(begin, last=begin, cron="30 2 * * *", timezone="Europe/Berlin")
-    note = tmp_path / "out" / "schedule.json"
-    assert not note.exists()  # nothing is published yet
-    (tmp_path / "out" / "dataset.json").touch()
-    for day in (2, 3):
-        simulation.run_until(datetime(2026, 6, day, 0, 0, tzinfo=UTC))
-        content = json.loads(note.read_text())
-        assert content["next"] == f"2026-06-0{day}T02:30:00+02:00"
-        assert content["pid"] == os.getpid()
-        assert content["config"] == str(tmp_path / "s.yaml")
-    note.unlink()
-    simulation.run_until(simulation.now + MINUTE)
-    assert note.exists()
-    simulation.scheduler.stop()
-    note.unlink()
-    simulation.run_until(simulation.now + HOUR)
-    assert not note.exists()
-
-
-def test_a_config_that_is_read_again_has_new_times_and_its_own_note(
-    simulate: Callable[..., Simulation], tmp_path: Path
-) -> None:
-    begin = datetime(2026, 6, 1, 12, 0, tzinfo=UTC)
-    simulation = simulate(begin, last=begin, **NIGHTLY)
-    for name in ("out", "other"):
-        (tmp_path / name).mkdir(exist_ok=True)
-        (tmp_path / name / "dataset.json").touch()
-    add_run(tmp_path / "other", begin - 30 * MINUTE)
-    simulation.run_until(begin + MINUTE)
-    assert (tmp_path / "out/schedule.json").exists()
-    schedule = {"every": "2h", "log": str(tmp_path / "log")}
-    write(tmp_path / "s.yaml", images="x", out=str(tmp_path / "other"), schedule=schedule)
-    simulation.scheduler._on_signal(signal.SIGHUP, None)
-    simulation.look()
-    assert not (tmp_path / "out/schedule.json").exists()
-    assert json.loads((tmp_path / "other/schedule.json").read_text())["next"] == "2026-06-01T13:30:00+00:00"
-    write(tmp_path / "s.yaml", images="x", out=str(tmp_path / "out"), schedule={"every": "never"})
-    simulation.scheduler._on_signal(signal.SIGHUP, None)
-    simulation.run_until(begin + 4 * HOUR)
-    assert simulation.starts == [begin + 90 * MINUTE, begin + 210 * MINUTE]
-    assert "the config is not reloaded" in (tmp_path / "log").read_text()
-
-
-def test_a_pass_that_is_due_when_the_config_is_read_again_is_not_lost(simulate: Callable[..., Simulation]) -> None:
-    begin = datetime(2026, 6, 1, 12, 0, tzinfo=UTC)
-    simulation = simulate(begin, last=begin, every="1h")
-    simulation.run_until(begin + 59 * MINUTE)
-    simulation.scheduler._on_signal(signal.SIGHUP, None)
-    simulation.run_until(begin + 60 * MINUTE)
-    assert simulation.starts == [begin + HOUR]
-
-
-# The log
-
-
-class KilledError(BaseException):
-    """The process is killed here; no line of code after that runs."""
-
-
-def write_log(config: ScheduleConfig, numbers: range) -> None:
-    open_log(config)
-    for number in numbers:
-        logging.getLogger("layertap.schedule").info("line %d %s", number, "x" * 200)
-
-
-def lines_of(log: Path) -> list[int]:
-    """Numbers of the lines in the log and its rotated files, oldest first."""
-    files = sorted(log.parent.glob("log.*"), key=lambda path: -int(path.suffix[1:]))
-    text = "".join(path.read_text() for path in [*files, *([log] if log.exists() else [])])
-    return [int(line.split("line ")[1].split()[0]) for line in text.splitlines()]
-
-
-@pytest.fixture
-def log(tmp_path: Path) -> Iterator[Path]:
-    yield tmp_path / "log"
-    logger = logging.getLogger("layertap.schedule")
-    for handler in logger.handlers[:]:
-        logger.removeHandler(handler)
-        handler.close()
-
-
-def test_the_log_is_rotated_at_its_size_and_its_oldest_lines_are_removed(log: Path) -> None:
-    config = ScheduleConfig(every=60, log=log, log_max_bytes="2kB", log_backup_count=3)
-    line = len("2026-11-25 01:57:15,123 INFO line 10 ") + 200 + 1
-    write_log(config, range(10, 60))
-    assert sorted(path.name for path in log.parent.iterdir()) == ["log", "log.1", "log.2", "log.3"]
-    assert all(2000 - line < path.stat().st_size <= 2000 for path in log.parent.glob("log.*"))
-    kept = 3 * (2000 // line) + log.stat().st_size // line
-    assert lines_of(log) == list(range(60 - kept, 60))
-
-
-@pytest.mark.parametrize("step", range(4))
-def test_a_scheduler_that_is_killed_while_it_rotates_its_log_loses_none_of_the_lines_that_are_kept(
-    step: int, log: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = ScheduleConfig(every=60, log=log, log_max_bytes="1kB", log_backup_count=3)
-    write_log(config, range(10, 26))  # four lines a file: the next one needs a rotation, and the oldest file goes
-    assert lines_of(log) == list(range(10, 26))
-    steps = iter(range(4))
-
-    def until_killed(name: str) -> Callable[..., None]:
-        function = getattr(os, name)
-
-        def change(*paths: str) -> None:
-            if next(steps) == step:
-                raise KilledError
-            function(*paths)
-
-        return change
-
-    with monkeypatch.context() as patch, pytest.raises(KilledError):
-        for name in ("rename", "remove"):
-            patch.setattr(os, name, until_killed(name))
-        write_log(config, range(26, 27))
-    before = lines_of(log)
-    assert before == list(range(before[0], before[-1] + 1))
-    assert before[0] <= 14
-    assert before[-1] >= 25
-    write_log(config, range(before[-1] + 1, 50))
-    after = lines_of(log)
-    assert after == list(range(after[0], 50))
-    assert len(after) >= 13
+# the config file
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
-    [("500kB", 500_000), ("10MB", 10_000_000), ("1.5 gb", 1_500_000_000), (4096, 4096), ("0", 0), ("1000b", 1000)],
-)
-def test_the_size_of_a_log_may_have_a_unit(given: Any, expected: int) -> None:
-    assert ScheduleConfig(every=60, log_max_bytes=given).log_max_bytes == expected
-
-
-@pytest.mark.parametrize(
-    ("key", "given", "reason"),
+    ("key", "value", "hint"),
     [
-        ("log_max_bytes", "10 boxes", "expected bytes, or a size such as 500kB, 10MB or 1GB"),
-        ("log_max_bytes", 999, "expected 1kB to 1000GB, or 0"),
-        ("log_max_bytes", -1, "expected 1kB to 1000GB, or 0"),
-        ("log_max_bytes", "1001GB", "expected 1kB to 1000GB, or 0"),
-        ("log_backup_count", 0, "greater than or equal to 1"),
-        ("log_backup_count", 1001, "less than or equal to 1000"),
+        ("jitter", "5m", "RandomizedDelaySec="),
+        ("log", "x.log", "2>> FILE"),
+        ("log_max_bytes", 0, "logrotate"),
+        ("log_backup_count", 4, "logrotate"),
+        ("log_json", True, "runs.jsonl"),
+        ("heartbeat", "x", "runs.jsonl"),
+        ("on_success", "x", "OnSuccess="),
     ],
 )
-def test_a_log_without_limits_is_refused(key: str, given: Any, reason: str, tmp_path: Path) -> None:
-    path = write(tmp_path / "s.yaml", images="x", out=str(tmp_path / "o"), schedule={"every": "1h", key: given})
-    with pytest.raises(InputError, match=f"s.yaml, schedule: {key}: .*{reason}"):
-        load_sync_file(path)
+def test_a_key_that_is_gone_is_refused_with_what_to_use(tmp_path: Path, key: str, value: Any, hint: str) -> None:
+    path = write(tmp_path / "s.yaml", images="x", schedule={"every": "1h", key: value})
+    text = fails("schedule", path)
+    assert f"s.yaml, schedule: layertap no longer has the key '{key}'" in text
+    assert hint in text
 
 
-def test_a_log_that_is_never_rotated_is_opened_again_when_the_config_is(log: Path) -> None:
-    config = ScheduleConfig(every=60, log=log, log_max_bytes=0)
-    write_log(config, range(10, 60))
-    log.rename(log.with_name("log.1"))  # as logrotate does, before it sends SIGHUP
-    write_log(config, range(60, 110))
-    assert lines_of(log) == list(range(10, 110))
-    assert len(list(log.parent.iterdir())) == 2
+def test_a_url_to_post_to_is_refused_and_not_repeated(tmp_path: Path) -> None:
+    url = "https://hooks.example.org/services/SECRET"
+    path = write(tmp_path / "s.yaml", images="x", schedule={"every": "1h", "on_failure": ["true", url]})
+    text = fails("schedule", path)
+    assert "use the command `curl -d @- URL`" in text
+    assert "SECRET" not in text
 
 
 def test_a_machine_whose_time_zone_has_no_name_needs_one_in_the_config(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -639,142 +434,67 @@ def test_without_a_time_zone_cron_lines_are_read_in_that_of_the_machine(monkeypa
         tzlocal.reload_localzone()
 
 
-def test_a_cron_line_whose_day_never_comes_is_never_due(simulate: Callable[..., Simulation]) -> None:
+def test_a_cron_line_whose_day_never_comes_is_never_due(simulate: Callable[..., list[datetime]]) -> None:
     now = datetime(2026, 6, 1, tzinfo=UTC)
     leap_sunday = ScheduleConfig(cron="0 0 29 2 */7", timezone="UTC")
     assert due_after(leap_sunday, now, now) == datetime(2032, 2, 29, tzinfo=UTC)
     first_and_third_sunday = {"cron": "0 0 */31 * SUN#3", "timezone": "UTC"}
-    simulation = simulate(now, last=now, **first_and_third_sunday)
-    simulation.run_until(now + 100 * DAY, HOUR)
-    simulation.set_clock(now)
-    assert simulation.scheduler.next_due is None
-    assert simulation.starts == []
-
-
-@pytest.mark.parametrize("config", [ScheduleConfig(every=60), ScheduleConfig(cron="0 12 * * *", timezone="UTC")])
-def test_a_clock_at_the_end_of_the_year_9999_is_refused(config: ScheduleConfig) -> None:
-    now = datetime(9999, 12, 31, 23, 59, 30, tzinfo=UTC)
-    with pytest.raises(InputError, match="says 9999-12-31T23:59:30.*; set the clock"):
-        due_after(config, now, now)
+    moves = passing(now + 100 * DAY, HOUR), set_to(now), passing(now + DAY, HOUR)
+    assert simulate(now, *moves, last=now, **first_and_third_sunday) == []
 
 
 # the process
 
 
-def finish(process: PassProcess, seconds: float = 20) -> PassResult:
-    end = time.monotonic() + seconds
-    while (result := process.result()) is None:
-        assert time.monotonic() < end
-        process.wait(0.2)
-    return result
-
-
-def test_everything_that_a_pass_prints_is_read(messages: list[str]) -> None:
-    code = (
-        "import os\n"
-        "os.write(2, b'first\\nsec')\n"
-        "os.write(1, b'x' * 1_000_000)\n"  # more than a pipe holds
-        "os.write(2, b'ond \\xff\\r\\nlast')\n"
-        "os._exit(3)\n"
-    )
-    result = finish(PassProcess([sys.executable, "-c", code]))
-    assert result == PassResult(3, "x" * 1_000_000)
-    assert messages == ["sync: first", r"sync: second \xff", "sync: last"]
-
-
-def test_a_pass_is_over_when_its_workers_are(tmp_path: Path) -> None:
-    """They keep the lock of the data set that they have inherited."""
-    begin = time.monotonic()
-    assert finish(PassProcess(["sh", "-c", "sleep 0.3 & exit 0"])).code == 0
-    assert time.monotonic() - begin >= 0.3
-
-
-def test_a_pass_is_asked_to_end_by_sigterm() -> None:
-    process = PassProcess(["sleep", "60"])
-    process.wait(0.05)
-    assert process.result() is None
-    process.terminate()
-    assert finish(process).code == -signal.SIGTERM
-
-
-def run_schedule(config: Path) -> subprocess.Popen[str]:
+def run_schedule(config: Path, log: Path) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "layertap", "schedule", str(config)]
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    with log.open("wb") as file:
+        return subprocess.Popen(command, stderr=file)
+
+
+def runs_of(out: Path) -> list[dict[str, Any]]:
+    path = out / "runs.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 @pytest.mark.slow
-def test_the_process_makes_passes_tells_of_them_and_stops_in_order(folder: Path, tmp_path: Path) -> None:
-    told: list[Any] = []
-
-    class Hook(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            told.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, *args: Any) -> None:
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Hook)
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+def test_the_process_makes_passes_logs_them_and_stops_in_order(folder: Path, tmp_path: Path) -> None:
     out, log = tmp_path / "out", tmp_path / "log"
-    schedule = {
-        "every": "1s", "log": str(log), "log_json": True, "heartbeat": str(tmp_path / "alive"),
-        "on_success": [f"cat > {tmp_path}/hook.json; exit $LAYERTAP_EXIT_CODE", f"http://127.0.0.1:{server.server_port}"],
-        "on_failure": f"touch {tmp_path}/failed",
-    }  # fmt: skip
+    schedule = {"every": "1s", "on_failure": f"cat > {tmp_path}/new; mv {tmp_path}/new {tmp_path}/failed"}
     config = write(tmp_path / "s.yaml", images=str(folder), out=str(out), schedule=schedule, **SMALL)
-    process = run_schedule(config)
+    process = run_schedule(config, log)
     try:
-        until(lambda: len(told) >= 2)
-        assert told[0]["data_sets"][0]["added"] == 12
-        assert told[0]["exit_code"] == 0
-        assert json.loads((tmp_path / "hook.json").read_text())["config"] == str(config)
-        assert (tmp_path / "alive").exists()
-        until(lambda: (out / "schedule.json").exists())
-        noted = json.loads(layertap("status", out, "--json").stdout)["next"]
-        assert (noted["pid"], noted["alive"]) == (process.pid, True)
-        assert "by the scheduler of process" in layertap("status", out).stdout
+        until(lambda: len(runs_of(out)) >= 2)
         assert not (tmp_path / "failed").exists()
-        # a config that is wrong is not taken over, and one that is right is
-        write(config, images=str(folder), schedule={"every": "never"})
-        process.send_signal(signal.SIGHUP)
-        until(lambda: "the config is not reloaded" in log.read_text())
-        write(config, images=str(tmp_path / "gone"), out=str(out), schedule={**schedule, "every": "2s"}, **SMALL)
-        process.send_signal(signal.SIGHUP)
+        folder.rename(tmp_path / "unmounted")
         until(lambda: (tmp_path / "failed").exists())
+        assert "cannot read folder" in json.loads((tmp_path / "failed").read_text())["data_sets"][0]["error"]
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=60) == 0
     finally:
         process.kill()
-        server.shutdown()
-    assert not (out / "schedule.json").exists()
-    lines = [json.loads(line) for line in log.read_text().splitlines()]
-    assert {line["level"] for line in lines} - {"warning"} == {"info", "error"}
-    assert lines[-1]["message"] == "stopped"
-    assert any("is skipped" in line["message"] for line in lines)  # a pass takes longer than a second
-    assert next(line["result"]["added"] for line in lines if "added" in line.get("result", {})) == 12
+    text = log.read_text()
+    assert f"{out}: version 1: 12 added" in text
+    assert "skipped those that were due from" in text  # a pass takes longer than a second
+    assert text.splitlines()[-1].endswith(" INFO stopped")
 
 
 @pytest.mark.slow
 def test_a_process_that_slept_makes_one_pass(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    config = write(tmp_path / "s.yaml", images=str(folder), out=str(out), schedule={"every": "3s"}, **SMALL)
-    process = run_schedule(config)
-
-    def runs() -> int:
-        return len((out / "runs.jsonl").read_text().splitlines()) if (out / "runs.jsonl").exists() else 0
-
+    config = write(tmp_path / "s.yaml", images=str(folder), out=str(out), schedule={"every": "8s"}, **SMALL)
+    process = run_schedule(config, tmp_path / "log")
     try:
-        until(lambda: runs() >= 2)  # the second is quick
-        count = runs()
+        until(lambda: len(runs_of(out)) >= 2)  # the second is quick
+        count = len(runs_of(out))
+        time.sleep(2)  # the pass ends
         process.send_signal(signal.SIGSTOP)
-        time.sleep(10)  # three are due
-        assert runs() == count
+        time.sleep(20)  # two are due
+        assert len(runs_of(out)) == count
         process.send_signal(signal.SIGCONT)
-        until(lambda: runs() == count + 1)
+        until(lambda: len(runs_of(out)) == count + 1)
         time.sleep(1)
-        assert runs() == count + 1
+        assert len(runs_of(out)) == count + 1
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=60) == 0
     finally:
@@ -794,7 +514,19 @@ def test_a_schedule_needs_one(tmp_path: Path) -> None:
     assert "the key `schedule` is missing" in fails("schedule", config, "--print", "cron")
 
 
-# for other schedulers
+# for other schedulers and monitors
+
+
+def test_the_check_of_the_guide_fails_if_no_pass_has_ended_for_25_hours(tmp_path: Path) -> None:
+    guide = (Path(__file__).parents[2] / "docs/guides/sync.md").read_text()
+    command = next(line for line in guide.splitlines() if line.startswith("find "))
+    runs = tmp_path / "outputs/photos-nightly/runs.jsonl"
+    runs.parent.mkdir(parents=True)
+    runs.touch()
+    for hours, code in ((24.9, 0), (25.1, 1)):
+        os.utime(runs, (time.time() - hours * 3600,) * 2)
+        assert subprocess.run(command, shell=True, cwd=tmp_path).returncode == code
+
 
 LINES = ["30 2 * * *", "*/15 * * * *", "0 6,18 * * 1-5", "5 4 1,15 * *", "0 0 13 * 5", "0 3 * 1-3 7", "0 22 * * SUN"]
 LINES += ["0 2 * * */2", "0 2 */2 * 1"]
@@ -802,12 +534,12 @@ LINES += ["0 2 * * */2", "0 2 */2 * 1"]
 
 @pytest.mark.parametrize("line", LINES)
 def test_systemd_is_told_the_times_of_the_cron_line(tmp_path: Path, line: str) -> None:
-    schedule = {"cron": line, "timezone": "Europe/Berlin", "jitter": "5m", "on_failure": "x"}
+    schedule = {"cron": line, "timezone": "Europe/Berlin", "on_failure": "x"}
     file = load_sync_file(write(tmp_path / "a b%c.yaml", images="x", schedule=schedule))
     text = as_systemd(file)
     assert "Persistent=true" in text
-    assert "RandomizedDelaySec=300s" in text
-    assert f"User={pwd.getpwuid(os.geteuid()).pw_name}" in text.splitlines()
+    assert f"User={os.geteuid()}" in text.splitlines()
+    assert "# only `layertap schedule` runs on_failure; here, OnFailure= names another unit" in text.splitlines()
     events = [part.removeprefix("OnCalendar=") for part in text.splitlines() if part.startswith("OnCalendar=")]
     if not shutil.which("systemd-analyze"):
         pytest.skip("no systemd-analyze")
@@ -840,7 +572,7 @@ def _stamp(text: str) -> datetime | None:
 def test_units_pass_the_checker_of_systemd(tmp_path: Path) -> None:
     if not shutil.which("systemd-analyze"):
         pytest.skip("no systemd-analyze")
-    for schedule in ({"cron": "30 2 * * *"}, {"every": "90s", "jitter": 10}):
+    for schedule in ({"cron": "30 2 * * *"}, {"every": "90s"}):
         text = as_systemd(load_sync_file(write(tmp_path / "a 'b\" %c$d.yaml", images="x", schedule=schedule)))
         files: dict[str, str] = {}
         for part in text.split("# /etc/systemd/system/")[1:]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -83,7 +82,7 @@ def test_status_tells_of_runs_rows_failures_and_disk(config: Path, folder: Path,
     assert "1 added, 3 deleted, 1 failed; 1 computed" in text
     assert "bee/bad.png: decode error: not an image" in text
     content = json.loads(layertap("status", out, "--json").stdout)
-    assert (content["dead_rows"], content["stored_rows"], content["next"]) == (3, 13, None)
+    assert (content["dead_rows"], content["stored_rows"]) == (3, 13)
     assert [run["event"] for run in content["runs"]] == ["synced", "synced"]
     result = layertap("compact", out, "--max-dead", 0.5)
     assert result.stdout == f"{out}: nothing to compact; no pass has more than 50% of unused rows (--max-dead)\n"
@@ -93,11 +92,6 @@ def test_status_tells_of_runs_rows_failures_and_disk(config: Path, folder: Path,
     shutil.rmtree(folder)
     assert fails("sync", config, code=1).startswith(f"error: cannot read folder {folder}")
     assert "FAILED after" in layertap("status", out).stdout
-    noted = {"next": "2030-01-01T00:00:00+00:00", "pid": 4194999, "config": "x.yaml", "host": socket.gethostname()}
-    (out / "schedule.json").write_text(json.dumps(noted))
-    assert (
-        "the scheduler of process 4194999 has died" in layertap("status", out).stderr + layertap("status", out).stdout
-    )
 
 
 def test_status_and_compact_tell_what_kind_of_data_set_they_are_given(folder: Path, tmp_path: Path) -> None:
@@ -201,7 +195,7 @@ def test_the_config_that_comes_with_it_is_valid() -> None:
     found = load_sync_file(Path(__file__).parents[2] / "configs" / "nightly.yaml")
     assert found.data_sets[0].backbone == "bundled/efficientnet_lite0"
     assert found.schedule is not None
-    assert found.schedule.jitter == 300
+    assert found.schedule.cron == "30 2 * * *"
 
 
 def test_a_pass_without_changes_imports_no_torch(config: Path) -> None:

@@ -68,7 +68,7 @@ def test_every_text_of_a_config_file_that_starts_with_a_home_folder_is_expanded(
     me = pwd.getpwuid(os.getuid())
     Path("s.yaml").write_text(
         "data_sets:\n- images: ~/a\n  out: ~/out-a\n- {images: './~/b', out: out-b, weights: ~/w.pth}\n"
-        f"schedule: {{every: 1d, log: ~/log, on_success: ['~/bin/hook ~/x'], heartbeat: ~{me.pw_name}/beat}}\n"
+        f"schedule: {{every: 1d, on_failure: ['~/bin/hook ~/x', '~{me.pw_name}/beat']}}\n"
     )
     file = load_sync_file(Path("s.yaml"))
     assert [(item.images, str(item.out)) for item in file.data_sets] == [
@@ -76,8 +76,8 @@ def test_every_text_of_a_config_file_that_starts_with_a_home_folder_is_expanded(
     ]  # fmt: skip
     assert file.data_sets[1].weights == f"{home}/w.pth"
     assert file.schedule is not None
-    assert (file.schedule.log, file.schedule.heartbeat) == (home / "log", Path(me.pw_dir) / "beat")
-    assert file.schedule.on_success == [f"{home}/bin/hook ~/x"]  # the shell that runs it expands the rest
+    # The shell that runs a command expands the rest.
+    assert file.schedule.on_failure == [f"{home}/bin/hook ~/x", f"{me.pw_dir}/beat"]
 
 
 @pytest.mark.parametrize("text", ["a~/b", "~x y/z", "photos/~", "~*", "s3://b/~/c", "layer~", "~", "", "./~/x"])

@@ -34,17 +34,12 @@ def earlier_names(stored: dict[str, Any], now: dict[str, Any]) -> str:
     """
     same = all(stored[name] == now[name] for name in ("root", "count")) and stored["paths_xxh3"] != now["paths_xxh3"]
     root = str(now["root"])
-    if same and root.lower().endswith((".csv", ".tsv", ".parquet")):
-        return (
-            "\nEarlier versions stored the paths of a list as they stand in it, with `./` and `//`, and URLs with some "
-            "parameters that are credentials, such as `sas=...`. A data set with such paths can be read, but not "
-            "resumed."
-        )
-    if not same or not root.startswith(("http://", "https://")):
+    if not same or not root.lower().endswith((".csv", ".tsv", ".parquet")):
         return ""
     return (
-        "\nEarlier versions stored the names of files in folders of web servers percent-encoded (%20 for a space). A "
-        "data set with such names can be read, but not resumed."
+        "\nEarlier versions stored the paths of a list as they stand in it, with `./` and `//`, and URLs with some "
+        "parameters that are credentials, such as `sas=...`. A data set with such paths can be read, but not "
+        "resumed."
     )
 
 

@@ -306,6 +306,22 @@ def test_preprocessing_and_features_are_the_librarys_own(name: str, eight: Path,
     assert np.abs(features - features[0]).max() > 1e-3 * np.abs(features).max()  # pictures give other features each
 
 
+def test_the_commit_of_a_model_of_the_hub_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    commits = {"main": "0123456789ab" + "c" * 28, "v2": "ba9876543210" + "d" * 28}
+    repository = tmp_path / "models--me--vit"
+    (repository / "refs").mkdir(parents=True)
+    for revision, commit in commits.items():
+        (repository / "refs" / revision).write_text(commit)
+        snapshot = repository / "snapshots" / commit
+        transformers.ViTModel(transformers.ViTConfig(**SMALL, image_size=64, patch_size=16)).save_pretrained(snapshot)
+        transformers.ViTImageProcessor(size={"height": 64, "width": 64}).save_pretrained(snapshot)
+    for weights, commit in ((None, commits["main"]), ("v2", commits["v2"])):
+        origin = load_backbone("hf/me/vit", weights=weights, device="cpu").weights.source
+        assert origin == f"hf/me/vit at {commit[:12]}", "the libraries of the hub name the commit in another way"
+
+
 # What goes wrong
 
 

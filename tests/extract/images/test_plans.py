@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import csv
-import functools
-import http.server
 import json
 import os
 import pickle
@@ -13,7 +11,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 import zipfile
 from collections.abc import Callable
@@ -291,26 +288,6 @@ def test_what_is_behind_a_url_is_the_same(tmp_path: Path) -> None:
     for wrong in (f"memory://{tmp_path.name}-none", f"memory://{tmp_path.name}-none/x.csv"):
         with pytest.raises(InputError, match="no such"):
             write_plan(wrong, tmp_path / "plan-3")
-
-
-def test_a_folder_behind_a_web_server_is_the_same(tmp_path: Path) -> None:
-    names = [f"{top}{i}.jpg" for top in ("a/", "a-b/", "a.b/", "b/c d/", "") for i in range(4)]
-    touch(tmp_path / "served" / "photos", [*names, "a/notes.txt", ".git/x.jpg"])
-    touch(tmp_path / "served", ["beside.jpg"])
-    handler = functools.partial(Quiet, directory=str(tmp_path / "served"))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as running:
-        threading.Thread(target=running.serve_forever, args=(0.01,), daemon=True).start()
-        where = f"http://127.0.0.1:{running.server_port}/photos"
-        same(write_plan(where, tmp_path / "plan"), list_images(where))
-        same(write_plan(where + "/", tmp_path / "plan-2"), list_images(where))
-        running.shutdown()
-    with pytest.raises(LayertapError, match="cannot be listed"):
-        write_plan(where, tmp_path / "plan-3")
-
-
-class Quiet(http.server.SimpleHTTPRequestHandler):
-    def log_message(self, *_: object) -> None:
-        pass
 
 
 # Interruptions

@@ -803,15 +803,6 @@ def test_an_archive_behind_a_server_without_ranges_is_refused_at_once(folder: Pa
             list_images(f"{server}/{name}")
 
 
-def test_a_folder_of_a_server_is_listed_and_a_dead_one_is_told(folder: Path, server: str) -> None:
-    expected = list_images(folder)
-    found = list_images(f"{server}/pictures/")
-    assert (found.paths, found.classes) == (expected.paths, expected.classes)
-    assert found.source.read(3)[0] == expected.source.read(3)[0]
-    with pytest.raises(LayertapError, match="cannot be listed: .*Cannot connect"):
-        list_images("http://127.0.0.1:9/photos")
-
-
 def test_encodings_of_lists(folder: Path) -> None:
     text = "path,label\nant/00.png,caf\u00e9\n"
     (folder / "l.csv").write_text(text, encoding="utf-16")

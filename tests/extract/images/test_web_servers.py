@@ -1,4 +1,4 @@
-"""Folders, lists and archives behind a web server, compared with the same files on the local disk."""
+"""Lists and archives behind a web server, compared with the same files on the local disk."""
 
 from __future__ import annotations
 
@@ -22,11 +22,10 @@ import pytest
 import torch
 from pyarrow import parquet
 
-from extract import FeatureReader, extract_features, load_backbone
+from extract import extract_features, load_backbone
 from extract.errors import InputError, LayertapError
-from extract.images import Decoding, list_images, listed_again, load_batches, write_plan
+from extract.images import Decoding, list_images, load_batches, write_plan
 from extract.images.sources import Files
-from extract.images.web_folders import links_of
 from extract.row_status import Status
 from tests.conftest import TINY_INPUT, make_picture
 
@@ -62,19 +61,10 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
 
 
 class Bytewise(Quiet):
-    """Encodes and decodes the bytes of names, as Apache and nginx do; `http.server` cannot send names in Latin-1."""
+    """Decodes the bytes of names, as Apache and nginx do; `http.server` cannot send names in Latin-1."""
 
     def translate_path(self, path: str) -> str:
-        return f"{self.directory}/{os.fsdecode(urllib.parse.unquote_to_bytes(path))}"  # with its final `/`
-
-    def list_directory(self, path):  # type: ignore[no-untyped-def]
-        names = [entry.name + "/" * entry.is_dir() for entry in Path(path).iterdir()]
-        page = "".join(f'<a href="{urllib.parse.quote(os.fsencode(name))}">' for name in names).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "text/html; charset=utf-8")
-        self.send_header("Content-Length", str(len(page)))
-        self.end_headers()
-        return io.BytesIO(page)
+        return f"{self.directory}/{os.fsdecode(urllib.parse.unquote_to_bytes(path))}"
 
 
 @dataclass
@@ -133,25 +123,14 @@ def same_rows(behind: object, local: object) -> None:
         assert one.source.read(row)[0] == other.source.read(row)[0], path
 
 
-def test_a_folder_of_a_web_server_gives_the_rows_of_the_folder(
+def test_a_folder_of_a_web_server_is_refused_with_what_to_write(
     tmp_path: Path, web: Server, pictures: list[bytes]
 ) -> None:
-    folder = write_all(tmp_path / "web" / "my photos #1", pictures, NAMES)
-    for stray in (".hidden/a.jpg", "Thumbs.db", "notes.txt", "a b/100%.txt"):
-        write_all(folder, [b"x"], [stray])
-    local = list_images(folder)
-    assert len(local) == len(NAMES) - 1  # one is hidden
-    for where in ("my%20photos%20%231", "my%20photos%20%231/", "my photos %231"):
-        behind = list_images(f"{web.url}/{where}")
-        same_rows(behind, local)
-        assert behind.left_out == local.left_out
-    plan = write_plan(f"{web.url}/my%20photos%20%231", tmp_path / "plan")
-    same_rows(plan, local)
-    assert plan.left_out == local.left_out
-    same_rows(
-        listed_again(f"{web.url}/x", local.paths, f"{web.url}/my%20photos%20%231"),
-        listed_again(str(folder), local.paths),
-    )
+    write_all(tmp_path / "web" / "photos", pictures, ["1.jpg"])
+    for listing in (list_images, lambda url: write_plan(url, tmp_path / "plan")):
+        with pytest.raises(InputError, match=r"the folders of a web server cannot be listed; write a list \(\.csv\)"):
+            listing(f"{web.url}/photos")
+    assert not web.requests
 
 
 def test_names_with_special_characters_are_keys_of_an_object_store(tmp_path: Path, pictures: list[bytes]) -> None:
@@ -168,27 +147,25 @@ def test_names_with_special_characters_are_keys_of_an_object_store(tmp_path: Pat
 def test_names_that_are_not_utf_8_are_those_of_the_folder(tmp_path: Path, web: Server, pictures: list[bytes]) -> None:
     folder = write_all(tmp_path / "web" / "photos", pictures, [NOT_UTF8, "a ä/100%.jpg"])
     (folder.parent / "list.csv").write_bytes(b"path\n" + b"photos/" + os.fsencode(NOT_UTF8) + b"\n")
-    same_rows(list_images(f"{web.url}/photos"), list_images(folder))
-    same_rows(write_plan(f"{web.url}/photos", tmp_path / "plan"), list_images(folder))
     same_rows(list_images(f"{web.url}/list.csv"), list_images(folder.parent / "list.csv"))
 
 
-def test_features_of_a_web_folder_are_those_of_the_folder_and_each_resumes_the_other(
+def test_features_of_a_list_behind_a_web_server_are_those_of_the_list(
     tmp_path: Path, web: Server, pictures: list[bytes]
 ) -> None:
-    folder = write_all(tmp_path / "web" / "photos", pictures, NAMES)
+    names = [name for name in NAMES if "token=" not in name]
+    folder = write_all(tmp_path / "web" / "photos", pictures, names)
+    with (folder / "list.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([["path"], *([name] for name in names)])
     backbone = load_backbone("timm/test_resnet.r160_in1k", weights="random", device="cpu", preprocessing=TINY_INPUT)
     settings = {"backbone": backbone, "batch_size": 16, "progress": False}
-    with extract_features(folder, out=tmp_path / "local", workers=0, **settings) as local:
-        expected = local["embedding"][:]
-        with extract_features(f"{web.url}/photos", out=tmp_path / "behind", workers=1, **settings) as behind:
-            assert (behind.status == Status.OK).all()
-            assert list(behind.paths) == list(local.paths)
-            assert behind.labels.tolist() == local.labels.tolist()
-            assert np.array_equal(behind["embedding"][:], expected)
-    web.requests.clear()
-    extract_features(folder, out=tmp_path / "behind", workers=0, **settings).close()  # complete: computes nothing
-    assert not web.requests
+    with (
+        extract_features(folder / "list.csv", out=tmp_path / "local", workers=0, **settings) as local,
+        extract_features(f"{web.url}/photos/list.csv", out=tmp_path / "behind", workers=1, **settings) as behind,
+    ):
+        assert (behind.status == Status.OK).all()
+        assert list(behind.paths) == list(local.paths)
+        assert np.array_equal(behind["embedding"][:], local["embedding"][:])
 
 
 @pytest.mark.parametrize("kind", ["csv", "tsv", "parquet"])
@@ -236,106 +213,6 @@ def test_a_relative_name_with_a_signature_is_refused_and_not_repeated(tmp_path: 
         write_plan(f"{web.url}/list.csv", tmp_path / "plan")
 
 
-@pytest.mark.parametrize(
-    "page",
-    [
-        # Apache: entities, sort links, a parent; nginx; a page with links of all shapes.
-        '<a href="?C=N;O=D">Name</a> <a href="/">Parent Directory</a> <a href="a&amp;b.jpg"><img></a>'
-        '<a href="a&amp;b.jpg">a</a>',
-        "<A class=x HREF='a&#38;b.jpg'>",
-        "<a href=./a%26b.jpg>",
-        '<a href="{url}/page/a%26b.jpg">',
-        '<a href="//{host}/page/a&b.jpg#top">',
-        '<a href="/pag%65/a&b.jpg">',
-        '<a href="../page/a&b.jpg"><a href="../beside.jpg"><a href="mailto:a@b.jpg"><a href="http://[/x.jpg">'
-        '<a href="http://other.invalid/page/z.jpg"><a href="javascript:void(0)"><a name="x"><a href="">',
-    ],
-)
-def test_links_of_pages_of_other_servers_are_understood(
-    tmp_path: Path, web: Server, pictures: list[bytes], page: str
-) -> None:
-    folder = write_all(tmp_path / "web" / "page", pictures, ["a&b.jpg"])
-    (folder / "index.html").write_text(page.format(url=web.url, host=web.url.partition("//")[2]))
-    listed = list_images(f"{web.url}/page")
-    assert (listed.paths, listed.left_out.total()) == (["a&b.jpg"], 0)
-    assert listed.source.read(0)[0] == pictures[0]
-    assert write_plan(f"{web.url}/page", tmp_path / "plan").slice(0, 9).paths == ["a&b.jpg"]
-
-
-def test_links_into_folders_below_a_page_are_followed(tmp_path: Path, web: Server, pictures: list[bytes]) -> None:
-    folder = write_all(tmp_path / "web" / "page", pictures, ["ä/1.jpg", "ä/2.jpg", "b/3.jpg"])
-    (folder / "index.html").write_text('<a href="%C3%A4/1.jpg">1</a><a href="%C3%A4/">all</a><a href="gone/">x</a>')
-    listed = list_images(f"{web.url}/page/")
-    assert listed.paths == ["ä/1.jpg", "ä/2.jpg"]
-    assert [listed.source.read(row)[0] for row in (0, 1)] == pictures[:2]
-
-
-@pytest.mark.parametrize("link", ["a%2Fb.jpg", "x/..%2Fb.jpg", "a%00.jpg"])
-def test_a_link_whose_name_cannot_be_a_file_name_is_an_error(tmp_path: Path, web: Server, link: str) -> None:
-    (tmp_path / "web" / "page").mkdir()
-    (tmp_path / "web" / "page" / "index.html").write_text(f'<a href="ok.jpg"><a href="{link}">')
-    with pytest.raises(InputError, match=r"has %2F or %00, which a file name cannot contain; write a list"):
-        list_images(f"{web.url}/page")
-
-
-def test_links_that_lead_out_of_the_folder_are_left_out(tmp_path: Path, web: Server) -> None:
-    (tmp_path / "web" / "page").mkdir()
-    page = '<a href="ok.jpg"><a href="%2E%2E/beside.jpg"><a href="..%2f"><a href="/page/../beside.jpg">'
-    (tmp_path / "web" / "page" / "index.html").write_text(page)
-    assert list_images(f"{web.url}/page").paths == ["ok.jpg"]
-
-
-def test_a_query_of_a_link_and_a_question_mark_in_a_name_are_told_apart(tmp_path: Path, web: Server) -> None:
-    (tmp_path / "web" / "page").mkdir()
-    page = tmp_path / "web" / "page" / "index.html"
-    page.write_text('<a href="a.php?name=1.jpg"><a href="a.php?name=2.jpg"><a href="b%3F.jpg">')
-    assert [link.query for link in links_of(f"{web.url}/page/")] == ["name=1.jpg", "name=2.jpg", ""]
-    assert list_images(f"{web.url}/page").paths == ["a.php?name=1.jpg", "a.php?name=2.jpg", "b?.jpg"]
-    with pytest.raises(InputError, match=r"the link to a\.php has a query, which a plan does not store"):
-        write_plan(f"{web.url}/page", tmp_path / "plan")
-    page.write_text('<a href="a.php?name=1.jpg"><a href="a.php%3Fname=1.jpg">')
-    with pytest.raises(InputError, match=r"two links to a\.php\?name=1\.jpg differ in `\?` and %3F only"):
-        list_images(f"{web.url}/page")
-
-
-# Data of earlier versions
-
-
-def encoded_listing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """List folders of web servers as earlier versions did: with percent-encoded names."""
-    monkeypatch.setattr("extract.images.folders._stored_name", lambda link: link.reference)
-
-
-def test_a_data_set_with_encoded_names_is_read_and_rechecked_but_not_resumed(
-    tmp_path: Path, web: Server, pictures: list[bytes]
-) -> None:
-    write_all(tmp_path / "web" / "photos", pictures, ["a b/1.jpg", "a b/2.jpg", "c/3.jpg"])
-    backbone = load_backbone("timm/test_resnet.r160_in1k", weights="random", device="cpu", preprocessing=TINY_INPUT)
-    extract = functools.partial(extract_features, f"{web.url}/photos", backbone=backbone, workers=0, progress=False)
-    with pytest.MonkeyPatch.context() as earlier:
-        encoded_listing(earlier)
-        with extract(out=tmp_path / "out") as reader:
-            assert reader.paths == ["a%20b/1.jpg", "a%20b/2.jpg", "c/3.jpg"]
-    with pytest.raises(InputError, match="percent-encoded .* can be read, but not resumed"):
-        extract(out=tmp_path / "out")
-    with FeatureReader(tmp_path / "out") as reader:
-        again = listed_again(f"{web.url}/photos", reader.paths[:], f"{web.url}/photos")
-        write_plan(f"{web.url}/photos", tmp_path / "plan")
-        from_plan = listed_again(f"{web.url}/photos", reader.paths[:], str(tmp_path / "plan"))
-    assert [again.source.read(row)[0] for row in range(3)] == pictures[:3]
-    assert [from_plan.source.read(row)[0] for row in range(3)] == pictures[:3]
-
-
-def test_a_data_set_of_a_web_folder_with_plain_names_resumes(
-    tmp_path: Path, web: Server, pictures: list[bytes]
-) -> None:
-    write_all(tmp_path / "web" / "photos", pictures, ["a/1.jpg", "c/3.jpg"])
-    with pytest.MonkeyPatch.context() as earlier:
-        encoded_listing(earlier)
-        before = list_images(f"{web.url}/photos").paths_xxh3
-    assert list_images(f"{web.url}/photos").paths_xxh3 == before
-
-
 # Answers that are not the file
 
 
@@ -346,10 +223,9 @@ def write_archives(folder: Path, pictures: list[bytes]) -> None:
         zipped.write(folder / "a.jpg", "a.jpg")
     (folder / "a.csv").write_text("path\na.jpg\n")
     parquet.write_table(pa.table({"path": ["a.jpg"]}), folder / "a.parquet")
-    write_all(folder / "photos", pictures, ["1.jpg"])
 
 
-@pytest.mark.parametrize("what", ["a.tar", "a.zip", "a.csv", "a.parquet", "photos"])
+@pytest.mark.parametrize("what", ["a.tar", "a.zip", "a.csv", "a.parquet"])
 @pytest.mark.parametrize(
     ("status", "words"),
     [
@@ -373,7 +249,7 @@ def test_the_status_of_a_refused_file_is_reported(
     write_archives(tmp_path / "web", pictures)
     web.answers[what] = status
     listing = [lambda: list_images(f"{web.url}/{what}")]
-    if what in ("a.csv", "photos"):
+    if what == "a.csv":
         listing.append(lambda: write_plan(f"{web.url}/{what}", tmp_path / "plan"))
     for refused in listing:
         with pytest.raises(LayertapError) as raised:
@@ -383,16 +259,16 @@ def test_the_status_of_a_refused_file_is_reported(
         assert not isinstance(raised.value, InputError)
 
 
-@pytest.mark.parametrize("what", ["b.tar", "b.zip", "b.csv", "b.parquet", "b"])
+@pytest.mark.parametrize("what", ["b.tar", "b.zip", "b.csv", "b.parquet"])
 def test_a_file_that_the_server_does_not_have_is_reported_as_missing(tmp_path: Path, web: Server, what: str) -> None:
     with pytest.raises(InputError, match="no such (folder or )?file"):
         list_images(f"{web.url}/{what}")
-    if what in ("b.csv", "b"):
+    if what == "b.csv":
         with pytest.raises(InputError, match="no such (folder or )?file"):
             write_plan(f"{web.url}/{what}", tmp_path / "plan")
 
 
-@pytest.mark.parametrize("what", ["a.tar", "a.zip", "a.csv", "photos"])
+@pytest.mark.parametrize("what", ["a.tar", "a.zip", "a.csv"])
 def test_a_server_that_does_not_answer_is_not_a_missing_file(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("extract.images.sources._WAIT_S", 0)
     with pytest.raises(LayertapError, match=r"cannot be (read|listed).*Cannot connect") as raised:
@@ -443,8 +319,6 @@ def test_a_list_needs_no_page_for_its_folder(tmp_path: Path, web: Server, status
     else:
         with pytest.raises(LayertapError, match="has vanished or is empty"):
             source.check_there()
-    with pytest.raises(LayertapError, match="has vanished or is empty"):
-        Files(f"{web.url}/files", ["a.jpg"], encoded=True).check_there()
 
 
 def test_names_of_archives_that_start_paths_are_decoded(tmp_path: Path, web: Server, pictures: list[bytes]) -> None:
@@ -457,11 +331,9 @@ def test_names_of_archives_that_start_paths_are_decoded(tmp_path: Path, web: Ser
 
 
 def test_a_reference_of_a_name_decodes_to_the_name_by_the_rules_of_the_standard_library() -> None:
-    from extract.images.web_folders import decoded
     from extract.system.urls import reference
 
     for name in [*NAMES, NOT_UTF8]:
         encoded = reference("https://host/x", name)
         assert os.fsencode(name) == urllib.parse.unquote_to_bytes(encoded)
-        assert decoded(encoded) == name
         assert reference("s3://bucket/x", name) == name
