@@ -63,8 +63,8 @@ def agreement(computed: Mapping[str, NDArray[Any]], plain: Mapping[str, NDArray[
     return agreements
 
 
-def refusal(agreements: Mapping[str, Agreement], min_cosine: float | None) -> str:
-    """Return why features do not agree with the reference; an empty string if they do.
+def refusal(agreements: Mapping[str, Agreement], min_cosine: float | None) -> str | None:
+    """Return why features do not agree with the reference; None if they do.
 
     Args:
         agreements: feature -> its agreement.
@@ -77,4 +77,4 @@ def refusal(agreements: Mapping[str, Agreement], min_cosine: float | None) -> st
             return f"{name} is {apart}; at most {FULL_PRECISION:.0e} is rounding"
         if min_cosine is not None and not values.min_cosine >= min_cosine:
             return f"{name} has a cosine of {values.min_cosine:.6f} to eager float32; at least {min_cosine} is required"
-    return ""
+    return None
