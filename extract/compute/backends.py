@@ -10,7 +10,7 @@ import torch
 
 from extract import defaults
 from extract.backbones import LoadedBackbone
-from extract.compute.compiled import compiled, openvino, openvino_computes_in
+from extract.compute.compiled import ByInductor, ByOpenVino, openvino, openvino_computes_in
 from extract.compute.feature_choice import Choice
 from extract.compute.forward import EagerForward, Forward, ForwardTaps
 from extract.compute.transfers import transfers_for
@@ -81,11 +81,13 @@ def open_forward(
     """
     transfers = transfers_for(backbone.device)
     with exits_refused(), evaluating(backbone.model), full_float32(), keeping_freed_memory():
-        if engine != "eager":
-            with compiled(engine, backbone, choice, dtype, precision, batch_size, transfers) as forward:
+        if engine == "openvino":
+            with contextlib.closing(ByOpenVino(backbone, choice, dtype, precision, batch_size)) as forward:
                 yield forward
-            return
-        lower = torch.autocast(backbone.device.type, getattr(torch, precision), enabled=precision != "float32")
-        taps = ForwardTaps(backbone.model, transfers)
-        with torch.inference_mode(), lower, choice.kept_by(taps, getattr(torch, dtype)):
-            yield EagerForward(backbone, choice, taps, transfers)
+        elif engine == "inductor":
+            yield ByInductor(backbone, choice, dtype, precision, batch_size, transfers)
+        else:
+            lower = torch.autocast(backbone.device.type, getattr(torch, precision), enabled=precision != "float32")
+            taps = ForwardTaps(backbone.model, transfers)
+            with torch.inference_mode(), lower, choice.kept_by(taps, getattr(torch, dtype)):
+                yield EagerForward(backbone, choice, taps, transfers)

@@ -20,7 +20,7 @@ from extract.compute.feature_choice import Choice
 from extract.taps.record import Reduce, Site
 from extract.taps.taps import Taps
 
-__all__ = ["graph_of", "traced_forward"]
+__all__ = ["graph_of"]
 
 
 def graph_of(backbone: LoadedBackbone, choice: Choice, dtype: str, precision: str, images: Tensor) -> ExportedProgram:
@@ -36,17 +36,12 @@ def graph_of(backbone: LoadedBackbone, choice: Choice, dtype: str, precision: st
     Raises:
         Exception: of any type, if the code of the model cannot be exported.
     """
-    with torch.no_grad():
-        return torch.export.export(traced_forward(backbone, choice, dtype, precision, images), (images,), strict=False)
-
-
-def traced_forward(backbone: LoadedBackbone, choice: Choice, dtype: str, precision: str, images: Tensor) -> nn.Module:
-    """Return a module that computes a tuple of features from a batch, all on its device; arguments as in `graph_of`."""
     backbone.preprocessing.to_input(images[:1])  # creates its cached constants, as tensors with values
-    return _Kept(backbone, choice, dtype, precision)
+    with torch.no_grad():
+        return torch.export.export(_Features(backbone, choice, dtype, precision), (images,), strict=False)
 
 
-class _Kept(nn.Module):
+class _Features(nn.Module):
     """Module that returns the features."""
 
     def __init__(self, backbone: LoadedBackbone, choice: Choice, dtype: str, precision: str):

@@ -49,7 +49,7 @@ def recorded_plan(
             the recorded backbone runs code.
         LayertapError: see `load_backbone`.
     """
-    layers, spec, asked = _said(dataset, provenance, weights)
+    layers, spec, asked = _recorded_arguments(dataset, provenance, weights)
     max_pixels = provenance["configuration"].get("max_pixels", defaults.MAX_PIXELS)
     try:
         made, decoded = how_made(dataset.depends_on), how_decoded(dataset.depends_on)
@@ -67,7 +67,9 @@ def recorded_plan(
     return plan(images, out=dataset.out, backbone=backbone, settings=settings)
 
 
-def _said(dataset: DataSet, provenance: dict[str, Any], weights: str | None) -> tuple[list[str], str, dict[str, Any]]:
+def _recorded_arguments(
+    dataset: DataSet, provenance: dict[str, Any], weights: str | None
+) -> tuple[list[str], str, dict[str, Any]]:
     """Return the recorded layers, backbone spec and `load_backbone` arguments of a data set."""
     configuration = provenance.get("configuration", {})
     try:
@@ -111,7 +113,7 @@ def features_of_text(
         raise InputError(
             f"texts are compared with embeddings, but {dataset.out} has none", hint="extract them with -l embedding"
         )
-    _, spec, asked = _said(dataset, provenance, weights)
+    _, spec, asked = _recorded_arguments(dataset, provenance, weights)
     tower = load_text_tower(
         permitted(spec, backbone, dataset.out, asked["weights"]),
         weights=asked["weights"],

@@ -27,7 +27,7 @@ from extract.extraction.plan import Plan, plan
 from extract.extraction.settings import BackboneSettings, ExtractionSettings, taking, values_of
 from extract.extraction.summary import Summary
 from extract.extraction.todo import batches_of, check_disk_space, check_same_images, work_of
-from extract.extraction.validation import Computation, validated_forward
+from extract.extraction.validation import Computation, ValidatedForward
 from extract.images import ImageList, load_batches
 from extract.images.datasets import MapDataset, is_in_memory, list_dataset
 from extract.images.loading import Load, stop_on_machine_errors
@@ -187,7 +187,7 @@ def extract(
         with (
             exits_refused(),
             contextlib.closing(loaded),
-            validated_forward(plan, has_stored_rows, log_computation) as forward,
+            ValidatedForward(plan, has_stored_rows, log_computation) as forward,
         ):
             batches = stop_on_machine_errors(loaded, plan.images.source)
             batches = reporting_a_note(batches, plan.images, on_note)

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 from torch import Tensor
 
@@ -25,7 +24,7 @@ from extract.extraction.plan import Plan
 from extract.store.format.value_types import decoded, encoded, read_as
 from extract.system.json_files import Text, read_json_lines
 
-__all__ = ["Computation", "ValidatedForward", "validated_forward"]
+__all__ = ["Computation", "ValidatedForward"]
 
 # Number of images from which compiling pays. A start with OpenVINO takes 3 to 4 s longer, with the comparison; with
 # inductor, 10 to 60 s. OpenVINO saves 0 to 3 ms of each image on two Zen cores, and more on others. The limit is in
@@ -57,55 +56,23 @@ class Computation:
     prepared_in_s: float = 0.0
 
 
-@contextlib.contextmanager
-def validated_forward(
-    plan: Plan,
-    has_stored_rows: bool = False,
-    on_computation: Callable[[Computation], None] = lambda computation: None,
-) -> Iterator[ValidatedForward]:
-    """Context manager: yield the forward of a plan. Its first batch is compared with the reference.
+class ValidatedForward(contextlib.ExitStack):
+    """Context manager: the forward of a run, chosen with the first batch, which is compared with the reference.
 
     Args:
         plan: plan of the run. An `engine` of "auto" means compiled if that pays and agrees.
         has_stored_rows: whether the data set already has rows, which were compared when the first was computed. Then
             lower precision is compared but not refused.
         on_computation: called after the first batch with how features are computed.
-    """
-    with contextlib.ExitStack() as open_now:
-        yield ValidatedForward(plan, has_stored_rows, on_computation, open_now)
-
-
-class Candidate(NamedTuple):
-    """A forward for the run, that was compared with the reference.
-
-    Attributes:
-        forward: the forward, which stays open until the end of the run.
-        features: features of the first batch.
-        seconds: seconds of their computation, without compilation.
-    """
-
-    forward: Forward
-    features: Values
-    seconds: float
-
-
-class ValidatedForward:
-    """The forward of a run, chosen with the first batch, whose features are compared with the reference.
 
     Attributes:
         chosen: computes all later batches; None before the first batch.
         is_validated: whether the rows are known to be the images, so that later batches need no comparison.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        has_stored_rows: bool,
-        on_computation: Callable[[Computation], None],
-        open_now: contextlib.ExitStack,
-    ):
-        self._plan, self._has_stored_rows, self._open_now = plan, has_stored_rows, open_now
-        self._on_computation = on_computation
+    def __init__(self, plan: Plan, has_stored_rows: bool, on_computation: Callable[[Computation], None]):
+        super().__init__()
+        self._plan, self._has_stored_rows, self._on_computation = plan, has_stored_rows, on_computation
         self.is_validated = False
         self.chosen: Forward | None = None
 
@@ -132,47 +99,40 @@ class ValidatedForward:
             DisagreementError: lower precision, fast decoding or the requested compiler disagrees with the reference.
             LayertapError: the requested compiler has failed.
         """
-        if self.chosen is None:
-            try:
-                return self._first(images)
-            except BaseException:
-                self._open_now.close()  # a retry compares again
-                raise
-        if len(images) > 1:
-            with self._open_reference() as forward:
-                self._check_rows(forward, images, forward(images))
-        return self.chosen(images)
+        if self.chosen is not None:
+            if len(images) > 1:
+                self._reference(images)
+            return self.chosen(images)
+        try:
+            return self._first(images)
+        except BaseException:
+            self.close()  # a retry compares again
+            raise
 
     def _first(self, images: Tensor) -> Values:
         """Return the features of the first batch, and choose the forward of the run by them."""
         plan, began = self._plan, time.perf_counter()
         engine, why_eager = _engine(plan, self._has_stored_rows)
         computation = Computation(engine, why_eager)
-        expected = {} if self._is_reference(engine) else self._reference(images)
+        is_reference = (engine, plan.settings.precision) == ("eager", "float32")
+        expected = {} if is_reference else self._reference(images)
         try:
-            candidate = self._candidate(computation, images, expected)
+            forward, features, seconds = self._candidate(computation, images, expected)
         except LayertapError as error:
-            if self._is_reference(engine):
+            if is_reference:
                 raise
             if plan.engine != "auto":
                 raise _with_remedies(error, engine, plan.settings.precision) from error
-            self._open_now.close()
+            self.close()
             computation = Computation("eager", first_line(error), failed=True)
-            candidate = self._candidate(computation, images, {})
+            forward, features, seconds = self._candidate(computation, images, {})
         if plan.backbone.preprocessing.fast:
-            computation.decoding = self._compared_decoding(candidate.forward)
-        computation.storage = self._compared_storage(candidate.features)
-        computation.prepared_in_s = time.perf_counter() - began - candidate.seconds
-        self.chosen = candidate.forward
+            computation.decoding = self._compared_decoding(forward)
+        computation.storage = self._compared_storage(features)
+        computation.prepared_in_s = time.perf_counter() - began - seconds
         self._on_computation(computation)
-        return candidate.features
-
-    def _is_reference(self, engine: str) -> bool:
-        """Return whether a run by this engine computes as the reference does."""
-        return (engine, self._plan.settings.precision) == ("eager", "float32")
-
-    def _open_reference(self) -> contextlib.AbstractContextManager[Forward]:
-        return open_forward(self._plan.backbone, self._plan.choice, "float32")
+        self.chosen = forward
+        return features
 
     def _reference(self, images: Tensor) -> Values:
         """Return the features of a batch by the reference, which is closed before a compiler sees the model.
@@ -180,12 +140,12 @@ class ValidatedForward:
         Raises:
             InputError: rows of a feature are not the images.
         """
-        with self._open_reference() as forward:
+        with open_forward(self._plan.backbone, self._plan.choice, "float32") as forward:
             features = forward(images)
             self._check_rows(forward, images, features)
         return features
 
-    def _candidate(self, computation: Computation, images: Tensor, expected: Values) -> Candidate:
+    def _candidate(self, computation: Computation, images: Tensor, expected: Values) -> tuple[Forward, Values, float]:
         """Open a forward for the run, and compare its features of the first batch with those of the reference.
 
         Args:
@@ -193,43 +153,36 @@ class ValidatedForward:
             images: the first batch.
             expected: features by the reference; empty if the candidate computes as the reference does.
 
+        Returns:
+            the forward, open until the end of the run; the features; seconds of their computation without compilation.
+
         Raises:
             InputError: rows of a feature are not the images.
             DisagreementError: the features disagree.
             LayertapError: the compiler has failed.
         """
-        plan, settings = self._plan, self._plan.settings
+        plan, settings, engine = self._plan, self._plan.settings, computation.engine
         # What is compared is in float32: rounding to float16 is fifty times the allowed deviation of compiled code.
         dtype = "float32" if expected or plan.backbone.preprocessing.fast else read_as(settings.dtype)
         largest_batch = min(settings.batch_size, plan.dataset.shard_rows)
-        opened = open_forward(plan.backbone, plan.choice, dtype, settings.precision, computation.engine, largest_batch)
-        forward = self._open_now.enter_context(opened)
+        opened = open_forward(plan.backbone, plan.choice, dtype, settings.precision, engine, largest_batch)
+        forward = self.enter_context(opened)
         began = time.perf_counter()
         features = forward(images)
         seconds = time.perf_counter() - began - forward.compiling_s
-        if expected:
-            computation.agreement = agreement(features, expected)
-            self._check_agreement(computation)
-        else:
+        if not expected:
             self._check_rows(forward, images, features)
-        return Candidate(forward, features, seconds)
+            return forward, features, seconds
+        computation.agreement = agreement(features, expected)
+        if settings.precision == "float32":
+            _refuse(f"compiled by {engine}", refusal(computation.agreement, None))
+        elif not self._has_stored_rows:  # an uninterrupted run would not have compared this batch
+            _refuse(f"in {settings.precision} ({engine})", refusal(computation.agreement, settings.min_cosine))
+        return forward, features, seconds
 
     def _check_rows(self, forward: Forward, images: Tensor, features: Values) -> None:
         check_rows(forward, images, features)
         self.is_validated = len(images) > 1 or self._plan.settings.batch_size == 1
-
-    def _check_agreement(self, computation: Computation) -> None:
-        """Refuse a candidate that disagrees with the reference."""
-        precision = self._plan.settings.precision
-        if precision == "float32":
-            reason, what = refusal(computation.agreement, None), f"compiled by {computation.engine}"
-        else:
-            reason = refusal(computation.agreement, self._plan.settings.min_cosine)
-            what = f"in {precision} ({computation.engine})"
-            if self._has_stored_rows:  # without the interruption, this batch would not have been compared
-                return
-        if reason is not None:
-            raise DisagreementError(f"{what}, {reason}")
 
     def _compared_decoding(self, forward: Forward) -> dict[str, Agreement]:
         """Compare features of the first images, decoded fast, with the reference of exactly decoded ones.
@@ -239,20 +192,16 @@ class ValidatedForward:
         Raises:
             DisagreementError: a cosine is too small.
         """
-        settings, preprocessing = self._plan.settings, self._plan.backbone.preprocessing
-        fast, exact = decoded_in(
-            self._plan.images, [preprocessing, replace(preprocessing, fast=False)], settings.max_pixels
-        )
-        with self._open_reference() as reference:
+        plan, preprocessing = self._plan, self._plan.backbone.preprocessing
+        both = [preprocessing, replace(preprocessing, fast=False)]
+        fast, exact = decoded_in(plan.images, both, plan.settings.max_pixels)
+        with open_forward(plan.backbone, plan.choice, "float32") as reference:
             expected = reference(exact)
         compared = agreement(forward(fast), expected)
-        reason = refusal(compared, settings.min_cosine)
-        if reason is not None:
-            remedies = ["--decode exact"]
-            if settings.precision != "float32":
-                remedies.append("--precision float32")
-            remedies.append("a lower --min-cosine")
-            raise DisagreementError(f"of fast decoded images, {reason}", " or ".join(remedies))
+        remedies = ["--decode exact", "--precision float32", "a lower --min-cosine"]
+        if plan.settings.precision == "float32":
+            remedies.remove("--precision float32")
+        _refuse("of fast decoded images", refusal(compared, plan.settings.min_cosine), *remedies)
         return compared
 
     def _compared_storage(self, features: Values) -> dict[str, Agreement]:
@@ -261,17 +210,24 @@ class ValidatedForward:
         Raises:
             DisagreementError: a cosine is too small.
         """
-        dtypes = {feature.name: feature.dtype for feature in self._plan.dataset.features}
-        rounded = {name: values for name, values in features.items() if dtypes[name] != read_as(dtypes[name])}
-        stored = {name: decoded(encoded(values, dtypes[name]), dtypes[name]) for name, values in rounded.items()}
-        compared, least = agreement(stored, rounded), self._plan.settings.min_cosine
-        for name, values in compared.items():
-            if not values.min_cosine >= least and not self._has_stored_rows:
-                reason = f"{name} has a cosine of {values.min_cosine:.6f} to its values; at least {least} is required"
-                raise DisagreementError(
-                    f"stored as {dtypes[name]}, {reason}", "--dtype float16 or a lower --min-cosine"
-                )
+        settings, dtype = self._plan.settings, self._plan.settings.dtype
+        rounded = {
+            feature.name: features[feature.name]
+            for feature in self._plan.dataset.features
+            if feature.dtype != feature.value_dtype
+        }
+        stored = {name: decoded(encoded(values, dtype), dtype) for name, values in rounded.items()}
+        compared = agreement(stored, rounded)
+        if not self._has_stored_rows:
+            reason = refusal(compared, settings.min_cosine, "its values")
+            _refuse(f"stored as {dtype}", reason, "--dtype float16", "a lower --min-cosine")
         return compared
+
+
+def _refuse(what: str, reason: str | None, *remedies: str) -> None:
+    """Raise `DisagreementError` if there is a reason; its remedies are added later if it has none here."""
+    if reason is not None:
+        raise DisagreementError(f"{what}, {reason}", " or ".join(remedies))
 
 
 def _with_remedies(error: LayertapError, engine: str, precision: str) -> LayertapError:
