@@ -21,7 +21,9 @@ from torch import Tensor
 
 __all__ = ["Gpu", "Pinned", "transfers_for"]
 
-RING_BYTES = 128 << 20  # per direction
+# Per direction, so that images need not wait for features. PyTorch's own pool of pinned memory would keep as much as
+# was ever in transit at once, which is gigabytes for maps of many layers.
+RING_BYTES = 128 << 20
 _PIECES = 4  # of the ring: larger copies are split, so that one piece is filled while another is being copied
 _ALIGNED = 64
 

@@ -68,6 +68,7 @@ def extract_shard(
             asked = time.perf_counter()
             writer.write(batch.unique.rows, rows.features, rows.status, batch.unique.source, rows.reasons)
             if batch.copies:
+                # By the writing thread, which has stored the origins by then: the next forward need not wait for them.
                 writer.copy(batch.copies.rows, batch.origins, batch.copies.source)
             waited_s = time.perf_counter() - asked
             stages["write"] += waited_s
@@ -176,6 +177,7 @@ class Duplicates:
     """The contents of the images of one shard, so that images with the same bytes are computed once.
 
     They are found within a shard only: shards are computed independently, in any order and perhaps on several machines.
+    The content is known only after a worker has read the file, so a copy is decoded too, and only its forward is saved.
 
     Args:
         writer: writer of the shard; an image of its rows that are OK is not computed again.

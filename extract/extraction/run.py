@@ -171,7 +171,7 @@ def extract(
             run = {name: value for name, value in plan.provenance.items() if name != "depends_on"}
             dataset.add_run({"event": "started", "found_done": summary.found, **run})
         start = time.perf_counter()
-        # The worker processes start here, before any shard is open.
+        # The worker processes start here, before any shard is open: they would inherit its descriptor and its lock.
         decoding = plan.decoding if work else dataclasses.replace(plan.decoding, workers=0)
         rows = itertools.chain.from_iterable(batches_of(shard.rows, plan) for shard in work)
         loaded = load(plan.images, rows, decoding)

@@ -27,8 +27,8 @@ from extract.system.json_files import Text, read_json_lines
 __all__ = ["Computation", "ValidatedForward"]
 
 # Number of images from which compiling pays. A start with OpenVINO takes 3 to 4 s longer, with the comparison; with
-# inductor, 10 to 60 s. OpenVINO saves 0 to 3 ms of each image on two Zen cores, and more on others. The limit is in
-# images, not in seconds, so that noise does not decide.
+# inductor, 10 to 60 s. OpenVINO saves 0 to 3 ms of each image on two Zen cores, and up to 18 ms on others. The limit is
+# in images, so that the same job gives the same bytes each time: timing the first batch, two runs chose differently.
 _PAYS_FROM = {"openvino": 2_000, "inductor": 50_000}
 
 
