@@ -113,7 +113,7 @@ def _computed(
             if decoded is None:
                 break
             batch = duplicates.split(decoded)
-            computing.append((batch, _started(batch.images, forward)))
+            computing.append((batch, _started(batch.unique.images, forward)))
             stages["forward"] += time.perf_counter() - arrived
             if forward.chosen is None or len(computing) > forward.chosen.ahead:
                 yield _oldest(computing, stages)
@@ -161,13 +161,11 @@ class Split(NamedTuple):
     """A batch, split into rows to compute and rows with the image of an earlier row.
 
     Attributes:
-        images: (B, ...) images to compute.
         unique: rows to compute, and rows whose images failed.
         copies: the other rows; None if there are none.
         origins: (len(copies.rows),) earlier row of the shard with the same image.
     """
 
-    images: Tensor
     unique: Batch
     copies: Batch | None
     origins: NDArray[np.int64]
@@ -200,9 +198,8 @@ class Duplicates:
                 copies.append(position)
                 origins.append(self._row_with[content])
         if not copies:
-            return Split(batch.images, batch, None, np.empty(0, np.int64))
-        to_compute = batch.select(unique)
-        return Split(to_compute.images, to_compute, batch.select(copies), np.array(origins, np.int64))
+            return Split(batch, None, np.empty(0, np.int64))
+        return Split(batch.select(unique), batch.select(copies), np.array(origins, np.int64))
 
 
 class StoredRows(NamedTuple):
