@@ -69,8 +69,10 @@ class ByInductor(DeviceForward):
         try:
             return [self._part(part) for part in torch.split(images, self._batch_size)]
         except torch.OutOfMemoryError as error:
-            text = f"insufficient device memory for {self._batch_size} images in compiled code: {error}"
-            raise LayertapError(f"{text}", hint="use a smaller --batch-size") from error
+            raise LayertapError(
+                f"insufficient device memory for {self._batch_size} images in compiled code: {error}",
+                hint="use a smaller --batch-size",
+            ) from error
 
     def _part(self, images: Tensor) -> Values:
         batch = self._to_device(_filled(images, self._batch_size))
@@ -242,13 +244,11 @@ class ByOpenVino(Forward):
         """Return the computation as a graph of OpenVINO."""
         features = tuple(f"{feature.site} {feature.pooling}" for feature in self._choice.features)
         key = self._backbone.model, features, self._graph_dtype, chunk.shape
-        if _CONVERTED is not None and key in _CONVERTED:
-            return _CONVERTED[key]
-        graph = graph_of(self._backbone, self._choice, self._graph_dtype, "float32", torch.from_numpy(chunk))
-        converted = openvino().convert_model(graph)
-        if _CONVERTED is not None:
-            _CONVERTED[key] = converted
-        return converted
+        shared = {} if _CONVERTED is None else _CONVERTED
+        if key not in shared:
+            graph = graph_of(self._backbone, self._choice, self._graph_dtype, "float32", torch.from_numpy(chunk))
+            shared[key] = openvino().convert_model(graph)
+        return shared[key]
 
 
 @contextlib.contextmanager

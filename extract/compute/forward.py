@@ -47,7 +47,8 @@ class Forward(ABC):
     def start(self, images: Tensor) -> Callable[[], Values]:
         """Start computing a batch; return a function that waits for its features, (B, *shape) each, and returns them.
 
-        The function may be called at most once. The next batch may be started before it is called.
+        The next batch may be started before the function is called, and a forward may outlive a shard that failed: the
+        function returns the features of its own batch. If a call was interrupted, it may be called again.
 
         Raises:
             LayertapError: the batch cannot be computed; also raised by the function.
