@@ -30,11 +30,12 @@ from extract.extraction.summary import Summary
 from extract.extraction.todo import ShardWork, open_part
 from extract.extraction.validation import ValidatedForward
 from extract.images import Batch, ImageList
+from extract.images.loading import stop_on_machine_errors
 from extract.row_status import Status
 from extract.store.format.layout import StoredFeature
 from extract.store.format.writer import ShardWriter
 
-__all__ = ["StoredRows", "blank_rows", "extract_shard", "reporting_a_note", "rows_of"]
+__all__ = ["StoredRows", "blank_rows", "checked_batches", "extract_shard", "rows_of"]
 
 
 def extract_shard(
@@ -281,11 +282,15 @@ def _report_stored(writer: ShardWriter, reported: int, on_rows: Callable[[int, b
     return stored
 
 
-def reporting_a_note(
+def checked_batches(
     batches: Iterable[Batch], images: ImageList, on_note: Callable[[str], None] | None
 ) -> Iterator[Batch]:
-    """Pass batches on; report the first note on an image, with its path, as thousands may have the same."""
-    for batch in batches:
+    """Pass the batches of a run on; report the first note on an image, with its path, as thousands may have the same.
+
+    Raises:
+        MachineError: see `stop_on_machine_errors`.
+    """
+    for batch in stop_on_machine_errors(batches, images.source):
         if batch.notes and on_note is not None:
             row = min(batch.notes)
             on_note(f"{images.slice(row, row + 1).paths[0]}: {batch.notes[row]}")

@@ -22,7 +22,7 @@ from typing import Any
 from extract import defaults
 from extract.compute.backbone import Backbone, load_backbone
 from extract.errors import InputError
-from extract.extraction.pipeline import extract_shard, reporting_a_note
+from extract.extraction.pipeline import checked_batches, extract_shard
 from extract.extraction.plan import Plan, plan
 from extract.extraction.settings import BackboneSettings, ExtractionSettings, taking, values_of
 from extract.extraction.summary import Summary
@@ -30,7 +30,7 @@ from extract.extraction.todo import batches_of, check_disk_space, check_same_ima
 from extract.extraction.validation import Computation, ValidatedForward
 from extract.images import ImageList, load_batches
 from extract.images.datasets import MapDataset, is_in_memory, list_dataset
-from extract.images.loading import Load, stop_on_machine_errors
+from extract.images.loading import Load
 from extract.store.format.dataset import BUILDING
 from extract.store.format.kept_axes import keep_axes
 from extract.store.reader import FeatureReader
@@ -189,8 +189,7 @@ def extract(
             contextlib.closing(loaded),
             ValidatedForward(plan, has_stored_rows, log_computation) as forward,
         ):
-            batches = stop_on_machine_errors(loaded, plan.images.source)
-            batches = reporting_a_note(batches, plan.images, on_note)
+            batches = checked_batches(loaded, plan.images, on_note)
             for shard in work:
                 count = sum(1 for _ in batches_of(shard.rows, plan))
                 extract_shard(plan, shard, itertools.islice(batches, count), forward, summary, on_rows, stop)

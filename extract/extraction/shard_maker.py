@@ -20,13 +20,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from extract.errors import LayertapError, LockedError
-from extract.extraction.pipeline import extract_shard, reporting_a_note
+from extract.extraction.pipeline import checked_batches, extract_shard
 from extract.extraction.plan import Plan
 from extract.extraction.shard_decoding import ShardBatches
 from extract.extraction.summary import Summary
 from extract.extraction.todo import ShardWork, work_at
 from extract.extraction.validation import Computation, ValidatedForward
-from extract.images.loading import stop_on_machine_errors
 from extract.images.worker_deaths import DeadWorkerError
 from extract.store.format.dataset import DataSet, ShardFiles
 from extract.store.format.receipt import checked_receipt
@@ -139,8 +138,7 @@ class ShardMaker:
         on_rows(len(dataset.shard_range(shard)) - len(work.rows), True)
         try:
             summary = Summary(n_rows=dataset.n_rows)
-            checked = stop_on_machine_errors(batches, self._plan.images.source)
-            checked = reporting_a_note(checked, self._plan.images, self._report_note)
+            checked = checked_batches(batches, self._plan.images, self._report_note)
             with exits_refused():
                 extract_shard(self._plan, work, checked, self._forward, summary, on_rows, stop)
         except BaseException:
