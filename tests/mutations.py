@@ -286,9 +286,21 @@ MUTATIONS = (
     # Forward, transfers, validation of the first batch
     Mutation(
         "Rows without a picture hold zeros, not NaN.",
-        "        stored[feature.name] = np.full((len(good), *feature.shape), missing, kind)",
-        "        stored[feature.name] = np.zeros((len(good), *feature.shape), kind)",
+        "np.iinfo(dtype).min if dtype.kind == \"i\" else np.nan, dtype)",
+        "0, dtype)",
         ("test_broken_files_are_rows_with_a_status_and_nan",),
+    ),
+    Mutation(
+        "The wait for features counts for no stage.",
+        '    stages["forward"] += time.perf_counter() - asked\n    return batch, values',
+        "    return batch, values",
+        ("test_each_second_of_a_shard_counts_for_the_stage_that_takes_it",),
+    ),
+    Mutation(
+        "Copies to and from a GPU count for two stages.",
+        '            stages["forward"] -= copied_s\n',
+        "",
+        ("test_each_second_of_a_shard_counts_for_the_stage_that_takes_it",),
     ),
     Mutation(
         "A copy from the device is read before it has arrived.",
@@ -305,7 +317,7 @@ MUTATIONS = (
     Mutation(
         "Only the first picture of the first batch is compared.",
         "        for expected, other in zip(values, computed[name], strict=True):  # row by row, since maps are large",
-        "        for expected, other in zip(values[:1], found[name][:1], strict=True):",
+        "        for expected, other in zip(values[:1], computed[name][:1], strict=True):",
         ("test_what_is_off_later_in_the_batch_is_found",),
     ),
     # Store: writer, reader, hashes, verify, merge, export

@@ -12,6 +12,8 @@ from typing import Literal
 
 __all__ = ["Layout", "recognise"]
 
+# "Any square" would average T x T attention matrices, and XCiT's channels x channels. No table of models is needed: the
+# axes of a map shrink in proportion to the input.
 _STRIDES_PX = (1, 2, 4, 8, 14, 16, 32, 64)  # of maps; a square matrix of another size, such as T x T, is not a map
 _PATCH_SIZES_PX = (4, 8, 14, 16, 32, 64)  # of vision transformers, and of the later stages of hierarchical ones
 
@@ -103,6 +105,7 @@ def _recognise_tokens(
 
 def _grid_of(patches: int, input_px: tuple[int, int]) -> tuple[int, int] | None:
     """Return the (rows, columns) of this number of square patches; None unless exactly one size of patch gives it."""
+    # Changing one patch of the input to find its token was tried: with attention, another token may change most.
     height, width = input_px
     grids = {(height // size, width // size) for size in range(1, min(input_px) + 1)}
     fitting = [grid for grid in grids if grid[0] * grid[1] == patches]

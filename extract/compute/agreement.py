@@ -63,18 +63,23 @@ def agreement(computed: Mapping[str, NDArray[Any]], plain: Mapping[str, NDArray[
     return agreements
 
 
-def refusal(agreements: Mapping[str, Agreement], min_cosine: float | None) -> str:
-    """Return why features do not agree with the reference; an empty string if they do.
+def refusal(
+    agreements: Mapping[str, Agreement], min_cosine: float | None, reference: str = "eager float32"
+) -> str | None:
+    """Return why features do not agree with the reference; None if they do.
 
     Args:
         agreements: feature -> its agreement.
         min_cosine: lowest accepted cosine, for other pixels or lower precision; None accepts only rounding
             differences, up to `FULL_PRECISION`.
+        reference: what they were compared with.
     """
     for name, values in agreements.items():
         if min_cosine is None and not values.max_deviation <= FULL_PRECISION:
-            apart = f"off by {values.max_deviation:.1e} of the largest value"
-            return f"{name} is {apart}; at most {FULL_PRECISION:.0e} is rounding"
+            return (
+                f"{name} is off by {values.max_deviation:.1e} of the largest value; "
+                f"at most {FULL_PRECISION:.0e} is rounding"
+            )
         if min_cosine is not None and not values.min_cosine >= min_cosine:
-            return f"{name} has a cosine of {values.min_cosine:.6f} to eager float32; at least {min_cosine} is required"
-    return ""
+            return f"{name} has a cosine of {values.min_cosine:.6f} to {reference}; at least {min_cosine} is required"
+    return None

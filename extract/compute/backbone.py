@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -11,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from extract import defaults
 from extract.backbones import LoadedBackbone, loading
@@ -57,7 +57,29 @@ class Backbone(LoadedBackbone):
             UnknownNameError: a layer or pooling does not exist.
             InputError: a layer, a pooling or the axes do not fit, or a picture does not have 8-bit pixels.
         """
-        return _features_of(self, pictures, layers, batch_size, axes)
+        if batch_size < 1:
+            raise InputError(f"batch_size is {batch_size}; it must be at least 1")
+        with evaluating(self.model), full_float32():
+            choice = choose_features(self, [layers] if isinstance(layers, str) else layers)
+        if axes is not None:
+            load_given_axes(choice, self, Path(axes))
+        parts: dict[str, list[NDArray[np.float32]]] = {
+            feature.name: [np.empty((0, *feature.shape), np.float32)] for feature in choice.features
+        }
+        images = (
+            self.preprocessing.cpu_transform(as_picture(picture, f"picture {number}"))
+            for number, picture in enumerate(each_picture(pictures))
+        )
+        is_first = True
+        with open_forward(self, choice, "float32") as forward:
+            while batch := list(itertools.islice(images, batch_size)):
+                features = forward(torch.stack(batch))
+                if is_first:
+                    check_rows(forward, torch.stack(batch), features)
+                is_first = False
+                for name, values in features.items():
+                    parts[name].append(values)
+        return {name: np.concatenate(values) for name, values in parts.items()}
 
 
 def load_backbone(
@@ -98,37 +120,3 @@ def load_backbone(
         preprocessing=preprocessing,
     )
     return Backbone(**{field.name: getattr(loaded, field.name) for field in fields(loaded)})
-
-
-def _features_of(
-    backbone: LoadedBackbone, pictures: Picture | Iterable[Picture], layers: str | Sequence[str], batch_size: int,
-    axes: str | os.PathLike[str] | None,
-) -> dict[str, NDArray[np.float32]]:  # fmt: skip
-    if batch_size < 1:
-        raise InputError(f"batch_size is {batch_size}; it must be at least 1")
-    with evaluating(backbone.model), full_float32():
-        choice = choose_features(backbone, [layers] if isinstance(layers, str) else layers)
-    if axes is not None:
-        load_given_axes(choice, backbone, Path(axes))
-    parts: dict[str, list[NDArray[np.float32]]] = {
-        feature.name: [np.empty((0, *feature.shape), np.float32)] for feature in choice.features
-    }
-    waiting: list[Tensor] = []
-    with open_forward(backbone, choice, "float32") as forward:
-
-        def compute() -> None:
-            images = torch.stack(waiting)
-            features = forward(images)
-            if len(next(iter(parts.values()))) == 1:  # the first batch
-                check_rows(forward, images, features)
-            for name, values in features.items():
-                parts[name].append(values)
-            waiting.clear()
-
-        for number, picture in enumerate(each_picture(pictures)):
-            waiting.append(backbone.preprocessing.cpu_transform(as_picture(picture, f"picture {number}")))
-            if len(waiting) == batch_size:
-                compute()
-        if waiting:
-            compute()
-    return {name: np.concatenate(values) for name, values in parts.items()}

@@ -1,7 +1,9 @@
 """The backbone, its taps and the pooling as one graph, for compilers.
 
 `torch.export` runs the model once, on tensors without values, under the same `Taps` as an eager forward, and records
-the operations. The graph has no in-place operations. Its outputs are the features; operations that no output depends on
+the operations. One implementation therefore decides which tensors are kept. The graph run node by node gives
+the features of the eager forward to the last bit; compilers change the order of sums (1e-7 to 5e-6 of the largest
+value). The graph has no in-place operations. Its outputs are the features; operations that no output depends on
 are removed, so later layers cost nothing.
 """
 
@@ -21,7 +23,7 @@ from extract.taps.capture import Variant
 from extract.taps.record import Reduce, Site
 from extract.taps.taps import taps_of
 
-__all__ = ["graph_of", "traced_forward"]
+__all__ = ["graph_of"]
 
 
 def graph_of(backbone: LoadedBackbone, choice: Choice, dtype: str, precision: str, images: Tensor) -> ExportedProgram:
@@ -37,17 +39,12 @@ def graph_of(backbone: LoadedBackbone, choice: Choice, dtype: str, precision: st
     Raises:
         Exception: of any type, if the code of the model cannot be exported.
     """
-    with torch.no_grad():
-        return torch.export.export(traced_forward(backbone, choice, dtype, precision, images), (images,), strict=False)
-
-
-def traced_forward(backbone: LoadedBackbone, choice: Choice, dtype: str, precision: str, images: Tensor) -> nn.Module:
-    """Return a module that computes a tuple of features from a batch, all on its device; arguments as in `graph_of`."""
     backbone.preprocessing.to_input(images[:1])  # creates its cached constants, as tensors with values
-    return _Kept(backbone, choice, dtype, precision)
+    with torch.no_grad():
+        return torch.export.export(_Features(backbone, choice, dtype, precision), (images,), strict=False)
 
 
-class _Kept(nn.Module):
+class _Features(nn.Module):
     """Module that returns the features."""
 
     def __init__(self, backbone: LoadedBackbone, choice: Choice, dtype: str, precision: str):

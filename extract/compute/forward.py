@@ -1,12 +1,11 @@
-"""From images to features, and to rows of a data set: the interface of a forward, and the one by eager PyTorch."""
+"""From a batch of images to features on the CPU: the interface of a forward, and the one by eager PyTorch."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,58 +13,16 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from extract.backbones import LoadedBackbone
-from extract.compute.feature_choice import WHOLE_TYPES, Choice, Feature
+from extract.compute.feature_choice import Choice
 from extract.compute.transfers import Pinned
 from extract.errors import InputError, LayertapError
-from extract.images import Batch
-from extract.row_status import Status
 from extract.taps.capture import Variant, copy_out
 from extract.taps.taps import Taps, taps_of
 
-__all__ = [
-    "DeviceForward",
-    "EagerForward",
-    "Forward",
-    "HasImages",
-    "StoredRows",
-    "Values",
-    "check_count",
-    "forward_taps",
-    "joined",
-    "rows_of",
-]
+__all__ = ["DeviceForward", "EagerForward", "Forward", "Values", "check_count", "forward_taps", "joined"]
 
 # feature name -> (B, *shape), on the CPU
 Values = dict[str, NDArray[Any]]
-
-
-class StoredRows(NamedTuple):
-    """Rows of a data set, as stored.
-
-    Attributes:
-        features: name -> (R, *shape), NaN for rows without an image.
-        status: (R,) uint8, the `Status` of each row.
-        reasons: row of the data set -> why it failed.
-    """
-
-    features: Values
-    status: NDArray[np.uint8]
-    reasons: dict[int, str]
-
-
-class HasImages(Protocol):
-    """A batch with images.
-
-    Attributes:
-        images: (B, ...) stacked results of `Preprocessing.cpu_transform`; B may be 0.
-    """
-
-    @property
-    def images(self) -> Tensor:
-        """See the class."""
-
-
-B = TypeVar("B", bound=HasImages)
 
 
 class Forward(ABC):
@@ -90,7 +47,8 @@ class Forward(ABC):
     def start(self, images: Tensor) -> Callable[[], Values]:
         """Start computing a batch; return a function that waits for its features, (B, *shape) each, and returns them.
 
-        The function may be called at most once. The next batch may be started before it is called.
+        The next batch may be started before the function is called, and a forward may outlive a shard that failed: the
+        function returns the features of its own batch. If a call was interrupted, it may be called again.
 
         Raises:
             LayertapError: the batch cannot be computed; also raised by the function.
@@ -99,43 +57,6 @@ class Forward(ABC):
     def __call__(self, images: Tensor) -> Values:
         """Compute the features of one batch."""
         return self.start(images)()
-
-    def map(self, batches: Iterable[B]) -> Iterator[tuple[B, Values]]:
-        """Compute batches in order and yield (batch, features); features are empty for a batch without images.
-
-        If the device computes asynchronously, a batch is yielded while the next one is computed. If the next batch
-        cannot be read or started, the batches before it are yielded first, and then the error is raised.
-        """
-        started: deque[tuple[B, Callable[[], Values]]] = deque()
-        try:
-            for batch in batches:
-                started.append((batch, self.start(batch.images) if len(batch.images) else dict))
-                if len(started) > self.ahead:
-                    yield _finished(started)
-        except GeneratorExit:
-            raise
-        except BaseException as error:  # including Ctrl-C
-            while started:
-                try:
-                    finished = _finished(started)
-                except Exception as later:  # the first error is the one to report
-                    error.add_note(f"some batches before it could not be stored: {later}")
-                    break
-                yield finished
-            raise
-        while started:
-            yield _finished(started)
-
-
-def _finished(started: deque[tuple[B, Callable[[], Values]]]) -> tuple[B, Values]:
-    batch, features = started[0]
-    try:
-        values = features()
-    except Exception:
-        started.popleft()
-        raise
-    started.popleft()  # last, so that after an interrupted wait the batch is waited for again
-    return batch, values
 
 
 class DeviceForward(Forward):
@@ -235,52 +156,3 @@ def check_count(features: Values, count: int) -> None:
                 "the pictures, so they cannot be stored",
                 hint="choose other layers",
             )
-
-
-def rows_of(batch: Batch, values: Values, features: Sequence[Feature], dtype: str) -> StoredRows:
-    """Return the rows of a batch as stored: features, and a status for each row.
-
-    Rows without an image are NaN, and for whole numbers the smallest of their type.
-
-    Args:
-        batch: the rows, and which of them have an image.
-        values: feature -> (B, *shape) for the images; empty if there are none.
-        features: features of the data set.
-        dtype: dtype of the values of the data set, except whole numbers.
-
-    Raises:
-        InputError: a feature does not have one row for each image.
-    """
-    check_count(values, len(batch.images))
-    good = batch.status == Status.OK
-    stored: Values = {}
-    for feature in features:
-        kind = WHOLE_TYPES.get(feature.source_dtype, dtype)  # as `Feature.stored_as`
-        if values and good.all():
-            stored[feature.name] = _rounded(values[feature.name], kind)
-            continue
-        missing = np.iinfo(kind).min if feature.source_dtype in WHOLE_TYPES else np.nan
-        stored[feature.name] = np.full((len(good), *feature.shape), missing, kind)
-        if values:
-            stored[feature.name][good] = _rounded(values[feature.name], kind)
-    return StoredRows(stored, *_checked(batch, stored))
-
-
-def _rounded(values: NDArray[Any], dtype: str) -> NDArray[Any]:
-    """Cast to another dtype. Values beyond its range become infinite, and the row gets the status NOT_FINITE."""
-    return values if values.dtype == dtype else torch.from_numpy(values).to(getattr(torch, dtype)).numpy()
-
-
-def _checked(batch: Batch, features: Values) -> tuple[NDArray[np.uint8], dict[int, str]]:
-    """Return the status of each row after the forward, and the reasons of rows that are not OK."""
-    status, reasons = batch.status.copy(), dict(batch.reasons)
-    for name, values in features.items():
-        whole = values.dtype.kind == "i"
-        finite = values != np.iinfo(values.dtype).min if whole else np.isfinite(values)
-        finite = finite.all(axis=tuple(range(1, values.ndim)))
-        for row in np.flatnonzero(~finite & (status == Status.OK)).tolist():
-            status[row] = Status.NOT_FINITE
-            beyond = "; the largest float16 is 65504, use float32" if values.dtype == np.float16 else ""
-            what = f"the smallest {values.dtype}, which means no value" if whole else f"NaN or infinite values{beyond}"
-            reasons[int(batch.rows[row])] = f"{name} has {what}"
-    return status, reasons

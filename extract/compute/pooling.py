@@ -33,6 +33,9 @@ __all__ = [
     "split_poolings",
 ]
 
+Numbers = tuple[str | None, ...]  # in the name of a pooling; None: left out
+Named = tuple[str, dict[str, Any]]  # the name with all its numbers, and the arguments of the function
+
 
 @dataclass(frozen=True)
 class PoolingStep:
@@ -108,7 +111,7 @@ def resolve_pooling(poolings: str, activation: Tensor, layout: Layout, reads_cla
 
     Args:
         poolings: names as of `pooling_names()`, separated by colons.
-        activation: (B, *shape) of a few images; it is pooled, to learn the shapes.
+        activation: (B, *shape) of a few images; pooled here, so that shapes need no second description of a pooling.
         layout: layout of the activation.
         reads_class_token: whether the backbone's own embedding is its class token.
 
@@ -150,7 +153,10 @@ def _automatic(layout: Layout, shape: Sequence[int], reads_class_token: bool) ->
 def _applied(name: str, layout: Layout, activation: Tensor) -> tuple[PoolingStep, Tensor]:
     """Return a pooling for activations like this one, and its result for this one."""
     shape, arguments = tuple(activation.shape[1:]), dict[str, Any]()
-    entry, numbers = _entry(name)
+    match = _entry(name)
+    if match is None:
+        raise unknown_name("pooling", name, pooling_names())
+    entry, numbers = match
     if not entry.fits(layout):
         raise _misfit(name, layout, shape)
     if entry.arguments is not None:
@@ -165,23 +171,17 @@ def _applied(name: str, layout: Layout, activation: Tensor) -> tuple[PoolingStep
     return PoolingStep(name, function, result, tuple(pooled.shape[1:]), entry.compiles, axes), pooled
 
 
-def _entry(name: str) -> tuple[Pooling, tuple[str | None, ...]]:
-    """Return the entry of a pooling, and the numbers in its name.
-
-    Raises:
-        UnknownNameError: there is none.
-    """
-    for known, entry in POOLINGS.items():
-        if match := re.fullmatch(entry.form or re.escape(known), name, re.ASCII):
+def _entry(name: str) -> tuple[Pooling, Numbers] | None:
+    """Return the entry of a pooling, and the numbers in its name; None if there is none of this name."""
+    for key, entry in POOLINGS.items():
+        if match := re.fullmatch(entry.form or re.escape(key), name, re.ASCII):
             return entry, match.groups()
-    raise unknown_name("pooling", name, pooling_names())
+    return None
 
 
 def is_pooling(name: str) -> bool:
     """Return whether a name is that of a pooling."""
-    return name == "auto" or any(
-        re.fullmatch(entry.form or re.escape(known), name, re.ASCII) for known, entry in POOLINGS.items()
-    )
+    return name == "auto" or _entry(name) is not None
 
 
 def split_poolings(text: str) -> tuple[str, str]:
@@ -195,8 +195,8 @@ def split_poolings(text: str) -> tuple[str, str]:
 
 
 def _misfit(name: str, layout: Layout, shape: Sequence[int]) -> InputError:
-    fitting = [known for known, entry in POOLINGS.items() if entry.kind and entry.fits(layout)]
-    names = fitting or [known for known, entry in POOLINGS.items() if entry.kind is None]
+    fitting = [name for name, entry in POOLINGS.items() if entry.kind and entry.fits(layout)]
+    names = fitting or [name for name, entry in POOLINGS.items() if entry.kind is None]
     names = names if layout.kind != "vector" else ["none"]
     others = f"{', '.join(names[:-1])} or {names[-1]}" if names[1:] else names[0]
     return InputError(f"{name} does not fit {_describe(layout, shape)}", hint=f"use {others}")
@@ -206,9 +206,9 @@ def _describe(layout: Layout, shape: Sequence[int]) -> str:
     size = "(" + ", ".join(map(str, shape)) + ")"
     if layout.kind == "unknown":
         return f"an activation of shape {size} per image: {layout.reason}"
-    if layout.kind == "tokens" and not layout.class_token:
-        return f"tokens of shape {size} per image, which have no class token"
-    return f"a {layout.kind} of shape {size} per image".replace("a tokens", "tokens")
+    if layout.kind == "tokens":
+        return f"tokens of shape {size} per image" + ("" if layout.class_token else ", which have no class token")
+    return f"a {layout.kind} of shape {size} per image"
 
 
 def reduction(
@@ -268,9 +268,7 @@ def _generalised_mean(x: Tensor, layout: Layout, power: float) -> Tensor:
     return largest.squeeze(tuple(axes)) * ((x / largest) ** power).mean(axes) ** (1 / power)
 
 
-def _generalised_mean_arguments(
-    numbers: tuple[str | None, ...], layout: Layout, shape: tuple[int, ...]
-) -> tuple[str, dict[str, Any]]:
+def _generalised_mean_arguments(numbers: Numbers, layout: Layout, shape: tuple[int, ...]) -> Named:
     power = float(numbers[0] or 3)
     if not 0.01 <= power <= 100:
         raise InputError(
@@ -297,9 +295,7 @@ def _grid(x: Tensor, layout: Layout, size: int) -> Tensor:
     return x
 
 
-def _grid_arguments(
-    numbers: tuple[str | None, ...], layout: Layout, shape: tuple[int, ...]
-) -> tuple[str, dict[str, Any]]:
+def _grid_arguments(numbers: Numbers, layout: Layout, shape: tuple[int, ...]) -> Named:
     name, size = f"grid{numbers[0]}", int(numbers[0] or 0)
     if layout.kind == "tokens" and layout.grid is None:
         count = shape[0] - layout.prefix_tokens
@@ -316,9 +312,7 @@ def _project(x: Tensor, layout: Layout, projection: Callable[[Tensor], Tensor]) 
     return projection(x)
 
 
-def _projection_arguments(
-    numbers: tuple[str | None, ...], layout: Layout, shape: tuple[int, ...]
-) -> tuple[str, dict[str, Any]]:
+def _projection_arguments(numbers: Numbers, layout: Layout, shape: tuple[int, ...]) -> Named:
     import math
 
     from extract.compute.sparse_projection import sparse_projection
@@ -329,9 +323,7 @@ def _projection_arguments(
     return projection.name, {"projection": projection}
 
 
-def _axes_arguments(
-    numbers: tuple[str | None, ...], layout: Layout, shape: tuple[int, ...]
-) -> tuple[str, dict[str, Any]]:
+def _axes_arguments(numbers: Numbers, layout: Layout, shape: tuple[int, ...]) -> Named:
     import math
 
     from extract.compute.axes_projection import AxesProjection
@@ -389,7 +381,7 @@ class Pooling:
     needs_class_token: bool = False
     result: Callable[[Layout], Layout] = _as_channels
     form: str = ""
-    arguments: Callable[[tuple[str | None, ...], Layout, tuple[int, ...]], tuple[str, dict[str, Any]]] | None = None
+    arguments: Callable[[Numbers, Layout, tuple[int, ...]], Named] | None = None
     compiles: bool = True
     is_fitted: bool = False
 
@@ -432,7 +424,8 @@ POOLINGS: dict[str, Pooling] = {
     ),
     "tokens": Pooling(_tokens, "positions", result=_as_tokens),
     "gridG": Pooling(_grid, "positions", result=_as_map, form=r"grid([1-9]\d{0,3})", arguments=_grid_arguments),
-    # Compilers unroll its hundreds of operations, and OpenVINO has no fast kernel for them.
+    # Inductor unrolls its hundreds of operations. For 802,816 -> 4,096, OpenVINO takes 12 ms of CPU time, PyTorch 1 ms.
+    # The price is activations in memory; see `ByOpenVino`.
     "srp[K][sSEED]": Pooling(
         _project,
         None,

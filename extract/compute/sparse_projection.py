@@ -218,7 +218,7 @@ class SparseProjection:
             if len(tile.unused):
                 zeros += images.index_select(1, tile.unused).sum(1, keepdim=True, dtype=torch.float32) * 0
         projected = ((sums[: self.outputs] - sums[self.outputs :]) * self._scale)[:, :count].t()
-        # A few outputs read a value that has entries, and all are to show that it is not finite.
+        # Propagate NaN and infinity to every output: each input feeds only a few of them.
         return projected + zeros + projected.sum(1, keepdim=True) * 0
 
     def _tiles_on(self, device: torch.device, channels: int) -> list[_Tile]:

@@ -14,26 +14,18 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, Protocol, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 __all__ = ["Gpu", "Pinned", "transfers_for"]
 
-RING_BYTES = 128 << 20  # per direction
+# Per direction, so that images need not wait for features. PyTorch's own pool of pinned memory would keep as much as
+# was ever in transit at once, which is gigabytes for maps of many layers.
+RING_BYTES = 128 << 20
 _PIECES = 4  # of the ring: larger copies are split, so that one piece is filled while another is being copied
 _ALIGNED = 64
-
-
-class Event(Protocol):
-    """A point in the work queue of a GPU."""
-
-    def synchronize(self) -> None:
-        """Wait until the GPU has reached this point."""
-
-    def elapsed_time(self, end_event: Event) -> float:
-        """Return the milliseconds from this point to `end_event`; the GPU must have reached both."""
 
 
 class Gpu:
@@ -53,7 +45,7 @@ class Gpu:
         with torch.cuda.stream(self._upward):  # memory that this stream can fill at once, during any computation
             return torch.empty(images.shape, dtype=images.dtype, device=self.device)
 
-    def upload(self, to: Tensor, pinned: Tensor) -> Event:
+    def upload(self, to: Tensor, pinned: Tensor) -> torch.cuda.Event:
         """Start copying pinned memory to the GPU; return the event of the end."""
         with torch.cuda.stream(self._upward):
             to.copy_(pinned, non_blocking=True)
@@ -65,18 +57,18 @@ class Gpu:
         compute.wait_stream(self._upward)
         uploaded.record_stream(compute)
 
-    def download(self, pinned: Tensor, tensor: Tensor) -> tuple[Event, Event]:
+    def download(self, pinned: Tensor, tensor: Tensor) -> tuple[torch.cuda.Event, torch.cuda.Event]:
         """Start copying to pinned memory, after all queued computations; return the events of its start and end."""
         compute = torch.cuda.current_stream(self.device)
         begin = self._event(compute)
         pinned.copy_(tensor, non_blocking=True)
         return begin, self._event(compute)
 
-    def _event(self, stream: torch.cuda.Stream) -> Event:
+    def _event(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
         # Blocking: a process that waits leaves its core to the decoding processes.
         event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
         event.record(stream)
-        return cast(Event, event)
+        return event
 
 
 class _Copy(NamedTuple):
@@ -208,7 +200,7 @@ class Pinned:
     def _begin_downward(self, source: Tensor, pinned: Tensor, target: Tensor) -> Callable[[], None]:
         return partial(self._arrive, *self._gpu.download(pinned, source), pinned, target)
 
-    def _arrive(self, begin: Event, end: Event, pinned: Tensor, target: Tensor) -> None:
+    def _arrive(self, begin: torch.cuda.Event, end: torch.cuda.Event, pinned: Tensor, target: Tensor) -> None:
         before = time.perf_counter()
         end.synchronize()
         waited = time.perf_counter() - before

@@ -4,38 +4,38 @@
     Duplicates.split  images with the same bytes are computed once
     forward           `extract.compute.forward`: device -> backbone under `Taps`, whose forward hooks pool each tapped
                       activation on the device (`extract.compute.pooling`) and copy it to the CPU
-    rows_of           features and a status for each row
+    rows_of           features and a status for each row of the data set
     writer.write      `extract.store.format.writer`: into the `.part` file
 
-Three batches are in progress at once: batch k + 2 is decoded, batch k + 1 is computed, batch k is written.
+Three batches are in progress at once: batch k + 2 is decoded, batch k + 1 is computed, batch k is written. The
+concurrency belongs to what owns a process, a device or a thread: `load_batches`, `Forward` and `ShardWriter`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import time
-from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple, TypeVar
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from extract.compute.forward import Values, rows_of
+from extract.compute.forward import Values, check_count
 from extract.extraction.plan import Plan
 from extract.extraction.summary import Summary
 from extract.extraction.todo import ShardWork, open_part
 from extract.extraction.validation import ValidatedForward
 from extract.images import Batch, Images
+from extract.images.loading import stop_on_machine_errors
 from extract.row_status import Status
-from extract.store.format.value_types import read_as
+from extract.store.format.layout import StoredFeature
 from extract.store.format.writer import ShardWriter
 
-__all__ = ["extract_shard", "reporting_a_note"]
-
-T = TypeVar("T")
-_END = object()
+__all__ = ["StoredRows", "blank_rows", "checked_batches", "extract_shard", "rows_of"]
 
 
 def extract_shard(
@@ -61,44 +61,112 @@ def extract_shard(
     Raises:
         LayertapError: a batch cannot be decoded, computed or stored. Batches before it are stored.
     """
-    before, start, copying_s = copy.deepcopy(summary), time.perf_counter(), forward.copying_s
-    stages, reported, dtype = summary.stages, 0, read_as(plan.settings.dtype)
+    before, began, copying_s = copy.deepcopy(summary), time.perf_counter(), forward.copying_s
+    stages, reported, blank = summary.stages, 0, blank_rows(plan.dataset.features)
     with open_part(plan, work) as writer:
-        decoded = _timed_each(stages, "images", _until_stopped(batches, summary, stop))
-        computed = _timed_each(stages, "forward", _computed(map(Duplicates(writer).split, decoded), forward))
-        for batch, features in computed:
-            rows = rows_of(batch.unique, features, plan.choice.features, dtype)
-            written_s = stages["write"]
-            with _timed(stages, "write"):
-                writer.write(batch.unique.rows, rows.features, rows.status, batch.unique.source, rows.reasons)
-                if batch.copies:
-                    writer.copy(batch.copies.rows, batch.origins, batch.copies.source)
-            summary.write_wait_s += stages["write"] - written_s
+        for batch, features in _computed(batches, Duplicates(writer), forward, summary, stop):
+            rows = rows_of(batch.unique, features, blank)
+            asked = time.perf_counter()
+            writer.write(batch.unique.rows, rows.features, rows.status, batch.unique.source, rows.reasons)
+            if batch.copies:
+                # By the writing thread, which has stored the origins by then: the next forward need not wait for them.
+                writer.copy(batch.copies.rows, batch.origins, batch.copies.source)
+            waited_s = time.perf_counter() - asked
+            stages["write"] += waited_s
+            summary.write_wait_s += waited_s
             summary.duplicates += len(batch.origins)
             reported = _report_stored(writer, reported, on_rows)
-        with _timed(stages, "write"):
-            writer.flush()
+        asked = time.perf_counter()
+        writer.flush()
+        stages["write"] += time.perf_counter() - asked
         _report_stored(writer, reported, on_rows)
         summary.count(writer.stored)
-        summary.move("forward", "copy", forward.copying_s - copying_s)
+        copied_s = forward.copying_s - copying_s
+        if copied_s > 0:  # on a GPU, inside the forwards
+            stages["forward"] -= copied_s
+            stages["copy"] = stages.get("copy", 0.0) + copied_s
         summary.images_at_once = forward.images_at_once
         if not summary.stopped:
-            made = summary.made_since(before, time.perf_counter() - start, plan.provenance)
-            with _timed(stages, "write"):
-                writer.publish(plan.settings.compress or work.compress, made)
+            asked = time.perf_counter()
+            made = summary.made_since(before, asked - began, plan.provenance)
+            writer.publish(plan.settings.compress or work.compress, made)
+            stages["write"] += time.perf_counter() - asked
+
+
+def _computed(
+    batches: Iterator[Batch],
+    duplicates: Duplicates,
+    forward: ValidatedForward,
+    summary: Summary,
+    stop: Callable[[], bool] | None,
+) -> Iterator[tuple[Split, Values]]:
+    """Decode batches and yield them with their features, each while the device computes the next one.
+
+    If a batch cannot be decoded or computed, or the run is interrupted, the batches before it are yielded first.
+    """
+    stages, computing = summary.stages, deque[tuple[Split, Callable[[], Values]]]()
+    try:
+        while not summary.stopped:
+            asked = time.perf_counter()
+            decoded = next(batches, None)
+            arrived = time.perf_counter()
+            stages["images"] += arrived - asked
+            if decoded is None:
+                break
+            batch = duplicates.split(decoded)
+            computing.append((batch, _started(batch.unique.images, forward)))
+            stages["forward"] += time.perf_counter() - arrived
+            if forward.chosen is None or len(computing) > forward.chosen.ahead:
+                yield _oldest(computing, stages)
+            summary.stopped = stop is not None and stop()
+    except GeneratorExit:
+        raise
+    except BaseException as error:  # including Ctrl-C
+        while computing:
+            try:
+                finished = _oldest(computing, stages)
+            except Exception as later:  # the first error is the one to report
+                error.add_note(f"some batches before it could not be stored: {later}")
+                break
+            yield finished
+        raise
+    while computing:
+        yield _oldest(computing, stages)
+
+
+def _started(images: Tensor, forward: ValidatedForward) -> Callable[[], Values]:
+    """Start computing images, and return what waits for their features, which are empty if there are no images."""
+    if not len(images):  # no placeholder is computed for an image that failed
+        return dict
+    if forward.chosen is not None and forward.is_validated:
+        return forward.chosen.start(images)
+    values = forward.validated(images)
+    return lambda: values
+
+
+def _oldest(computing: deque[tuple[Split, Callable[[], Values]]], stages: dict[str, float]) -> tuple[Split, Values]:
+    """Wait for the features of the batch that was started first, and return both."""
+    asked = time.perf_counter()
+    batch, features = computing[0]
+    try:
+        values = features()
+    except Exception:
+        computing.popleft()
+        raise
+    computing.popleft()  # last, so that after an interrupted wait the batch is waited for again
+    stages["forward"] += time.perf_counter() - asked
+    return batch, values
 
 
 class Split(NamedTuple):
     """A batch, split into rows to compute and rows with the image of an earlier row.
 
     Attributes:
-        images: (B, ...) images to compute.
         unique: rows to compute, and rows whose images failed.
         copies: the other rows; None if there are none.
         origins: (len(copies.rows),) earlier row of the shard with the same image.
     """
 
-    images: Tensor
     unique: Batch
     copies: Batch | None
     origins: NDArray[np.int64]
@@ -108,6 +176,7 @@ class Duplicates:
     """The contents of the images of one shard, so that images with the same bytes are computed once.
 
     They are found within a shard only: shards are computed independently, in any order and perhaps on several machines.
+    The content is known only after a worker has read the file, so a copy is decoded too, and only its forward is saved.
 
     Args:
         writer: writer of the shard; an image of its rows that are OK is not computed again.
@@ -130,16 +199,79 @@ class Duplicates:
                 copies.append(position)
                 origins.append(self._row_with[content])
         if not copies:
-            return Split(batch.images, batch, None, np.empty(0, np.int64))
-        to_compute = batch.select(unique)
-        return Split(to_compute.images, to_compute, batch.select(copies), np.array(origins, np.int64))
+            return Split(batch, None, np.empty(0, np.int64))
+        return Split(batch.select(unique), batch.select(copies), np.array(origins, np.int64))
 
 
-def _computed(batches: Iterator[Split], forward: ValidatedForward) -> Iterator[tuple[Split, Values]]:
-    """Yield batches with their features; the first batches of a run are compared with the reference."""
-    yield from forward.first_batches(batches)
-    if forward.chosen is not None:
-        yield from forward.chosen.map(batches)
+class StoredRows(NamedTuple):
+    """Rows of a data set, as stored.
+
+    Attributes:
+        features: name -> (R, *shape), NaN for rows without an image.
+        status: (R,) uint8, the `Status` of each row.
+        reasons: row of the data set -> why it failed.
+    """
+
+    features: Values
+    status: NDArray[np.uint8]
+    reasons: dict[int, str]
+
+
+def blank_rows(features: Sequence[StoredFeature]) -> dict[str, NDArray[Any]]:
+    """Return the row of an image without features, name -> (*shape): NaN, or the smallest of whole numbers."""
+    blank = {}
+    for feature in features:
+        dtype = np.dtype(feature.value_dtype)
+        blank[feature.name] = np.full(feature.shape, np.iinfo(dtype).min if dtype.kind == "i" else np.nan, dtype)
+    return blank
+
+
+def rows_of(batch: Batch, values: Values, blank: Mapping[str, NDArray[Any]]) -> StoredRows:
+    """Return the rows of a batch as stored: features, and a status for each row.
+
+    Args:
+        batch: the rows, and which of them have an image.
+        values: feature -> (B, *shape) for the images; empty if there are none.
+        blank: the `blank_rows` of the data set, whose dtypes the rows get.
+
+    Raises:
+        InputError: a feature does not have one row for each image.
+    """
+    check_count(values, len(batch.images))
+    has_image = batch.status == Status.OK
+    stored: Values = {}
+    for name, row in blank.items():
+        if values and has_image.all():
+            stored[name] = _rounded(values[name], row.dtype)
+            continue
+        stored[name] = np.repeat(row[None], len(has_image), axis=0)
+        if values:
+            stored[name][has_image] = _rounded(values[name], row.dtype)
+    return StoredRows(stored, *_checked(batch, stored))
+
+
+def _rounded(values: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Cast to another dtype. Values beyond its range become infinite, and the row gets the status NOT_FINITE."""
+    return values if values.dtype == dtype else torch.from_numpy(values).to(getattr(torch, dtype.name)).numpy()
+
+
+def _checked(batch: Batch, features: Values) -> tuple[NDArray[np.uint8], dict[int, str]]:
+    """Return the status of each row after the forward, and the reasons of rows that are not OK."""
+    status, reasons = batch.status.copy(), dict(batch.reasons)
+    for name, values in features.items():
+        if values.dtype.kind == "i":
+            missing = values == np.iinfo(values.dtype).min
+            reason = f"{name} has the smallest {values.dtype}, which means no value"
+        else:
+            missing = ~np.isfinite(values)
+            reason = f"{name} has NaN or infinite values"
+            if values.dtype == np.float16:
+                reason += "; the largest float16 is 65504, use float32"
+        has_missing = missing.any(axis=tuple(range(1, values.ndim)))
+        for row in np.flatnonzero(has_missing & (status == Status.OK)).tolist():
+            status[row] = Status.NOT_FINITE
+            reasons[int(batch.rows[row])] = reason
+    return status, reasons
 
 
 def _report_stored(writer: ShardWriter, reported: int, on_rows: Callable[[int, bool], None] | None) -> int:
@@ -150,40 +282,13 @@ def _report_stored(writer: ShardWriter, reported: int, on_rows: Callable[[int, b
     return stored
 
 
-def _until_stopped(batches: Iterator[Batch], summary: Summary, stop: Callable[[], bool] | None) -> Iterator[Batch]:
-    """Yield batches until `stop`, called after each one, returns True."""
-    while not summary.stopped and (batch := next(batches, None)) is not None:
-        yield batch
-        summary.stopped = stop is not None and stop()
+def checked_batches(batches: Iterable[Batch], images: Images, on_note: Callable[[str], None] | None) -> Iterator[Batch]:
+    """Pass the batches of a run on; report the first note on an image, with its path, as thousands may have the same.
 
-
-def _timed_each(stages: dict[str, float], stage: str, values: Iterable[T]) -> Iterator[T]:
-    """Yield the values; add the seconds to get each to a stage, excluding those of stages inside."""
-    iterator = iter(values)
-    while True:
-        with _timed(stages, stage):
-            value = next(iterator, _END)
-        if value is _END:
-            return
-        yield value  # type: ignore[misc]
-
-
-@contextlib.contextmanager
-def _timed(stages: dict[str, float], stage: str) -> Iterator[None]:
-    """Context manager: add the seconds of the block to a stage, excluding those of stages inside."""
-    start, others = time.perf_counter(), sum(stages.values())
-    try:
-        yield
-    finally:
-        inside = sum(stages.values()) - others
-        stages[stage] += time.perf_counter() - start - inside
-
-
-def reporting_a_note(
-    batches: Iterable[Batch], images: Images, on_note: Callable[[str], None] | None
-) -> Iterator[Batch]:
-    """Pass batches on; report the first note on an image, with its path, as thousands may have the same."""
-    for batch in batches:
+    Raises:
+        MachineError: see `stop_on_machine_errors`.
+    """
+    for batch in stop_on_machine_errors(batches, images.source):
         if batch.notes and on_note is not None:
             row = min(batch.notes)
             on_note(f"{images.slice(row, row + 1).paths[0]}: {batch.notes[row]}")

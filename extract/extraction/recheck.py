@@ -30,7 +30,7 @@ __all__ = ["TOLERANCE", "Recheck", "recheck"]
 TOLERANCE = {"float32": 1e-3, "float16": 5e-3, "bfloat16": 3e-2}
 
 
-@dataclass(frozen=True)
+@dataclass
 class Recheck:
     """Comparison of features computed again with the stored ones.
 
@@ -88,40 +88,40 @@ def recheck(
         if changed := differences(dataset.depends_on, plan.dataset.depends_on):
             others = [Fault(f"computed with another {line}", Remedy.NONE) for line in changed]
             return Recheck(0, 0.0, others, others)
-        starts = range(0, len(chosen), defaults.BATCH_SIZE)
-        batches = [list(range(start, min(start + defaults.BATCH_SIZE, len(chosen)))) for start in starts]
-        compared, largest, faults, apart = 0, 0.0, [], []
+        size = defaults.BATCH_SIZE
+        batches = [list(range(len(chosen)))[start : start + size] for start in range(0, len(chosen), size)]
+        tolerance = TOLERANCE[plan.settings.precision] + max(ROUNDING[feature.dtype] for feature in dataset.features)
+        checked = Recheck(0, 0.0, [], [])
 
         def fault(what: str, remedy: Remedy, position: int, path: str) -> None:
             file, shard, row = reader.place_of(position)
-            faults.append(Fault(what, remedy, shard, file.relative_to(out).as_posix(), row, path))
+            checked.faults.append(Fault(what, remedy, shard, file.relative_to(out).as_posix(), row, path))
 
-        tolerance = TOLERANCE[plan.settings.precision] + max(ROUNDING[feature.dtype] for feature in dataset.features)
         with contextlib.closing(computed_rows(plan, batches)) as computed:
             for batch, (again, status, reasons) in computed:
                 here = chosen[batch.rows]
                 stored = {name: reader[name][here] for name in reader.layers}
                 hashes = reader.column("source_hash")[here]
                 for i, row in enumerate(here.tolist()):
-                    if status[i] in (Status.MISSING, Status.DECODE_ERROR, Status.IO_ERROR):
-                        what = f"its image cannot be read any more: {reasons.get(int(batch.rows[i]), '')}"
-                        fault(what, Remedy.NONE, row, sampled.paths[batch.rows[i]])
+                    path, reason = sampled.paths[batch.rows[i]], reasons.get(int(batch.rows[i]), "")
+                    if status[i] not in (Status.OK, Status.NOT_FINITE):
+                        fault(f"its image cannot be read any more: {reason}", Remedy.NONE, row, path)
                         continue
-                    compared += 1
-                    same_image = batch.source_hash[i].tobytes() == hashes[i].tobytes()
+                    checked.n_rows += 1
+                    same_image = (batch.source_hash[i] == hashes[i]).all()
                     if status[i] == Status.NOT_FINITE:
-                        what = f"features computed again are not finite: {reasons.get(int(batch.rows[i]), '')}"
-                        fault(what, Remedy.ROW, row, sampled.paths[batch.rows[i]])
-                        apart += faults[-1:] if same_image else []
-                        continue
-                    off = max(deviation(values[i], stored[name][i]) for name, values in again.items())
-                    largest = max(largest, off)
-                    if not off <= tolerance:
+                        what = f"features computed again are not finite: {reason}"
+                    else:
+                        off = max(deviation(values[i], stored[name][i]) for name, values in again.items())
+                        checked.largest = max(checked.largest, off)
+                        if off <= tolerance:
+                            continue
                         why = "its image is the same" if same_image else "its image has changed since"
                         what = f"features computed again differ by {off:.1e}; {why}"
-                        fault(what, Remedy.ROW, row, sampled.paths[batch.rows[i]])
-                        apart += faults[-1:] if same_image else []
-    return Recheck(compared, largest, faults, apart)
+                    fault(what, Remedy.ROW, row, path)
+                    if same_image:
+                        checked.apart.append(checked.faults[-1])
+    return checked
 
 
 def _listed(dataset: DataSet, paths: list[str], images: str | os.PathLike[str] | None) -> Images:

@@ -15,8 +15,8 @@ from extract.backbones import load_text_tower
 from extract.backbones.loading import permitted
 from extract.compute.backbone import Backbone, load_backbone
 from extract.compute.backends import open_forward
-from extract.compute.forward import StoredRows, rows_of
 from extract.errors import InputError
+from extract.extraction.pipeline import StoredRows, blank_rows, rows_of
 from extract.extraction.plan import Existing, Plan, asked_of, how_decoded, how_made, resolve
 from extract.extraction.settings import ExtractionSettings
 from extract.images import Batch, Images, load_batches
@@ -49,7 +49,7 @@ def recorded_plan(
             the recorded backbone runs code.
         LayertapError: see `load_backbone`.
     """
-    layers, spec, asked = _said(dataset, provenance, weights)
+    layers, spec, asked = _recorded_arguments(dataset, provenance, weights)
     max_pixels = provenance["configuration"].get("max_pixels", defaults.MAX_PIXELS)
     try:
         made, decoded = how_made(dataset.depends_on), how_decoded(dataset.depends_on)
@@ -67,7 +67,9 @@ def recorded_plan(
     return resolve(settings, images, backbone, Existing(str(dataset.out), dataset, has_rows=True))
 
 
-def _said(dataset: DataSet, provenance: dict[str, Any], weights: str | None) -> tuple[list[str], str, dict[str, Any]]:
+def _recorded_arguments(
+    dataset: DataSet, provenance: dict[str, Any], weights: str | None
+) -> tuple[list[str], str, dict[str, Any]]:
     """Return the recorded layers, backbone spec and `load_backbone` arguments of a data set."""
     configuration = provenance.get("configuration", {})
     try:
@@ -78,12 +80,13 @@ def _said(dataset: DataSet, provenance: dict[str, Any], weights: str | None) -> 
 
 def computed_rows(plan: Plan, batches: Sequence[list[int]]) -> Generator[tuple[Batch, StoredRows], None, None]:
     """Compute rows of a plan without validation; yield (batch, rows) for each list of row numbers in `batches`."""
-    settings, dtype = plan.settings, read_as(plan.settings.dtype)
+    settings, blank = plan.settings, blank_rows(plan.dataset.features)
+    dtype = read_as(settings.dtype)
     loaded = load_batches(plan.images, batches, plan.decoding)
     opened = open_forward(plan.backbone, plan.choice, dtype, settings.precision, plan.engine, settings.batch_size)
     with contextlib.closing(loaded), opened as forward:
-        for batch, values in forward.map(loaded):
-            yield batch, rows_of(batch, values, plan.choice.features, dtype)
+        for batch in loaded:
+            yield batch, rows_of(batch, forward(batch.images) if len(batch.images) else {}, blank)
 
 
 def features_of_text(
@@ -110,7 +113,7 @@ def features_of_text(
         raise InputError(
             f"texts are compared with embeddings, but {dataset.out} has none", hint="extract them with -l embedding"
         )
-    _, spec, asked = _said(dataset, provenance, weights)
+    _, spec, asked = _recorded_arguments(dataset, provenance, weights)
     tower = load_text_tower(
         permitted(spec, backbone, dataset.out, asked["weights"]),
         weights=asked["weights"],

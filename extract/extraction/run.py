@@ -22,15 +22,15 @@ from typing import Any
 from extract import defaults
 from extract.compute.backbone import Backbone, load_backbone
 from extract.errors import InputError
-from extract.extraction.pipeline import extract_shard, reporting_a_note
+from extract.extraction.pipeline import checked_batches, extract_shard
 from extract.extraction.plan import Plan, existing_at, resolve
 from extract.extraction.settings import BackboneSettings, ExtractionSettings, taking, values_of
 from extract.extraction.summary import Summary
 from extract.extraction.todo import batches_of, check_disk_space, check_same_images, work_of
-from extract.extraction.validation import Computation, validated_forward
+from extract.extraction.validation import Computation, ValidatedForward
 from extract.images import Images, list_images, load_batches
 from extract.images.datasets import MapDataset, is_in_memory, list_dataset
-from extract.images.loading import Load, stop_on_machine_errors
+from extract.images.loading import Load
 from extract.store.format.dataset import BUILDING
 from extract.store.format.kept_axes import keep_axes
 from extract.store.reader import FeatureReader
@@ -174,7 +174,7 @@ def extract(
             run = {name: value for name, value in plan.provenance.items() if name != "depends_on"}
             dataset.add_run({"event": "started", "found_done": summary.found, **run})
         start = time.perf_counter()
-        # The worker processes start here, before any shard is open.
+        # The worker processes start here, before any shard is open: they would inherit its descriptor and its lock.
         decoding = plan.decoding if work else dataclasses.replace(plan.decoding, workers=0)
         rows = itertools.chain.from_iterable(batches_of(shard.rows, plan) for shard in work)
         loaded = load(plan.images, rows, decoding)
@@ -190,10 +190,9 @@ def extract(
         with (
             exits_refused(),
             contextlib.closing(loaded),
-            validated_forward(plan, has_stored_rows, log_computation) as forward,
+            ValidatedForward(plan, has_stored_rows, log_computation) as forward,
         ):
-            batches = stop_on_machine_errors(loaded, plan.images.source)
-            batches = reporting_a_note(batches, plan.images, on_note)
+            batches = checked_batches(loaded, plan.images, on_note)
             # The first batch is read before the file of a shard is made: where no image can be read, no file is left.
             waited = time.perf_counter()
             first = list(itertools.islice(batches, 1))  # empty if the rows of an unfinished shard are all stored

@@ -20,13 +20,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from extract.errors import LayertapError, LockedError
-from extract.extraction.pipeline import extract_shard, reporting_a_note
+from extract.extraction.pipeline import checked_batches, extract_shard
 from extract.extraction.plan import Plan
 from extract.extraction.shard_decoding import ShardBatches
 from extract.extraction.summary import Summary
 from extract.extraction.todo import ShardWork, work_at
-from extract.extraction.validation import Computation, ValidatedForward, validated_forward
-from extract.images.loading import stop_on_machine_errors
+from extract.extraction.validation import Computation, ValidatedForward
 from extract.images.worker_deaths import DeadWorkerError
 from extract.store.format.dataset import DataSet, ShardFiles
 from extract.store.format.receipt import checked_receipt
@@ -63,10 +62,8 @@ class ShardMaker:
         on_note: Callable[[str], None] | None = None,
     ):
         self._plan = replace(plan, dataset=replace(plan.dataset, out=scratch))
-        self._place, self._on_computation, self._on_note = place, on_computation, on_note
-        self._open_now = contextlib.ExitStack()
+        self._place, self._on_note = place, on_note
         self.about: str = plan.provenance["device"]
-        self._forward: ValidatedForward | None = None
         self._batches = ShardBatches(self._plan)
         self._was_ahead = False  # images of later shards may have been decoded when the last shard failed
         dataset = self._plan.dataset
@@ -74,7 +71,7 @@ class ShardMaker:
         place.keep_axes(plan.choice.axes_files)
         dataset.open_or_create()
         published = place.published()
-        self._has_rows_elsewhere = bool(len(published))
+        self._forward = ValidatedForward(self._plan, bool(len(published)), on_computation)
         _remove_published(scratch, published)
         self.left_over: list[int] = sorted({shard for shard, *_ in dataset.files()})
 
@@ -141,10 +138,9 @@ class ShardMaker:
         on_rows(len(dataset.shard_range(shard)) - len(work.rows), True)
         try:
             summary = Summary(n_rows=dataset.n_rows)
-            checked = stop_on_machine_errors(batches, self._plan.images.source)
-            checked = reporting_a_note(checked, self._plan.images, self._report_note)
+            checked = checked_batches(batches, self._plan.images, self._report_note)
             with exits_refused():
-                extract_shard(self._plan, work, checked, self._open_forward(), summary, on_rows, stop)
+                extract_shard(self._plan, work, checked, self._forward, summary, on_rows, stop)
         except BaseException:
             self._was_ahead = self._batches.is_ahead
             self._batches.close()
@@ -175,19 +171,12 @@ class ShardMaker:
         discard(self._plan.dataset.path(shard, part=True))
         self._plan.dataset.withdraw(self._plan.dataset.path(shard))
 
-    def _open_forward(self) -> ValidatedForward:
-        if self._forward is None:
-            forward = validated_forward(self._plan, self._has_rows_elsewhere, self._on_computation)
-            self._forward = self._open_now.enter_context(forward)
-        return self._forward
-
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._batches.close()
-        self._forward = None
-        self._open_now.close()
+        self._forward.close()
 
 
 @contextlib.contextmanager

@@ -72,9 +72,3 @@ class Summary:
         self.computed += stored.total()
         for code, rows in stored.items():
             self.status[Status(code).text] += rows
-
-    def move(self, stage: str, to: str, seconds: float) -> None:
-        """Move seconds from one stage to another."""
-        if seconds > 0:
-            self.stages[stage] -= seconds
-            self.stages[to] = self.stages.get(to, 0.0) + seconds

@@ -150,7 +150,7 @@ def _create_part(plan: Plan, work: ShardWork, part: Path) -> None:
 def batches_of(rows: RowNumbers, plan: Plan) -> Iterator[list[int]]:
     """Split the rows of one shard into batches at the same boundaries as if all rows were to be computed.
 
-    The remaining batches of a resumed run are therefore those of an uninterrupted run.
+    The remaining batches of a resumed run, and so their features, are therefore those of an uninterrupted run.
     """
     if not len(rows):
         return iter(())
@@ -161,6 +161,9 @@ def batches_of(rows: RowNumbers, plan: Plan) -> Iterator[list[int]]:
 
 def check_same_images(plan: Plan, existing: DataSet) -> None:
     """Check that a few images with stored rows are identical, byte for byte, in the new folder.
+
+    A folder may move. But two folders may hold different pictures under the same names, and a second run would then
+    report the wrong pictures as complete.
 
     Raises:
         InputError: an image differs or cannot be read; the names may belong to other images.

@@ -183,10 +183,10 @@ def _tried(
             if option == PLAIN:
                 expected.update(features)
             least = None if option.precision == "float32" else min_cosine
-            why_not = refusal(agreement(features, expected), least)
+            why_not = refusal(agreement(features, expected), least) or ""
             why_not_fast = ""
             if "fast" in pictures:
-                why_not_fast = refusal(agreement(forward(pictures["fast"]), expected), min_cosine)
+                why_not_fast = refusal(agreement(forward(pictures["fast"]), expected), min_cosine) or ""
             seconds = timed_s(functools.partial(forward, exact))
     except Exception as error:  # a compiler may fail in any way
         if option == PLAIN:

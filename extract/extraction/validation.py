@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
 from extract.compute.agreement import Agreement, agreement, refusal
 from extract.compute.backends import default_engine, open_forward
-from extract.compute.forward import B, Forward, Values
+from extract.compute.forward import Forward, Values
 from extract.compute.row_check import check_rows
 from extract.errors import DisagreementError, LayertapError, first_line
 from extract.extraction.first_images import decoded_in
@@ -24,11 +24,11 @@ from extract.extraction.plan import Plan
 from extract.store.format.value_types import decoded, encoded, read_as
 from extract.system.json_files import Text, read_json_lines
 
-__all__ = ["Computation", "ValidatedForward", "validated_forward"]
+__all__ = ["Computation", "ValidatedForward"]
 
 # Number of images from which compiling pays. A start with OpenVINO takes 3 to 4 s longer, with the comparison; with
-# inductor, 10 to 60 s. OpenVINO saves 0 to 3 ms of each image on two Zen cores, and more on others. The limit is in
-# images, not in seconds, so that noise does not decide.
+# inductor, 10 to 60 s. OpenVINO saves 0 to 3 ms of each image on two Zen cores, and up to 18 ms on others. The limit is
+# in images, so that the same job gives the same bytes each time: timing the first batch, two runs chose differently.
 _PAYS_FROM = {"openvino": 2_000, "inductor": 50_000}
 
 
@@ -56,41 +56,24 @@ class Computation:
     prepared_in_s: float = 0.0
 
 
-@contextlib.contextmanager
-def validated_forward(
-    plan: Plan,
-    has_stored_rows: bool = False,
-    on_computation: Callable[[Computation], None] = lambda computation: None,
-) -> Iterator[ValidatedForward]:
-    """Context manager: yield the forward of a plan. Its first batch is compared with the reference.
+class ValidatedForward(contextlib.ExitStack):
+    """Context manager: the forward of a run, chosen with the first batch, which is compared with the reference.
 
     Args:
         plan: plan of the run. An `engine` of "auto" means compiled if that pays and agrees.
         has_stored_rows: whether the data set already has rows, which were compared when the first was computed. Then
             lower precision is compared but not refused.
         on_computation: called after the first batch with how features are computed.
-    """
-    with contextlib.ExitStack() as open_now:
-        yield ValidatedForward(plan, has_stored_rows, on_computation, open_now)
-
-
-class ValidatedForward:
-    """The forward of a run, chosen with the first batch, whose features are compared with the reference.
 
     Attributes:
         chosen: computes all later batches; None before the first batch.
+        is_validated: whether the rows are known to be the images, so that later batches need no comparison.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        has_stored_rows: bool,
-        on_computation: Callable[[Computation], None],
-        open_now: contextlib.ExitStack,
-    ):
-        self._plan, self._has_stored_rows, self._open_now = plan, has_stored_rows, open_now
-        self._on_computation = on_computation
-        self._rows_are_checked = False
+    def __init__(self, plan: Plan, has_stored_rows: bool, on_computation: Callable[[Computation], None]):
+        super().__init__()
+        self._plan, self._has_stored_rows, self._on_computation = plan, has_stored_rows, on_computation
+        self.is_validated = False
         self.chosen: Forward | None = None
 
     @property
@@ -103,134 +86,161 @@ class ValidatedForward:
         """See `Forward`."""
         return None if self.chosen is None else self.chosen.images_at_once
 
-    def first_batches(self, batches: Iterator[B]) -> Iterator[tuple[B, Values]]:
-        """Compute and compare batches until rows are known to be images; yield nothing in later shards.
+    def validated(self, images: Tensor) -> Values:
+        """Return the features of a batch, compared with the reference.
+
+        A batch with a single image does not show which rows belong to which image; then the next one is checked too.
+
+        Args:
+            images: (B, ...), the first batch, or a later one while `is_validated` is False.
 
         Raises:
-            InputError: rows of a feature are not the images of the first batch.
+            InputError: rows of a feature are not the images.
             DisagreementError: lower precision, fast decoding or the requested compiler disagrees with the reference.
             LayertapError: the requested compiler has failed.
         """
-        while self.chosen is None or not self._rows_are_checked:
-            batch = next(batches, None)
-            if batch is None:
-                return
-            yield batch, self._validated(batch.images) if len(batch.images) else {}
-
-    def _validated(self, images: Tensor) -> Values:
-        """Return the features of the first batch, or of a later one while the rows are not checked.
-
-        A batch with a single image does not show which rows belong to which image.
-        """
-        if self.chosen is None:
-            try:
-                return self._first(images)
-            except BaseException:  # so that a retry compares again
-                self.chosen = None
-                self._open_now.close()
-                raise
-        if len(images) > 1:
-            with open_forward(self._plan.backbone, self._plan.choice, "float32") as plain:
-                self._check_rows(plain, images, plain(images))
-        return self.chosen(images)
+        if self.chosen is not None:
+            if len(images) > 1:
+                self._reference(images)
+            return self.chosen(images)
+        try:
+            return self._first(images)
+        except BaseException:
+            self.close()  # a retry compares again
+            raise
 
     def _first(self, images: Tensor) -> Values:
-        """Return the features of the first batch; decide how all others are computed."""
-        plan, precision, start = self._plan, self._plan.settings.precision, time.perf_counter()
-        engine, why = _engine(plan, self._has_stored_rows)
-        plain_way = (engine, precision) == ("eager", "float32")
-        preprocessing = plan.backbone.preprocessing
-        both_ways = preprocessing, replace(preprocessing, fast=False)
-        pair = decoded_in(plan.images, both_ways, plan.settings.max_pixels) if preprocessing.fast else None
-        expected, exactly_decoded, own_s = {}, {}, 0.0
-        if pair or not plain_way:
-            with open_forward(
-                plan.backbone, plan.choice, "float32"
-            ) as plain:  # closed before a compiler sees the model
-                exactly_decoded = plain(pair[1]) if pair else {}
-                expected = {} if plain_way else plain(images)
-                if expected:
-                    self._check_rows(plain, images, expected)
-        computation, features = Computation(engine, why), None
-        if not plain_way:
-            try:
-                opened, before = self._open(engine), time.perf_counter()
-                features = opened(images)
-                own_s = time.perf_counter() - before - opened.compiling_s
-                computation.agreement = agreement(features, expected)
-                if no := self._why_not(computation):
-                    raise DisagreementError(no)
-            except LayertapError as error:
-                if plan.engine != "auto":
-                    others = [] if engine == "eager" else ["--compile off"]
-                    others += [] if precision == "float32" else ["--precision float32", "a lower --min-cosine"]
-                    if isinstance(error, DisagreementError):
-                        raise DisagreementError(error.reason, " or ".join(others)) from error
-                    raise LayertapError(f"{error}", hint=f"use {' or '.join(others)}") from error
-                self._open_now.close()
-                self.chosen = None
-                computation, features, own_s = Computation("eager", first_line(error), True), None, 0.0
-        forward = self.chosen or self._open("eager")
-        if plain_way:
-            before = time.perf_counter()
-            features = forward(images)
-            own_s = time.perf_counter() - before
-            self._check_rows(forward, images, features)
-        if pair:
-            computation.decoding = agreement(forward(pair[0]), exactly_decoded)
-            if no := refusal(computation.decoding, plan.settings.min_cosine):
-                too = "" if precision == "float32" else "--precision float32 or "
-                instead = f"--decode exact or {too}a lower --min-cosine"
-                raise DisagreementError(f"of fast decoded images, {no}", instead)
-        if features is None:
-            before = time.perf_counter()
-            features = forward(images)
-            own_s = time.perf_counter() - before
-        computation.storage = self._storage(features)
-        computation.prepared_in_s = time.perf_counter() - start - own_s
+        """Return the features of the first batch, and choose the forward of the run by them."""
+        plan, began = self._plan, time.perf_counter()
+        engine, why_eager = _engine(plan, self._has_stored_rows)
+        computation = Computation(engine, why_eager)
+        is_reference = (engine, plan.settings.precision) == ("eager", "float32")
+        expected = {} if is_reference else self._reference(images)
+        try:
+            forward, features, seconds = self._candidate(computation, images, expected)
+        except LayertapError as error:
+            if is_reference:
+                raise
+            if plan.engine != "auto":
+                raise _with_remedies(error, engine, plan.settings.precision) from error
+            self.close()
+            computation = Computation("eager", first_line(error), failed=True)
+            forward, features, seconds = self._candidate(computation, images, {})
+        if plan.backbone.preprocessing.fast:
+            computation.decoding = self._compared_decoding(forward)
+        computation.storage = self._compared_storage(features)
+        computation.prepared_in_s = time.perf_counter() - began - seconds
         self._on_computation(computation)
+        self.chosen = forward
         return features
 
-    def _storage(self, features: Values) -> dict[str, Agreement]:
+    def _reference(self, images: Tensor) -> Values:
+        """Return the features of a batch by the reference, which is closed before a compiler sees the model.
+
+        Raises:
+            InputError: rows of a feature are not the images.
+        """
+        with open_forward(self._plan.backbone, self._plan.choice, "float32") as forward:
+            features = forward(images)
+            self._check_rows(forward, images, features)
+        return features
+
+    def _candidate(self, computation: Computation, images: Tensor, expected: Values) -> tuple[Forward, Values, float]:
+        """Open a forward for the run, and compare its features of the first batch with those of the reference.
+
+        Args:
+            computation: its engine; the agreement is filled in.
+            images: the first batch.
+            expected: features by the reference; empty if the candidate computes as the reference does.
+
+        Returns:
+            the forward, open until the end of the run; the features; seconds of their computation without compilation.
+
+        Raises:
+            InputError: rows of a feature are not the images.
+            DisagreementError: the features disagree.
+            LayertapError: the compiler has failed.
+        """
+        plan, settings, engine = self._plan, self._plan.settings, computation.engine
+        # What is compared is in float32: rounding to float16 is fifty times the allowed deviation of compiled code.
+        dtype = "float32" if expected or plan.backbone.preprocessing.fast else read_as(settings.dtype)
+        largest_batch = min(settings.batch_size, plan.dataset.shard_rows)
+        opened = open_forward(plan.backbone, plan.choice, dtype, settings.precision, engine, largest_batch)
+        forward = self.enter_context(opened)
+        began = time.perf_counter()
+        features = forward(images)
+        seconds = time.perf_counter() - began - forward.compiling_s
+        if not expected:
+            self._check_rows(forward, images, features)
+            return forward, features, seconds
+        computation.agreement = agreement(features, expected)
+        if settings.precision == "float32":
+            _refuse(f"compiled by {engine}", refusal(computation.agreement, None))
+        elif not self._has_stored_rows:  # an uninterrupted run would not have compared this batch
+            _refuse(f"in {settings.precision} ({engine})", refusal(computation.agreement, settings.min_cosine))
+        return forward, features, seconds
+
+    def _check_rows(self, forward: Forward, images: Tensor, features: Values) -> None:
+        check_rows(forward, images, features)
+        self.is_validated = len(images) > 1 or self._plan.settings.batch_size == 1
+
+    def _compared_decoding(self, forward: Forward) -> dict[str, Agreement]:
+        """Compare features of the first images, decoded fast, with the reference of exactly decoded ones.
+
+        Lower precision and fast decoding are compared together, because two small deviations may add up.
+
+        Raises:
+            DisagreementError: a cosine is too small.
+        """
+        plan, preprocessing = self._plan, self._plan.backbone.preprocessing
+        both = [preprocessing, replace(preprocessing, fast=False)]
+        fast, exact = decoded_in(plan.images, both, plan.settings.max_pixels)
+        with open_forward(plan.backbone, plan.choice, "float32") as reference:
+            expected = reference(exact)
+        compared = agreement(forward(fast), expected)
+        remedies = ["--decode exact", "--precision float32", "a lower --min-cosine"]
+        if plan.settings.precision == "float32":
+            remedies.remove("--precision float32")
+        _refuse("of fast decoded images", refusal(compared, plan.settings.min_cosine), *remedies)
+        return compared
+
+    def _compared_storage(self, features: Values) -> dict[str, Agreement]:
         """Compare the features as they are stored with their values.
 
         Raises:
             DisagreementError: a cosine is too small.
         """
-        kept = {feature.name: feature.dtype for feature in self._plan.dataset.features}
-        rounded = {name: values for name, values in features.items() if kept[name] != read_as(kept[name])}
-        stored = {name: decoded(encoded(values, kept[name]), kept[name]) for name, values in rounded.items()}
-        measured, least = agreement(stored, rounded), self._plan.settings.min_cosine
-        for name, compared in measured.items():
-            if not compared.min_cosine >= least and not self._has_stored_rows:
-                why = f"{name} has a cosine of {compared.min_cosine:.6f} to its values; at least {least} is required"
-                raise DisagreementError(f"stored as {kept[name]}, {why}", "--dtype float16 or a lower --min-cosine")
-        return measured
-
-    def _check_rows(self, forward: Forward, images: Tensor, features: Values) -> None:
-        check_rows(forward, images, features)
-        self._rows_are_checked = len(images) > 1 or self._plan.settings.batch_size == 1
-
-    def _open(self, engine: str) -> Forward:
-        plan = self._plan
-        # Features are compared in float32, whatever dtype is stored.
-        plain = (engine, plan.settings.precision, plan.backbone.preprocessing.fast) == ("eager", "float32", False)
-        dtype = read_as(plan.settings.dtype) if plain else "float32"
-        opened = open_forward(plan.backbone, plan.choice, dtype, plan.settings.precision, engine, _largest_batch(plan))
-        self.chosen = self._open_now.enter_context(opened)
-        return self.chosen
-
-    def _why_not(self, computation: Computation) -> str:
-        """Return why features disagree with the reference; an empty string if they agree."""
-        if self._plan.settings.precision == "float32":
-            why = refusal(computation.agreement, None)
-            return why and f"compiled by {computation.engine}, {why}"
-        why = "" if self._has_stored_rows else refusal(computation.agreement, self._plan.settings.min_cosine)
-        return why and f"in {self._plan.settings.precision} ({computation.engine}), {why}"
+        settings, dtype = self._plan.settings, self._plan.settings.dtype
+        rounded = {
+            feature.name: features[feature.name]
+            for feature in self._plan.dataset.features
+            if feature.dtype != feature.value_dtype
+        }
+        stored = {name: decoded(encoded(values, dtype), dtype) for name, values in rounded.items()}
+        compared = agreement(stored, rounded)
+        if not self._has_stored_rows:
+            reason = refusal(compared, settings.min_cosine, "its values")
+            _refuse(f"stored as {dtype}", reason, "--dtype float16", "a lower --min-cosine")
+        return compared
 
 
-def _largest_batch(plan: Plan) -> int:
-    return min(plan.settings.batch_size, plan.dataset.shard_rows)
+def _refuse(what: str, reason: str | None, *remedies: str) -> None:
+    """Raise `DisagreementError` if there is a reason; its remedies are added later if it has none here."""
+    if reason is not None:
+        raise DisagreementError(f"{what}, {reason}", " or ".join(remedies))
+
+
+def _with_remedies(error: LayertapError, engine: str, precision: str) -> LayertapError:
+    """Return the error of a requested compiler or precision, with what to use instead."""
+    remedies = []
+    if engine != "eager":
+        remedies.append("--compile off")
+    if precision != "float32":
+        remedies += ["--precision float32", "a lower --min-cosine"]
+    instead = " or ".join(remedies)
+    if isinstance(error, DisagreementError):
+        return DisagreementError(error.reason, instead)
+    return LayertapError(str(error), hint=f"use {instead}")
 
 
 def _engine(plan: Plan, has_stored_rows: bool) -> tuple[str, str]:

@@ -9,7 +9,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import h5py
@@ -25,6 +27,7 @@ from extract.compute.backbone import Backbone
 from extract.extraction import pipeline
 from extract.extraction.run import extract
 from extract.extraction.summary import Summary
+from extract.extraction.todo import batches_of, work_of
 from extract.images import Decoding, list_images, load_batches
 from extract.store.format.dataset import DataSet
 from extract.store.format.writer import ShardWriter
@@ -426,14 +429,51 @@ def test_every_run_is_told_of_when_it_starts_and_ends(folder: Path, tmp_path: Pa
     ]  # fmt: skip
 
 
-def test_a_stage_does_not_count_what_another_counts_inside_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = iter([0.0, 10.0, 13.0, 20.0])
-    stages = Summary(n_rows=1).stages
-    with monkeypatch.context() as patch:  # undone at once: others look at this clock, too
-        patch.setattr("extract.extraction.pipeline.time.perf_counter", lambda: next(times))
-        with pipeline._timed(stages, "forward"), pipeline._timed(stages, "write"):
-            pass
-    assert stages == {"images": 0.0, "forward": 17.0, "write": 3.0}
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_each_second_of_a_shard_counts_for_the_stage_that_takes_it(
+    folder: Path, tmp_path: Path, small: Backbone, ahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned = plan(folder, out=tmp_path / "out", backbone=small, workers=0, batch_size=4)
+    planned.dataset.open_or_create()
+    [work] = work_of(planned.dataset, planned.images.source, retry_failed=False)
+    now = [0.0]
+
+    def takes(seconds: float, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any) -> Any:
+            now[0] += seconds
+            return call(*args)
+
+        return timed
+
+    class MadeUp:
+        """A forward of which a batch takes 20 s to start, and then 3 s to wait for, 1 s of them for its copy."""
+
+        is_validated, images_at_once, copying_s = True, None, 0.0
+
+        def start(self, images: Tensor) -> Callable[[], dict[str, np.ndarray]]:
+            now[0] += 20
+            return lambda: self.waited(len(images))
+
+        def waited(self, count: int) -> dict[str, np.ndarray]:
+            now[0] += 3
+            self.copying_s += 1
+            return {each.name: np.zeros((count, *each.shape), np.float32) for each in planned.dataset.features}
+
+    forward: Any = MadeUp()
+    forward.ahead, forward.chosen = ahead, forward
+    batches = load_batches(planned.images, batches_of(work.rows, planned), planned.decoding)
+    decoded = iter(takes(100, lambda: next(batches, None)), None)
+    monkeypatch.setattr(pipeline, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(ShardWriter, "write", takes(1000, ShardWriter.write))
+    monkeypatch.setattr(ShardWriter, "publish", takes(50_000, ShardWriter.publish))
+    summary = Summary(n_rows=12)
+    pipeline.extract_shard(planned, work, decoded, forward, summary, stop=takes(0.5, lambda: False))
+    # Three batches, and the end of the images.
+    assert summary.stages == {"images": 400, "forward": 3 * (20 + 3 - 1), "write": 3 * 1000 + 50_000, "copy": 3}
+    assert summary.write_wait_s == 3 * 1000
+    [receipt] = [json.loads(path.read_text()) for path in (tmp_path / "out").rglob("*.json") if "shards" in str(path)]
+    assert receipt["made"]["stages"] == summary.stages | {"write": 3 * 1000}  # before the shard was published
+    assert receipt["made"]["seconds"] == 400 + 3 * (20 + 3) + 3 * 1000 + 3 * 0.5
 
 
 def test_too_little_space_is_told_before_any_image_is_read(
