@@ -30,7 +30,7 @@ from extract.system.folder_lock import locked
 from extract.system.urls import is_url
 from pipelines.embed.cluster.launch import engine_of
 from pipelines.embed.cluster.shard_loop import ShardLoop
-from pipelines.embed.cluster.worker import Done, Engine, Event, Joined, Left, Message, Rows
+from pipelines.embed.cluster.worker import Done, Event, Joined, Left, Message, Rows
 from pipelines.embed.config import EmbedConfig
 from pipelines.terminal.graceful_stop import signals_held
 from pipelines.terminal.progress import Progress
@@ -87,8 +87,7 @@ def embed_shared(config: EmbedConfig) -> SharedRun:
     # Tasks of an array share the folder; a bucket has no locks.
     alone = config.shards_of is None and not is_url(config.place)
     with locked(config.folder) if alone else contextlib.nullcontext():
-        with engine_of(config) as engine, signals_held() as received:
-            shared = _run(config, engine, received)
+        shared = _run(config)
         if alone and shared.is_complete:
             shutil.rmtree(config.folder / BUILDING, ignore_errors=True)
     if shared.is_complete and shared.published_before + shared.loop.done == shared.dataset.n_shards:
@@ -97,10 +96,9 @@ def embed_shared(config: EmbedConfig) -> SharedRun:
     return shared
 
 
-def _run(config: EmbedConfig, engine: Engine, received: list[int]) -> SharedRun:
-    place = destination_of(config.place)
-    reporter = _Reporter(config)
-    with contextlib.ExitStack() as at_the_end:
+def _run(config: EmbedConfig) -> SharedRun:
+    place, reporter = destination_of(config.place), _Reporter(config)
+    with engine_of(config) as engine, signals_held() as received, contextlib.ExitStack() as at_the_end:
 
         def shards() -> list[int]:
             dataset, published = place.dataset, set(place.published().tolist())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,16 +12,16 @@ from extract.errors import InputError
 from extract.store.format.dataset import BUILDING
 from extract.system.urls import is_url
 from pipelines.embed.cluster.processes import Processes
-from pipelines.embed.cluster.worker import Embed, Engine
+from pipelines.embed.cluster.worker import Embed
 from pipelines.embed.config import EmbedConfig
 
 if TYPE_CHECKING:
-    from pipelines.embed.cluster.ray_actors import ActorResources
+    from pipelines.embed.cluster.ray_actors import ActorResources, RayWorkers
 
 __all__ = ["engine_of", "start_of_actor"]
 
 
-def engine_of(config: EmbedConfig) -> AbstractContextManager[Engine]:
+def engine_of(config: EmbedConfig) -> Processes | RayWorkers:
     """Return the workers that a configuration requests."""
     if config.engine == "ray":
         from pipelines.embed.cluster.ray_actors import RayWorkers

@@ -78,10 +78,13 @@ class Child:
 
 
 class Processes:
-    """Workers as processes; see `driver.Engine`. A context manager that ends them on exit.
+    """Workers as processes; a context manager that ends them on exit.
 
     Args:
         starts: start function of each worker.
+
+    Attributes:
+        size: number of workers that have room to run.
     """
 
     def __init__(self, starts: Sequence[Start]):
@@ -101,17 +104,17 @@ class Processes:
             child.end(end - time.monotonic())
 
     def events(self, timeout_s: float) -> list[tuple[int, Event]]:
-        """See `driver.Engine`."""
+        """Return (worker, event) since the last call; wait at most `timeout_s` for the first event."""
         children = list(self._children.items())
         wait([source for _, child in children for source in (child.pipe, child.sentinel)], timeout_s)
         return [(worker, event) for worker, child in children for event in child.events()]
 
     def submit(self, worker: int, shards: Sequence[int]) -> None:
-        """See `driver.Engine`."""
+        """Give shards to a worker that has none."""
         self._children[worker].submit(shards)
 
     def replace(self, worker: int, *, start_another: bool) -> None:
-        """See `driver.Engine`."""
+        """End a worker at once, and perhaps start another in its place."""
         self._children.pop(worker).end()
         if start_another:
             self._children[worker] = Child(self._starts[worker])

@@ -71,7 +71,7 @@ def actor_resources(
 
 
 class RayWorkers:
-    """Workers as Ray actors, see `driver.Engine`; a context manager that ends them on exit.
+    """Workers as Ray actors, used like `Processes`; a context manager that ends them on exit.
 
     Args:
         address: address of the cluster; "auto": the cluster of this machine; "local": a cluster that is started here.
@@ -155,7 +155,7 @@ class RayWorkers:
             self._count += 1
 
     def events(self, timeout_s: float) -> list[tuple[int, Event]]:
-        """See `driver.Engine`."""
+        """See `Processes`."""
         if time.monotonic() - self._looked > _LOOK_S:
             self._grow()
         streams = [stream for _, stream in self._actors.values()]
@@ -172,11 +172,11 @@ class RayWorkers:
         return event
 
     def submit(self, worker: int, shards: Sequence[int]) -> None:
-        """See `driver.Engine`."""
+        """See `Processes`."""
         self._actors[worker][0].submit.remote(shards)
 
     def replace(self, worker: int, *, start_another: bool) -> None:
-        """See `driver.Engine`. Ray chooses the node of the other actor."""
+        """See `Processes`. Ray chooses the node of the other actor."""
         self._ray.kill(self._actors.pop(worker)[0])
         self._lost_places += not start_another
         self._grow()

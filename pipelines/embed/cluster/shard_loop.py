@@ -5,9 +5,14 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 from extract.errors import DisagreementError, InputError, LayertapError
-from pipelines.embed.cluster.worker import Done, Engine, Event, Joined, Left, Rows
+from pipelines.embed.cluster.worker import Done, Event, Joined, Left, Rows
+
+if TYPE_CHECKING:
+    from pipelines.embed.cluster.processes import Processes
+    from pipelines.embed.cluster.ray_actors import RayWorkers
 
 __all__ = ["ShardLoop"]
 
@@ -37,7 +42,7 @@ class ShardLoop:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Processes | RayWorkers,
         shards: Callable[[], Iterable[int]],
         on_event: Callable[[int, Event], None] = lambda worker, event: None,
         published: Callable[[], set[int]] = set,

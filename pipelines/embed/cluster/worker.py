@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from extract.errors import LayertapError
 from pipelines.embed.config import EmbedConfig
 
-__all__ = ["Done", "Embed", "Engine", "Event", "Joined", "Left", "Maker", "Message", "Rows", "Say", "Start"]
+if TYPE_CHECKING:
+    from extract.extraction.shard_maker import ShardMaker
+
+__all__ = ["Done", "Embed", "Event", "Joined", "Left", "Message", "Rows", "Start"]
 
 
 class Joined(NamedTuple):
@@ -52,40 +55,10 @@ class Left(NamedTuple):
 
 
 Event = Joined | Message | Rows | Done | Left
-Say = Callable[[str], None]
 
 
-class Engine(Protocol):
-    """Interface of a group of workers.
-
-    Attributes:
-        size: number of workers that have room to run.
-    """
-
-    size: int
-
-    def events(self, timeout_s: float) -> list[tuple[int, Event]]:
-        """Return (worker, event) since the last call; wait at most `timeout_s` for the first event."""
-
-    def submit(self, worker: int, shards: Sequence[int]) -> None:
-        """Give shards to a worker that has none."""
-
-    def replace(self, worker: int, *, start_another: bool) -> None:
-        """End a worker at once, and perhaps start another in its place."""
-
-
-class Maker(Protocol):
-    """Interface for building shards; see `extract.extraction.shard_maker.ShardMaker`."""
-
-    about: str
-
-    def build(
-        self, shards: Iterable[int], on_rows: Callable[[int, int, bool], None], stop: Callable[[], bool]
-    ) -> Iterator[tuple[int, dict[str, Any] | None]]:
-        """Build and publish shards in this order."""
-
-
-Start = Callable[[Say], AbstractContextManager[Maker]]  # called in a worker; must be picklable
+# Called in a worker, with a function for messages; must be picklable. Yields what builds shards: a `ShardMaker`.
+Start = Callable[[Callable[[str], None]], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True)
@@ -105,7 +78,7 @@ class Embed:
     cores: Sequence[int] | None = None
 
     @contextlib.contextmanager
-    def __call__(self, say: Say) -> Iterator[Maker]:
+    def __call__(self, say: Callable[[str], None]) -> Iterator[ShardMaker]:
         """Context manager, see `Start`."""
         if self.cores is not None and hasattr(os, "sched_setaffinity"):
             os.sched_setaffinity(0, self.cores)
