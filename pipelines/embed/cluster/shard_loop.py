@@ -19,7 +19,7 @@ __all__ = ["ShardLoop"]
 _TICK_S = 1.0
 _JOIN_S = 1800.0  # wait for the first worker: a cluster that grows on demand takes minutes
 _ATTEMPTS = 3  # at a shard; also workers in a row that end before they are ready
-_HOPELESS = 10  # failed shards, after which no other is begun: the cause is hardly in the shards
+_HOPELESS = 10  # shards of which an attempt failed since the last one that was built: the cause is not in the shards
 _LISTS = 4  # a list is this part of a worker's share of the remaining shards, so that all workers end together
 
 
@@ -56,6 +56,7 @@ class ShardLoop:
         self._current: dict[int, int] = {}  # worker -> the shard that it builds
         self._reasons: dict[int, list[str]] = {}
         self._failed_starts = 0  # in a row
+        self._failing: set[int] = set()  # shards of which an attempt failed since the last one that was built
         self.done = self.own = self.attempts = 0
         self.failed: dict[int, list[str]] = {}
 
@@ -78,12 +79,10 @@ class ShardLoop:
 
     def _next(self) -> list[int]:
         """Return the shards for a worker that has none."""
-        if self._pending is None:
-            return []
-        if self._suspect:
-            return [self._suspect.popleft()]
+        if not self._pending:
+            return [self._suspect.popleft()] if self._suspect else []
         length = max(1, len(self._pending) // (_LISTS * max(self._engine.size, len(self._held))))
-        return [self._pending.popleft() for _ in range(min(length, len(self._pending)))]
+        return [self._pending.popleft() for _ in range(length)]
 
     def _handle(self, worker: int, event: Event) -> None:
         if isinstance(event, Left):
@@ -97,6 +96,7 @@ class ShardLoop:
             self._current[worker] = event.shard
         elif isinstance(event, Done):
             self._held[worker].remove(event.shard)
+            self._failing.clear()
             self.done += 1
             self.own += event.receipt is not None
         self._on_event(worker, event)
@@ -125,12 +125,15 @@ class ShardLoop:
 
     def _attempt_failed(self, shard: int, why: str) -> None:
         self.attempts += 1
+        self._failing.add(shard)
+        if len(self._failing) >= _HOPELESS:
+            raise LayertapError(
+                f"{_HOPELESS} shards failed, and none was built between them. The last error: {why}",
+                hint="fix the cause, and run the command again; published shards are safe",
+            )
         reasons = self._reasons.setdefault(shard, [])
         reasons.append(why)
         if len(reasons) < _ATTEMPTS:
             self._suspect.append(shard)
-            return
-        self.failed[shard] = self._reasons.pop(shard)
-        if len(self.failed) >= _HOPELESS:
-            self._pending = deque()
-            self._suspect.clear()
+        else:
+            self.failed[shard] = self._reasons.pop(shard)

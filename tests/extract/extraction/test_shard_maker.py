@@ -123,9 +123,9 @@ def test_a_finished_shard_of_a_process_that_was_killed_is_published_and_not_comp
         def publish(self, path: Path, receipt: dict[str, Any]) -> bool:
             raise LayertapError("the place does not answer")
 
-    with maker_of(pictures, tmp_path, options, place=Unreachable(tmp_path / "out")) as maker:
-        with pytest.raises(LayertapError, match="does not answer"):
-            list(maker.build([4]))
+    unreachable = maker_of(pictures, tmp_path, options, place=Unreachable(tmp_path / "out"))
+    with unreachable as maker, pytest.raises(LayertapError, match="does not answer"):
+        list(maker.build([4]))
     assert left_in(tmp_path) == ["000004.h5"]
     write = ShardWriter.write
     monkeypatch.setattr(ShardWriter, "write", None)
@@ -210,9 +210,9 @@ def test_what_is_refused_is_compared_again_by_the_next_process(
     pictures: Path, tmp_path: Path, options: dict[str, Any], flags: dict[str, Any]
 ) -> None:
     for shard in (0, 1):
-        with maker_of(pictures, tmp_path, {**options, **flags, "min_cosine": 1.0}) as maker:
-            with pytest.raises(LayertapError, match="is required"):
-                list(maker.build([shard]))
+        strict = maker_of(pictures, tmp_path, {**options, **flags, "min_cosine": 1.0})
+        with strict as maker, pytest.raises(LayertapError, match="is required"):
+            list(maker.build([shard]))
 
 
 def test_a_shard_is_published_while_the_next_is_made(

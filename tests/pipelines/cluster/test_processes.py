@@ -78,7 +78,7 @@ class Simulated:
 def test_each_shard_is_published_once_or_has_failed_three_times_whatever_ends_the_workers(seed: int) -> None:
     chance = random.Random(seed)
     count = chance.randint(1, 400)
-    ends = {chance.randrange(count): chance.randint(1, 4) for _ in range(chance.randint(0, 9))}
+    ends = {chance.randrange(count): chance.randint(1, 4) for _ in range(chance.randint(0, 9))}  # ten end the run
     engine: Any = Simulated(chance.randint(1, 9), ends)
     loop = ShardLoop(engine, lambda: range(count))
     loop.run()
@@ -99,12 +99,11 @@ def test_lists_become_shorter_so_that_all_workers_end_together() -> None:
     assert [shard for shards in engine.given for shard in shards] == list(range(160))
 
 
-def test_after_ten_failed_shards_no_other_is_begun() -> None:
-    engine: Any = Simulated(2, dict.fromkeys(range(100), 3))
-    loop = ShardLoop(engine, lambda: range(100))
-    loop.run()
-    assert len(loop.failed) == 10
-    assert loop.done == 0
+def test_when_ten_shards_fail_one_after_another_the_run_ends() -> None:
+    engine: Any = Simulated(2, dict.fromkeys(range(50, 100), 3))
+    with pytest.raises(LayertapError, match=r"10 shards failed, and none was built .*The last error: killed"):
+        ShardLoop(engine, lambda: range(100)).run()
+    assert set(range(30)) < set(engine.built)
 
 
 def test_each_shard_is_made_by_one_of_the_workers(tmp_path: Path) -> None:
@@ -179,9 +178,9 @@ class Dies(MadeUp):
 
 
 def test_workers_that_die_before_they_are_ready_end_the_run(tmp_path: Path) -> None:
-    with Processes([Dies(tmp_path)]) as engine:
-        with pytest.raises(LayertapError, match="no worker can be started: its process exited with code 7"):
-            ShardLoop(engine, lambda: range(3)).run()
+    expected = pytest.raises(LayertapError, match="no worker can be started: its process exited with code 7")
+    with Processes([Dies(tmp_path)]) as engine, expected:
+        ShardLoop(engine, lambda: range(3)).run()
 
 
 @pytest.mark.slow

@@ -91,7 +91,7 @@ def test_tasks_of_an_array_make_a_part_each_and_other_features_are_refused(folde
     out, scratch = tmp_path / "out", tmp_path / "scratch"
     for part in ("1/2", "0/2"):
         made = embed_shared(config(folder, out, shards_of=part, scratch=scratch))
-        assert (made.requested, made.dispatched.done) == (2, 2)
+        assert (made.requested, made.loop.done) == (2, 2)
     assert made.failures == []
     assert list(scratch.iterdir()) == []
     assert files_of(out) == [
@@ -136,7 +136,7 @@ def test_a_missing_folder_of_images_is_reported_before_a_worker_starts(
     flags: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder.parent)
-    monkeypatch.setattr(processes, "WorkerProcess", None)
+    monkeypatch.setattr(processes, "Child", None)
     result = CliRunner().invoke(main, ["embed", f"{folder.name}x", *flags])
     assert result.exit_code == 2
     assert f"{folder.name}x: no such folder or file\n\nhint: did you mean {folder.name}?\n" in result.output
