@@ -1,7 +1,9 @@
 """Workers that are actors on a Ray cluster: one or more per accelerator, and more when a node joins.
 
-An actor and not a task for each shard: loading PyTorch and the backbone takes @LOAD@ s, and Ray starts a new process
-for each task that uses a GPU. Images and features never pass through Ray.
+An actor and not a task for each shard: loading PyTorch and a backbone takes 4 to 10 s of CPU time, and Ray starts a new
+process for each task that uses a GPU. Ray places actors, and tells when they have died. It does not restart them: with
+`max_restarts`, the restarted actor answers the call that was pending, and nobody hears of the death, which counts as an
+attempt at a shard. Images and features never pass through Ray.
 """
 
 from __future__ import annotations
@@ -84,7 +86,7 @@ class RayWorkers:
 
     def __init__(self, address: str, start: Callable[[ActorResources], Start], asked: tuple[int | None, int, bool]):
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        if address != "local":  # Ray reads it when it is imported. By default, it tries 20 times, 40 s each
+        if address != "local":  # Ray reads it when it is imported. By default, it tries to connect 20 times, 40 s each
             os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "1")
         self._ray = library("ray", "ray", "--engine ray")
         self._address, self._start, self._asked = address, start, asked
@@ -183,7 +185,11 @@ class RayWorkers:
 
 
 class _Remote:
-    """A worker in a child process of the actor, since a fork for decoding would not be safe beside Ray's threads."""
+    """A worker in a child process of the actor.
+
+    Processes that decode images are forked, which is not safe beside Ray's threads; and a crash of the worker leaves an
+    actor that reports the reason.
+    """
 
     def __init__(self, start: Start):
         exit_with_parent()  # Ray lets actors live on when the process of their node, the raylet, is killed
