@@ -22,6 +22,8 @@ __all__ = ["Child", "Processes", "exit_with_parent"]
 _END_S = 60.0  # for the batch in flight, when the run stops
 _ROWS_EVERY_S = 0.5
 _PARENT_EVERY_S = 1.0
+# Ctrl-C, and the SIGTERM of a service manager, reach all processes; only the first process acts on them.
+_IGNORED = (signal.SIGINT, signal.SIGTERM)
 
 
 class Child:
@@ -36,7 +38,10 @@ class Child:
         context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
         self.pipe, theirs = context.Pipe()
         self._process = context.Process(target=_work, args=(theirs, start, multiprocessing.get_start_method()))
+        # A signal that comes before `_work` ignores it would end the process with a traceback.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)
         self._process.start()
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self.sentinel = self._process.sentinel
         theirs.close()  # so that the pipe ends with the process
         self._has_joined = False
@@ -68,11 +73,14 @@ class Child:
             return f"its process was killed by {signal.Signals(-code).name}"
         return f"its process exited with code {code}"
 
-    def end(self, timeout_s: float = 0.0) -> None:
-        """Wait for a worker that is asked to end and has something to finish; then kill it."""
+    def join(self, timeout_s: float) -> None:
+        """Wait for a worker that was asked to end; one that has not joined has nothing to finish."""
         if self._has_joined:
             self._process.join(max(0.0, timeout_s))
-        self._process.kill()  # what it has stored is safe, and processes that decode images notice it and end
+
+    def kill(self) -> None:
+        """Kill the process: what it has stored is safe, and processes that decode images notice it and end."""
+        self._process.kill()
         self._process.join()
         self.pipe.close()
 
@@ -97,11 +105,15 @@ class Processes:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for child in self._children.values():
-            child.submit([])
         end = time.monotonic() + _END_S
-        for child in self._children.values():
-            child.end(end - time.monotonic())
+        try:
+            for child in self._children.values():
+                child.submit([])
+            for child in self._children.values():
+                child.join(end - time.monotonic())
+        finally:  # also after a second Ctrl-C
+            for child in self._children.values():
+                child.kill()
 
     def events(self, timeout_s: float) -> list[tuple[int, Event]]:
         """Return (worker, event) since the last call; wait at most `timeout_s` for the first event."""
@@ -115,7 +127,7 @@ class Processes:
 
     def replace(self, worker: int, *, start_another: bool) -> None:
         """End a worker at once, and perhaps start another in its place."""
-        self._children.pop(worker).end()
+        self._children.pop(worker).kill()
         if start_another:
             self._children[worker] = Child(self._starts[worker])
 
@@ -140,9 +152,9 @@ def _work(pipe: Connection[Any, Any], start: Start, start_method: str) -> None:
     exit_with_parent()
     # "spawn" would also apply to processes that decode images, and each shard would wait 6 s for them.
     multiprocessing.set_start_method(start_method, force=True)
-    # Ctrl-C, and the SIGTERM of a service manager, reach all processes; only the first process acts on them.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in _IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
     sending = threading.Lock()  # a bucket that does not answer is reported by the thread that publishes
     stored, sent_at = 0, 0.0
 

@@ -116,7 +116,7 @@ def test_a_worker_sends_what_is_reported_of_its_bucket() -> None:
     events: list[Event] = []
     while not (events and isinstance(events[-1], Left)):
         events += child.events(1.0)
-    child.end()
+    child.kill()
     assert events[0] == Message("s3://bucket/x does not answer; retrying")
     assert events[1].why == "ended"  # type: ignore[union-attr]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import signal
 import subprocess
@@ -175,6 +176,29 @@ def test_stopped_or_killed_a_run_is_gone_on_with(folder: Path, tmp_path: Path, n
     assert verify(out).faults == []
     with FeatureReader(out) as reader, alone(folder, tmp_path / "alone") as expected:
         assert_same(reader, expected)
+
+
+@pytest.mark.slow
+def test_ctrl_c_before_a_worker_is_ready_ends_all_processes_without_a_traceback(folder: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "layertap", "embed", str(folder), "-o", str(tmp_path / "out"), *WORKER,
+               "--engine", "processes", "--cpus-per-worker", "1"]  # fmt: skip
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    ) as process:
+        while not (children := children_of(process.pid)):
+            assert process.poll() is None
+            time.sleep(0.01)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        text = process.communicate(timeout=60)[0]
+    assert process.returncode == 130
+    assert "Traceback" not in text
+    assert "stopped before a worker joined; nothing was computed" in text
+    assert not any(Path(f"/proc/{child}").exists() for child in children)
+
+
+def children_of(pid: int) -> list[int]:
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for task in tasks for child in task.read_text().split()]
 
 
 def test_what_several_processes_left_is_removed_when_one_has_ended_it(folder: Path, tmp_path: Path) -> None:
