@@ -98,7 +98,8 @@ def embed_shared(config: EmbedConfig) -> SharedRun:
 
 def _run(config: EmbedConfig) -> SharedRun:
     place, reporter = destination_of(config.place), _Reporter(config)
-    with engine_of(config) as engine, signals_held() as received, contextlib.ExitStack() as at_the_end:
+    # Signals are held first: an exception while workers are being started would leave some of them.
+    with signals_held() as received, engine_of(config) as engine, contextlib.ExitStack() as at_the_end:
 
         def shards() -> list[int]:
             dataset, published = place.dataset, set(place.published().tolist())

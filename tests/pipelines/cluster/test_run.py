@@ -185,7 +185,7 @@ def test_ctrl_c_before_a_worker_is_ready_ends_all_processes_without_a_traceback(
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     ) as process:
-        while not (children := children_of(process.pid)):
+        while not (workers := workers_of(process.pid)):
             assert process.poll() is None
             time.sleep(0.01)
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does
@@ -193,12 +193,13 @@ def test_ctrl_c_before_a_worker_is_ready_ends_all_processes_without_a_traceback(
     assert process.returncode == 130
     assert "Traceback" not in text
     assert "stopped before a worker joined; nothing was computed" in text
-    assert not any(Path(f"/proc/{child}").exists() for child in children)
+    assert not any(Path(f"/proc/{worker}").exists() for worker in workers)
 
 
-def children_of(pid: int) -> list[int]:
-    tasks = Path(f"/proc/{pid}/task").glob("*/children")
-    return [int(child) for task in tasks for child in task.read_text().split()]
+def workers_of(pid: int) -> list[str]:
+    """Process ids of the workers of a run."""
+    children = [child for task in Path(f"/proc/{pid}/task").glob("*/children") for child in task.read_text().split()]
+    return [child for child in children if "spawn_main" in Path(f"/proc/{child}/cmdline").read_text()]
 
 
 def test_what_several_processes_left_is_removed_when_one_has_ended_it(folder: Path, tmp_path: Path) -> None:
