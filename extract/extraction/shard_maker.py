@@ -207,9 +207,9 @@ class ShardMaker:
     def _remove_published(self) -> None:
         """Remove what killed processes of this machine have left of shards that are published now."""
         published: set[int] | None = None
-        for folder in self._base.glob(f"{self._name}-*"):
+        for folder in self._base.glob(f"{self._name}-{'[0-9]' * 6}-*"):
             published = set(self._place.published().tolist()) if published is None else published
-            if int(folder.name.split("-")[-2]) in published:
+            if int(folder.name[len(self._name) + 1 :][:6]) in published and not folder.is_symlink():
                 with contextlib.suppress(LayertapError), locked(folder):  # locked: in use
                     shutil.rmtree(folder, ignore_errors=True)
 

@@ -164,7 +164,12 @@ def test_what_killed_processes_left_of_published_shards_is_removed(
         stale = tmp_path / "scratch" / f"{maker._name}-000001-7" / "shards"
         stale.mkdir(parents=True)
         (stale / "000001.h5.part").touch()
+        elsewhere = tmp_path / "elsewhere"
+        elsewhere.mkdir()
+        (tmp_path / "scratch" / f"{maker._name}-000001-8").symlink_to(elsewhere)
+        (tmp_path / "scratch" / f"{maker._name}-x-y").mkdir()  # not by layertap
     assert left_in(tmp_path) == ["000002.h5.part"]
+    assert list(elsewhere.iterdir()) == []
 
 
 def test_an_image_that_kills_what_decodes_fails_its_own_shard_when_that_is_built_alone(
