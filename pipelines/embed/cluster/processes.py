@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Sequence
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any, Self
 
@@ -38,7 +39,9 @@ class Child:
         context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
         self.pipe, theirs = context.Pipe()
         self._process = context.Process(target=_work, args=(theirs, start, multiprocessing.get_start_method()))
-        # A signal that comes before `_work` ignores it would end the process with a traceback.
+        # A signal that comes before `_work` ignores it would end the process with a traceback. The process that tracks
+        # resources starts first, because its start unblocks signals.
+        resource_tracker.ensure_running()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)
         self._process.start()
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
