@@ -1,242 +1,219 @@
 """Build shards of a data set in several processes, independently and in any order.
 
-A process that builds shards knows nothing of the others. It builds a shard in its own folder, as `extract` does, and
-publishes it at the place of the data set. If another process has published the shard first, that shard stays.
+A process that builds shards knows nothing of the others. It builds each shard in a folder of its own, as `extract`
+does, and publishes it at the place of the data set. If another process has published the shard first, that shard stays.
+A hard link, or a conditional upload, is all that this needs: no lock that a network file system or a bucket would have
+to give. Another machine cannot continue an unfinished shard.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any, NamedTuple, Self
 
 from extract.errors import LayertapError, LockedError
 from extract.extraction.pipeline import checked_batches, extract_shard
 from extract.extraction.plan import Plan
-from extract.extraction.shard_decoding import ShardBatches
 from extract.extraction.summary import Summary
-from extract.extraction.todo import ShardWork, work_at
+from extract.extraction.todo import ShardWork, batches_of, work_at
 from extract.extraction.validation import Computation, ValidatedForward
-from extract.images.worker_deaths import DeadWorkerError
+from extract.images import load_batches
+from extract.images.loading import Batch
 from extract.store.format.dataset import DataSet, ShardFiles
 from extract.store.format.receipt import checked_receipt
 from extract.store.places.destination import Destination
-from extract.system.atomic_files import discard
+from extract.system.atomic_files import own_folder
 from extract.system.folder_lock import locked
 from extract.system.foreign_code import exits_refused
 
-__all__ = ["ShardMaker", "scratch_folder"]
+__all__ = ["ShardMaker"]
 
-_AT_ONCE = 1000  # processes per machine that build shards of one data set
+_WRITERS = 1000  # processes of a machine that build the same shard
+
+
+class _OpenShard(NamedTuple):
+    """A shard and the locked folder in which it is built.
+
+    Attributes:
+        work: its missing rows.
+        dataset: the data set, with this folder in place of its own.
+        close: unlocks the folder, and removes it unless it has a file of the shard; may be called twice.
+    """
+
+    work: ShardWork
+    dataset: DataSet
+    close: Callable[[], None]
 
 
 class ShardMaker:
-    """Context manager that builds shards, one at a time.
+    """Context manager that builds and publishes shards.
+
+    A killed process leaves its unfinished shards. The next process of this machine that builds them resumes them.
 
     Args:
-        plan: plan of the run; shards are built in `scratch`, not in the folder of its data set.
+        plan: plan of the run.
         place: where finished shards are published.
-        scratch: folder for this process alone; see `scratch_folder`.
+        scratch: folder for shards in progress; None: the folder for temporary files.
         on_computation, on_note: see `extract`.
 
     Attributes:
         about: the device that computes.
-        left_over: shards that an earlier run has left in the folder, unfinished or not published.
     """
 
     def __init__(
         self,
         plan: Plan,
         place: Destination,
-        scratch: Path,
+        scratch: Path | None = None,
         on_computation: Callable[[Computation], None] = lambda computation: None,
-        on_note: Callable[[str], None] | None = None,
+        on_note: Callable[[str], None] = lambda note: None,
     ):
-        self._plan = replace(plan, dataset=replace(plan.dataset, out=scratch))
-        self._place, self._on_note = place, on_note
+        self._plan, self._place, self._on_note = plan, place, on_note
+        self._base = Path(tempfile.gettempdir()) if scratch is None else scratch
+        content = "\0".join([os.path.abspath(plan.dataset.out), plan.dataset.fingerprint, plan.images.paths_xxh3])  # noqa: PTH100
+        self._name = f"layertap-{os.getuid()}-{hashlib.sha256(content.encode()).hexdigest()[:16]}"
         self.about: str = plan.provenance["device"]
-        self._batches = ShardBatches(self._plan)
-        self._was_ahead = False  # images of later shards may have been decoded when the last shard failed
-        dataset = self._plan.dataset
         place.open_or_create(plan.dataset)
         place.keep_axes(plan.choice.axes_files)
-        dataset.open_or_create()
-        published = place.published()
-        self._forward = ValidatedForward(self._plan, bool(len(published)), on_computation)
-        _remove_published(scratch, published)
-        self.left_over: list[int] = sorted({shard for shard, *_ in dataset.files()})
-
-    def make(
-        self,
-        shard: int,
-        on_rows: Callable[[int, bool], None] = lambda rows, stored_earlier: None,
-        stop: Callable[[], bool] = lambda: False,
-        following: Callable[[Container[int]], int | None] = lambda known: None,
-    ) -> bool:
-        """Build one shard, or resume one that was started in this folder. Call `publish` afterwards.
-
-        Args:
-            shard: number of the shard.
-            on_rows: see `extract`.
-            stop: called after each batch; True leaves the shard to be resumed.
-            following: returns the shard that is likely to be built next, other than the shards passed to it, or None
-                if unknown. Its images are decoded as soon as all images of this shard are.
-
-        Returns:
-            True if the shard is finished, False if it was stopped.
-
-        Raises:
-            LayertapError: see `extract`.
-        """
-        if self._plan.dataset.path(shard).exists():  # an earlier run was killed before publishing it
-            return True
-        try:
-            return self._fill(shard, on_rows, stop, following)
-        except DeadWorkerError:
-            if not self._was_ahead:
-                raise
-        # An image of a later shard may have killed the worker: retry without decoding ahead.
-        return self._fill(
-            shard, lambda rows, earlier: None if earlier else on_rows(rows, earlier), stop, lambda known: None
-        )
-
-    def publish(self, shard: int) -> dict[str, Any] | None:
-        """Publish a finished shard; another thread may build the next one meanwhile.
-
-        Returns:
-            receipt of the shard; None if another process published it first.
-
-        Raises:
-            LayertapError: the place cannot take the shard; the call may be repeated.
-        """
-        dataset = self._plan.dataset
-        final = dataset.path(shard)
-        receipt = checked_receipt(final, len(dataset.shard_range(shard)))
-        won = self._place.publish(final, receipt)
-        dataset.withdraw(final)
-        return receipt if won else None
-
-    def _fill(
-        self,
-        shard: int,
-        on_rows: Callable[[int, bool], None],
-        stop: Callable[[], bool],
-        following: Callable[[Container[int]], int | None],
-    ) -> bool:
-        """See `make`."""
-        dataset = self._plan.dataset
-        work, batches = self._batches.take(shard, self._work, lambda known: self._fresh(following(known)))
-        on_rows(len(dataset.shard_range(shard)) - len(work.rows), True)
-        try:
-            summary = Summary(n_rows=dataset.n_rows)
-            checked = checked_batches(batches, self._plan.images, self._report_note)
-            with exits_refused():
-                extract_shard(self._plan, work, checked, self._forward, summary, on_rows, stop)
-        except BaseException:
-            self._was_ahead = self._batches.is_ahead
-            self._batches.close()
-            raise
-        if summary.stopped:
-            self._batches.close()
-        return not summary.stopped
-
-    def _report_note(self, note: str) -> None:
-        if self._on_note is not None:
-            self._on_note(note)
-        self._on_note = None  # once for all shards
-
-    def _work(self, shard: int) -> ShardWork:
-        part = self._plan.dataset.path(shard, part=True)
-        work = work_at(self._plan.dataset, shard, ShardFiles(part=0 if part.exists() else None))
-        assert work is not None
-        return work
-
-    def _fresh(self, shard: int | None) -> ShardWork | None:
-        """Return the work of a shard without files; None for others, which are opened when they are built."""
-        if shard is None or any(self._plan.dataset.path(shard, part=part).exists() for part in (False, True)):
-            return None
-        return work_at(self._plan.dataset, shard, ShardFiles())
-
-    def give_up(self, shard: int) -> None:
-        """Remove the files of a shard that is no longer needed."""
-        discard(self._plan.dataset.path(shard, part=True))
-        self._plan.dataset.withdraw(self._plan.dataset.path(shard))
+        self._opened = ValidatedForward(plan, bool(len(place.published())), on_computation)
 
     def __enter__(self) -> Self:
+        self._remove_published()
+        self._forward = self._opened.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._batches.close()
-        self._forward.close()
+        self._opened.__exit__(None, None, None)
+        with contextlib.suppress(LayertapError):  # files stay if the place does not answer
+            self._remove_published()
+
+    def build(
+        self,
+        shards: Iterable[int],
+        on_rows: Callable[[int, int, bool], None] = lambda shard, rows, resumed: None,
+        stop: Callable[[], bool] = lambda: False,
+    ) -> Iterator[tuple[int, dict[str, Any] | None]]:
+        """Build shards in this order; images of the next are decoded, and the previous is published, meanwhile.
+
+        After an error or a stop, the maker builds no more: forwards of another shard may be in progress.
+
+        Args:
+            shards: numbers of the shards; read when there is room for more images.
+            on_rows: called with a shard, a number of rows, and whether an earlier run stored them.
+            stop: called after each batch; True leaves the shard to be resumed.
+
+        Yields:
+            (shard, receipt) of each published shard; None: another process published it first.
+
+        Raises:
+            LayertapError: see `extract`; or the place cannot take a shard.
+        """
+        plan = self._plan
+        with contextlib.ExitStack() as at_the_end, ThreadPoolExecutor(1, "publisher") as publisher:
+            opened, read_ahead = itertools.tee(self._open(shard, at_the_end) for shard in shards)
+            rows = itertools.chain.from_iterable(batches_of(shard.work.rows, plan) for shard in read_ahead)
+            loaded = at_the_end.enter_context(contextlib.closing(load_batches(plan.images, rows, plan.decoding)))
+            batches = checked_batches(loaded, plan.images, self._note)
+            published: Future[tuple[int, dict[str, Any] | None]] | None = None
+            try:
+                for shard in opened:
+                    if not self._fill(shard, batches, on_rows, stop):
+                        break
+                    if published is not None:
+                        yield published.result()
+                    published = publisher.submit(self._publish, shard)
+            except Exception:
+                if published is not None:  # it is published, and would be built again if nobody heard of it
+                    yield published.result()
+                raise
+            if published is not None:
+                yield published.result()
+
+    def _fill(
+        self,
+        shard: _OpenShard,
+        batches: Iterator[Batch],
+        on_rows: Callable[[int, int, bool], None],
+        stop: Callable[[], bool],
+    ) -> bool:
+        """Compute the missing rows of a shard; return False if it was stopped."""
+        work, n_rows = shard.work, len(shard.dataset.shard_range(shard.work.shard))
+        on_rows(work.shard, n_rows - len(work.rows), True)
+        if shard.dataset.path(work.shard).exists():  # an earlier run was killed before it published the shard
+            return True
+        summary = Summary(n_rows=n_rows)
+        own_batches = itertools.islice(batches, sum(1 for _ in batches_of(work.rows, self._plan)))
+        with exits_refused():
+            extract_shard(
+                replace(self._plan, dataset=shard.dataset), work, own_batches, self._forward, summary,
+                lambda rows, resumed: on_rows(work.shard, rows, resumed), stop,
+            )  # fmt: skip
+        return not summary.stopped
+
+    def _publish(self, shard: _OpenShard) -> tuple[int, dict[str, Any] | None]:
+        number = shard.work.shard
+        final = shard.dataset.path(number)
+        receipt = checked_receipt(final, len(shard.dataset.shard_range(number)))
+        is_first = self._place.publish(final, receipt)
+        shard.dataset.withdraw(final)
+        shard.close()
+        return number, receipt if is_first else None
+
+    def _note(self, note: str) -> None:
+        """Pass on the first note of this process: thousands of images may have the same."""
+        self._on_note(note)
+        self._on_note = lambda note: None
+
+    def _open(self, shard: int, at_the_end: contextlib.ExitStack) -> _OpenShard:
+        """Lock the folder of a shard, and find out which rows an earlier run has left there.
+
+        Raises:
+            LayertapError: the folder cannot be written to, or none is free.
+        """
+        lock = contextlib.ExitStack()
+        at_the_end.callback(lock.close)
+        for number in range(_WRITERS):
+            folder = self._base / f"{self._name}-{shard:06d}-{number}"
+            try:
+                self._base.mkdir(parents=True, exist_ok=True)
+                folder.mkdir(mode=0o700, exist_ok=True)  # a user who can write to it could change features
+                if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+                    continue
+                lock.enter_context(locked(folder))
+                lock.callback(_remove_without_shards, folder)
+                own_folder(folder / "shards")
+            except LockedError:  # another process of this machine builds the shard
+                continue
+            except OSError as error:
+                raise LayertapError(f"cannot write to {folder}: {error.strerror}") from error
+            dataset = replace(self._plan.dataset, out=folder)
+            is_begun = dataset.path(shard, part=True).exists() and not dataset.path(shard).exists()
+            work = work_at(dataset, shard, ShardFiles(part=0 if is_begun else None))
+            assert work is not None
+            if dataset.path(shard).exists():
+                work = replace(work, rows=range(0))
+            return _OpenShard(work, dataset, lock.close)
+        raise LayertapError(f"{self._base}: {_WRITERS:,} processes build shard {shard}")
+
+    def _remove_published(self) -> None:
+        """Remove what killed processes of this machine have left of shards that are published now."""
+        published: set[int] | None = None
+        for folder in self._base.glob(f"{self._name}-{'[0-9]' * 6}-*"):
+            published = set(self._place.published().tolist()) if published is None else published
+            if int(folder.name[len(self._name) + 1 :][:6]) in published and not folder.is_symlink():
+                with contextlib.suppress(LayertapError), locked(folder):  # locked: in use
+                    shutil.rmtree(folder, ignore_errors=True)
 
 
-@contextlib.contextmanager
-def scratch_folder(out: str, place: Destination, dataset: DataSet, base: Path | None = None) -> Iterator[Path]:
-    """Context manager: yield a folder on this machine in which one process builds shards of a data set.
-
-    The next run gets the same folder and resumes the shards in it. At the end, published shards and empty folders are
-    removed, including those of killed processes.
-
-    Args:
-        out: folder or URL of the data set.
-        place: the same as a `Destination`.
-        dataset: the data set.
-        base: parent folder; None: the folder for temporary files.
-
-    Raises:
-        LayertapError: the folder cannot be written to, or none is free.
-    """
-    base = Path(tempfile.gettempdir()) if base is None else base
-    what = "\0".join([out, dataset.fingerprint, dataset.images["paths_xxh3"]])
-    name = f"layertap-{os.getuid()}-{hashlib.sha256(what.encode()).hexdigest()[:16]}"
-    with contextlib.ExitStack() as at_the_end:
-        folder = _first_free(base, name, at_the_end)
-        try:
-            yield folder
-        finally:
-            with contextlib.suppress(LayertapError):  # files stay if the place does not answer
-                published = place.published()
-                _tidy(folder, published)
-                for other in base.glob(f"{name}-*"):
-                    with contextlib.suppress(LayertapError), locked(other):  # locked: in use
-                        _tidy(other, published)
-
-
-def _tidy(folder: Path, published: NDArray[np.int64]) -> None:
-    """Remove published shards, and the folder if no shard is left."""
-    _remove_published(folder, published)
+def _remove_without_shards(folder: Path) -> None:
     if not any((folder / "shards").glob("*.h5*")):
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _remove_published(folder: Path, published: NDArray[np.int64]) -> None:
-    gone = set(published.tolist())
-    for path in (folder / "shards").glob("[0-9]" * 6 + "*"):
-        if int(path.name[:6]) in gone:
-            discard(path)
-
-
-def _first_free(base: Path, name: str, at_the_end: contextlib.ExitStack) -> Path:
-    for number in range(_AT_ONCE):
-        folder = base / f"{name}-{number}"
-        try:
-            base.mkdir(parents=True, exist_ok=True)
-            folder.mkdir(mode=0o700, exist_ok=True)  # a user who can write to it could change features
-            if folder.is_symlink() or folder.stat().st_uid != os.getuid():
-                continue
-            at_the_end.enter_context(locked(folder))
-        except LockedError:  # another process of this machine holds it
-            continue
-        except OSError as error:
-            raise LayertapError(f"cannot write to {folder}: {error.strerror}") from error
-        return folder
-    raise LayertapError(f"{base}: all {_AT_ONCE:,} scratch folders are in use")

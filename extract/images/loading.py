@@ -265,9 +265,7 @@ def _machine_error(error: Exception, row: int) -> MachineError:
     )
 
 
-def _collate(decoded: list[Item | LayertapError]) -> Batch | LayertapError | None:
-    if not decoded:
-        return None
+def _collate(decoded: list[Item | LayertapError]) -> Batch | LayertapError:
     items = [item for item in decoded if not isinstance(item, LayertapError)]
     if len(items) < len(decoded):
         return next(error for error in decoded if isinstance(error, LayertapError))
@@ -307,7 +305,7 @@ Load = Callable[[Images, Iterable[list[int]], Decoding], ClosableBatches]  # suc
 
 def load_batches(
     images: Images,
-    batches: Iterable[list[int] | None],
+    batches: Iterable[list[int]],
     decoding: Decoding,
     source: ImageSource | None = None,
 ) -> Batches:
@@ -318,9 +316,7 @@ def load_batches(
 
     Args:
         images: the images that the rows index.
-        batches: rows of each batch, no row in two batches; read lazily. None means that the next rows are not known
-            yet: the workers wait, and `batches` is read again after a piece has been taken from them. Iteration stops
-            when no known rows are left.
+        batches: rows of each batch, no row in two batches; read lazily.
         decoding: settings for decoding.
         source: reads the images; None: `images.source`.
 
@@ -343,9 +339,6 @@ def load_batches(
 
     def pieces() -> Iterator[list[int]]:
         for rows in batches:
-            if rows is None:
-                yield []  # if the sampler ended, the workers would end too
-                continue
             sizes.append(len(rows))
             yield from (rows[start : start + at_a_time] for start in range(0, len(rows), at_a_time))
 
@@ -395,7 +388,7 @@ class Batches(Iterator[Batch]):
     """Iterator over decoded batches, returned by `load_batches`.
 
     Args:
-        pieces: pieces of batches, in order; None where the next rows were not known yet.
+        pieces: pieces of batches, in order.
         sizes: number of rows of each batch whose pieces are still to come.
         deaths: reports deaths of the workers; None without workers.
 
@@ -406,9 +399,7 @@ class Batches(Iterator[Batch]):
         LayertapError: from `next`; a worker stopped sending.
     """
 
-    def __init__(
-        self, pieces: Iterator[Batch | LayertapError | None], sizes: deque[int], deaths: WorkerDeaths | None = None
-    ):
+    def __init__(self, pieces: Iterator[Batch | LayertapError], sizes: deque[int], deaths: WorkerDeaths | None = None):
         self._pieces, self._sizes, self._deaths = pieces, sizes, deaths
 
     def __next__(self) -> Batch:
@@ -418,10 +409,8 @@ class Batches(Iterator[Batch]):
                 piece = next(self._pieces, None)
             if isinstance(piece, LayertapError):
                 raise piece
-            if piece is None and not self._sizes:
-                raise StopIteration
             if piece is None:
-                continue
+                raise StopIteration
             waiting.append(piece)
             if sum(len(piece.rows) for piece in waiting) == self._sizes[0]:
                 self._sizes.popleft()

@@ -23,8 +23,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pipelines.embed.cluster.dispatch import Joined, dispatch
 from pipelines.embed.cluster.ray_actors import RayWorkers
+from pipelines.embed.cluster.shard_loop import ShardLoop
+from pipelines.embed.cluster.worker import Event, Joined
 from tests.pipelines.cluster.made_up import MadeUp
 
 SHARDS = 20
@@ -51,14 +52,17 @@ def pinned_cluster(cores: list[int]) -> Iterator[str]:
 
 def overhead_ms(address: str, actors: int, shards: int, out: Path) -> float:
     """Of a shard that takes no time."""
-    with RayWorkers(address, lambda room: MadeUp(out), 1, 1, on_cpu=True) as workers:
-        joined: list[Joined] = []
-        while len(joined) < actors:
-            joined += [event for event in workers.events(1.0) if isinstance(event, Joined)]
-        start = time.perf_counter()
-        found = dispatch(range(shards), workers, joined=joined)
-        assert found.done == shards
-        return 1000 * (time.perf_counter() - start) / shards
+    joined: list[float] = []
+
+    def on_event(worker: int, event: Event) -> None:
+        if isinstance(event, Joined):
+            joined.append(time.perf_counter())
+
+    with RayWorkers(address, lambda room: MadeUp(out), (1, 1, True)) as workers:
+        loop = ShardLoop(workers, lambda: range(shards), on_event)
+        loop.run()
+        assert loop.done == shards
+        return 1000 * (time.perf_counter() - joined[0]) / shards
 
 
 def rate(images: Path, out: Path, backbone: str, *words: str) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,26 +11,25 @@ from extract import defaults
 from extract.errors import InputError
 from extract.store.format.dataset import BUILDING
 from extract.system.urls import is_url
-from pipelines.embed.cluster.dispatch import Workers
-from pipelines.embed.cluster.processes import Processes, Slot
+from pipelines.embed.cluster.processes import Processes
 from pipelines.embed.cluster.worker import Embed
 from pipelines.embed.config import EmbedConfig
 
 if TYPE_CHECKING:
-    from pipelines.embed.cluster.ray_actors import ActorResources
+    from pipelines.embed.cluster.ray_actors import ActorResources, RayWorkers
 
 __all__ = ["engine_of", "start_of_actor"]
 
 
-def engine_of(config: EmbedConfig) -> AbstractContextManager[Workers]:
+def engine_of(config: EmbedConfig) -> Processes | RayWorkers:
     """Return the workers that a configuration requests."""
     if config.engine == "ray":
         from pipelines.embed.cluster.ray_actors import RayWorkers
 
         start = partial(start_of_actor, config)
-        on_cpu = config.device == "cpu"
-        return RayWorkers(config.address, start, config.cpus_per_worker, config.workers_per_gpu, on_cpu)
-    return Processes(_slots(config))
+        asked = config.cpus_per_worker, config.workers_per_gpu, config.device == "cpu"
+        return RayWorkers(config.address, start, asked)
+    return Processes(_starts(config))
 
 
 def start_of_actor(config: EmbedConfig, resources: ActorResources) -> Embed:
@@ -59,8 +57,8 @@ def _names_may_be_paths(source: str) -> bool:
     return source in SOURCES and SOURCES[source].name_is_path
 
 
-def _slots(config: EmbedConfig) -> list[Slot]:
-    """Return one or more slots per device, each with its own cores."""
+def _starts(config: EmbedConfig) -> list[Embed]:
+    """Return the start functions of one or more workers per device, each with its own cores."""
     devices = _devices(config)
     cores = sorted(_cores())
     if config.cpus_per_worker is not None and config.cpus_per_worker > len(cores):
@@ -72,7 +70,7 @@ def _slots(config: EmbedConfig) -> list[Slot]:
     cores_per_worker = config.cpus_per_worker or max(1, len(cores) // len(devices))
     has_own_folder = not config.shards_of and not is_url(config.place)
     scratch = config.scratch or (config.folder / BUILDING if has_own_folder else None)
-    slots = []
+    starts = []
     for number, device in enumerate(devices):
         places = range(number * cores_per_worker, number * cores_per_worker + min(cores_per_worker, len(cores)))
         worker_cores = [cores[place % len(cores)] for place in places]
@@ -80,8 +78,8 @@ def _slots(config: EmbedConfig) -> list[Slot]:
         if "workers" not in config.model_fields_set:
             changes["workers"] = min(defaults.WORKERS, len(worker_cores))
         worker_config = config.model_copy(update=changes)
-        slots.append(Slot(Embed(worker_config, scratch, len(worker_cores)), worker_cores if len(devices) > 1 else None))
-    return slots
+        starts.append(Embed(worker_config, scratch, len(worker_cores), worker_cores if len(devices) > 1 else None))
+    return starts
 
 
 def _cores() -> set[int]:

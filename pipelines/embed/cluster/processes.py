@@ -3,261 +3,187 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import multiprocessing
 import os
+import platform
 import signal
-import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any, Self
 
-from extract import defaults
-from extract.errors import LayertapError
-from pipelines.embed.cluster.dispatch import Done, Event, Failed, Joined, Left
-from pipelines.embed.cluster.worker import Start, Worker
+from extract.errors import LayertapError, first_line
+from pipelines.embed.cluster.worker import Done, Event, Joined, Left, Message, Rows, Start
+from pipelines.terminal.progress import store_warnings_to
 
-__all__ = ["Processes", "Slot", "WorkerProcess"]
+__all__ = ["Child", "Processes", "exit_with_parent"]
 
-_EARLY_DEATHS = 3  # consecutive deaths before joining, after which a slot stays empty
-_SILENT_S = 1200.0  # without events from a worker with shards: it counts as hanging
 _END_S = 60.0  # for the batch in flight, when the run stops
-_CLOSE_S = 15.0  # for closing files after SIGTERM, if the batch did not end
+_ROWS_EVERY_S = 0.5
+_PARENT_EVERY_S = 1.0
+# Ctrl-C, and the SIGTERM of a service manager, reach all processes; only the first process acts on them.
+_IGNORED = (signal.SIGINT, signal.SIGTERM)
 
 
-@dataclass(frozen=True)
-class Slot:
-    """A place for one worker at a time.
-
-    Attributes:
-        start: start function of the worker.
-        cores: cores that it runs on; None: any.
-    """
-
-    start: Start
-    cores: Sequence[int] | None = None
-
-
-class Processes:
-    """Workers as processes, see `dispatch.Workers`; a context manager that ends them on exit.
-
-    Args:
-        slots: one slot per worker.
-    """
-
-    def __init__(self, slots: Sequence[Slot]):
-        self._slots = slots
-        self._processes: dict[int, WorkerProcess] = {}
-        self._count = 0
-        self._deaths = [0] * len(slots)
-        self._last_error = ""
-
-    def __enter__(self) -> Self:
-        for slot_index in range(len(self._slots)):
-            self._start_worker(slot_index)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for process in self._processes.values():
-            process.end()
-        end = time.monotonic() + _END_S
-        for process in self._processes.values():
-            # A worker that has not joined has nothing to finish.
-            process.stop(end - time.monotonic() if process.joined else 0.0)
-
-    def _start_worker(self, slot_index: int) -> None:
-        self._processes[self._count] = WorkerProcess(self._count, self._slots[slot_index], slot_index)
-        self._count += 1
-
-    def events(self, timeout_s: float) -> list[Event]:
-        """See `dispatch.Workers`."""
-        if not self._processes:
-            raise LayertapError(f"no worker can be started: {self._last_error}")
-        by_pipe = {process.pipe: number for number, process in self._processes.items()}
-        events: list[Event] = []
-        for pipe in wait(list(by_pipe), timeout_s):
-            events += self._read_events(by_pipe[pipe])  # type: ignore[index]
-        for number, process in list(self._processes.items()):
-            if process.shards and time.monotonic() - process.heard > _SILENT_S:
-                events += self._replace(number, Left(number, f"sent no events for {_SILENT_S / 60:.0f} minutes"))
-        return events
-
-    def _read_events(self, number: int) -> list[Event]:
-        """Return the events of a worker; replace the worker if it has ended."""
-        process = self._processes[number]
-        events = process.events()
-        if any(isinstance(event, Joined) for event in events):
-            self._deaths[process.slot_index] = 0
-        if events and isinstance(events[-1], Left):
-            return events[:-1] + self._replace(number, events[-1])
-        return events
-
-    def _replace(self, number: int, event: Left) -> list[Event]:
-        process = self._processes.pop(number)
-        process.kill()
-        self._last_error = event.why
-        self._deaths[process.slot_index] += 1
-        if self._deaths[process.slot_index] < _EARLY_DEATHS:
-            self._start_worker(process.slot_index)
-        return [event]
-
-    def coming(self) -> bool:
-        """See `dispatch.Workers`."""
-        return any(not process.joined for process in self._processes.values())
-
-    def submit(self, worker: int, shard: int) -> None:
-        """See `dispatch.Workers`."""
-        self._processes[worker].submit(shard)
-
-    def cancel(self, worker: int, shard: int) -> None:
-        """See `dispatch.Workers`."""
-        self._processes[worker].cancel(shard)
-
-    def retire(self, worker: int) -> None:
-        """See `dispatch.Workers`."""
-        self._processes.pop(worker).kill()
-
-
-class WorkerProcess:
+class Child:
     """A worker in its own process, as seen by the process that started it.
-
-    Args:
-        number: number of the worker.
-        slot: slot with its start function and cores.
-        slot_index: index of the slot.
 
     Attributes:
         pipe: connection to wait for events.
-        slot_index: index of the slot.
-        joined: whether the worker is ready.
-        shards: shards that it was given and has not finished.
-        heard: time of its last event, or of a shard that it was given while it had none.
+        sentinel: ready when the process has ended. The pipe is not enough: processes that decode images inherit it.
     """
 
-    def __init__(self, number: int, slot: Slot, slot_index: int = 0):
+    def __init__(self, start: Start):
         context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
         self.pipe, theirs = context.Pipe()
-        start_method = multiprocessing.get_start_method()
-        self._process = context.Process(
-            target=_work, args=(number, theirs, slot, start_method), name=f"worker-{number}"
-        )
+        self._process = context.Process(target=_work, args=(theirs, start, multiprocessing.get_start_method()))
+        # A signal that comes before `_work` ignores it would end the process with a traceback. The process that tracks
+        # resources starts first, because its start unblocks signals.
+        resource_tracker.ensure_running()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)
         self._process.start()
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        self.sentinel = self._process.sentinel
         theirs.close()  # so that the pipe ends with the process
-        self._number, self._sending = number, threading.Lock()
-        self.slot_index, self.heard, self.joined = slot_index, time.monotonic(), False
-        self.shards: set[int] = set()
+        self._has_joined = False
+
+    def submit(self, shards: Sequence[int]) -> None:
+        """Give shards to the worker, which must have none; or end it, if there are none."""
+        with contextlib.suppress(OSError):  # it has ended, and `events` reports that
+            self.pipe.send(shards)
 
     def events(self, timeout_s: float = 0.0) -> list[Event]:
-        """Return the events since the last call; the last event is `Left` if the worker has ended."""
+        """Return the events since the last call; wait at most `timeout_s` for the first one."""
+        wait([self.pipe, self.sentinel], timeout_s)
         events: list[Event] = []
+        is_alive = self._process.is_alive()  # first: what a process sends before its end is read
         try:
-            while self.pipe.poll(0.0 if events else timeout_s):
-                event: Event = self.pipe.recv()
-                events.append(event)
-                self.heard = time.monotonic()
-                if isinstance(event, Joined):
-                    self.joined = True
-                elif isinstance(event, Done | Failed):
-                    self.shards.discard(event.shard)
-                elif isinstance(event, Left):
-                    break
+            while self.pipe.poll():
+                events.append(self.pipe.recv())
         except (EOFError, OSError):
-            events.append(Left(self._number, self._exit_reason()))
+            is_alive = False
+        self._has_joined = self._has_joined or any(isinstance(event, Joined) for event in events)
+        if not is_alive and not (events and isinstance(events[-1], Left)):
+            events.append(Left(self._exit_reason()))
         return events
 
-    def submit(self, shard: int) -> None:
-        """See `Worker`."""
-        if not self.shards:
-            self.heard = time.monotonic()
-        self.shards.add(shard)
-        self._send("submit", shard)
-
-    def cancel(self, shard: int) -> None:
-        """See `Worker`."""
-        self.shards.discard(shard)
-        self._send("cancel", shard)
-
-    def end(self) -> None:
-        """See `Worker`."""
-        self._send("end")
-
-    def _send(self, method: str, shard: int = 0) -> None:
-        """Send a message. If the process has ended, reading the pipe reports it."""
-        with self._sending, contextlib.suppress(OSError):
-            self.pipe.send((method, shard))
-
     def _exit_reason(self) -> str:
-        """Return in words how the process ended, after the end of the pipe."""
         self._process.join(_END_S)
-        code = self._process.exitcode
-        if code is None:
-            return "its process closed its pipe"
+        code = self._process.exitcode or 0
         if code < 0:
             return f"its process was killed by {signal.Signals(-code).name}"
         return f"its process exited with code {code}"
 
-    def stop(self, timeout_s: float = _END_S) -> None:
-        """Wait at most `timeout_s` for the process to end, then terminate it, and finally kill it."""
-        self._process.join(max(0.0, timeout_s))
-        if self._process.is_alive():
-            self._process.terminate()
-            self._process.join(_CLOSE_S)
-        self.kill()
+    def join(self, timeout_s: float) -> None:
+        """Wait for a worker that was asked to end; one that has not joined has nothing to finish."""
+        if self._has_joined:
+            self._process.join(max(0.0, timeout_s))
 
     def kill(self) -> None:
-        """Kill the process; its decoding processes notice this and end."""
+        """Kill the process: what it has stored is safe, and processes that decode images notice it and end."""
         self._process.kill()
         self._process.join()
         self.pipe.close()
 
 
-def _work(number: int, pipe: Connection[Any, Any], slot: Slot, start_method: str) -> None:
-    """Run a worker in this process: the main thread builds shards, another thread receives messages."""
-    # The spawn method would also apply to decoding processes, which would cost 6 s per shard.
-    multiprocessing.set_start_method(start_method, force=True)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; only the first process acts on it
-    signal.signal(signal.SIGTERM, lambda *_: terminate())
-    if slot.cores is not None and hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, slot.cores)
-    sending = threading.Lock()
-    joined, ended_at = False, math.inf
+class Processes:
+    """Workers as processes; a context manager that ends them on exit.
 
-    def end() -> None:
-        nonlocal ended_at
-        ended_at = min(ended_at, time.monotonic())
-        worker.end()
+    Args:
+        starts: start function of each worker.
 
-    def terminate() -> None:
-        """End the worker; exit if it has been ending for some time, or has nothing to finish.
+    Attributes:
+        size: number of workers that have room to run.
+    """
 
-        A service manager sends SIGTERM to all processes, perhaps several times at once. The first process sends its own
-        if the batch in flight does not end.
-        """
-        if worker.ending and (not joined or time.monotonic() - ended_at > defaults.AT_ONCE_S):
-            sys.exit(1)
-        end()
+    def __init__(self, starts: Sequence[Start]):
+        self._starts, self.size = starts, len(starts)
+        self._children: dict[int, Child] = {}
 
-    def send(event: Event) -> None:
-        nonlocal joined
-        joined = joined or isinstance(event, Joined)
-        with sending, contextlib.suppress(OSError):  # the other end is closed: `receive` ends the worker
-            pipe.send(event)
+    def __enter__(self) -> Self:
+        for worker, start in enumerate(self._starts):
+            self._children[worker] = Child(start)
+        return self
 
-    worker = Worker(number, slot.start, send)
+    def __exit__(self, *_: object) -> None:
+        end = time.monotonic() + _END_S
+        try:
+            for child in self._children.values():
+                child.submit([])
+            for child in self._children.values():
+                child.join(end - time.monotonic())
+        finally:  # also after a second Ctrl-C
+            for child in self._children.values():
+                child.kill()
 
-    def receive() -> None:
-        with contextlib.suppress(EOFError, OSError):
-            while True:
-                method, shard = pipe.recv()
-                if method == "end":
-                    break
-                (worker.submit if method == "submit" else worker.cancel)(shard)
-        end()
-        time.sleep(_END_S + _CLOSE_S)  # the process that would kill a hanging worker may have been killed itself
+    def events(self, timeout_s: float) -> list[tuple[int, Event]]:
+        """Return (worker, event) since the last call; wait at most `timeout_s` for the first event."""
+        children = list(self._children.items())
+        wait([source for _, child in children for source in (child.pipe, child.sentinel)], timeout_s)
+        return [(worker, event) for worker, child in children for event in child.events()]
+
+    def submit(self, worker: int, shards: Sequence[int]) -> None:
+        """Give shards to a worker that has none."""
+        self._children[worker].submit(shards)
+
+    def replace(self, worker: int, *, start_another: bool) -> None:
+        """End a worker at once, and perhaps start another in its place."""
+        self._children.pop(worker).kill()
+        if start_another:
+            self._children[worker] = Child(self._starts[worker])
+
+
+def exit_with_parent() -> None:
+    """End this process at once when the process that started it has ended.
+
+    `PR_SET_PDEATHSIG` does not serve: the kernel sends that signal when the thread that started the process ends, too.
+    """
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_PARENT_EVERY_S)
         os._exit(1)
 
-    threading.Thread(target=receive, daemon=True).start()
-    worker.run()
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _work(pipe: Connection[Any, Any], start: Start, start_method: str) -> None:
+    """Run a worker in this process."""
+    exit_with_parent()
+    # "spawn" would also apply to processes that decode images, and each shard would wait 6 s for them.
+    multiprocessing.set_start_method(start_method, force=True)
+    for number in _IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
+    sending = threading.Lock()  # a bucket that does not answer is reported by the thread that publishes
+    stored, sent_at = 0, 0.0
+
+    def send(event: Event) -> None:
+        with sending, contextlib.suppress(OSError):  # the other end is closed: `recv` ends the worker
+            pipe.send(event)
+
+    def on_rows(shard: int, rows: int, resumed: bool) -> None:
+        nonlocal stored, sent_at
+        stored = rows if resumed else stored + rows
+        if resumed or time.monotonic() - sent_at > _ROWS_EVERY_S:
+            sent_at = time.monotonic()
+            send(Rows(shard, stored, resumed))
+
+    def say(text: str) -> None:
+        send(Message(text))
+
+    try:
+        with store_warnings_to(say), start(say) as maker, contextlib.suppress(EOFError):
+            send(Joined(platform.node(), maker.about))
+            while shards := pipe.recv():
+                # What arrives while shards are built, or the end of the pipe, asks the worker to stop.
+                for shard, receipt in maker.build(shards, on_rows, pipe.poll):
+                    send(Done(shard, receipt))
+    except LayertapError as error:
+        send(Left(str(error), error))
+    except Exception as error:
+        send(Left(f"{type(error).__name__}: {first_line(error)}"))
+        raise

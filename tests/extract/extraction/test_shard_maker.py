@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import os
 import signal
 import threading
-from collections import deque
-from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +13,13 @@ import pytest
 import torch
 
 from extract import FeatureReader, LayertapError, extract_features, load_backbone
-from extract.extraction import shard_decoding as module
+from extract.extraction import shard_maker as module
 from extract.extraction.shard_maker import ShardMaker
 from extract.images.sources import Files
 from extract.store.format.writer import ShardWriter
 from extract.store.places.shared_folder import SharedFolder
 from extract.store.verify import verify
-from pipelines.embed.cluster.dispatch import Done, Failed, Left
-from pipelines.embed.cluster.worker import Worker
 from tests.conftest import TINY_INPUT, make_picture
-from tests.extract.compute.test_backends import BY_OPENVINO
-from tests.extract.compute.test_transfers import on_a_gpu
 from tests.planning import plan
 
 ROWS = 8  # of a shard: one batch of two pieces for those that decode
@@ -54,20 +46,6 @@ def expected(pictures: Path, options: dict[str, Any], tmp_path_factory: pytest.T
     return extract_features(pictures, out=out, workers=0, progress=False, **options)
 
 
-class Waiting:
-    """Shards that wait, as a worker knows them; at most one besides the one that is made."""
-
-    def __init__(self, shards: list[int]):
-        self._later = deque(shards)
-
-    def __iter__(self) -> Iterator[int]:
-        while self._later:
-            yield self._later.popleft()
-
-    def following(self, known: Container[int]) -> int | None:
-        return next((shard for shard in list(self._later)[:1] if shard not in known), None)
-
-
 @pytest.fixture
 def begun(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How often processes that decode were started."""
@@ -82,9 +60,15 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def maker_of(pictures: Path, tmp_path: Path, options: dict[str, Any], workers: int) -> ShardMaker:
+def maker_of(
+    pictures: Path, tmp_path: Path, options: dict[str, Any], workers: int = 0, place: SharedFolder | None = None
+) -> ShardMaker:
     planned = plan(pictures, out=tmp_path / "out", workers=workers, **options)
-    return ShardMaker(planned, SharedFolder(tmp_path / "out"), tmp_path / "scratch")
+    return ShardMaker(planned, place or SharedFolder(tmp_path / "out"), tmp_path / "scratch")
+
+
+def left_in(tmp_path: Path) -> list[str]:
+    return sorted(path.name for path in (tmp_path / "scratch").rglob("*.h5*"))
 
 
 def assert_same(out: Path, expected: FeatureReader) -> None:
@@ -95,69 +79,100 @@ def assert_same(out: Path, expected: FeatureReader) -> None:
 
 
 @pytest.mark.parametrize(
-    ("workers", "ahead", "in_time"),  # ahead: batches, less than a shard, and several shards
-    [(0, 1, True), (1, 20, True), (1, 1, False)]
-    + [
-        pytest.param(*some, marks=pytest.mark.slow)
-        for some in [(0, 20, True), (1, 1, True), (0, 1, False), (0, 20, False), (1, 20, False)]
-    ],
+    ("workers", "ahead"),  # ahead: batches, less than a shard, and several shards
+    [(0, 1), (1, 20), pytest.param(0, 20, marks=pytest.mark.slow), pytest.param(1, 1, marks=pytest.mark.slow)],
 )
 def test_what_decodes_goes_on_with_the_next_shard(
     pictures: Path, tmp_path: Path, options: dict[str, Any], expected: FeatureReader, begun: list[int],
-    workers: int, ahead: int, in_time: bool, monkeypatch: pytest.MonkeyPatch,
+    workers: int, ahead: int, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr("extract.images.loading._BATCHES_AHEAD", ahead)
-    waiting, rows = Waiting([3, 0, 1, 5, 4, 2]), 0
-
-    def count(computed: int, found: bool) -> None:
-        nonlocal rows
-        rows += computed
-
+    rows: list[tuple[int, int, bool]] = []
     with maker_of(pictures, tmp_path, options, workers) as maker:
-        for shard in waiting:
-            assert maker.make(shard, count, following=waiting.following if in_time else lambda known: None)
-            receipt = maker.publish(shard)
-            assert receipt is not None
-            assert receipt["status"] == {"ok": ROWS}
-    assert rows == ROWS * SHARDS
-    assert begun == [workers]
+        for shards in ([3, 0, 1], [5, 4, 2]):
+            built = dict(maker.build(shards, lambda *event: rows.append(event)))
+            assert list(built) == shards
+            assert [receipt and receipt["status"] for receipt in built.values()] == [{"ok": ROWS}] * 3
+    assert sum(count for _, count, resumed in rows if not resumed) == ROWS * SHARDS
+    assert [shard for shard, _, resumed in rows if resumed] == [3, 0, 1, 5, 4, 2]
+    assert begun == [workers, workers]  # once for each list
     assert_same(tmp_path / "out", expected)
+    assert list((tmp_path / "scratch").iterdir()) == []
 
 
-@pytest.mark.slow
-def test_shards_that_come_otherwise_than_was_said_are_right(
+def test_a_shard_that_was_stopped_is_resumed_by_any_process_of_the_machine(
     pictures: Path, tmp_path: Path, options: dict[str, Any], expected: FeatureReader
 ) -> None:
+    at: list[int] = []
     with maker_of(pictures, tmp_path, options, 1) as maker:
-        for shard in [0, 2, 1, 3, 5, 4]:
-            maker.make(shard, following=lambda known, next_one=shard + 1: None if next_one in known else next_one % 6)
-            maker.publish(shard)
+        built = dict(maker.build(range(SHARDS), lambda shard, rows, resumed: at.append(shard), lambda: at[-1] == 2))
+    assert list(built) == [0, 1]
+    assert left_in(tmp_path) == ["000002.h5.part"]
+    rows: list[tuple[int, int, bool]] = []
+    with maker_of(pictures, tmp_path, options, 1) as maker:
+        assert list(dict(maker.build(range(2, SHARDS), lambda *event: rows.append(event)))) == [2, 3, 4, 5]
+    assert rows[:2] == [(2, ROWS // 2, True), (2, ROWS // 2, False)]  # a batch was computed before it was stopped
+    assert_same(tmp_path / "out", expected)
+    assert list((tmp_path / "scratch").iterdir()) == []
+
+
+def test_a_finished_shard_of_a_process_that_was_killed_is_published_and_not_computed_again(
+    pictures: Path, tmp_path: Path, options: dict[str, Any], expected: FeatureReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Unreachable(SharedFolder):
+        def publish(self, path: Path, receipt: dict[str, Any]) -> bool:
+            raise LayertapError("the place does not answer")
+
+    unreachable = maker_of(pictures, tmp_path, options, place=Unreachable(tmp_path / "out"))
+    with unreachable as maker, pytest.raises(LayertapError, match="does not answer"):
+        list(maker.build([4]))
+    assert left_in(tmp_path) == ["000004.h5"]
+    write = ShardWriter.write
+    monkeypatch.setattr(ShardWriter, "write", None)
+    with maker_of(pictures, tmp_path, options) as maker:
+        assert [shard for shard, receipt in maker.build([4]) if receipt] == [4]
+        monkeypatch.setattr(ShardWriter, "write", write)
+        list(maker.build([0, 1, 2, 3, 5]))
     assert_same(tmp_path / "out", expected)
 
 
-def test_a_shard_that_was_stopped_is_gone_on_with(
+def test_processes_that_build_the_same_shard_have_a_folder_each_and_one_of_them_publishes(
     pictures: Path, tmp_path: Path, options: dict[str, Any], expected: FeatureReader
 ) -> None:
-    for attempt, shards in enumerate((range(SHARDS), [2])):
-        found: list[tuple[int, bool]] = []
-        waiting = Waiting(list(shards))
-        with maker_of(pictures, tmp_path, options, 1) as maker:
-            for shard in waiting:
-                if maker.make(
-                    shard,
-                    lambda rows, is_found, found=found: found.append((rows, is_found)),
-                    lambda stops=(attempt, shard) == (0, 2): stops,
-                    waiting.following,
-                ):
-                    maker.publish(shard)
-        if attempt == 0:
-            assert not (tmp_path / "out" / "shards" / "000002.h5").exists()
-        else:
-            assert found == [(ROWS // 2, True), (ROWS // 2, False)]  # a batch was computed before it was stopped
+    with maker_of(pictures, tmp_path, options) as maker, maker_of(pictures, tmp_path, options) as other:
+        first, second = maker.build(range(SHARDS)), other.build(range(SHARDS))
+        for _ in range(SHARDS):  # alternating: each has locked its next shards when the other asks for them
+            (shard, receipt), (of_second, receipt_of_second) = next(first), next(second)
+            assert shard == of_second
+            assert (receipt is None) != (receipt_of_second is None)
+        assert list(first) == list(second) == []
     assert_same(tmp_path / "out", expected)
+    assert list((tmp_path / "scratch").iterdir()) == []
 
 
-def test_a_shard_does_not_answer_for_an_image_of_the_next_that_kills_what_decodes(
+def test_what_killed_processes_left_of_published_shards_is_removed(
+    pictures: Path, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    with maker_of(pictures, tmp_path, options) as maker:
+        for shard in (1, 2):
+            folder = tmp_path / "scratch" / f"{maker._name}-{shard:06d}-0" / "shards"
+            folder.mkdir(parents=True)
+            (folder / f"{shard:06d}.h5.part").touch()
+    with maker_of(pictures, tmp_path, options) as maker:
+        (tmp_path / "scratch" / f"{maker._name}-000001-0" / "shards" / "000001.h5.part").unlink()
+        list(maker.build([1]))
+        stale = tmp_path / "scratch" / f"{maker._name}-000001-7" / "shards"
+        stale.mkdir(parents=True)
+        (stale / "000001.h5.part").touch()
+        elsewhere = tmp_path / "elsewhere"
+        elsewhere.mkdir()
+        (tmp_path / "scratch" / f"{maker._name}-000001-8").symlink_to(elsewhere)
+        (tmp_path / "scratch" / f"{maker._name}-x-y").mkdir()  # not by layertap
+    assert left_in(tmp_path) == ["000002.h5.part"]
+    assert list(elsewhere.iterdir()) == []
+
+
+def test_an_image_that_kills_what_decodes_fails_its_own_shard_when_that_is_built_alone(
     pictures: Path, tmp_path: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read = Files.read
@@ -168,78 +183,47 @@ def test_a_shard_does_not_answer_for_an_image_of_the_next_that_kills_what_decode
         return read(self, row)
 
     monkeypatch.setattr(Files, "read", deadly)
-    waiting, failed = Waiting(list(range(SHARDS))), {}
-    with maker_of(pictures, tmp_path, options, 1) as maker:
-        for shard in waiting:
-            try:
-                assert maker.make(shard, following=waiting.following)
-            except LayertapError as error:
-                failed[shard] = str(error)
-    assert list(failed) == [3]
-    assert "a process that decodes images died" in failed[3]
+    for shards, built in (([0, 1, 2, 3], None), ([2], [2]), ([3], None), ([4], [4])):
+        with maker_of(pictures, tmp_path, options, 1) as maker:
+            if built is None:
+                with pytest.raises(LayertapError, match="a process that decodes images died"):
+                    list(maker.build(shards))
+            else:
+                assert list(dict(maker.build(shards))) == built
 
 
-@pytest.mark.parametrize(
-    "engine", ["a made-up GPU", pytest.param("openvino", marks=[*BY_OPENVINO.marks, pytest.mark.slow])]
-)
-@pytest.mark.parametrize(
-    "failing", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)]
-)
-def test_after_a_shard_that_failed_the_others_are_right(
-    pictures: Path, tmp_path: Path, options: dict[str, Any], engine: str, failing: int, monkeypatch: pytest.MonkeyPatch
+def test_after_an_error_the_shard_before_it_is_reported(
+    pictures: Path, tmp_path: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of batches that were begun before, nobody takes the features for those of his own."""
-    options = {**options, "batch_size": 2, "compile": "openvino" if engine == "openvino" else "off"}
-    expected = extract_features(pictures, out=tmp_path / "expected", workers=0, **options)
-    write, calls = ShardWriter.write, itertools.count(1)
+    write = ShardWriter.write
 
     def fails(self: ShardWriter, *args: Any) -> None:
-        if next(calls) == 4 + failing:
+        if self.first_row >= ROWS:
             raise LayertapError("the disk is full")
         write(self, *args)
 
     monkeypatch.setattr(ShardWriter, "write", fails)
-    failed = []
-    on_gpu = on_a_gpu(failing) if engine != "openvino" else contextlib.nullcontext()
-    with on_gpu, maker_of(pictures, tmp_path, options, 0) as maker:
-        for shard in [0, 1, 2, 3, 1, 5, 4]:
-            try:
-                assert maker.make(shard)
-                maker.publish(shard)
-            except LayertapError as error:
-                failed.append((shard, str(error)))
-    assert failed == [(1, "the disk is full")]
-    assert_same(tmp_path / "out", expected)
+    with maker_of(pictures, tmp_path, options) as maker:
+        built = maker.build([0, 1, 2])
+        assert next(built)[0] == 0
+        with pytest.raises(LayertapError, match="the disk is full"):
+            next(built)
 
 
 @pytest.mark.parametrize("flags", [{"precision": "bfloat16"}])
-def test_what_was_refused_is_compared_again_for_the_next_shard(
+def test_what_is_refused_is_compared_again_by_the_next_process(
     pictures: Path, tmp_path: Path, options: dict[str, Any], flags: dict[str, Any]
 ) -> None:
-    with maker_of(pictures, tmp_path, {**options, **flags, "min_cosine": 1.0}, 0) as maker:
-        for shard in (0, 1, 0):
-            with pytest.raises(LayertapError, match="is required"):
-                maker.make(shard)
-
-
-def test_a_shard_that_is_not_wanted_any_more_leaves_nothing(
-    pictures: Path, tmp_path: Path, options: dict[str, Any]
-) -> None:
-    with maker_of(pictures, tmp_path, options, 0) as maker:
-        assert maker.make(0)
-        assert not maker.make(1, stop=lambda: True)
-        left = {path.name for path in (tmp_path / "scratch" / "shards").iterdir()}
-        assert left == {"000000.h5", "000000.json", "000001.h5.part"}
-        maker.give_up(0)
-        maker.give_up(1)
-        assert list((tmp_path / "scratch" / "shards").iterdir()) == []
+    for shard in (0, 1):
+        strict = maker_of(pictures, tmp_path, {**options, **flags, "min_cosine": 1.0})
+        with strict as maker, pytest.raises(LayertapError, match="is required"):
+            list(maker.build([shard]))
 
 
 def test_a_shard_is_published_while_the_next_is_made(
     pictures: Path, tmp_path: Path, options: dict[str, Any], expected: FeatureReader
 ) -> None:
     computing = {shard: threading.Event() for shard in range(SHARDS)}
-    order: list[tuple[str, int]] = []
 
     class Patient(SharedFolder):
         """Takes a shard when rows of the next one are computed."""
@@ -247,34 +231,12 @@ def test_a_shard_is_published_while_the_next_is_made(
         def publish(self, path: Path, receipt: dict[str, Any]) -> bool:
             shard = int(path.stem)
             assert shard == SHARDS - 1 or computing[shard + 1].wait(60)
-            order.append(("published", shard))
             return super().publish(path, receipt)
 
-    class Noting(ShardMaker):
-        def make(self, shard: int, *given: Any) -> bool:
-            found = super().make(shard, lambda *_: computing[shard].set(), *given[1:])
-            order.append(("made", shard))
-            return found
+    def on_rows(shard: int, rows: int, resumed: bool) -> None:
+        if not resumed:
+            computing[shard].set()
 
-    @contextlib.contextmanager
-    def start(say: Any) -> Iterator[Noting]:
-        planned = plan(pictures, out=tmp_path / "out", workers=0, **options)
-        with Noting(planned, Patient(tmp_path / "out"), tmp_path / "scratch") as maker:
-            yield maker
-
-    told: list[Any] = []
-
-    def tell(event: Any) -> None:
-        told.append(event)
-        if isinstance(event, Done) and event.shard == SHARDS - 1:
-            worker.end()
-
-    worker = Worker(0, start, tell)
-    for shard in range(SHARDS):
-        worker.submit(shard)
-    worker.run()
-    assert [event.shard for event in told if isinstance(event, Done)] == list(range(SHARDS))
-    assert not [event for event in told if isinstance(event, Left | Failed)]
-    ahead = [order.index(("published", shard)) - order.index(("made", shard)) for shard in range(SHARDS)]
-    assert max(ahead) <= 3  # no more than one that is published, and one that waits for it
+    with maker_of(pictures, tmp_path, options, place=Patient(tmp_path / "out")) as maker:
+        assert [shard for shard, receipt in maker.build(range(SHARDS), on_rows) if receipt] == list(range(SHARDS))
     assert_same(tmp_path / "out", expected)

@@ -1,10 +1,7 @@
 from __future__ import annotations
 
-import contextlib
 import io
 import os
-from collections.abc import Iterator
-from multiprocessing import active_children
 from pathlib import Path
 
 import numpy as np
@@ -259,25 +256,6 @@ def test_batches_come_in_order_with_status_and_reasons(folder: Path, workers: in
         assert torch.equal(batch.images, torch.stack(expected))
     status = np.concatenate([batch.status for batch in batches])
     assert sorted(status.tolist()) == [Status.OK] * 10 + [Status.DECODE_ERROR] * 2 + [Status.MISSING]
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_batches_that_are_named_late_are_decoded_by_the_same_workers(folder: Path, workers: int) -> None:
-    named = [[0, 1, 2]]
-
-    def lists() -> Iterator[list[int] | None]:
-        while True:
-            yield named.pop() if named else None
-
-    with contextlib.closing(
-        load_batches(list_images(folder), lists(), Decoding(as_tensor, workers=workers))
-    ) as batches:
-        assert next(batches).rows.tolist() == [0, 1, 2]
-        begun = active_children()
-        named.append([3, 4])
-        assert next(batches).rows.tolist() == [3, 4]
-        assert active_children() == begun
-        assert next(batches, None) is None
 
 
 def test_a_batch_tells_size_time_and_hash_of_the_files(folder: Path) -> None:

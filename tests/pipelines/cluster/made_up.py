@@ -6,13 +6,12 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from extract.errors import InputError
-from pipelines.embed.cluster.worker import Maker, Say
 
 
 @dataclass(frozen=True)
@@ -22,7 +21,8 @@ class MadeUp:
     Attributes:
         out: the folder.
         takes_s: seconds for each.
-        does: shard -> what happens when it is made: "fails", "kills", "hangs" or "refuses" (already at the start).
+        does: shard -> what happens when it is made: "fails", "kills", "kills ahead" (also while the shard before it in
+            a list is made), "hangs" or "refuses" (already at the start).
     """
 
     out: Path
@@ -30,7 +30,7 @@ class MadeUp:
     does: dict[int, str] = field(default_factory=dict)
 
     @contextlib.contextmanager
-    def __call__(self, say: Say) -> Iterator[Maker]:
+    def __call__(self, say: Callable[[str], None]) -> Iterator[_Making]:
         if "refuses" in self.does.values():
             raise InputError("layer 'x' not found")
         say("ready")
@@ -38,37 +38,32 @@ class MadeUp:
 
 
 class _Making:
-    about, left_over = "a made-up device", []
+    about = "a made-up device"
 
     def __init__(self, made_up: MadeUp):
         self._made_up = made_up
 
-    def make(
-        self,
-        shard: int,
-        on_rows: Callable[[int, bool], None],
-        stop: Callable[[], bool],
-        following: Callable[[Container[int]], int | None],
-    ) -> bool:
-        does = self._made_up.does.get(shard, "")
-        if does == "fails":
-            raise ValueError("a bad shard")
-        if does == "kills":
-            os.kill(os.getpid(), signal.SIGKILL)
-        end = time.monotonic() + (600 if does == "hangs" else self._made_up.takes_s)
-        while time.monotonic() < end and not (stop() and does != "hangs"):
-            time.sleep(0.002)
-        if stop():
-            return False
-        on_rows(10, False)
-        return True
+    def build(
+        self, shards: Sequence[int], on_rows: Callable[[int, int, bool], None], stop: Callable[[], bool]
+    ) -> Iterator[tuple[int, dict[str, Any] | None]]:
+        for place, shard in enumerate(shards):
+            on_rows(shard, 0, True)
+            does = self._made_up.does.get(shard, "")
+            if does == "fails":
+                raise ValueError("a bad shard")
+            if does == "kills" or "kills ahead" in map(self._made_up.does.get, shards[place : place + 2]):
+                os.kill(os.getpid(), signal.SIGKILL)
+            end = time.monotonic() + (600 if does == "hangs" else self._made_up.takes_s)
+            while time.monotonic() < end and not (stop() and does != "hangs"):
+                time.sleep(0.002)
+            if stop():
+                return
+            on_rows(shard, 10, False)
+            yield shard, self._publish(shard)
 
-    def publish(self, shard: int) -> dict[str, Any] | None:
+    def _publish(self, shard: int) -> dict[str, Any] | None:
         try:
             (self._made_up.out / f"shard-{shard}").touch(exist_ok=False)
         except FileExistsError:
             return None
         return {"shard": shard, "status": {"ok": 10}}
-
-    def give_up(self, shard: int) -> None:
-        pass

@@ -6,7 +6,7 @@ import contextlib
 import json
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
@@ -18,9 +18,9 @@ from click.testing import CliRunner, Result
 from extract import FeatureReader, LayertapError
 from extract.store.places import objects as remote
 from pipelines.cli import main
-from pipelines.embed.cluster.dispatch import Event, Message
-from pipelines.embed.cluster.driver import _log_of, as_json, embed_shared
-from pipelines.embed.cluster.worker import Maker, Say, Worker
+from pipelines.embed.cluster.driver import as_json, embed_shared
+from pipelines.embed.cluster.processes import Child
+from pipelines.embed.cluster.worker import Event, Left, Message
 from pipelines.embed.config import EmbedConfig
 from pipelines.terminal.config import load_config
 from pipelines.terminal.progress import Progress
@@ -58,8 +58,7 @@ def test_embed_to_a_bucket_resumes_and_can_be_read(
     assert "nothing to do" in layertap(*words).output
     names = set(remote.names(url))
     shards = {f"shards/00000{shard}.{kind}" for shard in range(3) for kind in ("h5", "json")}
-    assert {name for name in names if not name.startswith("runs/")} == {"dataset.json", *shards}
-    assert len([name for name in names if name.startswith("runs/")]) == 3
+    assert names == {"dataset.json", *shards}
     assert list((tmp_path / "scratch").glob("layertap-*")) == []
     here = layertap("embed", images, *SMALL, "--shard-rows", "5", "-o", tmp_path / "here")
     assert here.exit_code == 0
@@ -102,18 +101,24 @@ def test_a_bucket_that_does_not_answer_is_reported_above_the_progress_bar() -> N
     assert logging.getLogger("layertap.store").handlers == []
 
 
-def test_a_worker_sends_what_is_reported_of_its_bucket() -> None:
-    events: list[Event] = []
+class Warns:
+    """A worker whose bucket does not answer."""
 
     @contextlib.contextmanager
-    def start(say: Say) -> Iterator[Maker]:
+    def __call__(self, say: Callable[[str], None]) -> Iterator[None]:
         logging.getLogger("layertap.store").warning("%s does not answer; retrying", "s3://bucket/x")
         raise LayertapError("ended")
         yield
 
-    Worker(3, start, events.append).run()
-    assert events[0] == Message(3, "s3://bucket/x does not answer; retrying")
-    assert logging.getLogger("layertap.store").handlers == []
+
+def test_a_worker_sends_what_is_reported_of_its_bucket() -> None:
+    child = Child(Warns())
+    events: list[Event] = []
+    while not (events and isinstance(events[-1], Left)):
+        events += child.events(1.0)
+    child.kill()
+    assert events[0] == Message("s3://bucket/x does not answer; retrying")
+    assert events[1].why == "ended"  # type: ignore[union-attr]
 
 
 @pytest.mark.slow
@@ -123,20 +128,3 @@ def test_the_shards_that_two_writers_of_a_bucket_count_add_up(folder: Path, url:
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(lambda _: as_json(embed_shared(config)), range(2)))
     assert sum(writer["made"] for writer in found) == found[0]["shards"]
-
-
-@pytest.mark.parametrize("error", [None, LayertapError("10 shards in a row failed")])
-def test_a_log_that_cannot_be_stored_does_not_hide_the_error_that_ended_the_run(
-    error: LayertapError | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def put(name: str, content: bytes) -> bool:
-        raise LayertapError(f"{name} cannot be written")
-
-    monkeypatch.setattr("pipelines.embed.cluster.driver.put", put)
-    config = load_config(EmbedConfig, None, {"images": "photos", "out": "s3://bucket/x"})
-    expected = pytest.raises(LayertapError, match="10 shards in a row") if error else contextlib.nullcontext()
-    with expected, _log_of(config) as log:
-        log.write_text("a line")
-        if error is not None:
-            raise error
-    assert "the log of this run is not stored: s3://bucket/x/runs/" in capsys.readouterr().err

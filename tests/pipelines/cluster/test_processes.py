@@ -1,4 +1,4 @@
-"""Workers that are processes: killed, hanging, orphaned."""
+"""Workers that are processes: killed, failing, orphaned; and how shards are given to them."""
 
 from __future__ import annotations
 
@@ -9,52 +9,133 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from extract.errors import InputError, LayertapError
-from pipelines.embed.cluster import processes
-from pipelines.embed.cluster.dispatch import DispatchResult, Event, Joined, Left, Message, dispatch
-from pipelines.embed.cluster.processes import Processes, Slot
+from pipelines.embed.cluster.processes import Processes
+from pipelines.embed.cluster.shard_loop import ShardLoop
+from pipelines.embed.cluster.worker import Done, Event, Joined, Left, Message, Rows
 from tests.pipelines.cluster.made_up import MadeUp
 
 
-def run(made_up: MadeUp, count: int, workers: int = 2) -> tuple[DispatchResult, list[Event]]:
+def run(made_up: MadeUp, count: int, workers: int = 2) -> tuple[ShardLoop, list[Event]]:
     events: list[Event] = []
-    with Processes([Slot(made_up)] * workers) as engine:
-        return dispatch(range(count), engine, on_event=events.append), events
+    with Processes([made_up] * workers) as engine:
+        loop = ShardLoop(
+            engine, lambda: range(count), lambda worker, event: events.append(event), lambda: set(made(made_up.out))
+        )
+        loop.run()
+    return loop, events
 
 
 def made(out: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("shard-")) for path in out.iterdir())
 
 
+class Simulated:
+    """Workers of which each builds a shard a tick; some shards end their worker."""
+
+    def __init__(self, size: int, ends: dict[int, int]):
+        self.size, self._ends = size, Counter(ends)
+        self.events_now: list[tuple[int, Event]] = [(worker, Joined("host", "cpu")) for worker in range(size)]
+        self.lists: dict[int, list[int]] = {}
+        self.given: list[list[int]] = []
+        self.built: list[int] = []
+
+    def submit(self, worker: int, shards: Sequence[int]) -> None:
+        assert not self.lists.get(worker)
+        self.lists[worker] = list(shards)
+        self.given.append(list(shards))
+
+    def replace(self, worker: int, *, start_another: bool) -> None:
+        self.lists[worker] = []
+        if start_another:
+            self.events_now.append((worker, Joined("host", "cpu")))
+
+    def events(self, timeout_s: float) -> list[tuple[int, Event]]:
+        events, self.events_now = self.events_now, []
+        for worker, shards in self.lists.items():
+            if not shards:
+                continue
+            events.append((worker, Rows(shards[0], 0, True)))
+            if self._ends[shards[0]] > 0:
+                self._ends[shards[0]] -= 1
+                events.append((worker, Left("killed")))
+                shards.clear()
+            else:
+                self.built.append(shards[0])
+                events.append((worker, Done(shards.pop(0), {})))
+        return events
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_each_shard_is_published_once_or_has_failed_three_times_whatever_ends_the_workers(seed: int) -> None:
+    chance = random.Random(seed)
+    count = chance.randint(1, 400)
+    ends = {chance.randrange(count): chance.randint(1, 4) for _ in range(chance.randint(0, 9))}  # ten end the run
+    engine: Any = Simulated(chance.randint(1, 9), ends)
+    loop = ShardLoop(engine, lambda: range(count))
+    loop.run()
+    failed = {shard for shard, times in ends.items() if times >= 3}
+    assert sorted(engine.built) == sorted(set(range(count)) - failed)
+    assert loop.done == loop.own == len(engine.built)
+    assert loop.failed == dict.fromkeys(failed, ["killed"] * 3)
+    assert loop.attempts == sum(min(times, 3) for times in ends.values())
+
+
+def test_lists_become_shorter_so_that_all_workers_end_together() -> None:
+    engine: Any = Simulated(4, {})
+    ShardLoop(engine, lambda: range(160)).run()
+    lengths = list(map(len, engine.given))
+    assert lengths[0] == 10  # a quarter of the share of a worker
+    assert lengths == sorted(lengths, reverse=True)
+    assert lengths[-16:] == [1] * 16
+    assert [shard for shards in engine.given for shard in shards] == list(range(160))
+
+
+def test_when_ten_shards_fail_one_after_another_the_run_ends() -> None:
+    engine: Any = Simulated(2, dict.fromkeys(range(50, 100), 3))
+    with pytest.raises(LayertapError, match=r"10 shards failed, and none was built .*The last error: killed"):
+        ShardLoop(engine, lambda: range(100)).run()
+    assert set(range(30)) < set(engine.built)
+
+
 def test_each_shard_is_made_by_one_of_the_workers(tmp_path: Path) -> None:
-    found, events = run(MadeUp(tmp_path, 0.01), 30)
-    assert found == DispatchResult(done=30, own=30)
+    loop, events = run(MadeUp(tmp_path, 0.01), 30)
+    assert (loop.done, loop.own, loop.failed) == (30, 30, {})
     assert made(tmp_path) == list(range(30))
     joined = [event for event in events if isinstance(event, Joined)]
     assert [event.about for event in joined] == ["a made-up device"] * len(joined)
-    assert Message(0, "ready") in events
+    assert Message("ready") in events
 
 
 def test_of_two_writers_each_counts_the_shards_that_it_was_the_first_to_publish(tmp_path: Path) -> None:
     with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(lambda _: run(MadeUp(tmp_path, 0.05), 20, workers=1)[0], range(2)))
+        loops = list(pool.map(lambda _: run(MadeUp(tmp_path, 0.05), 20, workers=1)[0], range(2)))
     assert made(tmp_path) == list(range(20))
-    assert [result.done for result in found] == [20, 20]
-    assert sum(result.own for result in found) == 20
+    assert [loop.done for loop in loops] == [20, 20]
+    assert sum(loop.own for loop in loops) == 20
 
 
-def test_a_shard_that_fails_and_one_that_kills_are_given_up_and_the_others_made(tmp_path: Path) -> None:
-    found, events = run(MadeUp(tmp_path, does={4: "fails", 9: "kills"}), 20)
+@pytest.mark.slow
+def test_a_shard_that_fails_and_one_that_kills_are_named_and_the_others_made(tmp_path: Path) -> None:
+    loop, events = run(MadeUp(tmp_path, does={4: "fails", 9: "kills"}), 20)
     assert made(tmp_path) == sorted(set(range(20)) - {4, 9})
-    assert set(found.failed) == {4, 9}
-    assert [reason.partition(": ")[2] for reason in found.failed[4]] == ["ValueError: a bad shard"] * 3
-    assert {reason.partition(": ")[2] for reason in found.failed[9]} == {"its process was killed by SIGKILL"}
-    assert sum(isinstance(event, Left) for event in events) == 3
+    assert loop.failed == {4: ["ValueError: a bad shard"] * 3, 9: ["its process was killed by SIGKILL"] * 3}
+    assert sum(isinstance(event, Left) for event in events) == 6
+
+
+@pytest.mark.slow
+def test_a_shard_does_not_answer_for_an_image_of_the_next_that_kills_its_worker(tmp_path: Path) -> None:
+    loop, _ = run(MadeUp(tmp_path, does={9: "kills ahead"}), 40, workers=1)
+    assert list(loop.failed) == [9]
+    assert made(tmp_path) == sorted(set(range(40)) - {9})
 
 
 @pytest.mark.slow
@@ -65,60 +146,56 @@ def test_workers_that_are_killed_at_random_are_replaced(tmp_path: Path) -> None:
     def kill() -> None:
         while len(killed) < 4:
             time.sleep(chance.uniform(0.1, 0.4))
-            if alive := [one for one in engine._processes.values() if one.shards]:
+            if alive := [child for child in list(engine._children.values()) if child._has_joined]:
                 os.kill(chance.choice(alive)._process.pid or 0, signal.SIGKILL)
                 killed.append(1)
 
-    with Processes([Slot(MadeUp(tmp_path, 0.05))] * 2) as engine:
+    with Processes([MadeUp(tmp_path, 0.05)] * 2) as engine:
         killer = threading.Thread(target=kill)
         killer.start()
-        found = dispatch(range(60), engine)
+        loop = ShardLoop(engine, lambda: range(60), published=lambda: set(made(tmp_path)))
+        loop.run()
         killer.join()
-    assert len(found.failed) <= 1  # three of the kills may hit the same shard
-    assert made(tmp_path) == sorted(set(range(60)) - set(found.failed))
-    assert found.attempts <= 4
+    assert len(loop.failed) <= 1  # three of the kills may hit the same shard
+    assert made(tmp_path) == sorted(set(range(60)) - set(loop.failed))
+    assert loop.attempts <= 4
 
 
-@pytest.mark.slow
-def test_a_worker_that_hangs_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "_SILENT_S", 1.0)
-    monkeypatch.setattr(processes, "_END_S", 1.0)
-    found, _ = run(MadeUp(tmp_path, does={1: "hangs"}), 4, workers=1)
-    assert made(tmp_path) == [0, 2, 3]
-    assert list(found.failed) == [1]
-    assert "sent no events for" in found.failed[1][0]
+def test_an_error_of_the_configuration_ends_all_workers_with_one_message(tmp_path: Path) -> None:
+    events: list[Event] = []
+    with Processes([MadeUp(tmp_path, does={0: "refuses"})] * 2) as engine:
+        loop = ShardLoop(engine, lambda: range(3), lambda worker, event: events.append(event))
+        with pytest.raises(InputError, match="^layer 'x' not found$"):
+            loop.run()
+    assert events == []
 
 
-def test_what_keeps_workers_from_starting_is_said(tmp_path: Path) -> None:
-    with Processes([Slot(MadeUp(tmp_path, does={0: "refuses"}))] * 2) as engine:
-        left: list[Event] = []
-        while not left:
-            left = [event for event in engine.events(1.0) if isinstance(event, Left)]
-        assert isinstance(left[0], Left)
-        assert isinstance(left[0].error, InputError)
-        with pytest.raises(LayertapError, match="no worker can be started: layer 'x' not found"):
-            dispatch(range(3), engine)
+class Dies(MadeUp):
+    """Does not even start."""
+
+    def __call__(self, say: Any) -> Any:
+        os._exit(7)
+
+
+def test_workers_that_die_before_they_are_ready_end_the_run(tmp_path: Path) -> None:
+    expected = pytest.raises(LayertapError, match="no worker can be started: its process exited with code 7")
+    with Processes([Dies(tmp_path)]) as engine, expected:
+        ShardLoop(engine, lambda: range(3)).run()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("does", ["", "hangs"])
 def test_workers_end_when_the_first_process_is_killed(does: str, tmp_path: Path) -> None:
     code = f"""
-import sys
 from pathlib import Path
-from pipelines.embed.cluster import processes
-from pipelines.embed.cluster.dispatch import dispatch
-from pipelines.embed.cluster.processes import Processes, Slot
+from pipelines.embed.cluster.processes import Processes
+from pipelines.embed.cluster.shard_loop import ShardLoop
 from tests.pipelines.cluster.made_up import MadeUp
-class Impatient(MadeUp):
-    def __call__(self, say):
-        processes._END_S = processes._CLOSE_S = 0.5
-        return super().__call__(say)
 if __name__ == "__main__":
     does = dict.fromkeys(range(6, 10_000), {does!r})
-    with Processes([Slot(Impatient(Path({str(tmp_path)!r}), 0.05, does))] * 2) as engine:
-        print(*(one._process.pid for one in engine._processes.values()), flush=True)
-        dispatch(range(10_000), engine)
+    with Processes([MadeUp(Path({str(tmp_path)!r}), 0.05, does)] * 2) as engine:
+        print(*(child._process.pid for child in engine._children.values()), flush=True)
+        ShardLoop(engine, lambda: range(10_000)).run()
 """
     script = tmp_path.with_name("script.py")
     script.write_text(code)
@@ -132,5 +209,5 @@ if __name__ == "__main__":
             time.sleep(0.05)
         process.kill()
     while any(Path(f"/proc/{pid}").exists() for pid in pids):
-        assert time.monotonic() < end, "a worker goes on though nobody hears it"
+        assert time.monotonic() < end, "a worker outlives the first process"
         time.sleep(0.05)

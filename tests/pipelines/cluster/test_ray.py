@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import pty
 import re
 import select
 import signal
@@ -114,12 +113,10 @@ def test_a_server_that_is_not_ray_and_never_answers_is_given_up_in_a_minute(fold
 
 
 def test_a_process_whose_parent_is_killed_ends() -> None:
-    actor = (
-        "import os, time\nfrom pipelines.embed.cluster.ray_actors import _exit_without as run\nprint(1, flush=True)\n"
-    )
+    actor = "import time\nfrom pipelines.embed.cluster.processes import exit_with_parent as run\nprint(1, flush=True)\n"
     node = (
         "import subprocess, sys, time\n"
-        f"subprocess.Popen([sys.executable, '-c', {actor + 'run(os.getppid())'!r}])\ntime.sleep(600)"
+        f"subprocess.Popen([sys.executable, '-c', {actor + 'run(); time.sleep(600)'!r}])\ntime.sleep(600)"
     )
     with subprocess.Popen([sys.executable, "-c", node], cwd=faults.ROOT, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -128,46 +125,6 @@ def test_a_process_whose_parent_is_killed_ends() -> None:
         process.kill()
         assert select.select([process.stdout], [], [], 60)[0]
         assert process.stdout.read() == b""  # all processes that had the pipe have ended
-
-
-BAR = """
-import os, sys
-from pipelines.embed.cluster.ray_output import bar_protected
-from pipelines.terminal.progress import Progress
-with bar_protected() as stream, Progress(10) as progress:
-    progress.advance(4, False)
-    os.write(2, b"[E 17] gcs_client: lost\\n[E 17] gcs_client: ")
-    os.write(2, b"found\\n")
-    print("(raylet) killed")
-    progress.say("shard 3 failed")
-    print("by its logger", file=stream, flush=True)
-    progress.advance(1, False)
-    if sys.argv[1] == "abort":
-        os.write(2, b"[C 17] gcs_client: gone\\n")
-        os.abort()
-print("done")
-"""
-
-
-@pytest.mark.parametrize("ends", ["", "abort"])
-def test_lines_of_ray_stand_above_the_bar_and_none_is_lost(ends: str) -> None:
-    terminal, end_of_process = pty.openpty()
-    with os.fdopen(terminal, "rb", buffering=0) as screen:
-        command = [sys.executable, "-c", BAR, ends]
-        with subprocess.Popen(command, cwd=faults.ROOT, stdout=subprocess.PIPE, stderr=end_of_process) as process:
-            os.close(end_of_process)
-            shown = b""
-            with contextlib.suppress(OSError):  # EIO: no process has the terminal open
-                while content := screen.read(1 << 16):
-                    shown += content
-            out = process.communicate()[0]
-    lines = [re.split(r"\r(?:\x1b\[K)?", line)[-1] for line in shown.decode().replace("\r\n", "\n").split("\n")]
-    of_ray = ["[E 17] gcs_client: lost", "[E 17] gcs_client: found", "(raylet) killed", "by its logger"]
-    assert [line for line in lines if line in of_ray] == of_ray
-    assert "shard 3 failed" in lines
-    assert out == (b"" if ends else b"done\n")
-    assert process.returncode == (-signal.SIGABRT if ends else 0)
-    assert ("[C 17] gcs_client: gone" in lines) == bool(ends)
 
 
 @pytest.mark.slow
@@ -196,7 +153,7 @@ def test_actors_and_workers_of_a_node_whose_raylet_is_killed_end(folder: Path, t
                 killed = time.monotonic()
                 alive, ended = {actor, *below}, []
                 while alive:
-                    assert time.monotonic() < killed + 90, alive  # a worker that hangs is given 75 s
+                    assert time.monotonic() < killed + 30, alive
                     time.sleep(0.1)
                     gone = {pid for pid in alive if not memory_mb(pid)}
                     ended += [round(time.monotonic() - killed, 1)] * len(gone)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import signal
 import subprocess
@@ -91,7 +92,7 @@ def test_tasks_of_an_array_make_a_part_each_and_other_features_are_refused(folde
     out, scratch = tmp_path / "out", tmp_path / "scratch"
     for part in ("1/2", "0/2"):
         made = embed_shared(config(folder, out, shards_of=part, scratch=scratch))
-        assert (made.requested, made.dispatched.done) == (2, 2)
+        assert (made.requested, made.loop.done) == (2, 2)
     assert made.failures == []
     assert list(scratch.iterdir()) == []
     assert files_of(out) == [
@@ -136,7 +137,7 @@ def test_a_missing_folder_of_images_is_reported_before_a_worker_starts(
     flags: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder.parent)
-    monkeypatch.setattr(processes, "WorkerProcess", None)
+    monkeypatch.setattr(processes, "Child", None)
     result = CliRunner().invoke(main, ["embed", f"{folder.name}x", *flags])
     assert result.exit_code == 2
     assert f"{folder.name}x: no such folder or file\n\nhint: did you mean {folder.name}?\n" in result.output
@@ -175,6 +176,38 @@ def test_stopped_or_killed_a_run_is_gone_on_with(folder: Path, tmp_path: Path, n
     assert verify(out).faults == []
     with FeatureReader(out) as reader, alone(folder, tmp_path / "alone") as expected:
         assert_same(reader, expected)
+
+
+@pytest.mark.slow
+def test_ctrl_c_before_a_worker_is_ready_ends_all_processes_without_a_traceback(folder: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "layertap", "embed", str(folder), "-o", str(tmp_path / "out"), *WORKER,
+               "--engine", "processes", "--cpus-per-worker", "1"]  # fmt: skip
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    ) as process:
+        # While a worker imports modules: after Python has set its own handler, and before layertap ignores the signal.
+        workers: list[str] = []
+        while not any(cpu_s(worker) > 0.08 for worker in workers):
+            assert process.poll() is None
+            time.sleep(0.005)
+            workers = workers_of(process.pid)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        text = process.communicate(timeout=60)[0]
+    assert process.returncode == 130
+    assert "Traceback" not in text
+    assert "stopped before a worker joined; nothing was computed" in text
+    assert not any(Path(f"/proc/{worker}").exists() for worker in workers)
+
+
+def cpu_s(pid: str) -> float:
+    times = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return sum(map(int, times)) / os.sysconf("SC_CLK_TCK")
+
+
+def workers_of(pid: int) -> list[str]:
+    """Process ids of the workers of a run."""
+    children = [child for task in Path(f"/proc/{pid}/task").glob("*/children") for child in task.read_text().split()]
+    return [child for child in children if "spawn_main" in Path(f"/proc/{child}/cmdline").read_text()]
 
 
 def test_what_several_processes_left_is_removed_when_one_has_ended_it(folder: Path, tmp_path: Path) -> None:
