@@ -9,8 +9,8 @@ import torch
 from numpy.typing import NDArray
 
 from extract.analysis.probe.feature_matrix import FeatureRows
+from extract.compute.principal_axes import principal_axes
 from extract.system.optional_libraries import library
-from extract.system.torch_state import full_float32
 
 __all__ = ["Principal", "principal", "tsne", "umap"]
 
@@ -56,47 +56,17 @@ def principal(rows: FeatureRows, count: int, seed: int = 0) -> Principal:
         seed: seed of the random choice of rows.
 
     Raises:
-        InputError: a value is not finite; checked with up to 4,096 values a row.
+        InputError: a value is not finite.
+        LayertapError: the squares of the values exceed the range of float32.
     """
-    with torch.inference_mode(), full_float32():
-        if rows.width <= _WIDEST:
-            mean, products, used = *_products(rows), len(rows)
-            variances, vectors = np.linalg.eigh(products)
-            count = min(count, len(rows), rows.width)
-            axes = vectors[:, ::-1][:, :count].T
-            shares = variances[::-1][:count]
-            total = float(np.trace(products))
-        else:
-            used = max(2, min(_HELD_ROWS, _HELD_BYTES // (4 * rows.width)))
-            chosen = np.sort(np.random.default_rng(seed).permutation(len(rows))[:used])
-            sample = rows.subset(chosen).between(0, len(chosen))
-            used = len(sample)
-            mean = sample.mean(0, dtype=np.float64)
-            sample -= mean.astype(np.float32)
-            variances, vectors = np.linalg.eigh((sample @ sample.T).astype(np.float64))
-            count = min(count, used)
-            axes = vectors[:, ::-1][:, :count].T @ sample
-            shares, total = variances[::-1][:count], float(variances.sum())
-    lengths = np.linalg.norm(axes, axis=1, keepdims=True)
-    axes = np.divide(axes, lengths, out=np.zeros(axes.shape), where=lengths > 0)
-    axes *= np.where(axes[np.arange(count), np.abs(axes).argmax(1)] < 0, -1, 1)[:, None]
-    part = np.maximum(shares, 0) / total if total > 0 else np.zeros(count)
-    return Principal(mean.astype(np.float32), axes.astype(np.float32), part, used)
-
-
-def _products(rows: FeatureRows) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the mean (D,), and the sum (D, D) of the products of deviations from the mean."""
-    count, mean, products = 0, np.zeros(rows.width), np.zeros((rows.width, rows.width))
-    for _, block in rows.blocks():
-        block_mean = block.mean(0, dtype=np.float64)
-        centred = torch.from_numpy(block - block_mean.astype(np.float32))
-        shift = (block_mean - mean)[:, None]
-        total = count + len(block)
-        products += (centred.T @ centred).numpy()
-        products += (shift @ shift.T) * (count * len(block) / total)
-        mean += shift[:, 0] * (len(block) / total)
-        count = total
-    return mean, products
+    used = len(rows)
+    if rows.width > _WIDEST:
+        used = min(used, max(2, min(_HELD_ROWS, _HELD_BYTES // (4 * rows.width))))
+        chosen = np.sort(np.random.default_rng(seed).permutation(len(rows))[:used])
+        fitted = principal_axes(torch.from_numpy(rows.subset(chosen).array()), count)
+    else:
+        fitted = principal_axes(rows, count)
+    return Principal(fitted.mean.float().numpy(), fitted.axes.numpy(), fitted.shares, used)
 
 
 def tsne(rows: FeatureRows, seed: int = 0) -> NDArray[np.float32]:

@@ -8,22 +8,22 @@ the fingerprint.
 from __future__ import annotations
 
 import contextlib
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from extract.backbones import LoadedBackbone
-from extract.compute.axes_files import AxesSource, axes_in, axes_source, find_axes, source_of
-from extract.compute.axes_fit import AxesFit
+from extract.compute.axes_files import AxesSource, axes_in, axes_source, find_axes, source_of, write_axes
 from extract.compute.axes_projection import AxesProjection
 from extract.compute.backends import open_forward
 from extract.compute.feature_choice import Choice, Feature
 from extract.compute.forward import Values
-from extract.errors import InputError, LayertapError
+from extract.compute.principal_axes import principal_axes
+from extract.errors import InputError
 from extract.extraction.settings import ExtractionSettings
 from extract.images import Decoding, ImageList, load_batches
 from extract.images.loading import stop_on_machine_errors
@@ -37,8 +37,9 @@ from extract.system.foreign_code import exits_refused
 from extract.system.torch_state import evaluating, full_float32
 from extract.system.urls import is_url
 
-__all__ = ["load_axes"]
+__all__ = ["FIT_BYTES", "load_axes"]
 
+FIT_BYTES = 4 << 30  # of activations, axes, and the matrix whose eigenvectors they are
 _BATCH = 8  # images in a forward of the fit: whole activations of more take much memory
 
 
@@ -159,38 +160,56 @@ def _fit(
             hint="fit them with `layertap embed` in one process into a folder, then add --axes with that folder",
         )
     rows = np.linspace(0, len(images) - 1, min(settings.fit_on, len(images))).round().astype(np.int64).tolist()
+    _check_memory(groups, len(rows))
     on_fit(f"fitting the axes of {', '.join(group.feature.name for group in groups)} to {len(rows):,} images ...")
-    with contextlib.ExitStack() as open_now:
-        folder = open_now.enter_context(_folder(Path(out)))
-        fits = [
-            AxesFit(folder, group.axes[0].inputs, len(rows), group.most_axes, group.feature.name) for group in groups
-        ]
-        _check_space(fits, folder, first)
-        for fit in fits:
-            open_now.enter_context(fit)
+    with _folder(Path(out)) as folder:
+        activations = [np.empty((len(rows), group.axes[0].inputs), np.float32) for group in groups]
         choice, count = Choice([group.activation for group in groups], []), 0
         for numbers, values in _activations(choice, images, rows, backbone, settings):
-            count += len(numbers)
-            for group, fit in zip(groups, fits, strict=True):
+            for group, held in zip(groups, activations, strict=True):
                 flat = values[group.feature.name].reshape(len(numbers), -1)
                 _check_finite(flat, numbers, group.feature, images)
-                fit.add(flat)
+                held[count : count + len(numbers)] = flat
+            count += len(numbers)
         if count < len(rows):
             on_fit(f"{len(rows) - count:,} of these images cannot be decoded, and are left out of the fit")
-        for group, fit in zip(groups, fits, strict=True):
-            path = fit.write(group.source)
+        for group, held in zip(groups, activations, strict=True):
+            path = _written(group, held[:count], folder)
             for axes in group.axes:
                 axes.load(path)
             widest = max(group.axes, key=lambda axes: axes.outputs)
             on_fit(f"{group.feature.name}: {widest.outputs:,} axes explain {widest.explained:.1%} of the variance")
 
 
-def _check_space(fits: list[AxesFit], folder: Path, feature: Feature) -> None:
-    needed, free = sum(fit.disk_bytes for fit in fits), shutil.disk_usage(folder).free
-    if needed > free:
-        raise LayertapError(
-            f"{feature.name}: fitting axes needs {needed / 1e6:,.0f} MB in {folder}, and {free / 1e6:,.0f} MB are free",
-            hint="use a smaller --fit-on, or a grid before the projection, such as :grid4:pca64",
+def _written(group: _FitGroup, activations: NDArray[np.float32], folder: Path) -> Path:
+    """Fit the axes of a group to activations (N, n), and write them."""
+    name, n_images, n_axes = group.feature.name, len(activations), group.most_axes
+    if n_images <= n_axes:
+        raise InputError(
+            f"{name}: {n_axes:,} axes need at least {n_axes + 1:,} images to fit, and there are {n_images:,}",
+            hint="use fewer axes, a larger --fit-on, or more images",
+        )
+    fitted = principal_axes(torch.from_numpy(activations), n_axes)
+    if fitted.n_varying < n_axes:
+        raise InputError(
+            f"{name}: the {n_images:,} images vary along {fitted.n_varying:,} axes only, not {n_axes:,}",
+            hint=f"use pca{max(1, fitted.n_varying)} or less, or fit on more different images",
+        )
+    return write_axes(folder, fitted, replace(group.source, images=n_images))
+
+
+def _check_memory(groups: list[_FitGroup], n_images: int) -> None:
+    """Check that the activations, the axes, and the largest matrix and its eigenvectors fit into `FIT_BYTES`."""
+    inputs = [group.axes[0].inputs for group in groups]
+    held = sum(4 * n * (n_images + group.most_axes) for n, group in zip(inputs, groups, strict=True))
+    needed = held + 16 * max(min(n, n_images) for n in inputs) ** 2
+    if needed > FIT_BYTES:
+        widest = groups[int(np.argmax(inputs))].feature.name
+        raise InputError(
+            f"{widest}: axes of {max(inputs):,} values fitted on {n_images:,} images take {needed / 1e9:,.1f} GB of "
+            f"memory; at most {FIT_BYTES / 1e9:.1f} GB are used",
+            hint=f"pool before the projection, such as {widest}:grid4:pca64, use srp in place of pca, which is not "
+            "fitted, or a smaller --fit-on",
         )
 
 
