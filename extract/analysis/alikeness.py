@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from extract.analysis.nearest_rows import nearest, overlap
 from extract.analysis.probe.feature_matrix import FeatureRows, Source
+from extract.analysis.probe.nearest_rows import nearest, overlap
 from extract.analysis.probe.representations import correlation, ranked_distances
 from extract.errors import InputError
 

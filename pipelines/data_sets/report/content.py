@@ -15,8 +15,8 @@ from PIL import Image
 
 from extract.analysis.dataset_diff import compare
 from extract.analysis.feature_statistics import statistics_of
-from extract.analysis.nearest_rows import layer_to_search
 from extract.analysis.probe.feature_matrix import FeatureRows
+from extract.analysis.probe.nearest_rows import layer_to_search
 from extract.analysis.projection import principal, tsne, umap
 from extract.row_status import Status
 from extract.store.format.dataset import DataSet

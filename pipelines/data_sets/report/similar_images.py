@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from extract.analysis.dataset_diff import shared_images
-from extract.analysis.nearest_rows import MEMORY_BYTES, Neighbours, nearest, overlap
 from extract.analysis.probe.feature_matrix import FeatureRows
+from extract.analysis.probe.nearest_rows import MEMORY_BYTES, Neighbours, nearest, overlap
 from extract.store.reader import FeatureArray, FeatureReader
 
 __all__ = [
