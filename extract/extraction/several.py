@@ -19,14 +19,13 @@ from extract.extraction.plan import Plan, plan
 from extract.extraction.run import extract
 from extract.extraction.settings import ExtractionSettings
 from extract.images import ImageList
-from extract.images.fetched_once import FetchedOnce
 from extract.images.kept_batches import KeptBatches
 from extract.images.loading import Load
 from extract.store.format.dataset import DataSet, shard_rows_for
 from extract.system.foreign_code import own_faults_refused
 from extract.system.leftovers import temporary_folder
 
-__all__ = ["KEPT_BYTES", "Member", "MemberRun", "decoding_of", "extract_several", "plan_of"]
+__all__ = ["KEPT_BYTES", "Member", "MemberRun", "extract_several"]
 
 KEPT_BYTES = 4 << 30  # of decoded images
 
@@ -88,12 +87,12 @@ def extract_several(
     """Compute the missing rows of a data set for each member, shard by shard.
 
     The members that share a decoding compute a shard one after the other, from images that the first one has decoded
-    and kept on disk. Images behind URLs are fetched once for all members. A member that fails is left out from then on.
+    and kept on disk. A member that fails is left out from then on.
 
     Args:
         images: listed images.
         members: the extractions; their names and folders differ.
-        scratch: existing folder for decoded and fetched images, which are deleted at the end.
+        scratch: existing folder for decoded images, which are deleted at the end.
         kept_bytes: limit for the decoded images of a shard, with half of the free space of the disk; it limits the rows
             of shards of new data sets, if none of the data sets exists.
         on_member: called before a member computes rows, with its name and the rows of the shard.
@@ -124,11 +123,11 @@ def extract_several(
             surveyed[member.name] = _survey(images, member, runs[member.name])
         gc.collect()  # the modules of a backbone refer to each other in circles
     new_rows = _rows_of_new_shards(images, members, surveyed, min(kept_bytes, shutil.disk_usage(scratch).free // 2))
-    by_rows: dict[int, dict[Hashable, list[Member]]] = {}  # rows of a shard -> decoding -> members
+    groups: dict[tuple[int, Hashable], list[Member]] = {}  # rows of a shard, decoding -> members
     for member in members:
         if member.name in surveyed:
-            groups = by_rows.setdefault(_rows_of_stored_shards(member) or new_rows, {})
-            groups.setdefault(surveyed[member.name].decoding, []).append(member)
+            key = _rows_of_stored_shards(member) or new_rows, surveyed[member.name].decoding
+            groups.setdefault(key, []).append(member)
 
     def compute(member: Member, shard: int, here: range, rows: int, load: Load) -> bool:
         """Compute a shard of a member, if it is missing; return whether the run was stopped."""
@@ -142,21 +141,19 @@ def extract_several(
         stopped = False
         with _failure_kept(member, runs, on_failure):
             stopped = extract(
-                plan_of(images, member, rows), shards=[shard], load=load, on_rows=on_new_rows, on_note=on_note,
+                _plan_of(images, member, rows), shards=[shard], load=load, on_rows=on_new_rows, on_note=on_note,
                 stop=stop,
             ).stopped  # fmt: skip
         gc.collect()
         return stopped
 
-    for rows, groups in by_rows.items():
+    for (rows, _), group in groups.items():
         for shard in range(-(-len(images) // rows)):
             here = range(shard * rows, min((shard + 1) * rows, len(images)))
             with _folder_in(scratch) as folder:
-                source = FetchedOnce(images.source, folder) if len(groups) > 1 else None
-                for group in groups.values():
-                    with KeptBatches(folder, source, stop) as kept:
-                        if any(compute(member, shard, here, rows, kept.load) for member in group):
-                            return runs
+                decoded = KeptBatches(folder, stop)
+                if any(compute(member, shard, here, rows, decoded.load) for member in group):
+                    return runs
     for member in members:
         run = runs[member.name]
         run.complete = run.error is None and all(file is not None for file in DataSet.open(member.out).published())
@@ -194,14 +191,14 @@ def _failure_kept(
     on_failure(member.name, failure)
 
 
-def plan_of(images: ImageList, member: Member, shard_rows: int | None = None) -> Plan:
+def _plan_of(images: ImageList, member: Member, shard_rows: int | None = None) -> Plan:
     """Load the backbone of a member and return its plan."""
     settings = replace(member.settings, shard_rows=shard_rows or member.settings.shard_rows)
     return plan(images, out=member.out, backbone=member.load(), settings=settings)
 
 
 def _survey(images: ImageList, member: Member, run: MemberRun) -> _Surveyed:
-    planned = plan_of(images, member)
+    planned = _plan_of(images, member)
     planned.dataset.check()  # a complete data set of other features is not taken for this one
     backbone = planned.backbone
     run.about = {
@@ -211,7 +208,7 @@ def _survey(images: ImageList, member: Member, run: MemberRun) -> _Surveyed:
     }
     bytes_of_pixel = 3 if _is_plain(backbone.preprocessing) else 12
     return _Surveyed(
-        decoding_of(member.name, backbone.preprocessing),
+        _decoding_of(member.name, backbone.preprocessing),
         shard_rows_for(planned.dataset.features),
         int(np.prod(backbone.preprocessing.crop_px)) * bytes_of_pixel,
     )
@@ -222,7 +219,7 @@ def _is_plain(preprocessing: Preprocessing) -> bool:
     return preprocessing.library_transform is None
 
 
-def decoding_of(name: str, preprocessing: Preprocessing) -> Hashable:
+def _decoding_of(name: str, preprocessing: Preprocessing) -> Hashable:
     """Return what decoded images depend on; a library's own transform is not shared with other members."""
     if not _is_plain(preprocessing):
         return name

@@ -309,7 +309,6 @@ def load_batches(
     images: ImageList,
     batches: Iterable[list[int] | None],
     decoding: Decoding,
-    source: ImageSource | None = None,
 ) -> Batches:
     """Decode the rows of each batch in worker processes; batches come in the given order.
 
@@ -322,7 +321,6 @@ def load_batches(
             yet: the workers wait, and `batches` is read again after a piece has been taken from them. Iteration stops
             when no known rows are left.
         decoding: settings for decoding.
-        source: reads the images; None: `images.source`.
 
     Raises:
         BrokenListError: while iterating; the image of a row cannot be determined.
@@ -357,7 +355,7 @@ def load_batches(
             "timeout": _GIVE_UP_S,
         }
     loader: Any = DataLoader(
-        _Decoded(source or images.source, decoding),
+        _Decoded(images.source, decoding),
         batch_sampler=pieces(),
         num_workers=workers,
         collate_fn=_collate,

@@ -22,7 +22,6 @@ const addVerdict = () => {
   const part = add(main, "div", null, {class: "verdict"}), addTile = addHead("comparison", part);
   addTile(count(content.images), "images");
   addTile(count(compared.length), compared.length === 1 ? "backbone" : "backbones");
-  if (content.sample) add(part, "p", `These images are a random sample of ${count(content.sample.of)}.`);
   if (!tasks.length) return;
   const [best, ...others] = compared;
   if (only) addTile(share(best.value), `${only.metric_name} of ${best.name}, ${best.layer}${between(best)}`);
