@@ -8,7 +8,6 @@ from extract.analysis.similarity import (
     FeatureSimilarity,
     alikeness,
     feature_similarity,
-    mutual_knn,
 )
 
 __all__ = [
@@ -25,7 +24,6 @@ __all__ = [
     "feature_similarity",
     "linear_cka",
     "linear_probe",
-    "mutual_knn",
     "rsa",
     "segmentation_probe",
 ]

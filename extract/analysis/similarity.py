@@ -14,7 +14,7 @@ from extract.analysis.probe.nearest_rows import nearest, overlap
 from extract.analysis.probe.representations import correlation, ranked_distances
 from extract.errors import InputError
 
-__all__ = ["MOST_COLUMNS", "Alikeness", "FeatureSimilarity", "alikeness", "feature_similarity", "mutual_knn"]
+__all__ = ["MOST_COLUMNS", "Alikeness", "FeatureSimilarity", "alikeness", "feature_similarity"]
 
 MEMORY_BYTES = 512 << 20
 _KNN_ROWS, _RSA_ROWS = 10_000, 2_000  # both take time that grows with the square of the number of images

@@ -1,6 +1,8 @@
 """Principal axes of rows: the directions along which they vary most, exact, in memory or read in blocks.
 
 They are the eigenvectors of the smaller of two matrices, the products of all pairs of columns (n, n) or of rows (N, N).
+A randomised decomposition would multiply the rows four times or more by K vectors, which is as much work for samples
+of some thousand rows, and its axes would depend on a seed.
 """
 
 from __future__ import annotations
@@ -80,6 +82,7 @@ def principal_axes(rows: Tensor | RowBlocks, k: int | None = None, device: str |
     Raises:
         LayertapError: the squares of the values exceed the range of the type.
     """
+    # Products square the ratio between the first and the last variance, so they are added up in float64.
     with torch.no_grad(), full_float32():
         if not isinstance(rows, Tensor):
             blocks: Iterable[Tensor] = (torch.from_numpy(block).to(device) for _, block in rows.blocks())
@@ -122,11 +125,13 @@ def _by_columns(
 def _by_rows(rows: Tensor, k: int | None) -> PrincipalAxes:
     """Compute axes from the products of rows, whose eigenvectors combine the centred rows to axes."""
     count, width = rows.shape
-    mean = rows.mean(0, dtype=torch.float64)
+    mean = torch.empty(width, dtype=torch.float64, device=rows.device)
     tiles = [slice(start, start + _TILE) for start in range(0, width, _TILE)]
     products = torch.zeros(count, count, dtype=torch.float64, device=rows.device)
     for tile in tiles:
-        centred = rows[:, tile].double() - mean[tile]
+        columns = rows[:, tile].double()
+        mean[tile] = columns.mean(0)
+        centred = columns - mean[tile]
         products += centred @ centred.T
     squares, vectors = _largest(products, count, k)
     varying = squares > _NEGLIGIBLE * squares.max()

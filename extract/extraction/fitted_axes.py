@@ -2,7 +2,8 @@
 
 A data set keeps its axes in the folder `axes`: a file for each layer and the poolings before the projection, named by
 its hash. `extract/compute/axes_projection.py` describes the format. The hash is an attribute of the feature and part of
-the fingerprint.
+the fingerprint, so the axes must be known before the first row. Several workers would fit them several times, on
+different CPUs to different bits. They therefore take axes that one process has fitted.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""Extract features of the same images with several backbones; images are decoded once for all that share a decoding."""
+"""Extract features of the same images with several backbones; images are decoded once for all that share a decoding.
+
+One backbone is in memory at a time: those that fit together would be few. Each is loaded once to see how it decodes and
+how wide its features are, and once for each shard. All data sets have shards of the same rows, so an interrupted run
+resumes as an extraction does.
+"""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from extract.images.loading import Batch, Decoding, load_batches
 __all__ = ["KeptBatches"]
 
 
-class KeptBatches:
+class KeptBatches:  # on disk: in memory, they would take as much as the largest backbone
     """Batches that are decoded once. The runs that load them have the same images, transform and batch size.
 
     After a run that was interrupted, batches of others may have other rows; these are decoded again.
@@ -33,7 +33,8 @@ class KeptBatches:
     def load(self, images: ImageList, batches: Iterable[list[int]], decoding: Decoding) -> Generator[Batch, None, None]:
         """Decode those of the batches that are not kept, then yield all; see `load_batches`.
 
-        All are decoded before the first is yielded, so that decoding takes no time from the first run alone.
+        All are decoded before the first is yielded: decoding beside the first forward would make that backbone look
+        slow.
 
         Raises:
             MachineError: while iterating; the disk has no space for decoded images.

@@ -162,6 +162,7 @@ class Comparison:
     @property
     def table(self) -> list[dict[str, Any]]:
         """A line for each backbone, the best one first: the columns of backbones.csv. `pandas.DataFrame` takes it."""
+        # A type that depends on whether pandas is installed would break code on another machine.
         metrics = {f"{task.name} {task.metric}": task for task in self.tasks} if len(self.tasks) > 1 else {}
         return [
             asdict(entry)

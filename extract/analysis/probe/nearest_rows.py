@@ -19,7 +19,7 @@ from extract.analysis.probe.feature_matrix import FeatureRows, Source
 from extract.errors import InputError, LayertapError, unknown_name
 from extract.system.torch_state import full_float32
 
-__all__ = ["MEMORY_BYTES", "Neighbours", "layer_to_search", "nearest", "nearest_in", "overlap"]
+__all__ = ["MEMORY_BYTES", "Neighbours", "layer_to_search", "nearest", "overlap"]
 
 MEMORY_BYTES = 256 << 20
 _QUERIES = 1024  # compared at once
@@ -168,7 +168,9 @@ def _scan(
     unit = np.divide(queries, lengths, out=np.zeros(queries.shape), where=lengths > 0)
     wide = torch.from_numpy(unit.astype(np.float32)).to(device)
     # Error bound of float32, for the product and the length: 16 * sqrt(D) roundings, which is exceeded with a
-    # probability below 1e-50 (Higham and Mary 2019, theorem 2.4). The margin is twice the error of two cosines.
+    # probability below 1e-50 (Higham and Mary 2019, theorem 2.4). The margin is twice the error of two cosines. To rank
+    # the 4 k best of float32 again, whatever their distance, found other rows for copies of other lengths, and for
+    # rows within 1e-4 of one direction.
     margin = 4 * (16 * math.sqrt(width) * 2**-24 + 2**-20) if exact else 0.0
     home = torch.device("cpu") if exact else wide.device  # some devices have no float64
     best_rows = torch.full((n, k), -1, device=home)
