@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import gc
 import shutil
+import tempfile
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -28,7 +29,6 @@ from extract.images.kept_batches import KeptBatches
 from extract.images.loading import Load
 from extract.store.format.dataset import DataSet, shard_rows_for
 from extract.system.foreign_code import own_faults_refused
-from extract.system.leftovers import temporary_folder
 
 __all__ = ["KEPT_BYTES", "Member", "MemberRun", "extract_several"]
 
@@ -155,8 +155,8 @@ def extract_several(
     for (rows, _), group in groups.items():
         for shard in range(-(-len(images) // rows)):
             here = range(shard * rows, min((shard + 1) * rows, len(images)))
-            with _folder_in(scratch) as folder:
-                decoded = KeptBatches(folder, stop)
+            with _scratch_file(scratch) as file:
+                decoded = KeptBatches(file, stop)
                 if any(compute(member, shard, here, rows, decoded.load) for member in group):
                     return runs
     for member in members:
@@ -165,15 +165,12 @@ def extract_several(
     return runs
 
 
-@contextmanager
-def _folder_in(scratch: Path) -> Iterator[Path]:
-    """Context manager: yield a temporary folder; those of killed runs are removed."""
-    with ExitStack() as at_the_end:
-        try:
-            folder = at_the_end.enter_context(temporary_folder(scratch / "decoded"))
-        except OSError as error:
-            raise LayertapError(f"cannot write to {scratch}: {error.strerror}") from error
-        yield folder
+def _scratch_file(scratch: Path) -> BinaryIO:
+    """Return an unbuffered file without a name, which ends with the process."""
+    try:
+        return tempfile.TemporaryFile(dir=scratch, buffering=0)
+    except OSError as error:
+        raise LayertapError(f"cannot write to {scratch}: {error.strerror}") from error
 
 
 @contextmanager

@@ -182,7 +182,7 @@ def test_a_full_disk_ends_the_run(folder: Path, tmp_path: Path, monkeypatch: pyt
     def full(*_: Any) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(kept_batches, "pickle", SimpleNamespace(dump=full, HIGHEST_PROTOCOL=5))
+    monkeypatch.setattr(kept_batches, "os", SimpleNamespace(pwrite=full))
     with pytest.raises(MachineError, match="decoded images cannot be kept: No space left"):
         extract_several(list_images(folder), members(tmp_path), tmp_path)
     monkeypatch.undo()
