@@ -218,7 +218,7 @@ def _folder(out: Path) -> Iterator[Path]:
         folder = own_folder(out / AXES_FOLDER)
         # Of fits that were interrupted, or whose data set has no rows: it is replaced.
         for left in folder.iterdir():
-            if AXES_NAMES.fullmatch(left.name):
+            if AXES_NAMES.match(left.name):
                 discard(left)
         yield folder
 
