@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from extract.analysis.probe.nearest_rows import nearest
 from extract.errors import InputError
 from extract.store.tokens.token_array import TokenArray
 
 __all__ = ["NearestPatches", "nearest_patches", "patch_similarity"]
 
 _DECIMALS = 12  # of a cosine: tokens in the same direction tie
+_BLOCK_BYTES = 32 << 20  # of tokens in float64
 
 
 @dataclass(frozen=True)
@@ -45,17 +45,26 @@ def nearest_patches(
     Raises:
         InputError: k is less than 1, or the query is not finite or not as wide as the tokens.
     """
+    if k < 1:
+        raise InputError(f"k is {k}; it must be at least 1")
     if np.shape(query) != tokens.shape[1:]:
         raise InputError(f"the query has shape {np.shape(query)}; expected ({tokens.shape[1]},)")
-    # The nearest k * per_image tokens belong to at least k images.
-    n_images, per_image = min(k + (without is not None), len(tokens.rows)), tokens.per_image
-    near = nearest(tokens, np.asarray(query)[None], max(1, n_images * per_image) if k > 0 else k)
-    found = near.rows[0] >= 0
-    images, cells = np.divmod(near.rows[0][found], per_image)
-    _, first = np.unique(images, return_index=True)
-    first = np.sort(first)
-    chosen = first[images[first] != without][:k]
-    return NearestPatches(images[chosen], near.cosines[0][found][chosen], cells[chosen])
+    if not np.isfinite(query).all():
+        raise InputError("the query contains NaN or infinity")
+    # The best token of each image, not the nearest tokens of all: `nearest` would hold a number for each token.
+    count, per_image = len(tokens.rows), tokens.per_image
+    cosines, cells = np.full(count, -np.inf), np.zeros(count, np.int64)
+    at_once = max(1, _BLOCK_BYTES // (8 * per_image * tokens.shape[1]))
+    for start in range(0, count, at_once):
+        stop = min(start + at_once, count)
+        block = patch_similarity(tokens[start * per_image : stop * per_image], query).reshape(stop - start, per_image)
+        block = np.where(np.isnan(block), -np.inf, block)
+        cells[start:stop], cosines[start:stop] = block.argmax(1), block.max(1)
+    if without is not None:
+        cosines[without] = -np.inf
+    images = np.argsort(-cosines, kind="stable")[:k]
+    images = images[cosines[images] > -np.inf]
+    return NearestPatches(images, cosines[images], cells[images])
 
 
 def patch_similarity(tokens: NDArray[np.floating], query: NDArray[np.floating]) -> NDArray[np.float64]:
