@@ -1,8 +1,14 @@
 """Linear probes and other measures of feature quality, on arrays. Aliases of names in `extract.analysis`."""
 
-from extract.analysis.alikeness import MOST_COLUMNS, Alikeness, alikeness
 from extract.analysis.dense import DEPTH, SEGMENTATION, depth_probe, segmentation_probe
 from extract.analysis.probe import PROTOCOLS, LinearProbe, ProbeResult, linear_cka, linear_probe, rsa
+from extract.analysis.similarity import (
+    MOST_COLUMNS,
+    Alikeness,
+    FeatureSimilarity,
+    alikeness,
+    feature_similarity,
+)
 
 __all__ = [
     "DEPTH",
@@ -10,10 +16,12 @@ __all__ = [
     "PROTOCOLS",
     "SEGMENTATION",
     "Alikeness",
+    "FeatureSimilarity",
     "LinearProbe",
     "ProbeResult",
     "alikeness",
     "depth_probe",
+    "feature_similarity",
     "linear_cka",
     "linear_probe",
     "rsa",

@@ -134,6 +134,8 @@ extract.edits.smooth.at(self, site: Any) -> Edit
 class extract.probe.Alikeness(cka: Matrix, procrustes: Matrix, mutual_knn: Matrix, rsa: Matrix, effective_rank:
         NDArray[np.float64], k: int, knn_rows: int, rsa_rows: int)
 extract.probe.DEPTH = depth depth-dinov3
+class extract.probe.FeatureSimilarity(cka: Matrix, procrustes: Matrix, mutual_knn: Matrix, rsa: Matrix,
+        effective_rank: NDArray[np.float64], k: int, knn_rows: int, rsa_rows: int)
 class extract.probe.LinearProbe(coef_: NDArray[Any], intercept_: NDArray[Any], classes_: NDArray[Any], task: str =
         'classification', scaling: Scaling = ..., has_probabilities: bool = True, about: Mapping[str, Any] =
         ...)
@@ -159,11 +161,13 @@ extract.probe.ProbeResult.right: NDArray[np.bool_] | None
 extract.probe.ProbeResult.value: float
 extract.probe.SEGMENTATION = segmentation segmentation-knn segmentation-dinov3
 extract.probe.alikeness(features: Sequence[Source | FeatureRows], *, k: int = 10, seed: int = 0, memory_bytes:
-        int = 536870912) -> Alikeness
+        int = 536870912) -> FeatureSimilarity
 extract.probe.depth_probe(tokens: TokenArray | Sequence[TokenArray], depths: DepthMaps, train: ArrayLike, test:
         ArrayLike, *, val: ArrayLike | None = None, max_depth: float | None = None, protocol: str = 'depth',
         iterations: int | None = None, seed: int = 0, device: str = 'auto', memory_bytes: int | None = None,
         on_prediction: Callable[[int, NDArray[np.float32]], None] | None = None) -> ProbeResult
+extract.probe.feature_similarity(features: Sequence[Source | FeatureRows], *, k: int = 10, seed: int = 0,
+        memory_bytes: int = 536870912) -> FeatureSimilarity
 extract.probe.linear_cka(x: Source | FeatureRows, y: Source | FeatureRows) -> float
 extract.probe.linear_probe(x_train: Source, y_train: ArrayLike, x_test: Source, y_test: ArrayLike, *, protocol:
         str = 'clip', x_val: Source | None = None, y_val: ArrayLike | None = None, scaling: str | None = None,

@@ -51,6 +51,7 @@ def nearest_patches(
         raise InputError(f"the query has shape {np.shape(query)}; expected ({tokens.shape[1]},)")
     if not np.isfinite(query).all():
         raise InputError("the query contains NaN or infinity")
+    # The best token of each image, not the nearest tokens of all: `nearest` would hold a number for each token.
     count, per_image = len(tokens.rows), tokens.per_image
     cosines, cells = np.full(count, -np.inf), np.zeros(count, np.int64)
     at_once = max(1, _BLOCK_BYTES // (8 * per_image * tokens.shape[1]))

@@ -2,53 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from extract.analysis.probe.feature_matrix import FeatureRows
+from extract.compute.principal_axes import PrincipalAxes, principal_axes
 from extract.system.optional_libraries import library
-from extract.system.torch_state import full_float32
 
-__all__ = ["Principal", "principal", "tsne", "umap"]
+__all__ = ["axes_of_sample", "project", "tsne", "umap"]
 
 _WIDEST = 4096  # largest D for a (D, D) matrix; for wider rows, products of a sample of rows are used
 _HELD_BYTES = 256 << 20
 _HELD_ROWS = 2000
-_KEPT = 50  # principal axes passed to t-SNE and UMAP (van der Maaten and Hinton 2008, section 4.2, use 30)
+_COMPONENTS = 50  # principal components passed to t-SNE and UMAP (van der Maaten and Hinton 2008, section 4.2, use 30)
 
 
-@dataclass(frozen=True)
-class Principal:
-    """Principal axes: the directions in which rows vary most.
+def axes_of_sample(rows: FeatureRows, count: int, seed: int = 0) -> tuple[PrincipalAxes, int]:
+    """Compute the first principal axes, and return them with the number of rows that they were computed from.
 
-    Attributes:
-        mean: (D,) float32.
-        axes: (K, D) float32, of length 1; the largest component of each is positive, which fixes the sign.
-        shares: (K,) share of the variance along each axis.
-        rows: number of rows that the axes were computed from.
-    """
-
-    mean: NDArray[np.float32]
-    axes: NDArray[np.float32]
-    shares: NDArray[np.float64]
-    rows: int
-
-    def project(self, rows: FeatureRows) -> NDArray[np.float32]:
-        """Return the coordinates (N, K) of rows."""
-        coordinates = np.empty((len(rows), len(self.axes)), np.float32)
-        for start, block in rows.blocks():
-            coordinates[start : start + len(block)] = (block - self.mean) @ self.axes.T
-        return coordinates
-
-
-def principal(rows: FeatureRows, count: int, seed: int = 0) -> Principal:
-    """Compute the first principal axes.
-
-    With up to 4,096 values a row, the axes are exact: all rows are used, with a (D, D) matrix in memory. With wider
-    rows, at most 2,000 random rows are used and held in memory (256 MB).
+    With up to 4,096 values a row, all rows are used, with a (D, D) matrix in memory. With wider rows, at most 2,000
+    random rows are used and held in memory (256 MB).
 
     Args:
         rows: (N, D), N at least 1.
@@ -56,47 +30,23 @@ def principal(rows: FeatureRows, count: int, seed: int = 0) -> Principal:
         seed: seed of the random choice of rows.
 
     Raises:
-        InputError: a value is not finite; checked with up to 4,096 values a row.
+        InputError: a value is not finite.
+        LayertapError: the squares of the values exceed the range of float32.
     """
-    with torch.inference_mode(), full_float32():
-        if rows.width <= _WIDEST:
-            mean, products, used = *_products(rows), len(rows)
-            variances, vectors = np.linalg.eigh(products)
-            count = min(count, len(rows), rows.width)
-            axes = vectors[:, ::-1][:, :count].T
-            shares = variances[::-1][:count]
-            total = float(np.trace(products))
-        else:
-            used = max(2, min(_HELD_ROWS, _HELD_BYTES // (4 * rows.width)))
-            chosen = np.sort(np.random.default_rng(seed).permutation(len(rows))[:used])
-            sample = rows.subset(chosen).between(0, len(chosen))
-            used = len(sample)
-            mean = sample.mean(0, dtype=np.float64)
-            sample -= mean.astype(np.float32)
-            variances, vectors = np.linalg.eigh((sample @ sample.T).astype(np.float64))
-            count = min(count, used)
-            axes = vectors[:, ::-1][:, :count].T @ sample
-            shares, total = variances[::-1][:count], float(variances.sum())
-    lengths = np.linalg.norm(axes, axis=1, keepdims=True)
-    axes = np.divide(axes, lengths, out=np.zeros(axes.shape), where=lengths > 0)
-    axes *= np.where(axes[np.arange(count), np.abs(axes).argmax(1)] < 0, -1, 1)[:, None]
-    part = np.maximum(shares, 0) / total if total > 0 else np.zeros(count)
-    return Principal(mean.astype(np.float32), axes.astype(np.float32), part, used)
+    if rows.width <= _WIDEST:
+        return principal_axes(rows, count), len(rows)
+    n_held = max(2, min(_HELD_ROWS, _HELD_BYTES // (4 * rows.width)))
+    chosen = np.sort(np.random.default_rng(seed).permutation(len(rows))[:n_held])
+    return principal_axes(torch.from_numpy(rows.subset(chosen).array()), count), len(chosen)
 
 
-def _products(rows: FeatureRows) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the mean (D,), and the sum (D, D) of the products of deviations from the mean."""
-    count, mean, products = 0, np.zeros(rows.width), np.zeros((rows.width, rows.width))
-    for _, block in rows.blocks():
-        block_mean = block.mean(0, dtype=np.float64)
-        centred = torch.from_numpy(block - block_mean.astype(np.float32))
-        shift = (block_mean - mean)[:, None]
-        total = count + len(block)
-        products += (centred.T @ centred).numpy()
-        products += (shift @ shift.T) * (count * len(block) / total)
-        mean += shift[:, 0] * (len(block) / total)
-        count = total
-    return mean, products
+def project(rows: FeatureRows, fitted: PrincipalAxes) -> NDArray[np.float32]:
+    """Return the coordinates (N, K) of rows along axes."""
+    mean, axes = fitted.mean.float().numpy(), fitted.axes.numpy()
+    coordinates = np.empty((len(rows), len(axes)), np.float32)
+    for start, block in rows.blocks():
+        coordinates[start : start + len(block)] = (block - mean) @ axes.T
+    return coordinates
 
 
 def tsne(rows: FeatureRows, seed: int = 0) -> NDArray[np.float32]:
@@ -108,7 +58,7 @@ def tsne(rows: FeatureRows, seed: int = 0) -> NDArray[np.float32]:
         LayertapError: scikit-learn or threadpoolctl is not installed.
     """
     manifold = library("sklearn.manifold", "report", "a t-SNE map")
-    vectors = _unit_vectors(principal(rows, _KEPT, seed).project(rows))
+    vectors = _directions(rows, seed)
     if not np.ptp(vectors, 0).any():
         return np.zeros((len(vectors), 2), np.float32)
     perplexity = min(30.0, max(1.0, (len(vectors) - 1) / 3))
@@ -127,7 +77,7 @@ def umap(rows: FeatureRows, seed: int = 0) -> NDArray[np.float32]:
         LayertapError: umap-learn is not installed.
     """
     umap_learn = library("umap", "umap", "a UMAP map")
-    vectors = _unit_vectors(principal(rows, _KEPT, seed).project(rows))
+    vectors = _directions(rows, seed)
     if not np.ptp(vectors, 0).any():
         return np.zeros((len(vectors), 2), np.float32)
     neighbours = min(15, max(2, len(vectors) - 1))
@@ -135,7 +85,9 @@ def umap(rows: FeatureRows, seed: int = 0) -> NDArray[np.float32]:
     return np.asarray(estimator.fit_transform(vectors), np.float32)
 
 
-def _unit_vectors(vectors: NDArray[np.float32]) -> NDArray[np.float32]:
+def _directions(rows: FeatureRows, seed: int) -> NDArray[np.float32]:
+    """Return the first principal components (N, K) of rows, scaled to length 1."""
+    vectors = project(rows, axes_of_sample(rows, _COMPONENTS, seed)[0])
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
     unit: NDArray[np.float32] = np.divide(vectors, lengths, out=np.zeros_like(vectors), where=lengths > 0)
     return unit

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from extract.backbones import LoadedBackbone
-from extract.compute.axes_projection import check_file
+from extract.compute.axes_projection import HINT, opened
 from extract.compute.feature_choice import Choice, Feature
-from extract.errors import InputError, LayertapError, first_line
+from extract.compute.principal_axes import PrincipalAxes
+from extract.errors import InputError, LayertapError
+from extract.system.atomic_files import write_whole
 from extract.system.json_files import check_shape
 
-__all__ = ["AxesSource", "axes_in", "axes_source", "find_axes", "load_given_axes", "source_of"]
-
-_HINT = "name a data set with a pooling pcaK, its folder `axes`, or a file in it"
+__all__ = ["AxesSource", "axes_in", "axes_source", "find_axes", "load_given_axes", "source_of", "write_axes"]
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,7 @@ def axes_in(place: Path) -> list[Path]:
     files = sorted(place.glob("*.safetensors")) if place.is_dir() else [place]
     if not place.exists() or not files:
         problem = "has no principal axes" if place.exists() else "does not exist; expected principal axes"
-        raise InputError(f"{place} {problem}", hint=_HINT)
+        raise InputError(f"{place} {problem}", hint=HINT)
     return files
 
 
@@ -121,17 +124,30 @@ def axes_source(path: Path) -> AxesSource:
         InputError: the file is not a file of axes.
         LayertapError: the file cannot be read.
     """
-    try:
-        from safetensors import safe_open
-
-        check_file(path)
-        with safe_open(path, "pt") as file:
-            metadata: dict[str, Any] = json.loads((file.metadata() or {})["source"])
+    with opened(path) as file:
+        metadata: dict[str, Any] = json.loads((file.metadata() or {})["source"])
         check_shape(metadata, path, _SHAPE)
         return AxesSource(**{name: metadata[name] for name in _SHAPE})
-    except LayertapError:
-        raise
+
+
+def write_axes(folder: Path, fitted: PrincipalAxes, source: AxesSource) -> Path:
+    """Write axes that were fitted on `source.images` images; return the path of the file, named by its content.
+
+    Raises:
+        LayertapError: the disk is full or cannot be written to.
+    """
+    from safetensors.torch import save
+
+    tensors = {
+        "components": fitted.axes,
+        "mean": fitted.mean.float(),
+        "explained_variance": fitted.squares / (source.images - 1),
+        "explained_variance_ratio": torch.from_numpy(fitted.shares),
+    }
+    content = save(tensors, {"source": json.dumps(asdict(source))})
+    path = folder / f"{hashlib.sha256(content).hexdigest()[:16]}.safetensors"
+    try:
+        write_whole(path, content)
     except OSError as error:
-        raise LayertapError(f"cannot read {path}: {error.strerror or error}") from error
-    except Exception as error:
-        raise InputError(f"{path} is not a file of principal axes: {first_line(error)}", hint=_HINT) from error
+        raise LayertapError(f"cannot write axes to {folder}: {error.strerror}") from error
+    return path

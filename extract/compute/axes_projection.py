@@ -1,6 +1,6 @@
 """Principal axes of activations: the poolings `pcaK` and `pcawK`.
 
-    y = C (x - mean)        C: (K, n), orthonormal rows, the axes of largest variance of a sample; see `axes_fit.py`
+    y = C (x - mean)        C: (K, n), orthonormal rows, the axes along which a sample varies most
 
 A file of axes is a safetensors file with the tensors
 
@@ -15,10 +15,13 @@ and metadata with an `AxesSource` (`axes_files.py`) as JSON under the key `sourc
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import stat
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +29,9 @@ from torch.nn import functional as F
 
 from extract.errors import InputError, LayertapError, first_line
 
-__all__ = ["AxesProjection", "check_file"]
+__all__ = ["HINT", "AxesProjection", "opened"]
+
+HINT = "name a data set with a pooling pcaK, its folder `axes`, or a file in it"
 
 _IMAGES = 16  # projected at once: centred activations of more would take much memory
 
@@ -72,27 +77,17 @@ class AxesProjection:
             InputError: the file is damaged, has other sizes or fewer axes, or no variance along an axis.
             LayertapError: the file cannot be read.
         """
-        try:
-            from safetensors import safe_open
-
-            check_file(path)
-            with safe_open(path, "pt") as file:
-                components = file.get_slice("components")
-                rows, columns = components.get_shape()
-                if columns != self.inputs or rows < self.outputs:
-                    raise InputError(
-                        f"{path} has {rows:,} axes of {columns:,} values; {self.name} needs {self.outputs:,} of "
-                        f"{self.inputs:,}"
-                    )
-                chosen, mean = components[: self.outputs], file.get_tensor("mean")
-                variance = file.get_tensor("explained_variance")[: self.outputs]
-                explained = float(file.get_tensor("explained_variance_ratio")[: self.outputs].sum())
-        except LayertapError:
-            raise
-        except OSError as error:
-            raise LayertapError(f"cannot read {path}: {error.strerror or error}") from error
-        except Exception as error:  # of another kind for each way in which a file can be damaged
-            raise InputError(f"{path} is not a file of principal axes: {first_line(error)}") from error
+        with opened(path) as file:
+            components = file.get_slice("components")
+            rows, columns = components.get_shape()
+            if columns != self.inputs or rows < self.outputs:
+                raise InputError(
+                    f"{path} has {rows:,} axes of {columns:,} values; {self.name} needs {self.outputs:,} of "
+                    f"{self.inputs:,}"
+                )
+            chosen, mean = components[: self.outputs], file.get_tensor("mean")
+            variance = file.get_tensor("explained_variance")[: self.outputs]
+            explained = float(file.get_tensor("explained_variance_ratio")[: self.outputs].sum())
         fits = (mean.shape, variance.shape) == ((self.inputs,), (self.outputs,)) and mean.dtype == torch.float32
         if not fits or chosen.dtype != torch.float32 or not bool(mean.isfinite().all() and (variance > 0).all()):
             raise InputError(f"{path} is damaged: its mean or its variances do not fit its axes")
@@ -129,15 +124,27 @@ class AxesProjection:
         return self._on[device]
 
 
-def check_file(path: Path) -> None:
-    """Check that a path is a file, so that opening it does not wait, as for a pipe; a link to one is followed.
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[Any]:
+    """Context manager: open a file of axes by safetensors; a link to one is followed.
 
     Raises:
-        InputError: it is not a file.
-        OSError: it cannot be read.
+        InputError: it is not a file, so that opening it might wait, as for a pipe, or it is not a file of axes.
+        LayertapError: it cannot be read.
     """
-    if not stat.S_ISREG(path.stat().st_mode):
-        raise InputError(f"{path} is not a file; expected principal axes")
+    try:
+        from safetensors import safe_open
+
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise InputError(f"{path} is not a file; expected principal axes")
+        with safe_open(path, "pt") as file:
+            yield file
+    except LayertapError:
+        raise
+    except OSError as error:
+        raise LayertapError(f"cannot read {path}: {error.strerror or error}") from error
+    except Exception as error:  # of another kind for each way in which a file can be damaged
+        raise InputError(f"{path} is not a file of principal axes: {first_line(error)}", hint=HINT) from error
 
 
 def _hash_of(path: Path) -> str:

@@ -2,28 +2,29 @@
 
 A data set keeps its axes in the folder `axes`: a file for each layer and the poolings before the projection, named by
 its hash. `extract/compute/axes_projection.py` describes the format. The hash is an attribute of the feature and part of
-the fingerprint.
+the fingerprint, so the axes must be known before the first row. Several workers would fit them several times, on
+different CPUs to different bits. They therefore take axes that one process has fitted.
 """
 
 from __future__ import annotations
 
 import contextlib
-import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from extract.backbones import LoadedBackbone
-from extract.compute.axes_files import AxesSource, axes_in, axes_source, find_axes, source_of
-from extract.compute.axes_fit import AxesFit
+from extract.compute.axes_files import AxesSource, axes_in, axes_source, find_axes, source_of, write_axes
 from extract.compute.axes_projection import AxesProjection
 from extract.compute.backends import open_forward
 from extract.compute.feature_choice import Choice, Feature
 from extract.compute.forward import Values
-from extract.errors import InputError, LayertapError
+from extract.compute.principal_axes import principal_axes
+from extract.errors import InputError
 from extract.extraction.settings import ExtractionSettings
 from extract.images import Decoding, Images, load_batches
 from extract.images.loading import stop_on_machine_errors
@@ -37,8 +38,9 @@ from extract.system.foreign_code import exits_refused
 from extract.system.torch_state import evaluating, full_float32
 from extract.system.urls import is_url
 
-__all__ = ["load_axes"]
+__all__ = ["FIT_BYTES", "load_axes"]
 
+FIT_BYTES = 4 << 30  # of activations, axes, and the matrix whose eigenvectors they are
 _BATCH = 8  # images in a forward of the fit: whole activations of more take much memory
 
 
@@ -71,7 +73,7 @@ def load_axes(
     """
     has_rows = existing is not None and (existing.version is not None or any(existing.files()))
     given = [] if settings.axes is None else _given(Path(settings.axes))
-    to_fit: dict[AxesSource, _FitGroup] = {}
+    fits: dict[AxesSource, list[Feature]] = {}
     for feature in choice.features:
         axes = feature.principal_axes
         if axes is None or axes.sha256:
@@ -85,35 +87,11 @@ def load_axes(
                 return  # other features are stored there, which the check of the folder refuses
             axes.load(path)
         else:
-            to_fit.setdefault(source, _FitGroup(feature, source, [])).axes.append(axes)
-    if to_fit:
-        _fit(list(to_fit.values()), images, backbone, out, settings, on_fit)
-
-
-@dataclass(frozen=True)
-class _FitGroup:
-    """Activations to fit axes to, once for all features that are projected on some of these axes.
-
-    Attributes:
-        feature: the first of these features.
-        source: what the activations are.
-        axes: the axes of each feature.
-    """
-
-    feature: Feature
-    source: AxesSource
-    axes: list[AxesProjection]
-
-    @property
-    def most_axes(self) -> int:
-        """The largest number of axes that a feature is projected on."""
-        return max(axes.outputs for axes in self.axes)
-
-    @property
-    def activation(self) -> Feature:
-        """The feature without the projection."""
-        assert self.feature.poolings.fitted is not None
-        return replace(self.feature, poolings=self.feature.poolings.fitted[0])
+            fits.setdefault(source, []).append(feature)
+    for features in fits.values():
+        features.sort(key=lambda feature: -_axes(feature).outputs)
+    if fits:
+        _fit(fits, images, backbone, out, settings, on_fit)
 
 
 def _given(place: Path) -> list[Path]:
@@ -148,49 +126,75 @@ def _recorded(existing: DataSet, feature: Feature, wanted: AxesSource, fit_on: i
 
 
 def _fit(
-    groups: list[_FitGroup], images: Images, backbone: LoadedBackbone, out: str, settings: ExtractionSettings,
-    on_fit: Callable[[str], None],
+    fits: dict[AxesSource, list[Feature]], images: Images, backbone: LoadedBackbone, out: str,
+    settings: ExtractionSettings, on_fit: Callable[[str], None],
 ) -> None:  # fmt: skip
-    """Fit axes, write them into the folder of the data set, and load them."""
-    first = groups[0].feature
+    """Fit axes to each activation, write them into the folder of the data set, and load them.
+
+    `fits` has for each activation the features that are projected on some of its axes, most axes first.
+    """
+    firsts = [features[0] for features in fits.values()]
     if settings.fit_on is None or is_url(out):
         raise InputError(
-            f"{first.name}: {first.pooling} needs principal axes, and this run does not fit any",
+            f"{firsts[0].name}: {firsts[0].pooling} needs principal axes, and this run does not fit any",
             hint="fit them with `layertap embed` in one process into a folder, then add --axes with that folder",
         )
     rows = np.linspace(0, len(images) - 1, min(settings.fit_on, len(images))).round().astype(np.int64).tolist()
-    on_fit(f"fitting the axes of {', '.join(group.feature.name for group in groups)} to {len(rows):,} images ...")
-    with contextlib.ExitStack() as open_now:
-        folder = open_now.enter_context(_folder(Path(out)))
-        fits = [
-            AxesFit(folder, group.axes[0].inputs, len(rows), group.most_axes, group.feature.name) for group in groups
-        ]
-        _check_space(fits, folder, first)
-        for fit in fits:
-            open_now.enter_context(fit)
-        choice, count = Choice([group.activation for group in groups], []), 0
-        for numbers, values in _activations(choice, images, rows, backbone, settings):
+    _check_memory(firsts, len(rows))
+    on_fit(f"fitting the axes of {', '.join(feature.name for feature in firsts)} to {len(rows):,} images ...")
+    with _folder(Path(out)) as folder:
+        activations = [np.empty((len(rows), _axes(feature).inputs), np.float32) for feature in firsts]
+        count = 0
+        for numbers, values in _activations(firsts, images, rows, backbone, settings):
+            for feature, held in zip(firsts, activations, strict=True):
+                flat = values[feature.name].reshape(len(numbers), -1)
+                _check_finite(flat, numbers, feature, images)
+                held[count : count + len(numbers)] = flat
             count += len(numbers)
-            for group, fit in zip(groups, fits, strict=True):
-                flat = values[group.feature.name].reshape(len(numbers), -1)
-                _check_finite(flat, numbers, group.feature, images)
-                fit.add(flat)
         if count < len(rows):
             on_fit(f"{len(rows) - count:,} of these images cannot be decoded, and are left out of the fit")
-        for group, fit in zip(groups, fits, strict=True):
-            path = fit.write(group.source)
-            for axes in group.axes:
-                axes.load(path)
-            widest = max(group.axes, key=lambda axes: axes.outputs)
-            on_fit(f"{group.feature.name}: {widest.outputs:,} axes explain {widest.explained:.1%} of the variance")
+        for (source, features), held in zip(fits.items(), activations, strict=True):
+            path = _written(features[0], source, held[:count], folder)
+            for feature in features:
+                _axes(feature).load(path)
+            axes = _axes(features[0])
+            on_fit(f"{features[0].name}: {axes.outputs:,} axes explain {axes.explained:.1%} of the variance")
 
 
-def _check_space(fits: list[AxesFit], folder: Path, feature: Feature) -> None:
-    needed, free = sum(fit.disk_bytes for fit in fits), shutil.disk_usage(folder).free
-    if needed > free:
-        raise LayertapError(
-            f"{feature.name}: fitting axes needs {needed / 1e6:,.0f} MB in {folder}, and {free / 1e6:,.0f} MB are free",
-            hint="use a smaller --fit-on, or a grid before the projection, such as :grid4:pca64",
+def _axes(feature: Feature) -> AxesProjection:
+    assert feature.principal_axes is not None
+    return feature.principal_axes
+
+
+def _written(feature: Feature, source: AxesSource, activations: NDArray[np.float32], folder: Path) -> Path:
+    """Fit the axes of a feature to activations (N, n), and write them."""
+    n_images, n_axes = len(activations), _axes(feature).outputs
+    if n_images <= n_axes:
+        raise InputError(
+            f"{feature.name}: {n_axes:,} axes need at least {n_axes + 1:,} images to fit, and there are {n_images:,}",
+            hint="use fewer axes, a larger --fit-on, or more images",
+        )
+    fitted = principal_axes(torch.from_numpy(activations), n_axes)
+    if fitted.n_varying < n_axes:
+        raise InputError(
+            f"{feature.name}: the {n_images:,} images vary along {fitted.n_varying:,} axes only, not {n_axes:,}",
+            hint=f"use pca{max(1, fitted.n_varying)} or less, or fit on more different images",
+        )
+    return write_axes(folder, fitted, replace(source, images=n_images))
+
+
+def _check_memory(features: list[Feature], n_images: int) -> None:
+    """Check that the activations, the axes, and the largest matrix and its eigenvectors fit into `FIT_BYTES`."""
+    inputs = [_axes(feature).inputs for feature in features]
+    held = sum(4 * _axes(feature).inputs * (n_images + _axes(feature).outputs) for feature in features)
+    needed = held + 16 * min(max(inputs), n_images) ** 2
+    if needed > FIT_BYTES:
+        widest = features[int(np.argmax(inputs))]
+        raise InputError(
+            f"{widest.name}: axes of {max(inputs):,} values fitted on {n_images:,} images take {needed / 1e9:,.1f} GB "
+            f"of memory; at most {FIT_BYTES / 1e9:.1f} GB are used",
+            hint=f"pool before the projection, such as {widest.name}:grid4:pca64, use srp in place of pca, which is "
+            "not fitted, or a smaller --fit-on",
         )
 
 
@@ -214,15 +218,17 @@ def _folder(out: Path) -> Iterator[Path]:
         folder = own_folder(out / AXES_FOLDER)
         # Of fits that were interrupted, or whose data set has no rows: it is replaced.
         for left in folder.iterdir():
-            if AXES_NAMES.fullmatch(left.name):
+            if AXES_NAMES.match(left.name):
                 discard(left)
         yield folder
 
 
 def _activations(
-    choice: Choice, images: Images, rows: list[int], backbone: LoadedBackbone, settings: ExtractionSettings
+    features: list[Feature], images: Images, rows: list[int], backbone: LoadedBackbone, settings: ExtractionSettings
 ) -> Iterator[tuple[list[int], Values]]:
-    """Yield rows and features of the images that can be decoded, batch by batch."""
+    """Yield rows and features, without the projection, of the images that can be decoded, batch by batch."""
+    before = [feature.poolings.fitted for feature in features]
+    choice = Choice([replace(each, poolings=pair[0]) for each, pair in zip(features, before, strict=True) if pair], [])
     preprocessing = replace(backbone.preprocessing, fast=False)
     decoding = Decoding.for_preprocessing(
         preprocessing, settings.max_pixels, workers=settings.workers, batch_size=_BATCH

@@ -1,43 +1,38 @@
 """Extract features of the same images with several backbones; images are decoded once for all that share a decoding.
 
-`extract_several` does it, `costs_of` estimates how long it takes.
+One backbone is in memory at a time: those that fit together would be few. Each is loaded once to see how it decodes and
+how wide its features are, and once for each shard. All data sets have shards of the same rows, so an interrupted run
+resumes as an extraction does.
 """
 
 from __future__ import annotations
 
 import gc
 import shutil
-import time
+import tempfile
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO
 
 import numpy as np
 
-from extract import defaults
 from extract.backbones.preprocessing import Preprocessing
 from extract.compute.backbone import Backbone
-from extract.compute.backends import open_forward
 from extract.errors import LayertapError, LockedError, MachineError
-from extract.extraction.first_images import decode_seconds, decoded_in, timed_s
 from extract.extraction.plan import Plan, existing_at, resolve
 from extract.extraction.run import extract
 from extract.extraction.settings import ExtractionSettings
 from extract.images import Images
-from extract.images.fetched_once import FetchedOnce
 from extract.images.kept_batches import KeptBatches
 from extract.images.loading import Load
 from extract.store.format.dataset import DataSet, shard_rows_for
 from extract.system.foreign_code import own_faults_refused
-from extract.system.leftovers import temporary_folder
 
-__all__ = ["KEPT_BYTES", "Costs", "Member", "MemberRun", "costs_of", "extract_several"]
+__all__ = ["KEPT_BYTES", "Member", "MemberRun", "extract_several"]
 
 KEPT_BYTES = 4 << 30  # of decoded images
-_TIMED = 16  # images, drawn
 
 
 @dataclass(frozen=True)
@@ -75,19 +70,11 @@ class MemberRun:
 
 @dataclass(frozen=True)
 class _Surveyed:
-    """What is known of a member before the first image is decoded.
+    """What is known of a member before the first image is decoded."""
 
-    Attributes:
-        decoding: equal for members whose decoded images are equal.
-        stored_rows: rows of the shards of its data set; None if it has none yet.
-        most_rows: largest number of rows of a new shard.
-        image_bytes: bytes of a decoded image.
-    """
-
-    decoding: Hashable
-    stored_rows: int | None
-    most_rows: int
-    image_bytes: int
+    decoding: Hashable  # equal for members whose decoded images are equal
+    shard_rows: int  # largest
+    image_bytes: int  # of a decoded image
 
 
 def extract_several(
@@ -105,12 +92,12 @@ def extract_several(
     """Compute the missing rows of a data set for each member, shard by shard.
 
     The members that share a decoding compute a shard one after the other, from images that the first one has decoded
-    and kept on disk. Images behind URLs are fetched once for all members. A member that fails is left out from then on.
+    and kept on disk. A member that fails is left out from then on.
 
     Args:
         images: listed images.
         members: the extractions; their names and folders differ.
-        scratch: existing folder for decoded and fetched images, which are deleted at the end.
+        scratch: existing folder for decoded images, which are deleted at the end.
         kept_bytes: limit for the decoded images of a shard, with half of the free space of the disk; it limits the rows
             of shards of new data sets, if none of the data sets exists.
         on_member: called before a member computes rows, with its name and the rows of the shard.
@@ -137,17 +124,15 @@ def extract_several(
     for member in members:
         if stop():
             return runs
-        run = runs[member.name]
-        with _failure_kept(run, partial(on_failure, member.name)):
-            surveyed[member.name] = _survey(images, member, run)
+        with _failure_kept(member, runs, on_failure):
+            surveyed[member.name] = _survey(images, member, runs[member.name])
         gc.collect()  # the modules of a backbone refer to each other in circles
-    kept_bytes = min(kept_bytes, shutil.disk_usage(scratch).free // 2)
-    new_rows = _rows_of_new_shards(len(images), list(surveyed.values()), kept_bytes, members[0].settings.batch_size)
-    by_rows: dict[int, dict[Hashable, list[Member]]] = {}  # rows of a shard -> decoding -> members
+    new_rows = _rows_of_new_shards(images, members, surveyed, min(kept_bytes, shutil.disk_usage(scratch).free // 2))
+    groups: dict[tuple[int, Hashable], list[Member]] = {}  # rows of a shard, decoding -> members
     for member in members:
-        if (known := surveyed.get(member.name)) is not None:
-            groups = by_rows.setdefault(known.stored_rows or new_rows, {})
-            groups.setdefault(known.decoding, []).append(member)
+        if member.name in surveyed:
+            key = _rows_of_stored_shards(member) or new_rows, surveyed[member.name].decoding
+            groups.setdefault(key, []).append(member)
 
     def compute(member: Member, shard: int, here: range, rows: int, load: Load) -> bool:
         """Compute a shard of a member, if it is missing; return whether the run was stopped."""
@@ -159,7 +144,7 @@ def extract_several(
             return False
         on_member(member.name, here)
         stopped = False
-        with _failure_kept(runs[member.name], partial(on_failure, member.name)):
+        with _failure_kept(member, runs, on_failure):
             stopped = extract(
                 _plan_of(images, member, rows), shards=[shard], load=load, on_rows=on_new_rows, on_note=on_note,
                 stop=stop,
@@ -167,34 +152,31 @@ def extract_several(
         gc.collect()
         return stopped
 
-    for rows, groups in by_rows.items():
+    for (rows, _), group in groups.items():
         for shard in range(-(-len(images) // rows)):
             here = range(shard * rows, min((shard + 1) * rows, len(images)))
-            with _folder_in(scratch) as folder:
-                source = FetchedOnce(images.source, folder) if len(groups) > 1 else None
-                for group in groups.values():
-                    with KeptBatches(folder, source, stop) as kept:
-                        if any(compute(member, shard, here, rows, kept.load) for member in group):
-                            return runs
+            with _scratch_file(scratch) as file:
+                decoded = KeptBatches(file, stop)
+                if any(compute(member, shard, here, rows, decoded.load) for member in group):
+                    return runs
     for member in members:
         run = runs[member.name]
         run.complete = run.error is None and all(file is not None for file in DataSet.open(member.out).published())
     return runs
 
 
-@contextmanager
-def _folder_in(scratch: Path) -> Iterator[Path]:
-    """Context manager: yield a temporary folder; those of killed runs are removed."""
-    with ExitStack() as at_the_end:
-        try:
-            folder = at_the_end.enter_context(temporary_folder(scratch / "decoded"))
-        except OSError as error:
-            raise LayertapError(f"cannot write to {scratch}: {error.strerror}") from error
-        yield folder
+def _scratch_file(scratch: Path) -> BinaryIO:
+    """Return an unbuffered file without a name, which ends with the process."""
+    try:
+        return tempfile.TemporaryFile(dir=scratch, buffering=0)
+    except OSError as error:
+        raise LayertapError(f"cannot write to {scratch}: {error.strerror}") from error
 
 
 @contextmanager
-def _failure_kept(run: MemberRun, on_failure: Callable[[LayertapError], None] = lambda error: None) -> Iterator[None]:
+def _failure_kept(
+    member: Member, runs: dict[str, MemberRun], on_failure: Callable[[str, LayertapError], None]
+) -> Iterator[None]:
     """Context manager: keep an error of a backbone, or of a user's own code in it, as that of its run."""
     try:
         with own_faults_refused(()):
@@ -207,8 +189,8 @@ def _failure_kept(run: MemberRun, on_failure: Callable[[LayertapError], None] = 
         failure = error
     else:
         return
-    run.error = failure
-    on_failure(failure)
+    runs[member.name].error = failure
+    on_failure(member.name, failure)
 
 
 def _plan_of(images: Images, member: Member, shard_rows: int | None = None) -> Plan:
@@ -218,9 +200,9 @@ def _plan_of(images: Images, member: Member, shard_rows: int | None = None) -> P
 
 
 def _survey(images: Images, member: Member, run: MemberRun) -> _Surveyed:
-    plan = _plan_of(images, member)
-    plan.existing.check(plan.dataset)  # a complete data set of other features is not taken for this one
-    backbone, stored = plan.backbone, plan.existing.dataset
+    planned = _plan_of(images, member)
+    planned.existing.check(planned.dataset)  # a complete data set of other features is not taken for this one
+    backbone = planned.backbone
     run.about = {
         "parameters": sum(parameter.numel() for parameter in backbone.model.parameters()),
         "weights": backbone.weights.source,
@@ -229,8 +211,7 @@ def _survey(images: Images, member: Member, run: MemberRun) -> _Surveyed:
     bytes_of_pixel = 3 if _is_plain(backbone.preprocessing) else 12
     return _Surveyed(
         _decoding_of(member.name, backbone.preprocessing),
-        stored.shard_rows if stored else None,
-        shard_rows_for(plan.dataset.features),
+        shard_rows_for(planned.dataset.features),
         int(np.prod(backbone.preprocessing.crop_px)) * bytes_of_pixel,
     )
 
@@ -247,73 +228,28 @@ def _decoding_of(name: str, preprocessing: Preprocessing) -> Hashable:
     return replace(preprocessing, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
 
 
-def _rows_of_new_shards(n_images: int, surveyed: Sequence[_Surveyed], kept_bytes: int, batch_size: int) -> int:
+def _rows_of_stored_shards(member: Member) -> int | None:
+    """Return the rows of the shards of an existing data set; None if there is none."""
+    return DataSet.open(member.out).shard_rows if (member.out / "dataset.json").is_file() else None
+
+
+def _rows_of_new_shards(
+    images: Images, members: Sequence[Member], surveyed: dict[str, _Surveyed], kept_bytes: int
+) -> int:
     """Return the rows of new data sets' shards: those of an existing one, or as many whole batches as are kept."""
-    for known in surveyed:
-        if known.stored_rows is not None:
-            return known.stored_rows
-    rows = min((known.most_rows for known in surveyed), default=n_images)
-    rows = min(rows, kept_bytes // max((known.image_bytes for known in surveyed), default=1))
-    return max(1, min(n_images, max(1, rows // batch_size) * batch_size))
+    for member in members:
+        if member.name in surveyed and (rows := _rows_of_stored_shards(member)) is not None:
+            return rows
+    rows = min((known.shard_rows for known in surveyed.values()), default=len(images))
+    rows = min(rows, kept_bytes // max((known.image_bytes for known in surveyed.values()), default=1))
+    batch_size = members[0].settings.batch_size
+    return max(1, min(len(images), max(1, rows // batch_size) * batch_size))
 
 
 def _is_finished(out: Path, shard: int) -> bool:
     """Return whether a shard is published and not to be written again."""
-    dataset = existing_at(out).dataset
-    if dataset is None:
+    if not (out / "dataset.json").is_file():
         return False
+    dataset = DataSet.open(out)
     where = dataset.shard_files()[shard]
     return where.published is not None and where.part is None
-
-
-class Costs(NamedTuple):
-    """Seconds of several extractions.
-
-    Attributes:
-        fixed_s: seconds for loading the backbones.
-        image_s: seconds for each image.
-    """
-
-    fixed_s: float
-    image_s: float
-
-
-def costs_of(images: Images, members: Sequence[Member], seed: int, stop: Callable[[], bool] = lambda: False) -> Costs:
-    """Estimate how long `extract_several` takes. Forwards are timed without a compiler, which is used only if it pays.
-
-    Args:
-        images: listed images, of which a few are decoded.
-        members: the extractions; members that fail are left out.
-        seed: seed of the draw of images.
-        stop: called before each member; True ends the measurement.
-
-    Raises:
-        LayertapError: no backbone can be measured.
-    """
-    rows = np.random.default_rng(seed).choice(len(images), min(_TIMED, len(images)), replace=False)
-    drawn = images.select(sorted(rows.tolist()))
-    fixed_s, forward_s, decoded_s = 0.0, 0.0, dict[Hashable, float]()
-    runs = {member.name: MemberRun() for member in members}
-    for member in members:
-        if stop():
-            break
-        with _failure_kept(runs[member.name]):
-            start = time.perf_counter()
-            plan = _plan_of(drawn, member)
-            load_s = time.perf_counter() - start
-            preprocessing, settings = plan.backbone.preprocessing, plan.settings
-            (pictures,) = decoded_in(drawn, [preprocessing], settings.max_pixels, settings.batch_size)
-            with open_forward(plan.backbone, plan.choice, "float32", settings.precision) as forward:
-                first_s = timed_s(partial(forward, pictures))
-                each_s = timed_s(partial(forward, pictures)) / len(pictures)
-            decoding = _decoding_of(member.name, preprocessing)
-            if decoding not in decoded_s:
-                at_once = max(1, min(settings.workers, defaults.CORES))
-                decoded_s[decoding] = decode_seconds(drawn, preprocessing, settings.max_pixels) / at_once
-            fixed_s += 2 * load_s + first_s  # it is loaded to look at it, and to compute
-            forward_s += each_s
-        gc.collect()  # the modules of a backbone refer to each other in circles
-    failed = [run.error for run in runs.values() if run.error is not None]
-    if failed and not decoded_s:
-        raise failed[0]
-    return Costs(fixed_s, forward_s + sum(decoded_s.values()))

@@ -129,10 +129,6 @@ class Members(ImageSource):
             raise ValueError("the archive is truncated")
         return data
 
-    def is_remote(self, row: int) -> bool:
-        """See `ImageSource`."""
-        return is_url(self._archives[self._archive[row]])
-
     def check_there(self) -> None:
         """See `ImageSource`."""
         for archive, size in zip(self._archives, self._sizes, strict=True):

@@ -307,7 +307,6 @@ def load_batches(
     images: Images,
     batches: Iterable[list[int]],
     decoding: Decoding,
-    source: ImageSource | None = None,
 ) -> Batches:
     """Decode the rows of each batch in worker processes; batches come in the given order.
 
@@ -318,7 +317,6 @@ def load_batches(
         images: the images that the rows index.
         batches: rows of each batch, no row in two batches; read lazily.
         decoding: settings for decoding.
-        source: reads the images; None: `images.source`.
 
     Raises:
         BrokenListError: while iterating; the image of a row cannot be determined.
@@ -350,7 +348,7 @@ def load_batches(
             "timeout": _GIVE_UP_S,
         }
     loader: Any = DataLoader(
-        _Decoded(source or images.source, decoding),
+        _Decoded(images.source, decoding),
         batch_sampler=pieces(),
         num_workers=workers,
         collate_fn=_collate,

@@ -29,7 +29,6 @@ __all__ = [
     "Files",
     "ImageSource",
     "PackedNames",
-    "SourceOfSource",
     "TooLargeError",
     "UnreachableError",
     "check_file_size",
@@ -61,10 +60,6 @@ class ImageSource(Protocol):
 
     # Decodes the bytes of an image to an RGB picture. A class whose bytes are not encoded images has its own method.
     decode: Callable[..., Image.Image] = staticmethod(decode)
-
-    def is_remote(self, row: int) -> bool:
-        """Return whether the bytes of an image are behind a URL."""
-        return False
 
     def check_there(self) -> None:
         """Check that the images as a whole still exist, after some could not be read.
@@ -127,10 +122,6 @@ class Files(ImageSource):
         finally:
             os.close(descriptor)
 
-    def is_remote(self, row: int) -> bool:
-        """See `ImageSource`."""
-        return self._base_is_remote or (self._anywhere and is_url(self._names[row]))
-
     def check_there(self) -> None:
         """See `ImageSource`."""
         if self._base_is_remote:
@@ -150,39 +141,20 @@ class Files(ImageSource):
             )
 
 
-class SourceOfSource(ImageSource):
-    """ImageSource that reads from another source; where it defines nothing else, with the same row numbers."""
-
-    def __init__(self, source: ImageSource):
-        self._source, self.decode = source, source.decode
-
-    def read(self, row: int) -> tuple[bytes, int]:
-        """See `ImageSource`."""
-        return self._source.read(row)
-
-    def is_remote(self, row: int) -> bool:
-        """See `ImageSource`."""
-        return self._source.is_remote(row)
-
-    def check_there(self) -> None:
-        """See `ImageSource`."""
-        self._source.check_there()
-
-
-class Chosen(SourceOfSource):
+class Chosen(ImageSource):
     """Selected rows of another source."""
 
     def __init__(self, source: ImageSource, rows: Sequence[int]):
-        super().__init__(source)
+        self._source, self.decode = source, source.decode
         self._rows = integers(rows)
 
     def read(self, row: int) -> tuple[bytes, int]:
         """See `ImageSource`."""
         return self._source.read(int(self._rows[row]))
 
-    def is_remote(self, row: int) -> bool:
+    def check_there(self) -> None:
         """See `ImageSource`."""
-        return self._source.is_remote(int(self._rows[row]))
+        self._source.check_there()
 
 
 class UnreachableError(OSError):

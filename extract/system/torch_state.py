@@ -20,7 +20,6 @@ __all__ = [
     "evaluating",
     "full_float32",
     "keeping_freed_memory",
-    "release_freed_memory",
     "with_gradients",
 ]
 
@@ -123,12 +122,6 @@ def keeping_freed_memory() -> AbstractContextManager[None]:
     left at the largest values that the adjustment can reach. With other C libraries, nothing is changed.
     """
     return _FREED_MEMORY_KEPT.active()
-
-
-def release_freed_memory() -> None:
-    """Give freed memory back to the system, also where memory that is in use follows it. Only with glibc."""
-    if (libc := _glibc()) is not None:
-        libc.malloc_trim(0)
 
 
 def device_named(name: str) -> torch.device:

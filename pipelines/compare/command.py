@@ -27,14 +27,14 @@ __all__ = ["compare"]
     },
     {
         "backbones": "SPEC|GLOB", "table": "FILE.csv", "layers": "LAYER[:POOLING]", "labels": "FILE[:COLUMN]",
-        "tasks": "NAME=FILE[:COLUMN]", "out": "FOLDER", "budget": "TIME",
+        "tasks": "NAME=FILE[:COLUMN]", "out": "FOLDER",
     },
 )  # fmt: skip
 @config_file
 @json_flag
 @click.pass_context
 def compare(ctx: click.Context, /, config: Path | None, as_json: bool, **flags: Any) -> None:
-    """Compare backbones, and their layers, on IMAGES: accuracy with labels, speed, size, and how alike they are.
+    """Compare backbones, and their layers, on IMAGES: accuracy with labels, speed, size, and similarity.
 
     Each backbone gets a data set in FOLDER. Images are decoded once for all backbones with the same size, crop and
     interpolation. A repeated call resumes, and adds backbones.
@@ -42,7 +42,7 @@ def compare(ctx: click.Context, /, config: Path | None, as_json: bool, **flags: 
     \b
     layertap compare photos -b bundled/efficientnet_lite0 -b torchvision/resnet50 -b timm/vit_small_patch16_224
     layertap compare photos -b 'timm/vit_small*' -p knn --labels labels.csv
-    layertap compare photos --from backbones.csv --task kind=kinds.csv --task place=places.csv --budget 30m
+    layertap compare photos --from backbones.csv --task kind=kinds.csv --task place=places.csv --limit 10000
     """
     library("matplotlib", "figures", "layertap compare")
     from pipelines.compare.files import as_json as comparison_as_json

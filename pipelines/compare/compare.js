@@ -1,4 +1,4 @@
-// The sections of the page of a comparison: verdict, table, accuracy against speed, layers, alikeness, images in dispute.
+// The sections of the page of a comparison: verdict, table, accuracy against speed, layers, similarity, images in dispute.
 
 const compared = content.backbones.filter((item) => !item.error), {tasks} = content;
 const only = tasks.length === 1 ? tasks[0] : null; // with several tasks, backbones are compared by their average rank
@@ -22,7 +22,6 @@ const addVerdict = () => {
   const part = add(main, "div", null, {class: "verdict"}), addTile = addHead("comparison", part);
   addTile(count(content.images), "images");
   addTile(count(compared.length), compared.length === 1 ? "backbone" : "backbones");
-  if (content.sample) add(part, "p", `These images are a random sample of ${count(content.sample.of)}.`);
   if (!tasks.length) return;
   const [best, ...others] = compared;
   if (only) addTile(share(best.value), `${only.metric_name} of ${best.name}, ${best.layer}${between(best)}`);
@@ -140,24 +139,24 @@ const addLayerCurves = (part, task) => {
   ], task.layers);
 };
 
-const addAlikeness = () => {
-  const {alikeness: alike} = content;
-  if (!alike || alike.features.length < 2) return;
-  const part = addSection("How alike the features are");
+const addSimilarity = () => {
+  const {alikeness: similarity} = content;
+  if (!similarity || similarity.features.length < 2) return;
+  const part = addSection("Similarity of the features");
   const controls = add(part, "div", null, {class: "controls"});
   const label = add(controls, "label", "Measure ");
   const choice = add(label, "select");
   for (const [key, text] of Object.entries(MEASURES)) add(choice, "option", text, {value: key});
   const about = add(part, "p", null, {class: "quiet"}), place = add(part, "div");
-  const single = new Set(alike.features.map(([, layer]) => layer)).size === 1;
-  const names = alike.features.map(([backbone, layer]) => single ? backbone : `${backbone}: ${layer}`);
+  const single = new Set(similarity.features.map(([, layer]) => layer)).size === 1;
+  const names = similarity.features.map(([backbone, layer]) => single ? backbone : `${backbone}: ${layer}`);
   const show = () => {
     const key = choice.value;
     about.textContent = {
       cka: "Linear CKA with the unbiased estimator, of all images; 1: the same up to rotation and scale, 0: unrelated.",
       procrustes: "How well one feature can be rotated onto the other, of all images; 1: exactly.",
-      mutual_knn: `Share of the ${alike.k} nearest images that two features have in common, on ${count(alike.mutual_knn_images)} images.`,
-      rsa: `Rank correlation of the distances between all pairs of ${count(alike.rsa_images)} images.`,
+      mutual_knn: `Share of the ${similarity.k} nearest images that two features have in common, on ${count(similarity.mutual_knn_images)} images.`,
+      rsa: `Rank correlation of the distances between all pairs of ${count(similarity.rsa_images)} images.`,
     }[key];
     place.replaceChildren();
     const scroll = add(place, "div", null, {class: "scroll confusion", tabindex: "0", role: "region", "aria-label": MEASURES[key]});
@@ -170,7 +169,7 @@ const addAlikeness = () => {
     names.forEach((name, i) => {
       const line = add(body, "tr");
       addName(add(line, "th", null, {scope: "row"}), name);
-      alike[key][i].forEach((value) => {
+      similarity[key][i].forEach((value) => {
         const cell = add(line, "td", value === null ? "–" : value.toFixed(2), {class: "diagonal"});
         cell.style.setProperty("--share", value === null ? 0 : Math.max(0, Math.min(1, value)));
       });
@@ -200,7 +199,7 @@ addVerdict();
 addTableOfBackbones();
 addSpeed();
 addSectionOfTasks("Layers", "", (task) => task.layers.length > compared.length, addLayerCurves);
-addAlikeness();
+addSimilarity();
 addSectionOfTasks(
   "Images on which backbones disagree most",
   ["Test images, by the share of pairs of backbones that predict different classes.", content.about_thumbnails].join(" "),

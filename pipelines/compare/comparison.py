@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from extract.analysis.alikeness import Alikeness
 from extract.analysis.probe.rank_tests import LEVEL
-from pipelines.compare.sample import Sample
+from extract.analysis.similarity import FeatureSimilarity
 
 __all__ = ["Compared", "Comparison", "Disputed", "Score", "Task"]
 
@@ -95,8 +94,8 @@ class Compared:
         width: values of the layer for an image.
         row_bytes: bytes of the layer for an image.
         licence: licence of the weights, if their source states it.
-        effective_rank: see `Alikeness`.
-        alignment: mean of `Alikeness.mutual_knn` with the best layers of all other backbones.
+        effective_rank: see `FeatureSimilarity`.
+        alignment: mean of `FeatureSimilarity.mutual_knn` with the best layers of all other backbones.
         error: why the backbone could not be compared; empty: it was.
     """
 
@@ -134,13 +133,12 @@ class Comparison:
         backbones: the best one first; those with errors last.
         protocol: protocol of the probe; empty without labels.
         n_images: number of images.
-        sample: the sample that these images are; None: they are all.
         tasks: one, several, or, without labels, none.
         critical_difference: difference of average ranks from which backbones are distinguishable; None without
             several tasks and backbones.
-        features: (backbone, layer) of each row and column of `alikeness`.
-        alikeness: how alike features are; None if fewer than two can be compared.
-        why_not_alike: why it is None.
+        features: (backbone, layer) of each row and column of `similarity`.
+        similarity: how similar features are; None if fewer than two can be compared.
+        no_similarity_reason: why it is None.
         notes: warnings.
         signal: number of the signal that stopped the run; 0: none.
     """
@@ -148,12 +146,11 @@ class Comparison:
     backbones: list[Compared]
     protocol: str = ""
     n_images: int = 0
-    sample: Sample | None = None
     tasks: list[Task] = field(default_factory=list)
     critical_difference: float | None = None
     features: list[tuple[str, str]] = field(default_factory=list)
-    alikeness: Alikeness | None = None
-    why_not_alike: str = ""
+    similarity: FeatureSimilarity | None = None
+    no_similarity_reason: str = ""
     notes: list[str] = field(default_factory=list)
     signal: int = 0
 
@@ -165,6 +162,7 @@ class Comparison:
     @property
     def table(self) -> list[dict[str, Any]]:
         """A line for each backbone, the best one first: the columns of backbones.csv. `pandas.DataFrame` takes it."""
+        # A type that depends on whether pandas is installed would break code on another machine.
         metrics = {f"{task.name} {task.metric}": task for task in self.tasks} if len(self.tasks) > 1 else {}
         return [
             asdict(entry)

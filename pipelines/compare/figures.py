@@ -1,4 +1,4 @@
-"""Figures of a comparison: accuracy against speed, layers, and how alike features are."""
+"""Figures of a comparison: accuracy against speed, layers, and the similarity of features."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def draw(comparison: Comparison, out: Path) -> list[Path]:
         files.append(save_figure(_speed(comparison, timed), out / "accuracy-speed.png"))
     if comparison.critical_difference is not None:
         files.append(save_figure(_ranks(comparison, comparison.critical_difference), out / "ranks.png"))
-    if comparison.alikeness is not None and len(comparison.features) > 1:
-        files.append(save_figure(_alikeness(comparison), out / "alikeness.png"))
+    if comparison.similarity is not None and len(comparison.features) > 1:
+        files.append(save_figure(_similarity(comparison), out / "alikeness.png"))
     return files
 
 
@@ -103,21 +103,21 @@ def _ranks(comparison: Comparison, critical_difference: float) -> Figure:
     return figure
 
 
-def _alikeness(comparison: Comparison) -> Figure:
+def _similarity(comparison: Comparison) -> Figure:
     """Draw the matrices of the four measures."""
-    alike = comparison.alikeness
-    assert alike is not None
+    similarity = comparison.similarity
+    assert similarity is not None
     layers = {layer for _, layer in comparison.features}
     names = [drawable(backbone if len(layers) == 1 else f"{backbone}:{layer}", 26)
              for backbone, layer in comparison.features]  # fmt: skip
     side = 2.6 + 0.36 * len(names)
     figure = Figure(figsize=(2 * side + 1, 2 * side), layout="constrained")
     for axes, (measure, title) in zip(figure.subplots(2, 2).flat, _TITLES.items(), strict=True):
-        matrix = getattr(alike, measure)
+        matrix = getattr(similarity, measure)
         image = axes.imshow(matrix, cmap="viridis", vmin=min(0.0, float(np.nanmin(matrix))), vmax=1)
         axes.set_xticks(range(len(names)), names, rotation=60, ha="right", fontsize=7)
         axes.set_yticks(range(len(names)), names, fontsize=7)
-        more = f", {alike.k} nearest" if measure == "mutual_knn" else ""
+        more = f", {similarity.k} nearest" if measure == "mutual_knn" else ""
         axes.set_title(title + more, fontsize=9)
         if len(names) <= _MOST_WRITTEN:
             for (i, j), value in np.ndenumerate(matrix):

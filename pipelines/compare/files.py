@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, fields
@@ -12,7 +13,6 @@ from extract.errors import InputError, LayertapError
 from extract.system.atomic_files import write_json
 from extract.system.json_files import read_json, without_nan
 from pipelines.compare.comparison import Comparison, Score, Task
-from pipelines.compare.sample import Sample
 from pipelines.terminal.tables import table_file
 
 __all__ = ["as_json", "check_out", "mark_out", "write_results"]
@@ -26,36 +26,25 @@ _SOMETIMES = (
 )  # fmt: skip
 
 
-def check_out(out: Path) -> tuple[bool, Sample | None]:
-    """Check that a folder is new, empty, or of a comparison.
-
-    Returns:
-        whether its images are not chosen yet, and otherwise the sample of the images that it uses, if any.
-
-    Raises:
-        InputError: it holds other files.
-    """
+def check_out(out: Path) -> None:
+    """Check that a folder is new, empty, or of a comparison; raise InputError if it holds other files."""
     if out.is_file():
         raise InputError(f"{out} is a file", hint="name a folder with -o")
     if not out.is_dir() or not any(out.iterdir()):
-        return True, None
+        return
     if (out / _RESULTS).is_file():
-        try:
+        with contextlib.suppress(LayertapError):
             content = read_json(out / _RESULTS)
             if isinstance(content, dict) and content.get("format") == _FORMAT:
-                is_new = not content.get("complete") and not any(out.glob("*/dataset.json"))
-                return is_new, None if is_new else Sample.of_json(content.get("sample"))
-        except LayertapError:
-            pass
+                return
     raise InputError(f"{out} is not empty and not a comparison of layertap", hint="name another folder with -o")
 
 
-def mark_out(out: Path, is_new: bool, sample: Sample | None) -> None:
-    """Create the folder of a comparison, and record its sample, so that an interrupted run can be resumed."""
+def mark_out(out: Path) -> None:
+    """Create the folder of a comparison, and mark it, so that an interrupted run can be resumed."""
     out.mkdir(parents=True, exist_ok=True)
-    if is_new:
-        about = None if sample is None else asdict(sample)
-        write_json(out / _RESULTS, {"format": _FORMAT, "complete": False, "sample": about})
+    if not (out / _RESULTS).exists():
+        write_json(out / _RESULTS, {"format": _FORMAT, "complete": False})
 
 
 def write_results(comparison: Comparison, out: Path) -> list[Path]:
@@ -83,10 +72,10 @@ def write_results(comparison: Comparison, out: Path) -> list[Path]:
         columns = ["backbone", "layer", "value", "low", "high", "chosen_by"]
         layers = ([task.name, *(line[name] for name in columns)] for task in comparison.tasks for line in task.layers)
         write_table("layers.csv", ["task", *columns], layers)
-    if comparison.alikeness is not None:
+    if comparison.similarity is not None:
         names = [f"{backbone}:{layer}" for backbone, layer in comparison.features]
         for measure in _MEASURES:
-            matrix = getattr(comparison.alikeness, measure).tolist()
+            matrix = getattr(comparison.similarity, measure).tolist()
             lines_of = ([name, *row] for name, row in zip(names, matrix, strict=True))
             write_table(f"{measure}.csv", [measure, *names], lines_of)
     written += draw(comparison, out)
@@ -102,21 +91,21 @@ def _cell(value: Any) -> Any:
 
 def as_json(comparison: Comparison) -> dict[str, Any]:
     """Return the comparison as JSON-compatible data; NaN is null."""
-    alike = comparison.alikeness
+    similarity = comparison.similarity
     content: dict[str, Any] = {
         "images": comparison.n_images,
-        "sample": None if comparison.sample is None else asdict(comparison.sample),
         "protocol": comparison.protocol,
         "backbones": [asdict(entry) | {"distinguishable": entry.is_distinguishable} for entry in comparison.backbones],
         "critical_difference": comparison.critical_difference,
         "tasks": [_task_as_json(task) for task in comparison.tasks],
         "notes": comparison.notes,
     }
-    if alike is not None:
+    if similarity is not None:
         content["alikeness"] = {
             "features": [list(feature) for feature in comparison.features],
-            **{measure: getattr(alike, measure).tolist() for measure in _MEASURES},
-            "k": alike.k, "mutual_knn_images": alike.knn_rows, "rsa_images": alike.rsa_rows,
+            **{measure: getattr(similarity, measure).tolist() for measure in _MEASURES},
+            "k": similarity.k, "mutual_knn_images": similarity.knn_rows,
+            "rsa_images": similarity.rsa_rows,
         }  # fmt: skip
     result: dict[str, Any] = without_nan(content)
     return result

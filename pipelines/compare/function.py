@@ -30,7 +30,7 @@ class Arguments(FeatureSettings):
         labels: FILE or FILE:COLUMN, a table with a column `path` or `id`; None: the classes of the images, if any.
         tasks: Name -> labels of each of several tasks, in place of `labels`.
         out: Folder of the comparison; None: `outputs/NAME-compared`.
-        budget: Seconds, or text such as "30m", for computing the features; a sample of the images is drawn that fits.
+        budget: Removed; use `limit`.
         limit: Maximum number of images, the first in order.
         test_fraction: Fraction of each class to draw for testing; None: the splits of the images, or 0.2.
         workers: Decoding processes.
@@ -57,7 +57,7 @@ class Arguments(FeatureSettings):
 
 @taking(Arguments)
 def compare(arguments: Arguments) -> Comparison:
-    """Compare backbones, and their layers, on the same images: accuracy with labels, speed, size, and alikeness.
+    """Compare backbones, and their layers, on the same images: accuracy with labels, speed, size, and similarity.
 
     This is `layertap compare`: each backbone gets a data set in `out`, with tables, figures and a page beside them. A
     repeated call resumes, and adds backbones.

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from extract.analysis.alikeness import MOST_COLUMNS, alikeness
 from extract.analysis.probe.feature_matrix import FeatureRows
+from extract.analysis.similarity import MOST_COLUMNS, feature_similarity
 from extract.backbones.catalogue import describe
 from extract.compute.backbone import Backbone, load_backbone
 from extract.errors import InputError, LayertapError
@@ -26,7 +26,6 @@ from pipelines.compare.files import check_out, mark_out, write_results
 from pipelines.compare.label_check import check_labels
 from pipelines.compare.page import write_page
 from pipelines.compare.rates import forward_rate
-from pipelines.compare.sample import sample_for
 from pipelines.compare.tasks import add_tasks
 from pipelines.terminal.graceful_stop import signals_held
 from pipelines.terminal.progress import Progress
@@ -34,7 +33,7 @@ from pipelines.terminal.text_output import printable
 
 __all__ = ["compare"]
 
-_MOST_ALIKE = 60  # features that are compared with each other; of more, the best layer of each backbone
+_MOST_COMPARED = 60  # features that are compared with each other; of more, the best layer of each backbone
 
 
 def compare(config: CompareConfig, print_line: Callable[[str], None] | None) -> tuple[Comparison, list[Path]]:
@@ -53,31 +52,22 @@ def compare(config: CompareConfig, print_line: Callable[[str], None] | None) -> 
     """
     say = print_line or (lambda text: None)
     candidates = candidates_of(config.backbones, config.table)
-    is_new, sample = check_out(config.folder)
+    check_out(config.folder)
     images = list_images(config.images, config.limit)
     for note in images.notes:
         say(f"note: {printable(note)}")
     members = _members(config, candidates)
     with signals_held() as received:
-        if config.budget is not None and is_new:
-            say(f"measuring {len(members)} backbones")
-            sample = sample_for(images, members, config.budget, config.seed, say, lambda: bool(received))
-            if received:
-                return Comparison([], signal=received[0]), []
-        elif config.budget is not None:
-            say("the same images are used as in the earlier run, and --budget has no effect")
-        if sample is not None:
-            images = sample.drawn_from(images)
         has_labels, why_no_labels = _has_labels(config, images)
         if why_no_labels:
             say(f"note: {printable(why_no_labels)}")
-        mark_out(config.folder, is_new, sample)
+        mark_out(config.folder)
         say(f"images    {len(images):,} in {printable(images.root)}; {len(members)} backbones")
         runs = {} if received else _extract(config, members, images, received, shown=print_line is not None)
     if received:
         return Comparison([], signal=received[0]), []
     compared = [_compared(config, candidate, runs[candidate.name]) for candidate in candidates]
-    comparison = Comparison(compared, n_images=len(images), sample=sample)
+    comparison = Comparison(compared, n_images=len(images))
     good = [entry for entry in compared if not entry.error]
     if not good:
         reasons = "\n".join(f"{entry.name}: {entry.error}" for entry in compared)
@@ -92,7 +82,7 @@ def compare(config: CompareConfig, print_line: Callable[[str], None] | None) -> 
     say("comparing features with each other")
     with contextlib.ExitStack() as stack:
         readers = {entry.name: stack.enter_context(FeatureReader(config.folder / entry.name)) for entry in good}
-        _add_alikeness(comparison, good, readers)
+        _add_similarity(comparison, good, readers)
         for entry in good:
             _add_sizes(entry, DataSet.open(config.folder / entry.name))
     results = write_results(comparison, config.folder)
@@ -170,11 +160,11 @@ def _why_no_features(out: Path) -> str:
         return f"no image has features: {status}: {reason}"
 
 
-def _add_alikeness(comparison: Comparison, good: Sequence[Compared], readers: dict[str, FeatureReader]) -> None:
+def _add_similarity(comparison: Comparison, good: Sequence[Compared], readers: dict[str, FeatureReader]) -> None:
     """Compare all features, or the best layers if there are too many, and fill in what follows for each backbone."""
     best = {entry.name: (entry.name, entry.layer or readers[entry.name].layers[-1]) for entry in good}
     features = [(entry.name, layer) for entry in good for layer in readers[entry.name].layers]
-    if len(features) > _MOST_ALIKE:
+    if len(features) > _MOST_COMPARED:
         features = [*best.values()]
         comparison.notes.append(f"{len(features)} best layers are compared with each other, not all layers")
     widths = {feature: math.prod(readers[feature[0]][feature[1]].shape[1:]) for feature in features}
@@ -186,9 +176,9 @@ def _add_alikeness(comparison: Comparison, good: Sequence[Compared], readers: di
         rows = np.intersect1d(rows, np.flatnonzero(reader.status == Status.OK))
     arrays = [FeatureRows.of(readers[name][layer], rows) for name, layer in features]
     try:
-        comparison.alikeness = alikeness(arrays, k=min(10, max(1, len(rows) - 1)))
+        comparison.similarity = feature_similarity(arrays, k=min(10, max(1, len(rows) - 1)))
     except LayertapError as error:
-        comparison.why_not_alike = str(error)
+        comparison.no_similarity_reason = str(error)
         return
     comparison.features = features
     place = {feature: number for number, feature in enumerate(features)}
@@ -196,9 +186,11 @@ def _add_alikeness(comparison: Comparison, good: Sequence[Compared], readers: di
         own = place.get(best[entry.name])
         others = [place[best[other.name]] for other in good if other is not entry and best[other.name] in place]
         if own is not None:
-            entry.effective_rank = float(comparison.alikeness.effective_rank[own])
+            entry.effective_rank = float(comparison.similarity.effective_rank[own])
+        # It says how consistent neighbours are, not how good: over eleven backbones on CIFAR-10, its rank correlation
+        # with accuracy was -0.35, that of the effective rank 0.72.
         if own is not None and others:
-            entry.alignment = float(comparison.alikeness.mutual_knn[own, others].mean())
+            entry.alignment = float(comparison.similarity.mutual_knn[own, others].mean())
 
 
 def _add_sizes(entry: Compared, dataset: DataSet) -> None:

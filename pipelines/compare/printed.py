@@ -35,8 +35,8 @@ def print_comparison(comparison: Comparison, echo: Callable[[str], None]) -> Non
             echo(f"{printable(entry.name)}: {printable(entry.error)}")
     if comparison.tasks:
         _print_meaning(comparison, echo)
-    if comparison.why_not_alike:
-        echo(f"features are not compared with each other: {printable(comparison.why_not_alike)}")
+    if comparison.no_similarity_reason:
+        echo(f"features are not compared with each other: {printable(comparison.no_similarity_reason)}")
     for note in comparison.notes:
         echo(f"  {printable(note)}")
     for task in comparison.tasks:
@@ -45,8 +45,8 @@ def print_comparison(comparison: Comparison, echo: Callable[[str], None]) -> Non
 
 
 def _heading(comparison: Comparison) -> str:
-    sample, task = comparison.sample, comparison.only_task
-    text = f"{comparison.n_images:,}" + (f" of {sample.of:,} images, drawn" if sample else " images")
+    task = comparison.only_task
+    text = f"{comparison.n_images:,} images"
     if not comparison.tasks:
         return f"{text}, no labels"
     of = f"{task.n_test:,} test images" if task else f"{len(comparison.tasks)} tasks"

@@ -60,6 +60,8 @@ def add_tasks(
 
 def _add_ranks(comparison: Comparison, good: Sequence[Compared]) -> list[str]:
     """Rank the backbones over all tasks; return their names, the best one first."""
+    # Metrics of different tasks cannot be averaged. The test of Nemenyi corrects for all pairs by itself, without the
+    # test of Friedman before it.
     test = rank_test([[task.scores[entry.name].value for entry in good] for task in comparison.tasks])
     best = int(test.ranks.argmin())
     comparison.critical_difference = test.critical_difference if len(good) > 1 else None
@@ -87,6 +89,7 @@ def _task(
     ranked = sorted(names, key=lambda backbone: scores[backbone].value, reverse=True)
     rows, predicted = _on_common_images(outcome, {backbone: best[backbone] for backbone in ranked})
     truth = _named(outcome.labellings[ranked[0]], outcome.labellings[ranked[0]].targets[rows])
+    # All pairs, not those with the best alone, which is the best partly by chance.
     tests = paired_tests({backbone: row == truth for backbone, row in zip(ranked, predicted, strict=True)})
     for other in ranked[1:]:
         scores[other].behind = scores[ranked[0]].value - scores[other].value

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from extract import defaults
-from extract.analysis.nearest_rows import layer_to_search, nearest
+from extract.analysis.probe.nearest_rows import layer_to_search, nearest
 from extract.credentials import without_credentials
 from extract.errors import InputError
 from extract.extraction.reproduce import features_of_file, features_of_text

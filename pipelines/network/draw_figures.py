@@ -6,9 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
+from extract.compute.principal_axes import principal_axes
 from pipelines.terminal.figures import drawable
 
 __all__ = [
@@ -173,11 +175,11 @@ def angular_order(columns: Floats) -> NDArray[np.intp]:
     Columns are ordered by their angle in the plane of the first two principal axes, from the widest gap (Friendly 2002,
     "Corrgrams", The American Statistician 56). Columns of zeros come last.
     """
-    _, singular, axes = np.linalg.svd(columns, full_matrices=False)
-    if len(singular) < 2:
-        return np.argsort(-(singular[:, None] * axes)[0], kind="stable")
-    across, up = singular[:2, None] * axes[:2]
-    angles = np.arctan2(up, across)
+    fitted = principal_axes(torch.from_numpy(columns), 2)
+    coordinates = fitted.squares.sqrt()[:, None] * fitted.axes
+    if len(coordinates) < 2:
+        return np.argsort(-coordinates[0].numpy(), kind="stable")
+    angles = torch.atan2(coordinates[1], coordinates[0]).numpy()
     zero = ~columns.any(0)
     order = np.argsort(np.where(zero, np.inf, angles), kind="stable")
     count = int((~zero).sum())

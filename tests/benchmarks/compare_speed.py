@@ -3,7 +3,7 @@
 1. `layertap compare` of all backbones of the table: seconds of the extraction over those of the forwards and of
    decoding once for each way to decode, from the logs of the data sets; and the peak of its memory, beside that of
    `layertap embed` with each backbone alone, of which the largest counts.
-2. `alikeness` of three features of 50,000 images in files (0.5 GB): seconds, and the
+2. `feature_similarity` of three features of 50,000 images in files (0.5 GB): seconds, and the
    largest memory of its own.
 
 A temporary folder in FOLDER takes the data sets.
@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from extract.analysis.alikeness import alikeness
+from extract.analysis.similarity import feature_similarity
 
 _MEASURED = """
 import os, resource, subprocess, sys
@@ -80,7 +80,7 @@ def compare_speed(images: str, table: Path, folder: Path) -> None:
     print(f"  memory {peak:.2f} GB; {largest} alone {peaks[largest]:.2f} GB")
 
 
-def alikeness_memory(folder: Path) -> None:
+def feature_similarity_memory(folder: Path) -> None:
     """Print the second part."""
     arrays, count = [], 50_000
     for number, width in enumerate((1280, 768, 512)):
@@ -101,11 +101,11 @@ def alikeness_memory(folder: Path) -> None:
     watcher = threading.Thread(target=watch)
     watcher.start()
     start = time.perf_counter()
-    alikeness(arrays)
+    feature_similarity(arrays)
     seconds = time.perf_counter() - start
     done.set()
     watcher.join()
-    print(f"alikeness of {count:,} images: {seconds:.0f} s, {peak - before:.2f} GB")
+    print(f"feature_similarity of {count:,} images: {seconds:.0f} s, {peak - before:.2f} GB")
 
 
 def own_gb() -> float:
@@ -117,4 +117,4 @@ def own_gb() -> float:
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory(dir=sys.argv[3] if len(sys.argv) > 3 else None) as place:
         compare_speed(sys.argv[1], Path(sys.argv[2]), Path(place))
-        alikeness_memory(Path(place))
+        feature_similarity_memory(Path(place))

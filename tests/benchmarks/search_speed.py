@@ -32,9 +32,9 @@ def peak_mb() -> float:
 
 
 def ours(out, queries):
-    """`extract.analysis.nearest_rows.nearest`."""
+    """`extract.analysis.probe.nearest_rows.nearest`."""
     from extract import FeatureReader
-    from extract.analysis.nearest_rows import nearest
+    from extract.analysis.probe.nearest_rows import nearest
 
     reader = FeatureReader(out)
     return lambda: nearest(reader["embedding"], queries, K).rows

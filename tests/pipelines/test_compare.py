@@ -15,15 +15,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from extract import FeatureReader, InputError, UnknownNameError, load_backbone
-from extract.analysis.alikeness import alikeness
+from extract import FeatureReader, InputError
 from extract.analysis.probe.metrics import mcnemar
-from extract.extraction.several import Costs, Member, costs_of
-from extract.images import list_images
+from extract.analysis.similarity import feature_similarity
 from layertap import compare as layertap_compare
-from pipelines.compare import figures, job, sample
+from pipelines.compare import figures, job
 from pipelines.compare.candidates import Candidate, candidates_of
-from pipelines.compare.config import CompareConfig
 from pipelines.compare.rates import forward_rate
 from pipelines.probe import probe_figures
 from tests.pipelines.test_cli import fails, layertap
@@ -146,11 +143,11 @@ def test_rates_are_those_of_runs_that_ended(tmp_path: Path) -> None:
     assert forward_rate(tmp_path / "none") is None
 
 
-def test_alikeness_is_that_of_the_features(compared: Path) -> None:
+def test_similarity_is_that_of_the_features(compared: Path) -> None:
     content = results(compared)["alikeness"]
     names = [tuple(feature) for feature in content["features"]]
     with FeatureReader(compared / "resnet") as first, FeatureReader(compared / "timm-test_vit-random") as second:
-        expected = alikeness([first["embedding"][:], second["embedding"][:]])
+        expected = feature_similarity([first["embedding"][:], second["embedding"][:]])
     assert names == [("resnet", "embedding"), ("timm-test_vit-random", "embedding")]
     for measure in ("cka", "procrustes", "mutual_knn", "rsa"):
         np.testing.assert_allclose(content[measure], getattr(expected, measure), atol=1e-9)
@@ -177,7 +174,7 @@ def test_a_second_run_computes_nothing_and_adds_backbones(made: Path, compared: 
 
 
 @pytest.mark.usefixtures("drawn")
-def test_without_labels_there_are_rates_and_alikeness(made: Path, tmp_path: Path) -> None:
+def test_without_labels_there_are_rates_and_similarity(made: Path, tmp_path: Path) -> None:
     flat = tmp_path / "flat"
     flat.mkdir()
     for path in sorted((made / "pictures").rglob("*.png"))[:30]:
@@ -324,65 +321,17 @@ def test_wrong_tasks_are_refused(made: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.slow
-def test_a_budget_takes_a_sample_and_keeps_it(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sample, "costs_of", lambda *_: Costs(fixed_s=2.0, image_s=0.1))
-    monkeypatch.setattr(sample, "_LEAST", 10)
-    of = ("compare", made / "pictures", "--from", made / "backbones.csv", *QUICK, "-o", tmp_path / "out")
-    assert "--budget: 2.5 s are not enough" in fails(*of, "--budget", "2.5s")
-    result = layertap(*of, "--budget", "8s")
-    assert result.exit_code == 0, result.output
-    assert "60 of 90 images, drawn" in result.stdout
-    content = results(tmp_path / "out")
-    assert content["sample"] == {"images": 60, "of": 90, "seed": 0}
-    with FeatureReader(tmp_path / "out" / "resnet") as reader:
-        paths = [*reader.paths]
-        assert len(paths) == content["images"] == 60
-    more = (made / "backbones.csv").read_text() + "timm/test_efficientnet,random,efficientnet\n"
-    (tmp_path / "more.csv").write_text(more)
-    result = layertap("compare", made / "pictures", "--from", tmp_path / "more.csv", *of[4:], "--budget", "6s")
-    assert result.exit_code == 0, result.output
-    assert "--budget has no effect" in result.stderr
-    with FeatureReader(tmp_path / "out" / "efficientnet") as reader:
-        assert [*reader.paths] == paths
-    assert "was drawn from 90 images, and there are now 80" in fails(*of, "--limit", 80)
-    all_fit = layertap(*of[:-1], tmp_path / "all", "--budget", "1m")
-    assert all_fit.exit_code == 0, all_fit.output
-    assert results(tmp_path / "all")["sample"] is None
-
-
-@pytest.mark.slow
-def test_an_interrupted_measurement_leaves_the_sample_open(
-    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sample, "costs_of", lambda *_: Costs(fixed_s=0.0, image_s=0.1))
-    monkeypatch.setattr(sample, "_LEAST", 10)
-    (tmp_path / "none.csv").write_text("backbone\ntimm/nothing\n")
-    of = ("compare", made / "pictures", *QUICK, "-o", tmp_path / "out")
-    assert "no backbone could be used" in fails(*of, "--from", tmp_path / "none.csv")  # a folder without data sets
-    assert layertap(*of, "--from", made / "backbones.csv", "--budget", "6s").exit_code == 0
-    assert results(tmp_path / "out")["sample"]["images"] == 60
-    one = tmp_path / "one.csv"
-    one.write_text("backbone,weights,name\ntimm/test_efficientnet,random,efficientnet\n")
-    result = layertap(*of, "--from", one, "--budget", "3s")  # another backbone: the same images
-    assert result.exit_code == 0, result.output
-    assert results(tmp_path / "out")["sample"]["images"] == 60
-
-
-@pytest.mark.slow
-def test_costs_are_measured(made: Path, tmp_path: Path) -> None:
-    images = list_images(made / "pictures")
-    settings = CompareConfig(images="x", workers=0, compile="off").settings()
-
-    def member(spec: str) -> Member:
-        return Member(spec, tmp_path / spec, lambda: load_backbone(spec, weights="random", device="cpu"), settings)
-
-    one = costs_of(images, [member("timm/test_resnet")], 0)
-    two = costs_of(images, [member("timm/test_resnet"), member("timm/nothing"), member("timm/resnet18")], 0)
-    assert 0 < one.fixed_s < two.fixed_s
-    assert 0 < one.image_s < two.image_s
-    with pytest.raises(UnknownNameError, match="timm/nothing"):
-        costs_of(images, [member("timm/nothing")], 0)
+def test_a_budget_is_refused_with_what_to_use(made: Path, tmp_path: Path) -> None:
+    of = ("compare", made / "pictures", "-b", "timm/test_vit", "-o", tmp_path / "out")
+    refusal = "layertap no longer draws a sample that takes a given time"
+    (tmp_path / "compare.yaml").write_text("budget: 30m\n")
+    for more in (("--budget", "30m"), ("--config", tmp_path / "compare.yaml")):
+        text = fails(*of, *more)
+        assert refusal in text
+        assert "limit" in text
+    with pytest.raises(InputError, match=refusal):
+        layertap_compare(made / "pictures", "timm/test_vit", out=tmp_path / "out", budget="30m")
+    assert not (tmp_path / "out").exists()
 
 
 def test_from_python(made: Path, compared: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from extract.compute.backbone import Backbone
 from extract.compute.feature_choice import Choice, choose_features
+from extract.compute.principal_axes import principal_axes
 from extract.errors import InputError
 from extract.system.torch_state import evaluating, full_float32, with_gradients
 from extract.taps.layer_names import named_layers
@@ -200,14 +201,11 @@ def principal_colours(maps: Tensor) -> NDArray[np.float32]:
     flat = maps.reshape(-1, maps.shape[-1]).double()
     if not bool(flat.isfinite().all()):
         raise InputError("maps contain NaN or infinity")
-    flat = flat - flat.mean(0)
-    count = min(3, *flat.shape)
-    directions = torch.linalg.eigh(flat.T @ flat)[1].flip(1)[:, :count] if len(flat) else flat.T[:, :0]
-    # The sign of a direction is arbitrary: make the largest component positive.
-    largest = directions.abs().argmax(0)
-    directions = directions * directions[largest, torch.arange(count)].sign()
-    coordinates = (flat @ directions).numpy()
+    if not len(flat):
+        return np.zeros((*maps.shape[:-1], 3), np.float32)
+    fitted = principal_axes(flat, 3)
+    coordinates = ((flat - fitted.mean) @ fitted.axes.double().T).numpy()
     low, high = np.percentile(coordinates, [1, 99], axis=0)
     colours = np.zeros((len(coordinates), 3), np.float32)
-    colours[:, :count] = np.clip((coordinates - low) / np.where(high > low, high - low, 1), 0, 1)
+    colours[:, : coordinates.shape[1]] = np.clip((coordinates - low) / np.where(high > low, high - low, 1), 0, 1)
     return colours.reshape(*maps.shape[:-1], 3)

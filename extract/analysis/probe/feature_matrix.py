@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from extract.errors import InputError
 
-__all__ = ["FeatureRows", "Scaling", "Source"]
+__all__ = ["FeatureRows", "Scaling", "Source", "moments"]
 
 _BLOCK_BYTES = 16 << 20  # of features read at once
 _PICKED = 64  # sparse rows read before `forget` releases them and the pages around them that the kernel has mapped
@@ -59,7 +59,7 @@ class Scaling:
         """Return the named scaling, with the statistics of these rows only."""
         if name != "standardise":
             return Scaling(name)
-        mean, variance = _moments(rows)
+        mean, variance = moments(rows)
         scale = np.sqrt(variance)
         scale[scale <= 1e-7 * np.abs(mean)] = 1  # a constant column, up to rounding in float32
         scale[scale == 0] = 1
@@ -163,10 +163,18 @@ class FeatureRows:
         Raises:
             InputError: a value is not finite.
         """
+        return FeatureRows.of(self.array())
+
+    def array(self) -> NDArray[np.float32]:
+        """Return all rows (N, D), with the scaling applied.
+
+        Raises:
+            InputError: a value is not finite.
+        """
         array = np.empty((len(self), self.width), np.float32)
         for start, block in self.blocks():
             array[start : start + len(block)] = block
-        return FeatureRows.of(array)
+        return array
 
     def between(self, start: int, stop: int) -> NDArray[np.float32]:
         """Return a scaled copy (stop - start, D) of consecutive rows; values may be not finite."""
@@ -211,7 +219,7 @@ def _numpy(tensor: torch.Tensor) -> NDArray[Any]:
     return np.asarray((plain.float() if plain.dtype == torch.bfloat16 else plain).numpy())
 
 
-def _moments(rows: FeatureRows) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def moments(rows: FeatureRows) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return the mean (D,) and variance (D,) of columns, merged block by block (Chan, Golub and LeVeque 1983)."""
     count, mean, squares = 0, np.zeros(rows.width), np.zeros(rows.width)
     for _, block in rows.blocks():

@@ -24,7 +24,8 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from extract.analysis.probe.feature_matrix import FeatureRows
-from extract.analysis.probe.principal_axes import PrincipalAxes, principal_axes, too_large
+from extract.analysis.probe.rows_along_axes import RowsAlongAxes, rows_along_axes
+from extract.compute.principal_axes import too_large
 from extract.system.torch_state import full_float32
 
 __all__ = ["MAX_ITERATIONS", "Fit", "LogisticRegression"]
@@ -96,7 +97,7 @@ class LogisticRegression:
         self._weight = None if sample_weight is None else torch.from_numpy(sample_weight[:, None]).to(self._device)
         self._targets, self._n_classes = torch.from_numpy(targets).to(self._device), n_classes
         with torch.inference_mode(), full_float32():
-            self._features = principal_axes(rows, self._device, self._memory_bytes)
+            self._features = rows_along_axes(rows, self._device, self._memory_bytes)
 
     def fit(self, strengths: Sequence[float], max_iterations: int = MAX_ITERATIONS, until_settled: bool = False) -> Fit:
         """Minimise the objective for every strength.
@@ -181,7 +182,7 @@ class _Problem:
     C, W = (Z * s) along the axes, and the bias at the mean of the features is c * s.
     """
 
-    def __init__(self, features: PrincipalAxes, targets: Tensor, n_classes: int, weights: Tensor | None):
+    def __init__(self, features: RowsAlongAxes, targets: Tensor, n_classes: int, weights: Tensor | None):
         self.features, self.targets, self.weights = features, targets, weights
         self.device, self.count = targets.device, features.count
         self.n_outputs = n_classes if targets.ndim == 1 else targets.shape[1]
@@ -276,7 +277,7 @@ class _Problem:
         if self.features.held is None:
             by_weights = by_weights - by_biases * self.features.mean
             if self.features.axes is not None:
-                by_weights = by_weights @ self.features.axes
+                by_weights = by_weights @ self.features.axes.T
         by_weights = by_weights + penalty[:, None, None].float() * scaled[..., :-1]
         gradient = torch.cat([by_weights, by_biases], 2) * scales[:, None, :]
         squares = scaled[..., :-1].flatten(1).square().sum(1, dtype=torch.float64)

@@ -15,9 +15,9 @@ from PIL import Image
 
 from extract.analysis.dataset_diff import compare
 from extract.analysis.feature_statistics import statistics_of
-from extract.analysis.nearest_rows import layer_to_search
 from extract.analysis.probe.feature_matrix import FeatureRows
-from extract.analysis.projection import principal, tsne, umap
+from extract.analysis.probe.nearest_rows import layer_to_search
+from extract.analysis.projection import axes_of_sample, project, tsne, umap
 from extract.row_status import Status
 from extract.store.format.dataset import DataSet
 from extract.store.reader import FeatureReader
@@ -274,11 +274,11 @@ class ReportContent:
         for method in maps:
             self._say(f"map of {len(points):,} images by {MAPS[method]}")
             if method == "pca":
-                projection = principal(FeatureRows.of(array, axes_rows), 2, self._seed)
+                fitted, n_rows = axes_of_sample(FeatureRows.of(array, axes_rows), 2, self._seed)
                 places = np.zeros((len(points), 2), np.float32)
-                places[:, : len(projection.axes)] = projection.project(rows)
-                shares = " and ".join(f"{100 * share:.1f} %" for share in projection.shares.tolist())
-                note = f"The first two principal axes explain {shares} of the variance of {projection.rows:,} rows."
+                places[:, : len(fitted.axes)] = project(rows, fitted)
+                shares = " and ".join(f"{100 * share:.1f} %" for share in fitted.shares.tolist())
+                note = f"The first two principal axes explain {shares} of the variance of {n_rows:,} rows."
             else:
                 places = (tsne if method == "tsne" else umap)(rows, self._seed)
                 note = f"{MAPS[method]} by cosine. Nearby points are similar; distances between groups mean little."

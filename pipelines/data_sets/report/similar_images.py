@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from extract.analysis.dataset_diff import shared_images
-from extract.analysis.nearest_rows import MEMORY_BYTES, Neighbours, nearest, overlap
 from extract.analysis.probe.feature_matrix import FeatureRows
+from extract.analysis.probe.nearest_rows import MEMORY_BYTES, Neighbours, nearest
+from extract.analysis.similarity import mutual_knn
 from extract.store.reader import FeatureArray, FeatureReader
 
 __all__ = [
@@ -191,9 +192,12 @@ def shared_neighbours(
     if len(first_rows) > 1:
         k = min(K, len(first_rows) - 1)
         for layer, other_layer in layers:
-            tables = []
-            for array, rows in ((first[layer], first_rows), (second[other_layer], theirs)):
-                block = FeatureRows.of(array, np.sort(rows)).between(0, len(rows))[np.argsort(np.argsort(rows))]
-                tables.append(nearest(block, block, k, without=np.arange(len(block))).rows)
-            shares.append((layer, other_layer, float(overlap(*tables).mean()), k / (len(first_rows) - 1)))
+            features = _rows_of(first[layer], first_rows), _rows_of(second[other_layer], theirs)
+            shares.append((layer, other_layer, float(mutual_knn(features, k)[0, 1]), k / (len(first_rows) - 1)))
     return len(first_rows), shares
+
+
+def _rows_of(array: FeatureArray, rows: NDArray[np.int64]) -> NDArray[np.float32]:
+    """Return different rows (N, D), in any order."""
+    ascending, places = np.unique(rows, return_inverse=True)
+    return FeatureRows.of(array, ascending).between(0, len(rows))[places]

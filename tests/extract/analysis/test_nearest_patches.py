@@ -42,6 +42,8 @@ def test_images_come_in_the_order_of_their_best_cosine(
     assert found.cosines == pytest.approx(best[expected], abs=1e-11)
     assert found.cells.tolist() == cosines.argmax(1)[expected].tolist()
     assert nearest_patches(token_array(values), query, 3).images.tolist() == expected[:3]
+    others = nearest_patches(token_array(values), query, 3, without=2)
+    assert others.images.tolist() == [image for image in expected if image != 2][:3]
 
 
 def test_a_zero_query_is_equally_near_to_all() -> None:

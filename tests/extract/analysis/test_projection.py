@@ -7,7 +7,7 @@ import pytest
 from sklearn.decomposition import PCA
 
 from extract.analysis.probe.feature_matrix import FeatureRows
-from extract.analysis.projection import principal, tsne
+from extract.analysis.projection import axes_of_sample, project, tsne
 
 
 @pytest.mark.parametrize(("rows", "width"), [(15000, 300), (60, 5000), (40, 90)])
@@ -15,19 +15,20 @@ def test_axes_projection_are_those_of_scikit_learn(rows: int, width: int) -> Non
     generator = np.random.default_rng(1)
     values = 5 + generator.normal(size=(rows, 3)) @ (generator.normal(size=(3, width)) * [[9], [5], [2]])
     values = (values + generator.normal(size=(rows, width)) / 10).astype(np.float32)
-    fitted = principal(FeatureRows.of(values), 3)
+    fitted, used = axes_of_sample(FeatureRows.of(values), 3)
+    assert used == rows
     reference = PCA(3, svd_solver="full").fit(values.astype(np.float64))
     np.testing.assert_allclose(fitted.shares, reference.explained_variance_ratio_, rtol=1e-4)
-    np.testing.assert_allclose(np.abs((fitted.axes * reference.components_).sum(1)), 1, atol=1e-5)
-    coordinates = fitted.project(FeatureRows.of(values))
+    np.testing.assert_allclose(np.abs((fitted.axes.numpy() * reference.components_).sum(1)), 1, atol=1e-5)
+    coordinates = project(FeatureRows.of(values), fitted)
     np.testing.assert_allclose(np.abs(coordinates), np.abs(reference.transform(values)), atol=1e-2)
-    assert (fitted.axes.max(1) >= -fitted.axes.min(1)).all()
+    assert (fitted.axes.numpy().max(1) >= -fitted.axes.numpy().min(1)).all()
 
 
 def test_one_row_and_equal_rows_have_a_place() -> None:
     for values in (np.ones((1, 5), np.float32), np.ones((7, 5), np.float32), np.ones((3, 5000), np.float32)):
-        fitted = principal(FeatureRows.of(values), 2)
-        assert np.isfinite(fitted.project(FeatureRows.of(values))).all()
+        fitted, _ = axes_of_sample(FeatureRows.of(values), 2)
+        assert np.isfinite(project(FeatureRows.of(values), fitted)).all()
         assert (fitted.shares == 0).all()
 
 

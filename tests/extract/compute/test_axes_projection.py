@@ -1,9 +1,10 @@
-"""Principal axes: the streamed fit against scikit-learn's PCA, the projection, and files of axes."""
+"""Principal axes against scikit-learn's PCA and NumPy, the projection, and files of axes."""
 
 from __future__ import annotations
 
 import dataclasses
 import errno
+import hashlib
 import os
 from pathlib import Path
 
@@ -15,13 +16,15 @@ from safetensors.numpy import load_file, save_file
 from scipy.linalg import subspace_angles
 from sklearn.decomposition import PCA
 
-from extract.compute import axes_fit
-from extract.compute.axes_files import AxesSource, axes_source
-from extract.compute.axes_fit import AxesFit
+from extract.analysis.probe.feature_matrix import FeatureRows
+from extract.compute import principal_axes as principal_axes_module
+from extract.compute.axes_files import AxesSource, axes_source, write_axes
 from extract.compute.axes_projection import AxesProjection
+from extract.compute.principal_axes import principal_axes
 from extract.errors import InputError, LayertapError
+from extract.system import atomic_files
 
-SOURCE = AxesSource("timm/x", "aa", "layer1 output", "none", (4, 5), 50, 0, "bb")
+SOURCE = AxesSource("timm/x", "aa", "layer1 output", "none", (4, 5), 50, 60, "bb")
 
 
 def rows_of(count: int, inputs: int, seed: int = 0) -> NDArray[np.float32]:
@@ -33,18 +36,16 @@ def rows_of(count: int, inputs: int, seed: int = 0) -> NDArray[np.float32]:
     return rows.astype(np.float32)
 
 
-def fitted(folder: Path, rows: NDArray[np.float32], axes: int, images: int | None = None, batch: int = 7) -> Path:
-    with AxesFit(folder, rows.shape[1], images or len(rows), axes, "layer1") as fit:
-        for start in range(0, len(rows), batch):
-            fit.add(rows[start : start + batch])
-        return fit.write(SOURCE)
+def fitted(folder: Path, rows: NDArray[np.float32], axes: int) -> Path:
+    source = dataclasses.replace(SOURCE, images=len(rows))
+    return write_axes(folder, principal_axes(torch.from_numpy(rows), axes), source)
 
 
 @pytest.mark.parametrize(("count", "inputs", "axes"), [(60, 20, 20), (60, 500, 12), (60, 500, 59), (40, 40, 5)])
 def test_axes_are_those_of_scikit_learn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, inputs: int, axes: int
 ) -> None:
-    monkeypatch.setattr(axes_fit, "_TILE", 64)
+    monkeypatch.setattr(principal_axes_module, "_TILE", 64)
     rows = rows_of(count, inputs)
     pca = PCA(axes, svd_solver="full").fit(rows.astype(np.float64))
     path = fitted(tmp_path, rows, axes)
@@ -64,12 +65,80 @@ def test_axes_are_those_of_scikit_learn(
         assert np.abs(found - expected).max() <= 2e-4 * np.abs(expected).max()
 
 
-def test_axes_do_not_depend_on_the_batches_nor_on_failed_images(tmp_path: Path) -> None:
+def axes_by_numpy(rows: NDArray[np.float32]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """All axes (K, n) and the sums of squares along them, by a singular value decomposition."""
+    _, singular, axes = np.linalg.svd(rows.astype(np.float64) - rows.mean(0, dtype=np.float64), full_matrices=False)
+    axes *= np.where(axes[np.arange(len(axes)), np.abs(axes).argmax(1)] < 0, -1, 1)[:, None]
+    return axes, singular**2
+
+
+@pytest.mark.parametrize("in_memory", [True, False])
+@pytest.mark.parametrize(("count", "inputs"), [(200, 12), (12, 12), (12, 200), (9, 30)])
+def test_axes_in_memory_and_read_in_blocks_are_those_of_numpy(
+    monkeypatch: pytest.MonkeyPatch, count: int, inputs: int, in_memory: bool
+) -> None:
+    monkeypatch.setattr(principal_axes_module, "_TILE", 7)
+    rows = rows_of(count, inputs)
+    source = FeatureRows.of(rows)
+    read_in_blocks = source.blocks
+    monkeypatch.setattr(FeatureRows, "blocks", lambda _: read_in_blocks(4 * inputs * 5))  # 5 rows at a time
+    found = principal_axes(torch.from_numpy(rows) if in_memory else source)
+    axes, squares = axes_by_numpy(rows)
+    rank = min(inputs, count - 1)
+    np.testing.assert_allclose(found.squares[:rank], squares[:rank], rtol=1e-9 if in_memory else 1e-3)
+    np.testing.assert_allclose(found.axes[:rank], axes[:rank], atol=1e-6 if in_memory else 1e-3)
+    np.testing.assert_allclose(found.mean, rows.mean(0, dtype=np.float64), rtol=1e-12)
+    assert found.axes.shape == (min(count, inputs), inputs)
+    assert found.total == pytest.approx(squares.sum(), rel=1e-6)
+    assert found.n_varying == rank or not in_memory  # in float32, rounding is not negligible
+    fewer = principal_axes(torch.from_numpy(rows) if in_memory else source, 3)
+    torch.testing.assert_close(fewer.axes, found.axes[:3], rtol=0, atol=0)
+
+
+def test_axes_of_degenerate_rows_are_finite_and_of_the_right_plane() -> None:
+    random = np.random.default_rng(0)
+    constant = rows_of(50, 8)
+    constant[:, 3] = 7
+    for rows in (constant, np.ascontiguousarray(constant[:6].repeat(3, 1))):
+        found = principal_axes(torch.from_numpy(rows))
+        axes, squares = axes_by_numpy(rows)
+        np.testing.assert_allclose(found.squares, squares[: len(found.squares)], rtol=1e-9, atol=1e-9 * squares[0])
+        np.testing.assert_allclose(found.axes[:5], axes[:5], atol=1e-6)
+    for shape in ((1, 5), (7, 5), (3, 500)):  # a single row, and equal rows
+        found = principal_axes(torch.ones(shape), 2)
+        assert found.axes.isfinite().all()
+        assert found.squares.tolist() == [0] * min(2, shape[0])
+        assert found.shares.tolist() == [0] * min(2, shape[0])
+        assert found.n_varying == 0
+    plane = np.linalg.qr(random.normal(size=(40, 2)))[0].T
+    for count in (4, 60):  # of two axes with one variance, the plane is defined
+        circle = np.stack([np.cos(2 * np.pi * np.arange(count) / count), np.sin(2 * np.pi * np.arange(count) / count)])
+        found = principal_axes(torch.from_numpy(circle.T @ plane), 2)
+        np.testing.assert_allclose(found.squares, [count / 2] * 2, rtol=1e-12)
+        assert np.rad2deg(subspace_angles(found.axes.numpy().T, plane.T)).max() < 1e-4
+        assert (found.axes.max(1)[0] >= -found.axes.min(1)[0]).all()
+
+
+def test_rows_that_cannot_be_squared_or_are_not_finite_are_refused() -> None:
+    huge = np.full((30, 4), 3e30, np.float32) * np.random.default_rng(0).normal(size=(30, 4)).astype(np.float32)
+    with pytest.raises(LayertapError, match="too large to be summed in float32"):
+        principal_axes(FeatureRows.of(huge))
+    assert principal_axes(torch.from_numpy(huge)).squares.isfinite().all()  # in float64
+    for value in (np.nan, np.inf):
+        huge[3, 2] = value
+        with pytest.raises(InputError, match="row 3 of the features contains NaN or infinity"):
+            principal_axes(FeatureRows.of(huge))
+        with pytest.raises(LayertapError):
+            principal_axes(torch.from_numpy(huge))
+
+
+def test_a_file_of_axes_is_named_by_its_content_and_says_what_it_was_fitted_on(tmp_path: Path) -> None:
     rows = rows_of(30, 90)
-    one, other = fitted(tmp_path, rows, 8, batch=30), fitted(tmp_path, rows, 8, images=35, batch=4)
-    assert one == other  # named by the hash of its content
-    assert axes_source(one) == dataclasses.replace(SOURCE, images=30, shape=[4, 5])
-    assert [path.name for path in tmp_path.iterdir()] == [one.name]
+    path = fitted(tmp_path, rows, 8)
+    assert path == fitted(tmp_path, rows, 8)
+    assert path.stem == hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    assert axes_source(path) == dataclasses.replace(SOURCE, images=30, shape=[4, 5])
+    assert [path.name for path in tmp_path.iterdir()] == [path.name]
 
 
 def test_a_projection_takes_the_first_axes_of_a_larger_fit_and_does_not_depend_on_the_batch(tmp_path: Path) -> None:
@@ -87,32 +156,19 @@ def test_a_projection_takes_the_first_axes_of_a_larger_fit_and_does_not_depend_o
         torch.testing.assert_close(large(rows), large(rows.double()), rtol=1e-4, atol=1e-3)
 
 
-def test_axes_that_cannot_be_fitted_are_refused(tmp_path: Path) -> None:
-    rows = rows_of(10, 50)
-    with pytest.raises(InputError, match="layer1: 10 axes need at least 11 images to fit, and there are 10; use fewer"):
-        fitted(tmp_path, rows, 10)
-    with pytest.raises(InputError, match="layer1: the 40 images vary along 9 axes only, not 12; use pca9 or less"):
-        fitted(tmp_path, np.tile(rows, (4, 1)), 12)
-    with pytest.raises(InputError, match="the 5 images vary along 0 axes only"):
-        fitted(tmp_path, np.ones((5, 3), np.float32), 2)
+def test_more_axes_than_values_are_refused() -> None:
     with pytest.raises(InputError, match="pca51 of 50 values: .* use K up to 50"):
         AxesProjection(50, 51, False)
-    with pytest.raises(InputError, match="layer1: .* need a matrix of 30,000 x 30,000; use --fit-on 20000 or less"):
-        AxesFit(tmp_path, 40_000, 30_000, 64, "layer1")
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_full_disk_is_an_error_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    assert AxesFit(tmp_path, 802_816, 2000, 256, "layer1").disk_bytes == 4 * 802_816 * 2256
-    for name in ("pwrite", "posix_fallocate"):
-        with monkeypatch.context() as patch:
-            patch.setattr(os, name, full)
-            with pytest.raises(LayertapError, match="cannot write .*: No space left on device"):
-                fitted(tmp_path, rows_of(10, 50), 4)
-        assert not list(tmp_path.iterdir())
+    monkeypatch.setattr(atomic_files, "flush_to_disk", full)
+    with pytest.raises(LayertapError, match="cannot write axes to .*: No space left on device"):
+        fitted(tmp_path, rows_of(10, 50), 4)
+    assert not list(tmp_path.iterdir())
 
 
 def test_files_that_are_no_axes_or_other_axes_are_refused(tmp_path: Path) -> None:

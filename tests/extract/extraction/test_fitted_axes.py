@@ -18,8 +18,9 @@ from PIL import Image
 from safetensors.numpy import load_file
 from sklearn.decomposition import PCA
 
-from extract import InputError, LayertapError, extract_features
+from extract import InputError, extract_features
 from extract.compute.backbone import Backbone, load_backbone
+from extract.extraction import fitted_axes
 from extract.extraction.plan import existing_at, resolve
 from extract.extraction.recheck import recheck
 from extract.extraction.run import extract
@@ -109,6 +110,7 @@ def test_axes_of_a_run_that_stored_no_rows_are_fitted_again(folder: Path, tmp_pa
     for shard in (out / "shards").iterdir():
         shard.unlink()
     [first] = axes_in(out)
+    (out / "axes" / "0123456789abcdef.safetensors.0123456789ab-01234567.new").touch()  # of a run that was killed
     reader = extract_features(folder, out=out, **settings, **NET)
     [axes] = axes_in(out)
     assert axes.name != first.name
@@ -181,15 +183,20 @@ def test_fits_that_fail_leave_nothing_and_name_the_cause(
         extract_features(folder, out=tmp_path / "few", layers="layer1:pca11", **NET)
     with pytest.raises(InputError, match="axes are fitted once in a chain of poolings"):
         extract_features(folder, out=tmp_path / "two", layers="layer1:pca5:pcaw3", **NET)
-    with pytest.raises(InputError, match="layer1: 9 axes need at least 10 images to fit, and there are 5"):
+    with pytest.raises(InputError, match="layer1: 9 axes need at least 10 images to fit, and there are 4"):
         extract_features(folder, out=tmp_path / "few", layers="layer1:pca9", fit_on=5, **NET)
-    usage = shutil.disk_usage(tmp_path)
     with (
         monkeypatch.context() as patch,
-        pytest.raises(LayertapError, match="layer1: fitting axes needs 3 MB in .*, and 0 MB are"),
+        pytest.raises(InputError, match=r"layer1: axes of .* values fitted on 12 images take 0.0 GB of memory; at"),
     ):
-        patch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+        patch.setattr(fitted_axes, "FIT_BYTES", 100_000)
         extract_features(folder, out=tmp_path / "few", layers="layer1:pca5", **NET)
+    same = tmp_path / "same"
+    same.mkdir()
+    for number in range(4):
+        make_picture(1).save(same / f"{number}.png")
+    with pytest.raises(InputError, match="layer1: the 4 images vary along 0 axes only, not 2; use pca1 or less"):
+        extract_features(same, out=tmp_path / "same-out", layers="layer1:pca2", **NET)
     with pytest.raises(InputError, match="fit_on is 1; it must be at least 2"):
         extract_features(folder, out=tmp_path / "two", layers="layer1:pca5", fit_on=1, **NET)
     reader = extract_features(folder, out=tmp_path / "good", layers="layer1:pca5", **NET)

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import errno
-import functools
 import gc
-import http.server
 import os
-import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -76,18 +73,19 @@ def test_features_are_those_of_separate_runs(folder: Path, tmp_path: Path) -> No
         assert DataSet.open(tmp_path / "together" / name).n_shards == 4
 
 
-def test_images_are_decoded_once_for_all_that_decode_alike(folder: Path, tmp_path: Path, reads: Counter[int]) -> None:
-    alike = {"size": 64, "crop": 64, "interpolation": "bilinear"}
+def test_images_are_decoded_once_for_each_decoding(folder: Path, tmp_path: Path, reads: Counter[int]) -> None:
+    decoding = {"size": 64, "crop": 64, "interpolation": "bilinear"}
     three = [
-        Member("a", tmp_path / "a", loader(SPECS["resnet"], preprocessing=alike), settings()),
+        Member("a", tmp_path / "a", loader(SPECS["resnet"], preprocessing=decoding), settings()),
         Member("b", tmp_path / "b", loader(SPECS["vit"], preprocessing={"size": 160, "crop": 160}), settings()),
-        Member("c", tmp_path / "c", loader(SPECS["efficientnet"], preprocessing=alike | {"mean": [0.1, 0.2, 0.3]}),
+        Member("c", tmp_path / "c", loader(SPECS["efficientnet"], preprocessing=decoding | {"mean": [0.1, 0.2, 0.3]}),
                settings()),
     ]  # fmt: skip
     order: list[str] = []
     extract_several(list_images(folder), three, tmp_path, on_member=lambda name, rows: order.append(name))
     assert order == ["a", "c", "b"]
     assert set(reads.values()) == {2}  # two ways to decode
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "c", folder.name]  # nothing kept is left
 
 
 def test_one_backbone_is_in_memory_at_a_time(folder: Path, tmp_path: Path) -> None:
@@ -164,43 +162,6 @@ def test_a_locked_data_set_ends_the_run(folder: Path, tmp_path: Path) -> None:
     )
     with DataSet.open(several[0].out).locked(), pytest.raises(LockedError):
         extract_several(images, several, tmp_path)
-
-
-def test_images_behind_urls_are_fetched_once(folder: Path, tmp_path: Path) -> None:
-    fetched: Counter[str] = Counter()
-
-    class Counting(http.server.SimpleHTTPRequestHandler):
-        def do_GET(self) -> None:
-            fetched[self.path] += 1
-            super().do_GET()
-
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    (folder / "bee" / "bad.jpg").write_bytes(b"no picture")
-    names = [file.relative_to(folder).as_posix() for file in sorted(folder.rglob("*.*"))]
-    handler = functools.partial(Counting, directory=str(folder))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        urls = [f"http://127.0.0.1:{server.server_port}/{name}" for name in names]
-        (tmp_path / "urls.csv").write_text("\n".join(["path", *urls]))
-        out = tmp_path / "urls"
-        out.mkdir()
-        runs = extract_several(list_images(tmp_path / "urls.csv"), members(out, workers=2), out)
-        server.shutdown()
-    assert all(run.complete for run in runs.values())
-    assert {count for path, count in fetched.items() if not path.endswith("bad.jpg")} == {1}
-    assert sorted(path.name for path in out.iterdir()) == sorted(SPECS)  # nothing that was kept is left
-    for name, spec in SPECS.items():
-        alone = extract_features(
-            folder, out=tmp_path / "alone" / name, backbone=loader(spec)(), layers="embedding", batch_size=2, workers=0,
-            compile="off", progress=False,
-        )  # fmt: skip
-        with alone, FeatureReader(out / name) as together:
-            ours = {path.rpartition("/")[2]: row for row, path in enumerate(together.paths)}
-            order = [ours[path.rpartition("/")[2]] for path in alone.paths]
-            np.testing.assert_array_equal(together["embedding"][:][order], alone["embedding"][:])
-            np.testing.assert_array_equal(together.status[order], alone.status)
 
 
 def test_data_sets_may_have_shards_of_other_sizes(folder: Path, tmp_path: Path) -> None:

@@ -7,7 +7,9 @@ import pytest
 
 from extract.analysis.probe import neighbours
 from extract.analysis.probe.feature_matrix import FeatureRows
+from extract.analysis.probe.nearest_rows import nearest_in
 from extract.analysis.probe.neighbours import neighbour_shares
+from extract.errors import InputError
 
 
 def unit(n, d, seed):
@@ -29,14 +31,12 @@ def brute_force(bank, labels, queries, k, n_classes):
 @pytest.mark.parametrize("blocked", [False, True])
 def test_shares_of_votes_are_those_of_brute_force(monkeypatch, blocked):
     if blocked:  # many small blocks of rows and of queries
-        monkeypatch.setattr(neighbours, "_COSINES", 500)
         monkeypatch.setattr(neighbours, "_QUERIES", 7)
     bank, queries = unit(300, 16, 0), unit(40, 16, 1)
     labels = np.random.default_rng(2).integers(0, 5, 300)
-    ks = [1, 10, 100, 300]
-    for k, shares in zip(
-        ks, neighbour_shares(FeatureRows.of(bank), labels, 5, FeatureRows.of(queries), ks), strict=True
-    ):
+    ks, memory_bytes = [1, 10, 100, 300], 8192 if blocked else 1 << 30
+    found = neighbour_shares(FeatureRows.of(bank), labels, 5, FeatureRows.of(queries), ks, memory_bytes=memory_bytes)
+    for k, shares in zip(ks, found, strict=True):
         expected = brute_force(bank, np.eye(5)[labels], queries, k, 5)
         np.testing.assert_allclose(shares, expected, atol=1e-5)
         assert (shares.argmax(1) == expected.argmax(1)).all()
@@ -53,11 +53,26 @@ def test_several_labels_share_the_votes():
         np.testing.assert_allclose(shares[i], votes @ labels[nearest] / votes.sum(), atol=1e-5)
 
 
-@pytest.mark.parametrize("block", [4, 1 << 20])
-def test_of_equally_near_rows_the_first_are_taken(monkeypatch, block):
-    monkeypatch.setattr(neighbours, "_COSINES", block)
+@pytest.mark.parametrize("memory_bytes", [64, 1 << 20])
+def test_of_equally_near_rows_the_first_are_taken(memory_bytes):
     bank = np.zeros((12, 2), np.float32)
     bank[:, 0] = 1  # all the same
     labels = np.arange(12)
-    (shares,) = neighbour_shares(FeatureRows.of(bank), labels, 12, FeatureRows.of(bank[:1]), [3])
+    rows = FeatureRows.of(bank)
+    (shares,) = neighbour_shares(rows, labels, 12, FeatureRows.of(bank[:1]), [3], memory_bytes=memory_bytes)
     np.testing.assert_allclose(shares[0], [1 / 3] * 3 + [0] * 9, atol=1e-6)
+
+
+def test_neighbours_that_are_not_finite_are_refused():
+    bank, queries = unit(20, 4, 0), FeatureRows.of(unit(3, 4, 1))
+    bank[7, 1] = np.nan
+    with pytest.raises(InputError, match="row 7 of the features contains NaN or infinity"):
+        neighbour_shares(FeatureRows.of(bank), np.zeros(20, np.int64), 2, queries, [3])
+
+
+def test_neighbours_for_votes_are_those_of_the_exact_search():
+    bank, queries = unit(500, 12, 0), unit(30, 12, 1)
+    exact, rounded = (nearest_in(FeatureRows.of(bank), queries, 20, memory_bytes=1 << 14, exact=exact)
+                      for exact in (True, False))  # fmt: skip
+    np.testing.assert_allclose(rounded.cosines, exact.cosines, atol=1e-6)
+    assert (rounded.rows == exact.rows).mean() > 0.99

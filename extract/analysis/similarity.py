@@ -1,19 +1,20 @@
-"""How alike several features of the same images are: CKA, Procrustes, mutual nearest neighbours, RSA."""
+"""Similarity of several features of the same images: CKA, Procrustes, mutual nearest neighbours, RSA."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from extract.analysis.nearest_rows import nearest, overlap
 from extract.analysis.probe.feature_matrix import FeatureRows, Source
+from extract.analysis.probe.nearest_rows import nearest, overlap
 from extract.analysis.probe.representations import correlation, ranked_distances
 from extract.errors import InputError
 
-__all__ = ["MOST_COLUMNS", "Alikeness", "alikeness"]
+__all__ = ["MOST_COLUMNS", "Alikeness", "FeatureSimilarity", "alikeness", "feature_similarity"]
 
 MEMORY_BYTES = 512 << 20
 _KNN_ROWS, _RSA_ROWS = 10_000, 2_000  # both take time that grows with the square of the number of images
@@ -23,8 +24,8 @@ Matrix = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Alikeness:
-    """How alike M features are, and how many directions each uses.
+class FeatureSimilarity:
+    """How similar M features are, and how many directions each uses.
 
     Attributes:
         cka: (M, M) linear CKA with the unbiased estimator, of all images; see `linear_cka`.
@@ -50,9 +51,9 @@ class Alikeness:
     rsa_rows: int
 
 
-def alikeness(
+def feature_similarity(
     features: Sequence[Source | FeatureRows], *, k: int = 10, seed: int = 0, memory_bytes: int = MEMORY_BYTES
-) -> Alikeness:
+) -> FeatureSimilarity:
     """Compare features of the same images.
 
     Rows are read in blocks. Mutual neighbours are computed on at most 10,000 images and RSA on 2,000, drawn with the
@@ -86,11 +87,38 @@ def alikeness(
     if not 1 <= k < len(of_knn):
         raise InputError(f"k is {k}; expected 1 to {len(of_knn) - 1}")
     cka, procrustes, effective_rank = _products(rows, memory_bytes)
-    neighbours = [_neighbours(feature.subset(of_knn), k, memory_bytes) for feature in rows]
-    mutual_knn = _symmetric(len(rows), lambda i, j: float(overlap(neighbours[i], neighbours[j]).mean()))
+    shared = mutual_knn((feature.subset(of_knn).between(0, len(of_knn)) for feature in rows), k, memory_bytes)
     distances = [ranked_distances(feature.subset(of_rsa)) for feature in rows]
     rsa = _symmetric(len(rows), lambda i, j: correlation(distances[i], distances[j]))
-    return Alikeness(cka, procrustes, mutual_knn, rsa, effective_rank, k, len(of_knn), len(of_rsa))
+    return FeatureSimilarity(cka, procrustes, shared, rsa, effective_rank, k, len(of_knn), len(of_rsa))
+
+
+Alikeness = FeatureSimilarity  # deprecated name
+
+
+def alikeness(
+    features: Sequence[Source | FeatureRows], *, k: int = 10, seed: int = 0, memory_bytes: int = MEMORY_BYTES
+) -> FeatureSimilarity:
+    """Deprecated name of `feature_similarity`, with the same arguments, shapes and errors."""
+    warnings.warn("alikeness is now called feature_similarity", DeprecationWarning, stacklevel=2)
+    return feature_similarity(features, k=k, seed=seed, memory_bytes=memory_bytes)
+
+
+def mutual_knn(features: Iterable[NDArray[np.float32]], k: int, memory_bytes: int = MEMORY_BYTES) -> Matrix:
+    """Return (M, M) the mean share of the k nearest rows, by cosine, that two of M features have in common.
+
+    Args:
+        features: (N, D) each, finite, of the same images in the same order; each is read once.
+        k: number of nearest rows, without the row itself; below N.
+        memory_bytes: limit for the rows and cosines held at once, besides a feature.
+
+    Raises:
+        InputError: a value is not finite, or k is less than 1.
+    """
+    neighbours = [
+        nearest(rows, rows, k, without=np.arange(len(rows)), memory_bytes=memory_bytes).rows for rows in features
+    ]
+    return _symmetric(len(neighbours), lambda i, j: float(overlap(neighbours[i], neighbours[j]).mean()))
 
 
 def _symmetric(count: int, value_of: Callable[[int, int], float]) -> Matrix:
@@ -99,12 +127,6 @@ def _symmetric(count: int, value_of: Callable[[int, int], float]) -> Matrix:
         for j in range(i):
             matrix[i, j] = matrix[j, i] = value_of(i, j)
     return matrix
-
-
-def _neighbours(rows: FeatureRows, k: int, memory_bytes: int) -> NDArray[np.int64]:
-    """Return (N, k) the nearest rows of each row."""
-    queries = rows.between(0, len(rows))
-    return nearest(queries, queries, k, without=np.arange(len(rows)), memory_bytes=memory_bytes).rows
 
 
 def _products(rows: Sequence[FeatureRows], memory_bytes: int) -> tuple[Matrix, Matrix, NDArray[np.float64]]:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from extract import FeatureReader, InputError, LayertapError, Status, UnknownNameError
-from extract.analysis.nearest_rows import layer_to_search, nearest, overlap
+from extract.analysis.probe.nearest_rows import layer_to_search, nearest, overlap
 from tests.extract.store.rows import VALUES, complete_data_set
 
 

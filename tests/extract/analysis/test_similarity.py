@@ -1,4 +1,4 @@
-"""How alike features are, against independent computations: N x N matrices, SciPy, and the published code's steps."""
+"""Similarity of features, against independent computations: N x N matrices, SciPy, and the published code's steps."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from scipy.linalg import orthogonal_procrustes
 from scipy.spatial.distance import pdist
 from scipy.stats import spearmanr
 
-from extract.analysis import alikeness as module
-from extract.analysis.alikeness import alikeness
+from extract.analysis import similarity as module
+from extract.analysis.similarity import feature_similarity
 from extract.errors import InputError
 
 N = 60
@@ -61,7 +61,7 @@ def mutual_knn(x: np.ndarray, y: np.ndarray, k: int) -> float:
 
 @pytest.mark.parametrize("memory_bytes", [20_000, 1 << 29])
 def test_all_measures_are_those_of_other_implementations(features: list[np.ndarray], memory_bytes: int) -> None:
-    found = alikeness(features, k=5, memory_bytes=memory_bytes)
+    found = feature_similarity(features, k=5, memory_bytes=memory_bytes)
     for i, x in enumerate(features):
         centred = flat(x) - flat(x).mean(0)
         shares = np.linalg.svd(centred, compute_uv=False)
@@ -80,11 +80,11 @@ def test_all_measures_are_those_of_other_implementations(features: list[np.ndarr
             assert found.procrustes[i, j] == pytest.approx(orthogonal_procrustes(*padded)[1], abs=1e-6)
 
 
-def test_a_rotated_and_scaled_copy_is_alike() -> None:
+def test_a_rotated_and_scaled_copy_has_similarity_one() -> None:
     generator = np.random.default_rng(1)
     x = generator.normal(size=(200, 8)).astype(np.float32)
     rotation = np.linalg.qr(generator.normal(size=(8, 8)))[0]
-    found = alikeness(
+    found = feature_similarity(
         [x, (3 * x @ rotation + 1).astype(np.float32), generator.normal(size=(200, 8)).astype(np.float32)]
     )
     assert found.cka[0, 1] == pytest.approx(1, abs=1e-5)
@@ -96,7 +96,7 @@ def test_a_rotated_and_scaled_copy_is_alike() -> None:
 def test_slow_measures_take_a_sample(monkeypatch: pytest.MonkeyPatch, features: list[np.ndarray]) -> None:
     monkeypatch.setattr(module, "_KNN_ROWS", 30)
     monkeypatch.setattr(module, "_RSA_ROWS", 20)
-    found = alikeness(features, k=3, seed=4)
+    found = feature_similarity(features, k=3, seed=4)
     order = np.random.default_rng(4).permutation(N)
     of_knn, of_rsa = np.sort(order[:30]), np.sort(order[:20])
     assert (found.knn_rows, found.rsa_rows) == (30, 20)
@@ -108,7 +108,7 @@ def test_slow_measures_take_a_sample(monkeypatch: pytest.MonkeyPatch, features: 
 
 
 def test_a_constant_feature_is_not_comparable(features: list[np.ndarray]) -> None:
-    found = alikeness([features[0], np.ones((N, 3), np.float32)], k=3)
+    found = feature_similarity([features[0], np.ones((N, 3), np.float32)], k=3)
     assert np.isnan([found.cka[0, 1], found.procrustes[0, 1], found.procrustes[1, 1], found.rsa[0, 1]]).all()
     assert found.effective_rank[1] == 0
 
@@ -125,4 +125,11 @@ def test_a_constant_feature_is_not_comparable(features: list[np.ndarray]) -> Non
 )
 def test_features_that_cannot_be_compared_are_refused(shapes: list[tuple[int, int]], k: int, why: str) -> None:
     with pytest.raises(InputError, match=why):
-        alikeness([np.ones(shape, np.float32) for shape in shapes], k=k)
+        feature_similarity([np.ones(shape, np.float32) for shape in shapes], k=k)
+
+
+def test_the_old_name_warns_and_gives_the_same() -> None:
+    features = [np.random.default_rng(0).normal(size=(20, 3)), np.random.default_rng(1).normal(size=(20, 4))]
+    with pytest.warns(DeprecationWarning, match="alikeness is now called feature_similarity"):
+        old = module.alikeness(features, k=3)
+    np.testing.assert_array_equal(old.cka, feature_similarity(features, k=3).cka)
