@@ -40,6 +40,11 @@ class TapRequest(Requested):
         return bool(self.operation) or self.what == "attention"
 
     @property
+    def changes_layer(self) -> bool:
+        """Whether the model may continue with another tensor: an edited one, or a copy whose gradient is watched."""
+        return self.edit is not None or self.what in ("grad", "grad_input")
+
+    @property
     def group(self) -> Any:
         """What an edit has in common with those of the same glob or type: one of them has to take effect."""
         if not self.pattern:

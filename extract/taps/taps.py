@@ -332,8 +332,9 @@ class Taps:
         requests = sorted(self._requests, key=lambda request: request.edit is None)  # edits come before keeps
         of_parameters = [request for request in requests if request.layer in self._parameters]
         of_layers = [request for request in requests if request.layer not in self._parameters]
-        surgery = Surgery(capture, self._variant, self._edited)
-        if any(r.is_of_function or r.edit is not None or "grad" in r.what for r in of_layers):
+        surgery = None
+        if any(r.is_of_function or r.changes_layer for r in of_layers):
+            surgery = Surgery(capture, self._variant, self._edited)
             FunctionCalls(capture, surgery, self._layers, of_layers).register(self._closed)
         requests_of: dict[int, tuple[nn.Module, list[tuple[str, TapRequest]]]] = {}
         for request in of_layers:
@@ -341,11 +342,12 @@ class Taps:
                 module = self._layers[request.layer]
                 requests_of.setdefault(id(module), (module, []))[1].append((request.layer, request))
         for module, pairs in requests_of.values():
-            if any(r.edit is not None or "grad" in r.what for _, r in pairs):
+            if surgery is not None and any(request.changes_layer for _, request in pairs):
                 surgery.add(module, pairs)
             capture.keep(module, [(name, request) for name, request in pairs if request.edit is None])
         capture.register()
-        surgery.move_edits_to_front()
+        if surgery is not None:
+            surgery.move_edits_to_front()
         if of_parameters:
             ParameterGradients(capture, self._parameters, of_parameters, self._edited).register(root)
 
