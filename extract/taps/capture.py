@@ -550,7 +550,7 @@ class Capture:
                     raise InputError(
                         f"{site} cannot be kept live in inference mode, which has no graph", hint="use torch.no_grad()"
                     )
-                record.keep_live(site, tensor if request.reduce is None else request.reduce(tensor))
+                record._keep_live(site, tensor if request.reduce is None else request.reduce(tensor))
             else:
                 record.by_site[site] = self._variant.copy_out(tensor, request.reduce, site)
 

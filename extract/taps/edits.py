@@ -29,6 +29,7 @@ __all__ = [
     "apply_edit",
     "clamp",
     "clip",
+    "edited_by",
     "freeze",
     "mix",
     "noise",
@@ -160,7 +161,16 @@ def freeze(model: nn.Module, layers: str | Sequence[str]) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
-def apply_edit(tensor: Tensor, edit: Edit, site: Site, *, may_change: bool = False) -> Tensor:
+def apply_edit(tensor: Tensor, edit: Edit, site: Site) -> Tensor:
+    """Call an edit on a copy of the tensor, and return a result that nothing else can read or change.
+
+    Raises:
+        InputError: see `edited_by`.
+    """
+    return edited_by(tensor, edit, site, may_change=False)
+
+
+def edited_by(tensor: Tensor, edit: Edit, site: Site, *, may_change: bool) -> Tensor:
     """Call an edit, and return a result that nothing else can read or change.
 
     Args:

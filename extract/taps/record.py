@@ -142,7 +142,7 @@ class Record(Mapping[str, Any]):
                 )
         return self._sites
 
-    def keep_live(self, site: Site, value: Any) -> None:
+    def _keep_live(self, site: Site, value: Any) -> None:
         """Keep a tensor, or what it was reduced to, with its graph.
 
         `torch.autograd.grad` with respect to a layer needs the tensor itself. A later layer may write into it.

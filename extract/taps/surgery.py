@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from extract.errors import InputError
 from extract.taps.capture import Call, Capture, Point, Variant, in_backward, is_before_others, is_simple
 from extract.taps.copies import copied, overlaps_itself
-from extract.taps.edits import apply_edit
+from extract.taps.edits import apply_edit, edited_by
 from extract.taps.functions import Listener, Write, unwatch, unwatched, watch, watch_again, write
 from extract.taps.nested import Path, is_several, map_tensors, tensors_in, unread
 from extract.taps.record import Record, Site
@@ -335,7 +335,7 @@ class Surgery:
             with self._capture.block.users_code():
                 for site, request in requests:
                     assert request.edit is not None
-                    result = apply_edit(result, request.edit, site, may_change=may_change)
+                    result = edited_by(result, request.edit, site, may_change=may_change)
                     may_change = True
                     self._edited_requests.add(id(request))
             # The id of `tensor` is a key as long as it lives.

@@ -649,21 +649,6 @@ def test_a_file_cut_at_any_tenth_byte_is_refused_or_whole(kind: str) -> None:
     assert not others, f"{kind} of {len(data)} bytes gives other pixels when cut to {others}"
 
 
-@pytest.mark.parametrize("kind", ["JPEG2000", "JPEG2000 lossy", "JPEG2000 in tiles", "JPEG2000 bare"])
-def test_a_jpeg_2000_file_cut_where_a_tile_begins_is_refused(kind: str) -> None:
-    data = TRUNCATED[kind]()
-    starts = [match.start() for match in re.finditer(b"\xff\x90\0\n", data)]  # markers SOT (ISO/IEC 15444-1, A.4.2)
-    accepted = []
-    for length in [start + more for start in starts for more in range(5)]:  # 2: behind the marker
-        try:
-            decode(data[:length])
-        except ValueError:
-            continue
-        accepted.append(length)
-    assert starts
-    assert not accepted
-
-
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "GIF", "TIFF", "BMP", "ICO"])
 def test_a_program_that_asks_pillow_for_truncated_files_gets_none(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     picture = make_picture(5, 160, 120)
