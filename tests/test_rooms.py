@@ -168,7 +168,7 @@ def test_a_run_resolves_each_thing_once_in_few_files_before_its_first_image() ->
             ("extract/extraction/plan.py", "existing_at"),
             ("extract/extraction/plan.py", "resolve"),
             ("extract/compute/feature_choice.py", "choose_features"),
-            ("extract/images/image_list.py", "hashes_of"),
+            ("extract/images/image_list.py", "labels_hash"),
         ):
             assert path.calls[file, function] == 1, (file, function)
     # By the choice of features, to match patterns with names, and by the `Taps` of its trial.

@@ -17,7 +17,7 @@ from extract.compute.feature_choice import Choice
 from extract.compute.transfers import Pinned
 from extract.errors import InputError, LayertapError
 from extract.taps.capture import Variant, copy_out
-from extract.taps.taps import Taps, taps_of
+from extract.taps.taps import Taps, capture_of, taps_of
 
 __all__ = ["DeviceForward", "EagerForward", "Forward", "Values", "check_count", "forward_taps", "joined"]
 
@@ -119,11 +119,11 @@ class EagerForward(DeviceForward):
 
     def __init__(self, backbone: LoadedBackbone, choice: Choice, taps: Taps, transfers: Pinned | None):
         super().__init__(backbone.device, transfers)
-        self._to_input, self._features, self._taps = backbone.preprocessing.to_input, choice.features, taps
+        self._to_input, self._features = backbone.preprocessing.to_input, choice.features
+        self._model, self._capture = backbone.model, capture_of(taps)
 
     def _part(self, images: Tensor) -> Values:
-        self._taps(self._to_input(self._to_device(images)))
-        values = self._taps.record.by_site
+        values = self._capture.run_until_kept(self._model, (self._to_input(self._to_device(images)),), {}).by_site
         return {feature.name: values[feature.site][feature.name].numpy() for feature in self._features}
 
     def _parts(self, images: Tensor) -> list[Values]:

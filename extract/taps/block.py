@@ -31,6 +31,8 @@ class Block:
         thread: see above.
         is_open: whether the block has begun and not ended.
         ran_in_other_tasks: whether asyncio tasks that were created outside the block have called the model.
+        callers: other threads that have called the model.
+        mark: in the context of the asyncio task that opened the block; None if none did: it is of all tasks.
         in_users_code: threads that run a `reduce`, an edit or an `on_record` of these `Taps`.
     """
 
@@ -39,43 +41,34 @@ class Block:
         self.ran_in_other_tasks = False
         self.in_users_code: set[int] = set()
         self.thread, self._unheard = thread, unheard
-        self._callers: set[int] = set()  # other threads that have called the model
-        # In the context of the asyncio task that opened the block; None if no task did, so the block is of all tasks.
-        self._mark = object() if _is_in_task() else None
+        self.callers: set[int] = set()
+        self.mark = object() if _is_in_task() else None
 
     def open(self) -> None:
         """Begin the block."""
         self.is_open = True
-        if self._mark is not None:
-            _OPENED.set(_OPENED.get() | {self._mark})
+        if self.mark is not None:
+            _OPENED.set(_OPENED.get() | {self.mark})
 
     def close(self) -> None:
         """End the block."""
         self.is_open = False
-        _OPENED.set(_OPENED.get() - {self._mark})
+        _OPENED.set(_OPENED.get() - {self.mark})
 
     @property
     def is_of_this_task(self) -> bool:
         """Whether this asyncio task opened the block, or was created inside it; true in other threads."""
-        return self._mark is None or self.thread != threading.get_ident() or self._mark in _OPENED.get()
+        return self.mark is None or self.thread != threading.get_ident() or self.mark in _OPENED.get()
 
     @property
     def is_worker(self) -> bool:
         """Whether this thread may be one that the model started: it neither opened the block nor called the model."""
-        return self.is_open and threading.get_ident() not in (self.thread, *self._callers)
+        return self.is_open and threading.get_ident() not in (self.thread, *self.callers)
 
     @property
     def is_in_users_code(self) -> bool:
         """Whether this thread runs a `reduce`, an edit or an `on_record` of these `Taps`."""
         return threading.get_ident() in self.in_users_code
-
-    def takes_call(self) -> bool:
-        """Whether a call of the model, now, is recorded; remember who made it if not."""
-        if (thread := threading.get_ident()) != self.thread or self.is_in_users_code:
-            self._callers.add(thread)
-            return False
-        self.ran_in_other_tasks |= not self.is_of_this_task
-        return self.is_of_this_task
 
     def users_code(self) -> contextlib.AbstractContextManager[None]:
         """Context manager: what this thread calls meanwhile is no call of the model.

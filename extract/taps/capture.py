@@ -21,7 +21,7 @@ import dataclasses
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from types import AsyncGeneratorType, CoroutineType, FrameType, GeneratorType
 from typing import Any
@@ -34,8 +34,8 @@ from torch.utils.hooks import RemovableHandle
 from extract.errors import InputError
 from extract.taps.block import Block
 from extract.taps.copies import dense_copy
-from extract.taps.nested import tensors_in
-from extract.taps.record import Record, Reduce, Site, What
+from extract.taps.nested import Path, tensors_in
+from extract.taps.record import Record, Reduce, Requested, Site, What
 from extract.taps.requests import TapRequest, number_again
 from extract.taps.torch_internals import (
     computes_tangents,
@@ -259,7 +259,8 @@ class Capture:
 
     Args:
         root: the model, without wrappers.
-        new_record: makes an empty record; receives the number of calls of each module, by id, of this forward.
+        explain: see `Record`; receives the number of calls of each module, by id, of the forward.
+        requested: see `Record`.
         to_keep: (layer, what) -> number of calls kept in a whole forward. After all of them, a forward that was called
             by `run_until_kept` ends. None: forwards run to their end.
         on_record: see `Taps`.
@@ -278,13 +279,15 @@ class Capture:
     def __init__(
         self,
         root: nn.Module,
-        new_record: Callable[[Counter[int]], Record],
+        explain: Callable[[Counter[int], str], str | None],
+        requested: Sequence[Requested],
         to_keep: Counter[tuple[str, What]] | None,
         on_record: Callable[[Record], None] | None,
         variant: Variant,
         unheard: Callable[[], contextlib.AbstractContextManager[None]],
     ):
-        self._root, self._new_record, self._to_keep, self._on_record = root, new_record, to_keep, on_record
+        self._root, self._explain, self._requested = root, explain, requested
+        self._to_keep, self._on_record = to_keep, on_record
         self._variant, self._unheard = variant, unheard
         self._points: dict[int, Point] = {}
         self._handles: list[RemovableHandle] = []
@@ -349,8 +352,8 @@ class Capture:
             handle.remove()
         self.let_go()
 
-    def run_until_kept(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        """Call the model, and end the forward when all is kept that an earlier forward has kept."""
+    def run_until_kept(self, model: nn.Module, args: Any, kwargs: Any) -> Record:
+        """Call the model, end the forward when all is kept that an earlier forward has kept, and return the record."""
         self._stoppable = True
         try:
             model(*args, **kwargs)
@@ -360,6 +363,8 @@ class Capture:
         finally:
             self._stoppable = False
             self.let_go()
+        assert self.forward is not None
+        return self.forward.record
 
     def let_go(self) -> None:
         """Let go of what the last forward holds if it was interrupted."""
@@ -418,7 +423,12 @@ class Capture:
             return
         if self._variant.has_other_callers and torch.compiler.is_exporting() and has_dispatch_modes():
             return  # of this thread: the exported program would contain the hooks, and the record no values
-        if not self.block.takes_call():
+        block = self.block
+        if (thread := threading.get_ident()) != self._thread or thread in block.in_users_code:
+            block.callers.add(thread)
+            return
+        if block.mark is not None and not block.is_of_this_task:
+            block.ran_in_other_tasks = True
             return
         if self._is_inside_forward():
             return  # the model calls itself: its layers run again in the same forward
@@ -426,7 +436,8 @@ class Capture:
         for point in self._points.values():
             point.calls.clear()  # calls of a forward that was stopped or interrupted
         calls: Counter[int] = Counter()
-        self.forward = ModelCall(self._new_record(calls), caller, calls, len(self._to_keep or ()))
+        record = Record(partial(self._explain, calls), self._requested)
+        self.forward = ModelCall(record, caller, calls, len(self._to_keep or ()))
         for call in self.on_begin:
             call()
 
@@ -529,7 +540,7 @@ class Capture:
                 site = first_site if call.number == 0 else Site(layer, call.number, (), request.what)
                 self.keep_tensor(forward.record, site, request, value)
             else:
-                for path, tensor in tensors_in(value, request.path):
+                for path, tensor in _tensors(value, request.path):
                     self.keep_tensor(forward.record, Site(layer, call.number, path, request.what), request, tensor)
             if self._to_keep is not None:
                 forward.kept[layer, request.what] += 1
@@ -553,6 +564,13 @@ class Capture:
                 record._keep_live(site, tensor if request.reduce is None else request.reduce(tensor))
             else:
                 record.by_site[site] = self._variant.copy_out(tensor, request.reduce, site)
+
+
+def _tensors(value: Any, within: tuple[str, ...]) -> Iterable[tuple[Path, Tensor]]:
+    """Return what `tensors_in` yields; arguments that are all tensors need no search."""
+    if type(value) is dict and all(isinstance(part, Tensor) for part in value.values()):
+        return [((key,), part) for key, part in value.items() if within in ((), (str(key),))]
+    return tensors_in(value, within)
 
 
 def as_kept(layer: str, requests: Iterable[TapRequest]) -> list[tuple[str, TapRequest, Site]]:

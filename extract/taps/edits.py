@@ -9,8 +9,6 @@ Each function here returns such an edit. `Taps.edit` accepts any function of one
 from __future__ import annotations
 
 import contextlib
-import functools
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -18,10 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from extract.errors import InputError
-from extract.taps.copies import copied, with_attributes
+from extract.taps.copies import edited_by
 from extract.taps.layer_names import match_layers, named_layers
 from extract.taps.record import Site
-from extract.taps.torch_internals import is_saved, is_shared
 
 __all__ = [
     "Edit",
@@ -29,7 +26,6 @@ __all__ = [
     "apply_edit",
     "clamp",
     "clip",
-    "edited_by",
     "freeze",
     "mix",
     "noise",
@@ -168,50 +164,3 @@ def apply_edit(tensor: Tensor, edit: Edit, site: Site) -> Tensor:
         InputError: see `edited_by`.
     """
     return edited_by(tensor, edit, site, may_change=False)
-
-
-def edited_by(tensor: Tensor, edit: Edit, site: Site, *, may_change: bool) -> Tensor:
-    """Call an edit, and return a result that nothing else can read or change.
-
-    Args:
-        tensor: the tensor.
-        edit: receives a copy of it.
-        site: its site, for errors.
-        may_change: whether nothing else can read the tensor, so that the edit receives the tensor itself.
-
-    Raises:
-        InputError: the tensor is nested and has no shape, or the edit returns something else than a tensor like it.
-    """
-    if hasattr(edit, "at"):  # an edit such as `smooth`, which has a separate state for each tensor
-        edit = edit.at(site)
-    if tensor.is_nested and tensor.layout is torch.strided:
-        raise InputError(
-            f"{site} is a nested tensor, which edits do not take",
-            hint="an nn.TransformerEncoder makes none if its use_nested_tensor is False",
-        )
-    shape, dtype, device = tensor.shape, tensor.dtype, tensor.device
-    # An edit may write in place, and would then change what the caller reads. A later layer that works in place would
-    # change what the edit returned and may have kept.
-    try:
-        result = edit(tensor if may_change else copied(tensor))
-    except Exception as error:
-        error.add_note(f"while editing {site} of shape {tuple(shape)}")
-        raise
-    if not isinstance(result, Tensor):
-        raise InputError(f"the edit of {site} returned {type(result).__name__}; it must return a tensor")
-    if result.shape != shape or result.dtype != dtype or result.device != device:
-        returned = f"{tuple(result.shape)} {result.dtype} on {result.device}"
-        raise InputError(
-            f"the edit of {site} returned {returned}; expected, as given, {tuple(shape)} {dtype} on {device}"
-        )
-    is_new = type(result) is Tensor and sys.getrefcount(result) <= _references_of_new_result()
-    if not is_new or result._is_view() or is_saved(result) or is_shared(result):
-        result = copied(result)
-    return with_attributes(result, tensor)
-
-
-@functools.cache
-def _references_of_new_result() -> int:
-    """Return how many references Python itself has to a new tensor where `apply_edit` counts them."""
-    result = torch.zeros(1)
-    return sys.getrefcount(result)

@@ -46,6 +46,15 @@ class Site:
         path = ":" + ".".join(map(str, self.path)) if self.path else ""
         return f"{self.layer}{call}{path}" + ("" if self.what == "output" else f"@{self.what}")
 
+    def is_meant_by(self, text: str) -> bool:
+        """Whether the text is this site's text form, possibly without call number, kind, path or end of the path."""
+        for call in ("", f"#{self.call}"):
+            for depth in range(len(self.path) + 1):
+                path = ":" + ".".join(map(str, self.path[:depth])) if depth else ""
+                if text in (f"{self.layer}{call}{path}", f"{self.layer}{call}{path}@{self.what}"):
+                    return True
+        return False
+
 
 @dataclasses.dataclass(frozen=True)
 class Requested:
@@ -176,12 +185,8 @@ class Record(Mapping[str, Any]):
         """
         if text in self.sites:
             return [self.sites[text]]
-        layer, call, path, what = split_text(text, self._sites_of)
-        sites = [
-            site
-            for site in self._sites_of.get(layer, ())
-            if what in (None, site.what) and call in (None, site.call) and has_prefix(site.path, path)
-        ]
+        layer, _, _, what = split_text(text, self._sites_of)
+        sites = [site for site in self._sites_of.get(layer, ()) if site.is_meant_by(text)]
         if what is not None:
             return sites
         outputs = [site for site in sites if site.what == "output"]

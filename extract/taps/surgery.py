@@ -20,11 +20,11 @@ from torch import Tensor, nn
 
 from extract.errors import InputError
 from extract.taps.capture import Call, Capture, Point, Variant, in_backward, is_before_others, is_simple
-from extract.taps.copies import copied, overlaps_itself
-from extract.taps.edits import apply_edit, edited_by
+from extract.taps.copies import copied, edited_by, overlaps_itself
+from extract.taps.edits import apply_edit
 from extract.taps.functions import Listener, Write, unwatch, unwatched, watch, watch_again, write
 from extract.taps.nested import Path, is_several, map_tensors, tensors_in, unread
-from extract.taps.record import Record, Site
+from extract.taps.record import Site
 from extract.taps.requests import UNKNOWN, Requests, TapRequest
 from extract.taps.stand_ins import StandIn, StandInError, StandIns, originals, stands_in
 from extract.taps.torch_internals import hooks_of, is_saved, is_shared, memory_of
@@ -445,7 +445,7 @@ def _references_of_new_output() -> int:
             return output
 
     probe = nn.ReLU()
-    capture = Capture(probe, lambda calls: Record(lambda text: None), None, None, Variant(), unwatched)
+    capture = Capture(probe, lambda calls, text: None, (), None, None, Variant(), unwatched)
     capture.point(probe).on_return.append(partial(Step().__call__, None))
     capture.register()
     with unwatched():

@@ -30,7 +30,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, Literal, Self
 
 import torch
@@ -48,7 +48,7 @@ from extract.taps.requests import FROZEN, TapRequest, requests_for, why_absent
 from extract.taps.surgery import Surgery
 from extract.taps.switches import COMPILED_CODE_OFF
 
-__all__ = ["Taps", "begin_inside", "taps_of"]
+__all__ = ["Taps", "capture_of", "taps_of"]
 
 _SHOWN = 20  # requests in `repr(taps)`
 _TRACED = "in code that PyTorch's compiler traces, such as a branch of torch.cond"
@@ -236,7 +236,8 @@ class Taps:
         requested = [request.without_functions() for request in self._requests if request.edit is None]
         capture = Capture(
             self._layers[""],
-            lambda calls: Record(partial(self._explain, calls), requested),
+            self._explain,
+            requested,
             self._to_keep if self._stop else None,
             self._on_record,
             self._variant,
@@ -254,7 +255,8 @@ class Taps:
             raise LayertapError("call Taps inside its `with` block")
         if not self._stop or self._capture.block.is_in_users_code:
             return self._model(*args, **kwargs)
-        return self._capture.run_until_kept(self._model, args, kwargs)
+        self._capture.run_until_kept(self._model, args, kwargs)
+        return None
 
     @property
     def record(self) -> Record:
@@ -443,15 +445,10 @@ def taps_of(
     return taps
 
 
-def begin_inside(taps: Taps, caller: FrameType) -> None:
-    """Start a record in a forward that is running already.
-
-    Args:
-        taps: in their block.
-        caller: function of PyTorch that calls the pre-hooks of the model.
-    """
+def capture_of(taps: Taps) -> Capture:
+    """Return the block of open `Taps`."""
     assert taps._capture is not None
-    taps._capture.begin(caller)
+    return taps._capture
 
 
 def _check_function(what: str, layers: Layers, function: object, hint: str) -> None:

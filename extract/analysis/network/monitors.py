@@ -38,7 +38,7 @@ from extract.system.csv_cells import safe_cell
 from extract.taps.capture import ModelBoundHook, Variant
 from extract.taps.layer_names import match_layers, named_layers, named_parameters, unwrap
 from extract.taps.record import Record
-from extract.taps.taps import Taps, begin_inside, taps_of
+from extract.taps.taps import Taps, capture_of, taps_of
 
 __all__ = ["ActivationMonitor", "Alarm", "GradientMonitor"]
 
@@ -155,7 +155,7 @@ class _Monitor:
             self._request(taps)
             taps.__enter__()
             if module is unwrap(module):  # hooks added now are not called for this module in this forward
-                begin_inside(taps, sys._getframe(2))
+                capture_of(taps).begin(sys._getframe(2))
         self.step += 1
 
     def _summary(self, value: Tensor) -> dict[str, Tensor]:
