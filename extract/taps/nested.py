@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from extract.errors import InputError
 
-__all__ = ["Path", "as_arguments", "is_several", "map_tensors", "tensors_in", "unread"]
+__all__ = ["Path", "is_all_tensors", "is_several", "map_tensors", "tensors_in", "unread"]
 
 Path = tuple[str | int, ...]
 _MANY = 16
@@ -41,6 +41,11 @@ def tensors_in(value: Any, within: tuple[str, ...] = (), path: Path = ()) -> Ite
             yield from tensors_in(part, within[1:], (*path, key))
 
 
+def is_all_tensors(value: Any) -> bool:
+    """Whether a value is a dict of tensors, as the arguments of most layers are."""
+    return type(value) is dict and all(isinstance(part, Tensor) for part in value.values())
+
+
 def unread(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     """Yield (path, object) for sets and objects that hold floating-point tensors which `tensors_in` leaves out."""
     if isinstance(value, Tensor | nn.Module | type):
@@ -58,6 +63,9 @@ def map_tensors(value: Any, function: Callable[[Path, Tensor], Tensor], path: Pa
     """Return the value with every tensor replaced by `function(path, tensor)`; the same object if nothing changed."""
     if isinstance(value, Tensor):
         return function(path, value)
+    if is_all_tensors(value):
+        replaced = {key: function((*path, key), part) for key, part in value.items()}
+        return value if all(replaced[key] is part for key, part in value.items()) else replaced
     parts = list(_parts(value))
     mapped = {key: map_tensors(part, function, (*path, key)) for key, part in parts}
     if all(mapped[key] is part for key, part in parts):
@@ -127,8 +135,3 @@ def _rebuilt_sequence(value: Any, items: list[Any]) -> Any:
 def is_several(value: Any) -> bool:
     """Whether a value holds more than one tensor."""
     return not isinstance(value, Tensor) and sum(1 for _ in tensors_in(value)) > 1
-
-
-def as_arguments(value: dict[Any, Any], count: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a call, of which the first `count` are positional, from a dict by index and name."""
-    return tuple(value[i] for i in range(count)), {name: part for name, part in value.items() if isinstance(name, str)}

@@ -23,7 +23,7 @@ from extract.taps.capture import Call, Capture, Point, Variant, in_backward, is_
 from extract.taps.copies import copied, edited_by, overlaps_itself
 from extract.taps.edits import apply_edit
 from extract.taps.functions import Listener, Write, unwatch, unwatched, watch, watch_again, write
-from extract.taps.nested import Path, is_several, map_tensors, tensors_in, unread
+from extract.taps.nested import Path, is_all_tensors, is_several, map_tensors, tensors_in, unread
 from extract.taps.record import Site
 from extract.taps.requests import UNKNOWN, Requests, TapRequest
 from extract.taps.stand_ins import StandIn, StandInError, StandIns, originals, stands_in
@@ -308,7 +308,7 @@ class Surgery:
         """Edit the tensors in a value, and return what the model continues with."""
         if isinstance(value, Tensor):
             return self._edited(edits, pass_on, call, {}, (), value)
-        for path, part in unread(value):
+        for path, part in () if is_all_tensors(value) else unread(value):
             for site, _ in edits.of(call.number, path):
                 raise InputError(
                     f"{site} is a {type(part).__name__} that holds tensors, which edits do not reach",
