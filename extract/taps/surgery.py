@@ -215,11 +215,11 @@ class Surgery:
         for added in changes.stand_ins:
             added.catch_up()
         if changes.replaced:
-            # What can still be read: the output, and what autograd has saved.
+            # What autograd has saved need not follow: a write into it is an error, or makes the gradients wrong.
             readable = {memory_of(tensor) for _, tensor in tensors_in(output)}
             for _, given, tensor, _ in reversed(changes.replaced):
-                if memory_of(tensor) in readable or (torch.is_grad_enabled() and is_saved(tensor)):
-                    readable |= {memory_of(tensor), memory_of(given)}
+                if memory_of(tensor) in readable:
+                    readable.add(memory_of(given))
             for site, given, tensor, follows in changes.replaced:
                 if memory_of(tensor) in readable:
                     self._stand_in(site, given, tensor, follows=follows)

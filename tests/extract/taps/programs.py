@@ -237,6 +237,19 @@ def _place(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.untyped_storage()._cdata, tensor.data_ptr(), tensor.shape, tensor.stride()
 
 
+class NoHiddenWrites(torch.autograd.graph.saved_tensors_hooks):
+    """Refuses gradients of values that were written to after autograd saved them, hidden by `.data`: they are wrong."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda tensor: (tensor, tensor.detach().clone()), self._unpack)
+
+    @staticmethod
+    def _unpack(saved: tuple[Tensor, Tensor]) -> Tensor:
+        if not torch.equal(saved[0], saved[1]):
+            raise InvalidError("a write through .data changes what autograd has saved")
+        return saved[0]
+
+
 _MOST = 2.0**50  # integers up to here are exact, and so are sums of a few
 
 
@@ -250,6 +263,9 @@ def plainly(program: Program, mode: Mode) -> Values:
     try:
         with NoOverlaps():
             values = observe(program, mode, None)
+        if mode == "grad":
+            with NoHiddenWrites():
+                observe(program, mode, None)
     except InvalidError:
         raise
     except Exception as error:
