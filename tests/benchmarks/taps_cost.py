@@ -5,6 +5,8 @@
 3. 10, 100 and 500 small linear layers, all kept, one thread: each forward over one with the same bare hooks, and
    `with taps:` without a forward over registering and removing these hooks. A hook may take longer than such
    a layer: bare hooks over no hooks are printed too. With larger layers the ratios are lower.
+4. 500 linear layers of width 64, one thread: edits `h * 1` of all outputs, or inputs, over bare hooks that return the
+   same; gradients of all outputs kept, forward and backward, over bare hooks that clone them in a tensor hook.
 
 Each round times both sides one after the other, in an order that alternates; medians over rounds are printed.
 """
@@ -130,6 +132,48 @@ def print_small_layers(count: int, width: int, batch: int, rounds: int) -> None:
     )
 
 
+def edit_output(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return output * 1
+
+
+def edit_input(module: nn.Module, args: tuple[Tensor]) -> Tensor:
+    return args[0] * 1
+
+
+def keep_gradient(module: nn.Module, args: Any, output: Tensor) -> None:
+    output.register_hook(lambda gradient: KEPT.__setitem__(module, gradient.clone()))
+
+
+KEPT: dict[nn.Module, Tensor] = {}
+
+
+def print_changes(rounds: int) -> None:
+    """Time edits and gradients on a chain of linear layers."""
+    x = torch.randn(16, 64)
+
+    def chain() -> nn.Sequential:
+        return nn.Sequential(*(nn.Linear(64, 64) for _ in range(500))).eval()
+
+    def without_gradients(model: Callable[[Tensor], Tensor]) -> Callable[[], Any]:
+        return torch.no_grad()(lambda: model(x))
+
+    def with_gradients(model: Callable[[Tensor], Tensor]) -> Callable[[], Any]:
+        return lambda: model(x).sum().backward()
+
+    for name, taps, hook, run in (
+        ("edits of outputs", Taps(chain()).edit("*", lambda h: h * 1), edit_output, without_gradients),
+        ("edits of inputs", Taps(chain()).edit("*", lambda h: h * 1, "input"), edit_input, without_gradients),
+        ("gradients", Taps(chain()).keep("*", "grad"), keep_gradient, with_gradients),
+    ):
+        bare = chain()
+        for layer in bare:
+            register = layer.register_forward_pre_hook if hook is edit_input else layer.register_forward_hook
+            register(hook)
+        with taps:
+            result = compare(run(taps), run(bare), rounds)
+        print(f"500 x Linear(64, 64), {name}: {result.ratio:.2f} of bare hooks")
+
+
 def main(rounds: int) -> None:
     """Print all comparisons."""
     torch.manual_seed(0)
@@ -139,6 +183,7 @@ def main(rounds: int) -> None:
         for batch in (1, 8):
             for count in (10, 100, 500):
                 print_small_layers(count, width, batch, rounds)
+    print_changes(rounds)
 
 
 if __name__ == "__main__":
