@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +24,7 @@ from extract.errors import InputError
 from extract.taps.record import Record, Site, What
 from extract.taps.taps import Taps
 
-__all__ = ["BatchAxis", "Trial", "find_batch_axis"]
+__all__ = ["BatchAxis", "Trial"]
 
 # The same picture in another batch differs by rounding: by at most this part of its distance to the nearest other
 # picture, or, where pictures hardly differ, by at most this many roundings of the largest value.
@@ -232,22 +232,3 @@ def _distance(a: Tensor, b: Tensor) -> float:
             return largest
     difference = (a.double() - b.double()).abs()
     return float(difference[difference.isfinite()].max()) if difference.isfinite().any() else 0.0
-
-
-def find_batch_axis(model: nn.Module, pictures: Tensor, layers: Sequence[str]) -> Mapping[str, BatchAxis]:
-    """Find the images of a batch in the outputs of these layers.
-
-    Args:
-        model: in eval mode.
-        pictures: (B, 3, H, W), all different, at least 2, on the model's device.
-        layers: names or globs.
-
-    Returns:
-        Text form of each tensor -> position of the images in it.
-
-    Raises:
-        UnknownNameError: a pattern matches no layer.
-        InputError: the rows of a tensor are not the images; the message gives the reason.
-    """
-    trial = Trial(model, pictures, [(layer, "output") for layer in layers])
-    return {name: trial.rows(site) for name, site in trial.record.sites.items()}
