@@ -117,7 +117,7 @@ class Trial:
         backwards = self._reversed[site]
         if together.dtype in _WHOLE:  # differences of whole numbers could overflow
             together, backwards, lone = together.double(), backwards.double(), [output.double() for output in lone]
-        rows = self._axis(site, together, lone[0])
+        rows = self._axis(together, lone[0])
         alone = [rows.by_image(output)[0] for output in lone]
         # Distance of each picture to the nearest other picture.
         apart = [min(_distance(output, other) for other in alone if other is not output) for output in alone]
@@ -203,7 +203,7 @@ class Trial:
                     )
                 raise InputError(self._why_different(site, rows, pictures, picture, own))
 
-    def _axis(self, site: Site, together: Tensor, alone: Tensor) -> BatchAxis:
+    def _axis(self, together: Tensor, alone: Tensor) -> BatchAxis:
         many, single = tuple(together.shape), tuple(alone.shape)
         axes = [axis for axis in range(len(many)) if len(single) == len(many) and many[axis] != single[axis]]
         if len(axes) != 1 or many[axes[0]] != self._count * single[axes[0]]:
