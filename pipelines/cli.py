@@ -131,7 +131,7 @@ class _Commands(click.Group):
             if error.errno == errno.ENOMEM:
                 _print_memory_error(error)
                 ctx.exit(1)
-            if error.errno not in _DISK_ERRORS | _OPEN_FILES_ERRORS:
+            if error.errno not in _DISK_ERRORS | _OPEN_FILES_ERRORS | {errno.ENAMETOOLONG}:
                 raise
             _print_disk_error(error)
             ctx.exit(1)

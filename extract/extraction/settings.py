@@ -24,12 +24,11 @@ from extract.compute.pooling import pooling_names
 from extract.errors import InputError, unknown_name
 
 __all__ = [
-    "PRECISIONS", "BackboneSettings", "DataSetSettings", "DecodingSettings", "ExtractionSettings", "FeatureSettings",
+    "BackboneSettings", "DataSetSettings", "DecodingSettings", "ExtractionSettings", "FeatureSettings",
     "choices_of", "fields_of", "taking", "values_of",
 ]  # fmt: skip
 
 Precision = Literal["float32", "bfloat16", "float16"]
-PRECISIONS: tuple[str, ...] = get_args(Precision)
 
 _LIMITS = {
     "ge": (operator.ge, "at least"), "gt": (operator.gt, "above"),

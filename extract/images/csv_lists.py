@@ -351,6 +351,8 @@ def _parquet(
         yield opened, dict(zip(header, opened.schema_arrow.names, strict=True))
     except pa.ArrowException as error:
         raise InputError(f"{where} is not a Parquet file: {first_line(error)}") from error
+    except UnicodeDecodeError as error:  # not every program that writes Parquet checks its texts
+        raise InputError(f"{where}: a text is not UTF-8", hint="save the list in UTF-8") from error
 
 
 def _read_parquet(

@@ -13,6 +13,7 @@ import itertools
 import json
 import operator
 import os
+import shlex
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -109,17 +110,15 @@ def _kind(where: str) -> str:
     Raises:
         InputError: `where` is neither, or does not exist.
     """
-    here = not is_url(where)
+    here, embed = not is_url(where), shlex.join(["layertap", "embed", where])
     if here and is_plan(where):
-        raise InputError(f"{where} is already a plan", hint=f"use it in place of the images: layertap embed {where}")
+        raise InputError(f"{where} is already a plan", hint=f"use it in place of the images: {embed}")
     kind = kind_of(where)
     if here and kind in ("folder", "list"):
         check_exists(where)
         kind = kind if Path(where).is_dir() == (kind == "folder") else "file"
     if kind not in ("folder", "list"):
-        raise InputError(
-            f"{where}: a plan is written for a folder or a list only", hint=f"use it directly: layertap embed {where}"
-        )
+        raise InputError(f"{where}: a plan is written for a folder or a list only", hint=f"use it directly: {embed}")
     return kind
 
 

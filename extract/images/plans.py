@@ -92,9 +92,9 @@ def is_plan(where: str | os.PathLike[str]) -> bool:
     for name in ("plan.json", "listing/begun.json"):
         content: dict[str, Any] = {}
         with contextlib.suppress(FileNotFoundError, NotADirectoryError, LayertapError):  # a file of somebody else
-            content = read_json(folder / name)
+            content = read_json(folder / name, {"format": str, "root": str})
         if content.get("format") == "layertap plan":
-            again = shlex.join(["layertap", "plan", str(content.get("root")), "-o", str(folder)])
+            again = shlex.join(["layertap", "plan", content["root"], "-o", str(folder)])
             raise InputError(
                 f"{folder} is a plan of an earlier version of layertap, which this version does not read",
                 hint=f"delete it, and list the images again: {again}",
@@ -265,9 +265,10 @@ def _opened(file: Path) -> Iterator[Any]:
     except InputError:
         raise
     except (OSError, ValueError, IndexError, arrow.ArrowException) as error:
-        why = error.strerror if isinstance(error, OSError) else None
+        if isinstance(error, OSError) and error.errno:  # of the system; those of Arrow have no number
+            raise BrokenListError(f"{file} cannot be read: {error.strerror}") from error
         raise BrokenListError(
-            f"{file} is damaged: {why or first_line(error)}",
+            f"{file} is damaged: {first_line(error)}",
             hint=f"delete the plan {file.parent}, and run `layertap plan` again",
         ) from error
 

@@ -34,6 +34,7 @@ _ZEROS = 16
 _REPEATED, _BEHIND = 16, 8
 
 _COMPRESSION, _OFFSETS, _COUNTS = 259, (273, 324), (279, 325)  # TIFF 6.0 tags of strips, and of tiles
+_JPEG_TABLES = 347  # TIFF Technical Note 2: from SOI to EOI; libtiff writes them behind the strips
 _LEAST_ZEROS_IN_TIFF = {7: 2, 8: _ZEROS, 32946: _ZEROS}  # JPEG, which ends in its marker; Deflate, with two numbers
 
 
@@ -62,6 +63,9 @@ def check_whole(data: bytes, image: Image.Image) -> None:
         if not data.endswith(b"\xff\xd9") and not _has_end_of_jpeg(data) and _is_cut(data):
             raise ValueError("truncated: the end-of-image marker is missing")
     elif data.endswith(b"\0\0"):
+        tables = getattr(image, "tag_v2", {}).get(_JPEG_TABLES)
+        if isinstance(tables, bytes) and b"\xff\xd9" not in tables:
+            raise ValueError("truncated: its JPEG tables end in zeros")
         zeros = _zeros_of_data(data, image)
         # Flat areas of lossy WebP are zeros up to the last one; of a cut file, the decoder leaves some zeros unread.
         is_flat = kind == "WEBP" and _is_decoded(data, zeros[-_ZEROS:], kind)

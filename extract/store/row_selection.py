@@ -67,10 +67,6 @@ class RowSelection:
             return self.shard.column(name, slice(start, stop))
         return self.shard.column(name, self.chosen[start:stop])
 
-    def own_paths(self, start: int, stop: int) -> list[str]:
-        """Return the paths of the images of some of the rows when their features were computed."""
-        return self.shard.text("path", slice(start, stop) if self.chosen is None else self.chosen[start:stop])
-
     def texts(self, name: str, start: int, stop: int) -> list[str]:
         """Return the path, split, id or text of a kept column of some of the rows."""
         if self.names is not None:

@@ -198,10 +198,13 @@ def open_regular(path: Path) -> int:
     """Open a regular file, or a link to one, for reading, and return its descriptor; a pipe is not waited for.
 
     Raises:
-        InputError: the path is something else.
+        InputError: the path is something else, or has a null character.
         OSError: as in `os.open`.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except ValueError as error:
+        raise InputError(f"{path}: the name contains a null character") from error
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise InputError(f"{path} is not a regular file")

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +24,7 @@ from extract.errors import InputError
 from extract.taps.record import Record, Site, What
 from extract.taps.taps import Taps
 
-__all__ = ["BatchAxis", "Trial", "find_batch_axis"]
+__all__ = ["BatchAxis", "Trial"]
 
 # The same picture in another batch differs by rounding: by at most this part of its distance to the nearest other
 # picture, or, where pictures hardly differ, by at most this many roundings of the largest value.
@@ -117,7 +117,7 @@ class Trial:
         backwards = self._reversed[site]
         if together.dtype in _WHOLE:  # differences of whole numbers could overflow
             together, backwards, lone = together.double(), backwards.double(), [output.double() for output in lone]
-        rows = self._axis(site, together, lone[0])
+        rows = self._axis(together, lone[0])
         alone = [rows.by_image(output)[0] for output in lone]
         # Distance of each picture to the nearest other picture.
         apart = [min(_distance(output, other) for other in alone if other is not output) for output in alone]
@@ -203,7 +203,7 @@ class Trial:
                     )
                 raise InputError(self._why_different(site, rows, pictures, picture, own))
 
-    def _axis(self, site: Site, together: Tensor, alone: Tensor) -> BatchAxis:
+    def _axis(self, together: Tensor, alone: Tensor) -> BatchAxis:
         many, single = tuple(together.shape), tuple(alone.shape)
         axes = [axis for axis in range(len(many)) if len(single) == len(many) and many[axis] != single[axis]]
         if len(axes) != 1 or many[axes[0]] != self._count * single[axes[0]]:
@@ -232,22 +232,3 @@ def _distance(a: Tensor, b: Tensor) -> float:
             return largest
     difference = (a.double() - b.double()).abs()
     return float(difference[difference.isfinite()].max()) if difference.isfinite().any() else 0.0
-
-
-def find_batch_axis(model: nn.Module, pictures: Tensor, layers: Sequence[str]) -> Mapping[str, BatchAxis]:
-    """Find the images of a batch in the outputs of these layers.
-
-    Args:
-        model: in eval mode.
-        pictures: (B, 3, H, W), all different, at least 2, on the model's device.
-        layers: names or globs.
-
-    Returns:
-        Text form of each tensor -> position of the images in it.
-
-    Raises:
-        UnknownNameError: a pattern matches no layer.
-        InputError: the rows of a tensor are not the images; the message gives the reason.
-    """
-    trial = Trial(model, pictures, [(layer, "output") for layer in layers])
-    return {name: trial.rows(site) for name, site in trial.record.sites.items()}

@@ -185,9 +185,9 @@ def _parse_output(output: bytes) -> list[dict[str, Any]]:
 
 def _describe(data_set: dict[str, Any]) -> str:
     """Return what a pass did for a data set, as one line."""
+    if "error" in data_set:  # without `out` if the pass could not be started
+        return ": ".join(printable(data_set[name]) for name in ("out", "error") if name in data_set)
     folder = printable(data_set.get("out", ""))
-    if "error" in data_set:
-        return f"{folder}: {printable(data_set['error'])}"
     if data_set.get("stopped"):
         return f"{folder}: stopped; what was computed is stored, and the next pass continues"
     names = ("added", "changed", "renamed", "deleted", "failed", "unchanged", "waiting", "computed")

@@ -353,6 +353,7 @@ def test_a_pass_that_cannot_be_started_is_a_failure(tmp_path: Path, messages: li
     told = json.loads((tmp_path / "failed").read_text())
     assert "the pass cannot be started: [Errno 2]" in told["data_sets"][0]["error"]
     assert messages[-1] == "the pass failed with exit code 1"
+    assert messages[-2] == told["data_sets"][0]["error"]
 
 
 def test_a_command_of_on_failure_that_hangs_is_killed(

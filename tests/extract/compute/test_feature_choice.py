@@ -10,9 +10,10 @@ from extract import load_backbone
 from extract.compute.backbone import Backbone
 from extract.compute.feature_choice import choose_features
 from extract.errors import InputError, UnknownNameError
-from extract.taps.batch_axis import BatchAxis, Trial, find_batch_axis
+from extract.taps.batch_axis import BatchAxis, Trial
 from extract.taps.layer_names import named_layers
 from tests.conftest import TINY_INPUT
+from tests.extract.taps.batch_axes import find_batch_axis
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,9 @@ from typing import Any
 import h5py
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
 
 from extract import FeatureReader, InputError, UnknownNameError, extract_features, load_backbone
 from extract.compute.backbone import Backbone
@@ -245,6 +247,18 @@ def test_lists_with_bad_columns(folder: Path, content: bytes, message: str) -> N
     (folder / "list.csv").write_bytes(content)
     with pytest.raises(InputError, match=message):
         list_images(folder / "list.csv", keep=["age"])
+
+
+@pytest.mark.parametrize("bad", ["path", "label", "age"])
+def test_a_parquet_list_whose_text_is_not_utf8_is_refused(folder: Path, tmp_path: Path, bad: str) -> None:
+    bits = [None, pa.py_buffer(np.array([0, 2], np.int32)), pa.py_buffer(b"\xff\xfe")]
+    columns = {"path": ["ant/00.png"], "label": ["x"], "age": ["y"], bad: pa.Array.from_buffers(pa.string(), 1, bits)}
+    parquet.write_table(pa.table(columns), folder / "list.parquet")
+    with pytest.raises(InputError, match=r"list\.parquet: a text is not UTF-8"):
+        list_images(folder / "list.parquet", keep=["age"])
+    if bad != "age":
+        with pytest.raises(InputError, match=r"list\.parquet: a text is not UTF-8"):
+            write_plan(folder / "list.parquet", tmp_path / "plan")
 
 
 def test_columns_that_another_program_wrote(out: Path, tmp_path: Path) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import csv
+import errno
 import json
 import os
 import pickle
 import random
+import shlex
 import shutil
 import signal
 import subprocess
@@ -393,6 +395,14 @@ def test_a_plan_of_an_earlier_version_is_refused_with_the_command_that_makes_a_n
     same(write_plan(root, old), list_images(root))
 
 
+@pytest.mark.parametrize("root", ["", ', "root": null', ', "root": 1'])
+def test_a_json_file_that_names_no_folder_is_none_of_an_earlier_plan(tmp_path: Path, root: str) -> None:
+    folder = touch(tmp_path / "images", ["plan.json", "a.jpg"])
+    (folder / "plan.json").write_text('{"format": "layertap plan"' + root + "}")
+    assert not is_plan(folder)
+    assert list_images(folder).paths == ["a.jpg"]
+
+
 def test_a_finished_plan_is_left_as_it_is_and_another_is_refused(tmp_path: Path) -> None:
     one, other = (touch(tmp_path / name, ["a/1.jpg", "a/2.jpg"]) for name in ("one", "other"))
     write_plan(one, tmp_path / "plan")
@@ -454,6 +464,15 @@ def test_archives_arrays_and_plans_need_no_plan(tmp_path: Path) -> None:
         with pytest.raises(InputError, match=message):
             write_plan(tmp_path / name, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_the_command_in_a_hint_can_be_run_by_a_shell(tmp_path: Path) -> None:
+    one = touch(tmp_path / "my images", ["it's.jpg"]) / "it's.jpg"
+    write_plan(one.parent, tmp_path / "my plan")
+    for where in (one, tmp_path / "my plan"):
+        with pytest.raises(InputError) as raised:
+            write_plan(where, tmp_path / "out")
+        assert shlex.split(raised.value.hint.partition(": ")[2]) == ["layertap", "embed", str(where)]
 
 
 def test_a_full_disk_is_named_and_leaves_no_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -563,6 +582,23 @@ def test_a_plan_that_breaks_ends_a_run_and_makes_no_failed_rows(folder: Path, pl
         summary = extract(plan_of(plan, out=out, backbone=backbone, **options))
         assert summary.found >= 4
         assert set(summary.status) == {"ok"}
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.ESTALE, errno.EIO])
+def test_a_plan_that_the_system_cannot_read_is_not_said_to_be_damaged(
+    plan: Path, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images = open_plan(plan)
+
+    def refuse(path: Path) -> int:
+        raise OSError(code, os.strerror(code), str(path))
+
+    monkeypatch.setattr("extract.images.plans.open_regular", refuse)
+    for read in (lambda: images.paths[0], lambda: open_plan(plan)):
+        with pytest.raises(BrokenListError) as raised:
+            read()
+        assert raised.value.message == f"{plan.resolve() / PLAN_FILE} cannot be read: {os.strerror(code)}"
+        assert "delete" not in raised.value.hint
 
 
 # Damage

@@ -255,6 +255,16 @@ def test_zeros_in_place_of_compressed_data_are_refused(kind: str) -> None:
         assert np.array_equal(pixels, whole), share  # the zeros replaced metadata
 
 
+@pytest.mark.parametrize("quality", [75, 95, 100])
+def test_zeros_in_place_of_jpeg_tables_behind_the_strips_of_a_tiff_change_no_pixel(quality: int) -> None:
+    data = encoded(photo(), "TIFF", compression="jpeg", quality=quality)
+    whole = decode(data)
+    assert np.array_equal(decode(data + bytes(40)), whole)
+    for count in range(2, 400):
+        with contextlib.suppress(ValueError):
+            assert np.array_equal(decode(data[:-count] + bytes(count)), whole), count
+
+
 @pytest.mark.parametrize("rows", [0, 40, pytest.param(300, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("options", [{}, {"quality": 5}, {"quality": 100, "method": 0}, {"method": 6}], ids=str)
 def test_lossy_webp_that_ends_in_a_flat_area_is_decoded(options: dict[str, object], rows: int) -> None:

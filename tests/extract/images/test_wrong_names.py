@@ -170,3 +170,13 @@ def test_a_config_file_of_another_content_is_refused_in_one_line(content: str, t
     error = fails("embed", "--config", path)
     assert error.count("\n") == 1
     assert "config.yaml" in error
+
+
+def test_a_name_with_a_null_character_is_one_that_does_not_exist(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no such folder or file"):
+        list_images(tmp_path / "a\0b")
+
+
+def test_a_name_that_is_too_long_is_an_error_of_one_line(tmp_path: Path) -> None:
+    for arguments in (["embed", "x" * 300], ["plan", "x" * 300, "-o", str(tmp_path / "plan")]):
+        assert "File name too long" in fails(*arguments, code=1)

@@ -15,7 +15,8 @@ from extract import extract_features, load_backbone
 from extract.compute.feature_choice import choose_features
 from extract.errors import InputError
 from extract.extraction.run import extract
-from extract.taps.batch_axis import BatchAxis, find_batch_axis
+from extract.taps.batch_axis import BatchAxis
+from tests.extract.taps.batch_axes import find_batch_axis
 from tests.planning import plan
 
 SIZE = 32

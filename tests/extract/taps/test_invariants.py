@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from extract import InputError, LayertapError, Taps
-from extract.taps.batch_axis import BatchAxis, find_batch_axis
+from extract.taps.batch_axis import BatchAxis
+from tests.extract.taps.batch_axes import find_batch_axis
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
 
