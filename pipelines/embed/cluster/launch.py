@@ -87,14 +87,8 @@ def _cores() -> set[int]:
 
 
 def _devices(config: EmbedConfig) -> list[str]:
-    if "," in config.device:
+    if config.device != "all" and (config.device != "auto" or config.engine != "processes"):
         return [device.strip() for device in config.device.split(",")]
-    if config.device != "all":
-        return [config.device] if config.device != "auto" or config.engine != "processes" else _all_devices()
-    return _all_devices()
-
-
-def _all_devices() -> list[str]:
     import torch
 
     return [f"cuda:{number}" for number in range(torch.cuda.device_count())] or ["cpu"]

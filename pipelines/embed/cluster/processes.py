@@ -76,10 +76,12 @@ class Child:
             return f"its process was killed by {signal.Signals(-code).name}"
         return f"its process exited with code {code}"
 
-    def join(self, timeout_s: float) -> None:
-        """Wait for a worker that was asked to end; one that has not joined has nothing to finish."""
-        if self._has_joined:
-            self._process.join(max(0.0, timeout_s))
+    def last_events(self, end: float) -> list[Event]:
+        """Return the events of a worker until it ends; one that has not joined has nothing to finish."""
+        events: list[Event] = []
+        while self._has_joined and time.monotonic() < end and not (events and isinstance(events[-1], Left)):
+            events += self.events(end - time.monotonic())
+        return events
 
     def kill(self) -> None:
         """Kill the process: what it has stored is safe, and processes that decode images notice it and end."""
@@ -108,15 +110,15 @@ class Processes:
         return self
 
     def __exit__(self, *_: object) -> None:
+        for child in self._children.values():
+            child.kill()
+
+    def finish(self) -> list[tuple[int, Event]]:
+        """Have all workers finish the batch in flight and end, and return their last events."""
         end = time.monotonic() + _END_S
-        try:
-            for child in self._children.values():
-                child.submit([])
-            for child in self._children.values():
-                child.join(end - time.monotonic())
-        finally:  # also after a second Ctrl-C
-            for child in self._children.values():
-                child.kill()
+        for child in self._children.values():
+            child.submit([])
+        return [(worker, event) for worker, child in self._children.items() for event in child.last_events(end)]
 
     def events(self, timeout_s: float) -> list[tuple[int, Event]]:
         """Return (worker, event) since the last call; wait at most `timeout_s` for the first event."""

@@ -177,6 +177,10 @@ class RayWorkers:
         """See `Processes`."""
         self._actors[worker][0].submit.remote(shards)
 
+    def finish(self) -> list[tuple[int, Event]]:
+        """See `Processes`; actors end at once."""
+        return []
+
     def replace(self, worker: int, *, start_another: bool) -> None:
         """See `Processes`. Ray chooses the node of the other actor."""
         self._ray.kill(self._actors.pop(worker)[0])

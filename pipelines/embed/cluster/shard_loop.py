@@ -76,6 +76,9 @@ class ShardLoop:
                 self._handle(worker, event)
             if self._pending is None and time.monotonic() > end:
                 raise LayertapError(f"no worker joined within {_JOIN_S / 60:.0f} minutes")
+        for worker, event in self._engine.finish():  # a shard is reported after the next one, so some are not yet
+            if not isinstance(event, Left):
+                self._handle(worker, event)
 
     def _next(self) -> list[int]:
         """Return the shards for a worker that has none."""

@@ -58,6 +58,9 @@ class Simulated:
         if start_another:
             self.events_now.append((worker, Joined("host", "cpu")))
 
+    def finish(self) -> list[tuple[int, Event]]:
+        return []
+
     def events(self, timeout_s: float) -> list[tuple[int, Event]]:
         events, self.events_now = self.events_now, []
         for worker, shards in self.lists.items():
@@ -121,6 +124,15 @@ def test_of_two_writers_each_counts_the_shards_that_it_was_the_first_to_publish(
     assert made(tmp_path) == list(range(20))
     assert [loop.done for loop in loops] == [20, 20]
     assert sum(loop.own for loop in loops) == 20
+
+
+def test_shards_that_are_published_when_the_run_is_stopped_are_counted(tmp_path: Path) -> None:
+    """Each shard is reported when the next is built, and what takes part in that does not stop."""
+    with Processes([MadeUp(tmp_path, does={1: "cannot stop"})]) as engine:
+        loop = ShardLoop(engine, lambda: range(12))
+        loop.run(lambda: loop._current.get(0) == 1)
+    assert made(tmp_path) == [0, 1]
+    assert (loop.done, loop.own, loop.attempts) == (2, 2, 0)
 
 
 @pytest.mark.slow
