@@ -107,6 +107,9 @@ class RayWorkers:
                 at_the_end.callback(self._ray.shutdown)
             self._resources = actor_resources(self._nodes(), *self._asked)
             self._grow()
+            if not self.size:
+                needed = f"{self._resources.cpus} cores and {self._resources.gpus:g} GPUs"
+                print_line(f"no node has {needed} for a worker; waiting for a node that joins", err=True)
             self._at_the_end = at_the_end.pop_all()
         return self
 
@@ -176,10 +179,6 @@ class RayWorkers:
     def submit(self, worker: int, shards: Sequence[int]) -> None:
         """See `Processes`."""
         self._actors[worker][0].submit.remote(shards)
-
-    def finish(self) -> list[tuple[int, Event]]:
-        """See `Processes`; actors end at once."""
-        return []
 
     def replace(self, worker: int, *, start_another: bool) -> None:
         """See `Processes`. Ray chooses the node of the other actor."""

@@ -22,8 +22,7 @@ class MadeUp:
         out: the folder.
         takes_s: seconds for each.
         does: shard -> what happens when it is made: "fails", "kills", "kills ahead" (also while the shard before it in
-            a list is made), "hangs", "cannot stop" (takes a second, and is published all the same) or "refuses" (already
-            at the start).
+            a list is made), "hangs", "cannot stop" (takes a second, and is published) or "refuses" (at the start).
     """
 
     out: Path

@@ -50,6 +50,9 @@ class Simulated:
 
     def submit(self, worker: int, shards: Sequence[int]) -> None:
         assert not self.lists.get(worker)
+        if not shards:
+            self.events_now.append((worker, Left("ended")))
+            return
         self.lists[worker] = list(shards)
         self.given.append(list(shards))
 
@@ -57,9 +60,6 @@ class Simulated:
         self.lists[worker] = []
         if start_another:
             self.events_now.append((worker, Joined("host", "cpu")))
-
-    def finish(self) -> list[tuple[int, Event]]:
-        return []
 
     def events(self, timeout_s: float) -> list[tuple[int, Event]]:
         events, self.events_now = self.events_now, []
@@ -158,14 +158,14 @@ def test_workers_that_are_killed_at_random_are_replaced(tmp_path: Path) -> None:
     def kill() -> None:
         while len(killed) < 4:
             time.sleep(chance.uniform(0.1, 0.4))
-            if alive := [child for child in list(engine._children.values()) if child._has_joined]:
-                os.kill(chance.choice(alive)._process.pid or 0, signal.SIGKILL)
+            if joined := list(loop._held):
+                os.kill(engine._children[chance.choice(joined)]._process.pid or 0, signal.SIGKILL)
                 killed.append(1)
 
     with Processes([MadeUp(tmp_path, 0.05)] * 2) as engine:
+        loop = ShardLoop(engine, lambda: range(60), published=lambda: set(made(tmp_path)))
         killer = threading.Thread(target=kill)
         killer.start()
-        loop = ShardLoop(engine, lambda: range(60), published=lambda: set(made(tmp_path)))
         loop.run()
         killer.join()
     assert len(loop.failed) <= 1  # three of the kills may hit the same shard
