@@ -27,9 +27,6 @@ from extract.backbones.weights import Weights
 from extract.compute.activation_layout import Layout
 from extract.compute.pooling import POOLINGS, Pooling
 from extract.store.export import FORMATS, Format, export
-from pipelines.embed.cluster.launch import start_of_actor
-from pipelines.embed.cluster.ray_actors import ActorResources
-from pipelines.embed.config import EmbedConfig
 from tests.conftest import make_picture
 from tests.pipelines.test_cli import fails, layertap
 
@@ -115,15 +112,6 @@ def test_whether_a_source_runs_code_has_no_default() -> None:
     with pytest.raises(TypeError, match="runs_code"):
         BackboneSource(load)  # type: ignore[call-arg]
     assert [name for name, source in SOURCES.items() if source.runs_code] == ["hub", "python"]
-
-
-@pytest.mark.usefixtures("toy")
-def test_a_name_that_is_a_path_is_whole_for_workers_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "net").touch()
-    for source, backbone in {"toy": f"toy/{tmp_path}/net:x", "timm": "timm/net:x", "none": "none/net:x"}.items():
-        config = EmbedConfig(images="pictures", backbone=f"{source}/net:x", engine="ray")
-        assert start_of_actor(config, ActorResources(4, 0)).config.backbone == backbone
 
 
 # A pooling: an entry of `POOLINGS` in `extract/compute/pooling.py`.

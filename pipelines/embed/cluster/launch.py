@@ -33,28 +33,20 @@ def engine_of(config: EmbedConfig) -> Processes | RayWorkers:
 
 
 def start_of_actor(config: EmbedConfig, resources: ActorResources) -> Embed:
-    """Return the start function of an actor. Its paths are absolute, since the actor runs in another folder."""
+    """Return the start function of an actor, which Ray starts in another folder.
+
+    Its machine may not have the folder of this process; then images and OUT are found all the same.
+    """
     changes: dict[str, Any] = {"device": "auto" if resources.gpus else "cpu"}
     if not is_url(config.place):
         changes["out"] = str(config.folder.absolute())
     if not is_url(config.images):
         changes["images"] = str(Path(config.images).absolute())
-    source, _, name = config.backbone.partition("/")
-    path, colon, entry = name.partition(":")
-    if Path(path).expanduser().exists() and _names_may_be_paths(source):
-        changes["backbone"] = f"{source}/{Path(path).expanduser().absolute()}{colon}{entry}"
-    if config.weights and Path(config.weights).is_file():
-        changes["weights"] = str(Path(config.weights).absolute())
     if "workers" not in config.model_fields_set:
         changes["workers"] = min(8, resources.cpus)
     scratch = config.scratch and config.scratch.absolute()
-    return Embed(config.model_copy(update=changes), scratch, None if resources.gpus else resources.cpus)
-
-
-def _names_may_be_paths(source: str) -> bool:
-    from extract.backbones.sources import SOURCES  # imports torch
-
-    return source in SOURCES and SOURCES[source].name_is_path
+    threads = None if resources.gpus else resources.cpus
+    return Embed(config.model_copy(update=changes), scratch, threads, folder=Path.cwd())
 
 
 def _starts(config: EmbedConfig) -> list[Embed]:
@@ -87,14 +79,8 @@ def _cores() -> set[int]:
 
 
 def _devices(config: EmbedConfig) -> list[str]:
-    if "," in config.device:
+    if config.device != "all" and (config.device != "auto" or config.engine != "processes"):
         return [device.strip() for device in config.device.split(",")]
-    if config.device != "all":
-        return [config.device] if config.device != "auto" or config.engine != "processes" else _all_devices()
-    return _all_devices()
-
-
-def _all_devices() -> list[str]:
     import torch
 
     return [f"cuda:{number}" for number in range(torch.cuda.device_count())] or ["cpu"]

@@ -20,7 +20,7 @@ from pipelines.terminal.progress import store_warnings_to
 
 __all__ = ["Child", "Processes", "exit_with_parent"]
 
-_END_S = 60.0  # for the batch in flight, when the run stops
+_EXIT_S = 60.0  # for a process whose pipe has ended
 _ROWS_EVERY_S = 0.5
 _PARENT_EVERY_S = 1.0
 # Ctrl-C, and the SIGTERM of a service manager, reach all processes; only the first process acts on them.
@@ -47,10 +47,9 @@ class Child:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self.sentinel = self._process.sentinel
         theirs.close()  # so that the pipe ends with the process
-        self._has_joined = False
 
     def submit(self, shards: Sequence[int]) -> None:
-        """Give shards to the worker, which must have none; or end it, if there are none."""
+        """See `Processes`."""
         with contextlib.suppress(OSError):  # it has ended, and `events` reports that
             self.pipe.send(shards)
 
@@ -64,22 +63,16 @@ class Child:
                 events.append(self.pipe.recv())
         except (EOFError, OSError):
             is_alive = False
-        self._has_joined = self._has_joined or any(isinstance(event, Joined) for event in events)
         if not is_alive and not (events and isinstance(events[-1], Left)):
             events.append(Left(self._exit_reason()))
         return events
 
     def _exit_reason(self) -> str:
-        self._process.join(_END_S)
+        self._process.join(_EXIT_S)
         code = self._process.exitcode or 0
         if code < 0:
             return f"its process was killed by {signal.Signals(-code).name}"
         return f"its process exited with code {code}"
-
-    def join(self, timeout_s: float) -> None:
-        """Wait for a worker that was asked to end; one that has not joined has nothing to finish."""
-        if self._has_joined:
-            self._process.join(max(0.0, timeout_s))
 
     def kill(self) -> None:
         """Kill the process: what it has stored is safe, and processes that decode images notice it and end."""
@@ -108,15 +101,8 @@ class Processes:
         return self
 
     def __exit__(self, *_: object) -> None:
-        end = time.monotonic() + _END_S
-        try:
-            for child in self._children.values():
-                child.submit([])
-            for child in self._children.values():
-                child.join(end - time.monotonic())
-        finally:  # also after a second Ctrl-C
-            for child in self._children.values():
-                child.kill()
+        for child in self._children.values():
+            child.kill()
 
     def events(self, timeout_s: float) -> list[tuple[int, Event]]:
         """Return (worker, event) since the last call; wait at most `timeout_s` for the first event."""
@@ -125,7 +111,7 @@ class Processes:
         return [(worker, event) for worker, child in children for event in child.events()]
 
     def submit(self, worker: int, shards: Sequence[int]) -> None:
-        """Give shards to a worker that has none."""
+        """Give shards to a worker that has none; without shards, have it finish the batch in flight and end."""
         self._children[worker].submit(shards)
 
     def replace(self, worker: int, *, start_another: bool) -> None:

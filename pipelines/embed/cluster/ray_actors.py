@@ -107,6 +107,9 @@ class RayWorkers:
                 at_the_end.callback(self._ray.shutdown)
             self._resources = actor_resources(self._nodes(), *self._asked)
             self._grow()
+            if not self.size:
+                needed = f"{self._resources.cpus} cores and {self._resources.gpus:g} GPUs"
+                print_line(f"no node has {needed} for a worker; waiting for a node that joins", err=True)
             self._at_the_end = at_the_end.pop_all()
         return self
 

@@ -18,6 +18,7 @@ __all__ = ["ShardLoop"]
 
 _TICK_S = 1.0
 _JOIN_S = 1800.0  # wait for the first worker: a cluster that grows on demand takes minutes
+_END_S = 60.0  # for the batches in flight, when the run stops
 _ATTEMPTS = 3  # at a shard; also workers in a row that end before they are ready
 _HOPELESS = 10  # shards of which an attempt failed since the last one that was built: the cause is not in the shards
 _LISTS = 4  # a list is this part of a worker's share of the remaining shards, so that all workers end together
@@ -76,6 +77,20 @@ class ShardLoop:
                 self._handle(worker, event)
             if self._pending is None and time.monotonic() > end:
                 raise LayertapError(f"no worker joined within {_JOIN_S / 60:.0f} minutes")
+        self._end_workers()
+
+    def _end_workers(self) -> None:
+        """End the workers; a published shard is reported after the next one, so that some are reported only now."""
+        working, end = set(self._held), time.monotonic() + _END_S
+        for worker in working:
+            self._engine.submit(worker, [])
+        while working and time.monotonic() < end:
+            for worker, event in self._engine.events(_TICK_S):
+                if isinstance(event, Left):
+                    working.discard(worker)
+                    self._engine.replace(worker, start_another=False)
+                elif not isinstance(event, Joined):
+                    self._handle(worker, event)
 
     def _next(self) -> list[int]:
         """Return the shards for a worker that has none."""

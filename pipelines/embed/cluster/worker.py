@@ -70,18 +70,22 @@ class Embed:
         scratch: folder for shards in progress; None: the folder for temporary files.
         threads: threads of the forward on a CPU; None: PyTorch's choice.
         cores: cores that the worker runs on; None: any.
+        folder: folder that names of files are relative to; None: that of the process.
     """
 
     config: EmbedConfig
     scratch: Path | None = None
     threads: int | None = None
     cores: Sequence[int] | None = None
+    folder: Path | None = None
 
     @contextlib.contextmanager
     def __call__(self, say: Callable[[str], None]) -> Iterator[ShardMaker]:
         """Context manager, see `Start`."""
         if self.cores is not None and hasattr(os, "sched_setaffinity"):
             os.sched_setaffinity(0, self.cores)
+        if self.folder is not None and self.folder.is_dir():
+            os.chdir(self.folder)
 
         import torch
 

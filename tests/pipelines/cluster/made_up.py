@@ -22,7 +22,7 @@ class MadeUp:
         out: the folder.
         takes_s: seconds for each.
         does: shard -> what happens when it is made: "fails", "kills", "kills ahead" (also while the shard before it in
-            a list is made), "hangs" or "refuses" (already at the start).
+            a list is made), "hangs", "cannot stop" (takes a second, and is published) or "refuses" (at the start).
     """
 
     out: Path
@@ -53,10 +53,10 @@ class _Making:
                 raise ValueError("a bad shard")
             if does == "kills" or "kills ahead" in map(self._made_up.does.get, shards[place : place + 2]):
                 os.kill(os.getpid(), signal.SIGKILL)
-            end = time.monotonic() + (600 if does == "hangs" else self._made_up.takes_s)
-            while time.monotonic() < end and not (stop() and does != "hangs"):
+            end = time.monotonic() + {"hangs": 600, "cannot stop": 1.5}.get(does, self._made_up.takes_s)
+            while time.monotonic() < end and not (stop() and does not in ("hangs", "cannot stop")):
                 time.sleep(0.002)
-            if stop():
+            if stop() and does != "cannot stop":
                 return
             on_rows(shard, 10, False)
             yield shard, self._publish(shard)

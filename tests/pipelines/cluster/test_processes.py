@@ -50,6 +50,9 @@ class Simulated:
 
     def submit(self, worker: int, shards: Sequence[int]) -> None:
         assert not self.lists.get(worker)
+        if not shards:
+            self.events_now.append((worker, Left("ended")))
+            return
         self.lists[worker] = list(shards)
         self.given.append(list(shards))
 
@@ -123,6 +126,15 @@ def test_of_two_writers_each_counts_the_shards_that_it_was_the_first_to_publish(
     assert sum(loop.own for loop in loops) == 20
 
 
+def test_shards_that_are_published_when_the_run_is_stopped_are_counted(tmp_path: Path) -> None:
+    """Each shard is reported when the next is built, and what takes part in that does not stop."""
+    with Processes([MadeUp(tmp_path, does={1: "cannot stop"})]) as engine:
+        loop = ShardLoop(engine, lambda: range(12))
+        loop.run(lambda: loop._current.get(0) == 1)
+    assert made(tmp_path) == [0, 1]
+    assert (loop.done, loop.own, loop.attempts) == (2, 2, 0)
+
+
 @pytest.mark.slow
 def test_a_shard_that_fails_and_one_that_kills_are_named_and_the_others_made(tmp_path: Path) -> None:
     loop, events = run(MadeUp(tmp_path, does={4: "fails", 9: "kills"}), 20)
@@ -146,14 +158,14 @@ def test_workers_that_are_killed_at_random_are_replaced(tmp_path: Path) -> None:
     def kill() -> None:
         while len(killed) < 4:
             time.sleep(chance.uniform(0.1, 0.4))
-            if alive := [child for child in list(engine._children.values()) if child._has_joined]:
-                os.kill(chance.choice(alive)._process.pid or 0, signal.SIGKILL)
+            if joined := list(loop._held):
+                os.kill(engine._children[chance.choice(joined)]._process.pid or 0, signal.SIGKILL)
                 killed.append(1)
 
     with Processes([MadeUp(tmp_path, 0.05)] * 2) as engine:
+        loop = ShardLoop(engine, lambda: range(60), published=lambda: set(made(tmp_path)))
         killer = threading.Thread(target=kill)
         killer.start()
-        loop = ShardLoop(engine, lambda: range(60), published=lambda: set(made(tmp_path)))
         loop.run()
         killer.join()
     assert len(loop.failed) <= 1  # three of the kills may hit the same shard

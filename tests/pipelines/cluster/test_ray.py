@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -23,10 +24,12 @@ from click.testing import CliRunner
 from extract import FeatureReader
 from extract.store.verify import verify
 from pipelines.cli import main
+from pipelines.embed.cluster import ray_actors
 from pipelines.embed.cluster.launch import start_of_actor
-from pipelines.embed.cluster.ray_actors import ActorResources, actor_resources
+from pipelines.embed.cluster.ray_actors import ActorResources, RayWorkers, actor_resources
 from pipelines.embed.config import EmbedConfig
 from pipelines.terminal.config import load_config
+from tests.conftest import make_picture
 from tests.pipelines.cluster import faults
 
 
@@ -54,24 +57,47 @@ def test_what_an_actor_takes_of_a_node(
 
 
 def test_an_actor_finds_what_is_named_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    there.mkdir()
+    (here / "net.py").write_text(
+        "from torch import nn, ones\n"
+        "def make():\n    return nn.Sequential(nn.Conv2d(3, 5, 1)), lambda picture: ones(3, 8, 8)\n"
+    )
+    (here / "images").mkdir()
+    make_picture(0).save(here / "images" / "a.png")
+    monkeypatch.chdir(here)
+    given = load_config(EmbedConfig, None, {
+        "images": "images", "out": "out", "scratch": "scratch", "engine": "ray", "backbone": "python/net.py:make",
+        "layers": ["0:mean_map"], "compile": "off", "workers": 0,
+    })  # fmt: skip
+    start = start_of_actor(given, ActorResources(1, 0))
+    monkeypatch.chdir(there)
+    with start(lambda text: None) as maker:
+        assert [shard for shard, receipt in maker.build([0]) if receipt] == [0]
+    assert list(there.iterdir()) == []
+    with FeatureReader(here / "out") as reader:
+        assert reader.provenance["backbone"] == f"python/{here}/net.py:make"
+
+
+def test_images_and_out_are_found_on_a_machine_without_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("net.py", "last.pth"):
-        (tmp_path / name).touch()
-    (tmp_path / "model").mkdir()
     shards = {"images": "shards-{0..9}.tar", "out": "out", "scratch": "scratch", "engine": "ray"}
-    for spec, whole in [
-        ("python/net.py:make", f"python/{tmp_path}/net.py:make"),
-        ("hub/model:resnet", f"hub/{tmp_path}/model:resnet"),
-        ("hub/owner/repository:resnet", "hub/owner/repository:resnet"),
-        ("hf/model", f"hf/{tmp_path}/model"),
-        ("timm/model", "timm/model"),
-    ]:
-        given = load_config(EmbedConfig, None, {**shards, "backbone": spec, "weights": "last.pth"})
-        found = start_of_actor(given, ActorResources(4, 0)).config
-        assert found.backbone == whole
-        assert found.images == f"{tmp_path}/shards-{{0..9}}.tar"
-        assert (found.out, found.weights) == (f"{tmp_path}/out", f"{tmp_path}/last.pth")
-        assert start_of_actor(given, ActorResources(4, 0)).scratch == tmp_path / "scratch"
+    start = start_of_actor(load_config(EmbedConfig, None, shards), ActorResources(4, 0))
+    assert start.config.images == f"{tmp_path}/shards-{{0..9}}.tar"
+    assert (start.config.out, start.scratch) == (f"{tmp_path}/out", tmp_path / "scratch")
+
+
+def test_a_cluster_without_room_for_a_worker_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ray = mock.MagicMock(nodes=lambda: [node(4)])
+    monkeypatch.setattr(ray_actors, "library", lambda *names: ray)
+    for cores, text in ((4, ""), (5, "no node has 5 cores and 0 GPUs for a worker; waiting for a node that joins\n")):
+        with RayWorkers("auto", mock.Mock(), (cores, 1, True)):
+            assert capsys.readouterr().err == text
 
 
 def test_a_cluster_that_is_not_there_is_said(folder: Path, tmp_path: Path) -> None:
