@@ -14,6 +14,7 @@ concurrency belongs to what owns a process, a device or a thread: `load_batches`
 from __future__ import annotations
 
 import copy
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -63,6 +64,10 @@ def extract_shard(
     """
     before, began, copying_s = copy.deepcopy(summary), time.perf_counter(), forward.copying_s
     stages, reported, blank = summary.stages, 0, blank_rows(plan.dataset.features)
+    # The first batch is read before the file of the shard is made: where no image can be read, no file is left.
+    first = list(itertools.islice(batches, 1))  # empty if the rows of an unfinished shard are all stored
+    stages["images"] += time.perf_counter() - began
+    batches = itertools.chain((first.pop() for _ in range(len(first))), batches)  # and not held any longer
     with open_part(plan, work) as writer:
         for batch, features in _computed(batches, Duplicates(writer), forward, summary, stop):
             rows = rows_of(batch.unique, features, blank)
