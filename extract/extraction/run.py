@@ -22,10 +22,9 @@ from typing import Any
 from extract import defaults
 from extract.compute.backbone import Backbone, load_backbone
 from extract.errors import InputError
-from extract.extraction.pipeline import checked_batches, extract_shard
+from extract.extraction.pipeline import Summary, checked_batches, extract_shard
 from extract.extraction.plan import Plan, existing_at, resolve
 from extract.extraction.settings import BackboneSettings, ExtractionSettings, taking, values_of
-from extract.extraction.summary import Summary
 from extract.extraction.todo import batches_of, check_disk_space, check_same_images, work_of
 from extract.extraction.validation import Computation, ValidatedForward
 from extract.images import Images, list_images, load_batches
