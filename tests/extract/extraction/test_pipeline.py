@@ -505,7 +505,9 @@ def test_too_little_space_is_told_before_any_image_is_read(
 
 
 @pytest.mark.parametrize("name", ["batch_size", "workers", "limit", "shard_rows"])
-def test_numbers_below_their_least_or_not_whole_are_refused(folder: Path, tmp_path: Path, small: Backbone, name: str) -> None:
+def test_numbers_below_their_least_or_not_whole_are_refused(
+    folder: Path, tmp_path: Path, small: Backbone, name: str
+) -> None:
     with pytest.raises(InputError, match=f"{name} is -1"):
         plan(folder, out=tmp_path / "out", backbone=small, **{name: -1})
     with pytest.raises(InputError, match=f"{name} is 3.0; expected a whole number"):
