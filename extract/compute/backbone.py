@@ -18,7 +18,7 @@ from extract.backbones import LoadedBackbone, loading
 from extract.compute.axes_files import load_given_axes
 from extract.compute.backends import open_forward
 from extract.compute.feature_choice import choose_features
-from extract.compute.row_check import check_rows
+from extract.compute.forward import check_rows
 from extract.errors import InputError
 from extract.images.pictures import Picture, as_picture, each_picture
 from extract.system.torch_state import evaluating, full_float32

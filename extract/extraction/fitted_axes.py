@@ -24,7 +24,7 @@ from extract.compute.backends import open_forward
 from extract.compute.feature_choice import Choice, Feature
 from extract.compute.forward import Values
 from extract.compute.principal_axes import principal_axes
-from extract.errors import InputError
+from extract.errors import InputError, LockedError
 from extract.extraction.settings import ExtractionSettings
 from extract.images import Decoding, Images, load_batches
 from extract.images.loading import stop_on_machine_errors
@@ -64,14 +64,14 @@ def load_axes(
         backbone: loaded backbone.
         out: folder or URL of the data set.
         settings: settings of the run.
-        existing: the data set there; None if there is none.
+        existing: the data set there, if it has rows.
         on_fit: called with a line of text before axes are fitted.
 
     Raises:
         InputError: axes are missing, are of other activations, or cannot be fitted.
+        LockedError: another process writes to the folder, or has written rows there meanwhile.
         LayertapError: the disk is full, or a file cannot be read.
     """
-    has_rows = existing is not None and (existing.version is not None or any(existing.files()))
     given = [] if settings.axes is None else _given(Path(settings.axes))
     fits: dict[AxesSource, list[Feature]] = {}
     for feature in choice.features:
@@ -81,7 +81,7 @@ def load_axes(
         source = source_of(feature, backbone, settings.fit_on or 0, images.paths_xxh3)
         if settings.axes is not None:
             axes.load(find_axes(feature, source, given))
-        elif existing is not None and has_rows and not is_url(out):
+        elif existing is not None and not is_url(out):
             path = _recorded(existing, feature, source, settings.fit_on)
             if path is None:
                 return  # other features are stored there, which the check of the folder refuses
@@ -215,6 +215,9 @@ def _folder(out: Path) -> Iterator[Path]:
     check_usable(out)
     out.mkdir(parents=True, exist_ok=True)
     with locked(out):
+        # `existing` was read before the folder was locked: the axes of rows that were stored meanwhile stay.
+        if (out / "dataset.json").exists() and DataSet.open(out).has_rows:
+            raise LockedError(f"another process has written rows to {out}", hint="run again to resume them")
         folder = own_folder(out / AXES_FOLDER)
         # Of fits that were interrupted, or whose data set has no rows: it is replaced.
         for left in folder.iterdir():

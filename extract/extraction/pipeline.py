@@ -14,9 +14,12 @@ concurrency belongs to what owns a process, a device or a thread: `load_batches`
 from __future__ import annotations
 
 import copy
+import itertools
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,16 +29,15 @@ from torch import Tensor
 
 from extract.compute.forward import Values, check_count
 from extract.extraction.plan import Plan
-from extract.extraction.summary import Summary
 from extract.extraction.todo import ShardWork, open_part
-from extract.extraction.validation import ValidatedForward
+from extract.extraction.validation import Computation, ValidatedForward
 from extract.images import Batch, Images
 from extract.images.loading import stop_on_machine_errors
 from extract.row_status import Status
 from extract.store.format.layout import StoredFeature
 from extract.store.format.writer import ShardWriter
 
-__all__ = ["StoredRows", "blank_rows", "checked_batches", "extract_shard", "rows_of"]
+__all__ = ["StoredRows", "Summary", "blank_rows", "checked_batches", "extract_shard", "rows_of"]
 
 
 def extract_shard(
@@ -63,6 +65,10 @@ def extract_shard(
     """
     before, began, copying_s = copy.deepcopy(summary), time.perf_counter(), forward.copying_s
     stages, reported, blank = summary.stages, 0, blank_rows(plan.dataset.features)
+    # The first batch is read before the file of the shard is made: where no image can be read, no file is left.
+    first = list(itertools.islice(batches, 1))  # empty if the rows of an unfinished shard are all stored
+    stages["images"] += time.perf_counter() - began
+    batches = itertools.chain((first.pop() for _ in range(len(first))), batches)  # and not held any longer
     with open_part(plan, work) as writer:
         for batch, features in _computed(batches, Duplicates(writer), forward, summary, stop):
             rows = rows_of(batch.unique, features, blank)
@@ -91,6 +97,67 @@ def extract_shard(
             made = summary.made_since(before, asked - began, plan.provenance)
             writer.publish(plan.settings.compress or work.compress, made)
             stages["write"] += time.perf_counter() - asked
+
+
+@dataclass
+class Summary:
+    """Result of a run.
+
+    Attributes:
+        n_rows: rows of the data set.
+        found: rows that were done before the run.
+        computed: rows of this run, including failed rows.
+        duplicates: rows of this run that were copied, because an earlier row has an image with the same bytes.
+        status: status -> number of rows of this run.
+        seconds: time from the first image to the last receipt.
+        stages: seconds spent waiting for images, in the forward (with pooling), and writing; on a GPU also "copy": to
+            the GPU and back, as far as the run waited for it.
+        write_wait_s: the part of "write" in which the next batch waited until the previous one was stored, without the
+            time to complete and publish files.
+        computation: how the features were computed; None if none were.
+        images_at_once: images per forward at the end, if memory was insufficient for a batch; otherwise None.
+        stopped: whether the run was asked to stop before the end.
+    """
+
+    n_rows: int
+    found: int = 0
+    computed: int = 0
+    duplicates: int = 0
+    status: Counter[str] = field(default_factory=Counter)
+    seconds: float = 0.0
+    stages: dict[str, float] = field(default_factory=lambda: {"images": 0.0, "forward": 0.0, "write": 0.0})
+    write_wait_s: float = 0.0
+    computation: Computation | None = None
+    images_at_once: int | None = None
+    stopped: bool = False
+
+    @property
+    def images_per_s(self) -> float:
+        """Rows per second of this run."""
+        return self.computed / self.seconds if self.seconds else 0.0
+
+    def made_since(self, before: Summary, seconds: float, provenance: dict[str, Any]) -> dict[str, Any]:
+        """Return where, when and how fast rows were computed, for the receipt of a shard.
+
+        Args:
+            before: copy of this summary from the start of the shard.
+            seconds: seconds since then.
+            provenance: provenance of the run.
+        """
+        return {
+            "host": provenance["machine"]["host"],
+            "device": provenance["device"],
+            "ended": datetime.now(UTC).isoformat(timespec="seconds"),
+            "computed": self.computed - before.computed,
+            "seconds": round(seconds, 3),
+            "stages": {stage: round(spent - before.stages.get(stage, 0.0), 3) for stage, spent in self.stages.items()},
+        }
+
+    def count(self, stored: Counter[int]) -> None:
+        """Add stored rows: status code -> number."""
+        self.computed += stored.total()
+        for code, rows in stored.items():
+            self.status[Status(code).text] += rows
 
 
 def _computed(

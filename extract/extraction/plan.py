@@ -39,7 +39,7 @@ class Existing:
     Attributes:
         out: folder or URL of the data set.
         dataset: the data set there; None if there is none.
-        has_rows: whether it has files with rows.
+        has_rows: whether it has rows, or is of `layertap sync`.
     """
 
     out: str
@@ -82,7 +82,7 @@ def existing_at(out: str | Path) -> Existing:
     if not (Path(out) / "dataset.json").exists():
         return Existing(out)
     dataset = DataSet.open(Path(out))
-    return Existing(out, dataset, any(dataset.files()))
+    return Existing(out, dataset, dataset.has_rows)
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,8 @@ def resolve(
     with evaluating(backbone.model), full_float32():
         choice = choose_features(backbone, layers)
     if any(feature.principal_axes for feature in choice.features):
-        load_axes(choice, images, backbone, existing.out, settings, existing.dataset, on_fit)
+        stored = existing.dataset if existing.has_rows else None
+        load_axes(choice, images, backbone, existing.out, settings, stored, on_fit)
     return _plan(settings, images, backbone, existing, engine, choice)
 
 

@@ -22,10 +22,9 @@ from typing import Any
 from extract import defaults
 from extract.compute.backbone import Backbone, load_backbone
 from extract.errors import InputError
-from extract.extraction.pipeline import checked_batches, extract_shard
+from extract.extraction.pipeline import Summary, checked_batches, extract_shard
 from extract.extraction.plan import Plan, existing_at, resolve
 from extract.extraction.settings import BackboneSettings, ExtractionSettings, taking, values_of
-from extract.extraction.summary import Summary
 from extract.extraction.todo import batches_of, check_disk_space, check_same_images, work_of
 from extract.extraction.validation import Computation, ValidatedForward
 from extract.images import Images, list_images, load_batches
@@ -193,11 +192,6 @@ def extract(
             ValidatedForward(plan, has_stored_rows, log_computation) as forward,
         ):
             batches = checked_batches(loaded, plan.images, on_note)
-            # The first batch is read before the file of a shard is made: where no image can be read, no file is left.
-            waited = time.perf_counter()
-            first = list(itertools.islice(batches, 1))  # empty if the rows of an unfinished shard are all stored
-            summary.stages["images"] += time.perf_counter() - waited
-            batches = itertools.chain((first.pop() for _ in range(len(first))), batches)  # and not held any longer
             for shard in work:
                 count = sum(1 for _ in batches_of(shard.rows, plan))
                 extract_shard(plan, shard, itertools.islice(batches, count), forward, summary, on_rows, stop)

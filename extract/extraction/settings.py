@@ -251,6 +251,8 @@ def _check(name: str, value: Any, field: FieldInfo) -> None:
     choices = choices_of(field.annotation)
     if choices and value not in choices:
         raise unknown_name(name, str(value), choices)
+    if isinstance(value, float) and int in (field.annotation, *get_args(field.annotation)):
+        raise InputError(f"{name} is {value!r}; expected a whole number")
     limits = [(key, getattr(limit, key)) for limit in field.metadata for key in _LIMITS if hasattr(limit, key)]
     try:
         is_within = all(_LIMITS[key][0](value, limit) for key, limit in limits)

@@ -21,9 +21,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from extract.errors import LayertapError, LockedError
-from extract.extraction.pipeline import checked_batches, extract_shard
+from extract.extraction.pipeline import Summary, checked_batches, extract_shard
 from extract.extraction.plan import Plan
-from extract.extraction.summary import Summary
 from extract.extraction.todo import ShardWork, batches_of, work_at
 from extract.extraction.validation import Computation, ValidatedForward
 from extract.images import load_batches

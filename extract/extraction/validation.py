@@ -16,8 +16,7 @@ from torch import Tensor
 
 from extract.compute.agreement import Agreement, agreement, refusal
 from extract.compute.backends import default_engine, open_forward
-from extract.compute.forward import Forward, Values
-from extract.compute.row_check import check_rows
+from extract.compute.forward import Forward, Values, check_rows
 from extract.errors import DisagreementError, LayertapError, first_line
 from extract.extraction.first_images import decoded_in
 from extract.extraction.plan import Plan

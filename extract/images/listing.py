@@ -7,28 +7,29 @@ import itertools
 import os
 import re
 import shlex
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
 
 from extract.credentials import without_credentials
 from extract.errors import InputError, LayertapError
-from extract.images.archives import list_archives
-from extract.images.arrays import list_array
-from extract.images.csv_lists import list_table, plain_path
+from extract.images.archives import ARCHIVES, list_archives
+from extract.images.arrays import list_array, split_name
+from extract.images.csv_lists import TABLES, list_table, plain_path
 from extract.images.datasets import is_in_memory
 from extract.images.folders import list_folder
-from extract.images.hugging_face import is_on_disk, list_hugging_face
+from extract.images.hugging_face import PROTOCOL, is_on_disk, list_hugging_face
 from extract.images.image_list import Images
-from extract.images.kinds import is_file_of_images, kind_of, no_images
 from extract.images.plans import is_plan, open_plan
 from extract.images.sources import Chosen, Files, ImageSource
 from extract.system.similar_paths import did_you_mean
 from extract.system.urls import file_system, is_missing, is_url, server_answer, without_query
 
-__all__ = ["list_images", "listed_again"]
+__all__ = ["kind_of", "list_images", "listed_again", "no_images"]
 
 _MOST_ARCHIVES = 1_000_000
+_ARRAYS = (".npy", ".h5", ".hdf5")
 
 
 def list_images(where: str | os.PathLike[str], limit: int | None = None, keep: Sequence[str] = ()) -> Images:
@@ -95,7 +96,7 @@ def listed_again(dataset_root: str, paths: Sequence[str], images: str | None = N
             hint=f"to allow this, add --images {shlex.quote(root)}",
         )
     none = np.full(len(paths), -1, np.int64)
-    is_folder = os.path.isdir(root) or not is_file_of_images(root)  # noqa: PTH112
+    is_folder = os.path.isdir(root) or not _is_file_of_images(root)  # noqa: PTH112
     if not is_url(root) and is_folder and not is_plan(root):
         source: ImageSource = Files(root, list(paths))
         try:
@@ -193,3 +194,62 @@ def _in_braces(pattern: str) -> list[str]:
         width = len(numbers[1])
         choices[i] = [f"{number:0{width}d}" for number in range(first, last + 1)]
     return ["".join(pieces) for pieces in itertools.product(*choices)]
+
+
+def kind_of(where: str) -> str:
+    """Return "folder", "list", "archives", "array" or "Hugging Face" for a path, pattern or URL; a plan is a folder.
+
+    Raises:
+        InputError: an array behind a URL, or a compressed tar.
+    """
+    suffix = _suffix(where)
+    if where.startswith(PROTOCOL):
+        return "Hugging Face"
+    if not is_url(where) and os.path.isdir(where):  # noqa: PTH112
+        return "folder"
+    if suffix in ARCHIVES:
+        return "archives"
+    if suffix in TABLES:
+        return "list"
+    if suffix in _ARRAYS or split_name(where)[1]:
+        if is_url(where):
+            raise InputError(
+                f"{where}: arrays are read from local files only",
+                hint="copy it to this machine, or name a folder, list or archive",
+            )
+        return "array"
+    if re.search(r"\.(tgz|tbz2?|txz|tar\.\w+)$", where, re.IGNORECASE):
+        raise InputError(
+            f"{where}: images cannot be read from the middle of a compressed tar", hint="decompress it to a .tar first"
+        )
+    return "folder"
+
+
+def no_images(where: str, left_out: Counter[str]) -> InputError:
+    """Return the error for a place whose files are all counted in `left_out`, as none of them is an image."""
+    kinds = ", ".join(f"{kind} {count}" for kind, count in left_out.most_common(5))
+    count = left_out.total()
+    seen = (
+        f"none of its {count:,} files is an image ({kinds})"
+        if count > 1
+        else f"its only file is not an image ({kinds})"
+    )
+    if not kinds:
+        seen = "the folder is empty" if os.path.isdir(where) else "it is empty"  # noqa: PTH112
+    hint = "images end in .jpg, .png, .tif, .webp and others" if kinds else ""
+    if any(left_out[suffix] for suffix in ARCHIVES):
+        hint = f"to read archives, give a pattern, such as '{where}/*.tar'"
+    return InputError(f"{where}: no images; {seen}", hint=hint)
+
+
+def _suffix(where: str) -> str:
+    suffix = os.path.splitext(where)[1].lower()  # noqa: PTH122  it may be a URL
+    if is_url(where) and suffix not in (*ARCHIVES, *TABLES, *_ARRAYS):  # the suffix may precede a query
+        return os.path.splitext(where.partition("?")[0])[1].lower()  # noqa: PTH122
+    return suffix
+
+
+def _is_file_of_images(root: str) -> bool:
+    """Return whether a name is that of a list, archive or array."""
+    names = (*ARCHIVES, *TABLES, *_ARRAYS)
+    return root.lower().endswith(names) or root.startswith(PROTOCOL) or bool(split_name(root)[1])

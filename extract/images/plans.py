@@ -90,6 +90,8 @@ def is_plan(where: str | os.PathLike[str]) -> bool:
         if (folder / PLAN_FILE).is_file():
             return True
     for name in ("plan.json", "listing/begun.json"):
+        if not os.path.isfile(folder / name):  # noqa: PTH113  it is False where the folder cannot be read
+            continue
         content: dict[str, Any] = {}
         with contextlib.suppress(FileNotFoundError, NotADirectoryError, LayertapError):  # a file of somebody else
             content = read_json(folder / name, {"format": str, "root": str})

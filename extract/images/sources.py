@@ -131,7 +131,8 @@ class Files(ImageSource):
                 there = _answers(fs, path)  # a list needs no page for its folder
         else:
             try:
-                there = any(True for _ in os.scandir(self._base))  # an unmounted disk leaves an empty folder
+                with os.scandir(self._base) as entries:
+                    there = any(True for _ in entries)  # an unmounted disk leaves an empty folder
             except (OSError, ValueError):  # ValueError: a name with a null character
                 there = False
         if not there:

@@ -7,7 +7,7 @@ alone, but for rounding. Where they do not, a trial in float64 tells layers that
 rounding.
 
 A layer may sort the pictures of a batch by their content. One order may happen to be sorted already; the reverse order
-is not. The first batch of a run checks for effects that only other pictures show (`extract.compute.row_check`).
+is not. The first batch of a run checks for effects that only other pictures show (`extract.compute.forward`).
 """
 
 from __future__ import annotations

@@ -27,17 +27,26 @@ _SOMETIMES = (
 
 
 def check_out(out: Path) -> None:
-    """Check that a folder is new, empty, or of a comparison; raise InputError if it holds other files."""
+    """Check that a folder is new, empty, or of a comparison of all listed images.
+
+    Raises:
+        InputError: it holds other files, or the comparison of a sample, which earlier versions drew.
+    """
     if out.is_file():
         raise InputError(f"{out} is a file", hint="name a folder with -o")
     if not out.is_dir() or not any(out.iterdir()):
         return
+    content = None
     if (out / _RESULTS).is_file():
         with contextlib.suppress(LayertapError):
             content = read_json(out / _RESULTS)
-            if isinstance(content, dict) and content.get("format") == _FORMAT:
-                return
-    raise InputError(f"{out} is not empty and not a comparison of layertap", hint="name another folder with -o")
+    if not isinstance(content, dict) or content.get("format") != _FORMAT:
+        raise InputError(f"{out} is not empty and not a comparison of layertap", hint="name another folder with -o")
+    if content.get("sample"):
+        raise InputError(
+            f"{out} compares a sample of the images that an earlier version drew for --budget",
+            hint="name another folder with -o, and --limit N for fewer images",
+        )
 
 
 def mark_out(out: Path) -> None:

@@ -128,7 +128,7 @@ def _extract(
             members,
             config.folder,
             on_member=lambda name, rows: progress.say(f"{name}: images {rows.start + 1:,} to {rows.stop:,}"),
-            on_failure=lambda name, error: progress.say(f"{name} is left out: {printable(error.message)}"),
+            on_failure=lambda name, error: progress.say(f"{name} is left out: {error.message}"),
             on_rows=progress.advance,
             on_note=lambda note: progress.say(f"note: {printable(note)}"),
             stop=lambda: bool(received),

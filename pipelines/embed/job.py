@@ -11,9 +11,9 @@ from extract.compute.backbone import Backbone
 from extract.compute.backends import default_engine
 from extract.compute.compiled import sharing_graphs
 from extract.errors import DisagreementError
+from extract.extraction.pipeline import Summary
 from extract.extraction.plan import Plan, existing_at, resolve
 from extract.extraction.run import extract
-from extract.extraction.summary import Summary
 from extract.extraction.tuning import fastest
 from extract.extraction.validation import Computation
 from extract.images import list_images

@@ -334,6 +334,27 @@ def test_a_budget_is_refused_with_what_to_use(made: Path, tmp_path: Path) -> Non
     assert not (tmp_path / "out").exists()
 
 
+def test_a_comparison_of_a_sample_by_an_earlier_version_is_not_continued_with_all_images(
+    made: Path, compared: Path, tmp_path: Path
+) -> None:
+    out = shutil.copytree(compared, tmp_path / "out")
+    content = results(out) | {"sample": {"images": 50, "of": 90, "seed": 0}}
+    (out / "compare.json").write_text(json.dumps(content))
+    text = fails("compare", made / "pictures", "-b", "timm/test_vit", "-o", out)
+    assert "compares a sample of the images that an earlier version drew for --budget" in text
+    assert "name another folder with -o, and --limit N for fewer images" in text
+    assert results(out) == content
+
+
+def test_a_backbone_with_other_images_is_left_out_with_each_difference_on_its_line(
+    made: Path, compared: Path, tmp_path: Path
+) -> None:
+    out = shutil.copytree(compared, tmp_path / "out")
+    result = layertap("compare", made / "pictures", "--from", made / "backbones.csv", "-l", "embedding", *QUICK,
+                      "--limit", 60, "-o", out)  # fmt: skip
+    assert "cannot be mixed:\n  images.count: stored 90, now 60\n" in result.stderr.split("error:")[0]
+
+
 def test_from_python(made: Path, compared: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     out = shutil.copytree(compared, tmp_path / "out")
     comparison = layertap_compare(

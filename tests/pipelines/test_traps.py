@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from extract import defaults, load_backbone
 from extract.compute.feature_choice import choose_features
 from extract.errors import InputError
-from extract.extraction.summary import Summary
+from extract.extraction.pipeline import Summary
 from extract.extraction.validation import Computation
 from extract.images import list_images, write_plan
 from extract.images.plans import is_plan

@@ -146,6 +146,12 @@ class DataSet:
         """Number of shards when complete; 0 for a data set with a version, whose passes have the shards."""
         return 0 if self.version else -(-self.n_rows // self.shard_rows)
 
+    @property
+    def has_rows(self) -> bool:
+        """Whether there is a file of a shard, finished, unfinished or set aside as damaged, or a published version."""
+        damaged = (self.out / "shards").glob("*.damaged*")
+        return self.version is not None or any(self.files()) or any(damaged)
+
     def data_sets_with_shards(self) -> list[DataSet]:
         """Return the data sets that have the shards: this data set, or the passes of its version.
 
@@ -322,8 +328,7 @@ class DataSet:
         check_usable(self.out)
         if (self.out / "dataset.json").exists():
             existing = DataSet.open(self.out)
-            empty = not any(self.files()) and not any((self.out / "shards").glob("*.damaged*"))
-            return existing if self.check_compatible(existing, self.out, replaceable=empty) else None
+            return existing if self.check_compatible(existing, self.out, replaceable=not existing.has_rows) else None
         return None
 
     def check_size(self) -> None:

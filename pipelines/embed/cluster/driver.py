@@ -21,7 +21,7 @@ import click
 
 from extract.errors import LayertapError
 from extract.images.folders import check_exists
-from extract.images.kinds import kind_of
+from extract.images.listing import kind_of
 from extract.store.format.dataset import BUILDING, DataSet
 from extract.store.places.destination import destination_of
 from extract.store.reader import FeatureReader

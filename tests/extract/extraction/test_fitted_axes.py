@@ -18,7 +18,7 @@ from PIL import Image
 from safetensors.numpy import load_file
 from sklearn.decomposition import PCA
 
-from extract import InputError, extract_features
+from extract import InputError, LockedError, extract_features
 from extract.compute.backbone import Backbone, load_backbone
 from extract.extraction import fitted_axes
 from extract.extraction.plan import existing_at, resolve
@@ -119,6 +119,19 @@ def test_axes_of_a_run_that_stored_no_rows_are_fitted_again(folder: Path, tmp_pa
     os.mkfifo(axes)
     with pytest.raises(InputError, match="is not a regular file"):
         extract_features(folder, out=out, **settings, **NET)
+
+
+def test_a_fit_removes_no_axes_of_rows_that_another_process_stored_meanwhile(
+    folder: Path, tmp_path: Path, backbone: Backbone
+) -> None:
+    images, out = list_images(folder), tmp_path / "out"
+    before = existing_at(out)
+    extract_features(folder, out=out, layers=["layer1:pca4"], fit_on=12, **NET)
+    kept = axes_in(out)
+    with pytest.raises(LockedError, match="another process has written rows"):
+        resolve(ExtractionSettings(layers=["layer1:pca4"], fit_on=9), images, backbone, before)
+    assert axes_in(out) == kept
+    verify(out)
 
 
 def test_other_images_are_computed_with_the_axes_of_a_data_set(

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from extract import FeatureReader, InputError, LayertapError, Status, extract_features, load_backbone
 from extract.compute.backbone import Backbone
 from extract.extraction import pipeline
+from extract.extraction.pipeline import Summary
 from extract.extraction.run import extract
-from extract.extraction.summary import Summary
 from extract.extraction.todo import batches_of, work_of
-from extract.images import Decoding, list_images, load_batches
+from extract.images import Batch, Decoding, list_images, load_batches
 from extract.store.format.dataset import DataSet
 from extract.store.format.writer import ShardWriter
 from tests.conftest import TINY_INPUT, make_picture
@@ -476,6 +476,24 @@ def test_each_second_of_a_shard_counts_for_the_stage_that_takes_it(
     assert receipt["made"]["seconds"] == 400 + 3 * (20 + 3) + 3 * 1000 + 3 * 0.5
 
 
+def test_a_receipt_counts_the_wait_for_the_first_images_of_its_shard(
+    folder: Path, tmp_path: Path, small: Backbone
+) -> None:
+    planned = plan(folder, out=tmp_path / "out", backbone=small, workers=0, batch_size=4, shard_rows=8)
+
+    def slowly(*args: Any) -> Generator[Batch, None, None]:
+        for number, batch in enumerate(load_batches(*args)):
+            if number in (0, 2):  # the first of a shard
+                assert [path.name for path in (tmp_path / "out" / "shards").glob("*.part")] == []
+                time.sleep(0.1)
+            yield batch
+
+    summary = extract(planned, load=slowly)
+    made = [json.loads((tmp_path / "out" / "shards" / f"00000{shard}.json").read_text())["made"] for shard in (0, 1)]
+    assert all(0.1 <= each["stages"]["images"] <= each["seconds"] for each in made)
+    assert sum(each["stages"]["images"] for each in made) == pytest.approx(summary.stages["images"], abs=0.002)
+
+
 def test_too_little_space_is_told_before_any_image_is_read(
     folder: Path, tmp_path: Path, small: Backbone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -487,9 +505,13 @@ def test_too_little_space_is_told_before_any_image_is_read(
 
 
 @pytest.mark.parametrize("name", ["batch_size", "workers", "limit", "shard_rows"])
-def test_numbers_below_their_least_are_refused(folder: Path, tmp_path: Path, small: Backbone, name: str) -> None:
+def test_numbers_below_their_least_or_not_whole_are_refused(
+    folder: Path, tmp_path: Path, small: Backbone, name: str
+) -> None:
     with pytest.raises(InputError, match=f"{name} is -1"):
         plan(folder, out=tmp_path / "out", backbone=small, **{name: -1})
+    with pytest.raises(InputError, match=f"{name} is 3.0; expected a whole number"):
+        plan(folder, out=tmp_path / "out", backbone=small, **{name: 3.0})
 
 
 def test_where_the_memory_is_short_batches_are_halved_and_no_row_is_lost(folder: Path, tmp_path: Path) -> None:
