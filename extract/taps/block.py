@@ -70,6 +70,12 @@ class Block:
         """Whether this thread runs a `reduce`, an edit or an `on_record` of these `Taps`."""
         return threading.get_ident() in self.in_users_code
 
+    @property
+    def counts_calls(self) -> bool:
+        """Whether calls of the model in this thread and asyncio task are recorded now."""
+        is_ours = self.is_open and threading.get_ident() == self.thread and self.is_of_this_task
+        return is_ours and not self.is_in_users_code
+
     def users_code(self) -> contextlib.AbstractContextManager[None]:
         """Context manager: what this thread calls meanwhile is no call of the model.
 
