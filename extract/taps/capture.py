@@ -20,7 +20,7 @@ import contextlib
 import dataclasses
 import sys
 import threading
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from types import AsyncGeneratorType, CoroutineType, FrameType, GeneratorType
@@ -81,14 +81,14 @@ class ModelCall:
         running: whether the model runs.
         returned_generator: whether the model returned a generator or coroutine, whose code runs later.
         handed_on: whether the record was passed to `on_record`.
-        calls: id of a module -> number of its calls.
+        calls: id of a module, or name of a function or attention -> number of its calls.
         kept: (layer, what) -> number of calls kept.
         left: number of (layer, what) pairs with calls still to be kept.
     """
 
     record: Record
     caller: FrameType | None
-    calls: Counter[int]
+    calls: Counter[int | str]
     left: int
     running: bool = True
     returned_generator: bool = False
@@ -215,8 +215,9 @@ class ModelBoundHook:
         return self.hook(module, *args)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Such a file can be loaded where layertap is not installed.
-        return partial, (contextlib.nullcontext.__exit__, contextlib.nullcontext())
+        # Such a file can be loaded where layertap is not installed. A handle, when it is loaded, keeps the numbers of
+        # these hooks from those registered there: for a number, PyTorch remembers whether a hook takes keywords.
+        return partial, (contextlib.nullcontext.__exit__, contextlib.nullcontext(), RemovableHandle(OrderedDict()))
 
     def __deepcopy__(self, memo: Any) -> ModelBoundHook:
         return ModelBoundHook(_remove, set())
@@ -259,7 +260,7 @@ class Capture:
 
     Args:
         root: the model, without wrappers.
-        explain: see `Record`; receives the number of calls of each module, by id, of the forward.
+        explain: see `Record`; receives `ModelCall.calls`.
         requested: see `Record`.
         to_keep: (layer, what) -> number of calls kept in a whole forward. After all of them, a forward that was called
             by `run_until_kept` ends. None: forwards run to their end.
@@ -270,8 +271,8 @@ class Capture:
     Attributes:
         forward: the running call of the model, or the last one.
         block: whose calls count.
-        on_begin, on_end, on_finish, on_let_go: called when a forward starts; when it ends; when it has ended, also by
-            an exception; and when what an interrupted forward holds is to be freed.
+        on_end, on_finish, on_let_go: called when a forward ends; when it has ended, also by an exception; and when what
+            an interrupted forward holds is to be freed.
         in_workers: id of each module that a thread of the model's has called.
         traced: id of each module called in code that PyTorch's compiler traces.
     """
@@ -279,7 +280,7 @@ class Capture:
     def __init__(
         self,
         root: nn.Module,
-        explain: Callable[[Counter[int], str], str | None],
+        explain: Callable[[Counter[int | str], str], str | None],
         requested: Sequence[Requested],
         to_keep: Counter[tuple[str, What]] | None,
         on_record: Callable[[Record], None] | None,
@@ -295,7 +296,6 @@ class Capture:
         self._thread = threading.get_ident()
         self.block = Block(self._thread, unheard)
         self.forward: ModelCall | None = None
-        self.on_begin: list[Callable[[], None]] = []
         self.on_end: list[Callable[[], None]] = []
         self.on_finish: list[Callable[[], None]] = []
         self.on_let_go: list[Callable[[], None]] = []
@@ -326,7 +326,8 @@ class Capture:
         self.block.open()
         for point in self._points.values():
             module, is_last, others = point.module, not point.on_leave, len(self._handles)
-            point.is_counted_on_entry = not is_simple(module) or bool(
+            # Hooks of others may call the layer.
+            point.is_counted_on_entry = any((not is_simple(module), *hooks_of(module))) or bool(
                 point.on_enter or point.on_receive or (point.on_return and point.on_leave)
             )
             if point.is_counted_on_entry:
@@ -367,9 +368,11 @@ class Capture:
         return self.forward.record
 
     def let_go(self) -> None:
-        """Let go of what the last forward holds if it was interrupted."""
+        """Let go of what the last forward holds if it was stopped or interrupted."""
         if self.forward is not None:
             self.forward.caller = None
+        for point in self._points.values():
+            point.calls.clear()
         for call in self.on_let_go:
             call()
 
@@ -433,13 +436,10 @@ class Capture:
         if self._is_inside_forward():
             return  # the model calls itself: its layers run again in the same forward
         self.hand_on()
-        for point in self._points.values():
-            point.calls.clear()  # calls of a forward that was stopped or interrupted
-        calls: Counter[int] = Counter()
+        self.let_go()
+        calls: Counter[int | str] = Counter()
         record = Record(partial(self._explain, calls), self._requested)
         self.forward = ModelCall(record, caller, calls, len(self._to_keep or ()))
-        for call in self.on_begin:
-            call()
 
     def _is_inside_forward(self) -> bool:
         """Whether the running forward is among the callers of this function; another one was interrupted."""

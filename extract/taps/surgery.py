@@ -85,15 +85,9 @@ class Surgery:
         self._stand_ins: StandIns | None = None  # of the last forward
         self._editing: list[tuple[Point, Call]] = []  # running calls of layers whose outputs are edited
         self._watched: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
-        capture.on_begin.append(self._begin)
         capture.on_end.append(self._end)
         capture.on_finish.append(self._unwatch)
         capture.on_let_go.append(self._let_go)
-
-    def _begin(self) -> None:
-        self._stand_ins = None
-        self._editing.clear()
-        self._watched.clear()
 
     def _end(self) -> None:
         if self._stand_ins is not None:
@@ -102,6 +96,7 @@ class Surgery:
     def _let_go(self) -> None:
         self._stand_ins = None
         self._editing.clear()
+        self._watched.clear()
         self._unwatch()
 
     def _unwatch(self) -> None:
@@ -154,6 +149,7 @@ class Surgery:
         """Remember what a layer receives whose output is edited, to see whether it writes into it."""
         if not edits.is_for(call.number) or not self._capture.computing():
             return value
+        self._end_edits()
         changes = _changes(call)
         changes.received = [(t, None if t.is_inference() else t._version) for _, t in tensors_in(value)]
         self._editing.append((point, call))
@@ -223,7 +219,7 @@ class Surgery:
             for site, given, tensor, follows in changes.replaced:
                 if memory_of(tensor) in readable:
                     self._stand_in(site, given, tensor, follows=follows)
-        changes.end_again()
+        self._end_edits(call)
         return output
 
     def _edit_output(self, edits: Requests, call: Call, output: Any) -> Any:
@@ -380,9 +376,16 @@ class Surgery:
 
         tensor.register_hook(edit_and_keep)  # type: ignore[no-untyped-call]
 
+    def _end_edits(self, returned: Call | None = None) -> None:
+        """Forget the calls of layers that have ended, by an exception or, as this one, by returning a value."""
+        for point, call in self._editing.copy():
+            if call is returned or call not in point.calls:
+                self._editing.remove((point, call))
+                call.changes.end_again()
+
     def _changed_calls(self) -> list[_Changes]:
         """Return what is remembered of the running calls of layers whose outputs are edited."""
-        self._editing = [(point, call) for point, call in self._editing if call in point.calls]
+        self._end_edits()
         return [call.changes for _, call in self._editing]
 
     def _on_write(self, write: Write) -> Iterable[Callable[[], object]]:
