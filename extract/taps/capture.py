@@ -34,7 +34,7 @@ from torch.utils.hooks import RemovableHandle
 from extract.errors import InputError
 from extract.taps.block import Block
 from extract.taps.copies import dense_copy
-from extract.taps.nested import Path, tensors_in
+from extract.taps.nested import Path, is_all_tensors, tensors_in
 from extract.taps.record import Record, Reduce, Requested, Site, What
 from extract.taps.requests import TapRequest, number_again
 from extract.taps.torch_internals import (
@@ -114,6 +114,7 @@ class Call:
     changes: Any = None
 
 
+_NOTHING = contextlib.nullcontext()
 Step = Callable[[Call, Any], Any]
 CopyOut = Callable[[Tensor, Reduce | None, Site], Any]
 
@@ -293,8 +294,8 @@ class Capture:
         self._points: dict[int, Point] = {}
         self._handles: list[RemovableHandle] = []
         self._stoppable = False  # the forward runs inside `run_until_kept`, which catches _Stop
-        self._thread = threading.get_ident()
-        self.block = Block(self._thread, unheard)
+        self.block = Block(unheard)
+        self._thread = self.block.thread
         self.forward: ModelCall | None = None
         self.on_end: list[Callable[[], None]] = []
         self.on_finish: list[Callable[[], None]] = []
@@ -317,15 +318,11 @@ class Capture:
         """Register a hook until the end of the block."""
         self._handles.append(register(ModelBoundHook(function, self.traced), **options))
 
-    def remove_at_end(self, handle: RemovableHandle) -> None:
-        """Remove a hook at the end of the block."""
-        self._handles.append(handle)
-
     def register(self) -> None:
         """Register the hooks of all points, and those of the model itself."""
         self.block.open()
         for point in self._points.values():
-            module, is_last, others = point.module, not point.on_leave, len(self._handles)
+            module, others = point.module, len(self._handles)
             # Hooks of others may call the layer.
             point.is_counted_on_entry = any((not is_simple(module), *hooks_of(module))) or bool(
                 point.on_enter or point.on_receive or (point.on_return and point.on_leave)
@@ -335,10 +332,10 @@ class Capture:
             if point.on_receive:
                 self.hook(module.register_forward_pre_hook, partial(self._receive, point), with_kwargs=True)
             if point.on_return:
-                hook = partial(self._return, point, is_last)
+                hook = partial(self._leave, point, point.on_return, not point.on_leave)
                 self.hook(module.register_forward_hook, hook, with_kwargs=True, always_call=True)
             if point.on_leave or not point.on_return:
-                hook = partial(self._leave, point)
+                hook = partial(self._leave, point, point.on_leave, True)
                 self.hook(module.register_forward_hook, hook, with_kwargs=True, always_call=True)
             point.hooks = len(self._handles) - others
         self.hook(self._root.register_forward_pre_hook, self._begin, prepend=True)  # before its hooks as a layer
@@ -491,25 +488,16 @@ class Capture:
             return None
         return tuple(passed[i] for i in range(len(args))), {name: passed[name] for name in kwargs}
 
-    def _return(self, point: Point, is_last: bool, module: nn.Module, args: Any, *rest: Any) -> Any:
-        call = self._call_in_progress(point, module, is_last)
-        return self._pass_output(point.on_return, call, args, rest)
-
-    def _leave(self, point: Point, module: nn.Module, args: Any, *rest: Any) -> Any:
-        call = self._call_in_progress(point, module, True)
-        return self._pass_output(point.on_leave, call, args, rest)
-
-    def _call_in_progress(self, point: Point, module: nn.Module, is_last: bool) -> Call | None:
+    def _leave(self, point: Point, steps: list[Step], is_last: bool, module: nn.Module, args: Any, *rest: Any) -> Any:
         if not self.is_in_our_thread():
             return None if point.is_counted_on_entry else self.pass_over(module)
         if not point.is_counted_on_entry:
-            return self._call(module)
-        if not point.calls:
+            call = self._call(module)
+        elif point.calls:
+            call = point.calls.pop() if is_last else point.calls[-1]
+        else:
             return None
-        return point.calls.pop() if is_last else point.calls[-1]
-
-    def _pass_output(self, steps: list[Step], call: Call | None, args: Any, rest: tuple[Any, ...]) -> Any:
-        if call is None or call.number is None or len(rest) < 2 or rest[1] is None:  # None if the layer raised
+        if call.number is None or len(rest) < 2 or rest[1] is None:  # None if the layer raised
             return None
         call.arguments = (args, rest[0])
         passed = self._pass(steps, call, rest[1])
@@ -517,11 +505,7 @@ class Capture:
 
     def _pass(self, steps: list[Step], call: Call, value: Any) -> Any:
         """Pass a value through steps, which do not hear of each other's functions."""
-        if has_function_modes():
-            with self._unheard():
-                for step in steps:
-                    value = step(call, value)
-        else:
+        with self._unheard() if has_function_modes() else _NOTHING:
             for step in steps:
                 value = step(call, value)
         return value
@@ -568,7 +552,7 @@ class Capture:
 
 def _tensors(value: Any, within: tuple[str, ...]) -> Iterable[tuple[Path, Tensor]]:
     """Return what `tensors_in` yields; arguments that are all tensors need no search."""
-    if type(value) is dict and all(isinstance(part, Tensor) for part in value.values()):
+    if is_all_tensors(value):
         return [((key,), part) for key, part in value.items() if within in ((), (str(key),))]
     return tensors_in(value, within)
 
@@ -580,10 +564,10 @@ def as_kept(layer: str, requests: Iterable[TapRequest]) -> list[tuple[str, TapRe
 
 def is_before_others(hook: Any) -> bool:
     """Whether a forward hook is one of a `Capture` that passes outputs on before other hooks see them."""
-    return (
-        isinstance(hook, ModelBoundHook)
-        and getattr(getattr(hook.hook, "func", None), "__func__", None) is Capture._return
-    )
+    if not isinstance(hook, ModelBoundHook) or not isinstance(hook.hook, partial):
+        return False
+    is_at_output = getattr(hook.hook.func, "__func__", None) is Capture._leave
+    return is_at_output and hook.hook.args[1] is hook.hook.args[0].on_return
 
 
 def in_backward() -> bool:

@@ -224,7 +224,7 @@ class FunctionCalls:
                 )
             result = self._surgery.edit_result(edits, call, result)
         if gradients:
-            result = self._surgery.watch_result(gradients, call, result)
+            result = self._surgery.watch_output(gradients, call, result)
         kept = [r for r in requests if r.edit is None and r.what == "output"]
         return self._capture.keep_values(as_kept(key, kept), call, result)
 

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from extract.errors import InputError
 from extract.taps.capture import Call, Capture, Point, Variant, in_backward, is_before_others, is_simple
 from extract.taps.copies import copied, edited_by, overlaps_itself
-from extract.taps.edits import apply_edit
 from extract.taps.functions import Listener, Write, unwatch, unwatched, watch, watch_again, write
 from extract.taps.nested import Path, is_all_tensors, is_several, map_tensors, tensors_in, unread
 from extract.taps.record import Site
@@ -131,7 +130,7 @@ class Surgery:
             # Before other hooks: what they keep of the output may be a part of the loss.
             point.on_return.append(partial(self._separate, grad))
         if grad:
-            point.on_leave.append(partial(self._watch_output, grad))
+            point.on_leave.append(partial(self.watch_output, grad))
 
     def move_edits_to_front(self) -> None:
         """Let the registered edits of outputs run before all other hooks, in the reverse order of edits of inputs.
@@ -176,8 +175,6 @@ class Surgery:
         return tensor
 
     def _watch_inputs(self, gradients: Requests, pass_on: Callable[..., Tensor], call: Call, value: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return value
         return map_tensors(value, partial(self._watched_input, gradients, pass_on, call))
 
     def _watched_input(
@@ -242,8 +239,6 @@ class Surgery:
 
     def _separate(self, gradients: Requests, call: Call, output: Any) -> Any:
         """Replace outputs by copies where their gradients cannot be watched otherwise."""
-        if not torch.is_grad_enabled():
-            return output
         return map_tensors(output, partial(self._separated, gradients, call, is_several(output)))
 
     def _separated(
@@ -265,9 +260,8 @@ class Surgery:
         _changes(call).separated.append(copy)
         return copy
 
-    def _watch_output(self, gradients: Requests, call: Call, output: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return output
+    def watch_output(self, gradients: Requests, call: Call, output: Any) -> Any:
+        """Watch the gradients of the output of a layer or function, and return what the model continues with."""
         return map_tensors(output, partial(self._watched_output, gradients, call, is_several(output)))
 
     def _watched_output(
@@ -286,17 +280,7 @@ class Surgery:
 
     def edit_result(self, edits: Requests, call: Call, result: Any) -> Any:
         """Edit the result of a function, and return what the model continues with."""
-        return self._edit(edits, self._pass_on_result, call, result)
-
-    def _pass_on_result(self, call: Call, site: Site, given: Tensor, edited: Tensor) -> Tensor:
-        self._stand_in(site, given, edited)
-        return edited
-
-    def watch_result(self, gradients: Requests, call: Call, result: Any) -> Any:
-        """Watch the gradients of the result of a function, and return what the model continues with."""
-        if not torch.is_grad_enabled():
-            return result
-        return map_tensors(result, partial(self._watched_output, gradients, call, False))
+        return self._edit(edits, self._pass_on_output, call, result)
 
     # What the steps share.
 
@@ -367,7 +351,7 @@ class Surgery:
                 return None
             with block.users_code():
                 for site, edit, request in edits:
-                    gradient = apply_edit(gradient, edit, site)
+                    gradient = edited_by(gradient, edit, site)
                     edited_requests.add(request)
                 if keeps and (kept := record()) is not None:
                     for site, reduce in keeps:
@@ -419,7 +403,7 @@ def _changes(call: Call) -> _Changes:
 
 
 def _gradient_requests(gradients: Requests, call: Call, path: Path, tensor: Tensor) -> list[tuple[Site, TapRequest]]:
-    if not tensor.requires_grad:
+    if not tensor.requires_grad or not torch.is_grad_enabled():
         return []
     requests = gradients.of(call.number, path)
     if call.number == UNKNOWN:
@@ -442,14 +426,13 @@ def _references_of_new_output() -> int:
     def count(output: Any) -> None:
         counted.append(sys.getrefcount(output))
 
-    class Step:
-        def __call__(self, edits: None, call: Call, output: Any) -> Any:
-            count(output)
-            return output
+    def step(edits: None, call: Call, output: Any) -> Any:
+        count(output)
+        return output
 
     probe = nn.ReLU()
     capture = Capture(probe, lambda calls, text: None, (), None, None, Variant(), unwatched)
-    capture.point(probe).on_return.append(partial(Step().__call__, None))
+    capture.point(probe).on_return.append(partial(step, None))
     capture.register()
     with unwatched():
         for _ in range(3):  # a debugger may hold one of them
