@@ -355,7 +355,9 @@ class Capture:
         self._stoppable = True
         try:
             model(*args, **kwargs)
-        except _Stop:
+        except _Stop as stop:
+            if stop.args != (self,):  # the model calls these Taps, and is stopped by others
+                raise
             assert self.forward is not None
             self.forward.running = False
         finally:
@@ -427,7 +429,7 @@ class Capture:
         if (thread := threading.get_ident()) != self._thread or thread in block.in_users_code:
             block.callers.add(thread)
             return
-        if block.mark is not None and not block.is_of_this_task:
+        if not block.is_of_this_task:
             block.ran_in_other_tasks = True
             return
         if self._is_inside_forward():
@@ -530,7 +532,7 @@ class Capture:
                 forward.kept[layer, request.what] += 1
                 forward.left -= forward.kept[layer, request.what] == self._to_keep[layer, request.what]
         if self._stoppable and self._to_keep and not forward.left:
-            raise _Stop
+            raise _Stop(self)
         return value
 
     def keep_tensor(self, record: Record, site: Site, request: TapRequest, tensor: Tensor) -> None:

@@ -69,16 +69,14 @@ class FunctionCalls:
         self._again: list[Running] = []  # the same of the layers that a backward pass computes again
         self._again_in = -1  # the backward pass (graph task) that computes them
         self._end_again: Callable[[], None] = lambda: None  # ends the watching of functions meanwhile
-        capture.on_finish.append(self._unwatch)
+        capture.on_finish.append(partial(unwatch, self._listener))
         capture.on_let_go.append(self._let_go)
-
-    def _unwatch(self) -> None:
-        unwatch(self._listener)
 
     def _let_go(self) -> None:
         self._stack.clear()
         self._again.clear()
-        self._unwatch()
+        self._paused.clear()
+        unwatch(self._listener)
 
     def register(self, closed: Collection[str]) -> None:
         """Register hooks on the layers that a request needs; `closed` are names of layers that take none."""

@@ -85,7 +85,7 @@ class Surgery:
         self._editing: list[tuple[Point, Call]] = []  # running calls of layers whose outputs are edited
         self._watched: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
         capture.on_end.append(self._end)
-        capture.on_finish.append(self._unwatch)
+        capture.on_finish.append(partial(unwatch, self.listener))
         capture.on_let_go.append(self._let_go)
 
     def _end(self) -> None:
@@ -96,9 +96,6 @@ class Surgery:
         self._stand_ins = None
         self._editing.clear()
         self._watched.clear()
-        self._unwatch()
-
-    def _unwatch(self) -> None:
         unwatch(self.listener)
 
     def add(self, module: nn.Module, requests: Sequence[tuple[str, TapRequest]]) -> None:

@@ -227,6 +227,27 @@ def test_what_an_edited_layer_received_is_freed_when_it_ends(error: type[BaseExc
     assert error or received[1] is None
 
 
+def test_a_model_that_stops_its_own_network_is_stopped_by_taps_around_it() -> None:
+    class Stops(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.ended = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)), 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            with Taps(self.net, stop=True).keep("1", live=True) as taps:
+                taps(x)
+                output: Tensor = taps.record["1"]
+            self.ended += 1
+            return output
+
+    model = Stops()
+    with torch.no_grad(), Taps(model, "net.0", stop=True) as taps:
+        for _ in range(3):
+            taps(X)
+            assert torch.equal(taps.record["net.0"], model.net[0].forward(X))
+    assert model.ended == 1  # the first forward runs to its end
+
+
 def test_calls_are_numbered_in_the_order_in_which_they_start_also_where_a_hook_calls_the_layer() -> None:
     model, depth = nn.Sequential(nn.Linear(4, 4)), []
 
