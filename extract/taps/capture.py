@@ -34,7 +34,7 @@ from torch.utils.hooks import RemovableHandle
 from extract.errors import InputError
 from extract.taps.block import Block
 from extract.taps.copies import dense_copy
-from extract.taps.nested import Path, is_all_tensors, tensors_in
+from extract.taps.nested import Path, tensors_in
 from extract.taps.record import Record, Reduce, Requested, Site, What
 from extract.taps.requests import TapRequest, number_again
 from extract.taps.torch_internals import (
@@ -323,10 +323,11 @@ class Capture:
         self.block.open()
         for point in self._points.values():
             module, others = point.module, len(self._handles)
-            # Hooks of others may call the layer.
-            point.is_counted_on_entry = any((not is_simple(module), *hooks_of(module))) or bool(
+            point.is_counted_on_entry = not is_simple(module) or bool(
                 point.on_enter or point.on_receive or (point.on_return and point.on_leave)
             )
+            if not point.is_counted_on_entry:
+                point.is_counted_on_entry = any(hooks_of(module))  # which may call the layer
             if point.is_counted_on_entry:
                 self.hook(module.register_forward_pre_hook, partial(self._enter, point), with_kwargs=True, prepend=True)
             if point.on_receive:
@@ -429,7 +430,7 @@ class Capture:
         if (thread := threading.get_ident()) != self._thread or thread in block.in_users_code:
             block.callers.add(thread)
             return
-        if not block.is_of_this_task:
+        if block.mark is not None and not block.is_of_this_task:
             block.ran_in_other_tasks = True
             return
         if self._is_inside_forward():
@@ -554,7 +555,7 @@ class Capture:
 
 def _tensors(value: Any, within: tuple[str, ...]) -> Iterable[tuple[Path, Tensor]]:
     """Return what `tensors_in` yields; arguments that are all tensors need no search."""
-    if is_all_tensors(value):
+    if type(value) is dict and all(isinstance(part, Tensor) for part in value.values()):
         return [((key,), part) for key, part in value.items() if within in ((), (str(key),))]
     return tensors_in(value, within)
 
