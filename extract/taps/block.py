@@ -24,11 +24,10 @@ class Block:
     """One `with` block: its thread, its asyncio task, and whether it is open; hooked tensors may outlive it.
 
     Args:
-        thread: the thread of the block.
         unheard: see `Capture`.
 
     Attributes:
-        thread: see above.
+        thread: the thread of the block.
         is_open: whether the block has begun and not ended.
         ran_in_other_tasks: whether asyncio tasks that were created outside the block have called the model.
         callers: other threads that have called the model.
@@ -36,11 +35,12 @@ class Block:
         in_users_code: threads that run a `reduce`, an edit or an `on_record` of these `Taps`.
     """
 
-    def __init__(self, thread: int, unheard: Unheard) -> None:
+    def __init__(self, unheard: Unheard) -> None:
         self.is_open = False
         self.ran_in_other_tasks = False
         self.in_users_code: set[int] = set()
-        self.thread, self._unheard = thread, unheard
+        self.thread = threading.get_ident()
+        self._unheard = unheard
         self.callers: set[int] = set()
         self.mark = object() if _is_in_task() else None
 
@@ -69,6 +69,12 @@ class Block:
     def is_in_users_code(self) -> bool:
         """Whether this thread runs a `reduce`, an edit or an `on_record` of these `Taps`."""
         return threading.get_ident() in self.in_users_code
+
+    @property
+    def counts_calls(self) -> bool:
+        """Whether calls of the model in this thread and asyncio task are recorded now."""
+        is_ours = self.is_open and threading.get_ident() == self.thread and self.is_of_this_task
+        return is_ours and not self.is_in_users_code
 
     def users_code(self) -> contextlib.AbstractContextManager[None]:
         """Context manager: what this thread calls meanwhile is no call of the model.

@@ -20,7 +20,7 @@ import contextlib
 import dataclasses
 import sys
 import threading
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from types import AsyncGeneratorType, CoroutineType, FrameType, GeneratorType
@@ -81,14 +81,14 @@ class ModelCall:
         running: whether the model runs.
         returned_generator: whether the model returned a generator or coroutine, whose code runs later.
         handed_on: whether the record was passed to `on_record`.
-        calls: id of a module -> number of its calls.
+        calls: id of a module, or name of a function or attention -> number of its calls.
         kept: (layer, what) -> number of calls kept.
         left: number of (layer, what) pairs with calls still to be kept.
     """
 
     record: Record
     caller: FrameType | None
-    calls: Counter[int]
+    calls: Counter[int | str]
     left: int
     running: bool = True
     returned_generator: bool = False
@@ -114,6 +114,7 @@ class Call:
     changes: Any = None
 
 
+_NOTHING = contextlib.nullcontext()
 Step = Callable[[Call, Any], Any]
 CopyOut = Callable[[Tensor, Reduce | None, Site], Any]
 
@@ -215,8 +216,9 @@ class ModelBoundHook:
         return self.hook(module, *args)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Such a file can be loaded where layertap is not installed.
-        return partial, (contextlib.nullcontext.__exit__, contextlib.nullcontext())
+        # Such a file can be loaded where layertap is not installed. A handle, when it is loaded, keeps the numbers of
+        # these hooks from those registered there: for a number, PyTorch remembers whether a hook takes keywords.
+        return partial, (contextlib.nullcontext.__exit__, contextlib.nullcontext(), RemovableHandle(OrderedDict()))
 
     def __deepcopy__(self, memo: Any) -> ModelBoundHook:
         return ModelBoundHook(_remove, set())
@@ -259,7 +261,7 @@ class Capture:
 
     Args:
         root: the model, without wrappers.
-        explain: see `Record`; receives the number of calls of each module, by id, of the forward.
+        explain: see `Record`; receives `ModelCall.calls`.
         requested: see `Record`.
         to_keep: (layer, what) -> number of calls kept in a whole forward. After all of them, a forward that was called
             by `run_until_kept` ends. None: forwards run to their end.
@@ -270,8 +272,8 @@ class Capture:
     Attributes:
         forward: the running call of the model, or the last one.
         block: whose calls count.
-        on_begin, on_end, on_finish, on_let_go: called when a forward starts; when it ends; when it has ended, also by
-            an exception; and when what an interrupted forward holds is to be freed.
+        on_end, on_finish, on_let_go: called when a forward ends; when it has ended, also by an exception; and when what
+            an interrupted forward holds is to be freed.
         in_workers: id of each module that a thread of the model's has called.
         traced: id of each module called in code that PyTorch's compiler traces.
     """
@@ -279,7 +281,7 @@ class Capture:
     def __init__(
         self,
         root: nn.Module,
-        explain: Callable[[Counter[int], str], str | None],
+        explain: Callable[[Counter[int | str], str], str | None],
         requested: Sequence[Requested],
         to_keep: Counter[tuple[str, What]] | None,
         on_record: Callable[[Record], None] | None,
@@ -292,10 +294,9 @@ class Capture:
         self._points: dict[int, Point] = {}
         self._handles: list[RemovableHandle] = []
         self._stoppable = False  # the forward runs inside `run_until_kept`, which catches _Stop
-        self._thread = threading.get_ident()
-        self.block = Block(self._thread, unheard)
+        self.block = Block(unheard)
+        self._thread = self.block.thread
         self.forward: ModelCall | None = None
-        self.on_begin: list[Callable[[], None]] = []
         self.on_end: list[Callable[[], None]] = []
         self.on_finish: list[Callable[[], None]] = []
         self.on_let_go: list[Callable[[], None]] = []
@@ -317,27 +318,25 @@ class Capture:
         """Register a hook until the end of the block."""
         self._handles.append(register(ModelBoundHook(function, self.traced), **options))
 
-    def remove_at_end(self, handle: RemovableHandle) -> None:
-        """Remove a hook at the end of the block."""
-        self._handles.append(handle)
-
     def register(self) -> None:
         """Register the hooks of all points, and those of the model itself."""
         self.block.open()
         for point in self._points.values():
-            module, is_last, others = point.module, not point.on_leave, len(self._handles)
+            module, others = point.module, len(self._handles)
             point.is_counted_on_entry = not is_simple(module) or bool(
                 point.on_enter or point.on_receive or (point.on_return and point.on_leave)
             )
+            if not point.is_counted_on_entry:
+                point.is_counted_on_entry = any(hooks_of(module))  # which may call the layer
             if point.is_counted_on_entry:
                 self.hook(module.register_forward_pre_hook, partial(self._enter, point), with_kwargs=True, prepend=True)
             if point.on_receive:
                 self.hook(module.register_forward_pre_hook, partial(self._receive, point), with_kwargs=True)
             if point.on_return:
-                hook = partial(self._return, point, is_last)
+                hook = partial(self._leave, point, point.on_return, not point.on_leave)
                 self.hook(module.register_forward_hook, hook, with_kwargs=True, always_call=True)
             if point.on_leave or not point.on_return:
-                hook = partial(self._leave, point)
+                hook = partial(self._leave, point, point.on_leave, True)
                 self.hook(module.register_forward_hook, hook, with_kwargs=True, always_call=True)
             point.hooks = len(self._handles) - others
         self.hook(self._root.register_forward_pre_hook, self._begin, prepend=True)  # before its hooks as a layer
@@ -357,7 +356,9 @@ class Capture:
         self._stoppable = True
         try:
             model(*args, **kwargs)
-        except _Stop:
+        except _Stop as stop:
+            if stop.args != (self,):  # the model calls these Taps, and is stopped by others
+                raise
             assert self.forward is not None
             self.forward.running = False
         finally:
@@ -367,9 +368,11 @@ class Capture:
         return self.forward.record
 
     def let_go(self) -> None:
-        """Let go of what the last forward holds if it was interrupted."""
+        """Let go of what the last forward holds if it was stopped or interrupted."""
         if self.forward is not None:
             self.forward.caller = None
+        for point in self._points.values():
+            point.calls.clear()
         for call in self.on_let_go:
             call()
 
@@ -433,13 +436,10 @@ class Capture:
         if self._is_inside_forward():
             return  # the model calls itself: its layers run again in the same forward
         self.hand_on()
-        for point in self._points.values():
-            point.calls.clear()  # calls of a forward that was stopped or interrupted
-        calls: Counter[int] = Counter()
+        self.let_go()
+        calls: Counter[int | str] = Counter()
         record = Record(partial(self._explain, calls), self._requested)
         self.forward = ModelCall(record, caller, calls, len(self._to_keep or ()))
-        for call in self.on_begin:
-            call()
 
     def _is_inside_forward(self) -> bool:
         """Whether the running forward is among the callers of this function; another one was interrupted."""
@@ -491,25 +491,16 @@ class Capture:
             return None
         return tuple(passed[i] for i in range(len(args))), {name: passed[name] for name in kwargs}
 
-    def _return(self, point: Point, is_last: bool, module: nn.Module, args: Any, *rest: Any) -> Any:
-        call = self._call_in_progress(point, module, is_last)
-        return self._pass_output(point.on_return, call, args, rest)
-
-    def _leave(self, point: Point, module: nn.Module, args: Any, *rest: Any) -> Any:
-        call = self._call_in_progress(point, module, True)
-        return self._pass_output(point.on_leave, call, args, rest)
-
-    def _call_in_progress(self, point: Point, module: nn.Module, is_last: bool) -> Call | None:
+    def _leave(self, point: Point, steps: list[Step], is_last: bool, module: nn.Module, args: Any, *rest: Any) -> Any:
         if not self.is_in_our_thread():
             return None if point.is_counted_on_entry else self.pass_over(module)
         if not point.is_counted_on_entry:
-            return self._call(module)
-        if not point.calls:
+            call = self._call(module)
+        elif point.calls:
+            call = point.calls.pop() if is_last else point.calls[-1]
+        else:
             return None
-        return point.calls.pop() if is_last else point.calls[-1]
-
-    def _pass_output(self, steps: list[Step], call: Call | None, args: Any, rest: tuple[Any, ...]) -> Any:
-        if call is None or call.number is None or len(rest) < 2 or rest[1] is None:  # None if the layer raised
+        if call.number is None or len(rest) < 2 or rest[1] is None:  # None if the layer raised
             return None
         call.arguments = (args, rest[0])
         passed = self._pass(steps, call, rest[1])
@@ -517,11 +508,7 @@ class Capture:
 
     def _pass(self, steps: list[Step], call: Call, value: Any) -> Any:
         """Pass a value through steps, which do not hear of each other's functions."""
-        if has_function_modes():
-            with self._unheard():
-                for step in steps:
-                    value = step(call, value)
-        else:
+        with self._unheard() if has_function_modes() else _NOTHING:
             for step in steps:
                 value = step(call, value)
         return value
@@ -546,7 +533,7 @@ class Capture:
                 forward.kept[layer, request.what] += 1
                 forward.left -= forward.kept[layer, request.what] == self._to_keep[layer, request.what]
         if self._stoppable and self._to_keep and not forward.left:
-            raise _Stop
+            raise _Stop(self)
         return value
 
     def keep_tensor(self, record: Record, site: Site, request: TapRequest, tensor: Tensor) -> None:
@@ -580,10 +567,10 @@ def as_kept(layer: str, requests: Iterable[TapRequest]) -> list[tuple[str, TapRe
 
 def is_before_others(hook: Any) -> bool:
     """Whether a forward hook is one of a `Capture` that passes outputs on before other hooks see them."""
-    return (
-        isinstance(hook, ModelBoundHook)
-        and getattr(getattr(hook.hook, "func", None), "__func__", None) is Capture._return
-    )
+    if not isinstance(hook, ModelBoundHook) or not isinstance(hook.hook, partial):
+        return False
+    is_at_output = getattr(hook.hook.func, "__func__", None) is Capture._leave
+    return is_at_output and hook.hook.args[1] is hook.hook.args[0].on_return
 
 
 def in_backward() -> bool:

@@ -99,7 +99,7 @@ def overlaps_itself(tensor: Tensor) -> bool:
     return False
 
 
-def edited_by(tensor: Tensor, edit: Callable[[Tensor], Tensor], site: Site, *, may_change: bool) -> Tensor:
+def edited_by(tensor: Tensor, edit: Callable[[Tensor], Tensor], site: Site, *, may_change: bool = False) -> Tensor:
     """Call an edit, and return a result that nothing else can read or change.
 
     Args:
@@ -141,6 +141,6 @@ def edited_by(tensor: Tensor, edit: Callable[[Tensor], Tensor], site: Site, *, m
 
 @functools.cache
 def _references_of_new_result() -> int:
-    """Return how many references Python itself has to a new tensor where `apply_edit` counts them."""
+    """Return how many references Python itself has to a new tensor where `edited_by` counts them."""
     result = torch.zeros(1)
     return sys.getrefcount(result)

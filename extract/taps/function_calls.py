@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
@@ -70,22 +69,14 @@ class FunctionCalls:
         self._again: list[Running] = []  # the same of the layers that a backward pass computes again
         self._again_in = -1  # the backward pass (graph task) that computes them
         self._end_again: Callable[[], None] = lambda: None  # ends the watching of functions meanwhile
-        self._calls: Counter[str] = Counter()  # of functions and attentions in this forward
-        capture.on_begin.append(self._begin)
-        capture.on_finish.append(self._unwatch)
+        capture.on_finish.append(partial(unwatch, self._listener))
         capture.on_let_go.append(self._let_go)
-
-    def _begin(self) -> None:
-        self._stack = []
-        self._again = []
-        self._calls.clear()
-
-    def _unwatch(self) -> None:
-        unwatch(self._listener)
 
     def _let_go(self) -> None:
         self._stack.clear()
-        self._unwatch()
+        self._again.clear()
+        self._paused.clear()
+        unwatch(self._listener)
 
     def register(self, closed: Collection[str]) -> None:
         """Register hooks on the layers that a request needs; `closed` are names of layers that take none."""
@@ -204,15 +195,15 @@ class FunctionCalls:
             with unwatched():
                 weights = attention_weights(function, args, kwargs, result)
             for layer, requests in attended.items() if weights is not None else ():
-                call = Call(self._calls[layer], forward)
+                call = Call(forward.calls[layer], forward)
                 self._capture.keep_values(as_kept(layer, requests), call, weights)
-                self._calls[layer] += 1
+                forward.calls[layer] += 1
         for layer in layers[-1][0]:
             key = f"{layer}/{name}"
             requests = [r for r in self._functions_of.get(layer, ()) if fnmatchcase(name, r.operation)]
             if requests and any(True for _ in tensors_in(result)):
-                self._calls[key] += not again
-                number = number_again(self._calls, key) if again else self._calls[key] - 1
+                forward.calls[key] += not again
+                number = number_again(forward.calls, key) if again else forward.calls[key] - 1
                 with unwatched():
                     result = self._pass_result(key, requests, Call(number, None if again else forward), kwargs, result)
         return result
@@ -231,7 +222,7 @@ class FunctionCalls:
                 )
             result = self._surgery.edit_result(edits, call, result)
         if gradients:
-            result = self._surgery.watch_result(gradients, call, result)
+            result = self._surgery.watch_output(gradients, call, result)
         kept = [r for r in requests if r.edit is None and r.what == "output"]
         return self._capture.keep_values(as_kept(key, kept), call, result)
 

@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from extract.errors import LayertapError
 from extract.taps.capture import Capture, frames_of
-from extract.taps.edits import apply_edit
+from extract.taps.copies import edited_by
 from extract.taps.functions import unwatched
 from extract.taps.record import Site
 from extract.taps.requests import TapRequest
@@ -53,8 +53,7 @@ class ParameterGradients:
         for request in waiting:
             parameter = self._parameters[request.layer]
             if parameter.requires_grad and not is_lazy(parameter):
-                handle = parameter.register_hook(partial(self._on_gradient, request))  # type: ignore[no-untyped-call]
-                self._capture.remove_at_end(handle)
+                self._capture.hook(parameter.register_hook, partial(self._on_gradient, request))
             else:
                 self._waiting.append(request)
 
@@ -79,7 +78,7 @@ class ParameterGradients:
         if request.edit is not None:
             self._edited.add(id(request))
             with capture.block.users_code():
-                return apply_edit(gradient, request.edit, site)
+                return edited_by(gradient, request.edit, site)
         if capture.forward is not None:
             with unwatched():
                 capture.keep_tensor(capture.forward.record, site, request, gradient)

@@ -119,7 +119,7 @@ def why_absent(
     text: str,
     requests: Sequence[TapRequest],
     layers: Mapping[str, nn.Module],
-    calls: Mapping[int, int],
+    calls: Mapping[int | str, int],
     *,
     replaced: bool,
     unseen: str | None,

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from extract.errors import InputError
 from extract.taps.capture import Call, Capture, Point, Variant, in_backward, is_before_others, is_simple
 from extract.taps.copies import copied, edited_by, overlaps_itself
-from extract.taps.edits import apply_edit
 from extract.taps.functions import Listener, Write, unwatch, unwatched, watch, watch_again, write
 from extract.taps.nested import Path, is_all_tensors, is_several, map_tensors, tensors_in, unread
 from extract.taps.record import Site
@@ -85,15 +84,9 @@ class Surgery:
         self._stand_ins: StandIns | None = None  # of the last forward
         self._editing: list[tuple[Point, Call]] = []  # running calls of layers whose outputs are edited
         self._watched: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
-        capture.on_begin.append(self._begin)
         capture.on_end.append(self._end)
-        capture.on_finish.append(self._unwatch)
+        capture.on_finish.append(partial(unwatch, self.listener))
         capture.on_let_go.append(self._let_go)
-
-    def _begin(self) -> None:
-        self._stand_ins = None
-        self._editing.clear()
-        self._watched.clear()
 
     def _end(self) -> None:
         if self._stand_ins is not None:
@@ -102,9 +95,7 @@ class Surgery:
     def _let_go(self) -> None:
         self._stand_ins = None
         self._editing.clear()
-        self._unwatch()
-
-    def _unwatch(self) -> None:
+        self._watched.clear()
         unwatch(self.listener)
 
     def add(self, module: nn.Module, requests: Sequence[tuple[str, TapRequest]]) -> None:
@@ -136,7 +127,7 @@ class Surgery:
             # Before other hooks: what they keep of the output may be a part of the loss.
             point.on_return.append(partial(self._separate, grad))
         if grad:
-            point.on_leave.append(partial(self._watch_output, grad))
+            point.on_leave.append(partial(self.watch_output, grad))
 
     def move_edits_to_front(self) -> None:
         """Let the registered edits of outputs run before all other hooks, in the reverse order of edits of inputs.
@@ -154,6 +145,7 @@ class Surgery:
         """Remember what a layer receives whose output is edited, to see whether it writes into it."""
         if not edits.is_for(call.number) or not self._capture.computing():
             return value
+        self._end_edits()
         changes = _changes(call)
         changes.received = [(t, None if t.is_inference() else t._version) for _, t in tensors_in(value)]
         self._editing.append((point, call))
@@ -180,8 +172,6 @@ class Surgery:
         return tensor
 
     def _watch_inputs(self, gradients: Requests, pass_on: Callable[..., Tensor], call: Call, value: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return value
         return map_tensors(value, partial(self._watched_input, gradients, pass_on, call))
 
     def _watched_input(
@@ -223,7 +213,7 @@ class Surgery:
             for site, given, tensor, follows in changes.replaced:
                 if memory_of(tensor) in readable:
                     self._stand_in(site, given, tensor, follows=follows)
-        changes.end_again()
+        self._end_edits(call)
         return output
 
     def _edit_output(self, edits: Requests, call: Call, output: Any) -> Any:
@@ -246,8 +236,6 @@ class Surgery:
 
     def _separate(self, gradients: Requests, call: Call, output: Any) -> Any:
         """Replace outputs by copies where their gradients cannot be watched otherwise."""
-        if not torch.is_grad_enabled():
-            return output
         return map_tensors(output, partial(self._separated, gradients, call, is_several(output)))
 
     def _separated(
@@ -269,9 +257,8 @@ class Surgery:
         _changes(call).separated.append(copy)
         return copy
 
-    def _watch_output(self, gradients: Requests, call: Call, output: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return output
+    def watch_output(self, gradients: Requests, call: Call, output: Any) -> Any:
+        """Watch the gradients of the output of a layer or function, and return what the model continues with."""
         return map_tensors(output, partial(self._watched_output, gradients, call, is_several(output)))
 
     def _watched_output(
@@ -290,17 +277,7 @@ class Surgery:
 
     def edit_result(self, edits: Requests, call: Call, result: Any) -> Any:
         """Edit the result of a function, and return what the model continues with."""
-        return self._edit(edits, self._pass_on_result, call, result)
-
-    def _pass_on_result(self, call: Call, site: Site, given: Tensor, edited: Tensor) -> Tensor:
-        self._stand_in(site, given, edited)
-        return edited
-
-    def watch_result(self, gradients: Requests, call: Call, result: Any) -> Any:
-        """Watch the gradients of the result of a function, and return what the model continues with."""
-        if not torch.is_grad_enabled():
-            return result
-        return map_tensors(result, partial(self._watched_output, gradients, call, False))
+        return self._edit(edits, self._pass_on_output, call, result)
 
     # What the steps share.
 
@@ -371,7 +348,7 @@ class Surgery:
                 return None
             with block.users_code():
                 for site, edit, request in edits:
-                    gradient = apply_edit(gradient, edit, site)
+                    gradient = edited_by(gradient, edit, site)
                     edited_requests.add(request)
                 if keeps and (kept := record()) is not None:
                     for site, reduce in keeps:
@@ -380,9 +357,16 @@ class Surgery:
 
         tensor.register_hook(edit_and_keep)  # type: ignore[no-untyped-call]
 
+    def _end_edits(self, returned: Call | None = None) -> None:
+        """Forget the calls of layers that have ended, by an exception or, as this one, by returning a value."""
+        for point, call in self._editing.copy():
+            if call is returned or call not in point.calls:
+                self._editing.remove((point, call))
+                call.changes.end_again()
+
     def _changed_calls(self) -> list[_Changes]:
         """Return what is remembered of the running calls of layers whose outputs are edited."""
-        self._editing = [(point, call) for point, call in self._editing if call in point.calls]
+        self._end_edits()
         return [call.changes for _, call in self._editing]
 
     def _on_write(self, write: Write) -> Iterable[Callable[[], object]]:
@@ -416,7 +400,7 @@ def _changes(call: Call) -> _Changes:
 
 
 def _gradient_requests(gradients: Requests, call: Call, path: Path, tensor: Tensor) -> list[tuple[Site, TapRequest]]:
-    if not tensor.requires_grad:
+    if not tensor.requires_grad or not torch.is_grad_enabled():
         return []
     requests = gradients.of(call.number, path)
     if call.number == UNKNOWN:
@@ -439,14 +423,13 @@ def _references_of_new_output() -> int:
     def count(output: Any) -> None:
         counted.append(sys.getrefcount(output))
 
-    class Step:
-        def __call__(self, edits: None, call: Call, output: Any) -> Any:
-            count(output)
-            return output
+    def step(edits: None, call: Call, output: Any) -> Any:
+        count(output)
+        return output
 
     probe = nn.ReLU()
     capture = Capture(probe, lambda calls, text: None, (), None, None, Variant(), unwatched)
-    capture.point(probe).on_return.append(partial(Step().__call__, None))
+    capture.point(probe).on_return.append(partial(step, None))
     capture.register()
     with unwatched():
         for _ in range(3):  # a debugger may hold one of them

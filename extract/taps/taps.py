@@ -253,7 +253,7 @@ class Taps:
         """Call the model and return its output, or None with `stop=True`."""
         if self._capture is None or not self._is_open:
             raise LayertapError("call Taps inside its `with` block")
-        if not self._stop or self._capture.block.is_in_users_code:
+        if not self._stop or not self._capture.block.counts_calls:
             return self._model(*args, **kwargs)
         self._capture.run_until_kept(self._model, args, kwargs)
         return None
@@ -362,7 +362,7 @@ class Taps:
         own = {} if module is None else dict(module.named_parameters(recurse=False, remove_duplicate=False))
         return own.get(last) is not self._parameters[name]
 
-    def _why_absent(self, calls: Counter[int], text: str) -> str | None:
+    def _why_absent(self, calls: Counter[int | str], text: str) -> str | None:
         name = split_text(text, self._layers)[0].partition("/")[0]
         return why_absent(
             text,

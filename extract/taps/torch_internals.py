@@ -80,12 +80,13 @@ def memory_of(tensor: Tensor) -> int:
 
 
 def is_shared(tensor: Tensor) -> bool:
-    """Whether another tensor may have the same memory: a view, or what autograd has saved."""
+    """Whether something else may have the same memory: a view, what autograd has saved, an array of NumPy."""
     try:
         storage = tensor.untyped_storage()
     except NotImplementedError:  # see `memory_of`
         return True
-    return bool(torch._C._storage_Use_Count(storage._cdata) > 2)  # the tensor and `storage`
+    # The tensor and `storage` are two users. Memory that PyTorch did not allocate has another owner.
+    return bool(torch._C._storage_Use_Count(storage._cdata) > 2) or not storage.resizable()
 
 
 def is_saved(tensor: Tensor) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -88,3 +90,13 @@ def test_taps_inside_an_edit_record_what_the_edit_calls() -> None:
         for block in model.blocks[:2]:
             plain = plain + torch.tanh(block(plain))
         assert torch.equal(taps.record["blocks.2"], model.blocks[2](plain) + other.blocks[0](x))
+
+
+def test_a_call_in_another_thread_is_not_stopped_and_returns_the_output() -> None:
+    model, x, outputs = Residual(), torch.randn(3, 4), []
+    with torch.no_grad(), Taps(model, "blocks.0", stop=True) as taps:
+        thread = threading.Thread(target=lambda: outputs.append(taps(x)))
+        thread.start()
+        thread.join()
+        assert taps(x) is None
+    assert torch.equal(outputs[0], model(x))

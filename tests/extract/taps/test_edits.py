@@ -6,6 +6,7 @@ import copy
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -185,6 +186,25 @@ def test_an_edit_cannot_reach_the_tensors_of_others() -> None:
     model = nn.Sequential(nn.Identity(), nn.ReLU(inplace=True))
     with torch.no_grad(), Taps(model).edit("0", lambda h: mine) as taps:
         taps(given)
+    assert (mine == -1).all()
+
+
+def test_an_edit_cannot_reach_memory_that_numpy_owns() -> None:
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = np.ones((2, 3), np.float32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.from_numpy(self.table)
+
+    model, mine = nn.Sequential(Table()), np.full((2, 3), -1, np.float32)
+    with torch.no_grad(), Taps(model, ["0"]).edit("0", lambda h: h.mul_(2)) as taps:
+        assert (taps(H) == 2).all()
+    assert (model[0].table == 1).all()
+    model = nn.Sequential(nn.Identity(), nn.ReLU(inplace=True))
+    with torch.no_grad(), Taps(model).edit("0", lambda h: torch.from_numpy(mine)) as taps:
+        assert (taps(torch.ones(2, 3)) == 0).all()
     assert (mine == -1).all()
 
 

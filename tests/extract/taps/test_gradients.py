@@ -530,22 +530,24 @@ class ReadsBoth(nn.Module):
         return 2 * a.sum() + 3 * b.sum()
 
 
-@pytest.mark.parametrize("layer", [Gate(), nn.LSTMCell(4, 4)])
-def test_gradients_of_several_outputs_are_those_of_their_readers(layer: nn.Module) -> None:
-    """Not of the layer itself, which makes one of the other."""
+@pytest.mark.parametrize(
+    ("layer", "name"), [(Gate(), "layer"), (nn.LSTMCell(4, 4), "layer"), (nn.LSTMCell(4, 4), "layer/lstm_cell")]
+)
+def test_gradients_of_several_outputs_are_those_of_their_readers(layer: nn.Module, name: str) -> None:
+    """Not of the layer or function itself, which makes one of the other."""
     torch.manual_seed(0)
     model, x = ReadsBoth(layer), torch.randn(3, 4)
     model(x).backward()
     plain = [parameter.grad.clone() for parameter in model.parameters()]
     model.zero_grad()
-    with Taps(model).keep("layer", "grad") as taps:
+    with Taps(model).keep(name, "grad") as taps:
         taps(x).backward()
-    assert (taps.record["layer:0@grad"] == 2).all()
-    assert (taps.record["layer:1@grad"] == 3).all()
+    assert (taps.record[f"{name}:0@grad"] == 2).all()
+    assert (taps.record[f"{name}:1@grad"] == 3).all()
     for parameter, expected in zip(model.parameters(), plain, strict=True):
         torch.testing.assert_close(parameter.grad, expected)
     model.zero_grad()
-    with Taps(model).edit("layer", lambda g: g / 2, "grad") as taps:
+    with Taps(model).edit(name, lambda g: g / 2, "grad") as taps:
         taps(x).backward()
     for parameter, expected in zip(model.parameters(), plain, strict=True):
         torch.testing.assert_close(parameter.grad, expected / 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 
@@ -201,6 +202,65 @@ def test_frames_of_an_interrupted_forward_are_freed(error: type[BaseException]) 
     local = training()
     gc.collect()
     assert local() is None
+
+
+class Fails(nn.Module):
+    error: type[BaseException] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.error is not None:
+            raise self.error
+        return x * 2
+
+
+@pytest.mark.parametrize("error", [None, ValueError, KeyboardInterrupt])
+def test_what_an_edited_layer_received_is_freed_when_it_ends(error: type[BaseException] | None) -> None:
+    model, received = nn.Sequential(nn.Linear(4, 4), Fails(), nn.Linear(4, 4)), []
+    model[1].error = error
+    model[1].register_forward_pre_hook(lambda module, args: received.append(weakref.ref(args[0])))
+    model[2].register_forward_pre_hook(lambda module, args: received.append(received[0]()))
+    taps = Taps(model).edit("1", same)
+    with torch.no_grad(), pytest.raises(error) if error else contextlib.nullcontext(), taps:
+        taps(X)
+    gc.collect()
+    assert received[0]() is None
+    assert error or received[1] is None
+
+
+def test_a_model_that_stops_its_own_network_is_stopped_by_taps_around_it() -> None:
+    class Stops(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.ended = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)), 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            with Taps(self.net, stop=True).keep("1", live=True) as taps:
+                taps(x)
+                output: Tensor = taps.record["1"]
+            self.ended += 1
+            return output
+
+    model = Stops()
+    with torch.no_grad(), Taps(model, "net.0", stop=True) as taps:
+        for _ in range(3):
+            taps(X)
+            assert torch.equal(taps.record["net.0"], model.net[0].forward(X))
+    assert model.ended == 1  # the first forward runs to its end
+
+
+def test_calls_are_numbered_in_the_order_in_which_they_start_also_where_a_hook_calls_the_layer() -> None:
+    model, depth = nn.Sequential(nn.Linear(4, 4)), []
+
+    def call_again(module: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
+        if not depth:
+            depth.append(1)
+            module(0 * args[0])
+
+    model[0].register_forward_hook(call_again)
+    with torch.no_grad(), Taps(model, "0") as taps:
+        taps(X)
+    assert torch.equal(taps.record["0#0"], model[0].forward(X))
+    assert torch.equal(taps.record["0#1"], model[0].forward(0 * X))
 
 
 def test_functions_that_write_no_values_or_return_none_are_left_alone() -> None:

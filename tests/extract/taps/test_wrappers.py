@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 import subprocess
 import sys
 import threading
@@ -23,6 +24,7 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.utils import parametrizations
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
 
 from extract import InputError, LayertapError, Taps, UnknownNameError
 from extract.taps.edits import scale
@@ -991,6 +993,19 @@ def test_a_copy_made_inside_a_block_loses_the_hooks_and_takes_the_fused_path_aga
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in twin.modules())
     assert calls(twin) == 1
     torch.testing.assert_close(twin(x), model(x))
+
+
+def test_a_model_saved_inside_a_block_takes_hooks_where_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x, outputs = nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4), []
+    monkeypatch.setattr(RemovableHandle, "next_id", 0)  # as in a new process
+    with Taps(model, "0") as taps:
+        taps(x)
+        saved = pickle.dumps(model)
+    monkeypatch.setattr(RemovableHandle, "next_id", 0)
+    loaded = pickle.loads(saved)
+    loaded[0].register_forward_hook(lambda module, args, output: outputs.append(output))
+    assert torch.equal(loaded(x), model(x))
+    assert torch.equal(outputs[0], model(x))
 
 
 @pytest.mark.slow
