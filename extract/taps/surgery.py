@@ -108,7 +108,8 @@ class Surgery:
         )
         # Edits come before all other hooks: transformers captures hidden states by hooks of its own, and with edits
         # after them 4 of the 8 layers of a DPT were unedited. Values are kept, and gradients watched, after all others.
-        # Such a layer does not write into its inputs. It may return them.
+
+        # A layer that only reads its inputs does not write into them. It may return them.
         only_reads = is_simple(module) and not getattr(module, "inplace", False)
         pass_on = partial(self._pass_on_input, point if only_reads else None)
         if input_edits:

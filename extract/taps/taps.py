@@ -70,8 +70,8 @@ class Taps:
         reduce: applied to each kept tensor on its device before the copy to the CPU; see `keep`.
         stop: end each forward as soon as all requested values are computed. The first forward runs to its end and
             counts the calls of each layer; later forwards stop when these counts are reached. Applies to `taps(...)`,
-            which then returns None, and not to `model(...)`. Leave it off if the number of calls of a layer varies
-            between batches.
+            which then returns None, and not to `model(...)` or calls outside the thread of the block. Leave it off if
+            the number of calls of a layer varies between batches.
         on_record: called with each complete record, gradients included: when the next forward of the model starts, and
             when the block ends without an error.
 
