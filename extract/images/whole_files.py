@@ -27,6 +27,9 @@ _SCAN_END = re.compile(rb"\xff[\x01-\xcf\xd8-\xfe]")
 _ALONE = frozenset({0x01, *range(0xD0, 0xD9)})
 _START_OF_SCAN, _END_OF_IMAGE = 0xDA, 0xD9
 
+# JPEG 2000 (ISO/IEC 15444-1, A.4): SOC with SIZ behind it, start of a tile-part, end of the codestream.
+_CODESTREAM, _TILE_PART, _END_OF_CODESTREAM = b"\xff\x4f\xff\x51", b"\xff\x90", b"\xff\xd9"
+
 # Compressed data that end in so many zeros are not complete. No encoder that was tried ends its data in zeros, but
 # lossy WebP and optimised JPEG do for flat areas. A sound JPEG ends in its marker.
 _ZEROS = 16
@@ -41,9 +44,9 @@ _LEAST_ZEROS_IN_TIFF = {7: 2, 8: _ZEROS, 32946: _ZEROS}  # JPEG, which ends in i
 def check_whole(data: bytes, image: Image.Image) -> None:
     """Check that the file of an image was written to its end.
 
-    Checked are the checksums of PNG, also inside icons; the ends of JPEG and QOI; and whether pixels come from zeros in
-    place of compressed data in AVIF, HEIC, WebP, and TIFF with Deflate or JPEG. Of such files whose tail is zeros,
-    Pillow decodes 83 % (HEIC) to 100 % (WebP); it refuses JPEG 2000, and TIFF with LZW or PackBits, itself.
+    Checked are the checksums of PNG, also inside icons; the ends of JPEG, JPEG 2000 and QOI; and whether pixels come
+    from zeros in place of compressed data in AVIF, HEIC, WebP, and TIFF with Deflate or JPEG. Of such files whose tail
+    is zeros, Pillow decodes 83 % (HEIC) to 100 % (WebP); it refuses TIFF with LZW or PackBits itself.
 
     Args:
         data: content of the file.
@@ -62,6 +65,9 @@ def check_whole(data: bytes, image: Image.Image) -> None:
     elif kind in ("JPEG", "MPO"):
         if not data.endswith(b"\xff\xd9") and not _has_end_of_jpeg(data) and _is_cut(data):
             raise ValueError("truncated: the end-of-image marker is missing")
+    elif kind == "JPEG2000":
+        if not _has_end_of_codestream(data):
+            raise ValueError("truncated: the end of the codestream is missing")
     elif data.endswith(b"\0\0"):
         tables = getattr(image, "tag_v2", {}).get(_JPEG_TABLES)
         if isinstance(tables, bytes) and b"\xff\xd9" not in tables:
@@ -113,6 +119,22 @@ def _has_end_of_jpeg(data: bytes) -> bool:
                 return False
             position = end.start()
     return False
+
+
+def _has_end_of_codestream(data: bytes) -> bool:
+    """Return whether the first codestream of a JPEG 2000 file has all its tile-parts and the end marker.
+
+    OpenJPEG refuses most files that are cut, but it decodes a tile-part that lacks a few of its bytes.
+    """
+    position = data.find(_CODESTREAM) + 2
+    while data[position : position + 2] not in (_TILE_PART, b""):  # segments of the main header
+        position += 2 + int.from_bytes(data[position + 2 : position + 4], "big")
+    while data[position : position + 2] == _TILE_PART:
+        length = int.from_bytes(data[position + 6 : position + 10], "big")
+        if length == 0:  # the tile-part extends to the end marker (A.4.2)
+            return _END_OF_CODESTREAM in data[position:]
+        position += length
+    return data[position : position + 2] == _END_OF_CODESTREAM
 
 
 def _is_cut(data: bytes) -> bool:
