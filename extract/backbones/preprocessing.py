@@ -79,6 +79,11 @@ class Preprocessing:
         return 2 * (self.resize_px if isinstance(self.resize_px, int) else max(self.resize_px)) if self.fast else 0
 
     @property
+    def shape(self) -> tuple[int, int, int] | None:
+        """Shape of what `cpu_transform` returns, if it returns uint8; None for a library's own transform."""
+        return (*self.crop_px, 3) if self.library_transform is None else None
+
+    @property
     def can_be_faster(self) -> bool:
         """Whether `fast` is supported."""
         return self.library_transform is None and self.interpolation in ("nearest", "bilinear", "bicubic")

@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import gc
+import math
+import mmap
 import os
 import signal
 import time
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -40,10 +43,11 @@ _SUSPECT = 32  # consecutive images with the same failure, unlikely to be their 
 _GIVE_UP_S = 600  # without any image: a worker cannot send, or a file system hangs
 
 # A batch is split into pieces, so that consecutive huge pictures are shared among the workers. Their number is limited,
-# as each waiting piece takes a file descriptor.
+# as each waiting piece may take a file descriptor.
 _PIECES = 16
 _LEAST_PIECE = 4  # images; sending small images singly would cost as much as decoding them
 _BATCHES_AHEAD = 2  # for each worker
+_BATCHES_IN_USE = 4  # by the main process: one is joined, one computed, one written, and one is being freed
 
 # Without memory for a picture of fewer pixels, no picture can be decoded. Decoding takes up to 16 bytes per pixel.
 _NOT_MANY_PIXELS = 50_000_000
@@ -74,6 +78,10 @@ class Transform(Protocol):
     def icc(self) -> str:
         """See `extract.images.decoding.decode`."""
 
+    @property
+    def shape(self) -> tuple[int, int, int] | None:
+        """See `Decoding`."""
+
     def cpu_transform(self, picture: Image.Image) -> Tensor:
         """Transform a decoded picture, in the process that decodes it."""
 
@@ -90,6 +98,7 @@ class Decoding:
             start none (a worker of `multiprocessing.Pool`, of joblib or of a `DataLoader`).
         batch_size: rows in most batches; each worker decodes about two batches ahead.
         orientation, icc: see `extract.images.decoding.decode`.
+        shape: (H, W, 3) of what `cpu_transform` returns, if that is uint8 and alike for all pictures, else None.
     """
 
     cpu_transform: Callable[[Image.Image], Tensor]
@@ -99,6 +108,7 @@ class Decoding:
     batch_size: int = defaults.BATCH_SIZE
     orientation: str = defaults.ORIENTATION
     icc: str = defaults.ICC
+    shape: tuple[int, int, int] | None = None
 
     @classmethod
     def for_preprocessing(
@@ -107,7 +117,7 @@ class Decoding:
         """Return the settings for a backbone's preprocessing."""
         return cls(
             preprocessing.cpu_transform, preprocessing.min_decode_px, max_pixels, workers, batch_size,
-            preprocessing.orientation, preprocessing.icc,
+            preprocessing.orientation, preprocessing.icc, preprocessing.shape,
         )  # fmt: skip
 
 
@@ -127,7 +137,8 @@ class ClosableBatches(Protocol):
 class Item(NamedTuple):
     """One image as a worker sends it.
 
-    `image` is None unless `status` is OK; `suspect` and `note` are as in `Batch`, or empty.
+    `image` is None if `status` is not OK, or if the image lies in shared memory. `suspect` and `note` are as in
+    `Batch`, or empty.
     """
 
     row: int
@@ -190,13 +201,83 @@ class Batch(NamedTuple):
         )
 
 
+class _SharedBatches:
+    """Memory of this process and its forked workers, which write the pictures of a batch to where they are used.
+
+    Sent through PyTorch's queue, a piece of a batch takes a file descriptor, a connection to the worker, and a copy to
+    the batch: together 80 us a picture, in the process that serves all workers.
+
+    Args:
+        count: number of batches.
+        shape: (B, H, W, 3).
+    """
+
+    def __init__(self, count: int, shape: tuple[int, ...]):
+        memory = mmap.mmap(-1, count * math.prod(shape))  # no file: containers have few bytes of /dev/shm
+        self._batches = np.frombuffer(memory, np.uint8).reshape(count, *shape)
+        self._free = list(range(count))
+
+    def take(self) -> int | None:
+        """Return the number of a batch whose memory nobody uses; None if there is none."""
+        return self._free.pop() if self._free else None
+
+    def write(self, batch: int, position: int, image: Tensor) -> None:
+        """Write an image of a batch."""
+        self._batches[batch, position] = image.numpy()
+
+    def images(self, batch: int, status: NDArray[np.uint8]) -> Tensor:
+        """Return the images of a batch, whose memory is used again when no tensor or array refers to it any more."""
+        view = self._batches[batch, : len(status)]
+        weakref.finalize(view, self._free.append, batch).atexit = False
+        images, is_good = torch.from_numpy(view), status == Status.OK
+        return images if is_good.all() else images[torch.from_numpy(is_good)]
+
+
+class _Piece(NamedTuple):
+    """Consecutive rows of a batch, decoded by one worker.
+
+    Attributes:
+        rows: the rows.
+        batch: number of the batch in `_SharedBatches`; None if the images are sent.
+        start: position of the first row in the batch.
+    """
+
+    rows: list[int]
+    batch: int | None
+    start: int
+
+
+class _Sent(NamedTuple):
+    """A batch that was passed to the workers.
+
+    Attributes:
+        rows: number of its rows.
+        images_of: receives their status, and returns their images in shared memory; None if the images are sent.
+    """
+
+    rows: int
+    images_of: Callable[[NDArray[np.uint8]], Tensor] | None
+
+
 class _Decoded(Dataset[Item | LayertapError]):
     """Row -> decoded image, or an error that ends the run: DataLoader would not keep the message of a raised error."""
 
-    def __init__(self, source: ImageSource, decoding: Decoding):
-        self._source, self._cpu_transform = source, decoding.cpu_transform
+    def __init__(self, source: ImageSource, decoding: Decoding, shared: _SharedBatches | None):
+        self._source, self._cpu_transform, self._shared = source, decoding.cpu_transform, shared
         self._max_pixels, self._min_decode_px = decoding.max_pixels, decoding.min_decode_px
         self._how = {"orientation": decoding.orientation, "icc": decoding.icc}
+
+    def __getitems__(self, piece: _Piece) -> list[Item | LayertapError]:
+        """Decode the rows of a piece; the items of images in shared memory have none."""
+        items: list[Item | LayertapError] = []
+        for position, row in enumerate(piece.rows, piece.start):
+            item = self[row]
+            if piece.batch is not None and isinstance(item, Item) and item.image is not None:
+                assert self._shared is not None
+                self._shared.write(piece.batch, position, item.image)
+                item = item._replace(image=None)
+            items.append(item)
+        return items
 
     def __getitem__(self, row: int) -> Item | LayertapError:
         data, size, mtime_ns, content_hash = b"", -1, UNKNOWN, bytes(16)
@@ -266,13 +347,15 @@ def _machine_error(error: Exception, row: int) -> MachineError:
 
 
 def _collate(decoded: list[Item | LayertapError]) -> Batch | LayertapError:
+    """Return a piece of a batch, or the first error. Its images are None if there are none to be sent."""
     items = [item for item in decoded if not isinstance(item, LayertapError)]
     if len(items) < len(decoded):
         return next(error for error in decoded if isinstance(error, LayertapError))
     images = [item.image for item in items if item.image is not None]
+    sent: Any = torch.stack(images) if images else None  # an empty tensor would take a file descriptor, too
     return Batch(
         rows=np.array([item.row for item in items], np.int64),
-        images=torch.stack(images) if images else torch.empty(0, dtype=torch.uint8),
+        images=sent,
         status=np.array([item.status for item in items], np.uint8),
         reasons={item.row: item.reason for item in items if item.reason},
         suspect={item.row: item.suspect for item in items if item.suspect},
@@ -283,14 +366,14 @@ def _collate(decoded: list[Item | LayertapError]) -> Batch | LayertapError:
     )
 
 
-def _joined(pieces: list[Batch]) -> Batch:
-    if len(pieces) == 1:
-        return pieces[0]
-    images = [piece.images for piece in pieces if len(piece.images)]
+def _joined(pieces: list[Batch], images_of: Callable[[NDArray[np.uint8]], Tensor] | None) -> Batch:
+    """Join the pieces of a batch; for `images_of`, see `_Sent`."""
+    status = np.concatenate([piece.status for piece in pieces])
+    images = [piece.images for piece in pieces if piece.images is not None]
     return Batch(
         rows=np.concatenate([piece.rows for piece in pieces]),
-        images=torch.cat(images) if images else torch.empty(0, dtype=torch.uint8),
-        status=np.concatenate([piece.status for piece in pieces]),
+        images=images_of(status) if images_of else torch.cat(images) if images else torch.empty(0, dtype=torch.uint8),
+        status=status,
         reasons={row: reason for piece in pieces for row, reason in piece.reasons.items()},
         suspect={row: kind for piece in pieces for row, kind in piece.suspect.items()},
         source_size=np.concatenate([piece.source_size for piece in pieces]),
@@ -333,12 +416,17 @@ def load_batches(
         )
         workers = 0
     at_a_time = max(_LEAST_PIECE, -(-batch_size // _PIECES))
-    sizes: deque[int] = deque()  # number of rows of each batch passed to the workers
+    sent: deque[_Sent] = deque()  # batches passed to the workers
+    shared = None
+    if workers and decoding.shape is not None and _start_method() == "fork":
+        shared = _SharedBatches(_BATCHES_AHEAD * workers + _BATCHES_IN_USE, (batch_size, *decoding.shape))
 
-    def pieces() -> Iterator[list[int]]:
+    def pieces() -> Iterator[_Piece]:
         for rows in batches:
-            sizes.append(len(rows))
-            yield from (rows[start : start + at_a_time] for start in range(0, len(rows), at_a_time))
+            number = shared.take() if shared is not None and len(rows) <= batch_size else None
+            sent.append(_Sent(len(rows), None if shared is None or number is None else partial(shared.images, number)))
+            for start in range(0, len(rows), at_a_time):
+                yield _Piece(rows[start : start + at_a_time], number, start)
 
     with_workers: dict[str, Any] = {}
     if workers:
@@ -347,9 +435,10 @@ def load_batches(
             "worker_init_fn": partial(_start_worker, gc.isenabled()),
             "timeout": _GIVE_UP_S,
         }
+    each_piece: Any = pieces()  # a piece is what `_Decoded.__getitems__` takes
     loader: Any = DataLoader(
-        _Decoded(images.source, decoding),
-        batch_sampler=pieces(),
+        _Decoded(images.source, decoding, shared),
+        batch_sampler=each_piece,
         num_workers=workers,
         collate_fn=_collate,
         **with_workers,
@@ -358,7 +447,7 @@ def load_batches(
     with _no_collection():
         pieces_found = iter(loader)
     started = [process for process in active_children() if process not in before] if workers else []
-    return Batches(pieces_found, sizes, WorkerDeaths(started, _GIVE_UP_S) if workers else None)
+    return Batches(pieces_found, sent, WorkerDeaths(started, _GIVE_UP_S) if workers else None)
 
 
 def _may_start_processes() -> bool:
@@ -366,8 +455,12 @@ def _may_start_processes() -> bool:
 
     A daemonic process may not. The start method of a worker of joblib, "loky", starts its own class of processes only.
     """
-    known = None, *get_all_start_methods()
-    return not current_process().daemon and get_start_method(allow_none=True) in known
+    return not current_process().daemon and _start_method() in get_all_start_methods()
+
+
+def _start_method() -> str:
+    """Return how processes are started, without settling it for a program that has not chosen yet."""
+    return get_start_method(allow_none=True) or get_all_start_methods()[0]
 
 
 @contextlib.contextmanager
@@ -387,7 +480,7 @@ class Batches(Iterator[Batch]):
 
     Args:
         pieces: pieces of batches, in order.
-        sizes: number of rows of each batch whose pieces are still to come.
+        sent: batches whose pieces are still to come.
         deaths: reports deaths of the workers; None without workers.
 
     Raises:
@@ -397,8 +490,8 @@ class Batches(Iterator[Batch]):
         LayertapError: from `next`; a worker stopped sending.
     """
 
-    def __init__(self, pieces: Iterator[Batch | LayertapError], sizes: deque[int], deaths: WorkerDeaths | None = None):
-        self._pieces, self._sizes, self._deaths = pieces, sizes, deaths
+    def __init__(self, pieces: Iterator[Batch | LayertapError], sent: deque[_Sent], deaths: WorkerDeaths | None):
+        self._pieces, self._sent, self._deaths = pieces, sent, deaths
 
     def __next__(self) -> Batch:
         waiting: list[Batch] = []
@@ -410,14 +503,13 @@ class Batches(Iterator[Batch]):
             if piece is None:
                 raise StopIteration
             waiting.append(piece)
-            if sum(len(piece.rows) for piece in waiting) == self._sizes[0]:
-                self._sizes.popleft()
-                return _joined(waiting)
+            if sum(len(piece.rows) for piece in waiting) == self._sent[0].rows:
+                return _joined(waiting, self._sent.popleft().images_of)
 
     def close(self) -> None:
         """End the workers and the iteration."""
         self._pieces = iter(())
-        self._sizes.clear()
+        self._sent.clear()
         if self._deaths:
             self._deaths.close()
 

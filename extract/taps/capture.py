@@ -489,7 +489,7 @@ class Capture:
         passed = self._pass(steps, point.calls[-1], value)
         if passed is value:
             return None
-        return tuple(passed[i] for i in range(len(args))), {name: passed[name] for name in kwargs}
+        return tuple([passed[i] for i in range(len(args))]), {name: passed[name] for name in kwargs}
 
     def _leave(self, point: Point, steps: list[Step], is_last: bool, module: nn.Module, args: Any, *rest: Any) -> Any:
         if not self.is_in_our_thread():

@@ -63,14 +63,12 @@ def map_tensors(value: Any, function: Callable[[Path, Tensor], Tensor], path: Pa
     """Return the value with every tensor replaced by `function(path, tensor)`; the same object if nothing changed."""
     if isinstance(value, Tensor):
         return function(path, value)
-    if is_all_tensors(value):
-        replaced = {key: function((*path, key), part) for key, part in value.items()}
-        return value if all(replaced[key] is part for key, part in value.items()) else replaced
-    parts = list(_parts(value))
+    parts = value.items() if type(value) is dict else _parts(value)
     mapped = {key: map_tensors(part, function, (*path, key)) for key, part in parts}
-    if all(mapped[key] is part for key, part in parts):
-        return value
-    return _rebuilt(value, mapped)
+    for key, part in parts:
+        if mapped[key] is not part:
+            return mapped if type(value) is dict else _rebuilt(value, mapped)
+    return value
 
 
 def _parts(value: Any) -> list[tuple[str | int, Any]]:

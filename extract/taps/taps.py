@@ -50,7 +50,7 @@ from extract.taps.switches import COMPILED_CODE_OFF
 
 __all__ = ["Taps", "capture_of", "taps_of"]
 
-_SHOWN = 20  # requests in `repr(taps)`
+_SHOWN = 20  # requests in `repr(taps)`, and names in an error
 _TRACED = "in code that PyTorch's compiler traces, such as a branch of torch.cond"
 _GENERATOR = "a generator or coroutine, in which nothing is recorded or edited"
 _EDITABLE = ("output", "input", "grad", "grad_input")
@@ -406,18 +406,18 @@ class Taps:
             ("replaced after these Taps were made", self._is_replaced),
             ("called in another thread than the model", lambda name: id(self._layers.get(name)) in capture.in_workers),
         ):
-            if missed := dict.fromkeys(request.name for request in idle if is_missed(request.layer)):
-                raise LayertapError(f"the edit of {', '.join(missed)} never took effect: it was {reason}")
+            if missed := [request for request in idle if is_missed(request.layer)]:
+                raise LayertapError(f"the edit of {_names(missed)} never took effect: it was {reason}")
         traced = [request for request in edits if id(self._layers.get(request.layer)) in capture.traced]
-        if missed := dict.fromkeys(request.name for request in traced if request.call is None or request in idle):
+        if missed := [request for request in traced if request.call is None or request in idle]:
             raise LayertapError(
-                f"the edit of {', '.join(missed)} never took effect {_TRACED}",
+                f"the edit of {_names(missed)} never took effect {_TRACED}",
                 hint="without gradients, open the block under torch.compiler.set_stance('force_eager')",
             )
         idle = [request for request in idle if request.group not in effective]
         if not idle:
             return
-        names = ", ".join(dict.fromkeys(request.name for request in idle))
+        names = _names(idle)
         if capture.forward is None:
             raise LayertapError(
                 f"the edit of {names} never took effect: the model itself was not called inside the `with` block, in "
@@ -449,6 +449,12 @@ def capture_of(taps: Taps) -> Capture:
     """Return the block of open `Taps`."""
     assert taps._capture is not None
     return taps._capture
+
+
+def _names(requests: Sequence[TapRequest]) -> str:
+    """Return the names of what is requested, for messages."""
+    names = list(dict.fromkeys(request.name for request in requests))
+    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else "")
 
 
 def _check_function(what: str, layers: Layers, function: object, hint: str) -> None:

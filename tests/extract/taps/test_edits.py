@@ -304,6 +304,13 @@ def test_an_edit_of_a_model_that_was_not_called_is_an_error(what, elsewhere: str
         run(elsewhere)
 
 
+def test_an_error_about_many_layers_names_twenty_of_them() -> None:
+    model = nn.Sequential(*(nn.Identity() for _ in range(50)))
+    message = r"^the edit of 0, 1, .*, 19 and 30 more never took effect"
+    with pytest.raises(LayertapError, match=message), Taps(model).edit("*", lambda h: h):
+        pass
+
+
 def test_an_edit_of_a_gradient_that_never_came_is_an_error() -> None:
     model = net()
     message = "the edit of the gradient of 0 never took effect"
