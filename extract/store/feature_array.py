@@ -194,7 +194,7 @@ class FeatureArray:
     def forget(self, start: int, stop: int) -> None:
         """Release memory-mapped pages of rows that were read; the file stays in the kernel's cache."""
         for shard_index, first, last in self._index.ranges_between(start, stop):
-            if self._index.chosen[shard_index] is None:
+            if self._index.chosen[shard_index] is None and self._index.files[shard_index].is_open:
                 self._index.files[shard_index].shard.forget(self._feature.name, first, last)
 
     def between(self, start: int, stop: int, out: NDArray[Any] | None = None) -> NDArray[Any]:

@@ -99,6 +99,9 @@ def count_rows(
 def _from_receipt(selection: RowSelection, n_classes: int, fingerprint: str) -> ShardCounts | None:
     """Return the counts in the receipt; None if the shard is open or the receipt is not that of all these rows."""
     file = selection.file
+    if selection.receipt is not None:  # of a shard in a bucket, whose size was compared
+        counts = counts_in(selection.receipt)
+        return counts if counts and all(-1 <= label < n_classes for label in counts.labels) else None
     if file.is_open or not selection.same_names or selection.chosen is not None or selection.names is not None:
         return None
     path = Path(file.name)
@@ -117,4 +120,4 @@ def _from_rows(selection: RowSelection) -> ShardCounts:
     """Count the rows of a selection; see `RowSelection.labels` for errors."""
     names = selection.names
     splits = selection.column("split").tolist() if names is None else map(os.fsencode, names.splits)
-    return count_shard(selection.shard, selection.column("status"), selection.labels, splits)
+    return count_shard(selection.file.shard, selection.column("status"), selection.labels, splits)

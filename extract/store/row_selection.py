@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial as bind
 from pathlib import Path
@@ -16,11 +17,12 @@ from extract.errors import InputError, LayertapError
 from extract.row_status import Status
 from extract.store.format.dataset import UNFINISHED_HINT, DataSet
 from extract.store.format.layout import RowNames, StoredFeature
+from extract.store.format.receipt import reasons_in, reasons_of
 from extract.store.format.row_hash import wrong_rows
 from extract.store.format.shard import Shard
 from extract.store.open_shards import OpenShards, ShardFile
-from extract.store.places.block_cache import BlockCache
-from extract.store.places.bucket import Bucket, open_remote_shard
+from extract.store.places.bucket import Bucket, FinishedShard, finished_shard
+from extract.store.places.shard_cache import ShardCache
 from extract.system.atomic_files import allow_more_files
 
 __all__ = ["OpenedDataSet", "RowSelection", "open_selections", "read_one_version"]
@@ -30,6 +32,7 @@ T = TypeVar("T")
 _ATTEMPTS = 5  # to read a data set while new versions are published
 # A data set of more shards is opened shard by shard, on first use: an open shard takes 2 ms and 90 KB.
 OPENED_AT_ONCE = 64
+_AT_ONCE = 8  # shards of a bucket that are opened at the same time
 
 
 @dataclass(frozen=True)
@@ -37,11 +40,13 @@ class RowSelection:
     """Rows of one shard.
 
     Attributes:
-        file: the file of the shard.
+        file: the shard. For a shard in a bucket, it has the features; it is downloaded on first use.
         rows: (N,), their numbers in the data set, ascending.
         chosen: (N,) int64, their numbers in the shard; None for all rows of the shard, in order.
         names: paths, labels, splits and classes; None to read them from the shard.
         same_names: whether all shards of the data set have the same classes and kept columns, and all or none ids.
+        without_features: of a shard in a bucket: everything but the features.
+        receipt: of a shard in a bucket: content of its receipt.
     """
 
     file: ShardFile
@@ -49,11 +54,25 @@ class RowSelection:
     chosen: NDArray[np.int64] | None = None
     names: RowNames | None = None
     same_names: bool = False
+    without_features: ShardFile | None = None
+    receipt: Mapping[str, Any] | None = None
 
     @property
     def shard(self) -> Shard:
-        """The open shard; see `ShardFile.shard` for errors."""
-        return self.file.shard
+        """The open shard, perhaps without its features; see `ShardFile.shard` for errors."""
+        return (self.without_features or self.file).shard
+
+    @property
+    def reasons(self) -> dict[int, str]:
+        """Row of the data set -> why it failed."""
+        shard = self.shard
+        return reasons_of(shard.path, len(shard)) if self.receipt is None else reasons_in(self.receipt)
+
+    def close(self) -> None:
+        """Close the files; arrays that were read stay valid."""
+        self.file.close()
+        if self.without_features is not None:
+            self.without_features.close()
 
     def after(self, count: int) -> RowSelection:
         """Return the selection with `count` added to its row numbers, for the rows of preceding data sets."""
@@ -120,7 +139,7 @@ class OpenedDataSet:
 
 
 def open_selections(
-    path: Path | str, partial: bool, cache: BlockCache | None, open_shards: OpenShards
+    path: Path | str, partial: bool, cache: ShardCache | None, open_shards: OpenShards
 ) -> OpenedDataSet:
     """Open a data set folder or a shard, for a URL through `cache`; see `FeatureReader` for `partial` and errors."""
     if isinstance(path, str):
@@ -135,16 +154,49 @@ def open_selections(
     return OpenedDataSet([selection], shard.features, shard.identity.fingerprint, len(shard))
 
 
-def _open_url(url: str, partial: bool, cache: BlockCache) -> OpenedDataSet:
+def _open_url(url: str, partial: bool, cache: ShardCache) -> OpenedDataSet:
     """Open a data set or a shard in a bucket."""
-    if url.endswith(".h5"):
-        shard = open_remote_shard(url, cache)
-        selection = _select_stored(shard, shard.identity.first_row, partial)
-        return OpenedDataSet([selection], shard.features, shard.identity.fingerprint, len(shard))
-    bucket = Bucket(url)
-    shards = bucket.open_shards(cache, partial=partial)
-    selections = [_select_stored(shard, shard.identity.first_row, partial) for shard in shards]
-    return OpenedDataSet(selections, bucket.dataset.features, bucket.dataset.fingerprint, bucket.dataset.n_rows)
+    dataset, shards = None, {0: finished_shard(url)} if url.endswith(".h5") else {}
+    if not shards:
+        bucket = Bucket(url)
+        dataset, shards = bucket.dataset, bucket.finished(partial=partial)
+    largest = max((shard.file.size for shard in shards.values()), default=1)
+    # What the cache removes stays on the disk until it is closed.
+    whole, without_features = OpenShards(max(1, cache.cache_bytes // largest)), OpenShards()
+
+    def select(number: int, shard: FinishedShard) -> RowSelection:
+        def file(open_shards: OpenShards, with_features: bool) -> ShardFile:
+            read = bind(_open_remote, cache, shard, dataset, number, with_features)
+            return ShardFile(shard.file.url, shard.receipt["n_rows"], read=read, open_shards=open_shards)
+
+        rows = file(without_features, with_features=False)
+        opened, n_rows = rows.shard, shard.receipt["n_rows"]
+        if len(_stored_rows(opened, partial=False)) != n_rows:
+            raise InputError(f"{opened.name} has {len(opened):,} rows, its receipt says {n_rows:,}")
+        first_row = opened.identity.first_row
+        return RowSelection(
+            file(whole, with_features=True),
+            range(first_row, first_row + n_rows),
+            without_features=rows,
+            receipt=shard.receipt,
+        )
+
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        selections = list(pool.map(select, shards, shards.values()))
+    if dataset is None:
+        opened = selections[0].shard
+        return OpenedDataSet(selections, opened.features, opened.identity.fingerprint, len(opened))
+    return OpenedDataSet(selections, dataset.features, dataset.fingerprint, dataset.n_rows)
+
+
+def _open_remote(
+    cache: ShardCache, shard: FinishedShard, dataset: DataSet | None, number: int, with_features: bool
+) -> Shard:
+    """Open a shard in a bucket through the cache, and check that it is this shard of its data set."""
+    opened = cache.open(shard.file, with_features=with_features)
+    if dataset is not None:
+        dataset.check_shard(number, opened)
+    return opened
 
 
 def read_one_version(out: Path, read: Callable[[DataSet], T]) -> T:

@@ -90,6 +90,7 @@ __all__ = [
     "plain_offset",
     "preallocated",
     "read_header",
+    "read_layout",
     "row_bytes",
 ]
 
@@ -427,7 +428,8 @@ def _write_header(raw: BinaryIO, header_bytes: int, ranges: Iterable[tuple[int, 
         else:
             merged.append((start, stop))
     size = os.fstat(raw.fileno()).st_size
-    content = {"size": size, "row_data": merged, "fixed_xxh3": _hash_fixed(raw, header_bytes, size, merged)}
+    fixed_xxh3 = _hash_fixed(raw, _between(header_bytes, size, merged))
+    content = {"size": size, "row_data": merged, "fixed_xxh3": fixed_xxh3}
     title = f"{FORMAT} shard, format {FORMAT_VERSION}; HDF5 begins at byte {header_bytes}\n"
     text = title.encode() + json.dumps(content).encode() + b"\n"
     raw.seek(0)
@@ -440,6 +442,21 @@ def read_header(raw: BinaryIO, path: Path | str) -> list[tuple[int, int]]:
 
     Raises:
         InputError: the file is not a shard of this format, or bytes that must not change have changed.
+    """
+    fixed, row_data, fixed_xxh3 = read_layout(raw, path)
+    if fixed_xxh3 != _hash_fixed(raw, fixed):
+        raise InputError(f"{path} is damaged: its paths, labels or structure do not match their hash")
+    return row_data
+
+
+def read_layout(raw: BinaryIO, path: Path | str) -> tuple[list[tuple[int, int]], list[tuple[int, int]], Any]:
+    """Read the user block.
+
+    Returns:
+        The byte ranges that do not change after creation, those that are written, and the hash of the former.
+
+    Raises:
+        InputError: the file is not a shard of this format, or has another size.
     """
     head = raw.read(512)
     title = re.match(rb"layertap shard, format (\d+); HDF5 begins at byte (\d{3,7})\n", head)
@@ -458,21 +475,23 @@ def read_header(raw: BinaryIO, path: Path | str) -> list[tuple[int, int]]:
         edges = [header_bytes, *(edge for byte_range in ranges for edge in byte_range), size]
         if edges != sorted(edges) or size - sum(stop - first for first, stop in ranges) > 2 * _FIXED_BYTES:
             raise ValueError
-        intact = content["fixed_xxh3"] == _hash_fixed(raw, header_bytes, size, ranges)
+        return _between(header_bytes, size, ranges), ranges, content["fixed_xxh3"]
     except InputError:
         raise
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         raise InputError(f"{path} is damaged: its first {header_bytes} bytes are not a valid header") from None
-    if not intact:
-        raise InputError(f"{path} is damaged: its paths, labels or structure do not match their hash")
-    return ranges
 
 
-def _hash_fixed(raw: BinaryIO, header_bytes: int, size: int, row_data: Sequence[tuple[int, int]]) -> str:
-    """Return the xxh3-128 of all bytes after the user block except the row data."""
-    digest = xxhash.xxh3_128()
+def _between(header_bytes: int, size: int, row_data: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the byte ranges after the user block without the row data."""
     starts = [header_bytes, *(stop for _, stop in row_data)]
-    for start, stop in zip(starts, [*(first for first, _ in row_data), size], strict=True):
+    return list(zip(starts, [*(first for first, _ in row_data), size], strict=True))
+
+
+def _hash_fixed(raw: BinaryIO, fixed: Iterable[tuple[int, int]]) -> str:
+    """Return the xxh3-128 of byte ranges."""
+    digest = xxhash.xxh3_128()
+    for start, stop in fixed:
         raw.seek(start)
         while start < stop:
             block = raw.read(min(1 << 20, stop - start))

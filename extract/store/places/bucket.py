@@ -1,4 +1,4 @@
-"""Finished shards of one data set in a bucket: published once, read by byte ranges.
+"""Finished shards of one data set in a bucket: published once, read through the cache.
 
 A data set in a bucket has the same layout as in a folder, so a plain copy (`aws s3 sync`) is a data set, too:
 
@@ -16,13 +16,12 @@ error.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 from collections.abc import Container, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -39,14 +38,26 @@ from extract.store.format.receipt import reasons_in, receipt_bytes, receipt_of
 from extract.store.format.row_hash import wrong_rows
 from extract.store.format.schemas import RECEIPT
 from extract.store.places import objects
-from extract.store.places.block_cache import BlockCache, RemoteFile
-from extract.store.places.remote_shard import RemoteShard
+from extract.store.places.shard_cache import RemoteFile
 from extract.system.atomic_files import discard
 from extract.system.json_files import JSON_BYTES, parse_json
 
-__all__ = ["Bucket", "open_remote_shard"]
+__all__ = ["Bucket", "FinishedShard", "finished_shard"]
 
-_AT_ONCE = 8  # shards or receipts opened concurrently
+_AT_ONCE = 8  # receipts read concurrently
+
+
+@dataclass(frozen=True)
+class FinishedShard:
+    """A finished shard of a bucket.
+
+    Attributes:
+        file: its object.
+        receipt: content of its receipt.
+    """
+
+    file: RemoteFile
+    receipt: dict[str, Any]
 
 
 class Bucket:
@@ -257,7 +268,8 @@ class Bucket:
         copy = path.with_name(f"{path.name}.{os.getpid()}.new")
         shard = int(path.name[:6])
         try:
-            objects.download(url, size, copy)
+            copy.touch()
+            objects.download(url, [(0, size)], copy)
             with self.dataset.open_shard(shard, copy) as opened:
                 status = opened.column("status")
                 damaged = wrong_rows(opened, np.arange(len(opened)))
@@ -278,16 +290,15 @@ class Bucket:
         finally:
             discard(copy)
 
-    def open_shards(self, cache: BlockCache, *, partial: bool) -> list[RemoteShard]:
-        """Open the finished shards for reading.
+    def finished(self, *, partial: bool) -> dict[int, FinishedShard]:
+        """Return the finished shards by their number, ascending.
 
         Args:
-            cache: the block cache to read through.
             partial: whether shards may be missing.
 
         Raises:
-            InputError: a shard is damaged, or belongs to another data set.
-            LayertapError: a shard is missing, or the store does not answer.
+            InputError: a receipt is damaged.
+            LayertapError: a shard is missing or does not match its receipt, or the store does not answer.
         """
         dataset, published = self.dataset, self._published()
         missing = [shard for shard in range(dataset.n_shards) if shard not in published]
@@ -297,72 +308,47 @@ class Bucket:
                 hint=UNFINISHED_HINT,
             )
 
-        def open_shard(shard: int) -> RemoteShard:
+        def find(shard: int) -> FinishedShard:
             stem, size, receipt_size = published[shard]
-            opened = open_remote_shard(
-                f"{self.url}/shards/{stem}.h5", cache, size, receipt_size, len(dataset.shard_range(shard))
-            )
-            try:
-                dataset.check_shard(shard, opened)
-            except BaseException:
-                opened.close()
-                raise
-            return opened
+            most_bytes = receipt_bytes(len(dataset.shard_range(shard)))
+            return _finished(f"{self.url}/shards/{stem}.h5", size, receipt_size, most_bytes)
 
+        shards = [shard for shard in sorted(published) if shard < dataset.n_shards]
         with ThreadPoolExecutor(_AT_ONCE) as pool:
-            futures = [pool.submit(open_shard, shard) for shard in sorted(published) if shard < dataset.n_shards]
-            try:
-                return [future.result() for future in futures]
-            except BaseException:
-                for future in futures:
-                    if not future.cancel():
-                        with contextlib.suppress(LayertapError, OSError):
-                            future.result().close()
-                raise
+            return dict(zip(shards, pool.map(find, shards), strict=True))
 
 
-def open_remote_shard(
-    url: str,
-    cache: BlockCache,
-    size: int | None = None,
-    receipt_size: int | None = None,
-    n_rows: int | None = None,
-) -> RemoteShard:
-    """Open one finished shard by the URL of its object.
-
-    Args:
-        url: URL of the object.
-        cache: the block cache to read through.
-        size: bytes of the object; None requests them from the store.
-        receipt_size: bytes of its receipt; None requests them from the store.
-        n_rows: rows of the shard, which bound the receipt; None if unknown.
+def finished_shard(url: str) -> FinishedShard:
+    """Return one finished shard by the URL of its object.
 
     Raises:
-        InputError: the shard has no receipt, or is damaged.
+        InputError: the shard has no receipt, or the receipt is damaged.
         LayertapError: the object is missing or does not match its receipt, or the store does not answer.
     """
-    receipt_url = f"{url.removesuffix('.h5')}.json"
-    metadata = objects.info(url) if size is None else objects.ObjectInfo(size)
-    if n_rows is not None:
-        most_bytes = receipt_bytes(n_rows)
-    else:  # a row takes more than 32 bytes of the object
-        most_bytes = min(receipt_bytes(metadata.size // 32), JSON_BYTES) if metadata else JSON_BYTES
+    metadata = objects.info(url)
+    # A row takes more than 32 bytes of the object.
+    most_bytes = min(receipt_bytes(metadata.size // 32), JSON_BYTES) if metadata else JSON_BYTES
     try:
-        receipt = _read_receipt(receipt_url, receipt_size, most_bytes)
+        return _finished(url, metadata.size if metadata else None, None, most_bytes)
     except FileNotFoundError as error:
-        raise InputError(f"{url} is not a finished shard: it has no receipt {receipt_url}") from error
-    if metadata is None:
+        raise InputError(f"{url} is not a finished shard: it has no receipt {error}") from error
+
+
+def _finished(url: str, size: int | None, receipt_size: int | None, most_bytes: int) -> FinishedShard:
+    """Read a receipt; see `objects.read` for the last two arguments. `size` is that of the object, None if missing."""
+    receipt_url = f"{url.removesuffix('.h5')}.json"
+    receipt = _read_receipt(receipt_url, receipt_size, most_bytes)
+    if size is None:
         raise LayertapError(
             f"{url} is missing, but its receipt exists", hint="restore the object, or remove the receipt"
         )
-    size = metadata.size
     expected, sha256 = _size_and_sha256(receipt, receipt_url)
     if size != expected:
         raise LayertapError(
             f"{url} has {size:,} bytes, its receipt says {expected:,}; it was changed after it was published",
             hint="restore the original object, or remove both and run the command that created the data set again",
         )
-    return RemoteShard(RemoteFile(url, size, sha256), receipt, cache)
+    return FinishedShard(RemoteFile(url, size, sha256), receipt)
 
 
 def _size_and_sha256(receipt: Mapping[str, Any], name: str) -> tuple[int, str]:

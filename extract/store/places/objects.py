@@ -29,7 +29,8 @@ import re
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -58,6 +59,7 @@ _SLOWEST = 128 << 10  # bytes a second; a slower transfer times out
 _CONNECTIONS = 32
 
 _PIECE_BYTES = 16 << 20  # of a large object, for each request
+_AT_ONCE = 8  # requests for pieces of one object
 _PUT_BYTES = 5 << 30  # limit of S3 for one request (Amazon S3 user guide, "Uploading objects")
 
 # Metadata of each object: its sha256, and an id of the request that created it, by which a writer recognises its own.
@@ -271,26 +273,36 @@ def _put(url: str, content: bytes | Path, size: int, sha256: str) -> bool:
 def sha256_of(url: str, size: int) -> str:
     """Read an object and return its sha256; raises the errors of `read_range`."""
     digest = hashlib.sha256()
-    for piece in _pieces(url, size):
-        digest.update(piece)
+    for start, stop in _pieces(0, size):
+        digest.update(read_range(url, start, stop))
     return digest.hexdigest()
 
 
-def download(url: str, size: int, path: Path) -> None:
-    """Copy an object to a local file.
+def download(url: str, ranges: Iterable[tuple[int, int]], path: Path) -> None:
+    """Copy byte ranges (start, stop) of an object to the same places of a local file, several at once.
 
     Raises:
-        OSError: the file cannot be written.
+        OSError: the file does not exist or cannot be written.
         FileNotFoundError, LayertapError: see `read_range`.
     """
-    with path.open("wb") as file:
-        for piece in _pieces(url, size):
-            file.write(piece)
+
+    def copy(piece: tuple[int, int]) -> None:
+        content = read_range(url, *piece)
+        with path.open("r+b") as file:
+            file.seek(piece[0])
+            file.write(content)
+
+    pool = ThreadPoolExecutor(_AT_ONCE)
+    try:
+        for _ in pool.map(copy, [piece for start, stop in ranges for piece in _pieces(start, stop)]):
+            pass
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
-def _pieces(url: str, size: int) -> Iterator[bytes]:
-    for start in range(0, size, _PIECE_BYTES):
-        yield read_range(url, start, min(start + _PIECE_BYTES, size))
+def _pieces(start: int, stop: int) -> Iterator[tuple[int, int]]:
+    for first in range(start, stop, _PIECE_BYTES):
+        yield first, min(first + _PIECE_BYTES, stop)
 
 
 def _protocol(url: str) -> str:
