@@ -21,8 +21,8 @@ from extract.store.format.receipt import reasons_in, reasons_of
 from extract.store.format.row_hash import wrong_rows
 from extract.store.format.shard import Shard
 from extract.store.open_shards import OpenShards, ShardFile
-from extract.store.places.bucket import Bucket, FinishedShard, finished_shard
-from extract.store.places.shard_cache import ShardCache
+from extract.store.places.bucket import Bucket
+from extract.store.places.shard_cache import RemoteFile, ShardCache
 from extract.system.atomic_files import allow_more_files
 
 __all__ = ["OpenedDataSet", "RowSelection", "open_selections", "read_one_version"]
@@ -155,47 +155,38 @@ def open_selections(
 
 
 def _open_url(url: str, partial: bool, cache: ShardCache) -> OpenedDataSet:
-    """Open a data set or a shard in a bucket."""
-    dataset, shards = None, {0: finished_shard(url)} if url.endswith(".h5") else {}
-    if not shards:
-        bucket = Bucket(url)
-        dataset, shards = bucket.dataset, bucket.finished(partial=partial)
-    largest = max((shard.file.size for shard in shards.values()), default=1)
+    """Open a data set in a bucket."""
+    if url.endswith(".h5"):
+        raise InputError(f"{url} is a shard; in a bucket, only whole data sets are read", hint="name the data set")
+    bucket = Bucket(url)
+    dataset, files = bucket.dataset, bucket.finished(partial=partial)
+    largest = max((file.size for file in files.values()), default=1)
     # What the cache removes stays on the disk until it is closed.
     whole, without_features = OpenShards(max(1, cache.cache_bytes // largest)), OpenShards()
 
-    def select(number: int, shard: FinishedShard) -> RowSelection:
-        def file(open_shards: OpenShards, with_features: bool) -> ShardFile:
-            read = bind(_open_remote, cache, shard, dataset, number, with_features)
-            return ShardFile(shard.file.url, shard.receipt["n_rows"], read=read, open_shards=open_shards)
-
-        rows = file(without_features, with_features=False)
-        opened, n_rows = rows.shard, shard.receipt["n_rows"]
-        if len(_stored_rows(opened, partial=False)) != n_rows:
-            raise InputError(f"{opened.name} has {len(opened):,} rows, its receipt says {n_rows:,}")
-        first_row = opened.identity.first_row
-        return RowSelection(
-            file(whole, with_features=True),
-            range(first_row, first_row + n_rows),
-            without_features=rows,
-            receipt=shard.receipt,
+    def select(shard: int, file: RemoteFile) -> RowSelection:
+        rows = dataset.shard_range(shard)
+        features, table = (
+            ShardFile(
+                file.url,
+                len(rows),
+                read=bind(_open_remote, cache, file, dataset, shard, with_features),
+                open_shards=open_shards,
+            )
+            for open_shards, with_features in ((whole, True), (without_features, False))
         )
+        _stored_rows(table.shard, partial=False)
+        return RowSelection(features, rows, without_features=table, receipt=file.receipt)
 
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        selections = list(pool.map(select, shards, shards.values()))
-    if dataset is None:
-        opened = selections[0].shard
-        return OpenedDataSet(selections, opened.features, opened.identity.fingerprint, len(opened))
+        selections = list(pool.map(select, files, files.values()))
     return OpenedDataSet(selections, dataset.features, dataset.fingerprint, dataset.n_rows)
 
 
-def _open_remote(
-    cache: ShardCache, shard: FinishedShard, dataset: DataSet | None, number: int, with_features: bool
-) -> Shard:
+def _open_remote(cache: ShardCache, file: RemoteFile, dataset: DataSet, shard: int, with_features: bool) -> Shard:
     """Open a shard in a bucket through the cache, and check that it is this shard of its data set."""
-    opened = cache.open(shard.file, with_features=with_features)
-    if dataset is not None:
-        dataset.check_shard(number, opened)
+    opened = cache.open(file, with_features=with_features)
+    dataset.check_shard(shard, opened)
     return opened
 
 

@@ -21,7 +21,7 @@ import os
 import re
 from collections.abc import Container, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -40,24 +40,11 @@ from extract.store.format.schemas import RECEIPT
 from extract.store.places import objects
 from extract.store.places.shard_cache import RemoteFile
 from extract.system.atomic_files import discard
-from extract.system.json_files import JSON_BYTES, parse_json
+from extract.system.json_files import parse_json
 
-__all__ = ["Bucket", "FinishedShard", "finished_shard"]
+__all__ = ["Bucket"]
 
 _AT_ONCE = 8  # receipts read concurrently
-
-
-@dataclass(frozen=True)
-class FinishedShard:
-    """A finished shard of a bucket.
-
-    Attributes:
-        file: its object.
-        receipt: content of its receipt.
-    """
-
-    file: RemoteFile
-    receipt: dict[str, Any]
 
 
 class Bucket:
@@ -236,7 +223,7 @@ class Bucket:
         self._check_safe()
         url = f"{self.url}/shards/{path.name}"
         receipt_url = f"{url.removesuffix('.h5')}.json"
-        size, sha256 = _size_and_sha256(receipt, f"the receipt of {path}")
+        size, sha256 = receipt["size"], receipt["sha256"]
         if path.stat().st_size != size:
             raise InputError(
                 f"{path} has {path.stat().st_size:,} bytes, its receipt says {size:,}", hint="seal the shard again"
@@ -290,7 +277,7 @@ class Bucket:
         finally:
             discard(copy)
 
-    def finished(self, *, partial: bool) -> dict[int, FinishedShard]:
+    def finished(self, *, partial: bool) -> dict[int, RemoteFile]:
         """Return the finished shards by their number, ascending.
 
         Args:
@@ -308,54 +295,22 @@ class Bucket:
                 hint=UNFINISHED_HINT,
             )
 
-        def find(shard: int) -> FinishedShard:
+        def find(shard: int) -> RemoteFile:
             stem, size, receipt_size = published[shard]
             most_bytes = receipt_bytes(len(dataset.shard_range(shard)))
-            return _finished(f"{self.url}/shards/{stem}.h5", size, receipt_size, most_bytes)
+            receipt = _read_receipt(f"{self.url}/shards/{stem}.json", receipt_size, most_bytes)
+            if size != receipt["size"]:
+                raise LayertapError(
+                    f"{self.url}/shards/{stem}.h5 has {size:,} bytes, its receipt says {receipt['size']:,}; it was "
+                    "changed after it was published",
+                    hint="restore the original object, or remove both and run the command that created the data set "
+                    "again",
+                )
+            return RemoteFile(f"{self.url}/shards/{stem}.h5", receipt)
 
         shards = [shard for shard in sorted(published) if shard < dataset.n_shards]
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             return dict(zip(shards, pool.map(find, shards), strict=True))
-
-
-def finished_shard(url: str) -> FinishedShard:
-    """Return one finished shard by the URL of its object.
-
-    Raises:
-        InputError: the shard has no receipt, or the receipt is damaged.
-        LayertapError: the object is missing or does not match its receipt, or the store does not answer.
-    """
-    metadata = objects.info(url)
-    # A row takes more than 32 bytes of the object.
-    most_bytes = min(receipt_bytes(metadata.size // 32), JSON_BYTES) if metadata else JSON_BYTES
-    try:
-        return _finished(url, metadata.size if metadata else None, None, most_bytes)
-    except FileNotFoundError as error:
-        raise InputError(f"{url} is not a finished shard: it has no receipt {error}") from error
-
-
-def _finished(url: str, size: int | None, receipt_size: int | None, most_bytes: int) -> FinishedShard:
-    """Read a receipt; see `objects.read` for the last two arguments. `size` is that of the object, None if missing."""
-    receipt_url = f"{url.removesuffix('.h5')}.json"
-    receipt = _read_receipt(receipt_url, receipt_size, most_bytes)
-    if size is None:
-        raise LayertapError(
-            f"{url} is missing, but its receipt exists", hint="restore the object, or remove the receipt"
-        )
-    expected, sha256 = _size_and_sha256(receipt, receipt_url)
-    if size != expected:
-        raise LayertapError(
-            f"{url} has {size:,} bytes, its receipt says {expected:,}; it was changed after it was published",
-            hint="restore the original object, or remove both and run the command that created the data set again",
-        )
-    return FinishedShard(RemoteFile(url, size, sha256), receipt)
-
-
-def _size_and_sha256(receipt: Mapping[str, Any], name: str) -> tuple[int, str]:
-    size, sha256 = receipt.get("size"), receipt.get("sha256")
-    if type(size) is not int or size < 1 or not re.fullmatch("[0-9a-f]{64}", str(sha256), re.ASCII):
-        raise InputError(f"{name} is damaged: it has no valid size and sha256")
-    return size, str(sha256)
 
 
 def _read_receipt(url: str, size: int | None, most_bytes: int) -> dict[str, Any]:

@@ -21,10 +21,11 @@ import logging
 import os
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from extract.errors import InputError, LayertapError
 from extract.store.format.layout import ROW_DATA, read_layout
@@ -46,22 +47,25 @@ _log = logging.getLogger("layertap.store")
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """An object with known content.
+    """A finished shard in a bucket.
 
     Attributes:
         url: URL of the object.
-        size: bytes of the object.
-        sha256: sha256 of the content.
+        receipt: content of its receipt.
     """
 
     url: str
-    size: int
-    sha256: str
+    receipt: Mapping[str, Any]
+
+    @property
+    def size(self) -> int:
+        """Bytes of the object."""
+        return int(self.receipt["size"])
 
     @cached_property
     def key(self) -> str:
         """File name in the cache. It depends on the URL, because rows alone are not compared with the sha256."""
-        return hashlib.sha256(f"{self.url}\0{self.size}\0{self.sha256}".encode()).hexdigest()[:40]
+        return hashlib.sha256(f"{self.url}\0{self.size}\0{self.receipt['sha256']}".encode()).hexdigest()[:40]
 
 
 def cache_folder() -> Path:
@@ -102,7 +106,7 @@ class ShardCache:
         """Open a shard, after downloading it if it is not in the cache.
 
         Args:
-            file: the object.
+            file: the shard.
             with_features: whether features will be read.
 
         Raises:
@@ -191,7 +195,7 @@ def _download(file: RemoteFile, path: Path) -> Shard:
     """Download a whole shard to the empty file `path`, and open it."""
     objects.download(file.url, [(0, file.size)], path)
     with path.open("rb") as copy:
-        if hashlib.file_digest(copy, "sha256").hexdigest() != file.sha256:
+        if hashlib.file_digest(copy, "sha256").hexdigest() != file.receipt["sha256"]:
             raise LayertapError(
                 f"{file.url} does not match its receipt; it was changed after it was published",
                 hint="restore the original object, or remove both and run the command that created the data set again",

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import hashlib
 import os
 import pickle
 import subprocess
@@ -26,7 +25,7 @@ from extract.store.places import shard_cache
 from extract.store.places.shard_cache import RemoteFile, ShardCache, cache_folder
 from tests.extract.store.bucket_server import Proxy
 from tests.extract.store.rows import PATHS, ROWS, VALUES, complete_data_set
-from tests.extract.store.test_bucket import direct, published, put
+from tests.extract.store.test_bucket import direct, published, put, receipt_of
 from tests.extract.store.test_reader import indices
 
 pytestmark = pytest.mark.slow
@@ -249,7 +248,7 @@ def test_the_bound_is_kept_and_what_was_opened_last_stays(proxy: Proxy, url: str
     data = DataSet.open(complete)
     published(data, url)
     size = max(data.path(shard).stat().st_size for shard in range(3)) + 8192  # a file takes whole blocks of the disk
-    files = [RemoteFile(f"{url}/shards/{i:06d}.h5", data.path(i).stat().st_size, sha256_of(data, i)) for i in range(3)]
+    files = [RemoteFile(f"{url}/shards/{i:06d}.h5", receipt_of(data.path(i))) for i in range(3)]
     for number in (0, 1, 0, 2, 0, 1, 0):  # the first one is used all the time
         ShardCache(2 * size).open(files[number], with_features=True).close()
         assert len(kept()) <= 2
@@ -263,16 +262,12 @@ def test_the_bound_is_kept_and_what_was_opened_last_stays(proxy: Proxy, url: str
         assert len(kept()) <= 1
 
 
-def sha256_of(data: DataSet, shard: int) -> str:
-    return hashlib.sha256(data.path(shard).read_bytes()).hexdigest()
-
-
 def test_processes_that_need_one_shard_download_it_once(proxy: Proxy, url: str, complete: Path) -> None:
     data = DataSet.open(complete)
     published(data, url)
     code = f"""
 from extract.store.places.shard_cache import RemoteFile, ShardCache
-file = RemoteFile({url + "/shards/000000.h5"!r}, {data.path(0).stat().st_size}, {sha256_of(data, 0)!r})
+file = RemoteFile({url + "/shards/000000.h5"!r}, {receipt_of(data.path(0))!r})
 print(ShardCache().open(file, with_features=True).row("vector", 3).tolist() == {VALUES["vector"][3].tolist()})
 """
     proxy.slow_s = 0.5
@@ -308,7 +303,7 @@ def test_pieces_are_downloaded_side_by_side(proxy: Proxy, url: str, small: None,
     """Each answer takes a while; one after the other, 12 pieces would take 12 times as long."""
     data = DataSet.open(complete)
     published(data, url)
-    file = RemoteFile(f"{url}/shards/000000.h5", data.path(0).stat().st_size, sha256_of(data, 0))
+    file = RemoteFile(f"{url}/shards/000000.h5", receipt_of(data.path(0)))
     proxy.slow_s = 0.3
     proxy.rule = lambda method, path, count: "late" if method == "GET" else None
     start = time.monotonic()
