@@ -52,7 +52,7 @@ class FeatureReader(Tables):
 
     Args:
         path: a data set folder, a `.h5` shard, or a list of folders, whose rows are concatenated; `classes` is then the
-            union of their classes, and labels are renumbered. A folder may be a URL such as `s3://BUCKET/NAME`, which is
+            union of their classes, and labels are renumbered. A folder may be a URL such as `s3://BUCKET/NAME`. It is
             read through a cache on the local disk: a shard is downloaded whole when one of its features is first read.
         partial: also open an unfinished data set. The rows are those stored at this moment; `rows` lists them. Rows of
             an unfinished shard must match their hashes. Behind a URL, only finished shards are read.
