@@ -1,4 +1,10 @@
-"""Iterate over features in batches, in order or shuffled, within a fixed amount of memory."""
+"""Iterate over features in batches, in order or shuffled, within a fixed amount of memory.
+
+A buffer lets rows be read in the order of the files, which suits disks and compression, but copies each row twice. Rows
+of one uncompressed shard that are in the file cache are copied from its memory map to the batch: 2 to 2.4 times as
+fast. Rows of several shards stay buffered: a batch from 8 shards takes as long either way, from 64 twice as long
+without it.
+"""
 
 from __future__ import annotations
 

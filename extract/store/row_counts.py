@@ -1,6 +1,7 @@
 """How many rows of a reader have each status, class and split, and how well its features are compressed.
 
-A shard that is not open stays closed if its receipt has these numbers: a receipt is read in a tenth of the time.
+A shard that is not open stays closed if its receipt has these numbers: a receipt is read in a tenth of the time. It is
+used only if it agrees with the size of the shard and with itself; receipts of earlier versions have no counts.
 """
 
 from __future__ import annotations

@@ -30,7 +30,8 @@ __all__ = ["OpenedDataSet", "RowSelection", "open_selections", "read_one_version
 T = TypeVar("T")
 
 _ATTEMPTS = 5  # to read a data set while new versions are published
-# A data set of more shards is opened shard by shard, on first use: an open shard takes 2 ms and 90 KB.
+# A data set of more shards is opened shard by shard, on first use: an open shard takes 2 ms, 90 KB and a file handle.
+# Of others, damage is reported before any work is done. A missing shard is an error at once, always.
 OPENED_AT_ONCE = 64
 _AT_ONCE = 8  # shards of a bucket that are opened at the same time
 

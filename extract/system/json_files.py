@@ -13,6 +13,9 @@ A shape is written like the content that it describes:
     {"name": shape, "other?": shape} an object with these names; a name that ends in "?" may be missing, and all names
                                      that the shape does not list are permitted
     (shape, shape)                   one of several
+
+Not by pydantic: its import would cost each decoding worker, and each script that only reads features, 0.13 s of CPU.
+The size is checked first, because large files make large objects: a receipt of 42 MB took `verify` 16 s.
 """
 
 from __future__ import annotations

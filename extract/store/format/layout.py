@@ -37,7 +37,10 @@ are NaN, or the smallest number of the type if they are whole numbers.
 
 A shard is created at full size before the first image is read. Without compression, the chunks of a feature are
 contiguous (HDF5's implicit chunk index), so a feature is one array in the file. After creation, only the bytes of
-features, status, row_hash, record_hash and source_* change; they are written in place, without HDF5.
+features, status, row_hash, record_hash and source_* change; they are written in place, without HDF5. So a kill cannot
+leave the structures of HDF5 half changed, a full disk is an OSError in place of a crash of HDF5, and readers need no
+lock. Superblock 3 has checksums of all structures. Text has a fixed length, because HDF5 stores other text in a heap
+without checksums, where one file can make many rows point to one large text.
 
 A user block of text, which HDF5 skips, precedes the HDF5 data. Its first line is
 
@@ -45,7 +48,8 @@ A user block of text, which HDF5 skips, precedes the HDF5 data. Its first line i
 
 Its second line is JSON: `size` of the file, `row_data` (ascending byte ranges that are written after creation), and
 `fixed_xxh3`, the xxh3-128 of all other bytes after the user block. A reader that verifies it never passes a damaged
-structure to HDF5, which can crash or hang on it.
+structure to HDF5, which can crash or hang on it: of 12,000 files with one to eight changed bytes in their structures,
+it hung on 4 (HDF5 2.0; of an older file format, it crashed on 7 and hung on 3).
 """
 
 from __future__ import annotations
@@ -106,7 +110,8 @@ _CHUNK_BYTES = 1 << 20
 
 # Limit on the bytes that do not change after creation: opening a shard hashes them.
 _FIXED_BYTES = 1 << 30
-COLUMNS = "columns"  # group of kept columns
+# Group of kept columns. They are in the shard, so that merged data sets and buckets have them, and h5py reads them.
+COLUMNS = "columns"
 AXES_FOLDER = "axes"  # of a data set
 AXES_NAMES = re.compile(r"[0-9a-f]{16}\.safetensors|(axes\.)?fitting\.[0-9a-f]{16}\.new")  # files in it
 _TEXTS_AT_ONCE = 1 << 16  # paths, splits or ids in memory while they are written
@@ -384,6 +389,8 @@ def _is_packed(data: h5py.Dataset) -> bool:
 
 def _check_offsets(raw: BinaryIO, first_rows: Sequence[tuple[int | None, bytes]]) -> None:
     """Check that features are in the file where HDF5 reports, because rows are written there without HDF5.
+
+    With a wrong offset, rows would be read back from the wrong place, too, without an error.
 
     Raises:
         LayertapError: a feature is elsewhere.

@@ -10,8 +10,9 @@ A data set in a bucket has the same layout as in a folder, so a plain copy (`aws
 
 A bucket has no locks and no rename, but supports conditional creation: an object is created only if none has its name.
 Objects are therefore never overwritten or deleted, and one of several writers wins. The object is uploaded first, its
-receipt last: readers ignore an object without a receipt. A receipt whose object is missing, or has another size, is an
-error.
+receipt last: readers ignore an object without a receipt. Whoever finds one cannot know whether its writer is dead, but
+the object cannot change any more: he checks its rows and writes the receipt. A receipt whose object is missing, or has
+another size, is an error.
 """
 
 from __future__ import annotations

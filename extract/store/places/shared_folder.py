@@ -4,7 +4,8 @@ Each machine builds a shard on its own disk. The shard is copied into the folder
 that file system already), synced to the disk, and given its final name by a hard link. The link fails if the name
 exists, so one of several machines that publish the same shard wins. Each machine writes its receipt under a temporary
 name first; the winner renames its own. If the winner is killed between the two, the next worker finds the receipt under
-its temporary name and renames it.
+its temporary name and renames it. With the receipt first, as a single process does it, a late writer would overwrite
+the receipt of the winner.
 
 The file system must guarantee that `link` fails if the name exists, and that synced data is on the disk. NFS guarantees
 both (RFC 1813, sections 3.3.15 and 3.3.21). Its server may answer a repeated `link` request with "exists"; `_link`

@@ -1,4 +1,9 @@
-"""Iterate over the tokens of a feature in batches, in order or shuffled, within a fixed amount of memory."""
+"""Iterate over the tokens of a feature in batches, in order or shuffled, within a fixed amount of memory.
+
+Single tokens in random order are bound by the disk. So blocks of a megabyte are read in random order, and tokens are
+mixed in windows of half the memory; all tokens of an image are in one window. The windows follow from the seed, the
+sizes of blocks and `memory_bytes`, without reading. So the place of any batch is known, and a pass resumes by counting.
+"""
 
 from __future__ import annotations
 
