@@ -298,12 +298,8 @@ def download(url: str, ranges: Iterable[tuple[int, int]], path: Path) -> None:
             file.seek(piece[0])
             file.write(content)
 
-    pool = ThreadPoolExecutor(_AT_ONCE)
-    try:
-        for _ in pool.map(copy, [piece for start, stop in ranges for piece in _pieces(start, stop)]):
-            pass
-    finally:
-        pool.shutdown(cancel_futures=True)
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        list(pool.map(copy, [piece for start, stop in ranges for piece in _pieces(start, stop)]))
 
 
 def _pieces(start: int, stop: int) -> Iterator[tuple[int, int]]:

@@ -39,6 +39,7 @@ from extract.system.user_cache import cache_file
 __all__ = ["CACHE_BYTES", "RemoteFile", "ShardCache", "cache_folder"]
 
 CACHE_BYTES = 10_000_000_000
+_COUNTED = 64  # times that files are counted while the cache fills: with each file, 10,000 files would take minutes
 _HEAD_BYTES = 1 << 20  # read first: the user block, and usually the structure of the file
 _NAME = re.compile(r"[0-9a-f]{40}\.(h5|rows|lock)", re.ASCII)
 
@@ -89,6 +90,7 @@ class ShardCache:
 
     def __init__(self, cache_bytes: int = CACHE_BYTES):
         self.cache_bytes, self.folder = int(cache_bytes), cache_folder()
+        self._added = self.cache_bytes  # bytes since the files were last counted: the first download counts them
         if problem := _problem_with(self.folder):
             _log.warning(
                 "%s cannot be used (%s): shards of buckets are kept in a temporary folder until this process ends; set "
@@ -115,20 +117,18 @@ class ShardCache:
                 disk space.
         """
         try:
-            shard = self._open(file, with_features)
-            self._remove_least_recent()
+            return self._open(file, with_features)
         except OSError as error:
             raise LayertapError(
                 f"{file.url} ({file.size / 1e6:,.1f} MB) cannot be copied to {self.folder}: {error.strerror or error}",
                 hint="free disk space, or set XDG_CACHE_HOME to another folder",
             ) from error
-        return shard
 
     def _open(self, file: RemoteFile, with_features: bool) -> Shard:
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         whole, rows = self.folder / f"{file.key}.h5", self.folder / f"{file.key}.rows"
-        path = whole if with_features or whole.is_file() else rows
         with self._locked(whole.with_suffix(".lock")):
+            path = whole if with_features or whole.is_file() else rows
             # It may be missing, removed at this moment, or damaged.
             with contextlib.suppress(FileNotFoundError, InputError):
                 os.utime(path)
@@ -144,9 +144,13 @@ class ShardCache:
                         f"{file.url} was removed after it was opened", hint="open the data set again"
                     ) from None
                 flush_to_disk(raw.fileno())  # a power failure must not leave a file of zeros under this name
+                self._added += os.fstat(raw.fileno()).st_blocks * 512
                 temporary.rename(path)
                 shard.path = path
-                return shard
+        if self._added > self.cache_bytes // _COUNTED:
+            self._added = 0
+            self._remove_least_recent()
+        return shard
 
     @contextlib.contextmanager
     def _locked(self, path: Path) -> Iterator[None]:
@@ -161,7 +165,7 @@ class ShardCache:
                     fcntl.flock(lock, fcntl.LOCK_UN)
 
     def _remove_least_recent(self) -> None:
-        """Remove the files that were opened least recently until the size of all is within the bound."""
+        """Remove the files that were opened least recently, until more fit in than are added before the next count."""
         files = []
         with os.scandir(self.folder) as entries:
             for entry in entries:
@@ -173,7 +177,7 @@ class ShardCache:
                         remove_leftovers(self.folder / ".".join(entry.name.split(".")[:2]))
         total = sum(size for _, size, _ in files)
         for _, size, path in sorted(files):
-            if total <= self.cache_bytes:
+            if total <= self.cache_bytes - self.cache_bytes // _COUNTED:
                 break
             discard(path)
             total -= size
