@@ -79,7 +79,7 @@ def export(
         reader[name]
     remove_leftovers(path)  # also if the export was complete when its process was killed
     try:
-        if _exists(path):
+        if os.path.lexists(path):
             raise InputError(f"{path} already exists", hint="choose another name, or delete it")
         path.parent.mkdir(parents=True, exist_ok=True)
         with temporary_folder(path) as folder:
@@ -97,19 +97,6 @@ def export(
         raise InputError(f"{path} was created by another process", hint="choose another name, or delete it") from error
     except OSError as error:
         raise LayertapError(f"cannot write {path}: {error.strerror or error}") from error
-
-
-def _exists(path: Path) -> bool:
-    """Return whether a path exists, also as a broken link.
-
-    Raises:
-        OSError: the path cannot exist; for example, its name is too long.
-    """
-    try:
-        path.lstat()
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    return True
 
 
 def _blocks(

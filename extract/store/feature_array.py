@@ -16,7 +16,7 @@ from extract.store.format.shard import Shard
 from extract.store.format.value_types import decoded
 from extract.store.open_shards import ShardFile
 
-__all__ = ["FeatureArray", "RowIndex"]
+__all__ = ["FeatureArray", "RowIndex", "numbers_of"]
 
 _INTEGERS = (int, np.int64, np.int32)  # but not bool
 _DECODED_BYTES = 1 << 22  # values decoded at once
@@ -76,6 +76,32 @@ class RowIndex:
                 yield shard_index, first - int(starts[shard_index]), last - int(starts[shard_index])
 
 
+def numbers_of(index: Any, count: int, noun: str) -> NDArray[np.int64]:
+    """Return the numbers, from 0, that an index of an array stands for; without a dimension for an int.
+
+    Args:
+        index: an int, a slice, a boolean mask, or ints in any order.
+        count: length of the array.
+        noun: what it consists of, for errors.
+
+    Raises:
+        IndexError: the index is something else, or out of range.
+    """
+    if isinstance(index, slice):
+        return np.arange(*index.indices(count))
+    numbers = np.asarray(index)
+    if numbers.dtype == bool and numbers.ndim:
+        if numbers.shape != (count,):
+            raise IndexError(f"the mask has shape {numbers.shape}, expected ({count},)")
+        return np.flatnonzero(numbers)
+    if isinstance(index, tuple) or numbers.ndim > 1 or (numbers.size and numbers.dtype.kind not in "iu"):
+        raise IndexError(f"expected an int, a slice, a list of ints or a mask, got {index!r}")
+    if numbers.size and (int(numbers.min()) < -count or int(numbers.max()) >= count):
+        raise IndexError(f"{noun} {numbers.min()} to {numbers.max()} are out of range for {count} {noun}")
+    numbers = numbers.astype(np.int64)
+    return np.asarray(np.where(numbers < 0, numbers + count, numbers))
+
+
 class FeatureArray:
     """One feature over all shards; indexing reads rows.
 
@@ -126,19 +152,11 @@ class FeatureArray:
             return self.values(shard.row(self._feature.name, int(local if chosen is None else chosen[local])))
         if isinstance(rows, slice):
             start, stop, step = rows.indices(len(self))
-            return self.between(start, stop) if step == 1 else self.take(np.arange(start, stop, step))
-        index = np.asarray(rows)
-        if index.dtype == bool:
-            if index.shape != (len(self),):
-                raise IndexError(f"the mask has shape {index.shape}, expected ({len(self)},)")
-            return self.take(np.flatnonzero(index))
-        if isinstance(rows, tuple) or index.ndim > 1 or (index.size and index.dtype.kind not in "iu"):
-            raise IndexError(f"expected an int, a slice, a list of ints or a mask, got {rows!r}")
-        index = index.astype(np.int64)
-        if index.size and (int(index.min()) < -len(self) or int(index.max()) >= len(self)):
-            raise IndexError(f"rows {index.min()} to {index.max()} are out of range for {len(self)} rows")
-        values = self.take(np.atleast_1d(np.where(index < 0, index + len(self), index)))
-        return values if index.ndim else values[0]
+            if step == 1:
+                return self.between(start, stop)
+        numbers = numbers_of(rows, len(self), "rows")
+        values = self.take(np.atleast_1d(numbers))
+        return values if numbers.ndim else values[0]
 
     def pieces(self) -> list[tuple[int, int]]:
         """Return (start, stop), the rows of each chunk: about a megabyte of neighbouring rows in one file."""
@@ -194,7 +212,7 @@ class FeatureArray:
     def forget(self, start: int, stop: int) -> None:
         """Release memory-mapped pages of rows that were read; the file stays in the kernel's cache."""
         for shard_index, first, last in self._index.ranges_between(start, stop):
-            if self._index.chosen[shard_index] is None:
+            if self._index.chosen[shard_index] is None and self._index.files[shard_index].is_open:
                 self._index.files[shard_index].shard.forget(self._feature.name, first, last)
 
     def between(self, start: int, stop: int, out: NDArray[Any] | None = None) -> NDArray[Any]:

@@ -21,9 +21,14 @@ _OTHER_FILES = 128  # handles that are left to the rest of the process
 
 
 class OpenShards:
-    """The shards of a reader that are open and may be closed to stay within the limit of open files."""
+    """The shards of a reader that are open and may be closed to stay within the limit of open files.
 
-    def __init__(self) -> None:
+    Args:
+        most: shards that may be open, if the system permits as many.
+    """
+
+    def __init__(self, most: int = _MOST) -> None:
+        self._limit = most
         self._open: dict[ShardFile, None] = {}  # in the order in which they were opened
         self._most = 0  # 0: not known yet
         self._is_closed = False
@@ -36,7 +41,7 @@ class OpenShards:
         if self._is_closed:
             raise LayertapError(f"{file.name} is closed")
         if not self._most:
-            self._most = _most_open_shards()
+            self._most = min(self._limit, _most_open_shards())
         shard = read()
         while len(self._open) >= self._most:
             first = next(iter(list(self._open)))
@@ -51,7 +56,7 @@ class OpenShards:
         self._open.clear()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_open": {}, "_most": 0, "_is_closed": self._is_closed}
+        return {**vars(self), "_open": {}, "_most": 0}
 
 
 class ShardFile:

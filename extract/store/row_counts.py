@@ -1,6 +1,7 @@
 """How many rows of a reader have each status, class and split, and how well its features are compressed.
 
-A shard that is not open stays closed if its receipt has these numbers: a receipt is read in a tenth of the time.
+A shard that is not open stays closed if its receipt has these numbers: a receipt is read in a tenth of the time. It is
+used only if it agrees with the size of the shard and with itself; receipts of earlier versions have no counts.
 """
 
 from __future__ import annotations
@@ -98,23 +99,25 @@ def count_rows(
 
 def _from_receipt(selection: RowSelection, n_classes: int, fingerprint: str) -> ShardCounts | None:
     """Return the counts in the receipt; None if the shard is open or the receipt is not that of all these rows."""
-    file = selection.file
-    if file.is_open or not selection.same_names or selection.chosen is not None or selection.names is not None:
-        return None
-    path = Path(file.name)
-    receipt = read_receipt(path, file.n_rows)
-    if receipt is None or (receipt["fingerprint"], receipt["n_rows"]) != (fingerprint, file.n_rows):
+    file, receipt = selection.file, selection.receipt
+    if receipt is None:
+        if file.is_open or not selection.same_names or selection.chosen is not None or selection.names is not None:
+            return None
+        path = Path(file.name)
+        receipt = read_receipt(path, file.n_rows)
+        try:
+            if receipt is None or path.stat().st_size != receipt["size"]:
+                return None
+        except OSError:
+            return None
+    if (receipt["fingerprint"], receipt["n_rows"]) != (fingerprint, file.n_rows):
         return None
     counts = counts_in(receipt)
-    try:
-        same_size = path.stat().st_size == receipt["size"]
-    except OSError:
-        return None
-    return counts if same_size and counts and all(-1 <= label < n_classes for label in counts.labels) else None
+    return counts if counts and all(-1 <= label < n_classes for label in counts.labels) else None
 
 
 def _from_rows(selection: RowSelection) -> ShardCounts:
     """Count the rows of a selection; see `RowSelection.labels` for errors."""
     names = selection.names
     splits = selection.column("split").tolist() if names is None else map(os.fsencode, names.splits)
-    return count_shard(selection.shard, selection.column("status"), selection.labels, splits)
+    return count_shard(selection.file.shard, selection.column("status"), selection.labels, splits)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial as bind
 from pathlib import Path
@@ -16,11 +17,12 @@ from extract.errors import InputError, LayertapError
 from extract.row_status import Status
 from extract.store.format.dataset import UNFINISHED_HINT, DataSet
 from extract.store.format.layout import RowNames, StoredFeature
+from extract.store.format.receipt import reasons_in, reasons_of
 from extract.store.format.row_hash import wrong_rows
 from extract.store.format.shard import Shard
 from extract.store.open_shards import OpenShards, ShardFile
-from extract.store.places.block_cache import BlockCache
-from extract.store.places.bucket import Bucket, open_remote_shard
+from extract.store.places.bucket import Bucket
+from extract.store.places.shard_cache import RemoteFile, ShardCache
 from extract.system.atomic_files import allow_more_files
 
 __all__ = ["OpenedDataSet", "RowSelection", "open_selections", "read_one_version"]
@@ -28,8 +30,10 @@ __all__ = ["OpenedDataSet", "RowSelection", "open_selections", "read_one_version
 T = TypeVar("T")
 
 _ATTEMPTS = 5  # to read a data set while new versions are published
-# A data set of more shards is opened shard by shard, on first use: an open shard takes 2 ms and 90 KB.
+# A data set of more shards is opened shard by shard, on first use: an open shard takes 2 ms, 90 KB and a file handle.
+# Of others, damage is reported before any work is done. A missing shard is an error at once, always.
 OPENED_AT_ONCE = 64
+_AT_ONCE = 8  # shards of a bucket that are opened at the same time
 
 
 @dataclass(frozen=True)
@@ -37,11 +41,13 @@ class RowSelection:
     """Rows of one shard.
 
     Attributes:
-        file: the file of the shard.
+        file: the shard. For a shard in a bucket, it has the features; it is downloaded on first use.
         rows: (N,), their numbers in the data set, ascending.
         chosen: (N,) int64, their numbers in the shard; None for all rows of the shard, in order.
         names: paths, labels, splits and classes; None to read them from the shard.
         same_names: whether all shards of the data set have the same classes and kept columns, and all or none ids.
+        without_features: of a shard in a bucket: everything but the features.
+        receipt: of a shard in a bucket: content of its receipt.
     """
 
     file: ShardFile
@@ -49,11 +55,25 @@ class RowSelection:
     chosen: NDArray[np.int64] | None = None
     names: RowNames | None = None
     same_names: bool = False
+    without_features: ShardFile | None = None
+    receipt: Mapping[str, Any] | None = None
 
     @property
     def shard(self) -> Shard:
-        """The open shard; see `ShardFile.shard` for errors."""
-        return self.file.shard
+        """The open shard, perhaps without its features; see `ShardFile.shard` for errors."""
+        return (self.without_features or self.file).shard
+
+    @property
+    def reasons(self) -> dict[int, str]:
+        """Row of the data set -> why it failed."""
+        shard = self.shard
+        return reasons_of(shard.path, len(shard)) if self.receipt is None else reasons_in(self.receipt)
+
+    def close(self) -> None:
+        """Close the files; arrays that were read stay valid."""
+        self.file.close()
+        if self.without_features is not None:
+            self.without_features.close()
 
     def after(self, count: int) -> RowSelection:
         """Return the selection with `count` added to its row numbers, for the rows of preceding data sets."""
@@ -120,7 +140,7 @@ class OpenedDataSet:
 
 
 def open_selections(
-    path: Path | str, partial: bool, cache: BlockCache | None, open_shards: OpenShards
+    path: Path | str, partial: bool, cache: ShardCache | None, open_shards: OpenShards
 ) -> OpenedDataSet:
     """Open a data set folder or a shard, for a URL through `cache`; see `FeatureReader` for `partial` and errors."""
     if isinstance(path, str):
@@ -135,16 +155,40 @@ def open_selections(
     return OpenedDataSet([selection], shard.features, shard.identity.fingerprint, len(shard))
 
 
-def _open_url(url: str, partial: bool, cache: BlockCache) -> OpenedDataSet:
-    """Open a data set or a shard in a bucket."""
+def _open_url(url: str, partial: bool, cache: ShardCache) -> OpenedDataSet:
+    """Open a data set in a bucket."""
     if url.endswith(".h5"):
-        shard = open_remote_shard(url, cache)
-        selection = _select_stored(shard, shard.identity.first_row, partial)
-        return OpenedDataSet([selection], shard.features, shard.identity.fingerprint, len(shard))
+        raise InputError(f"{url} is a shard; in a bucket, only whole data sets are read", hint="name the data set")
     bucket = Bucket(url)
-    shards = bucket.open_shards(cache, partial=partial)
-    selections = [_select_stored(shard, shard.identity.first_row, partial) for shard in shards]
-    return OpenedDataSet(selections, bucket.dataset.features, bucket.dataset.fingerprint, bucket.dataset.n_rows)
+    dataset, files = bucket.dataset, bucket.finished(partial=partial)
+    largest = max((file.size for file in files.values()), default=1)
+    # What the cache removes stays on the disk until it is closed.
+    whole, without_features = OpenShards(max(1, cache.cache_bytes // largest)), OpenShards()
+
+    def select(shard: int, file: RemoteFile) -> RowSelection:
+        rows = dataset.shard_range(shard)
+        features, table = (
+            ShardFile(
+                file.url,
+                len(rows),
+                read=bind(_open_remote, cache, file, dataset, shard, with_features),
+                open_shards=open_shards,
+            )
+            for open_shards, with_features in ((whole, True), (without_features, False))
+        )
+        _stored_rows(table.shard, partial=False)
+        return RowSelection(features, rows, without_features=table, receipt=file.receipt)
+
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        selections = list(pool.map(select, files, files.values()))
+    return OpenedDataSet(selections, dataset.features, dataset.fingerprint, dataset.n_rows)
+
+
+def _open_remote(cache: ShardCache, file: RemoteFile, dataset: DataSet, shard: int, with_features: bool) -> Shard:
+    """Open a shard in a bucket through the cache, and check that it is this shard of its data set."""
+    opened = cache.open(file, with_features=with_features)
+    dataset.check_shard(shard, opened)
+    return opened
 
 
 def read_one_version(out: Path, read: Callable[[DataSet], T]) -> T:

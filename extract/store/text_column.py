@@ -1,4 +1,4 @@
-"""Text of each row of a reader, read from the files when it is used."""
+"""Text of each row of a reader, read from the files when it is used: as lists, that of 10 million rows took 2 GB."""
 
 from __future__ import annotations
 

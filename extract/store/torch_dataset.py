@@ -34,8 +34,9 @@ class FeatureDataset(Dataset[tuple[Any, int]]):
         loader = DataLoader(reader.dataset("layer4", split="train"), 256, shuffle=True, num_workers=2)
         for x, y in loader: ...
 
-    Rows without a class are left out with a warning if others have one: a loss does not accept their label, -1. If no
-    row has a class, all are there, with the label -1.
+    Rows without a class are left out with a warning if others have one: a loss does not accept their label, -1, and
+    fails in the middle of an epoch. If no row has a class, all are there, with the label -1: nobody trains on labels
+    then.
 
     Positions are not rows of the reader, since failed rows are left out, too. Choose and weigh samples by `labels`:
 

@@ -398,7 +398,7 @@ def _apply_remedies(dataset: DataSet, number: int, files: ShardFiles, shard: Sha
 
 
 def _rename_damaged(path: Path) -> None:
-    """Rename a file, then its receipt, to names in `.damaged`, which no reader opens."""
+    """Rename a file, then its receipt, to names in `.damaged`, which no reader opens; the user may inspect them."""
     for file in (path, path.with_suffix(".json")):
         names = (file.with_name(f"{file.name}.damaged{count}") for count in ("", *(f"-{i}" for i in range(2, 1000))))
         if os.path.lexists(file) and (file == path or path.suffix == ".h5"):

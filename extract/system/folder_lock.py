@@ -53,7 +53,8 @@ def locked(out: Path) -> Iterator[None]:
 def kept(out: Path) -> Iterator[None]:
     """Context manager: keep other processes from locking a folder, without writing to it.
 
-    A folder without a lock file, or without the folder itself, has no writer, and nothing is locked.
+    A folder without a lock file, or without the folder itself, has no writer: nothing is locked. The lock is shared,
+    which needs a file that is open for reading only. A writer that meets it cannot name the process that holds it.
 
     Raises:
         LockedError: see `locked`.
@@ -115,6 +116,7 @@ def _by_one_thread(out: Path) -> Iterator[None]:
 
 
 def _lock(file: TextIO, kind: int, out: Path) -> None:
+    # Not flock: worker processes would inherit it, and live for some seconds after their parent was killed.
     try:
         fcntl.lockf(file, kind | fcntl.LOCK_NB)
     except OSError as error:

@@ -27,7 +27,8 @@ def exits_refused() -> Iterator[None]:
     """Context manager: an error in place of the end of the program, if code inside calls `sys.exit`.
 
     A program that ends with exit code 0 looks as if it had done its work. Other exceptions that code is not expected to
-    handle, such as GeneratorExit, are errors too, if a user's own code raised them; Ctrl-C is not.
+    handle, such as GeneratorExit, are errors too, if a user's own code raised them (Python itself raises GeneratorExit
+    in a generator that is closed); Ctrl-C is not. Used wherever such code runs.
 
     Raises:
         InputError: the code called `sys.exit`, or another function that raises SystemExit; or a user's own code raised

@@ -13,11 +13,13 @@ A shape is written like the content that it describes:
     {"name": shape, "other?": shape} an object with these names; a name that ends in "?" may be missing, and all names
                                      that the shape does not list are permitted
     (shape, shape)                   one of several
+
+Not by pydantic: its import would cost each decoding worker, and each script that only reads features, 0.13 s of CPU.
+The size is checked first, because large files make large objects: a receipt of 42 MB took `verify` 16 s.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import os
@@ -68,11 +70,7 @@ class Text:
 
     def fits(self, value: Any) -> bool:
         """Return whether a value is text in this form."""
-        return isinstance(value, str) and self._pattern.fullmatch(value) is not None
-
-    @functools.cached_property
-    def _pattern(self) -> re.Pattern[str]:
-        return re.compile(self.form, re.ASCII)
+        return isinstance(value, str) and re.fullmatch(self.form, value, re.ASCII) is not None
 
 
 class _Time(Text):

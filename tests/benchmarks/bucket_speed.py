@@ -2,8 +2,8 @@
 
 A server of moto on this machine, in a process of its own, holds 80,000 rows of 1,280 float16 (205 MB) in four shards.
 Ratios of rates, medians of three rounds in turn; 1 is as fast as the plain way. The plain ways: `cat_file` of the same
-files, one after the other; `cat_ranges` of the same blocks; `cat_file` of each row; and the data set in a local folder.
-The cache of blocks is in FOLDER (a temporary one by default): cold is empty, warm has everything.
+files, one after the other; `cat_ranges` of ranges of 16 MB; `cat_file` of each row; and the data set in a local folder.
+The cache is in FOLDER (a temporary one by default): cold is empty, warm has everything.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from extract.store.format.dataset import DataSet
 from extract.store.format.layout import RowNames, StoredFeature, create_shard
 from extract.store.format.receipt import read_receipt
 from extract.store.format.writer import ShardWriter
-from extract.store.places.block_cache import BLOCK_BYTES
 from extract.store.places.bucket import Bucket
 
 ROWS, WIDTH, SHARDS, BATCH, ROUNDS = 80_000, 1280, 4, 256, 3
+RANGE_BYTES = 16 << 20
 
 
 def written(out: Path, values: np.ndarray) -> DataSet:
@@ -96,10 +96,10 @@ def main(folder: Path) -> None:
     places = [(int(row) // (ROWS // SHARDS), first + int(row) % (ROWS // SHARDS) * 2 * WIDTH) for row in single]
 
     sizes = [data.path(shard).stat().st_size for shard in range(SHARDS)]
-    blocks = [
-        (path, start, min(start + BLOCK_BYTES, size))
+    ranges = [
+        (path, start, min(start + RANGE_BYTES, size))
         for path, size in zip(paths, sizes, strict=True)
-        for start in range(0, size, BLOCK_BYTES)
+        for start in range(0, size, RANGE_BYTES)
     ]
 
     def whole() -> None:
@@ -129,12 +129,12 @@ def main(folder: Path) -> None:
         assert np.array_equal(reader["x"][:], values)
     taken = in_turn(
         plain=lambda: [fs.cat_file(path) for path in paths],
-        in_blocks=lambda: fs.cat_ranges(*map(list, zip(*blocks, strict=True)), batch_size=8),
+        in_ranges=lambda: fs.cat_ranges(*map(list, zip(*ranges, strict=True)), batch_size=8),
         cold=whole, warm=whole, order_cold=in_order, order_warm=in_order,
         folder=lambda: FeatureReader(data.out)["x"][:],
     )  # fmt: skip
     say("everything, cold cache", taken["cold"], taken["plain"], "fsspec cat_file")
-    say("  the same", taken["cold"], taken["in_blocks"], "fsspec cat_ranges of the same blocks")
+    say("  the same", taken["cold"], taken["in_ranges"], "fsspec cat_ranges of 16 MB")
     say("everything, warm cache", taken["warm"], taken["plain"], "fsspec cat_file")
     say("  the same", taken["warm"], taken["folder"], "a local folder")
     say("a pass in batches of 256, cold cache", taken["order_cold"], taken["plain"], "fsspec cat_file")
@@ -143,7 +143,12 @@ def main(folder: Path) -> None:
         plain=ranges_one_by_one, cold=at_random, warm=at_random,
         batches_cold=lambda: in_batches(url), batches_warm=lambda: in_batches(url), folder=lambda: in_batches(data.out),
     )  # fmt: skip
-    say("100 random rows one at a time, cold cache", taken["cold"], taken["plain"], "fsspec cat_file of each")
+    say(
+        "100 random rows one at a time, cold: four shards",
+        taken["cold"],
+        taken["plain"],
+        "fsspec cat_file of each",
+    )
     say("100 random rows one at a time, warm cache", taken["warm"], taken["plain"], "fsspec cat_file of each")
     each = taken["plain"] / len(single) * BATCH * len(batches)
     say("10 random batches of 256, cold cache", taken["batches_cold"], each, "fsspec cat_file of each")

@@ -174,6 +174,7 @@ class DataSet:
 
     def path(self, shard: int, revision: int = 0, *, part: bool = False) -> Path:
         """Return the path of a shard's file: 000000.h5, or 000000-r1.h5 for revision 1; a part ends in .part."""
+        # A new name, because file and receipt of the old one must match at every moment, also for readers of the old.
         return self.out / "shards" / f"{stem_of(shard, revision)}.h5{'.part' if part else ''}"
 
     def shard_files(self) -> list[ShardFiles]:
@@ -359,6 +360,7 @@ class DataSet:
                 f"{location} is kept in sync with {existing.images['root']} by `layertap sync`",
                 hint="choose another output folder",
             )
+        # `embed` would assign classes by the folders of the merged data set; the sources may have named them otherwise.
         if ("merged_from" in existing.images) != ("merged_from" in self.images) and not replaceable:
             if "merged_from" in existing.images:
                 raise InputError(

@@ -37,7 +37,10 @@ are NaN, or the smallest number of the type if they are whole numbers.
 
 A shard is created at full size before the first image is read. Without compression, the chunks of a feature are
 contiguous (HDF5's implicit chunk index), so a feature is one array in the file. After creation, only the bytes of
-features, status, row_hash, record_hash and source_* change; they are written in place, without HDF5.
+features, status, row_hash, record_hash and source_* change; they are written in place, without HDF5. So a kill cannot
+leave the structures of HDF5 half changed, a full disk is an OSError in place of a crash of HDF5, and readers need no
+lock. Superblock 3 has checksums of all structures. Text has a fixed length, because HDF5 stores other text in a heap
+without checksums, where one file can make many rows point to one large text.
 
 A user block of text, which HDF5 skips, precedes the HDF5 data. Its first line is
 
@@ -45,7 +48,8 @@ A user block of text, which HDF5 skips, precedes the HDF5 data. Its first line i
 
 Its second line is JSON: `size` of the file, `row_data` (ascending byte ranges that are written after creation), and
 `fixed_xxh3`, the xxh3-128 of all other bytes after the user block. A reader that verifies it never passes a damaged
-structure to HDF5, which can crash or hang on it.
+structure to HDF5, which can crash or hang on it: of 12,000 files with one to eight changed bytes in their structures,
+it hung on 4 (HDF5 2.0; of an older file format, it crashed on 7 and hung on 3).
 """
 
 from __future__ import annotations
@@ -90,6 +94,7 @@ __all__ = [
     "plain_offset",
     "preallocated",
     "read_header",
+    "read_layout",
     "row_bytes",
 ]
 
@@ -105,7 +110,8 @@ _CHUNK_BYTES = 1 << 20
 
 # Limit on the bytes that do not change after creation: opening a shard hashes them.
 _FIXED_BYTES = 1 << 30
-COLUMNS = "columns"  # group of kept columns
+# Group of kept columns. They are in the shard, so that merged data sets and buckets have them, and h5py reads them.
+COLUMNS = "columns"
 AXES_FOLDER = "axes"  # of a data set
 AXES_NAMES = re.compile(r"[0-9a-f]{16}\.safetensors|(axes\.)?fitting\.[0-9a-f]{16}\.new")  # files in it
 _TEXTS_AT_ONCE = 1 << 16  # paths, splits or ids in memory while they are written
@@ -384,6 +390,8 @@ def _is_packed(data: h5py.Dataset) -> bool:
 def _check_offsets(raw: BinaryIO, first_rows: Sequence[tuple[int | None, bytes]]) -> None:
     """Check that features are in the file where HDF5 reports, because rows are written there without HDF5.
 
+    With a wrong offset, rows would be read back from the wrong place, too, without an error.
+
     Raises:
         LayertapError: a feature is elsewhere.
     """
@@ -427,7 +435,8 @@ def _write_header(raw: BinaryIO, header_bytes: int, ranges: Iterable[tuple[int, 
         else:
             merged.append((start, stop))
     size = os.fstat(raw.fileno()).st_size
-    content = {"size": size, "row_data": merged, "fixed_xxh3": _hash_fixed(raw, header_bytes, size, merged)}
+    fixed_xxh3 = _hash_fixed(raw, _between(header_bytes, size, merged))
+    content = {"size": size, "row_data": merged, "fixed_xxh3": fixed_xxh3}
     title = f"{FORMAT} shard, format {FORMAT_VERSION}; HDF5 begins at byte {header_bytes}\n"
     text = title.encode() + json.dumps(content).encode() + b"\n"
     raw.seek(0)
@@ -440,6 +449,21 @@ def read_header(raw: BinaryIO, path: Path | str) -> list[tuple[int, int]]:
 
     Raises:
         InputError: the file is not a shard of this format, or bytes that must not change have changed.
+    """
+    fixed, row_data, fixed_xxh3 = read_layout(raw, path)
+    if fixed_xxh3 != _hash_fixed(raw, fixed):
+        raise InputError(f"{path} is damaged: its paths, labels or structure do not match their hash")
+    return row_data
+
+
+def read_layout(raw: BinaryIO, path: Path | str) -> tuple[list[tuple[int, int]], list[tuple[int, int]], Any]:
+    """Read the user block.
+
+    Returns:
+        The byte ranges that do not change after creation, those that are written, and the hash of the former.
+
+    Raises:
+        InputError: the file is not a shard of this format, or has another size.
     """
     head = raw.read(512)
     title = re.match(rb"layertap shard, format (\d+); HDF5 begins at byte (\d{3,7})\n", head)
@@ -458,21 +482,23 @@ def read_header(raw: BinaryIO, path: Path | str) -> list[tuple[int, int]]:
         edges = [header_bytes, *(edge for byte_range in ranges for edge in byte_range), size]
         if edges != sorted(edges) or size - sum(stop - first for first, stop in ranges) > 2 * _FIXED_BYTES:
             raise ValueError
-        intact = content["fixed_xxh3"] == _hash_fixed(raw, header_bytes, size, ranges)
+        return _between(header_bytes, size, ranges), ranges, content["fixed_xxh3"]
     except InputError:
         raise
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         raise InputError(f"{path} is damaged: its first {header_bytes} bytes are not a valid header") from None
-    if not intact:
-        raise InputError(f"{path} is damaged: its paths, labels or structure do not match their hash")
-    return ranges
 
 
-def _hash_fixed(raw: BinaryIO, header_bytes: int, size: int, row_data: Sequence[tuple[int, int]]) -> str:
-    """Return the xxh3-128 of all bytes after the user block except the row data."""
-    digest = xxhash.xxh3_128()
+def _between(header_bytes: int, size: int, row_data: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the byte ranges after the user block without the row data."""
     starts = [header_bytes, *(stop for _, stop in row_data)]
-    for start, stop in zip(starts, [*(first for first, _ in row_data), size], strict=True):
+    return list(zip(starts, [*(first for first, _ in row_data), size], strict=True))
+
+
+def _hash_fixed(raw: BinaryIO, fixed: Iterable[tuple[int, int]]) -> str:
+    """Return the xxh3-128 of byte ranges."""
+    digest = xxhash.xxh3_128()
+    for start, stop in fixed:
         raw.seek(start)
         while start < stop:
             block = raw.read(min(1 << 20, stop - start))

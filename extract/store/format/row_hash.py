@@ -1,4 +1,9 @@
-"""The two hashes of a row: row_hash over its features, record_hash over its path, row_hash, source and status."""
+"""The two hashes of a row: row_hash over its features, record_hash over its path, row_hash, source and status.
+
+Any program can compute row_hash. record_hash finds what a power failure leaves: a status without the hash of the image
+file, or the new status of a retried row without its new features. It also binds features to the name and the bytes of
+their image: rows that were exchanged completely, with their row_hash, do not match it.
+"""
 
 from __future__ import annotations
 

@@ -41,12 +41,12 @@ _BESIDE = {h5z.FILTER_SHUFFLE, h5z.FILTER_FLETCHER32}
 
 
 @contextlib.contextmanager
-def open_untrusted(path: Path | str, source: Any = None) -> Iterator[h5py.File]:
+def open_untrusted(path: Path, name: str) -> Iterator[h5py.File]:
     """Context manager: open an HDF5 file for reading, and turn any error in the block into an InputError.
 
     Args:
-        path: path or URL of the file.
-        source: file object to read the bytes from, if they are not in a local file.
+        path: the file.
+        name: its path or URL, for errors.
 
     Raises:
         InputError: the file is not HDF5, or is damaged.
@@ -54,22 +54,22 @@ def open_untrusted(path: Path | str, source: Any = None) -> Iterator[h5py.File]:
     """
     try:
         try:
-            file = h5py.File(source or path, "r", locking=False)
+            file = h5py.File(path, "r", locking=False)
         except OSError as error:
-            if source or "locking flag values" not in str(error):
+            if "locking flag values" not in str(error):
                 raise
             file = h5py.File(path, "r")  # this process has already opened it with h5py itself, with a lock
     except OSError as error:
         if error.errno:  # an error of the system, not of HDF5
             raise
-        raise InputError(f"{path} cannot be opened as HDF5: {first_line(error)}") from error
+        raise InputError(f"{name} cannot be opened as HDF5: {first_line(error)}") from error
     try:
         with file:
             yield file
     except LayertapError:
         raise
     except Exception as error:  # h5py raises errors of many types on malformed files
-        raise InputError(f"{path} is damaged: {first_line(error)}") from error
+        raise InputError(f"{name} is damaged: {first_line(error)}") from error
 
 
 def need_libraries(compression: str | None) -> None:

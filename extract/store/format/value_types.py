@@ -6,7 +6,11 @@
     int8               (N,) records of `scale`, float32, and `values`, int8 (*shape): a value is scale * values
 
 The scale of an int8 row is the largest magnitude of the row over 127, so a value is off by at most 1/254 of that. A row
-with a value that is NaN or infinite is NaN in all values. The smallest int32 and int64 stand for NaN.
+with a value that is NaN or infinite is NaN in all values. The smallest int32 and int64 stand for NaN: 0 and -1 are
+values of many models.
+
+A row of int8 is one record with its scale, so that code that writes, copies or hashes rows need not know what is in it.
+HDF5 has no bfloat16 that h5py maps to a type of NumPy.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Finished shards of one data set in a bucket: published once, read by byte ranges.
+"""Finished shards of one data set in a bucket: published once, read through the cache.
 
 A data set in a bucket has the same layout as in a folder, so a plain copy (`aws s3 sync`) is a data set, too:
 
@@ -10,13 +10,13 @@ A data set in a bucket has the same layout as in a folder, so a plain copy (`aws
 
 A bucket has no locks and no rename, but supports conditional creation: an object is created only if none has its name.
 Objects are therefore never overwritten or deleted, and one of several writers wins. The object is uploaded first, its
-receipt last: readers ignore an object without a receipt. A receipt whose object is missing, or has another size, is an
-error.
+receipt last: readers ignore an object without a receipt. Whoever finds one cannot know whether its writer is dead, but
+the object cannot change any more: he checks its rows and writes the receipt. A receipt whose object is missing, or has
+another size, is an error.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -39,14 +39,13 @@ from extract.store.format.receipt import reasons_in, receipt_bytes, receipt_of
 from extract.store.format.row_hash import wrong_rows
 from extract.store.format.schemas import RECEIPT
 from extract.store.places import objects
-from extract.store.places.block_cache import BlockCache, RemoteFile
-from extract.store.places.remote_shard import RemoteShard
+from extract.store.places.shard_cache import RemoteFile
 from extract.system.atomic_files import discard
-from extract.system.json_files import JSON_BYTES, parse_json
+from extract.system.json_files import parse_json
 
-__all__ = ["Bucket", "open_remote_shard"]
+__all__ = ["Bucket"]
 
-_AT_ONCE = 8  # shards or receipts opened concurrently
+_AT_ONCE = 8  # receipts read concurrently
 
 
 class Bucket:
@@ -225,7 +224,7 @@ class Bucket:
         self._check_safe()
         url = f"{self.url}/shards/{path.name}"
         receipt_url = f"{url.removesuffix('.h5')}.json"
-        size, sha256 = _size_and_sha256(receipt, f"the receipt of {path}")
+        size, sha256 = receipt["size"], receipt["sha256"]
         if path.stat().st_size != size:
             raise InputError(
                 f"{path} has {path.stat().st_size:,} bytes, its receipt says {size:,}", hint="seal the shard again"
@@ -257,7 +256,8 @@ class Bucket:
         copy = path.with_name(f"{path.name}.{os.getpid()}.new")
         shard = int(path.name[:6])
         try:
-            objects.download(url, size, copy)
+            copy.touch()
+            objects.download(url, [(0, size)], copy)
             with self.dataset.open_shard(shard, copy) as opened:
                 status = opened.column("status")
                 damaged = wrong_rows(opened, np.arange(len(opened)))
@@ -278,16 +278,15 @@ class Bucket:
         finally:
             discard(copy)
 
-    def open_shards(self, cache: BlockCache, *, partial: bool) -> list[RemoteShard]:
-        """Open the finished shards for reading.
+    def finished(self, *, partial: bool) -> dict[int, RemoteFile]:
+        """Return the finished shards by their number, ascending.
 
         Args:
-            cache: the block cache to read through.
             partial: whether shards may be missing.
 
         Raises:
-            InputError: a shard is damaged, or belongs to another data set.
-            LayertapError: a shard is missing, or the store does not answer.
+            InputError: a receipt is damaged.
+            LayertapError: a shard is missing or does not match its receipt, or the store does not answer.
         """
         dataset, published = self.dataset, self._published()
         missing = [shard for shard in range(dataset.n_shards) if shard not in published]
@@ -297,79 +296,22 @@ class Bucket:
                 hint=UNFINISHED_HINT,
             )
 
-        def open_shard(shard: int) -> RemoteShard:
+        def find(shard: int) -> RemoteFile:
             stem, size, receipt_size = published[shard]
-            opened = open_remote_shard(
-                f"{self.url}/shards/{stem}.h5", cache, size, receipt_size, len(dataset.shard_range(shard))
-            )
-            try:
-                dataset.check_shard(shard, opened)
-            except BaseException:
-                opened.close()
-                raise
-            return opened
+            most_bytes = receipt_bytes(len(dataset.shard_range(shard)))
+            receipt = _read_receipt(f"{self.url}/shards/{stem}.json", receipt_size, most_bytes)
+            if size != receipt["size"]:
+                raise LayertapError(
+                    f"{self.url}/shards/{stem}.h5 has {size:,} bytes, its receipt says {receipt['size']:,}; it was "
+                    "changed after it was published",
+                    hint="restore the original object, or remove both and run the command that created the data set "
+                    "again",
+                )
+            return RemoteFile(f"{self.url}/shards/{stem}.h5", receipt)
 
+        shards = [shard for shard in sorted(published) if shard < dataset.n_shards]
         with ThreadPoolExecutor(_AT_ONCE) as pool:
-            futures = [pool.submit(open_shard, shard) for shard in sorted(published) if shard < dataset.n_shards]
-            try:
-                return [future.result() for future in futures]
-            except BaseException:
-                for future in futures:
-                    if not future.cancel():
-                        with contextlib.suppress(LayertapError, OSError):
-                            future.result().close()
-                raise
-
-
-def open_remote_shard(
-    url: str,
-    cache: BlockCache,
-    size: int | None = None,
-    receipt_size: int | None = None,
-    n_rows: int | None = None,
-) -> RemoteShard:
-    """Open one finished shard by the URL of its object.
-
-    Args:
-        url: URL of the object.
-        cache: the block cache to read through.
-        size: bytes of the object; None requests them from the store.
-        receipt_size: bytes of its receipt; None requests them from the store.
-        n_rows: rows of the shard, which bound the receipt; None if unknown.
-
-    Raises:
-        InputError: the shard has no receipt, or is damaged.
-        LayertapError: the object is missing or does not match its receipt, or the store does not answer.
-    """
-    receipt_url = f"{url.removesuffix('.h5')}.json"
-    metadata = objects.info(url) if size is None else objects.ObjectInfo(size)
-    if n_rows is not None:
-        most_bytes = receipt_bytes(n_rows)
-    else:  # a row takes more than 32 bytes of the object
-        most_bytes = min(receipt_bytes(metadata.size // 32), JSON_BYTES) if metadata else JSON_BYTES
-    try:
-        receipt = _read_receipt(receipt_url, receipt_size, most_bytes)
-    except FileNotFoundError as error:
-        raise InputError(f"{url} is not a finished shard: it has no receipt {receipt_url}") from error
-    if metadata is None:
-        raise LayertapError(
-            f"{url} is missing, but its receipt exists", hint="restore the object, or remove the receipt"
-        )
-    size = metadata.size
-    expected, sha256 = _size_and_sha256(receipt, receipt_url)
-    if size != expected:
-        raise LayertapError(
-            f"{url} has {size:,} bytes, its receipt says {expected:,}; it was changed after it was published",
-            hint="restore the original object, or remove both and run the command that created the data set again",
-        )
-    return RemoteShard(RemoteFile(url, size, sha256), receipt, cache)
-
-
-def _size_and_sha256(receipt: Mapping[str, Any], name: str) -> tuple[int, str]:
-    size, sha256 = receipt.get("size"), receipt.get("sha256")
-    if type(size) is not int or size < 1 or not re.fullmatch("[0-9a-f]{64}", str(sha256), re.ASCII):
-        raise InputError(f"{name} is damaged: it has no valid size and sha256")
-    return size, str(sha256)
+            return dict(zip(shards, pool.map(find, shards), strict=True))
 
 
 def _read_receipt(url: str, size: int | None, most_bytes: int) -> dict[str, Any]:

@@ -4,7 +4,8 @@ Each machine builds a shard on its own disk. The shard is copied into the folder
 that file system already), synced to the disk, and given its final name by a hard link. The link fails if the name
 exists, so one of several machines that publish the same shard wins. Each machine writes its receipt under a temporary
 name first; the winner renames its own. If the winner is killed between the two, the next worker finds the receipt under
-its temporary name and renames it.
+its temporary name and renames it. With the receipt first, as a single process does it, a late writer would overwrite
+the receipt of the winner.
 
 The file system must guarantee that `link` fails if the name exists, and that synced data is on the disk. NFS guarantees
 both (RFC 1813, sections 3.3.15 and 3.3.21). Its server may answer a repeated `link` request with "exists"; `_link`
@@ -15,11 +16,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import json
 import os
 import re
 import secrets
+import shutil
 import socket
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import replace
@@ -248,15 +249,11 @@ def _copy(path: Path, copy: Path, receipt: dict[str, Any]) -> None:
     Raises:
         LayertapError: the shard does not match its receipt any more.
     """
-    digest = hashlib.sha256()
     with path.open("rb") as source, copy.open("xb") as target:
-        while block := source.read(1 << 20):
-            digest.update(block)
-            target.write(block)
+        shutil.copyfileobj(source, target, 1 << 20)
         target.flush()
         flush_to_disk(target.fileno())
-        size = os.fstat(target.fileno()).st_size
-    if (size, digest.hexdigest()) != (receipt["size"], receipt["sha256"]):
+    if not size_and_hash(copy).items() <= receipt.items():
         raise LayertapError(f"{path} is damaged: it does not match its receipt", hint="delete it and run again")
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from extract.errors import InputError
-from extract.store.feature_array import FeatureArray
+from extract.store.feature_array import FeatureArray, numbers_of
 from extract.store.tokens.token_batches import TokenBatch, TokenPass, token_batches
 from extract.store.tokens.token_layout import TokenLayout, recorded_crop, token_boxes, token_labels
 
@@ -77,25 +77,9 @@ class TokenArray:
 
     def __getitem__(self, index: Any) -> NDArray[Any]:
         """Read tokens: an int gives (C,); a slice, a mask, or an array of ints in any order, (n, C)."""
-        numbers = self._numbers(index)
+        numbers = numbers_of(index, len(self), "tokens")
         values = self._take(np.atleast_1d(numbers))
         return values if numbers.ndim else values[0]
-
-    def _numbers(self, index: Any) -> NDArray[np.int64]:
-        """Return the numbers of tokens, from 0."""
-        if isinstance(index, slice):
-            return np.arange(*index.indices(len(self)))
-        numbers = np.asarray(index)
-        if numbers.dtype == bool and numbers.ndim:
-            if numbers.shape != (len(self),):
-                raise IndexError(f"the mask has shape {numbers.shape}, expected ({len(self)},)")
-            return np.flatnonzero(numbers)
-        if isinstance(index, tuple) or numbers.ndim > 1 or (numbers.size and numbers.dtype.kind not in "iu"):
-            raise IndexError(f"expected an int, a slice, a list of ints or a mask, got {index!r}")
-        if numbers.size and (int(numbers.min()) < -len(self) or int(numbers.max()) >= len(self)):
-            raise IndexError(f"tokens {numbers.min()} to {numbers.max()} are out of range for {len(self)} tokens")
-        numbers = numbers.astype(np.int64)
-        return np.asarray(np.where(numbers < 0, numbers + len(self), numbers))
 
     def _take(self, numbers: NDArray[np.int64]) -> NDArray[Any]:
         values = np.empty((len(numbers), self.shape[1]), self.dtype)
@@ -115,11 +99,11 @@ class TokenArray:
 
     def row(self, index: Any) -> Any:
         """Return the row in the reader of the image of each token; `index` as in `tokens[index]`."""
-        return self.rows[self._numbers(index) // self.per_image]
+        return self.rows[numbers_of(index, len(self), "tokens") // self.per_image]
 
     def cell(self, index: Any) -> Any:
         """Return the cell of each token in the grid, counted row by row; `index` as in `tokens[index]`."""
-        return self._numbers(index) % self.per_image
+        return numbers_of(index, len(self), "tokens") % self.per_image
 
     @property
     def input_px(self) -> tuple[int, int]:

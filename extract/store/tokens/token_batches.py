@@ -1,4 +1,9 @@
-"""Iterate over the tokens of a feature in batches, in order or shuffled, within a fixed amount of memory."""
+"""Iterate over the tokens of a feature in batches, in order or shuffled, within a fixed amount of memory.
+
+Single tokens in random order are bound by the disk. So blocks of a megabyte are read in random order, and tokens are
+mixed in windows of half the memory; all tokens of an image are in one window. The windows follow from the seed, the
+sizes of blocks and `memory_bytes`, without reading. So the place of any batch is known, and a pass resumes by counting.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from extract.store.batches import RowSource, prefetch, read_piece, row_pieces
+from extract.store.batches import prefetch, read_piece, row_pieces
+from extract.store.feature_array import FeatureArray
 from extract.store.tokens.token_layout import TokenLayout
 
 __all__ = ["TokenBatch", "TokenPass", "token_batches"]
@@ -120,7 +126,7 @@ class _Window:
 
 
 def token_batches(
-    array: RowSource, layout: TokenLayout, rows: NDArray[np.int64], how: TokenPass
+    array: FeatureArray, layout: TokenLayout, rows: NDArray[np.int64], how: TokenPass
 ) -> Iterator[TokenBatch]:
     """Return an iterator over the tokens of some rows in batches; see `TokenArray.batches`.
 
@@ -210,7 +216,7 @@ class _Reading:
         seeds: seeds of the order; None for the stored order.
     """
 
-    def __init__(self, array: RowSource, layout: TokenLayout, seeds: tuple[int, ...] | None):
+    def __init__(self, array: FeatureArray, layout: TokenLayout, seeds: tuple[int, ...] | None):
         self.array, self.layout, self._seeds = array, layout, seeds
         self.in_row = layout.count + len(layout.prefix)  # tokens of a row
         self._buffers: list[NDArray[Any]] = []

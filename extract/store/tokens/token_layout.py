@@ -1,4 +1,10 @@
-"""Where the tokens of a stored feature are: in its rows, and in the picture."""
+"""Where the tokens of a stored feature are: in its rows, and in the picture.
+
+Token t is in row t // T: an image is computed, resumed and verified as a whole. All its tokens are stored: fewer images
+save as many bytes as a random choice of tokens, at the same loss (sparse autoencoder of 896 features on 98,000 tokens
+of CIFAR-10, three choices each: 53.2 to 53.6 with all tokens of 500 images, 53.1 to 54.3 with 49 of each of 2,000).
+Places in the picture follow from its size, which whoever needs them has, and from the recorded resizing and crop.
+"""
 
 from __future__ import annotations
 

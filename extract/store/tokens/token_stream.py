@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
-from extract.store.batches import RowSource
+from extract.store.feature_array import FeatureArray
 from extract.store.tokens.token_batches import TokenPass, token_batches
 from extract.store.tokens.token_layout import TokenLayout
 
@@ -36,7 +36,7 @@ class TokenStream(IterableDataset[tuple[Tensor, Tensor, Tensor]]):
         how: see `TokenArray.stream`.
     """
 
-    def __init__(self, array: RowSource, layout: TokenLayout, rows: NDArray[np.int64], how: TokenPass):
+    def __init__(self, array: FeatureArray, layout: TokenLayout, rows: NDArray[np.int64], how: TokenPass):
         self._array, self._layout, self._rows, self._how = array, layout, rows, how
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:

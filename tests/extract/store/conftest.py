@@ -32,7 +32,7 @@ def server() -> Iterator[Proxy]:
 
 @pytest.fixture
 def proxy(server: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Proxy:
-    """The server as the libraries find it, with short pauses; the cache of blocks is a folder of the test's own."""
+    """The server as the libraries find it, with short pauses; the cache is a folder of the test's own."""
     import s3fs
 
     server.forget()
@@ -71,9 +71,9 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
     original = Shard.__init__
 
-    def recorded(shard: Shard, path: Path) -> None:
+    def recorded(shard: Shard, path: Path, *name: str) -> None:
         names.append(path.name)
-        original(shard, path)
+        original(shard, path, *name)
 
     monkeypatch.setattr(Shard, "__init__", recorded)
     return names

@@ -15,7 +15,6 @@ import pytest
 
 from extract.errors import LayertapError
 from extract.store.places import objects as remote
-from extract.store.places.block_cache import BlockCache, RemoteFile
 from tests.extract.store.bucket_server import Proxy, direct, first
 
 A_MINUTE = "(6[0-9]|7[01])"  # the last pause begins before the minute is over, and is 12 s at most
@@ -138,26 +137,6 @@ def test_a_create_whose_answer_was_lost_recognises_its_own_object(proxy: Proxy, 
     assert sum(method == "PUT" for method, *_ in proxy.seen) == 3
     assert not remote.put(url, b"ours")
     assert remote.read(url) == b"ours"
-
-
-def test_a_block_whose_read_ahead_fails_is_not_waited_for_twice(
-    proxy: Proxy, url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(remote, "_ANSWER_S", 0.2)
-    stored(proxy, url, b"content")
-    cache, file, out = BlockCache(), RemoteFile(url, 7, "0" * 64), bytearray(7)
-    proxy.slow_s = 1
-    proxy.rule = lambda method, path, count: "hang"
-    cache.prefetch(file, [0])
-    with pytest.raises(LayertapError, match="no answer"):
-        cache.read(file, 0, 7, memoryview(out))
-    assert len(proxy.ranges("sets")) == 5
-    cache.prefetch(file, [0])
-    assert cache._fetches().blocks[file.key, 0].exception() is not None
-    proxy.forget()
-    cache.read(file, 0, 7, memoryview(out))  # a read-ahead that failed some time ago says nothing about now
-    assert out == b"content"
-    cache.close()
 
 
 @pytest.mark.parametrize("count", [pytest.param(8, marks=pytest.mark.slow), pytest.param(200, marks=pytest.mark.soak)])

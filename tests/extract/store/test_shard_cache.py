@@ -1,0 +1,374 @@
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+
+from extract import FeatureReader, LayertapError
+from extract.store.format import layout
+from extract.store.format.dataset import DataSet
+from extract.store.format.shard import Shard
+from extract.store.places import objects as remote
+from extract.store.places import shard_cache
+from extract.store.places.shard_cache import RemoteFile, ShardCache, cache_folder
+from tests.extract.store.bucket_server import Proxy
+from tests.extract.store.rows import PATHS, ROWS, VALUES, complete_data_set
+from tests.extract.store.test_bucket import direct, published, put, receipt_of
+from tests.extract.store.test_reader import indices
+
+pytestmark = pytest.mark.slow
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a folder of another user")
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small shards have many pieces, and more than their head."""
+    monkeypatch.setattr(shard_cache, "_HEAD_BYTES", 512)
+    monkeypatch.setattr(remote, "_PIECE_BYTES", 2048)
+
+
+def kept(kind: str = "h5") -> list[Path]:
+    return sorted(cache_folder().glob(f"*.{kind}"))
+
+
+def empty_cache() -> None:
+    for path in cache_folder().iterdir():
+        path.unlink(missing_ok=True)
+
+
+# The reader
+
+
+@pytest.fixture(params=[None, "gzip", "lzf", "blosc2"])
+def readers(
+    request: pytest.FixtureRequest, tmp_path: Path, small: None
+) -> Iterator[tuple[FeatureReader, FeatureReader]]:
+    data = complete_data_set(tmp_path / "out", request.param, failed=(7,))
+    url = f"memory://property/{tmp_path.name}"
+    published(data, url)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        with FeatureReader(data.out) as local, FeatureReader(url) as in_bucket:
+            yield local, in_bucket
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(index=indices, layer=st.sampled_from(list(VALUES)))
+def test_indexing_is_as_of_a_folder(readers: tuple[FeatureReader, FeatureReader], index: object, layer: str) -> None:
+    local, in_bucket = readers
+    expected, actual = local[layer][index], in_bucket[layer][index]
+    assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
+    assert np.array_equal(actual, expected, equal_nan=True)
+
+
+def test_everything_else_is_as_of_a_folder(readers: tuple[FeatureReader, FeatureReader]) -> None:
+    local, in_bucket = readers
+    for name in ("paths", "splits", "classes", "provenance", "failures", "fingerprint", "layers", "compression", "ids"):
+        assert getattr(in_bucket, name) == getattr(local, name), name
+    assert in_bucket.paths == PATHS
+    for name in ("status", "row_hash", "record_hash", "source_size", "source_hash"):
+        assert np.array_equal(in_bucket.column(name), local.column(name))
+    assert np.array_equal(in_bucket.labels, local.labels)
+    assert np.array_equal(in_bucket.checked(np.arange(7))["vector"], VALUES["vector"][:7])
+    for shuffle in (None, "rows", "chunks"):
+        batches = [rows.tolist() for _, rows in in_bucket.batches("vector", 4, shuffle=shuffle)]
+        assert batches == [rows.tolist() for _, rows in local.batches("vector", 4, shuffle=shuffle)]
+        for x, rows in in_bucket.batches("map:none", 4, shuffle=shuffle):
+            assert np.array_equal(x, VALUES["map:none"][rows])
+
+
+@pytest.mark.parametrize("compress", [None, "gzip"])
+def test_a_server_gives_the_same(proxy: Proxy, url: str, small: None, tmp_path: Path, compress: str | None) -> None:
+    data = complete_data_set(tmp_path / "out", compress)
+    published(data, url)
+    with FeatureReader([data.out, url]) as reader:
+        assert reader.paths == PATHS * 2
+        assert np.array_equal(reader["vector"][:], np.concatenate([VALUES["vector"]] * 2))
+        rows = [ROWS + 3, 0, ROWS + 22, 5, ROWS + 3]
+        assert np.array_equal(reader["map:none"][rows], VALUES["map:none"][np.array(rows) % ROWS])
+    before = len(proxy.ranges(".h5"))
+    assert before
+    with FeatureReader(url) as reader:
+        assert np.array_equal(reader["vector"][:], VALUES["vector"])
+    assert len(proxy.ranges(".h5")) == before  # all of it was in the cache
+    with pytest.raises(LayertapError, match="000000.h5 is closed"):
+        reader["vector"][0]
+
+
+@pytest.mark.parametrize("compress", [None, "gzip"])
+@pytest.mark.parametrize(("method", "workers"), [("fork", 2), ("spawn", 2)])
+def test_workers_read_through_the_cache(
+    proxy: Proxy, url: str, tmp_path: Path, method: str, workers: int, compress: str | None
+) -> None:
+    published(complete_data_set(tmp_path / "out", compress), url)
+    with FeatureReader(url) as reader:
+        assert len(reader["vector"][:2]) == 2  # threads, connections and handles are there when workers are forked
+        empty_cache()
+        loader = DataLoader(
+            reader.dataset("vector"), 4, num_workers=workers, multiprocessing_context=method, timeout=120
+        )
+        assert np.array_equal(torch.cat([x for x, _ in loader]).numpy(), VALUES["vector"])
+
+
+def test_workers_are_forked_while_threads_read(proxy: Proxy, url: str, small: None, complete: Path) -> None:
+    published(DataSet.open(complete), url)
+    stop, errors = threading.Event(), []
+
+    def read() -> None:
+        while not stop.is_set():
+            for path in kept():
+                path.unlink(missing_ok=True)
+            if not np.array_equal(reader["vector"][[3, 11, 21]], VALUES["vector"][[3, 11, 21]]):
+                errors.append(1)
+
+    with FeatureReader(url) as reader:
+        threads = [threading.Thread(target=read) for _ in range(3)]
+        [thread.start() for thread in threads]
+        try:
+            for _ in range(3):
+                loader = DataLoader(
+                    reader.dataset("vector"), 4, num_workers=2, multiprocessing_context="fork", timeout=60
+                )
+                assert np.array_equal(torch.cat([x for x, _ in loader]).numpy(), VALUES["vector"])
+        finally:
+            stop.set()
+            [thread.join() for thread in threads]
+    assert errors == []
+
+
+def test_a_pickled_reader_shares_the_cache(proxy: Proxy, url: str, complete: Path) -> None:
+    published(DataSet.open(complete), url)
+    with FeatureReader(url, cache_bytes=50_000_000) as reader:
+        again = pickle.loads(pickle.dumps(reader))
+    assert np.array_equal(again["vector"][:], VALUES["vector"])
+    put(proxy, f"{url}/shards/000000.h5", b"x" * 100)  # its content is known, and here
+    assert np.array_equal(pickle.loads(pickle.dumps(again))["vector"][:], VALUES["vector"])
+
+
+# What is downloaded
+
+
+@pytest.mark.parametrize("compress", [None, "gzip", "lzf", "blosc2"])
+def test_opening_downloads_everything_but_the_features(
+    proxy: Proxy, url: str, small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compress: str | None
+) -> None:
+    monkeypatch.setattr(layout, "_CHUNK_BYTES", 64)  # many chunks, and an index among them
+    data = complete_data_set(tmp_path / "out", compress, failed=(7,), shard_rows=23)
+    published(data, url)
+    proxy.seen.clear()
+    with FeatureReader(data.out) as local, FeatureReader(url) as reader:
+        for name in ("paths", "splits", "classes", "provenance", "failures", "compression"):
+            assert getattr(reader, name) == getattr(local, name), name
+        for name in ("status", "row_hash", "record_hash", "source_size", "source_mtime_ns", "source_hash"):
+            assert np.array_equal(reader.column(name), local.column(name))
+        assert np.array_equal(reader.labels, local.labels)
+        assert "22 ok, 1 decode error" in reader._repr_html_()
+        ranges = [tuple(map(int, text.removeprefix("bytes=").split("-"))) for text in proxy.ranges(".h5")]
+        with data.open_shard(0, data.path(0)) as shard:
+            features = sum(shard.stored_bytes.values())
+        assert 0 < sum(last + 1 - first for first, last in ranges) < data.path(0).stat().st_size - features // 2
+        assert [path.suffix for path in cache_folder().iterdir() if path.suffix != ".lock"] == [".rows"]
+        (rows,) = kept("rows")
+        with Shard(rows, with_features=False) as shard, pytest.raises((LayertapError, OSError)):
+            shard.row("vector", 3)  # zeros are never taken for features
+        assert np.array_equal(reader["vector"][:7], VALUES["vector"][:7])
+    assert kept()[0].read_bytes() == data.path(0).read_bytes()
+
+
+def test_a_row_costs_its_shard_and_each_shard_is_downloaded_once(
+    proxy: Proxy, url: str, small: None, complete: Path
+) -> None:
+    published(DataSet.open(complete), url)
+    with FeatureReader(url) as reader:
+        before = len(proxy.ranges(".h5"))
+        assert np.array_equal(reader["map:none"][17], VALUES["map:none"][17])
+        requests = proxy.ranges("000001.h5")
+        assert len(proxy.ranges(".h5")) - before == len(kept()) * -(-kept()[0].stat().st_size // 2048)
+        assert np.array_equal(reader["map:none"][[12, 17]], VALUES["map:none"][[12, 17]])
+        assert proxy.ranges("000001.h5") == requests
+        assert len(kept()) == 1
+
+
+def test_an_object_that_is_gone_or_another_one_is_told(proxy: Proxy, url: str, complete: Path) -> None:
+    data = DataSet.open(complete)
+    published(data, url)
+    with FeatureReader(url) as reader:
+        put(proxy, f"{url}/shards/000000.h5", b"x" * 100)
+        with pytest.raises(LayertapError, match=r"000000.h5 cannot be read: .*received 100 of"):
+            reader["vector"][0]
+        bucket, _, key = f"{url}/shards/000001.h5".removeprefix("s3://").partition("/")
+        direct(proxy).delete_object(Bucket=bucket, Key=key)
+        with pytest.raises(LayertapError, match="000001.h5 was removed after it was opened"):
+            reader["vector"][12]
+        content = bytearray(data.path(2).read_bytes())
+        with data.open_shard(2, data.path(2)) as shard:
+            content[shard.offsets["/features/vector"]] ^= 1
+        put(proxy, f"{url}/shards/000002.h5", bytes(content))
+        with pytest.raises(LayertapError, match="000002.h5 does not match its receipt"):
+            reader["vector"][22]
+    assert kept() == []
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "empty", "longer", "pipe"])
+@pytest.mark.parametrize("kind", ["h5", "rows"])
+def test_a_damaged_file_is_downloaded_again(proxy: Proxy, url: str, complete: Path, damage: str, kind: str) -> None:
+    published(DataSet.open(complete), url)
+    with FeatureReader(url) as reader:
+        assert np.array_equal(reader["vector"][:], VALUES["vector"])
+    if kind == "rows":
+        for path in kept():
+            path.unlink()
+    victim = kept(kind)[1]
+    content = victim.read_bytes()
+    victim.unlink()
+    if damage == "pipe":
+        os.mkfifo(victim)
+    else:
+        flipped = content[:600] + bytes([content[600] ^ 1]) + content[601:]
+        victim.write_bytes({"flip": flipped, "cut": content[:-1], "empty": b"", "longer": content + b"x"}[damage])
+    with FeatureReader(url) as reader:
+        assert reader.paths == PATHS
+        assert np.array_equal(reader["vector"][:], VALUES["vector"])
+    assert victim.read_bytes() == content
+
+
+def test_the_bound_is_kept_and_what_was_opened_last_stays(proxy: Proxy, url: str, complete: Path) -> None:
+    data = DataSet.open(complete)
+    published(data, url)
+    size = max(data.path(shard).stat().st_size for shard in range(3)) + 8192  # a file takes whole blocks of the disk
+    files = [RemoteFile(f"{url}/shards/{i:06d}.h5", receipt_of(data.path(i))) for i in range(3)]
+    for number in (0, 1, 0, 2, 0, 1, 0):  # the first one is used all the time
+        ShardCache(2 * size).open(files[number], with_features=True).close()
+        assert len(kept()) <= 2
+        time.sleep(0.02)
+    assert {path.stem for path in kept()} == {files[0].key, files[1].key}
+    assert len(proxy.ranges("000000.h5")) == 1
+    with FeatureReader(url, cache_bytes=size) as reader:  # it holds one shard open, and no file that is removed
+        order = np.random.default_rng(0).permutation(23)
+        assert np.array_equal(np.array([reader["vector"][int(row)] for row in order]), VALUES["vector"][order])
+        assert sum(file.is_open for file in reader._index.files) == 1
+        assert len(kept()) <= 1
+
+
+def test_processes_that_need_one_shard_download_it_once(proxy: Proxy, url: str, complete: Path) -> None:
+    data = DataSet.open(complete)
+    published(data, url)
+    code = f"""
+from extract.store.places.shard_cache import RemoteFile, ShardCache
+file = RemoteFile({url + "/shards/000000.h5"!r}, {receipt_of(data.path(0))!r})
+print(ShardCache().open(file, with_features=True).row("vector", 3).tolist() == {VALUES["vector"][3].tolist()})
+"""
+    proxy.slow_s = 0.5
+    proxy.rule = lambda method, path, count: "late" if method == "GET" else None
+    root = Path(__file__).parents[3]
+    runs = [
+        subprocess.Popen([sys.executable, "-c", code], cwd=root, stdout=subprocess.PIPE, text=True) for _ in range(3)
+    ]
+    assert [run.communicate()[0].strip() for run in runs] == ["True"] * 3
+    assert len(proxy.ranges("000000.h5")) == 1
+    assert not any(path.suffix == ".new" for path in cache_folder().iterdir())
+
+
+def test_a_killed_download_leaves_nothing_that_is_read(proxy: Proxy, url: str, small: None, complete: Path) -> None:
+    data = DataSet.open(complete)
+    published(data, url)
+    code = f"from extract import FeatureReader; FeatureReader({url!r})['vector'][:]"
+    proxy.slow_s = 5
+    proxy.rule = lambda method, path, count: "late" if method == "GET" and count > 40 else None
+    run = subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[3])
+    while not any(path.name.endswith(".new") for path in cache_folder().glob("*")):
+        assert run.poll() is None
+        time.sleep(0.01)
+    run.kill()
+    run.wait()
+    proxy.forget()
+    with FeatureReader(url) as reader:
+        assert np.array_equal(reader["vector"][:], VALUES["vector"])
+    assert not any(path.suffix == ".new" for path in cache_folder().iterdir())
+
+
+def test_pieces_are_downloaded_side_by_side(proxy: Proxy, url: str, small: None, complete: Path) -> None:
+    """Each answer takes a while; one after the other, 12 pieces would take 12 times as long."""
+    data = DataSet.open(complete)
+    published(data, url)
+    file = RemoteFile(f"{url}/shards/000000.h5", receipt_of(data.path(0)))
+    proxy.slow_s = 0.3
+    proxy.rule = lambda method, path, count: "late" if method == "GET" else None
+    start = time.monotonic()
+    ShardCache().open(file, with_features=True)
+    assert len(proxy.ranges(".h5")) == 12
+    assert time.monotonic() - start < 12 * 0.3 / 2
+
+
+def test_what_could_not_be_downloaded_is_tried_again_when_it_is_asked_for_again(
+    proxy: Proxy, url: str, complete: Path
+) -> None:
+    published(DataSet.open(complete), url)
+    with FeatureReader(url) as reader:
+        proxy.rule = lambda method, path, count: "503"
+        with pytest.raises(LayertapError, match="HTTP 503"):
+            reader["vector"][0]
+        proxy.forget()
+        assert np.array_equal(reader["vector"][0], VALUES["vector"][0])
+
+
+def test_no_home_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as for a user without a home folder
+    with pytest.raises(LayertapError, match="set XDG_CACHE_HOME"):
+        cache_folder()
+    monkeypatch.setenv("XDG_CACHE_HOME", os.sep + "x")
+    assert cache_folder() == Path("/x/layertap/shards")
+
+
+# Whoever can write to the folder can put other features there.
+
+
+@pytest.mark.parametrize("how", ["others", "group", pytest.param("owner", marks=needs_root), "file", "read-only"])
+def test_a_folder_that_others_can_write_or_this_user_cannot_is_not_used(
+    proxy: Proxy, url: str, complete: Path, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    published(DataSet.open(complete), url)
+    folder = cache_folder()
+    folder.parent.mkdir(parents=True)
+    if how == "file":
+        folder.touch()
+    elif how == "read-only":
+        folder.mkdir()
+        folder.chmod(0o500)
+    else:
+        folder.mkdir()
+        folder.chmod({"others": 0o777, "group": 0o770, "owner": 0o700}[how])
+        if how == "owner":
+            os.chown(folder, 65534, 65534)
+    if how == "read-only" and os.geteuid() == 0:
+        pytest.skip("root can write everywhere")
+    with FeatureReader(url) as reader:
+        assert np.array_equal(reader["vector"][:], VALUES["vector"])
+        assert np.array_equal(pickle.loads(pickle.dumps(reader))["vector"][3], VALUES["vector"][3])
+    assert folder.is_file() or list(folder.iterdir()) == []
+    assert any("shards of buckets are kept in a temporary folder" in record.getMessage() for record in caplog.records)
+
+
+def test_only_files_of_the_cache_are_removed(proxy: Proxy, url: str, complete: Path, tmp_path: Path) -> None:
+    published(DataSet.open(complete), url)
+    victim = tmp_path / "letter.txt"
+    victim.write_text("dear")
+    with FeatureReader(url, cache_bytes=1) as reader:
+        (cache_folder() / "letter.txt").write_text("dear")
+        (cache_folder() / f"{'a' * 40}.h5").symlink_to(victim)
+        assert np.array_equal(reader["vector"][:], VALUES["vector"])
+    assert victim.read_text() == (cache_folder() / "letter.txt").read_text() == "dear"
+    assert kept() == []
