@@ -9,15 +9,13 @@ lost or damaged manifest is rebuilt from the passes, without computing any image
                feature
     waiting    a file that may still be being written, and the time since which its size and times are unchanged
     planned    the rows of a started pass, in order
-    changes    a path whose row has changed since `base`, and its pass and row there; NULL if it was not there
     meta       format: format of the file; version: number of the recorded state; configuration: the requested settings
                of the features; versions: library versions of the last computation; passes: last pass number in use;
-               planned_pass: number of the started pass; base: the last table that was written whole, as JSON;
-               recorded: the version up to which `changes` is complete
+               planned_pass: number of the started pass
 
-Tables and indexes that were added later (`_ADDED` in `manifest_file.py`) are created when they are missing. Earlier
-versions of layertap keep the indexes, but write no changes: they do not set `recorded`, so `base` is not used after
-them.
+Indexes that were added later (`_ADDED` in `manifest_file.py`) are created when they are missing. Earlier versions of
+layertap have a table `changes` and note in `meta` up to which version it is complete; a version that was made here is
+later than that, so they do not use it.
 
 No method reads or writes all rows of a data set for a pass that changes few of them, but for the comparison with a scan
 and `count(*)`.
@@ -62,7 +60,6 @@ class Manifest(ManifestFile):
         """Delete all rows and files."""
         for table in ("features", "files", "waiting", "planned"):
             self._sql.execute(f"DELETE FROM {table}")
-        self.set_base({})
 
     # Scanned files
 
@@ -233,14 +230,11 @@ class Manifest(ManifestFile):
 
     def forget_pass(self, number: int) -> None:
         """Delete the rows of a pass, and the files with these rows."""
-        self._note_pass(number)
         self._sql.execute("DELETE FROM files WHERE feature IN (SELECT id FROM features WHERE pass = ?)", (number,))
         self._sql.execute("DELETE FROM features WHERE pass = ?", (number,))
 
     def replace_passes(self, passes: Sequence[int], ids: Iterable[int], number: int) -> None:
         """Record that some rows of passes are now in another pass, in this order; forget the other rows."""
-        for old_pass in passes:
-            self._note_pass(old_pass)
         self._sql.executemany(
             "UPDATE features SET pass = ?, row = ? WHERE id = ?",
             ((number, row, row_id) for row, row_id in enumerate(ids)),
@@ -253,7 +247,7 @@ class Manifest(ManifestFile):
     def set_files(self, files: Iterable[tuple[ScannedFile, bool, int]]) -> None:
         """Record files: the file as scanned, whether a later change must alter its times, and its feature."""
         for batch in batches(files):
-            self._note_files([(file.path, feature) for file, _, feature in batch])
+            self._note_released([(file.path, feature) for file, _, feature in batch])
             self._sql.executemany(
                 "INSERT OR REPLACE INTO files SELECT ?, ?, ?, ?, ?, id, hash FROM features WHERE id = ?",
                 ((*file, int(settled), feature) for file, settled, feature in batch),
@@ -262,7 +256,7 @@ class Manifest(ManifestFile):
     def remove_files(self, paths: Iterable[bytes]) -> None:
         """Delete the records of paths."""
         for batch in batches(paths):
-            self._note_files([(path, None) for path in batch])
+            self._note_released([(path, None) for path in batch])
             self._sql.executemany("DELETE FROM files WHERE path = ?", ((path,) for path in batch))
 
     def record_unused(self, now_ns: int) -> None:
@@ -277,59 +271,21 @@ class Manifest(ManifestFile):
         self._sql.execute(f"UPDATE features SET unused_since_ns = NULL WHERE unused_since_ns IS NOT NULL AND {used}")
         self._sql.execute("DELETE FROM released")
 
-    # Changes since the last table with all rows
-
-    def _note_files(self, files: Sequence[tuple[bytes, int | None]]) -> None:
-        """Note the current rows of paths, before these paths get a feature; None: before they are deleted."""
+    def _note_released(self, files: Sequence[tuple[bytes, int | None]]) -> None:
+        """Note the features of paths, before these paths get another feature; None: before they are deleted."""
         self._sql.executemany(
             "INSERT OR IGNORE INTO released SELECT feature FROM files WHERE path = ? AND feature IS NOT ?", files
         )
-        if self.base:
-            self._sql.executemany(
-                "INSERT OR IGNORE INTO changes SELECT ?1, x.pass, x.row FROM (SELECT 1) "
-                "LEFT JOIN files f ON f.path = ?1 LEFT JOIN features x ON x.id = f.feature WHERE f.feature IS NOT ?2",
-                files,
-            )
 
-    def _note_pass(self, number: int) -> None:
-        """Note the current rows of all paths of a pass, before rows of the pass are moved or deleted."""
-        if not self.base:
-            return
-        n_rows = self._sql.execute("SELECT count(*) FROM features WHERE pass = ?", (number,)).fetchone()[0]
-        if n_rows > self.base["rows"] // 4:  # a table with all rows will be written
-            self.set_base({})
-            return
-        self._sql.execute(
-            "INSERT OR IGNORE INTO changes SELECT f.path, x.pass, x.row "
-            "FROM features x CROSS JOIN files f ON f.feature = x.id WHERE x.pass = ?",
-            (number,),
-        )
+    # Rows of a version
 
-    def n_changes(self) -> int:
-        """Return the number of paths whose rows may have changed since `base`."""
-        return int(self._sql.execute("SELECT count(*) FROM changes").fetchone()[0])
+    def paths(self) -> Iterator[bytes]:
+        """Iterate over the paths of the data set, in their byte order."""
+        return (path for (path,) in self._sql.execute("SELECT path FROM files ORDER BY path"))
 
-    def added_rows(self) -> Iterator[tuple[bytes, int, int, bytes]]:
-        """Iterate over the rows that `base` does not have, as `rows`."""
-        return iter(self._sql.execute(
-            "SELECT c.path, x.pass, x.row, f.hash FROM changes c CROSS JOIN files f ON f.path = c.path "
-            "CROSS JOIN features x ON x.id = f.feature WHERE x.pass IS NOT c.pass OR x.row IS NOT c.row "
-            "ORDER BY x.pass, x.row, c.path"
-        ))  # fmt: skip
-
-    def removed_rows(self) -> Iterator[tuple[bytes, int, int]]:
-        """Iterate over the rows that only `base` has, as (path, pass, row), in the same order."""
-        return iter(self._sql.execute(
-            "SELECT c.path, c.pass, c.row FROM changes c LEFT JOIN files f ON f.path = c.path "
-            "LEFT JOIN features x ON x.id = f.feature "
-            "WHERE c.pass IS NOT NULL AND (x.pass IS NOT c.pass OR x.row IS NOT c.row) ORDER BY c.pass, c.row, c.path"
-        ))  # fmt: skip
-
-    def paths(self) -> Iterator[list[bytes]]:
-        """Iterate over the paths of the data set, in their byte order, in batches."""
-        cursor = self._sql.execute("SELECT path FROM files ORDER BY path")
-        while rows := cursor.fetchmany(_ROWS_AT_ONCE):
-            yield [path for (path,) in rows]
+    def longest_path(self) -> int:
+        """Return the length of the longest path in bytes."""
+        return int(self._sql.execute("SELECT ifnull(max(length(path)), 0) FROM files").fetchone()[0])
 
     def rows(self) -> Iterator[tuple[bytes, int, int, bytes]]:
         """Iterate over the rows of the data set, sorted by pass, row and path.

@@ -13,18 +13,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from extract.errors import InputError, LayertapError
+from extract.errors import LayertapError
 from extract.row_status import Status
 from extract.store.format.version import hash_of
 from extract.system.atomic_files import check_regular, make_own, sync_folder, write_whole
-from extract.system.json_files import check_shape, parse_json
+from extract.system.json_files import parse_json
 from extract.system.leftovers import temporary_folder
 
 __all__ = ["FAILED", "ManifestFile", "is_damage"]
 
 _FORMAT = 2
 _LARGEST_NUMBER = 1_000_000_000
-_BASE = {"number": int, "rows_xxh3": str, "rows": int, "split_level": bool}
 _SCHEMA = """
     CREATE TABLE meta(name TEXT PRIMARY KEY, value) WITHOUT ROWID;
     CREATE TABLE features(
@@ -45,7 +44,6 @@ FAILED = f"status != {int(Status.OK)}"  # as in the index: SQLite uses a partial
 _ADDED = f"""
     CREATE INDEX IF NOT EXISTS features_failed ON features(pass) WHERE {FAILED};
     CREATE INDEX IF NOT EXISTS features_unused ON features(pass, unused_since_ns) WHERE unused_since_ns IS NOT NULL;
-    CREATE TABLE IF NOT EXISTS changes(path BLOB PRIMARY KEY, pass INTEGER, row INTEGER) WITHOUT ROWID;
 """
 # Format 1 has no hash of a file.
 _FROM_FORMAT_1 = """
@@ -58,7 +56,6 @@ _TYPES = {
     "files": {"blob": "path", "integer": "size mtime_ns ctime_ns settled feature", "hash": "hash"},
     "waiting": {"blob": "path", "integer": "size mtime_ns ctime_ns since_ns"},
     "planned": {"integer": "position size mtime_ns ctime_ns settled", "blob": "path"},
-    "changes": {"blob": "path", "integer?": "pass row"},
     "meta": {"text": "name"},
 }
 # Errors of the machine, not of the file: https://www.sqlite.org/rescode.html
@@ -293,32 +290,7 @@ class ManifestFile:
 
     @version.setter
     def version(self, number: int) -> None:
-        if not self.base:
-            self.set_base({})
         self._set("version", number)
-        self._set("recorded", number)
-
-    @property
-    def base(self) -> dict[str, Any]:
-        """The last table with all rows, to which `changes` refer; empty if there is none, or they are not complete.
-
-        It has `number` and `rows_xxh3` as in `dataset.json`, the number of its `rows`, and `split_level`: whether first
-        folders were splits.
-        """
-        values = self._object("base")
-        if not values or self._number("recorded") != self.version:
-            return {}
-        try:
-            check_shape(values, "base", _BASE)
-        except InputError as error:
-            raise sqlite3.DatabaseError(str(error)) from error
-        return values
-
-    def set_base(self, values: dict[str, Any]) -> None:
-        """Record that a table with all rows was written, and forget the changes before it."""
-        self._sql.execute("DELETE FROM changes")
-        self._set("base", json.dumps(values))
-        self._set("recorded", self.version)
 
     @property
     def configuration(self) -> dict[str, Any]:

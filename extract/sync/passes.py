@@ -430,7 +430,7 @@ class _Pass:
         )
         if summary.stopped:
             raise StoppedError
-        rows = list(stored_rows(DataSet.open(pass_folder(self.out, number))))
+        rows = list(stored_rows(pass_folder(self.out, number)))
         self.computed_pass = number
         self.report.computed += summary.computed - summary.duplicates
         now_ns, resolved = self.now_ns(), []
