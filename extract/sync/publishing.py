@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import sqlite3
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +50,11 @@ def publish(out: Path, root: str, manifest: Manifest, published: DataSet | None)
     if published is None and not count:  # all rows were lost
         return None
     template = published or DataSet.open(pass_folder(out, manifest.passes()[0]))
-    version = _write_rows(out, manifest, count)
-    images = {"root": root, "count": count, "paths_xxh3": _digest_of(manifest.paths())}
+    classes, split_level, paths_xxh3 = _read_paths(manifest)
+    rows = map(_columns_with_labels(out, classes, split_level), batches(manifest.rows()))
+    rows_xxh3 = write_table(out, manifest.version, classes, count, manifest.longest_path(), rows)
+    version = Version(manifest.version, rows_xxh3, tuple(manifest.passes_in_use()))
+    images = {"root": root, "count": count, "paths_xxh3": paths_xxh3}
     dataset = DataSet(out, template.depends_on, template.features, images, shard_rows_for(template.features), version)
     try:  # before readers see it, and before the files of the published version are deleted
         DataSet.from_content(json.loads(json.dumps(dataset.content())), out, "dataset.json").version_rows()
@@ -74,22 +77,18 @@ def _is_intact(published: DataSet, root: str) -> bool:
     return published.images["root"] == root and published.version.base is None
 
 
-def _digest_of(paths: Iterable[bytes]) -> str:
-    """Return the xxh3-128 of the sorted paths, with a zero byte between two."""
+def _read_paths(manifest: Manifest) -> tuple[list[str], bool, str]:
+    """Return the classes, whether the first folders are splits, and the xxh3-128 of the sorted paths; read once."""
     digest = xxhash.xxh3_128()
-    for number, batch in enumerate(batches(paths)):
-        digest.update((b"\0" if number else b"") + b"\0".join(batch))
-    return digest.hexdigest()
 
+    def folders() -> Iterator[str]:
+        for number, paths in enumerate(batches(manifest.paths())):
+            digest.update((b"\0" if number else b"") + b"\0".join(paths))
+            # The paths of a folder are neighbours, but for those of folders in it.
+            yield from (os.fsdecode(folder) for folder, _ in itertools.groupby(map(_folder_of, paths)))
 
-def _write_rows(out: Path, manifest: Manifest, count: int) -> Version:
-    """Write the table of the version."""
-    # The paths of a folder are neighbours, but for those of folders in it.
-    folders = (os.fsdecode(folder) for folder, _ in itertools.groupby(map(_folder_of, manifest.paths())))
-    classes, split_level = classes_of_folders(folders)
-    rows = map(_columns_with_labels(out, classes, split_level), batches(manifest.rows()))
-    digest = write_table(out, manifest.version, classes, count, manifest.longest_path(), rows)
-    return Version(manifest.version, digest, tuple(manifest.passes_in_use()))
+    classes, split_level = classes_of_folders(folders())
+    return classes, split_level, digest.hexdigest()
 
 
 def _folder_of(path: bytes) -> bytes:
