@@ -39,7 +39,7 @@ from extract.system.folder_lock import kept, locked
 if TYPE_CHECKING:
     from extract.extraction.plan import Plan
 
-__all__ = ["Report", "VanishedError", "sync"]
+__all__ = ["Pass", "Report", "VanishedError"]
 
 _RECHECKED = 16  # stored rows that are computed again when library versions have changed
 _MAX_DEAD = 0.5  # share of dead rows above which a pass is rewritten without them
@@ -92,30 +92,17 @@ class Report:
     drift: list[Drift] = field(default_factory=list)
 
 
-def sync(
-    root: str,
-    out: Path,
-    plan_for: Callable[[Images, Path], Plan],
-    configuration: dict[str, Any],
-    *,
-    guards: Guards | None = None,
-    force: bool = False,
-    dry_run: bool = False,
-    on_plan: Callable[[Plan, int], None] = lambda plan, count: None,
-    on_rows: Callable[[int, bool], None] = lambda rows, stored: None,
-    on_computation: Callable[[Any], None] = lambda computation: None,
-    stop: Callable[[], bool] = lambda: False,
-    now_ns: Callable[[], int] = time.time_ns,
-) -> Report:
-    """Update the data set `out` to match the folder `root`.
+@dataclass
+class Pass:
+    """A pass that updates the data set `out` to match the folder `root`.
 
-    Args:
+    Attributes:
         root: the folder.
         out: folder of the data set; created if it does not exist.
         plan_for: returns the plan for computing features of images into a folder; called only if there are images to
             compute or `configuration` has changed.
         configuration: the requested settings that the features depend on.
-        guards: safety limits; None for the defaults.
+        guards: safety limits.
         force: proceed even if most files are gone or the data set belongs to another folder.
         dry_run: report what a pass would do, without changing the data set.
         on_plan: called before images are computed, with the plan and the number of images.
@@ -123,56 +110,59 @@ def sync(
         on_computation: see `extract.extraction.run.extract`.
         stop: see `extract.extraction.run.extract`.
         now_ns: returns the current time.
-
-    Raises:
-        VanishedError: all files, or a larger share of them than `Guards.max_vanish`, are gone; their rows were kept.
-        InputError: the folder has no images, or `out` holds other features, another folder's data set or other files.
-        LockedError: another process writes to `out`.
-        LayertapError: the folder cannot be read, the disk is full, an image source or the backbone fails, or changed
-            libraries compute other features.
+        report: what the pass has done.
+        published: the data set as it is published.
+        computed_pass: number of the pass that holds the images computed now; 0: none.
     """
-    start, damage = time.perf_counter(), ""
-    while True:
-        pass_ = _Pass(root, out, plan_for, configuration, guards or Guards(), force, dry_run, on_plan, on_rows,
-                    on_computation, stop, now_ns, Report(dry_run=dry_run))  # fmt: skip
-        pass_.check_out()
-        try:
-            with (kept if dry_run else locked)(out):
-                pass_.check_out()
-                if not dry_run:
-                    remove_strays(out)
-                with Manifest(out, copy=dry_run, rebuild_because=damage) as manifest:
-                    pass_.run(manifest)
-        except sqlite3.DatabaseError as error:
-            if damage or not is_damage(error):
-                raise LayertapError(f"{out / 'manifest.sqlite'}: {error}") from error
-            damage = str(error)  # the manifest is damaged: repeat the pass and rebuild it
-            continue
-        pass_.report.seconds = time.perf_counter() - start
-        return pass_.report
-
-
-@dataclass
-class _Pass:
-    """The state of one pass."""
 
     root: str
     out: Path
     plan_for: Callable[[Images, Path], Plan]
     configuration: dict[str, Any]
-    guards: Guards
-    force: bool
-    dry_run: bool
-    on_plan: Callable[[Plan, int], None]
-    on_rows: Callable[[int, bool], None]
-    on_computation: Callable[[Any], None]
-    stop: Callable[[], bool]
-    now_ns: Callable[[], int]
-    report: Report
-    published: DataSet | None = None
-    computed_pass: int = 0
+    guards: Guards = field(default_factory=Guards)
+    force: bool = False
+    dry_run: bool = False
+    on_plan: Callable[[Plan, int], None] = lambda plan, count: None
+    on_rows: Callable[[int, bool], None] = lambda rows, stored: None
+    on_computation: Callable[[Any], None] = lambda computation: None
+    stop: Callable[[], bool] = lambda: False
+    now_ns: Callable[[], int] = time.time_ns
+    report: Report = field(init=False)
+    published: DataSet | None = field(init=False)
+    computed_pass: int = field(init=False)
 
-    def check_out(self) -> None:
+    def run(self, damage: str = "") -> Report:
+        """Run the pass; `damage`: what was found wrong with the manifest, which is then rebuilt.
+
+        Raises:
+            VanishedError: all files, or a larger share of them than `Guards.max_vanish`, are gone; their rows were
+                kept.
+            InputError: the folder has no images, or `out` holds other features, another folder's data set or other
+                files.
+            LockedError: another process writes to `out`.
+            LayertapError: the folder cannot be read, the disk is full, an image source or the backbone fails, or
+                changed libraries compute other features.
+        """
+        start = time.perf_counter()
+        self.report, self.published, self.computed_pass = Report(dry_run=self.dry_run), None, 0
+        self._check_out()
+        try:
+            with (kept if self.dry_run else locked)(self.out):
+                self._check_out()
+                if not self.dry_run:
+                    remove_strays(self.out)
+                with Manifest(self.out, copy=self.dry_run, rebuild_because=damage) as manifest:
+                    self._run(manifest)
+        except StoppedError:
+            self.report.stopped = True
+        except sqlite3.DatabaseError as error:
+            if damage or not is_damage(error):
+                raise LayertapError(f"{self.out / 'manifest.sqlite'}: {error}") from error
+            self.run(damage=str(error))
+        self.report.seconds = time.perf_counter() - start
+        return self.report
+
+    def _check_out(self) -> None:
         """Check that the output folder is empty or holds a data set that passes over this folder have written.
 
         Raises:
@@ -197,13 +187,6 @@ class _Pass:
             raise InputError(
                 f"{self.out} is not empty and not a data set of `layertap sync`", hint="choose another output folder"
             )
-
-    def run(self, manifest: Manifest) -> None:
-        """Run the pass and write its results to the report."""
-        try:
-            self._run(manifest)
-        except StoppedError:
-            self.report.stopped = True
 
     def _run(self, manifest: Manifest) -> None:
         self._repair_manifest(manifest)
@@ -231,20 +214,27 @@ class _Pass:
         self.report.failed = manifest.n_failed()
         if self.dry_run:
             return
-        self._publish(manifest)
+        self.published = publish(self.out, self.root, manifest, self.published)
         remove_unneeded(self.out, manifest, self.published)
-        if self.computed_pass and self.published and self.report.rows:
+        if self.published is None:
+            return
+        if self.computed_pass and self.report.rows:
             self.report.drift = drift_of(self.out, manifest, self.computed_pass)
+        unused_before_ns = time_before(self.now_ns(), self.guards.keep_gone_s)
         try:
-            self._compact(manifest)
+            _, self.published = compact_passes(self.out, manifest, self.published, _MAX_DEAD, unused_before_ns)
         except LayertapError as error:  # the pass itself is complete; the next pass tries to compact again
             self.report.notes.append(f"passes cannot be compacted: {error}")
+        self.report.version = self._published_number()
+
+    def _published_number(self) -> int:
+        return self.published.version.number if self.published and self.published.version else 0
 
     # Preparation
 
     def _repair_manifest(self, manifest: Manifest) -> None:
         """Rebuild a lost or outdated manifest; forget missing passes and rewrite incomplete passes."""
-        number = self.published.version.number if self.published and self.published.version else 0
+        number = self._published_number()
         if manifest.version < number and not manifest.rebuilt_because:
             if manifest.version or manifest.n_files():
                 manifest.recreate(f"it was older than the published version {number}")
@@ -456,23 +446,6 @@ class _Pass:
             manifest.record_unused(self.now_ns())
             if changed:
                 manifest.version += 1
-
-    # Publishing and compaction
-
-    def _publish(self, manifest: Manifest) -> None:
-        """Publish the state of the manifest, if it is not published yet."""
-        self.published = publish(self.out, self.root, manifest, self.published)
-        if self.published and self.published.version:
-            self.report.version = self.published.version.number
-
-    def _compact(self, manifest: Manifest) -> None:
-        """Rewrite passes with mostly dead rows, and join small passes if there are many; publish each result."""
-        if self.published is None:
-            return
-        unused_before_ns = time_before(self.now_ns(), self.guards.keep_gone_s)
-        _, self.published = compact_passes(self.out, manifest, self.published, _MAX_DEAD, unused_before_ns)
-        if self.published.version:
-            self.report.version = self.published.version.number
 
 
 def _is_ours(name: str) -> bool:

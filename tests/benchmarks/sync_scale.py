@@ -35,8 +35,8 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from extract.sync import passes as passes_module
 from extract.sync.manifest import Manifest
+from extract.sync.passes import Pass
 from extract.sync.records import StoredRow
 from extract.sync.safety_limits import Guards
 from extract.sync.scan import Scan, ScannedFile
@@ -182,7 +182,7 @@ def run_pass(home: Path, count: int, counts: dict[str, int]) -> dict[str, Any]:
         plan_for = planner(layers=["fc"], shard_rows=None, batch_size=64)
     Scan.files = lambda _: folder.files()  # type: ignore[method-assign]
     before = peak_mb()
-    report = passes_module.sync(os.fspath(folder.root), home / "out", plan_for, CONFIGURATION, guards=GUARDS)
+    report = Pass(os.fspath(folder.root), home / "out", plan_for, CONFIGURATION, GUARDS).run()
     assert ("torch" in sys.modules) == ("add" in counts)
     names = ("added", "changed", "renamed", "deleted", "computed", "rows", "version")
     return {"peak_before_mb": before, **{name: getattr(report, name) for name in names}, "notes": report.notes}
