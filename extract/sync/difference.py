@@ -173,7 +173,7 @@ def _match_by_hash(
         if stop():
             raise StoppedError
         settled = _is_settled(file, scanned_ns)
-        stored = manifest.find_by_hash(content) if isinstance(content, bytes) else None
+        stored = manifest.find_by_hash(content) if content is not None else None  # none is stored under MOVED
         if content is MOVED:
             moved.append(file)
         elif stored is not None and (stored.status == Status.OK or stored.tried_ns >= retry_before_ns):

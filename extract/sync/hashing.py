@@ -6,34 +6,27 @@ import os
 import stat
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final
 
 import xxhash
 
 from extract.sync.scan import ScannedFile
 
-__all__ = ["MOVED", "Moved", "hashes_of"]
+__all__ = ["MOVED", "hashes_of"]
 
+MOVED = b"moved"  # in place of the hash of a file that has changed since it was scanned
 _THREADS = 8  # they spend their time waiting for the disk or the server
 _BLOCK_BYTES = 1 << 20
 _AHEAD = 1024  # files that are passed to the threads at once
 
 
-class Moved:
-    """Type of `MOVED`, which replaces the hash of a file that has changed since it was scanned."""
-
-
-MOVED: Final = Moved()
-
-
-def hashes_of(root: str, files: Sequence[ScannedFile]) -> Iterator[bytes | Moved | None]:
+def hashes_of(root: str, files: Sequence[ScannedFile]) -> Iterator[bytes | None]:
     """Yield the xxh3-128 of each file's bytes; `MOVED` if it has changed since the scan, None if it cannot be read."""
     with ThreadPoolExecutor(_THREADS) as threads:
         for start in range(0, len(files), _AHEAD):
             yield from threads.map(lambda file: _hash_of(root, file), files[start : start + _AHEAD])
 
 
-def _hash_of(root: str, file: ScannedFile) -> bytes | Moved | None:
+def _hash_of(root: str, file: ScannedFile) -> bytes | None:
     digest = xxhash.xxh3_128()
     try:
         descriptor = os.open(os.path.join(os.fsencode(root), file.path), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # noqa: PTH118

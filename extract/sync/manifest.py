@@ -28,8 +28,6 @@ import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
-import numpy as np
-
 from extract.row_status import Status
 from extract.sync.manifest_file import FAILED, ManifestFile
 from extract.sync.records import Candidate, FeatureRow, PlannedFile, StoredRow
@@ -39,7 +37,6 @@ __all__ = ["Manifest", "batches"]
 
 _ROWS_AT_ONCE = 10_000
 _PASSES = 1_000_000  # folders of passes have names of six digits
-_DRAWN = 1 << 18  # rows that are looked at, at most, for a sample
 T = TypeVar("T")
 
 
@@ -317,28 +314,17 @@ class Manifest(ManifestFile):
         """Return the passes that have rows of files, ascending; `record_unused` must have followed each change."""
         return sorted(number for number, (used, _) in self.sizes_of_passes(1 << 62).items() if used)
 
-    def sample_rows(self, passes: Sequence[int], count: int, generator: np.random.Generator) -> list[tuple[int, int]]:
-        """Return random rows with valid features that files need, as (pass, row), in random order, each at most once.
+    def sample_rows(self, number: int, count: int, *, of_others: bool = False) -> list[tuple[int, int]]:
+        """Return rows of a pass, or of all others, with valid features that files need, as (pass, row).
 
-        There are fewer than `count` if the passes have no more, or if nearly all of their rows are unneeded.
+        They are those whose images have the smallest hashes, which does not depend on what the images show. There are
+        fewer than `count` if there are no more.
         """
-        last_row = "SELECT ifnull(max(row), -1) FROM features WHERE pass = ?"  # a pass may have no rows any more
-        ends = np.cumsum([self._sql.execute(last_row, (number,)).fetchone()[0] + 1 for number in passes])
-        n_rows = int(ends[-1]) if passes else 0
-        if n_rows <= _DRAWN:
-            drawn = generator.permutation(n_rows)
-        else:
-            drawn = generator.permutation(np.unique(generator.integers(n_rows, size=_DRAWN)))
-        sample: list[tuple[int, int]] = []
-        for place in drawn.tolist():
-            if len(sample) == count:
-                break
-            i = int(np.searchsorted(ends, place, "right"))
-            key = (passes[i], place - (int(ends[i - 1]) if i else 0))
-            is_good = f"SELECT 1 FROM features WHERE pass = ? AND row = ? AND unused_since_ns IS NULL AND NOT {FAILED}"
-            if self._sql.execute(is_good, key).fetchone():
-                sample.append(key)
-        return sample
+        return self._sql.execute(
+            f"SELECT pass, row FROM features WHERE pass {'!=' if of_others else '='} ? AND unused_since_ns IS NULL "
+            f"AND NOT {FAILED} ORDER BY hash LIMIT ?",
+            (number, count),
+        ).fetchall()
 
     def kept_rows(self, number: int, unused_before_ns: int) -> list[tuple[int, int, bytes | None]]:
         """Return the rows of a pass to keep, as (id, row, a path with this row or None), sorted by row."""

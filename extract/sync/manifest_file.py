@@ -45,11 +45,6 @@ _ADDED = f"""
     CREATE INDEX IF NOT EXISTS features_failed ON features(pass) WHERE {FAILED};
     CREATE INDEX IF NOT EXISTS features_unused ON features(pass, unused_since_ns) WHERE unused_since_ns IS NOT NULL;
 """
-# Format 1 has no hash of a file.
-_FROM_FORMAT_1 = """
-    ALTER TABLE files ADD COLUMN hash BLOB NOT NULL DEFAULT x'';
-    UPDATE files SET hash = (SELECT hash FROM features WHERE id = feature);
-"""
 # What SQLite does not check by itself: it stores a value of any type in a column. `?`: or NULL.
 _TYPES = {
     "features": {"integer": "id size pass row status tried_ns", "integer?": "unused_since_ns", "hash": "hash"},
@@ -167,16 +162,10 @@ class ManifestFile:
                     for statement in _SCHEMA.split(";")[:-1]:
                         self._sql.execute(statement)
                     self._set("format", _FORMAT)
-            elif (number := self._get("format", 0)) not in (1, _FORMAT):
+            elif (number := self._get("format", 0)) != _FORMAT:
                 raise sqlite3.DatabaseError(f"it has format {number}, expected {_FORMAT}")
-            else:
-                if not self.was_closed:
-                    self._check_structure()
-                if number == 1:
-                    with self.transaction():
-                        for statement in _FROM_FORMAT_1.split(";")[:-1]:
-                            self._sql.execute(statement)
-                        self._set("format", _FORMAT)
+            elif not self.was_closed:
+                self._check_structure()
             with self.transaction():
                 for statement in (*_ADDED.split(";")[:-1], *_TEMPORARY.split(";")[:-1]):
                     self._sql.execute(statement)

@@ -151,44 +151,35 @@ class _Changes:
 
     def _follow(self, config: SyncConfig) -> str:
         """Follow the kernel's reports until `stop` is set; return the reason if that is not possible."""
-        one_by_one = False  # watch each folder separately, since a folder in the tree cannot be read
         while not self._stop.is_set():
             try:
                 root, is_first = _identity(config.root), True
-                for changes in self._reports(config, one_by_one):
+                for changes in self._reports(config):
                     if changes or is_first:  # a change before all folders were watched was not reported
                         self._mark_changed(config)
                     is_first = False
                     if _identity(config.root) != root:  # a disk was unmounted, or the folder was replaced
                         self._mark_changed(config)
                         break
-                    if one_by_one and any(Path(path).is_dir() for _, path in changes):  # new folders are not watched
-                        break
             except FileNotFoundError:  # the passes report it
                 self._stop.wait(_GONE_S)
-            except PermissionError as error:
-                if one_by_one:
-                    return _reason(error)
-                one_by_one = True
             except (OSError, RuntimeError) as error:
                 limit = "limit" in str(error)
                 return _reason(error) + (" (to watch the folder, raise fs.inotify.max_user_watches)" if limit else "")
         return ""
 
-    def _reports(self, config: SyncConfig, one_by_one: bool) -> Iterator[set[Any]]:
+    def _reports(self, config: SyncConfig) -> Iterator[set[Any]]:
         """Yield the changes of about a second each, as (kind, path)."""
-        folders = [folder for folder, _, _ in os.walk(config.root)] if one_by_one else [config.root]
         reports: Iterator[set[Any]] = self._watchfiles.watch(
-            *folders,
-            recursive=not one_by_one,
+            config.root,
             watch_filter=lambda change, path: not is_litter(path.rpartition("/")[2]),
             stop_event=self._stop,
             force_polling=False,
             rust_timeout=_CHECK_MS,
             yield_on_timeout=True,
             raise_interrupt=False,
-            # Ignoring it would end the watch of a tree at the first folder that cannot be read, and would also hide the
-            # error at the limit of watches.
+            # A tree with a folder that cannot be read is scanned. Ignoring the error would end the watch of the tree at
+            # that folder, and would also hide the error at the limit of watches.
             ignore_permission_denied=False,
         )
         return reports

@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import weakref
@@ -110,45 +109,6 @@ def test_a_folder_that_takes_the_place_of_another_is_followed(changes: Any, conf
     settled(seen, config)
     make_picture(90).save(folder / "bee" / "new.png")
     _until(lambda: seen.take(config), 20)
-
-
-@pytest.mark.skipif(os.getuid() != 0, reason="a folder that cannot be read takes another user to read it")
-def test_a_tree_with_a_folder_that_cannot_be_read_is_watched(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(watching, "_CHECK_MS", 200)
-    heard, says = os.pipe()
-    with tempfile.TemporaryDirectory() as place:
-        root = Path(place) / "photos"
-        for name in ("ant", "lost+found"):
-            (root / name).mkdir(parents=True)
-        Path(place).chmod(0o755)
-        (root / "lost+found").chmod(0o700)
-        config = SyncConfig(images=str(root), out=Path(place) / "out", **SMALL)
-        child = os.fork()
-        if not child:
-            try:
-                os.setgid(65534)
-                os.setuid(65534)
-                stop = threading.Event()
-                seen = watching._Changes(watchfiles, [config], stop)
-                settled(seen, config)
-                os.write(says, b"1")
-                _until(lambda: seen.take(config), 20)
-                settled(seen, config)
-                os.write(says, b"2")
-                _until(lambda: seen.take(config), 20)
-                os._exit(0)
-            finally:
-                os._exit(1)
-        os.close(says)
-        assert os.read(heard, 1) == b"1"
-        (root / "bee").mkdir()
-        assert os.read(heard, 1) == b"2"
-        make_picture(90).save(root / "bee" / "new.png")  # in a folder that was not there
-        os.close(heard)
-        assert os.waitpid(child, 0)[1] == 0
-        assert "cannot be watched" not in capfd.readouterr().err
 
 
 def test_what_changed_before_all_folders_were_watched_is_looked_for(changes: Any, config: SyncConfig) -> None:
