@@ -98,9 +98,7 @@ def compact(out: Path, max_dead: float) -> Compacted:
                         f"{out}/manifest.sqlite is missing or damaged", hint="run `layertap sync` to rebuild it"
                     )
                 return compact_passes(out, manifest, published, max_dead, time.time_ns())[0]
-            except (sqlite3.Error, ValueError, TypeError) as error:  # InputError is a ValueError, too
-                if isinstance(error, LayertapError):
-                    raise
+            except sqlite3.Error as error:
                 raise LayertapError(
                     f"{out}/manifest.sqlite: {error}", hint="delete it and run `layertap sync` to rebuild it"
                 ) from error

@@ -43,7 +43,6 @@ _SCHEMA = """
 FAILED = f"status != {int(Status.OK)}"  # as in the index: SQLite uses a partial index for the same words only
 _ADDED = f"""
     CREATE INDEX IF NOT EXISTS features_failed ON features(pass) WHERE {FAILED};
-    CREATE INDEX IF NOT EXISTS features_unused ON features(pass, unused_since_ns) WHERE unused_since_ns IS NOT NULL;
 """
 # What SQLite does not check by itself: it stores a value of any type in a column. `?`: or NULL.
 _TYPES = {
@@ -59,11 +58,10 @@ _OF_MACHINE = {
     sqlite3.SQLITE_FULL, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM, sqlite3.SQLITE_AUTH, sqlite3.SQLITE_INTERRUPT,
 }  # fmt: skip
 # found: files of the last scan that are new, may have changed or are due for a retry; gone: recorded paths that it did
-# not see, and whether they are kept because it could not read them; released: features that a file needed.
+# not see, and whether they are kept because it could not read them.
 _TEMPORARY = """
     CREATE TEMP TABLE found(path BLOB PRIMARY KEY, size INTEGER, mtime_ns INTEGER, ctime_ns INTEGER) WITHOUT ROWID;
     CREATE TEMP TABLE gone(path BLOB PRIMARY KEY, kept INTEGER NOT NULL DEFAULT 0) WITHOUT ROWID;
-    CREATE TEMP TABLE released(feature INTEGER PRIMARY KEY);
 """
 
 

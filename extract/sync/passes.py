@@ -10,7 +10,7 @@ import os
 import shutil
 import sqlite3
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,7 +43,7 @@ __all__ = ["Pass", "Report", "VanishedError"]
 
 _RECHECKED = 16  # stored rows that are computed again when library versions have changed
 _MAX_DEAD = 0.5  # share of dead rows above which a pass is rewritten without them
-# schedule.json is of earlier versions.
+# What passes write; schedule.json is of earlier versions. A killed pass may also leave names that end in .new.
 _OURS = {".lock", "manifest.sqlite", "manifest.sqlite.xxh3", "manifest.sqlite-wal", "manifest.sqlite-shm",
          "manifest.sqlite.damaged", "passes", "versions", "runs.jsonl", "schedule.json", "probe",
          "report.html"}  # fmt: skip
@@ -183,7 +183,9 @@ class Pass:
                     if exists
                     else "correct `images`",
                 )
-        elif self.out.is_dir() and any(not _is_ours(entry.name) for entry in self.out.iterdir()):
+        elif self.out.is_dir() and any(
+            entry.name not in _OURS and not entry.name.endswith(".new") for entry in self.out.iterdir()
+        ):
             raise InputError(
                 f"{self.out} is not empty and not a data set of `layertap sync`", hint="choose another output folder"
             )
@@ -263,10 +265,11 @@ class Pass:
         Raises:
             InputError: they differ.
         """
-        if manifest.configuration == self.configuration or self.published is None:
+        if manifest.configuration == self.configuration:
             return
-        sample = Images(self.root, ["x"], np.full(1, -1), [], [""], Files(self.root, ["x"]))
-        self._check_fits(self.plan_for(sample, self.out / "passes" / "none").dataset)
+        if self.published is not None:
+            sample = Images(self.root, ["x"], np.full(1, -1), [], [""], Files(self.root, ["x"]))
+            self._check_fits(self.plan_for(sample, self.out / "passes" / "none").dataset)
         with manifest.transaction():
             manifest.configuration = self.configuration
 
@@ -356,12 +359,13 @@ class Pass:
             report.rows = n_files - len(folder_changes.gone) + report.added + report.renamed
             report.version = manifest.version
         else:
-            with manifest.transaction():
-                manifest.configuration = self.configuration
-            if folder_changes.todo:
-                computed = self._compute_in_new_pass(manifest, folder_changes.todo)
+            if todo := folder_changes.todo:
+                number = manifest.next_pass()
+                with manifest.transaction():
+                    manifest.set_planned(number, todo)
+                computed = self._compute_pass(manifest, number, todo, self._plan(pass_folder(self.out, number), todo))
                 accepted = {entry.file.path for entry in computed}
-                moved = moved + [entry.file for entry in folder_changes.todo if entry.file.path not in accepted]
+                moved = moved + [entry.file for entry in todo if entry.file.path not in accepted]
                 resolved = resolved + computed
             changed = bool(folder_changes.gone) or any(
                 (old := folder_changes.stored.get(entry.file.path)) is None or old.id != entry.feature
@@ -373,13 +377,6 @@ class Pass:
             report.rows = manifest.n_files()
         report.waiting = len(folder_changes.waiting) + len(moved)
         report.unchanged = report.rows - report.added - report.changed - report.renamed
-
-    def _compute_in_new_pass(self, manifest: Manifest, todo: Sequence[PlannedFile]) -> list[Resolved]:
-        """Compute files in a new pass."""
-        number = manifest.next_pass()
-        with manifest.transaction():
-            manifest.set_planned(number, todo)
-        return self._compute_pass(manifest, number, todo, self._plan(pass_folder(self.out, number), todo))
 
     def _plan(self, folder: Path, planned: Sequence[PlannedFile]) -> Plan:
         """Return the plan for computing files into a folder.
@@ -439,18 +436,15 @@ class Pass:
             manifest.set_planned(0, [])
         return resolved
 
-    def _apply(self, manifest: Manifest, resolved: Iterable[Resolved], gone: Sequence[bytes], *, changed: bool) -> None:
+    def _apply(self, manifest: Manifest, resolved: Sequence[Resolved], gone: Sequence[bytes], *, changed: bool) -> None:
+        if not resolved and not gone:
+            return
         with manifest.transaction():
             manifest.set_files((entry.file, entry.settled, entry.feature) for entry in resolved)
             manifest.remove_files(gone)
             manifest.record_unused(self.now_ns())
             if changed:
                 manifest.version += 1
-
-
-def _is_ours(name: str) -> bool:
-    """Return whether passes write a file of this name, or a killed pass may have left it."""
-    return name in _OURS or name.endswith(".new")
 
 
 def _is_row_of(row: StoredRow, file: ScannedFile) -> bool:

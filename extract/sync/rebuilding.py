@@ -46,7 +46,6 @@ def rebuild(manifest: Manifest, out: Path, published: DataSet, now_ns: int) -> N
         LayertapError: a file of the data set cannot be read.
     """
     with manifest.transaction():
-        manifest.clear()
         for folder in sorted((out / "passes").glob("[0-9]" * 6)):
             number = int(folder.name)
             with contextlib.suppress(InputError):  # of a damaged pass: its images are computed again

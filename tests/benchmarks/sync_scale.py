@@ -141,7 +141,7 @@ def fill(home: Path, count: int) -> dict[str, Any]:
     start = time.perf_counter()
     with Manifest(out) as manifest:
         folder = Folder(home, count)
-        sql, indexes = manifest._sql, ("features_by_hash", "features_by_size", "features_unused", "files_by_feature")
+        sql, indexes = manifest._sql, ("features_by_hash", "features_by_size", "files_by_feature")
         created = [
             sql.execute("SELECT sql FROM sqlite_master WHERE name = ?", (name,)).fetchone()[0] for name in indexes
         ]

@@ -307,7 +307,6 @@ def filled(out: Path, count: int) -> Model:
     model.passes = 1
     model.describe_pass(count)
     with model.manifest.transaction():
-        model.manifest.clear()
         ids = model.manifest.add_pass(1, (StoredRow(i.to_bytes(16), 9, 9, i, 1) for i in range(count)), 1)
         model.manifest.set_files((file, True, ids[row]) for file, row in many(count))
         model.manifest.record_unused(1)
