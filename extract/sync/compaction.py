@@ -32,7 +32,7 @@ __all__ = ["Compacted", "compact", "compact_passes", "passes_to_compact", "rewri
 
 # Small passes are joined like the files of a log-structured merge tree: this many passes of one tier become one pass of
 # a higher tier, and each tier holds passes this many times larger than the tier below. A row is copied once per tier,
-# and there are few tiers.
+# and there are few tiers. After years of short passes, a few dozen files remain.
 _FANOUT = 8
 
 

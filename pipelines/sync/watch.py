@@ -113,23 +113,23 @@ class _Changes:
 
     def __init__(self, watchfiles: Any, configs: Sequence[SyncConfig], stop: threading.Event):
         self._watchfiles, self._stop = watchfiles, stop
-        self._lock, self._change_event = threading.Lock(), threading.Event()
-        self._changed: set[int] = set()
+        self._changed = {id(config): threading.Event() for config in configs}
+        self._any_changed = threading.Event()
         self._threads = [threading.Thread(target=self._watch, args=(config,), daemon=True) for config in configs]
         for thread in self._threads:
             thread.start()
 
     def take(self, config: SyncConfig) -> bool:
         """Return whether something has changed below the folder since the last call."""
-        with self._lock:
-            has_changed = id(config) in self._changed
-            self._changed.discard(id(config))
-            return has_changed
+        has_changed = self._changed[id(config)].is_set()
+        if has_changed:  # otherwise, a change that is reported now would be lost
+            self._changed[id(config)].clear()
+        return has_changed
 
     def wait(self, seconds: float) -> None:
         """Wait until something changes, at most `seconds`."""
-        self._change_event.wait(seconds)
-        self._change_event.clear()
+        self._any_changed.wait(seconds)
+        self._any_changed.clear()
 
     def join(self) -> None:
         """Wait for the threads, which end when `stop` is set."""
@@ -145,9 +145,8 @@ class _Changes:
             self._scan(config)
 
     def _mark_changed(self, config: SyncConfig) -> None:
-        with self._lock:
-            self._changed.add(id(config))
-        self._change_event.set()
+        self._changed[id(config)].set()
+        self._any_changed.set()
 
     def _follow(self, config: SyncConfig) -> str:
         """Follow the kernel's reports until `stop` is set; return the reason if that is not possible."""

@@ -186,11 +186,11 @@ class ReportContent:
     def _similar_images(self) -> None:
         self._say(f"searching neighbours by {self._layer}")
         neighbours = similar_images(self._reader[self._layer], self._hashes, self._good, self._seed)
-        means, pairs, nearest = neighbours.means, neighbours.pairs(), neighbours.nearest
+        means, nearest = neighbours.means, neighbours.nearest
+        pair_rows, cosines = neighbours.pairs()
         threshold = near_duplicate_cosine(nearest)
-        near = pairs.cosines >= (math.inf if threshold is None else threshold)
+        near_rows = pair_rows[cosines >= (math.inf if threshold is None else threshold)]
         labels, splits = self._reader.labels, self._reader.splits
-        near_rows = pairs.rows[near]
         outliers = [place for place in np.argsort(means, kind="stable").tolist() if math.isfinite(means[place])]
         outliers = outliers[:_SHOWN] if len(neighbours.among) > K else []
         counts, edges = _histogram(nearest)
@@ -201,9 +201,9 @@ class ReportContent:
             "threshold": threshold,
             "pairs": [
                 [*rows, round(cosine, 6)]
-                for rows, cosine in zip(pairs.rows[:_SHOWN].tolist(), pairs.cosines[:_SHOWN].tolist(), strict=True)
+                for rows, cosine in zip(pair_rows[:_SHOWN].tolist(), cosines[:_SHOWN].tolist(), strict=True)
             ],
-            "n_pairs": int(near.sum()),
+            "n_pairs": len(near_rows),
             "pairs_in_classes": int((labels[near_rows[:, 0]] != labels[near_rows[:, 1]]).sum()),
             "pairs_in_splits": sum(splits[row] != splits[other_row] for row, other_row in near_rows.tolist()),
             "outliers": [[int(neighbours.queries[place]), round(float(means[place]), 4)] for place in outliers],
@@ -373,18 +373,16 @@ class ReportContent:
             limit: maximum number of thumbnails.
             room: bytes for all thumbnails.
         """
-        sheets, about = self._thumbnails(root, images, limit, room)
-        self.data |= {"thumbnails": sheets.as_json(), "about_thumbnails": about}
-
-    def _thumbnails(self, root: str, images: str | None, limit: int, room: int) -> tuple[ThumbnailSheets, str]:
-        rows = list(self._thumbnail_rows)
-        if not limit or not rows:
-            return ThumbnailSheets(), "No thumbnails, as requested." if not limit else ""
-        rows = rows[: min(limit, _URL_THUMBNAILS) if is_url(images or root) else limit]
+        self.data |= {"thumbnails": ThumbnailSheets().as_json(), "about_thumbnails": ""}
+        rows = list(self._thumbnail_rows)[: min(limit, _URL_THUMBNAILS) if is_url(images or root) else limit]
+        if not rows:
+            self.data["about_thumbnails"] = "" if limit else "No thumbnails, as requested."
+            return
         source = Pictures(self._reader, root, rows, images)
         if source.why_not:
             self._say(f"no thumbnails: {printable(source.why_not)}")
-            return ThumbnailSheets(), printable(f"No thumbnails: {source.why_not}")
+            self.data["about_thumbnails"] = printable(f"No thumbnails: {source.why_not}")
+            return
         failed = {row for row, *_ in self._failed}
         missing: Counter[str] = Counter()
 
@@ -404,7 +402,8 @@ class ReportContent:
         if missing:
             why, count = missing.most_common(1)[0]
             about += f" {sum(missing.values()):,} have none because their picture is not available ({why}: {count:,})."
-        return sheets, printable(about if shown < len(self._good) else "")
+        self.data["thumbnails"] = sheets.as_json()
+        self.data["about_thumbnails"] = printable(about if shown < len(self._good) else "")
 
 
 def _shortened(path: str) -> str:
