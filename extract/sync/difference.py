@@ -48,7 +48,7 @@ class Difference:
     Attributes:
         resolved: examined files whose features are stored.
         todo: files to compute.
-        waiting: files that may still be being written, and the time since which their size and times are unchanged.
+        waiting: files that may still be being written.
         moved: files that have changed since the scan.
         gone: paths in the data set that no longer exist.
         stored: path -> its row in the data set, for the examined files.
@@ -59,7 +59,7 @@ class Difference:
 
     resolved: list[Resolved]
     todo: list[PlannedFile]
-    waiting: list[tuple[ScannedFile, int]]
+    waiting: list[ScannedFile]
     moved: list[ScannedFile]
     gone: list[bytes]
     stored: dict[bytes, FeatureRow]
@@ -89,7 +89,10 @@ def difference(
     unread_before_ns = max(retry_before_ns, time_before(scanned_ns, _UNREAD_S))
     files_to_examine = list(manifest.files_to_examine(retry_before_ns, unread_before_ns))
     readable = _without_unreadable(root, files_to_examine, unread_before_ns)
-    candidates, waiting = _split_settled(manifest, readable, guards, scanned_ns)
+    settle_ns = int(guards.settle_s * _S)
+    waiting = [item.file for item in readable if _may_be_being_written(item, settle_ns, scanned_ns)]
+    waiting_paths = {file.path for file in waiting}
+    candidates = [candidate for candidate in readable if candidate.file.path not in waiting_paths]
     stored = {candidate.file.path: candidate.recorded for candidate in candidates if candidate.recorded is not None}
     resolved, todo, moved = _match_by_hash(root, manifest, candidates, scanned_ns, retry_before_ns, stop)
     gone = manifest.gone()
@@ -128,29 +131,17 @@ def _without_unreadable(root: str, candidates: list[Candidate], unread_before_ns
     return [candidate for candidate in candidates if candidate.file not in still_unreadable]
 
 
-def _split_settled(
-    manifest: Manifest, candidates: list[Candidate], guards: Guards, scanned_ns: int
-) -> tuple[list[Candidate], list[tuple[ScannedFile, int]]]:
-    """Split candidates into files that can be processed now and files that must wait.
+def _may_be_being_written(candidate: Candidate, settle_ns: int, scanned_ns: int) -> bool:
+    """Return whether a file has changed too recently to be read.
 
-    A waiting file comes with the time since which its size and times are unchanged.
+    A modification time in the future was set by a program; then the change time counts. If that lies in the future,
+    too, a clock is wrong: the file is read, and again when it changes.
     """
-    settle_ns = int(guards.settle_s * _S)
-    if not settle_ns:
-        return candidates, []
-    known_waiting, ready, waiting = manifest.waiting(), [], []
-    for candidate in candidates:
-        file = candidate.file
-        if scanned_ns - file.mtime_ns >= settle_ns or candidate.unchanged or file.size == NO_FILE:
-            ready.append(candidate)
-            continue
-        # A modification time in the future does not show the file's age; only waiting does.
-        known_file, since_ns = known_waiting.get(file.path, (None, scanned_ns))
-        if known_file == file and scanned_ns - since_ns >= settle_ns:
-            ready.append(candidate)
-        else:
-            waiting.append((file, since_ns if known_file == file else scanned_ns))
-    return ready, waiting
+    file = candidate.file
+    if candidate.unchanged or file.size == NO_FILE:
+        return False
+    changed_ns = next((time_ns for time_ns in (file.mtime_ns, file.ctime_ns) if time_ns <= scanned_ns), 0)
+    return scanned_ns - changed_ns < settle_ns
 
 
 def _match_by_hash(

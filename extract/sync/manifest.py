@@ -8,7 +8,6 @@ rebuilt from the passes, without computing any image again; nothing is recorded 
                time since which no file needs the row
     files      a path: size, times and hash when it was examined, whether a later change must alter these, and its
                feature
-    waiting    a file that may still be being written, and the time since which its size and times are unchanged
     planned    the rows of a started pass, in order
     meta       format: format of the file; version: number of the recorded state; configuration: the requested settings
                of the features; versions: library versions of the last computation; passes: last pass number in use;
@@ -310,19 +309,7 @@ class Manifest(ManifestFile):
             (number, unused_before_ns),
         ).fetchall()
 
-    # Waiting files, and the started pass
-
-    def waiting(self) -> dict[bytes, tuple[ScannedFile, int]]:
-        """Return path -> (file, time since which its size and times are unchanged), for files left by the last pass."""
-        rows = self._sql.execute("SELECT path, size, mtime_ns, ctime_ns, since_ns FROM waiting")
-        return {path: (ScannedFile(path, *properties), since_ns) for path, *properties, since_ns in rows}
-
-    def set_waiting(self, files: Iterable[tuple[ScannedFile, int]]) -> None:
-        """Replace the waiting files."""
-        self._sql.execute("DELETE FROM waiting")
-        self._sql.executemany(
-            "INSERT INTO waiting VALUES (?, ?, ?, ?, ?)", ((*file, since_ns) for file, since_ns in files)
-        )
+    # The started pass
 
     def planned(self) -> tuple[int, list[PlannedFile]]:
         """Return the started pass and its rows in order; (0, []) if there is none.

@@ -35,8 +35,6 @@ _SCHEMA = """
         path BLOB PRIMARY KEY, size INTEGER NOT NULL, mtime_ns INTEGER NOT NULL, ctime_ns INTEGER NOT NULL,
         settled INTEGER NOT NULL, feature INTEGER NOT NULL, hash BLOB NOT NULL) WITHOUT ROWID;
     CREATE INDEX files_by_feature ON files(feature);
-    CREATE TABLE waiting(
-        path BLOB PRIMARY KEY, size INTEGER, mtime_ns INTEGER, ctime_ns INTEGER, since_ns INTEGER) WITHOUT ROWID;
     CREATE TABLE planned(position INTEGER PRIMARY KEY, path BLOB, size INTEGER, mtime_ns INTEGER, ctime_ns INTEGER,
         settled INTEGER);
 """
@@ -48,7 +46,6 @@ _ADDED = f"""
 _TYPES = {
     "features": {"integer": "id size pass row status tried_ns", "integer?": "unused_since_ns", "hash": "hash"},
     "files": {"blob": "path", "integer": "size mtime_ns ctime_ns settled feature", "hash": "hash"},
-    "waiting": {"blob": "path", "integer": "size mtime_ns ctime_ns since_ns"},
     "planned": {"integer": "position size mtime_ns ctime_ns settled", "blob": "path"},
     "meta": {"text": "name"},
 }

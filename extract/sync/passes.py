@@ -379,8 +379,6 @@ class Pass:
                 for entry in resolved
             )
             self._apply(manifest, resolved, folder_changes.gone, changed=changed)
-            with manifest.transaction():
-                manifest.set_waiting([*folder_changes.waiting, *((file, scanned_ns) for file in moved)])
             report.rows = manifest.n_files()
         report.waiting = len(folder_changes.waiting) + len(moved)
         report.unchanged = report.rows - report.added - report.changed - report.renamed

@@ -147,7 +147,6 @@ def test_rows_of_other_images_are_not_published(followed: Followed, statements: 
         "UPDATE files SET path = 5 WHERE feature = 9",
         "UPDATE features SET tried_ns = x'00' WHERE id = 9",
         "UPDATE features SET hash = x'00' WHERE id = 9",
-        "INSERT INTO waiting VALUES (x'61', 1, 1, 1, 'x')",
         "INSERT INTO planned VALUES (0, 1, 1, 1, 1, 1)",
         "UPDATE meta SET value = x'ff' WHERE name = 'configuration'",
         "UPDATE meta SET value = CAST(x'ff' AS TEXT) WHERE name = 'versions'",
