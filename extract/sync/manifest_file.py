@@ -262,11 +262,17 @@ class ManifestFile:
             raise sqlite3.DatabaseError(f"its {name} is {str(value)[:40]!r}, expected a number below 1,000,000,000")
         return value
 
-    def _object(self, name: str) -> dict[str, Any]:
+    def settings(self, name: str) -> dict[str, Any]:
+        """Return the settings of the last pass by their name in `meta`; empty if there are none."""
         try:
             return parse_json(str(self._get(name, "{}")).encode(), name)
         except ValueError as error:
             raise sqlite3.DatabaseError(str(error)) from error
+
+    def set_settings(self, name: str, values: dict[str, Any]) -> None:
+        """Replace settings."""
+        with self.transaction():
+            self._set(name, json.dumps(values))
 
     def _set(self, name: str, value: Any) -> None:
         self._sql.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (name, value))
@@ -279,24 +285,6 @@ class ManifestFile:
     @version.setter
     def version(self, number: int) -> None:
         self._set("version", number)
-
-    @property
-    def configuration(self) -> dict[str, Any]:
-        """Settings of the features that the last pass requested; empty if there was no pass."""
-        return self._object("configuration")
-
-    @configuration.setter
-    def configuration(self, values: dict[str, Any]) -> None:
-        self._set("configuration", json.dumps(values))
-
-    @property
-    def versions(self) -> dict[str, Any]:
-        """Library versions of the last computation; empty if there was none."""
-        return self._object("versions")
-
-    @versions.setter
-    def versions(self, values: dict[str, Any]) -> None:
-        self._set("versions", json.dumps(values))
 
 
 @contextlib.contextmanager

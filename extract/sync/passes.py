@@ -269,13 +269,12 @@ class Pass:
         Raises:
             InputError: they differ.
         """
-        if manifest.configuration == self.configuration:
+        if manifest.settings("configuration") == self.configuration:
             return
         if self.published is not None:
             sample = Images(self.root, ["x"], np.full(1, -1), [], [""], Files(self.root, ["x"]))
             self._check_fits(self.plan_for(sample, self.out / "passes" / "none").dataset)
-        with manifest.transaction():
-            manifest.configuration = self.configuration
+        manifest.set_settings("configuration", self.configuration)
 
     def _check_fits(self, dataset: DataSet) -> None:
         if self.published and (changed := differences(self.published.depends_on, dataset.depends_on)):
@@ -291,7 +290,7 @@ class Pass:
         Raises:
             LayertapError: the features differ.
         """
-        computed_with, installed = manifest.versions, plan.provenance["versions"]
+        computed_with, installed = manifest.settings("versions"), plan.provenance["versions"]
         if computed_with == installed:
             return
         if computed_with and self.published and manifest.n_failed() < manifest.n_files():
@@ -311,8 +310,7 @@ class Pass:
                 f"libraries have changed: {changed}; {rechecked.n_rows} stored rows, computed again, differ by at most "
                 f"{rechecked.largest:.1e} of their largest value"
             )
-        with manifest.transaction():
-            manifest.versions = installed
+        manifest.set_settings("versions", installed)
 
     def _finish_interrupted(self, manifest: Manifest) -> None:
         """Complete an interrupted pass, with the list of files with which it started.

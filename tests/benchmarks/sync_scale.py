@@ -156,8 +156,9 @@ def fill(home: Path, count: int) -> dict[str, Any]:
             sql.execute("UPDATE features SET unused_since_ns = NULL")
             for statement in created:
                 sql.execute(statement)
-            manifest.configuration, manifest.versions = CONFIGURATION, plan.provenance["versions"]
             manifest.version = 1
+        manifest.set_settings("configuration", CONFIGURATION)
+        manifest.set_settings("versions", plan.provenance["versions"])
         seconds["manifest"] = time.perf_counter() - start
         start = time.perf_counter()
         publish(out, os.fspath(folder.root), manifest, None)

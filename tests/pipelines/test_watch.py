@@ -56,20 +56,20 @@ def changes(config: SyncConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any
     stop, begun = threading.Event(), []
 
     def begin(library: Any) -> Any:
-        begun.append(watching._Changes(library, [config], stop))
+        begun.append(watching._Followed(library, config, stop, threading.Event()))
         return begun[0]
 
     yield begin
     stop.set()
     for one in begun:
-        one.join()
+        one.thread.join(10)
 
 
-def settled(changes: Any, config: SyncConfig) -> None:
+def settled(changes: Any) -> None:
     """Wait until what was there at the beginning has been reported."""
-    _until(lambda: changes.take(config), 20)
+    _until(lambda: changes.take_change(), 20)
     time.sleep(0.5)
-    changes.take(config)
+    changes.take_change()
 
 
 LIMIT = OSError(
@@ -81,39 +81,39 @@ DENIED = PermissionError('Permission denied (os error 13) about ["/photos/secret
 @pytest.mark.parametrize(("error", "why"), [(LIMIT, "max_user_watches"), (DENIED, "/photos/secret"),
                                             (RuntimeError("error in underlying watcher"), "underlying")])  # fmt: skip
 def test_what_the_kernel_refuses_to_watch_is_scanned_and_that_is_said(
-    changes: Any, config: SyncConfig, folder: Path, capsys: pytest.CaptureFixture[str], error: Exception, why: str
+    changes: Any, folder: Path, capsys: pytest.CaptureFixture[str], error: Exception, why: str
 ) -> None:
     seen = changes(Refusing(error))
-    settled(seen, config)
+    settled(seen)
     told = capsys.readouterr().err
     assert "cannot be watched" in told
     assert why in told
     assert "Error {" not in told
     make_picture(90).save(folder / "bee" / "new.png")
-    _until(lambda: seen.take(config), 20)
+    _until(lambda: seen.take_change(), 20)
     (folder / "bee" / "new.png").rename(folder / "ant" / "new.png")
-    _until(lambda: seen.take(config), 20)
+    _until(lambda: seen.take_change(), 20)
     time.sleep(0.3)
-    assert not seen.take(config)  # nothing has changed since
+    assert not seen.take_change()  # nothing has changed since
     shutil.move(folder, folder.with_name("away"))
-    _until(lambda: seen.take(config), 20)
+    _until(lambda: seen.take_change(), 20)
 
 
-def test_a_folder_that_takes_the_place_of_another_is_followed(changes: Any, config: SyncConfig, folder: Path) -> None:
+def test_a_folder_that_takes_the_place_of_another_is_followed(changes: Any, folder: Path) -> None:
     """As when a disk is unmounted and mounted again: the kernel reports nothing of it."""
     seen = changes(watchfiles)
-    settled(seen, config)
+    settled(seen)
     folder.rename(folder.with_name("away"))
     shutil.copytree(folder.with_name("away"), folder)
-    _until(lambda: seen.take(config), 20)
-    settled(seen, config)
+    _until(lambda: seen.take_change(), 20)
+    settled(seen)
     make_picture(90).save(folder / "bee" / "new.png")
-    _until(lambda: seen.take(config), 20)
+    _until(lambda: seen.take_change(), 20)
 
 
-def test_what_changed_before_all_folders_were_watched_is_looked_for(changes: Any, config: SyncConfig) -> None:
+def test_what_changed_before_all_folders_were_watched_is_looked_for(changes: Any) -> None:
     seen = changes(watchfiles)
-    _until(lambda: seen.take(config), 20)
+    _until(lambda: seen.take_change(), 20)
 
 
 def can_limit_watches() -> bool:
@@ -219,7 +219,7 @@ def test_a_disk_that_is_unmounted_and_mounted_again_is_followed(folder: Path, tm
     assert "disk/images" in errors  # the user was told that it was missing
 
 
-def test_garbage_of_a_pass_is_collected_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_garbage_of_a_pass_is_collected_before_the_next(changes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     class Cycle:
         def __init__(self) -> None:
             self.itself = self
@@ -234,7 +234,7 @@ def test_garbage_of_a_pass_is_collected_before_the_next(monkeypatch: pytest.Monk
     monkeypatch.setattr(watching, "sync_all", one_pass)
     gc.disable()
     try:
-        watching._pass_of(None, None, lambda result: None, [])
+        changes(watchfiles).run_pass(lambda result: None, [])
     finally:
         gc.enable()
     assert garbage[0]() is None

@@ -27,6 +27,7 @@ and notes in the manifest that each change had to keep right.
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -44,7 +45,6 @@ from extract.system.atomic_files import atomic_write, open_regular, own_folder
 __all__ = ["HASH_BYTES", "Table", "Version", "hash_of", "pass_folder", "table_path", "write_table"]
 
 _FORMAT = "layertap version"
-_BLOCK_BYTES = 1 << 20
 HASH_BYTES = 16  # xxh3-128
 
 
@@ -164,14 +164,11 @@ def _fill(file: h5py.File, count: int, batches: Iterable[Mapping[str, Any]]) -> 
 
 
 def hash_of(path: Path) -> str:
-    """Return the xxh3-128 of a file; it is read in blocks.
+    """Return the xxh3-128 of a file.
 
     Raises:
         InputError: the path is not a regular file.
         OSError: it does not exist or cannot be read.
     """
-    digest = xxhash.xxh3_128()
     with os.fdopen(open_regular(path), "rb", buffering=0) as file:
-        while block := file.read(_BLOCK_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()

@@ -20,7 +20,7 @@ import xxhash
 
 from extract import InputError
 from extract.images.image_list import labels_from_folders
-from extract.store.format import row_table, version
+from extract.store.format import row_table
 from extract.store.format.dataset import DataSet
 from extract.store.format.layout import StoredFeature
 from extract.store.format.version import table_path
@@ -339,7 +339,6 @@ def test_the_memory_of_a_pass_with_few_changes_does_not_grow_with_the_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(manifest_module, "_ROWS_AT_ONCE", 500)
-    monkeypatch.setattr(version, "_BLOCK_BYTES", 1 << 12)
     peaks = []
     for count in (4_000, 16_000):
         (tmp_path / f"{count}").mkdir()
