@@ -48,7 +48,7 @@ class Difference:
     Attributes:
         resolved: examined files whose features are stored.
         todo: files to compute.
-        waiting: files that may still be being written.
+        waiting: number of files that may still be being written.
         moved: files that have changed since the scan.
         gone: paths in the data set that no longer exist.
         stored: path -> its row in the data set, for the examined files.
@@ -59,7 +59,7 @@ class Difference:
 
     resolved: list[Resolved]
     todo: list[PlannedFile]
-    waiting: list[ScannedFile]
+    waiting: int
     moved: list[ScannedFile]
     gone: list[bytes]
     stored: dict[bytes, FeatureRow]
@@ -90,9 +90,10 @@ def difference(
     files_to_examine = list(manifest.files_to_examine(retry_before_ns, unread_before_ns))
     readable = _without_unreadable(root, files_to_examine, unread_before_ns)
     settle_ns = int(guards.settle_s * _S)
-    waiting = [item.file for item in readable if _may_be_being_written(item, settle_ns, scanned_ns)]
-    waiting_paths = {file.path for file in waiting}
-    candidates = [candidate for candidate in readable if candidate.file.path not in waiting_paths]
+    candidates: list[Candidate] = []
+    waiting: list[Candidate] = []
+    for candidate in readable:
+        (waiting if _may_be_being_written(candidate, settle_ns, scanned_ns) else candidates).append(candidate)
     stored = {candidate.file.path: candidate.recorded for candidate in candidates if candidate.recorded is not None}
     resolved, todo, moved = _match_by_hash(root, manifest, candidates, scanned_ns, retry_before_ns, stop)
     gone = manifest.gone()
@@ -113,7 +114,7 @@ def difference(
         for candidate in candidates
     )
     return Difference(
-        resolved, todo, waiting, moved, [path for path, _ in gone], stored, added, changed, renamed,
+        resolved, todo, len(waiting), moved, [path for path, _ in gone], stored, added, changed, renamed,
         retried=sum((old := stored.get(planned.file.path)) is not None and old.status != Status.OK for planned in todo),
         vanished=len(gone) - renamed + dangling,
     )  # fmt: skip

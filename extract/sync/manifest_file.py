@@ -163,8 +163,10 @@ class ManifestFile:
                     self._set("format", _FORMAT)
             elif (number := self._get("format", 0)) != _FORMAT:
                 raise sqlite3.DatabaseError(f"it has format {number}, expected {_FORMAT}")
-            elif not self.was_closed:
-                self._check_structure()
+            elif not self.was_closed:  # each column that says which row a file has is in an index
+                (fault,) = self._sql.execute("PRAGMA integrity_check(1)").fetchone()
+                if fault != "ok":
+                    raise sqlite3.DatabaseError(fault)
             with self.transaction():
                 for statement in (*_ADDED.split(";")[:-1], *_TEMPORARY.split(";")[:-1]):
                     self._sql.execute(statement)
@@ -176,16 +178,6 @@ class ManifestFile:
         except BaseException:
             self._sql.close()
             raise
-
-    def _check_structure(self) -> None:
-        """Check pages and indexes; each column that says which row a file has is in an index.
-
-        Raises:
-            sqlite3.DatabaseError: they are damaged.
-        """
-        (fault,) = self._sql.execute("PRAGMA integrity_check(1)").fetchone()
-        if fault != "ok":
-            raise sqlite3.DatabaseError(fault)
 
     def _check_types(self) -> None:
         """Check the types of all values.

@@ -378,7 +378,7 @@ class Pass:
             )
             self._apply(manifest, resolved, folder_changes.gone, changed=changed)
             report.rows = manifest.n_files()
-        report.waiting = len(folder_changes.waiting) + len(moved)
+        report.waiting = folder_changes.waiting + len(moved)
         report.unchanged = report.rows - report.added - report.changed - report.renamed
 
     def _plan(self, folder: Path, planned: Sequence[PlannedFile]) -> Plan:

@@ -12,7 +12,6 @@ from pathlib import Path
 from stat import S_ISREG
 from typing import TYPE_CHECKING, Any
 
-from extract import defaults
 from extract.errors import InputError, LayertapError, LockedError, UnknownNameError, first_line
 from extract.sync.passes import Pass, Report
 from pipelines.embed.config import FeaturesConfig
@@ -130,10 +129,6 @@ def configuration_of(config: SyncConfig) -> dict[str, Any]:
     """Return the settings that the features depend on, and size and modification time of the files among them."""
     names = FeaturesConfig.model_fields.keys() - _OTHER_KEYS
     settings: dict[str, Any] = {name: getattr(config, name) for name in sorted(names)}
-    if config.precision == "float32":
-        del settings["compile"]  # the same features, except for rounding
-    if (config.orientation, config.icc) == (defaults.ORIENTATION, defaults.ICC):
-        del settings["orientation"], settings["icc"]  # older manifests do not have them
     backbone = config.backbone.partition("/")[2].partition(":")[0]  # a file, if the backbone is code
     for name in filter(None, (config.weights, backbone)):
         with contextlib.suppress(OSError):

@@ -124,10 +124,9 @@ class _Followed:
         )  # fmt: skip
         if not quiet:
             on_synced(result)
-        if report is None:
-            wait = _RETRY_S
-        else:
-            wait = max(0.5, self._config.settle) if report.waiting else _FULL_PASS_S
+        wait = _RETRY_S if report is None else _FULL_PASS_S
+        if report is not None and report.waiting:
+            wait = max(0.5, self._config.settle)
         ended = time.monotonic()
         # A pass is followed by a rest of the same length: long passes take at most half of the time.
         self._due, self._rests_until = ended + wait, ended + (ended - began)
