@@ -67,8 +67,6 @@ class Manifest(ManifestFile):
         with self.transaction():
             self._sql.execute("DELETE FROM found")
             self._sql.execute("DELETE FROM gone")
-            found: list[ScannedFile] = []
-            gone: list[tuple[bytes]] = []
             # A file that is not settled has no ctime here, so it is never equal to the scanned file.
             records = self._sql.execute(
                 "SELECT path, size, mtime_ns, iif(settled, ctime_ns, NULL) FROM files ORDER BY path"
@@ -83,28 +81,16 @@ class Manifest(ManifestFile):
                 last = path
                 n_files += 1
                 while record is not None and record[0] < path:
-                    gone.append(record[:1])
+                    self._sql.execute("INSERT INTO gone(path) VALUES (?)", record[:1])
                     record = records.fetchone()
                 if record != file:
-                    found.append(file)
+                    self._sql.execute("INSERT INTO found VALUES (?, ?, ?, ?)", file)
                 if record is not None and record[0] == path:
                     record = records.fetchone()
-                if len(found) + len(gone) >= _ROWS_AT_ONCE:
-                    self._add_scanned(found, gone)
             while record is not None:
-                gone.append(record[:1])
-                if len(gone) >= _ROWS_AT_ONCE:
-                    self._add_scanned(found, gone)
+                self._sql.execute("INSERT INTO gone(path) VALUES (?)", record[:1])
                 record = records.fetchone()
-            self._add_scanned(found, gone)
         return n_files
-
-    def _add_scanned(self, found: list[ScannedFile], gone: list[tuple[bytes]]) -> None:
-        """Insert files and paths, and clear the lists."""
-        self._sql.executemany("INSERT INTO found VALUES (?, ?, ?, ?)", found)
-        self._sql.executemany("INSERT INTO gone(path) VALUES (?)", gone)
-        found.clear()
-        gone.clear()
 
     def keep_below(self, folder: bytes) -> int:
         """Keep the records at or below a path that cannot be read; return the number of those not kept before."""

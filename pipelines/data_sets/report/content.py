@@ -356,13 +356,9 @@ class ReportContent:
         )  # fmt: skip
         self.data["rows"] = {
             str(row): [_shortened(printable(paths[row])), int(labels[row]), printable(splits[row]), int(numbers[row]),
-                       *self._prediction(row)]
+                       *self._predictions.get(row, ())]
             for row in self._listed_rows
         }  # fmt: skip
-
-    def _prediction(self, row: int) -> list[Any]:
-        prediction = self._predictions.get(row)
-        return [] if prediction is None else [prediction.label, prediction.predicted, prediction.probability]
 
     def add_thumbnails(self, root: str, images: str | None, limit: int, room: int) -> None:
         """Fill in thumbnails of as many rows as there is room for, and a note about them.
