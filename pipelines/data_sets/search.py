@@ -85,7 +85,8 @@ def run_search(
                 feature = reader[name][row]
         good = np.flatnonzero(reader.status == Status.OK)
         without = None if row is None or itself else np.array([row])
-        neighbours = nearest(reader[name], feature[None], k, among=good, without=without, device=_device(device))
+        compared_on = "cpu" if device == "auto" else str(device_named(device))  # reading rows takes longer
+        neighbours = nearest(reader[name], feature[None], k, among=good, without=without, device=compared_on)
         hits = [
             Hit(near, cosine, reader.paths[near], class_of(reader, near), reader.splits[near])
             for near, cosine in zip(neighbours.rows[0].tolist(), neighbours.cosines[0].tolist(), strict=True)
@@ -140,11 +141,6 @@ def row_of_query(reader: FeatureReader, query: str, out: Path | str) -> tuple[in
 def _equal(paths: Sequence[str], query: str) -> NDArray[np.bool_]:
     encoded = os.fsencode(query)
     return np.fromiter((os.fsencode(path) == encoded for path in paths), np.bool_, len(paths))
-
-
-def _device(device: str) -> str:
-    """Return the device on which rows are compared."""
-    return str(device_named(device)) if device != "auto" else "cpu"  # reading rows takes longer than comparing them
 
 
 def _draw(results: SearchResults, reader: FeatureReader, root: str, images: str | None, output: Path) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
+from zoneinfo import ZoneInfo
 
 from pydantic import BaseModel, Field, field_validator, model_validator
 
@@ -93,8 +94,6 @@ class ScheduleConfig(BaseModel):
     @field_validator("timezone")
     @classmethod
     def _check_time_zone(cls, value: str | None) -> str | None:
-        from zoneinfo import ZoneInfo
-
         try:
             if value:
                 ZoneInfo(value)

@@ -11,7 +11,7 @@ import gc
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -159,13 +159,14 @@ class _Followed:
             except FileNotFoundError:  # the passes report it
                 self._stop.wait(_GONE_S)
             except (OSError, RuntimeError) as error:
-                limit = "limit" in str(error)
-                return _reason(error) + (" (to watch the folder, raise fs.inotify.max_user_watches)" if limit else "")
+                reason = first_line(error).partition(" (Error {")[0]  # watchfiles appends a representation
+                remedy = " (to watch the folder, raise fs.inotify.max_user_watches)" if "limit" in reason else ""
+                return f"{reason}{remedy}"
         return ""
 
-    def _reports(self) -> Iterator[set[Any]]:
-        """Yield the changes of about a second each, as (kind, path)."""
-        reports: Iterator[set[Any]] = self._watchfiles.watch(
+    def _reports(self) -> Any:
+        """Return an iterator over the changes of about a second each, sets of (kind, path)."""
+        return self._watchfiles.watch(
             self._config.root,
             watch_filter=lambda change, path: not is_litter(path.rpartition("/")[2]),
             stop_event=self._stop,
@@ -177,7 +178,6 @@ class _Followed:
             # that folder, and would also hide the error at the limit of watches.
             ignore_permission_denied=False,
         )
-        return reports
 
     def _scan(self) -> None:
         """Scan for changes until `stop` is set."""
@@ -206,11 +206,6 @@ def _identity(root: str) -> tuple[int, int] | None:
     except OSError:
         return None
     return status.st_dev, status.st_ino
-
-
-def _reason(error: Exception) -> str:
-    """Return the message of an error without the representation that watchfiles appends."""
-    return first_line(error).partition(" (Error {")[0]
 
 
 def reports_changes(root: Path, mounts: Path = Path("/proc/self/mountinfo")) -> bool:
