@@ -178,6 +178,15 @@ def test_times_in_the_future_do_not_make_a_file_wait_forever(home: Home) -> None
     assert home.sync().added == 0
 
 
+def test_files_on_a_server_whose_clock_is_ahead_do_not_wait_until_it_is_right(home: Home) -> None:
+    home.settings["guards"] = Guards(settle_s=60)
+    home.ahead_ns = -HOUR  # the clock of the file system is an hour ahead of that of the pass
+    assert home.sync().added == 10
+    home.write("a/0.ppm", 60, height=9)
+    assert home.sync().changed == 1  # what was read too early is read again
+    same_as_fresh(home.root, home.out)
+
+
 def test_a_file_that_changes_while_it_is_computed_waits_for_the_next_pass(home: Home, monkeypatch: Any) -> None:
     home.sync()
     home.write("a/0.ppm", 60, height=9)
