@@ -181,8 +181,8 @@ class Manifest(ManifestFile):
     def find_row(self, number: int, row: int) -> tuple[int, bytes] | None:
         """Return the id of a row of a pass, and the hash of its image; None if it is not recorded."""
         query = "SELECT id, hash FROM features WHERE pass = ? AND row = ?"
-        found: tuple[int, bytes] | None = self._sql.execute(query, (number, row)).fetchone()
-        return found
+        recorded: tuple[int, bytes] | None = self._sql.execute(query, (number, row)).fetchone()
+        return recorded
 
     def add_pass(self, number: int, rows: Iterable[StoredRow], now_ns: int) -> range:
         """Add the rows of a pass; return their ids, in order."""

@@ -171,7 +171,7 @@ def _draw(
         picture, why = pictures.picture(hit.row)
         shown.append((picture, why))
         assert hit.cell is not None
-        known = None if picture is None else overlay(_tokens_of(tokens, image), picture.size, hit.cell)
-        overlays.append(known)
+        of_hit = None if picture is None else overlay(_tokens_of(tokens, image), picture.size, hit.cell)
+        overlays.append(of_hit)
     query = (pictures.of_file(Path(asked.path)), "") if asked.row is None else pictures.picture(asked.row)
     draw(results, query, shown, output, overlay(of_query, asked.size, divmod(cell, tokens.grid[1])), overlays)

@@ -221,26 +221,26 @@ class ReportContent:
         class, which has the nearest neighbours of its class. Of others: random images.
         """
         labels, queries, near = self._reader.labels, neighbours.queries, neighbours.near
-        known = (near.rows >= 0) & (labels[queries] >= 0)[:, None]
-        known &= labels[np.maximum(near.rows, 0)] >= 0
+        labelled = (near.rows >= 0) & (labels[queries] >= 0)[:, None]
+        labelled &= labels[np.maximum(near.rows, 0)] >= 0
         sizes = np.bincount(labels[labels >= 0]).astype(np.float64)
         pairs = (sizes * (sizes - 1)).sum()  # pairs of different images of a class
-        if not known.any() or len(sizes) < 2 or not pairs:
+        if not labelled.any() or len(sizes) < 2 or not pairs:
             random = np.sort(np.random.default_rng(self._seed).permutation(len(queries))[:_UNCERTAIN])
             return {"gallery": self._strips(neighbours, [("", place) for place in random.tolist()])}
-        same = known & (labels[np.maximum(near.rows, 0)] == labels[queries][:, None])
-        shares = np.divide(same.sum(1), known.sum(1), out=np.ones(len(queries)), where=known.any(1))
+        same = labelled & (labels[np.maximum(near.rows, 0)] == labels[queries][:, None])
+        shares = np.divide(same.sum(1), labelled.sum(1), out=np.ones(len(queries)), where=labelled.any(1))
         uncertain = np.lexsort((-neighbours.means, shares))
         uncertain = uncertain[shares[uncertain] < 0.5][:_UNCERTAIN]
         nearness = np.where(same, near.cosines, 0).sum(1)
         by_class = []
         for label in np.argsort(-sizes, kind="stable").tolist():
-            of_class = np.flatnonzero((labels[queries] == label) & known.any(1))
+            of_class = np.flatnonzero((labels[queries] == label) & labelled.any(1))
             if not len(of_class):
                 continue
-            others = labels[near.rows[of_class]][known[of_class] & ~same[of_class]]
+            others = labels[near.rows[of_class]][labelled[of_class] & ~same[of_class]]
             most = np.bincount(others).argmax() if len(others) else -1
-            total = known[of_class].sum()
+            total = labelled[of_class].sum()
             by_class.append({
                 "label": label, "same": float(same[of_class].sum() / total), "other": int(most),
                 "other_share": float((others == most).sum() / total),
@@ -250,7 +250,7 @@ class ReportContent:
         strips = [("uncertain", place) for place in uncertain.tolist()]
         return {
             "gallery": self._strips(neighbours, strips + [("central", place) for place in central[:_CENTRAL]]),
-            "same_class": float(same[known].mean()),
+            "same_class": float(same[labelled].mean()),
             "by_chance": float(pairs / sizes.sum() / (sizes.sum() - 1)),
             "by_class": by_class[:_CLASSES],
         }

@@ -142,23 +142,23 @@ def _neighbours_of(array: FeatureArray, queries: NDArray[np.int64], among: NDArr
 
 def copies(hashes: NDArray[np.uint8], good: NDArray[np.int64]) -> list[list[int]]:
     """Return the rows of images with the same bytes: a list for each repeated image, longest first."""
-    keys, known = _keys(hashes, good)
+    keys, hashed = _keys(hashes, good)
     order = np.argsort(keys, kind="stable")
     edges = np.flatnonzero(np.concatenate([[True], keys[order][1:] != keys[order][:-1], [True]]))
-    groups = [known[order[start:stop]].tolist() for start, stop in pairwise(edges) if stop - start > 1]
+    groups = [hashed[order[start:stop]].tolist() for start, stop in pairwise(edges) if stop - start > 1]
     return sorted(groups, key=lambda group: (-len(group), group))
 
 
 def _first_of_each(hashes: NDArray[np.uint8], good: NDArray[np.int64]) -> NDArray[np.int64]:
-    keys, known = _keys(hashes, good)
+    keys, hashed = _keys(hashes, good)
     _, first = np.unique(keys, return_index=True)
-    return np.sort(np.concatenate([known[first], np.setdiff1d(good, known)]))
+    return np.sort(np.concatenate([hashed[first], np.setdiff1d(good, hashed)]))
 
 
 def _keys(hashes: NDArray[np.uint8], good: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[np.int64]]:
     """Return the hashes as sortable values, and the rows that have a hash."""
-    known = good[hashes[good].any(1)]
-    return np.ascontiguousarray(hashes[known]).view("V16").reshape(-1), known
+    hashed = good[hashes[good].any(1)]
+    return np.ascontiguousarray(hashes[hashed]).view("V16").reshape(-1), hashed
 
 
 def shared_neighbours(
