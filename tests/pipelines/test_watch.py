@@ -206,7 +206,7 @@ def test_a_disk_that_is_unmounted_and_mounted_again_is_followed(folder: Path, tm
         try:
             _until(lambda: _rows(out) == 12, 60)
             (tmp_path / "unmount").touch()
-            time.sleep(10)  # passes find no folder
+            _until(lambda: '"event": "failed"' in (out / "runs.jsonl").read_text(), 60)  # a pass finds no folder
             assert _rows(out) == 12
             make_picture(77).save(folder / "new.png")
             (tmp_path / "mount").touch()
