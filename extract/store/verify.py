@@ -135,7 +135,7 @@ def _rows_of_other_images(out: Path, reader: FeatureReader, table: RowTable) -> 
         return
     for start in range(0, len(reader), _HASHES_AT_ONCE):
         stop = min(start + _HASHES_AT_ONCE, len(reader))
-        differ = (table.hashes(start, stop) != reader.column("source_hash", slice(start, stop))).any(1)
+        differ = (table.hashes[start:stop] != reader.column("source_hash", slice(start, stop))).any(1)
         for row in (start + np.flatnonzero(differ)).tolist():
             path, shard, its_row = reader.place_of(row)
             what = "has the features of another image; to repair it, delete manifest.sqlite and run `layertap sync`"

@@ -7,7 +7,8 @@ import os
 import shutil
 import sqlite3
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,7 +32,7 @@ __all__ = ["Compacted", "compact", "compact_passes", "passes_to_compact", "rewri
 
 # Small passes are joined like the files of a log-structured merge tree: this many passes of one tier become one pass of
 # a higher tier, and each tier holds passes this many times larger than the tier below. A row is copied once per tier,
-# and there are few tiers.
+# and there are few tiers. After years of short passes, a few dozen files remain.
 _FANOUT = 8
 
 
@@ -59,31 +60,14 @@ def passes_to_compact(sizes: Mapping[int, tuple[int, int]], max_dead: float, sha
         shard_rows: rows of a full shard; a pass that keeps fewer rows is small.
     """
     chosen = {number for number, (kept, stored) in sizes.items() if stored - kept > max_dead * stored}
-    by_tier: dict[int, list[list[int]]] = {}
+    by_tier = defaultdict[int, list[int]](list)
     for number, (kept, _) in sizes.items():
         if kept < shard_rows:
-            by_tier.setdefault(_tier(kept), []).append([number])
-    tier = 0
-    while by_tier and tier <= max(by_tier):
-        groups = by_tier.pop(tier, [])
-        if len(groups) >= _FANOUT:  # joined, they form one pass of a higher tier
-            joined = [number for group in groups for number in group]
-            chosen.update(joined)
-            size = _tier(sum(sizes[number][0] for number in joined))
-            by_tier.setdefault(max(tier + 1, size), []).append(joined)
-        tier += 1
-    return sorted(chosen)
+            by_tier[int(math.log(max(1, kept), _FANOUT))].append(number)
+    return sorted(chosen.union(*(passes for passes in by_tier.values() if len(passes) >= _FANOUT)))
 
 
-def _tier(rows: int) -> int:
-    return int(math.log(max(1, rows), _FANOUT))
-
-
-def compact(
-    out: Path,
-    max_dead: float,
-    on_rows: Callable[[int, bool], None] = lambda rows, stored: None,
-) -> Compacted:
+def compact(out: Path, max_dead: float) -> Compacted:
     """Rewrite passes with too many rows that no file needs any more, and join many small passes.
 
     Each large pass is rewritten on its own; small passes are rewritten together. The old files are deleted after a
@@ -93,7 +77,6 @@ def compact(
     Args:
         out: folder of the data set.
         max_dead: a pass is rewritten if the share of rows that no file needs is larger than this.
-        on_rows: see `copy_rows`.
 
     Raises:
         InputError: `out` holds no data set of `layertap sync`, its manifest is lost, or a row does not match its
@@ -114,22 +97,15 @@ def compact(
                     raise InputError(
                         f"{out}/manifest.sqlite is missing or damaged", hint="run `layertap sync` to rebuild it"
                     )
-                return compact_passes(out, manifest, published, max_dead, time.time_ns(), on_rows)[0]
-            except (sqlite3.Error, ValueError, TypeError) as error:  # InputError is a ValueError, too
-                if isinstance(error, LayertapError):
-                    raise
+                return compact_passes(out, manifest, published, max_dead, time.time_ns())[0]
+            except sqlite3.Error as error:
                 raise LayertapError(
                     f"{out}/manifest.sqlite: {error}", hint="delete it and run `layertap sync` to rebuild it"
                 ) from error
 
 
 def compact_passes(
-    out: Path,
-    manifest: Manifest,
-    published: DataSet,
-    max_dead: float,
-    unused_before_ns: int,
-    on_rows: Callable[[int, bool], None] = lambda rows, stored: None,
+    out: Path, manifest: Manifest, published: DataSet, max_dead: float, unused_before_ns: int
 ) -> tuple[Compacted, DataSet]:
     """Implement `compact` for a caller that holds the lock; return the result and the published data set."""
     total = Compacted()
@@ -138,7 +114,7 @@ def compact_passes(
     chosen = passes_to_compact(sizes, max_dead, full_rows)
     small = [number for number in chosen if sizes[number][0] < full_rows]
     for passes in filter(None, [small, *([number] for number in chosen if number not in small)]):
-        compacted = rewrite(out, manifest, passes, unused_before_ns, on_rows)
+        compacted = rewrite(out, manifest, passes, unused_before_ns)
         total = Compacted(
             total.passes + compacted.passes, total.rows + compacted.rows, total.removed + compacted.removed
         )
@@ -155,13 +131,7 @@ def _publish(out: Path, manifest: Manifest, published: DataSet) -> DataSet:
     return published
 
 
-def rewrite(
-    out: Path,
-    manifest: Manifest,
-    passes: Sequence[int],
-    unused_before_ns: int,
-    on_rows: Callable[[int, bool], None] = lambda rows, stored: None,
-) -> Compacted:
+def rewrite(out: Path, manifest: Manifest, passes: Sequence[int], unused_before_ns: int) -> Compacted:
     """Copy the rows to keep from some passes into a new pass, and record their new positions in the manifest.
 
     The old passes are not deleted; they are needed until a version without them is published. A process that is killed
@@ -172,13 +142,11 @@ def rewrite(
         InputError: a row does not match its hashes.
         LayertapError: the disk is full or cannot be written to.
     """
-    if not passes:
-        return Compacted()
     sizes = manifest.sizes_of_passes(unused_before_ns)
     recorded = sum(size for old_pass, (_, size) in sizes.items() if old_pass in set(passes))
     number = manifest.next_pass()
     try:
-        ids = _copy_kept_rows(out, manifest, passes, number, unused_before_ns, on_rows)
+        ids = _copy_kept_rows(out, manifest, passes, number, unused_before_ns)
     except BaseException:
         shutil.rmtree(pass_folder(out, number), ignore_errors=True)
         raise
@@ -189,12 +157,7 @@ def rewrite(
 
 
 def _copy_kept_rows(
-    out: Path,
-    manifest: Manifest,
-    passes: Sequence[int],
-    number: int,
-    unused_before_ns: int,
-    on_rows: Callable[[int, bool], None],
+    out: Path, manifest: Manifest, passes: Sequence[int], number: int, unused_before_ns: int
 ) -> list[int]:
     """Write the rows to keep as a new pass; return their ids in the manifest, in order."""
     ids: list[int] = []
@@ -206,22 +169,16 @@ def _copy_kept_rows(
         for old_pass, base in zip(passes, bases.tolist(), strict=False):
             kept = manifest.kept_rows(old_pass, unused_before_ns)
             wanted = base + np.array([row for _, row, _ in kept], np.int64)
-            candidates = np.searchsorted(reader.rows, wanted)
-            if len(reader):
-                present = reader.rows[np.minimum(candidates, len(reader) - 1)] == wanted
-            else:
-                present = np.zeros(len(candidates), bool)
-            matches = zip(kept, candidates.tolist(), present.tolist(), strict=True)
-            for (feature, _, path), position, is_present in matches:
-                if not is_present:
-                    continue
+            _, present, places = np.intersect1d(wanted, reader.rows, assume_unique=True, return_indices=True)
+            for i, position in zip(present.tolist(), places.tolist(), strict=True):
+                feature, _, path = kept[i]
                 ids.append(feature)
                 positions.append(position)
-                paths.append(reader.paths[position] if path is None else path.decode("utf-8", "surrogateescape"))
+                paths.append(reader.paths[position] if path is None else os.fsdecode(path))
         if ids:
             compressions = sorted({compression for compression, _ in reader.compression.values()})
             compress = compressions[0] if compressions and compressions[0] in COMPRESSIONS else None
-            _write(pass_folder(out, number), reader, np.array(positions, np.int64), paths, passes, compress, on_rows)
+            _write(pass_folder(out, number), reader, np.array(positions, np.int64), paths, passes, compress)
     return ids
 
 
@@ -232,7 +189,6 @@ def _write(
     paths: list[str],
     passes: Sequence[int],
     compress: str | None,
-    on_rows: Callable[[int, bool], None],
 ) -> None:
     """Write rows of a reader as a pass."""
     old_dataset = DataSet.open(folder.with_name(f"{passes[0]:06d}"))
@@ -252,4 +208,4 @@ def _write(
     with dataset.locked():
         dataset.open_or_create()
         copy_axes(old_dataset, folder)
-        copy_rows(reader, source, dataset, names, provenance, compress, on_rows)
+        copy_rows(reader, source, dataset, names, provenance, compress)

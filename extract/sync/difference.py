@@ -1,7 +1,7 @@
 """Compare a scanned folder with the data set: which files are to be computed, and which have stored features.
 
 A file is examined only if it is new, may have changed, or is due for a retry. It is hashed only if a stored image has
-the same size.
+the same size, so a first pass reads each file once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from extract.sync.scan import NO_FILE, ScannedFile
 __all__ = ["Difference", "Resolved", "StoppedError", "difference", "time_before"]
 
 _S = 1_000_000_000  # nanoseconds
-# A file system may record times in steps of 2 s (FAT); a file that changes twice within a step looks unchanged.
+# A file system may record times in steps of 2 s (FAT); a file that changes twice within a step looks unchanged. git
+# treats its index in the same way.
 _STEP_NS = 2 * _S
 _NO_HASH = bytes(16)
 _UNREAD_S = 3600.0  # a file that could not be read is retried after this time, or sooner if retry_after_s is shorter
@@ -47,7 +48,7 @@ class Difference:
     Attributes:
         resolved: examined files whose features are stored.
         todo: files to compute.
-        waiting: files that may still be being written, and the time since which their size and times are unchanged.
+        waiting: number of files that may still be being written.
         moved: files that have changed since the scan.
         gone: paths in the data set that no longer exist.
         stored: path -> its row in the data set, for the examined files.
@@ -58,7 +59,7 @@ class Difference:
 
     resolved: list[Resolved]
     todo: list[PlannedFile]
-    waiting: list[tuple[ScannedFile, int]]
+    waiting: int
     moved: list[ScannedFile]
     gone: list[bytes]
     stored: dict[bytes, FeatureRow]
@@ -88,7 +89,11 @@ def difference(
     unread_before_ns = max(retry_before_ns, time_before(scanned_ns, _UNREAD_S))
     files_to_examine = list(manifest.files_to_examine(retry_before_ns, unread_before_ns))
     readable = _without_unreadable(root, files_to_examine, unread_before_ns)
-    candidates, waiting = _split_settled(manifest, readable, guards, scanned_ns)
+    settle_ns = int(guards.settle_s * _S)
+    candidates: list[Candidate] = []
+    waiting: list[Candidate] = []
+    for candidate in readable:
+        (waiting if _may_be_being_written(candidate, settle_ns, scanned_ns) else candidates).append(candidate)
     stored = {candidate.file.path: candidate.recorded for candidate in candidates if candidate.recorded is not None}
     resolved, todo, moved = _match_by_hash(root, manifest, candidates, scanned_ns, retry_before_ns, stop)
     gone = manifest.gone()
@@ -109,7 +114,7 @@ def difference(
         for candidate in candidates
     )
     return Difference(
-        resolved, todo, waiting, moved, [path for path, _ in gone], stored, added, changed, renamed,
+        resolved, todo, len(waiting), moved, [path for path, _ in gone], stored, added, changed, renamed,
         retried=sum((old := stored.get(planned.file.path)) is not None and old.status != Status.OK for planned in todo),
         vanished=len(gone) - renamed + dangling,
     )  # fmt: skip
@@ -127,29 +132,17 @@ def _without_unreadable(root: str, candidates: list[Candidate], unread_before_ns
     return [candidate for candidate in candidates if candidate.file not in still_unreadable]
 
 
-def _split_settled(
-    manifest: Manifest, candidates: list[Candidate], guards: Guards, scanned_ns: int
-) -> tuple[list[Candidate], list[tuple[ScannedFile, int]]]:
-    """Split candidates into files that can be processed now and files that must wait.
+def _may_be_being_written(candidate: Candidate, settle_ns: int, scanned_ns: int) -> bool:
+    """Return whether a file has changed too recently to be read.
 
-    A waiting file comes with the time since which its size and times are unchanged.
+    A modification time in the future was set by a program; then the change time counts. If that lies in the future,
+    too, a clock is wrong: the file is read, and again when it changes.
     """
-    settle_ns = int(guards.settle_s * _S)
-    if not settle_ns:
-        return candidates, []
-    known_waiting, ready, waiting = manifest.waiting(), [], []
-    for candidate in candidates:
-        file = candidate.file
-        if scanned_ns - file.mtime_ns >= settle_ns or candidate.unchanged or file.size == NO_FILE:
-            ready.append(candidate)
-            continue
-        # A modification time in the future does not show the file's age; only waiting does.
-        known_file, since_ns = known_waiting.get(file.path, (None, scanned_ns))
-        if known_file == file and scanned_ns - since_ns >= settle_ns:
-            ready.append(candidate)
-        else:
-            waiting.append((file, since_ns if known_file == file else scanned_ns))
-    return ready, waiting
+    file = candidate.file
+    if candidate.unchanged or file.size == NO_FILE:
+        return False
+    changed_ns = next((time_ns for time_ns in (file.mtime_ns, file.ctime_ns) if time_ns <= scanned_ns), 0)
+    return scanned_ns - changed_ns < settle_ns
 
 
 def _match_by_hash(
@@ -173,7 +166,7 @@ def _match_by_hash(
         if stop():
             raise StoppedError
         settled = _is_settled(file, scanned_ns)
-        stored = manifest.find_by_hash(content) if isinstance(content, bytes) else None
+        stored = manifest.find_by_hash(content) if content is not None else None  # none is stored under MOVED
         if content is MOVED:
             moved.append(file)
         elif stored is not None and (stored.status == Status.OK or stored.tried_ns >= retry_before_ns):

@@ -2,53 +2,38 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
-import stat
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final
+from pathlib import Path
 
 import xxhash
 
+from extract.errors import InputError
 from extract.sync.scan import ScannedFile
+from extract.system.atomic_files import open_regular
 
-__all__ = ["MOVED", "Moved", "hashes_of"]
+__all__ = ["MOVED", "hashes_of"]
 
+MOVED = b"moved"  # in place of the hash of a file that has changed since it was scanned
 _THREADS = 8  # they spend their time waiting for the disk or the server
-_BLOCK_BYTES = 1 << 20
 _AHEAD = 1024  # files that are passed to the threads at once
 
 
-class Moved:
-    """Type of `MOVED`, which replaces the hash of a file that has changed since it was scanned."""
-
-
-MOVED: Final = Moved()
-
-
-def hashes_of(root: str, files: Sequence[ScannedFile]) -> Iterator[bytes | Moved | None]:
+def hashes_of(root: str, files: Sequence[ScannedFile]) -> Iterator[bytes | None]:
     """Yield the xxh3-128 of each file's bytes; `MOVED` if it has changed since the scan, None if it cannot be read."""
     with ThreadPoolExecutor(_THREADS) as threads:
         for start in range(0, len(files), _AHEAD):
             yield from threads.map(lambda file: _hash_of(root, file), files[start : start + _AHEAD])
 
 
-def _hash_of(root: str, file: ScannedFile) -> bytes | Moved | None:
-    digest = xxhash.xxh3_128()
+def _hash_of(root: str, file: ScannedFile) -> bytes | None:
     try:
-        descriptor = os.open(os.path.join(os.fsencode(root), file.path), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # noqa: PTH118
-    except OSError:
+        with os.fdopen(open_regular(Path(root, os.fsdecode(file.path))), "rb", buffering=0) as opened:
+            digest = hashlib.file_digest(opened, xxhash.xxh3_128)
+            file_stat = os.fstat(opened.fileno())  # after the last byte, so that it shows every change before that
+    except (InputError, OSError):
         return None
-    try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            return None
-        while block := os.read(descriptor, _BLOCK_BYTES):
-            digest.update(block)
-        file_stat = os.fstat(descriptor)  # after the last byte, so that it shows every change before that
-    except OSError:
-        return None
-    finally:
-        os.close(descriptor)
-    if (file_stat.st_size, file_stat.st_mtime_ns, file_stat.st_ctime_ns) != file[1:]:
-        return MOVED
-    return digest.digest()
+    changed = (file_stat.st_size, file_stat.st_mtime_ns, file_stat.st_ctime_ns) != file[1:]
+    return MOVED if changed else digest.digest()

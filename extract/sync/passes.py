@@ -1,7 +1,9 @@
 """A pass: scan a folder, compute features of new images, and publish a version of the data set that matches the folder.
 
-If a pass is interrupted, the published version does not change, and the next pass resumes without computing finished
-rows again.
+A data set that follows a folder is a table over ordinary data sets. Each pass computes new images into one of its own,
+with the code of `embed`; it never changes afterwards. (Rows marked as dead in shards would change finished files.) If a
+pass is interrupted, the published version does not change, and the next pass resumes without computing finished rows
+again.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import os
 import shutil
 import sqlite3
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,11 +41,11 @@ from extract.system.folder_lock import kept, locked
 if TYPE_CHECKING:
     from extract.extraction.plan import Plan
 
-__all__ = ["Report", "VanishedError", "sync"]
+__all__ = ["Pass", "Report", "VanishedError"]
 
 _RECHECKED = 16  # stored rows that are computed again when library versions have changed
 _MAX_DEAD = 0.5  # share of dead rows above which a pass is rewritten without them
-# schedule.json is of earlier versions.
+# What passes write; schedule.json is of earlier versions. A killed pass may also leave names that end in .new.
 _OURS = {".lock", "manifest.sqlite", "manifest.sqlite.xxh3", "manifest.sqlite-wal", "manifest.sqlite-shm",
          "manifest.sqlite.damaged", "passes", "versions", "runs.jsonl", "schedule.json", "probe",
          "report.html"}  # fmt: skip
@@ -92,30 +94,17 @@ class Report:
     drift: list[Drift] = field(default_factory=list)
 
 
-def sync(
-    root: str,
-    out: Path,
-    plan_for: Callable[[Images, Path], Plan],
-    configuration: dict[str, Any],
-    *,
-    guards: Guards | None = None,
-    force: bool = False,
-    dry_run: bool = False,
-    on_plan: Callable[[Plan, int], None] = lambda plan, count: None,
-    on_rows: Callable[[int, bool], None] = lambda rows, stored: None,
-    on_computation: Callable[[Any], None] = lambda computation: None,
-    stop: Callable[[], bool] = lambda: False,
-    now_ns: Callable[[], int] = time.time_ns,
-) -> Report:
-    """Update the data set `out` to match the folder `root`.
+@dataclass
+class Pass:
+    """A pass that updates the data set `out` to match the folder `root`.
 
-    Args:
+    Attributes:
         root: the folder.
         out: folder of the data set; created if it does not exist.
         plan_for: returns the plan for computing features of images into a folder; called only if there are images to
             compute or `configuration` has changed.
         configuration: the requested settings that the features depend on.
-        guards: safety limits; None for the defaults.
+        guards: safety limits.
         force: proceed even if most files are gone or the data set belongs to another folder.
         dry_run: report what a pass would do, without changing the data set.
         on_plan: called before images are computed, with the plan and the number of images.
@@ -123,56 +112,61 @@ def sync(
         on_computation: see `extract.extraction.run.extract`.
         stop: see `extract.extraction.run.extract`.
         now_ns: returns the current time.
-
-    Raises:
-        VanishedError: all files, or a larger share of them than `Guards.max_vanish`, are gone; their rows were kept.
-        InputError: the folder has no images, or `out` holds other features, another folder's data set or other files.
-        LockedError: another process writes to `out`.
-        LayertapError: the folder cannot be read, the disk is full, an image source or the backbone fails, or changed
-            libraries compute other features.
+        report: what the pass has done.
+        published: the data set as it is published.
+        computed_pass: number of the pass that holds the images computed now; 0: none.
     """
-    start, damage = time.perf_counter(), ""
-    while True:
-        pass_ = _Pass(root, out, plan_for, configuration, guards or Guards(), force, dry_run, on_plan, on_rows,
-                    on_computation, stop, now_ns, Report(dry_run=dry_run))  # fmt: skip
-        pass_.check_out()
-        try:
-            with (kept if dry_run else locked)(out):
-                pass_.check_out()
-                if not dry_run:
-                    remove_strays(out)
-                with Manifest(out, copy=dry_run, rebuild_because=damage) as manifest:
-                    pass_.run(manifest)
-        except sqlite3.DatabaseError as error:
-            if damage or not is_damage(error):
-                raise LayertapError(f"{out / 'manifest.sqlite'}: {error}") from error
-            damage = str(error)  # the manifest is damaged: repeat the pass and rebuild it
-            continue
-        pass_.report.seconds = time.perf_counter() - start
-        return pass_.report
-
-
-@dataclass
-class _Pass:
-    """The state of one pass."""
 
     root: str
     out: Path
     plan_for: Callable[[Images, Path], Plan]
     configuration: dict[str, Any]
-    guards: Guards
-    force: bool
-    dry_run: bool
-    on_plan: Callable[[Plan, int], None]
-    on_rows: Callable[[int, bool], None]
-    on_computation: Callable[[Any], None]
-    stop: Callable[[], bool]
-    now_ns: Callable[[], int]
-    report: Report
-    published: DataSet | None = None
-    computed_pass: int = 0
+    guards: Guards = field(default_factory=Guards)
+    force: bool = False
+    dry_run: bool = False
+    on_plan: Callable[[Plan, int], None] = lambda plan, count: None
+    on_rows: Callable[[int, bool], None] = lambda rows, stored: None
+    on_computation: Callable[[Any], None] = lambda computation: None
+    stop: Callable[[], bool] = lambda: False
+    now_ns: Callable[[], int] = time.time_ns
+    report: Report = field(init=False)
+    published: DataSet | None = field(init=False)
+    computed_pass: int = field(init=False)
 
-    def check_out(self) -> None:
+    def run(self, damage: str = "") -> Report:
+        """Run the pass; `damage`: what was found wrong with the manifest, which is then rebuilt.
+
+        Raises:
+            VanishedError: all files, or a larger share of them than `Guards.max_vanish`, are gone; their rows were
+                kept.
+            InputError: the folder has no images, or `out` holds other features, another folder's data set or other
+                files.
+            LockedError: another process writes to `out`.
+            LayertapError: the folder cannot be read, the disk is full, an image source or the backbone fails, or
+                changed libraries compute other features.
+        """
+        start = time.perf_counter()
+        self.report, self.published, self.computed_pass = Report(dry_run=self.dry_run), None, 0
+        self._check_out()
+        try:
+            # A dry run takes a shared lock. It needs a file that is open for reading only, so nothing in `out` changes,
+            # and it keeps passes out while the manifest is copied. They cannot name a dry run that they meet.
+            with (kept if self.dry_run else locked)(self.out):
+                self._check_out()
+                if not self.dry_run:
+                    remove_strays(self.out)
+                with Manifest(self.out, copy=self.dry_run, rebuild_because=damage) as manifest:
+                    self._run(manifest)
+        except StoppedError:
+            self.report.stopped = True
+        except sqlite3.DatabaseError as error:
+            if damage or not is_damage(error):
+                raise LayertapError(f"{self.out / 'manifest.sqlite'}: {error}") from error
+            self.run(damage=str(error))
+        self.report.seconds = time.perf_counter() - start
+        return self.report
+
+    def _check_out(self) -> None:
         """Check that the output folder is empty or holds a data set that passes over this folder have written.
 
         Raises:
@@ -193,17 +187,12 @@ class _Pass:
                     if exists
                     else "correct `images`",
                 )
-        elif self.out.is_dir() and any(not _is_ours(entry.name) for entry in self.out.iterdir()):
+        elif self.out.is_dir() and any(
+            entry.name not in _OURS and not entry.name.endswith(".new") for entry in self.out.iterdir()
+        ):
             raise InputError(
                 f"{self.out} is not empty and not a data set of `layertap sync`", hint="choose another output folder"
             )
-
-    def run(self, manifest: Manifest) -> None:
-        """Run the pass and write its results to the report."""
-        try:
-            self._run(manifest)
-        except StoppedError:
-            self.report.stopped = True
 
     def _run(self, manifest: Manifest) -> None:
         self._repair_manifest(manifest)
@@ -231,20 +220,27 @@ class _Pass:
         self.report.failed = manifest.n_failed()
         if self.dry_run:
             return
-        self._publish(manifest)
+        self.published = publish(self.out, self.root, manifest, self.published)
         remove_unneeded(self.out, manifest, self.published)
-        if self.computed_pass and self.published and self.report.rows:
+        if self.published is None:
+            return
+        if self.computed_pass and self.report.rows:
             self.report.drift = drift_of(self.out, manifest, self.computed_pass)
+        unused_before_ns = time_before(self.now_ns(), self.guards.keep_gone_s)
         try:
-            self._compact(manifest)
+            _, self.published = compact_passes(self.out, manifest, self.published, _MAX_DEAD, unused_before_ns)
         except LayertapError as error:  # the pass itself is complete; the next pass tries to compact again
             self.report.notes.append(f"passes cannot be compacted: {error}")
+        self.report.version = self._published_number()
+
+    def _published_number(self) -> int:
+        return self.published.version.number if self.published and self.published.version else 0
 
     # Preparation
 
     def _repair_manifest(self, manifest: Manifest) -> None:
         """Rebuild a lost or outdated manifest; forget missing passes and rewrite incomplete passes."""
-        number = self.published.version.number if self.published and self.published.version else 0
+        number = self._published_number()
         if manifest.version < number and not manifest.rebuilt_because:
             if manifest.version or manifest.n_files():
                 manifest.recreate(f"it was older than the published version {number}")
@@ -273,12 +269,12 @@ class _Pass:
         Raises:
             InputError: they differ.
         """
-        if manifest.configuration == self.configuration or self.published is None:
+        if manifest.settings("configuration") == self.configuration:
             return
-        sample = Images(self.root, ["x"], np.full(1, -1), [], [""], Files(self.root, ["x"]))
-        self._check_fits(self.plan_for(sample, self.out / "passes" / "none").dataset)
-        with manifest.transaction():
-            manifest.configuration = self.configuration
+        if self.published is not None:
+            sample = Images(self.root, ["x"], np.full(1, -1), [], [""], Files(self.root, ["x"]))
+            self._check_fits(self.plan_for(sample, self.out / "passes" / "none").dataset)
+        manifest.set_settings("configuration", self.configuration)
 
     def _check_fits(self, dataset: DataSet) -> None:
         if self.published and (changed := differences(self.published.depends_on, dataset.depends_on)):
@@ -294,7 +290,7 @@ class _Pass:
         Raises:
             LayertapError: the features differ.
         """
-        computed_with, installed = manifest.versions, plan.provenance["versions"]
+        computed_with, installed = manifest.settings("versions"), plan.provenance["versions"]
         if computed_with == installed:
             return
         if computed_with and self.published and manifest.n_failed() < manifest.n_files():
@@ -314,11 +310,13 @@ class _Pass:
                 f"libraries have changed: {changed}; {rechecked.n_rows} stored rows, computed again, differ by at most "
                 f"{rechecked.largest:.1e} of their largest value"
             )
-        with manifest.transaction():
-            manifest.versions = installed
+        manifest.set_settings("versions", installed)
 
     def _finish_interrupted(self, manifest: Manifest) -> None:
-        """Complete an interrupted pass."""
+        """Complete an interrupted pass, with the list of files with which it started.
+
+        Files of this list that have changed since are computed as they are now: their rows already have a place.
+        """
         number, planned = manifest.planned()
         if not planned:
             return
@@ -366,30 +364,22 @@ class _Pass:
             report.rows = n_files - len(folder_changes.gone) + report.added + report.renamed
             report.version = manifest.version
         else:
-            with manifest.transaction():
-                manifest.configuration = self.configuration
-            if folder_changes.todo:
-                computed = self._compute_in_new_pass(manifest, folder_changes.todo)
+            if todo := folder_changes.todo:
+                number = manifest.next_pass()
+                with manifest.transaction():
+                    manifest.set_planned(number, todo)
+                computed = self._compute_pass(manifest, number, todo, self._plan(pass_folder(self.out, number), todo))
                 accepted = {entry.file.path for entry in computed}
-                moved = moved + [entry.file for entry in folder_changes.todo if entry.file.path not in accepted]
+                moved = moved + [entry.file for entry in todo if entry.file.path not in accepted]
                 resolved = resolved + computed
             changed = bool(folder_changes.gone) or any(
                 (old := folder_changes.stored.get(entry.file.path)) is None or old.id != entry.feature
                 for entry in resolved
             )
             self._apply(manifest, resolved, folder_changes.gone, changed=changed)
-            with manifest.transaction():
-                manifest.set_waiting([*folder_changes.waiting, *((file, scanned_ns) for file in moved)])
             report.rows = manifest.n_files()
-        report.waiting = len(folder_changes.waiting) + len(moved)
+        report.waiting = folder_changes.waiting + len(moved)
         report.unchanged = report.rows - report.added - report.changed - report.renamed
-
-    def _compute_in_new_pass(self, manifest: Manifest, todo: Sequence[PlannedFile]) -> list[Resolved]:
-        """Compute files in a new pass."""
-        number = manifest.next_pass()
-        with manifest.transaction():
-            manifest.set_planned(number, todo)
-        return self._compute_pass(manifest, number, todo, self._plan(pass_folder(self.out, number), todo))
 
     def _plan(self, folder: Path, planned: Sequence[PlannedFile]) -> Plan:
         """Return the plan for computing files into a folder.
@@ -430,7 +420,7 @@ class _Pass:
         )
         if summary.stopped:
             raise StoppedError
-        rows = list(stored_rows(DataSet.open(pass_folder(self.out, number))))
+        rows = list(stored_rows(pass_folder(self.out, number)))
         self.computed_pass = number
         self.report.computed += summary.computed - summary.duplicates
         now_ns, resolved = self.now_ns(), []
@@ -449,35 +439,15 @@ class _Pass:
             manifest.set_planned(0, [])
         return resolved
 
-    def _apply(self, manifest: Manifest, resolved: Iterable[Resolved], gone: Sequence[bytes], *, changed: bool) -> None:
+    def _apply(self, manifest: Manifest, resolved: Sequence[Resolved], gone: Sequence[bytes], *, changed: bool) -> None:
+        if not resolved and not gone:
+            return
         with manifest.transaction():
             manifest.set_files((entry.file, entry.settled, entry.feature) for entry in resolved)
             manifest.remove_files(gone)
             manifest.record_unused(self.now_ns())
             if changed:
                 manifest.version += 1
-
-    # Publishing and compaction
-
-    def _publish(self, manifest: Manifest) -> None:
-        """Publish the state of the manifest, if it is not published yet."""
-        self.published = publish(self.out, self.root, manifest, self.published)
-        if self.published and self.published.version:
-            self.report.version = self.published.version.number
-
-    def _compact(self, manifest: Manifest) -> None:
-        """Rewrite passes with mostly dead rows, and join small passes if there are many; publish each result."""
-        if self.published is None:
-            return
-        unused_before_ns = time_before(self.now_ns(), self.guards.keep_gone_s)
-        _, self.published = compact_passes(self.out, manifest, self.published, _MAX_DEAD, unused_before_ns)
-        if self.published.version:
-            self.report.version = self.published.version.number
-
-
-def _is_ours(name: str) -> bool:
-    """Return whether passes write a file of this name, or a killed pass may have left it."""
-    return name in _OURS or name.endswith(".new")
 
 
 def _is_row_of(row: StoredRow, file: ScannedFile) -> bool:

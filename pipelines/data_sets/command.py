@@ -247,6 +247,10 @@ def merge(sources: tuple[Path, ...], out: Path, shard_rows: int | None, compress
 
     To resume an interrupted merge, run the same command again.
     """
-    from pipelines.data_sets.merge import run_merge
+    from extract.store.format.dataset import DataSet
+    from extract.store.merge import merge as merge_into
+    from pipelines.terminal.progress import Progress
 
-    print_line(run_merge(sources, out, shard_rows, compress))
+    with Progress(sum(DataSet.open(source).n_rows for source in sources), "rows") as progress:
+        merged = merge_into(sources, out, shard_rows=shard_rows, compress=compress, on_rows=progress.advance)
+    print_line(f"{out}: {merged.n_rows:,} rows of {len(sources)} data sets, in {merged.n_shards} shards")

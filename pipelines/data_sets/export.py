@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import io
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from extract import defaults
 from extract.errors import InputError
 from extract.store.export import FORMATS, export
 from extract.store.places.destination import data_set_at
 from extract.store.reader import FeatureReader
-from pipelines.data_sets.thumbnails import thumbnails
+from pipelines.terminal.pictures import Pictures
 from pipelines.terminal.progress import Progress
 
 __all__ = ["run_export"]
+
+_FIRST = 16  # images that are looked for before thumbnails are made
+_QUALITY = 85  # of JPEG
 
 
 def run_export(
@@ -46,9 +52,50 @@ def run_export(
         pictures = None
         if thumbnails_px is not None:
             root = data_set_at(out).images["root"]
-            pictures = stack.enter_context(thumbnails(reader, root, thumbnails_px, images))
+            pictures = stack.enter_context(_thumbnails(reader, root, thumbnails_px, images))
         progress = stack.enter_context(Progress(len(reader), "rows"))
         export(reader, path, to, layers or None, lambda rows: progress.advance(rows, False), pictures)
         names = ", ".join(layers or reader.layers)
     size = sum(file.stat().st_size for file in [path, *path.rglob("*")] if file.is_file())
     return f"{path}: {len(reader):,} rows of {names}, {size / 1e6:,.1f} MB"
+
+
+@contextlib.contextmanager
+def _thumbnails(
+    reader: FeatureReader, root: str, side_px: int, images: str | None
+) -> Iterator[Callable[[int, int], Sequence[bytes | None]]]:
+    """Context manager: yield a function that returns JPEG thumbnails of the rows from START to STOP.
+
+    The thumbnail of an image that is missing or was changed is None.
+
+    Args:
+        reader: reader of the data set.
+        root: location of the images as recorded in the data set.
+        side_px: longest side.
+        images: location that the user named; see `Pictures`.
+
+    Raises:
+        InputError: the images are not available.
+    """
+    source = Pictures(reader, root, range(len(reader)), images)
+    if source.why_not:
+        raise InputError(f"no thumbnails: {source.why_not}")
+
+    sample = [source.picture(row, side_px) for row in range(min(_FIRST, len(reader)))]
+    if not any(picture is not None for picture, _ in sample):
+        raise InputError(
+            f"no thumbnails: none of the first {len(sample)} images can be read: {sample[0][1]}",
+            hint="name their place: --images",
+        )
+
+    def encoded(row: int) -> bytes | None:
+        picture, _ = source.picture(row, side_px)
+        if picture is None:
+            return None
+        picture.thumbnail((side_px, side_px))
+        file = io.BytesIO()
+        picture.save(file, "JPEG", quality=_QUALITY)
+        return file.getvalue()
+
+    with ThreadPoolExecutor(defaults.CORES) as pool:
+        yield lambda start, stop: list(pool.map(encoded, range(start, stop)))

@@ -77,12 +77,14 @@ def run_patch_search(
         pictures = Pictures(reader, dataset.images["root"], tokens.rows.tolist(), images)
         asked = _query(query, reader, pictures, out)
         cell = _cell(tokens, at, asked)
+        excluded = None
         if asked.row is None:
             feature = features_of_file(dataset, reader.provenance, Path(query), backbone, weights, device)[name]
             of_query = tokens.of_feature(feature)
         else:
-            of_query = _tokens_of(tokens, int(np.searchsorted(tokens.rows, asked.row)))
-        excluded = None if asked.row is None or itself else int(np.searchsorted(tokens.rows, asked.row))
+            image = int(np.searchsorted(tokens.rows, asked.row))
+            of_query = _tokens_of(tokens, image)
+            excluded = None if itself else image
         nearest = nearest_patches(tokens, of_query[cell], k, without=excluded)
         hits = [
             _hit(reader, tokens, pictures, image, cosine, near)
@@ -169,7 +171,7 @@ def _draw(
         picture, why = pictures.picture(hit.row)
         shown.append((picture, why))
         assert hit.cell is not None
-        known = None if picture is None else overlay(_tokens_of(tokens, image), picture.size, hit.cell)
-        overlays.append(known)
+        of_hit = None if picture is None else overlay(_tokens_of(tokens, image), picture.size, hit.cell)
+        overlays.append(of_hit)
     query = (pictures.of_file(Path(asked.path)), "") if asked.row is None else pictures.picture(asked.row)
     draw(results, query, shown, output, overlay(of_query, asked.size, divmod(cell, tokens.grid[1])), overlays)

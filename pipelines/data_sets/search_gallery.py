@@ -47,8 +47,8 @@ def draw(
     axes = figure.subplots(lines, _COLUMNS, squeeze=False).reshape(-1)
     for tile in axes:
         tile.axis("off")
-    known = [part.similarity.ravel() for part in (overlay, *overlays) if part is not None]
-    low = float(np.median(np.concatenate(known))) if known else 0.0
+    similarities = [part.similarity.ravel() for part in (overlay, *overlays) if part is not None]
+    low = float(np.median(np.concatenate(similarities))) if similarities else 0.0
     if results.text:
         _frame(axes[0], results.text if len(results.text) <= 200 else results.text[:199] + "…", fontsize=9)
         axes[0].set_title("query", fontsize=7.5, fontweight="bold")

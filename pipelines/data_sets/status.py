@@ -10,6 +10,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from tqdm import tqdm
 
 from extract.errors import LayertapError
@@ -44,9 +46,8 @@ class ShardProgress:
         self._read: dict[str, int] = {}  # name of a receipt -> shard
         self._rows = 0
         self._status: Counter[str] = Counter()
-        self._shards: Counter[tuple[str, str]] = Counter()  # (host, device) -> shards
-        self._computed: Counter[tuple[str, str]] = Counter()
-        self._seconds: defaultdict[tuple[str, str], float] = defaultdict(float)  # sum over all workers there
+        # (host, device) -> shards, rows, and seconds of all workers there
+        self._workers: dict[tuple[str, str], NDArray[np.float64]] = {}
         self._stages: defaultdict[str, float] = defaultdict(float)
         self._ended: list[tuple[float, int]] = []  # Unix time, rows
 
@@ -86,11 +87,11 @@ class ShardProgress:
                 {
                     "host": host,
                     "device": device,
-                    "shards": self._shards[host, device],
-                    "rows": self._computed[host, device],
-                    "images_per_s": round(self._computed[host, device] / max(self._seconds[host, device], 1e-9), 2),
+                    "shards": int(shards),
+                    "rows": int(rows),
+                    "images_per_s": round(rows / max(seconds, 1e-9), 2),
                 }
-                for host, device in sorted(self._shards)
+                for (host, device), (shards, rows, seconds) in sorted(self._workers.items())
             ],
         }
 
@@ -125,9 +126,7 @@ class ShardProgress:
         if built is None:
             return
         worker = built["host"], built["device"]
-        self._shards[worker] += 1
-        self._computed[worker] += built["computed"]
-        self._seconds[worker] += built["seconds"]
+        self._workers[worker] = self._workers.get(worker, 0) + np.array([1, built["computed"], built["seconds"]])
         for stage, seconds in built["stages"].items():
             self._stages[stage] += seconds
         self._ended.append((datetime.fromisoformat(built["ended"]).astimezone(UTC).timestamp(), built["computed"]))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
+from zoneinfo import ZoneInfo
 
 from pydantic import BaseModel, Field, field_validator, model_validator
 
@@ -16,7 +17,7 @@ from extract.images.plans import is_plan
 from extract.sync.safety_limits import Guards
 from pipelines.embed.config import FeaturesConfig
 from pipelines.terminal.config import FROZEN, Words, checked, read_yaml
-from pipelines.terminal.units import Seconds, finite
+from pipelines.terminal.units import Seconds
 
 __all__ = ["ScheduleConfig", "SyncConfig", "SyncFile", "chosen", "load_sync_file"]
 
@@ -49,11 +50,6 @@ class SyncConfig(FeaturesConfig):
     keep_gone: Seconds = Field(
         Guards.keep_gone_s, ge=0, description="Keep unused features for this time, for files that come back."
     )
-
-    @field_validator("max_vanish")
-    @classmethod
-    def _check_finite(cls, value: float) -> float:
-        return finite(value)
 
     @model_validator(mode="after")
     def _check_folders(self) -> Self:
@@ -98,8 +94,6 @@ class ScheduleConfig(BaseModel):
     @field_validator("timezone")
     @classmethod
     def _check_time_zone(cls, value: str | None) -> str | None:
-        from zoneinfo import ZoneInfo
-
         try:
             if value:
                 ZoneInfo(value)

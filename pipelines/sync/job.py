@@ -12,9 +12,8 @@ from pathlib import Path
 from stat import S_ISREG
 from typing import TYPE_CHECKING, Any
 
-from extract import defaults
 from extract.errors import InputError, LayertapError, LockedError, UnknownNameError, first_line
-from extract.sync.passes import Report, sync
+from extract.sync.passes import Pass, Report
 from pipelines.embed.config import FeaturesConfig
 from pipelines.sync.config import SyncConfig
 from pipelines.terminal.error_output import print_error
@@ -75,8 +74,8 @@ def sync_all(
 
     Args:
         configs: configurations of the data sets.
-        force: see `extract.sync.passes.sync`.
-        dry_run: see `extract.sync.passes.sync`.
+        force: see `extract.sync.passes.Pass`.
+        dry_run: see `extract.sync.passes.Pass`.
         on_synced: called after each pass.
         reporter: keeps the backbone between calls; pass one only if all data sets have the same backbone.
 
@@ -100,7 +99,7 @@ def _sync_one(
     started, start = datetime.now(UTC), time.perf_counter()
     with reporter:
         try:
-            report = sync(
+            this_pass = Pass(
                 config.root,
                 config.folder,
                 lambda images, folder: reporter.plan(config, images, folder),
@@ -113,7 +112,7 @@ def _sync_one(
                 on_computation=reporter.on_computation,
                 stop=stop,
             )
-            synced = SyncResult(config, report)
+            synced = SyncResult(config, this_pass.run())
         except LayertapError as error:
             synced = SyncResult(config, error=error)
         except Exception as error:  # a bug, here or in a library, must not stop the other passes
@@ -130,10 +129,6 @@ def configuration_of(config: SyncConfig) -> dict[str, Any]:
     """Return the settings that the features depend on, and size and modification time of the files among them."""
     names = FeaturesConfig.model_fields.keys() - _OTHER_KEYS
     settings: dict[str, Any] = {name: getattr(config, name) for name in sorted(names)}
-    if config.precision == "float32":
-        del settings["compile"]  # the same features, except for rounding
-    if (config.orientation, config.icc) == (defaults.ORIENTATION, defaults.ICC):
-        del settings["orientation"], settings["icc"]  # older manifests do not have them
     backbone = config.backbone.partition("/")[2].partition(":")[0]  # a file, if the backbone is code
     for name in filter(None, (config.weights, backbone)):
         with contextlib.suppress(OSError):

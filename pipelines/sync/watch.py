@@ -11,13 +11,12 @@ import gc
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from extract.errors import LayertapError, first_line
 from extract.images.image_list import is_litter
-from extract.sync.passes import Report
 from extract.sync.scan import Scan
 from extract.system.file_systems import file_system_kind
 from extract.system.optional_libraries import library
@@ -29,6 +28,7 @@ from pipelines.terminal.text_output import print_line
 __all__ = ["reports_changes", "watch"]
 
 _FULL_PASS_S = 3600.0  # interval of full passes: changes may go unreported
+_RETRY_S = 60.0  # after which a pass that failed is repeated
 _SCAN_S = 2.0  # between scans of a folder that cannot be watched; scans take at most a tenth of the time
 _CHECK_MS = 1000  # interval of checks whether a pass is due, and whether the folder was replaced
 _GONE_S = 5.0  # after which a missing folder is tried again
@@ -63,144 +63,130 @@ def watch(configs: Sequence[SyncConfig], on_synced: Callable[[SyncResult], None]
         LayertapError: the library watchfiles is not installed.
     """
     watchfiles: Any = library("watchfiles", "watch", "layertap watch")
-    reporters = {id(config): PassReporter() for config in configs}
-    due = dict.fromkeys(map(id, configs), 0.0)
-    resting = dict.fromkeys(map(id, configs), 0.0)
-    stop = threading.Event()
+    stop, woken = threading.Event(), threading.Event()
     with signals_held() as received:
-        changed = _Changes(watchfiles, configs, stop)
+        followed = [_Followed(watchfiles, config, stop, woken) for config in configs]
         try:
             while not received:
-                now = time.monotonic()
-                for config in configs:
-                    # A pass is followed by a rest of the same length: long passes take at most half of the time.
-                    if received or resting[id(config)] > now:
-                        continue
-                    if changed.take(config) or due[id(config)] <= now:
-                        began = time.monotonic()
-                        wait = _pass_of(config, reporters[id(config)], on_synced, received)
-                        due[id(config)] = time.monotonic() + wait
-                        resting[id(config)] = time.monotonic() + (time.monotonic() - began)
-                changed.wait(_CHECK_MS / 1000)
+                for data_set in followed:
+                    if not received and data_set.is_due():
+                        data_set.run_pass(on_synced, received)
+                woken.wait(_CHECK_MS / 1000)
+                woken.clear()
         finally:
             stop.set()
-            changed.join()
+            for data_set in followed:
+                data_set.thread.join(_CHECK_MS / 1000 * 3)
     return received[0]
 
 
-def _pass_of(
-    config: SyncConfig, reporter: PassReporter, on_synced: Callable[[SyncResult], None], received: list[int]
-) -> float:
-    """Run a pass of a data set; return the seconds until the next pass is due even without changes."""
-    (result,), number = sync_all([config], reporter=reporter)
-    gc.collect()  # the command raises the threshold of full collections, and this process runs for long
-    if number:
-        received.append(number)
-    report = result.report
-    if report is None or result.exit_code or report.notes or report.stopped or _has_changes(report):
-        on_synced(result)
-    if report is not None and report.waiting:
-        return max(0.5, config.settle)
-    return _FULL_PASS_S if report is not None else min(_FULL_PASS_S, 60.0)
+class _Followed:
+    """A data set, and a thread that records whether something below its folder has changed.
 
+    Args:
+        watchfiles: the library.
+        config: configuration of the data set.
+        stop: ends the thread when it is set.
+        woken: set when something has changed.
+    """
 
-def _has_changes(report: Report) -> bool:
-    return bool(report.added or report.changed or report.renamed or report.deleted)
+    def __init__(self, watchfiles: Any, config: SyncConfig, stop: threading.Event, woken: threading.Event):
+        self._watchfiles, self._config, self._stop, self._woken = watchfiles, config, stop, woken
+        self._changed = threading.Event()
+        self._reporter = PassReporter()
+        self._due = self._rests_until = 0.0
+        self.thread = threading.Thread(target=self._watch, daemon=True)
+        self.thread.start()
 
+    def is_due(self) -> bool:
+        """Return whether a pass should run now, because something has changed or the last pass is long ago."""
+        now = time.monotonic()
+        return now >= self._rests_until and (self.take_change() or now >= self._due)
 
-class _Changes:
-    """Record below which folders something has changed, in background threads."""
-
-    def __init__(self, watchfiles: Any, configs: Sequence[SyncConfig], stop: threading.Event):
-        self._watchfiles, self._stop = watchfiles, stop
-        self._lock, self._change_event = threading.Lock(), threading.Event()
-        self._changed: set[int] = set()
-        self._threads = [threading.Thread(target=self._watch, args=(config,), daemon=True) for config in configs]
-        for thread in self._threads:
-            thread.start()
-
-    def take(self, config: SyncConfig) -> bool:
+    def take_change(self) -> bool:
         """Return whether something has changed below the folder since the last call."""
-        with self._lock:
-            has_changed = id(config) in self._changed
-            self._changed.discard(id(config))
-            return has_changed
+        has_changed = self._changed.is_set()
+        if has_changed:  # otherwise, a change that is reported now would be lost
+            self._changed.clear()
+        return has_changed
 
-    def wait(self, seconds: float) -> None:
-        """Wait until something changes, at most `seconds`."""
-        self._change_event.wait(seconds)
-        self._change_event.clear()
+    def run_pass(self, on_synced: Callable[[SyncResult], None], received: list[int]) -> None:
+        """Run a pass; add a signal that arrives to `received`."""
+        began = time.monotonic()
+        (result,), number = sync_all([self._config], reporter=self._reporter)
+        gc.collect()  # the command raises the threshold of full collections, and this process runs for long
+        if number:
+            received.append(number)
+        report = result.report
+        quiet = report is not None and not (
+            result.exit_code or report.notes or report.stopped
+            or report.added or report.changed or report.renamed or report.deleted
+        )  # fmt: skip
+        if not quiet:
+            on_synced(result)
+        wait = _RETRY_S if report is None else _FULL_PASS_S
+        if report is not None and report.waiting:
+            wait = max(0.5, self._config.settle)
+        ended = time.monotonic()
+        # A pass is followed by a rest of the same length: long passes take at most half of the time.
+        self._due, self._rests_until = ended + wait, ended + (ended - began)
 
-    def join(self) -> None:
-        """Wait for the threads, which end when `stop` is set."""
-        for thread in self._threads:
-            thread.join(_CHECK_MS / 1000 * 3)
-
-    def _watch(self, config: SyncConfig) -> None:
+    def _watch(self) -> None:
         why = "its file system does not report changes"
-        if reports_changes(Path(config.root)):
-            why = self._follow(config)
+        if reports_changes(Path(self._config.root)):
+            why = self._follow()
         if not self._stop.is_set():
-            print_line(f"{config.images} cannot be watched: {why}. The folder is scanned every few seconds", err=True)
-            self._scan(config)
+            where = f"{self._config.images} cannot be watched"
+            print_line(f"{where}: {why}. The folder is scanned every few seconds", err=True)
+            self._scan()
 
-    def _mark_changed(self, config: SyncConfig) -> None:
-        with self._lock:
-            self._changed.add(id(config))
-        self._change_event.set()
+    def _mark_changed(self) -> None:
+        self._changed.set()
+        self._woken.set()
 
-    def _follow(self, config: SyncConfig) -> str:
+    def _follow(self) -> str:
         """Follow the kernel's reports until `stop` is set; return the reason if that is not possible."""
-        one_by_one = False  # watch each folder separately, since a folder in the tree cannot be read
         while not self._stop.is_set():
             try:
-                root, is_first = _identity(config.root), True
-                for changes in self._reports(config, one_by_one):
+                root, is_first = _identity(self._config.root), True
+                for changes in self._reports():
                     if changes or is_first:  # a change before all folders were watched was not reported
-                        self._mark_changed(config)
+                        self._mark_changed()
                     is_first = False
-                    if _identity(config.root) != root:  # a disk was unmounted, or the folder was replaced
-                        self._mark_changed(config)
-                        break
-                    if one_by_one and any(Path(path).is_dir() for _, path in changes):  # new folders are not watched
+                    if _identity(self._config.root) != root:  # a disk was unmounted, or the folder was replaced
+                        self._mark_changed()
                         break
             except FileNotFoundError:  # the passes report it
                 self._stop.wait(_GONE_S)
-            except PermissionError as error:
-                if one_by_one:
-                    return _reason(error)
-                one_by_one = True
             except (OSError, RuntimeError) as error:
-                limit = "limit" in str(error)
-                return _reason(error) + (" (to watch the folder, raise fs.inotify.max_user_watches)" if limit else "")
+                reason = first_line(error).partition(" (Error {")[0]  # watchfiles appends a representation
+                remedy = " (to watch the folder, raise fs.inotify.max_user_watches)" if "limit" in reason else ""
+                return f"{reason}{remedy}"
         return ""
 
-    def _reports(self, config: SyncConfig, one_by_one: bool) -> Iterator[set[Any]]:
-        """Yield the changes of about a second each, as (kind, path)."""
-        folders = [folder for folder, _, _ in os.walk(config.root)] if one_by_one else [config.root]
-        reports: Iterator[set[Any]] = self._watchfiles.watch(
-            *folders,
-            recursive=not one_by_one,
+    def _reports(self) -> Any:
+        """Return an iterator over the changes of about a second each, sets of (kind, path)."""
+        return self._watchfiles.watch(
+            self._config.root,
             watch_filter=lambda change, path: not is_litter(path.rpartition("/")[2]),
             stop_event=self._stop,
             force_polling=False,
             rust_timeout=_CHECK_MS,
             yield_on_timeout=True,
             raise_interrupt=False,
-            # Ignoring it would end the watch of a tree at the first folder that cannot be read, and would also hide the
-            # error at the limit of watches.
+            # A tree with a folder that cannot be read is scanned. Ignoring the error would end the watch of the tree at
+            # that folder, and would also hide the error at the limit of watches.
             ignore_permission_denied=False,
         )
-        return reports
 
-    def _scan(self, config: SyncConfig) -> None:
+    def _scan(self) -> None:
         """Scan for changes until `stop` is set."""
         before: int | None = None
         wait = 0.0
         while not self._stop.wait(wait):
             began = time.monotonic()
             try:
-                scan = Scan(config.root)
+                scan = Scan(self._config.root)
                 files = 0
                 for seen in scan.files():  # in arbitrary order
                     files ^= hash(seen)
@@ -208,7 +194,7 @@ class _Changes:
             except LayertapError:  # the folder is missing; the passes report it
                 now = None
             if now is None or now != before:
-                self._mark_changed(config)
+                self._mark_changed()
             before = now
             wait = max(_SCAN_S if now is not None else _GONE_S, 9 * (time.monotonic() - began))
 
@@ -220,11 +206,6 @@ def _identity(root: str) -> tuple[int, int] | None:
     except OSError:
         return None
     return status.st_dev, status.st_ino
-
-
-def _reason(error: Exception) -> str:
-    """Return the message of an error without the representation that watchfiles appends."""
-    return first_line(error).partition(" (Error {")[0]
 
 
 def reports_changes(root: Path, mounts: Path = Path("/proc/self/mountinfo")) -> bool:

@@ -35,8 +35,8 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from extract.sync import passes as passes_module
 from extract.sync.manifest import Manifest
+from extract.sync.passes import Pass
 from extract.sync.records import StoredRow
 from extract.sync.safety_limits import Guards
 from extract.sync.scan import Scan, ScannedFile
@@ -141,7 +141,7 @@ def fill(home: Path, count: int) -> dict[str, Any]:
     start = time.perf_counter()
     with Manifest(out) as manifest:
         folder = Folder(home, count)
-        sql, indexes = manifest._sql, ("features_by_hash", "features_by_size", "features_unused", "files_by_feature")
+        sql, indexes = manifest._sql, ("features_by_hash", "features_by_size", "files_by_feature")
         created = [
             sql.execute("SELECT sql FROM sqlite_master WHERE name = ?", (name,)).fetchone()[0] for name in indexes
         ]
@@ -156,8 +156,9 @@ def fill(home: Path, count: int) -> dict[str, Any]:
             sql.execute("UPDATE features SET unused_since_ns = NULL")
             for statement in created:
                 sql.execute(statement)
-            manifest.configuration, manifest.versions = CONFIGURATION, plan.provenance["versions"]
             manifest.version = 1
+        manifest.set_settings("configuration", CONFIGURATION)
+        manifest.set_settings("versions", plan.provenance["versions"])
         seconds["manifest"] = time.perf_counter() - start
         start = time.perf_counter()
         publish(out, os.fspath(folder.root), manifest, None)
@@ -182,7 +183,7 @@ def run_pass(home: Path, count: int, counts: dict[str, int]) -> dict[str, Any]:
         plan_for = planner(layers=["fc"], shard_rows=None, batch_size=64)
     Scan.files = lambda _: folder.files()  # type: ignore[method-assign]
     before = peak_mb()
-    report = passes_module.sync(os.fspath(folder.root), home / "out", plan_for, CONFIGURATION, guards=GUARDS)
+    report = Pass(os.fspath(folder.root), home / "out", plan_for, CONFIGURATION, GUARDS).run()
     assert ("torch" in sys.modules) == ("add" in counts)
     names = ("added", "changed", "renamed", "deleted", "computed", "rows", "version")
     return {"peak_before_mb": before, **{name: getattr(report, name) for name in names}, "notes": report.notes}

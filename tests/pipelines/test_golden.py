@@ -16,8 +16,8 @@ import pytest
 from numpy.typing import NDArray
 
 from extract import FeatureReader
-from extract.sync import publishing
 from tests.conftest import SHARED, make_picture
+from tests.extract.sync.changes import write_as_changes
 from tests.pipelines.test_cli import SMALL, layertap
 
 GOLDEN = SHARED / "golden-v1"
@@ -128,25 +128,30 @@ def test_sync_of_the_same_folder_elsewhere_computes_nothing(golden: Path, monkey
 
 def test_sync_of_changes_continues_an_older_data_set(golden: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(golden)
-    monkeypatch.setattr(publishing, "_is_due", lambda rows, changes, versions: False)
     for path in (golden / "live").rglob("*.jpg"):
         os.utime(path, ns=(10**18, 10**18))
-    assert layertap("sync", "nightly.yaml", "--force").exit_code == 0  # notes which table has all rows
+    assert layertap("sync", "nightly.yaml", "--force").exit_code == 0
     (gone,) = (golden / "live").rglob("renamed.jpg")
     gone.rename(gone.with_name("again.jpg"))
-    for _ in range(2):
-        next((golden / "live").rglob("0001.jpg"), gone).unlink(missing_ok=True)
+    for of_changes in (False, True):  # the second time, the data set is as another earlier version writes it
+        if of_changes:
+            write_as_changes(golden / "synced")
+            check_continued(golden / "synced")
+            next((golden / "live").rglob("0001.jpg")).unlink()
         result = layertap("sync", "nightly.yaml", "--force", "--json")
         assert result.exit_code == 0, result.output
-    version = json.loads((golden / "synced" / "dataset.json").read_text())
-    assert version["format_version"] == 2
-    assert layertap("verify", golden / "synced").exit_code == 0
-    with FeatureReader(golden / "synced") as reader:
+        check_continued(golden / "synced")
+    assert json.loads((golden / "synced" / "dataset.json").read_text())["format_version"] == 1
+
+
+def check_continued(out: Path) -> None:
+    assert layertap("verify", out).exit_code == 0
+    with FeatureReader(out) as reader:
         assert any("again.jpg" in path for path in reader.paths)
         expected = {"paths": np.array(reader.paths), "splits": np.array(reader.splits), "status": reader.status,
                     "classes": np.array(reader.classes), "labels": reader.labels}  # fmt: skip
         expected |= {f"features/{name}": reader[name][:] for name in reader.layers}
-    check_documented_reader(golden / "synced", expected)
+    check_documented_reader(out, expected)
     with np.load(GOLDEN / "expected.npz") as stored:
         before = dict(zip(stored["synced/paths"].tolist(), stored["synced/features/embedding"], strict=True))
         for path, row in zip(expected["paths"].tolist(), expected["features/embedding"], strict=True):

@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import weakref
@@ -57,20 +56,20 @@ def changes(config: SyncConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any
     stop, begun = threading.Event(), []
 
     def begin(library: Any) -> Any:
-        begun.append(watching._Changes(library, [config], stop))
+        begun.append(watching._Followed(library, config, stop, threading.Event()))
         return begun[0]
 
     yield begin
     stop.set()
     for one in begun:
-        one.join()
+        one.thread.join(10)
 
 
-def settled(changes: Any, config: SyncConfig) -> None:
+def settled(changes: Any) -> None:
     """Wait until what was there at the beginning has been reported."""
-    _until(lambda: changes.take(config), 20)
+    _until(lambda: changes.take_change(), 20)
     time.sleep(0.5)
-    changes.take(config)
+    changes.take_change()
 
 
 LIMIT = OSError(
@@ -82,78 +81,39 @@ DENIED = PermissionError('Permission denied (os error 13) about ["/photos/secret
 @pytest.mark.parametrize(("error", "why"), [(LIMIT, "max_user_watches"), (DENIED, "/photos/secret"),
                                             (RuntimeError("error in underlying watcher"), "underlying")])  # fmt: skip
 def test_what_the_kernel_refuses_to_watch_is_scanned_and_that_is_said(
-    changes: Any, config: SyncConfig, folder: Path, capsys: pytest.CaptureFixture[str], error: Exception, why: str
+    changes: Any, folder: Path, capsys: pytest.CaptureFixture[str], error: Exception, why: str
 ) -> None:
     seen = changes(Refusing(error))
-    settled(seen, config)
+    settled(seen)
     told = capsys.readouterr().err
     assert "cannot be watched" in told
     assert why in told
     assert "Error {" not in told
     make_picture(90).save(folder / "bee" / "new.png")
-    _until(lambda: seen.take(config), 20)
+    _until(lambda: seen.take_change(), 20)
     (folder / "bee" / "new.png").rename(folder / "ant" / "new.png")
-    _until(lambda: seen.take(config), 20)
+    _until(lambda: seen.take_change(), 20)
     time.sleep(0.3)
-    assert not seen.take(config)  # nothing has changed since
+    assert not seen.take_change()  # nothing has changed since
     shutil.move(folder, folder.with_name("away"))
-    _until(lambda: seen.take(config), 20)
+    _until(lambda: seen.take_change(), 20)
 
 
-def test_a_folder_that_takes_the_place_of_another_is_followed(changes: Any, config: SyncConfig, folder: Path) -> None:
+def test_a_folder_that_takes_the_place_of_another_is_followed(changes: Any, folder: Path) -> None:
     """As when a disk is unmounted and mounted again: the kernel reports nothing of it."""
     seen = changes(watchfiles)
-    settled(seen, config)
+    settled(seen)
     folder.rename(folder.with_name("away"))
     shutil.copytree(folder.with_name("away"), folder)
-    _until(lambda: seen.take(config), 20)
-    settled(seen, config)
+    _until(lambda: seen.take_change(), 20)
+    settled(seen)
     make_picture(90).save(folder / "bee" / "new.png")
-    _until(lambda: seen.take(config), 20)
+    _until(lambda: seen.take_change(), 20)
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="a folder that cannot be read takes another user to read it")
-def test_a_tree_with_a_folder_that_cannot_be_read_is_watched(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(watching, "_CHECK_MS", 200)
-    heard, says = os.pipe()
-    with tempfile.TemporaryDirectory() as place:
-        root = Path(place) / "photos"
-        for name in ("ant", "lost+found"):
-            (root / name).mkdir(parents=True)
-        Path(place).chmod(0o755)
-        (root / "lost+found").chmod(0o700)
-        config = SyncConfig(images=str(root), out=Path(place) / "out", **SMALL)
-        child = os.fork()
-        if not child:
-            try:
-                os.setgid(65534)
-                os.setuid(65534)
-                stop = threading.Event()
-                seen = watching._Changes(watchfiles, [config], stop)
-                settled(seen, config)
-                os.write(says, b"1")
-                _until(lambda: seen.take(config), 20)
-                settled(seen, config)
-                os.write(says, b"2")
-                _until(lambda: seen.take(config), 20)
-                os._exit(0)
-            finally:
-                os._exit(1)
-        os.close(says)
-        assert os.read(heard, 1) == b"1"
-        (root / "bee").mkdir()
-        assert os.read(heard, 1) == b"2"
-        make_picture(90).save(root / "bee" / "new.png")  # in a folder that was not there
-        os.close(heard)
-        assert os.waitpid(child, 0)[1] == 0
-        assert "cannot be watched" not in capfd.readouterr().err
-
-
-def test_what_changed_before_all_folders_were_watched_is_looked_for(changes: Any, config: SyncConfig) -> None:
+def test_what_changed_before_all_folders_were_watched_is_looked_for(changes: Any) -> None:
     seen = changes(watchfiles)
-    _until(lambda: seen.take(config), 20)
+    _until(lambda: seen.take_change(), 20)
 
 
 def can_limit_watches() -> bool:
@@ -246,7 +206,7 @@ def test_a_disk_that_is_unmounted_and_mounted_again_is_followed(folder: Path, tm
         try:
             _until(lambda: _rows(out) == 12, 60)
             (tmp_path / "unmount").touch()
-            time.sleep(10)  # passes find no folder
+            _until(lambda: '"event": "failed"' in (out / "runs.jsonl").read_text(), 60)  # a pass finds no folder
             assert _rows(out) == 12
             make_picture(77).save(folder / "new.png")
             (tmp_path / "mount").touch()
@@ -259,7 +219,7 @@ def test_a_disk_that_is_unmounted_and_mounted_again_is_followed(folder: Path, tm
     assert "disk/images" in errors  # the user was told that it was missing
 
 
-def test_garbage_of_a_pass_is_collected_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_garbage_of_a_pass_is_collected_before_the_next(changes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     class Cycle:
         def __init__(self) -> None:
             self.itself = self
@@ -274,7 +234,7 @@ def test_garbage_of_a_pass_is_collected_before_the_next(monkeypatch: pytest.Monk
     monkeypatch.setattr(watching, "sync_all", one_pass)
     gc.disable()
     try:
-        watching._pass_of(None, None, lambda result: None, [])
+        changes(watchfiles).run_pass(lambda result: None, [])
     finally:
         gc.enable()
     assert garbage[0]() is None

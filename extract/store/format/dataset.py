@@ -10,7 +10,7 @@
                      ids; merged_from: of a merged data set, root, count and paths_xxh3 of its sources
     shard_rows       rows in every shard but the last
     version          only in a data set of `layertap sync`, which has no shards of its own; see `version.py`. Each new
-                     version replaces the file. If it has a base, format_version is 2
+                     version replaces the file. If it has a base, format_version is 2 (of earlier versions of layertap)
 
 Readers ignore unknown keys. `runs.jsonl` has a line "started" for each run that wrote to the data set, with versions
 and machine, a line "computing" when its first batch has been compared, and a line "ended" if the run ended normally.
@@ -406,8 +406,7 @@ class DataSet:
         """Return the content of `dataset.json`."""
         return {
             "format": FORMAT,
-            # Readers of format 1 do not know of a base, and would take the changes for all rows.
-            "format_version": CHANGES_VERSION if self.version and self.version.base else FORMAT_VERSION,
+            "format_version": FORMAT_VERSION,
             "fingerprint": self.fingerprint,
             "depends_on": self.depends_on,
             "features": [asdict(feature) for feature in self.features],

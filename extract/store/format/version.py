@@ -3,7 +3,6 @@
     OUT/
       dataset.json             as in any data set, with `version`: its number, its passes, the hash of its table
       versions/000012.h5       the table: path, label and split of each row, and the location of its features
-      versions/000015.h5       a table of changes to that table
       passes/000001/           features computed by one pass: an ordinary data set, whose rows never change
       passes/000012/
 
@@ -15,13 +14,20 @@ that pass, and `source_hash`, the hash of the image when its file was examined, 
 by pass, row and path, so that features are read in file order. Images with identical bytes share the features of one
 row.
 
-A table of changes has, in these columns, the rows that another table with all rows, its base, does not have. Its
-columns `removed_path`, `removed_pass` and `removed_row` are the rows that only the base has, in the same order. Its
-`classes` are those of its own rows. `base` in `version` names the base.
+Earlier versions of layertap wrote tables of changes, which are still read. Such a table has, in these columns, the rows
+that another table with all rows, its base, does not have. Its columns `removed_path`, `removed_pass` and `removed_row`
+are the rows that only the base has, in the same order. Its `classes` are those of its own rows. `base` in `version`
+names the base.
+
+Each pass that changes anything writes the whole table. A pass with 100 changes then takes, compared with a table of
+changes, 0.5 and 0.5 s of CPU time for 10,000 files, 5.4 and 3.1 s for a million, 18 and 9 s for 3 million; the memory
+is the same, and 90 instead of 5 MB are written for a million files. Tables of changes needed 190 more lines of code,
+and notes in the manifest that each change had to keep right.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,10 +42,9 @@ from extract.errors import LayertapError
 from extract.store.format.checked_file import hdf5_on_disk
 from extract.system.atomic_files import atomic_write, open_regular, own_folder
 
-__all__ = ["HASH_BYTES", "NewRows", "Table", "Version", "hash_of", "pass_folder", "table_path", "write_table"]
+__all__ = ["HASH_BYTES", "Table", "Version", "hash_of", "pass_folder", "table_path", "write_table"]
 
 _FORMAT = "layertap version"
-_BLOCK_BYTES = 1 << 20
 HASH_BYTES = 16  # xxh3-128
 
 
@@ -64,7 +69,8 @@ class Version:
         number: number of the version, from 1, increasing.
         rows_xxh3: xxh3-128 of the file of its table.
         passes: numbers of the passes that hold its rows, ascending.
-        base: the table with all rows to which the table of this version lists changes; None if that has all rows.
+        base: of a version that an earlier version of layertap wrote, the table with all rows to which its table lists
+            changes; None if its table has all rows.
     """
 
     number: int
@@ -89,28 +95,13 @@ class Version:
 
     def content(self) -> dict[str, Any]:
         """Return the entry for `dataset.json`."""
-        content = {"number": self.number, "rows_xxh3": self.rows_xxh3, "passes": list(self.passes)}
-        return {**content, "base": vars(self.base)} if self.base else content
+        assert self.base is None  # such a version is only read
+        return {"number": self.number, "rows_xxh3": self.rows_xxh3, "passes": list(self.passes)}
 
     @property
     def tables(self) -> list[Table]:
         """The files of the version: its table, and the base of that, if it has one."""
         return [Table(self.number, self.rows_xxh3), *([self.base] if self.base else [])]
-
-
-@dataclass(frozen=True)
-class NewRows:
-    """Rows to write to a table.
-
-    Attributes:
-        count: number of rows.
-        path_bytes: length of the longest path.
-        batches: column -> values, for some of the rows each.
-    """
-
-    count: int
-    path_bytes: int
-    batches: Iterable[Mapping[str, Any]]
 
 
 def pass_folder(out: Path, number: int) -> Path:
@@ -123,15 +114,19 @@ def table_path(out: Path, number: int) -> Path:
     return out / "versions" / f"{number:06d}.h5"
 
 
-def write_table(out: Path, number: int, classes: Sequence[str], rows: NewRows, removed: NewRows | None = None) -> Table:
-    """Write the table of a version, without publishing the version.
+def write_table(
+    out: Path, number: int, classes: Sequence[str], count: int, path_bytes: int, batches: Iterable[Mapping[str, Any]]
+) -> str:
+    """Write the table of a version, without publishing the version; return its xxh3-128.
 
     Args:
         out: folder of the data set.
         number: number of the version.
         classes: names of the classes, to which labels refer.
-        rows: the rows, in batches of `path`, `label`, `split`, `pass`, `row` and `source_hash`.
-        removed: for a table of changes, the rows of the base to remove, in batches of `path`, `pass` and `row`.
+        count: number of rows.
+        path_bytes: length of the longest path.
+        batches: column -> values, for some of the rows each; the columns are `path`, `label`, `split`, `pass`, `row`
+            and `source_hash`.
 
     Raises:
         LayertapError: the disk is full or refuses.
@@ -146,42 +141,34 @@ def write_table(out: Path, number: int, classes: Sequence[str], rows: NewRows, r
                 names = [os.fsencode(name) for name in classes]
                 width = max(map(len, names), default=1) or 1
                 file.create_dataset("classes", data=np.array(names, h5py.string_dtype("utf-8", width)))
-                _write(file, "", rows, ("path", "label", "split", "pass", "row", "source_hash"))
-                if removed is not None:
-                    _write(file, "removed_", removed, ("path", "pass", "row"))
-            digest = hash_of(temporary)
+                file.create_dataset("path", (count,), h5py.string_dtype("utf-8", path_bytes or 1))
+                file.create_dataset("split", (count,), h5py.string_dtype("utf-8", len("train")))
+                for name in ("label", "pass", "row"):
+                    file.create_dataset(name, (count,), "<i8")
+                file.create_dataset("source_hash", (count, HASH_BYTES), "u1")
+                _fill(file, count, batches)
+            return hash_of(temporary)
     except OSError as error:
         raise LayertapError(f"cannot write {path}: {error.strerror}") from error
-    return Table(number, digest)
 
 
-def _write(file: h5py.File, prefix: str, rows: NewRows, columns: Sequence[str]) -> None:
-    widths = {"path": rows.path_bytes or 1, "split": len("train")}
-    for name in columns:
-        if name == "source_hash":
-            file.create_dataset(prefix + name, (rows.count, HASH_BYTES), "u1")
-        else:
-            dtype = h5py.string_dtype("utf-8", widths[name]) if name in widths else "<i8"
-            file.create_dataset(prefix + name, (rows.count,), dtype)
+def _fill(file: h5py.File, count: int, batches: Iterable[Mapping[str, Any]]) -> None:
     start = 0
-    for batch in rows.batches:
-        for name in columns:
-            data = file[prefix + name]
-            data[start : start + len(batch[name])] = np.array(batch[name], data.dtype)
-        start += len(batch["path"])
-    if start != rows.count:
-        raise LayertapError(f"got {start:,} rows for the table of a version, expected {rows.count:,}")
+    for batch in batches:
+        stop = start + len(batch["path"])
+        for name, values in batch.items():
+            file[name][start:stop] = np.array(values, file[name].dtype)
+        start = stop
+    if start != count:
+        raise LayertapError(f"got {start:,} rows for the table of a version, expected {count:,}")
 
 
 def hash_of(path: Path) -> str:
-    """Return the xxh3-128 of a file; it is read in blocks.
+    """Return the xxh3-128 of a file.
 
     Raises:
         InputError: the path is not a regular file.
         OSError: it does not exist or cannot be read.
     """
-    digest = xxhash.xxh3_128()
     with os.fdopen(open_regular(path), "rb", buffering=0) as file:
-        while block := file.read(_BLOCK_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()

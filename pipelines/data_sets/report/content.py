@@ -186,11 +186,11 @@ class ReportContent:
     def _similar_images(self) -> None:
         self._say(f"searching neighbours by {self._layer}")
         neighbours = similar_images(self._reader[self._layer], self._hashes, self._good, self._seed)
-        means, pairs, nearest = neighbours.means, neighbours.pairs(), neighbours.nearest
+        means, nearest = neighbours.means, neighbours.nearest
+        pair_rows, cosines = neighbours.pairs()
         threshold = near_duplicate_cosine(nearest)
-        near = pairs.cosines >= (math.inf if threshold is None else threshold)
+        near_rows = pair_rows[cosines >= (math.inf if threshold is None else threshold)]
         labels, splits = self._reader.labels, self._reader.splits
-        near_rows = pairs.rows[near]
         outliers = [place for place in np.argsort(means, kind="stable").tolist() if math.isfinite(means[place])]
         outliers = outliers[:_SHOWN] if len(neighbours.among) > K else []
         counts, edges = _histogram(nearest)
@@ -201,9 +201,9 @@ class ReportContent:
             "threshold": threshold,
             "pairs": [
                 [*rows, round(cosine, 6)]
-                for rows, cosine in zip(pairs.rows[:_SHOWN].tolist(), pairs.cosines[:_SHOWN].tolist(), strict=True)
+                for rows, cosine in zip(pair_rows[:_SHOWN].tolist(), cosines[:_SHOWN].tolist(), strict=True)
             ],
-            "n_pairs": int(near.sum()),
+            "n_pairs": len(near_rows),
             "pairs_in_classes": int((labels[near_rows[:, 0]] != labels[near_rows[:, 1]]).sum()),
             "pairs_in_splits": sum(splits[row] != splits[other_row] for row, other_row in near_rows.tolist()),
             "outliers": [[int(neighbours.queries[place]), round(float(means[place]), 4)] for place in outliers],
@@ -221,26 +221,26 @@ class ReportContent:
         class, which has the nearest neighbours of its class. Of others: random images.
         """
         labels, queries, near = self._reader.labels, neighbours.queries, neighbours.near
-        known = (near.rows >= 0) & (labels[queries] >= 0)[:, None]
-        known &= labels[np.maximum(near.rows, 0)] >= 0
+        labelled = (near.rows >= 0) & (labels[queries] >= 0)[:, None]
+        labelled &= labels[np.maximum(near.rows, 0)] >= 0
         sizes = np.bincount(labels[labels >= 0]).astype(np.float64)
         pairs = (sizes * (sizes - 1)).sum()  # pairs of different images of a class
-        if not known.any() or len(sizes) < 2 or not pairs:
+        if not labelled.any() or len(sizes) < 2 or not pairs:
             random = np.sort(np.random.default_rng(self._seed).permutation(len(queries))[:_UNCERTAIN])
             return {"gallery": self._strips(neighbours, [("", place) for place in random.tolist()])}
-        same = known & (labels[np.maximum(near.rows, 0)] == labels[queries][:, None])
-        shares = np.divide(same.sum(1), known.sum(1), out=np.ones(len(queries)), where=known.any(1))
+        same = labelled & (labels[np.maximum(near.rows, 0)] == labels[queries][:, None])
+        shares = np.divide(same.sum(1), labelled.sum(1), out=np.ones(len(queries)), where=labelled.any(1))
         uncertain = np.lexsort((-neighbours.means, shares))
         uncertain = uncertain[shares[uncertain] < 0.5][:_UNCERTAIN]
         nearness = np.where(same, near.cosines, 0).sum(1)
         by_class = []
         for label in np.argsort(-sizes, kind="stable").tolist():
-            of_class = np.flatnonzero((labels[queries] == label) & known.any(1))
+            of_class = np.flatnonzero((labels[queries] == label) & labelled.any(1))
             if not len(of_class):
                 continue
-            others = labels[near.rows[of_class]][known[of_class] & ~same[of_class]]
+            others = labels[near.rows[of_class]][labelled[of_class] & ~same[of_class]]
             most = np.bincount(others).argmax() if len(others) else -1
-            total = known[of_class].sum()
+            total = labelled[of_class].sum()
             by_class.append({
                 "label": label, "same": float(same[of_class].sum() / total), "other": int(most),
                 "other_share": float((others == most).sum() / total),
@@ -250,7 +250,7 @@ class ReportContent:
         strips = [("uncertain", place) for place in uncertain.tolist()]
         return {
             "gallery": self._strips(neighbours, strips + [("central", place) for place in central[:_CENTRAL]]),
-            "same_class": float(same[known].mean()),
+            "same_class": float(same[labelled].mean()),
             "by_chance": float(pairs / sizes.sum() / (sizes.sum() - 1)),
             "by_class": by_class[:_CLASSES],
         }
@@ -356,13 +356,9 @@ class ReportContent:
         )  # fmt: skip
         self.data["rows"] = {
             str(row): [_shortened(printable(paths[row])), int(labels[row]), printable(splits[row]), int(numbers[row]),
-                       *self._prediction(row)]
+                       *self._predictions.get(row, ())]
             for row in self._listed_rows
         }  # fmt: skip
-
-    def _prediction(self, row: int) -> list[Any]:
-        prediction = self._predictions.get(row)
-        return [] if prediction is None else [prediction.label, prediction.predicted, prediction.probability]
 
     def add_thumbnails(self, root: str, images: str | None, limit: int, room: int) -> None:
         """Fill in thumbnails of as many rows as there is room for, and a note about them.
@@ -373,18 +369,16 @@ class ReportContent:
             limit: maximum number of thumbnails.
             room: bytes for all thumbnails.
         """
-        sheets, about = self._thumbnails(root, images, limit, room)
-        self.data |= {"thumbnails": sheets.as_json(), "about_thumbnails": about}
-
-    def _thumbnails(self, root: str, images: str | None, limit: int, room: int) -> tuple[ThumbnailSheets, str]:
-        rows = list(self._thumbnail_rows)
-        if not limit or not rows:
-            return ThumbnailSheets(), "No thumbnails, as requested." if not limit else ""
-        rows = rows[: min(limit, _URL_THUMBNAILS) if is_url(images or root) else limit]
+        self.data |= {"thumbnails": ThumbnailSheets().as_json(), "about_thumbnails": ""}
+        rows = list(self._thumbnail_rows)[: min(limit, _URL_THUMBNAILS) if is_url(images or root) else limit]
+        if not rows:
+            self.data["about_thumbnails"] = "" if limit else "No thumbnails, as requested."
+            return
         source = Pictures(self._reader, root, rows, images)
         if source.why_not:
             self._say(f"no thumbnails: {printable(source.why_not)}")
-            return ThumbnailSheets(), printable(f"No thumbnails: {source.why_not}")
+            self.data["about_thumbnails"] = printable(f"No thumbnails: {source.why_not}")
+            return
         failed = {row for row, *_ in self._failed}
         missing: Counter[str] = Counter()
 
@@ -404,7 +398,8 @@ class ReportContent:
         if missing:
             why, count = missing.most_common(1)[0]
             about += f" {sum(missing.values()):,} have none because their picture is not available ({why}: {count:,})."
-        return sheets, printable(about if shown < len(self._good) else "")
+        self.data["thumbnails"] = sheets.as_json()
+        self.data["about_thumbnails"] = printable(about if shown < len(self._good) else "")
 
 
 def _shortened(path: str) -> str:

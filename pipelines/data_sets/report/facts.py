@@ -69,7 +69,7 @@ def _runs_of(file: Path) -> list[dict[str, Any]]:
         if line["event"] == "started":
             machine = line.get("machine") or {}
             where = f"{line.get('device', '')} of {machine.get('host', '')}" if machine else ""
-            by_start[started] = {"started": started, "how": "did not finish", "where": where, "found": 0}
+            by_start[started] = {"started": started, "how": "did not finish", "where": where}
             log.append(by_start[started])
         elif line["event"] == "joined" and started in by_start:
             workers.setdefault(started, Counter())[f"{line.get('device', '')} of {line.get('host', '')}"] += 1

@@ -1,4 +1,9 @@
-"""The page of `layertap report`: one HTML file with its content as JSON; see `pipelines.terminal.page.assembly`."""
+"""The page of `layertap report`: one HTML file with its content as JSON; see `pipelines.terminal.page.assembly`.
+
+Names of files and classes may come from any source: they are displayed as text, and the page's policy forbids scripts
+other than its own and all downloads. These draw the map and charts. plotly took 4.6 of the 10 MB that a page may have,
+and drew no pictures as points.
+"""
 
 from __future__ import annotations
 

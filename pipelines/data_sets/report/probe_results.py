@@ -8,9 +8,8 @@ import io
 import os
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from PIL import Image
 
@@ -31,8 +30,7 @@ _MOST_PIXELS = 50_000_000  # of a figure that is read
 _EXAMPLES = {"segmentation": "masks.png", "depth": "depths.png"}  # task -> figure that `layertap probe` draws
 
 
-@dataclass(frozen=True)
-class Prediction:
+class Prediction(NamedTuple):
     """Prediction of a probe for a test image.
 
     Attributes:

@@ -23,7 +23,6 @@ from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_a
 from extract import FeatureReader
 from extract.row_status import Status
 from extract.store.format.dataset import DataSet
-from extract.sync import publishing
 from tests.extract.sync.tiny import one_pass, picture, planner, same_as_fresh
 
 NAMES = st.sampled_from(
@@ -49,7 +48,7 @@ class LivingFolder(RuleBasedStateMachine):
         self.deleted: dict[str, bytes] = {}
         self.computed: list[bytes] = []
         self.at_kills: list[dict[Path, bytes]] = []  # since the last completed pass
-        self.passes = self.kills = self.changes = self.damages = 0
+        self.passes = self.kills = self.damages = 0
         self.damaged = False  # a table of the published version
 
     def contents(self) -> dict[Path, bytes]:
@@ -60,7 +59,6 @@ class LivingFolder(RuleBasedStateMachine):
         STATISTICS["sequences"] += 1
         STATISTICS["passes"] += self.passes
         STATISTICS["kills"] += self.kills
-        STATISTICS["changes"] += self.changes
         STATISTICS["damages"] += self.damages
         shutil.rmtree(self.home)
 
@@ -250,7 +248,6 @@ class LivingFolder(RuleBasedStateMachine):
         with same_as_fresh(self.root, self.out) as expected:
             version = DataSet.open(self.out).version
             assert version is not None
-            self.changes += version.base is not None
             needed = {f"{table.number:06d}.h5" for table in version.tables}
             assert {path.name for path in (self.out / "versions").iterdir()} == needed
             assert report.rows == len(expected) == len(list(self.root.rglob("*.ppm")))
@@ -260,17 +257,13 @@ class LivingFolder(RuleBasedStateMachine):
                 self.stored.add(xxhash.xxh3_128_digest(content))
 
 
-STATISTICS = {"sequences": 0, "passes": 0, "kills": 0, "changes": 0, "damages": 0}
+STATISTICS = {"sequences": 0, "passes": 0, "kills": 0, "damages": 0}
 
 
 @pytest.mark.parametrize(
     "count", [3, pytest.param(50, marks=pytest.mark.slow), pytest.param(160, marks=pytest.mark.soak)]
 )
-def test_after_each_pass_the_data_set_is_what_a_fresh_extraction_gives(
-    count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Versions of few rows have tables of changes, too.
-    monkeypatch.setattr(publishing, "_is_due", lambda rows, changes, versions: versions > 6)
+def test_after_each_pass_the_data_set_is_what_a_fresh_extraction_gives(count: int) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # a child that is forked has no other threads
     for name in STATISTICS:
@@ -292,6 +285,5 @@ def test_after_each_pass_the_data_set_is_what_a_fresh_extraction_gives(
     print(STATISTICS)
     assert STATISTICS["sequences"] >= count
     assert STATISTICS["passes"] > count
-    if count > 3:  # few sequences may hold no kill, and no table of changes, by chance
+    if count > 3:  # few sequences may hold no kill by chance
         assert STATISTICS["kills"] > count // 3
-        assert STATISTICS["changes"] > 0

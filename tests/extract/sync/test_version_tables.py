@@ -1,7 +1,8 @@
-"""Tables of versions, with all rows or with changes to another table, compared with a model of the manifest."""
+"""Tables of versions, compared with a model of the manifest; tables of changes, which earlier versions wrote."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -19,7 +20,7 @@ import xxhash
 
 from extract import InputError
 from extract.images.image_list import labels_from_folders
-from extract.store.format import row_table, version
+from extract.store.format import row_table
 from extract.store.format.dataset import DataSet
 from extract.store.format.layout import StoredFeature
 from extract.store.format.version import table_path
@@ -32,6 +33,7 @@ from extract.sync.publishing import publish, remove_unneeded
 from extract.sync.records import StoredRow
 from extract.sync.safety_limits import Guards
 from extract.sync.scan import ScannedFile
+from tests.extract.sync.changes import write_as_changes
 
 ROOT = "/images"
 
@@ -118,12 +120,10 @@ class Model:
         assert json.loads((self.out / "dataset.json").read_text())["format_version"] == 1 + bool(dataset.version.base)
 
 
-@pytest.fixture
-def small_tables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Changes are written for tables of a few rows, too."""
-    monkeypatch.setattr(row_table, "_ROWS_AT_ONCE", 7)
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few texts are decoded at once."""
     monkeypatch.setattr(row_table, "_TEXTS_AT_ONCE", 5)
-    monkeypatch.setattr(publishing, "_is_due", lambda rows, changes, versions: changes > rows or versions > 6)
 
 
 def step(model: Model, generator: np.random.Generator, folders: list[str]) -> None:
@@ -142,7 +142,6 @@ def step(model: Model, generator: np.random.Generator, folders: list[str]) -> No
         model.join([int(number) for number in generator.choice(passes, min(2, len(passes)), replace=False)])
 
 
-@pytest.mark.usefixtures("small_tables")
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 40))])
 def test_a_version_has_the_rows_of_the_manifest_after_any_changes(
     tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
@@ -151,7 +150,6 @@ def test_a_version_has_the_rows_of_the_manifest_after_any_changes(
     folders = ["train/a/", "train/b/", "val/a/", "", "train/\udcff/"]
     model.apply({f"train/a/{i}.png": row_id for i, row_id in enumerate(model.add_pass(30))}, [])
     model.publish()
-    tables = set[int]()
     for number in range(25):
         if number == 15:
             folders.append("other/")  # first folders are no longer splits
@@ -178,9 +176,6 @@ def test_a_version_has_the_rows_of_the_manifest_after_any_changes(
         model.publish()
         model.check()
         assert (list(held.paths), list(held.splits)) == (paths, splits)  # its files may be deleted now
-        assert model.published.version is not None
-        tables.add(len(model.published.version.tables))
-    assert tables == {1, 2}
     model.manifest.__exit__(None, None, None)
 
 
@@ -192,29 +187,52 @@ def killed(*_: Any) -> Any:
     raise Killed
 
 
-def with_changes(out: Path) -> Model:
+def of_changes(out: Path, seed: int = 0) -> Model:
     """A version with a table of changes."""
     model = Model(out)
     ids = model.add_pass(40)
-    model.apply({f"a/{i:02d}.png": row_id for i, row_id in enumerate(ids)}, [])
+    model.apply({f"train/a/{i:02d}.png": row_id for i, row_id in enumerate(ids)}, [])
     model.publish()
-    model.apply({"b/new.png": ids[0], "a/03.png": ids[7]}, ["a/39.png"])
+    model.apply({"train/b/new.png": ids[0], "train/a/03.png": ids[7], "val/\udcff/x.png": ids[7]}, ["train/a/39.png"])
+    model.publish()
+    write_as_changes(out, seed)
+    model.published = DataSet.open(out)
+    model.check()
+    return model
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_changes_of_an_earlier_version_of_layertap_are_read_and_written_whole_by_the_next_pass(
+    tmp_path: Path, seed: int
+) -> None:
+    model = of_changes(tmp_path, seed)
+    model.manifest.__exit__(None, None, None)
+    with contextlib.closing(sqlite3.connect(tmp_path / "manifest.sqlite")) as sql, sql:  # as that version left it
+        sql.execute("CREATE TABLE changes(path BLOB PRIMARY KEY, pass INTEGER, row INTEGER) WITHOUT ROWID")
+        sql.execute("INSERT INTO changes VALUES (CAST('train/a/03.png' AS BLOB), 1, 3)")
+    (tmp_path / "manifest.sqlite.xxh3").unlink()
+    model.manifest = Manifest(tmp_path)
+    assert not model.manifest.rebuilt_because
     model.publish()
     model.check()
     assert model.published is not None
     assert model.published.version is not None
-    assert model.published.version.base is not None
-    return model
+    assert model.published.version.base is None
+    assert model.published.version.number == 3
+    before = (tmp_path / "dataset.json").read_bytes()
+    model.publish()
+    assert (tmp_path / "dataset.json").read_bytes() == before
 
 
-@pytest.mark.usefixtures("small_tables")
 @pytest.mark.parametrize("how", ["missing", "cut", "changed", "folder"])
-@pytest.mark.parametrize("which", [0, 1], ids=["changes", "base"])
-def test_a_table_that_is_missing_or_damaged_is_refused_and_written_again(tmp_path: Path, which: int, how: str) -> None:
-    model = with_changes(tmp_path)
+@pytest.mark.parametrize("which", ["all rows", "changes", "base"])
+def test_a_table_that_is_missing_or_damaged_is_refused_and_written_again(tmp_path: Path, which: str, how: str) -> None:
+    model = of_changes(tmp_path)
+    if which == "all rows":
+        model.publish()
     assert model.published is not None
     assert model.published.version is not None
-    path = table_path(tmp_path, model.published.version.tables[which].number)
+    path = table_path(tmp_path, model.published.version.tables[which == "base"].number)
     content = path.read_bytes()
     path.unlink()
     if how == "folder":
@@ -229,66 +247,49 @@ def test_a_table_that_is_missing_or_damaged_is_refused_and_written_again(tmp_pat
     model.check()
 
 
-@pytest.mark.usefixtures("small_tables")
 @pytest.mark.parametrize(
     ("column", "value", "problem"),
     [
-        ("removed_path", b"a/77.png", "removes rows that its base does not have"),
+        ("removed_path", b"train/a/77.png", "removes rows that its base does not have"),
         ("removed_row", 11, "removes rows that its base does not have"),
-        ("path", b"a/07.png", "adds rows that its base has"),
-        ("label", 2, "not the index of a class"),
+        ("label", 9, "not the index of a class"),
         ("pass", 3, "not in order"),
         ("removed_row", -1, "not in order"),
     ],
 )
 def test_changes_that_do_not_fit_their_base_are_refused(tmp_path: Path, column: str, value: Any, problem: str) -> None:
-    model = with_changes(tmp_path)
+    model = of_changes(tmp_path)
     assert model.published is not None
     assert model.published.version is not None
     path = table_path(tmp_path, model.published.version.number)
     with h5py.File(path, "r+") as file:
-        file[column][1 if column == "path" else 0] = value
+        file[column][-1 if value == 11 else 0] = value
     published = replace(model.published.version, rows_xxh3=xxhash.xxh3_128_hexdigest(path.read_bytes()))
     with pytest.raises(InputError, match=f"{path.name}.*{problem}"):
         replace(model.published, version=published).version_rows()
 
 
-@pytest.mark.usefixtures("small_tables")
+def test_changes_that_add_a_row_of_their_base_are_refused(tmp_path: Path) -> None:
+    model = of_changes(tmp_path)
+    assert model.published is not None
+    assert model.published.version is not None
+    base, path = (table_path(tmp_path, table.number) for table in reversed(model.published.version.tables))
+    with h5py.File(base) as rows, h5py.File(path, "r+") as file:
+        last = np.flatnonzero(np.char.startswith(rows["path"][:], b"train"))[-1]
+        for name in ("pass", "row", "path"):
+            file[name][-1] = rows[name][last]
+    published = replace(model.published.version, rows_xxh3=xxhash.xxh3_128_hexdigest(path.read_bytes()))
+    with pytest.raises(InputError, match=f"{path.name}.*adds rows that its base has"):
+        replace(model.published, version=published).version_rows()
+
+
 def test_a_version_of_changes_is_refused_by_readers_of_format_1(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with_changes(tmp_path)
+    of_changes(tmp_path)
     monkeypatch.setattr("extract.store.format.dataset.CHANGES_VERSION", 1)
     with pytest.raises(InputError, match="format_version 2"):
         DataSet.open(tmp_path)
-
-
-@pytest.mark.usefixtures("small_tables")
-def test_changes_that_an_earlier_version_of_layertap_has_recorded_are_not_left_out(tmp_path: Path) -> None:
-    model = with_changes(tmp_path)
-    sql = model.manifest._sql
-    sql.execute("DELETE FROM files WHERE path = ?", (b"a/20.png",))  # as that version did, which notes no changes
-    sql.execute("UPDATE meta SET value = value + 1 WHERE name = 'version'")
-    del model.files["a/20.png"]
-    model.apply({"c/new.png": model.files["a/21.png"]}, [])
-    model.publish()
-    model.check()
-
-
-@pytest.mark.parametrize(
-    ("rows", "changes", "versions", "is_due"),
-    [
-        (10_000, 1, 1, True),  # a small table
-        (10_000_000, 1_000, 1, False),
-        (10_000_000, 140_000, 140, False),
-        (10_000_000, 142_000, 142, True),  # 142 tables of 71,000 changes on average
-        (10_000_000, 2_500_001, 1, True),
-    ],
-)
-def test_all_rows_are_written_when_the_tables_of_changes_have_as_many(
-    rows: int, changes: int, versions: int, is_due: bool
-) -> None:
-    assert publishing._is_due(rows, changes, versions) == is_due
 
 
 # What does not grow with the table
@@ -306,7 +307,6 @@ def filled(out: Path, count: int) -> Model:
     model.passes = 1
     model.describe_pass(count)
     with model.manifest.transaction():
-        model.manifest.clear()
         ids = model.manifest.add_pass(1, (StoredRow(i.to_bytes(16), 9, 9, i, 1) for i in range(count)), 1)
         model.manifest.set_files((file, True, ids[row]) for file, row in many(count))
         model.manifest.record_unused(1)
@@ -335,36 +335,21 @@ def pass_of_few_changes(model: Model, count: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("small_tables")
-def test_the_bytes_and_the_memory_of_a_pass_with_few_changes_do_not_grow_with_the_table(
+def test_the_memory_of_a_pass_with_few_changes_does_not_grow_with_the_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(manifest_module, "_ROWS_AT_ONCE", 500)
-    monkeypatch.setattr(version, "_BLOCK_BYTES", 1 << 12)
-    table_bytes, peaks, written = [], [], []
+    peaks = []
     for count in (4_000, 16_000):
         (tmp_path / f"{count}").mkdir()
         model = filled(tmp_path / f"{count}", count)
         gc.collect()
         tracemalloc.start()
-        before = bytes_written()
         pass_of_few_changes(model, count)
-        written.append(bytes_written() - before)
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
-        published = DataSet.open(model.out).version
-        assert published is not None
-        assert published.base is not None
-        table_bytes.append(table_path(model.out, published.number).stat().st_size)
         model.manifest.__exit__(None, None, None)
-    assert table_bytes[0] == table_bytes[1]
-    assert written[1] < 1.3 * written[0]
     assert peaks[1] < peaks[0] + 200_000, peaks  # 12,000 rows as tuples take 2 MB
-
-
-def bytes_written() -> int:
-    """Return the bytes that this process has passed to `write`."""
-    return int(Path("/proc/self/io").read_text().partition("wchar:")[2].split()[0])
 
 
 def test_a_manifest_that_could_not_be_read_once_is_not_set_aside(

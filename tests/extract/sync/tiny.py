@@ -16,7 +16,7 @@ from extract.extraction.plan import Plan
 from extract.extraction.run import extract
 from extract.images import list_images
 from extract.store.format.dataset import DataSet
-from extract.sync.passes import Report, sync
+from extract.sync.passes import Pass, Report
 from extract.sync.safety_limits import Guards
 from tests.planning import plan
 
@@ -71,7 +71,7 @@ def planner(**settings: Any) -> Callable[..., Plan]:
 
 def one_pass(root: Path, out: Path, plan_for: Callable[..., Plan], **settings: Any) -> Report:
     """A pass that waits for nothing and believes everything."""
-    return sync(os.fspath(root), out, plan_for, CONFIGURATION, **({"guards": EAGER} | settings))
+    return Pass(os.fspath(root), out, plan_for, CONFIGURATION, **({"guards": EAGER} | settings)).run()
 
 
 def same_as_fresh(root: Path, out: Path) -> FeatureReader:
