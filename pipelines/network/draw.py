@@ -13,14 +13,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from extract.analysis.network.attribution import (
-    activations_of,
-    attentions,
-    grad_cam,
-    map_of,
-    principal_colours,
-    rollout,
-)
+from extract.analysis.network import attribution
 from extract.compute.activation_layout import recognise
 from extract.compute.backbone import Backbone
 from extract.compute.feature_choice import Choice, Feature, choose_features
@@ -138,9 +131,9 @@ def _maps(backbone: Backbone, sample: Sample, choice: Choice) -> Iterator[tuple[
     """Yield maps (B, h, w, C), pixels and rows of each batch."""
     [feature] = choice.features
     for batch in sample.batches():
-        values = activations_of(backbone, batch.inputs, choice)[feature.name]
+        values = attribution.activations_of(backbone, batch.inputs, choice)[feature.name]
         layout = feature.layout
-        maps = map_of(values, layout.axes, layout.prefix_tokens, backbone.preprocessing.crop_px)
+        maps = attribution.map_of(values, layout.axes, layout.prefix_tokens, backbone.preprocessing.crop_px)
         yield maps, batch.pixels, batch.rows.tolist()
 
 
@@ -176,7 +169,7 @@ def _tokens(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:
         maps, pixels, names = _all_maps(backbone, sample, choice)
         layer = choice.features[0].name
         title = f"{layer}: main directions of all positions as red, green and blue"
-        yield layer, draw_figures.side_by_side(pixels, principal_colours(maps), names, title)
+        yield layer, draw_figures.side_by_side(pixels, attribution.principal_colours(maps), names, title)
 
 
 def _channels(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:
@@ -187,13 +180,8 @@ def _channels(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures
             names += [sample.images.paths[row] for row in rows]
         channel_means = np.concatenate(means)
         chosen = _checked_channels(config, channel_means.shape[1]) or list(range(channel_means.shape[1]))
-        layer = choice.features[0].name
-        yield (
-            layer,
-            draw_figures.channels_by_image(
-                channel_means[:, chosen], chosen, names, layer, reorder=config.channels is None
-            ),
-        )
+        layer, reorder = choice.features[0].name, config.channels is None
+        yield layer, draw_figures.channels_by_image(channel_means[:, chosen], chosen, names, layer, reorder=reorder)
 
 
 def _top(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:
@@ -206,9 +194,8 @@ def _top(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:
         chosen = _checked_channels(config, peak_values.shape[1])
         if chosen is None:
             spread = (peak_values.max(0) - peak_values.mean(0)) / (peak_values.std(0) + 1e-12)
-            chosen = np.sort(
-                np.argsort(-np.where(peak_values.std(0) > 0, spread, 0), kind="stable")[:_TOP_COUNT]
-            ).tolist()
+            most_varied = np.argsort(-np.where(peak_values.std(0) > 0, spread, 0), kind="stable")[:_TOP_COUNT]
+            chosen = sorted(most_varied.tolist())
         best = {c: [rows[i] for i in np.argsort(-peak_values[:, c], kind="stable")[:_TOP_COUNT]] for c in chosen}
         shown_rows = sorted({row for images in best.values() for row in images})
         shown_sample = dataclasses.replace(sample, rows=shown_rows, decoded=[])
@@ -222,9 +209,8 @@ def _top(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:
 
 def _filters(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:
     named = named_layers(backbone.model)
-    layers = match_layers(named, config.layers, backbone.spec) if config.layers is not None else [
-        name for name, module in named.items() if isinstance(module, nn.Conv2d)
-    ][:1]  # fmt: skip
+    first = [name for name, module in named.items() if isinstance(module, nn.Conv2d)][:1]
+    layers = first if config.layers is None else match_layers(named, config.layers, backbone.spec)
     if not layers:
         raise InputError(f"{backbone.spec} has no convolution")
     for name in layers:
@@ -249,7 +235,7 @@ def _attention_by_patch(weights: Tensor, backbone: Backbone) -> Tensor:
 
 def _as_map(values: Tensor, backbone: Backbone) -> Tensor:
     """Reshape (B, heads, patches) to (B, heads, h, w)."""
-    maps = map_of(values.transpose(1, 2), "TC", 0, backbone.preprocessing.crop_px)
+    maps = attribution.map_of(values.transpose(1, 2), "TC", 0, backbone.preprocessing.crop_px)
     return maps.permute(0, 3, 1, 2)
 
 
@@ -260,7 +246,7 @@ def _attention(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figure
     for layer in layers:
         heads, pixels = [], []
         for batch in sample.batches():
-            last = attentions(backbone, batch.inputs, layer)[-1]
+            last = attribution.attentions(backbone, batch.inputs, layer)[-1]
             heads.append(_as_map(_attention_by_patch(last, backbone), backbone).numpy())
             pixels.append(batch.pixels)
         shown = [sample.name(i) for i in range(len(sample.decoded))]
@@ -271,7 +257,7 @@ def _attention(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figure
 def _rollout(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:
     maps, pixels = [], []
     for batch in sample.batches():
-        rolled = torch.from_numpy(rollout(attentions(backbone, batch.inputs)))[:, None]
+        rolled = torch.from_numpy(attribution.rollout(attribution.attentions(backbone, batch.inputs)))[:, None]
         rollout_maps = _as_map(_attention_by_patch(rolled, backbone), backbone)[:, 0].numpy()
         maps.append(rollout_maps - rollout_maps.min((1, 2), keepdims=True))  # remove the share that every patch gets
         pixels.append(batch.pixels)
@@ -286,7 +272,7 @@ def _gradcam(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:
         maps, pixels, captions = [], [], []
         for batch in sample.batches():
             targets = None if config.target is None else [config.target] * len(batch.rows)
-            cams, classes = grad_cam(backbone, batch.inputs, layer, targets)
+            cams, classes = attribution.grad_cam(backbone, batch.inputs, layer, targets)
             maps.append(cams)
             pixels.append(batch.pixels)
             with torch.no_grad(), evaluating(backbone.model), full_float32():
@@ -320,7 +306,7 @@ def _gradcam_layers(config: DrawConfig, backbone: Backbone) -> Sequence[str]:
     for name in _suitable_layers(backbone, last=True):
         try:
             if _has_positions(_choices_of(backbone, name)[0].features[0]):
-                grad_cam(backbone, grey, name)
+                attribution.grad_cam(backbone, grey, name)
                 return [name]
         except LayertapError:  # after pooling by class token, no gradient reaches the patches
             continue

@@ -11,16 +11,9 @@ import numpy as np
 from extract.analysis.network.reports import AttentionReport, Evidence, Finding, TensorReport
 
 __all__ = [
-    "dead_channels",
-    "distortions",
-    "first_misfit",
-    "not_finite",
-    "one_hot_attention",
-    "saturated_units",
-    "uniform_attention",
-    "vanishing_signal",
-    "zero_weights",
-]
+    "dead_channels", "distortions", "first_misfit", "not_finite", "one_hot_attention", "saturated_units",
+    "uniform_attention", "vanishing_signal", "zero_weights",
+]  # fmt: skip
 
 # Images needed to call a channel dead if its constant value is an end of the layer's range: few images may activate it.
 _IMAGES_AT_THE_END = 100
@@ -56,9 +49,8 @@ def not_finite(evidence: Evidence, explained: set[str]) -> list[Finding]:
         new = [image for image in numbers.not_finite_images if image not in broken]
         broken.update(new)
         if new:
-            kinds = ([f"{numbers.nan:,} NaN"] if numbers.nan else []) + (
-                [f"{numbers.infinite:,} infinite"] if numbers.infinite else []
-            )
+            counts = {"NaN": numbers.nan, "infinite": numbers.infinite}
+            kinds = [f"{count:,} {kind}" for kind, count in counts.items() if count]
             where = f"first in {evidence.name_of(new[0])}" if tensor.by_image else f"first in batch {new[0]}"
             behind = tuple(other.name for other in sick[sick.index(tensor) + 1 :])
             affected = _affected(len(behind), _number_behind(evidence.tensors, tensor))
@@ -157,7 +149,9 @@ def _exploding(tensors: Sequence[TensorReport], explained: set[str]) -> list[Fin
     for position, tensor in enumerate(tensors):
         if tensor.name in known:
             continue
-        size, others = tensor.activations.rms, _gains_of_like_layers(tensors, gains, tensor)
+        size = tensor.activations.rms
+        others = [gain for other, gain in zip(tensors, gains, strict=True)
+                  if other.type == tensor.type and other.layer != tensor.layer and 0 < gain < math.inf]  # fmt: skip
         # Compared with the input and the layers before, not with all layers: most of those behind are large too.
         usual = float(np.median([value for value in sizes_before if value > 0] or [math.nan]))
         typical = float(np.median(others)) if others else math.nan
@@ -179,17 +173,6 @@ def _exploding(tensors: Sequence[TensorReport], explained: set[str]) -> list[Fin
         known.update(names)
         findings.append(Finding("exploding", tensor.name, text, layers=names))
     return findings
-
-
-def _gains_of_like_layers(
-    tensors: Sequence[TensorReport], gains: Sequence[float], tensor: TensorReport
-) -> list[float]:  # fmt: skip
-    """Return output by input, root mean squares, of the other layers of the same type."""
-    return [
-        gain
-        for other, gain in zip(tensors, gains, strict=True)
-        if other.type == tensor.type and other.layer != tensor.layer and math.isfinite(gain) and gain > 0
-    ]
 
 
 def one_hot_attention(evidence: Evidence, explained: set[str]) -> list[Finding]:
@@ -214,11 +197,8 @@ def _attention(
     also = f"; the same in {len(sick) - 1:,} other layers" if len(sick) > 1 else ""
     others = tuple(report.layer for report in sick[1:])
     # Layers inside are affected: the projection of a uniform attention has constant queries and keys.
-    inside = tuple(
-        tensor.name
-        for tensor in evidence.tensors
-        if any(tensor.layer.startswith(f"{report.layer}.") for report in sick)
-    )
+    outer = tuple(f"{report.layer}." for report in sick)
+    inside = tuple(tensor.name for tensor in evidence.tensors if tensor.layer.startswith(outer))
     return [Finding(kind, sick[0].layer, text.format(sick[0]) + also, layers=(*others, *inside))]
 
 
@@ -242,19 +222,15 @@ def saturated_units(evidence: Evidence, explained: set[str]) -> list[Finding]:
 
 def zero_weights(evidence: Evidence, explained: set[str]) -> list[Finding]:
     """Find layers whose weight is zero. Many networks start with some; it is grave if it cuts the network."""
-    findings = []
-    tensors = evidence.tensors
-    for position, tensor in enumerate(tensors):
+    findings: list[Finding] = []
+    for position, tensor in enumerate(evidence.tensors):
         if not tensor.zero_weight or tensor.name in explained:
             continue
-        behind = tensors[position + 1 :]
-        cut = bool(behind) and all(_is_lost(other) for other in behind)
-        if cut:
-            text = f"its weight is zero: no signal passes{_affected(len(behind), len(behind))}"
-            findings.append(Finding("zero weight", tensor.name, text, layers=tuple(other.name for other in behind)))
-            break
-        text = "its weight is zero: no signal passes; usual before training"
-        findings.append(Finding("zero weight", tensor.name, text, grave=False))
+        text, behind = "its weight is zero: no signal passes", evidence.tensors[position + 1 :]
+        if behind and all(_is_lost(other) for other in behind):
+            text += _affected(len(behind), len(behind))
+            return [*findings, Finding("zero weight", tensor.name, text, layers=tuple(each.name for each in behind))]
+        findings.append(Finding("zero weight", tensor.name, f"{text}; usual before training", grave=False))
     return findings
 
 
@@ -310,9 +286,7 @@ def _dead(tensors: Sequence[TensorReport]) -> Iterable[_Dead]:
             continue
         zero = (numbers.low == 0) & (numbers.high == 0)
         # A constant channel at an end of the layer's range may be one that few images activate, as after a ReLU.
-        at_the_end = ((numbers.low == numbers.min) & (numbers.high == numbers.min)) | (
-            (numbers.low == numbers.max) & (numbers.high == numbers.max)
-        )
+        at_the_end = (numbers.low == numbers.high) & ((numbers.low == numbers.min) | (numbers.low == numbers.max))
         images_needed = math.inf if untrained else _IMAGES_AT_THE_END
         enough = (numbers.count >= _VALUES_FOR_CONSTANT) & (~at_the_end | (numbers.images >= images_needed))
         dead = {channel for channel in numbers.dead.tolist() if enough[channel]}
