@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -218,10 +219,17 @@ def regression_metrics(predicted: NDArray[np.float64], truth: NDArray[np.float64
             "mae": float(np.abs(errors[rows]).mean()),
         }
 
-    metrics = bootstrap(compute, len(truth), seed, RESAMPLES)
-    if len(truth) < _FEW_NUMBERS:
-        return {name: too_narrow(metric, f"there are only {len(truth)} rows") for name, metric in metrics.items()}
-    return metrics
+    return resampled(compute, len(truth), seed, _FEW_NUMBERS, "rows")
+
+
+def resampled(
+    compute: Callable[[NDArray[np.int64] | slice], dict[str, float]], count: int, seed: int, few: int, what: str
+) -> dict[str, Estimate]:
+    """Return metrics with bootstrap intervals, which may be too narrow if there are less than `few` rows or images."""
+    metrics = bootstrap(compute, count, seed, RESAMPLES)
+    if count >= few:
+        return metrics
+    return {name: too_narrow(metric, f"there are only {count} {what}") for name, metric in metrics.items()}
 
 
 def expected_calibration_error(confidence: NDArray[np.float64], right: NDArray[np.bool_]) -> float:

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from torch.nn.functional import interpolate
 
-from extract.analysis.dense import SEGMENTATION, segmentation_probe, token_classifier
+from extract.analysis.dense import SEGMENTATION, dense_probe, segmentation_probe
 from extract.analysis.dense.upsampling import Upsampling, pixels_of_input
 from extract.errors import InputError, UnknownNameError
 from extract.store.tokens.token_array import TokenArray
@@ -149,7 +149,7 @@ def test_two_classes_and_little_memory_give_the_same_as_much(samples: Any, proto
 
 
 def test_many_tokens_are_sampled(samples: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_classifier, "_MOST_TOKENS", 200)
+    monkeypatch.setattr(dense_probe, "_MOST_TOKENS", 200)
     result = segmentation_probe(*samples, TRAIN, TEST)
     assert result.notes[1] == "200 of them are drawn, with seed 0"
     assert result.metrics["pixel_accuracy"].value > 0.6
