@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 
 from extract.analysis.probe.metrics import metric_name
-from extract.analysis.probe.rank_tests import LEVEL
+from extract.analysis.probe.significance_tests import LEVEL
 from pipelines.compare.comparison import Compared, Comparison
 from pipelines.terminal.tables import print_aligned
 from pipelines.terminal.text_output import printable

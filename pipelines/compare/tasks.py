@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from extract.analysis.probe.paired_tests import paired_tests
-from extract.analysis.probe.rank_tests import rank_test
+from extract.analysis.probe.significance_tests import paired_tests, rank_test
 from pipelines.compare.comparison import Compared, Comparison, Disputed, Score, Task
 from pipelines.compare.config import CompareConfig
 from pipelines.probe.config import ProbeConfig
@@ -93,7 +92,7 @@ def _task(
     tests = paired_tests({backbone: row == truth for backbone, row in zip(ranked, predicted, strict=True)})
     for other in ranked[1:]:
         scores[other].behind = scores[ranked[0]].value - scores[other].value
-        scores[other].p = tests[ranked[0], other].corrected
+        scores[other].p = tests[ranked[0], other]
     chosen_on = ""
     if len(outcome.probed) > len(names):
         chosen_on = "validation images" if outcome.by_validation else "test images"

@@ -194,12 +194,8 @@ class DenseProbe:
             n_val=len(self.val) if fitted.curve else 0,
             n_test=len(self.test),
             truth=np.empty(0),
-            swept=fitted.swept,
-            chosen=fitted.chosen,
-            chosen_on=fitted.chosen_on,
-            curve=fitted.curve,
-            objective=fitted.objective,
             notes=[*notes, *fitted.notes],
             seconds=time.perf_counter() - self.started,
+            **fitted.choice,
             **tables,
         )

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Estimate", "bootstrap", "effective_rows", "exact_proportion", "widened"]
+__all__ = ["Estimate", "bisected", "bootstrap", "effective_rows", "exact_proportion", "widened"]
 
 _TAIL = 0.025  # probability beyond each end
 _BISECTIONS = 60
@@ -106,16 +106,17 @@ def bootstrap(
     return estimates
 
 
-def _beta_quantile(probability: float, a: float, b: float) -> float:
-    """Return the quantile of the beta distribution with the parameters a and b, above zero, by bisection."""
-    low, high = 0.0, 1.0
+def bisected(is_below: Callable[[float], bool], low: float, high: float) -> tuple[float, float]:
+    """Return two neighbouring numbers from `low` to `high`: the function is true up to the first, then false."""
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
-        if _beta_below(middle, a, b) < probability:
-            low = middle
-        else:
-            high = middle
-    return (low + high) / 2
+        low, high = (middle, high) if is_below(middle) else (low, middle)
+    return low, high
+
+
+def _beta_quantile(probability: float, a: float, b: float) -> float:
+    """Return the quantile of the beta distribution with the parameters a and b, above zero."""
+    return sum(bisected(lambda x: _beta_below(x, a, b) < probability, 0.0, 1.0)) / 2
 
 
 def _beta_below(x: float, a: float, b: float) -> float:
