@@ -104,17 +104,16 @@ def depth_probe(
     if not largest:
         raise InputError("no pixel of the training images has a known depth")
     largest = largest if max_depth is None else max_depth
+    first, notes = probe.features[0], list[str]()
     if probe.definition.of_tokens is None:
-        bins, notes = depth_bins(largest), []
-        fitted = train_depth_head(
-            probe, lambda image: pixels_of_input(probe.features[0], depth_of(image), np.nan), bins
-        )
+        bins = depth_bins(largest)
+        fitted = train_depth_head(probe, lambda image: pixels_of_input(first, depth_of(image), np.nan), bins)
     else:
         fitted, bins, notes = _fit_tokens(probe, depth_of, largest)
     errors = DepthErrors(len(probe.test))
     for number, (image, scores) in enumerate(scores_of_images(probe.features, fitted.scores, probe.test)):
         truth = depth_of(image)
-        predicted = bins.predicted(probe.features[0], scores, (truth.shape[1], truth.shape[0]))
+        predicted = bins.predicted(first, scores, (truth.shape[1], truth.shape[0]))
         errors.add(number, truth, predicted)
         if on_prediction is not None:
             on_prediction(image, predicted)
