@@ -7,7 +7,7 @@ within the rounding error is computed again in float64. The result is that of fl
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -128,8 +128,7 @@ def overlap(first: NDArray[np.int64], second: NDArray[np.int64]) -> NDArray[np.f
     """Return (Q,) the share of each query's neighbours that are in both of two (Q, K) tables of rows."""
     pairs = zip(first, second, strict=True)
     n_shared = [len(np.intersect1d(ours[ours >= 0], theirs[theirs >= 0])) for ours, theirs in pairs]
-    shares: NDArray[np.float64] = np.array(n_shared, np.float64) / max(1, first.shape[1])
-    return shares
+    return np.asarray(np.array(n_shared, np.float64) / max(1, first.shape[1]))
 
 
 def layer_to_search(layers: Sequence[str], asked: str | None, where: str) -> str:
@@ -176,7 +175,8 @@ def _scan(
     best_rows = torch.full((n, k), -1, device=home)
     best_cosines = torch.full((n, k), -torch.inf, dtype=torch.float64 if exact else torch.float32, device=home)
     step = max(1, min(memory_bytes // (8 * 4 * width), memory_bytes // (8 * 8 * n)))
-    for start, block in _blocks(rows, step) if exact else rows.blocks(4 * width * step):
+    every_row = ((start, rows.between(start, min(start + step, len(rows)))) for start in range(0, len(rows), step))
+    for start, block in every_row if exact else rows.blocks(4 * width * step):
         cosines, good = _approximate_cosines(wide, block)
         least = best_cosines[:, -1].to(cosines)
         if k <= len(block) and bool(torch.isinf(least).any()):
@@ -198,12 +198,6 @@ def _scan(
         best_cosines = merged[:, :k].contiguous()
         best_rows = torch.cat([best_rows, new_rows], 1).gather(1, order[:, :k])
     return best_rows, best_cosines
-
-
-def _blocks(rows: FeatureRows, step: int) -> Iterator[tuple[int, NDArray[np.float32]]]:
-    """Yield (first row, block (n, D)), also of rows that are not finite."""
-    for start in range(0, len(rows), step):
-        yield start, rows.between(start, min(start + step, len(rows)))
 
 
 def _table(query_numbers: Tensor, found: tuple[Tensor, Tensor], n: int) -> tuple[Tensor, Tensor]:
