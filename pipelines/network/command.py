@@ -197,8 +197,7 @@ def layers(backbone: str, patterns: tuple[str, ...], ops: bool, images: str | No
     if images is not None:
         if ops:
             raise click.UsageError("--bytes lists layers only; functions cannot be stored: leave out --ops")
-        from pipelines.network.layer_bytes import as_json as bytes_as_json
-        from pipelines.network.layer_bytes import layer_bytes, print_bytes
+        from pipelines.network.layers import bytes_as_json, layer_bytes, print_bytes
 
         print_result(layer_bytes(backbone, patterns, images), as_json, bytes_as_json, print_bytes)
         return

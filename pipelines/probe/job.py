@@ -182,7 +182,7 @@ def run_probe(
             say(f"probing {layer}" + (f" of {name}" if len(readers) > 1 else "") + f" ({number} of {len(columns)})")
             labelling = outcome.labellings[name]
             if config.is_dense:
-                result, examples = token_probes[name].probe(arrays, _memory_bytes(config))
+                result, examples = token_probes[name].probe(arrays, config.memory_bytes)
                 result = replace(result, model=result.model if config.save else None)
                 width = sum(tokens.shape[1] for tokens in arrays)
                 outcome.probed.append(ProbedFeature(name, parts, width, result))
@@ -215,33 +215,26 @@ def data_sets(paths: Sequence[str]) -> dict[str, Path | str]:
         if not is_url(path) and not Path(path).is_dir():
             raise InputError(f"{path} is not a folder; expected a data set of `layertap embed`")
         data_set_at(path)
-    locations = [path.rstrip("/") if is_url(path) else Path(path) for path in paths]
-    names = [
-        location.rpartition("/")[2] if isinstance(location, str) else location.resolve().name for location in locations
-    ]
+    resolved = [path.rstrip("/") if is_url(path) else str(Path(path).resolve()) for path in paths]
+    if len(set(resolved)) < len(resolved):
+        raise InputError(f"a data set is given twice: {', '.join(paths)}")
+    names = [path.rpartition("/")[2] for path in resolved]
     if len(set(names)) < len(names):
         names = list(paths)
-    if len({location if isinstance(location, str) else location.resolve() for location in locations}) < len(locations):
-        raise InputError(f"a data set is given twice: {', '.join(paths)}")
+    locations = [path.rstrip("/") if is_url(path) else Path(path) for path in paths]
     return dict(zip(names, locations, strict=True))
 
 
 def _arrays(config: ProbeConfig, reader: FeatureReader, where: str) -> dict[tuple[str, ...], list[Any]]:
     """Return the features to probe, or their tokens, by the names of the parts that are concatenated."""
-    layers = config.layers
-    if config.is_dense:
-        layers = reader.layers_with_tokens() if layers is None else layers
-        return {parts: [reader.tokens(part) for part in parts] for parts in _layers(reader, layers, where)}
-    return {parts: [reader[part] for part in parts] for parts in _layers(reader, layers, where)}
+    read: Callable[[str], Any] = reader.tokens if config.is_dense else reader.__getitem__
+    layers = config.layers or (reader.layers_with_tokens() if config.is_dense else reader.layers)
+    return {parts: [read(part) for part in parts] for parts in _layers(reader, layers, where)}
 
 
-def _memory_bytes(config: ProbeConfig) -> int | None:
-    return None if config.max_memory_mb is None else config.max_memory_mb << 20
-
-
-def _layers(reader: FeatureReader, layers: Sequence[str] | None, where: str) -> Iterator[tuple[str, ...]]:
+def _layers(reader: FeatureReader, layers: Sequence[str], where: str) -> Iterator[tuple[str, ...]]:
     """Yield the features to probe: each a tuple of one name, or of several names to concatenate."""
-    for text in reader.layers if layers is None else layers:
+    for text in layers:
         if "+" in text and text not in reader:
             matches = [match_layers(reader.layers, part, where) for part in text.split("+")]
             for part, names in zip(text.split("+"), matches, strict=True):
@@ -251,20 +244,19 @@ def _layers(reader: FeatureReader, layers: Sequence[str] | None, where: str) -> 
                     )
             yield tuple(names[0] for names in matches)
         else:
-            for name in match_layers(reader.layers, text, where):
-                yield (name,)
+            yield from ((name,) for name in match_layers(reader.layers, text, where))
 
 
 def _probed(
     config: ProbeConfig, labelling: Labelling, data_set: str, parts: tuple[str, ...], arrays: list[Any]
 ) -> ProbedFeature:
-    subsets = [Labelled(FeatureRows.of(arrays, rows), labelling.targets[rows])
-            for rows in (labelling.train, labelling.val, labelling.test)]  # fmt: skip
-    train, val, test = subsets
+    train, val, test = (
+        Labelled(FeatureRows.of(arrays, rows), labelling.targets[rows]) for rows in labelling.sets.values()
+    )
     result = probe(
         train, val if len(val) else None, test, labelling.classes, labelling.task,
         protocol=config.protocol, scaling=config.scaling, balanced=config.class_weight == "balanced", seed=config.seed,
-        device=config.device, memory_bytes=_memory_bytes(config),
+        device=config.device, memory_bytes=config.memory_bytes,
     )  # fmt: skip
     confidences = None
     if labelling.task == "classification" and result.probabilities is not None:

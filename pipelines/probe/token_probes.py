@@ -17,9 +17,9 @@ from extract.store.reader import FeatureReader
 from extract.store.tokens.token_array import TokenArray
 from pipelines.probe.coco import CocoFile
 from pipelines.probe.config import ProbeConfig
-from pipelines.probe.depth_maps import DepthFiles
 from pipelines.probe.labelling import Labelling
 from pipelines.probe.masks import MaskFiles, class_names
+from pipelines.probe.pixel_files import DepthFiles
 from pipelines.terminal.pictures import Pictures
 
 __all__ = ["Example", "TokenProbes"]

@@ -120,8 +120,11 @@ class LogisticRegression:
                 whole = torch.zeros_like(chunk, dtype=torch.int64)
                 best, scales, *others = _minimise(problem, chunk, whole, max_iterations, until_settled)
                 solved.append([tensor.cpu().numpy() for tensor in (*problem.solution(best, scales), *others)])
-        columns = [np.concatenate(column)[place] for column in zip(*solved, strict=True)]
-        return Fit(*columns, float(self._features.variances.max()) ** 0.5)
+        weights, biases, objectives, iterations, converged, separated = (
+            np.concatenate(column)[place] for column in zip(*solved, strict=True)
+        )
+        deviation = float(self._features.variances.max()) ** 0.5
+        return Fit(weights, biases, objectives, iterations, converged, separated, deviation)
 
     def left_out_scores(self, strengths: Sequence[float], folds: NDArray[np.int64]) -> Iterator[NDArray[np.float32]]:
         """Yield for each strength the scores of rows by fits without these rows.
