@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -72,17 +73,17 @@ def figure_file(kind: str, layer: str, config: DrawConfig | StoredTokensConfig) 
 Figures = Iterator[tuple[str, Figure]]  # layer, figure
 
 
-def _layers(config: DrawConfig, backbone: Backbone, suits: Callable[[Feature], bool], *, last: bool) -> list[Choice]:
-    """Return the requested layers, or the first or last layer that suits.
+def _layers(config: DrawConfig, backbone: Backbone, *, last: bool) -> list[Choice]:
+    """Return the requested layers, or the first or last layer that gives maps or patches.
 
     Raises:
-        InputError: a requested layer does not suit, or no layer does.
+        InputError: a requested layer does not, or no layer does.
     """
     if config.layers is not None:
         names = match_layers(named_layers(backbone.model), config.layers, backbone.spec)
         choices = [choice for name in names for choice in _choices_of(backbone, name)]
         for choice in choices:
-            if not suits(choice.features[0]):
+            if not _has_positions(choice.features[0]):
                 name, shape = choice.features[0].name, "x".join(map(str, choice.features[0].shape))
                 raise InputError(f"layer {name!r} gives {shape} per image; expected a map or patches")
         return choices
@@ -91,7 +92,7 @@ def _layers(config: DrawConfig, backbone: Backbone, suits: Callable[[Feature], b
             choices = _choices_of(backbone, name)
         except LayertapError:  # for example, its rows are not the images
             continue
-        if suits(choices[-1].features[0]):
+        if _has_positions(choices[-1].features[0]):
             return choices[-1:]
     raise InputError(f"no layer of {backbone.spec} gives maps or patches")
 
@@ -119,12 +120,9 @@ def _suitable_layers(backbone: Backbone, *, last: bool) -> list[str]:
 
 
 def _has_positions(feature: Feature) -> bool:
-    return feature.layout.kind in ("map", "tokens") and _positions(feature) > 1
-
-
-def _positions(feature: Feature) -> int:
-    axes = feature.layout.axes
-    return int(np.prod([n for n, axis in zip(feature.shape, axes, strict=True) if axis != "C"]))
+    if feature.layout.kind not in ("map", "tokens"):
+        return False
+    return math.prod(n for n, axis in zip(feature.shape, feature.layout.axes, strict=True) if axis != "C") > 1
 
 
 def _maps(backbone: Backbone, sample: Sample, choice: Choice) -> Iterator[tuple[Tensor, NDArray[np.uint8], list[int]]]:
@@ -151,7 +149,7 @@ def _checked_channels(config: DrawConfig, count: int) -> list[int] | None:
 
 
 def _feature_maps(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:
-    for choice in _layers(config, backbone, _has_positions, last=False):
+    for choice in _layers(config, backbone, last=False):
         maps, pixels, names = _all_maps(backbone, sample, choice)
         chosen = _checked_channels(config, maps.shape[-1])
         if chosen is None:
@@ -165,7 +163,7 @@ def _feature_maps(config: DrawConfig, backbone: Backbone, sample: Sample) -> Fig
 
 
 def _tokens(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:
-    for choice in _layers(config, backbone, _has_positions, last=True):
+    for choice in _layers(config, backbone, last=True):
         maps, pixels, names = _all_maps(backbone, sample, choice)
         layer = choice.features[0].name
         title = f"{layer}: main directions of all positions as red, green and blue"
@@ -173,7 +171,7 @@ def _tokens(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:
 
 
 def _channels(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:
-    for choice in _layers(config, backbone, _has_positions, last=True):
+    for choice in _layers(config, backbone, last=True):
         means, names = [], []
         for maps, _, rows in _maps(backbone, sample, choice):
             means.append(maps.double().mean((1, 2)).numpy())
@@ -185,7 +183,7 @@ def _channels(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures
 
 
 def _top(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:
-    for choice in _layers(config, backbone, _has_positions, last=True):
+    for choice in _layers(config, backbone, last=True):
         peaks, rows = [], []
         for maps, _, batch_rows in _maps(backbone, sample, choice):
             peaks.append(maps.float().amax((1, 2)).numpy())

@@ -45,7 +45,7 @@ class Sample:
         n_listed: number of images in the list.
         backbone: backbone whose preprocessing is applied.
         rows: selected rows of `images`.
-        batch_size, workers, max_pixels: see `embed`.
+        config: batch size, processes and limit of pixels; see `embed`.
         decoded: rows decoded so far, in order.
         failed: row -> why it could not be decoded.
     """
@@ -54,9 +54,7 @@ class Sample:
     n_listed: int
     backbone: Backbone
     rows: list[int]
-    batch_size: int
-    workers: int
-    max_pixels: int
+    config: LookConfig
     decoded: list[int] = field(default_factory=list)
     failed: dict[int, str] = field(default_factory=dict)
 
@@ -67,13 +65,11 @@ class Sample:
             InputError: no image can be decoded.
         """
         preprocessing = self.backbone.preprocessing
-        starts = range(0, len(self.rows), self.batch_size)
-        workers = self.workers if len(self.rows) > self.batch_size else 0
-        loaded = load_batches(
-            self.images,
-            [self.rows[start : start + self.batch_size] for start in starts],
-            Decoding.for_preprocessing(preprocessing, self.max_pixels, workers, self.batch_size),
-        )
+        size = self.config.batch_size
+        batches = [self.rows[start : start + size] for start in range(0, len(self.rows), size)]
+        workers = self.config.workers if len(batches) > 1 else 0
+        decoding = Decoding.for_preprocessing(preprocessing, self.config.max_pixels, workers, size)
+        loaded = load_batches(self.images, batches, decoding)
         self.decoded.clear()
         with contextlib.closing(loaded):
             for batch in loaded:
@@ -107,7 +103,7 @@ def sample_of(config: LookConfig, backbone: Backbone) -> Sample:
         print_line(f"note: {note}", fg="yellow", err=True)
     count = len(images) if config.sample is None else min(config.sample, len(images))
     sampled, rows = images.select(evenly(len(images), count)), list(range(count))
-    return Sample(sampled, len(images), backbone, rows, config.batch_size, config.workers, config.max_pixels)
+    return Sample(sampled, len(images), backbone, rows, config)
 
 
 def _pixels(prepared: Tensor, backbone: Backbone) -> NDArray[np.uint8]:

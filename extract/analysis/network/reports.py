@@ -138,15 +138,10 @@ class RunningStatistics:
         """Return the statistics of a batch normalisation; None for other layers, and without running statistics."""
         if not isinstance(module, _BatchNorm) or module.running_var is None or module.running_mean is None:
             return None
-        mean, variance = _as_array(module.running_mean), _as_array(module.running_var)
+        mean, variance = (values.double().cpu().numpy() for values in (module.running_mean, module.running_var))
         initial = bool((mean == 0).all() and (variance == 1).all())
         with np.errstate(invalid="ignore"):
             return cls(np.sqrt(variance + module.eps), float((variance == 0).mean()), initial)
-
-
-def _as_array(values: Tensor) -> NDArray[np.float64]:
-    array: NDArray[np.float64] = values.detach().double().cpu().numpy()
-    return array
 
 
 @dataclass
@@ -279,12 +274,12 @@ class PredictionReport:
             return None
         if output.ndim != 2 or targets.shape != output.shape[:1] or targets.is_floating_point():
             return None
-        known = (targets >= 0) & (targets < output.shape[1])
+        classes = output.shape[1]
+        known = (targets >= 0) & (targets < classes)
         log_probabilities = output.detach()[known].double().log_softmax(1).cpu()
         labels = targets[known].long().cpu()
-        classes = output.shape[1]
-        largest, chosen = log_probabilities.max(1) if len(labels) else (log_probabilities.sum(1), labels)
-        chosen_log = log_probabilities.gather(1, labels[:, None]) if len(labels) else log_probabilities
+        largest, chosen = log_probabilities.max(1) if classes else (log_probabilities.sum(1), labels)
+        chosen_log = log_probabilities.gather(1, labels[:, None])
         return cls(
             torch.bincount(chosen, minlength=classes).numpy(), torch.bincount(labels, minlength=classes).numpy(),
             int((chosen == labels).sum()), float(largest.exp().sum()), -float(chosen_log.sum()),
