@@ -68,6 +68,9 @@ def targets_of(
         InputError: the file does not fit the images, or its labels do not fit the backbone; or a class of the images
             fits no output while others do (but for names), or several outputs, or the same output as another class.
     """
+    # Folders named by number are sorted as text, 10 before 2: matched by position, a network that was right about all
+    # of 1,000 such images had an accuracy of 3.1 %. One class that does not fit is more likely a mistake than another
+    # notation, so numbers, WordNet ids and labels are not mixed.
     if labels is None:
         names = [images.classes[label] if label >= 0 else None for label in images.labels.tolist()]
         known, where = set(images.classes), "the classes of the images"

@@ -113,7 +113,11 @@ def _holds_predictions(path: Path) -> bool:
 def _same_features(
     path: Path, described: dict[str, Any], fitted_on: list[tuple[str, str]], dataset: DataSet, images: str
 ) -> list[str]:
-    """Return the names of the probe's features in a data set; the names may differ in a pooling suffix."""
+    """Return the names of the probe's features in a data set.
+
+    Features are the same by tensor, pooling, shape, weights and preprocessing. Names have a pooling suffix only where a
+    data set stores two poolings.
+    """
     names = []
     for name, description in fitted_on:
         features = dataset.depends_on.get("features", {})

@@ -140,6 +140,7 @@ def mean_activations(
     backbone: Backbone, batches: Iterable[tuple[Tensor, Tensor | None]], layers: Sequence[str]
 ) -> dict[str, Tensor]:
     """Compute the mean activations over images, at each position: tensor name -> (1, *shape)."""
+    # Not of the batch of an image, which says little about the usual output of the layer.
     sums: dict[str, Tensor] = {}
     count = 0
     with torch.no_grad(), evaluating(backbone.model), full_float32():

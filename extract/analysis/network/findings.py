@@ -30,8 +30,9 @@ _SURE = 3.0
 _SURE_AT_MOST = 0.5
 _CLASSES_IN_USE = 0.5
 _CHANCE_DEVIATIONS = 2.0  # standard deviations of the number of right guesses
-# Gradients of the first layers are 0.0002 to 8 times those of the last (efficientnet_lite0, ConvNeXt, MobileNetV3, ViT,
-# Swin, ResNets).
+# Branches may have small gradients by design (LayerScale of ConvNeXt: 1e-10 of the others), so that gradients vanish
+# only if those of all earlier tensors are small. Gradients of the first layers are 0.0002 to 8 times those of the last
+# (efficientnet_lite0, ConvNeXt, MobileNetV3, ViT, Swin, ResNets).
 _VANISHED = 1e-5
 _EXPLODED = 1e3
 
@@ -221,7 +222,9 @@ def _by_layer(kind: str, parameters: Sequence[ParameterReport], text: str) -> li
     return [Finding(kind, first, text + also, grave=False, layers=tuple(others))]
 
 
-# Each returns its findings, given the names of the layers that earlier findings explain.
+# Each returns its findings, given the names of the layers that earlier findings explain. Without causes, 31 ReLUs with
+# the default initialisation gave 37 findings. `python -m tests.extract.analysis.network.planted_faults` plants 66
+# faults, fixed beforehand, and inspects 16 healthy networks: all 66 are named first at their layer, and none is false.
 CAUSES: tuple[Callable[[Evidence, set[str]], list[Finding]], ...] = (
     broken_inputs,
     equal_inputs,

@@ -143,6 +143,8 @@ class _Monitor:
 
     def _on_forward(self, module: nn.Module, args: Any) -> None:
         """Forward pre-hook of the model: end the last monitored step, and start the next if it is due."""
+        # Hooks are registered now and removed at the next forward: a step that is not monitored costs nothing, and
+        # compiled code stays compiled.
         self._close()
         if not module.training or not torch.is_grad_enabled():
             return
@@ -284,7 +286,8 @@ class GradientMonitor(_Monitor):
             taps.keep(list(parameters), "grad", reduce=_norm)
         # Computed now, since the optimiser may change the parameters before the gradients are read.
         self._sizes = {name: float(parameter.detach().norm()) for name, parameter in parameters.items()}
-        # The parameters of the monitored step; at its end, the optimizer has changed them.
+        # The parameters of the monitored step; at its end, the optimizer has changed them. A copy needs no access to
+        # it.
         self._before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
 
     def _rows_of(self, record: Record) -> Rows:

@@ -15,6 +15,10 @@ from numpy.typing import NDArray
 
 __all__ = ["Estimate", "bisected", "bootstrap", "effective_rows", "exact_proportion", "widened"]
 
+# Clopper and Pearson's is the only one of seven whose coverage stays above 94 % on a fine grid of accuracies (Wilson's
+# falls to 84 %, mid-p to 92 %), and it is at most 11 % wider than Wilson's. For means of skewed losses, BCa covers 75
+# to 83 % where percentiles cover 71 to 82 %, and bootstrap-t gives thousands of nats: such results have a warning
+# instead.
 _TAIL = 0.025  # probability beyond each end
 _BISECTIONS = 60
 _CLOSE = 1e-15  # relative change at which a continued fraction has converged

@@ -30,8 +30,16 @@ from extract.system.torch_state import full_float32
 
 __all__ = ["MAX_ITERATIONS", "Fit", "LogisticRegression"]
 
+# Why not scikit-learn: it fits one C after the other, and stops by the size of the gradient, which is small long before
+# the solution if a few axes have most of the variance. At C = 1,000 on 5,000 embeddings of CIFAR-10, its objective was
+# three times as large. Warm starts saved a tenth of the steps, a history of 20 to 80 nothing; a looser tolerance for
+# strong penalties was 1.7 times faster, and changed accuracy by up to 3 points.
+
 MAX_ITERATIONS = 1000  # from CLIP (appendix A.3) and DINOv2 (eval/log_regression.py)
 _TOLERANCE = 1e-6  # stop if the next step promises at most this share of the gain so far
+# Separated classes have no optimum without a penalty: on the demo, lambda = 1e-6 took 1,000 iterations (5.1 s of CPU),
+# and takes 81 (0.4 s). Against 2,000 iterations, up to 19 of 359 test predictions differ, in both directions. Fits on a
+# tenth or a `val` split run to their tolerance: they are compared with scikit-learn to 0.005 of a probability.
 _SETTLED_STEPS = 50  # consecutive small steps on separated rows after which predictions have settled
 _SMALL_GAIN = 1e-6  # upper limit of the gain of a small step, in nats per row
 _HISTORY = 10  # steps used to estimate the curvature, as in scikit-learn

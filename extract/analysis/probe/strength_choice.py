@@ -27,6 +27,10 @@ __all__ = [
     "score_on_validation", "standard_error", "stratified_folds",
 ]  # fmt: skip
 
+# Against scikit-learn's cross-validation by log loss, on data sets of 15 to 1,000 rows (`strength_choice.py` of the
+# benchmarks), the best on a tenth loses 0.6 points of accuracy (35 on one) and 0.06 of calibration error; folds gain
+# 0.09 points (standard error 0.04, at worst -3.4) and lose 0.0025. A `val` split, dinov2-logreg and fewshot define the
+# rows to choose on. All folds and strengths are fitted side by side: a fold is a column of weights.
 ENOUGH_ROWS = 500  # to choose on; see above
 N_FOLDS = 5
 _MOST_DRAWS = 4
