@@ -20,7 +20,8 @@ from pipelines.probe.report import probe_and_write
 
 __all__ = ["add_tasks"]
 
-_DISPUTED_IN_A_ROW, _DISPUTED_ROWS = 6, 6  # images that are shown; the rows are divided among the tasks
+_DISPUTED_IN_A_ROW = 6  # images that are shown
+_DISPUTED_ROWS = 6  # of them; divided among the tasks
 
 
 def add_tasks(
@@ -84,7 +85,10 @@ def _task(
     outcome, files = probe_and_write(probed, say)
     best = {backbone: _best_layer(outcome, backbone) for backbone in names}
     metric = next(iter(best.values())).result.primary
-    scores = {backbone: _score(feature, metric, outcome.by_validation) for backbone, feature in best.items()}
+    scores = {}
+    for backbone, feature in best.items():
+        estimate, chosen_by = feature.result.metrics[metric], feature.chosen_by if outcome.by_validation else None
+        scores[backbone] = Score(feature.layer, estimate.value, estimate.low, estimate.high, chosen_by)
     ranked = sorted(names, key=lambda backbone: scores[backbone].value, reverse=True)
     rows, predicted = _on_common_images(outcome, {backbone: best[backbone] for backbone in ranked})
     truth = _named(outcome.labellings[ranked[0]], outcome.labellings[ranked[0]].targets[rows])
@@ -102,12 +106,6 @@ def _task(
         [_layer(feature) for feature in outcome.probed], _disputed(outcome, ranked, rows, predicted, most),
         list(next(iter(outcome.labellings.values())).notes),
     ), files  # fmt: skip
-
-
-def _score(feature: ProbedFeature, metric: str, by_validation: bool) -> Score:
-    estimate = feature.result.metrics[metric]
-    chosen_by = feature.chosen_by if by_validation else None
-    return Score(feature.layer, estimate.value, estimate.low, estimate.high, chosen_by)
 
 
 def _best_layer(outcome: ProbeRun, name: str) -> ProbedFeature:
@@ -154,12 +152,10 @@ def _disputed(
     outcome: ProbeRun, names: Sequence[str], rows: NDArray[np.int64], predicted: NDArray[np.str_], most: int
 ) -> list[Disputed]:
     """Return at most `most` images with the largest share of pairs of backbones that predict different classes."""
-    labelling, paths = outcome.labellings[names[0]], dict[int, str]()
-    for row, path in zip(labelling.test.tolist(), outcome.test_paths[names[0]], strict=True):
-        paths[row] = path
-    count = len(names)
+    labelling, count = outcome.labellings[names[0]], len(names)
     if count < 2:
         return []
+    paths = dict(zip(labelling.test.tolist(), outcome.test_paths[names[0]], strict=True))
     agreeing = sum((predicted == each).sum(0) - 1 for each in predicted) / (count * (count - 1))
     order = [place for place in np.argsort(agreeing, kind="stable").tolist() if agreeing[place] < 1][:most]
     return [

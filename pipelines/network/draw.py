@@ -237,31 +237,39 @@ def _as_map(values: Tensor, backbone: Backbone) -> Tensor:
     return maps.permute(0, 3, 1, 2)
 
 
+def _over_batches(
+    sample: Sample, values_of: Callable[[Tensor], NDArray[np.float32]]
+) -> tuple[NDArray[np.float32], NDArray[np.uint8], list[str]]:
+    """Return what a function of the inputs gives for all images, their pixels, and their names."""
+    values, pixels = [], []
+    for batch in sample.batches():
+        values.append(values_of(batch.inputs))
+        pixels.append(batch.pixels)
+    return np.concatenate(values), np.concatenate(pixels), [sample.name(i) for i in range(len(sample.decoded))]
+
+
 def _attention(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:
-    names = None if config.layers is None else match_layers(named_layers(backbone.model), config.layers, backbone.spec)
+    named = named_layers(backbone.model)
+    layers = [None] if config.layers is None else match_layers(named, config.layers, backbone.spec)
     source = "the class token" if backbone.class_token else "all patches"
-    layers: list[str | None] = [None] if names is None else [*names]
     for layer in layers:
-        heads, pixels = [], []
-        for batch in sample.batches():
-            last = attribution.attentions(backbone, batch.inputs, layer)[-1]
-            heads.append(_as_map(_attention_by_patch(last, backbone), backbone).numpy())
-            pixels.append(batch.pixels)
-        shown = [sample.name(i) for i in range(len(sample.decoded))]
+
+        def heads(inputs: Tensor, layer: str | None = layer) -> NDArray[np.float32]:
+            last = attribution.attentions(backbone, inputs, layer)[-1]
+            return np.asarray(_as_map(_attention_by_patch(last, backbone), backbone).numpy())
+
         title = f"{layer or 'last attention'}: attention of {source}"
-        yield layer or "", draw_figures.attention(np.concatenate(heads), np.concatenate(pixels), shown, title)
+        yield layer or "", draw_figures.attention(*_over_batches(sample, heads), title)
 
 
 def _rollout(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:
-    maps, pixels = [], []
-    for batch in sample.batches():
-        rolled = torch.from_numpy(attribution.rollout(attribution.attentions(backbone, batch.inputs)))[:, None]
-        rollout_maps = _as_map(_attention_by_patch(rolled, backbone), backbone)[:, 0].numpy()
-        maps.append(rollout_maps - rollout_maps.min((1, 2), keepdims=True))  # remove the share that every patch gets
-        pixels.append(batch.pixels)
-    names = [sample.name(i) for i in range(len(sample.decoded))]
+    def rolled_out(inputs: Tensor) -> NDArray[np.float32]:
+        rolled = torch.from_numpy(attribution.rollout(attribution.attentions(backbone, inputs)))[:, None]
+        maps = _as_map(_attention_by_patch(rolled, backbone), backbone)[:, 0].numpy()
+        return np.asarray(maps - maps.min((1, 2), keepdims=True))  # remove the share that every patch gets
+
     title = "attention rollout through all layers, each map from its least to its largest value"
-    yield "", draw_figures.overlays(np.concatenate(maps), np.concatenate(pixels), names, title)
+    yield "", draw_figures.overlays(*_over_batches(sample, rolled_out), title)
 
 
 def _gradcam(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:

@@ -282,8 +282,7 @@ def probe(
     held_bytes = sum(part.rows.nbytes for part in (train, val, test) if part is not None)
     if held_bytes <= memory_bytes // 3:
         settings = replace(settings, memory_bytes=memory_bytes - held_bytes)
-        train, test = (Labelled(part.rows.held(), part.targets) for part in (train, test))
-        val = None if val is None else Labelled(val.rows.held(), val.targets)
+        train, val, test = train.held(), None if val is None else val.held(), test.held()
     try:
         if definition.fit is None:
             result = _few_shot(train, val, test, settings, protocol)

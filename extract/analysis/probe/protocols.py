@@ -68,6 +68,10 @@ class Labelled:
         """Select rows by their sorted numbers."""
         return Labelled(self.rows.subset(chosen), self.targets[chosen])
 
+    def held(self) -> Labelled:
+        """Read the rows into memory once."""
+        return Labelled(self.rows.held(), self.targets)
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -303,14 +307,12 @@ def few_shot(train: Labelled, val: Labelled | None, test: Labelled, settings: Se
             n_val = min(shots, 4)
             if shots + (0 if val is not None else n_val) > fewest or (val is not None and n_val > fewest_val):
                 continue
-            drawn = train.subset(np.sort(np.concatenate([rows[:shots] for rows in order])))
+            drawn = train.subset(np.sort(np.concatenate([rows[:shots] for rows in order]))).held()
             if val is None or order_val is None:
                 validation = train.subset(np.sort(np.concatenate([rows[-n_val:] for rows in order])))
             else:
                 validation = val.subset(np.sort(np.concatenate([rows[:n_val] for rows in order_val])))
-            drawn = Labelled(drawn.rows.held(), drawn.targets)
-            validation = Labelled(validation.rows.held(), validation.targets)
-            _, strength = _coarse_to_fine(_on_validation(drawn, validation, _VALIDATION, settings).compare)
+            _, strength = _coarse_to_fine(_on_validation(drawn, validation.held(), _VALIDATION, settings).compare)
             _, model = _fitted(drawn, settings, strength)
             scores, _ = _scorer(model)(test.rows)
             values.setdefault(shots, []).append(primary(scores, test.targets, settings.task))
