@@ -38,40 +38,18 @@ _CONSTANT, _USUAL = 1e-6, 0.75
 _NEAR_A_BOUND = 0.01
 
 
-@dataclass(frozen=True)
-class Summary:
-    """Summary of one batch for `Statistics`: numbers for each image and channel, and one histogram.
-
-    Attributes:
-        count: (B, C) number of finite values.
-        mean, m2: (B, C) mean of the finite values, and sum of squared deviations from it; 0 without finite values.
-        low, high: (B, C) smallest and largest finite value; infinity and minus infinity without finite values.
-        near_a_bound: (B, C) number of saturated values.
-        nan, infinite: (B,) number of such values.
-        bins: (65536,) counts, by the upper half of the bits of each value in float32.
-    """
-
-    count: NDArray[np.int64]
-    mean: NDArray[np.float64]
-    m2: NDArray[np.float64]
-    low: NDArray[np.float64]
-    high: NDArray[np.float64]
-    near_a_bound: NDArray[np.int64]
-    nan: NDArray[np.int64]
-    infinite: NDArray[np.int64]
-    bins: NDArray[np.int64]
-
-    def as_tensors(self) -> dict[str, Tensor]:
-        """Return the attributes as tensors, which `Taps` can keep."""
-        return {name: torch.from_numpy(column) for name, column in vars(self).items()}
-
-    @classmethod
-    def of_tensors(cls, tensors: Mapping[str, Tensor]) -> Summary:
-        """Create a summary from the result of `as_tensors`."""
-        return cls(**{name: tensor.numpy() for name, tensor in tensors.items()})
+# Numbers of one batch for `Statistics`, as tensors on the CPU, which `Taps` can keep:
+#   count: (B, C) number of finite values.
+#   mean, m2: (B, C) mean of the finite values, and sum of squared deviations from it; 0 without finite values.
+#   low, high: (B, C) smallest and largest finite value; infinity and minus infinity without finite values.
+#   near_a_bound: (B, C) number of saturated values.
+#   nan, infinite: (B,) number of such values.
+#   bins: (65536,) counts, by the upper half of the bits of each value in float32.
+Summary = Mapping[str, Tensor]
+_COLUMNS = ("count", "mean", "m2", "low", "high", "near_a_bound", "nan", "infinite")
 
 
-def summarise(values: Tensor, positions: Sequence[int], bounds: tuple[float, float] | None = None) -> Summary:
+def summarise(values: Tensor, positions: Sequence[int], bounds: tuple[float, float] | None = None) -> dict[str, Tensor]:
     """Summarise one batch on its device.
 
     Args:
@@ -96,14 +74,14 @@ def summarise(values: Tensor, positions: Sequence[int], bounds: tuple[float, flo
     for chunk in torch.split(values, max(1, _AT_ONCE // max(1, values[:1].numel()))):
         parts.append(_moments(chunk, positions, n_channels, bounds))
         bins += _histogram(chunk)
-    columns = zip(*parts, strict=True)
-    return Summary(*(np.concatenate(column) for column in columns), bins)  # type: ignore[call-arg]
+    columns = dict(zip(_COLUMNS, map(np.concatenate, zip(*parts, strict=True)), strict=True)) | {"bins": bins}
+    return {name: torch.from_numpy(column) for name, column in columns.items()}
 
 
 def _moments(
     values: Tensor, positions: Sequence[int], n_channels: int, bounds: tuple[float, float] | None
 ) -> tuple[NDArray[Any], ...]:
-    """Compute the columns of `Summary` except the bins."""
+    """Compute the columns `_COLUMNS`."""
     shape, n_images = (-1, n_channels), len(values)
     per_channel = values[0].numel() // max(1, n_channels) if n_images else 0
     if not values.numel():
@@ -207,13 +185,13 @@ class Statistics:
         Raises:
             InputError: the number of channels differs from that of earlier batches.
         """
-        n_channels = summary.count.shape[1]
+        n_images, n_channels = summary["count"].shape
+        count, mean, m2, low, high, near_a_bound, nan, infinite = (summary[name].numpy() for name in _COLUMNS)
         if self.images and n_channels != self.channels:
             raise InputError(f"the batch has {n_channels} channels; earlier batches have {self.channels}")
-        low, high = summary.low.min(0, initial=np.inf), summary.high.max(0, initial=-np.inf)
-        near_a_bound = summary.near_a_bound.sum(0)
+        low, high, near_a_bound = low.min(0, initial=np.inf), high.max(0, initial=-np.inf), near_a_bound.sum(0)
         with np.errstate(over="ignore", invalid="ignore"):
-            moments = _combined(summary.count, summary.mean, summary.m2)
+            moments = _combined(count, mean, m2)
             if self.images:
                 earlier = (self.count, self.channel_mean, self.m2)
                 moments = _combined(*(np.stack(pair) for pair in zip(earlier, moments, strict=True)))
@@ -222,12 +200,12 @@ class Statistics:
         self.count, self.channel_mean, self.m2 = moments
         self.low, self.high, self.near_a_bound = low, high, near_a_bound
         start = self.images if first_image is None else first_image
-        broken = np.flatnonzero(summary.nan + summary.infinite)[:_REMEMBERED]
+        broken = np.flatnonzero(nan + infinite)[:_REMEMBERED]
         self.not_finite_images = sorted([*self.not_finite_images, *(start + broken).tolist()])[:_REMEMBERED]
-        self.images += len(summary.count)
-        self.nan += int(summary.nan.sum())
-        self.infinite += int(summary.infinite.sum())
-        self.bins = self.bins + summary.bins
+        self.images += n_images
+        self.nan += int(nan.sum())
+        self.infinite += int(infinite.sum())
+        self.bins = self.bins + summary["bins"].numpy()
 
     @property
     def channels(self) -> int:

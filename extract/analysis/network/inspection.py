@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from extract.analysis.network.activation_statistics import Statistics, Summary, summarise
+from extract.analysis.network.activation_statistics import Statistics, summarise
 from extract.analysis.network.findings import findings_of
 from extract.analysis.network.reports import (
     AttentionReport,
@@ -104,7 +104,7 @@ class _TensorPlan:
 
     def summary(self, value: Tensor) -> dict[str, Tensor]:
         images = value[None] if self.rows is None else self.rows.by_image(value)
-        return summarise(images, self.positions, self.bounds).as_tensors()
+        return summarise(images, self.positions, self.bounds)
 
 
 class _CachedSummary:
@@ -301,10 +301,10 @@ class _Recorder:
                 continue
             # If it is unknown which rows belong to which image, batches are counted.
             first = first_image if report.by_image else None
-            report.activations.add(Summary.of_tensors(record[site]), first)
+            report.activations.add(record[site], first)
             if (gradient := _gradient_of(site)) in recorded:
                 report.gradients = report.gradients or Statistics()
-                report.gradients.add(Summary.of_tensors(record[gradient]), first)
+                report.gradients.add(record[gradient], first)
         for site in recorded:
             if site.what == "input":
                 total = self._squares.setdefault((site.layer, site.call), np.zeros(2))

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from extract.analysis.network.activation_statistics import Statistics, Summary, summarise
+from extract.analysis.network.activation_statistics import Statistics, summarise
 from extract.analysis.network.inspection import does_something, positions_of
 from extract.errors import InputError, LayertapError
 from extract.system.csv_cells import safe_cell
@@ -162,7 +162,7 @@ class _Monitor:
     def _summary(self, value: Tensor) -> dict[str, Tensor]:
         if not value.is_floating_point() or not value.ndim:
             return {}
-        return summarise(value, positions_of(value.shape, self._input_shape)).as_tensors()
+        return summarise(value, positions_of(value.shape, self._input_shape))
 
     def _on_record(self, step: int, record: Record) -> None:
         self.rows = [{"step": step, **row} for row in self._rows_of(record)]
@@ -354,7 +354,7 @@ def _norm(gradient: Tensor) -> dict[str, Tensor]:
 
 def _statistics(tensors: Mapping[str, Tensor]) -> Statistics:
     statistics = Statistics()
-    statistics.add(Summary.of_tensors(tensors))
+    statistics.add(tensors)
     return statistics
 
 

@@ -352,9 +352,8 @@ def _minimise(
             changes = [tensor[remaining] for tensor in changes]
         if not len(active):
             break
-        step = torch.ones_like(slope)
         new_point, new_value, new_gradient, moved = _line_search(
-            problem, point, value, direction, slope, step, scales[active], penalty[active], fold[active]
+            problem, point, value, direction, slope, scales[active], penalty[active], fold[active]
         )
         iterations[active] += 1
         small = value - new_value < _SMALL_GAIN
@@ -398,15 +397,16 @@ def _times_inverse_hessian(gradient: Tensor, steps: list[Tensor], changes: list[
 
 
 def _line_search(
-    problem: _Problem, point: Tensor, value: Tensor, direction: Tensor, slope: Tensor, step: Tensor, scales: Tensor,
-    penalty: Tensor, fold: Tensor,
+    problem: _Problem, point: Tensor, value: Tensor, direction: Tensor, slope: Tensor, scales: Tensor, penalty: Tensor,
+    fold: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Move each row along its direction by a step that decreases its objective enough.
 
     Returns:
         the new points, their objectives and gradients, and whether each point has moved.
     """
-    new_point = point + step[:, None].float() * direction
+    step = torch.ones_like(slope)
+    new_point = point + direction
     new_value, new_gradient = problem.evaluate(new_point, scales, penalty, fold)
     for shrinks in range(_MOST_SHRINKS + 1):
         short = ~(new_value <= value + _ENOUGH * step * slope + _ROUNDING * value)

@@ -25,7 +25,7 @@ from extract.analysis.probe import notes as note
 from extract.analysis.probe.feature_matrix import FeatureRows, Scaling
 from extract.analysis.probe.logistic import Fit, LogisticRegression
 from extract.analysis.probe.model import LinearProbe
-from extract.analysis.probe.neighbours import neighbour_shares
+from extract.analysis.probe.nearest_rows import neighbour_shares
 from extract.analysis.probe.ridge import fit_ridge
 from extract.analysis.probe.strength_choice import (
     ENOUGH_ROWS,

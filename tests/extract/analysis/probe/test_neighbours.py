@@ -7,8 +7,7 @@ import pytest
 
 from extract.analysis.probe import neighbours
 from extract.analysis.probe.feature_matrix import FeatureRows
-from extract.analysis.probe.nearest_rows import nearest_in
-from extract.analysis.probe.neighbours import neighbour_shares
+from extract.analysis.probe.nearest_rows import nearest_in, neighbour_shares
 from extract.errors import InputError
 
 
