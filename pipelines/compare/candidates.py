@@ -45,9 +45,8 @@ def candidates_of(specs: Sequence[str], table: Path | None) -> list[Candidate]:
         InputError: the table cannot be used, two different candidates have the same name, or there are none.
         UnknownNameError: no backbone matches a glob.
     """
-    found = [_candidate(spec) for text in specs for spec in _specs(text)]
-    found += _of_table(table) if table is not None else []
-    found = list(dict.fromkeys(found))
+    found = [_candidate(spec) for text in specs for spec in (match_specs(text) if _GLOB.search(text) else [text])]
+    found = list(dict.fromkeys(found + (_of_table(table) if table is not None else [])))
     if not found:
         raise InputError("there are no backbones to compare", hint="name each with -b, or a table with --from FILE.csv")
     by_name: dict[str, Candidate] = {}
@@ -60,10 +59,6 @@ def candidates_of(specs: Sequence[str], table: Path | None) -> list[Candidate]:
                 hint="give each a name in the column `name` of --from FILE.csv",
             )
     return found
-
-
-def _specs(text: str) -> list[str]:
-    return match_specs(text) if _GLOB.search(text) else [text]
 
 
 def _candidate(spec: str, weights: str | None = None, name: str = "") -> Candidate:

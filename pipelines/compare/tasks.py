@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,10 @@ def _task(
         test_fraction=config.test_fraction, seed=config.seed, device=config.device, results=results,
     )  # fmt: skip
     outcome, files = probe_and_write(probed, say)
-    best = {backbone: _best_layer(outcome, backbone) for backbone in names}
+    best = {
+        backbone: outcome.best_of([feature for feature in outcome.probed if feature.data_set == backbone])
+        for backbone in names
+    }
     metric = next(iter(best.values())).result.primary
     scores = {}
     for backbone, feature in best.items():
@@ -108,14 +112,6 @@ def _task(
     ), files  # fmt: skip
 
 
-def _best_layer(outcome: ProbeRun, name: str) -> ProbedFeature:
-    """Return the best layer of a backbone, by validation images if all layers have them; ties: the first."""
-    layers = [feature for feature in outcome.probed if feature.data_set == name]
-    if outcome.by_validation:
-        return max(layers, key=lambda feature: feature.chosen_by)
-    return max(layers, key=lambda feature: feature.result.value)
-
-
 def _layer(feature: ProbedFeature) -> dict[str, Any]:
     result = feature.result
     estimate = result.metrics[result.primary]
@@ -132,9 +128,7 @@ def _on_common_images(outcome: ProbeRun, best: dict[str, ProbedFeature]) -> tupl
     Classes are names: a backbone that fails on all training images of a class has other numbers of classes.
     """
     rows = {name: outcome.labellings[name].test for name in best}
-    common = next(iter(rows.values()))
-    for others in rows.values():
-        common = np.intersect1d(common, others)
+    common = reduce(np.intersect1d, rows.values())
     predicted = []
     for name, feature in best.items():
         assert feature.result.predictions is not None

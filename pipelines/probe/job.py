@@ -119,14 +119,19 @@ class ProbeRun:
 
     @property
     def best(self) -> ProbedFeature:
-        """The best feature on the validation rows; without validation rows, on the test rows. Ties: the first."""
-        if self.by_validation:
-            return max(self.probed, key=lambda feature: feature.chosen_by)
+        """The best of all features."""
+        return self.best_of(self.probed)
+
+    def best_of(self, probed: Sequence[ProbedFeature]) -> ProbedFeature:
+        """Return the best feature on validation rows; without them, on the test rows. Ties: the first."""
         shots = min((max(feature.result.shots) for feature in self.probed if feature.result.shots), default=0)
-        return max(
-            self.probed,
-            key=lambda feature: feature.result.metrics[f"top1@{shots}"].value if shots else feature.result.value,
-        )
+
+        def quality(feature: ProbedFeature) -> float:
+            if self.by_validation:
+                return feature.chosen_by
+            return feature.result.metrics[f"top1@{shots}"].value if shots else feature.result.value
+
+        return max(probed, key=quality)
 
 
 def run_probe(

@@ -44,7 +44,7 @@ def _trained(
     schedule: Callable[[int], dict[str, Any]],
     *,
     before: tuple[nn.Module, ...] = (),
-    after: tuple[nn.Module, ...] = (),
+    after: Callable[[Tensor], Tensor] = lambda outputs: outputs,
     weight_decay: float,
     largest_gradient: float = math.inf,
 ) -> Fitted:
@@ -59,7 +59,7 @@ def _trained(
         loss_of: loss of the upsampled predictions (B, K, H, W) for targets (B, H, W).
         schedule: function of the number of a step, from 0, that returns the settings of AdamW.
         before: modules before the batch norm, in training.
-        after: modules behind the linear layer, in training.
+        after: applied to the outputs of the linear layer in training, before they are upsampled.
         weight_decay: of AdamW.
         largest_gradient: norm to which longer gradients are cut.
 
@@ -77,7 +77,7 @@ def _trained(
         norm, linear = nn.BatchNorm2d(rows.width), nn.Conv2d(rows.width, n_outputs, 1)
         nn.init.normal_(linear.weight, std=0.01)
         nn.init.zeros_(linear.bias)  # type: ignore[arg-type]
-        head = nn.Sequential(*before, norm, linear, *after).to(device).train()
+        head = nn.Sequential(*before, norm, linear).to(device).train()
         optimizer = torch.optim.AdamW(head.parameters(), weight_decay=weight_decay)
         for step, numbers in enumerate(_batches(len(images), iterations, settings.seed)):
             for group in optimizer.param_groups:
@@ -85,7 +85,7 @@ def _trained(
             values = np.stack([rows.between(i * per_image, (i + 1) * per_image) for i in numbers])
             maps = torch.from_numpy(values).to(device).transpose(1, 2).reshape(len(numbers), -1, *tokens.grid)
             targets = torch.from_numpy(np.stack([target(i) for i in numbers])).to(device)
-            loss = loss_of(interpolate(head(maps), size=targets.shape[1:], mode="bilinear"), targets)
+            loss = loss_of(interpolate(after(head(maps)), size=targets.shape[1:], mode="bilinear"), targets)
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             if largest_gradient < math.inf:
@@ -178,18 +178,6 @@ def depth_bins(largest: float) -> DepthBins:
     return DepthBins(torch.linspace(largest * _LEAST_SHARE, largest, _BINS).numpy(), "relu", largest)
 
 
-class _MeanDepth(nn.Module):
-    """Depths (B, 1, ...) from the scores (B, bins, ...) of bins."""
-
-    def __init__(self, bins: DepthBins):
-        super().__init__()
-        self._weighting = bins.weighting
-        self.register_buffer("depths", torch.from_numpy(bins.depths))
-
-    def forward(self, scores: Tensor) -> Tensor:
-        return mean_depth(scores, self.get_buffer("depths"), self._weighting)[:, None]
-
-
 def train_depth_head(probe: DenseProbe, depths_of: Callable[[int], NDArray[np.float32]], bins: DepthBins) -> Fitted:
     """Train the head, with the settings of `config-nyu.yaml` of DINOv3 (Simeoni et al. 2025).
 
@@ -232,7 +220,8 @@ def train_depth_head(probe: DenseProbe, depths_of: Callable[[int], NDArray[np.fl
             moment = 0.95 - 0.1 * _falling((step - warm_up) / (iterations - warm_up))
         return {"lr": 3e-4 * lr, "betas": (moment, 0.99)}
 
+    depths = torch.from_numpy(bins.depths).to(probe.settings.device)
     return _trained(
-        probe, depths_of, len(bins.depths), iterations, loss, schedule, after=(_MeanDepth(bins),), weight_decay=1e-4,
-        largest_gradient=35.0,
+        probe, depths_of, len(depths), iterations, loss, schedule, weight_decay=1e-4, largest_gradient=35.0,
+        after=lambda scores: mean_depth(scores, depths, bins.weighting)[:, None],
     )  # fmt: skip
