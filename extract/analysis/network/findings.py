@@ -62,7 +62,8 @@ def equal_inputs(evidence: Evidence, explained: set[str]) -> list[Finding]:
     inputs = evidence.inputs
     if not inputs.equal:
         return []
-    value = f", and all values are {inputs.low:.3g}" if inputs.low == inputs.high else ""
+    least = inputs.values.min
+    value = f", and all values are {least:.3g}" if least == inputs.values.max else ""
     text = f"all {inputs.count:,} inputs are equal{value}: nothing that depends on the input can be judged"
     return [Finding("equal inputs", "input", text, layers=tuple(tensor.name for tensor in evidence.tensors))]
 
@@ -73,16 +74,16 @@ def input_scale(evidence: Evidence, explained: set[str]) -> list[Finding]:
     The running statistics of the first batch normalisation say what the inputs were in training. Without a batch
     normalisation, only pixels of 0 to 255 that a convolution gets directly are a finding.
     """
-    inputs, tensors = evidence.inputs, evidence.tensors
-    if "input" in explained or not tensors or len(inputs.shape) != 3:
+    values, tensors = evidence.inputs.values, evidence.tensors
+    if "input" in explained or not tensors or len(evidence.inputs.shape) != 3:
         return []
-    now = f"the inputs have mean {inputs.mean:.3g}, standard deviation {inputs.std:.3g}"
-    now = f"{now} and range {inputs.low:.3g} to {inputs.high:.3g}"
+    now = f"the inputs have mean {values.mean:.3g}, standard deviation {values.std:.3g}"
+    now = f"{now} and range {values.min:.3g} to {values.max:.3g}"
     affected = tuple(tensor.name for tensor in tensors)
-    normalised = inputs.low < 0 and _NORMALISED_RMS[0] < inputs.rms < _NORMALISED_RMS[1]
-    looks_like = ": they look like pixels that were not normalised" if inputs.low >= 0 else ""
+    normalised = values.min < 0 and _NORMALISED_RMS[0] < values.rms < _NORMALISED_RMS[1]
+    looks_like = ": they look like pixels that were not normalised" if values.min >= 0 else ""
     if all(tensor.running is None for tensor in tensors):
-        pixels = inputs.low >= 0 and _PIXELS[0] < inputs.high <= _PIXELS[1]
+        pixels = values.min >= 0 and _PIXELS[0] < values.max <= _PIXELS[1]
         text = f"{now}{looks_like}; networks are usually trained on inputs of mean 0 and standard deviation 1"
         are_raw_pixels = pixels and tensors[0].type.startswith("Conv")
         return [Finding("input scale", "input", text, layers=affected)] if are_raw_pixels else []

@@ -81,15 +81,15 @@ def classification_metrics(
         return values | {"macro_f1": float(f1[present].mean())}
 
     metrics = {name: exact_proportion(float(hit.mean()), count) for name, hit in hits.items()}
-    resampled = bootstrap(compute, count, seed, RESAMPLES)
+    drawn = bootstrap(compute, count, seed, RESAMPLES)
     if losses is not None:
-        metrics["log_loss"] = resampled["log_loss"]
+        metrics["log_loss"] = drawn["log_loss"]
     n, recall, *_ = _by_class(classes, n_classes, predicted)
     present = n > 0
     rows = effective_rows(n[present], recall[present])
     metrics["balanced_accuracy"] = exact_proportion(float(recall[present].mean()), rows)
     # The resampling of rows without an error has no width.
-    metrics["macro_f1"] = widened(resampled["macro_f1"], exact_proportion(resampled["macro_f1"].value, rows))
+    metrics["macro_f1"] = widened(drawn["macro_f1"], exact_proportion(drawn["macro_f1"].value, rows))
     if (smallest := int(n[present].min())) < _FEW_IN_A_CLASS:
         for name in ("balanced_accuracy", "macro_f1"):
             metrics[name] = too_narrow(metrics[name], f"a class has only {smallest} test rows")
