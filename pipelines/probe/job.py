@@ -187,7 +187,7 @@ def run_probe(
             say(f"probing {layer}" + (f" of {name}" if len(readers) > 1 else "") + f" ({number} of {len(columns)})")
             labelling = outcome.labellings[name]
             if config.is_dense:
-                result, examples = token_probes[name].probe(arrays, config.memory_bytes)
+                result, examples = token_probes[name].probe(arrays)
                 result = replace(result, model=result.model if config.save else None)
                 width = sum(tokens.shape[1] for tokens in arrays)
                 outcome.probed.append(ProbedFeature(name, parts, width, result))

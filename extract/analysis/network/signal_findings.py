@@ -44,8 +44,7 @@ def not_finite(evidence: Evidence, explained: set[str]) -> list[Finding]:
     """Find where values that are not finite start; images in which they started earlier do not count."""
     findings: list[Finding] = []
     broken = set(evidence.inputs.broken)
-    sick = [tensor for tensor in evidence.tensors if tensor.activations.nan + tensor.activations.infinite]
-    for tensor in sick:
+    for position, tensor in enumerate(evidence.tensors):
         numbers = tensor.activations
         new = [image for image in numbers.not_finite_images if image not in broken]
         broken.update(new)
@@ -53,8 +52,9 @@ def not_finite(evidence: Evidence, explained: set[str]) -> list[Finding]:
             counts = {"NaN": numbers.nan, "infinite": numbers.infinite}
             kinds = [f"{count:,} {kind}" for kind, count in counts.items() if count]
             where = f"first in {evidence.name_of(new[0])}" if tensor.by_image else f"first in batch {new[0]}"
-            behind = tuple(other.name for other in sick[sick.index(tensor) + 1 :])
-            affected = _affected(len(behind), _number_behind(evidence.tensors, tensor))
+            after = evidence.tensors[position + 1 :]
+            behind = tuple(other.name for other in after if other.activations.nan + other.activations.infinite)
+            affected = _affected(len(behind), len(after))
             text = f"{' and '.join(kinds)} values, {where}{affected}"
             findings.append(Finding("not finite", tensor.name, text, layers=behind))
             if not tensor.by_image:
@@ -128,7 +128,8 @@ def distortions(evidence: Evidence, explained: set[str]) -> list[Finding]:
     if misfit is None or tensors[misfit.position].name in explained:
         return explosions
     tensor = tensors[misfit.position]
-    earlier = [finding for finding in explosions if _position(tensors, finding.layer) < misfit.position]
+    before = {other.name for other in tensors[: misfit.position]}
+    earlier = [finding for finding in explosions if finding.layer in before]
     if earlier:
         return earlier
     behind = tuple(other.name for other in tensors[misfit.position + 1 :])
@@ -324,14 +325,6 @@ def _lost_at_the_end(tensors: Sequence[TensorReport]) -> list[TensorReport]:
 def _is_lost(tensor: TensorReport) -> bool:
     """Return whether a tensor is the same for all of several images, up to rounding."""
     return tensor.activations.images >= _VALUES_FOR_CONSTANT and tensor.variation < _LOST
-
-
-def _position(tensors: Sequence[TensorReport], name: str) -> int:
-    return next(position for position, tensor in enumerate(tensors) if tensor.name == name)
-
-
-def _number_behind(tensors: Sequence[TensorReport], tensor: TensorReport) -> int:
-    return len(tensors) - _position(tensors, tensor.name) - 1
 
 
 def _affected(count: int, behind: int) -> str:
