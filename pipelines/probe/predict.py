@@ -150,13 +150,13 @@ def _predict(probe: LinearProbe, out: Path, layers: Sequence[str], output: Path)
 def _lines(
     probe: LinearProbe, reader: FeatureReader, layers: Sequence[str], classes: list[str], shown: bool
 ) -> Iterator[list[str]]:
-    arrays, blank = [reader[name] for name in layers], ["", *("" for _ in classes if shown)]
+    blank = ["", *("" for _ in classes if shown)]
     for start in range(0, len(reader), _ROWS):
         rows = np.arange(start, min(start + _ROWS, len(reader)))
         good_rows = rows[reader.status[rows] == Status.OK]
         cells: dict[int, list[str]] = {}
         if len(good_rows):
-            scores = probe.scores(FeatureRows.of(arrays, good_rows))
+            scores = probe.scores(FeatureRows.of([reader[name] for name in layers], good_rows))
             probabilities = probe.probabilities(scores) if shown else None
             values = {"classification": scores.argmax(1), "multilabel": scores > 0}.get(probe.task, scores)
             for i, row in enumerate(good_rows.tolist()):
