@@ -103,13 +103,13 @@ def _ways(backbone: Backbone, known: Set[str]) -> dict[str, dict[str, list[int]]
     width, labels = n_outputs(backbone), _output_labels(backbone)
     exact, folded = defaultdict[str, list[int]](list), defaultdict[str, list[int]](list)
     for number, label in enumerate(labels):
-        spellings = {label, _short(label)}
-        for places, keys in ((exact, spellings), (folded, {_folded(spelling) for spelling in spellings})):
-            for key in keys:
-                places[key].append(number)
+        for spelling in {label, _short(label)}:
+            exact[spelling].append(number)
+        for spelling in {_folded(label), _folded(_short(label))}:
+            folded[spelling].append(number)
     called = {name: exact.get(name) or folded.get(_folded(name), []) for name in known}
     are_numbers = all(re.fullmatch(r"\d{1,18}", name, re.ASCII) for name in known)
-    ids = _imagenet() if _is_imagenet(labels) else {}
+    ids = {name: number for number, name in enumerate(_imagenet())} if _is_imagenet(labels) else {}
     return {
         _NUMBERS: {name: [int(name)] for name in known if are_numbers and (not width or int(name) < width)},
         _IDS: {name: [ids[name]] for name in known if name in ids},
@@ -180,27 +180,20 @@ def _output_labels(backbone: Backbone) -> Sequence[str]:
 
         categories: list[str] = models.get_model_weights(name).DEFAULT.meta["categories"]
         return categories
-    return list(_imagenet_labels())
+    return list(_imagenet().values())
 
 
 def _is_imagenet(labels: Sequence[str]) -> bool:
     """Whether most labels are those of ImageNet's 1,000 classes; those of libraries differ in a few."""
-    pairs = zip(labels, _imagenet_labels(), strict=False)
+    pairs = zip(labels, _imagenet().values(), strict=False)
     return len(labels) == len(_imagenet()) and sum(_short(a) == _short(b) for a, b in pairs) > len(labels) / 2
 
 
 @functools.cache
-def _imagenet() -> dict[str, int]:
-    """Return WordNet id -> output, as in all networks trained on ImageNet's 1,000 classes."""
+def _imagenet() -> dict[str, str]:
+    """Return WordNet id -> label of ImageNet's 1,000 classes, in the order of the outputs of its networks."""
     from timm.data import ImageNetInfo  # type: ignore[attr-defined]
 
-    names: list[str] = ImageNetInfo().label_names()  # type: ignore[no-untyped-call]
-    return {name: number for number, name in enumerate(names)}
-
-
-@functools.cache
-def _imagenet_labels() -> tuple[str, ...]:
-    """Return the labels of ImageNet's 1,000 classes."""
-    from timm.data import ImageNetInfo  # type: ignore[attr-defined]
-
-    return tuple(map(ImageNetInfo().index_to_description, range(len(_imagenet()))))
+    info = ImageNetInfo()
+    names: list[str] = info.label_names()  # type: ignore[no-untyped-call]
+    return dict(zip(names, map(info.index_to_description, range(len(names))), strict=True))

@@ -138,16 +138,12 @@ def print_bytes(sizes: LayerBytes, echo: Callable[[str], None]) -> None:
         f"{sizes.images:,} images in float32, without compression; --dtype float16 takes half, int8 a quarter. "
         "-: it does not fit"
     )
-    for reason, names in _refused(sizes.layers).items():
-        echo(f"not stored: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}: {reason}")
-
-
-def _refused(layers: Sequence[LayerShapes]) -> dict[str, list[str]]:
     reasons: dict[str, list[str]] = {}
-    for layer in layers:
+    for layer in sizes.layers:
         if layer.reason:
             reasons.setdefault(layer.reason, []).append(layer.name)
-    return reasons
+    for reason, names in reasons.items():
+        echo(f"not stored: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}: {reason}")
 
 
 def _text(size: float) -> str:
