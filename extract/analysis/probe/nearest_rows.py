@@ -19,7 +19,7 @@ from extract.analysis.probe.feature_matrix import FeatureRows, Source
 from extract.errors import InputError, LayertapError, unknown_name
 from extract.system.torch_state import full_float32
 
-__all__ = ["MEMORY_BYTES", "Neighbours", "layer_to_search", "nearest", "neighbour_shares", "overlap"]
+__all__ = ["MEMORY_BYTES", "Neighbours", "layer_to_search", "nearest", "overlap"]
 
 # Why no index: on 1 million x 256, FAISS's flat index takes 0.2 s for one query and 4.8 s for 100, after 1.2 s to fill
 # it, in 2.1 GB; this takes 1.2 and 3.7 s, in 0.7 GB, reading included. HNSW and IVF sometimes answer wrongly, would be
