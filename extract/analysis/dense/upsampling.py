@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import numpy as np
@@ -13,54 +12,37 @@ from torch import Tensor
 
 from extract.store.tokens.token_array import TokenArray
 
-__all__ = ["Upsampling", "cell_means", "pixels_of_input", "predicted_mask", "upsampled"]
+__all__ = ["cell_means", "pixels_of_input", "predicted_mask", "upsampled"]
 
 T = TypeVar("T", bound="np.generic[Any]")
 
 _BAND_VALUES = 1 << 24  # of upsampled scores held at once
 
 
-@dataclass(frozen=True)
-class Upsampling:
-    """How the pixels of a picture lie between the tokens of a grid.
+def _fill(pixels: NDArray[T], tokens: TokenArray, values: Tensor, of_band: Callable[[Tensor], Tensor]) -> NDArray[T]:
+    """Fill in the pixels inside the crop from interpolated values, from top to bottom.
 
-    Pixels that the crop left out have no values. Between the centres of cells, values are interpolated linearly along
-    both axes; outside the outer centres, they are those of the nearest cells. For a picture in the size of the crop,
-    this is `torch.nn.functional.interpolate(..., mode="bilinear", align_corners=False)`.
+    Between the centres of cells, values are interpolated linearly along both axes; outside the outer centres, they are
+    those of the nearest cells. For a picture in the size of the crop, this is
+    `torch.nn.functional.interpolate(..., mode="bilinear", align_corners=False)`.
 
-    Attributes:
-        rows: rows of pixels inside the crop.
-        columns: columns of pixels inside the crop.
-        by_row: (rows, grid rows) float32, weights of the tokens.
-        by_column: (columns, grid columns) float32.
+    Args:
+        pixels: (height, width) of a picture, turned as in `TokenArray.boxes`.
+        tokens: tokens of the picture's data set.
+        values: (K, h, w) of the grid.
+        of_band: function of interpolated values (K, rows, columns) that returns pixels (rows, columns).
     """
-
-    rows: slice
-    columns: slice
-    by_row: Tensor
-    by_column: Tensor
-
-    @staticmethod
-    def of(tokens: TokenArray, picture_px: tuple[int, int]) -> Upsampling:
-        """Return the upsampling to a picture of (width, height) pixels, turned as in `TokenArray.boxes`."""
-        left, top, right, bottom = tokens.window(picture_px)
-        columns, by_column = _axis(picture_px[0], left, right, tokens.grid[1])
-        rows, by_row = _axis(picture_px[1], top, bottom, tokens.grid[0])
-        return Upsampling(rows, columns, by_row, by_column)
-
-    def bands(self, values: Tensor, largest: int = _BAND_VALUES) -> Iterator[tuple[slice, Tensor]]:
-        """Yield the interpolated values from top to bottom, as (rows of the picture, (K, rows, columns)).
-
-        Args:
-            values: (K, h, w) of the grid.
-            largest: number of values that a band may have, if one row of pixels has fewer.
-        """
-        along_rows = torch.einsum("khw,cw->khc", values, self.by_column)
-        at_once = max(1, largest // max(1, len(values) * len(self.by_column)))
-        start = self.rows.start
-        for part in torch.split(self.by_row, at_once):
-            yield slice(start, start + len(part)), torch.einsum("rh,khc->krc", part, along_rows)
-            start += len(part)
+    height, width = pixels.shape
+    left, top, right, bottom = tokens.window((width, height))
+    columns, by_column = _axis(width, left, right, tokens.grid[1])
+    rows, by_row = _axis(height, top, bottom, tokens.grid[0])
+    along_rows = torch.einsum("khw,cw->khc", values, by_column)
+    start = rows.start
+    for part in torch.split(by_row, max(1, _BAND_VALUES // max(1, len(values) * len(by_column)))):
+        band = of_band(torch.einsum("rh,khc->krc", part, along_rows))
+        pixels[start : start + len(part), columns] = band.numpy()
+        start += len(part)
+    return pixels
 
 
 def _axis(pixels: int, start: float, end: float, cells: int) -> tuple[slice, Tensor]:
@@ -90,11 +72,7 @@ def upsampled(tokens: TokenArray, values: Tensor, picture_px: tuple[int, int]) -
     Returns:
         (height, width).
     """
-    upsampling = Upsampling.of(tokens, picture_px)
-    pixels = np.full(picture_px[::-1], np.nan, np.float32)
-    for rows, band in upsampling.bands(values[None]):
-        pixels[rows, upsampling.columns] = band[0].numpy()
-    return pixels
+    return _fill(np.full(picture_px[::-1], np.nan, np.float32), tokens, values[None], lambda band: band[0])
 
 
 def predicted_mask(tokens: TokenArray, scores: Tensor, picture_px: tuple[int, int]) -> NDArray[np.int64]:
@@ -108,11 +86,7 @@ def predicted_mask(tokens: TokenArray, scores: Tensor, picture_px: tuple[int, in
     Returns:
         (height, width) numbers from 0 to K - 1; -1 for pixels that the crop left out.
     """
-    upsampling = Upsampling.of(tokens, picture_px)
-    mask = np.full(picture_px[::-1], -1, np.int64)
-    for rows, band in upsampling.bands(scores):
-        mask[rows, upsampling.columns] = band.argmax(0).numpy()
-    return mask
+    return _fill(np.full(picture_px[::-1], -1, np.int64), tokens, scores, lambda band: band.argmax(0))
 
 
 def pixels_of_input(tokens: TokenArray, pixels: NDArray[T], outside: float) -> NDArray[T]:
