@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from extract.analysis.network.ablation import Ablation, ablation, mean_activations
@@ -68,21 +67,16 @@ def ablate(config: AblateConfig) -> AblationResult:
     if config.labels is not None and not n_outputs(backbone):
         raise InputError(f"{backbone.spec} gives no classes, which --labels needs", hint="leave out --labels")
     targets = targets_of(backbone, sample.images, config.labels) if n_outputs(backbone) else None
-
-    def batches() -> Iterator[tuple[Tensor, Tensor | None]]:
-        for batch in sample.batches():
-            targets_of_batch = None if targets is None else torch.from_numpy(targets.numbers[batch.rows])
-            yield batch.inputs, targets_of_batch
-
+    numbers = None if targets is None else targets.numbers
     if config.edit == "mean":
-        means = mean_activations(backbone, batches(), layers)
+        means = mean_activations(backbone, sample.with_targets(numbers), layers)
         edit: Edit | Mapping[str, Edit] = {name: _replaced(mean) for name, mean in means.items()}
     else:
         edit = edit_named(config.edit)
     trials = len(layers) * (1 if channels is None else len(channels))
     with Progress(len(sample.rows) * (trials + 1), "forwards") as progress:
         result = ablation(
-            backbone, batches(), layers, edit, channels=channels,
+            backbone, sample.with_targets(numbers), layers, edit, channels=channels,
             on_forward=lambda images: progress.advance(images, False),
         )  # fmt: skip
     sample.print_failures()

@@ -84,6 +84,12 @@ class Sample:
             first = f"{printable(self.images.paths[row])}: {printable(reason)}"
             raise InputError(f"none of the images can be decoded; {first}")
 
+    def with_targets(self, targets: NDArray[np.int64] | None) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the inputs of each batch and their targets (B,), from the targets of all `images`; None: -1 for all."""
+        for batch in self.batches():
+            numbers = np.full(len(batch.rows), -1) if targets is None else targets[batch.rows]
+            yield batch.inputs, torch.from_numpy(numbers).to(batch.inputs.device)
+
     def name(self, position: int) -> str:
         """Return the path of an image by its position among the decoded images."""
         return printable(self.images.paths[self.decoded[position]])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -74,7 +74,7 @@ def inspect(config: InspectConfig) -> InspectionResult:
     with Progress(len(sample.rows)) as progress:
         inspection = inspect_model(
             backbone.model,
-            _with_targets(sample, targets),
+            sample.with_targets(targets),
             names,
             loss=loss,
             on_batch=lambda images: progress.advance(images, False),
@@ -91,12 +91,6 @@ def inspect(config: InspectConfig) -> InspectionResult:
         written += draw_inspection(inspection, backbone.spec, config.pictures, config.format)
     failed = {sample.images.paths[row]: reason for row, reason in sample.failed.items()}
     return InspectionResult(inspection, backbone.spec, (inspection.images, sample.n_listed), failed, described, written)
-
-
-def _with_targets(sample: Sample, targets: NDArray[np.int64] | None) -> Iterator[tuple[Tensor, Tensor]]:
-    for batch in sample.batches():
-        batch_targets = np.full(len(batch.rows), -1) if targets is None else targets[batch.rows]
-        yield batch.inputs, torch.from_numpy(batch_targets).to(batch.inputs.device)
 
 
 def _loss(config: InspectConfig, backbone: Backbone, sample: Sample) -> tuple[str, Loss, NDArray[np.int64] | None]:
