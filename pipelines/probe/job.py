@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from extract.analysis.dataset_diff import distinct_images, image_hashes
 from extract.analysis.probe.feature_matrix import FeatureRows
 from extract.analysis.probe.metrics import mcnemar
 from extract.analysis.probe.model import LinearProbe
@@ -18,7 +19,6 @@ from extract.analysis.probe.probing import ProbeResult, probe
 from extract.analysis.probe.protocols import Labelled
 from extract.analysis.probe.representations import similarities
 from extract.errors import InputError
-from extract.row_status import Status
 from extract.store.format.dataset import DataSet
 from extract.store.places.destination import data_set_at
 from extract.store.reader import FeatureReader
@@ -26,7 +26,7 @@ from extract.system.urls import is_url
 from extract.taps.layer_names import match_layers
 from pipelines.probe.coco import CocoFile
 from pipelines.probe.config import ProbeConfig
-from pipelines.probe.labelling import Labelling, drop_leaks, image_hashes, label_rows
+from pipelines.probe.labelling import Labelling, drop_leaks, label_rows
 from pipelines.probe.token_probes import Example, TokenProbes
 
 __all__ = ["Comparison", "ProbeRun", "ProbedFeature", "data_sets", "description_of", "run_probe"]
@@ -296,9 +296,8 @@ def _common_rows(readers: dict[str, FeatureReader], seed: int) -> dict[str, NDAr
     """
     rows_of = {}
     for name, reader in readers.items():
-        good_rows = np.flatnonzero(reader.status == Status.OK)
-        hashes, first = np.unique(image_hashes(reader)[good_rows], return_index=True)
-        rows_of[name] = dict(zip(hashes.tolist(), good_rows[first].tolist(), strict=True))
+        hashes, rows = distinct_images(reader)
+        rows_of[name] = dict(zip(hashes.tolist(), rows.tolist(), strict=True))
     common = sorted(set.intersection(*(set(rows) for rows in rows_of.values())))
     if len(common) < 4:
         raise InputError(f"the data sets have {len(common)} images in common; --similarity needs at least 4")

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from extract.analysis.dataset_diff import image_hashes
 from extract.errors import InputError
 from extract.images.csv_lists import file_and_column
 from extract.images.image_list import labels_from_values
@@ -19,7 +20,7 @@ from pipelines.probe.coco import CocoFile
 from pipelines.probe.pixel_files import files_of_rows, is_table_of_files, where_files_are_expected
 from pipelines.terminal.image_tables import read_image_table, without_fractions
 
-__all__ = ["FILES", "SEPARATOR", "Labelling", "drop_leaks", "image_hashes", "label_rows"]
+__all__ = ["FILES", "SEPARATOR", "Labelling", "drop_leaks", "label_rows"]
 
 TEST_FRACTION = 0.2  # of each class, if a data set has no splits
 FILES = {"segmentation": "masks", "depth": "depth"}  # tasks whose targets are files -> option that names them
@@ -238,11 +239,6 @@ def _groups(reader: FeatureReader) -> NDArray[np.int64]:
     """Return (N,) group numbers, equal for rows whose images have the same bytes."""
     groups: NDArray[np.int64] = np.unique(image_hashes(reader), return_inverse=True)[1]
     return groups
-
-
-def image_hashes(reader: FeatureReader) -> NDArray[Any]:
-    """Return (N,) hashes of the image bytes, as 16-byte values that can be sorted and compared."""
-    return np.ascontiguousarray(reader.column("source_hash")).view("V16")[:, 0]
 
 
 def _draw_test_rows(
