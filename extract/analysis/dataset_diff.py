@@ -77,11 +77,9 @@ def compare(first: Path, second: Path) -> Comparison:
                 features[name] = "no shared images"
             else:
                 features[name] = _similarity(first_reader, second_reader, name, first_rows, second_rows)
-        only = (
-            len(distinct_images(first_reader)[1]) - len(first_rows),
-            len(distinct_images(second_reader)[1]) - len(second_rows),
-        )
-        return Comparison(changed, len(first_rows), only, features)
+        first_all, second_all = (len(distinct_images(reader)[1]) for reader in (first_reader, second_reader))
+        same = len(first_rows)
+        return Comparison(changed, same, (first_all - same, second_all - same), features)
 
 
 def image_hashes(reader: FeatureReader) -> NDArray[Any]:
