@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from extract.analysis.dense.depth_bins import DepthBins
 from extract.analysis.dense.token_images import scores_of_images
-from extract.analysis.dense.upsampling import predicted_mask
+from extract.analysis.dense.upsampling import DepthBins, predicted_mask
 from extract.analysis.probe.model import LinearProbe
 from extract.errors import InputError
 from extract.row_status import Status

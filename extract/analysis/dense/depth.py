@@ -10,10 +10,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from extract.analysis.dense.dense_probe import DEPTH, DenseProbe
-from extract.analysis.dense.depth_bins import DepthBins
 from extract.analysis.dense.linear_head import depth_bins, train_depth_head
 from extract.analysis.dense.token_images import pixels_of_image, scores_of_images
-from extract.analysis.dense.upsampling import cell_means, pixels_of_input
+from extract.analysis.dense.upsampling import DepthBins, cell_means, pixels_of_input
 from extract.analysis.probe.intervals import Estimate
 from extract.analysis.probe.metrics import resampled
 from extract.analysis.probe.probing import ProbeResult

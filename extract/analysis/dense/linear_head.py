@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, interpolate
 
 from extract.analysis.dense.dense_probe import DenseProbe
-from extract.analysis.dense.depth_bins import DepthBins, mean_depth
 from extract.analysis.dense.token_images import held, remembered, token_numbers
+from extract.analysis.dense.upsampling import DepthBins, mean_depth
 from extract.analysis.probe.feature_matrix import Scaling
 from extract.analysis.probe.model import LinearProbe
 from extract.analysis.probe.protocols import Fitted

@@ -1,8 +1,9 @@
-"""From tokens to the pixels of a picture, and from these to cells and to the pixels of the backbone's input."""
+"""From tokens, and their scores of bins of depth, to the pixels of a picture; from these to cells and input pixels."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -12,11 +13,14 @@ from torch import Tensor
 
 from extract.store.tokens.token_array import TokenArray
 
-__all__ = ["cell_means", "pixels_of_input", "predicted_mask", "upsampled"]
+__all__ = ["DepthBins", "cell_means", "mean_depth", "pixels_of_input", "predicted_mask", "upsampled"]
 
 T = TypeVar("T", bound="np.generic[Any]")
 
 _BAND_VALUES = 1 << 24  # of upsampled scores held at once
+_LARGEST = float(np.finfo(np.float32).max)
+# Scores (B, bins, ...) -> weights that are divided by their sum. "relu" is that of DINOv3.
+_WEIGHTS = {"softmax": lambda scores: scores.softmax(1), "relu": lambda scores: scores.relu() + 0.1}
 
 
 def _fill(pixels: NDArray[T], tokens: TokenArray, values: Tensor, of_band: Callable[[Tensor], Tensor]) -> NDArray[T]:
@@ -132,3 +136,62 @@ def cell_means(tokens: TokenArray, pixels: NDArray[np.float32]) -> NDArray[np.fl
     sums = np.bincount(cells[known], values[known], tokens.per_image)
     enough = (n_known > 0) & (2 * n_known >= count)
     return np.asarray(np.divide(sums, n_known, out=np.full(tokens.per_image, np.nan), where=enough))
+
+
+def mean_depth(scores: Tensor, depths: Tensor, weighting: str) -> Tensor:
+    """Return the mean depth of bins, weighted by their scores: (B, bins, ...) -> (B, ...).
+
+    Args:
+        scores: (B, bins, ...).
+        depths: (bins,) depth of each bin.
+        weighting: "softmax", or "relu": relu(score) + 0.1.
+    """
+    weights = _WEIGHTS[weighting](scores)
+    return torch.einsum("bk...,k->b...", weights / weights.sum(1, keepdim=True), depths)
+
+
+@dataclass(frozen=True)
+class DepthBins:
+    """How scores of tokens give the depths of pixels.
+
+    Attributes:
+        depths: (bins,) float32, depth of each bin.
+        weighting: see `mean_depth`.
+        largest: depth that is not exceeded.
+    """
+
+    depths: NDArray[np.float32]
+    weighting: str
+    largest: float
+
+    def predicted(self, tokens: TokenArray, scores: Tensor, picture_px: tuple[int, int]) -> NDArray[np.float32]:
+        """Return the depths (height, width) of a picture, NaN for pixels that the crop left out.
+
+        Args:
+            tokens: tokens of the picture's data set.
+            scores: (bins, h, w) scores of its tokens.
+            picture_px: (width, height), see `TokenArray.boxes`.
+        """
+        of_cells = mean_depth(scores[None], torch.from_numpy(self.depths), self.weighting)[0]
+        return upsampled(tokens, of_cells.clamp(max=self.largest), picture_px)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what a saved probe stores."""
+        return {"depths": self.depths.tolist(), "weighting": self.weighting, "largest": self.largest}
+
+    @staticmethod
+    def of_json(described: Any, bins: int) -> DepthBins:
+        """Return the bins of a saved probe that gives scores of a number of bins.
+
+        Raises:
+            ValueError: it is not a description of so many bins.
+        """
+        expected = f"expected the depths of {bins} bins, a weighting, softmax or relu, and the largest depth, above 0"
+        if not isinstance(described, dict) or described.get("weighting") not in (*_WEIGHTS,):
+            raise ValueError(f"depth is {described!r}; {expected}")
+        depths = described.get("depths")
+        numbers = [described.get("largest"), *(depths if isinstance(depths, list) else [])]
+        are_depths = all(isinstance(number, float) and 0 < number < _LARGEST for number in numbers)
+        if not are_depths or len(numbers) != bins + 1:
+            raise ValueError(f"depth is {described!r}; {expected}")
+        return DepthBins(np.array(numbers[1:], np.float32), described["weighting"], numbers[0])
