@@ -5,7 +5,6 @@ Tokens are frozen, so there is no augmentation: neither scaled and flipped pictu
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -73,7 +72,8 @@ def _trained(
     device, per_image = settings.device, tokens.per_image
     rows = held(probe.features, token_numbers(images, per_image), settings)
     target = remembered(lambda number: target_of(int(images[number])), settings)
-    with with_gradients(), _seeded(settings.seed, device):
+    with with_gradients(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(settings.seed)
         norm, linear = nn.BatchNorm2d(rows.width), nn.Conv2d(rows.width, n_outputs, 1)
         nn.init.normal_(linear.weight, std=0.01)
         nn.init.zeros_(linear.bias)  # type: ignore[arg-type]
@@ -93,13 +93,6 @@ def _trained(
             optimizer.step()
     model = _as_probe(norm, linear)
     return Fitted(lambda tokens: (model.scores(tokens), None), len(images), model=model)
-
-
-@contextlib.contextmanager
-def _seeded(seed: int, device: torch.device) -> Iterator[None]:
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
-        yield
 
 
 def _batches(count: int, iterations: int, seed: int) -> Iterator[list[int]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import combinations
@@ -80,7 +79,9 @@ def rank_test(values: ArrayLike) -> RankTest:
     error = np.sqrt(classifiers * (classifiers + 1) / (12 * tasks))
     differences = np.abs(ranks[:, None] - ranks)
     p = np.stack([_above(line / error, classifiers) for line in differences])
-    return RankTest(ranks, float(_quantile(LEVEL, classifiers) * error), p)
+    # The span that the range of K standard normal values exceeds with probability 0.05.
+    _, span = bisected(lambda span: float(_above(np.array([span]), classifiers)[0]) > LEVEL, 0.0, 2 * _FARTHEST)
+    return RankTest(ranks, float(span * error), p)
 
 
 def ranks_of(values: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -102,9 +103,3 @@ def _above(spans: NDArray[np.float64], count: int) -> NDArray[np.float64]:
     inside = torch.trapezoid(count * density * between ** (count - 1), x, dim=0)
     above: NDArray[np.float64] = 1 - np.minimum(1.0, inside.numpy())
     return above
-
-
-@functools.cache
-def _quantile(level: float, count: int) -> float:
-    """Return the span that the range of `count` standard normal values exceeds with probability `level`."""
-    return bisected(lambda span: float(_above(np.array([span]), count)[0]) > level, 0.0, 2 * _FARTHEST)[1]
