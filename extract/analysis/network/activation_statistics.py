@@ -31,9 +31,11 @@ __all__ = ["Statistics", "Summary", "summarise"]
 _BINS = 1 << 16  # values of the upper half of float32's 32 bits: sign, exponent, 7 bits of the fraction
 _AT_ONCE = 1 << 20  # values, few enough that several passes find them in the cache
 # Outside this range, squares of float32 values overflow, underflow or lose precision.
-_LARGE, _SMALL = 1e15, 1e-15
+_LARGE = 1e15
+_SMALL = 1e-15
 # A channel whose range is at most _CONSTANT times the _USUAL quantile of the channels' stds is constant up to rounding.
-_CONSTANT, _USUAL = 1e-6, 0.75
+_CONSTANT = 1e-6
+_USUAL = 0.75
 # A value is saturated if it is this near to a bound of a function such as the sigmoid, as a share of the range.
 _NEAR_A_BOUND = 0.01
 

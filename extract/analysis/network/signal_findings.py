@@ -22,16 +22,20 @@ _VALUES_FOR_CONSTANT = 20  # values needed to call any other constant channel de
 _NEARLY_CONSTANT = 1e-3
 _GRAVE_PART = 0.5  # of the channels of a layer
 _LISTED_SEPARATELY = 3  # layers with dead channels; more are one finding
-_SATURATED_VALUES, _SATURATED_UNITS = 0.95, 0.5
+_SATURATED_VALUES = 0.95
+_SATURATED_UNITS = 0.5
 # In trained networks (efficientnet_lite0, ConvNeXt, MobileNetV3), norms grow by a factor of 5 in a layer, 30 in a
 # normalisation, and 400 in a gate whose input is nearly zero; the gate's result does not exceed other activations.
-_GROWTH, _ABOVE_OTHERS = 100.0, 100.0
+_GROWTH = 100.0
+_ABOVE_OTHERS = 100.0
 # Standard deviation of the inputs of a batch normalisation, in those of training: 0.7 to 1.3 on images like those of
 # training (0.90 to 1.12 in the bundled backbone). At the first one, pixels of 0 to 1 without normalisation give 0.31,
 # and pixels of 0 to 255 give 78 to 125. Later ones also depend on what is seen.
-_FIRST_MISFIT, _LATER_MISFIT = 3.0, 10.0
+_FIRST_MISFIT = 3.0
+_LATER_MISFIT = 10.0
 _IMAGES_FOR_MISFIT = 20  # the values of few images vary less
-_LAYERS_BACK, _SAME_SIZE = 8, 2e-3  # where the input of a layer is looked for; sizes of inputs are summed in float32
+_LAYERS_BACK = 8  # where the input of a layer is looked for
+_SAME_SIZE = 2e-3  # relative; sizes of inputs are summed in float32
 # Attention of trained networks: single heads attend to one token, such as the class token, but never all of them.
 _ONE_HOT_QUERIES = 0.9
 # At the smallest usual initialisation (standard deviation 0.02, 48 channels), weights deviate by 2 % from uniform ones.
