@@ -17,7 +17,9 @@ from extract.errors import InputError
 __all__ = ["MOST_COLUMNS", "Alikeness", "FeatureSimilarity", "alikeness", "feature_similarity"]
 
 MEMORY_BYTES = 512 << 20
-_KNN_ROWS, _RSA_ROWS = 10_000, 2_000  # both take time that grows with the square of the number of images
+# Both take time that grows with the square of the number of images.
+_KNN_ROWS = 10_000
+_RSA_ROWS = 2_000
 MOST_COLUMNS = 16_384  # of a feature whose product with others is held, and decomposed
 
 Matrix = NDArray[np.float64]

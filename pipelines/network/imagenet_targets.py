@@ -23,7 +23,9 @@ from pipelines.terminal.text_output import print_line
 
 __all__ = ["Targets", "class_name", "n_outputs", "targets_of"]
 
-_NUMBERS, _IDS, _LABELS = "output numbers, counted from 0", "WordNet ids", "label names of the network"
+_NUMBERS = "output numbers, counted from 0"
+_IDS = "WordNet ids"
+_LABELS = "label names of the network"
 _SHOWN = 3  # classes in a note
 
 
