@@ -501,6 +501,7 @@ def test_wrong_input_is_refused(made: Path, tmp_path: Path) -> None:
         ("name\nx\n", "expected a column 'backbone'"),
         ("backbone,weight\ntimm/x,random\n", "has the column weight"),
         ("backbone,name\n,x\n", "line 2: no backbone"),
+        ("backbone,name\ntimm/x\n", "line 2 has 1 values, but the header has 2"),
         ("backbone,name\ntimm/x,../y\n", "line 2: the name"),
         ("backbone,name\ntimm/x,probe\n", "line 2: the name"),
         ("backbone,name\ntimm/x,a\ntimm/y,A\n", "two backbones are called"),
