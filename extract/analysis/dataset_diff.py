@@ -16,7 +16,7 @@ from extract.store.format.differences import changes
 from extract.store.format.shard import BLOCK_BYTES
 from extract.store.reader import FeatureReader
 
-__all__ = ["Comparison", "Similarity", "compare", "shared_images"]
+__all__ = ["Comparison", "Similarity", "compare", "distinct_images", "image_hashes", "shared_images"]
 
 
 @dataclass(frozen=True)
@@ -77,23 +77,28 @@ def compare(first: Path, second: Path) -> Comparison:
                 features[name] = "no shared images"
             else:
                 features[name] = _similarity(first_reader, second_reader, name, first_rows, second_rows)
-        only = len(_images(first_reader)[1]) - len(first_rows), len(_images(second_reader)[1]) - len(second_rows)
-        return Comparison(changed, len(first_rows), only, features)
+        first_all, second_all = (len(distinct_images(reader)[1]) for reader in (first_reader, second_reader))
+        same = len(first_rows)
+        return Comparison(changed, same, (first_all - same, second_all - same), features)
+
+
+def image_hashes(reader: FeatureReader) -> NDArray[Any]:
+    """Return (N,) hashes of the image bytes, as 16-byte values that can be sorted and compared."""
+    return np.ascontiguousarray(reader.column("source_hash")).view("V16")[:, 0]
 
 
 def shared_images(first: FeatureReader, second: FeatureReader) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the rows (M,) of each data set that have features of the same images, in the order of the first."""
-    (first_hashes, first_rows), (second_hashes, second_rows) = _images(first), _images(second)
+    (first_hashes, first_rows), (second_hashes, second_rows) = distinct_images(first), distinct_images(second)
     _, in_first, in_second = np.intersect1d(first_hashes, second_hashes, assume_unique=True, return_indices=True)
     order = np.argsort(first_rows[in_first])
     return first_rows[in_first][order], second_rows[in_second][order]
 
 
-def _images(reader: FeatureReader) -> tuple[NDArray[Any], NDArray[np.int64]]:
+def distinct_images(reader: FeatureReader) -> tuple[NDArray[Any], NDArray[np.int64]]:
     """Return the distinct hashes of images with features, and the first row of each."""
     rows_with_features = np.flatnonzero(reader.status == Status.OK)
-    hashes = np.ascontiguousarray(reader.column("source_hash")[rows_with_features]).view("V16").reshape(-1)
-    unique, rows = np.unique(hashes, return_index=True)
+    unique, rows = np.unique(image_hashes(reader)[rows_with_features], return_index=True)
     return unique, rows_with_features[rows]
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from extract.analysis.probe.feature_matrix import FeatureRows, Source
+from extract.analysis.probe.feature_matrix import FeatureRows, Source, mean_of
 from extract.analysis.probe.nearest_rows import nearest, overlap
 from extract.analysis.probe.representations import correlation, ranked_distances
 from extract.errors import InputError
@@ -17,7 +17,9 @@ from extract.errors import InputError
 __all__ = ["MOST_COLUMNS", "Alikeness", "FeatureSimilarity", "alikeness", "feature_similarity"]
 
 MEMORY_BYTES = 512 << 20
-_KNN_ROWS, _RSA_ROWS = 10_000, 2_000  # both take time that grows with the square of the number of images
+# Both take time that grows with the square of the number of images.
+_KNN_ROWS = 10_000
+_RSA_ROWS = 2_000
 MOST_COLUMNS = 16_384  # of a feature whose product with others is held, and decomposed
 
 Matrix = NDArray[np.float64]
@@ -71,7 +73,7 @@ def feature_similarity(
         InputError: there are no features, their numbers of rows differ or are below 4, a feature is too wide, or k is
             not below the number of images.
     """
-    rows = [feature if isinstance(feature, FeatureRows) else FeatureRows.of(feature) for feature in features]
+    rows = [FeatureRows.of(feature) for feature in features]
     if not rows:
         raise InputError("there are no features to compare")
     count = len(rows[0])
@@ -132,8 +134,7 @@ def _symmetric(count: int, value_of: Callable[[int, int], float]) -> Matrix:
 def _products(rows: Sequence[FeatureRows], memory_bytes: int) -> tuple[Matrix, Matrix, NDArray[np.float64]]:
     """Return CKA, Procrustes and effective ranks, from the products X^T Y of centred features."""
     count, features = len(rows[0]), len(rows)
-    means = [sum((block.sum(0, dtype=np.float64) for _, block in each.blocks()), np.zeros(each.width)) / count
-             for each in rows]  # fmt: skip
+    means = [mean_of(each) for each in rows]
     hsic, nuclear, lengths = np.zeros((features, features)), np.eye(features), np.zeros(features)
     effective_rank = np.zeros(features)
     for i, others in _tiles([each.width for each in rows], memory_bytes // 2):
@@ -165,11 +166,8 @@ def _products(rows: Sequence[FeatureRows], memory_bytes: int) -> tuple[Matrix, M
         scale = np.sqrt(np.diag(hsic).clip(0))
         cka, procrustes = hsic / np.outer(scale, scale), nuclear / np.outer(lengths, lengths)
     np.fill_diagonal(procrustes, np.where(lengths > 0, 1.0, np.nan))
-    return (
-        np.where(np.isfinite(cka), cka, np.nan),
-        np.where(np.isfinite(procrustes), procrustes, np.nan),
-        effective_rank,
-    )
+    cka, procrustes = (np.where(np.isfinite(matrix), matrix, np.nan) for matrix in (cka, procrustes))
+    return cka, procrustes, effective_rank
 
 
 def _tiles(widths: Sequence[int], most_bytes: int) -> Iterator[tuple[int, list[int]]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from pathlib import Path
 
 from extract.backbones.catalogue import match_specs
 from extract.errors import InputError
+from extract.images.csv_lists import read_table
 from pipelines.terminal.text_output import printable
 
 __all__ = ["RESERVED", "Candidate", "candidates_of"]
@@ -45,9 +45,8 @@ def candidates_of(specs: Sequence[str], table: Path | None) -> list[Candidate]:
         InputError: the table cannot be used, two different candidates have the same name, or there are none.
         UnknownNameError: no backbone matches a glob.
     """
-    found = [_candidate(spec) for text in specs for spec in _specs(text)]
-    found += _of_table(table) if table is not None else []
-    found = list(dict.fromkeys(found))
+    found = [_candidate(spec) for text in specs for spec in (match_specs(text) if _GLOB.search(text) else [text])]
+    found = list(dict.fromkeys(found + (_of_table(table) if table is not None else [])))
     if not found:
         raise InputError("there are no backbones to compare", hint="name each with -b, or a table with --from FILE.csv")
     by_name: dict[str, Candidate] = {}
@@ -62,10 +61,6 @@ def candidates_of(specs: Sequence[str], table: Path | None) -> list[Candidate]:
     return found
 
 
-def _specs(text: str) -> list[str]:
-    return match_specs(text) if _GLOB.search(text) else [text]
-
-
 def _candidate(spec: str, weights: str | None = None, name: str = "") -> Candidate:
     if not name:
         stem = "" if weights is None else f"-{Path(weights).stem}"
@@ -74,28 +69,18 @@ def _candidate(spec: str, weights: str | None = None, name: str = "") -> Candida
 
 
 def _of_table(table: Path) -> list[Candidate]:
-    try:
-        with table.open(encoding="utf-8-sig", newline="") as file:
-            reader = csv.DictReader(file)
-            header = list(reader.fieldnames or [])
-            lines = [dict(line) for line in reader]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        reason = getattr(error, "strerror", None) or "it is not a table in UTF-8"
-        raise InputError(f"{table} cannot be read: {reason}") from error
-    if "backbone" not in header:
-        raise InputError(f"{table} has the columns {', '.join(header)}; expected `backbone`, and optionally `weights` "
-                         "and `name`")  # fmt: skip
-    if unknown := [name for name in header if name not in _COLUMNS]:
-        raise InputError(f"{table} has the column {printable(str(unknown[0]))}; expected {', '.join(_COLUMNS)}")
-    found = []
-    for number, line in enumerate(lines, 2):
-        spec, weights, name = ((line.get(column) or "").strip() for column in _COLUMNS)
+    columns, lines = read_table(str(table), "backbone")
+    if unknown := [name for name in columns if name not in _COLUMNS]:
+        raise InputError(f"{table} has the column {printable(unknown[0])}; expected {', '.join(_COLUMNS)}")
+    found, empty = [], [""] * len(columns["backbone"])
+    for number, values in enumerate(zip(*(columns.get(column, empty) for column in _COLUMNS), strict=True)):
+        spec, weights, name = (str(value or "").strip() for value in values)
+        where = f"{table}, line {lines[number]}" if lines else f"{table}, row {number}"
         if not spec:
-            raise InputError(f"{table}, line {number}: no backbone")
+            raise InputError(f"{where}: no backbone")
         if name and (not re.fullmatch(r"[\w.-]+", name) or name.startswith(".") or name.lower() in RESERVED):
             raise InputError(
-                f"{table}, line {number}: the name {name!r} cannot be that of a folder; expected letters, digits, '-', "
-                "'_' and '.'"
+                f"{where}: the name {name!r} cannot be that of a folder; expected letters, digits, '-', '_' and '.'"
             )
         if weights and (table.parent / weights).is_file():
             weights = str(table.parent / weights)

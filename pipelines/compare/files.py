@@ -121,13 +121,5 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
 
 
 def _task_as_json(task: Task) -> dict[str, Any]:
-    return {
-        "name": task.name,
-        "metric": task.metric,
-        "test_images": task.n_test,
-        "layers_chosen_on": task.chosen_on,
-        "scores": {backbone: asdict(score) for backbone, score in task.scores.items()},
-        "layers": task.layers,
-        "disputed": [asdict(disputed) for disputed in task.disputed],
-        "notes": task.notes,
-    }
+    names = {"n_test": "test_images", "chosen_on": "layers_chosen_on"}
+    return {names.get(name, name): value for name, value in asdict(task).items()}

@@ -6,32 +6,36 @@ import contextlib
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from extract.analysis.probe.feature_matrix import FeatureRows
 from extract.analysis.similarity import MOST_COLUMNS, feature_similarity
 from extract.backbones.catalogue import describe
 from extract.compute.backbone import Backbone, load_backbone
+from extract.credentials import text_without_credentials
 from extract.errors import InputError, LayertapError
 from extract.extraction.several import Member, MemberRun, extract_several
 from extract.images import Images, list_images
 from extract.row_status import Status
 from extract.store.format.dataset import DataSet
+from extract.store.format.schemas import RUN
 from extract.store.reader import FeatureReader
+from extract.system.json_files import is_finite_number, read_json_lines
 from pipelines.compare.candidates import Candidate, candidates_of
 from pipelines.compare.comparison import Compared, Comparison
 from pipelines.compare.config import CompareConfig
 from pipelines.compare.files import check_out, mark_out, write_results
-from pipelines.compare.label_check import check_labels
 from pipelines.compare.page import write_page
-from pipelines.compare.rates import forward_rate
 from pipelines.compare.tasks import add_tasks
+from pipelines.probe.labelling import label_rows
 from pipelines.terminal.graceful_stop import signals_held
 from pipelines.terminal.progress import Progress
 from pipelines.terminal.text_output import printable
 
-__all__ = ["compare"]
+__all__ = ["compare", "forward_rate"]
 
 _MOST_COMPARED = 60  # features that are compared with each other; of more, the best layer of each backbone
 
@@ -56,7 +60,7 @@ def compare(config: CompareConfig, print_line: Callable[[str], None] | None) -> 
     images = list_images(config.images, config.limit)
     for note in images.notes:
         say(f"note: {printable(note)}")
-    members = _members(config, candidates)
+    members = [_member(config, candidate) for candidate in candidates]
     with signals_held() as received:
         has_labels, why_no_labels = _has_labels(config, images)
         if why_no_labels:
@@ -99,7 +103,7 @@ def _has_labels(config: CompareConfig, images: Images) -> tuple[bool, str]:
     if not are_named and not images.classes:
         return False, ""
     try:
-        check_labels(config, images)
+        _check_labels(config, images)
     except InputError as error:
         if are_named:
             raise
@@ -107,15 +111,46 @@ def _has_labels(config: CompareConfig, images: Images) -> tuple[bool, str]:
     return True, ""
 
 
-def _members(config: CompareConfig, candidates: Sequence[Candidate]) -> list[Member]:
-    settings = config.settings()
+def _check_labels(config: CompareConfig, images: Images) -> None:
+    """Check that the labels of all tasks fit the images, and that there are images to train and to test on.
 
-    def load(candidate: Candidate) -> Callable[[], Backbone]:
-        return lambda: load_backbone(candidate.spec, weights=candidate.weights, device=config.device, seed=config.seed)
+    They are checked before features are computed, which may take hours.
 
-    return [
-        Member(candidate.name, config.folder / candidate.name, load(candidate), settings) for candidate in candidates
-    ]
+    Raises:
+        InputError: see `label_rows`; or there is only one class.
+    """
+    rows = cast(FeatureReader, _Unread(images, config.images))
+    for labels in config.labels_of_tasks.values():
+        labelling = label_rows(rows, labels, test_fraction=config.test_fraction, seed=config.seed)
+        if len(labelling.classes) < 2:
+            where = "the images have" if labels is None else f"{text_without_credentials(labels)} has"
+            raise InputError(f"{where} only 1 class; a probe needs at least two")
+
+
+class _Unread:
+    """What `label_rows` reads of a data set, as if its images had features, and all of them different bytes."""
+
+    def __init__(self, images: Images, given: str):
+        listed = images.slice(0, len(images))
+        self.paths, self.ids, self.labels, self.splits = listed.paths, listed.ids, listed.labels, listed.splits
+        self.classes = images.classes
+        self.status: NDArray[np.uint8] = np.full(len(images), Status.OK, np.uint8)
+        self.provenance: dict[str, Any] = {"configuration": {"images": given}}
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def column(self, name: str) -> NDArray[np.uint8]:
+        """Return a different hash for each row."""
+        numbers = np.arange(2 * len(self), dtype=np.uint64)
+        return numbers.view(np.uint8).reshape(-1, 16)
+
+
+def _member(config: CompareConfig, candidate: Candidate) -> Member:
+    def load() -> Backbone:
+        return load_backbone(candidate.spec, weights=candidate.weights, device=config.device, seed=config.seed)
+
+    return Member(candidate.name, config.folder / candidate.name, load, config.settings())
 
 
 def _extract(
@@ -197,3 +232,19 @@ def _add_sizes(entry: Compared, dataset: DataSet) -> None:
     features = {feature.name: feature for feature in dataset.features}
     entry.layer = entry.layer or dataset.features[-1].name
     entry.width, entry.row_bytes = math.prod(features[entry.layer].shape), features[entry.layer].row_bytes
+
+
+def forward_rate(out: Path) -> float | None:
+    """Return images per second of the forwards of all logged runs, without their preparation; None if not known."""
+    rows = seconds = 0.0
+    prepared: dict[str, float] = {}  # start of a run -> seconds
+    with contextlib.suppress(LayertapError):
+        for line in read_json_lines(out / "runs.jsonl", RUN):
+            in_advance: Any = (line.get("computation") or {}).get("prepared_in_s")
+            if line["event"] == "computing" and is_finite_number(in_advance):
+                prepared[str(line["started"])] = float(in_advance)
+            stages: Any = line.get("stages")
+            if line["event"] == "ended" and isinstance(stages, dict) and is_finite_number(stages.get("forward")):
+                rows += float(line.get("rows") or 0)
+                seconds += float(stages["forward"]) - prepared.pop(str(line["started"]), 0.0)
+    return rows / seconds if rows and seconds > 0 else None

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 
 from extract.analysis.probe.metrics import metric_name
-from extract.analysis.probe.rank_tests import LEVEL
+from extract.analysis.probe.significance_tests import LEVEL
 from pipelines.compare.comparison import Compared, Comparison
 from pipelines.terminal.tables import print_aligned
 from pipelines.terminal.text_output import printable
@@ -56,7 +56,7 @@ def _heading(comparison: Comparison) -> str:
 def _print_meaning(comparison: Comparison, echo: Callable[[str], None]) -> None:
     """Print on what layers were chosen, how backbones were tested, and which are not distinguishable from the best."""
     for chosen_on in sorted({task.chosen_on for task in comparison.tasks} - {""}):
-        favours = ", which favours backbones with many layers" * (chosen_on == "test images")
+        favours = ", which favours backbones with many layers" if chosen_on == "test images" else ""
         echo(f"layers are chosen on {chosen_on}{favours}")
     if sum(not entry.error for entry in comparison.backbones) == 1:
         return

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from extract.analysis.probe.paired_tests import paired_tests
-from extract.analysis.probe.rank_tests import rank_test
+from extract.analysis.probe.significance_tests import paired_tests, rank_test
 from pipelines.compare.comparison import Compared, Comparison, Disputed, Score, Task
 from pipelines.compare.config import CompareConfig
 from pipelines.probe.config import ProbeConfig
@@ -21,7 +21,8 @@ from pipelines.probe.report import probe_and_write
 
 __all__ = ["add_tasks"]
 
-_DISPUTED_IN_A_ROW, _DISPUTED_ROWS = 6, 6  # images that are shown; the rows are divided among the tasks
+_DISPUTED_IN_A_ROW = 6  # images that are shown
+_DISPUTED_ROWS = 6  # of them; divided among the tasks
 
 
 def add_tasks(
@@ -83,9 +84,15 @@ def _task(
         test_fraction=config.test_fraction, seed=config.seed, device=config.device, results=results,
     )  # fmt: skip
     outcome, files = probe_and_write(probed, say)
-    best = {backbone: _best_layer(outcome, backbone) for backbone in names}
+    best = {
+        backbone: outcome.best_of([feature for feature in outcome.probed if feature.data_set == backbone])
+        for backbone in names
+    }
     metric = next(iter(best.values())).result.primary
-    scores = {backbone: _score(feature, metric, outcome.by_validation) for backbone, feature in best.items()}
+    scores = {}
+    for backbone, feature in best.items():
+        estimate, chosen_by = feature.result.metrics[metric], feature.chosen_by if outcome.by_validation else None
+        scores[backbone] = Score(feature.layer, estimate.value, estimate.low, estimate.high, chosen_by)
     ranked = sorted(names, key=lambda backbone: scores[backbone].value, reverse=True)
     rows, predicted = _on_common_images(outcome, {backbone: best[backbone] for backbone in ranked})
     truth = _named(outcome.labellings[ranked[0]], outcome.labellings[ranked[0]].targets[rows])
@@ -93,7 +100,7 @@ def _task(
     tests = paired_tests({backbone: row == truth for backbone, row in zip(ranked, predicted, strict=True)})
     for other in ranked[1:]:
         scores[other].behind = scores[ranked[0]].value - scores[other].value
-        scores[other].p = tests[ranked[0], other].corrected
+        scores[other].p = tests[ranked[0], other]
     chosen_on = ""
     if len(outcome.probed) > len(names):
         chosen_on = "validation images" if outcome.by_validation else "test images"
@@ -103,20 +110,6 @@ def _task(
         [_layer(feature) for feature in outcome.probed], _disputed(outcome, ranked, rows, predicted, most),
         list(next(iter(outcome.labellings.values())).notes),
     ), files  # fmt: skip
-
-
-def _score(feature: ProbedFeature, metric: str, by_validation: bool) -> Score:
-    estimate = feature.result.metrics[metric]
-    chosen_by = feature.chosen_by if by_validation else None
-    return Score(feature.layer, estimate.value, estimate.low, estimate.high, chosen_by)
-
-
-def _best_layer(outcome: ProbeRun, name: str) -> ProbedFeature:
-    """Return the best layer of a backbone, by validation images if all layers have them; ties: the first."""
-    layers = [feature for feature in outcome.probed if feature.data_set == name]
-    if outcome.by_validation:
-        return max(layers, key=lambda feature: feature.chosen_by)
-    return max(layers, key=lambda feature: feature.result.value)
 
 
 def _layer(feature: ProbedFeature) -> dict[str, Any]:
@@ -135,9 +128,7 @@ def _on_common_images(outcome: ProbeRun, best: dict[str, ProbedFeature]) -> tupl
     Classes are names: a backbone that fails on all training images of a class has other numbers of classes.
     """
     rows = {name: outcome.labellings[name].test for name in best}
-    common = next(iter(rows.values()))
-    for others in rows.values():
-        common = np.intersect1d(common, others)
+    common = reduce(np.intersect1d, rows.values())
     predicted = []
     for name, feature in best.items():
         assert feature.result.predictions is not None
@@ -155,12 +146,10 @@ def _disputed(
     outcome: ProbeRun, names: Sequence[str], rows: NDArray[np.int64], predicted: NDArray[np.str_], most: int
 ) -> list[Disputed]:
     """Return at most `most` images with the largest share of pairs of backbones that predict different classes."""
-    labelling, paths = outcome.labellings[names[0]], dict[int, str]()
-    for row, path in zip(labelling.test.tolist(), outcome.test_paths[names[0]], strict=True):
-        paths[row] = path
-    count = len(names)
+    labelling, count = outcome.labellings[names[0]], len(names)
     if count < 2:
         return []
+    paths = dict(zip(labelling.test.tolist(), outcome.test_paths[names[0]], strict=True))
     agreeing = sum((predicted == each).sum(0) - 1 for each in predicted) / (count * (count - 1))
     order = [place for place in np.argsort(agreeing, kind="stable").tolist() if agreeing[place] < 1][:most]
     return [

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from extract.analysis.network.ablation import Ablation, ablation, mean_activations
@@ -16,6 +15,7 @@ from extract.compute.backbone import Backbone
 from extract.compute.feature_choice import choose_features
 from extract.errors import InputError
 from extract.system.atomic_files import link_target
+from extract.system.json_files import without_nan
 from extract.taps import edits
 from extract.taps.edits import Edit
 from extract.taps.layer_names import match_layers, named_layers
@@ -67,21 +67,16 @@ def ablate(config: AblateConfig) -> AblationResult:
     if config.labels is not None and not n_outputs(backbone):
         raise InputError(f"{backbone.spec} gives no classes, which --labels needs", hint="leave out --labels")
     targets = targets_of(backbone, sample.images, config.labels) if n_outputs(backbone) else None
-
-    def batches() -> Iterator[tuple[Tensor, Tensor | None]]:
-        for batch in sample.batches():
-            targets_of_batch = None if targets is None else torch.from_numpy(targets.numbers[batch.rows])
-            yield batch.inputs, targets_of_batch
-
+    numbers = None if targets is None else targets.numbers
     if config.edit == "mean":
-        means = mean_activations(backbone, batches(), layers)
+        means = mean_activations(backbone, sample.with_targets(numbers), layers)
         edit: Edit | Mapping[str, Edit] = {name: _replaced(mean) for name, mean in means.items()}
     else:
         edit = edit_named(config.edit)
     trials = len(layers) * (1 if channels is None else len(channels))
     with Progress(len(sample.rows) * (trials + 1), "forwards") as progress:
         result = ablation(
-            backbone, batches(), layers, edit, channels=channels,
+            backbone, sample.with_targets(numbers), layers, edit, channels=channels,
             on_forward=lambda images: progress.advance(images, False),
         )  # fmt: skip
     sample.print_failures()
@@ -142,27 +137,19 @@ def _channels(config: AblateConfig, backbone: Backbone, layers: Sequence[str]) -
 
 def as_json(ablated: AblationResult) -> dict[str, Any]:
     """Return the result as JSON-compatible data; missing numbers become None."""
-    ablation_result = ablated.ablation
-    return {
-        "backbone": ablated.backbone,
-        "edit": ablated.edit,
-        "images": ablation_result.images,
-        "labels": ablated.labels or None,
-        "labelled": ablation_result.targets,
-        "accuracy": _finite_or_none(ablation_result.accuracy),
-        "effects": [
-            {
-                "layer": effect.layer, "channel": effect.channel, "cosine": _finite_or_none(effect.cosine),
-                "same_class": _finite_or_none(effect.same_class), "accuracy": _finite_or_none(effect.accuracy),
-                "later": {name: _finite_or_none(value) for name, value in effect.later.items()},
-            }
-            for effect in ablation_result.effects
-        ],
-    }  # fmt: skip
-
-
-def _finite_or_none(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+    result = ablated.ablation
+    content: dict[str, Any] = without_nan(
+        {
+            "backbone": ablated.backbone,
+            "edit": ablated.edit,
+            "images": result.images,
+            "labels": ablated.labels or None,
+            "labelled": result.targets,
+            "accuracy": result.accuracy,
+            "effects": [asdict(effect) for effect in result.effects],
+        }
+    )
+    return content
 
 
 def _write_csv(path: Path, result: Ablation) -> None:
@@ -170,12 +157,8 @@ def _write_csv(path: Path, result: Ablation) -> None:
     with table_file(path) as write:
         write(["layer", "channel", "cosine", "same_class", "accuracy", *(f"cosine of {name}" for name in later)])
         for effect in result.effects:
-            numbers = [
-                effect.cosine,
-                effect.same_class,
-                effect.accuracy,
-                *(effect.later.get(name, math.nan) for name in later),
-            ]
+            numbers = [effect.cosine, effect.same_class, effect.accuracy]
+            numbers += [effect.later.get(name, math.nan) for name in later]
             channel = "" if effect.channel is None else effect.channel
             write([effect.layer, channel, *("" if math.isnan(number) else f"{number:.6g}" for number in numbers)])
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial, reduce
+from functools import reduce
 from typing import Any
 
 import click
@@ -14,43 +14,39 @@ from extract.system.optional_libraries import library
 from pipelines.network.config import AblateConfig, DrawConfig, InspectConfig, LookConfig, StoredTokensConfig
 from pipelines.terminal.completion import complete_paths
 from pipelines.terminal.config import checked
-from pipelines.terminal.options import given, is_data_set, json_flag, option, print_result
+from pipelines.terminal.options import given, is_data_set, json_flag, option, options, print_result
 from pipelines.terminal.text_output import print_line
 
 __all__ = ["ablate", "backbones", "draw", "inspect", "layers"]
 
 
-def _with_sample_options(
-    command: Callable[..., Any], model: type[LookConfig] = LookConfig, *, of_data_sets: bool = False
-) -> Callable[..., Any]:
-    """Add the arguments and options that `inspect`, `draw` and `ablate` share; `of_data_sets`: IMAGES is optional."""
-    look_option = partial(option, model=model)
-    options = [
+# Keys that are arguments, have a form of their own, or belong to commands that store features.
+_NOT_OPTIONS = (
+    "backbone", "images", "sample", "size", "crop", "interpolation", "mean", "std", "max_pixels", "orientation", "icc",
+)  # fmt: skip
+
+
+def _look_options(
+    model: type[LookConfig], metavars: dict[str, str], *, of_data_sets: bool = False
+) -> Callable[[Any], Any]:
+    """Return a decorator for BACKBONE, IMAGES and the options of a configuration; `of_data_sets`: IMAGES is optional.
+
+    The placeholders of values in the help text are given by key.
+    """
+    decorators = (
         click.argument("backbone"),
         click.argument("images", shell_complete=complete_paths, required=not of_data_sets),
-        look_option("-l", "--layers", metavar="LAYER"),
-        look_option("--sample", type=str, metavar="N|all"),
-        look_option("--weights"),
-        look_option("--allow-missing-head/--no-allow-missing-head"),
-        look_option("--batch-size"),
-        look_option("--workers"),
-        look_option("--device"),
-        look_option("--seed"),
-    ]
-    return reduce(lambda decorated, add_option: add_option(decorated), reversed(options), command)
-
-
-_inspect_option = partial(option, model=InspectConfig)
+        options(model, {"layers": ("-l",), "out": ("-o",)}, {"layers": "LAYER"} | metavars, _NOT_OPTIONS),
+        option("--sample", model=model, type=str, metavar="N|all"),
+    )
+    return lambda command: reduce(lambda decorated, add: add(decorated), reversed(decorators), command)
 
 
 @click.command(short_help="Find dead channels, NaN and other faults of layers.")
-@_with_sample_options
-@_inspect_option("--grad/--no-grad")
-@_inspect_option("--loss", metavar="cross_entropy|FILE.py:FUNCTION")
-@_inspect_option("--labels", metavar="FILE[:COLUMN]")
-@_inspect_option("--csv", metavar="FILE")
-@_inspect_option("--pictures", metavar="FOLDER")
-@_inspect_option("--format")
+@_look_options(
+    InspectConfig,
+    {"loss": "cross_entropy|FILE.py:FUNCTION", "labels": "FILE[:COLUMN]", "csv": "FILE", "pictures": "FOLDER"},
+)
 @json_flag
 def inspect(as_json: bool, **flags: Any) -> None:
     """Inspect what the layers of BACKBONE do on IMAGES: print findings in words, then a table.
@@ -75,19 +71,12 @@ def inspect(as_json: bool, **flags: Any) -> None:
         print_line("written: " + ", ".join(map(str, inspected.written)), err=True)
 
 
-_draw_option = partial(option, model=DrawConfig)
-
-
 @click.command(short_help="Draw activations, attention, Grad-CAM and filters.")
 @click.argument(
     "kind",
     type=click.Choice(["maps", "channels", "top", "filters", "attention", "rollout", "gradcam", "tokens"]),
 )
-@partial(_with_sample_options, model=DrawConfig, of_data_sets=True)
-@_draw_option("--channels", metavar="0,3,17")
-@_draw_option("--target", metavar="CLASS")
-@_draw_option("-o", "--out", metavar="FOLDER")
-@_draw_option("--format")
+@_look_options(DrawConfig, {"channels": "0,3,17", "target": "CLASS", "out": "FOLDER"}, of_data_sets=True)
 def draw(kind: str, **flags: Any) -> None:
     """Draw what BACKBONE sees in IMAGES: one figure per layer.
 
@@ -133,16 +122,11 @@ def draw(kind: str, **flags: Any) -> None:
         print_line(path)
 
 
-_ablate_option = partial(option, model=AblateConfig)
-
-
 @click.command(short_help="Measure the effect of changing layers.")
-@partial(_with_sample_options, model=AblateConfig)
-@_ablate_option("--edit", metavar="EDIT")
-@_ablate_option("--channels", metavar="0,3,17|all")
-@_ablate_option("--labels", metavar="FILE[:COLUMN]")
-@_ablate_option("--csv", metavar="FILE")
-@_ablate_option("--picture", metavar="FILE")
+@_look_options(
+    AblateConfig,
+    {"edit": "EDIT", "channels": "0,3,17|all", "labels": "FILE[:COLUMN]", "csv": "FILE", "picture": "FILE"},
+)
 @json_flag
 def ablate(as_json: bool, **flags: Any) -> None:
     """Measure the effect of removing or changing a layer of BACKBONE on IMAGES, by layer or by channel.
@@ -213,8 +197,7 @@ def layers(backbone: str, patterns: tuple[str, ...], ops: bool, images: str | No
     if images is not None:
         if ops:
             raise click.UsageError("--bytes lists layers only; functions cannot be stored: leave out --ops")
-        from pipelines.network.layer_bytes import as_json as bytes_as_json
-        from pipelines.network.layer_bytes import layer_bytes, print_bytes
+        from pipelines.network.layers import bytes_as_json, layer_bytes, print_bytes
 
         print_result(layer_bytes(backbone, patterns, images), as_json, bytes_as_json, print_bytes)
         return

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
 from extract.errors import InputError
 from pipelines.terminal.config import FROZEN, BackboneConfig
@@ -22,20 +22,34 @@ def _sample(value: Any) -> int | None:
     return int(value)
 
 
+def _split(value: Any) -> Any:
+    return value.split(",") if isinstance(value, str) else value
+
+
+SampleSize = Annotated[int | None, BeforeValidator(_sample)]
+_SAMPLE = "Number of images, evenly spread; or 'all'."
+
+
 class LookConfig(BackboneConfig):
     """Configuration that `inspect`, `draw` and `ablate` share."""
 
     layers: list[str] | None = Field(None, min_length=1, description="May be repeated; globs allowed. [default: all]")
     batch_size: int = Field(16, strict=True, ge=1)
-    sample: int | None = Field(256, description="Number of images, evenly spread; or 'all'.")
-
-    @field_validator("sample", mode="before")
-    @classmethod
-    def _parse_sample(cls, value: Any) -> Any:
-        return _sample(value)
+    sample: SampleSize = Field(256, description=_SAMPLE)
 
 
-class InspectConfig(LookConfig):
+class _TableConfig(LookConfig):
+    """Configuration that `inspect` and `ablate` share."""
+
+    labels: str | None = Field(
+        None,
+        description="FILE.csv[:COLUMN], a table of images and output numbers, WordNet ids or label names. "
+        "[default: the images' classes]",
+    )
+    csv: Path | None = Field(None, description="Also write the table to this file.")
+
+
+class InspectConfig(_TableConfig):
     """Configuration of `layertap inspect`."""
 
     grad: bool = Field(False, description="Also inspect the gradients of a loss.")
@@ -43,12 +57,6 @@ class InspectConfig(LookConfig):
         "cross_entropy",
         description="Or FILE.py:FUNCTION, called with the model's output and the labels (B,), -1 if unlabelled.",
     )
-    labels: str | None = Field(
-        None,
-        description="FILE.csv[:COLUMN], a table of images and output numbers, WordNet ids or label names. "
-        "[default: the images' classes]",
-    )
-    csv: Path | None = Field(None, description="Also write the table to this file.")
     pictures: Path | None = Field(None, description="Draw figures into this folder.")
     format: Literal["png", "svg", "pdf"] = Field("png", description="Format of the figures.")
 
@@ -61,21 +69,15 @@ class InspectConfig(LookConfig):
         return self
 
 
-class AblateConfig(LookConfig):
+class AblateConfig(_TableConfig):
     """Configuration of `layertap ablate`."""
 
     layers: list[str] | None = Field(
         None, min_length=1, description="Layers to edit, one at a time; may be repeated, globs allowed."
     )
-    sample: int | None = Field(64, description="Number of images, evenly spread; or 'all'.")
+    sample: SampleSize = Field(64, description=_SAMPLE)
     edit: str = Field("zero", description="zero, mean (of all images), noise:STD, scale:FACTOR or prune:FRACTION.")
     channels: str | None = Field(None, description="0,3,17 or all: edit channels one at a time. [default: layers]")
-    labels: str | None = Field(
-        None,
-        description="FILE.csv[:COLUMN], a table of images and output numbers, WordNet ids or label names. "
-        "[default: the images' classes]",
-    )
-    csv: Path | None = Field(None, description="Also write the table to this file.")
     picture: Path | None = Field(None, description="Draw the result; .png, .svg or .pdf.")
 
 
@@ -85,16 +87,13 @@ class DrawConfig(LookConfig):
     layers: list[str] | None = Field(
         None, min_length=1, description="May be repeated; globs allowed. [default: the first or last suitable layer]"
     )
-    sample: int | None = Field(9, description="Number of images, evenly spread; or 'all'.")
-    channels: list[int] | None = Field(None, description="0,3,17: draw only these. [default: those that vary most]")
+    sample: SampleSize = Field(9, description=_SAMPLE)
+    channels: Annotated[list[int] | None, BeforeValidator(_split)] = Field(
+        None, description="0,3,17: draw only these. [default: those that vary most]"
+    )
     target: int | None = Field(None, ge=0, description="Class to explain. [default: the most likely of each image]")
     out: Path = Field(Path("outputs/pictures"), description="Folder of the figures.")
     format: Literal["png", "svg", "pdf"] = Field("png", description="Format of the figures.")
-
-    @field_validator("channels", mode="before")
-    @classmethod
-    def _split_channels(cls, value: Any) -> Any:
-        return value.split(",") if isinstance(value, str) else value
 
 
 class StoredTokensConfig(BaseModel):
@@ -105,11 +104,6 @@ class StoredTokensConfig(BaseModel):
     data_set: str
     images: str | None = None
     layers: list[str] | None = None
-    sample: int | None = DrawConfig.model_fields["sample"].default
+    sample: SampleSize = DrawConfig.model_fields["sample"].default
     out: Path = DrawConfig.model_fields["out"].default
     format: Literal["png", "svg", "pdf"] = DrawConfig.model_fields["format"].default
-
-    @field_validator("sample", mode="before")
-    @classmethod
-    def _parse_sample(cls, value: Any) -> Any:
-        return _sample(value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -13,14 +14,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from extract.analysis.network.attribution import (
-    activations_of,
-    attentions,
-    grad_cam,
-    map_of,
-    principal_colours,
-    rollout,
-)
+from extract.analysis.network import attribution
 from extract.compute.activation_layout import recognise
 from extract.compute.backbone import Backbone
 from extract.compute.feature_choice import Choice, Feature, choose_features
@@ -79,17 +73,17 @@ def figure_file(kind: str, layer: str, config: DrawConfig | StoredTokensConfig) 
 Figures = Iterator[tuple[str, Figure]]  # layer, figure
 
 
-def _layers(config: DrawConfig, backbone: Backbone, suits: Callable[[Feature], bool], *, last: bool) -> list[Choice]:
-    """Return the requested layers, or the first or last layer that suits.
+def _layers(config: DrawConfig, backbone: Backbone, *, last: bool) -> list[Choice]:
+    """Return the requested layers, or the first or last layer that gives maps or patches.
 
     Raises:
-        InputError: a requested layer does not suit, or no layer does.
+        InputError: a requested layer does not, or no layer does.
     """
     if config.layers is not None:
         names = match_layers(named_layers(backbone.model), config.layers, backbone.spec)
         choices = [choice for name in names for choice in _choices_of(backbone, name)]
         for choice in choices:
-            if not suits(choice.features[0]):
+            if not _has_positions(choice.features[0]):
                 name, shape = choice.features[0].name, "x".join(map(str, choice.features[0].shape))
                 raise InputError(f"layer {name!r} gives {shape} per image; expected a map or patches")
         return choices
@@ -98,7 +92,7 @@ def _layers(config: DrawConfig, backbone: Backbone, suits: Callable[[Feature], b
             choices = _choices_of(backbone, name)
         except LayertapError:  # for example, its rows are not the images
             continue
-        if suits(choices[-1].features[0]):
+        if _has_positions(choices[-1].features[0]):
             return choices[-1:]
     raise InputError(f"no layer of {backbone.spec} gives maps or patches")
 
@@ -126,21 +120,18 @@ def _suitable_layers(backbone: Backbone, *, last: bool) -> list[str]:
 
 
 def _has_positions(feature: Feature) -> bool:
-    return feature.layout.kind in ("map", "tokens") and _positions(feature) > 1
-
-
-def _positions(feature: Feature) -> int:
-    axes = feature.layout.axes
-    return int(np.prod([n for n, axis in zip(feature.shape, axes, strict=True) if axis != "C"]))
+    if feature.layout.kind not in ("map", "tokens"):
+        return False
+    return math.prod(n for n, axis in zip(feature.shape, feature.layout.axes, strict=True) if axis != "C") > 1
 
 
 def _maps(backbone: Backbone, sample: Sample, choice: Choice) -> Iterator[tuple[Tensor, NDArray[np.uint8], list[int]]]:
     """Yield maps (B, h, w, C), pixels and rows of each batch."""
     [feature] = choice.features
     for batch in sample.batches():
-        values = activations_of(backbone, batch.inputs, choice)[feature.name]
+        values = attribution.activations_of(backbone, batch.inputs, choice)[feature.name]
         layout = feature.layout
-        maps = map_of(values, layout.axes, layout.prefix_tokens, backbone.preprocessing.crop_px)
+        maps = attribution.map_of(values, layout.axes, layout.prefix_tokens, backbone.preprocessing.crop_px)
         yield maps, batch.pixels, batch.rows.tolist()
 
 
@@ -158,7 +149,7 @@ def _checked_channels(config: DrawConfig, count: int) -> list[int] | None:
 
 
 def _feature_maps(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:
-    for choice in _layers(config, backbone, _has_positions, last=False):
+    for choice in _layers(config, backbone, last=False):
         maps, pixels, names = _all_maps(backbone, sample, choice)
         chosen = _checked_channels(config, maps.shape[-1])
         if chosen is None:
@@ -172,32 +163,27 @@ def _feature_maps(config: DrawConfig, backbone: Backbone, sample: Sample) -> Fig
 
 
 def _tokens(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:
-    for choice in _layers(config, backbone, _has_positions, last=True):
+    for choice in _layers(config, backbone, last=True):
         maps, pixels, names = _all_maps(backbone, sample, choice)
         layer = choice.features[0].name
         title = f"{layer}: main directions of all positions as red, green and blue"
-        yield layer, draw_figures.side_by_side(pixels, principal_colours(maps), names, title)
+        yield layer, draw_figures.side_by_side(pixels, attribution.principal_colours(maps), names, title)
 
 
 def _channels(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:
-    for choice in _layers(config, backbone, _has_positions, last=True):
+    for choice in _layers(config, backbone, last=True):
         means, names = [], []
         for maps, _, rows in _maps(backbone, sample, choice):
             means.append(maps.double().mean((1, 2)).numpy())
             names += [sample.images.paths[row] for row in rows]
         channel_means = np.concatenate(means)
         chosen = _checked_channels(config, channel_means.shape[1]) or list(range(channel_means.shape[1]))
-        layer = choice.features[0].name
-        yield (
-            layer,
-            draw_figures.channels_by_image(
-                channel_means[:, chosen], chosen, names, layer, reorder=config.channels is None
-            ),
-        )
+        layer, reorder = choice.features[0].name, config.channels is None
+        yield layer, draw_figures.channels_by_image(channel_means[:, chosen], chosen, names, layer, reorder=reorder)
 
 
 def _top(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:
-    for choice in _layers(config, backbone, _has_positions, last=True):
+    for choice in _layers(config, backbone, last=True):
         peaks, rows = [], []
         for maps, _, batch_rows in _maps(backbone, sample, choice):
             peaks.append(maps.float().amax((1, 2)).numpy())
@@ -206,9 +192,8 @@ def _top(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:
         chosen = _checked_channels(config, peak_values.shape[1])
         if chosen is None:
             spread = (peak_values.max(0) - peak_values.mean(0)) / (peak_values.std(0) + 1e-12)
-            chosen = np.sort(
-                np.argsort(-np.where(peak_values.std(0) > 0, spread, 0), kind="stable")[:_TOP_COUNT]
-            ).tolist()
+            most_varied = np.argsort(-np.where(peak_values.std(0) > 0, spread, 0), kind="stable")[:_TOP_COUNT]
+            chosen = sorted(most_varied.tolist())
         best = {c: [rows[i] for i in np.argsort(-peak_values[:, c], kind="stable")[:_TOP_COUNT]] for c in chosen}
         shown_rows = sorted({row for images in best.values() for row in images})
         shown_sample = dataclasses.replace(sample, rows=shown_rows, decoded=[])
@@ -222,9 +207,8 @@ def _top(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:
 
 def _filters(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:
     named = named_layers(backbone.model)
-    layers = match_layers(named, config.layers, backbone.spec) if config.layers is not None else [
-        name for name, module in named.items() if isinstance(module, nn.Conv2d)
-    ][:1]  # fmt: skip
+    first = [name for name, module in named.items() if isinstance(module, nn.Conv2d)][:1]
+    layers = first if config.layers is None else match_layers(named, config.layers, backbone.spec)
     if not layers:
         raise InputError(f"{backbone.spec} has no convolution")
     for name in layers:
@@ -249,35 +233,43 @@ def _attention_by_patch(weights: Tensor, backbone: Backbone) -> Tensor:
 
 def _as_map(values: Tensor, backbone: Backbone) -> Tensor:
     """Reshape (B, heads, patches) to (B, heads, h, w)."""
-    maps = map_of(values.transpose(1, 2), "TC", 0, backbone.preprocessing.crop_px)
+    maps = attribution.map_of(values.transpose(1, 2), "TC", 0, backbone.preprocessing.crop_px)
     return maps.permute(0, 3, 1, 2)
 
 
+def _over_batches(
+    sample: Sample, values_of: Callable[[Tensor], NDArray[np.float32]]
+) -> tuple[NDArray[np.float32], NDArray[np.uint8], list[str]]:
+    """Return what a function of the inputs gives for all images, their pixels, and their names."""
+    values, pixels = [], []
+    for batch in sample.batches():
+        values.append(values_of(batch.inputs))
+        pixels.append(batch.pixels)
+    return np.concatenate(values), np.concatenate(pixels), [sample.name(i) for i in range(len(sample.decoded))]
+
+
 def _attention(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:
-    names = None if config.layers is None else match_layers(named_layers(backbone.model), config.layers, backbone.spec)
+    named = named_layers(backbone.model)
+    layers = [None] if config.layers is None else match_layers(named, config.layers, backbone.spec)
     source = "the class token" if backbone.class_token else "all patches"
-    layers: list[str | None] = [None] if names is None else [*names]
     for layer in layers:
-        heads, pixels = [], []
-        for batch in sample.batches():
-            last = attentions(backbone, batch.inputs, layer)[-1]
-            heads.append(_as_map(_attention_by_patch(last, backbone), backbone).numpy())
-            pixels.append(batch.pixels)
-        shown = [sample.name(i) for i in range(len(sample.decoded))]
+
+        def heads(inputs: Tensor, layer: str | None = layer) -> NDArray[np.float32]:
+            last = attribution.attentions(backbone, inputs, layer)[-1]
+            return np.asarray(_as_map(_attention_by_patch(last, backbone), backbone).numpy())
+
         title = f"{layer or 'last attention'}: attention of {source}"
-        yield layer or "", draw_figures.attention(np.concatenate(heads), np.concatenate(pixels), shown, title)
+        yield layer or "", draw_figures.attention(*_over_batches(sample, heads), title)
 
 
 def _rollout(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:
-    maps, pixels = [], []
-    for batch in sample.batches():
-        rolled = torch.from_numpy(rollout(attentions(backbone, batch.inputs)))[:, None]
-        rollout_maps = _as_map(_attention_by_patch(rolled, backbone), backbone)[:, 0].numpy()
-        maps.append(rollout_maps - rollout_maps.min((1, 2), keepdims=True))  # remove the share that every patch gets
-        pixels.append(batch.pixels)
-    names = [sample.name(i) for i in range(len(sample.decoded))]
+    def rolled_out(inputs: Tensor) -> NDArray[np.float32]:
+        rolled = torch.from_numpy(attribution.rollout(attribution.attentions(backbone, inputs)))[:, None]
+        maps = _as_map(_attention_by_patch(rolled, backbone), backbone)[:, 0].numpy()
+        return np.asarray(maps - maps.min((1, 2), keepdims=True))  # remove the share that every patch gets
+
     title = "attention rollout through all layers, each map from its least to its largest value"
-    yield "", draw_figures.overlays(np.concatenate(maps), np.concatenate(pixels), names, title)
+    yield "", draw_figures.overlays(*_over_batches(sample, rolled_out), title)
 
 
 def _gradcam(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:
@@ -286,7 +278,7 @@ def _gradcam(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:
         maps, pixels, captions = [], [], []
         for batch in sample.batches():
             targets = None if config.target is None else [config.target] * len(batch.rows)
-            cams, classes = grad_cam(backbone, batch.inputs, layer, targets)
+            cams, classes = attribution.grad_cam(backbone, batch.inputs, layer, targets)
             maps.append(cams)
             pixels.append(batch.pixels)
             with torch.no_grad(), evaluating(backbone.model), full_float32():
@@ -320,7 +312,7 @@ def _gradcam_layers(config: DrawConfig, backbone: Backbone) -> Sequence[str]:
     for name in _suitable_layers(backbone, last=True):
         try:
             if _has_positions(_choices_of(backbone, name)[0].features[0]):
-                grad_cam(backbone, grey, name)
+                attribution.grad_cam(backbone, grey, name)
                 return [name]
         except LayertapError:  # after pooling by class token, no gradient reaches the patches
             continue

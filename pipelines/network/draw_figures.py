@@ -14,16 +14,9 @@ from extract.compute.principal_axes import principal_axes
 from pipelines.terminal.figures import drawable
 
 __all__ = [
-    "CHANNELS_IN_A_ROW",
-    "MOST_CHANNELS",
-    "attention",
-    "channels_by_image",
-    "feature_maps",
-    "filters",
-    "overlays",
-    "side_by_side",
-    "top_images",
-]
+    "CHANNELS_IN_A_ROW", "MOST_CHANNELS", "attention", "channels_by_image", "feature_maps", "filters", "overlays",
+    "side_by_side", "top_images",
+]  # fmt: skip
 
 Pixels = NDArray[np.uint8]  # (N, H, W, 3)
 Floats = NDArray[np.floating[Any]]

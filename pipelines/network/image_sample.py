@@ -45,7 +45,7 @@ class Sample:
         n_listed: number of images in the list.
         backbone: backbone whose preprocessing is applied.
         rows: selected rows of `images`.
-        batch_size, workers, max_pixels: see `embed`.
+        config: batch size, processes and limit of pixels; see `embed`.
         decoded: rows decoded so far, in order.
         failed: row -> why it could not be decoded.
     """
@@ -54,9 +54,7 @@ class Sample:
     n_listed: int
     backbone: Backbone
     rows: list[int]
-    batch_size: int
-    workers: int
-    max_pixels: int
+    config: LookConfig
     decoded: list[int] = field(default_factory=list)
     failed: dict[int, str] = field(default_factory=dict)
 
@@ -67,13 +65,11 @@ class Sample:
             InputError: no image can be decoded.
         """
         preprocessing = self.backbone.preprocessing
-        starts = range(0, len(self.rows), self.batch_size)
-        workers = self.workers if len(self.rows) > self.batch_size else 0
-        loaded = load_batches(
-            self.images,
-            [self.rows[start : start + self.batch_size] for start in starts],
-            Decoding.for_preprocessing(preprocessing, self.max_pixels, workers, self.batch_size),
-        )
+        size = self.config.batch_size
+        batches = [self.rows[start : start + size] for start in range(0, len(self.rows), size)]
+        workers = self.config.workers if len(batches) > 1 else 0
+        decoding = Decoding.for_preprocessing(preprocessing, self.config.max_pixels, workers, size)
+        loaded = load_batches(self.images, batches, decoding)
         self.decoded.clear()
         with contextlib.closing(loaded):
             for batch in loaded:
@@ -87,6 +83,12 @@ class Sample:
             row, reason = next(iter(self.failed.items()))
             first = f"{printable(self.images.paths[row])}: {printable(reason)}"
             raise InputError(f"none of the images can be decoded; {first}")
+
+    def with_targets(self, targets: NDArray[np.int64] | None) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the inputs of each batch and their targets (B,), from the targets of all `images`; None: -1 for all."""
+        for batch in self.batches():
+            numbers = np.full(len(batch.rows), -1) if targets is None else targets[batch.rows]
+            yield batch.inputs, torch.from_numpy(numbers).to(batch.inputs.device)
 
     def name(self, position: int) -> str:
         """Return the path of an image by its position among the decoded images."""
@@ -107,7 +109,7 @@ def sample_of(config: LookConfig, backbone: Backbone) -> Sample:
         print_line(f"note: {note}", fg="yellow", err=True)
     count = len(images) if config.sample is None else min(config.sample, len(images))
     sampled, rows = images.select(evenly(len(images), count)), list(range(count))
-    return Sample(sampled, len(images), backbone, rows, config.batch_size, config.workers, config.max_pixels)
+    return Sample(sampled, len(images), backbone, rows, config)
 
 
 def _pixels(prepared: Tensor, backbone: Backbone) -> NDArray[np.uint8]:

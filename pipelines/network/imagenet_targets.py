@@ -23,7 +23,9 @@ from pipelines.terminal.text_output import print_line
 
 __all__ = ["Targets", "class_name", "n_outputs", "targets_of"]
 
-_NUMBERS, _IDS, _LABELS = "output numbers, counted from 0", "WordNet ids", "label names of the network"
+_NUMBERS = "output numbers, counted from 0"
+_IDS = "WordNet ids"
+_LABELS = "label names of the network"
 _SHOWN = 3  # classes in a note
 
 
@@ -68,6 +70,9 @@ def targets_of(
         InputError: the file does not fit the images, or its labels do not fit the backbone; or a class of the images
             fits no output while others do (but for names), or several outputs, or the same output as another class.
     """
+    # Folders named by number are sorted as text, 10 before 2: matched by position, a network that was right about all
+    # of 1,000 such images had an accuracy of 3.1 %. One class that does not fit is more likely a mistake than another
+    # notation, so numbers, WordNet ids and labels are not mixed.
     if labels is None:
         names = [images.classes[label] if label >= 0 else None for label in images.labels.tolist()]
         known, where = set(images.classes), "the classes of the images"
@@ -100,13 +105,13 @@ def _ways(backbone: Backbone, known: Set[str]) -> dict[str, dict[str, list[int]]
     width, labels = n_outputs(backbone), _output_labels(backbone)
     exact, folded = defaultdict[str, list[int]](list), defaultdict[str, list[int]](list)
     for number, label in enumerate(labels):
-        spellings = {label, _short(label)}
-        for places, keys in ((exact, spellings), (folded, {_folded(spelling) for spelling in spellings})):
-            for key in keys:
-                places[key].append(number)
+        for spelling in {label, _short(label)}:
+            exact[spelling].append(number)
+        for spelling in {_folded(label), _folded(_short(label))}:
+            folded[spelling].append(number)
     called = {name: exact.get(name) or folded.get(_folded(name), []) for name in known}
     are_numbers = all(re.fullmatch(r"\d{1,18}", name, re.ASCII) for name in known)
-    ids = _imagenet() if _is_imagenet(labels) else {}
+    ids = {name: number for number, name in enumerate(_imagenet())} if _is_imagenet(labels) else {}
     return {
         _NUMBERS: {name: [int(name)] for name in known if are_numbers and (not width or int(name) < width)},
         _IDS: {name: [ids[name]] for name in known if name in ids},
@@ -177,27 +182,20 @@ def _output_labels(backbone: Backbone) -> Sequence[str]:
 
         categories: list[str] = models.get_model_weights(name).DEFAULT.meta["categories"]
         return categories
-    return list(_imagenet_labels())
+    return list(_imagenet().values())
 
 
 def _is_imagenet(labels: Sequence[str]) -> bool:
     """Whether most labels are those of ImageNet's 1,000 classes; those of libraries differ in a few."""
-    pairs = zip(labels, _imagenet_labels(), strict=False)
+    pairs = zip(labels, _imagenet().values(), strict=False)
     return len(labels) == len(_imagenet()) and sum(_short(a) == _short(b) for a, b in pairs) > len(labels) / 2
 
 
 @functools.cache
-def _imagenet() -> dict[str, int]:
-    """Return WordNet id -> output, as in all networks trained on ImageNet's 1,000 classes."""
+def _imagenet() -> dict[str, str]:
+    """Return WordNet id -> label of ImageNet's 1,000 classes, in the order of the outputs of its networks."""
     from timm.data import ImageNetInfo  # type: ignore[attr-defined]
 
-    names: list[str] = ImageNetInfo().label_names()  # type: ignore[no-untyped-call]
-    return {name: number for number, name in enumerate(names)}
-
-
-@functools.cache
-def _imagenet_labels() -> tuple[str, ...]:
-    """Return the labels of ImageNet's 1,000 classes."""
-    from timm.data import ImageNetInfo  # type: ignore[attr-defined]
-
-    return tuple(map(ImageNetInfo().index_to_description, range(len(_imagenet()))))
+    info = ImageNetInfo()
+    names: list[str] = info.label_names()  # type: ignore[no-untyped-call]
+    return dict(zip(names, map(info.index_to_description, range(len(names))), strict=True))

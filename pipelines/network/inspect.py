@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from extract.compute.backbone import Backbone
 from extract.errors import InputError
 from extract.images import Images
 from extract.system.atomic_files import link_target
+from extract.system.json_files import without_nan
 from extract.taps.layer_names import match_layers, named_layers
 from pipelines.network.config import InspectConfig
 from pipelines.network.image_sample import Sample, sample_of
@@ -73,7 +74,7 @@ def inspect(config: InspectConfig) -> InspectionResult:
     with Progress(len(sample.rows)) as progress:
         inspection = inspect_model(
             backbone.model,
-            _with_targets(sample, targets),
+            sample.with_targets(targets),
             names,
             loss=loss,
             on_batch=lambda images: progress.advance(images, False),
@@ -90,12 +91,6 @@ def inspect(config: InspectConfig) -> InspectionResult:
         written += draw_inspection(inspection, backbone.spec, config.pictures, config.format)
     failed = {sample.images.paths[row]: reason for row, reason in sample.failed.items()}
     return InspectionResult(inspection, backbone.spec, (inspection.images, sample.n_listed), failed, described, written)
-
-
-def _with_targets(sample: Sample, targets: NDArray[np.int64] | None) -> Iterator[tuple[Tensor, Tensor]]:
-    for batch in sample.batches():
-        batch_targets = np.full(len(batch.rows), -1) if targets is None else targets[batch.rows]
-        yield batch.inputs, torch.from_numpy(batch_targets).to(batch.inputs.device)
 
 
 def _loss(config: InspectConfig, backbone: Backbone, sample: Sample) -> tuple[str, Loss, NDArray[np.int64] | None]:
@@ -148,40 +143,23 @@ def _labels_of_loss(backbone: Backbone, images: Images, labels: str | None, loss
 def as_json(inspected: InspectionResult) -> dict[str, Any]:
     """Return the result as JSON-compatible data; numbers that are missing or not finite become None."""
     inspection = inspected.inspection
-    return {
-        "backbone": inspected.backbone,
-        "images": inspected.images[0],
-        "images_in_all": inspected.images[1],
-        "failed": inspected.failed,
-        "loss": {"of": inspected.loss, "mean": _finite_or_none(inspection.loss)} if inspected.loss else None,
-        "findings": [
-            {
-                "kind": finding.kind,
-                "layer": finding.layer,
-                "text": finding.text,
-                "grave": finding.grave,
-                "layers": list(finding.layers),
-            }
-            for finding in inspection.findings
-        ],
-        "layers": [_table_row(report) for report in inspection.tensors],
-        "parameters": [
-            {
-                "name": parameter.name,
-                "layer": parameter.layer,
-                "trainable": parameter.trainable,
-                "norm": _finite_or_none(parameter.norm),
-                "gradient_norm": _finite_or_none(parameter.gradient_norm),
-                "gradient_to_weight": _finite_or_none(parameter.gradient_to_weight),
-            }
-            for parameter in inspection.parameters
-        ],
-        "never_ran": inspection.never_ran,
-    }  # fmt: skip
-
-
-def _finite_or_none(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+    columns = ("name", "layer", "trainable", "norm", "gradient_norm", "gradient_to_weight")
+    content: dict[str, Any] = without_nan(
+        {
+            "backbone": inspected.backbone,
+            "images": inspected.images[0],
+            "images_in_all": inspected.images[1],
+            "failed": inspected.failed,
+            "loss": {"of": inspected.loss, "mean": inspection.loss} if inspected.loss else None,
+            "findings": [asdict(finding) for finding in inspection.findings],
+            "layers": [_table_row(report) for report in inspection.tensors],
+            "parameters": [
+                {column: getattr(parameter, column) for column in columns} for parameter in inspection.parameters
+            ],
+            "never_ran": inspection.never_ran,
+        }
+    )
+    return content
 
 
 def _table_row(report: TensorReport) -> dict[str, Any]:
@@ -211,7 +189,8 @@ def _table_row(report: TensorReport) -> dict[str, Any]:
             "gradient_std": gradients.std,
             "gradient_zeros": gradients.zeros,
         }
-    return {name: _finite_or_none(value) if isinstance(value, float) else value for name, value in line.items()}
+    row: dict[str, Any] = without_nan(line)
+    return row
 
 
 def _write_csv(path: Path, inspection: Inspection) -> None:

@@ -16,6 +16,8 @@ from pipelines.terminal.text_output import print_line
 
 __all__ = ["predict", "probe"]
 
+_PATH = click.Path(path_type=Path)
+
 
 @click.command(short_help="Measure how good features are, layer by layer.")
 @click.argument("out", nargs=-1, metavar="OUT...", shell_complete=complete_paths)
@@ -59,15 +61,9 @@ def probe(config: Path | None, as_json: bool, **flags: Any) -> None:
 
 
 @click.command(short_help="Predict classes or masks of images with a stored probe.")
-@click.argument("probe", type=click.Path(path_type=Path))
+@click.argument("probe", type=_PATH)
 @click.argument("images", metavar="IMAGES|OUT", shell_complete=complete_paths)
-@click.option(
-    "-o",
-    "--output",
-    type=click.Path(path_type=Path),
-    required=True,
-    help="CSV file to write; for masks and depths, a folder.",
-)
+@click.option("-o", "--output", type=_PATH, required=True, help="CSV file to write; for masks and depths, a folder.")
 @click.option("-b", "--backbone", help=BACKBONE_HELP)
 @click.option("--weights", help="Name or file of the backbone's weights, if the file was moved.")
 @click.option(

@@ -120,6 +120,11 @@ class ProbeConfig(BaseModel):
         """Where the masks or depth maps are."""
         return self.masks if self.task == "segmentation" else self.depth
 
+    @property
+    def memory_bytes(self) -> int | None:
+        """Limit for the features; None: half of the free memory."""
+        return None if self.max_memory_mb is None else self.max_memory_mb << 20
+
     @field_validator("out", "layers", "ignore_label", mode="before")
     @classmethod
     def _to_list(cls, value: Any) -> Any:

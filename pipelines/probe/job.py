@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from extract.analysis.dataset_diff import distinct_images, image_hashes
 from extract.analysis.probe.feature_matrix import FeatureRows
 from extract.analysis.probe.metrics import mcnemar
 from extract.analysis.probe.model import LinearProbe
@@ -18,7 +19,6 @@ from extract.analysis.probe.probing import ProbeResult, probe
 from extract.analysis.probe.protocols import Labelled
 from extract.analysis.probe.representations import similarities
 from extract.errors import InputError
-from extract.row_status import Status
 from extract.store.format.dataset import DataSet
 from extract.store.places.destination import data_set_at
 from extract.store.reader import FeatureReader
@@ -26,7 +26,7 @@ from extract.system.urls import is_url
 from extract.taps.layer_names import match_layers
 from pipelines.probe.coco import CocoFile
 from pipelines.probe.config import ProbeConfig
-from pipelines.probe.labelling import Labelling, drop_leaks, image_hashes, label_rows
+from pipelines.probe.labelling import Labelling, drop_leaks, label_rows
 from pipelines.probe.token_probes import Example, TokenProbes
 
 __all__ = ["Comparison", "ProbeRun", "ProbedFeature", "data_sets", "description_of", "run_probe"]
@@ -119,14 +119,19 @@ class ProbeRun:
 
     @property
     def best(self) -> ProbedFeature:
-        """The best feature on the validation rows; without validation rows, on the test rows. Ties: the first."""
-        if self.by_validation:
-            return max(self.probed, key=lambda feature: feature.chosen_by)
+        """The best of all features."""
+        return self.best_of(self.probed)
+
+    def best_of(self, probed: Sequence[ProbedFeature]) -> ProbedFeature:
+        """Return the best feature on validation rows; without them, on the test rows. Ties: the first."""
         shots = min((max(feature.result.shots) for feature in self.probed if feature.result.shots), default=0)
-        return max(
-            self.probed,
-            key=lambda feature: feature.result.metrics[f"top1@{shots}"].value if shots else feature.result.value,
-        )
+
+        def quality(feature: ProbedFeature) -> float:
+            if self.by_validation:
+                return feature.chosen_by
+            return feature.result.metrics[f"top1@{shots}"].value if shots else feature.result.value
+
+        return max(probed, key=quality)
 
 
 def run_probe(
@@ -182,7 +187,7 @@ def run_probe(
             say(f"probing {layer}" + (f" of {name}" if len(readers) > 1 else "") + f" ({number} of {len(columns)})")
             labelling = outcome.labellings[name]
             if config.is_dense:
-                result, examples = token_probes[name].probe(arrays, _memory_bytes(config))
+                result, examples = token_probes[name].probe(arrays)
                 result = replace(result, model=result.model if config.save else None)
                 width = sum(tokens.shape[1] for tokens in arrays)
                 outcome.probed.append(ProbedFeature(name, parts, width, result))
@@ -215,33 +220,26 @@ def data_sets(paths: Sequence[str]) -> dict[str, Path | str]:
         if not is_url(path) and not Path(path).is_dir():
             raise InputError(f"{path} is not a folder; expected a data set of `layertap embed`")
         data_set_at(path)
-    locations = [path.rstrip("/") if is_url(path) else Path(path) for path in paths]
-    names = [
-        location.rpartition("/")[2] if isinstance(location, str) else location.resolve().name for location in locations
-    ]
+    resolved = [path.rstrip("/") if is_url(path) else str(Path(path).resolve()) for path in paths]
+    if len(set(resolved)) < len(resolved):
+        raise InputError(f"a data set is given twice: {', '.join(paths)}")
+    names = [path.rpartition("/")[2] for path in resolved]
     if len(set(names)) < len(names):
         names = list(paths)
-    if len({location if isinstance(location, str) else location.resolve() for location in locations}) < len(locations):
-        raise InputError(f"a data set is given twice: {', '.join(paths)}")
+    locations = [path.rstrip("/") if is_url(path) else Path(path) for path in paths]
     return dict(zip(names, locations, strict=True))
 
 
 def _arrays(config: ProbeConfig, reader: FeatureReader, where: str) -> dict[tuple[str, ...], list[Any]]:
     """Return the features to probe, or their tokens, by the names of the parts that are concatenated."""
-    layers = config.layers
-    if config.is_dense:
-        layers = reader.layers_with_tokens() if layers is None else layers
-        return {parts: [reader.tokens(part) for part in parts] for parts in _layers(reader, layers, where)}
-    return {parts: [reader[part] for part in parts] for parts in _layers(reader, layers, where)}
+    read: Callable[[str], Any] = reader.tokens if config.is_dense else reader.__getitem__
+    layers = config.layers or (reader.layers_with_tokens() if config.is_dense else reader.layers)
+    return {parts: [read(part) for part in parts] for parts in _layers(reader, layers, where)}
 
 
-def _memory_bytes(config: ProbeConfig) -> int | None:
-    return None if config.max_memory_mb is None else config.max_memory_mb << 20
-
-
-def _layers(reader: FeatureReader, layers: Sequence[str] | None, where: str) -> Iterator[tuple[str, ...]]:
+def _layers(reader: FeatureReader, layers: Sequence[str], where: str) -> Iterator[tuple[str, ...]]:
     """Yield the features to probe: each a tuple of one name, or of several names to concatenate."""
-    for text in reader.layers if layers is None else layers:
+    for text in layers:
         if "+" in text and text not in reader:
             matches = [match_layers(reader.layers, part, where) for part in text.split("+")]
             for part, names in zip(text.split("+"), matches, strict=True):
@@ -251,20 +249,19 @@ def _layers(reader: FeatureReader, layers: Sequence[str] | None, where: str) -> 
                     )
             yield tuple(names[0] for names in matches)
         else:
-            for name in match_layers(reader.layers, text, where):
-                yield (name,)
+            yield from ((name,) for name in match_layers(reader.layers, text, where))
 
 
 def _probed(
     config: ProbeConfig, labelling: Labelling, data_set: str, parts: tuple[str, ...], arrays: list[Any]
 ) -> ProbedFeature:
-    subsets = [Labelled(FeatureRows.of(arrays, rows), labelling.targets[rows])
-            for rows in (labelling.train, labelling.val, labelling.test)]  # fmt: skip
-    train, val, test = subsets
+    train, val, test = (
+        Labelled(FeatureRows.of(arrays, rows), labelling.targets[rows]) for rows in labelling.sets.values()
+    )
     result = probe(
         train, val if len(val) else None, test, labelling.classes, labelling.task,
         protocol=config.protocol, scaling=config.scaling, balanced=config.class_weight == "balanced", seed=config.seed,
-        device=config.device, memory_bytes=_memory_bytes(config),
+        device=config.device, memory_bytes=config.memory_bytes,
     )  # fmt: skip
     confidences = None
     if labelling.task == "classification" and result.probabilities is not None:
@@ -299,9 +296,8 @@ def _common_rows(readers: dict[str, FeatureReader], seed: int) -> dict[str, NDAr
     """
     rows_of = {}
     for name, reader in readers.items():
-        good_rows = np.flatnonzero(reader.status == Status.OK)
-        hashes, first = np.unique(image_hashes(reader)[good_rows], return_index=True)
-        rows_of[name] = dict(zip(hashes.tolist(), good_rows[first].tolist(), strict=True))
+        hashes, rows = distinct_images(reader)
+        rows_of[name] = dict(zip(hashes.tolist(), rows.tolist(), strict=True))
     common = sorted(set.intersection(*(set(rows) for rows in rows_of.values())))
     if len(common) < 4:
         raise InputError(f"the data sets have {len(common)} images in common; --similarity needs at least 4")

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from extract.analysis.dataset_diff import image_hashes
 from extract.errors import InputError
 from extract.images.csv_lists import file_and_column
 from extract.images.image_list import labels_from_values
@@ -19,7 +20,7 @@ from pipelines.probe.coco import CocoFile
 from pipelines.probe.pixel_files import files_of_rows, is_table_of_files, where_files_are_expected
 from pipelines.terminal.image_tables import read_image_table, without_fractions
 
-__all__ = ["FILES", "SEPARATOR", "Labelling", "drop_leaks", "image_hashes", "label_rows"]
+__all__ = ["FILES", "SEPARATOR", "Labelling", "drop_leaks", "label_rows"]
 
 TEST_FRACTION = 0.2  # of each class, if a data set has no splits
 FILES = {"segmentation": "masks", "depth": "depth"}  # tasks whose targets are files -> option that names them
@@ -56,6 +57,11 @@ class Labelling:
     notes: list[str]
     unseen: tuple[str, ...] = ()
 
+    @property
+    def sets(self) -> dict[str, NDArray[np.int64]]:
+        """The three sets of rows by name."""
+        return {"train": self.train, "val": self.val, "test": self.test}
+
 
 def label_rows(
     reader: FeatureReader,
@@ -79,10 +85,12 @@ def label_rows(
     Raises:
         InputError: the file matches no row, a label is not a number, or no rows are left.
     """
+    notes: list[str] = []
     if labels is None:
-        texts, splits, notes = _from_data_set(reader)
+        names_of_classes = [*reader.classes, None]  # label -1 gives the last item, None
+        texts, splits = [names_of_classes[label] for label in reader.labels.tolist()], list(reader.splits)
     elif isinstance(labels, CocoFile) or (task in FILES and not is_table_of_files(labels)):
-        texts, splits, notes = files_of_rows(reader, labels, FILES[task]), list(reader.splits), []
+        texts, splits = files_of_rows(reader, labels, FILES[task]), list(reader.splits)
     else:
         texts, splits, notes = _from_file(reader, labels, task)
     good, groups = reader.status == Status.OK, _groups(reader)
@@ -125,17 +133,15 @@ def label_rows(
         counts["without a split"] = without
     sets = {name: np.flatnonzero(used & (names == name)) for name in ("train", "val", "test")}
     for name in ("train", "test"):
-        if not len(sets[name]) and (test_fraction is not None or not known_splits):
-            raise InputError("each class has only one image; no test images can be drawn")
         if not len(sets[name]):
+            if test_fraction is not None or not known_splits:
+                raise InputError("each class has only one image; no test images can be drawn")
             others = ", ".join(f"{split} has {len(rows):,}" for split, rows in sets.items() if len(rows))
             raise InputError(
                 f"the split {name!r} has no rows with features and a label ({others}; {_reasons(counts)})",
                 hint="draw test rows with --test-fraction, or store images of the other splits too",
             )
-    labelling = Labelling(
-        task, classes, targets, sets["train"], sets["val"], sets["test"], counts=counts, leaks={}, notes=notes
-    )
+    labelling = Labelling(task, classes, targets, sets["train"], sets["val"], sets["test"], counts, {}, notes)
     return _keep_trained_classes(replace(labelling, leaks=_leaks(groups, labelling)))
 
 
@@ -151,11 +157,6 @@ def drop_leaks(reader: FeatureReader, labelling: Labelling) -> Labelling:
     dropped = len(labelling.train) - len(remaining.train) + len(labelling.val) - len(val)
     notes = [*labelling.notes, f"{dropped:,} rows of train and val left out: they are copies of rows of val or test"]
     return _keep_trained_classes(replace(remaining, notes=notes))
-
-
-def _from_data_set(reader: FeatureReader) -> tuple[list[str | None], list[str], list[str]]:
-    names = [*reader.classes, None]  # label -1 gives the last item, None
-    return [names[label] for label in reader.labels.tolist()], list(reader.splits), []
 
 
 def _from_file(reader: FeatureReader, labels: str, task: str) -> tuple[list[str | None], list[str], list[str]]:
@@ -216,7 +217,8 @@ def _notes_on_classes(classes: NDArray[Any], targets: NDArray[Any], task: str) -
     for name in classes.tolist():
         spellings.setdefault(" ".join(name.casefold().split()), []).append(name)
     if similar := [names for names in spellings.values() if len(names) > 1]:
-        more = f", and {len(similar) - 1} more such group{'s' * (len(similar) > 2)}" if len(similar) > 1 else ""
+        groups = "groups" if len(similar) > 2 else "group"
+        more = f", and {len(similar) - 1} more such {groups}" if len(similar) > 1 else ""
         notes.append(
             f"the {noun} {' and '.join(repr(name) for name in similar[0])} differ only by case or spaces{more}; "
             "if they mean the same, give them one spelling in a list of labels (--labels)"
@@ -239,11 +241,6 @@ def _groups(reader: FeatureReader) -> NDArray[np.int64]:
     return groups
 
 
-def image_hashes(reader: FeatureReader) -> NDArray[Any]:
-    """Return (N,) hashes of the image bytes, as 16-byte values that can be sorted and compared."""
-    return np.ascontiguousarray(reader.column("source_hash")).view("V16")[:, 0]
-
-
 def _draw_test_rows(
     strata: NDArray[np.int64], groups: NDArray[np.int64], used: NDArray[np.bool_], fraction: float, seed: int
 ) -> NDArray[np.bool_]:
@@ -261,12 +258,10 @@ def _draw_test_rows(
 
 
 def _leaks(groups: NDArray[np.int64], labelling: Labelling) -> dict[str, int]:
-    sets = {"train": labelling.train, "val": labelling.val, "test": labelling.test}
-    leaks = {}
-    for later, earlier in (("test", "train"), ("test", "val"), ("val", "train")):
-        if count := int(np.isin(groups[sets[later]], groups[sets[earlier]]).sum()):
-            leaks[f"{later} in {earlier}"] = count
-    return leaks
+    pairs = (("test", "train"), ("test", "val"), ("val", "train"))
+    of_set = {name: groups[rows] for name, rows in labelling.sets.items()}
+    counts = {f"{later} in {earlier}": int(np.isin(of_set[later], of_set[earlier]).sum()) for later, earlier in pairs}
+    return {overlap: count for overlap, count in counts.items() if count}
 
 
 def _keep_trained_classes(labelling: Labelling) -> Labelling:
@@ -280,12 +275,8 @@ def _keep_trained_classes(labelling: Labelling) -> Labelling:
             raise InputError("no training row has a label")
         untrained = [str(name) for name in labelling.classes[~is_trained]]
         notes = [f"labels that no training row has are left out: {', '.join(untrained[:5])}"] if untrained else []
-        return replace(
-            labelling,
-            classes=labelling.classes[is_trained],
-            targets=labelling.targets[:, is_trained],
-            notes=labelling.notes + notes,
-        )
+        targets = labelling.targets[:, is_trained]
+        return replace(labelling, classes=labelling.classes[is_trained], targets=targets, notes=labelling.notes + notes)
     if labelling.task != "classification":
         return labelling
     is_trained = np.bincount(labelling.targets[labelling.train], minlength=len(labelling.classes)) > 0
@@ -298,17 +289,10 @@ def _keep_trained_classes(labelling: Labelling) -> Labelling:
     if not known.all():
         notes = [*notes, f"{int((~known).sum()):,} rows of val are left out: no training row has their class"]
     names = (*labelling.unseen, *labelling.classes[np.logical_not(is_trained)].tolist())
-    return replace(
-        labelling,
-        classes=labelling.classes[is_trained],
-        targets=targets,
-        val=labelling.val[known],
-        notes=notes,
-        unseen=names,
-    )
+    classes, val = labelling.classes[is_trained], labelling.val[known]
+    return replace(labelling, classes=classes, targets=targets, val=val, notes=notes, unseen=names)
 
 
 def _reasons(counts: dict[str, int]) -> str:
-    return (
-        ", ".join(f"{count:,} {name}" for name, count in counts.items() if name != "rows" and count) or "no row failed"
-    )
+    left_out = [f"{count:,} {name}" for name, count in counts.items() if name != "rows" and count]
+    return ", ".join(left_out) or "no row failed"

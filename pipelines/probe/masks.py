@@ -81,6 +81,9 @@ class MaskFiles:
         Raises:
             InputError: a mask cannot be read, has another size than its picture, or a label that is not a class.
         """
+        # All masks are read before the first fit: one of another image, or not turned as its picture, would give low
+        # metrics and no error. What the crop leaves out is told: it can be 42 % of the labelled pixels (320 x 240,
+        # 224).
         labels: set[int] = set()
         loss = CropLoss(tokens, pictures)
         for row, name in self._names.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -21,7 +21,10 @@ from pipelines.probe.coco import CocoFile
 from pipelines.terminal.pictures import Pictures
 from pipelines.terminal.text_output import printable
 
-__all__ = ["CropLoss", "check_size", "files_of_rows", "is_table_of_files", "read_pixels", "where_files_are_expected"]
+__all__ = [
+    "CropLoss", "DepthFiles", "check_size", "files_of_rows", "is_table_of_files", "read_pixels",
+    "where_files_are_expected",
+]  # fmt: skip
 
 _SUFFIXES = (".png", ".tif", ".tiff", ".bmp", ".npy")
 _MOST_TIMES = 32  # sides of a file, in sides of its image
@@ -150,7 +153,7 @@ def check_size(name: str, shape: tuple[int, ...], size: tuple[int, int] | None) 
             f"{printable(name)} has {width} x {height} pixels, and its image only {picture_width} x {picture_height}"
         )
     if abs(width * picture_height - height * picture_width) > max(picture_width, picture_height):
-        turned = "; are the pixels stored in another orientation?" * ((height, width) == size)
+        turned = "; are the pixels stored in another orientation?" if (height, width) == size else ""
         raise InputError(
             f"{printable(name)} has {width} x {height} pixels, and its image {picture_width} x {picture_height}{turned}"
         )
@@ -190,3 +193,32 @@ class CropLoss:
                 f"{self._lost / self.total:.0%} of the {what} lie outside the crop{of_images}; they are not used"
             )
         return notes
+
+
+class DepthFiles:
+    """Depth maps (H, W) in float32 by row, in the unit of the files; 0, negative numbers and NaN mean unknown.
+
+    Args:
+        names: row -> its file.
+    """
+
+    def __init__(self, names: Mapping[int, str]):
+        self._names = names
+
+    def examine(self, tokens: TokenArray, pictures: Pictures) -> list[str]:
+        """Read all depth maps once, compare their sizes with those of the pictures, and return notes.
+
+        Raises:
+            InputError: a file cannot be read, or has another size than its picture.
+        """
+        loss = CropLoss(tokens, pictures)
+        for row, name in self._names.items():
+            depth = self[row]
+            check_size(name, depth.shape, pictures.size(row))
+            loss.count((depth > 0) & (depth < np.inf))
+        if not loss.total:
+            raise InputError("no pixel of the depth maps has a positive depth")
+        return loss.notes("pixels of known depth")
+
+    def __getitem__(self, row: int) -> NDArray[np.float32]:
+        return read_pixels(Path(self._names[row]), "iuf", "numbers as depths").astype(np.float32)

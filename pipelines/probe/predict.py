@@ -113,23 +113,21 @@ def _holds_predictions(path: Path) -> bool:
 def _same_features(
     path: Path, described: dict[str, Any], fitted_on: list[tuple[str, str]], dataset: DataSet, images: str
 ) -> list[str]:
-    """Return the names of the probe's features in a data set; the names may differ in a pooling suffix."""
-    names = []
+    """Return the names of the probe's features in a data set.
+
+    Features are the same by tensor, pooling, shape, weights and preprocessing. Names have a pooling suffix only where a
+    data set stores two poolings.
+    """
+    names, features = [], dataset.depends_on.get("features", {})
     for name, description in fitted_on:
-        features = dataset.depends_on.get("features", {})
         same = [other for other, other_description in features.items() if other_description == description]
         if not same:
-            raise InputError(
-                f"{path} was fitted on {name} ({description}); {images} has no such feature, but "
-                + ", ".join(f"{other} ({other_description})" for other, other_description in list(features.items())[:5])
-            )
+            others = ", ".join(f"{other} ({of_other})" for other, of_other in list(features.items())[:5])
+            raise InputError(f"{path} was fitted on {name} ({description}); {images} has no such feature, but {others}")
         names.append(same[0])
-    others = {key: value for key, value in described.items() if key != "features"}
-    if changed := changes(others, {k: v for k, v in dataset.depends_on.items() if k != "features"}):
-        raise InputError(
-            f"{path} was fitted on features with other settings than the features of {images}: "
-            + "; ".join(f"{key}: the probe has {fitted}, {images} has {other}" for key, fitted, other in changed)
-        )
+    if changed := changes(described | {"features": None}, dataset.depends_on | {"features": None}):
+        listed = "; ".join(f"{key}: the probe has {fitted}, {images} has {other}" for key, fitted, other in changed)
+        raise InputError(f"{path} was fitted on features with other settings than the features of {images}: {listed}")
     return names
 
 
@@ -145,28 +143,24 @@ def _predict(probe: LinearProbe, out: Path, layers: Sequence[str], output: Path)
     failed = counts.pop("\0", 0)
     most_frequent = ", ".join(f"{printable(name)} {count:,}" for name, count in counts.most_common(5))
     summary = f"{sum(counts.values()):,} images predicted" + (f", {failed:,} without features" if failed else "")
-    return f"{summary}; written: {output}" + (
-        f"\n{most_frequent}" if probe.task == "classification" and most_frequent else ""
-    )
+    more = f"\n{most_frequent}" if probe.task == "classification" and most_frequent else ""
+    return f"{summary}; written: {output}{more}"
 
 
 def _lines(
     probe: LinearProbe, reader: FeatureReader, layers: Sequence[str], classes: list[str], shown: bool
 ) -> Iterator[list[str]]:
-    good = reader.status == Status.OK
+    blank = ["", *("" for _ in classes if shown)]
     for start in range(0, len(reader), _ROWS):
         rows = np.arange(start, min(start + _ROWS, len(reader)))
-        good_rows = rows[good[rows]]
-        scores = probe.scores(FeatureRows.of([reader[name] for name in layers], good_rows)) if len(good_rows) else None
-        probabilities = probe.probabilities(scores) if shown and scores is not None else None
-        place = {row: i for i, row in enumerate(good_rows.tolist())}
+        good_rows = rows[reader.status[rows] == Status.OK]
+        cells: dict[int, list[str]] = {}
+        if len(good_rows):
+            scores = probe.scores(FeatureRows.of([reader[name] for name in layers], good_rows))
+            probabilities = probe.probabilities(scores) if shown else None
+            values = {"classification": scores.argmax(1), "multilabel": scores > 0}.get(probe.task, scores)
+            for i, row in enumerate(good_rows.tolist()):
+                of_classes = [] if probabilities is None else [f"{p:.6g}" for p in probabilities[i].tolist()]
+                cells[row] = [answer(values[i], classes, probe.task), *of_classes]
         for row in rows.tolist():
-            status = Status(reader.status[row]).text
-            if row not in place or scores is None:
-                yield [reader.paths[row], status, "", *("" for _ in classes if shown)]
-                continue
-            i = place[row]
-            value = scores[i].argmax() if probe.task == "classification" else scores[i]
-            predicted = answer(value > 0 if probe.task == "multilabel" else value, classes, probe.task)
-            probabilities_text = [] if probabilities is None else [f"{p:.6g}" for p in probabilities[i].tolist()]
-            yield [reader.paths[row], status, predicted, *probabilities_text]
+            yield [reader.paths[row], Status(reader.status[row]).text, *cells.get(row, blank)]

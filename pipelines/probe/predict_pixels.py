@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from extract.analysis.dense.depth_bins import DepthBins
 from extract.analysis.dense.token_images import scores_of_images
-from extract.analysis.dense.upsampling import predicted_mask
+from extract.analysis.dense.upsampling import DepthBins, predicted_mask
 from extract.analysis.probe.model import LinearProbe
 from extract.errors import InputError
 from extract.row_status import Status
@@ -27,55 +27,31 @@ from pipelines.terminal.pictures import Pictures
 from pipelines.terminal.tables import table_file
 from pipelines.terminal.text_output import printable
 
-__all__ = ["PredictedDepths", "PredictedMasks", "check_pixel_folder", "predict_pixels", "predicted_pixels"]
+__all__ = ["Predicted", "check_pixel_folder", "predict_pixels", "predicted_pixels"]
 
 _HEAD = ["path", "status"]
 
 
-class PredictedMasks:
-    """Masks of a probe: the labels of its training masks, and the largest number of their type outside the crop.
+@dataclass(frozen=True)
+class Predicted:
+    """What a probe predicts for pixels.
 
-    Args:
-        labels: label of each class.
+    Attributes:
+        what: "masks" or "depth maps".
+        column: column of the table with the files.
+        table: name of the table.
+        suffix: ending of the files.
+        pixels: function of the tokens of a data set, the scores (K, h, w) of an image, and the (width, height) of its
+            picture. It returns (H, W): labels of the training masks in uint8, or uint16 if one is 255 or above, the
+            largest number of the type outside the crop; or depths in float32, in the unit of the training depths, NaN
+            outside the crop.
     """
 
-    what, column, table, suffix = "masks", "mask", "masks.csv", ".png"
-
-    def __init__(self, labels: Sequence[int]):
-        kind = np.uint8 if max(labels) < 0xFF else np.uint16
-        self._label_of = np.array([*labels, np.iinfo(kind).max], kind)  # the last is for -1
-
-    def pixels(self, tokens: TokenArray, scores: Tensor, size: tuple[int, int]) -> NDArray[Any]:
-        """Return (H, W) uint8, or uint16 if a label is 255 or above, from scores (K, h, w)."""
-        return np.asarray(self._label_of[predicted_mask(tokens, scores, size)])
-
-    def save(self, pixels: NDArray[Any], file: BinaryIO) -> None:
-        """Write a PNG."""
-        Image.fromarray(pixels).save(file, "PNG")
-
-
-class PredictedDepths:
-    """Depths of a probe, in the unit of its training depths; NaN outside the crop.
-
-    Args:
-        bins: bins of the probe.
-    """
-
-    what, column, table, suffix = "depth maps", "depth", "depths.csv", ".tif"
-
-    def __init__(self, bins: DepthBins):
-        self._bins = bins
-
-    def pixels(self, tokens: TokenArray, scores: Tensor, size: tuple[int, int]) -> NDArray[Any]:
-        """Return (H, W) float32 from scores (bins, h, w)."""
-        return self._bins.predicted(tokens, scores, size)
-
-    def save(self, pixels: NDArray[Any], file: BinaryIO) -> None:
-        """Write a TIFF with one channel of float32."""
-        Image.fromarray(pixels).save(file, "TIFF")
-
-
-Predicted = PredictedMasks | PredictedDepths
+    what: str
+    column: str
+    table: str
+    suffix: str
+    pixels: Callable[[TokenArray, Tensor, tuple[int, int]], NDArray[Any]]
 
 
 def predicted_pixels(probe: LinearProbe) -> Predicted | None:
@@ -85,12 +61,21 @@ def predicted_pixels(probe: LinearProbe) -> Predicted | None:
         ValueError: the file of the probe does not give a label for each class, or does not describe its bins of depth.
     """
     if "depth" in probe.about:
-        return PredictedDepths(DepthBins.of_json(probe.about["depth"], len(probe.classes_)))
+        bins = DepthBins.of_json(probe.about["depth"], len(probe.classes_))
+        return Predicted("depth maps", "depth", "depths.csv", ".tif", bins.predicted)
     labels = probe.about.get("labels", [])
     are_labels = isinstance(labels, list) and all(type(label) is int and 0 <= label < 0xFFFF for label in labels)
     if not are_labels or len(labels) not in (0, len(probe.classes_)):
         raise ValueError(f"labels {labels!r}; expected one for each class, below 65,535")
-    return PredictedMasks(labels) if labels else None
+    if not labels:
+        return None
+    kind = np.uint8 if max(labels) < 0xFF else np.uint16
+    label_of = np.array([*labels, np.iinfo(kind).max], kind)  # the last is for -1
+
+    def mask(tokens: TokenArray, scores: Tensor, picture_px: tuple[int, int]) -> NDArray[Any]:
+        return np.asarray(label_of[predicted_mask(tokens, scores, picture_px)])
+
+    return Predicted("masks", "mask", "masks.csv", ".png", mask)
 
 
 def check_pixel_folder(folder: Path, predicted: Predicted) -> None:
@@ -133,7 +118,11 @@ def predict_pixels(
     """
     counts: Counter[str] = Counter()
     with FeatureReader(out, check=True) as reader:
-        pictures = _pictures(reader, DataSet.open(out), predicted, images)
+        pictures = Pictures(reader, DataSet.open(out).images["root"], range(len(reader)), images)
+        if pictures.why_not:
+            raise InputError(
+                f"{predicted.what} need the sizes of the pictures, which are not available: {pictures.why_not}"
+            )
         files = _names(reader.paths, predicted)
         check_folder(folder)
         if not _holds(folder, predicted):  # so that a run that is interrupted can be repeated
@@ -143,29 +132,18 @@ def predict_pixels(
             write([*_HEAD, predicted.column])
             of_rows = _pixels_of_rows(probe, reader, layers, pictures, predicted)
             for row, name in enumerate(reader.paths):
+                pixels = None
                 if reader.status[row] != Status.OK:
-                    write([name, Status(reader.status[row]).text, ""])
-                    counts["without features"] += 1
-                    continue
-                pixels = next(of_rows)
-                if pixels is None:
-                    write([name, "picture not available", ""])
-                    counts["without picture"] += 1
-                    continue
-                _write(folder, files[row], pixels, predicted)
-                write([name, Status.OK.text, files[row]])
-                counts["written"] += 1
+                    outcome, status = "without features", Status(reader.status[row]).text
+                elif (pixels := next(of_rows)) is None:
+                    outcome, status = "without picture", "picture not available"
+                else:
+                    outcome, status = "written", Status.OK.text
+                    _write(folder, files[row], pixels, predicted)
+                write([name, status, "" if pixels is None else files[row]])
+                counts[outcome] += 1
     left_out = "".join(f", {counts[why]:,} {why}" for why in ("without features", "without picture") if counts[why])
     return f"{counts['written']:,} {predicted.what} predicted{left_out}; written: {folder}"
-
-
-def _pictures(reader: FeatureReader, dataset: DataSet, predicted: Predicted, images: str | None) -> Pictures:
-    pictures = Pictures(reader, dataset.images["root"], range(len(reader)), images)
-    if pictures.why_not:
-        raise InputError(
-            f"{predicted.what} need the sizes of the pictures, which are not available: {pictures.why_not}"
-        )
-    return pictures
 
 
 def _pixels_of_rows(
@@ -207,6 +185,6 @@ def _write(folder: Path, name: str, pixels: NDArray[Any], predicted: Predicted) 
         for parent in list(PurePosixPath(name).parents)[-2::-1]:  # below the folder; a link would lead out of it
             own_folder(folder / parent)
         with atomic_write(folder / name, tidy=False) as file:
-            predicted.save(pixels, file)
+            Image.fromarray(pixels).save(file, "PNG" if predicted.suffix == ".png" else "TIFF")
     except OSError as error:
         raise InputError(f"{printable(str(folder / name))} cannot be written: {error.strerror or error}") from error

@@ -40,11 +40,6 @@ def draw(outcome: ProbeRun, folder: Path) -> list[Path]:
     return written
 
 
-def _by_data_set(outcome: ProbeRun) -> Iterator[tuple[str, str, list[ProbedFeature]]]:
-    for colour, name in zip(cycled(len(outcome.labellings)), outcome.labellings, strict=True):
-        yield name, colour, [feature for feature in outcome.probed if feature.data_set == name]
-
-
 def _scale(metric: str) -> tuple[str, float]:
     """Return the axis label of a metric, and the factor of its values."""
     return _AXIS[metric], 100.0 if metric in ("top1", "mIoU", "delta1") else 1.0
@@ -62,25 +57,19 @@ def _layers(outcome: ProbeRun) -> Figure | None:
     names = list(dict.fromkeys(feature.layer for feature in outcome.probed))
     figure, axes = new_figure(min(16.0, max(5.0, 1.6 + 0.55 * len(names))), 4.2)
     label, factor = _scale(PRIMARY[outcome.probed[0].result.task])
-    for name, colour, probed in _by_data_set(outcome):
+    for colour, name in zip(cycled(len(outcome.labellings)), outcome.labellings, strict=True):
+        probed = [feature for feature in outcome.probed if feature.data_set == name]
         places = [names.index(feature.layer) for feature in probed]
         estimates = [feature.result.metrics[feature.result.primary] for feature in probed]
         values = factor * np.array([feature.value for feature in estimates])
-        ends = (
-            factor * np.array([[feature.value - feature.low, feature.high - feature.value] for feature in estimates]).T
-        )
+        ends = factor * np.array([[each.value - each.low, each.high - each.value] for each in estimates]).T
         axes.errorbar(
             places, values, np.maximum(np.nan_to_num(ends), 0), color=colour, marker="o", markersize=5, capsize=3,
             linewidth=1.8, label=drawable(name),
         )  # fmt: skip
     _chance(outcome, axes)
-    axes.set_xticks(
-        range(len(names)),
-        [drawable(name) for name in names],
-        rotation=40 if len(names) <= 26 else 90,
-        ha="right" if len(names) <= 26 else "center",
-        fontsize=8,
-    )
+    rotation, side = (40, "right") if len(names) <= 26 else (90, "center")
+    axes.set_xticks(range(len(names)), [drawable(name) for name in names], rotation=rotation, ha=side, fontsize=8)
     if axes.get_ylim()[0] < -1 and factor == 1.0:
         axes.set_ylim(-1, None)  # lower values say nothing more
     axes.set_ylabel(label)
@@ -142,7 +131,8 @@ def _curve(outcome: ProbeRun) -> Figure | None:
     axes.set_xlabel(probed[0].result.swept)
     axes.set_ylabel(f"{label}, on {probed[0].result.chosen_on or 'validation rows'}", fontsize=9)
     legend = "dots: chosen" + ("; bands: ±1 standard error" if has_errors else "")
-    title = f"Validation {_METRIC[metric]}{' of tokens' * outcome.config.is_dense} by {probed[0].result.swept}"
+    of_tokens = " of tokens" if outcome.config.is_dense else ""
+    title = f"Validation {_METRIC[metric]}{of_tokens} by {probed[0].result.swept}"
     axes.set_title(_title(outcome, title) + f"; {legend}", fontsize=10)
     axes.grid(alpha=0.3)
     _legend(axes, len(probed))

@@ -6,13 +6,12 @@ import contextlib
 import itertools
 import math
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from extract.analysis.dense.protocols import DEPTH, SEGMENTATION
-from extract.analysis.probe.intervals import Estimate
+from extract.analysis.dense.dense_probe import DEPTH, SEGMENTATION
 from extract.analysis.probe.metrics import format_metric, metric_name
 from extract.analysis.probe.model import LinearProbe
 from extract.analysis.probe.protocols import PROTOCOLS
@@ -26,7 +25,7 @@ from pipelines.probe.config import ProbeConfig
 from pipelines.probe.job import ProbedFeature, ProbeRun, data_sets, run_probe
 from pipelines.probe.labelling import SEPARATOR
 from pipelines.probe.probe_figures import PICTURES, draw
-from pipelines.terminal.tables import table_file
+from pipelines.terminal.tables import print_aligned, table_file
 from pipelines.terminal.text_output import SHOWN, printable
 
 __all__ = ["answer", "as_json", "print_outcome", "probe_and_write"]
@@ -147,18 +146,12 @@ def print_outcome(outcome: ProbeRun, echo: Callable[[str], None]) -> None:
     for name, labelling in outcome.labellings.items():
         counts = labelling.counts
         left_out = [f"{count:,} {reason}" for reason, count in counts.items() if reason != "rows" and count]
-        sets = ", ".join(
-            f"{len(rows):,} {subset}"
-            for subset, rows in (("train", labelling.train), ("val", labelling.val), ("test", labelling.test))
-            if len(rows)
-        )
-        targets = {"regression": "numbers", "depth": "depth maps"}.get(
-            labelling.task, f"{len(labelling.classes):,} {_label_noun(labelling.task)}"
-        )
-        echo(
-            f"{printable(name)}: {counts['rows']:,} rows, {targets}; {sets}"
-            + (f"; left out: {', '.join(left_out)}" if left_out else "")
-        )
+        sets = ", ".join(f"{len(rows):,} {subset}" for subset, rows in labelling.sets.items() if len(rows))
+        noun = "labels" if labelling.task == "multilabel" else "classes"
+        named = f"{len(labelling.classes):,} {noun}"
+        targets = {"regression": "numbers", "depth": "depth maps"}.get(labelling.task, named)
+        more = f"; left out: {', '.join(left_out)}" if left_out else ""
+        echo(f"{printable(name)}: {counts['rows']:,} rows, {targets}; {sets}{more}")
         for note in labelling.notes:
             echo(f"  {printable(note)}")
         if labelling.leaks and not outcome.config.drop_leaks:
@@ -172,8 +165,8 @@ def print_outcome(outcome: ProbeRun, echo: Callable[[str], None]) -> None:
     if first.swept:
         chosen_on = dict.fromkeys(feature.result.chosen_on for feature in outcome.probed)
         echo(f"  {first.swept} chosen on {' or '.join(chosen_on)}")
-    for line in _table(outcome):
-        echo("  " + line)
+    rows = _table(outcome)
+    print_aligned(rows, "<" * len(rows[0]), lambda line: echo(f"  {line}"))
     several = len(outcome.probed) > 1
     if several:
         best = outcome.best
@@ -195,16 +188,12 @@ def print_outcome(outcome: ProbeRun, echo: Callable[[str], None]) -> None:
         echo(f"... and {len(notes) - SHOWN} more notes in results.json")
 
 
-def _label_noun(task: str) -> str:
-    return "labels" if task == "multilabel" else "classes"
-
-
 def _full_name(outcome: ProbeRun, data_set: str, layer: str) -> str:
     return printable(f"{data_set} {layer}" if len(outcome.labellings) > 1 else layer)
 
 
-def _table(outcome: ProbeRun) -> Iterator[str]:
-    """Yield the lines of a table: a row per layer, a column per metric, with intervals of the primary metric."""
+def _table(outcome: ProbeRun) -> list[list[str]]:
+    """Return a row for each layer, and a column for each metric, with intervals of the primary metric."""
     first = outcome.probed[0].result
     metrics = [metric for metric in first.metrics if metric != _CALIBRATED]
     rows = [["layer", "width", *(metric_name(metric) for metric in metrics), *([first.swept] if first.swept else [])]]
@@ -223,9 +212,7 @@ def _table(outcome: ProbeRun) -> Iterator[str]:
             cells.append(f"{text} ({ends})" if has_interval else text)
         cells += [f"{result.chosen:.3g}"] if result.swept else []
         rows.append([_full_name(outcome, feature.data_set, feature.layer), str(feature.width), *cells])
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    for row in rows:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+    return rows
 
 
 def as_json(outcome: ProbeRun) -> dict[str, Any]:
@@ -239,7 +226,7 @@ def as_json(outcome: ProbeRun) -> dict[str, Any]:
                 "fingerprint": outcome.fingerprints[name],
                 "task": labelling.task,
                 "counts": labelling.counts,
-                "rows": {"train": len(labelling.train), "val": len(labelling.val), "test": len(labelling.test)},
+                "rows": {name: len(rows) for name, rows in labelling.sets.items()},
                 "leaks": labelling.leaks,
                 "notes": labelling.notes,
             }
@@ -296,12 +283,9 @@ def _write_results(outcome: ProbeRun, folder: Path) -> None:
             result = feature.result
             chosen = repr(float(result.chosen)) if result.swept else ""
             for name, metric in result.metrics.items():
+                numbers = [repr(float(value)) for value in (metric.value, metric.low, metric.high)]
                 write([feature.data_set, feature.layer, feature.width, result.protocol, result.scaling, result.swept,
-                       chosen, result.n_train, result.n_val, result.n_test, name, *_numbers(metric)])  # fmt: skip
-
-
-def _numbers(metric: Estimate) -> list[str]:
-    return [repr(float(value)) for value in (metric.value, metric.low, metric.high)]
+                       chosen, result.n_train, result.n_val, result.n_test, name, *numbers])  # fmt: skip
 
 
 def _write_predictions(outcome: ProbeRun, path: Path) -> bool:

@@ -17,9 +17,9 @@ from extract.store.reader import FeatureReader
 from extract.store.tokens.token_array import TokenArray
 from pipelines.probe.coco import CocoFile
 from pipelines.probe.config import ProbeConfig
-from pipelines.probe.depth_maps import DepthFiles
 from pipelines.probe.labelling import Labelling
 from pipelines.probe.masks import MaskFiles, class_names
+from pipelines.probe.pixel_files import DepthFiles
 from pipelines.terminal.pictures import Pictures
 
 __all__ = ["Example", "TokenProbes"]
@@ -78,9 +78,7 @@ class TokenProbes:
         classes = np.array(self._files.classes if isinstance(self._files, MaskFiles) else [])
         self.labelling = replace(labelling, classes=classes, notes=[*labelling.notes, *notes])
 
-    def probe(
-        self, tokens: Sequence[TokenArray], memory_bytes: int | None
-    ) -> tuple[ProbeResult, Callable[[], list[Example]]]:
+    def probe(self, tokens: Sequence[TokenArray]) -> tuple[ProbeResult, Callable[[], list[Example]]]:
         """Probe one feature, or several concatenated ones; return the result, and a function that returns examples.
 
         Raises:
@@ -97,7 +95,7 @@ class TokenProbes:
 
         common: dict[str, Any] = {
             "val": val if len(val) else None, "protocol": config.protocol, "iterations": config.iterations,
-            "seed": config.seed, "device": config.device, "memory_bytes": memory_bytes, "on_prediction": keep,
+            "seed": config.seed, "device": config.device, "memory_bytes": config.memory_bytes, "on_prediction": keep,
         }  # fmt: skip
         files = _OfImages(self._files, rows)
         if isinstance(self._files, MaskFiles):

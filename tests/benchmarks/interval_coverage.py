@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import beta, binom
 
-from extract.analysis.dense.segmentation_metrics import PixelCounts, segmentation_metrics
+from extract.analysis.dense.segmentation import PixelCounts, segmentation_metrics
 from extract.analysis.probe import metrics
 from extract.analysis.probe.intervals import exact_proportion
 

@@ -21,7 +21,7 @@ from extract.analysis.similarity import feature_similarity
 from layertap import compare as layertap_compare
 from pipelines.compare import figures, job
 from pipelines.compare.candidates import Candidate, candidates_of
-from pipelines.compare.rates import forward_rate
+from pipelines.compare.job import forward_rate
 from pipelines.probe import probe_figures
 from tests.pipelines.test_cli import fails, layertap
 
@@ -498,9 +498,10 @@ def test_wrong_input_is_refused(made: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("name\nx\n", "expected `backbone`"),
+        ("name\nx\n", "expected a column 'backbone'"),
         ("backbone,weight\ntimm/x,random\n", "has the column weight"),
         ("backbone,name\n,x\n", "line 2: no backbone"),
+        ("backbone,name\ntimm/x\n", "line 2 has 1 values, but the header has 2"),
         ("backbone,name\ntimm/x,../y\n", "line 2: the name"),
         ("backbone,name\ntimm/x,probe\n", "line 2: the name"),
         ("backbone,name\ntimm/x,a\ntimm/y,A\n", "two backbones are called"),

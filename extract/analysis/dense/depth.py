@@ -9,14 +9,12 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from extract.analysis.dense.dense_probe import DenseProbe
-from extract.analysis.dense.depth_bins import DepthBins
-from extract.analysis.dense.depth_metrics import DepthErrors, depth_metrics
+from extract.analysis.dense.dense_probe import DEPTH, DenseProbe
 from extract.analysis.dense.linear_head import depth_bins, train_depth_head
-from extract.analysis.dense.protocols import DEPTH
-from extract.analysis.dense.token_classifier import fit_token_classifier, with_validation
-from extract.analysis.dense.token_images import held, remembered, scores_of_images, token_numbers
-from extract.analysis.dense.upsampling import cell_means, pixels_of_input
+from extract.analysis.dense.token_images import pixels_of_image, scores_of_images
+from extract.analysis.dense.upsampling import DepthBins, cell_means, pixels_of_input
+from extract.analysis.probe.intervals import Estimate
+from extract.analysis.probe.metrics import resampled
 from extract.analysis.probe.probing import ProbeResult
 from extract.analysis.probe.protocols import Fitted
 from extract.errors import InputError
@@ -24,6 +22,8 @@ from extract.store.tokens.token_array import TokenArray
 
 __all__ = ["DepthMaps", "depth_probe"]
 
+_FEW_IMAGES = 50  # as the rows of a regression
+_WITHIN = 1.25  # ratio of predicted and true depth
 # Of 500 pictures with built depths (78,400 tokens for training, blocks.4 of the bundled backbone): RMSE 1.33 m by ridge
 # regression; 1.14, 1.10 and 1.06 m by 8, 16 and 32 bins in 3, 6 and 20 s; 1.10 m by DINOv3's head after 2,000 batches.
 _BINS = 16
@@ -92,19 +92,27 @@ def depth_probe(
     if max_depth is not None and not 0 < max_depth < np.inf:
         raise InputError(f"max_depth={max_depth}; expected a positive number")
     probe = DenseProbe.of(DEPTH, protocol, tokens, (train, val, test), iterations, seed, device, memory_bytes)
-    checked = _CheckedDepths(depths, np.inf if max_depth is None else max_depth)
-    largest = max(float(np.nanmax(checked[image], initial=0.0)) for image in probe.learned.tolist())
+
+    def depth_of(image: int) -> NDArray[np.float32]:
+        """Return the depth map (H, W) with NaN for pixels that do not count."""
+        depth = pixels_of_image(depths, image, "depth map", "iuf", "numbers").astype(np.float32)
+        counts = (depth > 0) & (depth < np.inf) & (depth <= (np.inf if max_depth is None else max_depth))
+        return np.asarray(np.where(counts, depth, np.float32(np.nan)))
+
+    largest = max(float(np.nanmax(depth_of(image), initial=0.0)) for image in probe.learned.tolist())
     if not largest:
         raise InputError("no pixel of the training images has a known depth")
     largest = largest if max_depth is None else max_depth
+    first, notes = probe.features[0], list[str]()
     if probe.definition.of_tokens is None:
-        fitted, bins, notes = _fit_head(probe, checked, largest)
+        bins = depth_bins(largest)
+        fitted = train_depth_head(probe, lambda image: pixels_of_input(first, depth_of(image), np.nan), bins)
     else:
-        fitted, bins, notes = _fit_tokens(probe, checked, largest)
+        fitted, bins, notes = _fit_tokens(probe, depth_of, largest)
     errors = DepthErrors(len(probe.test))
     for number, (image, scores) in enumerate(scores_of_images(probe.features, fitted.scores, probe.test)):
-        truth = checked[image]
-        predicted = bins.predicted(probe.features[0], scores, (truth.shape[1], truth.shape[0]))
+        truth = depth_of(image)
+        predicted = bins.predicted(first, scores, (truth.shape[1], truth.shape[0]))
         errors.add(number, truth, predicted)
         if on_prediction is not None:
             on_prediction(image, predicted)
@@ -118,56 +126,66 @@ def depth_probe(
     )  # fmt: skip
 
 
-class _CheckedDepths:
-    """Depth maps (H, W) in float32, with NaN for pixels that do not count."""
-
-    def __init__(self, depths: DepthMaps, largest: float):
-        self._depths, self._largest = depths, largest
-
-    def __getitem__(self, image: int) -> NDArray[np.float32]:
-        try:
-            depth = np.asarray(self._depths[image])
-        except LookupError as error:
-            raise InputError(f"depths has no depth map of image {image}") from error
-        if depth.ndim != 2 or depth.dtype.kind not in "iuf" or not depth.size:
-            shape = "(" + ", ".join(map(str, depth.shape)) + ")"
-            raise InputError(
-                f"the depth map of image {image} is an array of {depth.dtype} with shape {shape}; expected numbers "
-                "(H, W)"
-            )
-        depth = depth.astype(np.float32)
-        counts = (depth > 0) & (depth <= self._largest) & (depth < np.inf)
-        return np.asarray(np.where(counts, depth, np.float32(np.nan)))
-
-
-def _fit_tokens(probe: DenseProbe, depths: _CheckedDepths, largest: float) -> tuple[Fitted, DepthBins, list[str]]:
+def _fit_tokens(
+    probe: DenseProbe, depth_of: Callable[[int], NDArray[np.float32]], largest: float
+) -> tuple[Fitted, DepthBins, list[str]]:
     """Fit a classifier of tokens; return it, its bins, and notes."""
-    train, val, chosen_on = with_validation(probe.train, probe.val, probe.settings.seed)
-    images = np.union1d(train, val)
-    means = np.stack([cell_means(probe.features[0], depths[image]) for image in images.tolist()])
-    known, of_train = ~np.isnan(means), np.isin(images, train)
+    train, _, _ = probe.with_validation()
+    means = np.stack([cell_means(probe.features[0], depth_of(image)) for image in probe.learned.tolist()])
+    known, of_train = ~np.isnan(means), np.isin(probe.learned, train)
     if not known[of_train].any():
         raise InputError("no token of the training images has a known depth for half of its pixels")
     edges = np.linspace(means[known].min(), means[known].max(), _BINS + 1)[1:-1]
     bins = np.where(known, np.searchsorted(edges, means), -1)
-    settings = replace(probe.settings, classes=np.arange(_BINS).astype(str))
-    fitted, present, notes = fit_token_classifier(probe, images, bins, val, settings)
+    fitted, present, notes = probe.fit_tokens(bins, np.arange(_BINS).astype(str), "a known depth")
     centres = np.array([means[(bins == number) & of_train[:, None]].mean() for number in present.tolist()], np.float32)
-    count = f"{known.sum():,} of {known.size:,} tokens of the training images"
-    notes = [f"{count} have a known depth for half of their pixels", *notes]
-    return replace(fitted, chosen_on=chosen_on), DepthBins(centres, "softmax", largest), notes
+    return fitted, DepthBins(centres, "softmax", largest), notes
 
 
-def _fit_head(probe: DenseProbe, depths: _CheckedDepths, largest: float) -> tuple[Fitted, DepthBins, list[str]]:
-    """Train the linear head; return it, its bins, and notes."""
-    tokens, images, settings, bins = probe.features[0], probe.learned, probe.settings, depth_bins(largest)
+class DepthErrors:
+    """Errors of test images; pixels that are NaN in either map do not count.
 
-    def depths_of(number: int) -> NDArray[np.float32]:
-        return pixels_of_input(tokens, depths[int(images[number])], np.nan)
+    Args:
+        images: N.
 
-    model = train_depth_head(
-        held(probe.features, token_numbers(images, tokens.per_image), settings), tokens.grid,
-        remembered(depths_of, settings), bins,
-        iterations=probe.iterations, seed=settings.seed, device=settings.device,
-    )  # fmt: skip
-    return Fitted(lambda tokens: (model.scores(tokens), None), len(images), model=model), bins, []
+    Attributes:
+        n: (N,) pixels that count.
+        rmse: (N,) root of the mean squared error, in the unit of the depths.
+        abs_rel: (N,) mean error as a share of the true depth.
+        delta1: (N,) share of pixels whose depth is predicted within a factor of 1.25.
+    """
+
+    def __init__(self, images: int):
+        self.n = np.zeros(images, np.int64)
+        self.rmse, self.abs_rel, self.delta1 = (np.full(images, np.nan) for _ in range(3))
+
+    def add(self, image: int, truth: NDArray[np.float32], predicted: NDArray[np.float32]) -> None:
+        """Measure an image: arrays of the same shape with positive numbers."""
+        known = ~(np.isnan(truth) | np.isnan(predicted))
+        true, guess = truth[known].astype(np.float64), predicted[known].astype(np.float64)
+        self.n[image] = len(true)
+        if not len(true):
+            return
+        self.rmse[image] = np.sqrt(((guess - true) ** 2).mean())
+        self.abs_rel[image] = (np.abs(guess - true) / true).mean()
+        self.delta1[image] = (np.maximum(guess / true, true / guess) < _WITHIN).mean()
+
+    def by_image(self) -> dict[str, NDArray[np.float64] | NDArray[np.int64]]:
+        """Return the columns n, rmse, abs_rel and delta1; NaN for images without pixels that count."""
+        return {"n": self.n, "rmse": self.rmse, "abs_rel": self.abs_rel, "delta1": self.delta1}
+
+
+def depth_metrics(errors: DepthErrors, seed: int) -> dict[str, Estimate]:
+    """Compute delta1, rmse and abs_rel (Eigen et al. 2014): means over images, as in the evaluation of DINOv3.
+
+    Args:
+        errors: errors of the test images.
+        seed: seed of the resampling of images for intervals.
+    """
+    known = np.flatnonzero(errors.n)
+    columns = {name: errors.by_image()[name][known] for name in ("delta1", "rmse", "abs_rel")}
+
+    def compute(images: NDArray[np.int64] | slice) -> dict[str, float]:
+        return {name: float(values[images].mean()) for name, values in columns.items()}
+
+    return resampled(compute, len(known), seed, _FEW_IMAGES, "images")

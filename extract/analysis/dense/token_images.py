@@ -14,7 +14,9 @@ from extract.analysis.probe.protocols import Scorer, Settings
 from extract.errors import InputError
 from extract.store.tokens.token_array import TokenArray
 
-__all__ = ["held", "image_sets", "remembered", "same_grid", "scores_of_images", "token_numbers"]
+__all__ = [
+    "held", "image_sets", "pixels_of_image", "remembered", "same_grid", "scores_of_images", "token_numbers",
+]  # fmt: skip
 
 _IMAGES = 64  # scored at once
 
@@ -60,6 +62,31 @@ def image_sets(count: int, train: ArrayLike, val: ArrayLike | None, test: ArrayL
             f"{len(sets['train'])} training images and {len(sets['test'])} test images; expected at least one of each"
         )
     return sets["train"], sets["val"], sets["test"]
+
+
+def pixels_of_image(source: Any, image: int, what: str, kinds: str, expected: str) -> NDArray[Any]:
+    """Return the (H, W) mask or depth map of an image.
+
+    Args:
+        source: its items are those of images.
+        image: number of the image.
+        what: "mask" or "depth map".
+        kinds: kinds of NumPy types that are accepted, such as "iub".
+        expected: these, in words.
+
+    Raises:
+        InputError: it is missing, or has other axes or values.
+    """
+    try:
+        pixels = np.asarray(source[image])
+    except LookupError as error:
+        raise InputError(f"{what.split()[0]}s has no {what} of image {image}") from error
+    if pixels.ndim != 2 or pixels.dtype.kind not in kinds or not pixels.size:
+        shape = "(" + ", ".join(map(str, pixels.shape)) + ")"
+        raise InputError(
+            f"the {what} of image {image} is an array of {pixels.dtype} with shape {shape}; expected {expected} (H, W)"
+        )
+    return pixels
 
 
 def token_numbers(images: NDArray[np.int64], per_image: int) -> NDArray[np.int64]:

@@ -1,8 +1,8 @@
-"""From tokens to the pixels of a picture, and from these to cells and to the pixels of the backbone's input."""
+"""From tokens, and their scores of bins of depth, to the pixels of a picture; from these to cells and input pixels."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -13,54 +13,40 @@ from torch import Tensor
 
 from extract.store.tokens.token_array import TokenArray
 
-__all__ = ["Upsampling", "cell_means", "pixels_of_input", "predicted_mask", "upsampled"]
+__all__ = ["DepthBins", "cell_means", "mean_depth", "pixels_of_input", "predicted_mask", "upsampled"]
 
 T = TypeVar("T", bound="np.generic[Any]")
 
 _BAND_VALUES = 1 << 24  # of upsampled scores held at once
+_LARGEST = float(np.finfo(np.float32).max)
+# Scores (B, bins, ...) -> weights that are divided by their sum. "relu" is that of DINOv3.
+_WEIGHTS = {"softmax": lambda scores: scores.softmax(1), "relu": lambda scores: scores.relu() + 0.1}
 
 
-@dataclass(frozen=True)
-class Upsampling:
-    """How the pixels of a picture lie between the tokens of a grid.
+def _fill(pixels: NDArray[T], tokens: TokenArray, values: Tensor, of_band: Callable[[Tensor], Tensor]) -> NDArray[T]:
+    """Fill in the pixels inside the crop from interpolated values, from top to bottom.
 
-    Pixels that the crop left out have no values. Between the centres of cells, values are interpolated linearly along
-    both axes; outside the outer centres, they are those of the nearest cells. For a picture in the size of the crop,
-    this is `torch.nn.functional.interpolate(..., mode="bilinear", align_corners=False)`.
+    Between the centres of cells, values are interpolated linearly along both axes; outside the outer centres, they are
+    those of the nearest cells. For a picture in the size of the crop, this is
+    `torch.nn.functional.interpolate(..., mode="bilinear", align_corners=False)`.
 
-    Attributes:
-        rows: rows of pixels inside the crop.
-        columns: columns of pixels inside the crop.
-        by_row: (rows, grid rows) float32, weights of the tokens.
-        by_column: (columns, grid columns) float32.
+    Args:
+        pixels: (height, width) of a picture, turned as in `TokenArray.boxes`.
+        tokens: tokens of the picture's data set.
+        values: (K, h, w) of the grid.
+        of_band: function of interpolated values (K, rows, columns) that returns pixels (rows, columns).
     """
-
-    rows: slice
-    columns: slice
-    by_row: Tensor
-    by_column: Tensor
-
-    @staticmethod
-    def of(tokens: TokenArray, picture_px: tuple[int, int]) -> Upsampling:
-        """Return the upsampling to a picture of (width, height) pixels, turned as in `TokenArray.boxes`."""
-        left, top, right, bottom = tokens.window(picture_px)
-        columns, by_column = _axis(picture_px[0], left, right, tokens.grid[1])
-        rows, by_row = _axis(picture_px[1], top, bottom, tokens.grid[0])
-        return Upsampling(rows, columns, by_row, by_column)
-
-    def bands(self, values: Tensor, largest: int = _BAND_VALUES) -> Iterator[tuple[slice, Tensor]]:
-        """Yield the interpolated values from top to bottom, as (rows of the picture, (K, rows, columns)).
-
-        Args:
-            values: (K, h, w) of the grid.
-            largest: number of values that a band may have, if one row of pixels has fewer.
-        """
-        along_rows = torch.einsum("khw,cw->khc", values, self.by_column)
-        at_once = max(1, largest // max(1, len(values) * len(self.by_column)))
-        start = self.rows.start
-        for part in torch.split(self.by_row, at_once):
-            yield slice(start, start + len(part)), torch.einsum("rh,khc->krc", part, along_rows)
-            start += len(part)
+    height, width = pixels.shape
+    left, top, right, bottom = tokens.window((width, height))
+    columns, by_column = _axis(width, left, right, tokens.grid[1])
+    rows, by_row = _axis(height, top, bottom, tokens.grid[0])
+    along_rows = torch.einsum("khw,cw->khc", values, by_column)
+    start = rows.start
+    for part in torch.split(by_row, max(1, _BAND_VALUES // max(1, len(values) * len(by_column)))):
+        band = of_band(torch.einsum("rh,khc->krc", part, along_rows))
+        pixels[start : start + len(part), columns] = band.numpy()
+        start += len(part)
+    return pixels
 
 
 def _axis(pixels: int, start: float, end: float, cells: int) -> tuple[slice, Tensor]:
@@ -90,11 +76,7 @@ def upsampled(tokens: TokenArray, values: Tensor, picture_px: tuple[int, int]) -
     Returns:
         (height, width).
     """
-    upsampling = Upsampling.of(tokens, picture_px)
-    pixels = np.full(picture_px[::-1], np.nan, np.float32)
-    for rows, band in upsampling.bands(values[None]):
-        pixels[rows, upsampling.columns] = band[0].numpy()
-    return pixels
+    return _fill(np.full(picture_px[::-1], np.nan, np.float32), tokens, values[None], lambda band: band[0])
 
 
 def predicted_mask(tokens: TokenArray, scores: Tensor, picture_px: tuple[int, int]) -> NDArray[np.int64]:
@@ -108,11 +90,7 @@ def predicted_mask(tokens: TokenArray, scores: Tensor, picture_px: tuple[int, in
     Returns:
         (height, width) numbers from 0 to K - 1; -1 for pixels that the crop left out.
     """
-    upsampling = Upsampling.of(tokens, picture_px)
-    mask = np.full(picture_px[::-1], -1, np.int64)
-    for rows, band in upsampling.bands(scores):
-        mask[rows, upsampling.columns] = band.argmax(0).numpy()
-    return mask
+    return _fill(np.full(picture_px[::-1], -1, np.int64), tokens, scores, lambda band: band.argmax(0))
 
 
 def pixels_of_input(tokens: TokenArray, pixels: NDArray[T], outside: float) -> NDArray[T]:
@@ -158,3 +136,62 @@ def cell_means(tokens: TokenArray, pixels: NDArray[np.float32]) -> NDArray[np.fl
     sums = np.bincount(cells[known], values[known], tokens.per_image)
     enough = (n_known > 0) & (2 * n_known >= count)
     return np.asarray(np.divide(sums, n_known, out=np.full(tokens.per_image, np.nan), where=enough))
+
+
+def mean_depth(scores: Tensor, depths: Tensor, weighting: str) -> Tensor:
+    """Return the mean depth of bins, weighted by their scores: (B, bins, ...) -> (B, ...).
+
+    Args:
+        scores: (B, bins, ...).
+        depths: (bins,) depth of each bin.
+        weighting: "softmax", or "relu": relu(score) + 0.1.
+    """
+    weights = _WEIGHTS[weighting](scores)
+    return torch.einsum("bk...,k->b...", weights / weights.sum(1, keepdim=True), depths)
+
+
+@dataclass(frozen=True)
+class DepthBins:
+    """How scores of tokens give the depths of pixels.
+
+    Attributes:
+        depths: (bins,) float32, depth of each bin.
+        weighting: see `mean_depth`.
+        largest: depth that is not exceeded.
+    """
+
+    depths: NDArray[np.float32]
+    weighting: str
+    largest: float
+
+    def predicted(self, tokens: TokenArray, scores: Tensor, picture_px: tuple[int, int]) -> NDArray[np.float32]:
+        """Return the depths (height, width) of a picture, NaN for pixels that the crop left out.
+
+        Args:
+            tokens: tokens of the picture's data set.
+            scores: (bins, h, w) scores of its tokens.
+            picture_px: (width, height), see `TokenArray.boxes`.
+        """
+        of_cells = mean_depth(scores[None], torch.from_numpy(self.depths), self.weighting)[0]
+        return upsampled(tokens, of_cells.clamp(max=self.largest), picture_px)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what a saved probe stores."""
+        return {"depths": self.depths.tolist(), "weighting": self.weighting, "largest": self.largest}
+
+    @staticmethod
+    def of_json(described: Any, bins: int) -> DepthBins:
+        """Return the bins of a saved probe that gives scores of a number of bins.
+
+        Raises:
+            ValueError: it is not a description of so many bins.
+        """
+        expected = f"expected the depths of {bins} bins, a weighting, softmax or relu, and the largest depth, above 0"
+        if not isinstance(described, dict) or described.get("weighting") not in (*_WEIGHTS,):
+            raise ValueError(f"depth is {described!r}; {expected}")
+        depths = described.get("depths")
+        numbers = [described.get("largest"), *(depths if isinstance(depths, list) else [])]
+        are_depths = all(isinstance(number, float) and 0 < number < _LARGEST for number in numbers)
+        if not are_depths or len(numbers) != bins + 1:
+            raise ValueError(f"depth is {described!r}; {expected}")
+        return DepthBins(np.array(numbers[1:], np.float32), described["weighting"], numbers[0])

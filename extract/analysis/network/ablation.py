@@ -19,7 +19,6 @@ from extract.compute.backbone import Backbone
 from extract.compute.feature_choice import EMBEDDING, Choice, Feature, choose_features
 from extract.errors import InputError
 from extract.system.torch_state import evaluating, full_float32, keeping_freed_memory
-from extract.taps.batch_axis import BatchAxis
 from extract.taps.edits import Edit
 from extract.taps.record import Site
 from extract.taps.taps import Taps
@@ -109,11 +108,8 @@ def ablation(
                 unedited_total.add(unedited, unedited, targets)
                 on_forward(len(inputs))
                 for (layer, channel), total in zip(edited_parts, totals, strict=True):
-                    changes = [
-                        (feature.site, _adapt(_edit_for(edit, feature), feature, channel, number))
-                        for feature in choice.features
-                        if feature.site.layer == layer
-                    ]
+                    parts = [feature for feature in choice.features if feature.site.layer == layer]
+                    changes = [(part.site, _adapt(_edit_for(edit, part), part, channel, number)) for part in parts]
                     edited = _forward(backbone, inputs, choice.features, embedding, changes)
                     total.add(edited, unedited, targets)
                     on_forward(len(inputs))
@@ -144,6 +140,7 @@ def mean_activations(
     backbone: Backbone, batches: Iterable[tuple[Tensor, Tensor | None]], layers: Sequence[str]
 ) -> dict[str, Tensor]:
     """Compute the mean activations over images, at each position: tensor name -> (1, *shape)."""
+    # Not of the batch of an image, which says little about the usual output of the layer.
     sums: dict[str, Tensor] = {}
     count = 0
     with torch.no_grad(), evaluating(backbone.model), full_float32():
@@ -195,15 +192,10 @@ def _adapt(edit: Edit, feature: Feature, channel: int | None, seed: int) -> Edit
             shape = [-1 if a == axis else 1 for a in range(images.ndim)]
             selected = torch.arange(images.shape[axis], device=images.device).view(shape) == channel
             result = torch.where(selected, result, images)
-        return _undo_by_image(result, feature.rows, value)
+        axis_of_rows = feature.rows.axis  # undo `by_image`
+        return result.reshape(value.movedim(axis_of_rows, 0).shape).movedim(0, axis_of_rows)
 
     return apply
-
-
-def _undo_by_image(images: Tensor, rows: BatchAxis, like: Tensor) -> Tensor:
-    """Undo `BatchAxis.by_image`."""
-    shape = like.movedim(rows.axis, 0).shape
-    return images.reshape(shape).movedim(0, rows.axis)
 
 
 @contextlib.contextmanager
@@ -217,10 +209,7 @@ def _embedding(backbone: Backbone) -> Iterator[Feature | None]:
         yield None
 
 
-@dataclass
-class _ForwardResult:
-    values: dict[str, Tensor]
-    classes: Tensor | None
+_ForwardResult = tuple[dict[str, Tensor], Tensor | None]  # values by name, and predicted classes
 
 
 def _forward(
@@ -240,9 +229,8 @@ def _forward(
     if embedding is None and isinstance(output, Tensor):
         values[EMBEDDING] = output.float().cpu()
     scores = getattr(output, "logits", output)  # models of transformers return a mapping
-    if backbone.classifier is None or not isinstance(scores, Tensor) or scores.ndim != 2:
-        scores = None
-    return _ForwardResult(values, None if scores is None else scores.argmax(1).cpu())
+    has_classes = backbone.classifier is not None and isinstance(scores, Tensor) and scores.ndim == 2
+    return values, scores.argmax(1).cpu() if has_classes else None
 
 
 @dataclass
@@ -254,18 +242,18 @@ class _Totals:
     cosines: dict[str, float] = field(default_factory=dict)
 
     def add(self, result: _ForwardResult, unedited: _ForwardResult, targets: Tensor | None) -> None:
-        self.images += len(next(iter(result.values.values())))
-        for name, value in result.values.items():
-            unedited_value = unedited.values[name]
-            cosine = F.cosine_similarity(value.flatten(1).double(), unedited_value.flatten(1).double(), dim=1)
-            same = (value == unedited_value).flatten(1).all(1)  # zero vectors too
+        (values, classes), (unedited_values, unedited_classes) = result, unedited
+        self.images += len(next(iter(values.values())))
+        for name, value in values.items():
+            cosine = F.cosine_similarity(value.flatten(1).double(), unedited_values[name].flatten(1).double(), dim=1)
+            same = (value == unedited_values[name]).flatten(1).all(1)  # zero vectors too
             self.cosines[name] = self.cosines.get(name, 0.0) + float(torch.where(same, 1.0, cosine).sum())
-        if result.classes is not None and unedited.classes is not None:
-            self.same = (self.same or 0.0) + int((result.classes == unedited.classes).sum())
+        if classes is not None and unedited_classes is not None:
+            self.same = (self.same or 0.0) + int((classes == unedited_classes).sum())
             if targets is not None:
                 known = targets.cpu() >= 0
                 self.targets += int(known.sum())
-                self.right += int((result.classes == targets.cpu())[known].sum())
+                self.right += int((classes == targets.cpu())[known].sum())
 
     def mean(self, total: float | None) -> float:
         return math.nan if total is None else total / self.images

@@ -5,8 +5,7 @@
         statistics.add(summarise(activation, [2, 3]))
     statistics.mean, statistics.std, statistics.quantile(0.99), statistics.dead
 
-`summarise` runs in a hook, on the device of the activation. `Statistics` accumulates the results in float64. Statistics
-of parts of the images, such as those of several processes, can be merged.
+`summarise` runs in a hook, on the device of the activation. `Statistics` accumulates the results in float64.
 
 Every number is exact up to rounding (relative error at most 1e-5, for any float32 values), except quantiles: they come
 from a histogram whose bins are the values of bfloat16, so they are accurate to 1/128 of their size.
@@ -14,8 +13,7 @@ from a histogram whose bins are the values of bfloat16, so they are accurate to 
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,50 +26,32 @@ from extract.errors import InputError
 
 __all__ = ["Statistics", "Summary", "summarise"]
 
+# Counting by the upper half of the bits takes a nanosecond a value, and needs no range beforehand; zeros, signs and
+# infinities have separate bins.
 _BINS = 1 << 16  # values of the upper half of float32's 32 bits: sign, exponent, 7 bits of the fraction
 _AT_ONCE = 1 << 20  # values, few enough that several passes find them in the cache
 # Outside this range, squares of float32 values overflow, underflow or lose precision.
-_LARGE, _SMALL = 1e15, 1e-15
+_LARGE = 1e15
+_SMALL = 1e-15
 # A channel whose range is at most _CONSTANT times the _USUAL quantile of the channels' stds is constant up to rounding.
-_CONSTANT, _USUAL = 1e-6, 0.75
+_CONSTANT = 1e-6
+_USUAL = 0.75
 # A value is saturated if it is this near to a bound of a function such as the sigmoid, as a share of the range.
 _NEAR_A_BOUND = 0.01
 
 
-@dataclass(frozen=True)
-class Summary:
-    """Summary of one batch for `Statistics`: numbers for each image and channel, and one histogram.
-
-    Attributes:
-        count: (B, C) number of finite values.
-        mean, m2: (B, C) mean of the finite values, and sum of squared deviations from it; 0 without finite values.
-        low, high: (B, C) smallest and largest finite value; infinity and minus infinity without finite values.
-        near_a_bound: (B, C) number of saturated values.
-        nan, infinite: (B,) number of such values.
-        bins: (65536,) counts, by the upper half of the bits of each value in float32.
-    """
-
-    count: NDArray[np.int64]
-    mean: NDArray[np.float64]
-    m2: NDArray[np.float64]
-    low: NDArray[np.float64]
-    high: NDArray[np.float64]
-    near_a_bound: NDArray[np.int64]
-    nan: NDArray[np.int64]
-    infinite: NDArray[np.int64]
-    bins: NDArray[np.int64]
-
-    def as_tensors(self) -> dict[str, Tensor]:
-        """Return the attributes as tensors, which `Taps` can keep."""
-        return {name: torch.from_numpy(column) for name, column in vars(self).items()}
-
-    @classmethod
-    def of_tensors(cls, tensors: Mapping[str, Tensor]) -> Summary:
-        """Create a summary from the result of `as_tensors`."""
-        return cls(**{name: tensor.numpy() for name, tensor in tensors.items()})
+# Numbers of one batch for `Statistics`, as tensors on the CPU, which `Taps` can keep:
+#   count: (B, C) number of finite values.
+#   mean, m2: (B, C) mean of the finite values, and sum of squared deviations from it; 0 without finite values.
+#   low, high: (B, C) smallest and largest finite value; infinity and minus infinity without finite values.
+#   near_a_bound: (B, C) number of saturated values.
+#   nan, infinite: (B,) number of such values.
+#   bins: (65536,) counts, by the upper half of the bits of each value in float32.
+Summary = Mapping[str, Tensor]
+_COLUMNS = ("count", "mean", "m2", "low", "high", "near_a_bound", "nan", "infinite")
 
 
-def summarise(values: Tensor, positions: Sequence[int], bounds: tuple[float, float] | None = None) -> Summary:
+def summarise(values: Tensor, positions: Sequence[int], bounds: tuple[float, float] | None = None) -> dict[str, Tensor]:
     """Summarise one batch on its device.
 
     Args:
@@ -96,14 +76,14 @@ def summarise(values: Tensor, positions: Sequence[int], bounds: tuple[float, flo
     for chunk in torch.split(values, max(1, _AT_ONCE // max(1, values[:1].numel()))):
         parts.append(_moments(chunk, positions, n_channels, bounds))
         bins += _histogram(chunk)
-    columns = zip(*parts, strict=True)
-    return Summary(*(np.concatenate(column) for column in columns), bins)  # type: ignore[call-arg]
+    columns = dict(zip(_COLUMNS, map(np.concatenate, zip(*parts, strict=True)), strict=True)) | {"bins": bins}
+    return {name: torch.from_numpy(column) for name, column in columns.items()}
 
 
 def _moments(
     values: Tensor, positions: Sequence[int], n_channels: int, bounds: tuple[float, float] | None
 ) -> tuple[NDArray[Any], ...]:
-    """Compute the columns of `Summary` except the bins."""
+    """Compute the columns `_COLUMNS`."""
     shape, n_images = (-1, n_channels), len(values)
     per_channel = values[0].numel() // max(1, n_channels) if n_images else 0
     if not values.numel():
@@ -131,30 +111,25 @@ def _moments(
     infinite = np.zeros(n_images, np.int64)
     size = np.maximum(np.abs(low_), np.abs(high_)).max(1)
     for i in np.flatnonzero(~((size == 0) | ((size > _SMALL) & (size < _LARGE)))):
-        image = values[i : i + 1].cpu().double()
-        count[i], mean[i], m2[i], low_[i], high_[i] = _image_in_float64(image, axes, shape)
-        nan[i], infinite[i] = int(image.isnan().sum()), int(image.isinf().sum())
+        image = values[i : i + 1].cpu().double().numpy()
+        columns = _image_in_float64(image, tuple(axes))
+        count[i], mean[i], m2[i], low_[i], high_[i] = (column.reshape(n_channels) for column in columns)
+        nan[i], infinite[i] = np.isnan(image).sum(), np.isinf(image).sum()
     near_a_bound = np.zeros(mean.shape, np.int64)
     if bounds is not None:
         near_a_bound = _count_near_bounds(values, axes, bounds).reshape(shape).cpu().numpy().astype(np.int64)
     return count, mean, m2, low_, high_, near_a_bound, nan, infinite
 
 
-def _image_in_float64(values: Tensor, axes: list[int], shape: tuple[int, int]) -> Iterator[NDArray[Any]]:
-    """Yield count, mean, M2, low and high of the finite values of one image; slow and safe from overflow."""
-    finite = values.isfinite()
-    infinity = torch.tensor(torch.inf, dtype=torch.float64)
-    count = finite.sum(axes, keepdim=True) if axes else finite.long()
-    finite_values = torch.where(finite, values, 0.0)
-    # Divide before summing: the sum of values near the end of the range would overflow.
-    mean = (finite_values / count.clamp(min=1)).sum(axes, keepdim=True) if axes else finite_values
-    squares = torch.where(finite, values - mean, 0.0).square()
-    m2 = squares.sum(axes) if axes else squares
-    low, high = torch.where(finite, values, infinity), torch.where(finite, values, -infinity)
-    if axes:
-        low, high = low.amin(axes), high.amax(axes)
-    for tensor in (count, mean, m2, low, high):
-        yield tensor.reshape(shape)[0].numpy()
+def _image_in_float64(values: NDArray[np.float64], axes: tuple[int, ...]) -> tuple[NDArray[Any], ...]:
+    """Return count, mean, M2, low and high of the finite values of one image; slow and safe from overflow."""
+    finite = np.isfinite(values)
+    count = finite.sum(axes, keepdims=True)
+    with np.errstate(over="ignore", invalid="ignore"):
+        # Divide before summing: the sum of values near the end of the range would overflow.
+        mean = (np.where(finite, values, 0.0) / np.maximum(count, 1)).sum(axes, keepdims=True)
+        m2 = (np.where(finite, values - mean, 0.0) ** 2).sum(axes)
+    return count, mean, m2, np.where(finite, values, np.inf).min(axes), np.where(finite, values, -np.inf).max(axes)
 
 
 def _count_near_bounds(values: Tensor, axes: list[int], bounds: tuple[float, float]) -> Tensor:
@@ -212,43 +187,27 @@ class Statistics:
         Raises:
             InputError: the number of channels differs from that of earlier batches.
         """
+        n_images, n_channels = summary["count"].shape
+        count, mean, m2, low, high, near_a_bound, nan, infinite = (summary[name].numpy() for name in _COLUMNS)
+        if self.images and n_channels != self.channels:
+            raise InputError(f"the batch has {n_channels} channels; earlier batches have {self.channels}")
+        low, high, near_a_bound = low.min(0, initial=np.inf), high.max(0, initial=-np.inf), near_a_bound.sum(0)
         with np.errstate(over="ignore", invalid="ignore"):
-            count, mean, m2 = _combined(summary.count, summary.mean, summary.m2)
+            moments = _combined(count, mean, m2)
+            if self.images:
+                earlier = (self.count, self.channel_mean, self.m2)
+                moments = _combined(*(np.stack(pair) for pair in zip(earlier, moments, strict=True)))
+                low, high = np.minimum(self.low, low), np.maximum(self.high, high)
+                near_a_bound = self.near_a_bound + near_a_bound
+        self.count, self.channel_mean, self.m2 = moments
+        self.low, self.high, self.near_a_bound = low, high, near_a_bound
         start = self.images if first_image is None else first_image
-        broken = np.flatnonzero(summary.nan + summary.infinite)
-        low, high = summary.low.min(0, initial=np.inf), summary.high.max(0, initial=-np.inf)
-        batch = Statistics(
-            len(summary.count), count, mean, m2, low, high,
-            summary.near_a_bound.sum(0), int(summary.nan.sum()), int(summary.infinite.sum()),
-            [start + int(i) for i in broken[:_REMEMBERED]], summary.bins,
-        )  # fmt: skip
-        self._merge(batch)
-
-    def merge(self, other: Statistics) -> None:
-        """Add the images of another `Statistics`, with positions after those of the images added so far."""
-        moved = [self.images + i for i in other.not_finite_images]
-        self._merge(dataclasses.replace(other, not_finite_images=moved))
-
-    def _merge(self, other: Statistics) -> None:
-        if not self.images:
-            self.count, self.channel_mean, self.m2 = other.count, other.channel_mean, other.m2
-            self.low, self.high, self.near_a_bound = other.low, other.high, other.near_a_bound
-        elif len(self.count) != len(other.count):
-            raise InputError(f"the batch has {len(other.count)} channels; earlier batches have {len(self.count)}")
-        else:
-            with np.errstate(over="ignore", invalid="ignore"):
-                self.count, self.channel_mean, self.m2 = _combined(
-                    np.stack([self.count, other.count]),
-                    np.stack([self.channel_mean, other.channel_mean]),
-                    np.stack([self.m2, other.m2]),
-                )
-            self.low, self.high = np.minimum(self.low, other.low), np.maximum(self.high, other.high)
-            self.near_a_bound = self.near_a_bound + other.near_a_bound
-        self.images += other.images
-        self.nan += other.nan
-        self.infinite += other.infinite
-        self.not_finite_images = sorted([*self.not_finite_images, *other.not_finite_images])[:_REMEMBERED]
-        self.bins = self.bins + other.bins
+        broken = np.flatnonzero(nan + infinite)[:_REMEMBERED]
+        self.not_finite_images = sorted([*self.not_finite_images, *(start + broken).tolist()])[:_REMEMBERED]
+        self.images += n_images
+        self.nan += int(nan.sum())
+        self.infinite += int(infinite.sum())
+        self.bins = self.bins + summary["bins"].numpy()
 
     @property
     def channels(self) -> int:
@@ -322,7 +281,7 @@ class Statistics:
         Args:
             part: share of the values below the quantile, from 0 to 1.
         """
-        edges, counts = self._finite_bins()
+        edges, counts = _EDGES, self.bins[_ASCENDING]
         below = np.cumsum(counts)
         if not below[-1]:
             return np.nan
@@ -335,19 +294,14 @@ class Statistics:
 
     def histogram(self, edges: NDArray[np.float64]) -> NDArray[np.float64]:
         """Count the values between neighbouring edges; the count of a bin cut by an edge is divided proportionally."""
-        own, counts = self._finite_bins()
-        below = np.concatenate([[0], np.cumsum(counts)])
-        return np.diff(np.interp(edges, own, below))
+        below = np.concatenate([[0], np.cumsum(self.bins[_ASCENDING])])
+        return np.diff(np.interp(edges, _EDGES, below))
 
     def _all(self) -> tuple[Any, Any, Any]:
         if not self.total:
             return 0, np.nan, np.nan
         with np.errstate(over="ignore", invalid="ignore"):
             return _combined(self.count, self.channel_mean, self.m2)
-
-    def _finite_bins(self) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-        """Return the ascending edges and the counts of the bins of finite values, with one more edge than counts."""
-        return _EDGES, self.bins[_ASCENDING]
 
 
 _REMEMBERED = 100  # positions of images with values that are not finite
@@ -371,9 +325,7 @@ def _ascending() -> tuple[NDArray[np.int64], NDArray[np.float64]]:
 _ASCENDING, _EDGES = _ascending()
 
 
-def _combined(
-    count: NDArray[np.int64], mean: NDArray[np.float64], m2: NDArray[np.float64]
-) -> tuple[Any, Any, Any]:  # fmt: skip
+def _combined(count: NDArray[Any], mean: NDArray[Any], m2: NDArray[Any]) -> tuple[Any, Any, Any]:
     """Combine count, mean and M2 of the groups of values along axis 0 (Chan, Golub, LeVeque 1979)."""
     total = count.sum(0)
     middle = (mean * (count / np.maximum(total, 1))).sum(0)

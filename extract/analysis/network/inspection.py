@@ -19,9 +19,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from extract.analysis.network.activation_statistics import Statistics, Summary, summarise
+from extract.analysis.network.activation_statistics import Statistics, summarise
 from extract.analysis.network.findings import findings_of
 from extract.analysis.network.reports import (
     AttentionReport,
@@ -103,7 +104,7 @@ class _TensorPlan:
 
     def summary(self, value: Tensor) -> dict[str, Tensor]:
         images = value[None] if self.rows is None else self.rows.by_image(value)
-        return summarise(images, self.positions, self.bounds).as_tensors()
+        return summarise(images, self.positions, self.bounds)
 
 
 class _CachedSummary:
@@ -214,7 +215,7 @@ class _Recorder:
             for site, plan in self._plans.items()
         }  # fmt: skip
         # (layer, call) -> sum of squares of the input's finite values, and their number
-        self._squares: dict[tuple[str, int], list[float]] = {}
+        self._squares: dict[tuple[str, int], NDArray[np.float64]] = {}
         self.inputs = InputReport()
         self.predictions: PredictionReport | None = None
         self._with_gradients = with_gradients
@@ -241,16 +242,15 @@ class _Recorder:
                 images += len(inputs)
                 on_batch(len(inputs))
         for site, report in self.reports.items():
-            total, count = self._squares.get((site.layer, site.call), [0.0, 0.0])
+            total, count = self._squares.get((site.layer, site.call), np.zeros(2)).tolist()
             report.input_rms = math.sqrt(total / count) if count else math.nan
         reports = []
         for name, parameter in parameters.items():
             finite = [square for square in squares[name] if math.isfinite(square)]
-            parameter_report = ParameterReport(
+            reports.append(ParameterReport(
                 name, name.rpartition(".")[0], float(parameter.detach().double().norm()), parameter.requires_grad,
                 reached=bool(squares[name]), gradient_norm=math.sqrt(float(np.mean(finite))) if finite else math.nan,
-            )  # fmt: skip
-            reports.append(parameter_report)
+            ))  # fmt: skip
         ran = {site.layer for site in self.reports}
         return Inspection(
             images, list(self.reports.values()), reports, [name for name in self._names if name not in ran],
@@ -278,19 +278,16 @@ class _Recorder:
             output = taps(inputs.clone())
             value = loss(output, targets)
             if not isinstance(value, Tensor) or value.numel() != 1:
-                description = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-                raise InputError(
-                    f"the loss returned {description}; expected one number that depends on the model's output"
-                )
+                kind = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+                raise InputError(f"the loss returned {kind}; expected one number that depends on the model's output")
             if not value.requires_grad:
                 raise InputError(
                     "the loss has no gradient",
                     hint="it must depend on the model's output, which the model's forward must compute without "
                     "torch.no_grad(), torch.inference_mode() and detach()",
                 )
-            computed = torch.autograd.grad(
-                value.reshape(()), [*trainable.values(), *([inputs] if inputs.requires_grad else [])], allow_unused=True
-            )
+            wanted = [*trainable.values(), *([inputs] if inputs.requires_grad else [])]
+            computed = torch.autograd.grad(value.reshape(()), wanted, allow_unused=True)
         predictions = PredictionReport.of(output, targets)
         if predictions is not None:
             self.predictions = predictions if self.predictions is None else self.predictions + predictions
@@ -304,21 +301,20 @@ class _Recorder:
                 continue
             # If it is unknown which rows belong to which image, batches are counted.
             first = first_image if report.by_image else None
-            report.activations.add(Summary.of_tensors(record[site]), first)
+            report.activations.add(record[site], first)
             if (gradient := _gradient_of(site)) in recorded:
                 report.gradients = report.gradients or Statistics()
-                report.gradients.add(Summary.of_tensors(record[gradient]), first)
-        for site in record.sites.values():
+                report.gradients.add(record[gradient], first)
+        for site in recorded:
             if site.what == "input":
-                total = self._squares.setdefault((site.layer, site.call), [0.0, 0.0])
-                total[0] += float(record[site][0])
-                total[1] += float(record[site][1])
+                total = self._squares.setdefault((site.layer, site.call), np.zeros(2))
+                total += record[site].numpy()
 
 
 def _attentions(model: nn.Module, inputs: Tensor) -> list[AttentionReport]:
     """Return reports of the layers called attention, on a few inputs: recomputing the weights of all takes long."""
-    names = [name for name, module in named_layers(model).items() if "attention" in type(module).__name__.lower()
-             or "attn" in type(module).__name__.lower()]  # fmt: skip
+    types = {name: type(module).__name__.lower() for name, module in named_layers(model).items()}
+    names = [name for name, kind in types.items() if "attention" in kind or "attn" in kind]
     if not names:
         return []
     taps = Taps(model).keep(names, "attention")

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from extract.analysis.network.activation_statistics import Statistics, Summary, summarise
+from extract.analysis.network.activation_statistics import Statistics, summarise
 from extract.analysis.network.inspection import does_something, positions_of
 from extract.errors import InputError, LayertapError
 from extract.system.csv_cells import safe_cell
@@ -51,7 +51,9 @@ _LOOKS_BEFORE = 3  # earlier sizes needed for the median
 # Norm of a weight's change in a step divided by the norm of the weight. It should be about 1e-3: "A Recipe for Training
 # Neural Networks" (Karpathy 2019), cs231n ("Babysitting the learning process"). Adam with 3e-3 changes weights of 0.02
 # by 0.15 in its first steps. Changes below 1e-7 are mostly lost in the rounding of float32 (6e-8).
-_FAST, _SLOW, _USUAL_UPDATE = 0.3, 1e-7, 1e-3
+_FAST = 0.3
+_SLOW = 1e-7
+_USUAL_UPDATE = 1e-3
 _FAST_LOOKS = 3  # consecutive monitored steps
 _WILD = 3.0  # in one step: the weights of before are lost, and the network may be dead after it
 _SLOW_LOOKS = 5  # monitored steps since the start; at its end, a schedule may lower the learning rate to zero
@@ -141,17 +143,16 @@ class _Monitor:
 
     def _on_forward(self, module: nn.Module, args: Any) -> None:
         """Forward pre-hook of the model: end the last monitored step, and start the next if it is due."""
+        # Hooks are registered now and removed at the next forward: a step that is not monitored costs nothing, and
+        # compiled code stays compiled.
         self._close()
         if not module.training or not torch.is_grad_enabled():
             return
         if self.step % self._every == 0:
             tensors = [value for value in args if isinstance(value, Tensor)]
             self._input_shape = tuple(tensors[0].shape) if tensors else ()
-            taps = self._taps = taps_of(
-                self._model,
-                Variant(stands_in=False),  # no tensor of the training is replaced by a copy
-                on_record=partial(self._on_record, self.step),
-            )
+            variant = Variant(stands_in=False)  # no tensor of the training is replaced by a copy
+            taps = self._taps = taps_of(self._model, variant, on_record=partial(self._on_record, self.step))
             self._request(taps)
             taps.__enter__()
             if module is unwrap(module):  # hooks added now are not called for this module in this forward
@@ -161,7 +162,7 @@ class _Monitor:
     def _summary(self, value: Tensor) -> dict[str, Tensor]:
         if not value.is_floating_point() or not value.ndim:
             return {}
-        return summarise(value, positions_of(value.shape, self._input_shape)).as_tensors()
+        return summarise(value, positions_of(value.shape, self._input_shape))
 
     def _on_record(self, step: int, record: Record) -> None:
         self.rows = [{"step": step, **row} for row in self._rows_of(record)]
@@ -239,17 +240,14 @@ class ActivationMonitor(_Monitor):
 
     def _looks_at_dead(self, name: str, statistics: Statistics) -> NDArray[np.int64]:
         """Return, for each channel, the number of consecutive monitored steps with the same constant value."""
-        dead = np.zeros(statistics.channels, bool)
-        dead[statistics.dead] = True
-        dead &= statistics.count >= _VALUES_FOR_DEAD
-        values, looks = self._constant.get(name, (statistics.low, np.zeros(statistics.channels, np.int64)))
-        if len(looks) != len(dead):
-            looks = np.zeros(statistics.channels, np.int64)
-        else:
-            with np.errstate(invalid="ignore"):
-                near = np.abs(statistics.low - values) <= 1e-6 * np.abs(values) + 1e-6 * statistics.std
-            looks = np.where(near, looks, 0)
-        looks = np.where(dead, looks + 1, 0)
+        channels = np.arange(statistics.channels)
+        dead = np.isin(channels, statistics.dead) & (statistics.count >= _VALUES_FOR_DEAD)
+        values, looks = self._constant.get(name, (statistics.low, np.zeros_like(channels)))
+        if len(looks) != len(channels):
+            values, looks = statistics.low, np.zeros_like(channels)
+        with np.errstate(invalid="ignore"):
+            near = np.abs(statistics.low - values) <= 1e-6 * np.abs(values) + 1e-6 * statistics.std
+        looks = np.where(dead, np.where(near, looks, 0) + 1, 0)
         self._constant[name] = statistics.low, looks
         return looks
 
@@ -288,7 +286,8 @@ class GradientMonitor(_Monitor):
             taps.keep(list(parameters), "grad", reduce=_norm)
         # Computed now, since the optimiser may change the parameters before the gradients are read.
         self._sizes = {name: float(parameter.detach().norm()) for name, parameter in parameters.items()}
-        # The parameters of the monitored step; at its end, the optimizer has changed them.
+        # The parameters of the monitored step; at its end, the optimizer has changed them. A copy needs no access to
+        # it.
         self._before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
 
     def _rows_of(self, record: Record) -> Rows:
@@ -319,11 +318,8 @@ class GradientMonitor(_Monitor):
         # Rows are in the order in which the gradients were computed, starting at the loss.
         for row in rows:
             if row["not_finite"]:
-                yield (
-                    "not finite",
-                    row["layer"],
-                    f"gradient of {row['of']}: {row['not_finite']:,} values are not finite",
-                )
+                text = f"gradient of {row['of']}: {row['not_finite']:,} values are not finite"
+                yield "not finite", row["layer"], text
         for row in rows:
             if self._exploded(f"{row['layer']} {row['of']}", row["norm"]):
                 text = f"the gradient of {row['of']} is 100 times as large as before (norm {row['norm']:.3g})"
@@ -358,7 +354,7 @@ def _norm(gradient: Tensor) -> dict[str, Tensor]:
 
 def _statistics(tensors: Mapping[str, Tensor]) -> Statistics:
     statistics = Statistics()
-    statistics.add(Summary.of_tensors(tensors))
+    statistics.add(tensors)
     return statistics
 
 
@@ -368,11 +364,8 @@ def _default_layers(model: nn.Module) -> list[str]:
     Raises:
         InputError: the model has no such layer.
     """
-    names = [
-        name
-        for name, module in named_layers(model).items()
-        if does_something(module) and (module._parameters or not any(True for _ in module.children()))
-    ]
+    names = [name for name, module in named_layers(model).items()
+             if does_something(module) and (module._parameters or not list(module.children()))]  # fmt: skip
     if not names:
         raise InputError("the model is a single layer", hint="wrap the model: nn.Sequential(model)")
     return names
@@ -402,11 +395,7 @@ def _to_tensorboard(writer: Any, step: int, rows: Rows) -> None:
     for row in rows:
         name = "/".join(str(row[key]) for key in ("layer", "of") if key in row)
         for key, value in row.items():
-            if (
-                isinstance(value, int | float)
-                and key != "step"
-                and not (isinstance(value, float) and math.isnan(value))
-            ):
+            if isinstance(value, int | float) and key != "step" and not math.isnan(value):
                 writer.add_scalar(f"{name}/{key}", value, step)
 
 

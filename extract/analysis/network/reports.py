@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from extract.analysis.network.activation_statistics import Statistics
+from extract.analysis.network.activation_statistics import Statistics, summarise
 
 __all__ = [
     "AttentionReport", "Evidence", "Finding", "InputReport", "ParameterReport", "PredictionReport", "RunningStatistics",
@@ -56,67 +56,40 @@ class InputReport:
 
     Attributes:
         count: number of images.
-        broken: positions of images with values that are not finite.
-        low, high: smallest and largest finite value.
         shape: shape of one image.
+        broken: positions of images with values that are not finite.
+        values: statistics of all values; of integers, such as tokens, there are none.
     """
 
     count: int = 0
-    broken: list[int] = field(default_factory=list)
-    low: float = math.inf
-    high: float = -math.inf
     shape: tuple[int, ...] = ()
-    _sum: float = 0.0
-    _squares: float = 0.0
-    _values: int = 0
+    broken: list[int] = field(default_factory=list)
+    values: Statistics = field(default_factory=Statistics)
     _first: Tensor | None = None
     _differ: bool = False
 
     def add(self, inputs: Tensor) -> None:
-        """Add a batch (B, ...); integers, such as tokens, are only counted."""
-        images, self.shape = self.count, tuple(inputs.shape[1:])
+        """Add a batch (B, ...)."""
+        first_image, self.shape = self.count, tuple(inputs.shape[1:])
         self.count += len(inputs)
         if not inputs.is_floating_point():
             self._differ = True
             return
-        inputs = inputs.detach().float()
-        low, high = (float(value) for value in inputs.aminmax())
-        if not math.isfinite(high - low):  # NaN, infinity, or numbers near the largest of float32
-            finite = inputs.isfinite()
-            self.broken += [images + int(i) for i in (~finite.flatten(1).all(1)).nonzero().flatten().tolist()]
+        summary = summarise(inputs.reshape(len(inputs), -1), [1])
+        self.values.add(summary)
+        self.broken += (first_image + (summary["nan"] + summary["infinite"]).nonzero().flatten()).tolist()
+        if self._first is None:
+            self._first = inputs[:1].detach().clone()
+        if not self._differ and not self.broken and self._first.shape[1:] == self.shape:
+            limit = _EQUAL * max(abs(self.values.min), abs(self.values.max))
+            self._differ = float((inputs.detach() - self._first).abs().max()) > limit
+        else:
             self._differ = True
-            inputs = inputs[finite]
-            low, high = (float(value) for value in inputs.aminmax()) if inputs.numel() else (math.inf, -math.inf)
-        self.low, self.high = min(self.low, low), max(self.high, high)
-        if inputs.numel():
-            mean, norm = float(inputs.mean()), float(torch.linalg.vector_norm(inputs))
-            self._sum, self._squares = self._sum + mean * inputs.numel(), self._squares + norm * norm
-            self._values += inputs.numel()
-        if not self._differ:
-            self._first = inputs[:1].clone() if self._first is None else self._first
-            same_shape = self._first.shape[1:] == inputs.shape[1:]
-            limit = _EQUAL * max(abs(self.low), abs(self.high))
-            self._differ = not same_shape or float((inputs - self._first).abs().max()) > limit
 
     @property
     def equal(self) -> bool:
         """Whether there are several images, all equal up to rounding."""
         return self.count > 1 and not self._differ
-
-    @property
-    def mean(self) -> float:
-        """Mean of the finite values; NaN without values."""
-        return self._sum / self._values if self._values else math.nan
-
-    @property
-    def rms(self) -> float:
-        """Root mean square of the finite values; NaN without values."""
-        return math.sqrt(self._squares / self._values) if self._values else math.nan
-
-    @property
-    def std(self) -> float:
-        """Standard deviation of the finite values; NaN without values."""
-        return math.sqrt(max(0.0, self.rms**2 - self.mean**2)) if self._values else math.nan
 
 
 @dataclass(frozen=True)
@@ -138,15 +111,10 @@ class RunningStatistics:
         """Return the statistics of a batch normalisation; None for other layers, and without running statistics."""
         if not isinstance(module, _BatchNorm) or module.running_var is None or module.running_mean is None:
             return None
-        mean, variance = _as_array(module.running_mean), _as_array(module.running_var)
+        mean, variance = (values.double().cpu().numpy() for values in (module.running_mean, module.running_var))
         initial = bool((mean == 0).all() and (variance == 1).all())
         with np.errstate(invalid="ignore"):
             return cls(np.sqrt(variance + module.eps), float((variance == 0).mean()), initial)
-
-
-def _as_array(values: Tensor) -> NDArray[np.float64]:
-    array: NDArray[np.float64] = values.detach().double().cpu().numpy()
-    return array
 
 
 @dataclass
@@ -279,12 +247,12 @@ class PredictionReport:
             return None
         if output.ndim != 2 or targets.shape != output.shape[:1] or targets.is_floating_point():
             return None
-        known = (targets >= 0) & (targets < output.shape[1])
+        classes = output.shape[1]
+        known = (targets >= 0) & (targets < classes)
         log_probabilities = output.detach()[known].double().log_softmax(1).cpu()
         labels = targets[known].long().cpu()
-        classes = output.shape[1]
-        largest, chosen = log_probabilities.max(1) if len(labels) else (log_probabilities.sum(1), labels)
-        chosen_log = log_probabilities.gather(1, labels[:, None]) if len(labels) else log_probabilities
+        largest, chosen = log_probabilities.max(1) if classes else (log_probabilities.sum(1), labels)
+        chosen_log = log_probabilities.gather(1, labels[:, None])
         return cls(
             torch.bincount(chosen, minlength=classes).numpy(), torch.bincount(labels, minlength=classes).numpy(),
             int((chosen == labels).sum()), float(largest.exp().sum()), -float(chosen_log.sum()),

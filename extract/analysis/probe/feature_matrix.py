@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from extract.errors import InputError
 
-__all__ = ["FeatureRows", "Scaling", "Source", "moments"]
+__all__ = ["FeatureRows", "Scaling", "Source", "mean_of", "moments"]
 
 _BLOCK_BYTES = 16 << 20  # of features read at once
 _PICKED = 64  # sparse rows read before `forget` releases them and the pages around them that the kernel has mapped
@@ -103,8 +103,8 @@ class FeatureRows:
     scaling: Scaling = Scaling()
 
     @staticmethod
-    def of(columns: Source | Sequence[Source], index: NDArray[np.int64] | None = None) -> FeatureRows:
-        """Create rows from an array, or from several arrays side by side.
+    def of(columns: Source | Sequence[Source] | FeatureRows, index: NDArray[np.int64] | None = None) -> FeatureRows:
+        """Create rows from an array, or from several arrays side by side; return rows unchanged.
 
         Args:
             columns: (N, *shape), or several arrays of the same N.
@@ -113,6 +113,8 @@ class FeatureRows:
         Raises:
             InputError: an array has less than two axes, no values or no real numbers, or N differs between arrays.
         """
+        if isinstance(columns, FeatureRows):
+            return columns
         sources = tuple(columns) if isinstance(columns, list | tuple) else (columns,)
         sources = tuple(_numpy(source) if isinstance(source, torch.Tensor) else source for source in sources)
         for source in sources:
@@ -217,6 +219,12 @@ def _sparse_rows(source: Source, index: NDArray[np.int64]) -> NDArray[Any]:
 def _numpy(tensor: torch.Tensor) -> NDArray[Any]:
     plain = tensor.detach().cpu()
     return np.asarray((plain.float() if plain.dtype == torch.bfloat16 else plain).numpy())
+
+
+def mean_of(rows: FeatureRows) -> NDArray[np.float64]:
+    """Return the mean (D,) of columns."""
+    sums = sum((block.sum(0, dtype=np.float64) for _, block in rows.blocks()), np.zeros(rows.width))
+    return np.asarray(sums / len(rows))
 
 
 def moments(rows: FeatureRows) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

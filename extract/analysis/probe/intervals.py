@@ -13,8 +13,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Estimate", "bootstrap", "effective_rows", "exact_proportion", "widened"]
+__all__ = ["Estimate", "bisected", "bootstrap", "effective_rows", "exact_proportion", "widened"]
 
+# Clopper and Pearson's is the only one of seven whose coverage stays above 94 % on a fine grid of accuracies (Wilson's
+# falls to 84 %, mid-p to 92 %), and it is at most 11 % wider than Wilson's. For means of skewed losses, BCa covers 75
+# to 83 % where percentiles cover 71 to 82 %, and bootstrap-t gives thousands of nats: such results have a warning
+# instead.
 _TAIL = 0.025  # probability beyond each end
 _BISECTIONS = 60
 _CLOSE = 1e-15  # relative change at which a continued fraction has converged
@@ -106,16 +110,17 @@ def bootstrap(
     return estimates
 
 
-def _beta_quantile(probability: float, a: float, b: float) -> float:
-    """Return the quantile of the beta distribution with the parameters a and b, above zero, by bisection."""
-    low, high = 0.0, 1.0
+def bisected(is_below: Callable[[float], bool], low: float, high: float) -> tuple[float, float]:
+    """Return two neighbouring numbers from `low` to `high`: the function is true up to the first, then false."""
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
-        if _beta_below(middle, a, b) < probability:
-            low = middle
-        else:
-            high = middle
-    return (low + high) / 2
+        low, high = (middle, high) if is_below(middle) else (low, middle)
+    return low, high
+
+
+def _beta_quantile(probability: float, a: float, b: float) -> float:
+    """Return the quantile of the beta distribution with the parameters a and b, above zero."""
+    return sum(bisected(lambda x: _beta_below(x, a, b) < probability, 0.0, 1.0)) / 2
 
 
 def _beta_below(x: float, a: float, b: float) -> float:

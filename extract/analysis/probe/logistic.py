@@ -30,8 +30,16 @@ from extract.system.torch_state import full_float32
 
 __all__ = ["MAX_ITERATIONS", "Fit", "LogisticRegression"]
 
+# Why not scikit-learn: it fits one C after the other, and stops by the size of the gradient, which is small long before
+# the solution if a few axes have most of the variance. At C = 1,000 on 5,000 embeddings of CIFAR-10, its objective was
+# three times as large. Warm starts saved a tenth of the steps, a history of 20 to 80 nothing; a looser tolerance for
+# strong penalties was 1.7 times faster, and changed accuracy by up to 3 points.
+
 MAX_ITERATIONS = 1000  # from CLIP (appendix A.3) and DINOv2 (eval/log_regression.py)
 _TOLERANCE = 1e-6  # stop if the next step promises at most this share of the gain so far
+# Separated classes have no optimum without a penalty: on the demo, lambda = 1e-6 took 1,000 iterations (5.1 s of CPU),
+# and takes 81 (0.4 s). Against 2,000 iterations, up to 19 of 359 test predictions differ, in both directions. Fits on a
+# tenth or a `val` split run to their tolerance: they are compared with scikit-learn to 0.005 of a probability.
 _SETTLED_STEPS = 50  # consecutive small steps on separated rows after which predictions have settled
 _SMALL_GAIN = 1e-6  # upper limit of the gain of a small step, in nats per row
 _HISTORY = 10  # steps used to estimate the curvature, as in scikit-learn
@@ -115,19 +123,14 @@ class LogisticRegression:
         order = np.argsort(strengths, kind="stable")
         place = np.argsort(order)  # position of each strength among the solved ones
         with torch.inference_mode(), full_float32():
-            problem = self._problem(self._weight)
-            solved = [
-                _fit_of(
-                    problem,
-                    *_minimise(
-                        problem, chunk, torch.zeros_like(chunk, dtype=torch.int64), max_iterations, until_settled
-                    ),
-                )
-                for chunk in self._chunks(np.asarray(strengths, np.float64)[order], problem)
-            ]
-            weights, biases, objectives, iterations, converged, separated = (
-                np.concatenate([solution[i] for solution in solved])[place] for i in range(6)
-            )
+            problem, solved = self._problem(self._weight), []
+            for chunk in self._chunks(np.asarray(strengths, np.float64)[order], problem):
+                whole = torch.zeros_like(chunk, dtype=torch.int64)
+                best, scales, *others = _minimise(problem, chunk, whole, max_iterations, until_settled)
+                solved.append([tensor.cpu().numpy() for tensor in (*problem.solution(best, scales), *others)])
+        weights, biases, objectives, iterations, converged, separated = (
+            np.concatenate(column)[place] for column in zip(*solved, strict=True)
+        )
         deviation = float(self._features.variances.max()) ** 0.5
         return Fit(weights, biases, objectives, iterations, converged, separated, deviation)
 
@@ -234,20 +237,24 @@ class _Problem:
 
     def solution(self, variables: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weights (M, K, D) and biases (M, K) for the features as given."""
-        scaled = variables.view(len(variables), self.n_outputs, -1) * scales[:, None, :]
-        weights = self.features.along(scaled[..., :-1])
-        return weights, scaled[..., -1] - (weights.double() @ self.features.mean.double()).float()
+        weights, biases = self._scaled(variables, scales)
+        weights = self.features.along(weights)
+        return weights, biases - (weights.double() @ self.features.mean.double()).float()
 
     def separates(self, variables: Tensor, objectives: Tensor, scales: Tensor, penalty: Tensor) -> Tensor:
         """Return whether (M,) the losses of all rows add up to less than log 2, the loss of a row on the boundary."""
-        weights = (variables.view(len(variables), self.n_outputs, -1) * scales[:, None, :])[..., :-1]
+        weights, _ = self._scaled(variables, scales)
         losses = objectives - penalty * weights.flatten(1).square().sum(1, dtype=torch.float64) / 2
         return losses * self.count < math.log(2) * self.least_weight
 
+    def _scaled(self, variables: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+        """Return weights (M, K, R) along the axes, and biases (M, K) at the mean of the features."""
+        scaled = variables.view(len(variables), self.n_outputs, -1) * scales[:, None, :]
+        return scaled[..., :-1], scaled[..., -1]
+
     def _weights_and_biases(self, variables: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
         """Return weights (M, K, R or D) and biases (M, K) for the blocks of the features."""
-        scaled = variables.view(len(variables), self.n_outputs, -1) * scales[:, None, :]
-        weights, biases = scaled[..., :-1], scaled[..., -1]
+        weights, biases = self._scaled(variables, scales)
         if self.features.held is not None:
             return weights, biases
         weights = self.features.along(weights)
@@ -256,7 +263,7 @@ class _Problem:
     def evaluate(self, variables: Tensor, scales: Tensor, penalty: Tensor, fold: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the objectives (M,) float64 and their gradients (M, V) in one pass over the rows."""
         n, k = len(variables), self.n_outputs
-        scaled = variables.view(n, k, -1) * scales[:, None, :]
+        along_axes, _ = self._scaled(variables, scales)
         weights, biases = self._weights_and_biases(variables, scales)
         flat, shift = weights.flatten(0, 1), biases.flatten()
         losses = torch.zeros(n, dtype=torch.float64, device=self.device)
@@ -278,9 +285,9 @@ class _Problem:
             by_weights = by_weights - by_biases * self.features.mean
             if self.features.axes is not None:
                 by_weights = by_weights @ self.features.axes.T
-        by_weights = by_weights + penalty[:, None, None].float() * scaled[..., :-1]
+        by_weights = by_weights + penalty[:, None, None].float() * along_axes
         gradient = torch.cat([by_weights, by_biases], 2) * scales[:, None, :]
-        squares = scaled[..., :-1].flatten(1).square().sum(1, dtype=torch.float64)
+        squares = along_axes.flatten(1).square().sum(1, dtype=torch.float64)
         return losses / self.count + penalty * squares / 2, gradient.flatten(1)
 
 
@@ -298,13 +305,6 @@ def _loss(scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     by_scores = above.sub_(loss[..., None]).exp_()
     by_scores.scatter_(2, own_class, -torch.sigmoid(others)[..., None])
     return loss, by_scores
-
-
-def _fit_of(
-    problem: _Problem, best: Tensor, scales: Tensor, whole_objectives: Tensor, *others: Tensor
-) -> tuple[NDArray[Any], ...]:
-    """Return the arrays of `Fit`."""
-    return tuple(tensor.cpu().numpy() for tensor in (*problem.solution(best, scales), whole_objectives, *others))
 
 
 def _minimise(
@@ -352,9 +352,8 @@ def _minimise(
             changes = [tensor[remaining] for tensor in changes]
         if not len(active):
             break
-        step = torch.ones_like(slope)
         new_point, new_value, new_gradient, moved = _line_search(
-            problem, point, value, direction, slope, step, scales[active], penalty[active], fold[active]
+            problem, point, value, direction, slope, scales[active], penalty[active], fold[active]
         )
         iterations[active] += 1
         small = value - new_value < _SMALL_GAIN
@@ -398,15 +397,16 @@ def _times_inverse_hessian(gradient: Tensor, steps: list[Tensor], changes: list[
 
 
 def _line_search(
-    problem: _Problem, point: Tensor, value: Tensor, direction: Tensor, slope: Tensor, step: Tensor, scales: Tensor,
-    penalty: Tensor, fold: Tensor,
+    problem: _Problem, point: Tensor, value: Tensor, direction: Tensor, slope: Tensor, scales: Tensor, penalty: Tensor,
+    fold: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Move each row along its direction by a step that decreases its objective enough.
 
     Returns:
         the new points, their objectives and gradients, and whether each point has moved.
     """
-    new_point = point + step[:, None].float() * direction
+    step = torch.ones_like(slope)
+    new_point = point + direction
     new_value, new_gradient = problem.evaluate(new_point, scales, penalty, fold)
     for shrinks in range(_MOST_SHRINKS + 1):
         short = ~(new_value <= value + _ENOUGH * step * slope + _ROUNDING * value)

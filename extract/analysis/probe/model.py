@@ -62,7 +62,7 @@ class LinearProbe:
         Raises:
             InputError: the rows have another width, or a value is not finite.
         """
-        rows = x if isinstance(x, FeatureRows) else FeatureRows.of(x)
+        rows = FeatureRows.of(x)
         if rows.width != self.n_features_in_:
             raise InputError(f"the features have {rows.width} values; the probe was fitted on {self.n_features_in_}")
         scores = np.empty((len(rows), len(self.coef_)), self.coef_.dtype)

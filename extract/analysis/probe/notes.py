@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["note_on_few_rows", "note_on_iterations", "note_on_range", "note_on_scale", "note_on_ties"]
+__all__ = ["on_few_rows", "on_iterations", "on_range", "on_scale", "on_ties"]
 
 _FEW = 50  # rows; on fewer, the error of an accuracy exceeds 14 points
 
 
-def note_on_iterations(chosen: str, iterations: int, separated: bool) -> str:
+def on_iterations(chosen: str, iterations: int, separated: bool) -> str:
     """Return what it means that the final fit reached the limit of iterations."""
     if separated:
         return (
@@ -19,7 +19,7 @@ def note_on_iterations(chosen: str, iterations: int, separated: bool) -> str:
     return f"{chosen} had not converged after {iterations:,} iterations; --scaling standardise usually converges sooner"
 
 
-def note_on_scale(swept: str, deviation: float, weight: float) -> list[str]:
+def on_scale(swept: str, deviation: float, weight: float) -> list[str]:
     """Return a note if even the weakest penalty exceeds the curvature of the loss, deviation^2 / 4, on every axis."""
     if weight * deviation**2 / 4 >= 1:
         return []
@@ -29,13 +29,13 @@ def note_on_scale(swept: str, deviation: float, weight: float) -> list[str]:
     ]
 
 
-def note_on_range(swept: str, chosen: float, curve: Sequence[tuple[float, float]]) -> list[str]:
+def on_range(swept: str, chosen: float, curve: Sequence[tuple[float, float]]) -> list[str]:
     """Return a note if the chosen value is the first or the last."""
     values = [value for value, _ in curve]
     return [f"{swept} = {chosen:.3g} is at the end of its range"] if chosen in (min(values), max(values)) else []
 
 
-def note_on_ties(swept: str, curve: Sequence[tuple[float, float]]) -> list[str]:
+def on_ties(swept: str, curve: Sequence[tuple[float, float]]) -> list[str]:
     """Return a note if more than a third of the values are equally good on the validation rows."""
     values = [value for _, value in curve]
     n_equal = values.count(max(values))
@@ -47,6 +47,6 @@ def note_on_ties(swept: str, curve: Sequence[tuple[float, float]]) -> list[str]:
     ]
 
 
-def note_on_few_rows(count: int) -> list[str]:
+def on_few_rows(count: int) -> list[str]:
     """Return a note if the choice is made on fewer than 50 rows."""
     return [f"chosen on only {count} rows"] if count < _FEW else []

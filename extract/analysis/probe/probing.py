@@ -203,22 +203,20 @@ def linear_probe(
     train, test = np.asarray(y_train), np.asarray(y_test)
     val = None if y_val is None else np.asarray(y_val)
     task, classes, encoded = _encode_targets(train, val, test, numbers)
-    pieces: list[Labelled | None] = []
-    for name, x, y in (("train", x_train, encoded[0]), ("val", x_val, encoded[1]), ("test", x_test, encoded[2])):
-        if x is None or y is None:
-            pieces.append(None)
-            continue
+
+    def labelled(name: str, x: Source, y: NDArray[Any]) -> Labelled:
         # Convert a list of rows to an array: `FeatureRows` treats a list as arrays side by side.
         rows = FeatureRows.of(np.asarray(x) if isinstance(x, list | tuple) else x)
         if len(rows) != len(y):
             raise InputError(f"x_{name} has {len(rows):,} rows, but y_{name} has {len(y):,}")
-        pieces.append(Labelled(rows, y))
-    fit, chosen_on, tested = pieces
-    assert fit is not None
-    assert tested is not None
+        return Labelled(rows, y)
+
     return probe(
-        fit, chosen_on, tested, classes, task, protocol=protocol, scaling=scaling, balanced=class_weight == "balanced",
-        seed=seed, device=device, memory_bytes=memory_bytes,
+        labelled("train", x_train, encoded[0]),
+        None if x_val is None or encoded[1] is None else labelled("val", x_val, encoded[1]),
+        labelled("test", x_test, encoded[2]),
+        classes, task, protocol=protocol, scaling=scaling, balanced=class_weight == "balanced", seed=seed,
+        device=device, memory_bytes=memory_bytes,
     )  # fmt: skip
 
 
@@ -252,8 +250,6 @@ def probe(
         memory_bytes: None: half of the free memory.
     """
     started = time.perf_counter()
-    if protocol not in PROTOCOLS:
-        raise unknown_name("protocol", protocol, PROTOCOLS)
     definition = PROTOCOLS[protocol]
     if task not in definition.tasks:
         suitable = ", ".join(name for name, other in PROTOCOLS.items() if task in other.tasks)
@@ -286,8 +282,7 @@ def probe(
     held_bytes = sum(part.rows.nbytes for part in (train, val, test) if part is not None)
     if held_bytes <= memory_bytes // 3:
         settings = replace(settings, memory_bytes=memory_bytes - held_bytes)
-        train, test = (Labelled(part.rows.held(), part.targets) for part in (train, test))
-        val = None if val is None else Labelled(val.rows.held(), val.targets)
+        train, val, test = train.held(), None if val is None else val.held(), test.held()
     try:
         if definition.fit is None:
             result = _few_shot(train, val, test, settings, protocol)
@@ -318,18 +313,12 @@ def probe_device(device: str) -> torch.device:
 
 def _few_shot(train: Labelled, val: Labelled | None, test: Labelled, settings: Settings, protocol: str) -> ProbeResult:
     shots = few_shot(train, val, test, settings)
+    metrics = {f"top1@{n}": _over_draws(values) for n, values in shots.items()}
+    n_val = 0 if val is None else len(val)
     return ProbeResult(
-        protocol=protocol,
-        task=settings.task,
-        scaling=settings.scaling,
-        metrics={f"top1@{n}": _over_draws(values) for n, values in shots.items()},
-        classes=settings.classes,
-        n_train=len(train),
-        n_val=0 if val is None else len(val),
-        n_test=len(test),
-        truth=test.targets,
-        shots=shots,
-    )
+        protocol, settings.task, settings.scaling, metrics, settings.classes, len(train), n_val, len(test),
+        test.targets, shots=shots,
+    )  # fmt: skip
 
 
 def _evaluate(fitted: Fitted, test: Labelled, settings: Settings, protocol: str) -> ProbeResult:
@@ -350,27 +339,10 @@ def _evaluate(fitted: Fitted, test: Labelled, settings: Settings, protocol: str)
     else:
         metrics = regression_metrics(scores.astype(np.float64), truth, settings.seed)
     return ProbeResult(
-        protocol=protocol,
-        task=settings.task,
-        scaling=settings.scaling,
-        metrics=metrics,
-        classes=settings.classes,
-        n_train=fitted.n_train,
-        n_val=fitted.n_val,
-        n_test=len(test),
-        truth=truth,
-        swept=fitted.swept,
-        chosen=fitted.chosen,
-        chosen_on=fitted.chosen_on,
-        curve=fitted.curve,
-        per_class=per_class,
-        confusion=confusion,
-        predictions=predictions,
-        probabilities=probabilities,
-        objective=fitted.objective,
-        model=fitted.model,
-        notes=fitted.notes,
-    )
+        protocol, settings.task, settings.scaling, metrics, settings.classes, fitted.n_train, fitted.n_val, len(test),
+        truth, per_class=per_class, confusion=confusion, predictions=predictions, probabilities=probabilities,
+        model=fitted.model, notes=fitted.notes, **fitted.choice,
+    )  # fmt: skip
 
 
 # The 0.975 quantile of Student's t for 1 to 9 degrees of freedom (any table; NIST/SEMATECH e-Handbook, 1.3.6.7.2).
@@ -396,9 +368,7 @@ def _encode_targets(
         kinds = sorted({type(value).__name__ for array in arrays for value in array.ravel().tolist()})
         if kinds != ["str"]:
             raise InputError(f"targets have several types ({', '.join(kinds)}); expected only text, or only numbers")
-    if train.ndim not in (1, 2) or any(
-        array.ndim != train.ndim or array.shape[1:] != train.shape[1:] for array in arrays
-    ):
+    if train.ndim not in (1, 2) or len({(array.ndim, array.shape[1:]) for array in arrays}) > 1:
         shapes = ", ".join(str(array.shape) for array in arrays)
         raise InputError(f"targets have shapes {shapes}; expected (N,) or (N, K)")
     if numbers:
@@ -428,12 +398,10 @@ def _encode_targets(
         if array is None:
             encoded.append(None)
             continue
-        comparable = (array.dtype.kind in "US") == (classes.dtype.kind in "US")
-        if comparable:
+        indices = np.full(len(array), -1)
+        if (array.dtype.kind in "US") == (classes.dtype.kind in "US"):
             nearest = np.minimum(np.searchsorted(classes, array), len(classes) - 1)
             indices = np.where(classes[nearest] == array, nearest, -1)
-        else:
-            indices = np.full(len(array), -1)
         # -1, -2, ...: one number for each class missing from training.
         missing_number = np.unique(array[indices < 0], return_inverse=True)[1]
         indices[indices < 0] = -1 - missing_number

@@ -21,17 +21,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from extract.analysis.probe import notes as note
 from extract.analysis.probe.feature_matrix import FeatureRows, Scaling
 from extract.analysis.probe.logistic import Fit, LogisticRegression
 from extract.analysis.probe.model import LinearProbe
-from extract.analysis.probe.neighbours import neighbour_shares
-from extract.analysis.probe.notes import (
-    note_on_few_rows,
-    note_on_iterations,
-    note_on_range,
-    note_on_scale,
-    note_on_ties,
-)
+from extract.analysis.probe.nearest_rows import neighbour_shares
 from extract.analysis.probe.ridge import fit_ridge
 from extract.analysis.probe.strength_choice import (
     ENOUGH_ROWS,
@@ -73,6 +67,10 @@ class Labelled:
     def subset(self, chosen: NDArray[np.int64]) -> Labelled:
         """Select rows by their sorted numbers."""
         return Labelled(self.rows.subset(chosen), self.targets[chosen])
+
+    def held(self) -> Labelled:
+        """Read the rows into memory once."""
+        return Labelled(self.rows.held(), self.targets)
 
 
 @dataclass(frozen=True)
@@ -131,6 +129,11 @@ class Fitted:
     objective: float | None = None
     notes: Sequence[str] = field(default_factory=list)
 
+    @property
+    def choice(self) -> dict[str, Any]:
+        """How the hyper-parameter was chosen: attributes that `ProbeResult` has too."""
+        return {name: getattr(self, name) for name in ("swept", "chosen", "chosen_on", "curve", "objective")}
+
 
 @dataclass(frozen=True)
 class Protocol:
@@ -165,8 +168,10 @@ def dinov2_logreg(train: Labelled, val: Labelled | None, settings: Settings) -> 
     DINOv2 (Oquab et al. 2023), `dinov2/eval/log_regression.py`: at most 1,000 iterations; its seed is 0, which is also
     the default here. Validation rows, if given, are added to the training rows.
     """
-    choice = _tenth(train if val is None else train + val, settings)
-    return _refit(choice, settings, 10 ** np.linspace(-6, 5, 45), "C")
+    all_rows = train if val is None else train + val
+    return _refit(
+        _on_validation(*held_out(all_rows, None, settings), settings), settings, 10 ** np.linspace(-6, 5, 45), "C"
+    )
 
 
 def clip(train: Labelled, val: Labelled | None, settings: Settings) -> Fitted:
@@ -183,7 +188,7 @@ def knn(train: Labelled, val: Labelled | None, settings: Settings) -> Fitted:
 
     DINO (Caron et al. 2021), `eval_knn.py`; k is chosen on validation rows, which then become neighbours too.
     """
-    fit, validation = held_out(train, val, settings)
+    fit, validation, chosen_on = held_out(train, val, settings)
     ks = [k for k in _KS if k <= len(fit)] or [len(fit)]
     n_classes, resources = len(settings.classes), (settings.device, settings.memory_bytes)
     scaling = Scaling.of(settings.scaling, fit.rows)
@@ -200,8 +205,7 @@ def knn(train: Labelled, val: Labelled | None, settings: Settings) -> Fitted:
         )
         return votes, None  # shares of votes are not probabilities: most are exactly 0
 
-    notes = note_on_few_rows(len(validation))
-    chosen_on = _VALIDATION if val is not None else _TENTH
+    notes = note.on_few_rows(len(validation))
     return Fitted(scores, len(neighbours), "k", k, curve, len(validation), chosen_on, threshold=0.5, notes=notes)
 
 
@@ -231,7 +235,7 @@ def ridge(train: Labelled, val: Labelled | None, settings: Settings) -> Fitted:
 
     Hoerl and Kennard 1970; as scikit-learn's `Ridge`, |X w + b - y|^2 + alpha |w|^2, on standardised features.
     """
-    fit, validation = held_out(train, val, settings)
+    fit, validation, chosen_on = held_out(train, val, settings)
     alphas = np.logspace(-5, 6, 45)
     scaling = Scaling.of(settings.scaling, fit.rows)
     weights, biases = fit_ridge(fit.rows.scaled(scaling), fit.targets, alphas.tolist())
@@ -242,8 +246,7 @@ def ridge(train: Labelled, val: Labelled | None, settings: Settings) -> Fitted:
     scaling = Scaling.of(settings.scaling, all_rows.rows)
     weights, biases = fit_ridge(all_rows.rows.scaled(scaling), all_rows.targets, [alpha])
     model = LinearProbe(weights[0], biases[0], settings.classes, settings.task, scaling, has_probabilities=False)
-    notes = note_on_range("alpha", alpha, curve) + note_on_few_rows(len(validation)) + note_on_ties("alpha", curve)
-    chosen_on = _VALIDATION if val is not None else _TENTH
+    notes = note.on_range("alpha", alpha, curve) + note.on_few_rows(len(validation)) + note.on_ties("alpha", curve)
     return Fitted(_scorer(model), len(all_rows), "alpha", alpha, curve, len(validation), chosen_on, model, notes=notes)
 
 
@@ -263,14 +266,14 @@ PROTOCOLS = {
 }
 
 
-def held_out(train: Labelled, val: Labelled | None, settings: Settings) -> tuple[Labelled, Labelled]:
-    """Return the rows to fit on, and the rows for choosing the strength: `val`, or a tenth of `train`.
+def held_out(train: Labelled, val: Labelled | None, settings: Settings) -> tuple[Labelled, Labelled, str]:
+    """Return the rows to fit on, and the rows for choosing the strength, also in words: `val`, or a tenth of `train`.
 
     Raises:
         InputError: there are fewer than 10 training rows and no validation rows.
     """
     if val is not None:
-        return train, val
+        return train, val, _VALIDATION
     count = len(train) // 10
     if not count:
         raise InputError(
@@ -278,7 +281,7 @@ def held_out(train: Labelled, val: Labelled | None, settings: Settings) -> tuple
             hint="give validation rows, or use the protocol centroid, which has no hyper-parameters",
         )
     order = torch.randperm(len(train), generator=torch.Generator().manual_seed(settings.seed)).numpy()
-    return train.subset(np.sort(order[count:])), train.subset(np.sort(order[:count]))
+    return train.subset(np.sort(order[count:])), train.subset(np.sort(order[:count])), "a tenth of the training rows"
 
 
 def few_shot(train: Labelled, val: Labelled | None, test: Labelled, settings: Settings) -> dict[int, list[float]]:
@@ -304,15 +307,13 @@ def few_shot(train: Labelled, val: Labelled | None, test: Labelled, settings: Se
             n_val = min(shots, 4)
             if shots + (0 if val is not None else n_val) > fewest or (val is not None and n_val > fewest_val):
                 continue
-            drawn = train.subset(np.sort(np.concatenate([rows[:shots] for rows in order])))
+            drawn = train.subset(np.sort(np.concatenate([rows[:shots] for rows in order]))).held()
             if val is None or order_val is None:
                 validation = train.subset(np.sort(np.concatenate([rows[-n_val:] for rows in order])))
             else:
                 validation = val.subset(np.sort(np.concatenate([rows[:n_val] for rows in order_val])))
-            drawn = Labelled(drawn.rows.held(), drawn.targets)
-            validation = Labelled(validation.rows.held(), validation.targets)
-            sweep = _coarse_to_fine(_on_validation(drawn, validation, settings, _VALIDATION).compare)
-            _, model = _fitted(drawn, settings, sweep.best_strength)
+            _, strength = _coarse_to_fine(_on_validation(drawn, validation.held(), _VALIDATION, settings).compare)
+            _, model = _fitted(drawn, settings, strength)
             scores, _ = _scorer(model)(test.rows)
             values.setdefault(shots, []).append(primary(scores, test.targets, settings.task))
     if not values:
@@ -345,30 +346,19 @@ class _Choice:
     folds: bool = False
 
 
-@dataclass(frozen=True)
-class _Sweep:
-    """Compared strengths, and the best one (`position_of_best`)."""
-
-    curve: list[tuple[float, float]]  # (C, primary metric), in ascending order
-    best_strength: float
-
-
+# The curve of (C, primary metric) in ascending order, and the best strength (`position_of_best`).
+Sweep = tuple[list[tuple[float, float]], float]
 _VALIDATION = "validation rows"
-_TENTH = "a tenth of the training rows"
 
 
 def _choice(train: Labelled, val: Labelled | None, settings: Settings) -> _Choice:
     """Compare on the validation rows; without them, on a tenth of the training rows, or on folds of few rows."""
-    if val is not None:
-        return _on_validation(train, val, settings, _VALIDATION)
-    return _tenth(train, settings) if len(train) // 10 >= ENOUGH_ROWS else _on_folds(train, settings)
+    if val is None and len(train) // 10 < ENOUGH_ROWS:
+        return _on_folds(train, settings)
+    return _on_validation(*held_out(train, val, settings), settings)
 
 
-def _tenth(train: Labelled, settings: Settings) -> _Choice:
-    return _on_validation(*held_out(train, None, settings), settings, _TENTH)
-
-
-def _on_validation(train: Labelled, val: Labelled, settings: Settings, chosen_on: str) -> _Choice:
+def _on_validation(train: Labelled, val: Labelled, chosen_on: str, settings: Settings) -> _Choice:
     problem, scaling = _problem(train, settings)
     rows = val.rows.scaled(scaling)
     top = -math.inf
@@ -416,14 +406,14 @@ def _problem(train: Labelled, settings: Settings) -> tuple[LogisticRegression, S
     return problem, scaling
 
 
-def _compare_all(compare: Compare, strengths: NDArray[np.float64]) -> _Sweep:
+def _compare_all(compare: Compare, strengths: NDArray[np.float64]) -> Sweep:
     """Compare all strengths, side by side."""
     results = compare(strengths.tolist())
     curve = [(strength, result.value) for strength, result in zip(strengths.tolist(), results, strict=True)]
-    return _Sweep(curve, float(strengths[position_of_best(results)]))  # `strengths` starts with the strongest penalty
+    return curve, float(strengths[position_of_best(results)])  # `strengths` starts with the strongest penalty
 
 
-def _coarse_to_fine(compare: Compare) -> _Sweep:
+def _coarse_to_fine(compare: Compare) -> Sweep:
     """Search as CLIP does: every sixteenth of 97 values, then the midpoints on both sides of the best."""
     known: dict[int, ValidationScore] = {}
     steps = list(range(0, 97, 16))
@@ -434,7 +424,7 @@ def _coarse_to_fine(compare: Compare) -> _Sweep:
         steps = [step for step in (best - distance, best + distance) if 0 <= step <= 96 and step not in known]
         if not steps:
             break
-    return _Sweep([(10 ** (6 - step / 8), known[step].value) for step in from_strongest], 10 ** (6 - best / 8))
+    return [(10 ** (6 - step / 8), known[step].value) for step in from_strongest], 10 ** (6 - best / 8)
 
 
 def _fitted(
@@ -448,18 +438,18 @@ def _fitted(
 
 def _refit(choice: _Choice, settings: Settings, strengths: NDArray[np.float64] | None, swept: str) -> Fitted:
     """Choose a strength, of all `strengths` or from coarse to fine, and fit its probe on all rows."""
-    sweep = _coarse_to_fine(choice.compare) if strengths is None else _compare_all(choice.compare, strengths)
+    curve, chosen = _coarse_to_fine(choice.compare) if strengths is None else _compare_all(choice.compare, strengths)
+    largest = max(strength for strength, _ in curve)
     # Fit as the probes that were compared.
-    fit, model = _fitted(choice.all_rows, settings, sweep.best_strength, until_settled=choice.folds)
-    curve = sweep.curve if swept == "C" else [(1 / c, value) for c, value in reversed(sweep.curve)]
-    chosen = sweep.best_strength if swept == "C" else 1 / sweep.best_strength
-    largest = max(strength for strength, _ in sweep.curve)
-    notes = note_on_scale(swept, fit.deviation, largest * len(choice.all_rows))
-    notes += note_on_range(swept, chosen, curve) + note_on_few_rows(choice.n_val)
+    fit, model = _fitted(choice.all_rows, settings, chosen, until_settled=choice.folds)
+    if swept == "lambda":
+        curve, chosen = [(1 / c, value) for c, value in reversed(curve)], 1 / chosen
+    notes = note.on_scale(swept, fit.deviation, largest * len(choice.all_rows))
+    notes += note.on_range(swept, chosen, curve) + note.on_few_rows(choice.n_val)
     if not choice.folds:
-        notes += note_on_ties(swept, curve)
+        notes += note.on_ties(swept, curve)
     if not fit.converged[0]:
-        notes.append(note_on_iterations(f"{swept} = {chosen:.3g}", int(fit.iterations[0]), bool(fit.separated[0])))
+        notes.append(note.on_iterations(f"{swept} = {chosen:.3g}", int(fit.iterations[0]), bool(fit.separated[0])))
     return Fitted(
         _scorer(model), len(choice.all_rows), swept, chosen, curve, choice.n_val, choice.chosen_on, model,
         objective=float(fit.objectives[0]), notes=notes,

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from extract.analysis.probe.feature_matrix import FeatureRows, Source
+from extract.analysis.probe.feature_matrix import FeatureRows, Source, mean_of
 from extract.errors import InputError
 
 __all__ = ["correlation", "linear_cka", "ranked_distances", "rsa", "similarities"]
@@ -29,7 +29,8 @@ def linear_cka(x: Source | FeatureRows, y: Source | FeatureRows) -> float:
     Raises:
         InputError: the numbers of rows differ, or are below 4.
     """
-    return _cka(*_grams(x, y))
+    first, second = _same_images(x, y)
+    return _cka(_gram(first), _gram(second))
 
 
 def rsa(x: Source | FeatureRows, y: Source | FeatureRows) -> float:
@@ -44,8 +45,7 @@ def rsa(x: Source | FeatureRows, y: Source | FeatureRows) -> float:
     Raises:
         InputError: the numbers of rows differ, or are below 4.
     """
-    first, second = _as_rows(x), _as_rows(y)
-    _check(len(first), len(second))
+    first, second = _same_images(x, y)
     return correlation(ranked_distances(first), ranked_distances(second))
 
 
@@ -66,8 +66,10 @@ def similarities(features: Iterable[FeatureRows]) -> tuple[NDArray[np.float64], 
     return cka, likeness
 
 
-def _as_rows(x: Source | FeatureRows) -> FeatureRows:
-    return x if isinstance(x, FeatureRows) else FeatureRows.of(x)
+def _same_images(x: Source | FeatureRows, y: Source | FeatureRows) -> tuple[FeatureRows, FeatureRows]:
+    first, second = FeatureRows.of(x), FeatureRows.of(y)
+    _check(len(first), len(second))
+    return first, second
 
 
 def _check(first: int, second: int) -> None:
@@ -75,16 +77,10 @@ def _check(first: int, second: int) -> None:
         raise InputError(f"features have {first} and {second} rows; expected the same images, at least 4")
 
 
-def _grams(x: Source | FeatureRows, y: Source | FeatureRows) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    first, second = _as_rows(x), _as_rows(y)
-    _check(len(first), len(second))
-    return _gram(first), _gram(second)
-
-
 def _gram(rows: FeatureRows) -> NDArray[np.float64]:
     """Return the U-centred products (N, N) of the rows minus their mean, with a zero diagonal."""
     count = len(rows)
-    mean = sum((block.sum(0, dtype=np.float64) for _, block in rows.blocks()), np.zeros(rows.width)) / count
+    mean = mean_of(rows)
     gram = np.empty((count, count))
     size = max(1, _WORK_BYTES // (8 * rows.width))
     for first in range(0, count, size):

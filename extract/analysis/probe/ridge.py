@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from extract.analysis.probe.feature_matrix import FeatureRows
+from extract.analysis.probe.feature_matrix import FeatureRows, mean_of
 from extract.errors import InputError
 
 __all__ = ["fit_ridge"]
@@ -41,7 +41,7 @@ def fit_ridge(
             hint=f"any number of rows is possible with at most {_WIDEST:,} values a row: store the layer with a "
             "pooling",
         )
-    mean = sum((block.sum(0, dtype=np.float64) for _, block in rows.blocks()), np.zeros(width)) / count
+    mean = mean_of(rows)
     mean_target = targets.mean(0)
     centred_targets = targets - mean_target
     if count < width:

@@ -11,9 +11,8 @@ from sklearn.linear_model import LogisticRegression
 from torch.nn.functional import interpolate
 
 from extract.analysis.dense import DEPTH, depth_probe
-from extract.analysis.dense.depth_bins import mean_depth
 from extract.analysis.dense.linear_head import depth_bins
-from extract.analysis.dense.upsampling import cell_means
+from extract.analysis.dense.upsampling import cell_means, mean_depth
 from extract.errors import InputError, UnknownNameError
 from tests.extract.analysis.dense.test_segmentation import CHANNELS, CROP, GRID, IMAGES, TEST, TRAIN, token_array
 

@@ -10,8 +10,8 @@ import torch
 from PIL import Image
 from torch.nn.functional import interpolate
 
-from extract.analysis.dense import SEGMENTATION, segmentation_probe, token_classifier
-from extract.analysis.dense.upsampling import Upsampling, pixels_of_input
+from extract.analysis.dense import SEGMENTATION, dense_probe, segmentation_probe, upsampling
+from extract.analysis.dense.upsampling import pixels_of_input, predicted_mask, upsampled
 from extract.errors import InputError, UnknownNameError
 from extract.store.tokens.token_array import TokenArray
 from extract.store.tokens.token_layout import TokenLayout
@@ -50,28 +50,33 @@ def samples() -> tuple[TokenArray, list[np.ndarray]]:
     return token_array(values.reshape(IMAGES, -1, CHANNELS).astype(np.float32)), masks
 
 
-def upsampled(tokens: TokenArray, values: torch.Tensor, picture_px: tuple[int, int]) -> torch.Tensor:
-    bands = list(Upsampling.of(tokens, picture_px).bands(values, 500))
-    assert len(bands) > 1
-    return torch.cat([band for _, band in bands], 1)
+@pytest.fixture(autouse=True)
+def several_bands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upsampling, "_BAND_VALUES", 500)
 
 
 @pytest.mark.parametrize("scale", [1, 2])
 def test_a_picture_of_the_shape_of_the_crop_is_upsampled_as_by_pytorch(samples: Any, scale: int) -> None:
     values = torch.randn(3, *GRID)
     expected = interpolate(values[None], size=(32 * scale, 48 * scale), mode="bilinear", align_corners=False)[0]
-    found = upsampled(samples[0], values, (48 * scale, 32 * scale))
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    for of_class, of_pixels in zip(values, expected, strict=True):
+        found = upsampled(samples[0], of_class, (48 * scale, 32 * scale))
+        np.testing.assert_allclose(found, of_pixels, atol=1e-5, rtol=1e-5)
+    assert (predicted_mask(samples[0], values, (48 * scale, 32 * scale)) == expected.argmax(0).numpy()).all()
 
 
-def test_pixels_outside_the_crop_have_no_values() -> None:
+@pytest.mark.parametrize("band_values", [1, 500, 1 << 24])
+def test_pixels_outside_the_crop_have_no_values(monkeypatch: pytest.MonkeyPatch, band_values: int) -> None:
+    monkeypatch.setattr(upsampling, "_BAND_VALUES", band_values)
     tokens = token_array(np.zeros((1, 24, CHANNELS), np.float32), resize=(64, 64))
-    upsampling = Upsampling.of(tokens, (64, 64))
-    assert (upsampling.rows, upsampling.columns) == (slice(16, 48), slice(8, 56))
     values = torch.randn(3, *GRID)
-    expected = interpolate(values[None], size=CROP, mode="bilinear", align_corners=False)[0]
-    torch.testing.assert_close(upsampled(tokens, values, (64, 64)), expected, atol=1e-5, rtol=1e-5)
-    assert [rows.start for rows, _ in upsampling.bands(values, 1)] == list(range(16, 48))
+    expected = np.full((3, 64, 64), np.nan, np.float32)
+    expected[:, 16:48, 8:56] = interpolate(values[None], size=CROP, mode="bilinear", align_corners=False)[0].numpy()
+    for of_class, of_pixels in zip(values, expected, strict=True):
+        np.testing.assert_allclose(upsampled(tokens, of_class, (64, 64)), of_pixels, atol=1e-5, rtol=1e-5)
+    mask = np.full((64, 64), -1)
+    mask[16:48, 8:56] = expected[:, 16:48, 8:56].argmax(0)
+    assert (predicted_mask(tokens, values, (64, 64)) == mask).all()
 
 
 @pytest.mark.parametrize("protocol", SEGMENTATION)
@@ -149,7 +154,7 @@ def test_two_classes_and_little_memory_give_the_same_as_much(samples: Any, proto
 
 
 def test_many_tokens_are_sampled(samples: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_classifier, "_MOST_TOKENS", 200)
+    monkeypatch.setattr(dense_probe, "_MOST_TOKENS", 200)
     result = segmentation_probe(*samples, TRAIN, TEST)
     assert result.notes[1] == "200 of them are drawn, with seed 0"
     assert result.metrics["pixel_accuracy"].value > 0.6

@@ -116,7 +116,7 @@ def test_tokens_vectors_and_lower_precision() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_however_images_are_cut_and_merged_the_numbers_are_the_same(data: st.DataObject) -> None:
+def test_however_images_are_cut_into_batches_the_numbers_are_the_same(data: st.DataObject) -> None:
     shape = data.draw(st.tuples(st.integers(1, 7), st.integers(1, 4), st.integers(1, 3), st.integers(1, 3)))
     seed = data.draw(st.integers(0, 1000))
     values = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 10 ** data.draw(st.floats(-12, 12))
@@ -124,10 +124,7 @@ def test_however_images_are_cut_and_merged_the_numbers_are_the_same(data: st.Dat
     whole = added(values, [2, 3], [len(values)])
     cuts = sorted(data.draw(st.lists(st.integers(0, len(values)), max_size=3)))
     edges = [0, *cuts, len(values)]
-    merged = Statistics()
-    for start, end in itertools.pairwise(edges):  # as several processes would
-        if end > start:
-            merged.merge(added(values[start:end], [2, 3], [end - start]))
+    merged = added(values, [2, 3], [end - start for start, end in itertools.pairwise(edges) if end > start])
     assert merged.images == whole.images
     np.testing.assert_array_equal(merged.bins, whole.bins)
     np.testing.assert_array_equal(merged.low, whole.low)
@@ -137,12 +134,10 @@ def test_however_images_are_cut_and_merged_the_numbers_are_the_same(data: st.Dat
     np.testing.assert_allclose(merged.m2, whole.m2, rtol=1e-6, atol=1e-12 * scale**2)
 
 
-def test_images_are_named_by_their_place_among_all_when_parts_are_merged() -> None:
-    first, second = torch.zeros(5, 2, 2, 2), torch.zeros(4, 2, 2, 2)
-    second[3, 0, 0, 0] = torch.nan
-    merged = added(first, [2, 3], [5])
-    merged.merge(added(second, [2, 3], [4]))
-    assert merged.not_finite_images == [8]
+def test_images_are_named_by_their_place_among_all() -> None:
+    values = torch.zeros(9, 2, 2, 2)
+    values[8, 0, 0, 0] = torch.nan
+    assert added(values, [2, 3], [5, 4]).not_finite_images == [8]
 
 
 def test_a_dead_channel_is_one_that_never_changes() -> None:

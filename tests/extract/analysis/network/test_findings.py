@@ -68,9 +68,9 @@ def test_inputs_are_those_of_numpy() -> None:
     for batch in images.split(7):
         report.add(batch)
     values = images.double().numpy()
-    assert (report.low, report.high) == (values.min(), values.max())
-    assert report.mean == pytest.approx(values.mean(), rel=1e-5)
-    assert report.std == pytest.approx(values.std(), rel=1e-4)
+    assert (report.values.min, report.values.max) == (values.min(), values.max())
+    assert report.values.mean == pytest.approx(values.mean(), rel=1e-5)
+    assert report.values.std == pytest.approx(values.std(), rel=1e-4)
     assert (report.count, report.equal, report.broken) == (20, False, [])
     images[13, 0, 0, 0] = torch.inf
     broken = InputReport()
@@ -78,7 +78,7 @@ def test_inputs_are_those_of_numpy() -> None:
         broken.add(batch)
     assert broken.broken == [13]
     finite = images.double().numpy()[np.isfinite(images.numpy())]
-    assert broken.mean == pytest.approx(finite.mean(), rel=1e-5)
+    assert broken.values.mean == pytest.approx(finite.mean(), rel=1e-5)
 
 
 @pytest.mark.parametrize(("change", "equal"), [(0.0, True), (1e-5, True), (0.5, False)])

@@ -16,6 +16,7 @@ from extract.analysis.probe.metrics import (
     expected_calibration_error,
     mcnemar,
     multilabel_metrics,
+    ranking,
     regression_metrics,
 )
 from tests.benchmarks.interval_coverage import of_proportions
@@ -192,8 +193,8 @@ def test_average_precision_is_that_of_scikit_learn_with_ties_and_times():
     truth = (generator.random((200, 4)) < 0.3).astype(np.float32)
     truth[:, 3] = 0
     times = generator.integers(0, 3, 200).astype(float)
-    for weights in (None, times):
-        precision = average_precision(scores, truth, weights)
+    for weights in (np.ones(200), times):
+        precision = ranking(scores, truth)(weights)
         for label in range(3):
             expected = reference.average_precision_score(truth[:, label], scores[:, label], sample_weight=weights)
             assert precision[label] == pytest.approx(expected)

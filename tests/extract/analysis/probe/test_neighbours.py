@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from extract.analysis.probe import neighbours
+from extract.analysis.probe import nearest_rows
 from extract.analysis.probe.feature_matrix import FeatureRows
-from extract.analysis.probe.nearest_rows import nearest_in
-from extract.analysis.probe.neighbours import neighbour_shares
+from extract.analysis.probe.nearest_rows import nearest_in, neighbour_shares
 from extract.errors import InputError
 
 
@@ -31,7 +30,7 @@ def brute_force(bank, labels, queries, k, n_classes):
 @pytest.mark.parametrize("blocked", [False, True])
 def test_shares_of_votes_are_those_of_brute_force(monkeypatch, blocked):
     if blocked:  # many small blocks of rows and of queries
-        monkeypatch.setattr(neighbours, "_QUERIES", 7)
+        monkeypatch.setattr(nearest_rows, "_QUERIES", 7)
     bank, queries = unit(300, 16, 0), unit(40, 16, 1)
     labels = np.random.default_rng(2).integers(0, 5, 300)
     ks, memory_bytes = [1, 10, 100, 300], 8192 if blocked else 1 << 30
