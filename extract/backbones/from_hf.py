@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib.util
 import json
 import pickle
 from collections.abc import Callable, Iterator
@@ -31,7 +32,7 @@ from extract.errors import InputError, LayertapError, first_line
 from extract.system.optional_libraries import library
 from extract.taps.layer_names import named_layers
 
-__all__ = ["describe", "load", "load_text_tower", "locate"]
+__all__ = ["describe", "load", "load_text_tower", "locate", "names"]
 
 _CLASSIFIES = "ForImageClassification"
 # Fields of a configuration that do not affect the features.
@@ -185,7 +186,25 @@ def locate(request: LoadRequest) -> WeightsFile:
     return WeightsFile(f"hf/{location.name}", path, f"https://huggingface.co/{location.name}", from_hub=True)
 
 
-def describe(spec: str, name: str) -> Entry:
+def names(pattern: str) -> list[str]:
+    """Return the names of the models in the hub's cache; an exact name is returned as it is, cached or not.
+
+    Raises:
+        LayertapError: transformers is not installed.
+    """
+    if not set("*?[") & set(pattern):
+        return [pattern]
+    if importlib.util.find_spec("transformers") is None:
+        library("transformers", "hf", "hf/")  # raises; importing it takes half a second
+    from huggingface_hub import CacheNotFound, scan_cache_dir
+
+    try:
+        return sorted(repo.repo_id for repo in scan_cache_dir().repos if repo.repo_type == "model")
+    except (CacheNotFound, OSError):
+        return []
+
+
+def describe(spec: str, name: str, built: bool = True) -> Entry:
     """Describe a model from its configuration, without its weights."""
     transformers = library("transformers", "hf", "hf/")
     with _errors_of_library(spec):
@@ -193,7 +212,7 @@ def describe(spec: str, name: str) -> Entry:
             config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
         except (OSError, ValueError) as error:
             raise LayertapError(f"{spec}: cannot read the configuration: {first_line(error)}") from error
-        model = without_weights(partial(transformers.AutoModel.from_config, config))
+        model = without_weights(partial(transformers.AutoModel.from_config, config)) if built else None
     vision = getattr(config, "vision_config", config)
     size = getattr(vision, "image_size", None)
     sides = (size, size) if isinstance(size, int) else tuple(size) if size else None

@@ -136,15 +136,15 @@ def names(pattern: str) -> list[str]:
     return list(library("open_clip", "open_clip", "open_clip/").list_models())
 
 
-def describe(spec: str, name: str) -> Entry:
+def describe(spec: str, name: str, built: bool = True) -> Entry:
     """Describe a model from its configuration; count the parameters of its image tower."""
     open_clip = library("open_clip", "open_clip", "open_clip/")
     config = open_clip.get_model_config(name)
     size = config["vision_cfg"]["image_size"]
     height, width = [size] * 2 if isinstance(size, int) else size
-    model = without_weights(partial(open_clip.create_model, name))
+    tower = without_weights(partial(open_clip.create_model, name)).visual if built else None
     tags = tuple(open_clip.list_pretrained_tags_by_model(name))
-    return Entry(spec, config["embed_dim"], (height, width), count_parameters(model.visual), "", tags)
+    return Entry(spec, config["embed_dim"], (height, width), count_parameters(tower), "", tags)
 
 
 def _select(open_clip: Any, request: LoadRequest) -> _Selection:
