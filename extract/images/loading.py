@@ -10,7 +10,7 @@ import signal
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import active_children, current_process, get_all_start_methods, get_start_method
@@ -111,19 +111,6 @@ class Decoding:
         )  # fmt: skip
 
 
-class ClosableBatches(Protocol):
-    """Iterator over decoded batches that is closed at the end."""
-
-    def __iter__(self) -> Iterator[Batch]:
-        """Return itself."""
-
-    def __next__(self) -> Batch:
-        """Return the next batch."""
-
-    def close(self) -> None:
-        """End the iteration, and the processes that decode."""
-
-
 class Item(NamedTuple):
     """One image as a worker sends it.
 
@@ -176,34 +163,30 @@ class Batch(NamedTuple):
         """Return some of the rows, by their ascending positions in the batch."""
         good = np.cumsum(self.status == Status.OK) - 1  # position -> position of its image
         chosen = [int(good[i]) for i in positions if self.status[i] == Status.OK]
-        rows = self.rows[positions]
-        return Batch(
-            rows=rows,
-            images=self.images[chosen],
-            status=self.status[positions],
-            reasons={int(row): self.reasons[int(row)] for row in rows if int(row) in self.reasons},
-            suspect=self.suspect,
-            source_size=self.source_size[positions],
-            source_mtime_ns=self.source_mtime_ns[positions],
-            source_hash=self.source_hash[positions],
-            notes=self.notes,
-        )
+        rows = set(self.rows[positions].tolist())
+        arrays: dict[str, Any] = {name: getattr(self, name)[positions] for name in _ARRAYS}
+        reasons = {row: reason for row, reason in self.reasons.items() if row in rows}
+        return self._replace(images=self.images[chosen], reasons=reasons, **arrays)
+
+
+# Fields of `Batch`: arrays with a value for each row, and texts of some rows.
+_ARRAYS = ("rows", "status", "source_size", "source_mtime_ns", "source_hash")
+_TEXTS = ("reasons", "suspect", "notes")
 
 
 class _Decoded(Dataset[Item | LayertapError]):
     """Row -> decoded image, or an error that ends the run: DataLoader would not keep the message of a raised error."""
 
     def __init__(self, source: ImageSource, decoding: Decoding):
-        self._source, self._cpu_transform = source, decoding.cpu_transform
-        self._max_pixels, self._min_decode_px = decoding.max_pixels, decoding.min_decode_px
-        self._how = {"orientation": decoding.orientation, "icc": decoding.icc}
+        self._source, self._decoding = source, decoding
 
     def __getitem__(self, row: int) -> Item | LayertapError:
         data, size, mtime_ns, content_hash = b"", -1, UNKNOWN, bytes(16)
         try:
             data, mtime_ns = self._source.read(row)
             size, content_hash = len(data), xxhash.xxh3_128_digest(data)
-            picture = self._source.decode(data, self._max_pixels, self._min_decode_px, **self._how)
+            how = self._decoding
+            picture = self._source.decode(data, how.max_pixels, how.min_decode_px, how.orientation, how.icc)
         except (BrokenListError, MachineError) as error:
             return error
         except Exception as error:
@@ -214,7 +197,7 @@ class _Decoded(Dataset[Item | LayertapError]):
             of_another = status is Status.IO_ERROR or isinstance(error, MemoryError)
             return Item(row, None, status, reason, size, mtime_ns, content_hash, _kind(error) if of_another else "")
         try:
-            image = self._cpu_transform(picture)
+            image = self._decoding.cpu_transform(picture)
         except LayertapError as error:  # a fault of the transform, not of this picture
             return error
         except Exception as error:  # a user's transform may raise any type
@@ -286,21 +269,16 @@ def _collate(decoded: list[Item | LayertapError]) -> Batch | LayertapError:
 def _joined(pieces: list[Batch]) -> Batch:
     if len(pieces) == 1:
         return pieces[0]
+    arrays: dict[str, Any] = {name: np.concatenate([getattr(piece, name) for piece in pieces]) for name in _ARRAYS}
+    texts: dict[str, Any] = {
+        name: {row: text for piece in pieces for row, text in getattr(piece, name).items()} for name in _TEXTS
+    }
     images = [piece.images for piece in pieces if len(piece.images)]
-    return Batch(
-        rows=np.concatenate([piece.rows for piece in pieces]),
-        images=torch.cat(images) if images else torch.empty(0, dtype=torch.uint8),
-        status=np.concatenate([piece.status for piece in pieces]),
-        reasons={row: reason for piece in pieces for row, reason in piece.reasons.items()},
-        suspect={row: kind for piece in pieces for row, kind in piece.suspect.items()},
-        source_size=np.concatenate([piece.source_size for piece in pieces]),
-        source_mtime_ns=np.concatenate([piece.source_mtime_ns for piece in pieces]),
-        source_hash=np.concatenate([piece.source_hash for piece in pieces]),
-        notes={row: note for piece in pieces for row, note in piece.notes.items()},
-    )
+    return Batch(images=torch.cat(images) if images else torch.empty(0, dtype=torch.uint8), **arrays, **texts)
 
 
-Load = Callable[[Images, Iterable[list[int]], Decoding], ClosableBatches]  # such as `load_batches`
+# A function such as `load_batches`.
+Load = Callable[[Images, Iterable[list[int]], Decoding], "Batches | Generator[Batch, None, None]"]
 
 
 def load_batches(
