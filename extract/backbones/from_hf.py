@@ -260,9 +260,7 @@ def _load_model(transformers: Any, request: LoadRequest, location: _Location, co
             except ValueError as error:  # AutoModel has no model of this kind
                 raise InputError(f"{spec}: {first_line(error)}") from error
 
-        model, origin, _ = build_with_weights(
-            build, weights, request.seed, spec, _classifier, allow_missing_head=request.allow_missing_head
-        )
+        model, origin, _ = build_with_weights(request, build, _classifier)
         return _Loaded(config, model, origin, notes)
     model, unused_note = _pretrained(spec, model_class, location, config)
     commit = "" if location.local else _commit(location)

@@ -12,7 +12,7 @@ import torch
 from extract.backbones.backbone import LoadedBackbone, LoadRequest, downloading
 from extract.backbones.catalogue_entry import Entry, count_parameters, without_weights
 from extract.backbones.preprocessing import from_timm
-from extract.backbones.weights import Weights, build_with_weights, is_named, load_state, weights_sha256
+from extract.backbones.weights import Weights, build_with_weights, is_named, load_state, tag_of, weights_sha256
 from extract.backbones.weights_file import WeightsFile, in_cache_of_hub, in_cache_of_torch
 from extract.errors import InputError, unknown_name
 from extract.system.optional_libraries import installed_version
@@ -40,14 +40,7 @@ def load(request: LoadRequest) -> LoadedBackbone:
     architecture = request.name.partition(".")[0]
     _check_architecture(request)
     if weights is not None and not is_named(weights):
-        model, loaded, _ = build_with_weights(
-            lambda: _create(request.name),
-            weights,
-            request.seed,
-            spec,
-            _classifier,
-            allow_missing_head=request.allow_missing_head,
-        )
+        model, loaded, _ = build_with_weights(request, lambda: _create(request.name), _classifier)
         return _backbone(spec, architecture, model, loaded)
     full_name = _full_name(request)
     model = downloading(
@@ -143,20 +136,14 @@ def _full_name(request: LoadRequest) -> str:
     """
     import timm
 
-    spec, weights = request.spec, request.weights
     architecture, _, tag = request.name.partition(".")
-    if weights and tag and weights != tag:
-        raise InputError(
-            f"{spec} names the weights {tag!r}, but --weights names {weights!r}", hint="remove one of them"
-        )
-    tag = weights or tag
-    tags = [full.partition(".")[2] for full in timm.list_pretrained(f"{architecture}*")
-            if full.partition(".")[0] == architecture]  # fmt: skip
+    tag = tag_of(request, tag)
+    tags = [full.partition(".")[2] for full in timm.list_pretrained(f"{architecture}.*")]
     if tag and tag not in tags:
         raise unknown_name("weights", tag, tags, f"timm/{architecture}")
     if not tags:
         raise InputError(
-            f"{spec}: timm publishes no weights for this model", hint="give --weights FILE or --weights random"
+            f"{request.spec}: timm publishes no weights for this model", hint="give --weights FILE or --weights random"
         )
     return f"{architecture}.{tag}" if tag else architecture
 

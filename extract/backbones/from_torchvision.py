@@ -38,12 +38,9 @@ def load(request: LoadRequest) -> LoadedBackbone:
         elif name.startswith("vit_"):
             options = {"image_size": entry.transforms().crop_size[0]}  # its position embeddings fit only one size
         model, loaded, classifier = build_with_weights(
+            request,
             lambda: models.get_model(name, **options),
-            weights,
-            request.seed,
-            spec,
             lambda model: _classifier(model, name),
-            allow_missing_head=request.allow_missing_head,
             unused=("aux1.", "aux2.", "AuxLogits."),
         )
     else:
