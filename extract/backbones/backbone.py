@@ -26,7 +26,8 @@ class LoadedBackbone:
 
     Attributes:
         spec: the requested spec; a local folder or file in it is an absolute path.
-        architecture: library and name, the same for every spec of this network.
+        architecture: library and name, the same for every spec of this network, and what the features depend on beside
+            the weights: a hash of the settings of hf/, QuickGELU of open_clip/, a hash of code.
         model: the network.
         weights: origin and hash of the weights.
         preprocessing: converts a picture to the input of the network.

@@ -80,28 +80,6 @@ class _Location:
             raise InputError(f"{self.request.spec}: {first_line(error)}") from error
 
 
-@dataclass(frozen=True)
-class _Loaded:
-    """A model with its weights.
-
-    Attributes:
-        config: configuration of the model.
-        model: the network.
-        weights: origin and hash of the weights.
-        notes: messages for the user.
-    """
-
-    config: Any
-    model: Any
-    weights: Weights
-    notes: tuple[str, ...]
-
-    @property
-    def architecture(self) -> str:
-        """Class and settings of the model: what the features depend on, besides the weights."""
-        return f"hf/{type(self.model).__name__}, settings with sha256 {_settings(self.config)}"
-
-
 def load(request: LoadRequest) -> LoadedBackbone:
     """Load NAME from the hub, or a folder; weights: a revision, a file or "random".
 
@@ -112,8 +90,8 @@ def load(request: LoadRequest) -> LoadedBackbone:
     with _quiet(transformers), _errors_of_library(request.spec):
         config = _config(transformers, request, location)
         preprocessing = _preprocessing(transformers, request, location)
-        loaded = _load_model(transformers, request, location, config)
-    model = loaded.model
+        model, weights, notes = _load_model(transformers, request, location, config)
+    architecture = _architecture(model, config)
     classifier = _classifier(model)
     vision = getattr(config, "vision_config", config)
     tower = getattr(model, "vision_model", _trunk(model))
@@ -125,9 +103,9 @@ def load(request: LoadRequest) -> LoadedBackbone:
         model, why = with_embedding(model, size, _embed)
     return LoadedBackbone(
         spec=f"hf/{location.name}",
-        architecture=loaded.architecture,
+        architecture=architecture,
         model=model,
-        weights=loaded.weights,
+        weights=weights,
         preprocessing=preprocessing,
         classifier=classifier,
         no_embedding=why,
@@ -136,7 +114,7 @@ def load(request: LoadRequest) -> LoadedBackbone:
         + (getattr(embeddings, "distillation_token", None) is not None),
         class_token=class_token,
         reads_class_token=class_token,
-        notes=loaded.notes,
+        notes=notes,
     )
 
 
@@ -146,15 +124,14 @@ def load_text_tower(request: LoadRequest) -> TextTower:
     location = _location(request)
     with _quiet(transformers), _errors_of_library(request.spec):
         config = _config(transformers, request, location)
-        loaded = _load_model(transformers, request, location, config)
-        model = loaded.model
+        model, weights, _ = _load_model(transformers, request, location, config)
         if not hasattr(model, "get_text_features"):
             raise InputError(f"{request.spec} is a {type(model).__name__}, which has no text tower")
         tokenizer = _load_tokenizer(transformers, location)
     text_config = getattr(config, "text_config", None)
     known = int(getattr(text_config, "vocab_size", 0))
     n_tokens = 0 if tokenizer is None else len(tokenizer)
-    if tokenizer is None or n_tokens < known / 2:
+    if tokenizer is None or n_tokens < known / 2:  # without its files, transformers makes an empty tokenizer
         raise InputError(
             f"{request.spec}: no matching tokenizer in {location.name} (it has {n_tokens:,} tokens, the model "
             f"{known:,})",
@@ -169,7 +146,7 @@ def load_text_tower(request: LoadRequest) -> TextTower:
         # Padded to the full length, as in the training of SigLIP; towers trained without padding ignore it.
         return dict(tokenizer([text], padding="max_length", max_length=limit, return_tensors="pt"))
 
-    return TextTower(request.spec, loaded.architecture, loaded.weights.sha256, model, tokens_of, _embed_text)
+    return TextTower(request.spec, _architecture(model, config), weights.sha256, model, tokens_of, _embed_text)
 
 
 def locate(request: LoadRequest) -> WeightsFile:
@@ -243,7 +220,10 @@ def _config(transformers: Any, request: LoadRequest, location: _Location) -> Any
     return config
 
 
-def _load_model(transformers: Any, request: LoadRequest, location: _Location, config: Any) -> _Loaded:
+def _load_model(
+    transformers: Any, request: LoadRequest, location: _Location, config: Any
+) -> tuple[Any, Weights, tuple[str, ...]]:
+    """Return the model, its weights, and messages for the user."""
     spec, weights = request.spec, request.weights
     notes: tuple[str, ...] = ()
     if getattr(config, "mask_ratio", 0):  # a masked autoencoder sees a random choice of patches
@@ -261,12 +241,12 @@ def _load_model(transformers: Any, request: LoadRequest, location: _Location, co
                 raise InputError(f"{spec}: {first_line(error)}") from error
 
         model, origin, _ = build_with_weights(request, build, _classifier)
-        return _Loaded(config, model, origin, notes)
+        return model, origin, notes
     model, unused_note = _pretrained(spec, model_class, location, config)
     commit = "" if location.local else _commit(location)
     name = Path(location.name).name if location.local else location.name
-    checkpoint_origin = Weights(f"hf/{name}" + (f" at {commit[:12]}" if commit else ""), weights_sha256(model))
-    return _Loaded(config, model, checkpoint_origin, (*notes, *unused_note))
+    source = f"hf/{name} at {commit[:12]}" if commit else f"hf/{name}"
+    return model, Weights(source, weights_sha256(model)), (*notes, *unused_note)
 
 
 def _commit(location: _Location) -> str:
@@ -388,13 +368,15 @@ def _preprocessing(transformers: Any, request: LoadRequest, location: _Location)
         raise InputError(f"{request.spec}: its image processor {error}", hint=f"to replace it, {instead}") from error
 
 
-def _settings(config: Any) -> str:
-    """Return the first 16 digits of the sha256 over the settings that differ from their defaults.
+def _architecture(model: Any, config: Any) -> str:
+    """Return class and settings of the model: what the features depend on, besides the weights.
 
-    Models with equal weights can differ in their settings.
+    Models with equal weights can differ in their settings, such as the activation function. The first 16 digits stand
+    for the sha256 over the settings that differ from their defaults.
     """
     settings = {name: value for name, value in config.to_diff_dict().items() if name not in _NO_SETTINGS}
-    return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()
+    return f"hf/{type(model).__name__}, settings with sha256 {digest[:16]}"
 
 
 def _by_hand(name: str) -> str:

@@ -163,6 +163,7 @@ def _select(open_clip: Any, request: LoadRequest) -> _Selection:
         raise unknown_name("weights", tag, tags, f"open_clip/{name}")
     if not _settings(open_clip, name, tag)["quick_gelu"] or _is_quick(open_clip, name):
         return _Selection(name, tag, False, f"open_clip/{name}", ())
+    # open_clip itself runs the weights of OpenAI without QuickGELU under the plain name, and warns.
     note = f"{name} uses QuickGELU, because the weights {tag} were trained with QuickGELU"
     return _Selection(name, tag, True, f"open_clip/{name} with QuickGELU", (note,))
 

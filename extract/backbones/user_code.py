@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 from torch.jit import ScriptModule
@@ -208,26 +208,18 @@ def backbone_of_code(
         preprocessing=preprocessing,
         no_embedding=no_embedding,
         notes=(*notes, *embedding_notes),
-        **tokens._asdict(),
+        **tokens,
     )
 
 
-class TokenLayout(NamedTuple):
-    """What a user's model states about the tokens of its layers; see `LoadedBackbone` for the attributes."""
-
-    prefix_tokens: int
-    class_token: bool
-    reads_class_token: bool
-    patches: int | None
-
-
-def stated_tokens(model: nn.Module, what: str) -> TokenLayout:
-    """Read the tokens of a model from its attributes, which have the names that timm gives them.
+def stated_tokens(model: nn.Module, what: str) -> dict[str, Any]:
+    """Return the attributes of `LoadedBackbone` about tokens, from attributes of a model, named as in timm.
 
     `num_prefix_tokens`: number of tokens before the patch tokens; 0 if absent. `has_class_token`: whether the first of
     them is a class token; True if absent. `global_pool`: "token" if the embedding is the class token.
     `patch_embed.num_patches`: number of patches, needed for unusual patch sizes only. The position of tokens cannot be
-    measured, so nothing is inferred from the number of tokens: a class token may be in any place.
+    measured, so nothing is inferred from the number of tokens: of 197 tokens, the class token may be the first, the
+    last or, in Vision Mamba, in the middle.
 
     Args:
         model: the model.
@@ -240,9 +232,13 @@ def stated_tokens(model: nn.Module, what: str) -> TokenLayout:
     if not isinstance(count, int) or isinstance(count, bool) or count < 0:
         raise InputError(f"num_prefix_tokens of {what} is {count!r}; expected an integer from 0")
     class_token = count > 0 and bool(getattr(model, "has_class_token", True))
-    reads_class_token = class_token and getattr(model, "global_pool", None) == "token"
     patches = getattr(getattr(model, "patch_embed", None), "num_patches", None)
-    return TokenLayout(count, class_token, reads_class_token, patches if isinstance(patches, int) else None)
+    return {
+        "prefix_tokens": count,
+        "class_token": class_token,
+        "reads_class_token": class_token and getattr(model, "global_pool", None) == "token",
+        "patches": patches if isinstance(patches, int) else None,
+    }
 
 
 def code_sha256(folder: Path, files: Iterable[Path]) -> str:

@@ -47,7 +47,7 @@ UNSAFE = (
     "preferably as .safetensors"
 )
 
-# Harmless classes in checkpoints, besides tensors: they hold settings of the training and have no behaviour.
+# Harmless classes in checkpoints, besides tensors: settings of the training (DINO, MAE), without behaviour.
 _HARMLESS: list[Any] = [argparse.Namespace, pathlib.PosixPath]
 
 
@@ -253,6 +253,7 @@ def load_state(
     complete = len(needed) < len(own) and not any(_misfits({name: own[name] for name in needed}, trunk_state).values())
     if complete and allow_missing_head:
         assert classifier is not None
+        # Not random numbers: their output could be stored by mistake, and the fingerprint would depend on the seed.
         model.set_submodule(classifier, nn.Identity())
         model.load_state_dict(trunk_state)
         unused = [name for name in state if name not in trunk_state]

@@ -64,8 +64,8 @@ def list_table(where: str, keep: Sequence[str] = ()) -> Images:
     """Read the images of a list, sorted by path.
 
     Paths are absolute, URLs, or relative to the folder of the list; see `plain_path`. A relative path is a file name,
-    also in a list on a web server, where it is not percent-encoded. Labels are names, or integers from 0; an empty
-    label means no class. Splits are train, val (valid, validation), test or empty.
+    also in a list on a web server, where it is not percent-encoded: the same list works in both places. Labels are
+    names, or integers from 0; an empty label means no class. Splits are train, val (valid, validation), test or empty.
 
     Args:
         where: CSV, TSV or Parquet file, or URL.
@@ -142,6 +142,7 @@ def plain_path(path: str, where: str = "") -> str:
 
     `x/..` stays in a path of the local disk, where `x` may be a link to elsewhere; a web server never sees it, because
     clients resolve it in the URL. Complete URLs, and keys of object stores, which may have such parts, stay unchanged.
+    The plain path is stored, since a plan finds duplicates among neighbours in a sorted list.
 
     Args:
         path: path in the list.

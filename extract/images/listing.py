@@ -75,7 +75,8 @@ def listed_again(dataset_root: str, paths: Sequence[str], images: str | None = N
     """List the images of a data set with these paths, in this order, without labels.
 
     A URL is opened only if the user named the location of the images: a data set may come from anywhere, and could name
-    any server, also one that only this machine reaches.
+    any server, also one that only this machine reaches, or a bucket for which the user has keys. A list on the local
+    disk is no exception: it may have been unpacked together with the data set.
 
     Args:
         dataset_root: location of the images as recorded in the data set.

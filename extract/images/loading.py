@@ -39,7 +39,8 @@ __all__ = ["Batch", "Batches", "Decoding", "Load", "load_batches", "stop_on_mach
 _SUSPECT = 32  # consecutive images with the same failure, unlikely to be their own; fewer may be dead links
 _GIVE_UP_S = 600  # without any image: a worker cannot send, or a file system hangs
 
-# A batch is split into pieces, so that consecutive huge pictures are shared among the workers. Their number is limited,
+# A batch is split into pieces, so that consecutive huge pictures are shared among the workers: the wait for ten photos
+# of 100 megapixels was 2.4 s, with whole batches 4.0 s (`tests/benchmarks/huge_pictures.py`). Their number is limited,
 # as each waiting piece takes a file descriptor.
 _PIECES = 16
 _LEAST_PIECE = 4  # images; sending small images singly would cost as much as decoding them
@@ -111,23 +112,6 @@ class Decoding:
         )  # fmt: skip
 
 
-class Item(NamedTuple):
-    """One image as a worker sends it.
-
-    `image` is None unless `status` is OK; `suspect` and `note` are as in `Batch`, or empty.
-    """
-
-    row: int
-    image: Tensor | None
-    status: Status
-    reason: str
-    size: int
-    mtime_ns: int
-    content_hash: bytes
-    suspect: str = ""
-    note: str = ""
-
-
 class Batch(NamedTuple):
     """Rows, and the images of the rows that could be decoded.
 
@@ -169,23 +153,24 @@ class Batch(NamedTuple):
         return self._replace(images=self.images[chosen], reasons=reasons, **arrays)
 
 
+_NO_IMAGES = torch.empty(0, dtype=torch.uint8)
 # Fields of `Batch`: arrays with a value for each row, and texts of some rows.
 _ARRAYS = ("rows", "status", "source_size", "source_mtime_ns", "source_hash")
 _TEXTS = ("reasons", "suspect", "notes")
 
 
-class _Decoded(Dataset[Item | LayertapError]):
-    """Row -> decoded image, or an error that ends the run: DataLoader would not keep the message of a raised error."""
+class _Decoded(Dataset[Batch | LayertapError]):
+    """Row -> batch of it, or an error that ends the run: DataLoader would not keep the message of a raised error."""
 
     def __init__(self, source: ImageSource, decoding: Decoding):
         self._source, self._decoding = source, decoding
 
-    def __getitem__(self, row: int) -> Item | LayertapError:
-        data, size, mtime_ns, content_hash = b"", -1, UNKNOWN, bytes(16)
+    def __getitem__(self, row: int) -> Batch | LayertapError:
+        data, how = b"", self._decoding
+        read = partial(_batch_of_row, row, -1, UNKNOWN, bytes(16))
         try:
             data, mtime_ns = self._source.read(row)
-            size, content_hash = len(data), xxhash.xxh3_128_digest(data)
-            how = self._decoding
+            read = partial(_batch_of_row, row, len(data), mtime_ns, xxhash.xxh3_128_digest(data))
             picture = self._source.decode(data, how.max_pixels, how.min_decode_px, how.orientation, how.icc)
         except (BrokenListError, MachineError) as error:
             return error
@@ -193,21 +178,36 @@ class _Decoded(Dataset[Item | LayertapError]):
             if is_of_the_machine(error) or (isinstance(error, MemoryError) and pixels_of(data) < _NOT_MANY_PIXELS):
                 return _machine_error(error, row)
             status, reason = _why(error)
-            reason = text_without_credentials(reason)
             of_another = status is Status.IO_ERROR or isinstance(error, MemoryError)
-            return Item(row, None, status, reason, size, mtime_ns, content_hash, _kind(error) if of_another else "")
+            return read(status, reason=text_without_credentials(reason), suspect=_kind(error) if of_another else "")
         try:
-            image = self._decoding.cpu_transform(picture)
+            image = how.cpu_transform(picture)
         except LayertapError as error:  # a fault of the transform, not of this picture
             return error
         except Exception as error:  # a user's transform may raise any type
             if is_of_the_machine(error):
                 return _machine_error(error, row)
-            says_why = isinstance(error, ValueError)
-            reason = first_line(error) if says_why else f"its preprocessing failed: {error!r}"
-            suspect = "" if says_why else _kind(error)
-            return Item(row, None, Status.DECODE_ERROR, reason, size, mtime_ns, content_hash, suspect)
-        return Item(row, image, Status.OK, "", size, mtime_ns, content_hash, note=TOO_DARK if too_dark(picture) else "")
+            if isinstance(error, ValueError):
+                return read(Status.DECODE_ERROR, reason=first_line(error))
+            return read(Status.DECODE_ERROR, reason=f"its preprocessing failed: {error!r}", suspect=_kind(error))
+        return read(Status.OK, torch.stack([image]), note=TOO_DARK if too_dark(picture) else "")
+
+
+def _batch_of_row(
+    row: int, size: int, mtime_ns: int, content_hash: bytes, status: Status, images: Tensor = _NO_IMAGES, *,
+    reason: str = "", suspect: str = "", note: str = "",
+) -> Batch:  # fmt: skip
+    return Batch(
+        rows=np.array([row], np.int64),
+        images=images,
+        status=np.array([status], np.uint8),
+        reasons={row: reason} if reason else {},
+        suspect={row: suspect} if suspect else {},
+        source_size=np.array([size], np.int64),
+        source_mtime_ns=np.array([mtime_ns], np.int64),
+        source_hash=np.frombuffer(content_hash, np.uint8)[None],
+        notes={row: note} if note else {},
+    )
 
 
 def _why(error: Exception) -> tuple[Status, str]:
@@ -248,22 +248,9 @@ def _machine_error(error: Exception, row: int) -> MachineError:
     )
 
 
-def _collate(decoded: list[Item | LayertapError]) -> Batch | LayertapError:
-    items = [item for item in decoded if not isinstance(item, LayertapError)]
-    if len(items) < len(decoded):
-        return next(error for error in decoded if isinstance(error, LayertapError))
-    images = [item.image for item in items if item.image is not None]
-    return Batch(
-        rows=np.array([item.row for item in items], np.int64),
-        images=torch.stack(images) if images else torch.empty(0, dtype=torch.uint8),
-        status=np.array([item.status for item in items], np.uint8),
-        reasons={item.row: item.reason for item in items if item.reason},
-        suspect={item.row: item.suspect for item in items if item.suspect},
-        source_size=np.array([item.size for item in items], np.int64),
-        source_mtime_ns=np.array([item.mtime_ns for item in items], np.int64),
-        source_hash=np.frombuffer(b"".join(item.content_hash for item in items), np.uint8).reshape(-1, 16),
-        notes={item.row: item.note for item in items if item.note},
-    )
+def _collate(decoded: list[Batch | LayertapError]) -> Batch | LayertapError:
+    batches = [batch for batch in decoded if isinstance(batch, Batch)]
+    return next((error for error in decoded if isinstance(error, LayertapError)), None) or _joined(batches)
 
 
 def _joined(pieces: list[Batch]) -> Batch:
@@ -274,7 +261,7 @@ def _joined(pieces: list[Batch]) -> Batch:
         name: {row: text for piece in pieces for row, text in getattr(piece, name).items()} for name in _TEXTS
     }
     images = [piece.images for piece in pieces if len(piece.images)]
-    return Batch(images=torch.cat(images) if images else torch.empty(0, dtype=torch.uint8), **arrays, **texts)
+    return Batch(images=torch.cat(images) if images else _NO_IMAGES, **arrays, **texts)
 
 
 # A function such as `load_batches`.
@@ -412,7 +399,8 @@ def _start_worker(collects_garbage: bool, worker: int) -> None:
         worker: its number.
     """
     # What was garbage in the main process is never freed here. When freed, some objects wait for their threads (a
-    # compiled OpenVINO model), which a forked process does not have.
+    # compiled OpenVINO model), which a forked process does not have: a test run hung for minutes. Freezing in the main
+    # process failed on Python 3.12, which starts with frozen objects, and a collection there takes 0.3 s.
     gc.freeze()
     if collects_garbage:
         gc.enable()
@@ -432,7 +420,8 @@ def _start_worker(collects_garbage: bool, worker: int) -> None:
 def stop_on_machine_errors(batches: Iterable[Batch], source: ImageSource) -> Iterator[Batch]:
     """Pass batches on, and end the run if images fail for a reason that is unlikely to be their own.
 
-    A failing disk, server or memory therefore does not mark rows as failed.
+    A failing disk, server or memory therefore does not mark rows as failed. One dead link says nothing about a server,
+    so a row fails alone until many in a row fail in the same way.
 
     Args:
         batches: batches of a run, from the first.

@@ -1,6 +1,7 @@
 """Sources of image bytes: local files and files behind a URL.
 
-A source is sent to the worker processes. It reads the bytes of a row's image and decodes these bytes to a picture.
+A source is sent to the worker processes. It reads the bytes of a row's image and decodes these bytes to a picture. It
+knows nothing of workers or order, so the same pictures give the same rows, hashes and features from all sources.
 `extract.images.archives` and `extract.images.arrays` have the sources for members of archives and rows of arrays.
 """
 
