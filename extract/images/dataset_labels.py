@@ -28,8 +28,8 @@ def labels_of_items(dataset: Any, count: int) -> tuple[NDArray[np.int64], list[s
     Items are read, since only they have the label that training sees: `target_transform`, an own `__getitem__` and
     edited `samples` change it, and comparing the first item with `targets` notices one such change in six. Labels are
     needed before the first row is computed, so they cannot be taken while the run decodes. Parts below `Subset` and
-    `ConcatDataset` that torchvision's own code reads are read without their pictures. Other items are decoded, once each, unless the
-    first has no label; a dataset whose items are only pictures may have `targets` or `labels`.
+    `ConcatDataset` that torchvision's own code reads are read without their pictures. Other items are decoded, once
+    each, unless the first has no label; a dataset whose items are only pictures may have `targets` or `labels`.
 
     Classes have the names that the dataset has in `classes` if all labels are their positions, the dataset does not
     have other labels in `targets`, and all parts have the same names. Otherwise classes are the labels themselves.
