@@ -44,18 +44,20 @@ def list_folder(where: str) -> Images:
     if is_url(where):
         refuse_web_folder(where)
         base = where.rstrip("/")
+        root = without_credentials(base)
         names: Iterable[str] = sorted(_names_behind(where), key=os.fsencode)
     elif folder.is_file() and folder.suffix.lower() in IMAGE_SUFFIXES:
         root, paths = str(folder.parent.resolve()), [folder.name]
         return Images(root, paths, np.full(1, -1, np.int64), [], [""], Files(root, paths))
     elif folder.is_dir():
-        base, names = str(folder.resolve()), files_below(where)
+        base = root = str(folder.resolve())
+        names = files_below(where)
     else:
         check_exists(where)
         raise InputError(f"{where}: not an image, folder, list, archive or array")
     paths, left_out = pick_images(names)
     labels, classes, splits = labels_from_folders(paths)
-    return Images(without_credentials(base), paths, labels, classes, splits, Files(base, paths), left_out=left_out)
+    return Images(root, paths, labels, classes, splits, Files(base, paths), left_out=left_out)
 
 
 def check_exists(where: str) -> None:
