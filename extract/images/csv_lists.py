@@ -250,12 +250,13 @@ def read_table(where: str, column: str) -> tuple[dict[str, Sequence[Any]], list[
     column = column.strip().lower()
     kinds = {"path": _TEXT, "id": _WHOLE, "split": _TEXT, column: _NUMBER}
     lines: list[int] = []
-    values: dict[str, Any] = {}
     texts: dict[str, str] = {}  # see `list_table`
     with _opened_table(where, kinds) as table:
         if column not in table.names:
             raise InputError(f"{where}: expected a column {column!r}; it has {_names(table.names)}")
-        for places, columns in table.pieces(kinds if "path" in table.names else table.keys() | kinds):
+        kinds = kinds if "path" in table.names else table.keys() | kinds
+        values: dict[str, Any] = {name: [] for name in kinds if name in table.names}
+        for places, columns in table.pieces(kinds):
             lines += places
             for name, some in columns.items():
                 some = [texts.setdefault(value, value) if isinstance(value, str) else value for value in some]
