@@ -230,8 +230,8 @@ MUTATIONS = (
     ),
     Mutation(
         "A damaged member of a zip is read without a look at its checksum.",
-        "            if len(data) != size or zlib.crc32(data) != int(self._crc[row]):",
-        "            if len(data) != size:",
+        '        if len(data) != size or zlib.crc32(data) != member["crc"]:',
+        "        if len(data) != size:",
         ("test_damage_in_a_zip_is_a_row_with_a_reason",),
     ),
     Mutation(

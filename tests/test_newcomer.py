@@ -46,7 +46,7 @@ def names(pattern: str) -> list[str]:
     return ["net", "nets"]
 
 
-def describe(spec: str, name: str) -> Entry:
+def describe(spec: str, name: str, built: bool) -> Entry:
     return Entry(spec, 8, (32, 32), 1580, "mit", ("toy weights",))
 
 

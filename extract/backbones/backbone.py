@@ -1,10 +1,10 @@
-"""A loaded backbone, and the request that a source loads it from."""
+"""A loaded backbone, and the errors of downloads."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,31 +13,11 @@ from torch import nn
 
 from extract.backbones.preprocessing import Preprocessing
 from extract.backbones.reachability import hub_offline_if_unreachable
+from extract.backbones.request import LoadRequest
 from extract.backbones.weights import Weights
 from extract.errors import InputError, LayertapError, first_line
 
 __all__ = ["LoadRequest", "LoadedBackbone", "downloading"]
-
-
-@dataclass(frozen=True)
-class LoadRequest:
-    """A request to load a backbone, passed to its source.
-
-    Attributes:
-        spec: SOURCE/NAME.
-        name: NAME, the part of the spec after the source.
-        weights: a name, a file, "random", or None for the source's default.
-        seed: seed of random weights.
-        allow_missing_head: whether a weights file may lack the classifier.
-        preprocessing: values that replace the library's own; any of size, crop, interpolation, mean, std.
-    """
-
-    spec: str
-    name: str
-    weights: str | None
-    seed: int
-    allow_missing_head: bool
-    preprocessing: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -46,7 +26,8 @@ class LoadedBackbone:
 
     Attributes:
         spec: the requested spec; a local folder or file in it is an absolute path.
-        architecture: library and name, the same for every spec of this network.
+        architecture: library and name, the same for every spec of this network, and what the features depend on beside
+            the weights: a hash of the settings of hf/, QuickGELU of open_clip/, a hash of code.
         model: the network.
         weights: origin and hash of the weights.
         preprocessing: converts a picture to the input of the network.

@@ -58,11 +58,12 @@ def match_specs(pattern: str) -> list[str]:
     return specs
 
 
-def describe(spec: str) -> Entry:
+def describe(spec: str, built: bool = True) -> Entry:
     """Describe a backbone; nothing is downloaded except the configuration of a model of `hf`.
 
     Args:
         spec: a spec that `match_specs` returned.
+        built: whether to build the model, without weights, for its number of parameters and its width.
 
     Raises:
         InputError: backbones of this source cannot be described before they are loaded.
@@ -74,7 +75,7 @@ def describe(spec: str) -> Entry:
         raise InputError(f"{spec}: backbones of {source}/ cannot be described before they are loaded")
     with warnings.catch_warnings(), quiet():
         warnings.simplefilter("ignore")
-        return describe_spec(spec, name)
+        return describe_spec(spec, name, built)
 
 
 def _list_source(source: str) -> SourceListing:

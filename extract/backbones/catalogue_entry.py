@@ -6,10 +6,10 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from torch import nn
+import torch
+from torch import nn
 
 __all__ = ["Entry", "count_parameters", "quiet", "without_weights"]
 
@@ -20,9 +20,10 @@ class Entry:
 
     Attributes:
         spec: SOURCE/NAME.
-        width: width of the embedding; None if there is no embedding or the source does not state its width.
+        width: width of the embedding; None if there is no embedding, or if neither the source nor a model that was
+            built states its width.
         input_px: (height, width) of the input for the default weights; None if the source does not state it.
-        parameters: number of parameters.
+        parameters: number of parameters; None if the model was not built for the description.
         licence: licence of the default weights, or of the weights that the spec names; empty if it is not stated.
         weights: names of the published weights; the default, or the name in the spec, comes first where there is one.
     """
@@ -30,7 +31,7 @@ class Entry:
     spec: str
     width: int | None
     input_px: tuple[int, int] | None
-    parameters: int
+    parameters: int | None
     licence: str
     weights: tuple[str, ...]
 
@@ -41,8 +42,6 @@ def without_weights(make: Callable[[], Any]) -> Any:
     Args:
         make: builds the model.
     """
-    import torch  # not above: a kept description is printed without PyTorch
-
     try:
         with torch.device("meta"):
             return make()
@@ -50,9 +49,9 @@ def without_weights(make: Callable[[], Any]) -> Any:
         return make()
 
 
-def count_parameters(model: nn.Module) -> int:
+def count_parameters(model: nn.Module | None) -> int | None:
     """Count the parameters of a model; a shared parameter counts once."""
-    return sum(parameter.numel() for parameter in model.parameters())
+    return None if model is None else sum(parameter.numel() for parameter in model.parameters())
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib.util
 import json
 import pickle
 from collections.abc import Callable, Iterator
@@ -31,7 +32,7 @@ from extract.errors import InputError, LayertapError, first_line
 from extract.system.optional_libraries import library
 from extract.taps.layer_names import named_layers
 
-__all__ = ["describe", "load", "load_text_tower", "locate"]
+__all__ = ["describe", "load", "load_text_tower", "locate", "names"]
 
 _CLASSIFIES = "ForImageClassification"
 # Fields of a configuration that do not affect the features.
@@ -79,28 +80,6 @@ class _Location:
             raise InputError(f"{self.request.spec}: {first_line(error)}") from error
 
 
-@dataclass(frozen=True)
-class _Loaded:
-    """A model with its weights.
-
-    Attributes:
-        config: configuration of the model.
-        model: the network.
-        weights: origin and hash of the weights.
-        notes: messages for the user.
-    """
-
-    config: Any
-    model: Any
-    weights: Weights
-    notes: tuple[str, ...]
-
-    @property
-    def architecture(self) -> str:
-        """Class and settings of the model: what the features depend on, besides the weights."""
-        return f"hf/{type(self.model).__name__}, settings with sha256 {_settings(self.config)}"
-
-
 def load(request: LoadRequest) -> LoadedBackbone:
     """Load NAME from the hub, or a folder; weights: a revision, a file or "random".
 
@@ -111,8 +90,8 @@ def load(request: LoadRequest) -> LoadedBackbone:
     with _quiet(transformers), _errors_of_library(request.spec):
         config = _config(transformers, request, location)
         preprocessing = _preprocessing(transformers, request, location)
-        loaded = _load_model(transformers, request, location, config)
-    model = loaded.model
+        model, weights, notes = _load_model(transformers, request, location, config)
+    architecture = _architecture(model, config)
     classifier = _classifier(model)
     vision = getattr(config, "vision_config", config)
     tower = getattr(model, "vision_model", _trunk(model))
@@ -124,9 +103,9 @@ def load(request: LoadRequest) -> LoadedBackbone:
         model, why = with_embedding(model, size, _embed)
     return LoadedBackbone(
         spec=f"hf/{location.name}",
-        architecture=loaded.architecture,
+        architecture=architecture,
         model=model,
-        weights=loaded.weights,
+        weights=weights,
         preprocessing=preprocessing,
         classifier=classifier,
         no_embedding=why,
@@ -135,7 +114,7 @@ def load(request: LoadRequest) -> LoadedBackbone:
         + (getattr(embeddings, "distillation_token", None) is not None),
         class_token=class_token,
         reads_class_token=class_token,
-        notes=loaded.notes,
+        notes=notes,
     )
 
 
@@ -145,15 +124,14 @@ def load_text_tower(request: LoadRequest) -> TextTower:
     location = _location(request)
     with _quiet(transformers), _errors_of_library(request.spec):
         config = _config(transformers, request, location)
-        loaded = _load_model(transformers, request, location, config)
-        model = loaded.model
+        model, weights, _ = _load_model(transformers, request, location, config)
         if not hasattr(model, "get_text_features"):
             raise InputError(f"{request.spec} is a {type(model).__name__}, which has no text tower")
         tokenizer = _load_tokenizer(transformers, location)
     text_config = getattr(config, "text_config", None)
     known = int(getattr(text_config, "vocab_size", 0))
     n_tokens = 0 if tokenizer is None else len(tokenizer)
-    if tokenizer is None or n_tokens < known / 2:
+    if tokenizer is None or n_tokens < known / 2:  # without its files, transformers makes an empty tokenizer
         raise InputError(
             f"{request.spec}: no matching tokenizer in {location.name} (it has {n_tokens:,} tokens, the model "
             f"{known:,})",
@@ -168,7 +146,7 @@ def load_text_tower(request: LoadRequest) -> TextTower:
         # Padded to the full length, as in the training of SigLIP; towers trained without padding ignore it.
         return dict(tokenizer([text], padding="max_length", max_length=limit, return_tensors="pt"))
 
-    return TextTower(request.spec, loaded.architecture, loaded.weights.sha256, model, tokens_of, _embed_text)
+    return TextTower(request.spec, _architecture(model, config), weights.sha256, model, tokens_of, _embed_text)
 
 
 def locate(request: LoadRequest) -> WeightsFile:
@@ -185,7 +163,25 @@ def locate(request: LoadRequest) -> WeightsFile:
     return WeightsFile(f"hf/{location.name}", path, f"https://huggingface.co/{location.name}", from_hub=True)
 
 
-def describe(spec: str, name: str) -> Entry:
+def names(pattern: str) -> list[str]:
+    """Return the names of the models in the hub's cache; an exact name is returned as it is, cached or not.
+
+    Raises:
+        LayertapError: transformers is not installed.
+    """
+    if not set("*?[") & set(pattern):
+        return [pattern]
+    if importlib.util.find_spec("transformers") is None:
+        library("transformers", "hf", "hf/")  # raises; importing it takes half a second
+    from huggingface_hub import CacheNotFound, scan_cache_dir
+
+    try:
+        return sorted(repo.repo_id for repo in scan_cache_dir().repos if repo.repo_type == "model")
+    except (CacheNotFound, OSError):
+        return []
+
+
+def describe(spec: str, name: str, built: bool = True) -> Entry:
     """Describe a model from its configuration, without its weights."""
     transformers = library("transformers", "hf", "hf/")
     with _errors_of_library(spec):
@@ -193,7 +189,7 @@ def describe(spec: str, name: str) -> Entry:
             config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
         except (OSError, ValueError) as error:
             raise LayertapError(f"{spec}: cannot read the configuration: {first_line(error)}") from error
-        model = without_weights(partial(transformers.AutoModel.from_config, config))
+        model = without_weights(partial(transformers.AutoModel.from_config, config)) if built else None
     vision = getattr(config, "vision_config", config)
     size = getattr(vision, "image_size", None)
     sides = (size, size) if isinstance(size, int) else tuple(size) if size else None
@@ -224,7 +220,10 @@ def _config(transformers: Any, request: LoadRequest, location: _Location) -> Any
     return config
 
 
-def _load_model(transformers: Any, request: LoadRequest, location: _Location, config: Any) -> _Loaded:
+def _load_model(
+    transformers: Any, request: LoadRequest, location: _Location, config: Any
+) -> tuple[Any, Weights, tuple[str, ...]]:
+    """Return the model, its weights, and messages for the user."""
     spec, weights = request.spec, request.weights
     notes: tuple[str, ...] = ()
     if getattr(config, "mask_ratio", 0):  # a masked autoencoder sees a random choice of patches
@@ -241,15 +240,13 @@ def _load_model(transformers: Any, request: LoadRequest, location: _Location, co
             except ValueError as error:  # AutoModel has no model of this kind
                 raise InputError(f"{spec}: {first_line(error)}") from error
 
-        model, origin, _ = build_with_weights(
-            build, weights, request.seed, spec, _classifier, allow_missing_head=request.allow_missing_head
-        )
-        return _Loaded(config, model, origin, notes)
+        model, origin, _ = build_with_weights(request, build, _classifier)
+        return model, origin, notes
     model, unused_note = _pretrained(spec, model_class, location, config)
     commit = "" if location.local else _commit(location)
     name = Path(location.name).name if location.local else location.name
-    checkpoint_origin = Weights(f"hf/{name}" + (f" at {commit[:12]}" if commit else ""), weights_sha256(model))
-    return _Loaded(config, model, checkpoint_origin, (*notes, *unused_note))
+    source = f"hf/{name} at {commit[:12]}" if commit else f"hf/{name}"
+    return model, Weights(source, weights_sha256(model)), (*notes, *unused_note)
 
 
 def _commit(location: _Location) -> str:
@@ -371,13 +368,15 @@ def _preprocessing(transformers: Any, request: LoadRequest, location: _Location)
         raise InputError(f"{request.spec}: its image processor {error}", hint=f"to replace it, {instead}") from error
 
 
-def _settings(config: Any) -> str:
-    """Return the first 16 digits of the sha256 over the settings that differ from their defaults.
+def _architecture(model: Any, config: Any) -> str:
+    """Return class and settings of the model: what the features depend on, besides the weights.
 
-    Models with equal weights can differ in their settings.
+    Models with equal weights can differ in their settings, such as the activation function. The first 16 digits stand
+    for the sha256 over the settings that differ from their defaults.
     """
     settings = {name: value for name, value in config.to_diff_dict().items() if name not in _NO_SETTINGS}
-    return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()
+    return f"hf/{type(model).__name__}, settings with sha256 {digest[:16]}"
 
 
 def _by_hand(name: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from extract.backbones.catalogue_entry import Entry, count_parameters, quiet, wi
 from extract.backbones.output_as_embedding import WithEmbedding
 from extract.backbones.preprocessing import from_open_clip
 from extract.backbones.text_tower import TextTower, too_long
-from extract.backbones.weights import Weights, build_with_weights, is_named, weights_sha256
+from extract.backbones.weights import Weights, build_with_weights, is_named, tag_of, weights_sha256
 from extract.backbones.weights_file import WeightsFile, in_cache_of_hub
 from extract.errors import InputError, unknown_name
 from extract.system.optional_libraries import library
@@ -48,13 +48,9 @@ def load(request: LoadRequest) -> LoadedBackbone:
     selection = _select(open_clip, request)
     notes = selection.notes
     if selection.tag is None:
-        assert request.weights is not None
+        tower: Any
         with quiet():
-            visual, loaded, _ = build_with_weights(
-                lambda: _visual(open_clip.create_model(selection.name)), request.weights, request.seed, request.spec,
-                lambda model: None,
-            )  # fmt: skip
-        tower: Any = visual
+            tower, loaded, _ = build_with_weights(request, lambda: _visual(open_clip.create_model(selection.name)))
         tags = open_clip.list_pretrained_tags_by_model(selection.name)
         defaults = {"quick_gelu": _is_quick(open_clip, selection.name), **tower.preprocess_cfg}
         settings = [{**defaults, **_settings(open_clip, selection.name, tag)} for tag in tags]
@@ -89,12 +85,9 @@ def load_text_tower(request: LoadRequest) -> TextTower:
     open_clip = library("open_clip", "open_clip", "open_clip/")
     selection = _select(open_clip, request)
     if selection.tag is None:
-        assert request.weights is not None
         with quiet():
-            both = f"{request.spec} with its text tower"
-            model, _, _ = build_with_weights(
-                lambda: open_clip.create_model(selection.name), request.weights, request.seed, both, lambda model: None
-            )
+            both = replace(request, spec=f"{request.spec} with its text tower")
+            model, _, _ = build_with_weights(both, lambda: open_clip.create_model(selection.name))
     else:
         model = _downloaded(open_clip, request, selection)
     tokenizer = downloading(
@@ -136,15 +129,15 @@ def names(pattern: str) -> list[str]:
     return list(library("open_clip", "open_clip", "open_clip/").list_models())
 
 
-def describe(spec: str, name: str) -> Entry:
+def describe(spec: str, name: str, built: bool = True) -> Entry:
     """Describe a model from its configuration; count the parameters of its image tower."""
     open_clip = library("open_clip", "open_clip", "open_clip/")
     config = open_clip.get_model_config(name)
     size = config["vision_cfg"]["image_size"]
     height, width = [size] * 2 if isinstance(size, int) else size
-    model = without_weights(partial(open_clip.create_model, name))
+    tower = without_weights(partial(open_clip.create_model, name)).visual if built else None
     tags = tuple(open_clip.list_pretrained_tags_by_model(name))
-    return Entry(spec, config["embed_dim"], (height, width), count_parameters(model.visual), "", tags)
+    return Entry(spec, config["embed_dim"], (height, width), count_parameters(tower), "", tags)
 
 
 def _select(open_clip: Any, request: LoadRequest) -> _Selection:
@@ -158,17 +151,11 @@ def _select(open_clip: Any, request: LoadRequest) -> _Selection:
             hint="list them: layertap backbones open_clip",
         )
     tags = open_clip.list_pretrained_tags_by_model(name)
-    if weights is not None and not is_named(weights):
-        if tag and weights != "random":
-            raise InputError(
-                f"{spec} names the weights {tag!r}, but --weights names {weights!r}", hint="remove one of them"
-            )
+    if weights == "random":
         return _Selection(name, None, False, f"open_clip/{name}", ())
-    if weights and tag and weights != tag:
-        raise InputError(
-            f"{spec} names the weights {tag!r}, but --weights names {weights!r}", hint="remove one of them"
-        )
-    tag = weights or tag
+    tag = tag_of(request, tag)
+    if weights is not None and not is_named(weights):
+        return _Selection(name, None, False, f"open_clip/{name}", ())
     if not tag:
         choices = ", ".join(f"{spec}:{known}" for known in tags[:8]) or "--weights FILE"
         raise InputError(f"{spec}: no weights are named", hint=f"use {choices}")
@@ -176,6 +163,7 @@ def _select(open_clip: Any, request: LoadRequest) -> _Selection:
         raise unknown_name("weights", tag, tags, f"open_clip/{name}")
     if not _settings(open_clip, name, tag)["quick_gelu"] or _is_quick(open_clip, name):
         return _Selection(name, tag, False, f"open_clip/{name}", ())
+    # open_clip itself runs the weights of OpenAI without QuickGELU under the plain name, and warns.
     note = f"{name} uses QuickGELU, because the weights {tag} were trained with QuickGELU"
     return _Selection(name, tag, True, f"open_clip/{name} with QuickGELU", (note,))
 

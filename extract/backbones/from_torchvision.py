@@ -38,12 +38,9 @@ def load(request: LoadRequest) -> LoadedBackbone:
         elif name.startswith("vit_"):
             options = {"image_size": entry.transforms().crop_size[0]}  # its position embeddings fit only one size
         model, loaded, classifier = build_with_weights(
+            request,
             lambda: models.get_model(name, **options),
-            weights,
-            request.seed,
-            spec,
             lambda model: _classifier(model, name),
-            allow_missing_head=request.allow_missing_head,
             unused=("aux1.", "aux2.", "AuxLogits."),
         )
     else:
@@ -101,15 +98,17 @@ def names(pattern: str) -> list[str]:
     return list(models.list_models(module=models))
 
 
-def describe(spec: str, name: str) -> Entry:
+def describe(spec: str, name: str, built: bool = True) -> Entry:
     """Describe a model and its default weights from torchvision's metadata."""
     from torchvision import models
 
     entry = models.get_model_weights(name).DEFAULT
     height, width = (*entry.transforms().crop_size, *entry.transforms().crop_size)[:2]
-    model = without_weights(partial(models.get_model, name))
-    classifier = _classifier(model, name)
-    features = model.get_submodule(classifier).in_features if classifier else None
+    features = None
+    if built:
+        model = without_weights(partial(models.get_model, name))
+        classifier = _classifier(model, name)
+        features = model.get_submodule(classifier).in_features if classifier else None
     others = [other.name for other in models.get_model_weights(name) if other.name != entry.name]
     return Entry(spec, features, (height, width), int(entry.meta["num_params"]), "", (entry.name, *others))
 

@@ -109,8 +109,8 @@ def permitted(recorded: str, named: str | None, where: Path | str, weights: str 
     """Return the spec of the backbone to load for a file that records a spec.
 
     A data set or probe may come from an untrusted source. The spec in it may name any file on this machine or any
-    repository. So code is run, and a repository that is not in the cache is asked, only if the user names the backbone.
-    Weights of backbones that an installed library lists are downloaded.
+    repository. So code is run, and a repository that is not in the cache is asked, with the token of the user, only
+    if the user names the backbone. Weights of backbones that an installed library lists are downloaded.
 
     Args:
         recorded: the spec in the file.

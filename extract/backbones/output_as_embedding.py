@@ -18,6 +18,9 @@ __all__ = ["WithEmbedding", "with_embedding", "with_own_output"]
 class WithEmbedding(nn.Module):
     """A model with an identity as its last layer, `embedding`; the names of the other layers do not change.
 
+    So a stored tensor is always the output or input of a layer, and `Taps` needs no special case for outputs of the
+    model.
+
     Args:
         model: the network.
         embed: maps the network and a batch (B, 3, H, W) to the embedding (B, D).
@@ -59,7 +62,8 @@ def with_own_output(model: nn.Module, size: tuple[int, int]) -> tuple[nn.Module,
     """Make the output of a model its layer `embedding`.
 
     A tensor (B, D) counts as an embedding unless it is the output of a linear layer or holds probabilities: then it may
-    come from a classifier. A classifier cannot always be recognised, so the choice is reported in the notes.
+    come from a classifier, whose logits look like a projection. A classifier cannot always be recognised, so the choice
+    is reported in the notes.
 
     Args:
         model: the network, on the CPU.

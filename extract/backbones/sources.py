@@ -1,39 +1,15 @@
-"""Sources of backbones. To add a source, write `from_X.py` and add a record to `SOURCES`; there is no other list.
-
-Nothing here imports PyTorch: names of backbones are completed and listed without it.
-"""
+"""Sources of backbones. To add a source, write `from_X.py` and add a record to `SOURCES`; there is no other list."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
-from extract.backbones import hub_cache
-
-if TYPE_CHECKING:
-    from extract.backbones import from_hf, from_hub, from_open_clip, from_python, from_timm, from_torchvision
-    from extract.backbones.backbone import LoadedBackbone, LoadRequest
-    from extract.backbones.catalogue_entry import Entry
-    from extract.backbones.text_tower import TextTower
-    from extract.backbones.weights_file import WeightsFile
-else:
-
-    class _Later:
-        """A module of this package that is imported when one of its functions is called, because it imports PyTorch."""
-
-        def __init__(self, name: str):
-            self._name = name
-
-        def __getattr__(self, function: str) -> Callable[..., Any]:
-            def call(*arguments: Any) -> Any:
-                return getattr(importlib.import_module(f"{__package__}.{self._name}"), function)(*arguments)
-
-            return call
-
-    from_hf, from_hub, from_open_clip = _Later("from_hf"), _Later("from_hub"), _Later("from_open_clip")
-    from_python, from_timm, from_torchvision = _Later("from_python"), _Later("from_timm"), _Later("from_torchvision")
+from extract.backbones import from_hf, from_hub, from_open_clip, from_python, from_timm, from_torchvision
+from extract.backbones.backbone import LoadedBackbone, LoadRequest
+from extract.backbones.catalogue_entry import Entry
+from extract.backbones.text_tower import TextTower
+from extract.backbones.weights_file import WeightsFile
 
 __all__ = ["SOURCES", "BackboneSource"]
 
@@ -51,8 +27,8 @@ class BackboneSource:
         runs_code: whether loading a backbone runs code that its name points to. Such a backbone is loaded only if the
             user names it, never because a data set or a probe records it. No default: each source states it.
         names: returns the known names that may match a pattern; raises LayertapError if a library is missing.
-        describe: maps (spec, name) to a description without the weights; None if the source has no descriptions, and
-            then `names` returns no names.
+        describe: maps (spec, name, whether to build the model) to a description without the weights; None if the source
+            has no descriptions, and then `names` returns no names.
         locate: says where the published weights are, or would be downloaded from, without loading them; None if only
             running the code of a backbone tells.
         load_text_tower: loads the text tower of a backbone; None if no backbone of the source has a text tower.
@@ -66,7 +42,7 @@ class BackboneSource:
     load: Callable[[LoadRequest], LoadedBackbone]
     runs_code: bool
     names: Callable[[str], list[str]] = _no_names
-    describe: Callable[[str, str], Entry] | None = None
+    describe: Callable[[str, str, bool], Entry] | None = None
     locate: Callable[[LoadRequest], WeightsFile] | None = None
     load_text_tower: Callable[[LoadRequest], TextTower] | None = None
     note: str = ""
@@ -115,7 +91,7 @@ SOURCES: dict[str, BackboneSource] = {
     "hf": BackboneSource(
         from_hf.load,
         runs_code=False,
-        names=hub_cache.names,
+        names=from_hf.names,
         describe=from_hf.describe,
         locate=from_hf.locate,
         load_text_tower=from_hf.load_text_tower,

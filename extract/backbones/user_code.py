@@ -9,18 +9,24 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 from torch.jit import ScriptModule
 
+from extract.backbones.backbone import LoadedBackbone
+from extract.backbones.output_as_embedding import with_own_output
+from extract.backbones.preprocessing import OVERRIDES, Preprocessing, from_transform, overridden
+from extract.backbones.request import LoadRequest
+from extract.backbones.weights import build_with_weights
 from extract.errors import InputError, unknown_name
 from extract.system.foreign_code import described
 
-__all__ = [
-    "TokenLayout", "code_sha256", "evaluated", "function_from", "importing_from", "model_and_transform",
-    "stated_tokens",
-]  # fmt: skip
+__all__ = ["backbone_of_code", "code_sha256", "function_from", "importing_from", "model_and_transform"]
+
+# The preprocessing of DINO and DINOv2: `eval_linear.py` of facebookresearch/dino, `dinov2/data/transforms.py` of
+# facebookresearch/dinov2.
+_ASSUMED = Preprocessing(256, (224, 224), "bicubic", (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
 @contextlib.contextmanager
@@ -85,25 +91,30 @@ def function_from(path: Path, name: str, kind: str = "function") -> Callable[...
     return function
 
 
-def model_and_transform(returned: object, what: str, expected: str) -> tuple[nn.Module, Callable[..., Any]]:
+def model_and_transform(
+    returned: object, what: str, expected: str, may_be_alone: bool = False
+) -> tuple[nn.Module, Callable[..., Any] | None]:
     """Return the result of a user's function if it is (model, transform).
 
     Args:
         returned: the result.
         what: the function, named in errors.
         expected: the expected result, named in errors.
+        may_be_alone: whether it may be a model, without a transform.
 
     Raises:
         InputError: it is something else, or the model is not one that hooks can be registered on.
     """
-    if isinstance(returned, tuple) and len(returned) == 2:
-        model, transform = returned
+    alone = may_be_alone and isinstance(returned, nn.Module)
+    pair = (returned, None) if alone else returned
+    if isinstance(pair, tuple) and len(pair) == 2:
+        model, transform = pair
         if isinstance(model, ScriptModule):
             raise InputError(
                 f"{what} returned a scripted or traced model, whose code ignores hooks",
                 hint="return the Python module that it was created from",
             )
-        if isinstance(model, nn.Module) and callable(transform):
+        if isinstance(model, nn.Module) and (alone or callable(transform)):
             return model, transform
     kinds = [_kind(part) for part in returned] if isinstance(returned, tuple) else []
     found = f"({', '.join(kinds)})" if kinds else _kind(returned)
@@ -140,22 +151,75 @@ def evaluated(model: nn.Module, what: str) -> nn.Module:
     return model
 
 
-class TokenLayout(NamedTuple):
-    """What a user's model states about the tokens of its layers; see `LoadedBackbone` for the attributes."""
+def backbone_of_code(
+    request: LoadRequest,
+    build: Callable[[], tuple[nn.Module, Callable[..., Any] | None]],
+    origin: str,
+    title: Callable[[], str],
+    spec: str,
+    *,
+    model_name: str,
+    transform_name: str,
+) -> LoadedBackbone:
+    """Load a backbone that code builds. A model without a transform has the assumed preprocessing, which is reported.
 
-    prefix_tokens: int
-    class_token: bool
-    reads_class_token: bool
-    patches: int | None
+    Args:
+        request: its weights are a file, or None for those that the code loads.
+        build: runs the code; returns the model and its transform.
+        origin: what loads the weights.
+        title: returns the name and hash of the code, once it has run.
+        spec: spec of the backbone, valid in any folder.
+        model_name: what the model is called in errors.
+        transform_name: what the transform is called in errors.
+
+    Raises:
+        InputError: the weights do not fit, or the model or the transform has a fault.
+    """
+    built: list[tuple[nn.Module, Callable[..., Any] | None]] = []
+
+    def build_model() -> nn.Module:
+        built.append(build())
+        return built[-1][0]
+
+    model, weights, _ = build_with_weights(request, build_model, origin=origin)
+    code, transform = title(), built[-1][1]
+    notes: tuple[str, ...] = ()
+    preprocessing = _ASSUMED
+    if request.preprocessing.keys() >= OVERRIDES:
+        pass
+    elif transform is None:
+        notes = (
+            f"{request.spec} has no transform; assumed preprocessing: {_ASSUMED}. If this is wrong, give --size --crop "
+            "--interpolation --mean --std",
+        )
+    else:
+        try:
+            preprocessing = from_transform(transform, f"that of {code}")
+        except InputError as error:
+            raise InputError(f"{transform_name} {error}") from error
+    size = overridden(preprocessing, request.preprocessing).crop_px
+    tokens = stated_tokens(model, model_name)
+    model, no_embedding, embedding_notes = with_own_output(evaluated(model, model_name), size)
+    return LoadedBackbone(
+        spec=spec,
+        architecture=f"{spec.partition('/')[0]}/{code}",
+        model=model,
+        weights=weights,
+        preprocessing=preprocessing,
+        no_embedding=no_embedding,
+        notes=(*notes, *embedding_notes),
+        **tokens,
+    )
 
 
-def stated_tokens(model: nn.Module, what: str) -> TokenLayout:
-    """Read the tokens of a model from its attributes, which have the names that timm gives them.
+def stated_tokens(model: nn.Module, what: str) -> dict[str, Any]:
+    """Return the attributes of `LoadedBackbone` about tokens, from attributes of a model, named as in timm.
 
     `num_prefix_tokens`: number of tokens before the patch tokens; 0 if absent. `has_class_token`: whether the first of
     them is a class token; True if absent. `global_pool`: "token" if the embedding is the class token.
     `patch_embed.num_patches`: number of patches, needed for unusual patch sizes only. The position of tokens cannot be
-    measured, so nothing is inferred from the number of tokens: a class token may be in any place.
+    measured, so nothing is inferred from the number of tokens: of 197 tokens, the class token may be the first, the
+    last or, in Vision Mamba, in the middle.
 
     Args:
         model: the model.
@@ -168,9 +232,13 @@ def stated_tokens(model: nn.Module, what: str) -> TokenLayout:
     if not isinstance(count, int) or isinstance(count, bool) or count < 0:
         raise InputError(f"num_prefix_tokens of {what} is {count!r}; expected an integer from 0")
     class_token = count > 0 and bool(getattr(model, "has_class_token", True))
-    reads_class_token = class_token and getattr(model, "global_pool", None) == "token"
     patches = getattr(getattr(model, "patch_embed", None), "num_patches", None)
-    return TokenLayout(count, class_token, reads_class_token, patches if isinstance(patches, int) else None)
+    return {
+        "prefix_tokens": count,
+        "class_token": class_token,
+        "reads_class_token": class_token and getattr(model, "global_pool", None) == "token",
+        "patches": patches if isinstance(patches, int) else None,
+    }
 
 
 def code_sha256(folder: Path, files: Iterable[Path]) -> str:

@@ -22,10 +22,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from extract.backbones.request import LoadRequest
 from extract.errors import InputError, first_line
 from extract.system.similar_paths import did_you_mean
 
-__all__ = ["UNSAFE", "Weights", "build_with_weights", "is_named", "load_state", "weights_sha256"]
+__all__ = ["UNSAFE", "Weights", "build_with_weights", "is_named", "load_state", "tag_of", "weights_sha256"]
 
 _FILES = (".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".tar")
 
@@ -46,7 +47,7 @@ UNSAFE = (
     "preferably as .safetensors"
 )
 
-# Harmless classes in checkpoints, besides tensors: they hold settings of the training and have no behaviour.
+# Harmless classes in checkpoints, besides tensors: settings of the training (DINO, MAE), without behaviour.
 _HARMLESS: list[Any] = [argparse.Namespace, pathlib.PosixPath]
 
 
@@ -67,31 +68,40 @@ class Weights:
     notes: tuple[str, ...] = ()
 
 
+def tag_of(request: LoadRequest, tag: str) -> str:
+    """Return the name of published weights: that of the request, or `tag`, which is part of the spec; "" for none.
+
+    Raises:
+        InputError: both name weights, and not the same.
+    """
+    if request.weights and tag and request.weights != tag:
+        raise InputError(
+            f"{request.spec} names the weights {tag!r}, but --weights names {request.weights!r}",
+            hint="remove one of them",
+        )
+    return request.weights or tag
+
+
 def is_named(weights: str) -> bool:
     """Return whether `weights` is a name of published weights, that is, neither a file nor "random"."""
     return not (weights == "random" or weights.endswith(_FILES) or os.sep in weights or Path(weights).is_file())
 
 
 def build_with_weights(
+    request: LoadRequest,
     build: Callable[[], nn.Module],
-    weights: str,
-    seed: int,
-    spec: str,
-    classifier_of: Callable[[nn.Module], str | None],
-    *,
-    allow_missing_head: bool = False,
+    classifier_of: Callable[[nn.Module], str | None] = lambda model: None,
     unused: tuple[str, ...] = (),
+    origin: str = "",
 ) -> tuple[nn.Module, Weights, str | None]:
-    """Build a model with random weights or weights from a file.
+    """Build a model with random weights, weights from a file, or those that `build` loads.
 
     Args:
+        request: its weights are a file, "random" or None.
         build: builds the model.
-        weights: a file, or "random".
-        seed: seed of random weights.
-        spec: spec of the backbone, named in errors.
         classifier_of: returns the name of the classifier layer, or None.
-        allow_missing_head: if the file lacks the classifier, replace this layer by an identity.
         unused: tensors of the file whose names start with one of these prefixes are left out.
+        origin: what loads the weights, if the request names none.
 
     Returns:
         The model, its weights, and the name of the classifier layer or of the identity in its place.
@@ -99,19 +109,22 @@ def build_with_weights(
     Raises:
         InputError: the file does not exist, holds more than tensors and settings, or does not fit.
     """
+    weights = request.weights
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # torchvision warns about its own initialisation
-        torch.manual_seed(seed)
+        torch.manual_seed(request.seed)
         model = build()
     classifier = classifier_of(model)
+    if weights is None:
+        return model, Weights(f"as loaded by {origin}", weights_sha256(model)), classifier
     if weights == "random":
-        return model, Weights(f"random (seed {seed})", weights_sha256(model), random=True), classifier
+        return model, Weights(f"random (seed {request.seed})", weights_sha256(model), random=True), classifier
     for name, value in model.state_dict().items():
         _check_has_values(name, value)
     state, notes = _read_state(Path(weights))
     state, prefix_notes = _without_prefix(state, model.state_dict(), weights)
     state = {name: value for name, value in state.items() if not (unused and name.startswith(unused))}
-    head_notes = load_state(model, state, spec, weights, classifier, allow_missing_head)
+    head_notes = load_state(model, state, request.spec, weights, classifier, request.allow_missing_head)
     notes = (*notes, *prefix_notes, *head_notes)
     source = Path(weights).name + (f" ({'; '.join(notes)})" if notes else "")
     named_notes = tuple(f"{Path(weights).name}: {note}" for note in notes)
@@ -240,6 +253,7 @@ def load_state(
     complete = len(needed) < len(own) and not any(_misfits({name: own[name] for name in needed}, trunk_state).values())
     if complete and allow_missing_head:
         assert classifier is not None
+        # Not random numbers: their output could be stored by mistake, and the fingerprint would depend on the seed.
         model.set_submodule(classifier, nn.Identity())
         model.load_state_dict(trunk_state)
         unused = [name for name in state if name not in trunk_state]

@@ -18,16 +18,16 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 from urllib.parse import unquote_to_bytes
 
 from extract.credentials import without_credentials
 from extract.errors import InputError, LayertapError, first_line
 from extract.images.folders import pick_images
 from extract.images.image_list import Images, is_litter, labels_from_folders, labels_from_values, order_of
-from extract.images.sources import UNKNOWN, ImageSource, PackedNames, check_file_size, integers, read_remote
+from extract.images.sources import UNKNOWN, ImageSource, PackedNames, check_file_size, integers, read_remote, suffix_of
 from extract.system.similar_paths import did_you_mean
-from extract.system.urls import file_system, http_status, is_http, is_missing, is_url, server_answer, without_query
+from extract.system.urls import file_system, http_status, is_http, is_missing, is_url, server_answer
 
 __all__ = ["ARCHIVES", "list_archives"]
 
@@ -68,66 +68,34 @@ class _Member:
 
 
 class Members(ImageSource):
-    """ImageSource of the members of archives."""
+    """ImageSource of the members of archives, which are opened for each read, as files of a folder are."""
 
     def __init__(self, archives: Sequence[str], members: Sequence[_Member], zipped: bool):
         self._archives, self._zipped = PackedNames(archives), zipped
         self._sizes = [_size_of(archive) for archive in archives]
-        self._archive, self._offset, self._packed, self._size, self._method, self._crc, self._mtime_ns = (
-            integers([getattr(member, name) or 0 for member in members])
+        self._columns = {
+            name: integers([getattr(member, name) or 0 for member in members])
             for name in ("archive", "offset", "packed", "size", "method", "crc", "mtime_ns")
-        )
-        self._opened: dict[tuple[int, str], int] = {}
-
-    def __del__(self) -> None:
-        for process, descriptor in ((key[0], opened) for key, opened in getattr(self, "_opened", {}).items()):
-            if process == os.getpid():
-                os.close(descriptor)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_opened": {}}
+        }
 
     def read(self, row: int) -> tuple[bytes, int]:
         """See `ImageSource`."""
-        archive = self._archives[self._archive[row]]
-        offset, packed, size = (int(column[row]) for column in (self._offset, self._packed, self._size))
-        method = int(self._method[row])
-        check_file_size(max(size, packed))
-        if method == _ENCRYPTED:
+        member = {name: int(column[row]) for name, column in self._columns.items()}
+        archive, offset, size = self._archives[member["archive"]], member["offset"], member["size"]
+        check_file_size(max(size, member["packed"]))
+        if member["method"] == _ENCRYPTED:
             raise ValueError("encrypted")
-        if self._zipped:
-            header = self._range(archive, offset, _LOCAL_HEADER.size)
-            signature, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(header)
-            if signature != b"PK\3\4":
-                raise ValueError("the archive is damaged: its directory gives an offset at which no file starts")
-            offset += len(header) + name_bytes + extra_bytes
-        data = self._range(archive, offset, packed)
-        if self._zipped:
-            data = _unpacked(data, method, size)
-            if len(data) != size or zlib.crc32(data) != int(self._crc[row]):
-                raise ValueError("the archive is damaged: the checksum of this file does not match")
-        return data, int(self._mtime_ns[row])
-
-    def _range(self, archive: str, offset: int, length: int) -> bytes:
-        if is_url(archive):
-            data = read_remote(archive, offset, offset + length) if length else b""
-        else:
-            key = os.getpid(), archive
-            if key not in self._opened:
-                if len(self._opened) >= 64:  # limited, as there may be thousands of archives
-                    os.close(self._opened.pop(next(iter(self._opened))))
-                self._opened[key] = os.open(archive, os.O_RDONLY | os.O_CLOEXEC)
-            data = b""
-            while len(data) < length:
-                part = os.pread(self._opened[key], length - len(data), offset + len(data))
-                if not part:
-                    break
-                data = data + part if data else part
-        if len(data) > length:
-            raise ValueError(_NO_PARTS)
-        if len(data) < length:
-            raise ValueError("the archive is truncated")
-        return data
+        if not self._zipped:
+            return _range(archive, offset, size), member["mtime_ns"]
+        header = _range(archive, offset, _LOCAL_HEADER.size)
+        signature, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(header)
+        if signature != b"PK\3\4":
+            raise ValueError("the archive is damaged: its directory gives an offset at which no file starts")
+        packed = _range(archive, offset + len(header) + name_bytes + extra_bytes, member["packed"])
+        data = _unpacked(packed, member["method"], size)
+        if len(data) != size or zlib.crc32(data) != member["crc"]:
+            raise ValueError("the archive is damaged: the checksum of this file does not match")
+        return data, member["mtime_ns"]
 
     def check_there(self) -> None:
         """See `ImageSource`."""
@@ -136,10 +104,25 @@ class Members(ImageSource):
                 same = _size_of(archive) == size
             except LayertapError as error:
                 raise LayertapError(
-                    f"{error}. Stored rows are safe", hint="run again when the archive is available"
+                    f"{error.message}. Stored rows are safe", hint="run again when the archive is available"
                 ) from error
             if not same:  # the offsets may be wrong
                 raise LayertapError(f"{archive} has changed since its files were listed. Stored rows are safe")
+
+
+def _range(archive: str, offset: int, length: int) -> bytes:
+    # `zipfile` would read the directory of the archive again in each worker.
+    if is_url(archive):
+        data = read_remote(archive, offset, offset + length) if length else b""
+    else:
+        with open(archive, "rb") as file:  # noqa: PTH123
+            file.seek(offset)
+            data = file.read(length)
+    if len(data) > length:
+        raise ValueError(_NO_PARTS)
+    if len(data) < length:
+        raise ValueError("the archive is truncated")
+    return data
 
 
 def list_archives(where: str, archives: Sequence[str]) -> Images:
@@ -158,7 +141,7 @@ def list_archives(where: str, archives: Sequence[str]) -> Images:
             files are ambiguous (see `_labels`).
         LayertapError: an archive cannot be read.
     """
-    kinds = {_suffix_of(archive) for archive in archives}
+    kinds = {suffix_of(archive, ARCHIVES) for archive in archives}
     if len(kinds) > 1 or not kinds <= set(ARCHIVES):
         raise InputError(f"{where}: expected only .tar or only .zip archives, got {', '.join(kinds)}")
     zipped = kinds == {".zip"}
@@ -211,13 +194,6 @@ def _names(where: str, archives: Sequence[str], members: Sequence[_Member]) -> t
 def _title(archive: str) -> str:
     name = without_credentials(archive).rpartition("/")[2]
     return os.fsdecode(unquote_to_bytes(name)) if is_http(archive) else name
-
-
-def _suffix_of(archive: str) -> str:
-    suffix = os.path.splitext(archive)[1].lower()  # noqa: PTH122  it may be a URL
-    if is_url(archive) and suffix not in ARCHIVES:  # the suffix may precede a query
-        suffix = os.path.splitext(without_query(archive))[1].lower()  # noqa: PTH122
-    return suffix
 
 
 def _only_folder(members: Sequence[_Member]) -> str:
@@ -300,7 +276,7 @@ def _plain_name(name: str) -> str | None:
 
 
 def _in_tar(archive: str, number: int, left_out: Counter[str], before: dict[str, _Member]) -> Iterator[_Member]:
-    with _opened(archive) as file, _errors_of_format(archive, "tar"), _unpacked_tar(file, archive) as tar:
+    with _opened(archive, "tar") as file, _unpacked_tar(file, archive) as tar:
         while (info := tar.next()) is not None:
             tar.members = []  # type: ignore[attr-defined]  # or `tar` would keep every member
             if info.isdir():
@@ -352,7 +328,7 @@ def _check_end(file: BinaryIO, offset: int, archive: str) -> None:
 
 
 def _in_zip(archive: str, number: int, left_out: Counter[str], before: dict[str, _Member]) -> Iterator[_Member]:
-    with _opened(archive) as file, _errors_of_format(archive, "zip"), zipfile.ZipFile(file) as zipped:
+    with _opened(archive, "zip") as file, zipfile.ZipFile(file) as zipped:
         for info in zipped.infolist():
             if info.is_dir():
                 continue
@@ -375,56 +351,51 @@ def _in_zip(archive: str, number: int, left_out: Counter[str], before: dict[str,
 
 
 @contextlib.contextmanager
-def _opened(archive: str) -> Iterator[BinaryIO]:
-    try:
+def _opened(archive: str, kind: str) -> Iterator[BinaryIO]:
+    with _errors_of(archive):
         if is_url(archive):
             fs, path = file_system(archive)
             file = fs.open(path, "rb")
         else:
             file = open(archive, "rb")  # noqa: PTH123, SIM115
-    except LayertapError:
-        raise
-    except Exception as error:  # each protocol's library raises its own errors
-        if is_missing(archive, error):
-            near = "" if is_url(archive) else did_you_mean(archive)
-            raise InputError(f"{archive}: no such file", hint=near) from error
-        raise LayertapError(f"{archive} cannot be read: {_reason(archive, error)}") from error
-    with file:
+    with file, _errors_of(archive, kind):
         yield file
 
 
-@contextlib.contextmanager
-def _errors_of_format(archive: str, kind: str) -> Iterator[None]:
-    try:
-        yield
-    except LayertapError:
-        raise
-    except OSError as error:
-        raise LayertapError(f"{archive} cannot be read: {_reason(archive, error)}") from error
-    except Exception as error:  # tarfile and zipfile raise many types for damaged archives
-        if is_url(archive) and "range" in str(error).lower():
-            raise InputError(f"{archive}: {_NO_PARTS}") from error
-        if http_status(error):
-            raise LayertapError(f"{archive} cannot be read: {_reason(archive, error)}") from error
-        raise InputError(f"{archive} is damaged, or not a {kind} archive: {first_line(error)}") from error
-
-
 def _size_of(archive: str) -> int:
-    try:
+    with _errors_of(archive):
         if not is_url(archive):
             return Path(archive).stat().st_size
         fs, path = file_system(archive)
         return int(fs.size(path) or 0)
+
+
+@contextlib.contextmanager
+def _errors_of(archive: str, kind: str = "") -> Iterator[None]:
+    """Context manager: convert errors of the system and of servers, and those of `tarfile` and `zipfile`.
+
+    Args:
+        archive: the archive.
+        kind: its kind, if the block reads its content; otherwise all errors are of the system or a server.
+
+    Raises:
+        InputError: there is no such file, or it is damaged.
+        LayertapError: it cannot be read.
+    """
+    try:
+        yield
     except LayertapError:
         raise
-    except Exception as error:
-        reason = "no such file" if is_missing(archive, error) else _reason(archive, error)
-        raise LayertapError(f"{archive} cannot be read: {reason}") from error
-
-
-def _reason(archive: str, error: Exception) -> str:
-    strerror = "" if is_url(archive) else getattr(error, "strerror", "")
-    return str(strerror or server_answer(error))
+    except Exception as error:  # each protocol's library raises its own errors; so do `tarfile` and `zipfile`
+        if is_missing(archive, error):
+            near = "" if is_url(archive) else did_you_mean(archive)
+            raise InputError(f"{archive}: no such file", hint=near) from error
+        if not kind or isinstance(error, OSError) or http_status(error):
+            strerror = "" if is_url(archive) else getattr(error, "strerror", "")
+            raise LayertapError(f"{archive} cannot be read: {strerror or server_answer(error)}") from error
+        if is_url(archive) and "range" in str(error).lower():
+            raise InputError(f"{archive}: {_NO_PARTS}") from error
+        raise InputError(f"{archive} is damaged, or not a {kind} archive: {first_line(error)}") from error
 
 
 def _unpacked(data: bytes, method: int, size: int) -> bytes:

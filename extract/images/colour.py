@@ -19,6 +19,8 @@ _CACHED = 16  # transforms, of up to a few MB; the pictures of a camera have one
 def to_srgb(image: Image.Image, icc: bytes) -> Image.Image:
     """Return a picture in sRGB, of mode RGB, or RGBA if the picture has transparency.
 
+    A damaged profile is an error: pixels of another colour space among the rest are not what the user asked for.
+
     Args:
         image: 8-bit picture.
         icc: its colour profile.

@@ -8,9 +8,10 @@ import csv
 import io
 import itertools
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from extract.credentials import parameters_without_credentials, without_credentials
 from extract.errors import InputError, LayertapError, first_line
@@ -20,9 +21,6 @@ from extract.images.sources import Files, read_remote
 from extract.system.optional_libraries import library
 from extract.system.similar_paths import did_you_mean
 from extract.system.urls import is_http, is_url, without_query
-
-if TYPE_CHECKING:
-    from _csv import Reader as CsvReader
 
 __all__ = [
     "TABLES",
@@ -66,8 +64,8 @@ def list_table(where: str, keep: Sequence[str] = ()) -> Images:
     """Read the images of a list, sorted by path.
 
     Paths are absolute, URLs, or relative to the folder of the list; see `plain_path`. A relative path is a file name,
-    also in a list on a web server, where it is not percent-encoded. Labels are names, or integers from 0; an empty
-    label means no class. Splits are train, val (valid, validation), test or empty.
+    also in a list on a web server, where it is not percent-encoded: the same list works in both places. Labels are
+    names, or integers from 0; an empty label means no class. Splits are train, val (valid, validation), test or empty.
 
     Args:
         where: CSV, TSV or Parquet file, or URL.
@@ -77,33 +75,43 @@ def list_table(where: str, keep: Sequence[str] = ()) -> Images:
         UnknownNameError: a column to keep does not exist.
         InputError: the list has no column `path`, a row is not valid, or a path occurs twice.
     """
-    given, lines, kept = _read(where, _COLUMNS, keep, unique="path")
-    _check_columns(where, given)
-    count = len(given["path"])
-    columns = [given.get(name) or [None] * count for name in _COLUMNS]
-    places = lines or range(count)
     root, base = places_of(where)
-    rows, credentials = [], {}
-    for place, *values in zip(places, *columns, strict=True):
-        row = _row(where, place, *values)
-        if (stored := stored_path(row.path)) != row.path:
-            credentials[place] = os.fsdecode(row.path)
-            row = row._replace(path=stored)
-        rows.append(row)
-    order = sorted(range(count), key=rows.__getitem__)
-    rows = [rows[i] for i in order]
-    for before, row in itertools.pairwise(rows):
-        check_once(where, before, row)
-    labels, classes = labels_from_values([row.label for row in rows])
-    ids = None
-    if any(row.id is not None for row in rows):
-        ids = [row.id or "" for row in rows]
-    paths = [os.fsdecode(row.path) for row in rows]
-    kept = {name: values_at(values, order) for name, values in kept.items()}
-    full = [credentials.get(row.place, path) for row, path in zip(rows, paths, strict=True)] if credentials else paths
-    source = Files(base, full, anywhere=True)
-    splits = [row.split for row in rows]
-    return Images(root, paths, labels, classes, splits, source, ids, columns=kept)
+    rows: dict[bytes, Row] = {}
+    with_credentials: dict[bytes, str] = {}
+    texts: dict[str | None, str | None] = {}  # Parquet stores equal texts once: a small file stays small in memory, too
+    with _opened_table(where, [*_COLUMNS, *keep]) as table:
+        _check_columns(where, table.names)
+        chosen = chosen_columns(where, keep, table.names)
+        parts: dict[str, list[Any]] = {name: [] for name in chosen}
+        for places, columns in table.pieces(_COLUMNS, chosen.values()):
+            for row in _rows(where, places, columns):
+                if (path := stored_path(row.path)) != row.path:
+                    with_credentials[path] = os.fsdecode(row.path)
+                row = Row(
+                    path, row.place, texts.setdefault(row.label, row.label), row.split, texts.setdefault(row.id, row.id)
+                )
+                check_once(where, rows.setdefault(path, row), row)
+            for name, column in chosen.items():
+                parts[name].append(columns[column])
+        places = [row.place for row in rows.values()]
+        kept = {name: table.kept(name, chosen[name], parts[name], places) for name in chosen}
+    listed = list(rows.values())
+    order = sorted(range(len(listed)), key=listed.__getitem__)
+    listed = [listed[i] for i in order]
+    labels, classes = labels_from_values([row.label for row in listed])
+    has_ids = any(row.id is not None for row in listed)
+    paths = [os.fsdecode(row.path) for row in listed]
+    full = [with_credentials.get(row.path, path) for row, path in zip(listed, paths, strict=True)]
+    return Images(
+        root=root,
+        paths=paths,
+        labels=labels,
+        classes=classes,
+        splits=[row.split for row in listed],
+        source=Files(base, full, anywhere=True),
+        ids=[row.id or "" for row in listed] if has_ids else None,
+        columns={name: values_at(values, order) for name, values in kept.items()},
+    )
 
 
 def places_of(where: str) -> tuple[str, str]:
@@ -134,6 +142,7 @@ def plain_path(path: str, where: str = "") -> str:
 
     `x/..` stays in a path of the local disk, where `x` may be a link to elsewhere; a web server never sees it, because
     clients resolve it in the URL. Complete URLs, and keys of object stores, which may have such parts, stay unchanged.
+    The plain path is stored, since a plan finds duplicates among neighbours in a sorted list.
 
     Args:
         path: path in the list.
@@ -155,12 +164,12 @@ def plain_path(path: str, where: str = "") -> str:
 
 
 def check_once(where: str, before: Row, row: Row) -> None:
-    """Check that a row does not repeat the path of the row before it, in sorted order.
+    """Check that two rows, unless they are the same, do not have the same path.
 
     Raises:
         InputError: the paths are equal.
     """
-    if before.path == row.path:
+    if before.path == row.path and before is not row:
         first, second = sorted((before.place, row.place))
         raise InputError(
             f"{_place(where, second)}: {os.fsdecode(row.path)} is already in {_place(where, first)}; expected each "
@@ -212,29 +221,15 @@ def list_rows(where: str) -> Iterator[Row]:
     Raises:
         InputError: the list has no column `path`, or a row is not valid.
     """
-    with _opened(where) as file:
-        if _is_parquet(where):
-            yield from _parquet_rows(where, file)
-            return
-        with _text(file) as text:
-            header, reader = _table(where, text, _COLUMNS)
-            _check_columns(where, header)
-            columns = [header.index(name) if name in header else None for name in _COLUMNS]
-            for row, line in _lines(where, reader, len(header)):
-                yield _row(where, line, *(None if i is None else row[i] for i in columns))
+    with _opened_table(where, _COLUMNS) as table:
+        _check_columns(where, table.names)
+        for places, columns in table.pieces(_COLUMNS):
+            yield from _rows(where, places, columns)
 
 
-def _parquet_rows(where: str, file: BinaryIO) -> Iterator[Row]:
-    with _parquet(where, file, _COLUMNS, _BUFFER_BYTES) as (opened, names):
-        _check_columns(where, names)
-        wanted = [name for name in _COLUMNS if name in names]
-        columns = [names[name] for name in wanted]
-        places = itertools.count()
-        for batch in opened.iter_batches(_ROWS_AT_ONCE, columns=columns, use_threads=False):
-            given = {name: _values(where, name, batch.column(names[name]), _COLUMNS) for name in wanted}
-            values = [given.get(name) or [None] * len(batch) for name in _COLUMNS]
-            for row in zip(*values, strict=True):
-                yield _row(where, next(places), *row)
+def _rows(where: str, places: Sequence[int], columns: Mapping[str, Any]) -> Iterator[Row]:
+    values = [columns.get(name) or itertools.repeat(None, len(places)) for name in _COLUMNS]
+    return itertools.starmap(partial(_row, where), zip(places, *values, strict=True))
 
 
 def read_table(where: str, column: str) -> tuple[dict[str, Sequence[Any]], list[int]]:
@@ -254,29 +249,23 @@ def read_table(where: str, column: str) -> tuple[dict[str, Sequence[Any]], list[
     """
     column = column.strip().lower()
     kinds = {"path": _TEXT, "id": _WHOLE, "split": _TEXT, column: _NUMBER}
-    given, lines, _ = _read(where, kinds, others="path")
-    if column not in given:
-        raise InputError(f"{where}: expected a column {column!r}; it has {_names(given)}")
-    return {name: values for name, values in given.items() if len(values) == len(given[column])}, lines
+    lines: list[int] = []
+    texts: dict[str, str] = {}  # see `list_table`
+    with _opened_table(where, kinds) as table:
+        if column not in table.names:
+            raise InputError(f"{where}: expected a column {column!r}; it has {_names(table.names)}")
+        kinds = kinds if "path" in table.names else table.keys() | kinds
+        values: dict[str, Any] = {name: [] for name in kinds if name in table.names}
+        for places, columns in table.pieces(kinds):
+            lines += places
+            for name, some in columns.items():
+                some = [texts.setdefault(value, value) if isinstance(value, str) else value for value in some]
+                values.setdefault(name, []).extend(some)
+    return values, [] if _is_parquet(where) else lines
 
 
 def _names(columns: Collection[str]) -> str:
     return ", ".join(map(repr, list(columns)[:8])) or "none"
-
-
-def _read(
-    where: str, kinds: Mapping[str, str], keep: Sequence[str] = (), others: str = "", unique: str = ""
-) -> tuple[dict[str, Sequence[Any]], list[int], dict[str, Column]]:
-    """Return name -> values, the line on which each row ends (CSV), and the columns to keep."""
-    if _is_parquet(where):
-        given, kept = _read_parquet(where, kinds, keep, others, unique)
-        return given, [], kept
-    given, lines = _read_csv(where, [*kinds, *keep])
-    chosen = chosen_columns(where, keep, {name: name for name in given})
-    kept = {
-        name: text_column(where, name, given[column], lambda i: f"line {lines[i]}") for name, column in chosen.items()
-    }
-    return given, lines, kept
 
 
 @contextlib.contextmanager
@@ -301,117 +290,106 @@ def _text(file: BinaryIO) -> io.TextIOWrapper:
     return io.TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline="")
 
 
-def _table(where: str, text: io.TextIOWrapper, once: Collection[str]) -> tuple[list[str], CsvReader]:
-    """Return the column names, those of `once` being unique, and a reader of the rows."""
-    head = text.readline()
-    if "\0" in head:
-        raise InputError(f"{where}: line 1 is not text; expected a table as text in UTF-8 (save a spreadsheet as CSV)")
-    delimiter = max(",;\t", key=head.count)
-    reader = csv.reader(itertools.chain([head], text), delimiter=delimiter)
-    try:
-        header = [name.strip().lower() for name in next(reader, [])]
-    except csv.Error as error:
-        raise InputError(f"{where}: line {reader.line_num}: {error}") from error
-    _unique(where, header, once)
-    return header, reader
+class _CsvTable:
+    """A table as text. `names`: name in lower case -> column; those of `once` are unique."""
+
+    def __init__(self, where: str, text: io.TextIOWrapper, once: Collection[str]):
+        head = text.readline()
+        if "\0" in head:
+            raise InputError(
+                f"{where}: line 1 is not text; expected a table as text in UTF-8 (save a spreadsheet as CSV)"
+            )
+        delimiter = max(",;\t", key=head.count)
+        self._where, self._reader = where, csv.reader(itertools.chain([head], text), delimiter=delimiter)
+        self._header = [name.strip().lower() for name in next(self._lines(None), ([], 0))[0]]
+        _unique(where, self._header, once)
+        self.names = {name: name for name in self._header}
+
+    def keys(self) -> dict[str, str]:
+        """Return the columns that may identify images, and their kinds: those of text or whole numbers."""
+        return dict.fromkeys(self.names, _TEXT)
+
+    def pieces(self, kinds: Mapping[str, str], kept: Iterable[str] = ()) -> Iterator[tuple[list[int], dict[str, Any]]]:
+        """Yield the line on which each row ends, and name -> values of all columns, for pieces of the rows."""
+        rows = self._lines(len(self._header))
+        while piece := list(itertools.islice(rows, _ROWS_AT_ONCE)):
+            yield (
+                [line for _, line in piece],
+                {name: [row[i] for row, _ in piece] for i, name in enumerate(self._header)},
+            )
+
+    def kept(self, name: str, column: str, parts: list[Any], places: Sequence[int]) -> Column:
+        """Return the column of some parts, to be stored."""
+        values = list(itertools.chain.from_iterable(parts))
+        return text_column(self._where, name, values, lambda i: f"line {places[i]}")
+
+    def _lines(self, width: int | None) -> Iterator[tuple[list[str], int]]:
+        """Yield each row with the line on which it ends."""
+        try:
+            for row in self._reader:
+                if not row and width is not None:
+                    continue
+                line = self._reader.line_num
+                if width not in (None, len(row)):
+                    raise InputError(f"{self._where}: line {line} has {len(row)} values, but the header has {width}")
+                yield row, line
+        except csv.Error as error:
+            raise InputError(f"{self._where}: line {self._reader.line_num}: {error}") from error
 
 
-def _lines(where: str, reader: CsvReader, width: int) -> Iterator[tuple[list[str], int]]:
-    """Yield each row with the line on which it ends."""
-    try:
-        for row in reader:
-            if not row:
-                continue
-            if len(row) != width:
-                raise InputError(f"{where}: line {reader.line_num} has {len(row)} values, but the header has {width}")
-            yield row, reader.line_num
-    except csv.Error as error:
-        raise InputError(f"{where}: line {reader.line_num}: {error}") from error
+class _ParquetTable:
+    """A table of Parquet; see `_CsvTable`. Columns are read as they are needed."""
 
+    def __init__(self, where: str, file: BinaryIO, once: Collection[str]):
+        parquet = library("pyarrow.parquet", "parquet", f"{where}: Parquet")
+        # Without threads, which could still be running when an error ends the process.
+        self._where, self._file = where, parquet.ParquetFile(file, pre_buffer=False, buffer_size=_BUFFER_BYTES)
+        self._schema = self._file.schema_arrow
+        header = [str(name).strip().lower() for name in self._schema.names]
+        _unique(where, header, once)
+        self.names = dict(zip(header, self._schema.names, strict=True))
 
-def _read_csv(where: str, once: Collection[str]) -> tuple[dict[str, Sequence[Any]], list[int]]:
-    """Return name -> values of all columns, those of `once` being unique, and the line on which each row ends."""
-    with _opened(where) as file, _text(file) as text:
-        header, reader = _table(where, text, once)
-        rows = list(_lines(where, reader, len(header)))
-    return {name: [row[i] for row, _ in rows] for i, name in enumerate(header)}, [line for _, line in rows]
+    def keys(self) -> dict[str, str]:
+        """See `_CsvTable`."""
+        index = {name: self._schema.get_field_index(column) for name, column in self.names.items()}
+        fitting = [name for name, i in index.items() if i >= 0 and _fits(self._schema.field(i).type, _WHOLE)]
+        return dict.fromkeys(fitting, _WHOLE)  # without names that are there twice, which have the index -1
+
+    def pieces(self, kinds: Mapping[str, str], kept: Iterable[str] = ()) -> Iterator[tuple[range, dict[str, Any]]]:
+        """Yield row numbers, and name -> values of the columns of a kind and column -> Arrow array of those kept."""
+        wanted = {name: self.names[name] for name in kinds if name in self.names}
+        for name, column in wanted.items():
+            if not _fits(kind := self._schema.field(column).type, kinds[name]):
+                raise InputError(f"{self._where}: column {name!r} is {kind}; expected {kinds[name]}")
+        start, columns = 0, list(dict.fromkeys([*wanted.values(), *kept]))
+        for batch in self._file.iter_batches(_ROWS_AT_ONCE, columns=columns, use_threads=False):
+            arrays = {column: batch.column(column) for column in kept}
+            values = {name: batch.column(column).to_pylist() for name, column in wanted.items()}
+            yield range(start, start + len(batch)), arrays | values
+            start += len(batch)
+
+    def kept(self, name: str, column: str, parts: list[Any], places: Sequence[int]) -> Column:
+        """See `_CsvTable`."""
+        import pyarrow as pa
+
+        return arrow_column(self._where, name, pa.chunked_array(parts, self._schema.field(column).type))
 
 
 @contextlib.contextmanager
-def _parquet(
-    where: str, file: BinaryIO, once: Collection[str], buffer_bytes: int = 0
-) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Context manager: open a Parquet file; yield it with lower-case name -> column name; `once` are unique."""
-    pa, parquet = (library(name, "parquet", f"{where}: Parquet") for name in ("pyarrow", "pyarrow.parquet"))
-    try:
-        # Without threads, which could still be running when an error ends the process.
-        opened = parquet.ParquetFile(file, pre_buffer=False, buffer_size=buffer_bytes)
-        header = [str(name).strip().lower() for name in opened.schema_arrow.names]
-        _unique(where, header, once)
-        yield opened, dict(zip(header, opened.schema_arrow.names, strict=True))
-    except pa.ArrowException as error:
-        raise InputError(f"{where} is not a Parquet file: {first_line(error)}") from error
-    except UnicodeDecodeError as error:  # not every program that writes Parquet checks its texts
-        raise InputError(f"{where}: a text is not UTF-8", hint="save the list in UTF-8") from error
-
-
-def _read_parquet(
-    where: str, kinds: Mapping[str, str], keep: Sequence[str], others: str, unique: str
-) -> tuple[dict[str, Sequence[Any]], dict[str, Column]]:
-    """Return name -> values, where columns without a kind are not read and have none; and the columns to keep.
-
-    Parquet stores equal texts once. In memory, too, equal texts are one: a small file stays small.
-
-    Args:
-        where: file or URL.
-        kinds: column -> kind of its values.
-        keep: see `list_table`.
-        others: if the file has no column of this name, all columns of text or whole numbers are read, too.
-        unique: a column of paths that is refused as soon as it repeats a path, before the rest of the file is read.
-    """
-    with _opened(where) as file, _parquet(where, file, [*kinds, *keep]) as (opened, names):
-        if others and others not in names:
-            schema = opened.schema_arrow  # a name that is there twice has the index -1
-            found = {name: schema.get_field_index(column) for name, column in names.items()}
-            keys = [name for name, i in found.items() if i >= 0 and _fits(schema.field(i).type, _WHOLE)]
-            kinds = dict.fromkeys(keys, _WHOLE) | dict(kinds)
-        chosen = chosen_columns(where, keep, names)
-        wanted = {name: names[name] for name in kinds if name in names}
-        columns: dict[str, list[Any]] = {name: [] for name in wanted}
-        texts: dict[str, dict[Any, Any]] = {name: {} for name in wanted}
-        for batch in opened.iter_batches(_ROWS_AT_ONCE, columns=list(wanted.values()), use_threads=False):
-            for name, column in wanted.items():
-                values, known = _values(where, name, batch.column(column), kinds), texts[name]
-                before = len(known)
-                columns[name] += [known.setdefault(each, each) if isinstance(each, str) else each for each in values]
-                if name == unique and len(known) < before + len(values):
-                    _check_paths(where, columns[name])
-        table = opened.read(columns=list(dict.fromkeys(chosen.values())), use_threads=False)
-        kept = {name: arrow_column(where, name, table.column(column)) for name, column in chosen.items()}
-        return {**dict.fromkeys(names, ()), **columns}, kept
-
-
-def _check_paths(where: str, paths: Sequence[Any]) -> None:
-    """Check that each path is one, and occurs only once.
-
-    Raises:
-        InputError: a path is no path, or occurs twice.
-    """
-    rows: dict[bytes, Row] = {}
-    for place, path in enumerate(paths):
-        row = _row(where, place, path, None, None, None)
-        row = row._replace(path=stored_path(row.path))
-        if row.path in rows:
-            check_once(where, rows[row.path], row)
-        rows[row.path] = row
-
-
-def _values(where: str, name: str, column: Any, kinds: Mapping[str, str]) -> list[Any]:
-    """Return the values of a Parquet column, after checking that its type fits its kind."""
-    if not _fits(column.type, kinds[name]):
-        raise InputError(f"{where}: column {name!r} is {column.type}; expected {kinds[name]}")
-    values: list[Any] = column.to_pylist()
-    return values
+def _opened_table(where: str, once: Collection[str]) -> Iterator[_CsvTable | _ParquetTable]:
+    """Context manager: open a table for reading; the column names of `once` are unique."""
+    with _opened(where) as file:
+        if not _is_parquet(where):
+            with _text(file) as text:
+                yield _CsvTable(where, text, once)
+            return
+        pa = library("pyarrow", "parquet", f"{where}: Parquet")
+        try:
+            yield _ParquetTable(where, file, once)
+        except pa.ArrowException as error:
+            raise InputError(f"{where} is not a Parquet file: {first_line(error)}") from error
+        except UnicodeDecodeError as error:  # not every program that writes Parquet checks its texts
+            raise InputError(f"{where}: a text is not UTF-8", hint="save the list in UTF-8") from error
 
 
 def _fits(arrow_type: Any, kind: str) -> bool:

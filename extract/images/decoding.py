@@ -83,20 +83,18 @@ def decode(
     """
     if not data:
         raise ValueError("empty file")
-    formats = _formats()  # outside the try: its errors are not the file's
+    _formats()  # outside the try: its errors are not the file's
     try:
-        with warnings.catch_warnings(), _settings_of_pillow(max_pixels):
-            warnings.simplefilter("ignore")  # about odd metadata, and pictures of over half of max_pixels
-            with Image.open(io.BytesIO(data), formats=formats) as image, _errors_of_libtiff(image):
-                if image.format != "JPEG" or not data.endswith(_END_OF_JPEG):  # which nearly all files are
-                    check_whole(data, image)
-                if min_decode_px and image.format == "JPEG":
-                    image.draft(None, _no_smaller(image.size, min_decode_px))  # scaled by the inverse DCT
-                stored = _orientation_of_tiff(image)
-                image.load()  # reads all pixels: a truncated file fails here
-                _mend_transparency(image, data)
-                picture = to_picture(image, orientation, icc)
-                return picture if orientation == "exif" else _turned_back(picture, stored)
+        with _opened(data, max_pixels) as image:
+            if image.format != "JPEG" or not data.endswith(_END_OF_JPEG):  # which nearly all files are
+                check_whole(data, image)
+            if min_decode_px and image.format == "JPEG":
+                image.draft(None, _no_smaller(image.size, min_decode_px))  # scaled by the inverse DCT
+            stored = _orientation_of_tiff(image)
+            image.load()  # reads all pixels: a truncated file fails here
+            _mend_transparency(image, data)
+            picture = to_picture(image, orientation, icc)
+            return picture if orientation == "exif" else _turned_back(picture, stored)
     except MemoryError:
         raise
     except Image.DecompressionBombError as error:
@@ -123,13 +121,10 @@ def decode_partly(data: bytes, max_pixels: int) -> Image.Image | None:
     Returns:
         an upright RGB picture, grey or black where pixels are missing; None if nothing can be decoded.
     """
-    formats = _formats()
     try:
-        with warnings.catch_warnings(), _settings_of_pillow(max_pixels, truncated=True):
-            warnings.simplefilter("ignore")
-            with Image.open(io.BytesIO(data), formats=formats) as image, _errors_of_libtiff(image):
-                image.load()
-                picture = to_picture(image)
+        with _opened(data, max_pixels, truncated=True) as image:
+            image.load()
+            picture = to_picture(image)
     except Exception:  # see `decode`
         return None
     pixels = np.asarray(picture)
@@ -139,11 +134,10 @@ def decode_partly(data: bytes, max_pixels: int) -> Image.Image | None:
 def header_size(data: bytes, orientation: str = defaults.ORIENTATION) -> tuple[int, int] | None:
     """Return (width, height) of a picture as `decode` would give it, from the file's header; None if unreadable."""
     try:
-        with warnings.catch_warnings(), _settings_of_pillow(_MOST_STATED_PIXELS):
-            warnings.simplefilter("ignore")
-            with Image.open(io.BytesIO(data), formats=_formats()) as image:
-                turned = image.getexif().get(ExifTags.Base.Orientation, 1) in _ON_THEIR_SIDE
-                return image.size[::-1] if turned and orientation == "exif" else image.size
+        with _opened(data, _MOST_STATED_PIXELS) as image:
+            turned = image.getexif().get(ExifTags.Base.Orientation, 1) in _ON_THEIR_SIDE
+            is_upright = image.format == "TIFF"  # Pillow states its size after turning it
+            return image.size[::-1] if turned and is_upright != (orientation == "exif") else image.size
     except Exception:  # see `decode`
         return None
 
@@ -151,25 +145,36 @@ def header_size(data: bytes, orientation: str = defaults.ORIENTATION) -> tuple[i
 def pixels_of(data: bytes) -> int:
     """Return the number of pixels stated in a file's header; 0 if unreadable or above `defaults.MAX_PIXELS`."""
     try:
-        with warnings.catch_warnings(), _settings_of_pillow(defaults.MAX_PIXELS):
-            warnings.simplefilter("ignore")
-            with Image.open(io.BytesIO(data), formats=_formats()) as image:
-                return image.width * image.height
+        with _opened(data, defaults.MAX_PIXELS) as image:
+            return image.width * image.height
     except Exception:  # see `decode`
         return 0
 
 
 @contextlib.contextmanager
-def _errors_of_libtiff(image: Image.Image) -> Iterator[None]:
-    """Context manager: give a reason in words for Pillow's "decoder error -2", all that it says of faults in libtiff.
+def _opened(data: bytes, max_pixels: int, truncated: bool = False) -> Iterator[Image.Image]:
+    """Context manager: open an image file with Pillow, whose process-wide settings are those of layertap inside.
+
+    Args:
+        data: content of the file.
+        max_pixels: limit for each picture in the file, as in icons.
+        truncated: whether Pillow fills missing pixels of a truncated file with grey.
 
     Raises:
-        ValueError: libtiff cannot decode the file.
+        ValueError: libtiff cannot decode the file. Pillow says "decoder error -2" of all such faults.
     """
+    # Set for each file: many training scripts set LOAD_TRUNCATED_IMAGES, and another limit of pixels may be set. Pillow
+    # raises an error above twice MAX_IMAGE_PIXELS, and warns above it.
+    before = Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES
+    Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES = max_pixels / 2, truncated  # type: ignore[assignment]
+    image = None
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about odd metadata, and pictures of over half of max_pixels
+            with Image.open(io.BytesIO(data), formats=_formats()) as image:
+                yield image
     except OSError as error:
-        if image.format != "TIFF" or not str(error).startswith("decoder error"):
+        if image is None or image.format != "TIFF" or not str(error).startswith("decoder error"):
             raise
         if str(error) == _NO_MEMORY:
             raise MemoryError from error
@@ -177,20 +182,6 @@ def _errors_of_libtiff(image: Image.Image) -> Iterator[None]:
         raise ValueError(
             f"libtiff cannot decode it: it is damaged, or this build of Pillow lacks its compression ({compression})"
         ) from error
-
-
-@contextlib.contextmanager
-def _settings_of_pillow(max_pixels: int, truncated: bool = False) -> Iterator[None]:
-    """Context manager: set Pillow's process-wide settings for decoding.
-
-    The limit on pixels also applies to each picture inside a file, as in icons.
-    """
-    # Pillow raises an error above twice MAX_IMAGE_PIXELS. Many programs set LOAD_TRUNCATED_IMAGES, with which Pillow
-    # fills truncated files with grey.
-    before = Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES
-    Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES = max_pixels / 2, truncated  # type: ignore[assignment]
-    try:
-        yield
     finally:
         Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES = before
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import os
 from collections import Counter
@@ -14,7 +15,7 @@ import numpy as np
 from extract.credentials import without_credentials
 from extract.errors import InputError, LayertapError, first_line
 from extract.images.decoding import IMAGE_SUFFIXES
-from extract.images.image_list import Images, is_litter, labels_from_folders, order_of
+from extract.images.image_list import Images, is_litter, labels_from_folders
 from extract.images.sources import Files
 from extract.system.similar_paths import did_you_mean
 from extract.system.urls import file_system, is_http, is_url
@@ -39,36 +40,30 @@ def list_folder(where: str) -> Images:
 
     Links are followed. Hidden files and litter (`is_litter`) are skipped; other files are counted in `left_out`.
     """
-    if is_url(where):
-        return _list_behind(where)
     folder = Path(where)
-    if folder.is_file() and folder.suffix.lower() in IMAGE_SUFFIXES:
+    if is_url(where):
+        refuse_web_folder(where)
+        base = where.rstrip("/")
+        root = without_credentials(base)
+        names: Iterable[str] = sorted(_names_behind(where), key=os.fsencode)
+    elif folder.is_file() and folder.suffix.lower() in IMAGE_SUFFIXES:
         root, paths = str(folder.parent.resolve()), [folder.name]
         return Images(root, paths, np.full(1, -1, np.int64), [], [""], Files(root, paths))
-    if not folder.is_dir():
+    elif folder.is_dir():
+        base = root = str(folder.resolve())
+        names = files_below(where)
+    else:
         check_exists(where)
         raise InputError(f"{where}: not an image, folder, list, archive or array")
-    root = str(folder.resolve())
-    paths, left_out = pick_images(files_below(where))
-    paths = [paths[i] for i in order_of(paths)]
+    paths, left_out = pick_images(names)
     labels, classes, splits = labels_from_folders(paths)
-    return Images(root, paths, labels, classes, splits, Files(root, paths), left_out=left_out)
+    return Images(root, paths, labels, classes, splits, Files(base, paths), left_out=left_out)
 
 
 def check_exists(where: str) -> None:
     """Raise an InputError unless there is a local file or folder."""
     if not Path(where).exists():
         raise InputError(f"{where}: no such folder or file", hint=did_you_mean(where))
-
-
-def _list_behind(url: str) -> Images:
-    """List every image below a URL."""
-    refuse_web_folder(url)
-    base = url.rstrip("/")
-    names, left_out = pick_images(_names_behind(url))
-    paths = [names[i] for i in order_of(names)]
-    labels, classes, splits = labels_from_folders(paths)
-    return Images(without_credentials(base), paths, labels, classes, splits, Files(base, paths), left_out=left_out)
 
 
 def refuse_web_folder(url: str) -> None:
@@ -183,12 +178,8 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
 def _names_behind(url: str) -> Iterator[str]:
     """Yield the names of all files below a URL, relative to it."""
     fs, path = file_system(url)
-    try:
+    with _errors_of_listing(url):
         names = fs.find(path) or fs.ls(path, detail=False)  # `find` returns nothing if no server answers
-    except FileNotFoundError as error:
-        raise InputError(f"{url}: no such folder or file") from error
-    except Exception as error:  # each protocol's library raises its own errors
-        raise LayertapError(f"{url} cannot be listed: {type(error).__name__}: {first_line(error)}") from error
     root = path.rstrip("/") + "/"
     if not names:
         raise InputError(f"{url}: no files there")
@@ -198,6 +189,17 @@ def _names_behind(url: str) -> Iterator[str]:
         relative = str(name).removeprefix(root).lstrip("/")
         if not any(is_litter(part) for part in relative.split("/")):
             yield relative
+
+
+@contextlib.contextmanager
+def _errors_of_listing(where: str, may_be_missing: bool = False) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError as error:
+        if not may_be_missing:
+            raise InputError(f"{where}: no such folder or file") from error
+    except Exception as error:  # each protocol's library raises its own errors
+        raise LayertapError(f"{where} cannot be listed: {type(error).__name__}: {first_line(error)}") from error
 
 
 def files_behind(url: str) -> Iterator[str]:
@@ -215,17 +217,11 @@ def files_behind(url: str) -> Iterator[str]:
 
     def look(folder: str) -> list[tuple[str, bool, None]]:
         here = f"{root}/{folder}".rstrip("/") if folder else path
-        try:
+        entries: list[tuple[str, bool]] = []
+        with _errors_of_listing(f"{url}/{folder}".rstrip("/"), may_be_missing=folder != ""):  # removed meanwhile
             listed = fs.ls(here, detail=True)
             entries = [(str(item["name"]).rstrip("/"), item["type"] == "directory") for item in listed]
             fs.invalidate_cache(here)  # or the cache would keep every listing
-        except FileNotFoundError as error:
-            if folder:  # removed meanwhile
-                return []
-            raise InputError(f"{url}: no such folder or file") from error
-        except Exception as error:  # each protocol's library raises its own errors
-            where = f"{url}/{folder}".rstrip("/")
-            raise LayertapError(f"{where} cannot be listed: {type(error).__name__}: {first_line(error)}") from error
         if not folder and not entries:
             raise InputError(f"{url}: no files there")
         if not folder and entries == [(path, False)]:

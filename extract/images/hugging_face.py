@@ -104,7 +104,8 @@ def list_opened(opened: Any, root: str, column: str = "", keep: Sequence[str] = 
         keep: names of further columns, for `Images.columns`; numbers of classes become their names.
 
     Raises:
-        InputError: it is a stream, it is empty, or its images are not in one column.
+        InputError: it is a stream, whose rows have no numbers to resume by; it is empty; or its images are not in one
+            column.
     """
     parts = dict(sorted(opened.items())) if isinstance(opened, dict) else {"": opened}
     if not all(hasattr(part, "select_columns") and hasattr(part, "__len__") for part in parts.values()):

@@ -1,4 +1,8 @@
-"""Further columns of a list or dataset, which are stored with the features of its images: captions, ids, ages."""
+"""Further columns of a list or dataset, which are stored with the features of its images: captions, ids, ages.
+
+They are in the shards, so that one shard, a merged data set and a bucket have them, and `h5py` reads them; a table
+beside the shards would be a second file that must match. Values of CSV stay text: guessing makes 7 of `007`.
+"""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from extract.images.folders import list_folder
 from extract.images.hugging_face import PROTOCOL, is_on_disk, list_hugging_face
 from extract.images.image_list import Images
 from extract.images.plans import is_plan, open_plan
-from extract.images.sources import Chosen, Files, ImageSource
+from extract.images.sources import Chosen, Files, ImageSource, suffix_of
 from extract.system.similar_paths import did_you_mean
 from extract.system.urls import file_system, is_missing, is_url, server_answer, without_query
 
@@ -75,7 +75,8 @@ def listed_again(dataset_root: str, paths: Sequence[str], images: str | None = N
     """List the images of a data set with these paths, in this order, without labels.
 
     A URL is opened only if the user named the location of the images: a data set may come from anywhere, and could name
-    any server, also one that only this machine reaches.
+    any server, also one that only this machine reaches, or a bucket for which the user has keys. A list on the local
+    disk is no exception: it may have been unpacked together with the data set.
 
     Args:
         dataset_root: location of the images as recorded in the data set.
@@ -96,8 +97,7 @@ def listed_again(dataset_root: str, paths: Sequence[str], images: str | None = N
             hint=f"to allow this, add --images {shlex.quote(root)}",
         )
     none = np.full(len(paths), -1, np.int64)
-    is_folder = os.path.isdir(root) or not _is_file_of_images(root)  # noqa: PTH112
-    if not is_url(root) and is_folder and not is_plan(root):
+    if not is_url(root) and kind_of(root) == "folder" and not is_plan(root):
         source: ImageSource = Files(root, list(paths))
         try:
             source.check_there()
@@ -202,7 +202,7 @@ def kind_of(where: str) -> str:
     Raises:
         InputError: an array behind a URL, or a compressed tar.
     """
-    suffix = _suffix(where)
+    suffix = suffix_of(where, (*ARCHIVES, *TABLES, *_ARRAYS))
     if where.startswith(PROTOCOL):
         return "Hugging Face"
     if not is_url(where) and os.path.isdir(where):  # noqa: PTH112
@@ -240,16 +240,3 @@ def no_images(where: str, left_out: Counter[str]) -> InputError:
     if any(left_out[suffix] for suffix in ARCHIVES):
         hint = f"to read archives, give a pattern, such as '{where}/*.tar'"
     return InputError(f"{where}: no images; {seen}", hint=hint)
-
-
-def _suffix(where: str) -> str:
-    suffix = os.path.splitext(where)[1].lower()  # noqa: PTH122  it may be a URL
-    if is_url(where) and suffix not in (*ARCHIVES, *TABLES, *_ARRAYS):  # the suffix may precede a query
-        return os.path.splitext(where.partition("?")[0])[1].lower()  # noqa: PTH122
-    return suffix
-
-
-def _is_file_of_images(root: str) -> bool:
-    """Return whether a name is that of a list, archive or array."""
-    names = (*ARCHIVES, *TABLES, *_ARRAYS)
-    return root.lower().endswith(names) or root.startswith(PROTOCOL) or bool(split_name(root)[1])

@@ -13,12 +13,12 @@ import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import active_children, current_process, get_all_start_methods, get_start_method
 from types import FrameType, MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
@@ -42,7 +42,8 @@ __all__ = ["Batch", "Batches", "Decoding", "Load", "load_batches", "stop_on_mach
 _SUSPECT = 32  # consecutive images with the same failure, unlikely to be their own; fewer may be dead links
 _GIVE_UP_S = 600  # without any image: a worker cannot send, or a file system hangs
 
-# A batch is split into pieces, so that consecutive huge pictures are shared among the workers. Their number is limited,
+# A batch is split into pieces, so that consecutive huge pictures are shared among the workers: the wait for ten photos
+# of 100 megapixels was 2.4 s, with whole batches 4.0 s (`tests/benchmarks/huge_pictures.py`). Their number is limited,
 # as each waiting piece may take a file descriptor.
 _PIECES = 16
 _LEAST_PIECE = 4  # images; sending small images singly would cost as much as decoding them
@@ -121,37 +122,6 @@ class Decoding:
         )  # fmt: skip
 
 
-class ClosableBatches(Protocol):
-    """Iterator over decoded batches that is closed at the end."""
-
-    def __iter__(self) -> Iterator[Batch]:
-        """Return itself."""
-
-    def __next__(self) -> Batch:
-        """Return the next batch."""
-
-    def close(self) -> None:
-        """End the iteration, and the processes that decode."""
-
-
-class Item(NamedTuple):
-    """One image as a worker sends it.
-
-    `image` is None if `status` is not OK, or if the image lies in shared memory. `suspect` and `note` are as in
-    `Batch`, or empty.
-    """
-
-    row: int
-    image: Tensor | None
-    status: Status
-    reason: str
-    size: int
-    mtime_ns: int
-    content_hash: bytes
-    suspect: str = ""
-    note: str = ""
-
-
 class Batch(NamedTuple):
     """Rows, and the images of the rows that could be decoded.
 
@@ -187,18 +157,16 @@ class Batch(NamedTuple):
         """Return some of the rows, by their ascending positions in the batch."""
         good = np.cumsum(self.status == Status.OK) - 1  # position -> position of its image
         chosen = [int(good[i]) for i in positions if self.status[i] == Status.OK]
-        rows = self.rows[positions]
-        return Batch(
-            rows=rows,
-            images=self.images[chosen],
-            status=self.status[positions],
-            reasons={int(row): self.reasons[int(row)] for row in rows if int(row) in self.reasons},
-            suspect=self.suspect,
-            source_size=self.source_size[positions],
-            source_mtime_ns=self.source_mtime_ns[positions],
-            source_hash=self.source_hash[positions],
-            notes=self.notes,
-        )
+        rows = set(self.rows[positions].tolist())
+        arrays: dict[str, Any] = {name: getattr(self, name)[positions] for name in _ARRAYS}
+        reasons = {row: reason for row, reason in self.reasons.items() if row in rows}
+        return self._replace(images=self.images[chosen], reasons=reasons, **arrays)
+
+
+_NO_IMAGES = torch.empty(0, dtype=torch.uint8)
+# Fields of `Batch`: arrays with a value for each row, and texts of some rows.
+_ARRAYS = ("rows", "status", "source_size", "source_mtime_ns", "source_hash")
+_TEXTS = ("reasons", "suspect", "notes")
 
 
 class _SharedBatches:
@@ -259,53 +227,67 @@ class _Sent(NamedTuple):
     images_of: Callable[[NDArray[np.uint8]], Tensor] | None
 
 
-class _Decoded(Dataset[Item | LayertapError]):
-    """Row -> decoded image, or an error that ends the run: DataLoader would not keep the message of a raised error."""
+class _Decoded(Dataset[Batch | LayertapError]):
+    """Row -> batch of it, or an error that ends the run: DataLoader would not keep the message of a raised error."""
 
     def __init__(self, source: ImageSource, decoding: Decoding, shared: _SharedBatches | None):
-        self._source, self._cpu_transform, self._shared = source, decoding.cpu_transform, shared
-        self._max_pixels, self._min_decode_px = decoding.max_pixels, decoding.min_decode_px
-        self._how = {"orientation": decoding.orientation, "icc": decoding.icc}
+        self._source, self._decoding, self._shared = source, decoding, shared
 
-    def __getitems__(self, piece: _Piece) -> list[Item | LayertapError]:
-        """Decode the rows of a piece; the items of images in shared memory have none."""
-        items: list[Item | LayertapError] = []
+    def __getitems__(self, piece: _Piece) -> list[Batch | LayertapError]:
+        """Decode the rows of a piece; the batches of images in shared memory have none."""
+        items = []
         for position, row in enumerate(piece.rows, piece.start):
             item = self[row]
-            if piece.batch is not None and isinstance(item, Item) and item.image is not None:
+            if piece.batch is not None and isinstance(item, Batch) and len(item.images):
                 assert self._shared is not None
-                self._shared.write(piece.batch, position, item.image)
-                item = item._replace(image=None)
+                self._shared.write(piece.batch, position, item.images[0])
+                item = item._replace(images=_NO_IMAGES)
             items.append(item)
         return items
 
-    def __getitem__(self, row: int) -> Item | LayertapError:
-        data, size, mtime_ns, content_hash = b"", -1, UNKNOWN, bytes(16)
+    def __getitem__(self, row: int) -> Batch | LayertapError:
+        data, how = b"", self._decoding
+        read = partial(_batch_of_row, row, -1, UNKNOWN, bytes(16))
         try:
             data, mtime_ns = self._source.read(row)
-            size, content_hash = len(data), xxhash.xxh3_128_digest(data)
-            picture = self._source.decode(data, self._max_pixels, self._min_decode_px, **self._how)
+            read = partial(_batch_of_row, row, len(data), mtime_ns, xxhash.xxh3_128_digest(data))
+            picture = self._source.decode(data, how.max_pixels, how.min_decode_px, how.orientation, how.icc)
         except (BrokenListError, MachineError) as error:
             return error
         except Exception as error:
             if is_of_the_machine(error) or (isinstance(error, MemoryError) and pixels_of(data) < _NOT_MANY_PIXELS):
                 return _machine_error(error, row)
             status, reason = _why(error)
-            reason = text_without_credentials(reason)
             of_another = status is Status.IO_ERROR or isinstance(error, MemoryError)
-            return Item(row, None, status, reason, size, mtime_ns, content_hash, _kind(error) if of_another else "")
+            return read(status, reason=text_without_credentials(reason), suspect=_kind(error) if of_another else "")
         try:
-            image = self._cpu_transform(picture)
+            image = how.cpu_transform(picture)
         except LayertapError as error:  # a fault of the transform, not of this picture
             return error
         except Exception as error:  # a user's transform may raise any type
             if is_of_the_machine(error):
                 return _machine_error(error, row)
-            says_why = isinstance(error, ValueError)
-            reason = first_line(error) if says_why else f"its preprocessing failed: {error!r}"
-            suspect = "" if says_why else _kind(error)
-            return Item(row, None, Status.DECODE_ERROR, reason, size, mtime_ns, content_hash, suspect)
-        return Item(row, image, Status.OK, "", size, mtime_ns, content_hash, note=TOO_DARK if too_dark(picture) else "")
+            if isinstance(error, ValueError):
+                return read(Status.DECODE_ERROR, reason=first_line(error))
+            return read(Status.DECODE_ERROR, reason=f"its preprocessing failed: {error!r}", suspect=_kind(error))
+        return read(Status.OK, torch.stack([image]), note=TOO_DARK if too_dark(picture) else "")
+
+
+def _batch_of_row(
+    row: int, size: int, mtime_ns: int, content_hash: bytes, status: Status, images: Tensor = _NO_IMAGES, *,
+    reason: str = "", suspect: str = "", note: str = "",
+) -> Batch:  # fmt: skip
+    return Batch(
+        rows=np.array([row], np.int64),
+        images=images,
+        status=np.array([status], np.uint8),
+        reasons={row: reason} if reason else {},
+        suspect={row: suspect} if suspect else {},
+        source_size=np.array([size], np.int64),
+        source_mtime_ns=np.array([mtime_ns], np.int64),
+        source_hash=np.frombuffer(content_hash, np.uint8)[None],
+        notes={row: note} if note else {},
+    )
 
 
 def _why(error: Exception) -> tuple[Status, str]:
@@ -346,44 +328,28 @@ def _machine_error(error: Exception, row: int) -> MachineError:
     )
 
 
-def _collate(decoded: list[Item | LayertapError]) -> Batch | LayertapError:
+def _collate(decoded: list[Batch | LayertapError]) -> Batch | LayertapError:
     """Return a piece of a batch, or the first error. Its images are None if there are none to be sent."""
-    items = [item for item in decoded if not isinstance(item, LayertapError)]
-    if len(items) < len(decoded):
-        return next(error for error in decoded if isinstance(error, LayertapError))
-    images = [item.image for item in items if item.image is not None]
-    sent: Any = torch.stack(images) if images else None  # an empty tensor would take a file descriptor, too
-    return Batch(
-        rows=np.array([item.row for item in items], np.int64),
-        images=sent,
-        status=np.array([item.status for item in items], np.uint8),
-        reasons={item.row: item.reason for item in items if item.reason},
-        suspect={item.row: item.suspect for item in items if item.suspect},
-        source_size=np.array([item.size for item in items], np.int64),
-        source_mtime_ns=np.array([item.mtime_ns for item in items], np.int64),
-        source_hash=np.frombuffer(b"".join(item.content_hash for item in items), np.uint8).reshape(-1, 16),
-        notes={item.row: item.note for item in items if item.note},
-    )
+    for error in decoded:
+        if isinstance(error, LayertapError):
+            return error
+    piece, none = _joined([batch for batch in decoded if isinstance(batch, Batch)], None), cast(Tensor, None)
+    return piece if len(piece.images) else piece._replace(images=none)  # an empty tensor takes a file descriptor, too
 
 
 def _joined(pieces: list[Batch], images_of: Callable[[NDArray[np.uint8]], Tensor] | None) -> Batch:
     """Join the pieces of a batch; for `images_of`, see `_Sent`."""
-    status = np.concatenate([piece.status for piece in pieces])
-    images = [piece.images for piece in pieces if piece.images is not None]
-    return Batch(
-        rows=np.concatenate([piece.rows for piece in pieces]),
-        images=images_of(status) if images_of else torch.cat(images) if images else torch.empty(0, dtype=torch.uint8),
-        status=status,
-        reasons={row: reason for piece in pieces for row, reason in piece.reasons.items()},
-        suspect={row: kind for piece in pieces for row, kind in piece.suspect.items()},
-        source_size=np.concatenate([piece.source_size for piece in pieces]),
-        source_mtime_ns=np.concatenate([piece.source_mtime_ns for piece in pieces]),
-        source_hash=np.concatenate([piece.source_hash for piece in pieces]),
-        notes={row: note for piece in pieces for row, note in piece.notes.items()},
-    )
+    arrays: dict[str, Any] = {name: np.concatenate([getattr(piece, name) for piece in pieces]) for name in _ARRAYS}
+    texts: dict[str, Any] = {
+        name: {row: text for piece in pieces for row, text in getattr(piece, name).items()} for name in _TEXTS
+    }
+    sent = [piece.images for piece in pieces if piece.images is not None and len(piece.images)]
+    images = images_of(arrays["status"]) if images_of else torch.cat(sent) if sent else _NO_IMAGES
+    return Batch(images=images, **arrays, **texts)
 
 
-Load = Callable[[Images, Iterable[list[int]], Decoding], ClosableBatches]  # such as `load_batches`
+# A function such as `load_batches`.
+Load = Callable[[Images, Iterable[list[int]], Decoding], "Batches | Generator[Batch, None, None]"]
 
 
 def load_batches(
@@ -526,7 +492,8 @@ def _start_worker(collects_garbage: bool, worker: int) -> None:
         worker: its number.
     """
     # What was garbage in the main process is never freed here. When freed, some objects wait for their threads (a
-    # compiled OpenVINO model), which a forked process does not have.
+    # compiled OpenVINO model), which a forked process does not have: a test run hung for minutes. Freezing in the main
+    # process failed on Python 3.12, which starts with frozen objects, and a collection there takes 0.3 s.
     gc.freeze()
     if collects_garbage:
         gc.enable()
@@ -546,7 +513,8 @@ def _start_worker(collects_garbage: bool, worker: int) -> None:
 def stop_on_machine_errors(batches: Iterable[Batch], source: ImageSource) -> Iterator[Batch]:
     """Pass batches on, and end the run if images fail for a reason that is unlikely to be their own.
 
-    A failing disk, server or memory therefore does not mark rows as failed.
+    A failing disk, server or memory therefore does not mark rows as failed. One dead link says nothing about a server,
+    so a row fails alone until many in a row fail in the same way.
 
     Args:
         batches: batches of a run, from the first.

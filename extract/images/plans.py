@@ -167,12 +167,14 @@ class PlanColumn(Sequence[Any]):
         Raises:
             BrokenListError: the file is missing or damaged.
         """
-        with _opened(self._file) as parquet:
+        is_text = self._name in ("path", "id")
+        with _opened(self._file, [self._name] if is_text else []) as parquet:
             group, n_rows = parquet.metadata.row_group(number), self._count - number * self._group_rows
             if group.num_rows != min(n_rows, self._group_rows) or group.total_byte_size > _MOST_GROUP_BYTES:
                 raise ValueError(f"row group {number} has {group.num_rows:,} rows in {group.total_byte_size:,} bytes")
             column = parquet.read_row_group(number, [self._name], use_threads=False).column(0)
-            is_text = self._name in ("path", "id")
+            if is_text:
+                column = _texts(column)
             if column.null_count or str(column.type) != COLUMNS[self._name]:
                 raise ValueError(f"the column {self._name} is {column.type}, with {column.null_count:,} nulls")
             values = column.to_pylist() if is_text else column.to_numpy()
@@ -256,17 +258,39 @@ def _description(file: Path) -> dict[str, Any]:
     return description
 
 
+def _texts(column: Any) -> Any:
+    """Return the texts of a column that was read as a dictionary and numbers.
+
+    The metadata of a file do not tell how large they are: a plan of 39 kB took 9.4 GB.
+
+    Raises:
+        ValueError: they are too large.
+    """
+    from pyarrow import compute
+
+    sizes = [compute.binary_length(chunk.dictionary).take(chunk.indices) for chunk in column.chunks]
+    if (n_bytes := sum(compute.sum(size).as_py() or 0 for size in sizes)) > _MOST_GROUP_BYTES:
+        raise ValueError(f"a row group has {n_bytes:,} bytes of text")
+    return column.cast(column.type.value_type)
+
+
 @contextlib.contextmanager
-def _opened(file: Path) -> Iterator[Any]:
-    """Context manager: open the file of a plan; raise a BrokenListError for errors of the file and in the block."""
+def _opened(file: Path, texts: Sequence[str] = ()) -> Iterator[Any]:
+    """Context manager: open the file of a plan; raise a BrokenListError for errors of the file and in the block.
+
+    Args:
+        file: the file.
+        texts: columns that are read as a dictionary and numbers.
+    """
     arrow, parquet = (library(name, "parquet", f"the plan {file.parent}") for name in ("pyarrow", "pyarrow.parquet"))
     try:
         # Without threads, which could still be running when an error ends the process.
-        with os.fdopen(open_regular(file), "rb") as content, parquet.ParquetFile(content, pre_buffer=False) as opened:
+        options = {"pre_buffer": False, "read_dictionary": list(texts)}
+        with os.fdopen(open_regular(file), "rb") as content, parquet.ParquetFile(content, **options) as opened:
             yield opened
     except InputError:
         raise
-    except (OSError, ValueError, IndexError, arrow.ArrowException) as error:
+    except (OSError, ValueError, LookupError, arrow.ArrowException) as error:
         if isinstance(error, OSError) and error.errno:  # of the system; those of Arrow have no number
             raise BrokenListError(f"{file} cannot be read: {error.strerror}") from error
         raise BrokenListError(

@@ -1,6 +1,7 @@
 """Sources of image bytes: local files and files behind a URL.
 
-A source is sent to the worker processes. It reads the bytes of a row's image and decodes these bytes to a picture.
+A source is sent to the worker processes. It reads the bytes of a row's image and decodes these bytes to a picture. It
+knows nothing of workers or order, so the same pictures give the same rows, hashes and features from all sources.
 `extract.images.archives` and `extract.images.arrays` have the sources for members of archives and rows of arrays.
 """
 
@@ -10,7 +11,7 @@ import errno
 import os
 import stat
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -34,6 +35,7 @@ __all__ = [
     "check_file_size",
     "integers",
     "read_remote",
+    "suffix_of",
 ]
 
 UNKNOWN = -1  # in place of a modification time
@@ -208,6 +210,14 @@ def read_remote(
                 raise UnreachableError(f"{server_answer(error)}, {_ATTEMPTS} times") from error
             time.sleep(_WAIT_S * 2**attempt)
     raise AssertionError
+
+
+def suffix_of(where: str, expected: Collection[str]) -> str:
+    """Return the suffix of a path or URL in lower case; of a URL, it may precede the query."""
+    suffix = os.path.splitext(where)[1].lower()  # noqa: PTH122
+    if is_url(where) and suffix not in expected:
+        return os.path.splitext(where.partition("?")[0])[1].lower()  # noqa: PTH122
+    return suffix
 
 
 def _answers(fs: Any, url: str) -> bool:

@@ -1,8 +1,9 @@
 """Report deaths of DataLoader workers only while a batch is awaited.
 
 PyTorch raises an error as soon as a worker dies (in a SIGCHLD handler), in any code that the main thread runs at that
-moment: while it seals a shard, in a `finally`, in another library. Such code cannot handle the error. Without the
-handler, a death would be noticed only after the time-out of the whole loader.
+moment: while it seals a shard, in a `finally`, in another library. Such code cannot handle the error: in nine runs with
+such a death on a busy machine, one ended with an uncaught error. The time-out of the loader does not replace the
+handler: a death would be noticed when it ends, after 4.5 to 5.0 s with one of 5 s, against 0.04 s.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class WorkerDeaths:
                 yield
         except BaseException as error:
             # The error's traceback would keep the workers alive. If the loader is garbage collected in a cycle of
-            # references, its queues close before the workers are asked to end, which then takes ten seconds.
+            # references, its queues close before the workers are asked to end, which then takes 10 s, not 0.1 s.
             traceback.clear_frames(error.__traceback__)
             # By the state of the workers and the clock, not by texts of PyTorch. OSError: the shared memory of an image
             # is requested from the process that decoded it.

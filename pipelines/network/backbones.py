@@ -11,6 +11,7 @@ from extract.backbones.catalogue import Entry, describe, list_sources, match_spe
 __all__ = ["as_json", "entries", "print_entries", "print_sources", "sources"]
 
 _SHOWN = 4  # names of weights per line
+_MOST_BUILT = 100
 
 
 def sources() -> dict[str, Any]:
@@ -28,8 +29,12 @@ def print_sources(listing: dict[str, Any], echo: Callable[[str], None]) -> None:
 
 
 def entries(pattern: str) -> Iterator[Entry]:
-    """Yield the entries of matching backbones; each is looked up when it is reached."""
-    return map(describe, match_specs(pattern))
+    """Yield the entries of matching backbones; each is looked up when it is reached.
+
+    Models are built for their width and parameters if at most `_MOST_BUILT` match: building all of timm takes minutes.
+    """
+    specs = match_specs(pattern)
+    return (describe(spec, len(specs) <= _MOST_BUILT) for spec in specs)
 
 
 def print_entries(entries: Iterator[Entry], echo: Callable[[str], None]) -> None:
@@ -40,7 +45,8 @@ def print_entries(entries: Iterator[Entry], echo: Callable[[str], None]) -> None
         more = ", ..." if len(entry.weights) > _SHOWN else ""
         weights = ", ".join(entry.weights[:_SHOWN]) + more
         licence = entry.licence or "-"
-        numbers = f"{entry.width or '-':>6} {size:>9} {entry.parameters:>14,}"
+        parameters = "-" if entry.parameters is None else f"{entry.parameters:,}"
+        numbers = f"{entry.width or '-':>6} {size:>9} {parameters:>14}"
         echo(f"{entry.spec:48} {numbers}  {licence:16} {weights}".rstrip())
 
 

@@ -18,7 +18,7 @@ from extract.errors import InputError, UnknownNameError
 from extract.extraction.recheck import recheck
 from extract.extraction.reproduce import features_of_file
 from extract.images import Decoding, decode, list_images, load_batches
-from extract.images.decoding import too_dark
+from extract.images.decoding import header_size, too_dark
 from extract.store.format.dataset import DataSet
 from pipelines.cli import main
 from tests.conftest import TINY_INPUT, make_picture
@@ -59,6 +59,14 @@ def test_orientation_is_applied_as_pillow_does_or_left_out(
     data = with_orientation(orientation, kind, **options)
     assert np.array_equal(pixels(decode(data)), pixels(ImageOps.exif_transpose(opened(data))))
     assert np.array_equal(pixels(decode(data, orientation="ignore")), pixels(opened(data)))
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("kind", ["JPEG", "TIFF"])
+@pytest.mark.parametrize("how", ["exif", "ignore"])
+def test_the_header_states_the_size_of_the_decoded_picture(kind: str, how: str, orientation: int) -> None:
+    data = with_orientation(orientation, kind)
+    assert header_size(data, how) == decode(data, orientation=how).size
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))

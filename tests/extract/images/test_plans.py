@@ -651,7 +651,7 @@ def test_a_plan_whose_file_is_replaced_is_not_read_as_the_new_one(tmp_path: Path
         found.slice(0, 1)
 
 
-def forge(plan: Path, columns: dict[str, Any] | None = None, **changes: Any) -> None:
+def forge(plan: Path, columns: dict[str, Any] | None = None, with_dictionary: bool = False, **changes: Any) -> None:
     """Write a plan of two rows whose hashes agree, as anybody can."""
     given: dict[str, Any] = {
         "path": pa.array([b"a.jpg", b"b.jpg"]), "label": pa.array([0, -1], pa.int32()),
@@ -674,7 +674,7 @@ def forge(plan: Path, columns: dict[str, Any] | None = None, **changes: Any) -> 
     digest = xxhash.xxh3_128_hexdigest(content)
     plan.mkdir()
     table = table.replace_schema_metadata({"layertap_plan": content, "layertap_plan_xxh3": digest})
-    parquet.write_table(table, plan / PLAN_FILE)
+    parquet.write_table(table, plan / PLAN_FILE, use_dictionary=["id"] if with_dictionary else False)
 
 
 @pytest.mark.parametrize(
@@ -705,6 +705,15 @@ def test_rows_of_a_stranger_are_not_believed(tmp_path: Path, message: str, colum
         assert everything(tmp_path / "plan")[:3] == (["a.jpg", "b.jpg"], [0, -1], ["", "train"])
         return
     with pytest.raises(BrokenListError, match=message):
+        everything(tmp_path / "plan")
+
+
+def test_texts_of_a_stranger_that_need_much_memory_are_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("extract.images.plans._MOST_GROUP_BYTES", 1_500_000)
+    forge(tmp_path / "plan", {"id": pa.array([b"x" * 1_000_000] * 2)}, with_dictionary=True)
+    with pytest.raises(BrokenListError, match="a row group has 2,000,000 bytes of text"):
         everything(tmp_path / "plan")
 
 

@@ -26,6 +26,7 @@ from pyarrow import parquet
 from extract import FeatureReader, extract_features, load_backbone
 from extract.errors import InputError, LayertapError
 from extract.images import Batch, Decoding, list_images, listed_again, load_batches
+from extract.images.csv_lists import read_table
 from extract.row_status import Status
 from tests.conftest import TINY_INPUT, make_picture
 
@@ -830,3 +831,13 @@ def test_a_shard_that_is_open_in_plain_h5py_can_be_read(folder: Path, tmp_path: 
     extract_features(folder, out=tmp_path / "out", **settings).close()
     with h5py.File(tmp_path / "out" / "shards" / "000000.h5") as file, FeatureReader(tmp_path / "out") as reader:
         assert np.array_equal(file["features/embedding"][:], reader["embedding"][:])
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".parquet"])
+def test_a_table_of_values_without_rows_has_its_columns(tmp_path: Path, suffix: str) -> None:
+    where = tmp_path / f"labels{suffix}"
+    if suffix == ".csv":
+        where.write_text("path,label\n")
+    else:
+        parquet.write_table(pa.table({"path": pa.array([], pa.string()), "label": pa.array([], pa.int64())}), where)
+    assert read_table(str(where), "label") == ({"path": [], "label": []}, [])

@@ -145,12 +145,16 @@ def test_images_under_a_wrong_name_are_refused_in_one_line(
 def test_weights_under_a_wrong_name_are_refused_in_one_line(
     content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from extract.backbones.request import LoadRequest
     from extract.backbones.weights import build_with_weights
 
     monkeypatch.chdir(tmp_path)
     for suffix in [".safetensors", ".pth", ".bin", ".ckpt"]:
         where = written(tmp_path, content, suffix)
-        arguments: Any = (lambda: torch.nn.Linear(2, 2, bias=False), where, 0, "a linear layer", lambda model: None)
+        arguments: Any = (
+            LoadRequest("a linear layer", "", where, 0, False, {}),
+            lambda: torch.nn.Linear(2, 2, bias=False),
+        )
         if content in RIGHT[suffix]:
             assert bool((build_with_weights(*arguments)[0].weight == 1).all())
             continue
