@@ -3,20 +3,44 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
-from collections.abc import Callable, Iterator, Sequence
+import platform
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from extract.errors import LayertapError
+from extract.errors import LayertapError, first_line
 from pipelines.embed.config import EmbedConfig
+from pipelines.terminal.progress import store_warnings_to
 
 if TYPE_CHECKING:
     from extract.extraction.shard_maker import ShardMaker
 
-__all__ = ["Done", "Embed", "Event", "Joined", "Left", "Message", "Rows", "Start"]
+__all__ = [
+    "SIGNALS",
+    "Done",
+    "Embed",
+    "Event",
+    "Joined",
+    "Left",
+    "Message",
+    "Rows",
+    "Start",
+    "exit_with_parent",
+    "work",
+]
+
+_ROWS_EVERY_S = 0.5
+_PARENT_EVERY_S = 1.0
+# Ctrl-C, and the SIGTERM of a service manager, reach all processes; only the first process acts on them.
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Joined(NamedTuple):
@@ -48,7 +72,7 @@ class Done(NamedTuple):
 
 
 class Left(NamedTuple):
-    """The worker has ended: why, and the error if layertap raised it on purpose."""
+    """The worker has ended: why (empty: it was asked to), and the error if layertap raised it on purpose."""
 
     why: str
     error: LayertapError | None = None
@@ -68,23 +92,19 @@ class Embed:
     Attributes:
         config: configuration of the job.
         scratch: folder for shards in progress; None: the folder for temporary files.
-        threads: threads of the forward on a CPU; None: PyTorch's choice.
-        cores: cores that the worker runs on; None: any.
-        folder: folder that names of files are relative to; None: that of the process.
+        threads: threads of the forward on a CPU, and most processes that decode.
+        folder: folder that names of files are relative to.
     """
 
     config: EmbedConfig
-    scratch: Path | None = None
-    threads: int | None = None
-    cores: Sequence[int] | None = None
-    folder: Path | None = None
+    scratch: Path | None
+    threads: int
+    folder: Path = field(default_factory=Path.cwd)
 
     @contextlib.contextmanager
     def __call__(self, say: Callable[[str], None]) -> Iterator[ShardMaker]:
         """Context manager, see `Start`."""
-        if self.cores is not None and hasattr(os, "sched_setaffinity"):
-            os.sched_setaffinity(0, self.cores)
-        if self.folder is not None and self.folder.is_dir():
+        if self.folder.is_dir():  # Ray starts an actor in another folder, perhaps on a machine without this one
             os.chdir(self.folder)
 
         import torch
@@ -94,15 +114,71 @@ class Embed:
         from pipelines.embed.job import describe_computation, plan_of
         from pipelines.terminal.backbone import backbone_of
 
-        if self.threads is not None:
-            torch.set_num_threads(self.threads)
-        backbone = backbone_of(self.config, say)
-        plan = plan_of(self.config, backbone)
+        torch.set_num_threads(self.threads)
+        config = self.config
+        if "workers" not in config.model_fields_set:
+            config = config.model_copy(update={"workers": min(8, self.threads)})
+        plan = plan_of(config, backbone_of(config, say))
         with ShardMaker(
             plan,
-            destination_of(self.config.place),
+            destination_of(config.place),
             self.scratch,
             lambda computation: say(describe_computation(computation, plan.settings.precision)),
             lambda note: say(f"note: {note}"),
         ) as maker:
             yield maker
+
+
+def exit_with_parent() -> None:
+    """End this process at once when the process that started it has ended.
+
+    `PR_SET_PDEATHSIG` does not serve: the kernel sends that signal when the thread that started the process ends, too.
+    """
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_PARENT_EVERY_S)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def work(pipe: Connection[Any, Any], start: Start, start_method: str) -> None:
+    """Run a worker in this process: build the lists of shards that come through the pipe, until an empty one comes."""
+    exit_with_parent()
+    # "spawn" would also apply to processes that decode images, and each list would wait 6 s for them.
+    multiprocessing.set_start_method(start_method, force=True)
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    sending = threading.Lock()  # a bucket that does not answer is reported by the thread that publishes
+    stored, sent_at = 0, 0.0
+
+    def send(event: Event) -> None:
+        with sending, contextlib.suppress(OSError):  # the other end is closed: `recv` ends the worker
+            pipe.send(event)
+
+    def on_rows(shard: int, rows: int, resumed: bool) -> None:
+        nonlocal stored, sent_at
+        stored = rows if resumed else stored + rows
+        if resumed or time.monotonic() - sent_at > _ROWS_EVERY_S:
+            sent_at = time.monotonic()
+            send(Rows(shard, stored, resumed))
+
+    def say(text: str) -> None:
+        send(Message(text))
+
+    try:
+        with store_warnings_to(say), start(say) as maker, contextlib.suppress(EOFError):
+            send(Joined(platform.node(), maker.about))
+            while shards := pipe.recv():
+                # What arrives while shards are built, or the end of the pipe, asks the worker to stop.
+                for shard, receipt in maker.build(shards, on_rows, pipe.poll):
+                    send(Done(shard, receipt))
+        send(Left(""))
+    except LayertapError as error:
+        send(Left(str(error), error))
+    except Exception as error:
+        send(Left(f"{type(error).__name__}: {first_line(error)}"))
+        raise
