@@ -28,7 +28,7 @@ from extract.extraction.validation import Computation, ValidatedForward
 from extract.images import load_batches
 from extract.images.loading import Batch
 from extract.store.format.dataset import DataSet, ShardFiles
-from extract.store.format.receipt import checked_receipt
+from extract.store.format.receipt import checked_receipt, read_receipt
 from extract.store.places.destination import Destination
 from extract.system.atomic_files import own_folder
 from extract.system.folder_lock import locked
@@ -178,8 +178,7 @@ class ShardMaker:
         Raises:
             LayertapError: the folder cannot be written to, or none is free.
         """
-        lock = contextlib.ExitStack()
-        at_the_end.callback(lock.close)
+        lock = at_the_end.enter_context(contextlib.ExitStack())
         for number in range(_WRITERS):
             folder = self._base / f"{self._name}-{shard:06d}-{number}"
             try:
@@ -195,11 +194,13 @@ class ShardMaker:
             except OSError as error:
                 raise LayertapError(f"cannot write to {folder}: {error.strerror}") from error
             dataset = replace(self._plan.dataset, out=folder)
-            is_begun = dataset.path(shard, part=True).exists() and not dataset.path(shard).exists()
+            final, rows = dataset.path(shard), dataset.shard_range(shard)
+            if read_receipt(final, len(rows)) is not None and final.exists():
+                return _OpenShard(ShardWork(shard, 0, range(0)), dataset, lock.close)  # finished, but not published
+            final.unlink(missing_ok=True)  # a file without a receipt cannot be published
+            is_begun = dataset.path(shard, part=True).exists()
             work = work_at(dataset, shard, ShardFiles(part=0 if is_begun else None))
             assert work is not None
-            if dataset.path(shard).exists():
-                work = replace(work, rows=range(0))
             return _OpenShard(work, dataset, lock.close)
         raise LayertapError(f"{self._base}: {_WRITERS:,} processes build shard {shard}")
 
