@@ -203,8 +203,12 @@ def print_shared(shared: SharedRun, echo: Callable[[str], None]) -> None:
         echo(f"{out}: {published}, {loop.own:,} of them by this run")
         rows = shared.hosts.total()
         echo(f"{rows:,} rows in {shared.seconds:.1f} s, {rows / max(shared.seconds, 1e-9):.1f} images/s")
-    if shared.signal:
-        echo(f"To resume:\n  {command_line()}")
+    for shard, reasons in sorted(loop.failed.items()):
+        echo(f"shard {shard} failed {len(reasons)} times and is missing:")
+        for reason in dict.fromkeys(reasons):
+            echo(f"  {printable(reason)}")
+    if not shared.is_complete:
+        echo(f"To {'retry' if loop.failed else 'resume'}:\n  {command_line()}")
     print_failures([failure[1:] for failure in shared.failures], Path(out), echo)
     if not is_url(out):
         print_remedy(shared.failures, echo, " in one process (without --engine)")
@@ -222,10 +226,9 @@ def as_json(shared: SharedRun) -> dict[str, Any]:
         "made": loop.own,
         "computed": rows,
         "attempts_failed": loop.attempts,
-        # Earlier versions began slow shards a second time, retired workers, and left out shards that failed. The keys
-        # stay for their readers.
+        # Earlier versions began slow shards a second time, and retired workers. The keys stay for their readers.
         "begun_again": 0,
-        "failed_shards": {},
+        "failed_shards": {str(shard): reasons for shard, reasons in sorted(loop.failed.items())},
         "retired": [],
         "stopped": bool(shared.signal),
         "status": dict(shared.status),
@@ -243,4 +246,6 @@ def exit_code(shared: SharedRun) -> int:
     """Return the exit code of the process."""
     if shared.signal:
         return 128 + shared.signal
+    if not shared.is_complete:
+        return 1
     return 3 if shared.config.strict and shared.failures else 0

@@ -24,7 +24,7 @@ _TICK_S = 1.0
 _JOIN_S = 1800.0  # wait for the first worker: a cluster that grows on demand takes minutes
 _END_S = 60.0  # for the batches in flight, when the run stops
 _ATTEMPTS = 3  # at a shard; also workers in a row that end before they are ready
-_FAILURES = 10  # attempts in a row that failed, at any shards: the cause is not in the shards
+_HOPELESS = 10  # shards of which an attempt failed since the last one that was built: the cause is not in the shards
 _LISTS = 4  # a list is this part of a worker's share of the remaining shards, so that all workers end together
 
 
@@ -50,6 +50,7 @@ class ShardLoop:
         done: number of published shards.
         own: number of these that were published by this run, and not by another writer of the same data set.
         attempts: number of attempts that failed or were lost with their worker, at any shard.
+        failed: shard -> why each attempt failed, for shards that were given up.
     """
 
     def __init__(
@@ -69,14 +70,15 @@ class ShardLoop:
         self._reasons: dict[int, list[str]] = {}  # shard -> why each attempt failed
         self._failed_starts = 0  # in a row
         self._lost_places: set[int] = set()
-        self._failures = 0  # in a row
+        self._failing: set[int] = set()  # shards of which an attempt failed since the last one that was built
         self.done = self.own = self.attempts = 0
+        self.failed: dict[int, list[str]] = {}
 
     def run(self, stop: Callable[[], bool] = lambda: False) -> None:
         """Have workers build the shards; `stop` is called about once a second, and ends it with True.
 
         Raises:
-            LayertapError: the configuration is wrong, no worker can be started, or a shard has failed three times.
+            LayertapError: the configuration is wrong, no worker can be started, or all attempts fail.
         """
         end = time.monotonic() + _JOIN_S
         try:
@@ -144,7 +146,7 @@ class ShardLoop:
         elif isinstance(event, Done):
             assert worker.held is not None
             worker.held.remove(event.shard)
-            self._failures = 0
+            self._failing.clear()
             self.done += 1
             self.own += event.receipt is not None
         self._on_event(worker.place, event)
@@ -176,17 +178,15 @@ class ShardLoop:
 
     def _attempt_failed(self, shard: int, why: str) -> None:
         self.attempts += 1
-        self._failures += 1
-        self._suspect.append(shard)
-        reasons = self._reasons.setdefault(shard, [])
-        reasons.append(why)
-        if len(reasons) == _ATTEMPTS or self._failures == _FAILURES:
-            times = (
-                f"shard {shard} failed {_ATTEMPTS} times"
-                if len(reasons) == _ATTEMPTS
-                else f"{_FAILURES} attempts failed in a row"
-            )
+        self._failing.add(shard)
+        if len(self._failing) >= _HOPELESS:
             raise LayertapError(
-                f"{times}: {'; '.join(dict.fromkeys(reasons))}",
+                f"{_HOPELESS} shards failed, and none was built between them. The last error: {why}",
                 hint="fix the cause, and run the command again; published shards are safe",
             )
+        reasons = self._reasons.setdefault(shard, [])
+        reasons.append(why)
+        if len(reasons) < _ATTEMPTS:
+            self._suspect.append(shard)
+        else:
+            self.failed[shard] = reasons

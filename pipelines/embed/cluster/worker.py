@@ -24,18 +24,8 @@ if TYPE_CHECKING:
     from extract.extraction.shard_maker import ShardMaker
 
 __all__ = [
-    "SIGNALS",
-    "Done",
-    "Embed",
-    "Event",
-    "Joined",
-    "Left",
-    "Message",
-    "Rows",
-    "Start",
-    "exit_with_parent",
-    "work",
-]
+    "SIGNALS", "Done", "Embed", "Event", "Joined", "Left", "Message", "Rows", "Start", "exit_with_parent", "work",
+]  # fmt: skip
 
 _ROWS_EVERY_S = 0.5
 _PARENT_EVERY_S = 1.0

@@ -84,26 +84,18 @@ class SimulatedWorker:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_each_shard_is_published_once_whatever_ends_the_workers(seed: int) -> None:
+def test_each_shard_is_published_once_or_has_failed_three_times_whatever_ends_the_workers(seed: int) -> None:
     chance = random.Random(seed)
     count = chance.randint(1, 400)
-    ends = {chance.randrange(count): chance.randint(1, 2) for _ in range(chance.randint(0, 4))}
+    ends = {chance.randrange(count): chance.randint(1, 4) for _ in range(chance.randint(0, 9))}  # ten end the run
     engine: Any = Simulated(chance.randint(1, 9), ends)
     loop = ShardLoop(engine, lambda: range(count))
     loop.run()
-    assert sorted(engine.built) == list(range(count))
+    failed = {shard for shard, times in ends.items() if times >= 3}
+    assert sorted(engine.built) == sorted(set(range(count)) - failed)
     assert loop.done == loop.own == len(engine.built)
-    assert loop.attempts == sum(ends.values())
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_a_shard_that_ends_its_worker_three_times_ends_the_run_when_the_others_are_made(seed: int) -> None:
-    chance = random.Random(seed)
-    bad = chance.randrange(200)
-    engine: Any = Simulated(chance.randint(1, 9), {bad: 3})
-    with pytest.raises(LayertapError, match=f"^shard {bad} failed 3 times: killed"):
-        ShardLoop(engine, lambda: range(200)).run()
-    assert sorted(engine.built) == sorted(set(range(200)) - {bad})
+    assert loop.failed == dict.fromkeys(failed, ["killed"] * 3)
+    assert loop.attempts == sum(min(times, 3) for times in ends.values())
 
 
 def test_lists_become_shorter_so_that_all_workers_end_together() -> None:
@@ -116,9 +108,9 @@ def test_lists_become_shorter_so_that_all_workers_end_together() -> None:
     assert [shard for shards in engine.given for shard in shards] == list(range(160))
 
 
-def test_when_ten_attempts_fail_one_after_another_the_run_ends() -> None:
+def test_when_ten_shards_fail_one_after_another_the_run_ends() -> None:
     engine: Any = Simulated(2, dict.fromkeys(range(50, 100), 3))
-    with pytest.raises(LayertapError, match="^10 attempts failed in a row: killed"):
+    with pytest.raises(LayertapError, match=r"10 shards failed, and none was built .*The last error: killed"):
         ShardLoop(engine, lambda: range(100)).run()
     assert set(range(30)) < set(engine.built)
 
@@ -156,19 +148,17 @@ def test_a_shard_that_its_worker_published_before_it_died_is_counted(tmp_path: P
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("does", "why"), [
-    ("fails", "ValueError: a bad shard"), ("kills", "its process was killed by SIGKILL"),
-])  # fmt: skip
-def test_a_shard_that_fails_three_times_is_named_and_the_others_are_made(does: str, why: str, tmp_path: Path) -> None:
-    with pytest.raises(LayertapError, match=f"^shard 4 failed 3 times: {why}"):
-        run(MadeUp(tmp_path, does={4: does}), 20)
-    assert made(tmp_path) == sorted(set(range(20)) - {4})
+def test_a_shard_that_fails_and_one_that_kills_are_named_and_the_others_made(tmp_path: Path) -> None:
+    loop, events = run(MadeUp(tmp_path, does={4: "fails", 9: "kills"}), 20)
+    assert made(tmp_path) == sorted(set(range(20)) - {4, 9})
+    assert loop.failed == {4: ["ValueError: a bad shard"] * 3, 9: ["its process was killed by SIGKILL"] * 3}
+    assert sum(isinstance(event, Left) for event in events) == 6
 
 
 @pytest.mark.slow
 def test_a_shard_does_not_answer_for_an_image_of_the_next_that_kills_its_worker(tmp_path: Path) -> None:
-    with pytest.raises(LayertapError, match="^shard 9 failed 3 times"):
-        run(MadeUp(tmp_path, does={9: "kills ahead"}), 40, workers=1)
+    loop, _ = run(MadeUp(tmp_path, does={9: "kills ahead"}), 40, workers=1)
+    assert list(loop.failed) == [9]
     assert made(tmp_path) == sorted(set(range(40)) - {9})
 
 
@@ -184,7 +174,7 @@ def test_workers_that_are_killed_at_random_are_replaced(tmp_path: Path) -> None:
                 worker = chance.choice(joined)
                 if worker.held is not None:
                     os.kill(worker.process._process.pid or 0, signal.SIGKILL)  # type: ignore[union-attr]
-                    killed.append(worker.current)
+                    killed.append(1)
 
     loop = ShardLoop(
         Processes([MadeUp(tmp_path, 0.05)] * 2),
@@ -195,8 +185,9 @@ def test_workers_that_are_killed_at_random_are_replaced(tmp_path: Path) -> None:
     killer.start()
     loop.run()
     killer.join()
-    assert made(tmp_path) == list(range(60))
-    assert (loop.done, loop.own) == (60, 60)
+    assert len(loop.failed) <= 1  # three of the kills may hit the same shard
+    assert made(tmp_path) == sorted(set(range(60)) - set(loop.failed))
+    assert loop.done == loop.own == 60 - len(loop.failed)
     assert loop.attempts <= 4
 
 
