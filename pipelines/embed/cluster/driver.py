@@ -11,7 +11,7 @@ import json
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -26,7 +26,7 @@ from extract.store.reader import FeatureReader
 from extract.system.atomic_files import append_line
 from extract.system.folder_lock import locked
 from extract.system.urls import is_url
-from pipelines.embed.cluster.processes import Processes, starts_of
+from pipelines.embed.cluster.processes import Child, children_of
 from pipelines.embed.cluster.shard_loop import ShardLoop
 from pipelines.embed.cluster.worker import Done, Event, Joined, Left, Message, Rows
 from pipelines.embed.config import EmbedConfig
@@ -35,7 +35,7 @@ from pipelines.terminal.progress import Progress
 from pipelines.terminal.text_output import command_line, print_failures, print_line, print_remedy, printable
 
 if TYPE_CHECKING:
-    from pipelines.embed.cluster.ray_actors import RayWorkers
+    from pipelines.embed.cluster.ray_actors import Actor
 
 __all__ = ["SharedRun", "as_json", "embed_shared", "exit_code", "print_shared"]
 
@@ -58,9 +58,9 @@ class SharedRun:
 
     dataset: DataSet
 
-    def __init__(self, config: EmbedConfig, engine: Processes | RayWorkers):
+    def __init__(self, config: EmbedConfig, starts: Callable[[], Sequence[Callable[[], Child | Actor]]]):
         self.config = config
-        self.loop = ShardLoop(engine, self._begin, self._report, self._receipts)
+        self.loop = ShardLoop(starts, self._begin, self._report, self._receipts)
         self.published_before = self.signal = 0
         self.requested: int | None = None
         self.seconds = 0.0
@@ -183,11 +183,12 @@ def embed_shared(config: EmbedConfig) -> SharedRun:
     if config.engine != "ray" and not is_url(config.images) and kind_of(config.images) == "folder":
         check_exists(config.images)
     if config.engine != "ray":
-        return SharedRun(config, Processes(starts_of(config))).run()
-    from pipelines.embed.cluster.ray_actors import ray_workers
+        children = children_of(config)
+        return SharedRun(config, lambda: children).run()
+    from pipelines.embed.cluster.ray_actors import actors_of
 
-    with ray_workers(config) as engine:
-        return SharedRun(config, engine).run()
+    with actors_of(config) as actors:
+        return SharedRun(config, actors).run()
 
 
 def print_shared(shared: SharedRun, echo: Callable[[str], None]) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 
@@ -16,7 +17,7 @@ from extract.system.urls import is_url
 from pipelines.embed.cluster.worker import SIGNALS, Embed, Event, Left, Start, work
 from pipelines.embed.config import EmbedConfig
 
-__all__ = ["Child", "Processes", "starts_of"]
+__all__ = ["Child", "children_of"]
 
 _EXIT_S = 60.0  # for a process whose pipe has ended
 
@@ -66,27 +67,8 @@ class Child:
         self._process.join()
 
 
-class Processes:
-    """Workers that are processes of this machine; see `ShardLoop`.
-
-    Args:
-        starts: start function of each worker.
-    """
-
-    def __init__(self, starts: Sequence[Start]):
-        self._starts = starts
-
-    def places(self) -> int:
-        """Return the number of workers."""
-        return len(self._starts)
-
-    def start(self, place: int) -> Child:
-        """Start a worker."""
-        return Child(self._starts[place])
-
-
-def starts_of(config: EmbedConfig) -> list[Embed]:
-    """Return the start functions of one or more workers per device, which share the cores.
+def children_of(config: EmbedConfig) -> list[Callable[[], Child]]:
+    """Return the functions that start one or more workers per device, which share the cores.
 
     Raises:
         InputError: this process may not use so many cores.
@@ -101,7 +83,8 @@ def starts_of(config: EmbedConfig) -> list[Embed]:
     threads = config.cpus_per_worker or max(1, cores // len(devices))
     has_own_folder = not config.shards_of and not is_url(config.place)
     scratch = config.scratch or (config.folder / BUILDING if has_own_folder else None)
-    return [Embed(config.model_copy(update={"device": device}), scratch, threads) for device in devices]
+    starts = [Embed(config.model_copy(update={"device": device}), scratch, threads) for device in devices]
+    return [partial(Child, start) for start in starts]
 
 
 def _devices(config: EmbedConfig) -> list[str]:

@@ -13,7 +13,8 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,46 +26,29 @@ from pipelines.embed.cluster.worker import Embed, Event, Left, Start, exit_with_
 from pipelines.embed.config import EmbedConfig
 from pipelines.terminal.text_output import print_line
 
-__all__ = ["RayWorkers", "places_of", "ray_workers", "resources_of", "start_of_actor"]
+__all__ = ["Actor", "actors_of", "places_of", "resources_of", "start_of_actor"]
 
 _LOOK_S = 10.0  # interval of checks for new nodes
 
 
-class RayWorkers:
-    """Workers as Ray actors; see `ShardLoop`.
+class Actor:
+    """An actor, used like a `Child`; Ray chooses its node.
 
     Args:
         ray: the module, connected to a cluster.
-        resources: what each actor takes: `num_cpus` and `num_gpus`.
-        start: start function of each worker.
+        resources: what the actor takes: `num_cpus` and `num_gpus`.
+        start: see `Child`.
     """
 
     def __init__(self, ray: Any, resources: dict[str, float], start: Start):
-        self._ray, self._resources, self._start = ray, resources, start
-        self._places, self._looked = 0, -_LOOK_S
-
-    def places(self) -> int:
-        """Return the number of workers: a waiting one more than fit, which makes an autoscaling cluster grow."""
-        if time.monotonic() - self._looked > _LOOK_S:
-            self._looked = time.monotonic()
-            self._places = places_of(_nodes(self._ray), self._resources)
-        return self._places + 1
-
-    def start(self, place: int) -> Actor:
-        """Start a worker; Ray chooses its node."""
-        return Actor(self._ray, self._ray.remote(**self._resources, max_concurrency=2)(_Remote).remote(self._start))
-
-
-class Actor:
-    """An actor, used like a `Child`."""
-
-    def __init__(self, ray: Any, actor: Any):
-        self._ray, self._actor = ray, actor
+        self._ray, self._actor = ray, ray.remote(**resources, max_concurrency=2)(_Remote).remote(start)
 
     def submit(self, shards: Sequence[int]) -> None:
+        """See `Child`."""
         self._actor.submit.remote(shards)
 
     def events(self) -> Iterator[Event]:
+        """See `Child`."""
         try:
             for reference in self._actor.events.options(num_returns="streaming").remote():
                 yield self._ray.get(reference)
@@ -72,6 +56,7 @@ class Actor:
             yield Left(f"{type(error).__name__}: {first_line(error)}")
 
     def kill(self) -> None:
+        """See `Child`."""
         with contextlib.suppress(Exception):  # the cluster itself may be gone
             self._ray.kill(self._actor)
 
@@ -95,8 +80,11 @@ class _Remote:
 
 
 @contextlib.contextmanager
-def ray_workers(config: EmbedConfig) -> Iterator[RayWorkers]:
+def actors_of(config: EmbedConfig) -> Iterator[Callable[[], list[Callable[[], Actor]]]]:
     """Context manager: connect to the cluster of a configuration, or start one (`--address local`).
+
+    Yields:
+        what returns the functions that start actors: one more than fit, which makes an autoscaling cluster grow.
 
     Raises:
         InputError: the address is that of a Ray client.
@@ -132,7 +120,16 @@ def ray_workers(config: EmbedConfig) -> Iterator[RayWorkers]:
             at_the_end.callback(ray.shutdown)
         resources = resources_of(config, _nodes(ray))
         print_line(f"a worker takes {resources['num_cpus']} cores and {resources['num_gpus']:g} GPUs", err=True)
-        yield RayWorkers(ray, resources, start_of_actor(config, resources))
+        start = partial(Actor, ray, resources, start_of_actor(config, resources))
+        looked, places = -_LOOK_S, 0
+
+        def starts() -> list[Callable[[], Actor]]:
+            nonlocal looked, places
+            if time.monotonic() - looked > _LOOK_S:
+                looked, places = time.monotonic(), places_of(_nodes(ray), resources)
+            return [start] * (places + 1)
+
+        yield starts
 
 
 def _nodes(ray: Any) -> list[dict[str, float]]:

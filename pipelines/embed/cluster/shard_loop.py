@@ -7,7 +7,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +15,8 @@ from extract.errors import DisagreementError, InputError, LayertapError
 from pipelines.embed.cluster.worker import Done, Event, Joined, Left, Rows
 
 if TYPE_CHECKING:
-    from pipelines.embed.cluster.processes import Child, Processes
-    from pipelines.embed.cluster.ray_actors import Actor, RayWorkers
+    from pipelines.embed.cluster.processes import Child
+    from pipelines.embed.cluster.ray_actors import Actor
 
 __all__ = ["ShardLoop"]
 
@@ -40,7 +40,7 @@ class ShardLoop:
     """The shards of a run: which are published, which a worker has, and how often each has failed.
 
     Args:
-        engine: starts the workers: `places()` is the number to have, which may change.
+        starts: returns the functions that start the workers; their number may grow.
         shards: returns the shards to build; called when the first worker has joined, which creates the data set.
         on_event: called with a worker's place and its event.
         receipts: returns published shard -> its receipt; asked when a worker dies, which may have published shards and
@@ -55,12 +55,12 @@ class ShardLoop:
 
     def __init__(
         self,
-        engine: Processes | RayWorkers,
+        starts: Callable[[], Sequence[Callable[[], Child | Actor]]],
         shards: Callable[[], Iterable[int]],
         on_event: Callable[[int, Event], None] = lambda worker, event: None,
         receipts: Callable[[], Mapping[int, dict[str, Any] | None]] = dict,
     ):
-        self._engine, self._shards, self._on_event, self._receipts = engine, shards, on_event, receipts
+        self._starts, self._shards, self._on_event, self._receipts = starts, shards, on_event, receipts
         self._pending: deque[int] | None = None
         # After a worker died, each of its shards is built alone: an image of the next shard, which is decoded
         # meanwhile, may have killed it.
@@ -83,8 +83,9 @@ class ShardLoop:
         end = time.monotonic() + _JOIN_S
         try:
             while not stop() and (self._pending is None or self._pending or self._suspect or any(self._held())):
-                for place in set(range(self._engine.places())) - self._workers.keys() - self._lost_places:
-                    self._start(place)
+                for place, start in enumerate(self._starts()):
+                    if place not in self._workers and place not in self._lost_places:
+                        self._start(place, start)
                 for worker in self._workers.values():
                     if worker.held == [] and (shards := self._next()):
                         worker.held = shards
@@ -97,8 +98,8 @@ class ShardLoop:
             for worker in self._workers.values():
                 worker.process.kill()
 
-    def _start(self, place: int) -> None:
-        worker = self._workers[place] = _Worker(place, self._engine.start(place))
+    def _start(self, place: int, start: Callable[[], Child | Actor]) -> None:
+        worker = self._workers[place] = _Worker(place, start())
 
         def pass_on() -> None:
             for event in worker.process.events():

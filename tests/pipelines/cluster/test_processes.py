@@ -10,8 +10,9 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 import pytest
 
 from extract.errors import InputError, LayertapError
-from pipelines.embed.cluster.processes import Processes
+from pipelines.embed.cluster.processes import Child
 from pipelines.embed.cluster.shard_loop import ShardLoop
 from pipelines.embed.cluster.worker import Done, Event, Joined, Left, Message, Rows
 from tests.pipelines.cluster.made_up import MadeUp
@@ -28,7 +29,7 @@ from tests.pipelines.cluster.made_up import MadeUp
 def run(made_up: MadeUp, count: int, workers: int = 2) -> tuple[ShardLoop, list[Event]]:
     events: list[Event] = []
     loop = ShardLoop(
-        Processes([made_up] * workers),
+        lambda: [partial(Child, made_up)] * workers,
         lambda: range(count),
         lambda worker, event: events.append(event),
         lambda: {shard: {} for shard in made(made_up.out)},
@@ -49,11 +50,8 @@ class Simulated:
         self.given: list[list[int]] = []
         self.built: list[int] = []
 
-    def places(self) -> int:
-        return self.size
-
-    def start(self, place: int) -> SimulatedWorker:
-        return SimulatedWorker(self)
+    def __call__(self) -> list[Callable[[], SimulatedWorker]]:
+        return [lambda: SimulatedWorker(self)] * self.size
 
 
 class SimulatedWorker:
@@ -134,7 +132,7 @@ def test_of_two_writers_each_counts_the_shards_that_it_was_the_first_to_publish(
 
 def test_shards_that_are_published_when_the_run_is_stopped_are_counted(tmp_path: Path) -> None:
     """Each shard is reported when the next is built, and what takes part in that does not stop."""
-    loop = ShardLoop(Processes([MadeUp(tmp_path, does={1: "cannot stop"})]), lambda: range(12))
+    loop = ShardLoop(lambda: [partial(Child, MadeUp(tmp_path, does={1: "cannot stop"}))], lambda: range(12))
     loop.run(lambda: [worker.current for worker in loop._workers.values()] == [1])
     assert made(tmp_path) == [0, 1]
     assert (loop.done, loop.own, loop.attempts) == (2, 2, 0)
@@ -177,7 +175,7 @@ def test_workers_that_are_killed_at_random_are_replaced(tmp_path: Path) -> None:
                     killed.append(1)
 
     loop = ShardLoop(
-        Processes([MadeUp(tmp_path, 0.05)] * 2),
+        lambda: [partial(Child, MadeUp(tmp_path, 0.05))] * 2,
         lambda: range(60),
         receipts=lambda: {shard: {} for shard in made(tmp_path)},
     )
@@ -193,8 +191,8 @@ def test_workers_that_are_killed_at_random_are_replaced(tmp_path: Path) -> None:
 
 def test_an_error_of_the_configuration_ends_all_workers_with_one_message(tmp_path: Path) -> None:
     events: list[Event] = []
-    engine = Processes([MadeUp(tmp_path, does={0: "refuses"})] * 2)
-    loop = ShardLoop(engine, lambda: range(3), lambda worker, event: events.append(event))
+    children = [partial(Child, MadeUp(tmp_path, does={0: "refuses"}))] * 2
+    loop = ShardLoop(lambda: children, lambda: range(3), lambda worker, event: events.append(event))
     with pytest.raises(InputError, match="^layer 'x' not found$"):
         loop.run()
     assert events == []
@@ -210,20 +208,21 @@ class Dies(MadeUp):
 def test_workers_that_die_before_they_are_ready_end_the_run(tmp_path: Path) -> None:
     expected = pytest.raises(LayertapError, match="no worker can be started: its process exited with code 7")
     with expected:
-        ShardLoop(Processes([Dies(tmp_path)]), lambda: range(3)).run()
+        ShardLoop(lambda: [partial(Child, Dies(tmp_path))], lambda: range(3)).run()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("does", ["", "hangs"])
 def test_workers_end_when_the_first_process_is_killed(does: str, tmp_path: Path) -> None:
     code = f"""
+from functools import partial
 from pathlib import Path
-from pipelines.embed.cluster.processes import Processes
+from pipelines.embed.cluster.processes import Child
 from pipelines.embed.cluster.shard_loop import ShardLoop
 from tests.pipelines.cluster.made_up import MadeUp
 if __name__ == "__main__":
     does = dict.fromkeys(range(6, 10_000), {does!r})
-    loop = ShardLoop(Processes([MadeUp(Path({str(tmp_path)!r}), 0.05, does)] * 2), lambda: range(10_000))
+    loop = ShardLoop(lambda: [partial(Child, MadeUp(Path({str(tmp_path)!r}), 0.05, does))] * 2, lambda: range(10_000))
     def stop():
         global told
         if len(loop._workers) == 2 and not told:
