@@ -32,7 +32,7 @@ from pipelines.embed.cluster.worker import Done, Event, Joined, Left, Message, R
 from pipelines.embed.config import EmbedConfig
 from pipelines.terminal.graceful_stop import signals_held
 from pipelines.terminal.progress import Progress
-from pipelines.terminal.text_output import command_line, print_failures, print_line, print_remedy, printable
+from pipelines.terminal.text_output import command_line, print_failures, print_remedy, printable
 
 if TYPE_CHECKING:
     from pipelines.embed.cluster.ray_actors import Actor
@@ -70,7 +70,6 @@ class SharedRun:
         self._place = destination_of(config.place)
         # Tasks of an array share the folder; a bucket has no locks.
         self._is_alone = config.shards_of is None and not is_url(config.place)
-        self._progress = Progress(None)
         self._messages: set[str] = set()
         self._hosts: dict[int, str] = {}
         self._counted: Counter[int] = Counter()  # shard in progress -> rows in the progress bar
@@ -88,14 +87,15 @@ class SharedRun:
             LayertapError: see `ShardLoop.run`.
         """
         with locked(self.config.folder) if self._is_alone else contextlib.nullcontext():
-            with signals_held() as received, self._progress:
+            # Signals are held first: an exception while workers are being started would leave some of them.
+            with signals_held() as received, Progress(None) as self._progress:
                 self.loop.run(lambda: bool(received))
-            if self.requested is None:
-                print_line("stopped before a worker joined; nothing was computed", err=True)
-                raise click.exceptions.Exit(128 + received[0])
-            self._place.clean()
-            self.seconds = time.monotonic() - self._start
-            self._note("ended", seconds=round(self.seconds, 3), rows=self.hosts.total())
+                if self.requested is None:
+                    self._progress.say("stopped before a worker joined; nothing was computed")
+                    raise click.exceptions.Exit(128 + received[0])
+                self._place.clean()
+                self.seconds = time.monotonic() - self._start
+                self._note("ended", seconds=round(self.seconds, 3), rows=self.hosts.total())
             if self._is_alone and self.is_complete:
                 shutil.rmtree(self.config.folder / BUILDING, ignore_errors=True)
         if received and not self.is_complete:
