@@ -231,7 +231,8 @@ def bottleneck(summary: Summary) -> str:
 
     Images are decoded and rows are written while the forward computes. So a forward that waits for images, or for the
     previous batch to be written, for more than 20 % of the time is limited by them, whatever its own share: a faster
-    forward would only wait longer. Of the other time, the largest share decides.
+    forward would only wait longer. Of the other time, the largest share decides; the time to complete and publish a
+    shard, beside which nothing is computed, counts for "write".
     """
     stages = summary.stages
     least_s = _WAITING_SHARE * sum(stages.values())
