@@ -85,7 +85,7 @@ def extract_several(
     kept_bytes: int = KEPT_BYTES,
     on_member: Callable[[str, range], None] = lambda name, rows: None,
     on_failure: Callable[[str, LayertapError], None] = lambda name, error: None,
-    on_rows: Callable[[int, bool], None] | None = None,
+    on_rows: Callable[[int, bool], None] = lambda rows, resumed: None,
     on_note: Callable[[str], None] | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, MemberRun]:
@@ -116,7 +116,7 @@ def extract_several(
     """
 
     def on_new_rows(count: int, resumed: bool) -> None:
-        if on_rows is not None and not resumed:
+        if not resumed:
             on_rows(count, False)
 
     runs = {member.name: MemberRun() for member in members}
@@ -139,8 +139,7 @@ def extract_several(
         if runs[member.name].error is not None:
             return False
         if _is_finished(member.out, shard):
-            if on_rows is not None:
-                on_rows(len(here), True)
+            on_rows(len(here), True)
             return False
         on_member(member.name, here)
         stopped = False

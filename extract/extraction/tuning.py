@@ -86,6 +86,13 @@ class Measured:
     why_not: str = ""
     why_not_fast: str = ""
 
+    @property
+    def remark(self) -> str:
+        """Why it is refused, to be printed after its rate; empty if it is accepted."""
+        if self.why_not:
+            return f"  rejected: {self.why_not}"
+        return f"  fast decoding rejected: {self.why_not_fast}" if self.why_not_fast else ""
+
 
 def compute_options(
     device: torch.device, *, precision: str | None = None, compile: str | None = None

@@ -124,10 +124,7 @@ def _fastest(config: EmbedConfig, plan: Plan) -> list[dict[str, Any]]:
     print_line(f"fast      {_SOURCES[tuned.source]}", err=True)
     for measurement in tuned.measured:
         rate = f"{measurement.images_per_s:8.1f} images/s" if measurement.images_per_s else "        -         "
-        note = f"  rejected: {measurement.why_not}" if measurement.why_not else ""
-        if measurement.why_not_fast and not measurement.why_not:
-            note = f"  fast decoding rejected: {measurement.why_not_fast}"
-        print_line(f"          {measurement.way!s:20} {rate}{note}", err=True)
+        print_line(f"          {measurement.way!s:20} {rate}{measurement.remark}", err=True)
     return tuned.settings
 
 
