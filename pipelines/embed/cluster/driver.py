@@ -133,8 +133,9 @@ class SharedRun:
 
     def _receipts(self) -> dict[int, dict[str, Any] | None]:
         """Return published shard -> receipt; None where another run may have published it."""
-        receipts = self._place.receipts(())
-        return {shard: receipt if self._is_alone else None for _, shard, receipt in receipts}
+        if self._is_alone:
+            return {shard: receipt for _, shard, receipt in self._place.receipts(())}
+        return dict.fromkeys(self._place.published().tolist())
 
     def _report(self, worker: int, event: Event) -> None:
         host = self._hosts.get(worker, "")

@@ -43,8 +43,8 @@ class ShardLoop:
         starts: returns the functions that start the workers; their number may grow.
         shards: returns the shards to build; called when the first worker has joined, which creates the data set.
         on_event: called with a worker's place and its event.
-        receipts: returns published shard -> its receipt; asked when a worker dies, which may have published shards and
-            not reported them.
+        receipts: returns published shard -> its receipt, None if it may be of another run; asked when a worker dies,
+            which may have published shards and not reported them.
 
     Attributes:
         done: number of published shards.
@@ -145,6 +145,8 @@ class ShardLoop:
         elif isinstance(event, Rows):
             worker.current = event.shard
         elif isinstance(event, Done):
+            if event.receipt is None:  # another process was first: perhaps a worker of this run that was lost
+                event = Done(event.shard, self._receipts().get(event.shard))
             assert worker.held is not None
             worker.held.remove(event.shard)
             self._failing.clear()

@@ -25,14 +25,18 @@ from pipelines.embed.cluster.shard_loop import ShardLoop
 from pipelines.embed.cluster.worker import Done, Event, Joined, Left, Message, Rows
 from tests.pipelines.cluster.made_up import MadeUp
 
+NO_FACTS: dict[str, Any] = {}
 
-def run(made_up: MadeUp, count: int, workers: int = 2) -> tuple[ShardLoop, list[Event]]:
+
+def run(
+    made_up: MadeUp, count: int, workers: int = 2, receipt: dict[str, Any] | None = NO_FACTS
+) -> tuple[ShardLoop, list[Event]]:
     events: list[Event] = []
     loop = ShardLoop(
         lambda: [partial(Child, made_up)] * workers,
         lambda: range(count),
         lambda worker, event: events.append(event),
-        lambda: {shard: {} for shard in made(made_up.out)},
+        lambda: dict.fromkeys(made(made_up.out), receipt),
     )
     loop.run()
     return loop, events
@@ -124,7 +128,7 @@ def test_each_shard_is_made_by_one_of_the_workers(tmp_path: Path) -> None:
 
 def test_of_two_writers_each_counts_the_shards_that_it_was_the_first_to_publish(tmp_path: Path) -> None:
     with ThreadPoolExecutor(2) as pool:
-        loops = list(pool.map(lambda _: run(MadeUp(tmp_path, 0.05), 20, workers=1)[0], range(2)))
+        loops = list(pool.map(lambda _: run(MadeUp(tmp_path, 0.05), 20, workers=1, receipt=None)[0], range(2)))
     assert made(tmp_path) == list(range(20))
     assert [loop.done for loop in loops] == [20, 20]
     assert sum(loop.own for loop in loops) == 20
@@ -143,6 +147,15 @@ def test_a_shard_that_its_worker_published_before_it_died_is_counted(tmp_path: P
     assert made(tmp_path) == list(range(8))
     assert (loop.done, loop.own, loop.attempts) == (8, 8, 0)
     assert sum(isinstance(event, Left) for event in events) == 1
+
+
+def test_a_shard_that_a_lost_worker_published_late_is_counted(tmp_path: Path) -> None:
+    """The process of a node that the cluster has given up lives on for a moment."""
+    (tmp_path / "shard-2").touch()
+    loop, _ = run(MadeUp(tmp_path), 4, workers=1)
+    assert (loop.done, loop.own) == (4, 4)
+    loop, _ = run(MadeUp(tmp_path), 4, workers=1, receipt=None)
+    assert (loop.done, loop.own) == (4, 0)
 
 
 @pytest.mark.slow
