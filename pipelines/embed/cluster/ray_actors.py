@@ -95,9 +95,8 @@ def actors_of(config: EmbedConfig) -> Iterator[Callable[[], list[Callable[[], Ac
             f"--address {config.address}: not supported", hint="run on a machine of the cluster, with --address auto"
         )
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    if (
-        config.address != "local"
-    ):  # Ray reads it when it is imported. By default, it tries to connect 20 times, 40 s each
+    if config.address != "local":
+        # Ray reads it when it is imported. By default, it tries to connect 20 times, 40 s each.
         os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "1")
     ray = library("ray", "ray", "--engine ray")
     # Ray prints errors of the cluster on stdout, which would spoil --json.
