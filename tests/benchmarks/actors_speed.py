@@ -25,9 +25,9 @@ from typing import Any
 from unittest import mock
 
 from pipelines.embed.cluster import ray_actors
+from pipelines.embed.cluster.processes import Event, Joined
 from pipelines.embed.cluster.ray_actors import actors_of
 from pipelines.embed.cluster.shard_loop import ShardLoop
-from pipelines.embed.cluster.worker import Event, Joined
 from pipelines.embed.config import EmbedConfig
 from tests.pipelines.cluster.made_up import MadeUp
 

@@ -26,9 +26,8 @@ from extract.store.reader import FeatureReader
 from extract.system.atomic_files import append_line
 from extract.system.folder_lock import locked
 from extract.system.urls import is_url
-from pipelines.embed.cluster.processes import Child, children_of
+from pipelines.embed.cluster.processes import Child, Done, Event, Joined, Left, Message, Rows, children_of
 from pipelines.embed.cluster.shard_loop import ShardLoop
-from pipelines.embed.cluster.worker import Done, Event, Joined, Left, Message, Rows
 from pipelines.embed.config import EmbedConfig
 from pipelines.terminal.graceful_stop import signals_held
 from pipelines.terminal.progress import Progress

@@ -1,25 +1,187 @@
-"""Workers that are processes of this machine, one or more per device."""
+"""Workers that are processes of this machine, one or more per device.
+
+A worker builds lists of shards, and reports each event. `_work` is what its process runs; `Child` is the worker as seen
+by the process that started it.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
+import platform
 import signal
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import resource_tracker
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from extract import defaults
-from extract.errors import InputError
+from extract.errors import InputError, LayertapError, first_line
 from extract.store.format.dataset import BUILDING
 from extract.system.urls import is_url
-from pipelines.embed.cluster.worker import SIGNALS, Embed, Event, Left, Start, work
 from pipelines.embed.config import EmbedConfig
+from pipelines.terminal.progress import store_warnings_to
 
-__all__ = ["Child", "children_of"]
+if TYPE_CHECKING:
+    from extract.extraction.shard_maker import ShardMaker
+
+__all__ = [
+    "Child", "Done", "Embed", "Event", "Joined", "Left", "Message", "Rows", "Start", "children_of", "exit_with_parent",
+]  # fmt: skip
 
 _EXIT_S = 60.0  # for a process whose pipe has ended
+_ROWS_EVERY_S = 0.5
+_PARENT_EVERY_S = 1.0
+# Ctrl-C, and the SIGTERM of a service manager, reach all processes; only the first process acts on them.
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Joined(NamedTuple):
+    """The worker is ready; the machine, and the device that computes."""
+
+    host: str
+    about: str
+
+
+class Message(NamedTuple):
+    """A message for the user, printed once even if several workers send it."""
+
+    text: str
+
+
+class Rows(NamedTuple):
+    """Number of stored rows of the shard in progress; the first time with those of an earlier run (`resumed`)."""
+
+    shard: int
+    stored: int
+    resumed: bool
+
+
+class Done(NamedTuple):
+    """A shard is published; without a receipt, another worker was the first to publish it."""
+
+    shard: int
+    receipt: dict[str, Any] | None
+
+
+class Left(NamedTuple):
+    """The worker has ended: why (empty: it was asked to), and the error if layertap raised it on purpose."""
+
+    why: str
+    error: LayertapError | None = None
+
+
+Event = Joined | Message | Rows | Done | Left
+
+
+# Called in a worker, with a function for messages; must be picklable. Yields what builds shards: a `ShardMaker`.
+Start = Callable[[Callable[[str], None]], AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True)
+class Embed:
+    """Load what a worker of `layertap embed` needs: the backbone, the images, and a folder to build shards in.
+
+    Attributes:
+        config: configuration of the job.
+        scratch: folder for shards in progress; None: the folder for temporary files.
+        threads: threads of the forward on a CPU, and most processes that decode.
+        folder: folder that names of files are relative to.
+    """
+
+    config: EmbedConfig
+    scratch: Path | None
+    threads: int
+    folder: Path = field(default_factory=Path.cwd)
+
+    @contextlib.contextmanager
+    def __call__(self, say: Callable[[str], None]) -> Iterator[ShardMaker]:
+        """Context manager, see `Start`."""
+        if self.folder.is_dir():  # Ray starts an actor in another folder, perhaps on a machine without this one
+            os.chdir(self.folder)
+
+        import torch
+
+        from extract.extraction.shard_maker import ShardMaker
+        from extract.store.places.destination import destination_of
+        from pipelines.embed.job import describe_computation, plan_of
+        from pipelines.terminal.backbone import backbone_of
+
+        torch.set_num_threads(self.threads)
+        config = self.config
+        if "workers" not in config.model_fields_set:
+            config = config.model_copy(update={"workers": min(8, self.threads)})
+        plan = plan_of(config, backbone_of(config, say))
+        with ShardMaker(
+            plan,
+            destination_of(config.place),
+            self.scratch,
+            lambda computation: say(describe_computation(computation, plan.settings.precision)),
+            lambda note: say(f"note: {note}"),
+        ) as maker:
+            yield maker
+
+
+def exit_with_parent() -> None:
+    """End this process at once when the process that started it has ended.
+
+    `PR_SET_PDEATHSIG` does not serve: the kernel sends that signal when the thread that started the process ends, too.
+    """
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_PARENT_EVERY_S)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _work(pipe: Connection[Any, Any], start: Start, start_method: str) -> None:
+    """Run a worker in this process: build the lists of shards that come through the pipe, until an empty one comes."""
+    exit_with_parent()
+    # "spawn" would also apply to processes that decode images, and each list would wait 6 s for them.
+    multiprocessing.set_start_method(start_method, force=True)
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+    sending = threading.Lock()  # a bucket that does not answer is reported by the thread that publishes
+    stored, sent_at = 0, 0.0
+
+    def send(event: Event) -> None:
+        with sending, contextlib.suppress(OSError):  # the other end is closed: `recv` ends the worker
+            pipe.send(event)
+
+    def on_rows(shard: int, rows: int, resumed: bool) -> None:
+        nonlocal stored, sent_at
+        stored = rows if resumed else stored + rows
+        if resumed or time.monotonic() - sent_at > _ROWS_EVERY_S:
+            sent_at = time.monotonic()
+            send(Rows(shard, stored, resumed))
+
+    def say(text: str) -> None:
+        send(Message(text))
+
+    try:
+        with store_warnings_to(say), start(say) as maker, contextlib.suppress(EOFError):
+            send(Joined(platform.node(), maker.about))
+            while shards := pipe.recv():
+                # What arrives while shards are built, or the end of the pipe, asks the worker to stop.
+                for shard, receipt in maker.build(shards, on_rows, pipe.poll):
+                    send(Done(shard, receipt))
+        send(Left(""))
+    except LayertapError as error:
+        send(Left(str(error), error))
+    except Exception as error:
+        send(Left(f"{type(error).__name__}: {first_line(error)}"))
+        raise
 
 
 class Child:
@@ -28,11 +190,11 @@ class Child:
     def __init__(self, start: Start):
         context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=work, args=(theirs, start, multiprocessing.get_start_method()))
-        # A signal that comes before `work` ignores it would end the process with a traceback. The process that tracks
+        self._process = context.Process(target=_work, args=(theirs, start, multiprocessing.get_start_method()))
+        # A signal that comes before `_work` ignores it would end the process with a traceback. The process that tracks
         # resources starts first, because its start unblocks signals.
         resource_tracker.ensure_running()
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         self._process.start()
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()  # so that the pipe ends with the process

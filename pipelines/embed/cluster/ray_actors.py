@@ -21,8 +21,7 @@ from typing import Any
 from extract.errors import InputError, LayertapError, first_line
 from extract.system.optional_libraries import library
 from extract.system.urls import is_url
-from pipelines.embed.cluster.processes import Child
-from pipelines.embed.cluster.worker import Embed, Event, Left, Start, exit_with_parent
+from pipelines.embed.cluster.processes import Child, Embed, Event, Left, Start, exit_with_parent
 from pipelines.embed.config import EmbedConfig
 from pipelines.terminal.text_output import print_line
 

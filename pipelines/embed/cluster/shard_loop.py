@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from extract.errors import DisagreementError, InputError, LayertapError
-from pipelines.embed.cluster.worker import Done, Event, Joined, Left, Rows
+from pipelines.embed.cluster.processes import Child, Done, Event, Joined, Left, Rows
 
 if TYPE_CHECKING:
-    from pipelines.embed.cluster.processes import Child
     from pipelines.embed.cluster.ray_actors import Actor
 
 __all__ = ["ShardLoop"]

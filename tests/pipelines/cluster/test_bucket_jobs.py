@@ -19,8 +19,7 @@ from extract import FeatureReader, LayertapError
 from extract.store.places import objects as remote
 from pipelines.cli import main
 from pipelines.embed.cluster.driver import as_json, embed_shared
-from pipelines.embed.cluster.processes import Child
-from pipelines.embed.cluster.worker import Left, Message
+from pipelines.embed.cluster.processes import Child, Left, Message
 from pipelines.embed.config import EmbedConfig
 from pipelines.terminal.config import load_config
 from pipelines.terminal.progress import Progress

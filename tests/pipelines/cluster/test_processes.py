@@ -20,9 +20,8 @@ from typing import Any
 import pytest
 
 from extract.errors import InputError, LayertapError
-from pipelines.embed.cluster.processes import Child
+from pipelines.embed.cluster.processes import Child, Done, Event, Joined, Left, Message, Rows
 from pipelines.embed.cluster.shard_loop import ShardLoop
-from pipelines.embed.cluster.worker import Done, Event, Joined, Left, Message, Rows
 from tests.pipelines.cluster.made_up import MadeUp
 
 NO_FACTS: dict[str, Any] = {}

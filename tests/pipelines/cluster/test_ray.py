@@ -104,7 +104,7 @@ def test_a_server_that_is_not_ray_and_never_answers_is_given_up_in_a_minute(fold
 
 
 def test_a_process_whose_parent_is_killed_ends() -> None:
-    actor = "import time\nfrom pipelines.embed.cluster.worker import exit_with_parent as run\nprint(1, flush=True)\n"
+    actor = "import time\nfrom pipelines.embed.cluster.processes import exit_with_parent as run\nprint(1, flush=True)\n"
     node = (
         "import subprocess, sys, time\n"
         f"subprocess.Popen([sys.executable, '-c', {actor + 'run(); time.sleep(600)'!r}])\ntime.sleep(600)"
