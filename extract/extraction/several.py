@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
@@ -154,7 +154,8 @@ def extract_several(
     for (rows, _), group in groups.items():
         for shard in range(-(-len(images) // rows)):
             here = range(shard * rows, min((shard + 1) * rows, len(images)))
-            with _scratch_file(scratch) as file:
+            # Without a name, it ends with the process.
+            with tempfile.TemporaryFile(dir=scratch, buffering=0) as file:
                 decoded = KeptBatches(file, stop)
                 if any(compute(member, shard, here, rows, decoded.load) for member in group):
                     return runs
@@ -162,14 +163,6 @@ def extract_several(
         run = runs[member.name]
         run.complete = run.error is None and all(file is not None for file in DataSet.open(member.out).published())
     return runs
-
-
-def _scratch_file(scratch: Path) -> BinaryIO:
-    """Return an unbuffered file without a name, which ends with the process."""
-    try:
-        return tempfile.TemporaryFile(dir=scratch, buffering=0)
-    except OSError as error:
-        raise LayertapError(f"cannot write to {scratch}: {error.strerror}") from error
 
 
 @contextmanager
