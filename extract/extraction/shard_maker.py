@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from extract.errors import LayertapError, LockedError
-from extract.extraction.pipeline import Summary, checked_batches, extract_shard
+from extract.extraction.pipeline import ShardWork, Summary, batches_of, checked_batches, extract_shard
 from extract.extraction.plan import Plan
-from extract.extraction.todo import ShardWork, batches_of, work_at
+from extract.extraction.run import work_at
 from extract.extraction.validation import Computation, ValidatedForward
 from extract.images import load_batches
 from extract.images.loading import Batch
