@@ -212,7 +212,7 @@ class Child:
             ready = wait([self._pipe, self._process.sentinel])
             try:
                 event = self._pipe.recv() if self._pipe in ready else Left(self._exit_reason())
-            except (EOFError, OSError):
+            except Exception:  # the pipe has ended, or a message cannot be read: nothing may wait for this worker
                 event = Left(self._exit_reason())
             yield event
 
