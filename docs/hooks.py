@@ -1,4 +1,7 @@
-"""Pages that MkDocs builds from the code: the command line from click, and configuration keys from pydantic models."""
+"""Pages that MkDocs builds from the code: the command line from click, and configuration keys from pydantic models.
+
+Nothing that is committed can be out of date. Plugins for click do not read the models.
+"""
 
 from __future__ import annotations
 

@@ -9,10 +9,17 @@
 
 Three batches are in progress at once: batch k + 2 is decoded, batch k + 1 is computed, batch k is written. The
 concurrency belongs to what owns a process, a device or a thread: `load_batches`, `Forward` and `ShardWriter`.
+
+One image passes ten files, with twenty changes from one to another (`python -m tests.trace_path`), once 30 files with
+66: what one image passes lies together, and what can be resolved before the loop is not done in it.
+
+If a file fails, its row does; if a disk, server or network fails, the run stops, because one dead link says nothing
+about a server: after 32 failures of one kind in a row, or if a first batch of several images fails completely.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import time
@@ -20,6 +27,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,15 +37,26 @@ from torch import Tensor
 
 from extract.compute.forward import Values, check_count
 from extract.extraction.plan import Plan
-from extract.extraction.todo import ShardWork, open_part
 from extract.extraction.validation import Computation, ValidatedForward
 from extract.images import Batch, Images
 from extract.images.loading import stop_on_machine_errors
 from extract.row_status import Status
-from extract.store.format.layout import StoredFeature
+from extract.store.format.copying import copy_shard
+from extract.store.format.layout import RowNames, StoredFeature, create_shard
 from extract.store.format.writer import ShardWriter
 
-__all__ = ["StoredRows", "Summary", "blank_rows", "checked_batches", "extract_shard", "rows_of"]
+__all__ = [
+    "ShardWork",
+    "StoredRows",
+    "Summary",
+    "batches_of",
+    "blank_rows",
+    "checked_batches",
+    "extract_shard",
+    "rows_of",
+]
+
+RowNumbers = range | NDArray[np.int64]  # ascending
 
 
 def extract_shard(
@@ -97,6 +116,70 @@ def extract_shard(
             made = summary.made_since(before, asked - began, plan.provenance)
             writer.publish(plan.settings.compress or work.compress, made)
             stages["write"] += time.perf_counter() - asked
+
+
+@dataclass(frozen=True)
+class ShardWork:
+    """A shard that is not finished.
+
+    Attributes:
+        shard: number of the shard.
+        revision: revision of the file to write.
+        rows: rows of the data set to compute, none of which has good features.
+        published: finished file that the new one replaces; None if there is none.
+        compress: compression of the published file; None if it has none.
+    """
+
+    shard: int
+    revision: int
+    rows: RowNumbers
+    published: Path | None = None
+    compress: str | None = None
+
+
+@contextlib.contextmanager
+def open_part(plan: Plan, work: ShardWork) -> Iterator[ShardWriter]:
+    """Context manager: yield the writer of a shard; create its file if it does not exist.
+
+    After an error, a new file without stored rows is removed.
+    """
+    part = plan.dataset.path(work.shard, work.revision, part=True)
+    is_new = not part.exists()
+    if is_new:
+        _create_part(plan, work, part)
+    writer = ShardWriter(plan.dataset, work.shard, work.revision, sync_s=plan.settings.sync_s)
+    try:
+        with writer:
+            yield writer
+    except BaseException:
+        if is_new and work.published is None and (writer.status == Status.PENDING).all():
+            part.unlink(missing_ok=True)
+        raise
+
+
+def _create_part(plan: Plan, work: ShardWork, part: Path) -> None:
+    """Create the file to write: a new one, or a copy of the finished file in which the rows of `work` are pending."""
+    dataset, images = plan.dataset, plan.images
+    rows = dataset.shard_range(work.shard)
+    if work.published is not None:
+        with dataset.open_shard(work.shard, work.published) as published:
+            copy_shard(published, part, pending=np.asarray(work.rows) - rows.start)
+        return
+    here = images.slice(rows.start, rows.stop)
+    names = RowNames(here.paths, here.labels, here.splits, here.classes, here.ids, here.columns)
+    create_shard(part, dataset.features, dataset.identity(work.shard), names, plan.provenance)
+
+
+def batches_of(rows: RowNumbers, plan: Plan) -> Iterator[list[int]]:
+    """Split the rows of one shard into batches at the same boundaries as if all rows were to be computed.
+
+    The remaining batches of a resumed run, and so their features, are therefore those of an uninterrupted run.
+    """
+    if not len(rows):
+        return iter(())
+    start = int(rows[0]) // plan.dataset.shard_rows * plan.dataset.shard_rows
+    batch = (np.asarray(rows) - start) // plan.settings.batch_size
+    return map(np.ndarray.tolist, np.split(np.asarray(rows), np.flatnonzero(np.diff(batch)) + 1))
 
 
 @dataclass

@@ -211,7 +211,11 @@ def _decoding(backbone: Backbone, decode: str) -> Backbone:
 
 
 def _engine(settings: ExtractionSettings, backbone: Backbone, existing: Existing) -> str:
-    """Return the engine. It is "auto" only in float32: in lower precision features depend on the engine."""
+    """Return the engine. It is "auto" only in float32: in lower precision features depend on the engine.
+
+    The fingerprint names it, so it must be known before the first batch, and a compiler that fails later would end a
+    run for which none was requested: in lower precision, "auto" is autocast, or the engine of the stored rows.
+    """
     compile, precision = settings.compile, settings.precision
     if compile == "auto" and precision == "float32":
         return "auto"

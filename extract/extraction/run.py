@@ -19,24 +19,34 @@ import warnings
 from collections.abc import Callable, Container, Mapping
 from typing import Any
 
+import numpy as np
+import xxhash
+
 from extract import defaults
 from extract.compute.backbone import Backbone, load_backbone
-from extract.errors import InputError
-from extract.extraction.pipeline import Summary, checked_batches, extract_shard
+from extract.errors import InputError, LayertapError
+from extract.extraction.pipeline import RowNumbers, ShardWork, Summary, batches_of, checked_batches, extract_shard
 from extract.extraction.plan import Plan, existing_at, resolve
 from extract.extraction.settings import BackboneSettings, ExtractionSettings, taking, values_of
-from extract.extraction.todo import batches_of, check_disk_space, check_same_images, work_of
 from extract.extraction.validation import Computation, ValidatedForward
 from extract.images import Images, list_images, load_batches
 from extract.images.datasets import MapDataset, is_in_memory, list_dataset
 from extract.images.loading import Load
-from extract.store.format.dataset import BUILDING
+from extract.images.sources import ImageSource
+from extract.row_status import Status
+from extract.store.format.dataset import BUILDING, DataSet, ShardFiles
 from extract.store.format.kept_axes import keep_axes
+from extract.store.format.layout import row_bytes
+from extract.store.format.receipt import read_receipt
+from extract.store.format.writer import ShardWriter
 from extract.store.reader import FeatureReader
 from extract.system.foreign_code import exits_refused
 from extract.system.urls import is_url
 
-__all__ = ["NO_MAX_DISTORTION", "Arguments", "extract", "extract_features"]
+__all__ = ["NO_MAX_DISTORTION", "Arguments", "extract", "extract_features", "work_at", "work_of"]
+
+_TRIED_S = 2.0  # to try images of a shard that had an I/O error; if a server is down, each takes seconds
+_SAMPLED = 16  # stored rows whose images are read again if their folder has another name than before
 
 NO_MAX_DISTORTION = "max_distortion has no effect: extract.compute.distortion.measured_distortion measures projections"
 
@@ -204,3 +214,119 @@ def extract(
             ended = {"rows": summary.computed, "seconds": summary.seconds, "stages": summary.stages}
             dataset.add_run({"event": "ended", "started": plan.provenance["started"], **ended})
     return summary
+
+
+def work_of(dataset: DataSet, source: ImageSource, retry_failed: bool) -> list[ShardWork]:
+    """Return the work of unfinished shards, and of finished shards with I/O errors if one of the images can be read.
+
+    Args:
+        dataset: data set of the shards.
+        source: source of its images.
+        retry_failed: also return every row of finished shards whose status is not OK.
+    """
+    remaining = []
+    for shard, where in enumerate(dataset.shard_files()):
+        work = work_at(dataset, shard, where, retry_failed)
+        if work is None and not retry_failed:
+            work = _of_io_errors(dataset, source, shard, where)
+        if work is not None:
+            remaining.append(work)
+    return remaining
+
+
+def _of_io_errors(dataset: DataSet, source: ImageSource, shard: int, where: ShardFiles) -> ShardWork | None:
+    """Return the rows of a finished shard with an I/O error, if an image of them can be read now."""
+    assert where.published is not None
+    published = dataset.path(shard, where.published)
+    receipt = read_receipt(published, len(dataset.shard_range(shard)))
+    if receipt is None or not receipt["status"].get(Status.IO_ERROR.text):
+        return None
+    with dataset.open_shard(shard, published) as opened:
+        compress = next(iter(opened.compression.values()), None)
+        rows = dataset.shard_range(shard)[0] + np.flatnonzero(opened.column("status") == Status.IO_ERROR)
+    end = time.monotonic() + _TRIED_S
+    for row in np.random.default_rng().permutation(rows).tolist():  # another order in each run
+        if _can_be_read(source, row):
+            return ShardWork(shard, where.published + 1, rows, published, compress)
+        if time.monotonic() > end:
+            break
+    return None  # the shard is not rewritten without need
+
+
+def _can_be_read(source: ImageSource, row: int) -> bool:
+    try:
+        source.read(row)
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def work_at(dataset: DataSet, shard: int, where: ShardFiles, retry_failed: bool = False) -> ShardWork | None:
+    """Return the remaining work of one shard, or None. Damaged rows of an unfinished file become pending."""
+    rows: RowNumbers = dataset.shard_range(shard)
+    first_row, published, compress = rows[0], None, None
+    if where.published is not None:
+        if where.part is None and not retry_failed:
+            return None
+        published = dataset.path(shard, where.published)
+        with dataset.open_shard(shard, published) as opened:
+            compress = next(iter(opened.compression.values()), None)
+            rows = first_row + np.flatnonzero(opened.column("status") != Status.OK)
+    if where.part is not None:
+        with ShardWriter(dataset, shard, where.part) as writer:
+            writer.check()
+            rows = first_row + np.flatnonzero(writer.status != Status.OK)
+        return ShardWork(shard, where.part, rows, published, compress)
+    revision = 0 if where.published is None else where.published + 1
+    return ShardWork(shard, revision, rows, published, compress) if len(rows) else None
+
+
+def check_same_images(plan: Plan, existing: DataSet) -> None:
+    """Check that a few images with stored rows are identical, byte for byte, in the new folder.
+
+    A folder may move. But two folders may hold different pictures under the same names, and a second run would then
+    report the wrong pictures as complete.
+
+    Raises:
+        InputError: an image differs or cannot be read; the names may belong to other images.
+    """
+    for shard, where in enumerate(existing.shard_files()):
+        file = existing.current(shard, where)
+        if file is None:
+            continue
+        with existing.open_shard(shard, file) as stored:
+            good = np.flatnonzero(stored.column("status") == Status.OK)
+            chosen = good[:: max(1, len(good) // _SAMPLED)]
+            hashes = stored.column("source_hash")[chosen]
+            first_row = stored.identity.first_row
+            for row, expected in zip((first_row + chosen).tolist(), hashes, strict=True):
+                path = plan.images.slice(row, row + 1).paths[0]
+                try:
+                    same = xxhash.xxh3_128_digest(plan.images.source.read(row)[0]) == expected.tobytes()
+                except (OSError, ValueError):
+                    same = False
+                if not same:
+                    raise InputError(
+                        f"{existing.out} holds features of the images in {existing.images['root']}; those in "
+                        f"{plan.images.root} are others: {path} differs",
+                        hint="choose another output folder",
+                    )
+        if len(chosen):
+            return
+
+
+def check_disk_space(dataset: DataSet) -> None:
+    """Check that the shards to create fit on the disk.
+
+    Raises:
+        LayertapError: the shards do not fit.
+    """
+    new = [shard for shard, where in enumerate(dataset.shard_files()) if where.published is None and where.part is None]
+    needed = sum(len(dataset.shard_range(shard)) for shard in new) * row_bytes(dataset.features)
+    place = next(folder for folder in (dataset.out.absolute(), *dataset.out.absolute().parents) if folder.exists())
+    free = shutil.disk_usage(place).free
+    if needed > free:
+        raise LayertapError(
+            f"{dataset.out}: features need {needed / 1e6:,.1f} MB, {free / 1e6:,.1f} MB are free on the disk",
+            hint="pool the layers, store float16 (--dtype float16), or choose another output folder",
+        )

@@ -2,6 +2,10 @@
 
 `extract_features` has its parameters from here, and `layertap embed`, `sync` and `compare` their options, the keys of
 their config files and their pages of reference. A setting is added to the class of those that are to have it.
+
+Dataclasses, because a pydantic model has no positional parameters and refuses an integer of NumPy; with
+`Unpack[TypedDict]`, each setting would be named twice. Models of config files are made from the fields and do not
+inherit: where a base model overrides a default, pydantic takes the one of the dataclass.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
@@ -85,7 +85,7 @@ def extract_several(
     kept_bytes: int = KEPT_BYTES,
     on_member: Callable[[str, range], None] = lambda name, rows: None,
     on_failure: Callable[[str, LayertapError], None] = lambda name, error: None,
-    on_rows: Callable[[int, bool], None] | None = None,
+    on_rows: Callable[[int, bool], None] = lambda rows, resumed: None,
     on_note: Callable[[str], None] | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, MemberRun]:
@@ -116,7 +116,7 @@ def extract_several(
     """
 
     def on_new_rows(count: int, resumed: bool) -> None:
-        if on_rows is not None and not resumed:
+        if not resumed:
             on_rows(count, False)
 
     runs = {member.name: MemberRun() for member in members}
@@ -139,8 +139,7 @@ def extract_several(
         if runs[member.name].error is not None:
             return False
         if _is_finished(member.out, shard):
-            if on_rows is not None:
-                on_rows(len(here), True)
+            on_rows(len(here), True)
             return False
         on_member(member.name, here)
         stopped = False
@@ -155,7 +154,8 @@ def extract_several(
     for (rows, _), group in groups.items():
         for shard in range(-(-len(images) // rows)):
             here = range(shard * rows, min((shard + 1) * rows, len(images)))
-            with _scratch_file(scratch) as file:
+            # Without a name, it ends with the process.
+            with tempfile.TemporaryFile(dir=scratch, buffering=0) as file:
                 decoded = KeptBatches(file, stop)
                 if any(compute(member, shard, here, rows, decoded.load) for member in group):
                     return runs
@@ -163,14 +163,6 @@ def extract_several(
         run = runs[member.name]
         run.complete = run.error is None and all(file is not None for file in DataSet.open(member.out).published())
     return runs
-
-
-def _scratch_file(scratch: Path) -> BinaryIO:
-    """Return an unbuffered file without a name, which ends with the process."""
-    try:
-        return tempfile.TemporaryFile(dir=scratch, buffering=0)
-    except OSError as error:
-        raise LayertapError(f"cannot write to {scratch}: {error.strerror}") from error
 
 
 @contextmanager

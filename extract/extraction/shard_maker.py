@@ -18,17 +18,17 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 from extract.errors import LayertapError, LockedError
-from extract.extraction.pipeline import Summary, checked_batches, extract_shard
+from extract.extraction.pipeline import ShardWork, Summary, batches_of, checked_batches, extract_shard
 from extract.extraction.plan import Plan
-from extract.extraction.todo import ShardWork, batches_of, work_at
+from extract.extraction.run import work_at
 from extract.extraction.validation import Computation, ValidatedForward
 from extract.images import load_batches
 from extract.images.loading import Batch
 from extract.store.format.dataset import DataSet, ShardFiles
-from extract.store.format.receipt import checked_receipt
+from extract.store.format.receipt import checked_receipt, read_receipt
 from extract.store.places.destination import Destination
 from extract.system.atomic_files import own_folder
 from extract.system.folder_lock import locked
@@ -53,7 +53,7 @@ class _OpenShard(NamedTuple):
     close: Callable[[], None]
 
 
-class ShardMaker:
+class ShardMaker(contextlib.ExitStack):
     """Context manager that builds and publishes shards.
 
     A killed process leaves its unfinished shards. The next process of this machine that builds them resumes them.
@@ -76,6 +76,7 @@ class ShardMaker:
         on_computation: Callable[[Computation], None] = lambda computation: None,
         on_note: Callable[[str], None] = lambda note: None,
     ):
+        super().__init__()
         self._plan, self._place, self._on_note = plan, place, on_note
         self._base = Path(tempfile.gettempdir()) if scratch is None else scratch
         content = "\0".join([os.path.abspath(plan.dataset.out), plan.dataset.fingerprint, plan.images.paths_xxh3])  # noqa: PTH100
@@ -83,17 +84,10 @@ class ShardMaker:
         self.about: str = plan.provenance["device"]
         place.open_or_create(plan.dataset)
         place.keep_axes(plan.choice.axes_files)
-        self._opened = ValidatedForward(plan, bool(len(place.published())), on_computation)
-
-    def __enter__(self) -> Self:
+        has_stored_rows = bool(len(place.published()))
+        self.callback(self._remove_published)
         self._remove_published()
-        self._forward = self._opened.__enter__()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._opened.__exit__(None, None, None)
-        with contextlib.suppress(LayertapError):  # files stay if the place does not answer
-            self._remove_published()
+        self._forward = self.enter_context(ValidatedForward(plan, has_stored_rows, on_computation))
 
     def build(
         self,
@@ -178,8 +172,7 @@ class ShardMaker:
         Raises:
             LayertapError: the folder cannot be written to, or none is free.
         """
-        lock = contextlib.ExitStack()
-        at_the_end.callback(lock.close)
+        lock = at_the_end.enter_context(contextlib.ExitStack())
         for number in range(_WRITERS):
             folder = self._base / f"{self._name}-{shard:06d}-{number}"
             try:
@@ -195,22 +188,25 @@ class ShardMaker:
             except OSError as error:
                 raise LayertapError(f"cannot write to {folder}: {error.strerror}") from error
             dataset = replace(self._plan.dataset, out=folder)
-            is_begun = dataset.path(shard, part=True).exists() and not dataset.path(shard).exists()
+            final, rows = dataset.path(shard), dataset.shard_range(shard)
+            if read_receipt(final, len(rows)) is not None and final.exists():
+                return _OpenShard(ShardWork(shard, 0, range(0)), dataset, lock.close)  # finished, but not published
+            final.unlink(missing_ok=True)  # a file without a receipt cannot be published
+            is_begun = dataset.path(shard, part=True).exists()
             work = work_at(dataset, shard, ShardFiles(part=0 if is_begun else None))
             assert work is not None
-            if dataset.path(shard).exists():
-                work = replace(work, rows=range(0))
             return _OpenShard(work, dataset, lock.close)
         raise LayertapError(f"{self._base}: {_WRITERS:,} processes build shard {shard}")
 
     def _remove_published(self) -> None:
         """Remove what killed processes of this machine have left of shards that are published now."""
-        published: set[int] | None = None
-        for folder in self._base.glob(f"{self._name}-{'[0-9]' * 6}-*"):
-            published = set(self._place.published().tolist()) if published is None else published
-            if int(folder.name[len(self._name) + 1 :][:6]) in published and not folder.is_symlink():
-                with contextlib.suppress(LayertapError), locked(folder):  # locked: in use
-                    shutil.rmtree(folder, ignore_errors=True)
+        folders = list(self._base.glob(f"{self._name}-{'[0-9]' * 6}-*"))
+        with contextlib.suppress(LayertapError):  # files stay if the place does not answer
+            published = set(self._place.published().tolist()) if folders else set()
+            for folder in folders:
+                if int(folder.name[len(self._name) + 1 :][:6]) in published and not folder.is_symlink():
+                    with contextlib.suppress(LayertapError), locked(folder):  # locked: in use
+                        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _remove_without_shards(folder: Path) -> None:

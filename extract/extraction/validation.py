@@ -250,6 +250,7 @@ def _engine(plan: Plan, has_stored_rows: bool) -> tuple[str, str]:
     """
     if plan.engine != "auto":
         return plan.engine, ""
+    # Compiled programs are not kept on disk: it saved 2 s of a start, and needed a digest of all operators and weights.
     best = default_engine(plan.backbone.device, plan.settings.precision)
     if has_stored_rows and (stored := _engine_of_stored_rows(plan)):
         return stored, "as the stored rows" if stored == "eager" else ""

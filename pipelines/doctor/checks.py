@@ -71,13 +71,11 @@ def examine(images: str | None, backbone: str | None, out: str | None) -> list[S
     if images is not None:
         sections.append(_run("images", lambda facts: check_images(images, facts)))
     sections.append(_run("backbone", lambda facts: check_backbone(backbone or defaults.BACKBONE, facts)))
-    return [*sections, _run("output", lambda facts: check_output(out or _default_out(images), facts))]
+    if out is None:
+        from pipelines.terminal.config import name_of
 
-
-def _default_out(images: str | None) -> str:
-    from pipelines.terminal.config import name_of
-
-    return str(Path("outputs") / (name_of(images) if images is not None else "NAME"))
+        out = str(Path("outputs") / (name_of(images) if images is not None else "NAME"))
+    return [*sections, _run("output", lambda facts: check_output(out, facts))]
 
 
 def _run(title: str, check: Callable[[dict[str, Any]], Iterator[Line]]) -> Section:

@@ -21,13 +21,7 @@ from extract.extraction.first_images import decode_seconds, decoded_in
 from extract.extraction.plan import existing_at, resolve
 from extract.extraction.run import extract
 from extract.extraction.settings import ExtractionSettings
-from extract.extraction.tuning import (
-    ComputeOption,
-    Measured,
-    compute_options,
-    forward_rates,
-    ranked,
-)
+from extract.extraction.tuning import ComputeOption, Measured, compute_options, forward_rates, ranked
 from extract.images import list_images
 from extract.system.leftovers import temporary_folder
 from extract.system.torch_state import evaluating, full_float32
@@ -161,10 +155,7 @@ def print_bench(result: Bench, echo: Callable[[str], None]) -> None:
         echo(f"  decode, {name:12} {rate:17.1f} per core")
     for measured in result.forward:
         rate_text = f"{measured.images_per_s:9.1f}" if measured.images_per_s else "        -"
-        note = f"  rejected: {measured.why_not}" if measured.why_not else ""
-        if measured.why_not_fast and not measured.why_not:
-            note = f"  fast decoding rejected: {measured.why_not_fast}"
-        echo(f"  forward, {measured.way!s:19} {rate_text}{note}")
+        echo(f"  forward, {measured.way!s:19} {rate_text}{measured.remark}")
     for pipeline in result.pipelines:
         way = pipeline.way
         flags = f"--precision {way.precision} --compile {way.compile} --decode {pipeline.decode}"

@@ -77,6 +77,13 @@ class EmbedConfig(FeaturesConfig, ExtractionKeys):
             raise ValueError("expected I/N with I from 0 to N - 1, such as 0/8")
         return match[0]
 
+    @field_validator("device")
+    @classmethod
+    def _check_devices(cls, value: str) -> str:
+        if "," in value and "all" in map(str.strip, value.split(",")):
+            raise ValueError("expected all, or devices separated by commas")
+        return value
+
     def settings(self, **changes: Any) -> ExtractionSettings:
         """Return the extraction settings, with `changes` applied. Axes are fitted by a single process only."""
         return super().settings(**({"fit_on": None} if self.is_shared else {}) | changes)
@@ -101,17 +108,10 @@ class EmbedConfig(FeaturesConfig, ExtractionKeys):
     def _check_options_have_an_effect(self) -> Self:
         if self.engine != "ray" and "address" in self.model_fields_set:
             raise InputError("--address is that of a Ray cluster", hint="add --engine ray")
-        if not self.is_shared:
-            for key in ("workers_per_gpu", "cpus_per_worker", "scratch"):
-                if getattr(self, key) != type(self).model_fields[key].default:
-                    flag = f"--{key.replace('_', '-')}"
-                    raise InputError(
-                        f"{flag} is for several workers, and this run has one", hint="add --engine processes"
-                    )
-        return self
-
-    @model_validator(mode="after")
-    def _check_single_process(self) -> Self:
+        for key in ("workers_per_gpu", "cpus_per_worker", "scratch"):
+            if not self.is_shared and getattr(self, key) != type(self).model_fields[key].default:
+                flag = f"--{key.replace('_', '-')}"
+                raise InputError(f"{flag} is for several workers, and this run has one", hint="add --engine processes")
         if self.is_shared and (self.fast or self.retry_failed):
             flag = "--fast" if self.fast else "--retry-failed"
             remedy = "`layertap bench` prints the fastest flags" if self.fast else "run it later in one process"

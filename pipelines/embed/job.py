@@ -124,10 +124,7 @@ def _fastest(config: EmbedConfig, plan: Plan) -> list[dict[str, Any]]:
     print_line(f"fast      {_SOURCES[tuned.source]}", err=True)
     for measurement in tuned.measured:
         rate = f"{measurement.images_per_s:8.1f} images/s" if measurement.images_per_s else "        -         "
-        note = f"  rejected: {measurement.why_not}" if measurement.why_not else ""
-        if measurement.why_not_fast and not measurement.why_not:
-            note = f"  fast decoding rejected: {measurement.why_not_fast}"
-        print_line(f"          {measurement.way!s:20} {rate}{note}", err=True)
+        print_line(f"          {measurement.way!s:20} {rate}{measurement.remark}", err=True)
     return tuned.settings
 
 
@@ -231,7 +228,8 @@ def bottleneck(summary: Summary) -> str:
 
     Images are decoded and rows are written while the forward computes. So a forward that waits for images, or for the
     previous batch to be written, for more than 20 % of the time is limited by them, whatever its own share: a faster
-    forward would only wait longer. Of the other time, the largest share decides.
+    forward would only wait longer. Of the other time, the largest share decides; the time to complete and publish a
+    shard, beside which nothing is computed, counts for "write".
     """
     stages = summary.stages
     least_s = _WAITING_SHARE * sum(stages.values())

@@ -1,7 +1,9 @@
 """Configuration of the jobs: one frozen model per job, with the same keys in YAML as on the command line.
 
 A text that starts with `~/` or `~user/` is a path below a home folder, in a config file and on the command line: a
-shell expands neither the values of a file nor `--out=~/features`. `./~` names a file called `~`.
+shell expands neither the values of a file nor `--out=~/features`, and a folder called `~` may be removed with
+`rm -rf ~`. All texts are treated alike: a list of the keys that are paths would be forgotten by the next key. `./~`
+names a file called `~`.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ __all__ = [
     "with_home",
 ]
 
-# A decoding process takes some hundred MB. More than one for each core pays only while they wait for a server.
+# A decoding process takes some hundred MB: with 1,000, a machine swaps before the first batch. More than one for each
+# core pays only while they wait for a server.
 _MOST_WORKERS = max(128, 4 * defaults.CORES)
 
 _MOST_VALUES = 100_000  # of a config file; a few lines with aliases of aliases can have billions

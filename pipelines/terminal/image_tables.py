@@ -9,8 +9,11 @@ the first one by which any row has an image is that of the whole table:
 4. by the file name;
 5. by the name without suffix.
 
+Not the attempt that finds most: the loose ones find wrong images too, as `train/3.png` for a row of `test/3.png`. Rows
+and images that are left over are counted in notes.
+
 In each, a row that names no image as it is written may differ by Unicode form (NFC or NFD), backslashes in place of
-slashes, spaces around it, and the case of the suffix.
+slashes, spaces around it, and the case of the suffix; not by the case of names, which are two images on some disks.
 """
 
 from __future__ import annotations

@@ -32,15 +32,8 @@ __all__ = [
     "print_result",
 ]
 
-_PATHS = (
-    "out",
-    "weights",
-    "masks",
-    "class_names",
-    "depth",
-    "results",
-    "save",
-)  # keys whose values a shell completes as paths
+# Keys whose values a shell completes as paths.
+_PATHS = ("out", "weights", "masks", "class_names", "depth", "results", "save")
 
 # Help text that `search`, `verify` and `predict` share.
 BACKBONE_HELP = (

@@ -39,6 +39,12 @@ class Progress:
         if shown and sys.stderr.isatty():
             self._bar = tqdm(total=total, unit=f" {unit}", dynamic_ncols=True, file=sys.stderr)
 
+    def expect(self, total: int) -> None:
+        """Set the expected count if it was unknown, and begin to measure the rate."""
+        self._total, self._start = total, time.perf_counter()
+        if self._bar is not None:
+            self._bar.reset(total)
+
     def advance(self, rows: int, resumed: bool) -> None:
         """Count rows; `resumed`: they were stored by an earlier run."""
         if not rows:

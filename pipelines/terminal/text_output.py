@@ -33,7 +33,8 @@ SHOWN = 10  # lines of a list on the terminal; --json has all of them
 
 def print_line(text: object, *, err: bool = False, fg: str | None = None, bold: bool = False) -> None:
     """Print text, on stderr if `err`. All text of commands passes here, because names and data sets of strangers may
-    contain control characters, which a terminal obeys.
+    contain control characters, which a terminal obeys. Escaping each value was forgotten; the linter refuses
+    `click.echo` elsewhere.
     """
     safe = printable_lines(str(text))
     click.echo(click.style(safe, fg=fg, bold=bold or None) if fg or bold else safe, err=err)

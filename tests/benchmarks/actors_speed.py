@@ -22,10 +22,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-from pipelines.embed.cluster.ray_actors import RayWorkers
+from pipelines.embed.cluster import ray_actors
+from pipelines.embed.cluster.processes import Event, Joined
+from pipelines.embed.cluster.ray_actors import actors_of
 from pipelines.embed.cluster.shard_loop import ShardLoop
-from pipelines.embed.cluster.worker import Event, Joined
+from pipelines.embed.config import EmbedConfig
 from tests.pipelines.cluster.made_up import MadeUp
 
 SHARDS = 20
@@ -58,7 +61,8 @@ def overhead_ms(address: str, actors: int, shards: int, out: Path) -> float:
         if isinstance(event, Joined):
             joined.append(time.perf_counter())
 
-    with RayWorkers(address, lambda room: MadeUp(out), (1, 1, True)) as workers:
+    config = EmbedConfig(images="x", engine="ray", address=address, device="cpu", cpus_per_worker=1)
+    with mock.patch.object(ray_actors, "start_of_actor", return_value=MadeUp(out)), actors_of(config) as workers:
         loop = ShardLoop(workers, lambda: range(shards), on_event)
         loop.run()
         assert loop.done == shards

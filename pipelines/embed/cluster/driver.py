@@ -11,15 +11,13 @@ import json
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
 import click
 
-from extract.errors import LayertapError
 from extract.images.folders import check_exists
 from extract.images.listing import kind_of
 from extract.store.format.dataset import BUILDING, DataSet
@@ -28,27 +26,28 @@ from extract.store.reader import FeatureReader
 from extract.system.atomic_files import append_line
 from extract.system.folder_lock import locked
 from extract.system.urls import is_url
-from pipelines.embed.cluster.launch import engine_of
+from pipelines.embed.cluster.processes import Child, Done, Event, Joined, Left, Message, Rows, children_of
 from pipelines.embed.cluster.shard_loop import ShardLoop
-from pipelines.embed.cluster.worker import Done, Event, Joined, Left, Message, Rows
 from pipelines.embed.config import EmbedConfig
 from pipelines.terminal.graceful_stop import signals_held
 from pipelines.terminal.progress import Progress
-from pipelines.terminal.text_output import command_line, print_failures, print_line, print_remedy, printable
+from pipelines.terminal.text_output import command_line, print_failures, print_remedy, printable
+
+if TYPE_CHECKING:
+    from pipelines.embed.cluster.ray_actors import Actor
 
 __all__ = ["SharedRun", "as_json", "embed_shared", "exit_code", "print_shared"]
 
 
-@dataclass
 class SharedRun:
-    """Result of a run with several workers.
+    """A run with several workers: prints their events on stderr, and logs them as lines of JSON.
 
     Attributes:
         config: configuration of the job.
-        dataset: the data set.
+        dataset: the data set; known when a worker has joined.
         published_before: number of shards that were published before.
-        requested: number of shards that this run had to build.
-        loop: what became of these shards.
+        requested: number of shards that this run has to build; None before a worker has joined.
+        loop: what becomes of these shards.
         seconds: time from the first worker that joined to the last shard.
         hosts: host -> number of rows computed there, of shards that this run published.
         status: row status -> number of rows, likewise.
@@ -56,21 +55,121 @@ class SharedRun:
         signal: signal that stopped the run; 0: none.
     """
 
-    config: EmbedConfig
     dataset: DataSet
-    published_before: int
-    requested: int
-    loop: ShardLoop
-    seconds: float = 0.0
-    hosts: Counter[str] = field(default_factory=Counter)
-    status: Counter[str] = field(default_factory=Counter)
-    failures: list[tuple[int, str, str, str]] = field(default_factory=list)
-    signal: int = 0
+
+    def __init__(self, config: EmbedConfig, starts: Callable[[], Sequence[Callable[[], Child | Actor]]]):
+        self.config = config
+        self.loop = ShardLoop(starts, self._begin, self._report, self._receipts)
+        self.published_before = self.signal = 0
+        self.requested: int | None = None
+        self.seconds = 0.0
+        self.hosts: Counter[str] = Counter()
+        self.status: Counter[str] = Counter()
+        self.failures: list[tuple[int, str, str, str]] = []
+        self._place = destination_of(config.place)
+        # Tasks of an array share the folder; a bucket has no locks.
+        self._is_alone = config.shards_of is None and not is_url(config.place)
+        self._messages: set[str] = set()
+        self._hosts: dict[int, str] = {}
+        self._counted: Counter[int] = Counter()  # shard in progress -> rows in the progress bar
 
     @property
     def is_complete(self) -> bool:
         """Whether all requested shards are published."""
         return self.loop.done == self.requested
+
+    def run(self) -> Self:
+        """Have the workers build the missing shards.
+
+        Raises:
+            LockedError: another run is building this data set.
+            LayertapError: see `ShardLoop.run`.
+        """
+        with locked(self.config.folder) if self._is_alone else contextlib.nullcontext():
+            # Signals are held first: an exception while workers are being started would leave some of them.
+            with signals_held() as received, Progress(None) as self._progress:
+                self.loop.run(lambda: bool(received))
+                if self.requested is None:
+                    self._progress.say("stopped before a worker joined; nothing was computed")
+                    raise click.exceptions.Exit(128 + received[0])
+                self._place.clean()
+                self.seconds = time.monotonic() - self._start
+                self._note("ended", seconds=round(self.seconds, 3), rows=self.hosts.total())
+            if self._is_alone and self.is_complete:
+                shutil.rmtree(self.config.folder / BUILDING, ignore_errors=True)
+        if received and not self.is_complete:
+            self.signal = received[0]
+        if self.is_complete and self.published_before + self.loop.done == self.dataset.n_shards:
+            with FeatureReader(self.config.place) as reader:
+                self.failures = reader.failures
+        return self
+
+    def _begin(self) -> list[int]:
+        """Print what will be built, and return the shards to build."""
+        dataset, published = self._place.dataset, set(self._place.published().tolist())
+        number, count = map(int, (self.config.shards_of or "0/1").split("/"))
+        pending = [shard for shard in range(number, dataset.n_shards, count) if shard not in published]
+        self.dataset, self.published_before, self.requested = dataset, len(published), len(pending)
+        self._print_plan()
+        self._start = time.monotonic()
+        self._started = datetime.now(UTC).isoformat(timespec="seconds")
+        self._note("started", engine=self.config.engine or "processes", shards=self.requested)
+        self._progress.expect(dataset.n_rows)
+        self._progress.advance(sum(len(dataset.shard_range(shard)) for shard in published), True)
+        return pending
+
+    def _print_plan(self) -> None:
+        dataset, share = self.dataset, self.config.shards_of
+        lines = [f"images    {dataset.n_rows:,} in {printable(dataset.images['root'])}, in {dataset.n_shards:,} shards"]
+        for number, feature in enumerate(dataset.features):
+            shape = ", ".join(map(str, feature.shape))
+            source = f"{feature.attributes.get('layer', '')}, {feature.attributes.get('pooling', '')}"
+            lines.append(f"{'' if number else 'features':10}{feature.name} ({shape}) from {source}")
+        if self.published_before or share:
+            counts = f"{self.published_before:,} are published, {self.requested:,} are to be built"
+            lines.append(f"shards    {counts}{f'; this task builds the shards of {share}' if share else ''}")
+        self._progress.say("\n".join(lines))
+
+    def _receipts(self) -> dict[int, dict[str, Any] | None]:
+        """Return published shard -> receipt; None where another run may have published it."""
+        if self._is_alone:
+            return {shard: receipt for _, shard, receipt in self._place.receipts(())}
+        return dict.fromkeys(self._place.published().tolist())
+
+    def _report(self, worker: int, event: Event) -> None:
+        host = self._hosts.get(worker, "")
+        if isinstance(event, Message):
+            if event.text not in self._messages:
+                self._messages.add(event.text)
+                self._progress.say(event.text)
+        elif isinstance(event, Joined):
+            self._hosts[worker] = event.host
+            self._progress.say(f"worker {worker} on {event.host}, {event.about}")
+            self._note("joined", worker=worker, host=event.host, device=event.about)
+        elif isinstance(event, Rows):
+            self._count(event.shard, event.stored, event.resumed)
+        elif isinstance(event, Left):
+            self._progress.say(f"worker {worker}{host and f' on {host}'} has ended: {event.why}")
+        elif isinstance(event, Done):
+            self._count(event.shard, len(self.dataset.shard_range(event.shard)), False)
+            if event.receipt:
+                made = event.receipt.get("made", {})
+                self.status.update(event.receipt["status"])
+                self.hosts[made.get("host", host)] += made.get("computed", 0)
+                self._note("shard", shard=event.shard, worker=worker, host=host, made=made)
+
+    def _count(self, shard: int, stored: int, resumed: bool) -> None:
+        """Advance the bar by the rows of a shard that are not in it yet: a shard may be begun several times."""
+        self._progress.advance(max(0, stored - self._counted[shard]), resumed)
+        self._counted[shard] = max(stored, self._counted[shard])
+
+    def _note(self, event: str, **content: Any) -> None:
+        """Add a line to the log; objects in a bucket cannot be appended to."""
+        if is_url(self.config.place):
+            return
+        share = self.config.shards_of
+        log = self.config.folder / ("runs.jsonl" if share is None else f"runs-{share.replace('/', '-of-')}.jsonl")
+        append_line(log, json.dumps({"event": event, "started": self._started, **content}))
 
 
 def embed_shared(config: EmbedConfig) -> SharedRun:
@@ -78,137 +177,18 @@ def embed_shared(config: EmbedConfig) -> SharedRun:
 
     Raises:
         InputError: see `pipelines.embed.job.embed`.
-        LockedError: another run is building this data set.
-        LayertapError: no worker can be started.
+        LayertapError: see `SharedRun.run`; or there is no Ray cluster.
     """
     # A worker loads PyTorch and the backbone before it lists the images. Nodes of a cluster may have other files.
     if config.engine != "ray" and not is_url(config.images) and kind_of(config.images) == "folder":
         check_exists(config.images)
-    # Tasks of an array share the folder; a bucket has no locks.
-    alone = config.shards_of is None and not is_url(config.place)
-    with locked(config.folder) if alone else contextlib.nullcontext():
-        shared = _run(config)
-        if alone and shared.is_complete:
-            shutil.rmtree(config.folder / BUILDING, ignore_errors=True)
-    if shared.is_complete and shared.published_before + shared.loop.done == shared.dataset.n_shards:
-        with FeatureReader(config.place) as reader:
-            shared.failures = reader.failures
-    return shared
+    if config.engine != "ray":
+        children = children_of(config)
+        return SharedRun(config, lambda: children).run()
+    from pipelines.embed.cluster.ray_actors import actors_of
 
-
-def _run(config: EmbedConfig) -> SharedRun:
-    place, reporter = destination_of(config.place), _Reporter(config)
-    # Signals are held first: an exception while workers are being started would leave some of them.
-    with signals_held() as received, engine_of(config) as engine, contextlib.ExitStack() as at_the_end:
-
-        def shards() -> list[int]:
-            dataset, published = place.dataset, set(place.published().tolist())
-            number, count = map(int, (config.shards_of or "0/1").split("/"))
-            pending = [shard for shard in range(number, dataset.n_shards, count) if shard not in published]
-            shared = SharedRun(config, dataset, len(published), len(pending), loop)
-            _print_plan(shared)
-            reporter.begin(shared, at_the_end.enter_context(Progress(dataset.n_rows)))
-            reporter.progress.advance(sum(len(dataset.shard_range(shard)) for shard in published), True)
-            return pending
-
-        loop = ShardLoop(engine, shards, reporter, lambda: set(place.published().tolist()))
-        loop.run(lambda: bool(received))
-        if reporter.shared is None:
-            print_line("stopped before a worker joined; nothing was computed", err=True)
-            raise click.exceptions.Exit(128 + received[0])
-        place.clean()
-        reporter.end()
-    shared = reporter.shared
-    shared.signal = received[0] if received and not shared.is_complete else 0
-    return shared
-
-
-def _print_plan(shared: SharedRun) -> None:
-    """Print what will be built before the work starts."""
-    dataset, config = shared.dataset, shared.config
-    lines = [f"images    {dataset.n_rows:,} in {printable(dataset.images['root'])}, in {dataset.n_shards:,} shards"]
-    for number, feature in enumerate(dataset.features):
-        shape = ", ".join(map(str, feature.shape))
-        source = f"{feature.attributes.get('layer', '')}, {feature.attributes.get('pooling', '')}"
-        lines.append(f"{'' if number else 'features':10}{feature.name} ({shape}) from {source}")
-    share = f"; this task builds the shards of {config.shards_of}" if config.shards_of else ""
-    if shared.published_before or share:
-        lines.append(
-            f"shards    {shared.published_before:,} are published, {shared.requested:,} are to be built{share}"
-        )
-    print_line("\n".join(lines), err=True)
-
-
-class _Reporter:
-    """Prints the events of workers on stderr, and logs them as lines of JSON.
-
-    Attributes:
-        shared: result of the run so far; None before a worker has joined.
-        progress: the progress bar.
-    """
-
-    def __init__(self, config: EmbedConfig):
-        number, _, count = (config.shards_of or "").partition("/")
-        name = f"runs-{number}-of-{count}.jsonl" if count else "runs.jsonl"
-        # Objects in a bucket cannot be appended to; the receipts say where and when each shard was made.
-        self._log = None if is_url(config.place) else config.folder / name
-        self._say: Callable[[str], None] = lambda text: print_line(text, err=True)
-        self._said: set[str] = set()
-        self._hosts: dict[int, str] = {}
-        self._counted: Counter[int] = Counter()  # shard in progress -> rows in the progress bar
-        self.shared: SharedRun | None = None
-
-    def begin(self, shared: SharedRun, progress: Progress) -> None:
-        """Report from now on with this progress bar."""
-        self.shared, self.progress, self._say = shared, progress, progress.say
-        self._start = time.monotonic()
-        self._started = datetime.now(UTC).isoformat(timespec="seconds")
-        self._note("started", engine=shared.config.engine or "processes", shards=shared.requested)
-
-    def end(self) -> None:
-        """Note the end of the run."""
-        assert self.shared is not None
-        self.shared.seconds = time.monotonic() - self._start
-        self._note("ended", seconds=round(self.shared.seconds, 3), rows=self.shared.hosts.total())
-
-    def _note(self, event: str, **content: Any) -> None:
-        """Add a line to the log."""
-        if self._log is None or self.shared is None:
-            return
-        try:
-            append_line(self._log, json.dumps({"event": event, "started": self._started, **content}))
-        except OSError as error:
-            raise LayertapError(f"cannot write to {self._log}: {error.strerror}") from error
-
-    def __call__(self, worker: int, event: Event) -> None:
-        host = self._hosts.get(worker, "")
-        if isinstance(event, Message):
-            if event.text not in self._said:
-                self._said.add(event.text)
-                self._say(event.text)
-        elif isinstance(event, Joined):
-            self._hosts[worker] = event.host
-            self._say(f"worker {worker} on {event.host}, {event.about}")
-            self._note("joined", worker=worker, host=event.host, device=event.about)
-        elif isinstance(event, Rows):
-            self._count(event.shard, event.stored, event.resumed)
-        elif isinstance(event, Left):
-            self._say(f"worker {worker}{host and f' on {host}'} has ended: {event.why}")
-            self._note("left", worker=worker, host=host, why=event.why)
-        elif isinstance(event, Done) and self.shared is not None:
-            self._count(event.shard, len(self.shared.dataset.shard_range(event.shard)), False)
-            del self._counted[event.shard]
-            receipt = event.receipt or {}
-            self.shared.status.update(receipt.get("status", {}))
-            if made := receipt.get("made"):
-                self.shared.hosts[made["host"]] += made["computed"]
-            fields = {name: receipt[name] for name in ("status", "made") if name in receipt}
-            self._note("shard", shard=event.shard, worker=worker, host=host, **fields)
-
-    def _count(self, shard: int, stored: int, resumed: bool) -> None:
-        """Advance the bar by the rows of a shard that are not in it yet: a shard may be begun several times."""
-        self.progress.advance(max(0, stored - self._counted[shard]), resumed)
-        self._counted[shard] = max(stored, self._counted[shard])
+    with actors_of(config) as actors:
+        return SharedRun(config, actors).run()
 
 
 def print_shared(shared: SharedRun, echo: Callable[[str], None]) -> None:

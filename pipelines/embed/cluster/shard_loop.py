@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import queue
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from extract.errors import DisagreementError, InputError, LayertapError
-from pipelines.embed.cluster.worker import Done, Event, Joined, Left, Rows
+from pipelines.embed.cluster.processes import Child, Done, Event, Joined, Left, Rows
 
 if TYPE_CHECKING:
-    from pipelines.embed.cluster.processes import Processes
-    from pipelines.embed.cluster.ray_actors import RayWorkers
+    from pipelines.embed.cluster.ray_actors import Actor
 
 __all__ = ["ShardLoop"]
 
@@ -24,39 +27,48 @@ _HOPELESS = 10  # shards of which an attempt failed since the last one that was 
 _LISTS = 4  # a list is this part of a worker's share of the remaining shards, so that all workers end together
 
 
+@dataclass(eq=False)
+class _Worker:
+    place: int
+    process: Child | Actor
+    held: list[int] | None = None  # its shards that are not published; None until it has joined
+    current: int | None = None  # the shard that it builds
+
+
 class ShardLoop:
-    """The shards of a run: which are published, which a worker has, which have failed.
+    """The shards of a run: which are published, which a worker has, and how often each has failed.
 
     Args:
-        engine: the workers.
+        starts: returns the functions that start the workers; their number may grow.
         shards: returns the shards to build; called when the first worker has joined, which creates the data set.
-        on_event: called with a worker's number and its event.
-        published: returns the published shards; asked when a worker dies.
+        on_event: called with a worker's place and its event.
+        receipts: returns published shard -> its receipt, None if it may be of another run; asked when a worker dies,
+            which may have published shards and not reported them.
 
     Attributes:
         done: number of published shards.
-        own: number of these that were published by this run, and not by another writer of the same data set. A shard
-            whose worker dies after publishing it and before reporting that is not counted.
+        own: number of these that were published by this run, and not by another writer of the same data set.
         attempts: number of attempts that failed or were lost with their worker, at any shard.
         failed: shard -> why each attempt failed, for shards that were given up.
     """
 
     def __init__(
         self,
-        engine: Processes | RayWorkers,
+        starts: Callable[[], Sequence[Callable[[], Child | Actor]]],
         shards: Callable[[], Iterable[int]],
         on_event: Callable[[int, Event], None] = lambda worker, event: None,
-        published: Callable[[], set[int]] = set,
+        receipts: Callable[[], Mapping[int, dict[str, Any] | None]] = dict,
     ):
-        self._engine, self._shards, self._on_event, self._published = engine, shards, on_event, published
+        self._starts, self._shards, self._on_event, self._receipts = starts, shards, on_event, receipts
         self._pending: deque[int] | None = None
         # After a worker died, each of its shards is built alone: an image of the next shard, which is decoded
         # meanwhile, may have killed it.
         self._suspect: deque[int] = deque()
-        self._held: dict[int, list[int]] = {}  # worker that has joined -> its shards that are not published
-        self._current: dict[int, int] = {}  # worker -> the shard that it builds
-        self._reasons: dict[int, list[str]] = {}
+        self._workers: dict[int, _Worker] = {}  # place -> its worker
+        self._events: queue.SimpleQueue[tuple[_Worker, Event]] = queue.SimpleQueue()
+        self._reasons: dict[int, list[str]] = {}  # shard -> why each attempt failed
         self._failed_starts = 0  # in a row
+        self._lost_places: set[int] = set()
         self._failing: set[int] = set()  # shards of which an attempt failed since the last one that was built
         self.done = self.own = self.attempts = 0
         self.failed: dict[int, list[str]] = {}
@@ -65,78 +77,106 @@ class ShardLoop:
         """Have workers build the shards; `stop` is called about once a second, and ends it with True.
 
         Raises:
-            LayertapError: the configuration is wrong, or no worker can be started.
+            LayertapError: the configuration is wrong, no worker can be started, or all attempts fail.
         """
         end = time.monotonic() + _JOIN_S
-        while not stop() and (self._pending is None or self._pending or self._suspect or any(self._held.values())):
-            for worker, held in self._held.items():
-                if not held and (shards := self._next()):
-                    self._held[worker] = shards
-                    self._engine.submit(worker, list(shards))
-            for worker, event in self._engine.events(_TICK_S):
-                self._handle(worker, event)
-            if self._pending is None and time.monotonic() > end:
-                raise LayertapError(f"no worker joined within {_JOIN_S / 60:.0f} minutes")
-        self._end_workers()
+        try:
+            while not stop() and (self._pending is None or self._pending or self._suspect or any(self._held())):
+                for place, start in enumerate(self._starts()):
+                    if place not in self._workers and place not in self._lost_places:
+                        self._start(place, start)
+                for worker in self._workers.values():
+                    if worker.held == [] and (shards := self._next()):
+                        worker.held = shards
+                        worker.process.submit(list(shards))
+                self._next_event()
+                if self._pending is None and time.monotonic() > end:
+                    raise LayertapError(f"no worker joined within {_JOIN_S / 60:.0f} minutes")
+            self._end_workers()
+        finally:
+            for worker in self._workers.values():
+                worker.process.kill()
 
-    def _end_workers(self) -> None:
-        """End the workers; a published shard is reported after the next one, so that some are reported only now."""
-        working, end = set(self._held), time.monotonic() + _END_S
-        for worker in working:
-            self._engine.submit(worker, [])
-        while working and time.monotonic() < end:
-            for worker, event in self._engine.events(_TICK_S):
-                if isinstance(event, Left):
-                    working.discard(worker)
-                    self._engine.replace(worker, start_another=False)
-                elif not isinstance(event, Joined):
-                    self._handle(worker, event)
+    def _start(self, place: int, start: Callable[[], Child | Actor]) -> None:
+        worker = self._workers[place] = _Worker(place, start())
+
+        def pass_on() -> None:
+            for event in worker.process.events():
+                self._events.put((worker, event))
+
+        threading.Thread(target=pass_on, daemon=True).start()
+
+    def _held(self) -> list[list[int]]:
+        """Return the shards that each worker has that has joined."""
+        return [worker.held for worker in self._workers.values() if worker.held is not None]
 
     def _next(self) -> list[int]:
         """Return the shards for a worker that has none."""
         if not self._pending:
             return [self._suspect.popleft()] if self._suspect else []
-        length = max(1, len(self._pending) // (_LISTS * max(self._engine.size, len(self._held))))
+        length = max(1, len(self._pending) // (_LISTS * len(self._workers)))
         return [self._pending.popleft() for _ in range(length)]
 
-    def _handle(self, worker: int, event: Event) -> None:
+    def _next_event(self) -> None:
+        """Wait for an event, at most `_TICK_S`, and handle it."""
+        with contextlib.suppress(queue.Empty):
+            worker, event = self._events.get(timeout=_TICK_S)
+            if self._workers.get(worker.place) is worker:  # else it was killed
+                self._handle(worker, event)
+
+    def _end_workers(self) -> None:
+        """End the workers; a published shard is reported after the next one, so that some are reported only now."""
+        working = {worker for worker in self._workers.values() if worker.held is not None}
+        for worker in working:
+            worker.process.submit([])
+        end = time.monotonic() + _END_S
+        while not working.isdisjoint(self._workers.values()) and time.monotonic() < end:
+            self._next_event()
+
+    def _handle(self, worker: _Worker, event: Event) -> None:
         if isinstance(event, Left):
             self._lost(worker, event)
             return
         if isinstance(event, Joined):
-            self._held[worker], self._failed_starts = [], 0
+            worker.held, self._failed_starts = [], 0
             if self._pending is None:
                 self._pending = deque(self._shards())
         elif isinstance(event, Rows):
-            self._current[worker] = event.shard
+            worker.current = event.shard
         elif isinstance(event, Done):
-            self._held[worker].remove(event.shard)
+            if event.receipt is None:  # another process was first: perhaps a worker of this run that was lost
+                event = Done(event.shard, self._receipts().get(event.shard))
+            assert worker.held is not None
+            worker.held.remove(event.shard)
             self._failing.clear()
             self.done += 1
             self.own += event.receipt is not None
-        self._on_event(worker, event)
+        self._on_event(worker.place, event)
 
-    def _lost(self, worker: int, event: Left) -> None:
-        held = self._held.pop(worker, None)
+    def _lost(self, worker: _Worker, event: Left) -> None:
+        del self._workers[worker.place]
+        worker.process.kill()
+        if not event.why:
+            return
         # Errors of the configuration appear before the first shard is published, on all workers: one message is enough.
-        is_of_user = held is None or isinstance(event.error, InputError | DisagreementError)
+        is_of_user = worker.held is None or isinstance(event.error, InputError | DisagreementError)
         if event.error is not None and is_of_user and not self.done:
             raise event.error
-        self._on_event(worker, event)
-        self._failed_starts += held is None
-        current = self._current.pop(worker, None)
-        published = self._published() if held else set()
-        for shard in held or ():
-            if shard in published:
-                self.done += 1
-            elif shard == current:
+        receipts = self._receipts() if worker.held else {}
+        for shard in receipts.keys() & set(worker.held or ()):
+            self._handle(worker, Done(shard, receipts[shard]))
+        self._on_event(worker.place, event)
+        for shard in worker.held or ():
+            if shard == worker.current:
                 self._attempt_failed(shard, event.why)
             else:
                 self._suspect.append(shard)
-        has_room = held is not None or self._failed_starts < _ATTEMPTS
-        self._engine.replace(worker, start_another=has_room)
-        if not has_room and not self._held:
-            raise LayertapError(f"no worker can be started: {event.why}")
+        if worker.held is None:
+            self._failed_starts += 1
+            if self._failed_starts >= _ATTEMPTS:
+                self._lost_places.add(worker.place)
+                if not self._held():
+                    raise LayertapError(f"no worker can be started: {event.why}")
 
     def _attempt_failed(self, shard: int, why: str) -> None:
         self.attempts += 1
@@ -151,4 +191,4 @@ class ShardLoop:
         if len(reasons) < _ATTEMPTS:
             self._suspect.append(shard)
         else:
-            self.failed[shard] = self._reasons.pop(shard)
+            self.failed[shard] = reasons

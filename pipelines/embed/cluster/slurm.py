@@ -14,7 +14,6 @@ from pipelines.terminal.text_output import LAYERTAP, printable
 __all__ = ["as_sbatch"]
 
 _WARNED_S = 120  # before the time limit, for a task to finish its batch; SLURM may send the signal 60 s earlier
-_LEAST_S = 300  # a shorter task is asked to end before it has loaded the backbone
 
 
 def as_sbatch(
@@ -31,15 +30,17 @@ def as_sbatch(
         partition: partition; None: the default partition.
 
     Raises:
-        InputError: the configuration is wrong or cannot run as an array, `time` or `partition` is malformed, or `time`
-            is too short.
+        InputError: the configuration is wrong or cannot run as an array, or `time` or `partition` is malformed.
     """
     config = load_config(EmbedConfig, path, {})
     if config.engine == "ray" or config.shards_of:
         key = "engine: ray" if config.engine == "ray" else "shards_of"
         raise InputError(f"{path}: an array assigns the shards to its tasks", hint=f"remove {key}")
-    if time is not None:
-        _check_time(time)
+    # "man sbatch", --time
+    if time is not None and not re.fullmatch(
+        r"(\d+-)?\d+(:\d+){0,2}|UNLIMITED|INFINITE", time, re.ASCII | re.IGNORECASE
+    ):
+        raise InputError(f"--time {time!r}: expected a limit in SLURM's format, such as 04:00:00, 90 (minutes) or 2-12")
     if partition is not None and not re.fullmatch(r"[\w,.-]+", partition, re.ASCII):
         raise InputError(f"--partition {partition!r}: expected the name of a partition")
     name = re.sub(r"[^\w.-]", "-", config.folder.name, flags=re.ASCII)
@@ -76,25 +77,3 @@ def as_sbatch(
         "fi",
         'exit "$code"',
     ]) + "\n"  # fmt: skip
-
-
-def _check_time(time: str) -> None:
-    """Check a time limit in SLURM's format.
-
-    Raises:
-        InputError: the limit is malformed or too short.
-    """
-    if time.upper() in ("UNLIMITED", "INFINITE"):
-        return
-    # days-hours[:minutes[:seconds]], hours:minutes:seconds or minutes[:seconds]; "man sbatch", --time
-    match = re.fullmatch(r"(?:(\d+)-)?(\d+(?::\d+){0,2})", time, re.ASCII)
-    if match is None:
-        raise InputError(f"--time {time!r}: expected a limit in SLURM's format, such as 04:00:00, 90 (minutes) or 2-12")
-    numbers = [int(number) for number in match[2].split(":")]
-    units = (3600, 60, 1) if match[1] or len(numbers) == 3 else (60, 1)
-    seconds = int(match[1] or 0) * 86400 + sum(number * unit for number, unit in zip(numbers, units, strict=False))
-    if 0 < seconds < _LEAST_S:  # 0: no limit
-        raise InputError(
-            f"--time {time}: expected at least 5 minutes, because a task loads the backbone first, and is stopped "
-            f"{_WARNED_S} s before its limit"
-        )

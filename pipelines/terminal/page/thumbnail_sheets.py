@@ -67,7 +67,8 @@ def thumbnail_sheets(pictures: Iterable[tuple[int, Image.Image]], count: int, ro
         result.side = side
         if len(_sheet(first, side)) / len(first) * count <= room:
             break
-    for block in _blocks(itertools.chain(first, remaining)):
+    remaining = itertools.chain(first, remaining)
+    while block := list(itertools.islice(remaining, _TILES)):
         sheet = _sheet(block, result.side)
         while block and len(sheet) > room:  # pictures of more detail than those of the first sheet
             block = block[: int(len(block) * 0.9 * room / len(sheet))]
@@ -81,11 +82,6 @@ def thumbnail_sheets(pictures: Iterable[tuple[int, Image.Image]], count: int, ro
         if len(block) < _TILES:
             break
     return result
-
-
-def _blocks(pictures: Iterator[tuple[int, Image.Image]]) -> Iterator[list[tuple[int, Image.Image]]]:
-    while block := list(itertools.islice(pictures, _TILES)):
-        yield block
 
 
 def _sheet(pictures: list[tuple[int, Image.Image]], side: int) -> str:

@@ -25,9 +25,8 @@ from torch import Tensor, nn
 from extract import FeatureReader, InputError, LayertapError, Status, extract_features, load_backbone
 from extract.compute.backbone import Backbone
 from extract.extraction import pipeline
-from extract.extraction.pipeline import Summary
-from extract.extraction.run import extract
-from extract.extraction.todo import batches_of, work_of
+from extract.extraction.pipeline import Summary, batches_of
+from extract.extraction.run import extract, work_of
 from extract.images import Batch, Decoding, list_images, load_batches
 from extract.store.format.dataset import DataSet
 from extract.store.format.writer import ShardWriter

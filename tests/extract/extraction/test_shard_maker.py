@@ -136,6 +136,18 @@ def test_a_finished_shard_of_a_process_that_was_killed_is_published_and_not_comp
     assert_same(tmp_path / "out", expected)
 
 
+def test_a_finished_shard_without_its_receipt_is_built_again(
+    pictures: Path, tmp_path: Path, options: dict[str, Any], expected: FeatureReader
+) -> None:
+    with maker_of(pictures, tmp_path, options) as maker:
+        folder = tmp_path / "scratch" / f"{maker._name}-000004-0" / "shards"
+        folder.mkdir(parents=True)
+        (folder / "000004.h5").write_bytes(b"left by a process that was killed")
+        assert [shard for shard, receipt in maker.build(range(SHARDS)) if receipt] == list(range(SHARDS))
+    assert_same(tmp_path / "out", expected)
+    assert list((tmp_path / "scratch").iterdir()) == []
+
+
 def test_processes_that_build_the_same_shard_have_a_folder_each_and_one_of_them_publishes(
     pictures: Path, tmp_path: Path, options: dict[str, Any], expected: FeatureReader
 ) -> None:

@@ -22,7 +22,8 @@ class MadeUp:
         out: the folder.
         takes_s: seconds for each.
         does: shard -> what happens when it is made: "fails", "kills", "kills ahead" (also while the shard before it in
-            a list is made), "hangs", "cannot stop" (takes a second, and is published) or "refuses" (at the start).
+            a list is made), "hangs", "cannot stop" (takes a second, and is published), "dies after publishing" or
+            "refuses" (at the start).
     """
 
     out: Path
@@ -59,7 +60,10 @@ class _Making:
             if stop() and does != "cannot stop":
                 return
             on_rows(shard, 10, False)
-            yield shard, self._publish(shard)
+            receipt = self._publish(shard)
+            if does == "dies after publishing":
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield shard, receipt
 
     def _publish(self, shard: int) -> dict[str, Any] | None:
         try:

@@ -19,8 +19,7 @@ from extract import FeatureReader, LayertapError
 from extract.store.places import objects as remote
 from pipelines.cli import main
 from pipelines.embed.cluster.driver import as_json, embed_shared
-from pipelines.embed.cluster.processes import Child
-from pipelines.embed.cluster.worker import Event, Left, Message
+from pipelines.embed.cluster.processes import Child, Left, Message
 from pipelines.embed.config import EmbedConfig
 from pipelines.terminal.config import load_config
 from pipelines.terminal.progress import Progress
@@ -113,12 +112,11 @@ class Warns:
 
 def test_a_worker_sends_what_is_reported_of_its_bucket() -> None:
     child = Child(Warns())
-    events: list[Event] = []
-    while not (events and isinstance(events[-1], Left)):
-        events += child.events(1.0)
+    told, left = child.events()
     child.kill()
-    assert events[0] == Message("s3://bucket/x does not answer; retrying")
-    assert events[1].why == "ended"  # type: ignore[union-attr]
+    assert told == Message("s3://bucket/x does not answer; retrying")
+    assert isinstance(left, Left)
+    assert left.why == "ended"
 
 
 @pytest.mark.slow

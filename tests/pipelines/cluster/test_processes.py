@@ -10,27 +10,34 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
 
 from extract.errors import InputError, LayertapError
-from pipelines.embed.cluster.processes import Processes
+from pipelines.embed.cluster.processes import Child, Done, Event, Joined, Left, Message, Rows
 from pipelines.embed.cluster.shard_loop import ShardLoop
-from pipelines.embed.cluster.worker import Done, Event, Joined, Left, Message, Rows
 from tests.pipelines.cluster.made_up import MadeUp
 
+NO_FACTS: dict[str, Any] = {}
 
-def run(made_up: MadeUp, count: int, workers: int = 2) -> tuple[ShardLoop, list[Event]]:
+
+def run(
+    made_up: MadeUp, count: int, workers: int = 2, receipt: dict[str, Any] | None = NO_FACTS
+) -> tuple[ShardLoop, list[Event]]:
     events: list[Event] = []
-    with Processes([made_up] * workers) as engine:
-        loop = ShardLoop(
-            engine, lambda: range(count), lambda worker, event: events.append(event), lambda: set(made(made_up.out))
-        )
-        loop.run()
+    loop = ShardLoop(
+        lambda: [partial(Child, made_up)] * workers,
+        lambda: range(count),
+        lambda worker, event: events.append(event),
+        lambda: dict.fromkeys(made(made_up.out), receipt),
+    )
+    loop.run()
     return loop, events
 
 
@@ -39,42 +46,42 @@ def made(out: Path) -> list[int]:
 
 
 class Simulated:
-    """Workers of which each builds a shard a tick; some shards end their worker."""
+    """Workers, each of which builds its list at once; some shards end their worker."""
 
     def __init__(self, size: int, ends: dict[int, int]):
-        self.size, self._ends = size, Counter(ends)
-        self.events_now: list[tuple[int, Event]] = [(worker, Joined("host", "cpu")) for worker in range(size)]
-        self.lists: dict[int, list[int]] = {}
+        self.size, self.ends = size, Counter(ends)
         self.given: list[list[int]] = []
         self.built: list[int] = []
 
-    def submit(self, worker: int, shards: Sequence[int]) -> None:
-        assert not self.lists.get(worker)
-        if not shards:
-            self.events_now.append((worker, Left("ended")))
-            return
-        self.lists[worker] = list(shards)
-        self.given.append(list(shards))
+    def __call__(self) -> list[Callable[[], SimulatedWorker]]:
+        return [lambda: SimulatedWorker(self)] * self.size
 
-    def replace(self, worker: int, *, start_another: bool) -> None:
-        self.lists[worker] = []
-        if start_another:
-            self.events_now.append((worker, Joined("host", "cpu")))
 
-    def events(self, timeout_s: float) -> list[tuple[int, Event]]:
-        events, self.events_now = self.events_now, []
-        for worker, shards in self.lists.items():
-            if not shards:
-                continue
-            events.append((worker, Rows(shards[0], 0, True)))
-            if self._ends[shards[0]] > 0:
-                self._ends[shards[0]] -= 1
-                events.append((worker, Left("killed")))
-                shards.clear()
-            else:
-                self.built.append(shards[0])
-                events.append((worker, Done(shards.pop(0), {})))
-        return events
+class SimulatedWorker:
+    def __init__(self, engine: Simulated):
+        self._engine = engine
+        self._lists: SimpleQueue[list[int] | None] = SimpleQueue()
+
+    def submit(self, shards: Sequence[int]) -> None:
+        self._lists.put(list(shards))
+        if shards:
+            self._engine.given.append(list(shards))
+
+    def kill(self) -> None:
+        self._lists.put(None)
+
+    def events(self) -> Iterator[Event]:
+        yield Joined("host", "cpu")
+        while shards := self._lists.get():
+            for shard in shards:
+                yield Rows(shard, 0, True)
+                if self._engine.ends[shard] > 0:
+                    self._engine.ends[shard] -= 1
+                    yield Left("killed")
+                    return
+                self._engine.built.append(shard)
+                yield Done(shard, {})
+        yield Left("")
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -111,7 +118,7 @@ def test_when_ten_shards_fail_one_after_another_the_run_ends() -> None:
 
 def test_each_shard_is_made_by_one_of_the_workers(tmp_path: Path) -> None:
     loop, events = run(MadeUp(tmp_path, 0.01), 30)
-    assert (loop.done, loop.own, loop.failed) == (30, 30, {})
+    assert (loop.done, loop.own, loop.attempts) == (30, 30, 0)
     assert made(tmp_path) == list(range(30))
     joined = [event for event in events if isinstance(event, Joined)]
     assert [event.about for event in joined] == ["a made-up device"] * len(joined)
@@ -120,7 +127,7 @@ def test_each_shard_is_made_by_one_of_the_workers(tmp_path: Path) -> None:
 
 def test_of_two_writers_each_counts_the_shards_that_it_was_the_first_to_publish(tmp_path: Path) -> None:
     with ThreadPoolExecutor(2) as pool:
-        loops = list(pool.map(lambda _: run(MadeUp(tmp_path, 0.05), 20, workers=1)[0], range(2)))
+        loops = list(pool.map(lambda _: run(MadeUp(tmp_path, 0.05), 20, workers=1, receipt=None)[0], range(2)))
     assert made(tmp_path) == list(range(20))
     assert [loop.done for loop in loops] == [20, 20]
     assert sum(loop.own for loop in loops) == 20
@@ -128,11 +135,26 @@ def test_of_two_writers_each_counts_the_shards_that_it_was_the_first_to_publish(
 
 def test_shards_that_are_published_when_the_run_is_stopped_are_counted(tmp_path: Path) -> None:
     """Each shard is reported when the next is built, and what takes part in that does not stop."""
-    with Processes([MadeUp(tmp_path, does={1: "cannot stop"})]) as engine:
-        loop = ShardLoop(engine, lambda: range(12))
-        loop.run(lambda: loop._current.get(0) == 1)
+    loop = ShardLoop(lambda: [partial(Child, MadeUp(tmp_path, does={1: "cannot stop"}))], lambda: range(12))
+    loop.run(lambda: [worker.current for worker in loop._workers.values()] == [1])
     assert made(tmp_path) == [0, 1]
     assert (loop.done, loop.own, loop.attempts) == (2, 2, 0)
+
+
+def test_a_shard_that_its_worker_published_before_it_died_is_counted(tmp_path: Path) -> None:
+    loop, events = run(MadeUp(tmp_path, does={4: "dies after publishing"}), 8, workers=1)
+    assert made(tmp_path) == list(range(8))
+    assert (loop.done, loop.own, loop.attempts) == (8, 8, 0)
+    assert sum(isinstance(event, Left) for event in events) == 1
+
+
+def test_a_shard_that_a_lost_worker_published_late_is_counted(tmp_path: Path) -> None:
+    """The process of a node that the cluster has given up lives on for a moment."""
+    (tmp_path / "shard-2").touch()
+    loop, _ = run(MadeUp(tmp_path), 4, workers=1)
+    assert (loop.done, loop.own) == (4, 4)
+    loop, _ = run(MadeUp(tmp_path), 4, workers=1, receipt=None)
+    assert (loop.done, loop.own) == (4, 0)
 
 
 @pytest.mark.slow
@@ -158,27 +180,33 @@ def test_workers_that_are_killed_at_random_are_replaced(tmp_path: Path) -> None:
     def kill() -> None:
         while len(killed) < 4:
             time.sleep(chance.uniform(0.1, 0.4))
-            if joined := list(loop._held):
-                os.kill(engine._children[chance.choice(joined)]._process.pid or 0, signal.SIGKILL)
-                killed.append(1)
+            if joined := list(loop._workers.values()):
+                worker = chance.choice(joined)
+                if worker.held is not None:
+                    os.kill(worker.process._process.pid or 0, signal.SIGKILL)  # type: ignore[union-attr]
+                    killed.append(1)
 
-    with Processes([MadeUp(tmp_path, 0.05)] * 2) as engine:
-        loop = ShardLoop(engine, lambda: range(60), published=lambda: set(made(tmp_path)))
-        killer = threading.Thread(target=kill)
-        killer.start()
-        loop.run()
-        killer.join()
+    loop = ShardLoop(
+        lambda: [partial(Child, MadeUp(tmp_path, 0.05))] * 2,
+        lambda: range(60),
+        receipts=lambda: {shard: {} for shard in made(tmp_path)},
+    )
+    killer = threading.Thread(target=kill)
+    killer.start()
+    loop.run()
+    killer.join()
     assert len(loop.failed) <= 1  # three of the kills may hit the same shard
     assert made(tmp_path) == sorted(set(range(60)) - set(loop.failed))
+    assert loop.done == loop.own == 60 - len(loop.failed)
     assert loop.attempts <= 4
 
 
 def test_an_error_of_the_configuration_ends_all_workers_with_one_message(tmp_path: Path) -> None:
     events: list[Event] = []
-    with Processes([MadeUp(tmp_path, does={0: "refuses"})] * 2) as engine:
-        loop = ShardLoop(engine, lambda: range(3), lambda worker, event: events.append(event))
-        with pytest.raises(InputError, match="^layer 'x' not found$"):
-            loop.run()
+    children = [partial(Child, MadeUp(tmp_path, does={0: "refuses"}))] * 2
+    loop = ShardLoop(lambda: children, lambda: range(3), lambda worker, event: events.append(event))
+    with pytest.raises(InputError, match="^layer 'x' not found$"):
+        loop.run()
     assert events == []
 
 
@@ -191,23 +219,28 @@ class Dies(MadeUp):
 
 def test_workers_that_die_before_they_are_ready_end_the_run(tmp_path: Path) -> None:
     expected = pytest.raises(LayertapError, match="no worker can be started: its process exited with code 7")
-    with Processes([Dies(tmp_path)]) as engine, expected:
-        ShardLoop(engine, lambda: range(3)).run()
+    with expected:
+        ShardLoop(lambda: [partial(Child, Dies(tmp_path))], lambda: range(3)).run()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("does", ["", "hangs"])
 def test_workers_end_when_the_first_process_is_killed(does: str, tmp_path: Path) -> None:
     code = f"""
+from functools import partial
 from pathlib import Path
-from pipelines.embed.cluster.processes import Processes
+from pipelines.embed.cluster.processes import Child
 from pipelines.embed.cluster.shard_loop import ShardLoop
 from tests.pipelines.cluster.made_up import MadeUp
 if __name__ == "__main__":
     does = dict.fromkeys(range(6, 10_000), {does!r})
-    with Processes([MadeUp(Path({str(tmp_path)!r}), 0.05, does)] * 2) as engine:
-        print(*(child._process.pid for child in engine._children.values()), flush=True)
-        ShardLoop(engine, lambda: range(10_000)).run()
+    loop = ShardLoop(lambda: [partial(Child, MadeUp(Path({str(tmp_path)!r}), 0.05, does))] * 2, lambda: range(10_000))
+    def stop():
+        global told
+        if len(loop._workers) == 2 and not told:
+            told = print(*(worker.process._process.pid for worker in loop._workers.values()), flush=True) or True
+    told = False
+    loop.run(stop)
 """
     script = tmp_path.with_name("script.py")
     script.write_text(code)

@@ -122,6 +122,7 @@ def test_the_shards_that_two_writers_of_a_folder_count_add_up(folder: Path, tmp_
 WRONG = [
     ["--shards-of", "2/2"], ["--shards-of", "1"], ["--engine", "spark"], ["--engine", "processes", "--fast"],
     ["--shards-of", "0/2", "--retry-failed"], ["--shards-of", "0/2", "--cpus-per-worker", "9999"],
+    ["--engine", "processes", "--cpus-per-worker", "9999"], ["--device", "all,cpu"],
 ]  # fmt: skip
 
 

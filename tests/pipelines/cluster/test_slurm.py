@@ -41,10 +41,6 @@ def test_the_file_has_what_slurm_needs(folder: Path, tmp_path: Path) -> None:
     ({"shards_of": "0/2"}, [], "an array assigns the shards to its tasks\n\nhint: remove shards_of"),
     ({}, ["--time", "1h; rm -rf /"], "expected a limit in SLURM's format"),
     ({}, ["--time", "1h"], "expected a limit in SLURM's format"),
-    ({}, ["--time", "00:04:59"], "expected at least 5 minutes"),
-    ({}, ["--time", "4"], "expected at least 5 minutes"),
-    ({}, ["--time", "4:30"], "expected at least 5 minutes"),
-    ({}, ["--time", "0-0:4"], "expected at least 5 minutes"),
     ({}, ["--partition", "gpu; reboot"], "expected the name of a partition"),
     ({"colour": "red"}, [], "key 'colour' not found"),
 ])  # fmt: skip
@@ -60,7 +56,7 @@ def test_what_an_array_cannot_run_is_refused(
 @pytest.mark.parametrize(
     "time", ["00:05:00", "5", "5:00", "0-1", "0-0:05", "0-0:04:60", "2-12:30:00", "UNLIMITED", "0"]
 )
-def test_limits_of_five_minutes_are_accepted(folder: Path, tmp_path: Path, time: str) -> None:
+def test_limits_in_the_format_of_slurm_are_accepted(folder: Path, tmp_path: Path, time: str) -> None:
     config = write(tmp_path / "photos.yaml", images=str(folder), **SMALL)
     assert f"--time={time}\n" in layertap("slurm", config, "--tasks", 2, "--time", time).stdout
 
