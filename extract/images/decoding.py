@@ -91,6 +91,9 @@ def decode(
             if min_decode_px and image.format == "JPEG":
                 image.draft(None, _no_smaller(image.size, min_decode_px))  # scaled by the inverse DCT
             stored = _orientation_of_tiff(image)
+            # torchvision's decoder of JPEG on a CPU gave the same pixels in 920 of 920 files (all subsamplings,
+            # progressive, grey, CMYK, restart markers), in 0.74 to 0.93 of the time. But the resize that libraries
+            # use takes a picture of Pillow: with the conversion it took 0.93 to 1.10 of the time.
             image.load()  # reads all pixels: a truncated file fails here
             _mend_transparency(image, data)
             picture = to_picture(image, orientation, icc)
