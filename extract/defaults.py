@@ -8,8 +8,14 @@ from typing import Final
 BACKBONE = "bundled/efficientnet_lite0"  # real ImageNet weights, without a download
 LAYERS = ("embedding",)  # the backbone's final pooled vector
 BATCH_SIZE = 64
+# On a GPU with so much memory. One activation of ResNet-50, (256, 64, 112, 112) in float32, takes 0.8 GB.
+BATCH_SIZE_OF_LARGE_GPU = 256
+LARGE_GPU_BYTES = 12_000_000_000
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-WORKERS = min(8, CORES)
+# Decoding takes a core 1 to 10 ms an image, and a GPU computes thousands of images a second: all cores are needed. Each
+# process takes about 150 MB; of a machine with little memory for its cores, half is left to the rest.
+_MEMORY_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+WORKERS = max(1, min(CORES, _MEMORY_BYTES // (300 << 20)))
 DEVICE = "auto"
 PRECISION: Final = "float32"
 ORIENTATION: Final = "exif"

@@ -12,7 +12,9 @@ from __future__ import annotations
 import errno
 import io
 import re
+import shlex
 import sys
+from pathlib import Path
 from typing import Any
 
 import click
@@ -113,6 +115,14 @@ class _Commands(click.Group):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse the arguments, after the home folder in `~/photos`, `-o~/out` and `--out=~/out` is expanded."""
         return super().parse_args(ctx, [_with_home(argument) for argument in args])
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        """Find the command; `help embed` is `embed --help`, and a path in place of a command is told apart."""
+        if args[0] == "help" and len(args) == 2:
+            args = [args[1], "--help"]
+        if args[0] not in self.commands and Path(args[0]).exists():
+            raise InputError(f"{args[0]} is a path; expected a command", hint=f"layertap embed {shlex.quote(args[0])}")
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
         for stream in (sys.stdout, sys.stderr):

@@ -178,7 +178,7 @@ def batches_of(rows: RowNumbers, plan: Plan) -> Iterator[list[int]]:
     if not len(rows):
         return iter(())
     start = int(rows[0]) // plan.dataset.shard_rows * plan.dataset.shard_rows
-    batch = (np.asarray(rows) - start) // plan.settings.batch_size
+    batch = (np.asarray(rows) - start) // plan.batch_size
     return map(np.ndarray.tolist, np.split(np.asarray(rows), np.flatnonzero(np.diff(batch)) + 1))
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from extract import defaults
 from extract.backbones.preprocessing import Preprocessing
 from extract.backbones.sources import SOURCES
 from extract.compute.backbone import Backbone
@@ -29,7 +30,7 @@ from extract.system.optional_libraries import installed_version, own_version
 from extract.system.torch_state import evaluating, full_float32
 from extract.system.urls import is_url
 
-__all__ = ["Existing", "Plan", "asked_of", "existing_at", "how_decoded", "how_made", "resolve"]
+__all__ = ["Existing", "Plan", "asked_of", "default_batch_size", "existing_at", "how_decoded", "how_made", "resolve"]
 
 
 @dataclass(frozen=True)
@@ -114,8 +115,13 @@ class Plan:
         """How images are decoded."""
         settings = self.settings
         return Decoding.for_preprocessing(
-            self.backbone.preprocessing, settings.max_pixels, workers=settings.workers, batch_size=settings.batch_size
+            self.backbone.preprocessing, settings.max_pixels, workers=settings.workers, batch_size=self.batch_size
         )
+
+    @property
+    def batch_size(self) -> int:
+        """Images per forward."""
+        return self.settings.batch_size or default_batch_size(self.backbone.device)
 
     def computed_otherwise(self, **options: Any) -> Plan:
         """Return the plan of the same features with another `precision`, `compile`, `decode` or `batch_size`."""
@@ -148,7 +154,7 @@ def resolve(
     """
     # Recorded with their numbers of values: computed for other images later, `srp` is to give as many.
     layers = with_projection_sizes(settings.layer_list, len(images), settings.distortion)
-    settings = replace(settings, layers=layers)
+    settings = replace(settings, layers=layers, batch_size=settings.batch_size or default_batch_size(backbone.device))
     preprocessing = replace(backbone.preprocessing, orientation=settings.orientation, icc=settings.icc)
     backbone = _decoding(replace(backbone, preprocessing=preprocessing), settings.decode)
     engine = _engine(settings, backbone, existing)
@@ -202,6 +208,13 @@ def _plan(
     )
     provenance = _provenance(settings, images, backbone, depends_on)
     return Plan(settings, images, backbone, existing, choice, dataset, engine, provenance)
+
+
+def default_batch_size(device: torch.device) -> int:
+    """Return the default number of images per forward."""
+    if device.type == "cuda" and torch.cuda.get_device_properties(device).total_memory >= defaults.LARGE_GPU_BYTES:
+        return defaults.BATCH_SIZE_OF_LARGE_GPU
+    return defaults.BATCH_SIZE
 
 
 def _decoding(backbone: Backbone, decode: str) -> Backbone:

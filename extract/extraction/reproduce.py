@@ -83,7 +83,7 @@ def computed_rows(plan: Plan, batches: Sequence[list[int]]) -> Generator[tuple[B
     settings, blank = plan.settings, blank_rows(plan.dataset.features)
     dtype = read_as(settings.dtype)
     loaded = load_batches(plan.images, batches, plan.decoding)
-    opened = open_forward(plan.backbone, plan.choice, dtype, settings.precision, plan.engine, settings.batch_size)
+    opened = open_forward(plan.backbone, plan.choice, dtype, settings.precision, plan.engine, plan.batch_size)
     with contextlib.closing(loaded), opened as forward:
         for batch in loaded:
             yield batch, rows_of(batch, forward(batch.images) if len(batch.images) else {}, blank)

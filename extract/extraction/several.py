@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from extract import defaults
 from extract.backbones.preprocessing import Preprocessing
 from extract.compute.backbone import Backbone
 from extract.errors import LayertapError, LockedError, MachineError
@@ -234,7 +235,7 @@ def _rows_of_new_shards(
             return rows
     rows = min((known.shard_rows for known in surveyed.values()), default=len(images))
     rows = min(rows, kept_bytes // max((known.image_bytes for known in surveyed.values()), default=1))
-    batch_size = members[0].settings.batch_size
+    batch_size = members[0].settings.batch_size or defaults.BATCH_SIZE
     return max(1, min(len(images), max(1, rows // batch_size) * batch_size))
 
 

@@ -305,7 +305,7 @@ def fastest(plan: Plan, fixed: Collection[str] = (), on_measuring: Callable[[], 
     on_measuring()
     decode_s = {name: decode_seconds(images, way, settings.max_pixels, _LEAST_COMPARED) for name, way in ways.items()}
     most = max(_COMPARED_PER_CORE * defaults.CORES, _LEAST_COMPARED) if on_cpu else n_images
-    pictures = decoded_in(images, list(ways.values()), settings.max_pixels, min(settings.batch_size, most))
+    pictures = decoded_in(images, list(ways.values()), settings.max_pixels, min(plan.batch_size, most))
     reference, tried = forward_rates(
         backbone, plan.choice, dict(zip(ways, pictures, strict=True)), options,
         min_cosine=settings.min_cosine, n_images=n_images,

@@ -163,7 +163,7 @@ class ValidatedForward(contextlib.ExitStack):
         plan, settings, engine = self._plan, self._plan.settings, computation.engine
         # What is compared is in float32: rounding to float16 is fifty times the allowed deviation of compiled code.
         dtype = "float32" if expected or plan.backbone.preprocessing.fast else read_as(settings.dtype)
-        largest_batch = min(settings.batch_size, plan.dataset.shard_rows)
+        largest_batch = min(plan.batch_size, plan.dataset.shard_rows)
         opened = open_forward(plan.backbone, plan.choice, dtype, settings.precision, engine, largest_batch)
         forward = self.enter_context(opened)
         began = time.perf_counter()
@@ -181,7 +181,7 @@ class ValidatedForward(contextlib.ExitStack):
 
     def _check_rows(self, forward: Forward, images: Tensor, features: Values) -> None:
         check_rows(forward, images, features)
-        self.is_validated = len(images) > 1 or self._plan.settings.batch_size == 1
+        self.is_validated = len(images) > 1 or self._plan.batch_size == 1
 
     def _compared_decoding(self, forward: Forward) -> dict[str, Agreement]:
         """Compare features of the first images, decoded fast, with the reference of exactly decoded ones.

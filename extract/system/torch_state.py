@@ -20,6 +20,7 @@ __all__ = [
     "evaluating",
     "full_float32",
     "keeping_freed_memory",
+    "limited_threads",
     "with_gradients",
 ]
 
@@ -81,6 +82,21 @@ def full_float32() -> Iterator[None]:
                 restore.callback(setattr, setting, "fp32_precision", setting.fp32_precision)
                 setting.fp32_precision = "ieee"
         yield
+
+
+@contextlib.contextmanager
+def limited_threads(most: int) -> Iterator[None]:
+    """Context manager: PyTorch computes with at most so many threads on the CPU, and with at least one.
+
+    OpenMP's threads spin while they wait for each other. Where operations are short, they do so most of the time, and
+    much longer if another process has one of the cores.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(max(1, min(threads, most)))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 # glibc's mallopt parameters (malloc.h), and the largest values that its dynamic adjustment can reach (mallopt(3)).

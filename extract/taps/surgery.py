@@ -3,6 +3,9 @@
 The model continues with an edited value, or with a copy whose gradient is watched, in place of the tensor that it has
 computed. `stand_ins` keeps the two equal where the model writes into one of them. Functions are watched only from
 where such a write could happen.
+
+The gradient with respect to a copy is the sum over its own readers: a + (b + c) where the model has (a + b) + c. This
+is what is asked for, the gradient through this layer only. So gradients of parameters may differ by rounding.
 """
 
 from __future__ import annotations

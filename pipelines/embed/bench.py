@@ -18,7 +18,7 @@ from extract.compute.backbone import load_backbone
 from extract.compute.feature_choice import choose_features
 from extract.errors import InputError
 from extract.extraction.first_images import decode_seconds, decoded_in
-from extract.extraction.plan import existing_at, resolve
+from extract.extraction.plan import default_batch_size, existing_at, resolve
 from extract.extraction.run import extract
 from extract.extraction.settings import ExtractionSettings
 from extract.extraction.tuning import ComputeOption, Measured, compute_options, forward_rates, ranked
@@ -106,8 +106,9 @@ def bench(
                 hint="measure srpK, or the layer without pcaK",
             )
         say("decoding")
+        batch_size = default_batch_size(loaded.device)
         decode_s = {name: decode_seconds(image_list, way, count=_DECODED) for name, way in ways.items()}
-        decoded = decoded_in(image_list, list(ways.values()), defaults.MAX_PIXELS, defaults.BATCH_SIZE)
+        decoded = decoded_in(image_list, list(ways.values()), defaults.MAX_PIXELS, batch_size)
         pictures = dict(zip(ways, decoded, strict=True))
         say("forward")
         plain, tried = forward_rates(loaded, choice, pictures, compute_options(loaded.device))
@@ -117,7 +118,7 @@ def bench(
             say(f"the whole pipeline: {option}, {decode} decoding")
             way: dict[str, Any] = {"decode": decode, "precision": option.precision, "compile": option.compile}
             settings = ExtractionSettings(layers=layers, **way)
-            some = image_list.head(max(defaults.BATCH_SIZE, int(measured.images_per_s * _PIPELINE_S)))
+            some = image_list.head(max(batch_size, int(measured.images_per_s * _PIPELINE_S)))
             out = existing_at(folder / decode / str(option))
             summary = extract(resolve(settings, some, loaded, out))
             prepared_in_s = summary.computation.prepared_in_s if summary.computation else 0.0

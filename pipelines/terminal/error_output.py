@@ -27,6 +27,8 @@ def print_usage_error(error: click.ClickException) -> None:
         given = error.option_name if isinstance(error, click.NoSuchOption) else error.command_name
         longer = [name for name in error.possibilities if name.startswith(given)]
         message, hint = error.message, f"did you mean {' or '.join(longer or error.possibilities)}?"
+    elif message.startswith("Got unexpected extra argument"):
+        hint = "quote a path with spaces; for several values, repeat the option: -l layer1 -l layer2"
     elif isinstance(error, click.UsageError) and error.ctx is not None:
         hint = f"{error.ctx.command_path} --help lists arguments and options"
     print_error(message.rstrip("."), hint)

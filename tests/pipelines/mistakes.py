@@ -151,6 +151,10 @@ LAYERS = (
 OPTIONS = (
     Mistake("a command that does not exist", "embd photos", "No such command 'embd'",
             hint="did you mean embed?"),
+    Mistake("a path in place of a command", "photos", "photos is a path; expected a command",
+            hint="layertap embed photos"),
+    Mistake("several values of one option", "embed photos -l layer1 layer2", "Got unexpected extra argument (layer2)",
+            hint="quote a path with spaces; for several values, repeat the option: -l layer1 -l layer2"),
     Mistake("an option that does not exist", "embed photos --bach-size 4",
             "No such option '--bach-size'",
             hint="did you mean --batch-size or --size?"),

@@ -117,7 +117,7 @@ class Embed:
         torch.set_num_threads(self.threads)
         config = self.config
         if "workers" not in config.model_fields_set:
-            config = config.model_copy(update={"workers": min(8, self.threads)})
+            config = config.model_copy(update={"workers": min(defaults.WORKERS, self.threads)})
         plan = plan_of(config, backbone_of(config, say))
         with ShardMaker(
             plan,

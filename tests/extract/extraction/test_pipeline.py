@@ -26,6 +26,7 @@ from extract import FeatureReader, InputError, LayertapError, Status, extract_fe
 from extract.compute.backbone import Backbone
 from extract.extraction import pipeline
 from extract.extraction.pipeline import Summary, batches_of
+from extract.extraction.plan import default_batch_size
 from extract.extraction.run import extract, work_of
 from extract.images import Batch, Decoding, list_images, load_batches
 from extract.store.format.dataset import DataSet
@@ -641,3 +642,12 @@ def test_where_no_image_can_be_read_no_file_of_a_shard_is_made(
     with pytest.raises(LayertapError):
         extract(planned)
     assert list((tmp_path / "out" / "shards").iterdir()) == []
+
+
+@pytest.mark.parametrize(("device", "gigabytes", "expected"), [("cpu", 0, 64), ("cuda", 8, 64), ("cuda", 80, 256)])
+def test_the_default_batch_is_larger_on_a_large_gpu(
+    monkeypatch: pytest.MonkeyPatch, device: str, gigabytes: int, expected: int
+) -> None:
+    properties = SimpleNamespace(total_memory=gigabytes * 10**9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    assert default_batch_size(torch.device(device)) == expected

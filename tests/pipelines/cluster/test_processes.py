@@ -110,10 +110,10 @@ def test_lists_become_shorter_so_that_all_workers_end_together() -> None:
 
 
 def test_when_ten_shards_fail_one_after_another_the_run_ends() -> None:
-    engine: Any = Simulated(2, dict.fromkeys(range(50, 100), 3))
+    engine: Any = Simulated(1, dict.fromkeys(range(50, 100), 3))  # with more, one may be held up meanwhile
     with pytest.raises(LayertapError, match=r"10 shards failed, and none was built .*The last error: killed"):
         ShardLoop(engine, lambda: range(100)).run()
-    assert set(range(30)) < set(engine.built)
+    assert engine.built == list(range(50))
 
 
 def test_each_shard_is_made_by_one_of_the_workers(tmp_path: Path) -> None:

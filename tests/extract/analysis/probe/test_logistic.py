@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from sklearn.linear_model import LogisticRegression as Reference
 
 from extract.analysis.probe import feature_matrix as rows
@@ -125,3 +126,26 @@ def test_scaled_rows_are_what_is_fitted():
     plain = ((x - x.mean(0, dtype=np.float64)) / x.std(0, dtype=np.float64)).astype(np.float32)
     first, second = (LogisticRegression(given, y, 4).fit([0.3]) for given in (scaled, FeatureRows.of(plain)))
     np.testing.assert_allclose(first.objectives, second.objectives, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("per_thread", "expected"), [(logistic._PER_THREAD, 1), (1, 3)])
+def test_a_small_problem_is_solved_in_one_thread(monkeypatch, per_thread, expected):
+    used, evaluate = set(), logistic._Problem.evaluate
+
+    def counted(problem, *args):
+        used.add(torch.get_num_threads())
+        return evaluate(problem, *args)
+
+    monkeypatch.setattr(logistic._Problem, "evaluate", counted)
+    monkeypatch.setattr(logistic, "_PER_THREAD", per_thread)
+    x, y = data(n=60)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        solver = LogisticRegression(FeatureRows.of(x), y, 4)
+        solver.fit([1.0])
+        list(solver.left_out_scores([1.0], np.arange(60)[:, None] % 5))
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+    assert used == {expected}
