@@ -309,8 +309,8 @@ def test_a_setting_is_added_in_two_files(folder: Path, tmp_path: Path) -> None:
         "    brightness: Factor of all pixels.",
         "brightness: float = 1.0",
         "brightness is 9; it must be above 0 and below 8",
-        "run.yaml: brightness: Input should be less than 8 (given: 9)",
-        "sync.yaml: brightness: Input should be greater than 0 (given: 0)",
+        "run.yaml: brightness: expected less than 8; got 9",
+        "sync.yaml: brightness: expected more than 0; got 0",
     ]
     with FeatureReader(tmp_path / "out") as reader:
         assert reader.provenance["configuration"]["brightness"] == 4

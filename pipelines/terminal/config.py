@@ -15,6 +15,7 @@ from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
+import click
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model, field_validator
 from pydantic.fields import FieldInfo
@@ -43,6 +44,9 @@ __all__ = [
 # A decoding process takes some hundred MB: with 1,000, a machine swaps before the first batch. More than one for each
 # core pays only while they wait for a server.
 _MOST_WORKERS = max(128, 4 * defaults.CORES)
+
+# Pydantic's words for limits, and ours.
+_SHORTER = {"greater than or equal to": "at least", "less than or equal to": "at most", "greater than": "more than"}
 
 _MOST_VALUES = 100_000  # of a config file; a few lines with aliases of aliases can have billions
 
@@ -212,7 +216,9 @@ def checked(model: type[Config], values: dict[str, Any], where: str = "", flags:
             if e["type"] == "missing":
                 continue
             refused = e.get("ctx", {}).get("error")
-            text, hint = e["msg"].removeprefix("Value error, "), ""
+            text, hint = e["msg"].removeprefix("Value error, ").replace("Input should be", "expected"), ""
+            for long, short in _SHORTER.items():
+                text = text.replace(long, short)
             if isinstance(refused, InputError):
                 text, hint = refused.message, refused.hint
             options = _OPTION.finditer(f"{text} {hint}")
@@ -221,7 +227,8 @@ def checked(model: type[Config], values: dict[str, Any], where: str = "", flags:
             if in_file:
                 text, hint = _with_keys(text, model, flags), _with_keys(hint, model, flags)
             if e["loc"]:
-                text = f"{'.'.join(map(str, e['loc']))}: {text} (given: {e['input']!r})"
+                name = ".".join(map(str, e["loc"])) if in_file else _as_typed(str(e["loc"][0]))
+                text = f"{name}: {text}; got {e['input']!r}"
             lines.append(f"{where}: {text}" if in_file else text)
             hints.append(hint)
         if len(lines) < error.error_count():
@@ -231,6 +238,15 @@ def checked(model: type[Config], values: dict[str, Any], where: str = "", flags:
             if not only_file:
                 hints.append(f"name {missing.upper()}, or set the key `{missing}` in a config file (--config FILE)")
         raise InputError("\n".join(lines), hint="\n".join(filter(None, hints))) from None
+
+
+def _as_typed(key: str) -> str:
+    """Return the option or argument of the running command that sets a key; the key itself if there is none."""
+    context = click.get_current_context(silent=True)
+    for parameter in context.command.params if context else ():
+        if parameter.name == key:
+            return parameter.opts[0] if isinstance(parameter, click.Option) else parameter.human_readable_name
+    return key
 
 
 def _with_keys(text: str, model: type[BaseModel], flags: Collection[str]) -> str:

@@ -162,14 +162,13 @@ OPTIONS = (
             "Invalid value for '--dtype': 'int4' is not one of 'float32', 'float16', 'bfloat16', 'int8'",
             hint="... embed --help lists arguments and options"),
     Mistake("a negative number", "embed photos --limit -3",
-            "limit: Input should be greater than or equal to 1 (given: -3)"),
+            "--limit: expected at least 1; got -3"),
     Mistake("text in place of a number", "embed photos --batch-size many",
             "Invalid value for '--batch-size': 'many' is not a valid integer",
             hint="... embed --help lists arguments and options"),
     Mistake("too many processes", "embed photos --workers 100000",
-            "workers: expected at most ... decoding processes on this machine, which has ...; each takes some "
-            "hundred MB "
-            "(given: 100000)"),
+            "--workers: expected at most ... decoding processes on this machine, which has ...; each takes some "
+            "hundred MB; got 100000"),
     Mistake("an option without effect", "embed photos --address 10.0.0.1:6379",
             "--address is that of a Ray cluster", "add --engine ray"),
     Mistake("an option of several workers for one", "embed photos --cpus-per-worker 4",
@@ -185,7 +184,7 @@ OPTIONS = (
     Mistake("an unknown key in a config file", "embed --config key.yaml",
             "key 'bacbone' not found in key.yaml; nearest: 'backbone'"),
     Mistake("a value of another type in a config file", "embed --config type.yaml",
-            "type.yaml: batch_size: Input should be a valid integer (given: 'many')"),
+            "type.yaml: batch_size: expected a valid integer; got 'many'"),
     Mistake("a config file that is not YAML", "embed --config broken.yaml",
             "config file broken.yaml is not YAML: line 3, column 8: expected ',' or ']', but got ':'"),
     Mistake("the home folder of an unknown user", "embed --config home.yaml",

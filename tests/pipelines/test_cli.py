@@ -162,9 +162,9 @@ def test_a_second_run_says_that_all_is_done(folder: Path, tmp_path: Path) -> Non
         ([*SMALL, "-l", "layer4:mean"], "neither a pooling (auto, none, flatten"),
         ([*SMALL, "-l", "layer4:cls_token"], "cls_token does not fit a map of shape"),
         ([*SMALL, "--device", "cuda:77"], "device 'cuda:77' cannot be used"),
-        ([*SMALL, "--seed", "99999999999999999999"], "seed: Input should be less than 9223372036854775808"),
-        ([*SMALL[:2], "--weights", ""], "weights: String should have at least 1 character"),
-        ([*SMALL, "--batch-size", "0"], "batch_size: Input should be greater than or equal to 1 (given: 0)"),
+        ([*SMALL, "--seed", "99999999999999999999"], "--seed: expected less than 9223372036854775808"),
+        ([*SMALL[:2], "--weights", ""], "--weights: String should have at least 1 character"),
+        ([*SMALL, "--batch-size", "0"], "--batch-size: expected at least 1; got 0"),
     ],
 )
 def test_wrong_values(folder: Path, tmp_path: Path, arguments: list[str], message: str) -> None:
@@ -235,11 +235,11 @@ def test_weights_with_wrong_keys(folder: Path, tmp_path: Path) -> None:
         ("bacbone: x", "key 'bacbone' not found in {path}; nearest: 'backbone'"),
         ("- a", "has no keys"),
         ("a: [", "is not YAML"),
-        ("images: x\nbatch_size: many\ndtype: float8", "batch_size: Input should be a valid integer"),
+        ("images: x\nbatch_size: many\ndtype: float8", "batch_size: expected a valid integer"),
         ("backbone: timm/test_resnet", "the key `images` is missing"),
         ('images: ""', "expected a path that is not empty"),
         ('images: "a\\0b"', "expected a path that is not empty"),
-        ("images: x\nlimit: true", "limit: Input should be a valid integer"),
+        ("images: x\nlimit: true", "limit: expected a valid integer"),
     ],
 )
 def test_wrong_config_files(tmp_path: Path, content: str, message: str) -> None:
