@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import subprocess
@@ -16,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from extract import FeatureReader, LayertapError
+from extract import FeatureReader, InputError, LayertapError
 from extract.store.format import layout
 from extract.store.format.dataset import DataSet
 from extract.store.format.shard import Shard
@@ -219,6 +220,20 @@ def test_an_object_that_is_gone_or_another_one_is_told(proxy: Proxy, url: str, c
         with pytest.raises(LayertapError, match="000002.h5 does not match its receipt"):
             reader["vector"][22]
     assert kept() == []
+
+
+def test_empty_objects_with_receipts_that_say_so_are_told(
+    complete: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    url = f"memory://empty/{tmp_path.name}"
+    remote.put(f"{url}/dataset.json", (complete / "dataset.json").read_bytes())
+    for shard in range(3):
+        receipt = {**receipt_of(DataSet.open(complete).path(shard)), "size": 0}
+        remote.put(f"{url}/shards/{shard:06d}.h5", b"")
+        remote.put(f"{url}/shards/{shard:06d}.json", json.dumps(receipt).encode())
+    with pytest.raises(InputError, match="000000.h5 is not a layertap shard"):
+        FeatureReader(url)
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "empty", "longer", "pipe"])
