@@ -296,6 +296,27 @@ print(ShardCache().open(file, with_features=True).row("vector", 3).tolist() == {
     assert not any(path.suffix == ".new" for path in cache_folder().iterdir())
 
 
+def test_rows_are_opened_while_the_whole_shard_is_downloaded(
+    complete: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    data, url = DataSet.open(complete), f"memory://meanwhile/{tmp_path.name}"
+    published(data, url)
+    file = RemoteFile(f"{url}/shards/000000.h5", receipt_of(data.path(0)))
+    original, waits = shard_cache._download, []
+
+    def download(file: RemoteFile, path: Path) -> Shard:
+        other = threading.Thread(target=lambda: ShardCache().open(file, with_features=False), daemon=True)
+        other.start()
+        other.join(5)
+        waits.append(other.is_alive())
+        return original(file, path)
+
+    monkeypatch.setattr(shard_cache, "_download", download)
+    assert np.array_equal(ShardCache().open(file, with_features=True).row("vector", 3), VALUES["vector"][3])
+    assert waits == [False]
+
+
 def test_a_killed_download_leaves_nothing_that_is_read(proxy: Proxy, url: str, small: None, complete: Path) -> None:
     data = DataSet.open(complete)
     published(data, url)
