@@ -385,7 +385,8 @@ def load_batches(
     sent: deque[_Sent] = deque()  # batches passed to the workers
     shared = None
     if workers and decoding.shape is not None and _start_method() == "fork":
-        shared = _SharedBatches(_BATCHES_AHEAD * workers + _BATCHES_IN_USE, (batch_size, *decoding.shape))
+        with contextlib.suppress(OSError):  # more than this machine has: the images are sent
+            shared = _SharedBatches(_BATCHES_AHEAD * workers + _BATCHES_IN_USE, (batch_size, *decoding.shape))
 
     def pieces() -> Iterator[_Piece]:
         for rows in batches:

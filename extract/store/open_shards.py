@@ -5,7 +5,9 @@ A shard holds one file handle and about 90 KB of memory while it is open.
 
 from __future__ import annotations
 
+import contextlib
 import resource
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -29,12 +31,12 @@ class OpenShards:
 
     def __init__(self, most: int = _MOST) -> None:
         self._limit = most
-        self._open: dict[ShardFile, None] = {}  # in the order in which they were opened
+        self._open: OrderedDict[ShardFile, None] = OrderedDict()  # in the order in which they were opened
         self._most = 0  # 0: not known yet
         self._is_closed = False
 
     def open(self, file: ShardFile, read: Callable[[], Shard]) -> Shard:
-        """Return the open shard of a file, and close the shard that was opened first if too many are open.
+        """Open the shard of a file and return it, and close the shard that was opened first if too many are open.
 
         Threads may open the same shard at the same time; each reads its own, and the last one stays.
         """
@@ -43,10 +45,11 @@ class OpenShards:
         if not self._most:
             self._most = min(self._limit, _most_open_shards())
         shard = read()
-        while len(self._open) >= self._most:
-            first = next(iter(list(self._open)))
-            self._open.pop(first, None)
-            first.let_go()
+        with contextlib.suppress(KeyError):  # another thread has closed the last one
+            while len(self._open) >= self._most:
+                first, _ = self._open.popitem(last=False)
+                first.let_go()
+        file.hold(shard)  # before another thread may close it
         self._open[file] = None
         return shard
 
@@ -56,7 +59,7 @@ class OpenShards:
         self._open.clear()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_open": {}, "_most": 0}
+        return {**vars(self), "_open": OrderedDict(), "_most": 0}
 
 
 class ShardFile:
@@ -93,13 +96,17 @@ class ShardFile:
         if shard is None:
             assert self._read is not None
             assert self._open_shards is not None
-            self._shard = shard = self._open_shards.open(self, self._read)
+            shard = self._open_shards.open(self, self._read)
         return shard
 
     @property
     def is_open(self) -> bool:
         """Whether the shard is open now."""
         return self._shard is not None
+
+    def hold(self, shard: Shard) -> None:
+        """Keep the shard open until `let_go`."""
+        self._shard = shard
 
     def let_go(self) -> None:
         """Close the file as soon as no array over it and no other thread uses it; it can be opened again."""

@@ -161,7 +161,7 @@ def _open_url(url: str, partial: bool, cache: ShardCache) -> OpenedDataSet:
         raise InputError(f"{url} is a shard; in a bucket, only whole data sets are read", hint="name the data set")
     bucket = Bucket(url)
     dataset, files = bucket.dataset, bucket.finished(partial=partial)
-    largest = max((file.size for file in files.values()), default=1)
+    largest = max([1, *(file.size for file in files.values())])
     # What the cache removes stays on the disk until it is closed.
     whole, without_features = OpenShards(max(1, cache.cache_bytes // largest)), OpenShards()
 

@@ -3,7 +3,7 @@
     ~/.cache/layertap/shards/      or $XDG_CACHE_HOME/layertap/shards
       3f0c....h5                   a whole shard, which matched the sha256 of its receipt when it was downloaded
       3f0c....rows                 the same file without its features: a hole is in their place
-      3f0c....lock                 locked by the process that downloads the shard
+      3f0c....h5.lock              locked by the process that downloads the file without .lock
 
 A reader needs paths, labels and status of all shards, but perhaps the features of none. Therefore a shard is downloaded
 twice: when a reader is opened, without the features, which takes a few requests; when features are read, whole.
@@ -41,7 +41,7 @@ __all__ = ["CACHE_BYTES", "RemoteFile", "ShardCache", "cache_folder"]
 CACHE_BYTES = 10_000_000_000
 _COUNTED = 64  # times that files are counted while the cache fills: with each file, 10,000 files would take minutes
 _HEAD_BYTES = 1 << 20  # read first: the user block, and usually the structure of the file
-_NAME = re.compile(r"[0-9a-f]{40}\.(h5|rows|lock)", re.ASCII)
+_NAME = re.compile(r"[0-9a-f]{40}\.(h5|rows)(\.lock)?", re.ASCII)
 
 _log = logging.getLogger("layertap.store")
 
@@ -127,8 +127,8 @@ class ShardCache:
     def _open(self, file: RemoteFile, with_features: bool) -> Shard:
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         whole, rows = self.folder / f"{file.key}.h5", self.folder / f"{file.key}.rows"
-        with self._locked(whole.with_suffix(".lock")):
-            path = whole if with_features or whole.is_file() else rows
+        path = whole if with_features or whole.is_file() else rows
+        with self._locked(path.with_name(f"{path.name}.lock")):
             # It may be missing, removed at this moment, or damaged.
             with contextlib.suppress(FileNotFoundError, InputError):
                 os.utime(path)
@@ -154,7 +154,7 @@ class ShardCache:
 
     @contextlib.contextmanager
     def _locked(self, path: Path) -> Iterator[None]:
-        """Context manager: lock a shard, so that it is downloaded once if several processes or threads need it."""
+        """Context manager: lock a file, so that it is downloaded once if several processes or threads need it."""
         with path.open("ab") as lock:
             with contextlib.suppress(OSError):  # a file system without locks: it may be downloaded twice
                 fcntl.flock(lock, fcntl.LOCK_EX)

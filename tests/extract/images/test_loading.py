@@ -89,6 +89,13 @@ def test_batches_larger_than_announced_are_read_too(folder: Path) -> None:
             check(batch, folder)
 
 
+def test_a_batch_size_for_which_no_machine_has_the_memory_is_no_fault_of_few_images(folder: Path) -> None:
+    rows = [list(range(20, 34)), [1, 2]]
+    with contextlib.closing(load_batches(list_images(folder), rows, decoding(1, 10**12))) as loaded:
+        for batch in loaded:
+            check(batch, folder)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_batches_are_the_same_without_memory_that_forked_workers_share(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
+from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 
 import h5py
@@ -14,6 +16,8 @@ import pytest
 from extract import FeatureReader, InputError, LayertapError
 from extract.store import open_shards, row_selection
 from extract.store.export import export
+from extract.store.format.shard import Shard
+from extract.store.open_shards import OpenShards, ShardFile
 
 
 @pytest.fixture(autouse=True)
@@ -143,3 +147,32 @@ def test_an_export_opens_as_the_data_set(complete: Path, tmp_path: Path, monkeyp
     with h5py.File(tmp_path / "one.h5") as file:
         for name in ("features/vector", "path", "split", "status", "row_hash", "source_hash"):
             np.testing.assert_array_equal(file[name][()], in_files(complete, name))
+
+
+class _ClosedByAnotherThread(OrderedDict[ShardFile, None]):
+    def __len__(self) -> int:
+        count = super().__len__()
+        self.clear()
+        return count
+
+
+def test_a_shard_is_opened_while_another_thread_closes_the_last_one() -> None:
+    shards = OpenShards(1)
+    first, second = (ShardFile(name, 1, read=lambda: object(), open_shards=shards) for name in "ab")  # type: ignore[arg-type,return-value]
+    assert first.shard
+    shards._open = _ClosedByAnotherThread(shards._open)
+    assert second.shard
+
+
+def test_a_shard_that_another_thread_closes_at_once_does_not_stay_open() -> None:
+    class Interrupted(OpenShards):
+        def open(self, file: ShardFile, read: Callable[[], Shard]) -> Shard:
+            shard = super().open(file, read)
+            if file is first:
+                assert second.shard
+            return shard
+
+    shards = Interrupted(1)
+    first, second = (ShardFile(name, 1, read=lambda: object(), open_shards=shards) for name in "ab")  # type: ignore[arg-type,return-value]
+    assert first.shard
+    assert [first.is_open, second.is_open] == [False, True]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import subprocess
@@ -16,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from extract import FeatureReader, LayertapError
+from extract import FeatureReader, InputError, LayertapError
 from extract.store.format import layout
 from extract.store.format.dataset import DataSet
 from extract.store.format.shard import Shard
@@ -221,6 +222,20 @@ def test_an_object_that_is_gone_or_another_one_is_told(proxy: Proxy, url: str, c
     assert kept() == []
 
 
+def test_empty_objects_with_receipts_that_say_so_are_told(
+    complete: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    url = f"memory://empty/{tmp_path.name}"
+    remote.put(f"{url}/dataset.json", (complete / "dataset.json").read_bytes())
+    for shard in range(3):
+        receipt = {**receipt_of(DataSet.open(complete).path(shard)), "size": 0}
+        remote.put(f"{url}/shards/{shard:06d}.h5", b"")
+        remote.put(f"{url}/shards/{shard:06d}.json", json.dumps(receipt).encode())
+    with pytest.raises(InputError, match="000000.h5 is not a layertap shard"):
+        FeatureReader(url)
+
+
 @pytest.mark.parametrize("damage", ["flip", "cut", "empty", "longer", "pipe"])
 @pytest.mark.parametrize("kind", ["h5", "rows"])
 def test_a_damaged_file_is_downloaded_again(proxy: Proxy, url: str, complete: Path, damage: str, kind: str) -> None:
@@ -279,6 +294,27 @@ print(ShardCache().open(file, with_features=True).row("vector", 3).tolist() == {
     assert [run.communicate()[0].strip() for run in runs] == ["True"] * 3
     assert len(proxy.ranges("000000.h5")) == 1
     assert not any(path.suffix == ".new" for path in cache_folder().iterdir())
+
+
+def test_rows_are_opened_while_the_whole_shard_is_downloaded(
+    complete: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    data, url = DataSet.open(complete), f"memory://meanwhile/{tmp_path.name}"
+    published(data, url)
+    file = RemoteFile(f"{url}/shards/000000.h5", receipt_of(data.path(0)))
+    original, waits = shard_cache._download, []
+
+    def download(file: RemoteFile, path: Path) -> Shard:
+        other = threading.Thread(target=lambda: ShardCache().open(file, with_features=False), daemon=True)
+        other.start()
+        other.join(5)
+        waits.append(other.is_alive())
+        return original(file, path)
+
+    monkeypatch.setattr(shard_cache, "_download", download)
+    assert np.array_equal(ShardCache().open(file, with_features=True).row("vector", 3), VALUES["vector"][3])
+    assert waits == [False]
 
 
 def test_a_killed_download_leaves_nothing_that_is_read(proxy: Proxy, url: str, small: None, complete: Path) -> None:
