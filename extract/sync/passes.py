@@ -271,13 +271,16 @@ class Pass:
         """
         if manifest.settings("configuration") == self.configuration:
             return
-        if self.published is not None:
+        if self.published is not None or manifest.passes():
             sample = Images(self.root, ["x"], np.full(1, -1), [], [""], Files(self.root, ["x"]))
-            self._check_fits(self.plan_for(sample, self.out / "passes" / "none").dataset)
+            self._check_fits(manifest, self.plan_for(sample, self.out / "passes" / "none").dataset)
         manifest.set_settings("configuration", self.configuration)
 
-    def _check_fits(self, dataset: DataSet) -> None:
-        if self.published and (changed := differences(self.published.depends_on, dataset.depends_on)):
+    def _check_fits(self, manifest: Manifest, dataset: DataSet) -> None:
+        stored = self.published
+        if stored is None and (passes := manifest.passes()):  # of a first pass that was killed before it published
+            stored = DataSet.open(pass_folder(self.out, passes[0]))
+        if stored and (changed := differences(stored.depends_on, dataset.depends_on)):
             raise InputError(
                 f"{self.out} holds other features; rows with these differences cannot be mixed:\n  "
                 + "\n  ".join(changed),
@@ -321,7 +324,7 @@ class Pass:
         if not planned:
             return
         folder = pass_folder(self.out, number)
-        plan = self._plan(folder, planned)
+        plan = self._plan(manifest, folder, planned)
         try:
             plan.dataset.check()
         except InputError:  # it has other settings or is damaged; none of its rows is published
@@ -368,7 +371,8 @@ class Pass:
                 number = manifest.next_pass()
                 with manifest.transaction():
                     manifest.set_planned(number, todo)
-                computed = self._compute_pass(manifest, number, todo, self._plan(pass_folder(self.out, number), todo))
+                plan = self._plan(manifest, pass_folder(self.out, number), todo)
+                computed = self._compute_pass(manifest, number, todo, plan)
                 accepted = {entry.file.path for entry in computed}
                 moved = moved + [entry.file for entry in todo if entry.file.path not in accepted]
                 resolved = resolved + computed
@@ -381,7 +385,7 @@ class Pass:
         report.waiting = folder_changes.waiting + len(moved)
         report.unchanged = report.rows - report.added - report.changed - report.renamed
 
-    def _plan(self, folder: Path, planned: Sequence[PlannedFile]) -> Plan:
+    def _plan(self, manifest: Manifest, folder: Path, planned: Sequence[PlannedFile]) -> Plan:
         """Return the plan for computing files into a folder.
 
         Raises:
@@ -391,7 +395,7 @@ class Pass:
         no_labels = np.full(len(paths), -1, np.int64)
         images = Images(self.root, paths, no_labels, [], [""] * len(paths), Files(self.root, paths))
         plan = self.plan_for(images, folder)
-        self._check_fits(plan.dataset)
+        self._check_fits(manifest, plan.dataset)
         return plan
 
     def _compute_pass(

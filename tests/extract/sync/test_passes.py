@@ -380,6 +380,26 @@ def test_other_features_do_not_mix(home: Home) -> None:
     assert home.sync().added == 1
 
 
+def test_rows_of_a_first_pass_that_could_not_publish_are_not_published_as_other_features(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr("extract.sync.passes.publish", Mock(side_effect=LayertapError("the disk is full")))
+        with pytest.raises(LayertapError, match="the disk is full"):
+            home.sync()
+    assert not (home.out / "dataset.json").exists()
+    home.plan_for = planner(layers=["conv"])
+    monkeypatch.setattr("tests.extract.sync.tiny.CONFIGURATION", {"layers": "conv"})
+    for _ in range(2):  # without and with images to compute
+        with pytest.raises(InputError, match="holds other features"):
+            home.sync()
+        assert not (home.out / "dataset.json").exists()
+        home.write("a/new.ppm", 60)
+    home.plan_for = planner()
+    assert home.sync().rows == 11
+    same_as_fresh(home.root, home.out)
+
+
 def test_libraries_that_compute_otherwise_are_refused_and_others_are_told(home: Home, monkeypatch: Any) -> None:
     home.sync()
     home.write("a/new.ppm", 60)
