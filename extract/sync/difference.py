@@ -135,13 +135,14 @@ def _without_unreadable(root: str, candidates: list[Candidate], unread_before_ns
 def _may_be_being_written(candidate: Candidate, settle_ns: int, scanned_ns: int) -> bool:
     """Return whether a file has changed too recently to be read.
 
-    A modification time in the future was set by a program; then the change time counts. If that lies in the future,
-    too, a clock is wrong: the file is read, and again when it changes.
+    A modification time that is further in the future than clocks of servers differ was set by a program; then the
+    change time counts. If that lies there, too, a clock is wrong: the file is read, and again when it changes.
     """
     file = candidate.file
     if candidate.unchanged or file.size == NO_FILE:
         return False
-    changed_ns = next((time_ns for time_ns in (file.mtime_ns, file.ctime_ns) if time_ns <= scanned_ns), 0)
+    future_ns = scanned_ns + settle_ns
+    changed_ns = next((time_ns for time_ns in (file.mtime_ns, file.ctime_ns) if time_ns < future_ns), 0)
     return scanned_ns - changed_ns < settle_ns
 
 

@@ -187,6 +187,14 @@ def test_files_on_a_server_whose_clock_is_ahead_do_not_wait_until_it_is_right(ho
     same_as_fresh(home.root, home.out)
 
 
+def test_a_file_is_waited_for_if_the_clock_of_its_server_is_a_little_ahead(home: Home) -> None:
+    home.settings["guards"] = Guards(settle_s=60)
+    home.ahead_ns = -10 * 10**9  # the clock of the file system is ten seconds ahead of that of the pass
+    assert home.sync().waiting == 10
+    home.ahead_ns = 61 * 10**9
+    assert home.sync().added == 10
+
+
 def test_a_file_that_changes_while_it_is_computed_waits_for_the_next_pass(home: Home, monkeypatch: Any) -> None:
     home.sync()
     home.write("a/0.ppm", 60, height=9)
