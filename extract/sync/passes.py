@@ -199,6 +199,7 @@ class Pass:
         scanned_ns = self.now_ns()
         scan = Scan(self.root)
         n_seen = manifest.record_scan(scan.files())
+        ended_ns = self.now_ns()
         self.report.unreadable = scan.unreadable
         for path in scan.unreadable:
             manifest.keep_below(os.fsencode(path))
@@ -216,7 +217,7 @@ class Pass:
         if not self.dry_run:
             self._check_configuration(manifest)
             self._finish_interrupted(manifest)
-        self._compute_new_files(manifest, scanned_ns)
+        self._compute_new_files(manifest, scanned_ns, ended_ns)
         self.report.failed = manifest.n_failed()
         if self.dry_run:
             return
@@ -338,14 +339,15 @@ class Pass:
 
     # Computation
 
-    def _compute_new_files(self, manifest: Manifest, scanned_ns: int) -> None:
+    def _compute_new_files(self, manifest: Manifest, scanned_ns: int, ended_ns: int) -> None:
         """Compute files without stored features, and record the row of each file.
 
         Raises:
             VanishedError: too many files are gone.
             StoppedError: the pass was stopped on request.
         """
-        folder_changes, report = difference(self.root, manifest, self.guards, scanned_ns, self.stop), self.report
+        folder_changes = difference(self.root, manifest, self.guards, scanned_ns, ended_ns, self.stop)
+        report = self.report
         n_files = manifest.n_files()
         if folder_changes.vanished > self.guards.max_vanish * n_files and not self.force:
             raise VanishedError(

@@ -195,6 +195,12 @@ def test_a_file_is_waited_for_if_the_clock_of_its_server_is_a_little_ahead(home:
     assert home.sync().added == 10
 
 
+def test_a_file_that_changes_during_a_long_scan_is_waited_for(home: Home) -> None:
+    home.settings["guards"] = Guards(settle_s=60)
+    ahead_ns = iter([-HOUR])  # the scan begins an hour before the files change
+    assert home.sync(now_ns=lambda: time.time_ns() + next(ahead_ns, 0)).waiting == 10
+
+
 def test_a_file_that_changes_while_it_is_computed_waits_for_the_next_pass(home: Home, monkeypatch: Any) -> None:
     home.sync()
     home.write("a/0.ppm", 60, height=9)
