@@ -424,8 +424,8 @@ MUTATIONS = (
     # Sync and schedule
     Mutation(
         "A file that is still being written is read.",
-        "    return scanned_ns - changed_ns < settle_ns",
-        "    return scanned_ns - changed_ns < 0",
+        "    recent = range(scanned_ns - settle_ns + 1, ended_ns + settle_ns) if settle_ns else range(0)",
+        "    recent = range(0)",
         ("test_a_file_waits_until_it_is_left_alone",),
     ),
     Mutation(
@@ -517,6 +517,18 @@ MUTATIONS = (
         "    if not total.passes:  # an earlier",
         "    if False:  # an earlier",
         ("test_a_compaction_that_was_not_published_is_published_by_the_next",),
+    ),
+    Mutation(
+        "Changes that an earlier version of layertap wrote are not written whole.",
+        'return published.images["root"] == root and published.version.base is None',
+        'return published.images["root"] == root',
+        ("test_changes_of_an_earlier_version_of_layertap_are_read_and_written_whole_by_the_next_pass",),
+    ),
+    Mutation(
+        "A damaged table is not written again.",
+        "    except (InputError, FileNotFoundError):\n        return False\n    return published.images",
+        "    except (InputError, FileNotFoundError):\n        return True\n    return published.images",
+        ("test_a_table_that_is_missing_or_damaged_is_refused_and_written_again",),
     ),
     Mutation(
         "The counts in a receipt are used although they do not add up.",

@@ -71,15 +71,17 @@ class Difference:
 
 
 def difference(
-    root: str, manifest: Manifest, guards: Guards, scanned_ns: int, stop: Callable[[], bool] = lambda: False
-) -> Difference:
+    root: str, manifest: Manifest, guards: Guards, scanned_ns: int, ended_ns: int,
+    stop: Callable[[], bool] = lambda: False,
+) -> Difference:  # fmt: skip
     """Compare the scan in the manifest with the rows in the manifest.
 
     Args:
         root: the folder.
         manifest: manifest that holds a scan of the folder.
         guards: how long a file must be unchanged, and when a failed file is retried.
-        scanned_ns: time of the scan.
+        scanned_ns: when the scan began.
+        ended_ns: when it ended.
         stop: called for each hashed file; True stops the pass.
 
     Raises:
@@ -90,10 +92,11 @@ def difference(
     files_to_examine = list(manifest.files_to_examine(retry_before_ns, unread_before_ns))
     readable = _without_unreadable(root, files_to_examine, unread_before_ns)
     settle_ns = int(guards.settle_s * _S)
+    recent = range(scanned_ns - settle_ns + 1, ended_ns + settle_ns) if settle_ns else range(0)
     candidates: list[Candidate] = []
     waiting: list[Candidate] = []
     for candidate in readable:
-        (waiting if _may_be_being_written(candidate, settle_ns, scanned_ns) else candidates).append(candidate)
+        (waiting if _may_be_being_written(candidate, recent) else candidates).append(candidate)
     stored = {candidate.file.path: candidate.recorded for candidate in candidates if candidate.recorded is not None}
     resolved, todo, moved = _match_by_hash(root, manifest, candidates, scanned_ns, retry_before_ns, stop)
     gone = manifest.gone()
@@ -132,17 +135,15 @@ def _without_unreadable(root: str, candidates: list[Candidate], unread_before_ns
     return [candidate for candidate in candidates if candidate.file not in still_unreadable]
 
 
-def _may_be_being_written(candidate: Candidate, settle_ns: int, scanned_ns: int) -> bool:
-    """Return whether a file has changed too recently to be read.
+def _may_be_being_written(candidate: Candidate, recent: range) -> bool:
+    """Return whether a file has changed at a recent time, and so may still be being written.
 
-    A modification time in the future was set by a program; then the change time counts. If that lies in the future,
-    too, a clock is wrong: the file is read, and again when it changes.
+    A modification time that is further in the future than clocks of servers differ was set by a program; then the
+    change time counts. If that lies there, too, a clock is wrong: the file is read, and again when it changes.
     """
     file = candidate.file
-    if candidate.unchanged or file.size == NO_FILE:
-        return False
-    changed_ns = next((time_ns for time_ns in (file.mtime_ns, file.ctime_ns) if time_ns <= scanned_ns), 0)
-    return scanned_ns - changed_ns < settle_ns
+    changed_ns = file.mtime_ns if file.mtime_ns < recent.stop else file.ctime_ns
+    return changed_ns in recent and not candidate.unchanged and file.size != NO_FILE
 
 
 def _match_by_hash(

@@ -15,7 +15,7 @@ rebuilt from the passes, without computing any image again; nothing is recorded 
 
 Indexes that were added later (`_ADDED` in `manifest_file.py`) are created when they are missing. Earlier versions of
 layertap have a table `changes` and note in `meta` up to which version it is complete; a version that was made here is
-later than that, so they do not use it.
+later than that, so they do not use it. They rebuild a manifest that was created here: it has no table `waiting`.
 
 SQLite compares a million records in a second, and memory stays flat.
 """

@@ -199,6 +199,7 @@ class Pass:
         scanned_ns = self.now_ns()
         scan = Scan(self.root)
         n_seen = manifest.record_scan(scan.files())
+        ended_ns = self.now_ns()
         self.report.unreadable = scan.unreadable
         for path in scan.unreadable:
             manifest.keep_below(os.fsencode(path))
@@ -216,7 +217,7 @@ class Pass:
         if not self.dry_run:
             self._check_configuration(manifest)
             self._finish_interrupted(manifest)
-        self._compute_new_files(manifest, scanned_ns)
+        self._compute_new_files(manifest, scanned_ns, ended_ns)
         self.report.failed = manifest.n_failed()
         if self.dry_run:
             return
@@ -271,13 +272,16 @@ class Pass:
         """
         if manifest.settings("configuration") == self.configuration:
             return
-        if self.published is not None:
+        if self.published is not None or manifest.passes():
             sample = Images(self.root, ["x"], np.full(1, -1), [], [""], Files(self.root, ["x"]))
-            self._check_fits(self.plan_for(sample, self.out / "passes" / "none").dataset)
+            self._check_fits(manifest, self.plan_for(sample, self.out / "passes" / "none").dataset)
         manifest.set_settings("configuration", self.configuration)
 
-    def _check_fits(self, dataset: DataSet) -> None:
-        if self.published and (changed := differences(self.published.depends_on, dataset.depends_on)):
+    def _check_fits(self, manifest: Manifest, dataset: DataSet) -> None:
+        stored = self.published
+        if stored is None and (passes := manifest.passes()):  # of a first pass that was killed before it published
+            stored = DataSet.open(pass_folder(self.out, passes[0]))
+        if stored and (changed := differences(stored.depends_on, dataset.depends_on)):
             raise InputError(
                 f"{self.out} holds other features; rows with these differences cannot be mixed:\n  "
                 + "\n  ".join(changed),
@@ -321,7 +325,7 @@ class Pass:
         if not planned:
             return
         folder = pass_folder(self.out, number)
-        plan = self._plan(folder, planned)
+        plan = self._plan(manifest, folder, planned)
         try:
             plan.dataset.check()
         except InputError:  # it has other settings or is damaged; none of its rows is published
@@ -335,14 +339,15 @@ class Pass:
 
     # Computation
 
-    def _compute_new_files(self, manifest: Manifest, scanned_ns: int) -> None:
+    def _compute_new_files(self, manifest: Manifest, scanned_ns: int, ended_ns: int) -> None:
         """Compute files without stored features, and record the row of each file.
 
         Raises:
             VanishedError: too many files are gone.
             StoppedError: the pass was stopped on request.
         """
-        folder_changes, report = difference(self.root, manifest, self.guards, scanned_ns, self.stop), self.report
+        folder_changes = difference(self.root, manifest, self.guards, scanned_ns, ended_ns, self.stop)
+        report = self.report
         n_files = manifest.n_files()
         if folder_changes.vanished > self.guards.max_vanish * n_files and not self.force:
             raise VanishedError(
@@ -368,7 +373,8 @@ class Pass:
                 number = manifest.next_pass()
                 with manifest.transaction():
                     manifest.set_planned(number, todo)
-                computed = self._compute_pass(manifest, number, todo, self._plan(pass_folder(self.out, number), todo))
+                plan = self._plan(manifest, pass_folder(self.out, number), todo)
+                computed = self._compute_pass(manifest, number, todo, plan)
                 accepted = {entry.file.path for entry in computed}
                 moved = moved + [entry.file for entry in todo if entry.file.path not in accepted]
                 resolved = resolved + computed
@@ -381,7 +387,7 @@ class Pass:
         report.waiting = folder_changes.waiting + len(moved)
         report.unchanged = report.rows - report.added - report.changed - report.renamed
 
-    def _plan(self, folder: Path, planned: Sequence[PlannedFile]) -> Plan:
+    def _plan(self, manifest: Manifest, folder: Path, planned: Sequence[PlannedFile]) -> Plan:
         """Return the plan for computing files into a folder.
 
         Raises:
@@ -391,7 +397,7 @@ class Pass:
         no_labels = np.full(len(paths), -1, np.int64)
         images = Images(self.root, paths, no_labels, [], [""] * len(paths), Files(self.root, paths))
         plan = self.plan_for(images, folder)
-        self._check_fits(plan.dataset)
+        self._check_fits(manifest, plan.dataset)
         return plan
 
     def _compute_pass(

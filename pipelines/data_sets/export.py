@@ -82,7 +82,7 @@ def _thumbnails(
         raise InputError(f"no thumbnails: {source.why_not}")
 
     sample = [source.picture(row, side_px) for row in range(min(_FIRST, len(reader)))]
-    if not any(picture is not None for picture, _ in sample):
+    if sample and not any(picture is not None for picture, _ in sample):
         raise InputError(
             f"no thumbnails: none of the first {len(sample)} images can be read: {sample[0][1]}",
             hint="name their place: --images",

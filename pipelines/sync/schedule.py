@@ -177,9 +177,10 @@ def _local_time(at: datetime | None) -> str:
 def _parse_output(output: bytes) -> list[dict[str, Any]]:
     """Return what `sync --json` printed; nothing if the process was killed."""
     try:
-        return list(json.loads(output))
+        content = json.loads(output)
     except ValueError:
         return []
+    return [item for item in content if isinstance(item, dict)] if isinstance(content, list) else []
 
 
 def _describe(data_set: dict[str, Any]) -> str:

@@ -11,6 +11,7 @@ from PIL import Image
 from pyarrow import parquet
 
 from extract import FeatureReader
+from tests.extract.sync.tiny import one_pass, picture, planner
 from tests.pipelines.test_cli import fails, layertap
 
 
@@ -53,3 +54,14 @@ def test_exports_without_pictures_are_refused(folder: Path, data_set: Path, tmp_
     assert "no thumbnails: the images are not in" in fails(*of)
     assert not (tmp_path / "a.parquet").exists()
     assert layertap(*of, "--images", tmp_path / "moved").exit_code == 0
+
+
+def test_a_data_set_whose_images_are_all_gone_has_no_thumbnails_to_export(tmp_path: Path) -> None:
+    root, out = tmp_path / "root", tmp_path / "out"
+    root.mkdir()
+    (root / "0.ppm").write_bytes(picture(0))
+    (root / "notes.txt").touch()
+    one_pass(root, out, planner())
+    (root / "0.ppm").unlink()
+    one_pass(root, out, planner(), force=True)
+    assert "there are no rows to export" in fails("export", out, "--to", "parquet", "--thumbnails", 32)

@@ -187,6 +187,20 @@ def test_files_on_a_server_whose_clock_is_ahead_do_not_wait_until_it_is_right(ho
     same_as_fresh(home.root, home.out)
 
 
+def test_a_file_is_waited_for_if_the_clock_of_its_server_is_a_little_ahead(home: Home) -> None:
+    home.settings["guards"] = Guards(settle_s=60)
+    home.ahead_ns = -10 * 10**9  # the clock of the file system is ten seconds ahead of that of the pass
+    assert home.sync().waiting == 10
+    home.ahead_ns = 61 * 10**9
+    assert home.sync().added == 10
+
+
+def test_a_file_that_changes_during_a_long_scan_is_waited_for(home: Home) -> None:
+    home.settings["guards"] = Guards(settle_s=60)
+    ahead_ns = iter([-HOUR])  # the scan begins an hour before the files change
+    assert home.sync(now_ns=lambda: time.time_ns() + next(ahead_ns, 0)).waiting == 10
+
+
 def test_a_file_that_changes_while_it_is_computed_waits_for_the_next_pass(home: Home, monkeypatch: Any) -> None:
     home.sync()
     home.write("a/0.ppm", 60, height=9)
@@ -378,6 +392,26 @@ def test_other_features_do_not_mix(home: Home) -> None:
         tiny.CONFIGURATION = before
     home.plan_for = planner(batch_size=3)
     assert home.sync().added == 1
+
+
+def test_rows_of_a_first_pass_that_could_not_publish_are_not_published_as_other_features(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr("extract.sync.passes.publish", Mock(side_effect=LayertapError("the disk is full")))
+        with pytest.raises(LayertapError, match="the disk is full"):
+            home.sync()
+    assert not (home.out / "dataset.json").exists()
+    home.plan_for = planner(layers=["conv"])
+    monkeypatch.setattr("tests.extract.sync.tiny.CONFIGURATION", {"layers": "conv"})
+    for _ in range(2):  # without and with images to compute
+        with pytest.raises(InputError, match="holds other features"):
+            home.sync()
+        assert not (home.out / "dataset.json").exists()
+        home.write("a/new.ppm", 60)
+    home.plan_for = planner()
+    assert home.sync().rows == 11
+    same_as_fresh(home.root, home.out)
 
 
 def test_libraries_that_compute_otherwise_are_refused_and_others_are_told(home: Home, monkeypatch: Any) -> None:

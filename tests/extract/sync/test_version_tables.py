@@ -321,7 +321,7 @@ def pass_of_few_changes(model: Model, count: int) -> None:
     gone = set(range(0, count, apart))
     files = (file for file, row in many(count) if row not in gone)
     assert model.manifest.record_scan(files) == count - len(gone)
-    folder_changes = difference(ROOT, model.manifest, Guards(settle_s=0, retry_after_s=1e9), 10**18)
+    folder_changes = difference(ROOT, model.manifest, Guards(settle_s=0, retry_after_s=1e9), 10**18, 10**18)
     assert len(folder_changes.gone) == len(gone)
     assert not folder_changes.resolved + folder_changes.todo
     copies = {f"camera/{i:03d}/copy.png": i * apart + 2 for i in range(20)}
