@@ -17,6 +17,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 from urllib.parse import unquote_to_bytes
@@ -25,7 +26,16 @@ from extract.credentials import without_credentials
 from extract.errors import InputError, LayertapError, first_line
 from extract.images.folders import pick_images
 from extract.images.image_list import Images, is_litter, labels_from_folders, labels_from_values, order_of
-from extract.images.sources import UNKNOWN, ImageSource, PackedNames, check_file_size, integers, read_remote, suffix_of
+from extract.images.sources import (
+    UNKNOWN,
+    BrokenListError,
+    ImageSource,
+    PackedNames,
+    check_file_size,
+    integers,
+    read_remote,
+    suffix_of,
+)
 from extract.system.similar_paths import did_you_mean
 from extract.system.urls import file_system, http_status, is_http, is_missing, is_url, server_answer
 
@@ -72,7 +82,7 @@ class Members(ImageSource):
 
     def __init__(self, archives: Sequence[str], members: Sequence[_Member], zipped: bool):
         self._archives, self._zipped = PackedNames(archives), zipped
-        self._sizes = [_size_of(archive) for archive in archives]
+        self._states = [_state_of(archive) for archive in archives]
         self._columns = {
             name: integers([getattr(member, name) or 0 for member in members])
             for name in ("archive", "offset", "packed", "size", "method", "crc", "mtime_ns")
@@ -82,16 +92,17 @@ class Members(ImageSource):
         """See `ImageSource`."""
         member = {name: int(column[row]) for name, column in self._columns.items()}
         archive, offset, size = self._archives[member["archive"]], member["offset"], member["size"]
+        read = partial(_range, archive, self._states[member["archive"]])
         check_file_size(max(size, member["packed"]))
         if member["method"] == _ENCRYPTED:
             raise ValueError("encrypted")
         if not self._zipped:
-            return _range(archive, offset, size), member["mtime_ns"]
-        header = _range(archive, offset, _LOCAL_HEADER.size)
+            return read(offset, size), member["mtime_ns"]
+        header = read(offset, _LOCAL_HEADER.size)
         signature, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(header)
         if signature != b"PK\3\4":
             raise ValueError("the archive is damaged: its directory gives an offset at which no file starts")
-        packed = _range(archive, offset + len(header) + name_bytes + extra_bytes, member["packed"])
+        packed = read(offset + len(header) + name_bytes + extra_bytes, member["packed"])
         data = _unpacked(packed, member["method"], size)
         if len(data) != size or zlib.crc32(data) != member["crc"]:
             raise ValueError("the archive is damaged: the checksum of this file does not match")
@@ -99,23 +110,29 @@ class Members(ImageSource):
 
     def check_there(self) -> None:
         """See `ImageSource`."""
-        for archive, size in zip(self._archives, self._sizes, strict=True):
+        for archive, state in zip(self._archives, self._states, strict=True):
             try:
-                same = _size_of(archive) == size
+                same = _state_of(archive) == state
             except LayertapError as error:
                 raise LayertapError(
                     f"{error.message}. Stored rows are safe", hint="run again when the archive is available"
                 ) from error
-            if not same:  # the offsets may be wrong
-                raise LayertapError(f"{archive} has changed since its files were listed. Stored rows are safe")
+            if not same:
+                raise _changed(archive)
 
 
-def _range(archive: str, offset: int, length: int) -> bytes:
+def _changed(archive: str) -> BrokenListError:
+    return BrokenListError(f"{archive} has changed since its files were listed. Stored rows are safe")
+
+
+def _range(archive: str, state: tuple[int, int], offset: int, length: int) -> bytes:
     # `zipfile` would read the directory of the archive again in each worker.
     if is_url(archive):
         data = read_remote(archive, offset, offset + length) if length else b""
     else:
         with open(archive, "rb") as file:  # noqa: PTH123
+            if _local_state(os.fstat(file.fileno())) != state:  # the offset may be that of another image
+                raise _changed(archive)
             file.seek(offset)
             data = file.read(length)
     if len(data) > length:
@@ -362,12 +379,17 @@ def _opened(archive: str, kind: str) -> Iterator[BinaryIO]:
         yield file
 
 
-def _size_of(archive: str) -> int:
+def _state_of(archive: str) -> tuple[int, int]:
+    """Return the size of an archive, and its modification time, or `UNKNOWN`."""
     with _errors_of(archive):
         if not is_url(archive):
-            return Path(archive).stat().st_size
+            return _local_state(Path(archive).stat())
         fs, path = file_system(archive)
-        return int(fs.size(path) or 0)
+        return int(fs.size(path) or 0), UNKNOWN
+
+
+def _local_state(status: os.stat_result) -> tuple[int, int]:
+    return status.st_size, status.st_mtime_ns
 
 
 @contextlib.contextmanager

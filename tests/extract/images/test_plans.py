@@ -689,6 +689,7 @@ def forge(plan: Path, columns: dict[str, Any] | None = None, with_dictionary: bo
         ("leads outside", {"path": pa.array([b"/etc/a.jpg", b"b.jpg"])}),
         ("leads outside", {"path": pa.array([b"a/..", b"b.jpg"])}),
         ("the column path is string", {"path": pa.array(["a.jpg", "b.jpg"])}),
+        ("the column path is fixed_size_binary", {"path": pa.array([b"a.jpg", b"b.jpg"], pa.binary(5))}),
         ("a label or split", {"label": pa.array([0, 3], pa.int32())}),
         ("a label or split", {"label": pa.array([-2, 0], pa.int32())}),
         ("a label or split", {"split": pa.array([0, 4], pa.uint8())}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import functools
 import http.server
@@ -367,19 +368,35 @@ def test_members_cannot_lead_out_of_an_archive(folder: Path, tmp_path: Path) -> 
 
 def test_damage_in_a_zip_is_a_row_with_a_reason(folder: Path, tmp_path: Path) -> None:
     path = Path(as_zip(folder, tmp_path))
-    found = list_images(path)
-    good = path.read_bytes()
-    info = zipfile.ZipFile(path).infolist()[5]
-    damaged = bytearray(good)
-    damaged[info.header_offset + 60] ^= 0xFF
+    damaged = bytearray(path.read_bytes())
+    infos = zipfile.ZipFile(path).infolist()
+    damaged[infos[5].header_offset + 60] ^= 0xFF
+    entry = damaged.index(infos[6].filename.encode(), damaged.index(b"PK\1\2")) - 4
+    damaged[entry : entry + 4] = (len(damaged) - 10).to_bytes(4, "little")  # its offset: too near to the end
     path.write_bytes(damaged)
-    batch = next(load_batches(found, [list(range(12))], Decoding(as_tensor, workers=0)))
-    assert [row for row, status in enumerate(batch.status) if status != Status.OK] == [5]
+    batch = next(load_batches(list_images(path), [list(range(12))], Decoding(as_tensor, workers=0)))
+    assert [row for row, status in enumerate(batch.status) if status != Status.OK] == [5, 6]
     assert "archive is damaged" in batch.reasons[5]
-    path.write_bytes(good[: info.header_offset + 40])
-    batch = next(load_batches(found, [[4, 5, 6]], Decoding(as_tensor, workers=0)))
-    assert batch.status.tolist() == [Status.OK, Status.DECODE_ERROR, Status.DECODE_ERROR]
     assert "the archive is truncated" in batch.reasons[6]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_archive_that_is_replaced_during_a_run_gives_no_picture_of_another_row(tmp_path: Path, workers: int) -> None:
+    pictures = []
+    for value in range(64):
+        with io.BytesIO() as file:
+            Image.new("RGB", (8, 8), (value, value, value)).save(file, "BMP")
+            pictures.append(file.getvalue())
+    for name, ordered in (("a.tar", pictures), ("b.tar", pictures[::-1])):
+        write_tar(tmp_path / name, {f"{row:02d}.bmp": picture for row, picture in enumerate(ordered)})
+    found = list_images(tmp_path / "a.tar")
+    batches = load_batches(found, [[row] for row in range(64)], Decoding(as_tensor, workers=workers))
+    with contextlib.closing(batches):
+        seen = [int(next(batches).images.max())]
+        (tmp_path / "b.tar").replace(tmp_path / "a.tar")
+        with pytest.raises(InputError, match=r"a\.tar has changed since its files were listed"):
+            seen += [int(batch.images.max()) for batch in batches]
+    assert seen == list(range(len(seen)))
     with pytest.raises(LayertapError, match="has changed since its files were listed"):
         found.source.check_there()
 
