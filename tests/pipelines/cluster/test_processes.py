@@ -46,10 +46,10 @@ def made(out: Path) -> list[int]:
 
 
 class Simulated:
-    """Workers, each of which builds its list at once; some shards end their worker."""
+    """Workers, each of which builds its list at once; some shards end their worker, perhaps before they are begun."""
 
-    def __init__(self, size: int, ends: dict[int, int]):
-        self.size, self.ends = size, Counter(ends)
+    def __init__(self, size: int, ends: dict[int, int], are_begun: bool = True):
+        self.size, self.ends, self.are_begun = size, Counter(ends), are_begun
         self.given: list[list[int]] = []
         self.built: list[int] = []
 
@@ -74,8 +74,10 @@ class SimulatedWorker:
         yield Joined("host", "cpu")
         while shards := self._lists.get():
             for shard in shards:
-                yield Rows(shard, 0, True)
-                if self._engine.ends[shard] > 0:
+                ends = self._engine.ends[shard] > 0
+                if self._engine.are_begun or not ends:
+                    yield Rows(shard, 0, True)
+                if ends:
                     self._engine.ends[shard] -= 1
                     yield Left("killed")
                     return
@@ -84,12 +86,15 @@ class SimulatedWorker:
         yield Left("")
 
 
+@pytest.mark.parametrize("are_begun", [True, False])
 @pytest.mark.parametrize("seed", range(20))
-def test_each_shard_is_published_once_or_has_failed_three_times_whatever_ends_the_workers(seed: int) -> None:
+def test_each_shard_is_published_once_or_has_failed_three_times_whatever_ends_the_workers(
+    seed: int, are_begun: bool
+) -> None:
     chance = random.Random(seed)
     count = chance.randint(1, 400)
     ends = {chance.randrange(count): chance.randint(1, 4) for _ in range(chance.randint(0, 9))}  # ten end the run
-    engine: Any = Simulated(chance.randint(1, 9), ends)
+    engine: Any = Simulated(chance.randint(1, 9), ends, are_begun)
     loop = ShardLoop(engine, lambda: range(count))
     loop.run()
     failed = {shard for shard, times in ends.items() if times >= 3}
