@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
 import signal
@@ -226,6 +227,25 @@ def test_workers_that_die_before_they_are_ready_end_the_run(tmp_path: Path) -> N
     expected = pytest.raises(LayertapError, match="no worker can be started: its process exited with code 7")
     with expected:
         ShardLoop(lambda: [partial(Child, Dies(tmp_path))], lambda: range(3)).run()
+
+
+class Unreadable(MadeUp):
+    """Sends what cannot be read at the other end."""
+
+    def __call__(self, say: Any) -> Any:
+        say(self)
+        return super().__call__(say)
+
+    def __reduce__(self) -> Any:
+        return (type(self), (self.out,)) if multiprocessing.parent_process() is None else (int, ("no number",))
+
+
+def test_a_message_that_cannot_be_read_ends_its_worker_with_this_reason(tmp_path: Path) -> None:
+    child = Child(Unreadable(tmp_path))
+    assert list(child.events()) == [
+        Left("its message cannot be read: ValueError: invalid literal for int() with base 10: 'no number'")
+    ]
+    child.kill()
 
 
 @pytest.mark.slow
