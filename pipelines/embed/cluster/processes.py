@@ -212,8 +212,10 @@ class Child:
             ready = wait([self._pipe, self._process.sentinel])
             try:
                 event = self._pipe.recv() if self._pipe in ready else Left(self._exit_reason())
-            except Exception:  # the pipe has ended, or a message cannot be read: nothing may wait for this worker
+            except (EOFError, OSError):
                 event = Left(self._exit_reason())
+            except Exception as error:  # nothing may wait for this worker, which may still be alive
+                event = Left(f"its message cannot be read: {type(error).__name__}: {first_line(error)}")
             yield event
 
     def _exit_reason(self) -> str:

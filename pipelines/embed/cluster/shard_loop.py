@@ -162,12 +162,15 @@ class ShardLoop:
         is_of_user = worker.held is None or isinstance(event.error, InputError | DisagreementError)
         if event.error is not None and is_of_user and not self.done:
             raise event.error
-        receipts = self._receipts() if worker.held else {}
-        for shard in receipts.keys() & set(worker.held or ()):
+        held = worker.held or []
+        # A worker that ends before it begins a shard has failed at the next one: its unfinished file may be damaged.
+        blamed = worker.current if worker.current in held else next(iter(held), None)
+        receipts = self._receipts() if held else {}
+        for shard in receipts.keys() & set(held):
             self._handle(worker, Done(shard, receipts[shard]))
         self._on_event(worker.place, event)
-        for shard in worker.held or ():
-            if shard == worker.current:
+        for shard in held:
+            if shard == blamed:
                 self._attempt_failed(shard, event.why)
             else:
                 self._suspect.append(shard)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
 import signal
@@ -46,10 +47,10 @@ def made(out: Path) -> list[int]:
 
 
 class Simulated:
-    """Workers, each of which builds its list at once; some shards end their worker."""
+    """Workers, each of which builds its list at once; some shards end their worker, perhaps before they are begun."""
 
-    def __init__(self, size: int, ends: dict[int, int]):
-        self.size, self.ends = size, Counter(ends)
+    def __init__(self, size: int, ends: dict[int, int], are_begun: bool = True):
+        self.size, self.ends, self.are_begun = size, Counter(ends), are_begun
         self.given: list[list[int]] = []
         self.built: list[int] = []
 
@@ -74,8 +75,10 @@ class SimulatedWorker:
         yield Joined("host", "cpu")
         while shards := self._lists.get():
             for shard in shards:
-                yield Rows(shard, 0, True)
-                if self._engine.ends[shard] > 0:
+                ends = self._engine.ends[shard] > 0
+                if self._engine.are_begun or not ends:
+                    yield Rows(shard, 0, True)
+                if ends:
                     self._engine.ends[shard] -= 1
                     yield Left("killed")
                     return
@@ -84,12 +87,15 @@ class SimulatedWorker:
         yield Left("")
 
 
+@pytest.mark.parametrize("are_begun", [True, False])
 @pytest.mark.parametrize("seed", range(20))
-def test_each_shard_is_published_once_or_has_failed_three_times_whatever_ends_the_workers(seed: int) -> None:
+def test_each_shard_is_published_once_or_has_failed_three_times_whatever_ends_the_workers(
+    seed: int, are_begun: bool
+) -> None:
     chance = random.Random(seed)
     count = chance.randint(1, 400)
     ends = {chance.randrange(count): chance.randint(1, 4) for _ in range(chance.randint(0, 9))}  # ten end the run
-    engine: Any = Simulated(chance.randint(1, 9), ends)
+    engine: Any = Simulated(chance.randint(1, 9), ends, are_begun)
     loop = ShardLoop(engine, lambda: range(count))
     loop.run()
     failed = {shard for shard, times in ends.items() if times >= 3}
@@ -221,6 +227,25 @@ def test_workers_that_die_before_they_are_ready_end_the_run(tmp_path: Path) -> N
     expected = pytest.raises(LayertapError, match="no worker can be started: its process exited with code 7")
     with expected:
         ShardLoop(lambda: [partial(Child, Dies(tmp_path))], lambda: range(3)).run()
+
+
+class Unreadable(MadeUp):
+    """Sends what cannot be read at the other end."""
+
+    def __call__(self, say: Any) -> Any:
+        say(self)
+        return super().__call__(say)
+
+    def __reduce__(self) -> Any:
+        return (type(self), (self.out,)) if multiprocessing.parent_process() is None else (int, ("no number",))
+
+
+def test_a_message_that_cannot_be_read_ends_its_worker_with_this_reason(tmp_path: Path) -> None:
+    child = Child(Unreadable(tmp_path))
+    assert list(child.events()) == [
+        Left("its message cannot be read: ValueError: invalid literal for int() with base 10: 'no number'")
+    ]
+    child.kill()
 
 
 @pytest.mark.slow
