@@ -151,8 +151,8 @@ MUTATIONS = (
     ),
     Mutation(
         "A projection without a number has the bound for the images at hand, not that of the data set.",
-        "settings = replace(settings, layers=layers)",
-        "settings = replace(settings)",
+        "settings = replace(settings, layers=layers, batch_size",
+        "settings = replace(settings, batch_size",
         ("test_without_a_number_the_bound_for_the_images_is_taken_and_recorded",),
     ),
     Mutation(
