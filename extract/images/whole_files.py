@@ -135,12 +135,15 @@ def _has_end_of_codestream(data: bytes) -> bool:
     """
     position = data.find(_CODESTREAM) + 2
     while data[position : position + 2] not in (_TILE_PART, b""):  # segments of the main header
-        position += 2 + int.from_bytes(data[position + 2 : position + 4], "big")
+        length = int.from_bytes(data[position + 2 : position + 4], "big")
+        if length < 2:  # it counts its own bytes; a hostile header would take a step of two bytes for each marker
+            return False
+        position += 2 + length
     while data[position : position + 2] == _TILE_PART:
         length = int.from_bytes(data[position + 6 : position + 10], "big")
         if length == 0:  # the tile-part extends to the end marker (A.4.2)
             return _END_OF_CODESTREAM in data[position:]
-        position += length
+        position += max(length, len(_TILE_PART))
     return data[position : position + 2] == _END_OF_CODESTREAM
 
 
