@@ -473,7 +473,7 @@ def test_folders_of_the_users_own_stay_and_so_do_results_until_there_are_new_one
     ("arguments", "message"),
     [
         (["--protocol", "svm"], None),
-        (["--test-fraction", 1.5], "test_fraction: "),
+        (["--test-fraction", 1.5], "--test-fraction: "),
         (["--save", "x.safetensors"], "--save keeps the probe of one layer, and there are 3"),
         (["--save", "x.safetensors", "-l", "layer4", "-p", "knn"], "the protocol knn has no probe that can be saved"),
         (["--device", "cuda:7"], "device 'cuda:7' cannot be used"),
