@@ -41,7 +41,6 @@ SET_UP = ("pip install -e '.[demo]' && layertap demo", "pip install -e '.[test]'
 
 # Examples that are not run here: the page, the first words of the example (all examples: ""), and the reason.
 NOT_RUN = {
-    ("docs/taps-compared.md", ""): "tests/test_taps_compared.py compares them with the code that it runs",
     ("docs/file-format.md", ""): "tests/pipelines/test_golden.py runs it on data sets of each format version",
     (
         "docs/guides/other-tools.md",

@@ -52,7 +52,7 @@ class PipelineRate:
 
 @dataclass(frozen=True)
 class Bench:
-    """Measured rates, in images per second.
+    """Measurements, in images per second.
 
     Attributes:
         images: location of the images.

@@ -6,7 +6,7 @@
 Each store writes the rows into a folder of its own. In each round the stores are timed one after the other, and ratios
 are formed within the round. Every timed pass is first made without a clock, and there each batch is compared with the
 rows that were written. All reads come from the file cache. A store whose library is missing is an error; name the
-stores to leave it out. docs/stores-compared.md has the figures and explains them.
+stores to leave it out. docs/benchmarks.md has the figures.
 """
 
 from __future__ import annotations

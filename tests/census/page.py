@@ -81,6 +81,8 @@ def page(about: dict[str, Any], results: list[Result]) -> str:
         f"{sum(wrong.values()):,} values are wrong. A bare hook that keeps `output.detach().cpu()` has "
         f"{numbers['wrong calls of naive hooks']:,} calls wrong.",
         "",
+        "The result of each network is a line of `tests/census/results.jsonl`.",
+        "",
         f"The libraries have {total:,} families of networks for pictures. Of {len(tried - families):,}, no network ran "
         "(the table below gives the reasons)"
         + (f", and {total - len(tried):,} have not been tried yet." if total > len(tried) else "."),
@@ -111,12 +113,6 @@ def page(about: dict[str, Any], results: list[Result]) -> str:
         *_reason_table("Refused", "layertap declines these with an error that gives the reason.", "refused", compared),
         *_reason_table("Not compared", "These have no independent reference.", "uncompared", compared),
         *_not_run(results),
-        "## Networks",
-        "",
-        "| network | family | parameters | input | layers | calls | gradients | rows | wrong |",
-        "|---|---|---|---|---|---|---|---|---|",
-        *map(_row, compared),
-        "",
     ])  # fmt: skip
 
 
@@ -154,26 +150,13 @@ def _reason_table(title: str, text: str, field: str, compared: list[Result]) -> 
 
 
 def _not_run(results: list[Result]) -> list[str]:
-    reasons: dict[str, list[str]] = {}
-    for result in results:
-        if "not run" in result:
-            text = result["not run"]
-            fitting = (words for start, words in NOT_RUN.items() if text.startswith(start))
-            reasons.setdefault(next(fitting, text), []).append(_key(result))
+    reasons: Counter[str] = Counter()
+    for text in (result["not run"] for result in results if "not run" in result):
+        reasons[next((words for start, words in NOT_RUN.items() if text.startswith(start)), text)] += 1
     if not reasons:
         return []
-    rows = [f"| {_cell(reason)} | {len(keys):,} | {', '.join(keys)} |" for reason, keys in sorted(reasons.items())]
-    return ["## Not run", "", "| reason | networks | names |", "|---|---|---|", *rows, ""]
-
-
-def _row(result: Result) -> str:
-    numbers = Counter(result["numbers"])
-    cells = [
-        result["family"], f"{result['parameters']:,}", "x".join(map(str, result["size"])),
-        *(f"{numbers[kind]:,}" for kind in ("layers", "calls", "gradients", "rows")),
-        f"{sum(result.get('wrong', {}).values()):,}",
-    ]  # fmt: skip
-    return f"| {_key(result)} | {' | '.join(cells)} |"
+    rows = [f"| {_cell(reason)} | {count:,} |" for reason, count in sorted(reasons.items())]
+    return ["## Not run", "", "| reason | networks |", "|---|---|", *rows, ""]
 
 
 def _key(result: Result) -> str:
