@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -317,3 +318,12 @@ def test_a_setting_is_added_in_two_files(folder: Path, tmp_path: Path) -> None:
         std = reader.provenance["depends_on"]["preprocessing"]["std"]
     plain = load_backbone("timm/test_resnet", weights="random", device="cpu").preprocessing.std
     assert np.allclose(std, np.array(plain) / 4)
+
+
+def test_the_first_hour_reads_six_files_of_at_most_2500_lines_with_the_lines_that_they_have() -> None:
+    root = Path(__file__).parents[1]
+    rows = re.findall(r"^\| `(\S+\.py)` \| (\d+) \|", (root / "CONTRIBUTING.md").read_text("utf-8"), re.MULTILINE)
+    assert len(rows) == 6
+    for name, stated in rows:
+        assert abs(len((root / name).read_text("utf-8").splitlines()) - int(stated)) <= 0.1 * int(stated), name
+    assert sum(int(stated) for _, stated in rows) <= 2500
