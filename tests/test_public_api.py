@@ -288,6 +288,13 @@ def test_the_table_covers_the_package_and_all_its_aliases() -> None:
     assert set(MODULES) == {"extract", "layertap", *(f"extract.{alias}" for alias in aliases)}
 
 
+def test_errors_can_be_imported_from_a_module_of_their_own() -> None:
+    errors = importlib.import_module("layertap.errors")
+    assert {name: getattr(errors, name) for name in errors.__all__} == {
+        name: getattr(extract, name) for name in extract.__all__ if name.endswith("Error")
+    }
+
+
 def test_the_lists_of_names_in_the_package_agree() -> None:
     tree = ast.parse(Path(extract.__path__[0], "__init__.py").read_text(encoding="utf-8"))
     block = next(node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
