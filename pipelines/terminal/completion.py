@@ -16,7 +16,7 @@ def complete_paths(ctx: click.Context, param: click.Parameter, incomplete: str) 
     return [CompletionItem(incomplete, type="file")]
 
 
-@click.command(short_help="Print a script that completes commands in a shell.")
+@click.command(hidden=True, short_help="Print a script that completes commands in a shell.")
 @click.argument("shell", type=click.Choice(SHELLS))
 @click.pass_context
 def completion(ctx: click.Context, shell: str) -> None:

@@ -24,7 +24,9 @@ from extract import defaults
 from extract.credentials import without_credentials
 from extract.errors import InputError, first_line, unknown_name
 from extract.extraction import settings
+from extract.extraction.settings import BACKBONE, IMAGES
 from extract.system.similar_paths import did_you_mean
+from pipelines.terminal.commands import GONE_OPTIONS
 
 __all__ = [
     "FROZEN",
@@ -91,17 +93,23 @@ else:
 class BackboneConfig(BackboneKeys, DecodingKeys, BaseModel):
     """Images, backbone and preprocessing: the keys that all computing jobs share."""
 
-    images: str = Field(
+    images: Annotated[str, IMAGES] = Field(
         description="Folder, .csv or .parquet list, .tar or .zip archives, .npy or .h5 array, a URL, or a plan."
     )
-    backbone: str = Field(defaults.BACKBONE, description="SOURCE/NAME; see `layertap backbones`.")
-    size: int | list[int] | None = Field(
+    backbone: Annotated[str, BACKBONE] = Field(defaults.BACKBONE, description="SOURCE/NAME; see `layertap list`.")
+    size: Annotated[int | list[int] | None, IMAGES] = Field(
         None, description="Resize the shorter side to these pixels, or to HxW. [default: the model's own]"
     )
-    crop: int | list[int] | None = Field(None, description="Pixels of the centre crop, the input of the model.")
-    interpolation: str | None = Field(None, description="nearest, bilinear, bicubic, lanczos, box or hamming.")
-    mean: list[float] | None = Field(None, description="R,G,B to subtract from pixels scaled to 0..1.")
-    std: list[float] | None = Field(None, description="R,G,B to divide by afterwards.")
+    crop: Annotated[int | list[int] | None, IMAGES] = Field(
+        None, description="Pixels of the centre crop, the input of the model."
+    )
+    interpolation: Annotated[str | None, IMAGES] = Field(
+        None, description="nearest, bilinear, bicubic, lanczos, box or hamming."
+    )
+    mean: Annotated[list[float] | None, IMAGES] = Field(
+        None, description="R,G,B to subtract from pixels scaled to 0..1."
+    )
+    std: Annotated[list[float] | None, IMAGES] = Field(None, description="R,G,B to divide by afterwards.")
 
     @field_validator("images", "out", mode="before", check_fields=False)
     @classmethod
@@ -148,8 +156,10 @@ def keys_of(model: Any) -> dict[str, FieldInfo]:
     keys = model.model_fields if issubclass(model, BaseModel) else settings.fields_of(model)
     shared = settings.fields_of(settings.BackboneSettings) | settings.fields_of(settings.ExtractionSettings)
     for key, field in keys.items():
-        if field.description is None and key in shared:
-            field.description = shared[key].description
+        if key in shared:
+            field.description = field.description or shared[key].description
+            if not any(isinstance(each, settings.Heading) for each in field.metadata):
+                field.metadata += [each for each in shared[key].metadata if isinstance(each, settings.Heading)]
     return {key: keys[key] for key in dict.fromkeys((*_FIRST, *keys)) if key in keys}
 
 
@@ -192,7 +202,8 @@ def load_config(model: type[Config], path: Path | None, flags: dict[str, Any]) -
     values = read_yaml(path) if path else {}
     for key in values:
         if key not in model.model_fields:
-            raise unknown_name("key", str(key), model.model_fields, str(path))
+            hint = GONE_OPTIONS.get(f"--{str(key).replace('_', '-')}", "")
+            raise unknown_name("key", str(key), model.model_fields, str(path), hint=hint)
     return checked(model, {**values, **flags}, f"{path}" if path else "", flags)
 
 

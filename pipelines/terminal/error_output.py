@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from pipelines.terminal.commands import GONE_OPTIONS
 from pipelines.terminal.text_output import print_line, printable_lines
 
 __all__ = ["print_error", "print_usage_error"]
@@ -23,7 +24,9 @@ def print_usage_error(error: click.ClickException) -> None:
         return
     message = error.format_message()
     hint = ""
-    if isinstance(error, click.NoSuchOption | click.exceptions.NoSuchCommand) and error.possibilities:
+    if isinstance(error, click.NoSuchOption) and error.option_name in GONE_OPTIONS:
+        message, hint = error.message, GONE_OPTIONS[error.option_name]
+    elif isinstance(error, click.NoSuchOption | click.exceptions.NoSuchCommand) and error.possibilities:
         given = error.option_name if isinstance(error, click.NoSuchOption) else error.command_name
         longer = [name for name in error.possibilities if name.startswith(given)]
         message, hint = error.message, f"did you mean {' or '.join(longer or error.possibilities)}?"
