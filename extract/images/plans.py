@@ -297,7 +297,7 @@ def _opened(file: Path, texts: Sequence[str] = ()) -> Iterator[Any]:
             raise BrokenListError(f"{file} cannot be read: {error.strerror}") from error
         raise BrokenListError(
             f"{file} is damaged: {first_line(error)}",
-            hint=f"delete the plan {file.parent}, and run `layertap plan` again",
+            hint=f"delete the plan {file.parent}, and run `layertap embed --plan` again",
         ) from error
 
 

@@ -148,7 +148,11 @@ class _Unread:
 
 def _member(config: CompareConfig, candidate: Candidate) -> Member:
     def load() -> Backbone:
-        return load_backbone(candidate.spec, weights=candidate.weights, device=config.device, seed=config.seed)
+        try:
+            return load_backbone(candidate.spec, weights=candidate.weights, device=config.device, seed=config.seed)
+        except LayertapError as error:
+            error.hint = error.hint.replace("--weights FILE", "in the column `weights` of --from FILE.csv")
+            raise
 
     return Member(candidate.name, config.folder / candidate.name, load, config.settings())
 

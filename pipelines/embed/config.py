@@ -120,6 +120,8 @@ class EmbedConfig(FeaturesConfig, ExtractionKeys):
                 raise InputError(f"{flag} is for several workers, and this run has one", hint="add --engine processes")
         if self.is_shared and (self.fast or self.retry_failed):
             flag = "--fast" if self.fast else "--retry-failed"
-            remedy = "`layertap bench` prints the fastest flags" if self.fast else "run it later in one process"
+            remedy = (
+                "`layertap doctor --bench` prints the fastest flags" if self.fast else "run it later in one process"
+            )
             raise InputError(f"{flag} works in one process and on a folder only", hint=remedy)
         return self

@@ -1,4 +1,4 @@
-"""List the layers of a backbone, and their bytes on disk: `layertap layers BACKBONE [PATTERN ...] [--bytes IMAGES]`."""
+"""List the layers of a backbone, and their bytes on disk: `layertap list BACKBONE [PATTERN ...] [--bytes IMAGES]`."""
 
 from __future__ import annotations
 

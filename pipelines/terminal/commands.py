@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,17 @@ from extract.errors import InputError
 from extract.extraction.settings import HEADINGS
 from pipelines.terminal.text_output import print_line
 
-__all__ = ["GONE_OPTIONS", "OLD_COMMANDS", "OLD_OPTIONS", "SHOW_ALL", "Command", "Option", "command", "mode_of"]
+__all__ = [
+    "GONE_OPTIONS",
+    "OLD_COMMANDS",
+    "OLD_OPTIONS",
+    "SHOW_ALL",
+    "Command",
+    "Option",
+    "command",
+    "mode_of",
+    "with_keys",
+]
 
 # Names of earlier versions, which work and which no help lists -> the names of today.
 OLD_COMMANDS = {
@@ -44,7 +55,25 @@ GONE_OPTIONS = {
     "--verbose": "commands print notes and progress on stderr; `layertap doctor` prints versions and devices",
 }
 
+# An option in a message, and its value.
+_OPTION = re.compile(
+    r"`layertap [^`]*`|layertap .*|"
+    r"--([a-z][a-z-]*)( (?:FILE|FOLDER|N|[\d.]+|random|all|cpu|ray|processes|float\d+|exact|off|ignore)\b)?"
+)
+
 SHOW_ALL = "layertap.show_all"  # key of `Context.meta`: whether the help lists rare options
+
+
+def with_keys(text: str, is_key: Callable[[str], bool]) -> str:
+    """Return a message in which the options of which `is_key` holds are keys of a config file: `workers: 2`."""
+
+    def word(match: re.Match[str]) -> str:
+        key = (match[1] or "").replace("-", "_")
+        if not key or not is_key(key):
+            return match[0]
+        return f"`{key}:{match[2]}`" if match[2] else f"`{key}`"
+
+    return _OPTION.sub(word, text)
 
 
 class Option(click.Option):

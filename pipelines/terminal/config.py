@@ -26,7 +26,7 @@ from extract.errors import InputError, first_line, unknown_name
 from extract.extraction import settings
 from extract.extraction.settings import BACKBONE, IMAGES
 from extract.system.similar_paths import did_you_mean
-from pipelines.terminal.commands import GONE_OPTIONS
+from pipelines.terminal.commands import GONE_OPTIONS, with_keys
 
 __all__ = [
     "FROZEN",
@@ -56,9 +56,7 @@ _FIRST = ("images", "backbone", "backbones", "layers", "out", "weights")  # in h
 
 _HOME = re.compile(r"~[\w.-]*(/|$)")
 
-# An option in a message, and in "add --engine ray" also its value.
-_OPTION = re.compile(r"(add )?--([a-z][a-z-]*)(?(1)( \w+)?)")
-
+_OPTION = re.compile(r"--([a-z][a-z-]*)")
 
 FROZEN = ConfigDict(frozen=True, extra="forbid", defer_build=True)  # most commands use one configuration at most
 
@@ -233,10 +231,12 @@ def checked(model: type[Config], values: dict[str, Any], where: str = "", flags:
             if isinstance(refused, InputError):
                 text, hint = refused.message, refused.hint
             options = _OPTION.finditer(f"{text} {hint}")
-            keys = [str(e["loc"][0])] if e["loc"] else [match[2].replace("-", "_") for match in options]
+            keys = [str(e["loc"][0])] if e["loc"] else [match[1].replace("-", "_") for match in options]
             in_file = where and (not flags or any(key in values and key not in flags for key in keys))
             if in_file:
-                text, hint = _with_keys(text, model, flags), _with_keys(hint, model, flags)
+                text, hint = (
+                    with_keys(each, lambda key: key in model.model_fields and key not in flags) for each in (text, hint)
+                )
             if e["loc"]:
                 name = ".".join(map(str, e["loc"])) if in_file else _as_typed(str(e["loc"][0]))
                 text = f"{name}: {text}; got {e['input']!r}"
@@ -258,18 +258,6 @@ def _as_typed(key: str) -> str:
         if parameter.name == key:
             return parameter.opts[0] if isinstance(parameter, click.Option) else parameter.human_readable_name
     return key
-
-
-def _with_keys(text: str, model: type[BaseModel], flags: Collection[str]) -> str:
-    """Return a message in which options that were not given on the command line are the keys of a config file."""
-
-    def as_key(match: re.Match[str]) -> str:
-        key = match[2].replace("-", "_")
-        if key not in model.model_fields or key in flags:
-            return match[0]
-        return f"add `{key}:{match[3]}`" if match[3] else f"{match[1] or ''}`{key}`"
-
-    return _OPTION.sub(as_key, text)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
