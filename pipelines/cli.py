@@ -31,7 +31,7 @@ from pipelines.network import command as network
 from pipelines.probe import command as probe
 from pipelines.sync import command as sync
 from pipelines.terminal import completion
-from pipelines.terminal.commands import OLD_COMMANDS, with_keys
+from pipelines.terminal.commands import OLD_COMMANDS
 from pipelines.terminal.config import with_home
 from pipelines.terminal.error_output import print_error, print_usage_error
 from pipelines.terminal.graceful_stop import Terminated, end_on_signals
@@ -132,12 +132,6 @@ class _Commands(click.Group):
             raise InputError(f"{args[0]} is a path; expected a command", hint=f"layertap embed {shlex.quote(args[0])}")
         return super().resolve_command(ctx, args)
 
-    def _as_named_here(self, ctx: click.Context, *texts: str) -> list[str]:
-        """Return messages in which an option that the running command lacks is a key: `sync` reads it from CONFIG."""
-        command = self.commands.get(ctx.invoked_subcommand or "")
-        own = {name for parameter in command.params for name in parameter.opts} if command else set()
-        return [with_keys(text, lambda key: f"--{key.replace('_', '-')}" not in own) for text in texts]
-
     def invoke(self, ctx: click.Context) -> Any:
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
@@ -147,7 +141,7 @@ class _Commands(click.Group):
             with exits_refused(), own_faults_refused(_DISK_ERRORS | _OPEN_FILES_ERRORS | {errno.ENOMEM}):
                 return super().invoke(ctx)
         except LayertapError as error:
-            print_error(*self._as_named_here(ctx, error.message, error.hint))
+            print_error(error.message, error.hint)
             ctx.exit(
                 4 if isinstance(error, LockedError) else 2 if isinstance(error, InputError | UnknownNameError) else 1
             )

@@ -58,7 +58,7 @@ GONE_OPTIONS = {
 # An option in a message, and its value.
 _OPTION = re.compile(
     r"`layertap [^`]*`|layertap .*|"
-    r"--([a-z][a-z-]*)( (?:FILE|FOLDER|N|[\d.]+|random|all|cpu|ray|processes|float\d+|exact|off|ignore)\b)?"
+    r"(?<![\w./-])--([a-z][a-z-]*)( (?:FILE|FOLDER|N|[\d.]+|random|all|cpu|ray|processes|float\d+|exact|off|ignore)\b)?"
 )
 
 SHOW_ALL = "layertap.show_all"  # key of `Context.meta`: whether the help lists rare options
