@@ -254,6 +254,14 @@ def test_two_commands_of_the_first_pages_do_not_write_other_features_into_one_fo
 
 # Options in hints, messages and examples
 
+ROOMS = ("compare", "data_sets", "doctor", "embed", "network", "probe", "sync")
+
+
+def commands_of(room: str) -> tuple[str, ...]:
+    modules = {name: getattr(each.callback, "__module__", "") for name, each in main.commands.items()}
+    return tuple(name for name, module in modules.items() if f".{room}." in module)
+
+
 # Whose options a text of these modules may name without naming the command; the longest path decides.
 OWNERS = {
     "extract": ("embed",),
@@ -263,10 +271,7 @@ OWNERS = {
     "extract/store": ("verify",),
     "extract/sync": ("sync",),
     "pipelines": tuple(main.commands),
-    **{
-        f"pipelines/{room}": tuple(name for name, each in main.commands.items() if f".{room}." in each.callback.__module__)
-        for room in ("compare", "data_sets", "doctor", "embed", "network", "probe", "sync")
-    },
+    **{f"pipelines/{room}": commands_of(room) for room in ROOMS},
     "pipelines/embed/bench.py": ("embed",),
 }  # fmt: skip
 # Options of other programs, and options that are gone: module -> options.
@@ -331,7 +336,7 @@ def test_every_option_in_a_text_of_the_program_is_one_of_its_command() -> None:
 
 
 def test_a_text_with_an_option_that_its_command_lacks_is_noticed() -> None:
-    assert wrong_options("pipelines/compare/job.py", "give the file: --weights FILE") == ["--weights"]
+    assert wrong_options("pipelines/compare/x.py", "give the file: --weights FILE") == ["--weights"]
     assert wrong_options("extract/backbones/from_timm.py", "give the file: --weights FILE") == []
     assert wrong_options("extract/images/x.py", "`layertap show OUT --watch`; use --fast") == []
     assert wrong_options("extract/images/x.py", "`layertap show OUT --fast`; use --watch") == ["show --fast", "--watch"]
