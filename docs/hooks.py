@@ -18,6 +18,7 @@ from pipelines.compare.config import CompareConfig
 from pipelines.embed.config import EmbedConfig
 from pipelines.probe.config import ProbeConfig
 from pipelines.sync.config import ScheduleConfig, SyncConfig
+from pipelines.terminal.commands import OLD_COMMANDS, OLD_OPTIONS, SHOW_ALL
 from pipelines.terminal.config import keys_of
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 # Heading, model, and an example in the repository.
 PARTS = (
     ("Keys of `layertap embed --config`", EmbedConfig, "configs/quickstart.yaml"),
-    ("Keys of `layertap sync`, `schedule` and `watch`", SyncConfig, "configs/nightly.yaml"),
+    ("Keys of `layertap sync`", SyncConfig, "configs/nightly.yaml"),
     ("Keys under `schedule`", ScheduleConfig, "configs/nightly.yaml"),
     ("Keys of `layertap probe --config`", ProbeConfig, "configs/probe.yaml"),
     ("Keys of `layertap compare --config`", CompareConfig, "configs/compare.yaml"),
@@ -50,13 +51,20 @@ def command_line() -> Iterator[str]:
     yield "[Run an extraction](../guides/extraction.md#exit-codes) lists the exit codes.\n"
     for name, command in sorted(main.commands.items()):
         context = click.Context(command, info_name=f"layertap {name}", terminal_width=110, max_content_width=110)
+        context.meta[SHOW_ALL] = True
         yield f"## {name}\n"
         yield f"```text\n{command.get_usage(context).removeprefix('Usage: ')}\n```\n"
         for paragraph in inspect.cleandoc(command.help or "").split("\n\n"):
             keeps_lines = paragraph.startswith("\b\n")
             yield f"```text\n{paragraph[2:]}\n```\n" if keeps_lines else f"{_escaped(paragraph)}\n"
-        records = [param.get_help_record(context) or ("", "") for param in command.get_params(context)]
-        yield from _table("option", "meaning", rows=[(f"`{option}`", _cell(text)) for option, text in records if text])
+        for heading, records in command.records(context).items():
+            rows = [(f"`{option}`", _cell(text)) for option, text in records]
+            yield from _table(heading.lower(), "meaning", rows=rows)
+    yield "## Names of earlier versions\n"
+    yield "These names of commands and options still work, and no help lists them.\n"
+    yield from _table(
+        "earlier", "today", rows=[(f"`{old}`", f"`{new}`") for old, new in {**OLD_COMMANDS, **OLD_OPTIONS}.items()]
+    )
 
 
 def configuration() -> Iterator[str]:

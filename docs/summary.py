@@ -25,13 +25,13 @@ MODULES = ("layertap", "extract.edits", "extract.probe", "extract.search", "extr
 INTRODUCTION = """\
 # layertap
 
-> layertap computes features of images, from any layers of any backbone, and stores them on disk as HDF5: checked, in
-> order, crash-safe. It is a command line and a Python library. Images are folders, lists, archives, arrays or URLs.
+> layertap computes features of images, from any layer of any vision network (backbone), and stores them on disk.
+> It is a command line and a Python library. Images are folders, lists, archives, arrays or URLs.
 
 - Backbone: `bundled/efficientnet_lite0`, `torchvision/NAME`, `timm/NAME`, `open_clip/NAME:TAG`, `hf/NAME`,
   `hub/OWNER/REPO:ENTRY` or `python/FILE.py:FACTORY`.
 - Layer: `LAYER[:POOLING]`, a name of `named_modules()` or a glob, such as `layer4` or `blocks.*:mean_tokens`.
-- `layertap embed photos -b torchvision/resnet50 -l layer3 -l embedding` writes outputs/photos; run again, it resumes.
+- `layertap embed photos` writes outputs/photos; run again, it resumes. Other layers or backbones need another `-o`.
 - `FeatureReader("outputs/photos")["embedding"][:]` is an array (N, C); `labels`, `paths` and `splits` have its rows.
 - Results are printed on stdout, all else on stderr. Most commands have `--json`. `COMMAND --help` lists the options.
 """

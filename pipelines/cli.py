@@ -31,6 +31,7 @@ from pipelines.network import command as network
 from pipelines.probe import command as probe
 from pipelines.sync import command as sync
 from pipelines.terminal import completion
+from pipelines.terminal.commands import OLD_COMMANDS
 from pipelines.terminal.config import with_home
 from pipelines.terminal.error_output import print_error, print_usage_error
 from pipelines.terminal.graceful_stop import Terminated, end_on_signals
@@ -40,12 +41,11 @@ __all__ = ["SECTIONS", "main"]
 
 # What `layertap --help` lists, by purpose. A command that is missing here is listed at the end.
 SECTIONS = {
-    "Extract features": ("embed", "plan", "bench", "slurm"),
-    "Look at data sets": ("show", "status", "report", "search", "diff", "verify", "export", "merge"),
-    "Follow a folder": ("sync", "watch", "schedule", "compact"),
+    "Extract features": ("embed", "sync"),
+    "Look at data sets": ("show", "report", "search", "verify", "export", "merge"),
     "Measure features": ("probe", "predict", "compare"),
-    "Look inside a network": ("layers", "inspect", "draw", "ablate"),
-    "Set up": ("doctor", "backbones", "demo", "completion"),
+    "Look inside a network": ("list", "inspect", "draw"),
+    "Set up": ("doctor", "demo"),
 }
 _FIRST_COMMANDS = [
     ("layertap doctor photos", "Check this machine and the images in photos."),
@@ -106,7 +106,9 @@ class _Commands(click.Group):
         with formatter.section("Start with"):
             formatter.write_dl(_FIRST_COMMANDS)
         listed = {name for names in SECTIONS.values() for name in names}
-        others = tuple(name for name in self.list_commands(ctx) if name not in listed)
+        others = tuple(
+            name for name in self.list_commands(ctx) if name not in listed and not self.commands[name].hidden
+        )
         for title, names in {**SECTIONS, "Other commands": others}.items():
             if names:
                 with formatter.section(title):
@@ -114,12 +116,18 @@ class _Commands(click.Group):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse the arguments, after the home folder in `~/photos`, `-o~/out` and `--out=~/out` is expanded."""
-        return super().parse_args(ctx, [_with_home(argument) for argument in args])
+        return super().parse_args(
+            ctx, ["--version"] if args == ["version"] else [_with_home(argument) for argument in args]
+        )
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         """Find the command; `help embed` is `embed --help`, and a path in place of a command is told apart."""
         if args[0] == "help" and len(args) == 2:
             args = [args[1], "--help"]
+        if args[0] in OLD_COMMANDS:
+            new = OLD_COMMANDS[args[0]]
+            print_line(f"note: `layertap {args[0]}` is now `layertap {new}`", fg="yellow", err=True)
+            args = [*new.split(), *args[1:]]
         if args[0] not in self.commands and Path(args[0]).exists():
             raise InputError(f"{args[0]} is a path; expected a command", hint=f"layertap embed {shlex.quote(args[0])}")
         return super().resolve_command(ctx, args)
@@ -162,11 +170,16 @@ def _print_version(context: click.Context, parameter: click.Parameter, wanted: b
         context.exit()
 
 
-@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--version", is_flag=True, expose_value=False, is_eager=True, callback=_print_version,
+@click.group(
+    cls=_Commands,
+    help="layertap computes features of images, from any layer of any vision network (backbone), "
+    "and stores them on disk.",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+@click.option("-V", "--version", is_flag=True, expose_value=False, is_eager=True, callback=_print_version,
               help="Show the version and exit.")  # fmt: skip
 def main() -> None:
-    """Compute features of images with any backbone, and store them on disk: checked, in order, crash-safe."""
+    """Run a command."""
 
 
 # Each click command defined in these modules becomes a command of `layertap`.

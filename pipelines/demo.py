@@ -14,6 +14,7 @@ import click
 from extract.system.optional_libraries import library
 from pipelines.embed.config import EmbedConfig
 from pipelines.probe.config import ProbeConfig
+from pipelines.terminal.commands import command
 from pipelines.terminal.config import checked
 from pipelines.terminal.text_output import print_line
 
@@ -61,7 +62,7 @@ def write_digits(folder: Path) -> int:
     return len(digits.images)
 
 
-@click.command(short_help="Run embed, probe and report on handwritten digits.")
+@command(short_help="Run embed, probe and report on handwritten digits.")
 @click.option("-o", "--out", type=click.Path(path_type=Path), default=Path("outputs/demo"), show_default=True)
 @click.pass_context
 def demo(ctx: click.Context, out: Path) -> None:

@@ -1,4 +1,4 @@
-"""`layertap schedule` over a folder that changes all the time, with kills at random.
+"""`layertap sync --schedule` over a folder that changes all the time, with kills at random.
 
 python -m tests.soak [--minutes 30] [--seed 0] [--schedulers 1]
 

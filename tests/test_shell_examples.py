@@ -45,15 +45,14 @@ NOT_RUN = {
     r"-b open_clip/": "needs 600 MB of weights; tests/extract/backbones/test_libraries.py loads such networks",
     r"photos-clip": "needs 600 MB of weights; tests/pipelines/test_text_search.py searches by a text",
     r"-b hf/facebook": "needs 350 MB of weights; tests/extract/backbones/test_libraries.py loads such networks",
-    r"^layertap bench": "takes minutes; tests/pipelines/test_bench.py runs it on a small network",
+    r"--bench$": "takes minutes; tests/pipelines/test_bench.py runs it on a small network",
     r"--device all": "needs a GPU",
     r"--cpus-per-worker 8": "needs 8 cores; tests/pipelines/cluster runs it with fewer",
     r"--engine ray": "needs a cluster; tests/pipelines/cluster has one",
     r"sbatch$": "needs SLURM; tests/pipelines/cluster reads the file",
-    r"--watch$": "prints until it is stopped; tests/pipelines/cluster reads what it prints",
-    r"schedule configs/nightly.yaml$": "runs until it is stopped; tests/pipelines/test_schedule.py runs it",
+    r"--watch$": "runs until it is stopped; tests/pipelines/cluster and test_watch.py run it",
+    r"--schedule$": "runs until it is stopped; tests/pipelines/test_schedule.py runs it",
     r"^find .*runs.jsonl": "tests/pipelines/test_schedule.py runs it",
-    r"watch configs/nightly.yaml$": "runs until it is stopped; tests/pipelines/test_watch.py runs it",
 }
 # Data sets that a page begins with.
 DATA_SETS = {

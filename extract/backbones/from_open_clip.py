@@ -148,7 +148,7 @@ def _select(open_clip: Any, request: LoadRequest) -> _Selection:
             "backbone",
             spec,
             [f"open_clip/{known}" for known in open_clip.list_models()],
-            hint="list them: layertap backbones open_clip",
+            hint="list them: layertap list open_clip",
         )
     tags = open_clip.list_pretrained_tags_by_model(name)
     if weights == "random":

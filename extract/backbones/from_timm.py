@@ -124,7 +124,7 @@ def _check_architecture(request: LoadRequest) -> None:
 
     if not timm.is_model(request.name.partition(".")[0]):
         specs = [f"timm/{known}" for known in timm.list_models()]
-        raise unknown_name("backbone", request.spec, specs, hint="list them: layertap backbones timm")
+        raise unknown_name("backbone", request.spec, specs, hint="list them: layertap list timm")
 
 
 def _full_name(request: LoadRequest) -> str:

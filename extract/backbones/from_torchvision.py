@@ -76,7 +76,7 @@ def _check_name(request: LoadRequest) -> None:
     known = names("*")
     if request.name not in known:
         specs = [f"torchvision/{other}" for other in known]
-        raise unknown_name("backbone", request.spec, specs, hint="list them: layertap backbones torchvision")
+        raise unknown_name("backbone", request.spec, specs, hint="list them: layertap list torchvision")
 
 
 def _published(request: LoadRequest) -> Any:

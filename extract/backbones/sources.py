@@ -32,9 +32,9 @@ class BackboneSource:
         locate: says where the published weights are, or would be downloaded from, without loading them; None if only
             running the code of a backbone tells.
         load_text_tower: loads the text tower of a backbone; None if no backbone of the source has a text tower.
-        note: which other names are accepted; printed by `layertap backbones`.
+        note: which other names are accepted; printed by `layertap list`.
         same_layers_at_random: whether a model has the same layers with random weights as with published weights; then
-            `layertap layers` downloads no weights.
+            `layertap list` downloads no weights.
         name_is_path: whether a name, up to the first colon, may be a path.
         library: name of an optional package whose version the provenance of features records; empty if there is none.
     """

@@ -22,11 +22,11 @@ def unknown_spec(spec: str) -> UnknownNameError:
     if not spec.strip("/ "):
         example = f"such as {defaults.BACKBONE}"
         return UnknownNameError(
-            f"the backbone is empty; expected SOURCE/NAME, {example}", hint="list them: layertap backbones"
+            f"the backbone is empty; expected SOURCE/NAME, {example}", hint="list them: layertap list"
         )
     if source in SOURCES:
         note = f" ({SOURCES[source].note})" if SOURCES[source].note else ""
-        listed = f"list them: layertap backbones {source}" if SOURCES[source].describe else ""
+        listed = f"list them: layertap list {source}" if SOURCES[source].describe else ""
         return UnknownNameError(f"backbone {spec!r} has no name; expected {source}/NAME{note}", hint=listed)
     if spec.endswith(_WEIGHTS_FILES):
         return UnknownNameError(
@@ -50,7 +50,7 @@ def unknown_spec(spec: str) -> UnknownNameError:
         "backbone",
         spec,
         [f"{known}/..." for known in SOURCES],
-        hint="a spec is SOURCE/NAME. List the sources: layertap backbones",
+        hint="a spec is SOURCE/NAME. List the sources: layertap list",
     )
 
 

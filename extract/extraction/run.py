@@ -43,12 +43,10 @@ from extract.store.reader import FeatureReader
 from extract.system.foreign_code import exits_refused
 from extract.system.urls import is_url
 
-__all__ = ["NO_MAX_DISTORTION", "Arguments", "extract", "extract_features", "work_at", "work_of"]
+__all__ = ["Arguments", "extract", "extract_features", "work_at", "work_of"]
 
 _TRIED_S = 2.0  # to try images of a shard that had an I/O error; if a server is down, each takes seconds
 _SAMPLED = 16  # stored rows whose images are read again if their folder has another name than before
-
-NO_MAX_DISTORTION = "max_distortion has no effect: extract.compute.distortion.measured_distortion measures projections"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,8 +92,6 @@ def extract_features(arguments: Arguments) -> FeatureReader:
             f"{out}: from Python, features are written to a folder",
             hint=f"`layertap embed -o {out}` builds shards and publishes them there",
         )
-    if arguments.max_distortion is not None:
-        warnings.warn(NO_MAX_DISTORTION, DeprecationWarning, stacklevel=3)
     if isinstance(backbone, str):
         backbone = load_backbone(
             backbone, preprocessing=arguments.preprocessing, **values_of(BackboneSettings, arguments)

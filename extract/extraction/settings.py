@@ -28,9 +28,24 @@ from extract.compute.pooling import pooling_names
 from extract.errors import InputError, unknown_name
 
 __all__ = [
-    "BackboneSettings", "DataSetSettings", "DecodingSettings", "ExtractionSettings", "FeatureSettings",
+    "BACKBONE", "HEADINGS", "IMAGES", "OUTPUT", "RARE", "SAFETY", "SPEED", "WORKERS",
+    "BackboneSettings", "DataSetSettings", "DecodingSettings", "ExtractionSettings", "FeatureSettings", "Heading",
     "choices_of", "fields_of", "taking", "values_of",
 ]  # fmt: skip
+
+
+class Heading(str):
+    """Metadata of a setting: the heading below which a help text lists it."""
+
+
+IMAGES = Heading("Images")
+BACKBONE = Heading("Backbone and layers")
+OUTPUT = Heading("Output")
+SPEED = Heading("Speed")
+WORKERS = Heading("Several workers")
+SAFETY = Heading("Safety")
+HEADINGS = (IMAGES, BACKBONE, OUTPUT, SPEED, WORKERS, SAFETY)
+RARE = object()  # metadata of a setting that few need: `--help-all` lists it, `--help` does not
 
 Precision = Literal["float32", "bfloat16", "float16"]
 
@@ -51,10 +66,10 @@ class BackboneSettings:
         seed: Seed of random weights.
     """
 
-    weights: Annotated[str | None, Field(min_length=1)] = None
-    allow_missing_head: bool = False
-    device: str = defaults.DEVICE
-    seed: Annotated[int, Field(strict=True, ge=0, lt=1 << 63)] = defaults.SEED
+    weights: Annotated[str | None, Field(min_length=1), BACKBONE] = None
+    allow_missing_head: Annotated[bool, BACKBONE] = False
+    device: Annotated[str, SPEED] = defaults.DEVICE
+    seed: Annotated[int, Field(strict=True, ge=0, lt=1 << 63), BACKBONE] = defaults.SEED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,10 +84,10 @@ class DecodingSettings:
             image with a damaged profile fails.
     """
 
-    workers: Annotated[int, Field(strict=True, ge=0)] = defaults.WORKERS
-    max_pixels: Annotated[int, Field(strict=True, ge=1)] = defaults.MAX_PIXELS
-    orientation: Literal["exif", "ignore"] = defaults.ORIENTATION
-    icc: Literal["ignore", "srgb"] = defaults.ICC
+    workers: Annotated[int, Field(strict=True, ge=0), SPEED] = defaults.WORKERS
+    max_pixels: Annotated[int, Field(strict=True, ge=1), IMAGES, RARE] = defaults.MAX_PIXELS
+    orientation: Annotated[Literal["exif", "ignore"], IMAGES] = defaults.ORIENTATION
+    icc: Annotated[Literal["ignore", "srgb"], IMAGES] = defaults.ICC
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,12 +107,12 @@ class FeatureSettings:
             batch agrees; in lower precision, as for the existing rows, else not.
     """
 
-    layers: Annotated[str | Sequence[str], Field(min_length=1)] = defaults.LAYERS
-    batch_size: Annotated[int | None, Field(strict=True, ge=1)] = None
-    decode: Literal["exact", "fast"] = "exact"
-    dtype: Literal["float32", "float16", "bfloat16", "int8"] = "float32"
-    precision: Precision = defaults.PRECISION
-    compile: Literal["auto", "on", "off", "inductor", "openvino"] = "auto"
+    layers: Annotated[str | Sequence[str], Field(min_length=1), BACKBONE] = defaults.LAYERS
+    batch_size: Annotated[int | None, Field(strict=True, ge=1), SPEED] = None
+    decode: Annotated[Literal["exact", "fast"], SPEED] = "exact"
+    dtype: Annotated[Literal["float32", "float16", "bfloat16", "int8"], OUTPUT] = "float32"
+    precision: Annotated[Precision, SPEED] = defaults.PRECISION
+    compile: Annotated[Literal["auto", "on", "off", "inductor", "openvino"], SPEED] = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,11 +128,11 @@ class DataSetSettings(DecodingSettings, FeatureSettings):
         sync_s: Seconds of work that a power cut may lose; 0: sync each batch to the disk.
     """
 
-    min_cosine: Annotated[float, Field(ge=-1, le=1)] = defaults.MIN_COSINE
-    axes: str | os.PathLike[str] | None = None
-    shard_rows: Annotated[int | None, Field(strict=True, ge=1)] = None
-    compress: Literal["gzip", "lzf", "blosc2"] | None = None
-    sync_s: Annotated[float, Field(ge=0)] = defaults.SYNC_S
+    min_cosine: Annotated[float, Field(ge=-1, le=1), SAFETY, RARE] = defaults.MIN_COSINE
+    axes: Annotated[str | os.PathLike[str] | None, BACKBONE] = None
+    shard_rows: Annotated[int | None, Field(strict=True, ge=1), OUTPUT, RARE] = None
+    compress: Annotated[Literal["gzip", "lzf", "blosc2"] | None, OUTPUT] = None
+    sync_s: Annotated[float, Field(ge=0), SAFETY, RARE] = defaults.SYNC_S
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +146,6 @@ class ExtractionSettings(DataSetSettings):
         keep: Further column of a list or dataset, such as captions, to store with the features; several are possible.
         distortion: For LAYER:srp without a number of values, which is chosen so that squared distances between the
             images are likely to change by at most this part.
-        max_distortion: Deprecated, without effect; see `extract.compute.distortion.measured_distortion`.
         fit_on: Images to fit the principal axes of LAYER:pcaK on, spread evenly over all.
 
     Raises:
@@ -140,11 +154,10 @@ class ExtractionSettings(DataSetSettings):
         LayertapError: the compression needs a library that is not installed.
     """
 
-    limit: Annotated[int | None, Field(strict=True, ge=1)] = None
-    keep: str | Sequence[str] = ()
-    distortion: Annotated[float | None, Field(gt=0, lt=1)] = 0.1  # that of scikit-learn
-    max_distortion: Annotated[float | None, Field(ge=0)] = None
-    fit_on: Annotated[int | None, Field(strict=True, ge=2)] = 2000
+    limit: Annotated[int | None, Field(strict=True, ge=1), IMAGES] = None
+    keep: Annotated[str | Sequence[str], IMAGES] = ()
+    distortion: Annotated[float | None, Field(gt=0, lt=1), BACKBONE, RARE] = 0.1  # that of scikit-learn
+    fit_on: Annotated[int | None, Field(strict=True, ge=2), BACKBONE, RARE] = 2000
 
     def __post_init__(self) -> None:
         for name, field in fields_of(cast(Any, type(self))).items():
@@ -172,10 +185,10 @@ class ExtractionSettings(DataSetSettings):
     def recorded(self) -> dict[str, Any]:
         """Return the settings for the provenance of a data set.
 
-        `keep`, `sync_s` and `max_distortion` do not affect features. `distortion` affects them by the numbers in the
-        resolved layers only, and `axes` and `fit_on` by the axes that the data set keeps.
+        `keep` and `sync_s` do not affect features. `distortion` affects them by the numbers in the resolved layers
+        only, and `axes` and `fit_on` by the axes that the data set keeps.
         """
-        left_out = ("keep", "sync_s", "distortion", "max_distortion", "axes", "fit_on")
+        left_out = ("keep", "sync_s", "distortion", "axes", "fit_on")
         settings = {name: value for name, value in values_of(ExtractionSettings, self).items() if name not in left_out}
         return settings | {"layers": self.layer_list}
 

@@ -40,7 +40,7 @@ def list_images(where: str | os.PathLike[str], limit: int | None = None, keep: S
             archive, or a pattern for several (`shards-{000..099}.tar`, `parts/*.zip`); an `.npy` array or
             `FILE.h5:NAME` of uint8 pictures; the URL of a folder, list or archive (`s3://bucket/photos`,
             `https://...`); a dataset of Hugging Face (`hfds://FOLDER_OR_NAME[:SPLIT][:COLUMN]`); or a plan written by
-            `layertap plan`, whose names are read when needed.
+            `layertap embed --plan`, whose names are read when needed.
         limit: maximum number of images, the first in order.
         keep: names of further columns of a list or dataset, for `Images.columns`.
 

@@ -96,7 +96,7 @@ def is_plan(where: str | os.PathLike[str]) -> bool:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError, LayertapError):  # a file of somebody else
             content = read_json(folder / name, {"format": str, "root": str})
         if content.get("format") == "layertap plan":
-            again = shlex.join(["layertap", "plan", content["root"], "-o", str(folder)])
+            again = shlex.join(["layertap", "embed", "--plan", content["root"], "-o", str(folder)])
             raise InputError(
                 f"{folder} is a plan of an earlier version of layertap, which this version does not read",
                 hint=f"delete it, and list the images again: {again}",
@@ -297,7 +297,7 @@ def _opened(file: Path, texts: Sequence[str] = ()) -> Iterator[Any]:
             raise BrokenListError(f"{file} cannot be read: {error.strerror}") from error
         raise BrokenListError(
             f"{file} is damaged: {first_line(error)}",
-            hint=f"delete the plan {file.parent}, and run `layertap plan` again",
+            hint=f"delete the plan {file.parent}, and run `layertap embed --plan` again",
         ) from error
 
 

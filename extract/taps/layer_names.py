@@ -115,7 +115,7 @@ def match_layers(names: Iterable[str], patterns: str | Sequence[str], where: str
 
 
 def _unknown_layer(pattern: str, names: Sequence[str], where: str) -> LayertapError:
-    listed = f"list them: layertap layers {where}" if "/" in where else ""
+    listed = f"list them: layertap list {where}" if "/" in where else ""
     if not pattern.strip():
         return InputError(f"a layer name is empty; expected a layer of {where}, or a pattern such as '*'", hint=listed)
     return separated_by_commas(pattern, names, where) or unknown_name("layer", pattern, names, where, listed)

@@ -9,6 +9,7 @@ import click
 
 from extract.system.optional_libraries import library
 from pipelines.compare.config import CompareConfig
+from pipelines.terminal.commands import command
 from pipelines.terminal.completion import complete_paths
 from pipelines.terminal.config import load_config
 from pipelines.terminal.options import config_file, given, json_flag, options, print_result
@@ -17,7 +18,7 @@ from pipelines.terminal.text_output import print_line
 __all__ = ["compare"]
 
 
-@click.command(short_help="Compare backbones on your images.")
+@command(short_help="Compare backbones on your images.")
 @click.argument("images", required=False, shell_complete=complete_paths)
 @options(
     CompareConfig,

@@ -16,7 +16,7 @@ from extract.analysis.similarity import MOST_COLUMNS, feature_similarity
 from extract.backbones.catalogue import describe
 from extract.compute.backbone import Backbone, load_backbone
 from extract.credentials import text_without_credentials
-from extract.errors import InputError, LayertapError
+from extract.errors import InputError, LayertapError, UnknownNameError
 from extract.extraction.several import Member, MemberRun, extract_several
 from extract.images import Images, list_images
 from extract.row_status import Status
@@ -76,7 +76,10 @@ def compare(config: CompareConfig, print_line: Callable[[str], None] | None) -> 
     if not good:
         reasons = "\n".join(f"{entry.name}: {entry.error}" for entry in compared)
         errors = [run.error for run in runs.values() if run.error is not None]
-        raise InputError(f"no backbone could be used\n{reasons}", hint=errors[0].hint if errors else "")
+        is_usage = all(isinstance(error, InputError | UnknownNameError) for error in errors)
+        raise (InputError if is_usage else LayertapError)(
+            f"no backbone could be used\n{reasons}", hint=errors[0].hint if errors else ""
+        )
     comparison.notes += [*images.notes, *filter(None, [why_no_labels])]
     if random := [name for name, run in runs.items() if run.about.get("random")]:
         comparison.notes.append(f"random weights: {', '.join(random)}")
@@ -148,7 +151,11 @@ class _Unread:
 
 def _member(config: CompareConfig, candidate: Candidate) -> Member:
     def load() -> Backbone:
-        return load_backbone(candidate.spec, weights=candidate.weights, device=config.device, seed=config.seed)
+        try:
+            return load_backbone(candidate.spec, weights=candidate.weights, device=config.device, seed=config.seed)
+        except LayertapError as error:
+            error.hint = error.hint.replace(": --weights FILE", " in the column `weights` of --from FILE.csv")
+            raise
 
     return Member(candidate.name, config.folder / candidate.name, load, config.settings())
 

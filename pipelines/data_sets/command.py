@@ -1,4 +1,4 @@
-"""Commands that read or copy data sets: `layertap show`, `status`, `report`, `search` and more."""
+"""Commands that read or copy data sets: `layertap show`, `report`, `search` and more."""
 
 from __future__ import annotations
 
@@ -13,32 +13,56 @@ import click
 from extract.errors import InputError
 from extract.extraction.settings import ExtractionSettings
 from extract.system.optional_libraries import library
-from pipelines.terminal.completion import complete_paths
+from extract.system.urls import is_url
+from pipelines.terminal.commands import command, mode_of
 from pipelines.terminal.options import BACKBONE_HELP, DATA_SET, FOLDER, LateChoice, json_flag, option, print_result
 from pipelines.terminal.text_output import print_line
 
-__all__ = ["diff", "export", "merge", "report", "search", "show", "status", "verify"]
+__all__ = ["export", "merge", "report", "search", "show", "verify"]
+
+_MODES = {"watch": ((), ("status", "as_json")), "status": ((), ("as_json",))}
 
 
-@click.command(short_help="Describe a data set.")
-@click.argument("out", type=FOLDER)
+@command(short_help="Describe a data set and its progress, or compare it with another.")
+@click.argument("out", type=DATA_SET)
+@click.argument("other", required=False, type=FOLDER)
+@click.option("--status", is_flag=True, help="Only print the progress, or the passes of a data set of `sync`.")
+@click.option("--watch", is_flag=True, help="Print the progress every few seconds, until the data set is complete.")
 @json_flag
-def show(out: Path, as_json: bool) -> None:
-    """Describe the data set OUT: its features, images, backbone and settings."""
+@click.pass_context
+def show(ctx: click.Context, /, out: Path | str, other: Path | None, status: bool, watch: bool, as_json: bool) -> None:
+    """Describe the data set OUT: its features, images, backbone and settings; and its progress if it is unfinished.
+
+    With OTHER, compare the two: the settings that features depend on, and the features of images in both. Images are
+    the same if their bytes are the same, whatever their names are.
+
+    The progress is shards, rows and rates by machine, read from the receipts of the shards alone. The passes of a data
+    set of `layertap sync` are listed with its rows, failing images, disk usage and drift. Of a data set in a bucket,
+    the progress is printed.
+
+    \b
+    layertap show outputs/photos
+    layertap show outputs/photos --status
+    layertap show outputs/photos outputs/photos-2     # how they differ
+    """
+    mode = mode_of(ctx, _MODES)
+    if other is not None:
+        if mode:
+            raise InputError(f"--{mode} is for one data set", hint="leave it out")
+        _compare(FOLDER.convert(out, None, ctx), other, as_json)
+        return
+    if mode or is_url(str(out)):
+        _print_progress(str(out), watch, as_json)
+        return
     from pipelines.data_sets.show import describe, print_description
 
-    print_result(describe(out), as_json, dict, print_description)
+    content = describe(Path(out))
+    print_result(content, as_json, dict, print_description)
+    if not as_json and not content["complete"] and content["version"] is None:
+        _print_progress(str(out), watch, as_json)
 
 
-@click.command(short_help="Show the progress of a data set.")
-@click.argument("out", shell_complete=complete_paths)
-@click.option("--watch", is_flag=True, help="Print the status again every few seconds, until the data set is complete.")
-@json_flag
-def status(out: str, watch: bool, as_json: bool) -> None:
-    """Show the progress of the data set OUT: shards, rows and rates by machine, read from its receipts alone.
-
-    For a data set of `layertap sync`, show its runs, rows, failing images, disk usage and drift.
-    """
+def _print_progress(out: str, watch: bool, as_json: bool) -> None:
     from pipelines.data_sets.status import ShardProgress, is_built_in_shards, print_progress
     from pipelines.data_sets.status import watch as watch_progress
     from pipelines.sync.status import describe_status, print_status
@@ -54,11 +78,28 @@ def status(out: str, watch: bool, as_json: bool) -> None:
     print_result(describe_status(Path(out)), as_json, dict, print_status)
 
 
-@click.command(short_help="Write an HTML page about a data set.")
+def _compare(first: Path, second: Path, as_json: bool) -> None:
+    from extract.analysis.dataset_diff import compare
+    from pipelines.data_sets.diff import as_json as diff_as_json
+    from pipelines.data_sets.diff import print_diff
+
+    print_result(
+        compare(first, second), as_json, diff_as_json,
+        lambda comparison, echo: print_diff(comparison, first, second, echo),
+    )  # fmt: skip
+
+
+@command(short_help="Write an HTML page about a data set.")
 @click.argument("out", type=FOLDER)
 @click.argument("other", required=False, type=FOLDER)
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="HTML file. [default: OUT/report.html]")
-@click.option("-l", "--layer", help="Layer to compare images by. [default: embedding, or the last layer]")
+@click.option("-o", "--out", "output", type=click.Path(path_type=Path), help="HTML file. [default: OUT/report.html]")
+@click.option(
+    "-l",
+    "--layers",
+    "layer",
+    metavar="LAYER",
+    help="Layer to compare images by. [default: embedding, or the last layer]",
+)
 @click.option(
     "--map",
     "maps",
@@ -110,19 +151,21 @@ class _Pixel(click.ParamType[tuple[int, int]]):
         return int(match[1]), int(match[2])
 
 
-@click.command(short_help="Find images that are similar to an image or a text.")
+@command(short_help="Find images that are similar to an image or a text.")
 @click.argument("out", type=DATA_SET)
 @click.argument("query", metavar="[ROW|PATH|IMAGE]", required=False)
 @click.option("--text", help="Text to search for, if the backbone of OUT has a text tower (CLIP, SigLIP).")
 @click.option("--at", type=_Pixel(), help="Pixel of the query image: search for its patch in the tokens of OUT.")
 @click.option("-k", type=click.IntRange(min=1), default=10, show_default=True, help="Number of images to find.")
-@click.option("-l", "--layer", help="Layer to compare. [default: embedding, or the only layer]")
+@click.option(
+    "-l", "--layers", "layer", metavar="LAYER", help="Layer to compare. [default: embedding, or the only layer]"
+)
 @click.option("--itself", is_flag=True, help="Include the query row in the results.")
 @click.option("-b", "--backbone", help=BACKBONE_HELP)
 @click.option("--weights", help="Name or file of the backbone's weights, if the file was moved.")
-@click.option("--images", help="Location of the images, if they were moved or are behind a URL; for --output.")
+@click.option("--images", help="Location of the images, if they were moved or are behind a URL; for --out.")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:N or mps.")
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Draw the results; .png, .svg or .pdf.")
+@click.option("-o", "--out", "output", type=click.Path(path_type=Path), help="Draw the results; .png, .svg or .pdf.")
 @json_flag
 def search(out: Path | str, query: str | None, at: tuple[int, int] | None, as_json: bool, **settings: Any) -> None:
     """Find the images of the data set OUT that are nearest to an image, a patch or a text, by exact cosine search.
@@ -137,9 +180,9 @@ def search(out: Path | str, query: str | None, at: tuple[int, int] | None, as_js
     layertap search outputs/photos-clip --text "a dog on grass"
     """
     if settings["output"] is not None:
-        library("matplotlib", "figures", "--output")
+        library("matplotlib", "figures", "--out")
     elif settings["images"] is not None and at is None:
-        raise InputError("--images is for drawing the results", hint="add --output FILE")
+        raise InputError("--images is for drawing the results", hint="add --out FILE")
     from pipelines.data_sets.search import as_json as results_as_json
     from pipelines.data_sets.search import print_results, run_search
 
@@ -156,28 +199,7 @@ def search(out: Path | str, query: str | None, at: tuple[int, int] | None, as_js
         print_line(f"written: {settings['output']}", err=True)
 
 
-@click.command(short_help="Compare two data sets.")
-@click.argument("first", metavar="A", type=FOLDER)
-@click.argument("second", metavar="B", type=FOLDER)
-@json_flag
-def diff(first: Path, second: Path, as_json: bool) -> None:
-    """Compare the data sets A and B: the settings that features depend on, and the features of images in both.
-
-    Images are the same if their bytes are the same, whatever their names are.
-    """
-    from extract.analysis.dataset_diff import compare
-    from pipelines.data_sets.diff import as_json as diff_as_json
-    from pipelines.data_sets.diff import print_diff
-
-    print_result(
-        compare(first, second),
-        as_json,
-        diff_as_json,
-        lambda comparison, echo: print_diff(comparison, first, second, echo),
-    )
-
-
-@click.command(short_help="Check a data set for damage.")
+@command(short_help="Check a data set for damage.")
 @click.argument("out", type=FOLDER)
 @click.option("--sample", type=click.IntRange(min=1), help="Also compute this many random rows again, and compare.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the choice of rows.")
@@ -212,10 +234,12 @@ def _formats() -> Iterable[str]:
     return FORMATS
 
 
-@click.command(short_help="Write files for other tools.")
+@command(short_help="Write files for other tools.")
 @click.argument("out", type=DATA_SET)
 @click.option("--to", type=LateChoice(_formats), required=True, help="Format.")
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Output file or folder. [default: beside OUT]")
+@click.option(
+    "-o", "--out", "output", type=click.Path(path_type=Path), help="Output file or folder. [default: beside OUT]"
+)
 @click.option("-l", "--layers", multiple=True, metavar="LAYER", help="Layer to export; may be repeated. [default: all]")
 @click.option(
     "--thumbnails", type=click.IntRange(8, 2048), metavar="PX",
@@ -237,7 +261,7 @@ def export(
     print_line(run_export(out, to, output, layers, thumbnails, images))
 
 
-@click.command(short_help="Join data sets into one.")
+@command(short_help="Join data sets into one.")
 @click.argument("sources", nargs=-1, required=True, type=FOLDER)
 @click.option("-o", "--out", type=click.Path(path_type=Path), required=True, help="Folder of the new data set.")
 @option("--shard-rows", model=ExtractionSettings)

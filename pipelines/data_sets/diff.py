@@ -1,4 +1,4 @@
-"""Print how two data sets differ: `layertap diff A B`."""
+"""Print how two data sets differ: `layertap show A B`."""
 
 from __future__ import annotations
 

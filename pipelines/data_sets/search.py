@@ -72,7 +72,7 @@ def run_search(
         name, row, path, note = "embedding", None, "", ""
         if text is not None:
             if layer not in (None, name):
-                raise InputError(f"a text is compared with embeddings, not with {layer}", hint="leave out --layer")
+                raise InputError(f"a text is compared with embeddings, not with {layer}", hint="leave out --layers")
             feature = features_of_text(dataset, reader.provenance, text, backbone, weights, device)
         elif query is not None:
             name = layer_to_search(reader.layers, layer, str(out))

@@ -1,4 +1,4 @@
-"""Progress of a data set, from the receipts of its shards: `layertap status OUT`."""
+"""Progress of a data set, from the receipts of its shards: `layertap show OUT --status`."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class ShardProgress:
         self._ended: list[tuple[float, int]] = []  # Unix time, rows
 
     def read(self) -> dict[str, Any]:
-        """Return everything that `status` prints, as JSON-compatible data."""
+        """Return everything that `show --status` prints, as JSON-compatible data."""
         dataset = self._dataset
         without_receipt: dict[int, str] = {}
         for name, shard, receipt in self._place.receipts(self._read):

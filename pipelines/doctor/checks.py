@@ -161,7 +161,11 @@ def check_devices(facts: dict[str, Any]) -> Iterator[Line]:
         try:
             free, total = torch.cuda.mem_get_info(number)
         except RuntimeError as error:  # another process may have taken the GPU for itself, or all of its memory
-            yield Line(f"cuda:{number} {name} cannot be used: {first_line(error)}", "wrong", "use another --device")
+            yield Line(
+                f"cuda:{number} {name} cannot be used: {first_line(error)}",
+                "wrong",
+                "use another GPU: `layertap embed --device cuda:N`",
+            )
             continue
         gpus.append({"device": f"cuda:{number}", "name": name, "memory_bytes": total, "free_bytes": free})
         yield Line(f"cuda:{number} {name}, {free / 1e9:,.1f} of {total / 1e9:,.1f} GB free")
@@ -238,12 +242,12 @@ def check_backbone(spec: str, facts: dict[str, Any]) -> Iterator[Line]:
     if weights.path is not None:
         yield Line(f"weights of {spec} are on this machine: {weights.path}")
     elif not weights.url:
-        yield Line(f"{absent}, and are not published", "wrong", "give a file: --weights FILE")
+        yield Line(f"{absent}, and are not published", "wrong", "give a file: `layertap embed --weights FILE`")
     elif weights.from_hub and constants.HF_HUB_OFFLINE:
-        hint = "unset HF_HUB_OFFLINE, or give a file: --weights FILE"
+        hint = "unset HF_HUB_OFFLINE, or give a file: `layertap embed --weights FILE`"
         yield Line(f"{absent}, and HF_HUB_OFFLINE forbids a download from {weights.url}", "wrong", hint)
     elif reason := why_unreachable(weights.url):
-        hint = f"download {weights.url} on another machine, and give the file: --weights FILE"
+        hint = f"download {weights.url} on another machine, and give the file: `layertap embed --weights FILE`"
         yield Line(f"{absent}, and {reason}", "wrong", hint)
     else:
         yield Line(f"{absent}; the first run downloads them from {weights.url}", "note")

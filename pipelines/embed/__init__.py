@@ -1,1 +1,1 @@
-"""`layertap embed`, `plan`, `slurm` and `bench`. Imports `pipelines.terminal`."""
+"""`layertap embed`, and the benchmark of `layertap doctor --bench`. Imports `pipelines.terminal`."""

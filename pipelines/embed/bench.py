@@ -1,4 +1,4 @@
-"""Measure decoding, the forward and the whole pipeline on this machine: `layertap bench [IMAGES] -b BACKBONE`."""
+"""Measure decoding, the forward and the whole pipeline on this machine: `layertap doctor [IMAGES] --bench`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Commands that compute features of images: `layertap embed`, `plan`, `slurm` and `bench`."""
+"""The command `layertap embed`, which also writes plans and sbatch files."""
 
 from __future__ import annotations
 
@@ -8,19 +8,24 @@ from typing import Any
 
 import click
 
-from extract.errors import LayertapError
+from extract.errors import InputError, LayertapError
+from extract.extraction.settings import IMAGES, WORKERS
 from pipelines.embed.config import EmbedConfig
+from pipelines.terminal.commands import Option, command, mode_of
 from pipelines.terminal.completion import complete_paths
 from pipelines.terminal.config import load_config
-from pipelines.terminal.options import config_file, given, json_flag, option, options, print_result
+from pipelines.terminal.options import config_file, given, json_flag, options, print_result
 from pipelines.terminal.text_output import command_line, print_line
 
-__all__ = ["bench", "embed", "plan", "slurm"]
+__all__ = ["embed"]
 
-_embed_option = partial(option, model=EmbedConfig)
+_OF_ARRAYS = ("gpus", "cpus", "time", "partition")
+_MODES = {"plan": ((), ("out", "as_json")), "slurm": (_OF_ARRAYS, ("config",))}
+
+_array_option = partial(click.option, cls=Option, heading=WORKERS, rare=True)
 
 
-@click.command(short_help="Compute features of images, and store them in HDF5.")
+@command(short_help="Compute features of images, and store them in HDF5.")
 @click.argument("images", required=False, shell_complete=complete_paths)
 @options(
     EmbedConfig,
@@ -30,15 +35,36 @@ _embed_option = partial(option, model=EmbedConfig)
         "keep": "COLUMN", "shards_of": "I/N",
     },
 )  # fmt: skip
+@click.option(
+    "--plan",
+    is_flag=True,
+    cls=Option,
+    heading=IMAGES,
+    help="Only list many images once: OUT becomes a plan, which replaces IMAGES in later commands.",
+)
+@click.option(
+    "--slurm",
+    type=click.IntRange(1, 1_000_000),
+    metavar="TASKS",
+    cls=Option,
+    heading=WORKERS,
+    help="Only print an sbatch file for --config FILE: an array of tasks that share the shards.",
+)
+@_array_option("--gpus", type=click.IntRange(min=0), default=1, show_default=True, help="GPUs per task of --slurm.")
+@_array_option("--cpus", type=click.IntRange(min=1), default=8, show_default=True, help="Cores per task of --slurm.")
+@_array_option("--time", metavar="[D-]HH:MM:SS", help="Limit per task of --slurm. [default: the partition's]")
+@_array_option("--partition", help="Partition of --slurm. [default: the cluster's]")
 @config_file
 @json_flag
 @click.pass_context
-def embed(ctx: click.Context, /, config: Path | None, as_json: bool, **flags: Any) -> None:
+def embed(
+    ctx: click.Context, /, config: Path | None, as_json: bool, plan: bool, slurm: int | None, **flags: Any
+) -> None:
     """Compute features of IMAGES, and store them in HDF5.
 
     IMAGES is a folder, a .csv or .parquet list with a column `path`, a .tar or .zip archive (or a pattern of several:
     'shards-{000..099}.tar'), an .npy array or FILE.h5:NAME of uint8 pictures, a URL (s3://, gs://, https://),
-    a dataset of Hugging Face (hfds://NAME), or a plan (see `layertap plan`).
+    a dataset of Hugging Face (hfds://NAME), or a plan, which --plan has written.
 
     To resume an interrupted run, run the same command again. A file that cannot be decoded is stored as a row with an
     error status.
@@ -46,12 +72,18 @@ def embed(ctx: click.Context, /, config: Path | None, as_json: bool, **flags: An
     \b
     layertap embed photos                                     # embedding of the bundled backbone
     layertap embed photos -b torchvision/resnet50 -l layer3 -l layer4:max_map -o outputs/photos-r50
+    layertap embed photos --plan && layertap embed outputs/photos-plan
+    layertap embed --config configs/photos.yaml --slurm 16 > photos.sbatch && sbatch photos.sbatch
     """
+    mode = mode_of(ctx, _MODES)
+    array = {name: flags.pop(name) for name in _OF_ARRAYS}
+    if mode == "plan":
+        _write_plan(flags["images"], flags["out"], as_json)
+        return
+    if mode == "slurm":  # `layertap slurm CONFIG` of earlier versions names the file in the place of IMAGES
+        _print_sbatch(config or flags["images"], tasks=slurm, **array)
+        return
     resolved = load_config(EmbedConfig, config, given(flags))
-    if resolved.max_distortion is not None:
-        from extract.extraction.run import NO_MAX_DISTORTION
-
-        print_line(f"note: {NO_MAX_DISTORTION}", fg="yellow", err=True)
     if resolved.is_shared:
         from pipelines.embed.cluster.driver import as_json as shared_as_json
         from pipelines.embed.cluster.driver import embed_shared, exit_code, print_shared
@@ -71,80 +103,24 @@ def embed(ctx: click.Context, /, config: Path | None, as_json: bool, **flags: An
         ctx.exit(3)
 
 
-@click.command(short_help="List many images once, for several runs.")
-@click.argument("images", shell_complete=complete_paths)
-@click.option(
-    "-o", "--out", type=click.Path(path_type=Path), help="Folder of the plan. [default: outputs/<name of IMAGES>-plan]"
-)
-@json_flag
-def plan(images: str, out: Path | None, as_json: bool) -> None:
-    """List IMAGES once, and write a plan: a folder that other commands accept in place of IMAGES.
-
-    For many images, up to a hundred million: a job that is given the plan does not list the images again, and does not
-    hold all names in memory. This command holds them, in 60 to 80 bytes a name. IMAGES is a folder, the URL of a
-    folder, or a .csv, .tsv or .parquet list. The plan gives the same rows as IMAGES: a data set that was started with
-    IMAGES can be resumed with the plan, and vice versa.
-
-    A complete plan is left as it is. A command that is interrupted writes no plan. Plans need pyarrow.
-
-    \b
-    layertap plan photos -o outputs/photos-plan
-    layertap embed outputs/photos-plan
-    """
+def _write_plan(images: str | None, out: str | None, as_json: bool) -> None:
     from pipelines.embed.plan_job import as_json as plan_as_json
-    from pipelines.embed.plan_job import plan as make_plan
-    from pipelines.embed.plan_job import print_plan
+    from pipelines.embed.plan_job import plan, print_plan
     from pipelines.terminal.config import name_of
 
-    out = out or Path("outputs") / f"{name_of(images)}-plan"
+    if images is None:
+        raise click.UsageError("Missing argument 'IMAGES'.")
     try:
-        planned = make_plan(images, out)
+        planned = plan(images, Path(out or Path("outputs") / f"{name_of(images)}-plan"))
     except KeyboardInterrupt:
         print_line(f"\nstopped: no plan was written. To list the images again:\n  {command_line()}", err=True)
         raise
     print_result(planned, as_json, plan_as_json, print_plan)
 
 
-@click.command(short_help="Print an sbatch file for a run on a cluster.")
-@click.argument("config", type=click.Path(path_type=Path))
-@click.option("--tasks", type=click.IntRange(1, 1_000_000), required=True, help="Number of tasks.")
-@click.option("--gpus", type=click.IntRange(min=0), default=1, show_default=True, help="GPUs per task.")
-@click.option("--cpus", type=click.IntRange(min=1), default=8, show_default=True, help="CPU cores per task.")
-@click.option("--time", metavar="[D-]HH:MM:SS", help="Time limit per task. [default: the partition's]")
-@click.option("--partition", help="SLURM partition. [default: the cluster's]")
-def slurm(config: Path, **settings: Any) -> None:
-    """Print an sbatch file that runs `layertap embed --config CONFIG` as an array whose tasks share the shards.
-
-    To build shards that are still missing, submit the same file again.
-
-    \b
-    layertap slurm configs/photos.yaml --tasks 16 > photos.sbatch && sbatch photos.sbatch
-    """
+def _print_sbatch(config: Path | str | None, **settings: Any) -> None:
     from pipelines.embed.cluster.slurm import as_sbatch
 
-    click.echo(as_sbatch(config, **settings), nl=False)  # noqa: TID251  a script, which is run as it is
-
-
-@click.command(short_help="Measure how fast this machine computes features.")
-@click.argument("images", required=False, shell_complete=complete_paths)
-@_embed_option("-b", "--backbone")
-@_embed_option("-l", "--layers", metavar="LAYER[:POOLING]...")
-@_embed_option("--weights")
-@_embed_option("--device")
-@click.option("--thorough", is_flag=True, deprecated="it has no effect")
-@json_flag
-def bench(images: str | None, as_json: bool, thorough: bool, **flags: Any) -> None:
-    """Measure how fast this machine computes features with a backbone.
-
-    Measure decoding on one core, the forward with each option, and the whole pipeline: as it is, and with the flags
-    that are the fastest here. Without IMAGES, noise is used.
-
-    \b
-    layertap bench photos -b torchvision/resnet50
-    """
-    from pipelines.embed.bench import as_json as bench_as_json
-    from pipelines.embed.bench import bench as measure
-    from pipelines.embed.bench import print_bench
-
-    result = measure(images, say=lambda text: print_line(f"measuring {text} ...", err=True), **given(flags))
-    print_result(result, as_json, bench_as_json, print_bench)
+    if config is None:
+        raise InputError("--slurm needs a config file, which each task reads", hint="add --config FILE")
+    click.echo(as_sbatch(Path(config), **settings), nl=False)  # noqa: TID251  a script, which is run as it is

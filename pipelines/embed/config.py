@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from extract import defaults
 from extract.errors import InputError
-from extract.extraction.settings import ExtractionSettings
+from extract.extraction.settings import OUTPUT, RARE, SAFETY, SPEED, WORKERS, ExtractionSettings
 from extract.system.urls import is_url
 from pipelines.terminal.config import BackboneConfig, DataSetKeys, ExtractionKeys, name_of
 
@@ -20,8 +20,10 @@ __all__ = ["EmbedConfig", "FeaturesConfig"]
 class FeaturesConfig(BackboneConfig, DataSetKeys):
     """Features, and how to compute and store them: the keys that `embed` and `sync` share."""
 
-    out: Path | None = Field(None, description="Folder of the data set. [default: outputs/<name of IMAGES>]")
-    strict: bool = Field(False, description="Exit with code 3 if a row failed.")
+    out: Annotated[Path | None, OUTPUT] = Field(
+        None, description="Folder of the data set. [default: outputs/<name of IMAGES>]"
+    )
+    strict: Annotated[bool, SAFETY] = Field(False, description="Exit with code 3 if a row failed.")
 
     @field_validator("compile", mode="before")
     @classmethod
@@ -41,29 +43,33 @@ class FeaturesConfig(BackboneConfig, DataSetKeys):
 class EmbedConfig(FeaturesConfig, ExtractionKeys):
     """Configuration of `layertap embed`."""
 
-    out: str | None = Field(  # type: ignore[assignment]
+    out: Annotated[str | None, OUTPUT] = Field(  # type: ignore[assignment]
         None, description="Folder of the data set, or s3://BUCKET/NAME. [default: outputs/<name of IMAGES>]"
     )
-    fast: bool = Field(
+    fast: Annotated[bool, SPEED] = Field(
         False,
         description="Use the fastest precision, compile and decode that agree; not for short jobs.",
     )
-    retry_failed: bool = Field(False, description="Retry images that failed in an earlier run.")
+    retry_failed: Annotated[bool, SAFETY] = Field(False, description="Retry images that failed in an earlier run.")
     device: str = Field(
         defaults.DEVICE, description="auto, cpu, cuda, cuda:N or mps; for several workers cuda:0,cuda:1 or all."
     )
-    engine: Literal["processes", "ray"] | None = Field(
+    engine: Annotated[Literal["processes", "ray"] | None, WORKERS] = Field(
         None, description="Run several workers: processes on this machine, or actors on a Ray cluster."
     )
-    workers_per_gpu: int = Field(1, strict=True, ge=1, description="Number of workers per GPU.")
-    cpus_per_worker: int | None = Field(
+    workers_per_gpu: Annotated[int, WORKERS, RARE] = Field(
+        1, strict=True, ge=1, description="Number of workers per GPU."
+    )
+    cpus_per_worker: Annotated[int | None, WORKERS, RARE] = Field(
         None, strict=True, ge=1, description="Cores per worker. [default: all cores, shared evenly]"
     )
-    address: str = Field("auto", min_length=1, description="Address of the Ray cluster; local: start a cluster here.")
-    shards_of: str | None = Field(
+    address: Annotated[str, WORKERS, RARE] = Field(
+        "auto", min_length=1, description="Address of the Ray cluster; local: start a cluster here."
+    )
+    shards_of: Annotated[str | None, WORKERS] = Field(
         None, description="I/N: build shards I, I + N, I + 2N and so on; for a task of a SLURM array."
     )
-    scratch: Path | None = Field(
+    scratch: Annotated[Path | None, WORKERS, RARE] = Field(
         None, description="Folder in which workers build shards. [default: in OUT; on several machines TMPDIR]"
     )
 
@@ -114,6 +120,8 @@ class EmbedConfig(FeaturesConfig, ExtractionKeys):
                 raise InputError(f"{flag} is for several workers, and this run has one", hint="add --engine processes")
         if self.is_shared and (self.fast or self.retry_failed):
             flag = "--fast" if self.fast else "--retry-failed"
-            remedy = "`layertap bench` prints the fastest flags" if self.fast else "run it later in one process"
+            remedy = (
+                "`layertap doctor --bench` prints the fastest flags" if self.fast else "run it later in one process"
+            )
             raise InputError(f"{flag} works in one process and on a folder only", hint=remedy)
         return self

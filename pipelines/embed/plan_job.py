@@ -1,4 +1,4 @@
-"""List images once, into a file, for jobs with very many images: `layertap plan IMAGES -o PLAN`."""
+"""List images once, into a file, for jobs with very many images: `layertap embed IMAGES --plan -o PLAN`."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""`layertap backbones`, `layers`, `inspect`, `draw` and `ablate`. Imports `pipelines.terminal`."""
+"""`layertap list`, `inspect` and `draw`. Imports `pipelines.terminal`."""

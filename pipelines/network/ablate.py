@@ -1,4 +1,4 @@
-"""Measure the effect of editing a layer: `layertap ablate BACKBONE IMAGES -l PATTERN --edit EDIT`."""
+"""Measure the effect of editing a layer: `layertap inspect BACKBONE IMAGES -l PATTERN --edit EDIT`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pipelines.network.config import AblateConfig
 from pipelines.network.image_sample import sample_of
 from pipelines.network.imagenet_targets import n_outputs, targets_of
 from pipelines.terminal.backbone import backbone_of
-from pipelines.terminal.output_paths import PICTURES, check_file
+from pipelines.terminal.output_paths import PICTURES, check_file, check_folder
 from pipelines.terminal.progress import Progress
 from pipelines.terminal.tables import print_aligned, table_file
 
@@ -55,8 +55,12 @@ def ablate(config: AblateConfig) -> AblationResult:
     """Run the job and print progress on stderr."""
     if config.layers is None:
         raise InputError("no layer named", hint="expected -l LAYER, or a glob such as -l 'blocks.*'")
-    if config.picture is not None:
-        check_file(config.picture, PICTURES)
+    picture = config.pictures
+    if picture is not None and (picture.is_dir() or not picture.suffix):
+        check_folder(picture)
+        picture /= f"ablation.{config.format}"
+    if picture is not None:
+        check_file(picture, PICTURES)
     if config.csv is not None:
         check_file(config.csv)
     edit_named(config.edit)  # raise for a wrong edit before anything is loaded
@@ -84,13 +88,13 @@ def ablate(config: AblateConfig) -> AblationResult:
     if config.csv is not None:
         _write_csv(link_target(config.csv), result)
         ablated.written.append(config.csv)
-    if config.picture is not None:
+    if picture is not None:
         from pipelines.network.ablate_figures import draw_ablation
         from pipelines.terminal.figures import drawable, save_figure
 
         title = f"{drawable(backbone.spec, 60)}, {result.images:,} images, edit {config.edit}"
-        save_figure(draw_ablation(result, title), link_target(config.picture))
-        ablated.written.append(config.picture)
+        save_figure(draw_ablation(result, title), link_target(picture))
+        ablated.written.append(picture)
     return ablated
 
 

@@ -1,4 +1,4 @@
-"""The figure of `layertap ablate`: the effect of each edit on the embedding, the classes and later layers."""
+"""The figure of `layertap inspect --edit`: the effect of each edit on the embedding, the classes and later layers."""
 
 from __future__ import annotations
 

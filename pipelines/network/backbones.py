@@ -1,4 +1,4 @@
-"""List the available backbones: `layertap backbones [GLOB]`."""
+"""List the available backbones: `layertap list [GLOB]`."""
 
 from __future__ import annotations
 

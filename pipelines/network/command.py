@@ -1,7 +1,8 @@
-"""Commands about backbones: `layertap backbones`, `layers`, `inspect`, `draw` and `ablate`."""
+"""Commands about backbones: `layertap list`, `inspect` and `draw`."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import reduce
 from typing import Any
@@ -12,18 +13,20 @@ from extract import defaults
 from extract.errors import InputError
 from extract.system.optional_libraries import library
 from pipelines.network.config import AblateConfig, DrawConfig, InspectConfig, LookConfig, StoredTokensConfig
+from pipelines.terminal.commands import command, mode_of
 from pipelines.terminal.completion import complete_paths
 from pipelines.terminal.config import checked
 from pipelines.terminal.options import given, is_data_set, json_flag, option, options, print_result
 from pipelines.terminal.text_output import print_line
 
-__all__ = ["ablate", "backbones", "draw", "inspect", "layers"]
+__all__ = ["draw", "inspect", "list_"]
 
 
 # Keys that are arguments, have a form of their own, or belong to commands that store features.
 _NOT_OPTIONS = (
     "backbone", "images", "sample", "size", "crop", "interpolation", "mean", "std", "max_pixels", "orientation", "icc",
 )  # fmt: skip
+_OF_EDITS = "Effect of an edit"
 
 
 def _look_options(
@@ -42,25 +45,40 @@ def _look_options(
     return lambda command: reduce(lambda decorated, add: add(decorated), reversed(decorators), command)
 
 
-@click.command(short_help="Find dead channels, NaN and other faults of layers.")
+@command(short_help="Find dead channels, NaN and other faults of layers, or the effect of editing them.")
 @_look_options(
     InspectConfig,
-    {"loss": "cross_entropy|FILE.py:FUNCTION", "labels": "FILE[:COLUMN]", "csv": "FILE", "pictures": "FOLDER"},
+    {"loss": "cross_entropy|FILE.py:FUNCTION", "labels": "FILE[:COLUMN]", "csv": "FILE", "pictures": "FOLDER|FILE"},
 )
+@option("--edit", model=AblateConfig, metavar="EDIT", heading=_OF_EDITS)
+@option("--channels", model=AblateConfig, metavar="0,3,17|all", heading=_OF_EDITS)
 @json_flag
-def inspect(as_json: bool, **flags: Any) -> None:
+@click.pass_context
+def inspect(ctx: click.Context, /, as_json: bool, **flags: Any) -> None:
     """Inspect what the layers of BACKBONE do on IMAGES: print findings in words, then a table.
 
     Finds dead channels, saturated units, NaN and the first image that causes it, and exploding activations; with
     --grad, also vanishing and exploding gradients, and layers without gradients. Features are not stored.
 
+    With --edit, instead measure the effect of removing or changing a layer, by layer or by channel, on 64 images unless
+    --sample says otherwise: on the embedding and on later layers (cosine to their unedited values), on the predicted
+    class, and on the accuracy if the true classes are known.
+
     \b
     layertap inspect bundled/efficientnet_lite0 photos
     layertap inspect python/net.py:make photos --weights last.pth --grad
     layertap inspect torchvision/resnet50 photos -l 'layer?' --pictures outputs/inside
+    layertap inspect torchvision/resnet50 photos -l 'layer?' --edit zero
+    layertap inspect bundled/efficientnet_lite0 photos -l blocks.2 --edit mean --channels all --pictures channels.png
     """
     if flags["pictures"] is not None:
         library("matplotlib", "figures", "--pictures")
+    if mode_of(ctx, {"edit": (("channels",), (*AblateConfig.model_fields, "as_json"))}) == "edit":
+        from pipelines.network.ablate import ablate, print_ablated
+        from pipelines.network.ablate import as_json as ablated_as_json
+
+        print_result(ablate(checked(AblateConfig, given(flags))), as_json, ablated_as_json, print_ablated)
+        return
     from pipelines.network.inspect import as_json as inspected_as_json
     from pipelines.network.inspect import inspect as run_inspect
     from pipelines.network.inspect import print_inspection
@@ -71,7 +89,7 @@ def inspect(as_json: bool, **flags: Any) -> None:
         print_line("written: " + ", ".join(map(str, inspected.written)), err=True)
 
 
-@click.command(short_help="Draw activations, attention, Grad-CAM and filters.")
+@command(short_help="Draw activations, attention, Grad-CAM and filters.")
 @click.argument(
     "kind",
     type=click.Choice(["maps", "channels", "top", "filters", "attention", "rollout", "gradcam", "tokens"]),
@@ -122,60 +140,17 @@ def draw(kind: str, **flags: Any) -> None:
         print_line(path)
 
 
-@click.command(short_help="Measure the effect of changing layers.")
-@_look_options(
-    AblateConfig,
-    {"edit": "EDIT", "channels": "0,3,17|all", "labels": "FILE[:COLUMN]", "csv": "FILE", "picture": "FILE"},
-)
-@json_flag
-def ablate(as_json: bool, **flags: Any) -> None:
-    """Measure the effect of removing or changing a layer of BACKBONE on IMAGES, by layer or by channel.
-
-    Prints the effect on the embedding and on later layers (cosine to their unedited values), on the predicted class,
-    and on the accuracy if the true classes are known.
-
-    \b
-    layertap ablate bundled/efficientnet_lite0 photos -l 'blocks.*'
-    layertap ablate bundled/efficientnet_lite0 photos -l blocks.2 --edit mean --channels all --picture channels.png
-    layertap ablate torchvision/resnet50 photos -l 'layer?' --edit noise:0.1
-    """
-    if flags["picture"] is not None:
-        library("matplotlib", "figures", "--picture")
-    from pipelines.network.ablate import ablate as run_ablate
-    from pipelines.network.ablate import as_json as ablated_as_json
-    from pipelines.network.ablate import print_ablated
-
-    print_result(run_ablate(checked(AblateConfig, given(flags))), as_json, ablated_as_json, print_ablated)
+_GLOB = re.compile(r"[*?\[]")
 
 
-@click.command(short_help="List backbones.")
-@click.argument("pattern", required=False, metavar="[GLOB]")
-@json_flag
-def backbones(pattern: str | None, as_json: bool) -> None:
-    """List the sources of backbones, or the backbones that match GLOB.
-
-    No weights are loaded. The licence applies to the default weights, and is listed if their source states it.
-
-    \b
-    layertap backbones                        # the sources
-    layertap backbones 'timm/vit_small*'
-    """
-    from pipelines.network.backbones import as_json as entries_as_json
-    from pipelines.network.backbones import entries, print_entries, print_sources, sources
-
-    if pattern is None:
-        print_result(sources(), as_json, dict, print_sources)
-        if not as_json:
-            print_line(
-                "layertap backbones 'timm/vit_*' lists the matching backbones, with their width and licence", err=True
-            )
-    else:
-        print_result(entries(pattern), as_json, entries_as_json, print_entries)
-
-
-@click.command(short_help="List the layers of a backbone.")
-@click.argument("backbone")
+@command("list", short_help="List backbones, or the layers of one.")
+@click.argument("backbone", required=False, metavar="[BACKBONE|GLOB]")
 @click.argument("patterns", nargs=-1, metavar="[PATTERN]...")
+@click.option(
+    "--what",
+    type=click.Choice(["backbones", "layers"]),
+    help="What to list. [default: layers of SOURCE/NAME; backbones if it is a source or a glob]",
+)
 @click.option("--ops", is_flag=True, help="Also list functions without a module: layer1.0/add, /flatten.")
 @click.option(
     "--bytes",
@@ -184,16 +159,39 @@ def backbones(pattern: str | None, as_json: bool) -> None:
     help="Print what the layers of IMAGES, or of a number of images, take on disk: whole and pooled.",
 )
 @json_flag
-def layers(backbone: str, patterns: tuple[str, ...], ops: bool, images: str | None, as_json: bool) -> None:
-    """List the layers of BACKBONE, or the layers that match a PATTERN, with their output shapes for one image.
+def list_(
+    backbone: str | None, patterns: tuple[str, ...], what: str | None, ops: bool, images: str | None, as_json: bool
+) -> None:
+    """List the sources of backbones, the backbones that match GLOB, or the layers of BACKBONE that match a PATTERN.
 
-    Notes mark layers on which hooks do not work, or work only with care.
+    Layers are listed with their output shapes for one image; notes mark layers on which hooks do not work, or work only
+    with care. The licence of a backbone applies to its default weights, and is listed if their source states it.
+    Listing backbones loads no weights.
 
     \b
-    layertap layers torchvision/resnet50 'layer?' 'layer4.*'
-    layertap layers timm/vit_small_patch16_224 'blocks.*.attn' --ops
-    layertap layers torchvision/resnet50 'layer?.*' --bytes 1000000
+    layertap list                        # the sources
+    layertap list 'timm/vit_small*'
+    layertap list torchvision/resnet50 'layer?' 'layer4.*'
+    layertap list timm/vit_small_patch16_224 'blocks.*.attn' --ops
+    layertap list torchvision/resnet50 'layer?.*' --bytes 1000000
     """
+    if what is None:
+        what = "backbones" if backbone is None or "/" not in backbone or _GLOB.search(backbone) else "layers"
+    if what == "layers" and backbone is not None:
+        _list_layers(backbone, patterns, ops, images, as_json)
+        return
+    from pipelines.network.backbones import as_json as entries_as_json
+    from pipelines.network.backbones import entries, print_entries, print_sources, sources
+
+    if backbone is not None:
+        print_result(entries(backbone), as_json, entries_as_json, print_entries)
+        return
+    print_result(sources(), as_json, dict, print_sources)
+    if not as_json:
+        print_line("layertap list 'timm/vit_*' lists the matching backbones, with their width and licence", err=True)
+
+
+def _list_layers(backbone: str, patterns: tuple[str, ...], ops: bool, images: str | None, as_json: bool) -> None:
     if images is not None:
         if ops:
             raise click.UsageError("--bytes lists layers only; functions cannot be stored: leave out --ops")
@@ -204,5 +202,4 @@ def layers(backbone: str, patterns: tuple[str, ...], ops: bool, images: str | No
     from pipelines.network.layers import as_json as table_as_json
     from pipelines.network.layers import list_layers, print_table
 
-    rows = list_layers(backbone, patterns, operations=ops)
-    print_result(rows, as_json, table_as_json, print_table)
+    print_result(list_layers(backbone, patterns, operations=ops), as_json, table_as_json, print_table)

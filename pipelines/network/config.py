@@ -1,4 +1,4 @@
-"""Configuration of `layertap inspect`, `draw` and `ablate`."""
+"""Configuration of `layertap inspect` and `draw`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _SAMPLE = "Number of images, evenly spread; or 'all'."
 
 
 class LookConfig(BackboneConfig):
-    """Configuration that `inspect`, `draw` and `ablate` share."""
+    """Configuration that `inspect` and `draw` share."""
 
     layers: list[str] | None = Field(None, min_length=1, description="May be repeated; globs allowed. [default: all]")
     batch_size: int = Field(16, strict=True, ge=1)
@@ -39,7 +39,7 @@ class LookConfig(BackboneConfig):
 
 
 class _TableConfig(LookConfig):
-    """Configuration that `inspect` and `ablate` share."""
+    """Configuration that `inspect` has with and without `--edit`."""
 
     labels: str | None = Field(
         None,
@@ -47,6 +47,14 @@ class _TableConfig(LookConfig):
         "[default: the images' classes]",
     )
     csv: Path | None = Field(None, description="Also write the table to this file.")
+    pictures: Path | None = Field(None, description="Draw figures into this folder; with --edit, or into a file.")
+    format: Literal["png", "svg", "pdf"] = Field("png", description="Format of the figures.")
+
+    @model_validator(mode="after")
+    def _check_format(self) -> Self:
+        if self.pictures is None and "format" in self.model_fields_set:
+            raise InputError("--format is that of figures", hint="add --pictures FOLDER")
+        return self
 
 
 class InspectConfig(_TableConfig):
@@ -57,20 +65,16 @@ class InspectConfig(_TableConfig):
         "cross_entropy",
         description="Or FILE.py:FUNCTION, called with the model's output and the labels (B,), -1 if unlabelled.",
     )
-    pictures: Path | None = Field(None, description="Draw figures into this folder.")
-    format: Literal["png", "svg", "pdf"] = Field("png", description="Format of the figures.")
 
     @model_validator(mode="after")
     def _check_gradient_options(self) -> Self:
         if not self.grad and {"loss", "labels"} & self.model_fields_set:
             raise ValueError("--loss and --labels need --grad")
-        if self.pictures is None and "format" in self.model_fields_set:
-            raise InputError("--format is that of figures", hint="add --pictures FOLDER")
         return self
 
 
 class AblateConfig(_TableConfig):
-    """Configuration of `layertap ablate`."""
+    """Configuration of `layertap inspect --edit`."""
 
     layers: list[str] | None = Field(
         None, min_length=1, description="Layers to edit, one at a time; may be repeated, globs allowed."
@@ -78,7 +82,6 @@ class AblateConfig(_TableConfig):
     sample: SampleSize = Field(64, description=_SAMPLE)
     edit: str = Field("zero", description="zero, mean (of all images), noise:STD, scale:FACTOR or prune:FRACTION.")
     channels: str | None = Field(None, description="0,3,17 or all: edit channels one at a time. [default: layers]")
-    picture: Path | None = Field(None, description="Draw the result; .png, .svg or .pdf.")
 
 
 class DrawConfig(LookConfig):

@@ -1,4 +1,4 @@
-"""A sample of images with the backbone's own preprocessing: the input of `inspect`, `draw` and `ablate`."""
+"""A sample of images with the backbone's own preprocessing: the input of `inspect` and `draw`."""
 
 from __future__ import annotations
 

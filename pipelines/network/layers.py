@@ -1,4 +1,4 @@
-"""List the layers of a backbone, and their bytes on disk: `layertap layers BACKBONE [PATTERN ...] [--bytes IMAGES]`."""
+"""List the layers of a backbone, and their bytes on disk: `layertap list BACKBONE [PATTERN ...] [--bytes IMAGES]`."""
 
 from __future__ import annotations
 
@@ -135,8 +135,8 @@ def print_bytes(sizes: LayerBytes, echo: Callable[[str], None]) -> None:
         cells.append(["all that fit", "", *sums])
     print_aligned(cells, "<<" + ">" * 2 * len(POOLINGS_SHOWN), echo)
     echo(
-        f"{sizes.images:,} images in float32, without compression; --dtype float16 takes half, int8 a quarter. "
-        "-: it does not fit"
+        f"{sizes.images:,} images in float32, without compression; `layertap embed --dtype float16` takes half, int8 a "
+        "quarter. -: it does not fit"
     )
     reasons: dict[str, list[str]] = {}
     for layer in sizes.layers:

@@ -9,6 +9,7 @@ import click
 
 from extract.system.optional_libraries import library
 from pipelines.probe.config import ProbeConfig
+from pipelines.terminal.commands import command
 from pipelines.terminal.completion import complete_paths
 from pipelines.terminal.config import load_config
 from pipelines.terminal.options import BACKBONE_HELP, config_file, given, json_flag, option, options, print_result
@@ -19,12 +20,13 @@ __all__ = ["predict", "probe"]
 _PATH = click.Path(path_type=Path)
 
 
-@click.command(short_help="Measure how good features are, layer by layer.")
+@command(short_help="Measure how good features are, layer by layer.")
 @click.argument("out", nargs=-1, metavar="OUT...", shell_complete=complete_paths)
 @options(
     ProbeConfig,
     {
-        "protocol": ("-p",), "layers": ("-l",), "drop_leaks": ("--drop-leaks/--keep-leaks",), "results": ("-o",),
+        "protocol": ("-p",), "layers": ("-l",), "drop_leaks": ("--drop-leaks/--keep-leaks",),
+        "results": ("-o", "--out", "results"),
     },
     {
         "layers": "LAYER", "labels": "FILE[:COLUMN]", "masks": "FOLDER|FILE[:COLUMN]", "class_names": "FILE.csv",
@@ -60,10 +62,12 @@ def probe(config: Path | None, as_json: bool, **flags: Any) -> None:
         print_line("written: " + ", ".join(map(str, files)), err=True)
 
 
-@click.command(short_help="Predict classes or masks of images with a stored probe.")
+@command(short_help="Predict classes or masks of images with a stored probe.")
 @click.argument("probe", type=_PATH)
 @click.argument("images", metavar="IMAGES|OUT", shell_complete=complete_paths)
-@click.option("-o", "--output", type=_PATH, required=True, help="CSV file to write; for masks and depths, a folder.")
+@click.option(
+    "-o", "--out", "output", type=_PATH, required=True, help="CSV file to write; for masks and depths, a folder."
+)
 @click.option("-b", "--backbone", help=BACKBONE_HELP)
 @click.option("--weights", help="Name or file of the backbone's weights, if the file was moved.")
 @click.option(

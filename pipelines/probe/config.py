@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, Field, field_validator, model_validator
 
 from extract import defaults
+from extract.extraction.settings import RARE
 from pipelines.terminal.config import FROZEN
 
 __all__ = ["ProbeConfig"]
@@ -38,10 +39,10 @@ class ProbeConfig(BaseModel):
         description="For segmentation: folder of masks with the names of the images, FILE.csv[:COLUMN] of mask files "
         "(column `mask` if omitted), or FILE.json in the format of COCO.",
     )
-    class_names: Path | None = Field(
+    class_names: Annotated[Path | None, RARE] = Field(
         None, description="FILE.csv with columns `id` and `name` of the classes in masks. [default: their numbers]"
     )
-    ignore_label: list[Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)]] | None = Field(
+    ignore_label: Annotated[list[Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)]] | None, RARE] = Field(
         None, description="Another label of pixels without a class in masks than 255. May be repeated."
     )
     depth: str | None = Field(
@@ -52,7 +53,7 @@ class ProbeConfig(BaseModel):
     max_depth: float | None = Field(
         None, gt=0, description="Larger depths are left out, in the unit of the files. [default: none]"
     )
-    iterations: int | None = Field(
+    iterations: Annotated[int | None, RARE] = Field(
         None, strict=True, ge=1, description="Training batches of the -dinov3 protocols. [default: 40000; depth: 38400]"
     )
     multilabel: bool = Field(False, description="Images have any number of labels, separated by |.")
@@ -74,7 +75,7 @@ class ProbeConfig(BaseModel):
     )
     save: Path | None = Field(None, description="Save the probe of a single layer, for `layertap predict`.")
     device: str = Field(defaults.DEVICE, description="auto, cpu, cuda, cuda:N or mps.")
-    max_memory_mb: int | None = Field(
+    max_memory_mb: Annotated[int | None, RARE] = Field(
         None,
         strict=True,
         ge=64,

@@ -1,1 +1,1 @@
-"""`layertap sync`, `schedule`, `watch` and `compact`. Imports `pipelines.embed` and `pipelines.terminal`."""
+"""`layertap sync`. Imports `pipelines.embed` and `pipelines.terminal`."""

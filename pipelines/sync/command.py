@@ -1,4 +1,4 @@
-"""Commands for data sets that follow folders: `layertap sync`, `schedule`, `watch` and `compact`."""
+"""The command for data sets that follow folders: `layertap sync`."""
 
 from __future__ import annotations
 
@@ -8,35 +8,87 @@ from typing import Any
 import click
 
 from extract.errors import InputError
-from pipelines.terminal.options import FOLDER, json_flag, print_json
+from pipelines.terminal.commands import Option, command, mode_of
+from pipelines.terminal.options import json_flag, print_json
 from pipelines.terminal.text_output import counted, print_line
 
-__all__ = ["compact", "schedule", "sync", "watch"]
+__all__ = ["sync"]
+
+_MODES = {"watch": ((), ("only",)), "schedule": (("system",), ()), "compact": (("max_dead",), ("only",))}
 
 
-@click.command(short_help="Update data sets once, as files have changed.")
+@command(short_help="Update data sets as files change: once, at fixed times, or at once.")
 @click.argument("config", type=click.Path(path_type=Path))
 @click.option("--only", multiple=True, metavar="OUT", help="Process only this data set; may be repeated.")
 @click.option("--dry-run", is_flag=True, help="Only print what would change.")
 @click.option("--force", is_flag=True, help="Proceed even if most images are gone, or the folder is another one.")
+@click.option("--watch", is_flag=True, help="Run a pass as soon as files change, until it is stopped.")
+@click.option(
+    "--schedule", is_flag=True, help="Run passes at the times under `schedule` in CONFIG, until it is stopped."
+)
+@click.option(
+    "--print", "system", type=click.Choice(["systemd", "cron"]),
+    help="With --schedule: only print the schedule, in the format of another scheduler.",
+)  # fmt: skip
+@click.option(
+    "--compact", is_flag=True, help="Only remove features of deleted and replaced images; CONFIG may be a data set."
+)
+@click.option("--max-dead", type=click.FloatRange(0, 1), default=0.2, show_default=True, cls=Option, rare=True,
+              help="With --compact: only from passes with a larger fraction of unused rows.")  # fmt: skip
 @json_flag
 @click.pass_context
-def sync(ctx: click.Context, /, config: Path, only: tuple[str, ...], dry_run: bool, force: bool, as_json: bool) -> None:
+def sync(
+    ctx: click.Context, /, config: Path, only: tuple[str, ...], dry_run: bool, force: bool, watch: bool,
+    schedule: bool, system: str | None, compact: bool, max_dead: float, as_json: bool,
+) -> None:  # fmt: skip
     """Synchronise data sets with folders, as configured in the file CONFIG.
 
     New and changed files are computed; renamed and touched files are not. Rows of deleted files are removed. If a
     large part of the files is gone, nothing is changed, since the disk may be unmounted. Readers see the data set as it
     was before or after a pass, never in between.
 
+    With --schedule, a pass that was due while no scheduler ran starts at once. With --watch, the backbone stays in
+    memory; folders whose changes the kernel does not report, such as network file systems, are scanned every few
+    seconds. SIGTERM and Ctrl-C stop after the batch in flight.
+
     \b
     layertap sync configs/nightly.yaml
     layertap sync configs/nightly.yaml --dry-run
+    layertap sync configs/nightly.yaml --schedule
+    layertap sync configs/nightly.yaml --schedule --print systemd
+    layertap sync outputs/photos-nightly --compact
     """
+    mode = mode_of(ctx, _MODES)
+    if mode == "compact" and not config.is_file():
+        _compact(config, max_dead)
+        return
+    if mode == "schedule" and system is None:
+        from pipelines.sync.schedule import run_until_stopped
+
+        run_until_stopped(config)
+        return
     from pipelines.sync.config import chosen, load_sync_file
+
+    file = load_sync_file(config)
+    if system is not None:
+        from pipelines.sync.systemd import as_cron, as_systemd
+
+        text = (as_systemd if system == "systemd" else as_cron)(file)
+        click.echo(text)  # noqa: TID251  a file of the system, which is used as it is
+        return
     from pipelines.sync.job import as_json as synced_as_json
     from pipelines.sync.job import exit_code, print_synced, sync_all
 
-    data_sets = chosen(load_sync_file(config), only)
+    data_sets = chosen(file, only)
+    if mode == "compact":
+        for data_set in data_sets:
+            _compact(data_set.folder, max_dead)
+        return
+    if mode == "watch":
+        from pipelines.sync.watch import watch as follow
+
+        signal_number = follow(data_sets, lambda synced: print_synced(synced, print_line))
+        ctx.exit(128 + signal_number if signal_number else 0)
     if force and len(data_sets) > 1:
         raise InputError("--force works on one data set only", hint="name it with --only OUT")
 
@@ -49,66 +101,7 @@ def sync(ctx: click.Context, /, config: Path, only: tuple[str, ...], dry_run: bo
     ctx.exit(exit_code(results, signal_number))
 
 
-@click.command(short_help="Update data sets at fixed times.")
-@click.argument("config", type=click.Path(path_type=Path))
-@click.option(
-    "--print",
-    "system",
-    type=click.Choice(["systemd", "cron"]),
-    help="Only print the schedule, in the format of another scheduler.",
-)
-def schedule(config: Path, system: str | None) -> None:
-    """Run `layertap sync CONFIG` at the times under `schedule` in CONFIG, until it is stopped.
-
-    A pass that was due while no scheduler ran starts at once. SIGTERM and Ctrl-C stop after the batch in flight.
-
-    \b
-    layertap schedule configs/nightly.yaml
-    layertap schedule configs/nightly.yaml --print systemd
-    """
-    if system is not None:
-        from pipelines.sync.config import load_sync_file
-        from pipelines.sync.systemd import as_cron, as_systemd
-
-        text = (as_systemd if system == "systemd" else as_cron)(load_sync_file(config))
-        click.echo(text)  # noqa: TID251  a file of the system, which is used as it is
-        return
-    from pipelines.sync.schedule import run_until_stopped
-
-    run_until_stopped(config)
-
-
-@click.command(short_help="Update data sets as soon as files change.")
-@click.argument("config", type=click.Path(path_type=Path))
-@click.pass_context
-def watch(ctx: click.Context, /, config: Path) -> None:
-    """Synchronise data sets with folders as soon as files change, until it is stopped.
-
-    Like `layertap sync CONFIG`, but the backbone stays in memory. Folders whose changes the kernel does not report,
-    such as network file systems, are scanned every few seconds.
-    """
-    from pipelines.sync.config import load_sync_file
-    from pipelines.sync.job import print_synced
-    from pipelines.sync.watch import watch as follow
-
-    signal_number = follow(load_sync_file(config).data_sets, lambda synced: print_synced(synced, print_line))
-    ctx.exit(128 + signal_number if signal_number else 0)
-
-
-@click.command(short_help="Remove unused rows from a data set.")
-@click.argument("out", type=FOLDER)
-@click.option(
-    "--max-dead",
-    type=click.FloatRange(0, 1),
-    default=0.2,
-    show_default=True,
-    help="Compact only passes with a larger fraction of unused rows.",
-)
-def compact(out: Path, max_dead: float) -> None:
-    """Remove features of deleted and replaced images from the data set OUT of `layertap sync`.
-
-    Readers that are open continue to read the old files.
-    """
+def _compact(out: Path, max_dead: float) -> None:
     from extract.sync.compaction import compact as compact_out
     from extract.system.atomic_files import bytes_below
 

@@ -1,4 +1,4 @@
-"""Configuration of `sync`, `schedule` and `watch`: data sets that follow folders, and the times of their passes."""
+"""Configuration of `sync`: data sets that follow folders, and the times of their passes."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from pipelines.terminal.units import Seconds
 
 __all__ = ["ScheduleConfig", "SyncConfig", "SyncFile", "chosen", "load_sync_file"]
 
-_LOG = "the log goes to stderr: `layertap schedule CONFIG 2>> FILE`, with logrotate, or the journal of systemd"
+_LOG = "the log goes to stderr: `layertap sync CONFIG --schedule 2>> FILE`, with logrotate, or the journal of systemd"
 
 # Keys of `schedule` in files of earlier versions, and what does the same.
 _GONE = {
-    "jitter": "set RandomizedDelaySec= in the timer that `layertap schedule --print systemd` prints",
+    "jitter": "set RandomizedDelaySec= in the timer that `layertap sync --schedule --print systemd` prints",
     "log": _LOG,
     "log_max_bytes": _LOG,
     "log_backup_count": _LOG,
     "log_json": "OUT/runs.jsonl has a JSON object for each pass",
     "heartbeat": "watch the age of OUT/runs.jsonl, which every pass changes",
-    "on_success": "set OnSuccess= in the service that `layertap schedule --print systemd` prints",
+    "on_success": "set OnSuccess= in the service that `layertap sync --schedule --print systemd` prints",
 }
 
 

@@ -1,4 +1,4 @@
-"""Run passes at fixed times, for years: `layertap schedule CONFIG`.
+"""Run passes at fixed times, for years: `layertap sync CONFIG --schedule`.
 
 Each pass is a process of its own, `layertap sync CONFIG --json`. Its memory goes back to the system, a crash ends one
 pass only, and each pass reads CONFIG again. Log files, random delays and watchdogs are left to the system; the guide

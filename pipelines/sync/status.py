@@ -1,4 +1,4 @@
-"""Status of a data set that follows a folder: `layertap status OUT`."""
+"""Status of a data set that follows a folder: `layertap show OUT --status`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _RUN = {
 
 
 def describe_status(out: Path) -> dict[str, Any]:
-    """Return everything that `status` prints, as JSON-compatible data.
+    """Return everything that `show --status` prints, as JSON-compatible data.
 
     Raises:
         InputError: `out` is not a data set of `layertap sync`.
@@ -102,7 +102,7 @@ def print_status(content: dict[str, Any], echo: Callable[[str], None]) -> None:
         passes = f"{content['passes']} pass" + ("" if content["passes"] == 1 else "es")
         echo(f"disk      {content['bytes'] / 1e6:,.1f} MB in {passes}; {unused} of deleted or replaced images")
         if share > 0.2:
-            echo(f"          to remove them: layertap compact {out}")
+            echo(f"          to remove them: layertap sync {out} --compact")
     if content["runs"]:
         echo("last runs")
         for run in content["runs"]:

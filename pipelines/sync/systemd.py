@@ -69,7 +69,7 @@ def as_cron(file: SyncFile) -> str:
     if "\n" in command:
         raise InputError(f"{file.path}: a crontab cannot name a file with a line break")
     lines = [
-        "# cron skips passes that were due while the machine was off; `layertap schedule` and systemd catch up",
+        "# cron skips passes that were due while the machine was off; `layertap sync --schedule` and systemd catch up",
         *_without_on_failure(schedule, "cron sends what a pass prints by mail, to MAILTO"),
     ]
     if schedule.timezone:
@@ -82,7 +82,7 @@ def _command(file: SyncFile) -> list[str]:
 
 
 def _without_on_failure(schedule: ScheduleConfig, instead: str) -> list[str]:
-    return [f"# only `layertap schedule` runs on_failure; here, {instead}"] if schedule.on_failure else []
+    return [f"# only `layertap sync --schedule` runs on_failure; here, {instead}"] if schedule.on_failure else []
 
 
 def _escaped(text: str) -> str:
@@ -97,7 +97,7 @@ def _calendar(line: str, timezone: str | None, path: Path) -> list[str]:
     month_days, week_days = line.split()[2], line.split()[4]
     of_week = [day for day in parsed.weekdays if isinstance(day, int)]
     if min(parsed.days) < 1 or len(of_week) < len(parsed.weekdays):  # such as L, 5#2
-        raise InputError(f"{path}: systemd cannot express the days of {line!r}", hint="use `layertap schedule`")
+        raise InputError(f"{path}: systemd cannot express the days of {line!r}", hint="use `layertap sync --schedule`")
     days = _calendar_list(parsed.days, range(1, 32))
     week = ",".join(_DAYS[day] for day in sorted({day % 7 for day in of_week}))
     time = f"{hours}:{minutes}:00" + (f" {timezone}" if timezone else "")
@@ -118,4 +118,4 @@ def _cron_of(every: float, path: Path) -> str:
         count = every / unit
         if count == int(count) and count >= 1 and limit % count == 0 and (count < limit or limit == 1):
             return line.format(int(count))
-    raise InputError(f"{path}: cron cannot run a pass every {every:g} s; systemd and `layertap schedule` can")
+    raise InputError(f"{path}: cron cannot run a pass every {every:g} s; systemd and `layertap sync --schedule` can")

@@ -1,4 +1,4 @@
-"""Run a pass whenever something changes: `layertap watch CONFIG`.
+"""Run a pass whenever something changes: `layertap sync CONFIG --watch`.
 
 The kernel reports changes (inotify), except on network file systems and beyond its limit of watches. Such a folder is
 scanned every few seconds instead, and the reason is printed. The backbone stays in memory: a picture is in the data set
@@ -62,7 +62,7 @@ def watch(configs: Sequence[SyncConfig], on_synced: Callable[[SyncResult], None]
     Raises:
         LayertapError: the library watchfiles is not installed.
     """
-    watchfiles: Any = library("watchfiles", "watch", "layertap watch")
+    watchfiles: Any = library("watchfiles", "watch", "layertap sync --watch")
     stop, woken = threading.Event(), threading.Event()
     with signals_held() as received:
         followed = [_Followed(watchfiles, config, stop, woken) for config in configs]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import click
 from click.shell_completion import CompletionItem, get_completion_class
 
+from pipelines.terminal.commands import command
+
 __all__ = ["SHELLS", "complete_paths", "completion"]
 
 SHELLS = ("bash", "zsh", "fish")
@@ -16,7 +18,7 @@ def complete_paths(ctx: click.Context, param: click.Parameter, incomplete: str) 
     return [CompletionItem(incomplete, type="file")]
 
 
-@click.command(short_help="Print a script that completes commands in a shell.")
+@command(hidden=True, short_help="Print a script that completes commands in a shell.")
 @click.argument("shell", type=click.Choice(SHELLS))
 @click.pass_context
 def completion(ctx: click.Context, shell: str) -> None:

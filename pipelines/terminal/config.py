@@ -24,7 +24,9 @@ from extract import defaults
 from extract.credentials import without_credentials
 from extract.errors import InputError, first_line, unknown_name
 from extract.extraction import settings
+from extract.extraction.settings import BACKBONE, IMAGES
 from extract.system.similar_paths import did_you_mean
+from pipelines.terminal.commands import GONE_OPTIONS, with_keys
 
 __all__ = [
     "FROZEN",
@@ -54,9 +56,7 @@ _FIRST = ("images", "backbone", "backbones", "layers", "out", "weights")  # in h
 
 _HOME = re.compile(r"~[\w.-]*(/|$)")
 
-# An option in a message, and in "add --engine ray" also its value.
-_OPTION = re.compile(r"(add )?--([a-z][a-z-]*)(?(1)( \w+)?)")
-
+_OPTION = re.compile(r"--([a-z][a-z-]*)")
 
 FROZEN = ConfigDict(frozen=True, extra="forbid", defer_build=True)  # most commands use one configuration at most
 
@@ -91,17 +91,23 @@ else:
 class BackboneConfig(BackboneKeys, DecodingKeys, BaseModel):
     """Images, backbone and preprocessing: the keys that all computing jobs share."""
 
-    images: str = Field(
+    images: Annotated[str, IMAGES] = Field(
         description="Folder, .csv or .parquet list, .tar or .zip archives, .npy or .h5 array, a URL, or a plan."
     )
-    backbone: str = Field(defaults.BACKBONE, description="SOURCE/NAME; see `layertap backbones`.")
-    size: int | list[int] | None = Field(
+    backbone: Annotated[str, BACKBONE] = Field(defaults.BACKBONE, description="SOURCE/NAME; see `layertap list`.")
+    size: Annotated[int | list[int] | None, IMAGES] = Field(
         None, description="Resize the shorter side to these pixels, or to HxW. [default: the model's own]"
     )
-    crop: int | list[int] | None = Field(None, description="Pixels of the centre crop, the input of the model.")
-    interpolation: str | None = Field(None, description="nearest, bilinear, bicubic, lanczos, box or hamming.")
-    mean: list[float] | None = Field(None, description="R,G,B to subtract from pixels scaled to 0..1.")
-    std: list[float] | None = Field(None, description="R,G,B to divide by afterwards.")
+    crop: Annotated[int | list[int] | None, IMAGES] = Field(
+        None, description="Pixels of the centre crop, the input of the model."
+    )
+    interpolation: Annotated[str | None, IMAGES] = Field(
+        None, description="nearest, bilinear, bicubic, lanczos, box or hamming."
+    )
+    mean: Annotated[list[float] | None, IMAGES] = Field(
+        None, description="R,G,B to subtract from pixels scaled to 0..1."
+    )
+    std: Annotated[list[float] | None, IMAGES] = Field(None, description="R,G,B to divide by afterwards.")
 
     @field_validator("images", "out", mode="before", check_fields=False)
     @classmethod
@@ -148,8 +154,10 @@ def keys_of(model: Any) -> dict[str, FieldInfo]:
     keys = model.model_fields if issubclass(model, BaseModel) else settings.fields_of(model)
     shared = settings.fields_of(settings.BackboneSettings) | settings.fields_of(settings.ExtractionSettings)
     for key, field in keys.items():
-        if field.description is None and key in shared:
-            field.description = shared[key].description
+        if key in shared:
+            field.description = field.description or shared[key].description
+            if not any(isinstance(each, settings.Heading) for each in field.metadata):
+                field.metadata += [each for each in shared[key].metadata if isinstance(each, settings.Heading)]
     return {key: keys[key] for key in dict.fromkeys((*_FIRST, *keys)) if key in keys}
 
 
@@ -192,7 +200,8 @@ def load_config(model: type[Config], path: Path | None, flags: dict[str, Any]) -
     values = read_yaml(path) if path else {}
     for key in values:
         if key not in model.model_fields:
-            raise unknown_name("key", str(key), model.model_fields, str(path))
+            hint = GONE_OPTIONS.get(f"--{str(key).replace('_', '-')}", "")
+            raise unknown_name("key", str(key), model.model_fields, str(path), hint=hint)
     return checked(model, {**values, **flags}, f"{path}" if path else "", flags)
 
 
@@ -222,10 +231,12 @@ def checked(model: type[Config], values: dict[str, Any], where: str = "", flags:
             if isinstance(refused, InputError):
                 text, hint = refused.message, refused.hint
             options = _OPTION.finditer(f"{text} {hint}")
-            keys = [str(e["loc"][0])] if e["loc"] else [match[2].replace("-", "_") for match in options]
+            keys = [str(e["loc"][0])] if e["loc"] else [match[1].replace("-", "_") for match in options]
             in_file = where and (not flags or any(key in values and key not in flags for key in keys))
             if in_file:
-                text, hint = _with_keys(text, model, flags), _with_keys(hint, model, flags)
+                text, hint = (
+                    with_keys(each, lambda key: key in model.model_fields and key not in flags) for each in (text, hint)
+                )
             if e["loc"]:
                 name = ".".join(map(str, e["loc"])) if in_file else _as_typed(str(e["loc"][0]))
                 text = f"{name}: {text}; got {e['input']!r}"
@@ -247,18 +258,6 @@ def _as_typed(key: str) -> str:
         if parameter.name == key:
             return parameter.opts[0] if isinstance(parameter, click.Option) else parameter.human_readable_name
     return key
-
-
-def _with_keys(text: str, model: type[BaseModel], flags: Collection[str]) -> str:
-    """Return a message in which options that were not given on the command line are the keys of a config file."""
-
-    def as_key(match: re.Match[str]) -> str:
-        key = match[2].replace("-", "_")
-        if key not in model.model_fields or key in flags:
-            return match[0]
-        return f"add `{key}:{match[3]}`" if match[3] else f"{match[1] or ''}`{key}`"
-
-    return _OPTION.sub(as_key, text)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

@@ -11,8 +11,9 @@ import click
 from pydantic import BaseModel
 
 from extract.errors import InputError
-from extract.extraction.settings import choices_of
+from extract.extraction.settings import RARE, Heading, choices_of
 from extract.system.urls import is_url
+from pipelines.terminal.commands import Option
 from pipelines.terminal.completion import complete_paths
 from pipelines.terminal.config import keys_of
 from pipelines.terminal.text_output import print_line
@@ -56,8 +57,8 @@ class _Folder(click.Path):
         if is_url(str(value)):
             raise InputError(
                 f"{value}: this command reads folders",
-                hint=f"copy the data set (aws s3 sync {value} FOLDER). Buckets are read by `layertap status`, `probe`, "
-                f"`search`, `export`, and in Python FeatureReader({str(value)!r})",
+                hint=f"copy the data set (aws s3 sync {value} FOLDER). Buckets are read by `layertap show --status`, "
+                f"`probe`, `search`, `export`, and in Python FeatureReader({str(value)!r})",
             )
         return super().convert(value, param, ctx)
 
@@ -106,8 +107,9 @@ def option(*names: str, model: type[Any], **how: Any) -> Callable[[Any], Any]:
         default = " ".join(field.default) if isinstance(field.default, list | tuple) else field.default
         text += f" [default: {default}]"
     complete = complete_paths if key in _PATHS else None
-    how = {**_how_to_read(field.annotation), **how}
-    return click.option(*names, help=text, default=None, shell_complete=complete, **how)
+    heading = next((each for each in field.metadata if isinstance(each, Heading)), "Options")
+    how = {**_how_to_read(field.annotation), "heading": heading, "rare": RARE in field.metadata, **how}
+    return click.option(*names, cls=Option, help=text, default=None, shell_complete=complete, **how)
 
 
 def options(

@@ -1,4 +1,4 @@
-"""`layertap backbones`, `layertap diff`, and the options of `embed` that bear on pictures."""
+"""`layertap list`, `layertap show A B`, and the options of `embed` that bear on pictures."""
 
 from __future__ import annotations
 

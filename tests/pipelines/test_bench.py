@@ -1,4 +1,4 @@
-"""`layertap bench`, and `layertap embed --fast`."""
+"""`layertap doctor --bench`, and `layertap embed --fast`."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def test_it_measures_decoding_the_forward_and_the_pipeline(
     assert all(each["images_per_s"] > 0 for each in found["pipelines"])
     assert found["pipelines"][0]["way"] == {"precision": "float32", "engine": "eager"}
     monkeypatch.setattr(bench_module, "_SYNTHETIC", 8)
-    result = _run("bench", *NET, "--thorough")
+    result = _run("bench", *NET)
     assert "noise, 500x375, as JPEG" in result.stdout
-    assert "The option 'thorough' is deprecated. it has no effect" in result.stderr
+    assert result.stderr.startswith("note: `layertap bench` is now `layertap doctor --bench`\n")
     flags = result.stdout.splitlines()[-1].split("  ")[-1].split()
     _run("embed", str(folder), *NET, *flags, "-o", str(tmp_path / "out"), "--min-cosine", "0.9")
 

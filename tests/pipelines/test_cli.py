@@ -125,7 +125,8 @@ def test_every_key_of_the_configuration_is_a_flag() -> None:
     from pipelines.embed.config import EmbedConfig
 
     flags = {parameter.name for parameter in main.commands["embed"].params}
-    assert set(EmbedConfig.model_fields) | {"config", "as_json"} == flags
+    modes = {"plan", "slurm", "gpus", "cpus", "time", "partition"}
+    assert set(EmbedConfig.model_fields) | modes | {"config", "as_json"} == flags
 
 
 def test_failed_images_are_named_at_the_end_and_strict_makes_it_an_exit_code(folder: Path, tmp_path: Path) -> None:
@@ -335,7 +336,7 @@ def test_layers_are_listed() -> None:
     rows = json.loads(layertap("layers", "timm/test_resnet", "layer1.*", "--ops", "--json").stdout)
     assert {"layer1.0", "layer1.0/add", "/flatten"} & {row["name"] for row in rows} >= {"layer1.0", "layer1.0/add"}
     assert "nearest: 'layer" in fails("layers", "timm/test_resnet", "layr1")
-    assert "list them: layertap layers timm/test_resnet" in fails("layers", "timm/test_resnet", "layr1")
+    assert "list them: layertap list timm/test_resnet" in fails("layers", "timm/test_resnet", "layr1")
 
 
 # show

@@ -231,7 +231,7 @@ def test_weights_are_looked_for_and_never_downloaded(tmp_path: Path, monkeypatch
     file.touch()
     assert examined("-b", "torchvision/resnet18", "-o", tmp_path / "out")["backbone"]["path"] == str(file)
     problems = examined("-b", "torchvision/resnet181", "-o", tmp_path / "out", code=1)["problems"]
-    assert problems[0]["hint"] == "list them: layertap backbones torchvision"
+    assert problems[0]["hint"] == "list them: layertap list torchvision"
 
 
 def test_code_of_a_backbone_is_not_run(tmp_path: Path) -> None:

@@ -191,7 +191,7 @@ def test_attention_rollout_and_grad_cam_of_a_transformer(folder: Path, tmp_path:
 def test_ablation_by_layer_and_by_channel(net: Path, folder: Path, tmp_path: Path) -> None:
     picture, table = tmp_path / "a.png", tmp_path / "a.csv"
     of = ("ablate", f"python/{net}:make", folder, "--workers", 0)
-    output = run(*of, "-l", "conv?", "-l", "relu2", "--edit", "scale:0.5", "--picture", picture, "--csv", table)
+    output = run(*of, "-l", "conv?", "-l", "relu2", "--edit", "scale:0.5", "--pictures", picture, "--csv", table)
     assert picture.read_bytes().startswith(b"\x89PNG")
     with table.open(newline="") as file:
         assert [row["layer"] for row in csv.DictReader(file)] == ["conv1", "conv2", "relu2"]

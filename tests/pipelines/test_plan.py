@@ -1,4 +1,4 @@
-"""`layertap plan`, and the jobs that are given a plan in place of images."""
+"""`layertap embed --plan`, and the jobs that are given a plan in place of images."""
 
 from __future__ import annotations
 

@@ -542,7 +542,7 @@ def test_systemd_is_told_the_times_of_the_cron_line(tmp_path: Path, line: str) -
     text = as_systemd(file)
     assert "Persistent=true" in text
     assert f"User={os.geteuid()}" in text.splitlines()
-    assert "# only `layertap schedule` runs on_failure; here, OnFailure= names another unit" in text.splitlines()
+    assert "# only `layertap sync --schedule` runs on_failure; here, OnFailure= names another unit" in text.splitlines()
     events = [part.removeprefix("OnCalendar=") for part in text.splitlines() if part.startswith("OnCalendar=")]
     if not shutil.which("systemd-analyze"):
         pytest.skip("no systemd-analyze")

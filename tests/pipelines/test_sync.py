@@ -77,7 +77,7 @@ def test_status_tells_of_runs_rows_failures_and_disk(config: Path, folder: Path,
     assert "version 2, synchronised with" in text
     assert "10: 9 ok, 1 decode error" in text
     assert "3 stored rows (23%" in text
-    assert f"layertap compact {out}" in text
+    assert f"layertap sync {out} --compact" in text
     assert "12 added; 12 computed" in text
     assert "1 added, 3 deleted, 1 failed; 1 computed" in text
     assert "bee/bad.png: decode error: not an image" in text

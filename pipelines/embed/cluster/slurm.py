@@ -64,7 +64,7 @@ def as_sbatch(
         *(f"#SBATCH {line}" for line in lines),
         "",
         "# To build missing shards, submit this file again. To see the progress:",
-        f"#   layertap status {printable(shlex.quote(str(config.folder)))}",
+        f"#   layertap show {printable(shlex.quote(str(config.folder)))} --status",
         "set -euo pipefail",
         f"cd -- {shlex.quote(str(Path.cwd()))}",
         "code=0",

@@ -86,9 +86,9 @@ def test_distortions_out_of_range_are_refused(folder: Path, tmp_path: Path, dist
         extract_features(folder, out=tmp_path / "out", distortion=distortion, **NET)
 
 
-def test_a_limit_of_what_a_projection_changes_says_that_it_has_no_effect(folder: Path, tmp_path: Path) -> None:
-    with pytest.warns(DeprecationWarning, match="max_distortion has no effect: extract.compute"):
-        extract_features(folder, out=tmp_path / "out", layers="layer1:srp4", max_distortion=0, **NET)
-    layer = ["-l", "layer1:srp4", "--max-distortion", 0]
-    result = layertap("embed", folder, *BY_COMMAND, *layer, "-o", tmp_path / "by-command")
-    assert "note: max_distortion has no effect: extract.compute" in result.stderr
+def test_a_limit_of_what_a_projection_changes_is_refused_with_what_measures_it(folder: Path, tmp_path: Path) -> None:
+    assert "extract.compute.distortion.measured_distortion" in fails("embed", folder, "--max-distortion", 0)
+    (tmp_path / "embed.yaml").write_text("max_distortion: 0\n")
+    told = fails("embed", folder, "--config", tmp_path / "embed.yaml")
+    assert "key 'max_distortion' not found" in told
+    assert "extract.compute.distortion.measured_distortion" in told

@@ -389,7 +389,7 @@ def test_a_plan_of_an_earlier_version_is_refused_with_the_command_that_makes_a_n
     for refused in (list_images, is_plan, lambda where: write_plan(root, where), lambda where: write_plan(where, root)):
         with pytest.raises(InputError, match="is a plan of an earlier version of layertap") as raised:
             refused(old)
-        again = f"layertap plan '{root}' -o '{old}'"
+        again = f"layertap embed --plan '{root}' -o '{old}'"
         assert raised.value.hint == f"delete it, and list the images again: {again}"
     shutil.rmtree(old)
     same(write_plan(root, old), list_images(root))
@@ -574,7 +574,7 @@ def test_a_plan_that_breaks_ends_a_run_and_makes_no_failed_rows(folder: Path, pl
         extract(plan_of(plan, out=out, backbone=backbone, **options), stop=lambda: True)
         file.write_bytes(whole[:place] + b"?" + whole[place + 1 :])
         with pytest.raises(
-            InputError, match=r"layertap-plan.parquet is damaged: .* run `layertap plan` again"
+            InputError, match=r"layertap-plan.parquet is damaged: .* run `layertap embed --plan` again"
         ) as error:
             extract(plan_of(plan, out=out, backbone=backbone, **options))
         assert "Traceback" not in str(error.value)
@@ -741,7 +741,7 @@ def test_a_description_of_a_stranger_is_not_believed(tmp_path: Path, change: dic
 def test_a_file_that_is_no_parquet_is_a_damaged_plan(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "plan").mkdir()
     (tmp_path / "plan" / PLAN_FILE).write_bytes(content)
-    with pytest.raises(InputError, match=r"layertap-plan.parquet is damaged: .* run `layertap plan` again"):
+    with pytest.raises(InputError, match=r"layertap-plan.parquet is damaged: .* run `layertap embed --plan` again"):
         list_images(tmp_path / "plan")
     parquet.write_table(pa.table({"path": ["a.jpg"]}), tmp_path / "plan" / PLAN_FILE)
     with pytest.raises(InputError, match="layertap-plan.parquet is damaged: its description has another hash"):

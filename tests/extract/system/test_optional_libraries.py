@@ -87,8 +87,8 @@ def test_a_pip_that_the_shell_does_not_find_or_that_is_of_another_environment_is
 def test_an_import_that_fails_names_purpose_package_and_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "watchfiles", None)
     with pytest.raises(LayertapError) as caught:
-        library("watchfiles", "watch", "layertap watch")
-    assert caught.value.message == "layertap watch needs watchfiles"
+        library("watchfiles", "watch", "layertap sync --watch")
+    assert caught.value.message == "layertap sync --watch needs watchfiles"
     assert caught.value.hint == "to install it: pip install 'watchfiles>=1.0'"
 
 
@@ -110,7 +110,7 @@ def test_every_extra_that_the_code_names_exists() -> None:
     [
         (["probe", "none"], "layertap probe needs matplotlib", "matplotlib>="),
         (["draw", "maps", "bundled/efficientnet_lite0", "none"], "layertap draw needs matplotlib", "matplotlib>="),
-        (["ablate", "bundled/x", "none", "--picture", "a.png"], "--picture needs matplotlib", "matplotlib>="),
+        (["ablate", "bundled/x", "none", "--picture", "a.png"], "--pictures needs matplotlib", "matplotlib>="),
         (["inspect", "bundled/x", "none", "--pictures", "a"], "--pictures needs matplotlib", "matplotlib>="),
         (["report", "."], "layertap report with --map tsne needs sklearn", "scikit-learn>="),
         (["demo", "-o", "none"], "layertap demo needs sklearn", "matplotlib>="),

@@ -1,4 +1,4 @@
-"""What `layertap status` tells of a data set that is being made."""
+"""What `layertap show --status` tells of a data set that is being made."""
 
 from __future__ import annotations
 

@@ -1,0 +1,363 @@
+"""Names of commands and options: those of today, those of earlier versions, and those in hints and examples."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import shlex
+import tomllib
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import pytest
+import yaml
+
+from extract import FeatureReader
+from extract.extraction.settings import HEADINGS, Heading
+from pipelines.cli import SECTIONS, main
+from pipelines.embed.config import EmbedConfig
+from pipelines.terminal.commands import GONE_OPTIONS, OLD_COMMANDS, OLD_OPTIONS
+from pipelines.terminal.config import keys_of
+from tests.pipelines.test_cli import SMALL, layertap
+from tests.pipelines.test_cli import fails as message_of_failure
+from tests.test_documents import PAGES, ROOT, blocks, problem
+
+RARE = {
+    "sync_s", "scratch", "address", "cpus_per_worker", "workers_per_gpu", "shard_rows", "fit_on", "distortion",
+    "min_cosine", "max_pixels",
+}  # fmt: skip
+
+
+def options_of(command: str) -> set[str]:
+    params = main.commands[command].params
+    return {name for param in params for name in (*param.opts, *param.secondary_opts)} | {"--help"}
+
+
+def fails(*words: object) -> str:
+    return message_of_failure(*words).removeprefix("error: ").strip()
+
+
+@pytest.fixture
+def out(folder: Path, tmp_path: Path) -> Path:
+    assert layertap("embed", folder, "-o", tmp_path / "out", *SMALL).exit_code == 0
+    return tmp_path / "out"
+
+
+# Commands
+
+
+def test_the_help_lists_at_most_sixteen_commands_and_each_stands_below_a_heading() -> None:
+    listed = re.findall(r"^  ([a-z]+)  ", layertap("--help").stdout.partition("Extract features:")[2], re.MULTILINE)
+    visible = [name for name, command in main.commands.items() if not command.hidden]
+    assert sorted(listed) == sorted(visible)
+    assert sorted(listed) == sorted(name for names in SECTIONS.values() for name in names)
+    assert len(listed) <= 16
+
+
+@pytest.mark.parametrize(("old", "new"), OLD_COMMANDS.items())
+def test_a_command_of_an_earlier_version_names_the_new_one_in_one_line(old: str, new: str) -> None:
+    result = layertap(old, "--help")
+    assert result.exit_code == 0
+    assert result.stderr == f"note: `layertap {old}` is now `layertap {new}`\n"
+    assert result.stdout == layertap(*new.split(), "--help").stdout
+    assert old not in main.commands
+    assert problem([*new.split(), "x"]) is None  # it exists, with these options
+
+
+def test_earlier_commands_print_the_same_json_as_the_functions_that_they_called(out: Path, tmp_path: Path) -> None:
+    from extract.analysis.dataset_diff import compare
+    from pipelines.data_sets.diff import as_json
+    from pipelines.data_sets.show import describe
+    from pipelines.data_sets.status import ShardProgress
+    from pipelines.network.backbones import sources
+    from pipelines.network.layers import as_json as layers_as_json
+    from pipelines.network.layers import list_layers
+
+    spec = "timm/test_resnet"
+    for words, expected in (
+        (["status", out], ShardProgress(str(out)).read()),
+        (["show", out, "--status"], ShardProgress(str(out)).read()),
+        (["show", out], describe(out)),
+        (["diff", out, out], as_json(compare(out, out))),
+        (["show", out, out], as_json(compare(out, out))),
+        (["backbones"], sources()),
+        (["list"], sources()),
+        (["layers", spec, "layer?"], layers_as_json(list_layers(spec, ("layer?",), operations=False))),
+        (["list", spec, "layer?"], layers_as_json(list_layers(spec, ("layer?",), operations=False))),
+    ):
+        told = json.loads(layertap(*words, "--json").stdout)
+        assert told == json.loads(json.dumps(expected)), words
+
+
+def test_a_whole_name_lists_layers_and_the_earlier_command_its_backbone() -> None:
+    name = "torchvision/resnet18"
+    assert [entry["spec"] for entry in json.loads(layertap("backbones", name, "--json").stdout)] == [name]
+    assert {"layer1", "layer4.1.conv2"} <= {row["name"] for row in json.loads(layertap("list", name, "--json").stdout)}
+    globs = json.loads(layertap("list", "torchvision/resnet1*", "--json").stdout)
+    assert [entry["spec"] for entry in globs] == [f"torchvision/resnet1{depth}" for depth in ("01", "52", "8")]
+
+
+def test_a_plan_is_written_by_both_names_and_replaces_the_images(folder: Path, tmp_path: Path) -> None:
+    first = json.loads(layertap("plan", folder, "-o", tmp_path / "first", "--json").stdout)
+    second = json.loads(layertap("embed", folder, "--plan", "-o", tmp_path / "second", "--json").stdout)
+    assert first["images"] == second["images"] == 12
+    assert first["paths_xxh3"] == second["paths_xxh3"]
+    result = layertap("embed", tmp_path / "second", "-o", tmp_path / "out", *SMALL)
+    assert "out: 12 rows" in result.stdout
+
+
+def test_an_sbatch_file_is_printed_by_both_names(tmp_path: Path) -> None:
+    config = tmp_path / "embed.yaml"
+    config.write_text("images: photos\nout: outputs/x\n")
+    text = layertap("embed", "--config", config, "--slurm", 16, "--gpus", 2, "--time", "1:00:00").stdout
+    assert "#SBATCH --array=0-15\n" in text
+    assert "#SBATCH --gpus-per-task=2\n" in text
+    assert layertap("slurm", config, "--tasks", 16, "--gpus", 2, "--time", "1:00:00").stdout == text
+    assert layertap("slurm", "--tasks", 16, "--gpus", 2, "--time", "1:00:00", config).stdout == text
+    assert fails("embed", "--slurm", 2) == "--slurm needs a config file, which each task reads; add --config FILE"
+
+
+def test_an_unfinished_data_set_shows_its_progress_in_words_and_not_in_json(out: Path) -> None:
+    (out / "shards" / "000000.json").rename(out / "kept.json")
+    shard = out / "shards" / "000000.h5"
+    whole = layertap("show", out).stdout
+    assert "shards    " not in whole
+    shard.unlink()
+    result = layertap("show", out)
+    assert "unfinished: 0 rows done" in result.stdout
+    assert "shards    0 of 1" in result.stdout
+    assert "to resume, run `layertap embed` with the same arguments again" in result.stdout
+    assert json.loads(layertap("show", out, "--json").stdout)["shards_finished"] == 0
+
+
+def test_options_of_another_mode_are_refused_with_what_to_do(out: Path, tmp_path: Path) -> None:
+    for words, expected in (
+        (["embed", "x", "--plan", "--fast"], "--fast has no effect with --plan; leave it out"),
+        (["embed", "x", "--gpus", 2], "--gpus has no effect without --slurm; add --slurm, or leave it out"),
+        (["sync", "x", "--watch", "--dry-run"], "--dry-run has no effect with --watch; leave it out"),
+        (["sync", "x", "--print", "cron"], "--print has no effect without --schedule; add --schedule, or leave it out"),
+        (["sync", "x", "--compact", "--force"], "--force has no effect with --compact; leave it out"),
+        (["doctor", "--layers", "x"], "--layers has no effect without --bench; add --bench, or leave it out"),
+        (["doctor", "--bench", "-o", "x"], "--out has no effect with --bench; leave it out"),
+        (["inspect", "a", "b", "--edit", "zero", "--grad"], "--grad has no effect with --edit; leave it out"),
+        (
+            ["inspect", "a", "b", "--channels", 3],
+            "--channels has no effect without --edit; add --edit, or leave it out",
+        ),
+        (["show", out, out, "--status"], "--status is for one data set; leave it out"),
+    ):
+        assert fails(*words) == expected
+
+
+# Options
+
+
+@pytest.mark.parametrize(
+    ("command", "old", "new"),
+    [("report", "--output", "--out"), ("report", "--layer", "--layers"), ("search", "--output", "--out"),
+     ("search", "--layer", "--layers"), ("export", "--output", "--out"), ("predict", "--output", "--out"),
+     ("probe", "--results", "--out"), ("probe", "--layer", "--layers"), ("inspect", "--picture", "--pictures"),
+     ("embed", "--tasks", "--slurm")],
+)  # fmt: skip
+def test_an_earlier_name_of_an_option_is_read_as_the_new_one_and_not_listed(command: str, old: str, new: str) -> None:
+    context = click.Context(main.commands[command])
+    parser = main.commands[command].make_parser(context)
+    for words in ([old, "7"], [f"{old}=7"]):
+        assert parser.parse_args(words)[0] == parser.parse_args([new, "7"])[0] != {}
+    assert not re.search(rf"{old}\b", layertap(command, "--help-all").stdout + layertap(command, "--help").stdout)
+    assert OLD_OPTIONS[old] == new
+
+
+def test_features_are_exported_to_the_same_file_by_both_names(out: Path, tmp_path: Path) -> None:
+    layertap("export", out, "--to", "npy", "--output", tmp_path / "a")
+    layertap("export", out, "--to", "npy", "--out", tmp_path / "b", "--layer", "embedding")
+    first, second = (np.load(tmp_path / name / "embedding.npy") for name in "ab")
+    np.testing.assert_array_equal(first, second)
+    with FeatureReader(out) as reader:
+        np.testing.assert_array_equal(first, reader["embedding"][:])
+
+
+def test_every_option_of_embed_stands_below_one_heading_of_its_field() -> None:
+    text = layertap("embed", "--help-all").stdout
+    parts = dict(re.findall(r"^([A-Z][^\n]*):\n((?:  .*\n|\n)+)", text, re.MULTILINE))
+    for key, field in keys_of(EmbedConfig).items():
+        (heading,) = [each for each in field.metadata if isinstance(each, Heading)]
+        option = f"--{key.replace('_', '-')}"
+        pattern = re.compile(rf"^  (-\w, )?{option}\b(?!-)", re.MULTILINE)
+        below = [title for title, lines in parts.items() if pattern.search(lines)]
+        assert below == ([heading] if key != "images" else []), key
+    assert [title for title in parts if title in HEADINGS] == list(HEADINGS)
+
+
+def test_rare_options_are_listed_by_help_all_alone_and_work() -> None:
+    short, whole = layertap("embed", "--help").stdout, layertap("embed", "--help-all").stdout
+    for key in RARE:
+        option = f"--{key.replace('_', '-')}"
+        assert re.search(rf"^  {option} ", whole, re.MULTILINE), key
+        assert not re.search(rf"^  {option} ", short, re.MULTILINE), key
+        assert problem(["embed", "photos", option, "1"]) is None
+    for option in ("--iterations", "--ignore-label", "--class-names", "--max-memory-mb"):
+        assert re.search(rf"^  {option} ", layertap("probe", "--help-all").stdout, re.MULTILINE)
+        assert option not in layertap("probe", "--help").stdout
+    assert "--help-all" not in layertap("export", "--help").stdout
+
+
+@pytest.mark.parametrize(("option", "hint"), GONE_OPTIONS.items())
+def test_an_option_that_does_not_exist_gets_a_hint(option: str, hint: str) -> None:
+    words = [] if option == "--verbose" else ["embed", "photos"]
+    assert fails(*words, option) == f"No such option '{option}'; {hint}"
+
+
+def test_the_version_is_printed_under_each_of_its_names() -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    told = {layertap(word).stdout for word in ("-V", "--version", "version")}
+    assert len(told) == 1
+    assert told.pop().endswith(f", version {version}\n")
+
+
+# Words of documents
+
+
+def test_one_sentence_describes_the_project_everywhere() -> None:
+    sentence = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["description"]
+    site = re.search(r"^site_description: (.*)", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert site is not None
+    help_text = layertap("--help").stdout
+    for text in (site[1], help_text, PAGES["README.md"], PAGES["docs/index.md"], (ROOT / "docs/llms.txt").read_text()):
+        assert sentence in " ".join(text.split())
+
+
+def test_two_commands_of_the_first_pages_do_not_write_other_features_into_one_folder() -> None:
+    helps = layertap("--help").stdout + layertap("embed", "--help").stdout
+    texts = re.findall(r"`(layertap embed [^`]*)`", PAGES["README.md"])
+    texts += re.findall(r"^  (layertap embed .*?)(?:  | #|$)", helps, re.MULTILINE)
+    for page in ("README.md", "docs/index.md", "docs/guides/extraction.md"):
+        lines = [line for code in blocks(page, "bash") for line in code.splitlines()]
+        texts += [line.partition(" #")[0] for line in lines if line.startswith("layertap embed ")]
+    features: dict[str, set[tuple[Any, ...]]] = {}
+    for text in texts:
+        command = main.commands["embed"]
+        words = shlex.split(text.partition(" && ")[0])[2:]
+        values, _, _ = command.make_parser(click.Context(command)).parse_args(words)
+        if values.get("plan") or not isinstance(values["images"], str):
+            continue
+        place = values.get("out") or f"outputs/{Path(values['images']).stem}"
+        features.setdefault(place, set()).add((values.get("backbone"), *(values.get("layers") or ())))
+    assert len(features) > 3
+    assert {place: kinds for place, kinds in features.items() if len(kinds) > 1} == {}
+
+
+# Options in hints, messages and examples
+
+ROOMS = ("compare", "data_sets", "doctor", "embed", "network", "probe", "sync")
+
+
+def commands_of(room: str) -> tuple[str, ...]:
+    modules = {name: getattr(each.callback, "__module__", "") for name, each in main.commands.items()}
+    return tuple(name for name, module in modules.items() if f".{room}." in module)
+
+
+# Whose options a text of these modules may name without naming the command; the longest path decides.
+OWNERS = {
+    "extract": ("embed",),
+    "extract/analysis": ("probe", "search", "inspect"),
+    "extract/compute/principal_axes.py": ("probe",),  # of features that are stored
+    "extract/images/listing.py": ("search", "report", "verify", "export", "predict"),
+    "extract/store": ("verify",),
+    "extract/sync": ("sync",),
+    "pipelines": tuple(main.commands),
+    **{f"pipelines/{room}": commands_of(room) for room in ROOMS},
+    "pipelines/embed/bench.py": ("embed",),
+}  # fmt: skip
+# Options of other programs, and options that are gone: module -> options.
+OTHERS = {
+    "extract/__init__.py": {"--install"},  # wsl
+    "extract/system/optional_libraries.py": {"--python"},  # uv
+    "pipelines/compare/job.py": {"--weights"},  # which is replaced in a hint by the column of the table
+    "pipelines/network/draw_stored.py": {"--images"},  # which is replaced in a hint by the argument
+    "pipelines/compare/files.py": {"--budget"},  # of the version that wrote the files
+    "pipelines/embed/cluster/ray_actors.py": {"--head"},  # ray start
+    "pipelines/embed/cluster/slurm.py": {  # sbatch, squeue
+        "--job-name", "--array", "--ntasks", "--cpus-per-task", "--gpus-per-task", "--requeue", "--open-mode",
+        "--signal", "--output", "--noheader", "--format", "--jobs",
+    },
+    "pipelines/sync/systemd.py": {"--now"},  # systemctl
+    "pipelines/terminal/commands.py": {*OLD_OPTIONS, *GONE_OPTIONS, "--help-all"},
+}  # fmt: skip
+OPTION = re.compile(r"(?<![\w./-])--[a-z][a-z-]*")
+
+
+def literals(source: str) -> Iterator[tuple[int, str]]:
+    """Line and text of the string literals of a module without its docstrings; `{}` where a value is put in."""
+    tree = ast.parse(source)
+    inside = {id(value) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for value in node.values}
+    inside |= {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            yield (
+                node.lineno,
+                "".join(value.value if isinstance(value, ast.Constant) else "{}" for value in node.values),
+            )
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in inside:
+            yield node.lineno, node.value
+
+
+def wrong_options(module: str, text: str) -> list[str]:
+    """Options in a text that the command lacks of which it is the text."""
+    wrong = []
+    for name, rest in re.findall(r"layertap ([a-z]+)\b([^`\n;]*)", text):
+        if name in main.commands:
+            wrong += [f"{name} {option}" for option in OPTION.findall(rest) if option not in options_of(name)]
+        elif rest.startswith((" -", " OUT", " CONFIG", " {}")):
+            wrong.append(f"layertap {name}")
+    owners = OWNERS[max((path for path in OWNERS if module.startswith(path)), key=len)]
+    free = re.sub(r"layertap [a-z]+\b[^`\n;]*", "", text)
+    known = OTHERS.get(module, set()) | {option for owner in owners for option in options_of(owner)}
+    return wrong + [option for option in OPTION.findall(free) if option not in known]
+
+
+def test_every_option_in_a_text_of_the_program_is_one_of_its_command() -> None:
+    faults, seen = [], Counter[str]()
+    for path in [*(ROOT / "extract").rglob("*.py"), *(ROOT / "pipelines").rglob("*.py")]:
+        module = str(path.relative_to(ROOT))
+        for line, text in literals(path.read_text(encoding="utf-8")):
+            if re.fullmatch(r"--[\w-]+(/--[\w-]+)?", text) and path.name in ("command.py", "cli.py"):
+                continue  # the declaration of an option
+            seen[module] += len(OPTION.findall(text))
+            faults += [f"{module}:{line}: {option}" for option in wrong_options(module, text)]
+    assert faults == []
+    assert seen.total() > 150
+    assert OTHERS.keys() <= seen.keys()
+
+
+def test_a_text_with_an_option_that_its_command_lacks_is_noticed() -> None:
+    assert wrong_options("pipelines/compare/x.py", "give the file: --weights FILE") == ["--weights"]
+    assert wrong_options("extract/backbones/from_timm.py", "give the file: --weights FILE") == []
+    assert wrong_options("extract/images/x.py", "`layertap show OUT --watch`; use --fast") == []
+    assert wrong_options("extract/images/x.py", "`layertap show OUT --fast`; use --watch") == ["show --fast", "--watch"]
+    assert wrong_options("extract/images/x.py", "run layertap schedule CONFIG") == ["layertap schedule"]
+
+
+@pytest.mark.parametrize("name", [name for name, command in main.commands.items() if command.help])
+def test_every_example_of_a_help_is_a_command_with_its_options(name: str) -> None:
+    lines = re.findall(r"^ *(layertap .*)", main.commands[name].help or "", re.MULTILINE)
+    for line in lines:
+        for part in re.split(r" && | \| | > ", line.partition(" #")[0]):
+            words = shlex.split(part)
+            if words[0] == "layertap":
+                assert problem(words[1:]) is None, line
+
+
+def test_a_hint_names_a_key_where_the_running_command_has_no_such_option(folder: Path, tmp_path: Path) -> None:
+    values = {"images": str(folder), "out": str(tmp_path / "out"), "backbone": "timm/test_resnet", "device": "cuda:77"}
+    (tmp_path / "sync.yaml").write_text(yaml.safe_dump({**values, "weights": "random", "settle": 0}))
+    told = layertap("sync", tmp_path / "sync.yaml").stderr
+    by_embed = layertap("embed", folder, "-b", "timm/test_resnet", "--weights", "random", "--device", "cuda:77").stderr
+    assert "`device: cpu`" in told or "`device`" in told
+    assert "--device" in by_embed
+    assert "--device" not in told
