@@ -93,7 +93,7 @@ class FeatureSettings:
     """
 
     layers: Annotated[str | Sequence[str], Field(min_length=1)] = defaults.LAYERS
-    batch_size: Annotated[int | None, Field(strict=True, ge=1)] = None
+    batch_size: Annotated[int | None, Field(strict=True, ge=1, le=100_000)] = None
     decode: Literal["exact", "fast"] = "exact"
     dtype: Literal["float32", "float16", "bfloat16", "int8"] = "float32"
     precision: Precision = defaults.PRECISION

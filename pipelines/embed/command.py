@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from extract.errors import LayertapError
-from pipelines.embed.config import EmbedConfig
+from pipelines.embed.config import EmbedConfig, listed_images
 from pipelines.terminal.completion import complete_paths
 from pipelines.terminal.config import load_config
 from pipelines.terminal.options import config_file, given, json_flag, option, options, print_result
@@ -59,9 +59,10 @@ def embed(ctx: click.Context, /, config: Path | None, as_json: bool, **flags: An
         run = embed_shared(resolved)
         print_result(run, as_json, shared_as_json, print_shared)
         ctx.exit(exit_code(run))
+    images = listed_images(resolved)  # before PyTorch is imported
     from pipelines.embed.job import embed, print_summary, summary_as_json
 
-    outcome = embed(resolved)
+    outcome = embed(resolved, images)
     print_result(outcome, as_json, summary_as_json, print_summary)
     if outcome.signal:
         ctx.exit(128 + outcome.signal)

@@ -16,10 +16,10 @@ from extract.extraction.plan import Plan, existing_at, resolve
 from extract.extraction.run import extract
 from extract.extraction.tuning import fastest
 from extract.extraction.validation import Computation
-from extract.images import list_images
+from extract.images import Images
 from extract.store.reader import FeatureReader
 from extract.system.optional_libraries import pip_install
-from pipelines.embed.config import EmbedConfig
+from pipelines.embed.config import EmbedConfig, listed_images
 from pipelines.terminal.backbone import backbone_of
 from pipelines.terminal.graceful_stop import signals_held
 from pipelines.terminal.progress import Progress
@@ -53,9 +53,10 @@ class EmbedResult:
     tuned: bool = False
 
 
-def embed(config: EmbedConfig) -> EmbedResult:
-    """Run the job and print progress on stderr."""
-    plan = plan_of(config, backbone_of(config))
+def embed(config: EmbedConfig, images: Images | None = None) -> EmbedResult:
+    """Run the job on images that have been listed, or are listed first, and print progress on stderr."""
+    images = listed_images(config) if images is None else images
+    plan = plan_of(config, backbone_of(config), images)
     if not config.fast:
         return _run(config, plan)
     with sharing_graphs() as graphs:  # the run compiles what was tried
@@ -69,9 +70,8 @@ def embed(config: EmbedConfig) -> EmbedResult:
                 print_line(f"rejected: {error.reason}. Trying the next fastest:", fg="yellow", err=True)
 
 
-def plan_of(config: EmbedConfig, backbone: Backbone) -> Plan:
+def plan_of(config: EmbedConfig, backbone: Backbone, images: Images) -> Plan:
     """Return the plan of a job for its loaded backbone."""
-    images = list_images(config.images, config.limit, config.keep)
     return resolve(config.settings(), images, backbone, existing_at(config.place), _say)
 
 

@@ -54,6 +54,10 @@ _FIRST = ("images", "backbone", "backbones", "layers", "out", "weights")  # in h
 
 _HOME = re.compile(r"~[\w.-]*(/|$)")
 
+# A device as PyTorch names it, or several; PyTorch itself takes seconds to import.
+_DEVICE = r"(auto|all|cpu|cuda|mps|xpu|hpu|mtia|xla)(:\d+)?"
+_DEVICES = re.compile(rf"{_DEVICE}( *, *{_DEVICE})*", re.ASCII)
+
 # An option in a message, and in "add --engine ray" also its value.
 _OPTION = re.compile(r"(add )?--([a-z][a-z-]*)(?(1)( \w+)?)")
 
@@ -118,6 +122,13 @@ class BackboneConfig(BackboneKeys, DecodingKeys, BaseModel):
             value = int(match[1]) if match[2] is None else [int(match[1]), int(match[2])]
         if value is not None and (isinstance(value, str) or (isinstance(value, list) and len(value) != 2)):
             raise ValueError("expected pixels, such as 256 or 256x320")
+        return value
+
+    @field_validator("device")
+    @classmethod
+    def _check_device(cls, value: str) -> str:
+        if not _DEVICES.fullmatch(value):
+            raise InputError("expected auto, cpu, cuda, cuda:N or mps", hint="a GPU is cuda (NVIDIA) or mps (Apple)")
         return value
 
     @field_validator("workers")

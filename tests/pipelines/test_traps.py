@@ -23,7 +23,7 @@ from extract.extraction.validation import Computation
 from extract.images import list_images, write_plan
 from extract.images.plans import is_plan
 from pipelines.embed import job
-from pipelines.embed.config import EmbedConfig
+from pipelines.embed.config import EmbedConfig, listed_images
 from pipelines.embed.job import EmbedResult, bottleneck, plan_of
 from pipelines.network.config import InspectConfig
 from pipelines.sync.config import load_sync_file
@@ -284,7 +284,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> EmbedResult:
     make_picture(0).save(root / "in" / "0.png")
     backbone = load_backbone("timm/test_resnet", weights="random", device="cpu", preprocessing=TINY_INPUT)
     config = EmbedConfig(images=str(root / "in"), out=str(root / "out"), workers=defaults.CORES)
-    plan = plan_of(config, backbone)
+    plan = plan_of(config, backbone, listed_images(config))
     return EmbedResult(plan, summary_of(0, 1, 0), [], {}, 0)
 
 
