@@ -13,7 +13,7 @@ from pipelines.embed.config import EmbedConfig, listed_images
 from pipelines.terminal.completion import complete_paths
 from pipelines.terminal.config import load_config
 from pipelines.terminal.options import config_file, given, json_flag, option, options, print_result
-from pipelines.terminal.text_output import command_line, print_line
+from pipelines.terminal.text_output import command_line, counted, print_line
 
 __all__ = ["bench", "embed", "plan", "slurm"]
 
@@ -67,7 +67,7 @@ def embed(ctx: click.Context, /, config: Path | None, as_json: bool, **flags: An
     if outcome.signal:
         ctx.exit(128 + outcome.signal)
     if len(outcome.failures) == outcome.summary.n_rows:
-        raise LayertapError(f"none of the {outcome.summary.n_rows:,} images has features; the reasons are above")
+        raise LayertapError(f"no image of {counted(outcome.summary.n_rows, 'row')} has features; the reasons are above")
     if resolved.strict and outcome.failures:
         ctx.exit(3)
 

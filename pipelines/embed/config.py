@@ -153,7 +153,7 @@ def check_output(config: EmbedConfig) -> None:
     check_usable(config.folder)
     if folder.is_dir():  # of tasks that start together, none may see a temporary folder of another in it
         return
-    place = next(parent for parent in folder.parents if parent.is_dir())
+    place = next(parent for parent in folder.parents if parent.exists())
     try:
         with temporary_folder(place / "layertap"):  # permissions do not tell whether folders can be created
             pass

@@ -23,7 +23,7 @@ from pipelines.embed.config import EmbedConfig, listed_images
 from pipelines.terminal.backbone import backbone_of
 from pipelines.terminal.graceful_stop import signals_held
 from pipelines.terminal.progress import Progress
-from pipelines.terminal.text_output import command_line, print_failures, print_line, print_remedy, printable
+from pipelines.terminal.text_output import command_line, counted, print_failures, print_line, print_remedy, printable
 
 __all__ = ["EmbedResult", "bottleneck", "describe_computation", "embed", "plan_of", "print_summary", "summary_as_json"]
 
@@ -134,7 +134,7 @@ def _print_plan(plan: Plan) -> None:
     user_set = backbone.asked.get("preprocessing", {})
     lines = [
         f"images    {len(images):,} in {images.root}"
-        + (f", {len(images.classes)} classes" if images.classes else "")
+        + (f", {counted(len(images.classes), 'class')}" if images.classes else "")
         + (f", splits {' '.join(images.split_names)}" if images.split_names else ""),
         f"backbone  {backbone.spec}, weights {backbone.weights.source}, on {backbone.device}",
         f"input     {backbone.preprocessing}" + (f" (set by the user: {' '.join(user_set)})" if user_set else ""),
@@ -198,7 +198,7 @@ def print_summary(outcome: EmbedResult, echo: Callable[[str], None]) -> None:
         return
     if summary.computed:
         resumed = f", {summary.found:,} of them from earlier runs" if summary.found else ""
-        echo(f"{dataset.out}: {summary.n_rows:,} rows{resumed}")
+        echo(f"{dataset.out}: {counted(summary.n_rows, 'row')}{resumed}")
         for feature in dataset.features:
             shape = ", ".join(map(str, (summary.n_rows, *feature.shape)))
             packed = outcome.compression.get(feature.name)

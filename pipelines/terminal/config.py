@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Collection, Sequence
 from copy import copy
 from pathlib import Path
@@ -285,9 +286,13 @@ def read_yaml(path: Path) -> dict[str, Any]:
         content = yaml.safe_load(text)
     except OSError as error:
         hint = did_you_mean(path) if isinstance(error, FileNotFoundError) else ""
+        reason = error.strerror
         if isinstance(error, IsADirectoryError):
-            hint = "name a YAML file with keys such as `images: photos`"
-        raise InputError(f"config file {path}: {error.strerror}", hint=hint) from None
+            reason = "it is a folder; expected a YAML file, which names the folder"
+            name = path.resolve().name or "photos"
+            lines = shlex.join([f"images: {path}", f"out: outputs/{name}-sync"])
+            hint = f"to make one: printf '%s\\n' {lines} > {shlex.quote(f'{name}.yaml')}"
+        raise InputError(f"config file {path}: {reason}", hint=hint) from None
     except RecursionError:
         raise InputError(f"config file {path} is nested too deep") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -42,7 +42,7 @@ FILES = {
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with all that the commands name, and two data sets."""
     root = tmp_path_factory.mktemp("mistakes")
-    for folder in ("photos/ant", "photos/bee", "flat", "empty", "notes", "tars", "outputs"):
+    for folder in ("photos/ant", "photos/bee", "flat", "empty", "notes", "tars", "outputs", "my photos", "exported"):
         (root / folder).mkdir(parents=True)
     for number in range(4):
         make_picture(number, 24, 18).save(root / "photos" / ["ant", "bee"][number % 2] / f"{number}.png")
@@ -150,3 +150,30 @@ def test_a_device_that_is_not_there_is_refused_before_there_is_an_output_folder(
     assert result.exit_code == 1
     assert "error: device 'cuda:0' cannot be used: this machine has no CUDA device" in result.output
     assert not Path("outputs/shared").exists()
+
+
+@pytest.mark.parametrize(
+    ("mistake", "written", "then"),
+    [
+        ("embed photos/ant/0.png photos/ant/2.png", "list.csv", "embed list.csv -o outputs/of-list SMALL"),
+        ("sync photos", "photos.yaml", "sync photos.yaml --dry-run"),
+    ],
+)
+def test_the_line_that_a_hint_gives_to_a_shell_works(
+    place: Path, monkeypatch: pytest.MonkeyPatch, mistake: str, written: str, then: str
+) -> None:
+    monkeypatch.chdir(place)
+    (place / written).unlink(missing_ok=True)
+    hint = CliRunner().invoke(main, shlex.split(mistake)).stderr.partition("hint: ")[2].strip()
+    line = hint.rpartition("to make one: " if written == "photos.yaml" else "or a list: ")[2]
+    subprocess.run(["sh", "-c", line], check=True)
+    result = CliRunner().invoke(main, shlex.split(then.replace("SMALL", f"{SMALL} --workers 0")))
+    assert result.exit_code == 0, result.output
+    assert ("2 rows" in result.stdout) == (written == "list.csv")
+
+
+def test_one_image_is_counted_in_the_singular(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
+    command = ["embed", "photos/ant/0.png", "-o", "outputs/one", "--workers", "0", *shlex.split(SMALL)]
+    assert "outputs/one: 1 row\n" in CliRunner().invoke(main, command).stdout
+    assert CliRunner().invoke(main, ["show", "outputs/one"]).stdout.startswith("outputs/one: 1 row in 1 shard,")

@@ -31,7 +31,7 @@ from pipelines.embed.cluster.shard_loop import ShardLoop
 from pipelines.embed.config import EmbedConfig, check_output
 from pipelines.terminal.graceful_stop import signals_held
 from pipelines.terminal.progress import Progress
-from pipelines.terminal.text_output import command_line, print_failures, print_remedy, printable
+from pipelines.terminal.text_output import command_line, counted, print_failures, print_remedy, printable
 
 if TYPE_CHECKING:
     from pipelines.embed.cluster.ray_actors import Actor
@@ -204,7 +204,7 @@ def print_shared(shared: SharedRun, echo: Callable[[str], None]) -> None:
         published = f"{shared.published_before + loop.done:,} of {dataset.n_shards:,} shards are published"
         echo(f"{out}: {published}, {loop.own:,} of them by this run")
         rows = shared.hosts.total()
-        echo(f"{rows:,} rows in {shared.seconds:.1f} s, {rows / max(shared.seconds, 1e-9):.1f} images/s")
+        echo(f"{counted(rows, 'row')} in {shared.seconds:.1f} s, {rows / max(shared.seconds, 1e-9):.1f} images/s")
     for shard, reasons in sorted(loop.failed.items()):
         echo(f"shard {shard} failed {len(reasons)} times and is missing:")
         for reason in dict.fromkeys(reasons):
