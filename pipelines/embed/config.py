@@ -96,13 +96,6 @@ class EmbedConfig(FeaturesConfig, ExtractionKeys):
             raise ValueError("expected I/N with I from 0 to N - 1, such as 0/8")
         return match[0]
 
-    @field_validator("device")
-    @classmethod
-    def _check_devices(cls, value: str) -> str:
-        if "," in value and "all" in map(str.strip, value.split(",")):
-            raise ValueError("expected all, or devices separated by commas")
-        return value
-
     def settings(self, **changes: Any) -> ExtractionSettings:
         """Return the extraction settings, with `changes` applied. Axes are fitted by a single process only."""
         return super().settings(**({"fit_on": None} if self.is_shared else {}) | changes)

@@ -49,15 +49,13 @@ _MOST_WORKERS = max(128, 4 * defaults.CORES)
 # Pydantic's words for limits, and ours.
 _SHORTER = {"greater than or equal to": "at least", "less than or equal to": "at most", "greater than": "more than"}
 
-_MOST_VALUES = 100_000  # of a config file; a few lines with aliases of aliases can have billions
-
 _FIRST = ("images", "backbone", "backbones", "layers", "out", "weights")  # in help texts and pages of reference
 
 _HOME = re.compile(r"~[\w.-]*(/|$)")
 
 # A device as PyTorch names it, or several; PyTorch itself takes seconds to import.
-_DEVICE = r"(auto|all|cpu|cuda|mps|xpu|hpu|mtia|xla)(:\d+)?"
-_DEVICES = re.compile(rf"{_DEVICE}( *, *{_DEVICE})*", re.ASCII)
+_DEVICE = r"(auto|cpu|cuda|mps|xpu|hpu|mtia|xla)(:\d+)?"
+_DEVICES = re.compile(rf"all|{_DEVICE}( *, *{_DEVICE})*", re.ASCII)
 
 # An option in a message, and in "add --engine ray" also its value.
 _OPTION = re.compile(r"(add )?--([a-z][a-z-]*)(?(1)( \w+)?)")
@@ -280,13 +278,12 @@ def read_yaml(path: Path) -> dict[str, Any]:
         InputError: the file cannot be read, or is not a YAML mapping.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-        if _has_too_many_values(text):
-            raise InputError(f"config file {path} has more than {_MOST_VALUES:,} values; an alias counts as a copy")
-        content = yaml.safe_load(text)
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise InputError(f"config file {path} has no keys; expected lines such as `images: photos`")
+        values: dict[str, Any] = _with_homes(content, f"config file {path}")
     except OSError as error:
-        hint = did_you_mean(path) if isinstance(error, FileNotFoundError) else ""
-        reason = error.strerror
+        reason, hint = error.strerror, did_you_mean(path) if isinstance(error, FileNotFoundError) else ""
         if isinstance(error, IsADirectoryError):
             reason = "it is a folder; expected a YAML file, which names the folder"
             name = path.resolve().name or "photos"
@@ -296,26 +293,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except RecursionError:
         raise InputError(f"config file {path} is nested too deep") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        tabs = "\\t" in str(error)
-        raise InputError(
-            f"config file {path} is not YAML: {_problem(error)}", hint="indent with spaces" * tabs
-        ) from None
-    if not isinstance(content, dict):
-        raise InputError(f"config file {path} has no keys; expected lines such as `images: photos`")
-    values: dict[str, Any] = _with_homes(content, f"config file {path}")
+        hint = "indent with spaces" if "\\t" in str(error) else ""
+        raise InputError(f"config file {path} is not YAML: {_problem(error)}", hint=hint) from None
     return values
-
-
-def _has_too_many_values(text: str) -> bool:
-    """Return whether YAML has more than `_MOST_VALUES` values; an alias, also of itself, counts as what it repeats."""
-    left: list[Any] = [yaml.compose(text, yaml.SafeLoader)]
-    count = 0
-    while left and count <= _MOST_VALUES:
-        inside = getattr(left.pop(), "value", "")  # nodes, pairs of nodes, or a text
-        inside = [] if isinstance(inside, str) else inside
-        left += [node for each in inside for node in (each if isinstance(each, tuple) else (each,))]
-        count += 1 + len(inside)
-    return count > _MOST_VALUES
 
 
 def _problem(error: yaml.YAMLError | UnicodeDecodeError) -> str:
