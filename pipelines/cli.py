@@ -35,7 +35,7 @@ from pipelines.terminal.commands import OLD_COMMANDS
 from pipelines.terminal.config import with_home
 from pipelines.terminal.error_output import print_error, print_usage_error
 from pipelines.terminal.graceful_stop import Terminated, end_on_signals
-from pipelines.terminal.text_output import print_line
+from pipelines.terminal.text_output import STDOUT, print_line
 
 __all__ = ["SECTIONS", "main"]
 
@@ -66,7 +66,9 @@ def _print_memory_error(error: BaseException) -> None:
 
 def _print_disk_error(error: OSError) -> None:
     hint = ""
-    if error.errno in _OPEN_FILES_ERRORS:
+    if error.filename == STDOUT:
+        hint = "write it to another file or disk"
+    elif error.errno in _OPEN_FILES_ERRORS:
         hint = "raise the limit of open files (ulimit -n)"
     elif error.errno in (errno.ENOSPC, errno.EDQUOT):
         hint = "free disk space, or choose another output folder, and run again"

@@ -212,6 +212,8 @@ def report_alarms(path: Path, runs: list[dict[str, Any]], killed: int) -> bool:
 def cause_of(alarm: dict[str, Any], runs: list[dict[str, Any]]) -> tuple[bool, str]:
     """Return whether an alarm is true, and what it is about."""
     code, data_sets = alarm["code"], alarm["data_sets"]
+    if alarm["event"] == "ended":
+        return code == 0, "a failure has ended"
     if code == -signal.SIGKILL:
         return True, "the pass was killed by signal 9"
     if code in (0, LOCKED):

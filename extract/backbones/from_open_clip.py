@@ -157,8 +157,9 @@ def _select(open_clip: Any, request: LoadRequest) -> _Selection:
     if weights is not None and not is_named(weights):
         return _Selection(name, None, False, f"open_clip/{name}", ())
     if not tag:
-        choices = ", ".join(f"{spec}:{known}" for known in tags[:8]) or "--weights FILE"
-        raise InputError(f"{spec}: no weights are named", hint=f"use {choices}")
+        choices = ", ".join(f"{spec}:{known}" for known in tags[:3]) or "--weights FILE"
+        others = f", or one of {len(tags) - 3} others: layertap list {spec}" if tags[3:] else ""
+        raise InputError(f"{spec}: no weights are named", hint=f"use {choices}{others}")
     if tag not in tags:
         raise unknown_name("weights", tag, tags, f"open_clip/{name}")
     if not _settings(open_clip, name, tag)["quick_gelu"] or _is_quick(open_clip, name):

@@ -23,7 +23,7 @@ from extract.compute.activation_layout import Layout, recognise
 from extract.compute.axes_projection import AxesProjection
 from extract.compute.pooling import PoolingChain, pooling_names, reduction, resolve_pooling, split_poolings
 from extract.compute.sparse_projection import values_for_distortion
-from extract.errors import InputError, LayertapError, UnknownNameError, first_line
+from extract.errors import InputError, LayertapError, UnknownNameError, first_line, unknown_name
 from extract.system.foreign_code import exits_refused
 from extract.taps.batch_axis import BatchAxis, Trial
 from extract.taps.layer_names import is_glob, match_layers, named_layers, separated_by_commas
@@ -292,8 +292,11 @@ def _parse(backbone: LoadedBackbone, names: Collection[str], text: str) -> list[
             raise InputError(f"{backbone.spec} has no embedding: {why}", hint="choose layers, such as -l '*'")
         return [_Request(backbone.classifier, "", pooling, what="input")]
     pattern = split_text(text, names)[0]
-    matches = match_layers(names, pattern, backbone.spec)
     by_glob = is_glob(pattern) and pattern not in names
+    if pattern.strip() and not by_glob and pattern not in names:
+        listed = f"list them: layertap list {backbone.spec}"
+        raise unknown_name("layer", pattern, [EMBEDDING, *names], backbone.spec, listed)
+    matches = match_layers(names, pattern, backbone.spec)
     return [_Request(name, text[len(pattern) :], pooling, by_glob=by_glob) for name in matches]
 
 

@@ -108,7 +108,7 @@ class FeatureSettings:
     """
 
     layers: Annotated[str | Sequence[str], Field(min_length=1), BACKBONE] = defaults.LAYERS
-    batch_size: Annotated[int | None, Field(strict=True, ge=1), SPEED] = None
+    batch_size: Annotated[int | None, Field(strict=True, ge=1, le=100_000), SPEED] = None
     decode: Annotated[Literal["exact", "fast"], SPEED] = "exact"
     dtype: Annotated[Literal["float32", "float16", "bfloat16", "int8"], OUTPUT] = "float32"
     precision: Annotated[Precision, SPEED] = defaults.PRECISION

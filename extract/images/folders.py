@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import operator
 import os
 from collections import Counter
@@ -17,7 +18,7 @@ from extract.errors import InputError, LayertapError, first_line
 from extract.images.decoding import IMAGE_SUFFIXES
 from extract.images.image_list import Images, is_litter, labels_from_folders
 from extract.images.sources import Files
-from extract.system.similar_paths import did_you_mean
+from extract.system.similar_paths import did_you_mean, folder_or_list
 from extract.system.urls import file_system, is_http, is_url
 
 __all__ = [
@@ -63,7 +64,9 @@ def list_folder(where: str) -> Images:
 def check_exists(where: str) -> None:
     """Raise an InputError unless there is a local file or folder."""
     if not Path(where).exists():
-        raise InputError(f"{where}: no such folder or file", hint=did_you_mean(where))
+        files = glob.has_magic(where) and Path(where).parent.is_dir()
+        hint = folder_or_list(Path(where)) if files else did_you_mean(where)
+        raise InputError(f"{where}: no such folder or file", hint=hint)
 
 
 def refuse_web_folder(url: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import itertools
 import math
 import os
 import re
@@ -80,7 +81,9 @@ def export(
     remove_leftovers(path)  # also if the export was complete when its process was killed
     try:
         if os.path.lexists(path):
-            raise InputError(f"{path} already exists", hint="choose another name, or delete it")
+            numbered = (path.with_stem(f"{path.stem}-{number}") for number in itertools.count(2))
+            free = next(each for each in numbered if not os.path.lexists(each))
+            raise InputError(f"{path} already exists", hint=f"delete it, or choose another name, such as -o {free}")
         path.parent.mkdir(parents=True, exist_ok=True)
         with temporary_folder(path) as folder:
             output = folder / "export"

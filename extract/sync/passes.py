@@ -45,7 +45,7 @@ __all__ = ["Pass", "Report", "VanishedError"]
 
 _RECHECKED = 16  # stored rows that are computed again when library versions have changed
 _MAX_DEAD = 0.5  # share of dead rows above which a pass is rewritten without them
-# What passes write; schedule.json is of earlier versions. A killed pass may also leave names that end in .new.
+# What passes and schedulers write. A killed pass may also leave names that end in .new.
 _OURS = {".lock", "manifest.sqlite", "manifest.sqlite.xxh3", "manifest.sqlite-wal", "manifest.sqlite-shm",
          "manifest.sqlite.damaged", "passes", "versions", "runs.jsonl", "schedule.json", "probe",
          "report.html"}  # fmt: skip
@@ -183,7 +183,7 @@ class Pass:
                 raise InputError(
                     f"{self.out} is kept in sync with {synced_root}, not with {self.root}"
                     + ("" if exists else ", which does not exist"),
-                    hint="if the folder was moved, use --force; otherwise choose another output folder"
+                    hint="if the folder was moved: layertap sync CONFIG --force; otherwise choose another output folder"
                     if exists
                     else "correct `images`",
                 )
@@ -212,7 +212,7 @@ class Pass:
             raise VanishedError(
                 f"{self.root}: none of the {manifest.n_files():,} images was found; is the disk mounted? Nothing was "
                 "changed",
-                hint="--force confirms the deletion",
+                hint="`layertap sync CONFIG --force` confirms the deletion",
             )
         if not self.dry_run:
             self._check_configuration(manifest)
@@ -353,7 +353,7 @@ class Pass:
             raise VanishedError(
                 f"{self.root}: {folder_changes.vanished:,} of {n_files:,} images are gone, more than "
                 f"{self.guards.max_vanish:.0%} (max_vanish); is the disk mounted? Nothing was changed",
-                hint="--force confirms the deletion",
+                hint="`layertap sync CONFIG --force` confirms the deletion",
             )
         # Completing an interrupted pass may have counted files already.
         report.added += folder_changes.added

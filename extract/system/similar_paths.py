@@ -5,9 +5,10 @@ from __future__ import annotations
 import difflib
 import itertools
 import os
+import shlex
 from pathlib import Path
 
-__all__ = ["did_you_mean", "folders_with"]
+__all__ = ["did_you_mean", "folder_or_list", "folders_with"]
 
 _MOST_NAMES = 10_000  # of a folder that are compared
 
@@ -42,6 +43,12 @@ def _exists(path: Path) -> bool:
         return path.exists()
     except (OSError, ValueError):  # no permission; a null character
         return False
+
+
+def folder_or_list(file: Path) -> str:
+    """Return the hint for several files in place of a folder, by one of them, or by their pattern."""
+    folder = shlex.quote(str(file.parent))
+    return f"name their folder: {folder}; or a list: (echo path; ls {folder}/*{shlex.quote(file.suffix)}) > list.csv"
 
 
 def folders_with(folder: Path, name: str) -> str:

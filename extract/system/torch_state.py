@@ -16,6 +16,7 @@ from extract.errors import InputError, LayertapError, first_line
 from extract.taps.switches import Switch
 
 __all__ = [
+    "check_device_exists",
     "device_named",
     "evaluating",
     "full_float32",
@@ -152,8 +153,7 @@ def device_named(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except (RuntimeError, TypeError) as error:  # PyTorch's message lists all backends that it was ever built with
-        gpu = "a GPU is cuda (NVIDIA) or mps (Apple)" if name.lower() in ("gpu", "nvidia", "apple", "metal") else ""
-        raise InputError(f"device {name!r} is unknown; expected {_DEVICES}", hint=gpu) from error
+        raise InputError(f"device {name!r} is unknown; expected {_DEVICES}") from error
     try:
         torch.empty(0, device=device).cpu()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
@@ -162,10 +162,18 @@ def device_named(name: str) -> torch.device:
     return device
 
 
+def check_device_exists(name: str) -> None:
+    """Raise a LayertapError if there is no CUDA device of this name. No memory of a device is taken for the check."""
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        why, remedy = _why_unusable(device)
+        raise LayertapError(f"device {name!r} cannot be used: {why}", hint=remedy)
+
+
 _DEVICES = "auto, cpu, cuda, cuda:N or mps"
 
 
-def _why_unusable(device: torch.device, error: Exception) -> tuple[str, str]:
+def _why_unusable(device: torch.device, error: Exception | None = None) -> tuple[str, str]:
     """Return in one line why a device cannot be used, and what can be; the second may be empty."""
     instead = "use cpu, or leave out --device"
     if device.type == "cuda" and not torch.cuda.is_available():
@@ -176,6 +184,6 @@ def _why_unusable(device: torch.device, error: Exception) -> tuple[str, str]:
         return f"this machine has only {'cuda:0' if not last else f'cuda:0 to cuda:{last}'}", ""
     if device.type == "mps":
         return "this machine has no MPS device, the GPU of an Apple computer", instead
-    if device.type in ("cpu", "cuda"):
+    if error and device.type in ("cpu", "cuda"):
         return first_line(error), ""
     return f"PyTorch cannot use it on this machine; expected {_DEVICES}", ""

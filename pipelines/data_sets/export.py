@@ -15,6 +15,7 @@ from extract.store.places.destination import data_set_at
 from extract.store.reader import FeatureReader
 from pipelines.terminal.pictures import Pictures
 from pipelines.terminal.progress import Progress
+from pipelines.terminal.text_output import counted
 
 __all__ = ["run_export"]
 
@@ -57,7 +58,7 @@ def run_export(
         export(reader, path, to, layers or None, lambda rows: progress.advance(rows, False), pictures)
         names = ", ".join(layers or reader.layers)
     size = sum(file.stat().st_size for file in [path, *path.rglob("*")] if file.is_file())
-    return f"{path}: {len(reader):,} rows of {names}, {size / 1e6:,.1f} MB"
+    return f"{path}: {counted(len(reader), 'row')} of {names}, {size / 1e6:,.1f} MB"
 
 
 @contextlib.contextmanager

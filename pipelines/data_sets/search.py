@@ -8,6 +8,7 @@ each pass of `sync`; the files of FAISS are read by code that trusts them.
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +30,7 @@ from extract.system.torch_state import device_named
 from pipelines.data_sets.search_results import Hit, SearchResults
 from pipelines.terminal.output_paths import PICTURES, check_file
 from pipelines.terminal.pictures import Pictures
-from pipelines.terminal.text_output import printable
+from pipelines.terminal.text_output import counted, printable
 
 __all__ = ["as_json", "check_good", "class_of", "print_results", "row_of_query", "run_search"]
 
@@ -66,7 +67,10 @@ def run_search(
     if output is not None:
         check_file(output, PICTURES)
     if (query is None) == (text is None):
-        raise InputError("expected exactly one query: a row number, a path, an image file, or --text TEXT")
+        raise InputError(
+            "expected exactly one query: a row number, a path, an image file, or --text TEXT",
+            hint=f"for the images most similar to the first one: layertap search {shlex.quote(str(out))} 0",
+        )
     dataset = data_set_at(out)
     with FeatureReader(out, check=isinstance(out, Path)) as reader:
         name, row, path, note = "embedding", None, "", ""
@@ -134,7 +138,8 @@ def row_of_query(reader: FeatureReader, query: str, out: Path | str) -> tuple[in
         return int(rows[0]), "; ".join(text for text in (several, file) if text)
     if not is_file:
         problem = "a folder; name one image" if Path(query).is_dir() else "not a row number, a path in it, or a file"
-        raise InputError(f"{out}: {printable(query)} is {problem}")
+        example = f", or a path such as {printable(reader.paths[0])}" if len(reader) else ""
+        raise InputError(f"{out}: {printable(query)} is {problem}", hint=f"name a row{example}")
     return None, ""
 
 
@@ -163,7 +168,7 @@ def print_results(results: SearchResults, echo: Callable[[str], None]) -> None:
     query = f"the file {results.path}" if results.query is None else f"row {results.query} ({printable(results.path)})"
     if results.text:
         query = f'the text "{printable(results.text)}"'
-    searched = f"{results.layer}, among {results.searched:,} rows"
+    searched = f"{results.layer}, among {counted(results.searched, 'row')}"
     if results.at is not None:
         query, searched = f"the patch at {_pixel(results.at)} of {query}", f"the patches of {searched}"
     echo(f"{results.out}: nearest to {query} by cosine of {searched}{name}")

@@ -79,10 +79,10 @@ def print_description(content: dict[str, Any], echo: Callable[[str], None]) -> N
 
 def _print_lines(content: dict[str, Any], echo: Callable[[str], None]) -> None:
     state = "complete" if content["complete"] else f"unfinished: {content['rows_done']:,} rows done"
-    shards = f"{content['shards']} shard" + ("" if content["shards"] == 1 else "s")
+    shards = counted(content["shards"], "shard")
     if content["version"]:
         shards += f", version {content['version']}"
-    echo(f"{content['out']}: {content['rows']:,} rows in {shards}, {content['bytes'] / 1e6:,.1f} MB, {state}")
+    echo(f"{content['out']}: {counted(content['rows'], 'row')} in {shards}, {content['bytes'] / 1e6:,.1f} MB, {state}")
     if content["put_aside"]:
         names = ", ".join(content["put_aside"][:SHOWN])
         echo(f"  damaged files that a repair put aside; delete them when they are not needed: {names}")

@@ -56,21 +56,25 @@ class Section:
 
 
 def examine(images: str | None, backbone: str | None, out: str | None) -> list[Section]:
-    """Run all checks; a check that fails is a line of its section.
+    """Run all checks; a check that fails is a line of its section. If there are no such images, no more is checked.
 
     Args:
         images: folder, list, archive, array or URL of images; None: they are not checked.
         backbone: SOURCE/NAME; None: the default backbone.
         out: output folder; None: that of `layertap embed`.
     """
+    listed = []
+    if images is not None:
+        listed = [_run("images", lambda facts: check_images(images, facts))]
+        if "count" not in listed[0].facts and not is_url(images) and not Path(images).exists():
+            return listed  # a misspelt path; the default output would be named after it
     sections = [
         _run("versions", check_versions),
         _run("devices", check_devices),
         _run("optional libraries", check_libraries),
+        *listed,
+        _run("backbone", lambda facts: check_backbone(backbone or defaults.BACKBONE, facts)),
     ]
-    if images is not None:
-        sections.append(_run("images", lambda facts: check_images(images, facts)))
-    sections.append(_run("backbone", lambda facts: check_backbone(backbone or defaults.BACKBONE, facts)))
     if out is None:
         from pipelines.terminal.config import name_of
 
@@ -205,7 +209,7 @@ def check_images(where: str, facts: dict[str, Any]) -> Iterator[Line]:
     check_decoders()
     images = list_images(where)
     facts.update(root=images.root, count=len(images))
-    yield Line(f"{len(images):,} images in {printable(images.root)}")
+    yield Line(f"{counted(len(images), 'image')} in {printable(images.root)}")
     if images.left_out:
         kinds = ", ".join(f"{printable(kind)} {count:,}" for kind, count in images.left_out.most_common(5))
         yield Line(f"{images.left_out.total():,} other files are left out ({kinds})", "note")
@@ -280,7 +284,8 @@ def check_output(out: str, facts: dict[str, Any]) -> Iterator[Line]:
     if (folder / "dataset.json").exists():
         dataset = DataSet.open(folder)
         facts["data_set"] = {"rows": dataset.n_rows, "images": dataset.images["root"]}
-        yield Line(f"{folder} holds a data set of {dataset.n_rows:,} rows; a run with the same settings resumes it")
+        rows = counted(dataset.n_rows, "row")
+        yield Line(f"{folder} holds a data set of {rows}; a run with the same settings resumes it")
     if folder.is_dir() and (held_by := holder(folder)):
         facts["locked_by"] = held_by
         yield Line(f"{out} is locked by {held_by}", "wrong", f"wait until that process ends, or {_OTHER_PLACE}")

@@ -10,12 +10,12 @@ import click
 
 from extract.errors import InputError, LayertapError
 from extract.extraction.settings import IMAGES, WORKERS
-from pipelines.embed.config import EmbedConfig
+from pipelines.embed.config import EmbedConfig, listed_images
 from pipelines.terminal.commands import Option, command, mode_of
 from pipelines.terminal.completion import complete_paths
 from pipelines.terminal.config import load_config
 from pipelines.terminal.options import config_file, given, json_flag, options, print_result
-from pipelines.terminal.text_output import command_line, print_line
+from pipelines.terminal.text_output import command_line, counted, print_line
 
 __all__ = ["embed"]
 
@@ -91,14 +91,15 @@ def embed(
         run = embed_shared(resolved)
         print_result(run, as_json, shared_as_json, print_shared)
         ctx.exit(exit_code(run))
+    images = listed_images(resolved)  # before PyTorch is imported
     from pipelines.embed.job import embed, print_summary, summary_as_json
 
-    outcome = embed(resolved)
+    outcome = embed(resolved, images)
     print_result(outcome, as_json, summary_as_json, print_summary)
     if outcome.signal:
         ctx.exit(128 + outcome.signal)
     if len(outcome.failures) == outcome.summary.n_rows:
-        raise LayertapError(f"none of the {outcome.summary.n_rows:,} images has features; the reasons are above")
+        raise LayertapError(f"no image of {counted(outcome.summary.n_rows, 'row')} has features; the reasons are above")
     if resolved.strict and outcome.failures:
         ctx.exit(3)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -14,7 +14,10 @@ from extract.extraction.settings import OUTPUT, RARE, SAFETY, SPEED, WORKERS, Ex
 from extract.system.urls import is_url
 from pipelines.terminal.config import BackboneConfig, DataSetKeys, ExtractionKeys, name_of
 
-__all__ = ["EmbedConfig", "FeaturesConfig"]
+if TYPE_CHECKING:
+    from extract.images import Images
+
+__all__ = ["EmbedConfig", "FeaturesConfig", "check_output", "listed_images"]
 
 
 class FeaturesConfig(BackboneConfig, DataSetKeys):
@@ -24,6 +27,22 @@ class FeaturesConfig(BackboneConfig, DataSetKeys):
         None, description="Folder of the data set. [default: outputs/<name of IMAGES>]"
     )
     strict: Annotated[bool, SAFETY] = Field(False, description="Exit with code 3 if a row failed.")
+
+    @model_validator(mode="after")
+    def _check_layers(self) -> Self:
+        for text in self.layers:
+            if not text.partition(":")[0]:
+                raise InputError(
+                    f"layer {text!r} has no name; expected LAYER[:POOLING]...",
+                    hint=f"list them: layertap list {self.backbone}",
+                )
+            if "," in text and "[" not in text:  # blocks.[1,2] is a pattern
+                each = " ".join(f"-l {part.strip()}" for part in text.split(","))
+                raise InputError(
+                    f"layer {text!r}: a name has no commas",
+                    hint=f"name each layer by itself ({each}; in a list, one item each)",
+                )
+        return self
 
     @field_validator("compile", mode="before")
     @classmethod
@@ -83,13 +102,6 @@ class EmbedConfig(FeaturesConfig, ExtractionKeys):
             raise ValueError("expected I/N with I from 0 to N - 1, such as 0/8")
         return match[0]
 
-    @field_validator("device")
-    @classmethod
-    def _check_devices(cls, value: str) -> str:
-        if "," in value and "all" in map(str.strip, value.split(",")):
-            raise ValueError("expected all, or devices separated by commas")
-        return value
-
     def settings(self, **changes: Any) -> ExtractionSettings:
         """Return the extraction settings, with `changes` applied. Axes are fitted by a single process only."""
         return super().settings(**({"fit_on": None} if self.is_shared else {}) | changes)
@@ -125,3 +137,41 @@ class EmbedConfig(FeaturesConfig, ExtractionKeys):
             )
             raise InputError(f"{flag} works in one process and on a folder only", hint=remedy)
         return self
+
+
+def check_output(config: EmbedConfig) -> None:
+    """Check that the folder of a run holds a data set, or that one can be created there; nothing stays.
+
+    Raises:
+        InputError: it cannot.
+    """
+    from extract.store.format.dataset import check_usable
+    from extract.system.leftovers import temporary_folder
+
+    if is_url(config.place):
+        return
+    folder = config.folder.absolute()
+    check_usable(config.folder)
+    if folder.is_dir():  # of tasks that start together, none may see a temporary folder of another in it
+        return
+    place = next(parent for parent in folder.parents if parent.exists())
+    try:
+        with temporary_folder(place / "layertap"):  # permissions do not tell whether folders can be created
+            pass
+    except OSError as error:
+        raise InputError(
+            f"{config.folder}: the folder cannot be created in {place}: {error.strerror}",
+            hint="choose another output folder with -o",
+        ) from error
+
+
+def listed_images(config: EmbedConfig) -> Images:
+    """List the images of a run, after its output is checked. Neither PyTorch nor a backbone is loaded for it.
+
+    Raises:
+        InputError: the images, or the folder of the data set, cannot be used.
+    """
+    from extract.images import list_images
+
+    check_output(config)
+    return list_images(config.images, config.limit, config.keep)

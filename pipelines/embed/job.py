@@ -16,14 +16,14 @@ from extract.extraction.plan import Plan, existing_at, resolve
 from extract.extraction.run import extract
 from extract.extraction.tuning import fastest
 from extract.extraction.validation import Computation
-from extract.images import list_images
+from extract.images import Images
 from extract.store.reader import FeatureReader
 from extract.system.optional_libraries import pip_install
-from pipelines.embed.config import EmbedConfig
+from pipelines.embed.config import EmbedConfig, listed_images
 from pipelines.terminal.backbone import backbone_of
 from pipelines.terminal.graceful_stop import signals_held
 from pipelines.terminal.progress import Progress
-from pipelines.terminal.text_output import command_line, print_failures, print_line, print_remedy, printable
+from pipelines.terminal.text_output import command_line, counted, print_failures, print_line, print_remedy, printable
 
 __all__ = ["EmbedResult", "bottleneck", "describe_computation", "embed", "plan_of", "print_summary", "summary_as_json"]
 
@@ -53,9 +53,10 @@ class EmbedResult:
     tuned: bool = False
 
 
-def embed(config: EmbedConfig) -> EmbedResult:
-    """Run the job and print progress on stderr."""
-    plan = plan_of(config, backbone_of(config))
+def embed(config: EmbedConfig, images: Images | None = None) -> EmbedResult:
+    """Run the job on images that have been listed, or are listed first, and print progress on stderr."""
+    images = listed_images(config) if images is None else images
+    plan = plan_of(config, backbone_of(config), images)
     if not config.fast:
         return _run(config, plan)
     with sharing_graphs() as graphs:  # the run compiles what was tried
@@ -69,9 +70,8 @@ def embed(config: EmbedConfig) -> EmbedResult:
                 print_line(f"rejected: {error.reason}. Trying the next fastest:", fg="yellow", err=True)
 
 
-def plan_of(config: EmbedConfig, backbone: Backbone) -> Plan:
+def plan_of(config: EmbedConfig, backbone: Backbone, images: Images) -> Plan:
     """Return the plan of a job for its loaded backbone."""
-    images = list_images(config.images, config.limit, config.keep)
     return resolve(config.settings(), images, backbone, existing_at(config.place), _say)
 
 
@@ -134,7 +134,7 @@ def _print_plan(plan: Plan) -> None:
     user_set = backbone.asked.get("preprocessing", {})
     lines = [
         f"images    {len(images):,} in {images.root}"
-        + (f", {len(images.classes)} classes" if images.classes else "")
+        + (f", {counted(len(images.classes), 'class')}" if images.classes else "")
         + (f", splits {' '.join(images.split_names)}" if images.split_names else ""),
         f"backbone  {backbone.spec}, weights {backbone.weights.source}, on {backbone.device}",
         f"input     {backbone.preprocessing}" + (f" (set by the user: {' '.join(user_set)})" if user_set else ""),
@@ -198,7 +198,7 @@ def print_summary(outcome: EmbedResult, echo: Callable[[str], None]) -> None:
         return
     if summary.computed:
         resumed = f", {summary.found:,} of them from earlier runs" if summary.found else ""
-        echo(f"{dataset.out}: {summary.n_rows:,} rows{resumed}")
+        echo(f"{dataset.out}: {counted(summary.n_rows, 'row')}{resumed}")
         for feature in dataset.features:
             shape = ", ".join(map(str, (summary.n_rows, *feature.shape)))
             packed = outcome.compression.get(feature.name)

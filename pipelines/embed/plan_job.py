@@ -14,7 +14,7 @@ from extract.images.plan_writing import write_plan
 from extract.images.plans import is_plan
 from extract.system.atomic_files import bytes_below
 from pipelines.terminal.progress import Progress
-from pipelines.terminal.text_output import printable
+from pipelines.terminal.text_output import counted, printable
 
 __all__ = ["PlanResult", "as_json", "plan", "print_plan"]
 
@@ -62,8 +62,8 @@ def print_plan(planned: PlanResult, echo: Callable[[str], None]) -> None:
     if planned.was_complete:
         echo(f"{planned.out} is already complete; nothing was listed. To list the images again, delete it")
     splits = f", splits {' '.join(images.split_names)}" if images.split_names else ""
-    classes = f", {len(images.classes):,} classes" if images.classes else ""
-    echo(f"{planned.out}: {len(images):,} images in {printable(images.root)}{classes}{splits}")
+    classes = f", {counted(len(images.classes), 'class')}" if images.classes else ""
+    echo(f"{planned.out}: {counted(len(images), 'image')} in {printable(images.root)}{classes}{splits}")
     if images.left_out:
         kinds = ", ".join(f"{printable(kind)} {count:,}" for kind, count in images.left_out.most_common(_SHOWN))
         echo(f"{images.left_out.total():,} other files left out ({kinds})")

@@ -132,8 +132,8 @@ def draw(kind: str, **flags: Any) -> None:
     elif is_data_set(source):
         raise InputError(f"{source} is a data set; draw {kind} expects a backbone, such as {defaults.BACKBONE}")
     elif flags["images"] is None:
-        not_found = f": {source} is not a data set" if kind == "tokens" else ""
-        raise click.UsageError(f"Missing argument 'IMAGES'{not_found}.")
+        not_found = ", since it is not a data set" if kind == "tokens" else ""
+        raise click.UsageError(f"Missing argument 'IMAGES'; {source} was taken as BACKBONE{not_found}.")
     else:
         written = run_draw(kind, checked(DrawConfig, given(flags)))
     for path in written:

@@ -30,7 +30,7 @@ from pipelines.probe.predict_pixels import check_pixel_folder, predict_pixels, p
 from pipelines.probe.report import answer
 from pipelines.terminal.progress import Progress
 from pipelines.terminal.tables import table_file
-from pipelines.terminal.text_output import printable
+from pipelines.terminal.text_output import counted, printable
 
 __all__ = ["run_predict"]
 
@@ -142,7 +142,8 @@ def _predict(probe: LinearProbe, out: Path, layers: Sequence[str], output: Path)
             write(line)
     failed = counts.pop("\0", 0)
     most_frequent = ", ".join(f"{printable(name)} {count:,}" for name, count in counts.most_common(5))
-    summary = f"{sum(counts.values()):,} images predicted" + (f", {failed:,} without features" if failed else "")
+    without = f", {failed:,} without features" if failed else ""
+    summary = f"{counted(sum(counts.values()), 'image')} predicted{without}"
     more = f"\n{most_frequent}" if probe.task == "classification" and most_frequent else ""
     return f"{summary}; written: {output}{more}"
 

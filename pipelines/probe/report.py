@@ -26,7 +26,7 @@ from pipelines.probe.job import ProbedFeature, ProbeRun, data_sets, run_probe
 from pipelines.probe.labelling import SEPARATOR
 from pipelines.probe.probe_figures import PICTURES, draw
 from pipelines.terminal.tables import print_aligned, table_file
-from pipelines.terminal.text_output import SHOWN, printable
+from pipelines.terminal.text_output import SHOWN, counted, printable
 
 __all__ = ["answer", "as_json", "print_outcome", "probe_and_write"]
 
@@ -151,7 +151,7 @@ def print_outcome(outcome: ProbeRun, echo: Callable[[str], None]) -> None:
         named = f"{len(labelling.classes):,} {noun}"
         targets = {"regression": "numbers", "depth": "depth maps"}.get(labelling.task, named)
         more = f"; left out: {', '.join(left_out)}" if left_out else ""
-        echo(f"{printable(name)}: {counts['rows']:,} rows, {targets}; {sets}{more}")
+        echo(f"{printable(name)}: {counted(counts['rows'], 'row')}, {targets}; {sets}{more}")
         for note in labelling.notes:
             echo(f"  {printable(note)}")
         if labelling.leaks and not outcome.config.drop_leaks:

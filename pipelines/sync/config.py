@@ -88,7 +88,8 @@ class ScheduleConfig(BaseModel):
     )
     catch_up: bool = Field(True, description="Start at once if a pass was due while no scheduler ran.")
     on_failure: Words = Field(
-        [], description="Commands to run after a pass that failed; they read from stdin what failed, as JSON."
+        [],
+        description="Commands that run when a failure starts, changes or ends; stdin has what failed, as JSON.",
     )
 
     @field_validator("timezone")

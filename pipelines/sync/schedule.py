@@ -1,5 +1,7 @@
 """Run passes at fixed times, for years: `layertap sync CONFIG --schedule`.
 
+    python -P -m pipelines.sync.schedule CONFIG    # one pass, with its alarm; what systemd and cron run
+
 Each pass is a process of its own, `layertap sync CONFIG --json`. Its memory goes back to the system, a crash ends one
 pass only, and each pass reads CONFIG again. Log files, random delays and watchdogs are left to the system; the guide
 shows how.
@@ -7,26 +9,32 @@ shows how.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
+import re
 import signal
 import socket
 import subprocess
+import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import IO, Any
 
 from extract.errors import LayertapError
+from extract.system.atomic_files import write_whole
 from pipelines.sync.config import SyncFile, load_sync_file
 from pipelines.sync.due_times import due_after, time_zone
 from pipelines.sync.status import read_runs
+from pipelines.terminal.error_output import print_error
 from pipelines.terminal.text_output import LAYERTAP, printable
 
-__all__ = ["PassRunner", "run_passes", "run_until_stopped"]
+__all__ = ["PassRunner", "run_once", "run_passes", "run_until_stopped"]
 
 _LOOK_S = 0.5  # between two looks at the clock
 _LOCKED = 4  # exit code of a pass whose data set another process has locked
@@ -40,20 +48,33 @@ def run_until_stopped(path: Path) -> None:
     """Run the passes of a config file until SIGTERM or Ctrl-C; then the running pass finishes its batch."""
     file = load_sync_file(path)
     time_zone(file.required_schedule)  # raises for an unknown zone now, not at the first due time
+    with _stopped_by_signals(PassRunner(file)) as runner:
+        run_passes(file, runner.run, lambda: runner.stopped)
+    log.info("stopped")
+
+
+def run_once(path: Path) -> int:
+    """Run one pass of a config file, call the commands of `on_failure` if they are due, and return its exit code."""
+    with _stopped_by_signals(PassRunner(load_sync_file(path))) as runner:
+        code = runner.run()
+    return code if code >= 0 else 128 - code
+
+
+@contextlib.contextmanager
+def _stopped_by_signals(runner: PassRunner) -> Iterator[PassRunner]:
+    """Context manager: write the log to stderr; SIGTERM and Ctrl-C stop the runner."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    runner = PassRunner(file)
     before = {number: signal.signal(number, runner.stop) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        run_passes(file, runner.run, lambda: runner.stopped)
+        yield runner
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    log.info("stopped")
 
 
 def run_passes(
     file: SyncFile,
-    run_pass: Callable[[], None],
+    run_pass: Callable[[], object],
     stopped: Callable[[], bool],
     now: Callable[[], datetime] = lambda: datetime.now(UTC),
     sleep: Callable[[float], None] = time.sleep,
@@ -107,7 +128,10 @@ def _last_start(file: SyncFile, now: datetime) -> datetime | None:
 
 
 class PassRunner:
-    """Runs passes, and the commands of `on_failure`.
+    """Runs passes, and the commands of `on_failure` when a failure starts, changes or ends.
+
+    A failure that lasts is reported once, not each minute; numbers in its message may change. What was reported is kept
+    in the folder of the first data set, for the next scheduler. If that folder is gone, it may be reported again.
 
     Args:
         file: the config file. Its commands of `on_failure` read from stdin what failed, as JSON, and the exit code from
@@ -120,7 +144,10 @@ class PassRunner:
 
     def __init__(self, file: SyncFile, command: Sequence[str] | None = None):
         self.stopped = False
-        self._path, self._on_failure = file.path, file.required_schedule.on_failure
+        self._path = file.path
+        self._on_failure = file.required_schedule.on_failure
+        self._state = file.data_sets[0].folder / "schedule.json"
+        self._reported = _read_state(self._state)  # the failure that was reported last; empty: it has ended
         self._command = command or (*LAYERTAP, "sync", str(file.path), "--json")
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -132,30 +159,70 @@ class PassRunner:
         if self._process is not None:
             self._process.terminate()
 
-    def run(self) -> None:
-        """Run a pass to its end, log what it did, and call the commands of `on_failure` if it failed."""
+    def run(self) -> int:
+        """Run a pass to its end, log what it did, call the commands of `on_failure` if they are due.
+
+        Returns:
+            the exit code of the pass; negative: the signal that killed it.
+        """
         log.info("pass started")
-        try:
-            # In a session of its own: Ctrl-C in a terminal would reach it twice, from there and from here.
-            self._process = subprocess.Popen(self._command, stdout=subprocess.PIPE, start_new_session=True)
-            if self.stopped:
-                self._process.terminate()
-            output, _ = self._process.communicate()  # until its worker processes have ended, too: they keep the lock
-            code, data_sets = self._process.returncode, _parse_output(output)
-        except OSError as error:  # no memory, no process table entry, too many open files
-            code, data_sets = 1, [{"error": f"the pass cannot be started: {error}"}]
-        self._process = None
+        code, data_sets = self._run_pass()
+        failure, before = _failure(code, data_sets), self._reported
         for data_set in data_sets:
-            log.info("%s", _describe(data_set))
+            if "error" not in data_set:
+                log.info("%s", _describe(data_set))
+            elif failure != before:
+                log.log(logging.WARNING if code == _LOCKED else logging.ERROR, "%s", _describe(data_set))
         if code == _LOCKED:
             log.warning("the pass was skipped: another process is at work on a data set")
-        elif code and not self.stopped:
-            reason = f"was killed by signal {-code}" if code < 0 else f"failed with exit code {code}"
-            log.error("the pass %s", reason)
-            self._call_on_failure(code, data_sets)
+        elif not self.stopped:
+            if code:
+                reason = f"was killed by signal {-code}" if code < 0 else f"failed with exit code {code}"
+                log.error("the pass %s%s", reason, ", as before" if failure == before else "")
+            if failure != before:
+                self._remember(failure)
+                self._call_on_failure("ended" if not failure else "changed" if before else "started", code, data_sets)
+        return code
 
-    def _call_on_failure(self, code: int, data_sets: list[dict[str, Any]]) -> None:
-        content = {"config": str(self._path), "host": socket.gethostname(), "exit_code": code, "data_sets": data_sets}
+    def _run_pass(self) -> tuple[int, list[dict[str, Any]]]:
+        """Return the exit code of a pass, and what it did for each data set, or why it failed as a whole."""
+        errors: list[str] = []
+        try:
+            # In a session of its own: Ctrl-C in a terminal would reach it twice, from there and from here.
+            pipe = subprocess.PIPE
+            with subprocess.Popen(self._command, stdout=pipe, stderr=pipe, start_new_session=True) as self._process:
+                assert self._process.stdout is not None
+                follower = threading.Thread(target=_log_lines, args=(self._process.stderr, errors))
+                follower.start()
+                if self.stopped:
+                    self._process.terminate()
+                output = self._process.stdout.read()  # until its workers have ended, too: they keep the lock
+                follower.join()
+            code, data_sets = self._process.returncode, _parse_output(output)
+        except OSError as error:  # no memory, no process table entry, too many open files
+            code, data_sets, errors = 1, [], [f"the pass cannot be started: {error}"]
+        self._process = None
+        if code and not data_sets and any(errors):
+            data_sets = [{"error": "; ".join(filter(None, errors))}]
+        return code, data_sets
+
+    def _remember(self, failure: str) -> None:
+        self._reported = failure
+        with contextlib.suppress(OSError):  # it is reported again by the next scheduler
+            if not failure:
+                self._state.unlink(missing_ok=True)
+            elif (self._state.parent / "manifest.sqlite").exists():  # otherwise, the folder is not a data set of sync
+                write_whole(self._state, failure.encode())
+
+    def _call_on_failure(self, event: str, code: int, data_sets: list[dict[str, Any]]) -> None:
+        content = {
+            "event": event,
+            "time": datetime.now(UTC).isoformat(timespec="seconds"),
+            "config": str(self._path),
+            "host": socket.gethostname(),
+            "exit_code": code,
+            "data_sets": data_sets,
+        }
         environment = {**os.environ, "LAYERTAP_EXIT_CODE": str(code)}
         for number, command in enumerate(self._on_failure, 1):
             try:  # the log does not name the command, which may contain a password
@@ -172,6 +239,36 @@ class PassRunner:
 
 def _local_time(at: datetime | None) -> str:
     return "never" if at is None else at.astimezone().isoformat(" ", timespec="seconds")
+
+
+def _read_state(path: Path) -> str:
+    """Return what `PassRunner` has remembered; empty if nothing, or if an earlier version wrote the file."""
+    try:
+        text = path.read_text("utf-8", "replace")
+    except OSError:
+        return ""
+    return text if text.startswith("[") else ""
+
+
+def _failure(code: int, data_sets: list[dict[str, Any]]) -> str:
+    """Return what tells a failure from another one; empty for a pass that did not fail."""
+    if not code:
+        return ""
+    texts = (str(data_set.get("error", "")) for data_set in data_sets)
+    parts = [[data_set.get("failed"), data_set.get("unreadable")] for data_set in data_sets]
+    return json.dumps([code, parts, [re.sub(r"\d+", "0", text) for text in texts]])
+
+
+def _log_lines(stream: IO[bytes], errors: list[str]) -> None:
+    """Log what a pass prints on stderr. Its errors are collected instead, since its JSON has them, too."""
+    is_error = False
+    for raw in stream:
+        line = printable(os.fsdecode(raw).rstrip())
+        is_error = line.startswith(("error: ", "hint: ")) or (is_error and line[:2] in ("", "  "))
+        if is_error:
+            errors.append(line.removeprefix("error: ").strip())
+        elif line:
+            log.info("%s", line)
 
 
 def _parse_output(output: bytes) -> list[dict[str, Any]]:
@@ -193,3 +290,11 @@ def _describe(data_set: dict[str, Any]) -> str:
     names = ("added", "changed", "renamed", "deleted", "failed", "unchanged", "waiting", "computed")
     counts = ", ".join(f"{data_set[name]:,} {name}" for name in names if name in data_set)
     return f"{folder}: version {data_set.get('version')}: {counts}"
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(run_once(Path(sys.argv[1])))
+    except LayertapError as refused:
+        print_error(refused.message, refused.hint)
+        sys.exit(2)

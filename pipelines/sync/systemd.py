@@ -11,7 +11,7 @@ from pathlib import Path
 from cronsim import CronSim
 
 from extract.errors import InputError
-from pipelines.sync.config import ScheduleConfig, SyncFile
+from pipelines.sync.config import SyncFile
 from pipelines.terminal.text_output import LAYERTAP
 
 __all__ = ["as_cron", "as_systemd"]
@@ -37,7 +37,6 @@ def as_systemd(file: SyncFile) -> str:
         f"# /etc/systemd/system/{name}.service",
         "[Unit]",
         f"Description=layertap: synchronise features with folders, {_escaped(file.path.name)}",
-        *_without_on_failure(schedule, "OnFailure= names another unit"),
         "",
         "[Service]",
         "Type=oneshot",
@@ -70,7 +69,6 @@ def as_cron(file: SyncFile) -> str:
         raise InputError(f"{file.path}: a crontab cannot name a file with a line break")
     lines = [
         "# cron skips passes that were due while the machine was off; `layertap sync --schedule` and systemd catch up",
-        *_without_on_failure(schedule, "cron sends what a pass prints by mail, to MAILTO"),
     ]
     if schedule.timezone:
         lines += ["# cronie reads CRON_TZ; other crons use the machine's time zone", f"CRON_TZ={schedule.timezone}"]
@@ -78,11 +76,10 @@ def as_cron(file: SyncFile) -> str:
 
 
 def _command(file: SyncFile) -> list[str]:
-    return [*LAYERTAP, "sync", str(file.path.resolve())]
-
-
-def _without_on_failure(schedule: ScheduleConfig, instead: str) -> list[str]:
-    return [f"# only `layertap sync --schedule` runs on_failure; here, {instead}"] if schedule.on_failure else []
+    """Return the command of a pass; with `on_failure`, one that also runs its commands."""
+    alarmed = [*LAYERTAP[:-1], "pipelines.sync.schedule"]
+    command = alarmed if file.required_schedule.on_failure else [*LAYERTAP, "sync"]
+    return [*command, str(file.path.resolve())]
 
 
 def _escaped(text: str) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Collection, Sequence
 from copy import copy
 from pathlib import Path
@@ -50,13 +51,15 @@ _MOST_WORKERS = max(128, 4 * defaults.CORES)
 # Pydantic's words for limits, and ours.
 _SHORTER = {"greater than or equal to": "at least", "less than or equal to": "at most", "greater than": "more than"}
 
-_MOST_VALUES = 100_000  # of a config file; a few lines with aliases of aliases can have billions
-
 _FIRST = ("images", "backbone", "backbones", "layers", "out", "weights")  # in help texts and pages of reference
 
 _HOME = re.compile(r"~[\w.-]*(/|$)")
 
 _OPTION = re.compile(r"--([a-z][a-z-]*)")
+
+# A device as PyTorch names it, or several; PyTorch itself takes seconds to import.
+_DEVICE = r"(auto|cpu|cuda|mps|xpu|hpu|mtia|xla)(:\d+)?"
+_DEVICES = re.compile(rf"all|{_DEVICE}( *, *{_DEVICE})*", re.ASCII)
 
 FROZEN = ConfigDict(frozen=True, extra="forbid", defer_build=True)  # most commands use one configuration at most
 
@@ -124,6 +127,13 @@ class BackboneConfig(BackboneKeys, DecodingKeys, BaseModel):
             value = int(match[1]) if match[2] is None else [int(match[1]), int(match[2])]
         if value is not None and (isinstance(value, str) or (isinstance(value, list) and len(value) != 2)):
             raise ValueError("expected pixels, such as 256 or 256x320")
+        return value
+
+    @field_validator("device")
+    @classmethod
+    def _check_device(cls, value: str) -> str:
+        if not _DEVICES.fullmatch(value):
+            raise InputError("expected auto, cpu, cuda, cuda:N or mps", hint="a GPU is cuda (NVIDIA) or mps (Apple)")
         return value
 
     @field_validator("workers")
@@ -267,38 +277,24 @@ def read_yaml(path: Path) -> dict[str, Any]:
         InputError: the file cannot be read, or is not a YAML mapping.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-        if _has_too_many_values(text):
-            raise InputError(f"config file {path} has more than {_MOST_VALUES:,} values; an alias counts as a copy")
-        content = yaml.safe_load(text)
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise InputError(f"config file {path} has no keys; expected lines such as `images: photos`")
+        values: dict[str, Any] = _with_homes(content, f"config file {path}")
     except OSError as error:
-        hint = did_you_mean(path) if isinstance(error, FileNotFoundError) else ""
+        reason, hint = error.strerror, did_you_mean(path) if isinstance(error, FileNotFoundError) else ""
         if isinstance(error, IsADirectoryError):
-            hint = "name a YAML file with keys such as `images: photos`"
-        raise InputError(f"config file {path}: {error.strerror}", hint=hint) from None
+            reason = "it is a folder; expected a YAML file, which names the folder"
+            name = path.resolve().name or "photos"
+            lines = shlex.join([f"images: {path}", f"out: outputs/{name}-sync"])
+            hint = f"to make one: printf '%s\\n' {lines} > {shlex.quote(f'{name}.yaml')}"
+        raise InputError(f"config file {path}: {reason}", hint=hint) from None
     except RecursionError:
         raise InputError(f"config file {path} is nested too deep") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        tabs = "\\t" in str(error)
-        raise InputError(
-            f"config file {path} is not YAML: {_problem(error)}", hint="indent with spaces" * tabs
-        ) from None
-    if not isinstance(content, dict):
-        raise InputError(f"config file {path} has no keys; expected lines such as `images: photos`")
-    values: dict[str, Any] = _with_homes(content, f"config file {path}")
+        hint = "indent with spaces" if "\\t" in str(error) else ""
+        raise InputError(f"config file {path} is not YAML: {_problem(error)}", hint=hint) from None
     return values
-
-
-def _has_too_many_values(text: str) -> bool:
-    """Return whether YAML has more than `_MOST_VALUES` values; an alias, also of itself, counts as what it repeats."""
-    left: list[Any] = [yaml.compose(text, yaml.SafeLoader)]
-    count = 0
-    while left and count <= _MOST_VALUES:
-        inside = getattr(left.pop(), "value", "")  # nodes, pairs of nodes, or a text
-        inside = [] if isinstance(inside, str) else inside
-        left += [node for each in inside for node in (each if isinstance(each, tuple) else (each,))]
-        count += 1 + len(inside)
-    return count > _MOST_VALUES
 
 
 def _problem(error: yaml.YAMLError | UnicodeDecodeError) -> str:

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import difflib
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
 import click
 
+from extract.system.similar_paths import folder_or_list
 from pipelines.terminal.commands import GONE_OPTIONS, with_keys
 from pipelines.terminal.text_output import print_line, printable_lines
 
 __all__ = ["print_error", "print_usage_error"]
+
+# Words that other programs use, and what layertap has instead.
+_OTHER_WORDS = {
+    "fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16", "hdf5": "h5", "npz": "npy",
+    "csv": "npy (its rows.csv lists paths, labels and statuses) or parquet",
+}  # fmt: skip
+_START_AGAIN = ("--overwrite", "--restart", "--clobber")
 
 
 def print_error(message: str, hint: str = "") -> None:
@@ -34,16 +47,64 @@ def print_usage_error(error: click.ClickException) -> None:
     if isinstance(error, click.exceptions.NoArgsIsHelpError):  # a command without arguments prints its help
         error.show()
         return
-    message = error.format_message()
-    hint = ""
-    if isinstance(error, click.NoSuchOption) and error.option_name in GONE_OPTIONS:
-        message, hint = error.message, GONE_OPTIONS[error.option_name]
-    elif isinstance(error, click.NoSuchOption | click.exceptions.NoSuchCommand) and error.possibilities:
-        given = error.option_name if isinstance(error, click.NoSuchOption) else error.command_name
-        longer = [name for name in error.possibilities if name.startswith(given)]
-        message, hint = error.message, f"did you mean {' or '.join(longer or error.possibilities)}?"
-    elif message.startswith("Got unexpected extra argument"):
-        hint = "quote a path with spaces; for several values, repeat the option: -l layer1 -l layer2"
-    elif isinstance(error, click.UsageError) and error.ctx is not None:
+    message, hint = error.format_message(), ""
+    if isinstance(error, click.NoSuchOption | click.exceptions.NoSuchCommand):
+        message, hint = error.message, _similar_name(error)
+    elif isinstance(error, click.MissingParameter):
+        in_one_line = " ".join(message.split())  # click writes each choice on a line of its own
+        message, hint = _missing(in_one_line.rstrip("."), error)
+    elif message.startswith("Got unexpected extra argument") and isinstance(error, click.UsageError):
+        hint = _several_arguments(message.partition("(")[2].rstrip(")"), error.ctx)
+    elif isinstance(error, click.BadParameter) and error.param and isinstance(error.param.type, click.Choice):
+        hint = _similar_choice(message.rpartition("' is not one of")[0].rpartition(": '")[2], error.param.type.choices)
+    if not hint and isinstance(error, click.UsageError) and error.ctx is not None:
         hint = f"{error.ctx.command_path} --help lists arguments and options"
     print_error(message.rstrip("."), hint)
+
+
+def _similar_name(error: click.NoSuchOption | click.exceptions.NoSuchCommand) -> str:
+    name = error.option_name if isinstance(error, click.NoSuchOption) else error.command_name
+    if name in GONE_OPTIONS:
+        return GONE_OPTIONS[name]
+    if name in _START_AGAIN:
+        return "to start again, delete the output, or name another one with -o"
+    known = {each.lstrip("-"): each for each in error.possibilities or ()}
+    near = [each for word, each in known.items() if word.startswith(name.lstrip("-"))]
+    near = near or [known[word] for word in difflib.get_close_matches(name.lstrip("-"), known)]
+    return f"did you mean {' or '.join(near)}?" if near else ""
+
+
+def _similar_choice(word: str, choices: Sequence[str]) -> str:
+    other = _OTHER_WORDS.get(word.lower(), "")
+    near = [other] if other.partition(" ")[0] in choices else difflib.get_close_matches(word, choices, n=1)
+    return f"did you mean {near[0]}?" if near else ""
+
+
+def _missing(message: str, error: click.MissingParameter) -> tuple[str, str]:
+    """Return the message and the hint for a missing argument: with several, another one may have been left out."""
+    if error.ctx is None or not isinstance(error.param, click.Argument):
+        return message, ""
+    arguments = [each for each in error.ctx.command.params if isinstance(each, click.Argument)]
+    taken = ((each.human_readable_name, error.ctx.params.get(each.name or "")) for each in arguments)
+    as_what = ", ".join(f"{value} was taken as {name}" for name, value in taken if value not in (None, ()))
+    if not as_what:
+        return message, ""
+    command = " ".join([error.ctx.command_path, *(each.human_readable_name for each in arguments)])
+    return f"{message}; {as_what}", f"expected: {command}"
+
+
+def _several_arguments(extra: str, ctx: click.Context | None) -> str:
+    """Return what to do about arguments that no parameter takes: a path with spaces, several files, or several values.
+
+    Args:
+        extra: the arguments.
+        ctx: the command; it has read the arguments before them.
+    """
+    taken = [str(value) for value in ctx.params.values() if isinstance(value, str | Path)] if ctx else []
+    for text in taken:
+        path = Path(text)
+        if Path(f"{text} {extra}").exists():
+            return f"quote a path with spaces: {shlex.quote(f'{text} {extra}')}"
+        if path.is_file() and path.suffix == Path(extra).suffix:
+            return folder_or_list(path)
+    return "quote a path with spaces; for several values, repeat the option: -l layer1 -l layer2"

@@ -16,7 +16,7 @@ from extract.system.urls import is_url
 from pipelines.terminal.commands import Option
 from pipelines.terminal.completion import complete_paths
 from pipelines.terminal.config import keys_of
-from pipelines.terminal.text_output import print_line
+from pipelines.terminal.text_output import print_line, print_out
 
 __all__ = [
     "BACKBONE_HELP",
@@ -160,7 +160,7 @@ def given(flags: dict[str, Any]) -> dict[str, Any]:
 
 def print_json(content: Any, indent: int | None = 1) -> None:
     """Print a value as JSON; on one line if `indent` is None."""
-    click.echo(json.dumps(content, indent=indent).replace("\x7f", "\\u007f"))  # the only control character that stays
+    print_out(json.dumps(content, indent=indent).replace("\x7f", "\\u007f"))  # the only control character that stays
 
 
 def print_result(

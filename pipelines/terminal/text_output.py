@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from collections import Counter
@@ -16,10 +17,12 @@ from extract.row_status import Status
 __all__ = [
     "LAYERTAP",
     "SHOWN",
+    "STDOUT",
     "command_line",
     "counted",
     "print_failures",
     "print_line",
+    "print_out",
     "print_remedy",
     "printable",
     "printable_lines",
@@ -29,6 +32,8 @@ __all__ = [
 # being imported.
 LAYERTAP = (sys.executable, "-P", "-m", "layertap")
 SHOWN = 10  # lines of a list on the terminal; --json has all of them
+STDOUT = "standard output"  # in errors
+_ESCAPED = re.compile("[\udc80-\udcff]+")  # bytes of file names; with LC_ALL=C, all that are not ASCII
 
 
 def print_line(text: object, *, err: bool = False, fg: str | None = None, bold: bool = False) -> None:
@@ -37,7 +42,21 @@ def print_line(text: object, *, err: bool = False, fg: str | None = None, bold: 
     `click.echo` elsewhere.
     """
     safe = printable_lines(str(text))
-    click.echo(click.style(safe, fg=fg, bold=bold or None) if fg or bold else safe, err=err)
+    safe = click.style(safe, fg=fg, bold=bold or None) if fg or bold else safe
+    click.echo(safe, err=True) if err else print_out(safe)
+
+
+def print_out(text: str) -> None:
+    """Print text that is safe to print on stdout.
+
+    Raises:
+        OSError: stdout cannot be written; the file in the error is `STDOUT`.
+    """
+    try:
+        click.echo(text)
+    except OSError as error:
+        error.filename = STDOUT
+        raise
 
 
 def printable_lines(text: str) -> str:
@@ -94,5 +113,6 @@ def command_line() -> str:
 
 def printable(path: str) -> str:
     """Make a path safe to print: escape control characters and undecodable bytes; remove credentials from a URL."""
+    path = _ESCAPED.sub(lambda part: part[0].encode(errors="surrogateescape").decode(errors="surrogateescape"), path)
     path = text_without_credentials(path)
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in path)

@@ -205,7 +205,7 @@ def test_a_run_in_which_every_row_failed_has_failed(tmp_path: Path) -> None:
     result = layertap("embed", str(tmp_path / "p"), "-o", str(tmp_path / "out"), *SMALL)
     assert result.exit_code == 1
     assert "3 rows without features (3 decode error)" in result.stdout
-    assert "none of the 3 images has features" in result.stderr
+    assert "no image of 3 rows has features" in result.stderr
     make_picture(1).save(tmp_path / "p" / "0.png")
     result = layertap("embed", str(tmp_path / "p"), "-o", str(tmp_path / "out"), *SMALL, "--retry-failed")
     assert result.exit_code == 0, result.output

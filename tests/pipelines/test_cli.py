@@ -213,8 +213,8 @@ def test_an_output_of_another_fingerprint_is_told_and_kept(folder: Path, tmp_pat
 def test_outputs_that_cannot_be_written(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     assert "file is a file; name a folder for the output" in fails("embed", folder, "-o", tmp_path / "file", *SMALL)
-    assert "cannot write to" in fails("embed", folder, "-o", tmp_path / "file" / "deeper", *SMALL, code=1)
-    assert "error: /proc/layertap" in fails("embed", folder, "-o", "/proc/layertap", *SMALL, code=1)
+    for out in (tmp_path / "file" / "deeper", "/proc/layertap"):
+        assert f"error: {out}: the folder cannot be created in " in fails("embed", folder, "-o", out, *SMALL)
     assert (tmp_path / "file").read_text() == "x"
 
 

@@ -196,8 +196,10 @@ def test_a_folder_that_does_not_exist_has_the_hint_of_embed(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    problem, *others = examined("picturs", code=1)["problems"]
+    report = examined("picturs", code=1)
+    problem, *others = report["problems"]
     assert not others
+    assert set(report) == {"ok", "problems", "images"}, "no more is checked for a misspelt path"
     assert (problem["text"], problem["hint"]) == ("picturs: no such folder or file", "did you mean pictures?")
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import socket
+import subprocess
 import sys
 import tarfile
 from pathlib import Path
@@ -16,6 +18,7 @@ import torch
 from click.testing import CliRunner
 
 from pipelines.cli import main
+from pipelines.embed.cluster import driver
 from tests.conftest import make_picture
 from tests.pipelines.mistakes import PAGE, SECTIONS, SMALL, Mistake, page
 
@@ -39,7 +42,7 @@ FILES = {
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with all that the commands name, and two data sets."""
     root = tmp_path_factory.mktemp("mistakes")
-    for folder in ("photos/ant", "photos/bee", "flat", "empty", "notes", "tars", "outputs"):
+    for folder in ("photos/ant", "photos/bee", "flat", "empty", "notes", "tars", "outputs", "my photos", "exported"):
         (root / folder).mkdir(parents=True)
     for number in range(4):
         make_picture(number, 24, 18).save(root / "photos" / ["ant", "bee"][number % 2] / f"{number}.png")
@@ -104,3 +107,73 @@ def test_the_page_of_mistakes_is_up_to_date() -> None:
     assert PAGE.read_text(encoding="utf-8") == page(), "run python -m tests.pipelines.mistakes"
     assert len(MISTAKES) >= 30
     assert len({mistake.command for mistake in MISTAKES}) == len(MISTAKES)
+
+
+def test_what_needs_no_backbone_is_refused_before_pytorch_is_imported(place: Path) -> None:
+    refused = {
+        "embed Photos": "Photos: no such folder or file",
+        "embed notes": "notes: no images",
+        "embed photos --device gpu": "--device: expected",
+        "embed photos -l layer1,layer2": "a name has no commas",
+        "embed photos -l ''": "has no name",
+        "embed photos -o names.csv": "names.csv is a file",
+        "embed photos -o photos": "photos is not empty and not a layertap data set",
+        "embed photos -o /proc/layertap": "cannot be created in /proc",
+        "embed Photos --engine processes": "Photos: no such folder or file",
+        "embed photos --engine processes -o names.csv": "names.csv is a file",
+    }
+    program = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from click.testing import CliRunner; from pipelines.cli import main\n"
+        "import json; commands = json.loads(sys.argv[1])\n"
+        "print(json.dumps([CliRunner().invoke(main, command).output for command in commands]))"
+    )
+    commands = json.dumps([shlex.split(command) for command in refused])
+    before = sorted(place.rglob("*"))
+    run = subprocess.run(
+        [sys.executable, "-c", program, commands], cwd=place, capture_output=True, text=True, check=True
+    )
+    for (command, message), printed in zip(refused.items(), json.loads(run.stdout), strict=True):
+        assert printed.startswith("error: "), command
+        assert message in printed, command
+    assert sorted(place.rglob("*")) == before
+
+
+def test_a_device_that_is_not_there_is_refused_before_there_is_an_output_folder(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(place)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(driver.SharedRun, "run", lambda run: pytest.fail("a worker was started"))
+    result = CliRunner().invoke(main, ["embed", "photos", "--device", "cpu,cuda:0", "-o", "outputs/shared"])
+    assert result.exit_code == 1
+    assert "error: device 'cuda:0' cannot be used: this machine has no CUDA device" in result.output
+    assert not Path("outputs/shared").exists()
+
+
+@pytest.mark.parametrize(
+    ("mistake", "written", "then"),
+    [
+        ("embed photos/ant/0.png photos/ant/2.png", "list.csv", "embed list.csv -o outputs/of-list SMALL"),
+        ("sync photos", "photos.yaml", "sync photos.yaml --dry-run"),
+    ],
+)
+def test_the_line_that_a_hint_gives_to_a_shell_works(
+    place: Path, monkeypatch: pytest.MonkeyPatch, mistake: str, written: str, then: str
+) -> None:
+    monkeypatch.chdir(place)
+    (place / written).unlink(missing_ok=True)
+    hint = CliRunner().invoke(main, shlex.split(mistake)).stderr.partition("hint: ")[2].strip()
+    line = hint.rpartition("to make one: " if written == "photos.yaml" else "or a list: ")[2]
+    subprocess.run(["sh", "-c", line], check=True)
+    result = CliRunner().invoke(main, shlex.split(then.replace("SMALL", f"{SMALL} --workers 0")))
+    assert result.exit_code == 0, result.output
+    assert ("2 rows" in result.stdout) == (written == "list.csv")
+
+
+def test_one_image_is_counted_in_the_singular(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
+    command = ["embed", "photos/ant/0.png", "-o", "outputs/one", "--workers", "0", *shlex.split(SMALL)]
+    assert "outputs/one: 1 row\n" in CliRunner().invoke(main, command).stdout
+    assert CliRunner().invoke(main, ["show", "outputs/one"]).stdout.startswith("outputs/one: 1 row in 1 shard,")

@@ -34,6 +34,7 @@ from tests.pipelines.test_sync import SMALL, write
 
 BERLIN = ZoneInfo("Europe/Berlin")
 SECOND, MINUTE, HOUR, DAY = timedelta(seconds=1), timedelta(minutes=1), timedelta(hours=1), timedelta(days=1)
+SKIPPED = "WARNING the pass was skipped: another process is at work on a data set"
 NIGHTLY = {"cron": "30 2 * * *", "timezone": "UTC"}
 
 
@@ -113,7 +114,10 @@ def messages() -> Iterator[list[str]]:
     before = logger.handlers[:], logger.level, logger.propagate
     collected: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: collected.append(record.getMessage())  # type: ignore[method-assign]
+    level = {logging.INFO: ""}
+    handler.emit = lambda record: collected.append(  # type: ignore[method-assign]
+        level.get(record.levelno, f"{record.levelname} ") + record.getMessage()
+    )
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     yield collected
@@ -304,17 +308,19 @@ def test_what_a_pass_prints_is_logged_and_given_to_the_commands_of_on_failure(
     secret = f"cat > {tmp_path}/failed; echo $LAYERTAP_EXIT_CODE > {tmp_path}/code; exit 7 # password"
     runner_of(tmp_path, code, on_failure=[secret, f"touch {tmp_path}/second"]).run()
     content = json.loads((tmp_path / "failed").read_text())
+    assert abs(datetime.now(UTC) - datetime.fromisoformat(content.pop("time"))) < MINUTE
     assert content == {
-        "config": str(tmp_path / "s.yaml"), "host": os.uname().nodename, "exit_code": 3, "data_sets": printed,
+        "event": "started", "config": str(tmp_path / "s.yaml"), "host": os.uname().nodename, "exit_code": 3,
+        "data_sets": printed,
     }  # fmt: skip
     assert (tmp_path / "code").read_text() == "3\n"
     assert (tmp_path / "second").exists()
     assert messages == [
         "pass started",
         "a\\x1b[2J: version 3: 1,200 added",
-        "b: the disk is gone",
-        "the pass failed with exit code 3",
-        "command 1 of on_failure ended with exit code 7",
+        "ERROR b: the disk is gone",
+        "ERROR the pass failed with exit code 3",
+        "ERROR command 1 of on_failure ended with exit code 7",
     ]
 
 
@@ -322,12 +328,16 @@ def test_what_a_pass_prints_is_logged_and_given_to_the_commands_of_on_failure(
     ("code", "message", "is_failure"),
     [
         ("", "", False),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "the pass was killed by signal 9", True),
-        (f"raise SystemExit({_LOCKED})", "the pass was skipped: another process is at work on a data set", False),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "ERROR the pass was killed by signal 9", True),
+        (
+            f"raise SystemExit({_LOCKED})",
+            "WARNING the pass was skipped: another process is at work on a data set",
+            False,
+        ),
         ("print('[[[' * 9)", "", False),
         ("print(42)", "", False),  # as code of a backbone may, before the pass is killed
         ("print('[42]')", "", False),
-        ("raise SystemExit(1)", "the pass failed with exit code 1", True),
+        ("raise SystemExit(1)", "ERROR the pass failed with exit code 1", True),
     ],
 )
 def test_a_failure_calls_the_commands_of_on_failure_and_a_lock_does_not(
@@ -354,8 +364,8 @@ def test_a_pass_that_cannot_be_started_is_a_failure(tmp_path: Path, messages: li
     runner.run()
     told = json.loads((tmp_path / "failed").read_text())
     assert "the pass cannot be started: [Errno 2]" in told["data_sets"][0]["error"]
-    assert messages[-1] == "the pass failed with exit code 1"
-    assert messages[-2] == told["data_sets"][0]["error"]
+    assert messages[-1] == "ERROR the pass failed with exit code 1"
+    assert messages[-2] == "ERROR " + told["data_sets"][0]["error"]
 
 
 def test_a_command_of_on_failure_that_hangs_is_killed(
@@ -363,7 +373,49 @@ def test_a_command_of_on_failure_that_hangs_is_killed(
 ) -> None:
     monkeypatch.setattr("pipelines.sync.schedule._COMMAND_S", 0.2)
     runner_of(tmp_path, "raise SystemExit(1)", on_failure="exec sleep 60").run()
-    assert messages[-1].startswith("command 1 of on_failure was killed")
+    assert messages[-1].startswith("ERROR command 1 of on_failure was killed")
+
+
+def test_a_failure_is_reported_when_it_starts_changes_and_ends(tmp_path: Path, messages: list[str]) -> None:
+    """The state outlives the scheduler, if there is a data set to keep it in."""
+    out, alarms = tmp_path / "out", tmp_path / "alarms"
+    program = f"import pathlib; exec(pathlib.Path({str(tmp_path / 'pass.py')!r}).read_text())"
+
+    def events(*texts: str) -> list[str]:
+        for text in texts:
+            printed = json.dumps([{"out": "a", "error": text} if text else {"out": "a", "version": 1}])
+            (tmp_path / "pass.py").write_text(f"print({printed!r}); raise SystemExit({int(bool(text))})")
+            runner_of(tmp_path, program, on_failure=f"(cat; echo) >> {alarms}").run()  # a scheduler of its own
+        read = [json.loads(line) for line in alarms.read_text().splitlines()] if alarms.exists() else []
+        alarms.unlink(missing_ok=True)
+        return [f"{alarm['event']} {alarm['exit_code']} {alarm['data_sets'][0].get('error', '')}" for alarm in read]
+
+    out.mkdir()
+    (out / "manifest.sqlite").touch()
+    assert events("", "") == []
+    assert events("12 of 20 are gone", "13 of 20 are gone", "no disk", "no disk", "", "", "no disk") == [
+        "started 1 12 of 20 are gone", "changed 1 no disk", "ended 0 ", "started 1 no disk",
+    ]  # fmt: skip
+    assert messages.count("ERROR a: no disk") == 2
+    assert messages.count("ERROR the pass failed with exit code 1, as before") == 2
+    (out / "schedule.json").write_text('{"started": "of an earlier version"}')
+    assert events("") == []
+    (out / "manifest.sqlite").unlink()
+    (out / "schedule.json").unlink()
+    assert len(events("no disk", "no disk")) == 2
+    assert not list(out.iterdir()), "nothing is written to a folder that is no data set"
+
+
+def test_what_a_pass_prints_on_stderr_is_logged_and_its_errors_only_once(tmp_path: Path, messages: list[str]) -> None:
+    lines = "computing 3 images\nerror: s.yaml: wrong:\n  key a\n\nhint: do\x1b that\nnote: it goes on\n"
+    code = f"import sys; sys.stderr.write({lines!r}); print({{}}); raise SystemExit(2)"
+    runner_of(tmp_path, code.format("[]"), on_failure=f"cat > {tmp_path}/failed").run()
+    reason = "s.yaml: wrong:; key a; hint: do\\x1b that"
+    assert json.loads((tmp_path / "failed").read_text())["data_sets"] == [{"error": reason}]
+    assert messages == [
+        "pass started", "computing 3 images", "note: it goes on",
+        f"ERROR {reason.replace(chr(92), chr(92))}", "ERROR the pass failed with exit code 2",
+    ]  # fmt: skip
 
 
 def test_a_pass_is_over_when_its_workers_are(tmp_path: Path) -> None:
@@ -542,7 +594,8 @@ def test_systemd_is_told_the_times_of_the_cron_line(tmp_path: Path, line: str) -
     text = as_systemd(file)
     assert "Persistent=true" in text
     assert f"User={os.geteuid()}" in text.splitlines()
-    assert "# only `layertap sync --schedule` runs on_failure; here, OnFailure= names another unit" in text.splitlines()
+    start = next(part for part in text.splitlines() if part.startswith("ExecStart="))
+    assert '"-m" "pipelines.sync.schedule"' in start
     events = [part.removeprefix("OnCalendar=") for part in text.splitlines() if part.startswith("OnCalendar=")]
     if not shutil.which("systemd-analyze"):
         pytest.skip("no systemd-analyze")
@@ -575,7 +628,7 @@ def _stamp(text: str) -> datetime | None:
 def test_units_pass_the_checker_of_systemd(tmp_path: Path) -> None:
     if not shutil.which("systemd-analyze"):
         pytest.skip("no systemd-analyze")
-    for schedule in ({"cron": "30 2 * * *"}, {"every": "90s"}):
+    for schedule in ({"cron": "30 2 * * *"}, {"every": "90s"}, {"every": "90s", "on_failure": "true"}):
         text = as_systemd(load_sync_file(write(tmp_path / "a 'b\" %c$d.yaml", images="x", schedule=schedule)))
         files: dict[str, str] = {}
         for part in text.split("# /etc/systemd/system/")[1:]:
@@ -588,6 +641,27 @@ def test_units_pass_the_checker_of_systemd(tmp_path: Path) -> None:
         run = subprocess.run(command, capture_output=True, text=True)
         assert run.returncode == 0, run.stderr
         assert not [line for line in run.stderr.splitlines() if str(tmp_path) in line or "layertap" in line]
+
+
+@pytest.mark.parametrize("system", ["systemd", "cron"])
+def test_what_systemd_and_cron_run_makes_a_pass_and_calls_on_failure(tmp_path: Path, system: str) -> None:
+    schedule = {"every": "1h", "on_failure": f"(cat; echo; echo $LAYERTAP_EXIT_CODE) > '{tmp_path}/it failed'"}
+    config = write(
+        tmp_path / "50% off.yaml", images=str(tmp_path / "gone"), out=str(tmp_path / "out"), schedule=schedule
+    )
+    text = layertap("schedule", config, "--print", system).stdout
+    if system == "cron":  # which runs what follows five fields, in which it reads \% as %
+        command = text.strip().splitlines()[-1].split(" ", 5)[5].replace(r"\%", "%")
+    else:  # whose quoting is that of a shell, but for %%
+        start = next(line for line in text.splitlines() if line.startswith("ExecStart="))
+        command = start.removeprefix("ExecStart=").replace("%%", "%")
+    run = subprocess.run(command, shell=True, capture_output=True, text=True)
+    assert run.returncode == 1
+    alarm, code = (tmp_path / "it failed").read_text().splitlines()
+    assert "cannot read folder" in json.loads(alarm)["data_sets"][0]["error"]
+    assert code == "1"
+    assert run.stderr.count("cannot read folder") == 1
+    assert " ERROR " in next(line for line in run.stderr.splitlines() if "cannot read folder" in line)
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from extract.store.format.dataset import DataSet
 from extract.store.format.layout import RowNames, StoredFeature, create_shard
 from extract.store.format.writer import ShardWriter
 from pipelines import cli
+from pipelines.terminal.text_output import printable
 from tests.pipelines.test_cli import SMALL, layertap
 
 FAST = "--workers 0 --device cpu"
@@ -247,3 +248,22 @@ def test_a_command_without_arguments_prints_help_and_no_error() -> None:
     assert result.exit_code == 2
     assert "Start with:" in result.stderr
     assert "error" not in result.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux")
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_a_full_disk_behind_stdout_is_not_taken_for_that_of_a_data_set(forged: Path, options: list[str]) -> None:
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "layertap", "show", str(forged / "D"), *options]
+        run = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert run.returncode == 1
+    assert run.stderr == "error: standard output: No space left on device\n\nhint: write it to another file or disk\n"
+
+
+def test_names_are_readable_where_python_is_told_to_use_ascii(tmp_path: Path) -> None:
+    name = tmp_path / "кот"
+    forced = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    run = subprocess.run([sys.executable, "-m", "layertap", "show", str(name)], env=forced, capture_output=True)
+    assert run.stderr.decode().startswith(f"error: {name} does not exist")
+    bad = os.fsdecode(b"\xd0\xba\xff\xc2\x9b31m")  # a letter, an undecodable byte, and a control sequence of a terminal
+    assert printable(bad) == "к\\udcff\\x9b31m"

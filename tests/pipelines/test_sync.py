@@ -98,7 +98,7 @@ def test_status_and_compact_tell_what_kind_of_data_set_they_are_given(folder: Pa
     assert "does not exist" in fails("status", tmp_path / "nothing")
     layertap("embed", folder, "-o", tmp_path / "out", "-b", "timm/test_resnet", "--weights", "random", "--workers", 0)
     assert "complete" in layertap("status", tmp_path / "out").stdout
-    assert "name a YAML file" in fails("sync", tmp_path / "out")
+    assert "it is a folder; expected a YAML file" in fails("sync", tmp_path / "out")
     assert "was not written by `layertap sync`" in fails("compact", tmp_path / "out")
 
 

@@ -278,7 +278,10 @@ class DataSet:
             content = read_json(path, most_bytes=_DESCRIPTION_BYTES)
         except (FileNotFoundError, NotADirectoryError) as error:
             missing = "is not a layertap data set: it has no dataset.json" if out.exists() else "does not exist"
-            raise InputError(f"{out} {missing}", hint=did_you_mean(out) or folders_with(out, path.name)) from error
+            elsewhere = (out.parent if out.name == path.name else out, "outputs" / Path(out.name))
+            near = [folder for folder in elsewhere if folder != out and (folder / path.name).is_file()]
+            hint = f"did you mean {near[0]}?" if near else did_you_mean(out) or folders_with(out, path.name)
+            raise InputError(f"{out} {missing}", hint=hint) from error
         return cls.from_content(content, out, path)
 
     @classmethod

@@ -28,10 +28,10 @@ from extract.system.folder_lock import locked
 from extract.system.urls import is_url
 from pipelines.embed.cluster.processes import Child, Done, Event, Joined, Left, Message, Rows, children_of
 from pipelines.embed.cluster.shard_loop import ShardLoop
-from pipelines.embed.config import EmbedConfig
+from pipelines.embed.config import EmbedConfig, check_output
 from pipelines.terminal.graceful_stop import signals_held
 from pipelines.terminal.progress import Progress
-from pipelines.terminal.text_output import command_line, print_failures, print_remedy, printable
+from pipelines.terminal.text_output import command_line, counted, print_failures, print_remedy, printable
 
 if TYPE_CHECKING:
     from pipelines.embed.cluster.ray_actors import Actor
@@ -180,6 +180,7 @@ def embed_shared(config: EmbedConfig) -> SharedRun:
         LayertapError: see `SharedRun.run`; or there is no Ray cluster.
     """
     # A worker loads PyTorch and the backbone before it lists the images. Nodes of a cluster may have other files.
+    check_output(config)
     if config.engine != "ray" and not is_url(config.images) and kind_of(config.images) == "folder":
         check_exists(config.images)
     if config.engine != "ray":
@@ -203,7 +204,7 @@ def print_shared(shared: SharedRun, echo: Callable[[str], None]) -> None:
         published = f"{shared.published_before + loop.done:,} of {dataset.n_shards:,} shards are published"
         echo(f"{out}: {published}, {loop.own:,} of them by this run")
         rows = shared.hosts.total()
-        echo(f"{rows:,} rows in {shared.seconds:.1f} s, {rows / max(shared.seconds, 1e-9):.1f} images/s")
+        echo(f"{counted(rows, 'row')} in {shared.seconds:.1f} s, {rows / max(shared.seconds, 1e-9):.1f} images/s")
     for shard, reasons in sorted(loop.failed.items()):
         echo(f"shard {shard} failed {len(reasons)} times and is missing:")
         for reason in dict.fromkeys(reasons):

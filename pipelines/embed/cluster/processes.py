@@ -110,6 +110,7 @@ class Embed:
         import torch
 
         from extract.extraction.shard_maker import ShardMaker
+        from extract.images import list_images
         from extract.store.places.destination import destination_of
         from pipelines.embed.job import describe_computation, plan_of
         from pipelines.terminal.backbone import backbone_of
@@ -118,7 +119,7 @@ class Embed:
         config = self.config
         if "workers" not in config.model_fields_set:
             config = config.model_copy(update={"workers": min(defaults.WORKERS, self.threads)})
-        plan = plan_of(config, backbone_of(config, say))
+        plan = plan_of(config, backbone_of(config, say), list_images(config.images, config.limit, config.keep))
         with ShardMaker(
             plan,
             destination_of(config.place),
@@ -253,7 +254,13 @@ def children_of(config: EmbedConfig) -> list[Callable[[], Child]]:
 
 def _devices(config: EmbedConfig) -> list[str]:
     if config.device != "all" and (config.device != "auto" or config.engine != "processes"):
-        return [device.strip() for device in config.device.split(",")]
+        devices = [device.strip() for device in config.device.split(",")]
+        if any(device.startswith("cuda") for device in devices):  # otherwise, this process does without PyTorch
+            from extract.system.torch_state import check_device_exists
+
+            for device in set(devices) - {"auto"}:
+                check_device_exists(device)
+        return devices
     import torch
 
     return [f"cuda:{number}" for number in range(torch.cuda.device_count())] or ["cpu"]
