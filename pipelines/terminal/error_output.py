@@ -20,7 +20,6 @@ _OTHER_WORDS = {
     "fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16", "hdf5": "h5", "npz": "npy",
     "csv": "npy (its rows.csv lists paths, labels and statuses) or parquet",
 }  # fmt: skip
-_START_AGAIN = ("--overwrite", "--restart", "--clobber")
 
 
 def print_error(message: str, hint: str = "") -> None:
@@ -66,8 +65,6 @@ def _similar_name(error: click.NoSuchOption | click.exceptions.NoSuchCommand) ->
     name = error.option_name if isinstance(error, click.NoSuchOption) else error.command_name
     if name in GONE_OPTIONS:
         return GONE_OPTIONS[name]
-    if name in _START_AGAIN:
-        return "to start again, delete the output, or name another one with -o"
     known = {each.lstrip("-"): each for each in error.possibilities or ()}
     near = [each for word, each in known.items() if word.startswith(name.lstrip("-"))]
     near = near or [known[word] for word in difflib.get_close_matches(name.lstrip("-"), known)]
