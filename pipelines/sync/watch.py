@@ -34,20 +34,8 @@ _CHECK_MS = 1000  # interval of checks whether a pass is due, and whether the fo
 _GONE_S = 5.0  # after which a missing folder is tried again
 # File systems whose servers or other clients change files unnoticed by this machine's kernel.
 _SILENT = (
-    "nfs",
-    "cifs",
-    "smb",
-    "9p",
-    "fuse",
-    "afs",
-    "ceph",
-    "lustre",
-    "gpfs",
-    "virtiofs",
-    "vboxsf",
-    "prl_fs",
-    "beegfs",
-)
+    "nfs", "cifs", "smb", "9p", "fuse", "afs", "ceph", "lustre", "gpfs", "virtiofs", "vboxsf", "prl_fs", "beegfs",
+)  # fmt: skip
 
 
 def watch(configs: Sequence[SyncConfig], on_synced: Callable[[SyncResult], None]) -> int:

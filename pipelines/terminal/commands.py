@@ -50,6 +50,7 @@ OLD_OPTIONS = {
 
 # Options that do not exist, and what to do instead.
 GONE_OPTIONS = {
+    "--budget": "use --limit N, which takes the first N images",
     "--max-distortion": "extract.compute.distortion.measured_distortion measures what a projection changes",
     "--thorough": "leave it out; `layertap doctor --bench` always measures the same",
     "--verbose": "commands print notes and progress on stderr; `layertap doctor` prints versions and devices",
