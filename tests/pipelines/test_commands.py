@@ -280,7 +280,6 @@ OTHERS = {
     "extract/system/optional_libraries.py": {"--python"},  # uv
     "pipelines/compare/job.py": {"--weights"},  # which is replaced in a hint by the column of the table
     "pipelines/network/draw_stored.py": {"--images"},  # which is replaced in a hint by the argument
-    "pipelines/compare/files.py": {"--budget"},  # of the version that wrote the files
     "pipelines/embed/cluster/ray_actors.py": {"--head"},  # ray start
     "pipelines/embed/cluster/slurm.py": {  # sbatch, squeue
         "--job-name", "--array", "--ntasks", "--cpus-per-task", "--gpus-per-task", "--requeue", "--open-mode",

@@ -338,7 +338,7 @@ def test_a_comparison_of_a_sample_by_an_earlier_version_is_not_continued_with_al
     content = results(out) | {"sample": {"images": 50, "of": 90, "seed": 0}}
     (out / "compare.json").write_text(json.dumps(content))
     text = fails("compare", made / "pictures", "-b", "timm/test_vit", "-o", out)
-    assert "compares a sample of the images that an earlier version drew for --budget" in text
+    assert "compares a sample of the images that an earlier version drew for a given time" in text
     assert "name another folder with -o, and --limit N for fewer images" in text
     assert results(out) == content
 
