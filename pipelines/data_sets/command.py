@@ -94,12 +94,9 @@ def _compare(first: Path, second: Path, as_json: bool) -> None:
 @click.argument("other", required=False, type=FOLDER)
 @click.option("-o", "--out", "output", type=click.Path(path_type=Path), help="HTML file. [default: OUT/report.html]")
 @click.option(
-    "-l",
-    "--layers",
-    "layer",
-    metavar="LAYER",
+    "-l", "--layers", "layer", metavar="LAYER",
     help="Layer to compare images by. [default: embedding, or the last layer]",
-)
+)  # fmt: skip
 @click.option(
     "--map",
     "maps",

@@ -52,8 +52,10 @@ OLD_OPTIONS = {
 GONE_OPTIONS = {
     "--budget": "use --limit N, which takes the first N images",
     "--max-distortion": "extract.compute.distortion.measured_distortion measures what a projection changes",
+    "--overwrite": "to start again, delete the folder; to keep it, name another one with -o",
     "--thorough": "leave it out; `layertap doctor --bench` always measures the same",
     "--verbose": "commands print notes and progress on stderr; `layertap doctor` prints versions and devices",
+    "--weights": "`layertap list` needs none; `layertap compare` reads them from the table of --from FILE.csv",
 }
 
 # An option in a message, and its value.
