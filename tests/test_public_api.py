@@ -199,12 +199,12 @@ extract.sklearn.LayerFeatures.transform(self, X: Any) -> NDArray[np.float32]
 layertap.compare(images: str | os.PathLike[str], backbones: str | collections.abc.Sequence[str] = (), *, table:
         str | os.PathLike[str] | None = None, protocol: str = 'clip', labels: str | os.PathLike[str] | None =
         None, tasks: collections.abc.Mapping[str, str | os.PathLike[str]] | None = None, out: str |
-        os.PathLike[str] | None = None, budget: str | float | None = None, limit: int | None = None,
-        test_fraction: float | None = None, workers: int = ..., device: str = 'auto', seed: int = 0, progress:
-        bool = True, layers: str | collections.abc.Sequence[str] = ('embedding',), batch_size: int | None =
-        None, decode: Literal['exact', 'fast'] = 'exact', dtype: Literal['float32', 'float16', 'bfloat16',
-        'int8'] = 'float32', precision: Literal['float32', 'bfloat16', 'float16'] = 'float32', compile:
-        Literal['auto', 'on', 'off', 'inductor', 'openvino'] = 'auto') -> Comparison
+        os.PathLike[str] | None = None, limit: int | None = None, test_fraction: float | None = None, workers:
+        int = ..., device: str = 'auto', seed: int = 0, progress: bool = True, layers: str |
+        collections.abc.Sequence[str] = ('embedding',), batch_size: int | None = None, decode: Literal['exact',
+        'fast'] = 'exact', dtype: Literal['float32', 'float16', 'bfloat16', 'int8'] = 'float32', precision:
+        Literal['float32', 'bfloat16', 'float16'] = 'float32', compile: Literal['auto', 'on', 'off', 'inductor',
+        'openvino'] = 'auto') -> Comparison
 """
 
 

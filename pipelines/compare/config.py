@@ -9,7 +9,6 @@ from typing import Literal, Self
 from pydantic import BaseModel, Field, field_validator, model_validator
 
 from extract import defaults
-from extract.errors import InputError
 from extract.extraction.settings import ExtractionSettings
 from pipelines.terminal.config import FeatureKeys, Words, name_of
 
@@ -37,19 +36,12 @@ class CompareConfig(FeatureKeys, BaseModel):
     workers: int = Field(defaults.WORKERS, strict=True, ge=0)
     device: str = defaults.DEVICE
     limit: int | None = Field(None, strict=True, ge=1)
-    budget: str | float | None = Field(None, description="Removed; use --limit.")
     test_fraction: float | None = Field(
         None, gt=0, lt=1, description="Fraction to draw for testing. [default: the splits of the images, or 0.2]"
     )
     seed: int = Field(
         defaults.SEED, strict=True, ge=0, lt=1 << 32, description="Seed of random weights and random choices."
     )
-
-    @field_validator("budget")
-    @classmethod
-    def _refuse_budget(cls, value: object) -> None:
-        if value is not None:
-            raise InputError("layertap no longer draws a sample that takes a given time", hint="use --limit N")
 
     @field_validator("tasks")
     @classmethod

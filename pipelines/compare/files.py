@@ -44,7 +44,7 @@ def check_out(out: Path) -> None:
         raise InputError(f"{out} is not empty and not a comparison of layertap", hint="name another folder with -o")
     if content.get("sample"):
         raise InputError(
-            f"{out} compares a sample of the images that an earlier version drew for --budget",
+            f"{out} compares a sample of the images that an earlier version drew for a given time",
             hint="name another folder with -o, and --limit N for fewer images",
         )
 

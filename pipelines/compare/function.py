@@ -30,7 +30,6 @@ class Arguments(FeatureSettings):
         labels: FILE or FILE:COLUMN, a table with a column `path` or `id`; None: the classes of the images, if any.
         tasks: Name -> labels of each of several tasks, in place of `labels`.
         out: Folder of the comparison; None: `outputs/NAME-compared`.
-        budget: Removed; use `limit`.
         limit: Maximum number of images, the first in order.
         test_fraction: Fraction of each class to draw for testing; None: the splits of the images, or 0.2.
         workers: Decoding processes.
@@ -46,7 +45,6 @@ class Arguments(FeatureSettings):
     labels: str | os.PathLike[str] | None = None
     tasks: Mapping[str, str | os.PathLike[str]] | None = None
     out: str | os.PathLike[str] | None = None
-    budget: str | float | None = None
     limit: int | None = None
     test_fraction: float | None = None
     workers: int = defaults.WORKERS

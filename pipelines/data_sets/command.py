@@ -94,12 +94,9 @@ def _compare(first: Path, second: Path, as_json: bool) -> None:
 @click.argument("other", required=False, type=FOLDER)
 @click.option("-o", "--out", "output", type=click.Path(path_type=Path), help="HTML file. [default: OUT/report.html]")
 @click.option(
-    "-l",
-    "--layers",
-    "layer",
-    metavar="LAYER",
+    "-l", "--layers", "layer", metavar="LAYER",
     help="Layer to compare images by. [default: embedding, or the last layer]",
-)
+)  # fmt: skip
 @click.option(
     "--map",
     "maps",
@@ -110,13 +107,9 @@ def _compare(first: Path, second: Path, as_json: bool) -> None:
     help="Map of the images; may be repeated; the page opens on the first. pca needs no further library.",
 )
 @click.option(
-    "--probe",
-    "probe_results",
-    multiple=True,
-    type=click.Path(path_type=Path),
-    metavar="FOLDER",
+    "--probe", "probe_results", multiple=True, type=click.Path(path_type=Path), metavar="FOLDER",
     help="More results of `layertap probe`, besides OUT/probe; may be repeated.",
-)
+)  # fmt: skip
 @click.option("--images", help="Location of the images, if they were moved or are behind a URL.")
 @click.option("--thumbnails", type=click.IntRange(min=0), default=5000, show_default=True, help="Maximum number.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of random choices.")
@@ -139,23 +132,21 @@ def report(out: Path, other: Path | None, **settings: Any) -> None:
     print_line(f"{written}, {written.stat().st_size / 1e6:.1f} MB; open it in a browser")
 
 
-class _Pixel(click.ParamType[tuple[int, int]]):
-    """X,Y of a pixel."""
-
-    name = "X,Y"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        match = re.fullmatch(r"(\d{1,9}),(\d{1,9})", str(value), re.ASCII)
-        if match is None:
-            self.fail(f"{value!r}: expected X,Y in pixels from the upper left corner, such as 320,200", param, ctx)
-        return int(match[1]), int(match[2])
+def _pixel(ctx: click.Context, param: click.Parameter, text: str | None) -> tuple[int, int] | None:
+    match = re.fullmatch(r"(\d{1,9}),(\d{1,9})", text or "0,0", re.ASCII)
+    if match is None:
+        message = f"{text!r}: expected X,Y in pixels from the upper left corner, such as 320,200"
+        raise click.BadParameter(message, ctx, param)
+    return None if text is None else (int(match[1]), int(match[2]))
 
 
 @command(short_help="Find images that are similar to an image or a text.")
 @click.argument("out", type=DATA_SET)
 @click.argument("query", metavar="[ROW|PATH|IMAGE]", required=False)
 @click.option("--text", help="Text to search for, if the backbone of OUT has a text tower (CLIP, SigLIP).")
-@click.option("--at", type=_Pixel(), help="Pixel of the query image: search for its patch in the tokens of OUT.")
+@click.option(
+    "--at", metavar="X,Y", callback=_pixel, help="Pixel of the query image: search for its patch in the tokens of OUT."
+)
 @click.option("-k", type=click.IntRange(min=1), default=10, show_default=True, help="Number of images to find.")
 @click.option(
     "-l", "--layers", "layer", metavar="LAYER", help="Layer to compare. [default: embedding, or the only layer]"

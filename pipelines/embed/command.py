@@ -36,20 +36,13 @@ _array_option = partial(click.option, cls=Option, heading=WORKERS, rare=True)
     },
 )  # fmt: skip
 @click.option(
-    "--plan",
-    is_flag=True,
-    cls=Option,
-    heading=IMAGES,
+    "--plan", is_flag=True, cls=Option, heading=IMAGES,
     help="Only list many images once: OUT becomes a plan, which replaces IMAGES in later commands.",
-)
+)  # fmt: skip
 @click.option(
-    "--slurm",
-    type=click.IntRange(1, 1_000_000),
-    metavar="TASKS",
-    cls=Option,
-    heading=WORKERS,
+    "--slurm", type=click.IntRange(1, 1_000_000), metavar="TASKS", cls=Option, heading=WORKERS,
     help="Only print an sbatch file for --config FILE: an array of tasks that share the shards.",
-)
+)  # fmt: skip
 @_array_option("--gpus", type=click.IntRange(min=0), default=1, show_default=True, help="GPUs per task of --slurm.")
 @_array_option("--cpus", type=click.IntRange(min=1), default=8, show_default=True, help="Cores per task of --slurm.")
 @_array_option("--time", metavar="[D-]HH:MM:SS", help="Limit per task of --slurm. [default: the partition's]")
@@ -81,6 +74,8 @@ def embed(
         _write_plan(flags["images"], flags["out"], as_json)
         return
     if mode == "slurm":  # `layertap slurm CONFIG` of earlier versions names the file in the place of IMAGES
+        if config and flags["images"]:
+            raise InputError("IMAGES has no effect with --slurm: CONFIG names the images", hint="leave it out")
         _print_sbatch(config or flags["images"], tasks=slurm, **array)
         return
     resolved = load_config(EmbedConfig, config, given(flags))

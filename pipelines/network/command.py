@@ -177,9 +177,13 @@ def list_(
     """
     if what is None:
         what = "backbones" if backbone is None or "/" not in backbone or _GLOB.search(backbone) else "layers"
-    if what == "layers" and backbone is not None:
+    if what == "layers":
+        if backbone is None:
+            raise click.UsageError("Missing argument 'BACKBONE'.")
         _list_layers(backbone, patterns, ops, images, as_json)
         return
+    if patterns or ops or images:
+        raise InputError("layers are those of one backbone; expected SOURCE/NAME", hint="list them: layertap list")
     from pipelines.network.backbones import as_json as entries_as_json
     from pipelines.network.backbones import entries, print_entries, print_sources, sources
 

@@ -51,12 +51,14 @@ OLD_OPTIONS = {
 # Options that do not exist, and what to do instead.
 _START_AGAIN = "to start again, delete the output, or name another one with -o"
 GONE_OPTIONS = {
+    "--budget": "use --limit N, which takes the first N images",
     "--clobber": _START_AGAIN,
     "--max-distortion": "extract.compute.distortion.measured_distortion measures what a projection changes",
     "--overwrite": _START_AGAIN,
     "--restart": _START_AGAIN,
     "--thorough": "leave it out; `layertap doctor --bench` always measures the same",
     "--verbose": "commands print notes and progress on stderr; `layertap doctor` prints versions and devices",
+    "--weights": "`layertap list` needs none; `layertap compare` reads them from the table of --from FILE.csv",
 }
 
 # An option in a message, and its value.

@@ -102,6 +102,12 @@ def test_a_whole_name_lists_layers_and_the_earlier_command_its_backbone() -> Non
     assert [entry["spec"] for entry in globs] == [f"torchvision/resnet1{depth}" for depth in ("01", "52", "8")]
 
 
+def test_what_is_listed_of_layers_needs_one_backbone() -> None:
+    for words in (["timm", "layer1"], ["timm/res*", "--ops"], ["--bytes", "10"]):
+        assert fails("list", *words).startswith("layers are those of one backbone; expected SOURCE/NAME")
+    assert fails("layers").startswith("Missing argument 'BACKBONE'")
+
+
 def test_a_plan_is_written_by_both_names_and_replaces_the_images(folder: Path, tmp_path: Path) -> None:
     first = json.loads(layertap("plan", folder, "-o", tmp_path / "first", "--json").stdout)
     second = json.loads(layertap("embed", folder, "--plan", "-o", tmp_path / "second", "--json").stdout)
@@ -119,6 +125,7 @@ def test_an_sbatch_file_is_printed_by_both_names(tmp_path: Path) -> None:
     assert "#SBATCH --gpus-per-task=2\n" in text
     assert layertap("slurm", config, "--tasks", 16, "--gpus", 2, "--time", "1:00:00").stdout == text
     assert layertap("slurm", "--tasks", 16, "--gpus", 2, "--time", "1:00:00", config).stdout == text
+    assert "IMAGES has no effect with --slurm" in fails("embed", "photos", "--config", config, "--slurm", 2)
     assert fails("embed", "--slurm", 2) == "--slurm needs a config file, which each task reads; add --config FILE"
 
 
@@ -209,7 +216,7 @@ def test_rare_options_are_listed_by_help_all_alone_and_work() -> None:
 
 @pytest.mark.parametrize(("option", "hint"), GONE_OPTIONS.items())
 def test_an_option_that_does_not_exist_gets_a_hint(option: str, hint: str) -> None:
-    words = [] if option == "--verbose" else ["embed", "photos"]
+    words = [] if option == "--verbose" else ["list"] if option == "--weights" else ["embed", "photos"]
     assert fails(*words, option) == f"No such option '{option}'; {hint}"
 
 
@@ -280,7 +287,6 @@ OTHERS = {
     "extract/system/optional_libraries.py": {"--python"},  # uv
     "pipelines/compare/job.py": {"--weights"},  # which is replaced in a hint by the column of the table
     "pipelines/network/draw_stored.py": {"--images"},  # which is replaced in a hint by the argument
-    "pipelines/compare/files.py": {"--budget"},  # of the version that wrote the files
     "pipelines/embed/cluster/ray_actors.py": {"--head"},  # ray start
     "pipelines/embed/cluster/slurm.py": {  # sbatch, squeue
         "--job-name", "--array", "--ntasks", "--cpus-per-task", "--gpus-per-task", "--requeue", "--open-mode",
