@@ -30,7 +30,7 @@ from extract.errors import LayertapError
 from extract.system.atomic_files import write_whole
 from pipelines.sync.config import SyncFile, load_sync_file
 from pipelines.sync.due_times import due_after, time_zone
-from pipelines.sync.status import read_runs
+from pipelines.sync.status import local_time, read_runs
 from pipelines.terminal.error_output import print_error
 from pipelines.terminal.text_output import LAYERTAP, printable
 
@@ -99,11 +99,11 @@ def run_passes(
     overdue = started is None or (due is not None and due <= looked)
     if overdue:
         due = looked if schedule.catch_up else due_after(schedule, looked, last)
-    log.info("started; first pass %s", _local_time(due))
+    log.info("started; first pass %s", local_time(due))
     while not stopped():
         if now() < looked - _SET_BACK:  # otherwise the scheduler would wait until the time of a wrong clock
             due = due_after(schedule, now(), last)
-            log.warning("the clock was set back; next pass %s", _local_time(due))
+            log.warning("the clock was set back; next pass %s", local_time(due))
         looked = now()
         if due is None or looked < due:
             sleep(_LOOK_S)
@@ -112,8 +112,8 @@ def run_passes(
         last = due
         due = due_after(schedule, now(), last)
         missed = due_after(schedule, last, last)
-        skipped = "" if missed == due else f"; skipped those that were due from {_local_time(missed)} on"
-        log.info("next pass %s%s", _local_time(due), skipped)
+        skipped = "" if missed == due else f"; skipped those that were due from {local_time(missed)} on"
+        log.info("next pass %s%s", local_time(due), skipped)
 
 
 def _last_start(file: SyncFile, now: datetime) -> datetime | None:
@@ -235,10 +235,6 @@ class PassRunner:
                 log.error("command %d of on_failure was killed after %d s", number, _COMMAND_S)
             except OSError as error:
                 log.error("command %d of on_failure cannot be started: %s", number, error.strerror)
-
-
-def _local_time(at: datetime | None) -> str:
-    return "never" if at is None else at.astimezone().isoformat(" ", timespec="seconds")
 
 
 def _read_state(path: Path) -> str:
