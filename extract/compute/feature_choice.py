@@ -280,7 +280,7 @@ def with_projection_sizes(layers: Sequence[str], images: int, distortion: float 
 
 
 def _parse(backbone: LoadedBackbone, names: Collection[str], text: str) -> list[_Request]:
-    if text not in names and (error := separated_by_commas(text, names, backbone.spec)):
+    if text not in names and (error := separated_by_commas(text, backbone.spec)):
         raise error
     text, pooling = split_poolings(text)
     pooling = pooling or "auto"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import glob
 import operator
 import os
 from collections import Counter
@@ -64,7 +63,7 @@ def list_folder(where: str) -> Images:
 def check_exists(where: str) -> None:
     """Raise an InputError unless there is a local file or folder."""
     if not Path(where).exists():
-        files = glob.has_magic(where) and Path(where).parent.is_dir()
+        files = ("*" in where or "?" in where) and Path(where).parent.is_dir()
         hint = folder_or_list(Path(where)) if files else did_you_mean(where)
         raise InputError(f"{where}: no such folder or file", hint=hint)
 

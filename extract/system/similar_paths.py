@@ -47,8 +47,8 @@ def _exists(path: Path) -> bool:
 
 def folder_or_list(file: Path) -> str:
     """Return the hint for several files in place of a folder, by one of them, or by their pattern."""
-    folder = shlex.quote(str(file.parent))
-    return f"name their folder: {folder}; or a list: (echo path; ls {folder}/*{shlex.quote(file.suffix)}) > list.csv"
+    folder, suffix = shlex.quote(str(file.parent)), shlex.quote(file.suffix) if file.suffix else ""
+    return f"name their folder: {folder}; or a list: (echo path; ls {folder}/*{suffix}) > list.csv"
 
 
 def folders_with(folder: Path, name: str) -> str:

@@ -118,16 +118,14 @@ def _unknown_layer(pattern: str, names: Sequence[str], where: str) -> LayertapEr
     listed = f"list them: layertap list {where}" if "/" in where else ""
     if not pattern.strip():
         return InputError(f"a layer name is empty; expected a layer of {where}, or a pattern such as '*'", hint=listed)
-    return separated_by_commas(pattern, names, where) or unknown_name("layer", pattern, names, where, listed)
+    return separated_by_commas(pattern, where) or unknown_name("layer", pattern, names, where, listed)
 
 
-def separated_by_commas(text: str, names: Iterable[str], where: str) -> InputError | None:
+def separated_by_commas(text: str, where: str) -> InputError | None:
     """Return an error if a text holds several layers, separated by commas, each perhaps with a pooling; else None."""
-    parts = [part.strip() for part in text.split(",") if part.strip()]
-    known = {*names, "embedding"}
-    if "," not in text or not parts or not all(part.partition(":")[0] in known or is_glob(part) for part in parts):
+    if "," not in text or "[" in text:  # [1,2] is part of a pattern
         return None
-    each = " ".join(f"-l {part}" for part in parts)
+    each = " ".join(f"-l {part.strip()}" for part in text.split(",") if part.strip())
     return InputError(
         f"layer {text!r} of {where}: a name has no commas",
         hint=f"name each layer by itself ({each}; in a list, one item each)",

@@ -30,7 +30,7 @@ from extract.errors import LayertapError
 from extract.system.atomic_files import write_whole
 from pipelines.sync.config import SyncFile, load_sync_file
 from pipelines.sync.due_times import due_after, time_zone
-from pipelines.sync.status import read_runs
+from pipelines.sync.status import local_time, read_runs
 from pipelines.terminal.error_output import print_error
 from pipelines.terminal.text_output import LAYERTAP, printable
 
@@ -99,11 +99,11 @@ def run_passes(
     overdue = started is None or (due is not None and due <= looked)
     if overdue:
         due = looked if schedule.catch_up else due_after(schedule, looked, last)
-    log.info("started; first pass %s", _local_time(due))
+    log.info("started; first pass %s", local_time(due))
     while not stopped():
         if now() < looked - _SET_BACK:  # otherwise the scheduler would wait until the time of a wrong clock
             due = due_after(schedule, now(), last)
-            log.warning("the clock was set back; next pass %s", _local_time(due))
+            log.warning("the clock was set back; next pass %s", local_time(due))
         looked = now()
         if due is None or looked < due:
             sleep(_LOOK_S)
@@ -112,8 +112,8 @@ def run_passes(
         last = due
         due = due_after(schedule, now(), last)
         missed = due_after(schedule, last, last)
-        skipped = "" if missed == due else f"; skipped those that were due from {_local_time(missed)} on"
-        log.info("next pass %s%s", _local_time(due), skipped)
+        skipped = "" if missed == due else f"; skipped those that were due from {local_time(missed)} on"
+        log.info("next pass %s%s", local_time(due), skipped)
 
 
 def _last_start(file: SyncFile, now: datetime) -> datetime | None:
@@ -130,8 +130,8 @@ def _last_start(file: SyncFile, now: datetime) -> datetime | None:
 class PassRunner:
     """Runs passes, and the commands of `on_failure` when a failure starts, changes or ends.
 
-    A failure that lasts is reported once, not each minute; numbers in its message may change. What was reported is kept
-    in the folder of the first data set, for the next scheduler. If that folder is gone, it may be reported again.
+    A failure that lasts is reported once, not each minute; numbers in its message may change. It is reported again if a
+    command fails. What was reported is kept in the folder of the first data set, for the next scheduler.
 
     Args:
         file: the config file. Its commands of `on_failure` read from stdin what failed, as JSON, and the exit code from
@@ -179,9 +179,9 @@ class PassRunner:
             if code:
                 reason = f"was killed by signal {-code}" if code < 0 else f"failed with exit code {code}"
                 log.error("the pass %s%s", reason, ", as before" if failure == before else "")
-            if failure != before:
+            event = "ended" if not failure else "changed" if before else "started"
+            if failure != before and self._call_on_failure(event, code, data_sets):
                 self._remember(failure)
-                self._call_on_failure("ended" if not failure else "changed" if before else "started", code, data_sets)
         return code
 
     def _run_pass(self) -> tuple[int, list[dict[str, Any]]]:
@@ -214,7 +214,9 @@ class PassRunner:
             elif (self._state.parent / "manifest.sqlite").exists():  # otherwise, the folder is not a data set of sync
                 write_whole(self._state, failure.encode())
 
-    def _call_on_failure(self, event: str, code: int, data_sets: list[dict[str, Any]]) -> None:
+    def _call_on_failure(self, event: str, code: int, data_sets: list[dict[str, Any]]) -> bool:
+        """Run the commands of `on_failure`; return whether all succeeded; if not, the next pass runs them again."""
+        have_succeeded = True
         content = {
             "event": event,
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -229,16 +231,15 @@ class PassRunner:
                 run = subprocess.run(
                     command, shell=True, input=json.dumps(content).encode(), timeout=_COMMAND_S, env=environment
                 )
-                if run.returncode:
-                    log.error("command %d of on_failure ended with exit code %d", number, run.returncode)
+                if not run.returncode:
+                    continue
+                log.error("command %d of on_failure ended with exit code %d", number, run.returncode)
             except subprocess.TimeoutExpired:
                 log.error("command %d of on_failure was killed after %d s", number, _COMMAND_S)
             except OSError as error:
                 log.error("command %d of on_failure cannot be started: %s", number, error.strerror)
-
-
-def _local_time(at: datetime | None) -> str:
-    return "never" if at is None else at.astimezone().isoformat(" ", timespec="seconds")
+            have_succeeded = False
+        return have_succeeded
 
 
 def _read_state(path: Path) -> str:

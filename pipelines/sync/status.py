@@ -19,7 +19,7 @@ from extract.system.atomic_files import bytes_below
 from extract.system.json_files import TIME, Text, read_json_lines
 from pipelines.terminal.text_output import counted, print_failures
 
-__all__ = ["describe_status", "print_status"]
+__all__ = ["describe_status", "local_time", "print_status", "read_runs"]
 
 _LAST_RUNS = 10
 
@@ -106,7 +106,7 @@ def print_status(content: dict[str, Any], echo: Callable[[str], None]) -> None:
     if content["runs"]:
         echo("last runs")
         for run in content["runs"]:
-            echo(f"  {_local_time(run['started'])}  {_describe_run(run)}")
+            echo(f"  {local_time(datetime.fromisoformat(run['started']))}  {_describe_run(run)}")
     for drift in next((run.get("drift", []) for run in reversed(content["runs"]) if run.get("drift")), []):
         verdict = "UNLIKE the other rows: another camera, or a wrong folder?" if drift["far"] else "like the other rows"
         echo(
@@ -128,5 +128,6 @@ def _describe_run(run: dict[str, Any]) -> str:
     return f"{changes}{others}; {run.get('computed', 0):,} computed, {run['seconds']:.1f} s"
 
 
-def _local_time(text: str) -> str:
-    return datetime.fromisoformat(text).astimezone().isoformat(" ", timespec="seconds")
+def local_time(at: datetime | None) -> str:
+    """Return a time as a user of this machine reads it; None: never."""
+    return "never" if at is None else at.astimezone().isoformat(" ", timespec="seconds")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -100,7 +101,7 @@ def _several_arguments(extra: str, ctx: click.Context | None) -> str:
     taken = [str(value) for value in ctx.params.values() if isinstance(value, str | Path)] if ctx else []
     for text in taken:
         path = Path(text)
-        if Path(f"{text} {extra}").exists():
+        if os.path.exists(f"{text} {extra}"):  # noqa: PTH110  thousands of names are no error, as for Path
             return f"quote a path with spaces: {shlex.quote(f'{text} {extra}')}"
         if path.is_file() and path.suffix == Path(extra).suffix:
             return folder_or_list(path)

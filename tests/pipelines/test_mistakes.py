@@ -177,3 +177,11 @@ def test_one_image_is_counted_in_the_singular(place: Path, monkeypatch: pytest.M
     command = ["embed", "photos/ant/0.png", "-o", "outputs/one", "--workers", "0", *shlex.split(SMALL)]
     assert "outputs/one: 1 row\n" in CliRunner().invoke(main, command).stdout
     assert CliRunner().invoke(main, ["show", "outputs/one"]).stdout.startswith("outputs/one: 1 row in 1 shard,")
+
+
+def test_thousands_of_names_in_place_of_a_folder_get_the_hint_of_two(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(place)
+    names = ["photos/ant/0.png", *(f"photos/ant/{number}.png" for number in range(3000))]
+    assert "hint: name their folder: photos/ant; or a list: " in CliRunner().invoke(main, ["embed", *names]).stderr

@@ -396,8 +396,14 @@ def test_a_failure_is_reported_when_it_starts_changes_and_ends(tmp_path: Path, m
     assert events("12 of 20 are gone", "13 of 20 are gone", "no disk", "no disk", "", "", "no disk") == [
         "started 1 12 of 20 are gone", "changed 1 no disk", "ended 0 ", "started 1 no disk",
     ]  # fmt: skip
+    (tmp_path / "pass.py").write_text("raise SystemExit(1)")
+    for _ in range(2):  # a server that could not be reached is told again
+        runner_of(tmp_path, program, on_failure=f"echo >> {alarms}; exit 7").run()
+    assert alarms.read_text() == "\n\n"
+    alarms.unlink()
+    assert events("no disk", "no disk") == []
     assert messages.count("ERROR a: no disk") == 2
-    assert messages.count("ERROR the pass failed with exit code 1, as before") == 2
+    assert messages.count("ERROR the pass failed with exit code 1, as before") == 4
     (out / "schedule.json").write_text('{"started": "of an earlier version"}')
     assert events("") == []
     (out / "manifest.sqlite").unlink()
