@@ -46,7 +46,7 @@ from extract.taps.layer_names import layer_named, named_layers, named_parameters
 from extract.taps.record import Record, Reduce, Site, What, split_text
 from extract.taps.requests import FROZEN, TapRequest, requests_for, why_absent
 from extract.taps.surgery import Surgery
-from extract.taps.switches import COMPILED_CODE_OFF
+from extract.taps.torch_internals import COMPILED_CODE_OFF
 
 __all__ = ["Taps", "capture_of", "taps_of"]
 

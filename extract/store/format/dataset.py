@@ -50,10 +50,9 @@ from extract.store.format.schemas import DESCRIPTION, FORMAT_NAMES
 from extract.store.format.shard import Shard
 from extract.store.format.value_types import STORED_TYPES
 from extract.store.format.version import Version, pass_folder
-from extract.system.atomic_files import append_line, discard, own_folder, sync_folder, write_json
+from extract.system.atomic_files import TOKEN, append_line, discard, own_folder, sync_folder, write_json
 from extract.system.folder_lock import locked
 from extract.system.json_files import check_shape, read_json
-from extract.system.leftovers import TOKEN
 from extract.system.similar_paths import did_you_mean, folders_with
 
 __all__ = [

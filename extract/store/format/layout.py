@@ -72,8 +72,7 @@ from numpy.typing import NDArray
 from extract.errors import InputError, LayertapError
 from extract.store.format.checked_file import hdf5_in_memory, hdf5_on_disk
 from extract.store.format.value_types import kept_as, read_as
-from extract.system.atomic_files import discard, reserve_space, sync_folder
-from extract.system.operating_system import allocate, flush_to_disk
+from extract.system.atomic_files import allocate, discard, flush_to_disk, reserve_space, sync_folder
 
 __all__ = [
     "CHANGES_VERSION",
