@@ -320,7 +320,7 @@ class Capture:
 
     def register(self) -> None:
         """Register the hooks of all points, and those of the model itself."""
-        self.block.open()
+        self.block.is_open = True
         for point in self._points.values():
             module, others = point.module, len(self._handles)
             point.is_counted_on_entry = not is_simple(module) or bool(
@@ -346,7 +346,7 @@ class Capture:
 
     def close(self) -> None:
         """Remove all hooks."""
-        self.block.close()
+        self.block.is_open = False
         for handle in self._handles:
             handle.remove()
         self.let_go()
@@ -430,8 +430,7 @@ class Capture:
         if (thread := threading.get_ident()) != self._thread or thread in block.in_users_code:
             block.callers.add(thread)
             return
-        if block.mark is not None and not block.is_of_this_task:
-            block.ran_in_other_tasks = True
+        if not block.is_of_this_task:
             return
         if self._is_inside_forward():
             return  # the model calls itself: its layers run again in the same forward

@@ -25,7 +25,6 @@ import contextlib
 import dataclasses
 import sys
 import traceback
-import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -75,10 +74,10 @@ class Taps:
         on_record: called with each complete record, gradients included: when the next forward of the model starts, and
             when the block ends without an error.
 
-    Only calls of the model itself in the thread that opened the block are recorded. Layers called directly
-    (`model.features(x)`), in other threads, by `reduce`, edits, `on_record` and `torch.export`, or during recomputation
-    by activation checkpointing are not. Hooks registered inside the block run after those of `Taps`, whose record lacks
-    what they return.
+    Only calls of the model itself in the thread and asyncio task that opened the block are recorded. Layers called
+    directly (`model.features(x)`), in other threads, by `reduce`, edits, `on_record` and `torch.export`, or during
+    recomputation by activation checkpointing are not. Hooks registered inside the block run after those of `Taps`,
+    whose record lacks what they return.
 
     Raises:
         InputError: the model is not an `nn.Module`, or is exported; or it, or a layer asked for or one around that, is
@@ -300,13 +299,6 @@ class Taps:
         if kind is None and capture is not None:
             capture.hand_on()
             self._check_edits(capture)
-            if capture.block.ran_in_other_tasks and capture.forward is None:
-                warnings.warn(
-                    "only asyncio tasks that were created outside the `with` block called the model, and nothing was "
-                    "recorded; open the block outside of tasks to record the forwards of all",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
 
     def _advice(self, error: BaseException) -> str | None:
         """Return what to do about an error of PyTorch that left the block."""

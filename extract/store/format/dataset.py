@@ -10,7 +10,7 @@
                      ids; merged_from: of a merged data set, root, count and paths_xxh3 of its sources
     shard_rows       rows in every shard but the last
     version          only in a data set of `layertap sync`, which has no shards of its own; see `version.py`. Each new
-                     version replaces the file. If it has a base, format_version is 2 (of earlier versions of layertap)
+                     version replaces the file
 
 Readers ignore unknown keys. `runs.jsonl` has a line "started" for each run that wrote to the data set, with versions
 and machine, a line "computing" when its first batch has been compared, and a line "ended" if the run ended normally.
@@ -31,7 +31,7 @@ from typing import Any
 from extract.credentials import without_credentials
 from extract.errors import InputError, LayertapError
 from extract.row_status import Status
-from extract.store.format.differences import differences, earlier_names, shortened
+from extract.store.format.differences import differences, shortened
 from extract.store.format.layout import (
     AXES_FOLDER,
     AXES_NAMES,
@@ -370,8 +370,7 @@ class DataSet:
         if changed and not replaceable:
             raise InputError(
                 f"{location} holds other features; rows with these differences cannot be mixed:\n  "
-                + "\n  ".join(changed)
-                + earlier_names(existing.images, self.images),
+                + "\n  ".join(changed),
                 hint="choose another output folder, or delete this one",
             )
         return not changed
