@@ -30,8 +30,8 @@ __all__ = ["BatchAxis", "Trial"]
 _OF_ANOTHER_PICTURE = 0.005
 _ROUNDINGS = 100
 _OTHER_IN_BATCH = (
-    "its output for a picture differs in a batch from the picture alone: its rows are not the images, or the network "
-    "is random, or amplifies rounding, as some do with random weights"
+    "its output for a picture differs in a batch from the picture alone, as that of a random network does, and of one "
+    "that amplifies rounding, such as some with random weights: its rows are not the images"
 )
 _WHOLE = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 _NO_DIFFERENCE = 4  # roundings; pictures within this distance cannot be distinguished

@@ -25,6 +25,8 @@ class Block:
         thread: the thread of the block.
         is_open: whether the block has begun and not ended.
         callers: other threads that have called the model.
+        task: the asyncio task that opened the block; None: it is of all tasks. All tasks of a loop run in one thread:
+            while a task waits in its block, others may call the model.
         in_users_code: threads that run a `reduce`, an edit or an `on_record` of these `Taps`.
     """
 
@@ -34,13 +36,12 @@ class Block:
         self.thread = threading.get_ident()
         self._unheard = unheard
         self.callers: set[int] = set()
-        # All tasks of a loop run in one thread: while a task waits in its block, others may call the model.
-        self._task = _current_task()  # None: the block is of all tasks
+        self.task = _current_task()
 
     @property
     def is_of_this_task(self) -> bool:
         """Whether this asyncio task opened the block; true in other threads."""
-        return self._task is None or self.thread != threading.get_ident() or self._task is _current_task()
+        return self.task is None or self.thread != threading.get_ident() or self.task is _current_task()
 
     @property
     def is_worker(self) -> bool:

@@ -24,7 +24,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
-import traceback
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -51,7 +50,6 @@ __all__ = ["Taps", "capture_of", "taps_of"]
 
 _SHOWN = 20  # requests in `repr(taps)`, and names in an error
 _TRACED = "in code that PyTorch's compiler traces, such as a branch of torch.cond"
-_GENERATOR = "a generator or coroutine, in which nothing is recorded or edited"
 _EDITABLE = ("output", "input", "grad", "grad_input")
 
 # Names, globs, text forms of a site, or types of layers; or a site.
@@ -294,24 +292,12 @@ class Taps:
     ) -> None:
         capture = self._capture
         self._undo.close()
-        if error is not None and (note := self._advice(error)):
-            error.add_note(note)
+        gradients = any(request.what in ("grad", "grad_input") for request in self._requests)
+        if gradients and isinstance(error, RuntimeError) and "does not require grad" in str(error):
+            error.add_note(FROZEN)
         if kind is None and capture is not None:
             capture.hand_on()
             self._check_edits(capture)
-
-    def _advice(self, error: BaseException) -> str | None:
-        """Return what to do about an error of PyTorch that left the block."""
-        gradients = any(request.what in ("grad", "grad_input") for request in self._requests)
-        if gradients and isinstance(error, RuntimeError) and "does not require grad" in str(error):
-            return FROZEN
-        files = (frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__))
-        if isinstance(error, AssertionError) and any("_higher_order_ops" in file for file in files):
-            return (
-                "compiled code runs uncompiled inside the block, where torch.cond, while_loop, scan and map have no "
-                "gradients: call the model under torch.compiler.set_stance('default') in the block"
-            )
-        return None
 
     def _register(self, capture: Capture, undo: contextlib.ExitStack) -> None:
         """Register all hooks; closing `undo` removes them and restores the switches."""
@@ -374,8 +360,6 @@ class Taps:
             return "ran in another thread than the model, where nothing is recorded"
         if module in capture.traced:
             return f"ran {_TRACED}, where nothing is recorded"
-        if name in self._layers and capture.forward is not None and capture.forward.returned_generator:
-            return f"gave no value before the model returned {_GENERATOR}"
         return None
 
     def _check_edits(self, capture: Capture) -> None:
@@ -423,9 +407,10 @@ class Taps:
                 hint="call backward() inside the block, on a loss that depends on it, and do not freeze it"
                 + (f"; {FROZEN}" if any(request.layer in self._layers for request in idle) else ""),
             )
-        if capture.forward.returned_generator:
-            raise LayertapError(f"the edit of {names} never took effect: the model returned {_GENERATOR}")
-        raise LayertapError(f"the edit of {names} never took effect: no matching call returned a floating-point tensor")
+        raise LayertapError(
+            f"the edit of {names} never took effect: no matching call returned a floating-point tensor "
+            "before the model returned"
+        )
 
 
 def taps_of(

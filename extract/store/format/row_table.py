@@ -23,7 +23,7 @@ __all__ = ["RowTable", "read_rows"]
 _COLUMNS = {"path": "S", "split": "S", "classes": "S", "label": "i", "pass": "i", "row": "i"}  # name -> dtype.kind
 _HASHES = "source_hash"  # (N, 16) uint8; earlier versions of layertap wrote none
 _TEXTS_AT_ONCE = 1 << 16
-_REPAIR = "run `layertap sync`, which writes it again"
+_REPAIR = "run `layertap sync` to repair it"
 
 
 @dataclass(frozen=True)
