@@ -105,8 +105,9 @@ class FunctionCalls:
         padding = args[2] if len(args) > 2 else kwargs.get("src_key_padding_mask")
         first = encoder.layers[0]
         tensors = (*args[:1], *first.parameters())
-        has_gradients = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-        is_fused = getattr(encoder, "use_nested_tensor", False) and not (first.training or has_gradients)
+        has_gradients = torch.is_grad_enabled() and any(getattr(value, "requires_grad", False) for value in tensors)
+        is_other = first.training or has_gradients or torch.is_autocast_enabled()
+        is_fused = getattr(encoder, "use_nested_tensor", False) and not is_other
         if padding is not None and is_fused and self._capture.running():
             raise InputError(
                 f"{f'layer {name!r}' if name else 'the model'} computes this padded batch as a nested tensor; "
