@@ -1,4 +1,4 @@
-"""URLs without the credentials in them, as they are stored, printed and hashed.
+"""What is a URL, and URLs without the credentials in them, as they are stored, printed and hashed.
 
 A URL is fetched as it was given. Every other use has three rules:
 
@@ -17,7 +17,7 @@ from __future__ import annotations
 import re
 from urllib.parse import quote, unquote
 
-__all__ = ["parameters_without_credentials", "text_without_credentials", "user_info", "without_credentials"]
+__all__ = ["is_url", "parameters_without_credentials", "text_without_credentials", "user_info", "without_credentials"]
 
 _FORMS = re.compile(
     r"(xamz|xgoog|oauth|bearer).*"  # X-Amz-Signature, X-Goog-Credential, ...
@@ -48,6 +48,12 @@ _HOST = re.compile(r"(\[[^\]]*\]|[^:\[\]]*)(:\d*)?|arn:.*")  # host and port, or
 _SEPARATORS = re.compile("&amp;|[&;]")
 # A path of the local disk that was made from a URL has one slash.
 _IN_TEXT = re.compile(r"(?:[A-Za-z][A-Za-z0-9+]*://|\b(?:https?|ftp|s3a?|gs|gcs|abfss?|wasbs?):/)[^\s\"<>`]+")
+
+
+def is_url(text: str) -> bool:
+    """Whether the text starts with a protocol, as `s3://bucket/photos` does."""
+    protocol, separator, _ = text.partition("://")
+    return bool(separator) and protocol.replace("+", "").isalnum()
 
 
 def without_credentials(url: str) -> str:

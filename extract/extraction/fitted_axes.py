@@ -34,7 +34,6 @@ from extract.store.format.kept_axes import AXES_HASH, axes_file, recorded_axes
 from extract.store.format.layout import AXES_FOLDER, AXES_NAMES
 from extract.system.atomic_files import discard, own_folder
 from extract.system.folder_lock import locked
-from extract.system.foreign_code import exits_refused
 from extract.system.torch_state import evaluating, full_float32
 from extract.system.urls import is_url
 
@@ -239,7 +238,6 @@ def _activations(
     batches = [rows[start : start + _BATCH] for start in range(0, len(rows), _BATCH)]
     loaded = load_batches(images, batches, decoding)
     with (
-        exits_refused(),
         contextlib.closing(loaded),
         evaluating(backbone.model),
         full_float32(),

@@ -41,9 +41,8 @@ from extract.images.plans import (
     open_plan,
     values_xxh3,
 )
-from extract.system.atomic_files import atomic_write
+from extract.system.atomic_files import atomic_write, is_temporary
 from extract.system.folder_lock import locked
-from extract.system.leftovers import is_temporary
 from extract.system.optional_libraries import library
 from extract.system.urls import is_url
 

@@ -1,8 +1,8 @@
 """Export features to files for other tools: one HDF5 file, NumPy arrays, Parquet, MATLAB, or a Hugging Face folder.
 
 An export is written to a temporary folder and moved to its path when complete. What a killed export has left is removed
-by the next one to the same path; see `extract.system.leftovers`. At most 64 MB of features are held in memory at once,
-and the labels and the status of all rows.
+by the next one to the same path; see `extract.system.atomic_files`. At most 64 MB of features are held in memory at
+once, and the labels and the status of all rows.
 """
 
 from __future__ import annotations
@@ -24,17 +24,21 @@ from numpy.typing import NDArray
 
 from extract.errors import InputError, LayertapError, unknown_name
 from extract.row_status import Status
-from extract.store.arrow_table import ArrowRows, RowPictures
 from extract.store.format.checked_file import hdf5_on_disk
 from extract.store.format.layout import ROW_DATA, Identity, RowNames, StoredFeature, new_shard_file, preallocated
 from extract.store.format.row_hash import hash_records, hash_rows
 from extract.store.format.shard import BLOCK_BYTES
 from extract.store.hugging_face import HuggingFaceFolder
-from extract.store.reader import FeatureReader
-from extract.system.atomic_files import claim, reserve_space, sync_folder
+from extract.store.reader import ArrowRows, FeatureReader, RowPictures
+from extract.system.atomic_files import (
+    claim,
+    flush_to_disk,
+    remove_leftovers,
+    reserve_space,
+    sync_folder,
+    temporary_folder,
+)
 from extract.system.csv_cells import safe_cell
-from extract.system.leftovers import remove_leftovers, temporary_folder
-from extract.system.operating_system import flush_to_disk
 from extract.system.optional_libraries import library
 
 __all__ = ["FORMATS", "Format", "export"]

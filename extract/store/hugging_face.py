@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from extract.store.arrow_table import ArrowRows, RowPictures, Rows
+from extract.store.reader import ArrowRows, FeatureReader, RowPictures
 from extract.system.optional_libraries import library
 
 __all__ = ["HuggingFaceFolder"]
@@ -63,7 +63,7 @@ class HuggingFaceFolder(contextlib.ExitStack):
     """
 
     def __init__(
-        self, reader: Rows, names: Sequence[str], fingerprint: str, folder: Path, pictures: RowPictures | None
+        self, reader: FeatureReader, names: Sequence[str], fingerprint: str, folder: Path, pictures: RowPictures | None
     ):
         super().__init__()
         self._datasets = library("datasets", "datasets", "a dataset folder of Hugging Face")

@@ -13,8 +13,7 @@ from typing import Any
 
 from extract.errors import LayertapError
 from extract.store.format.shard import Shard
-from extract.system.atomic_files import allow_more_files
-from extract.system.operating_system import count_open_files
+from extract.system.atomic_files import allow_more_files, count_open_files
 
 __all__ = ["OpenShards", "ShardFile"]
 

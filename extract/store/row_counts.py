@@ -1,8 +1,4 @@
-"""How many rows of a reader have each status, class and split, and how well its features are compressed.
-
-A shard that is not open stays closed if its receipt has these numbers: a receipt is read in a tenth of the time. It is
-used only if it agrees with the size of the shard and with itself; receipts of earlier versions have no counts.
-"""
+"""How many rows of a reader have each status, class and split, and how well its features are compressed."""
 
 from __future__ import annotations
 
@@ -10,11 +6,10 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from extract.row_status import Status
 from extract.store.format.layout import StoredFeature
-from extract.store.format.receipt import ShardCounts, count_shard, counts_in, read_receipt
+from extract.store.format.receipt import ShardCounts, count_shard
 from extract.store.row_selection import RowSelection
 
 __all__ = ["RowCounts", "count_rows"]
@@ -42,10 +37,7 @@ class RowCounts:
 
 
 def count_rows(
-    selections: Sequence[RowSelection],
-    class_lists: Sequence[Sequence[str]],
-    features: Sequence[StoredFeature],
-    fingerprint: str,
+    selections: Sequence[RowSelection], class_lists: Sequence[Sequence[str]], features: Sequence[StoredFeature]
 ) -> RowCounts:
     """Count rows.
 
@@ -53,18 +45,17 @@ def count_rows(
         selections: the rows.
         class_lists: classes of each selection.
         features: features of each row.
-        fingerprint: fingerprint of the data set.
 
     Raises:
-        InputError: a shard that has to be opened is damaged.
-        LayertapError: a shard that has to be opened cannot be read.
+        InputError: a shard is damaged.
+        LayertapError: a shard cannot be read.
     """
     status, splits, stored = Counter[int](), Counter[str](), Counter[str]()
     classes = Counter({name: 0 for names in class_lists for name in names})
     unlabelled, failed = 0, []
     filters: dict[str, set[str]] = {}
     for number, (selection, names) in enumerate(zip(selections, class_lists, strict=True)):
-        counts = _from_receipt(selection, len(names), fingerprint) or _from_rows(selection)
+        counts = _from_rows(selection)
         status.update(counts.status)
         splits.update(counts.splits)
         for label, count in counts.labels.items():
@@ -95,25 +86,6 @@ def count_rows(
         },
         failed=failed,
     )
-
-
-def _from_receipt(selection: RowSelection, n_classes: int, fingerprint: str) -> ShardCounts | None:
-    """Return the counts in the receipt; None if the shard is open or the receipt is not that of all these rows."""
-    file, receipt = selection.file, selection.receipt
-    if receipt is None:
-        if file.is_open or not selection.same_names or selection.chosen is not None or selection.names is not None:
-            return None
-        path = Path(file.name)
-        receipt = read_receipt(path, file.n_rows)
-        try:
-            if receipt is None or path.stat().st_size != receipt["size"]:
-                return None
-        except OSError:
-            return None
-    if (receipt["fingerprint"], receipt["n_rows"]) != (fingerprint, file.n_rows):
-        return None
-    counts = counts_in(receipt)
-    return counts if counts and all(-1 <= label < n_classes for label in counts.labels) else None
 
 
 def _from_rows(selection: RowSelection) -> ShardCounts:

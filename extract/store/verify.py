@@ -43,7 +43,6 @@ class Remedy(Enum):
     ROW = "the row is reset to pending"
     FILE = "the file is renamed, and all its rows are pending"
     RECEIPT = "the receipt is written again"
-    SUCCESSOR = "the unfinished file beside a finished file is renamed; the rows of the finished file stay"
     NONE = "none: `embed` computes missing rows; other faults must be inspected"
 
 
@@ -201,24 +200,11 @@ def _check_shard(dataset: DataSet, number: int, files: ShardFiles, verification:
         except BaseException:
             shard.close()
             raise
-        if files.published is not None and files.part is not None:
-            faults += _faults_of_successor(dataset, number, files.part)
         verification.faults += faults
         return shard
     raise LayertapError(
         f"shard {number} of {dataset.out} changed while it was verified", hint="try again when no writer runs"
     )
-
-
-def _faults_of_successor(dataset: DataSet, number: int, revision: int) -> list[Fault]:
-    """Return a fault if the part that will replace a finished shard cannot be resumed; resuming verifies its rows."""
-    path = dataset.path(number, revision, part=True)
-    try:
-        dataset.open_shard(number, path).close()
-    except InputError as error:
-        name = path.relative_to(dataset.out).as_posix()
-        return [Fault(str(error).removeprefix(f"{path} "), Remedy.SUCCESSOR, number, name)]
-    return []
 
 
 def _remedy_of(path: Path) -> Remedy:
@@ -372,8 +358,6 @@ def _apply_remedies(dataset: DataSet, number: int, files: ShardFiles, shard: Sha
     rows = rows.astype(np.int64) - dataset.shard_range(number).start
     path = dataset.current(number, files)
     assert path is not None
-    if Remedy.SUCCESSOR in remedies and files.part is not None:
-        _rename_damaged(dataset.path(number, files.part, part=True))
     if Remedy.FILE in remedies:
         other_name = dataset.path(number, files.published or 0, part=True)
         if files.published is not None and other_name.exists() and other_name.samefile(path):

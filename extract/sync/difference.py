@@ -6,19 +6,24 @@ the same size, so a first pass reads each file once.
 
 from __future__ import annotations
 
+import hashlib
+import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
-from extract.row_status import Status
-from extract.sync.hashing import MOVED, hashes_of
-from extract.sync.manifest import Manifest
-from extract.sync.records import Candidate, FeatureRow, PlannedFile
-from extract.sync.safety_limits import Guards
-from extract.sync.scan import NO_FILE, ScannedFile
+import xxhash
 
-__all__ = ["Difference", "Resolved", "StoppedError", "difference", "time_before"]
+from extract.errors import InputError
+from extract.row_status import Status
+from extract.sync.manifest import Candidate, FeatureRow, Manifest, PlannedFile
+from extract.sync.scan import NO_FILE, ScannedFile
+from extract.system.atomic_files import open_regular
+
+__all__ = ["Difference", "Guards", "Resolved", "StoppedError", "difference", "hashes_of", "time_before"]
 
 _S = 1_000_000_000  # nanoseconds
 # A file system may record times in steps of 2 s (FAT); a file that changes twice within a step looks unchanged. git
@@ -26,6 +31,29 @@ _S = 1_000_000_000  # nanoseconds
 _STEP_NS = 2 * _S
 _NO_HASH = bytes(16)
 _UNREAD_S = 3600.0  # a file that could not be read is retried after this time, or sooner if retry_after_s is shorter
+
+
+MOVED = b"moved"  # in place of the hash of a file that has changed since it was scanned
+_THREADS = 8  # they spend their time waiting for the disk or the server
+_AHEAD = 1024  # files that are passed to the threads at once
+
+
+@dataclass(frozen=True)
+class Guards:
+    """Limits on when a file is processed, and on how many files may be gone.
+
+    Attributes:
+        settle_s: a file that changed less than this many seconds ago may still be being written; it is left for a later
+            pass.
+        max_vanish: if a larger share of the files is gone, the pass raises `VanishedError` and keeps their rows.
+        retry_after_s: a failed image is retried after this many seconds, even if its file has not changed.
+        keep_gone_s: features that no file needs are kept for this many seconds, in case the file comes back.
+    """
+
+    settle_s: float = 5.0
+    max_vanish: float = 0.2
+    retry_after_s: float = 7 * 86400.0
+    keep_gone_s: float = 30 * 86400.0
 
 
 class StoppedError(Exception):
@@ -189,3 +217,21 @@ def _is_settled(file: ScannedFile, scanned_ns: int) -> bool:
 def time_before(now_ns: int, seconds: float) -> int:
     """Return the time that is `seconds` before `now_ns`, in nanoseconds."""
     return now_ns - int(seconds * _S)
+
+
+def hashes_of(root: str, files: Sequence[ScannedFile]) -> Iterator[bytes | None]:
+    """Yield the xxh3-128 of each file's bytes; `MOVED` if it has changed since the scan, None if it cannot be read."""
+    with ThreadPoolExecutor(_THREADS) as threads:
+        for start in range(0, len(files), _AHEAD):
+            yield from threads.map(lambda file: _hash_of(root, file), files[start : start + _AHEAD])
+
+
+def _hash_of(root: str, file: ScannedFile) -> bytes | None:
+    try:
+        with os.fdopen(open_regular(Path(root, os.fsdecode(file.path))), "rb", buffering=0) as opened:
+            digest = hashlib.file_digest(opened, xxhash.xxh3_128)
+            file_stat = os.fstat(opened.fileno())  # after the last byte, so that it shows every change before that
+    except (InputError, OSError):
+        return None
+    changed = (file_stat.st_size, file_stat.st_mtime_ns, file_stat.st_ctime_ns) != file[1:]
+    return MOVED if changed else digest.digest()

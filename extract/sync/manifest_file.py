@@ -16,9 +16,8 @@ from typing import Any, Self
 from extract.errors import LayertapError
 from extract.row_status import Status
 from extract.store.format.version import hash_of
-from extract.system.atomic_files import check_regular, make_own, sync_folder, write_whole
+from extract.system.atomic_files import check_regular, make_own, sync_folder, temporary_folder, write_whole
 from extract.system.json_files import parse_json
-from extract.system.leftovers import temporary_folder
 
 __all__ = ["FAILED", "ManifestFile", "is_damage"]
 

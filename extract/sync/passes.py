@@ -27,14 +27,12 @@ from extract.store.format.dataset import DataSet, remove_strays
 from extract.store.format.differences import changes, differences
 from extract.store.format.version import pass_folder
 from extract.sync.compaction import compact_passes, rewrite
-from extract.sync.difference import Resolved, StoppedError, difference, time_before
+from extract.sync.difference import Guards, Resolved, StoppedError, difference, time_before
 from extract.sync.drift import Drift, drift_of
-from extract.sync.manifest import Manifest
+from extract.sync.manifest import Manifest, PlannedFile, StoredRow
 from extract.sync.manifest_file import is_damage
 from extract.sync.publishing import publish, remove_unneeded
 from extract.sync.rebuilding import rebuild, stored_rows
-from extract.sync.records import PlannedFile, StoredRow
-from extract.sync.safety_limits import Guards
 from extract.sync.scan import NO_FILE, Scan, ScannedFile
 from extract.system.folder_lock import kept, locked
 

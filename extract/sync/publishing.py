@@ -20,6 +20,7 @@ from extract.errors import InputError, LayertapError
 from extract.images.image_list import class_and_split, classes_of_folders
 from extract.store.format.dataset import DataSet, shard_rows_for
 from extract.store.format.version import HASH_BYTES, Version, pass_folder, table_path, write_table
+from extract.store.reader import FeatureReader
 from extract.sync.manifest import Manifest, batches
 from extract.system.atomic_files import discard
 
@@ -68,13 +69,13 @@ def publish(out: Path, root: str, manifest: Manifest, published: DataSet | None)
 
 
 def _is_intact(published: DataSet, root: str) -> bool:
-    """Return whether a version is one of this folder that can be read, with a table of all rows."""
+    """Return whether a version is one of this folder that can be read."""
     assert published.version is not None
     try:
         published.version_rows()
     except (InputError, FileNotFoundError):
         return False
-    return published.images["root"] == root and published.version.base is None
+    return bool(published.images["root"] == root)
 
 
 def _read_paths(manifest: Manifest) -> tuple[list[str], bool, str]:
@@ -126,55 +127,33 @@ def _hash_check(out: Path) -> Callable[[NDArray[np.int64], NDArray[np.int64], ND
     """
 
     @functools.lru_cache(1)
-    def dataset_of(number: int) -> DataSet | None:
+    def stored_hashes(number: int) -> NDArray[np.uint8] | None:
+        """Return (N, 16) uint8; None if the pass cannot be read: then no reader takes a row of it for another."""
         try:
-            return DataSet.open(pass_folder(out, number))
-        except InputError:
-            return None
-
-    @functools.lru_cache(1)
-    def stored_hashes(number: int, shard: int) -> NDArray[np.uint8] | None:
-        """Return (N, 16) uint8, empty if there is no such shard.
-
-        None if the shard cannot be read: then no reader takes a row of it for another.
-        """
-        dataset = dataset_of(number)
-        if dataset is None:
-            return None
-        if not 0 <= shard < dataset.n_shards:
-            return np.empty((0, HASH_BYTES), np.uint8)
-        if (path := dataset.published()[shard]) is None:
-            return None
-        try:
-            with dataset.open_shard(shard, path) as opened:
-                return opened.column("source_hash")
+            with FeatureReader(pass_folder(out, number)) as reader:
+                return reader.column("source_hash")
         except LayertapError:
             return None
 
     def check(passes: NDArray[np.int64], rows: NDArray[np.int64], hashes: NDArray[np.uint8]) -> None:
         for number in np.unique(passes).tolist():
-            if (dataset := dataset_of(number)) is None:
-                continue
-            of_pass = np.flatnonzero(passes == number)
-            shards, rows_of_shard = np.divmod(rows[of_pass], dataset.shard_rows)
-            for shard in np.unique(shards).tolist():
-                here, local = of_pass[shards == shard], rows_of_shard[shards == shard]
-                stored = stored_hashes(number, shard)
-                if stored is not None and (local.max() >= len(stored) or (stored[local] != hashes[here]).any()):
-                    raise sqlite3.DatabaseError(f"rows of pass {number} do not belong to the images of their files")
+            of_pass, stored = passes == number, stored_hashes(number)
+            here = rows[of_pass]
+            if stored is not None and (here.max() >= len(stored) or (stored[here] != hashes[of_pass]).any()):
+                raise sqlite3.DatabaseError(f"rows of pass {number} do not belong to the images of their files")
 
     return check
 
 
 def remove_unneeded(out: Path, manifest: Manifest, published: DataSet | None) -> None:
-    """Delete tables that the published version does not need, and passes that are not planned and have no row.
+    """Delete tables of other versions than the published one, and passes that are not planned and have no row.
 
     Processes that have these files open can still read them.
     """
     version = published.version if published else None
-    needed = {table_path(out, table.number) for table in version.tables} if version else set()
+    needed = table_path(out, version.number) if version else None
     for table in (out / "versions").glob("*"):
-        if table not in needed:
+        if table != needed:
             discard(table)
     recorded, (planned, _) = set(manifest.passes()), manifest.planned()
     for folder in (out / "passes").glob("*"):

@@ -11,8 +11,7 @@ from pathlib import Path
 from extract.errors import InputError
 from extract.store.format.dataset import DataSet
 from extract.store.reader import FeatureReader
-from extract.sync.manifest import Manifest
-from extract.sync.records import StoredRow
+from extract.sync.manifest import Manifest, StoredRow
 from extract.sync.scan import ScannedFile
 
 __all__ = ["rebuild", "stored_rows"]

@@ -1,1 +1,1 @@
-"""Process and disk: files, locks, URLs, libraries, PyTorch settings. Imports `extract.errors` and `taps.switches`."""
+"""Process and disk: files, locks, URLs, libraries, PyTorch. Imports `extract.errors` and `taps.torch_internals`."""

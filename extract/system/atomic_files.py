@@ -1,12 +1,34 @@
-"""Write small files atomically, and treat the files of a data set or plan as untrusted."""
+"""Write files atomically, remove what killed processes have left, and treat the files of a data set as untrusted.
+
+A file is written as `NAME.RANDOM.new`, a folder as `.NAME.RANDOM.new`, both beside NAME. A process that is killed
+leaves them. The next process that writes to NAME removes them. To tell a leftover from the temporary file of a living
+process:
+
+- The process that writes holds a lock (flock) on the file, or on the file `lock` in the folder. The kernel releases it
+  when the process ends, however it ends. A process id would not do: ids are used again, and two containers, or two
+  machines that share a file system, can use the same id at the same time.
+- Where the file system has no locks, nothing is removed.
+- RANDOM is unique, so a name is never used twice, and nobody can place a link there beforehand.
+
+Only regular files and folders of this user that have exactly such a name are removed. Some network file systems give
+locks that only their own machine sees: of two machines that write the same file there at once, one fails when it
+renames the file; no data is mixed.
+
+Some functions of the operating system differ between Linux and macOS. One test runs the main job without those that
+only Linux has. Nothing has been run on macOS.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
+import hashlib
 import json
 import os
+import re
 import resource
+import secrets
 import shutil
 import stat
 from collections.abc import Iterator
@@ -14,10 +36,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from extract.errors import InputError
-from extract.system.leftovers import remove_leftovers, temporary_file
-from extract.system.operating_system import allocate, count_open_files, flush_to_disk
 
 __all__ = [
+    "TOKEN",
+    "allocate",
     "allow_more_files",
     "append_line",
     "atomic_write",
@@ -25,18 +47,160 @@ __all__ = [
     "check_own_folders",
     "check_regular",
     "claim",
+    "count_open_files",
     "discard",
+    "flush_to_disk",
+    "is_temporary",
     "link_target",
     "make_own",
     "open_own",
     "open_regular",
     "open_unfollowed",
     "own_folder",
+    "remove_leftovers",
     "reserve_space",
     "sync_folder",
+    "temporary_file",
+    "temporary_folder",
     "write_json",
     "write_whole",
 ]
+
+TOKEN = r"[0-9a-f]{12}-[0-9a-f]{8}"  # RANDOM, as a regular expression
+_NAME_BYTES = 255  # longest file name of nearly all file systems
+_ADDED_BYTES = len(".0123456789ab-01234567.new") + 1
+_FULL_SYNC = getattr(fcntl, "F_FULLFSYNC", None)
+_UNKNOWN_OPEN_FILES = 256
+
+# Temporary files and folders of this process. They are not tried: on NFS, a flock is a POSIX lock, which does not
+# exclude its own process, and is released when any descriptor of the file is closed.
+_OWN: set[str] = set()
+
+
+@contextlib.contextmanager
+def temporary_file(path: Path) -> Iterator[tuple[BinaryIO, Path]]:
+    """Context manager: create a file with a temporary name beside `path`; yield it, open for writing, and its name.
+
+    If the file still has the temporary name at the end, it is deleted. Rename it inside: afterwards the lock is gone.
+
+    Raises:
+        OSError: the file cannot be created.
+    """
+    while True:
+        temporary = path.with_name(f"{_base(path.name)}.{_token()}.new")
+        with _own(temporary), temporary.open("xb") as file:
+            if not _claimed(file.fileno()):
+                continue  # another process took it for a leftover before it was locked
+            try:
+                yield file, temporary
+            finally:
+                with contextlib.suppress(OSError):
+                    temporary.unlink()
+            return
+
+
+@contextlib.contextmanager
+def temporary_folder(path: Path) -> Iterator[Path]:
+    """Context manager: create a folder under a temporary name beside `path`, yield it, and delete it at the end.
+
+    Leftovers of killed processes that wrote to `path` are removed first. The folder contains a file `lock`, and can be
+    used by this user only.
+
+    Raises:
+        OSError: the folder cannot be created.
+    """
+    remove_leftovers(path)
+    while True:
+        folder = path.with_name(f".{_base(path.name)}.{_token()}.new")
+        with _own(folder):
+            folder.mkdir(mode=0o700)
+            try:
+                with contextlib.ExitStack() as at_the_end:
+                    try:
+                        lock = at_the_end.enter_context((folder / "lock").open("a+b"))
+                    except FileNotFoundError:
+                        continue  # another process took it for a leftover before it was locked
+                    if not _claimed(lock.fileno()):
+                        continue
+                    yield folder
+                    return
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _own(temporary: Path) -> Iterator[None]:
+    _OWN.add(temporary.name)
+    try:
+        yield
+    finally:
+        _OWN.discard(temporary.name)
+
+
+def is_temporary(path: Path) -> bool:
+    """Return whether a path has a temporary name of this or an earlier version (`NAME.PID.new`) of layertap."""
+    return re.search(rf".\.(\d+|{TOKEN})\.new\Z", path.name, re.ASCII) is not None
+
+
+def remove_leftovers(path: Path) -> None:
+    """Remove what killed processes that wrote to `path` have left beside it; errors are ignored."""
+    name = re.compile(rf"\.?{re.escape(_base(path.name))}\.{TOKEN}\.new")
+    with contextlib.suppress(OSError), os.scandir(path.parent) as entries:
+        for entry in entries:
+            if entry.name.endswith(".new") and name.fullmatch(entry.name) and entry.name not in _OWN:
+                with contextlib.suppress(OSError):
+                    _remove_if_left(Path(entry.path))
+
+
+def _remove_if_left(path: Path) -> None:
+    """Remove a temporary file or folder if no living process writes it.
+
+    Raises:
+        OSError: it cannot be locked or removed; for example, a living process holds its lock.
+    """
+    status = path.lstat()
+    is_folder = stat.S_ISDIR(status.st_mode)
+    if not (is_folder or stat.S_ISREG(status.st_mode)) or status.st_uid != os.geteuid():
+        return
+    # In a folder without `lock`, its process was killed before it created the lock, or another one while it removed the
+    # folder. NFS locks only files that are open for writing.
+    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | (os.O_CREAT if is_folder else 0)
+    descriptor = os.open(path / "lock" if is_folder else path, flags, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if is_folder:
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink()
+    finally:
+        os.close(descriptor)
+
+
+def _claimed(descriptor: int) -> bool:
+    """Lock a file that this process has just created; return False if another process locked or removed it first.
+
+    Where the file system has no locks, return True: no process can lock it, so none removes it.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return os.fstat(descriptor).st_nlink > 0
+
+
+def _base(name: str) -> str:
+    """Return a file name, shortened if a temporary name with it would be too long."""
+    encoded = os.fsencode(name)
+    if len(encoded) <= _NAME_BYTES - _ADDED_BYTES:
+        return name
+    digest = hashlib.sha256(encoded).hexdigest()[:16]
+    return f"{encoded[:150].decode('utf-8', 'ignore')}~{digest}"
+
+
+def _token() -> str:
+    return f"{secrets.token_hex(6)}-{secrets.token_hex(4)}"
 
 
 def write_json(path: Path, content: Any, *, tidy: bool = True) -> None:
@@ -58,7 +222,7 @@ def atomic_write(path: Path, *, tidy: bool = True) -> Iterator[BinaryIO]:
 
     Args:
         path: path of the file.
-        tidy: whether to remove what killed processes that wrote this file have left; see `extract.system.leftovers`.
+        tidy: whether to remove what killed processes that wrote this file have left.
             This lists the folder. False: for one of many files of a folder that is tidied when a run starts.
 
     Raises:
@@ -271,3 +435,35 @@ def allow_more_files(count: int) -> None:
     if soft != resource.RLIM_INFINITY and needed > soft:
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (needed if hard == -1 else min(needed, hard), hard))
+
+
+def allocate(descriptor: int, size: int) -> None:
+    """Give a file its size and its space on the disk; on macOS only its size.
+
+    Raises:
+        OSError: the disk is full.
+    """
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(descriptor, 0, size)
+    elif os.fstat(descriptor).st_size < size:
+        os.ftruncate(descriptor, size)
+
+
+def flush_to_disk(descriptor: int) -> None:
+    """Flush a file or folder, so that it survives a power failure.
+
+    On macOS, fsync leaves data in the cache of the disk; F_FULLFSYNC writes it (fsync(2)). Some file systems lack it.
+    """
+    if _FULL_SYNC is not None:
+        with contextlib.suppress(OSError):
+            fcntl.fcntl(descriptor, _FULL_SYNC)
+            return
+    os.fsync(descriptor)
+
+
+def count_open_files() -> int:
+    """Return the number of files that this process has open; an estimate if the system does not report it (macOS)."""
+    try:
+        return len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    except OSError:
+        return _UNKNOWN_OPEN_FILES

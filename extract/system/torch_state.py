@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from extract.errors import InputError, LayertapError, first_line
-from extract.taps.switches import Switch
+from extract.taps.torch_internals import Switch
 
 __all__ = [
     "check_device_exists",

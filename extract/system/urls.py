@@ -7,7 +7,7 @@ from http import HTTPStatus
 from typing import Any
 from urllib.parse import quote
 
-from extract.credentials import user_info, without_credentials
+from extract.credentials import is_url, user_info, without_credentials
 from extract.errors import InputError, LayertapError, first_line
 from extract.system.optional_libraries import pip_install
 
@@ -26,12 +26,6 @@ _ANSWER_S = 30  # limit for connecting to a server, and for each read
 
 # Protocol -> extra with the library that fsspec needs for it.
 _EXTRAS = {"http": "http", "https": "http", "s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"}
-
-
-def is_url(text: str) -> bool:
-    """Whether the text starts with a protocol, as `s3://bucket/photos` does."""
-    protocol, separator, _ = text.partition("://")
-    return bool(separator) and protocol.replace("+", "").isalnum()
 
 
 def is_http(text: str) -> bool:

@@ -6,16 +6,11 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Callable
-from contextvars import ContextVar
 from typing import Any
 
 from extract.taps.torch_internals import has_function_modes
 
 __all__ = ["Block"]
-
-# Marks of the blocks opened in this context and in those it was copied from. Each asyncio task has its own context. All
-# tasks of a loop run in one thread: while a task waits in its block, the forwards of others would be recorded by it.
-_OPENED: ContextVar[frozenset[object]] = ContextVar("opened", default=frozenset())
 
 Unheard = Callable[[], contextlib.AbstractContextManager[None]]
 
@@ -29,36 +24,24 @@ class Block:
     Attributes:
         thread: the thread of the block.
         is_open: whether the block has begun and not ended.
-        ran_in_other_tasks: whether asyncio tasks that were created outside the block have called the model.
         callers: other threads that have called the model.
-        mark: in the context of the asyncio task that opened the block; None if none did: it is of all tasks.
+        task: the asyncio task that opened the block; None: it is of all tasks. All tasks of a loop run in one thread:
+            while a task waits in its block, others may call the model.
         in_users_code: threads that run a `reduce`, an edit or an `on_record` of these `Taps`.
     """
 
     def __init__(self, unheard: Unheard) -> None:
         self.is_open = False
-        self.ran_in_other_tasks = False
         self.in_users_code: set[int] = set()
         self.thread = threading.get_ident()
         self._unheard = unheard
         self.callers: set[int] = set()
-        self.mark = object() if _is_in_task() else None
-
-    def open(self) -> None:
-        """Begin the block."""
-        self.is_open = True
-        if self.mark is not None:
-            _OPENED.set(_OPENED.get() | {self.mark})
-
-    def close(self) -> None:
-        """End the block."""
-        self.is_open = False
-        _OPENED.set(_OPENED.get() - {self.mark})
+        self.task = _current_task()
 
     @property
     def is_of_this_task(self) -> bool:
-        """Whether this asyncio task opened the block, or was created inside it; true in other threads."""
-        return self.mark is None or self.thread != threading.get_ident() or self.mark in _OPENED.get()
+        """Whether this asyncio task opened the block; true in other threads."""
+        return self.task is None or self.thread != threading.get_ident() or self.task is _current_task()
 
     @property
     def is_worker(self) -> bool:
@@ -104,8 +87,8 @@ class _UsersCode:
             self._threads.discard(self._thread)
 
 
-def _is_in_task() -> bool:
+def _current_task() -> asyncio.Task[Any] | None:
     try:
-        return asyncio.current_task() is not None
+        return asyncio.current_task()
     except RuntimeError:  # no event loop runs
-        return False
+        return None

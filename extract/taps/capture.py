@@ -23,7 +23,7 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from types import AsyncGeneratorType, CoroutineType, FrameType, GeneratorType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -79,7 +79,6 @@ class ModelCall:
         caller: function that called the hook at the start of the model, and will call the one at its end; None
             afterwards.
         running: whether the model runs.
-        returned_generator: whether the model returned a generator or coroutine, whose code runs later.
         handed_on: whether the record was passed to `on_record`.
         calls: id of a module, or name of a function or attention -> number of its calls.
         kept: (layer, what) -> number of calls kept.
@@ -91,7 +90,6 @@ class ModelCall:
     calls: Counter[int | str]
     left: int
     running: bool = True
-    returned_generator: bool = False
     handed_on: bool = False
     kept: Counter[tuple[str, What]] = dataclasses.field(default_factory=Counter)
 
@@ -320,7 +318,7 @@ class Capture:
 
     def register(self) -> None:
         """Register the hooks of all points, and those of the model itself."""
-        self.block.open()
+        self.block.is_open = True
         for point in self._points.values():
             module, others = point.module, len(self._handles)
             point.is_counted_on_entry = not is_simple(module) or bool(
@@ -346,7 +344,7 @@ class Capture:
 
     def close(self) -> None:
         """Remove all hooks."""
-        self.block.close()
+        self.block.is_open = False
         for handle in self._handles:
             handle.remove()
         self.let_go()
@@ -430,8 +428,7 @@ class Capture:
         if (thread := threading.get_ident()) != self._thread or thread in block.in_users_code:
             block.callers.add(thread)
             return
-        if block.mark is not None and not block.is_of_this_task:
-            block.ran_in_other_tasks = True
+        if block.task is not None and not block.is_of_this_task:
             return
         if self._is_inside_forward():
             return  # the model calls itself: its layers run again in the same forward
@@ -452,7 +449,6 @@ class Capture:
             for call in self.on_end:
                 call()
             forward.running = False
-            forward.returned_generator = isinstance(output, GeneratorType | CoroutineType | AsyncGeneratorType)
             if self._to_keep is not None:
                 self._to_keep |= forward.kept
 

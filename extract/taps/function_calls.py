@@ -9,21 +9,20 @@ from functools import partial
 from types import FrameType
 from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import nn
 
 from extract.errors import InputError, LayertapError
 from extract.taps.capture import Call, Capture, as_kept, frames_of, in_backward
 from extract.taps.functions import (
     Listener,
     attention_weights,
-    is_watched,
     operation_name,
     unwatch,
     unwatched,
     watch,
     watch_again,
 )
-from extract.taps.layer_names import unwrap
 from extract.taps.nested import tensors_in
 from extract.taps.requests import Requests, TapRequest, number_again
 from extract.taps.surgery import Surgery
@@ -44,9 +43,8 @@ class FunctionCalls:
         requests: all requests of the block.
 
     While functions are watched, PyTorch does not use its fused code for attention, which rounds otherwise. An
-    `nn.TransformerEncoder` then also returns values at padded places, where its fused code leaves zeros. So none are
-    watched in it until its first layer shows whether it uses that code; if nothing inside it is asked for, until its
-    end. What it calls before its first layer is missed, such as the functions that prepare masks.
+    `nn.TransformerEncoder` would then also return values at padded places, where its fused code leaves zeros: such a
+    call is refused.
     """
 
     def __init__(
@@ -64,7 +62,6 @@ class FunctionCalls:
         self._listener = Listener(
             self._on_operation, writes_into_a_copy=lambda function, write: self._edits_function(function)
         )
-        self._paused: list[Listener] = []  # in an encoder
         self._stack: list[Running] = []  # the innermost last
         self._again: list[Running] = []  # the same of the layers that a backward pass computes again
         self._again_in = -1  # the backward pass (graph task) that computes them
@@ -75,7 +72,6 @@ class FunctionCalls:
     def _let_go(self) -> None:
         self._stack.clear()
         self._again.clear()
-        self._paused.clear()
         unwatch(self._listener)
 
     def register(self, closed: Collection[str]) -> None:
@@ -93,54 +89,31 @@ class FunctionCalls:
                 hook(module.register_forward_pre_hook, partial(self._push, names))
                 hook(module.register_forward_hook, self._pop, always_call=True)
             if isinstance(module, nn.TransformerEncoder):
-                hook(module.register_forward_pre_hook, self._pause)
-                hook(module.register_forward_hook, self._go_on, always_call=True)
-                for layer in module.layers[:1] if any(map(self._is_asked_inside, names)) else ():
-                    hook(unwrap(layer).register_forward_pre_hook, partial(self._go_on_inside, names[0]))
+                hook(module.register_forward_pre_hook, partial(self._refuse_fused, names[0]), with_kwargs=True)
 
     def _watch(self, *_: Any) -> None:
         """Watch the functions of this thread until the end of the forward, if it is running the model."""
         if self._capture.running():
             watch(self._listener)
 
-    def _is_asked_inside(self, encoder: str) -> bool:
-        """Whether a request is for functions, attention or gradients inside a layer of this name."""
-        for request in self._requests:
-            inside, around = _is_in(request.layer, encoder), _is_in(encoder, request.layer)
-            is_grad = request.what == "grad" and request.layer in self._layers and not around
-            if (inside and (request.operation or is_grad)) or (request.what == "attention" and (inside or around)):
-                return True
-        return False
-
-    def _pause(self, encoder: Any, args: Any) -> None:
-        """Watch no functions in an encoder that may use its fused code for padded batches."""
-        is_possible = getattr(encoder, "use_nested_tensor", False) and not all(m.training for m in encoder.layers)
-        if is_possible and self._capture.running():
-            self._paused = [listener for listener in (self._listener, self._surgery.listener) if is_watched(listener)]
-            for listener in self._paused:
-                unwatch(listener)
-
-    def _go_on(self, *_: Any) -> None:
-        """Watch functions again."""
-        paused, self._paused = self._paused, []
-        if self._capture.running():
-            for listener in paused:
-                watch(listener)
-
-    def _go_on_inside(self, encoder: str, layer: nn.Module, args: tuple[Any, ...]) -> None:
-        """Watch functions again in the first layer of an encoder.
+    def _refuse_fused(self, name: str, encoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuse a padded batch where the encoder uses its fused code; its own conditions are repeated here.
 
         Raises:
-            InputError: the encoder uses its fused code for padded batches.
+            InputError: it does.
         """
-        if self._capture.running() and args and isinstance(args[0], Tensor) and args[0].is_nested:
-            name = f"layer {encoder!r}" if encoder else "the model"
+        padding = args[2] if len(args) > 2 else kwargs.get("src_key_padding_mask")
+        first = encoder.layers[0]
+        tensors = (*args[:1], *first.parameters())
+        has_gradients = torch.is_grad_enabled() and any(getattr(value, "requires_grad", False) for value in tensors)
+        is_other = first.training or has_gradients or torch.is_autocast_enabled()
+        is_fused = getattr(encoder, "use_nested_tensor", False) and not is_other
+        if padding is not None and is_fused and self._capture.running():
             raise InputError(
-                f"{name} computes this padded batch as a nested tensor; functions, attention and gradients inside "
-                "it cannot be watched without changing its output",
+                f"{f'layer {name!r}' if name else 'the model'} computes this padded batch as a nested tensor; "
+                "functions, attention, gradients and edits cannot be had in this forward without changing its output",
                 hint="set its use_nested_tensor to False first; it then returns values at padded places, not zeros",
             )
-        self._go_on()
 
     def _push(self, names: list[str], module: nn.Module, args: Any) -> None:
         if not self._capture.computing():
@@ -152,7 +125,7 @@ class FunctionCalls:
             self._again_in = task
         if again and not self._again:
             self._end_again = watch_again(self._listener)
-        if not (again or self._paused or has_function_modes()):
+        if not (again or has_function_modes()):
             # A mode is off inside the functions that it watches: torch.cond is one.
             self._capture.traced.add(id(module))
         # The frame of the module's call, which PyTorch's function `inner` is called in.
@@ -225,8 +198,3 @@ class FunctionCalls:
             result = self._surgery.watch_output(gradients, call, result)
         kept = [r for r in requests if r.edit is None and r.what == "output"]
         return self._capture.keep_values(as_kept(key, kept), call, result)
-
-
-def _is_in(layer: str, other: str) -> bool:
-    """Whether a layer is another one or inside it, by their names."""
-    return not other or f"{layer}.".startswith(f"{other}.")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from extract.errors import InputError
 from extract.taps.batch_axis import Trial
 from extract.taps.functions import Listener, operation_name, watching
-from extract.taps.layer_names import match_layers, named_layers, unwrap
+from extract.taps.layer_names import match_layers, named_layers
 from extract.taps.nested import tensors_in
 from extract.taps.record import Site
 
@@ -62,7 +62,6 @@ def layer_table(
     named = named_layers(model)
     names = list(named) if layers is None else match_layers(named, layers)
     trial = Trial(model, pictures, [(name, "output") for name in names])
-    rewritten = _rewritten(model, pictures[:1])
     sites: dict[str, list[Site]] = {}
     for site in trial.record.sites.values():
         sites.setdefault(site.layer, []).append(site)
@@ -77,8 +76,6 @@ def layer_table(
             row.notes.append(_why_silent(named, name))
         elif row.calls > 1:
             row.notes.append(f"runs {row.calls} times: {name}#0 to {name}#{row.calls - 1}")
-        if id(module) in rewritten:
-            row.notes.append("its output is written to afterwards; a bare hook sees the later values")
         rows.append(row)
     return rows + (_operations(model, pictures[:1], names) if operations else [])
 
@@ -107,24 +104,6 @@ def _why_silent(named: dict[str, nn.Module], name: str) -> str:
     if isinstance(named.get(name.rpartition(".")[0]), nn.MultiheadAttention):
         return "never called: nn.MultiheadAttention uses its weights directly"
     return "never called, or returns no tensor"
-
-
-def _rewritten(model: nn.Module, picture: Tensor) -> set[int]:
-    """Return the ids of modules whose output is written to in place between its hook and the end of the forward."""
-    seen: list[tuple[int, Tensor, int]] = []
-    handles = [
-        module.register_forward_hook(
-            lambda m, args, out: seen.extend((id(m), tensor, tensor._version) for _, tensor in tensors_in(out))
-        )
-        for module in unwrap(model).modules()
-    ]
-    try:
-        with torch.no_grad():
-            model(picture)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return {module for module, tensor, version in seen if tensor._version != version}
 
 
 def _operations(model: nn.Module, picture: Tensor, names: Sequence[str]) -> list[LayerRow]:

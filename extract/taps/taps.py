@@ -24,8 +24,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
-import traceback
-import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -46,13 +44,12 @@ from extract.taps.layer_names import layer_named, named_layers, named_parameters
 from extract.taps.record import Record, Reduce, Site, What, split_text
 from extract.taps.requests import FROZEN, TapRequest, requests_for, why_absent
 from extract.taps.surgery import Surgery
-from extract.taps.switches import COMPILED_CODE_OFF
+from extract.taps.torch_internals import COMPILED_CODE_OFF
 
 __all__ = ["Taps", "capture_of", "taps_of"]
 
 _SHOWN = 20  # requests in `repr(taps)`, and names in an error
 _TRACED = "in code that PyTorch's compiler traces, such as a branch of torch.cond"
-_GENERATOR = "a generator or coroutine, in which nothing is recorded or edited"
 _EDITABLE = ("output", "input", "grad", "grad_input")
 
 # Names, globs, text forms of a site, or types of layers; or a site.
@@ -75,10 +72,10 @@ class Taps:
         on_record: called with each complete record, gradients included: when the next forward of the model starts, and
             when the block ends without an error.
 
-    Only calls of the model itself in the thread that opened the block are recorded. Layers called directly
-    (`model.features(x)`), in other threads, by `reduce`, edits, `on_record` and `torch.export`, or during recomputation
-    by activation checkpointing are not. Hooks registered inside the block run after those of `Taps`, whose record lacks
-    what they return.
+    Only calls of the model itself in the thread and asyncio task that opened the block are recorded. Layers called
+    directly (`model.features(x)`), in other threads, by `reduce`, edits, `on_record` and `torch.export`, or during
+    recomputation by activation checkpointing are not. Hooks registered inside the block run after those of `Taps`,
+    whose record lacks what they return.
 
     Raises:
         InputError: the model is not an `nn.Module`, or is exported; or it, or a layer asked for or one around that, is
@@ -295,31 +292,12 @@ class Taps:
     ) -> None:
         capture = self._capture
         self._undo.close()
-        if error is not None and (note := self._advice(error)):
-            error.add_note(note)
+        gradients = any(request.what in ("grad", "grad_input") for request in self._requests)
+        if gradients and isinstance(error, RuntimeError) and "does not require grad" in str(error):
+            error.add_note(FROZEN)
         if kind is None and capture is not None:
             capture.hand_on()
             self._check_edits(capture)
-            if capture.block.ran_in_other_tasks and capture.forward is None:
-                warnings.warn(
-                    "only asyncio tasks that were created outside the `with` block called the model, and nothing was "
-                    "recorded; open the block outside of tasks to record the forwards of all",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
-
-    def _advice(self, error: BaseException) -> str | None:
-        """Return what to do about an error of PyTorch that left the block."""
-        gradients = any(request.what in ("grad", "grad_input") for request in self._requests)
-        if gradients and isinstance(error, RuntimeError) and "does not require grad" in str(error):
-            return FROZEN
-        files = (frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__))
-        if isinstance(error, AssertionError) and any("_higher_order_ops" in file for file in files):
-            return (
-                "compiled code runs uncompiled inside the block, where torch.cond, while_loop, scan and map have no "
-                "gradients: call the model under torch.compiler.set_stance('default') in the block"
-            )
-        return None
 
     def _register(self, capture: Capture, undo: contextlib.ExitStack) -> None:
         """Register all hooks; closing `undo` removes them and restores the switches."""
@@ -382,8 +360,6 @@ class Taps:
             return "ran in another thread than the model, where nothing is recorded"
         if module in capture.traced:
             return f"ran {_TRACED}, where nothing is recorded"
-        if name in self._layers and capture.forward is not None and capture.forward.returned_generator:
-            return f"gave no value before the model returned {_GENERATOR}"
         return None
 
     def _check_edits(self, capture: Capture) -> None:
@@ -431,9 +407,10 @@ class Taps:
                 hint="call backward() inside the block, on a loss that depends on it, and do not freeze it"
                 + (f"; {FROZEN}" if any(request.layer in self._layers for request in idle) else ""),
             )
-        if capture.forward.returned_generator:
-            raise LayertapError(f"the edit of {names} never took effect: the model returned {_GENERATOR}")
-        raise LayertapError(f"the edit of {names} never took effect: no matching call returned a floating-point tensor")
+        raise LayertapError(
+            f"the edit of {names} never took effect: no matching call returned a floating-point tensor "
+            "before the model returned"
+        )
 
 
 def taps_of(

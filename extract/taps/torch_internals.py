@@ -6,7 +6,9 @@ Functions written in C are named here without a function around them: some run a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -16,7 +18,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
 __all__ = [
+    "COMPILED_CODE_OFF",
     "StorageWeakRef",
+    "Switch",
     "computes_tangents",
     "engine_code",
     "function_modes",
@@ -112,3 +116,47 @@ def hooks_of(module: nn.Module) -> tuple[Any, Any]:
     Edits of outputs are moved before the hooks of others; copied hooks are removed by number.
     """
     return module._forward_pre_hooks, module._forward_hooks
+
+
+class Switch:
+    """A process-wide setting for blocks that may overlap in any order and thread: first in, last out."""
+
+    def __init__(self, turn: Callable[[], Callable[[], None]]):
+        self._turn = turn  # changes the setting, and returns a function that restores it
+        self._back: Callable[[], None] = lambda: None
+        self._users = 0
+        self._guard = threading.Lock()
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Context manager: change the setting; the last block to end restores it."""
+        with self._guard:
+            if not self._users:
+                self._back = self._turn()
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._guard:
+                self._users -= 1
+                if not self._users:
+                    self._back()
+
+
+def _no_compiled_code() -> Callable[[], None]:
+    if torch.compiler.is_dynamo_compiling():
+        return lambda: None
+    try:
+        stance = torch.compiler.set_stance("force_eager")
+    except RuntimeError:  # PyTorch refuses it where compiled code runs already
+        return lambda: None
+
+    def restore() -> None:
+        # A stance knows which it replaces, by names that are not public.
+        now = torch.compiler.set_stance("force_eager")
+        (stance if now.prev is stance.stance else now).__exit__(None, None, None)  # the user may have set another
+
+    return restore
+
+
+COMPILED_CODE_OFF = Switch(_no_compiled_code)

@@ -23,7 +23,7 @@ from extract.extraction.run import extract
 from extract.extraction.settings import ExtractionSettings
 from extract.extraction.tuning import ComputeOption, Measured, compute_options, forward_rates, ranked
 from extract.images import list_images
-from extract.system.leftovers import temporary_folder
+from extract.system.atomic_files import temporary_folder
 from extract.system.torch_state import evaluating, full_float32
 
 __all__ = ["Bench", "PipelineRate", "as_json", "bench", "print_bench"]

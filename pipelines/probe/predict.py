@@ -24,8 +24,7 @@ from extract.row_status import Status
 from extract.store.format.dataset import DataSet
 from extract.store.format.differences import changes
 from extract.store.reader import FeatureReader
-from extract.system.atomic_files import link_target
-from extract.system.leftovers import temporary_folder
+from extract.system.atomic_files import link_target, temporary_folder
 from pipelines.probe.predict_pixels import check_pixel_folder, predict_pixels, predicted_pixels
 from pipelines.probe.report import answer
 from pipelines.terminal.progress import Progress

@@ -35,10 +35,9 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from extract.sync.manifest import Manifest
+from extract.sync.difference import Guards
+from extract.sync.manifest import Manifest, StoredRow
 from extract.sync.passes import Pass
-from extract.sync.records import StoredRow
-from extract.sync.safety_limits import Guards
 from extract.sync.scan import Scan, ScannedFile
 
 STEPS = ("fill", "unchanged", "known", "changed", "again", "reader")

@@ -47,7 +47,7 @@ ENTRIES = """
 import os, sys, tempfile
 from pathlib import Path
 from extract.sync.manifest import Manifest
-from extract.sync.records import StoredRow
+from extract.sync.manifest import StoredRow
 from extract.sync.scan import ScannedFile
 count = int(sys.argv[1])
 def seen():

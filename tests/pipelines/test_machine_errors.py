@@ -15,7 +15,7 @@ import pytest
 from extract import FeatureReader, Status
 from extract.images import decoding
 from extract.images.sources import Files, UnreachableError
-from extract.sync.hashing import hashes_of
+from extract.sync.difference import hashes_of
 from tests.conftest import make_picture
 from tests.pipelines.test_cli import SMALL, fails, layertap
 from tests.pipelines.test_sync import SMALL as SYNC

@@ -12,8 +12,10 @@ driver for files in memory would hold the whole shard there.
 
 from __future__ import annotations
 
+import errno
 import io
 import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,9 +23,7 @@ from typing import Any
 
 import h5py
 
-from extract.system.operating_system import memory_file, written_ranges
-
-__all__ = ["Seekable", "hdf5_in_memory", "hdf5_on_disk"]
+__all__ = ["Seekable", "hdf5_in_memory", "hdf5_on_disk", "memory_file", "written_ranges"]
 
 _COPIED_BYTES = 1 << 20  # at once
 
@@ -175,3 +175,25 @@ class _CheckedFile(Seekable):
             except OSError as error:
                 self.error = self.error or error
         super().close()
+
+
+def memory_file() -> Any:
+    """Return a new file in memory; if the system has no such files (macOS), a temporary file."""
+    if hasattr(os, "memfd_create"):
+        return os.fdopen(os.memfd_create("layertap"), "r+b")
+    return tempfile.TemporaryFile()
+
+
+def written_ranges(descriptor: int) -> Iterator[tuple[int, int]]:
+    """Yield (start, stop) of the written parts of a file; the whole file if the system does not report them."""
+    size, start = os.fstat(descriptor).st_size, 0
+    while start < size:
+        try:
+            start = os.lseek(descriptor, start, os.SEEK_DATA)
+            stop = os.lseek(descriptor, start, os.SEEK_HOLE)
+        except OSError as error:
+            if error.errno == errno.ENXIO:  # no data up to the end
+                return
+            stop = size
+        yield start, stop
+        start = stop

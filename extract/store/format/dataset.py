@@ -10,7 +10,7 @@
                      ids; merged_from: of a merged data set, root, count and paths_xxh3 of its sources
     shard_rows       rows in every shard but the last
     version          only in a data set of `layertap sync`, which has no shards of its own; see `version.py`. Each new
-                     version replaces the file. If it has a base, format_version is 2 (of earlier versions of layertap)
+                     version replaces the file
 
 Readers ignore unknown keys. `runs.jsonl` has a line "started" for each run that wrote to the data set, with versions
 and machine, a line "computing" when its first batch has been compared, and a line "ended" if the run ended normally.
@@ -31,7 +31,7 @@ from typing import Any
 from extract.credentials import without_credentials
 from extract.errors import InputError, LayertapError
 from extract.row_status import Status
-from extract.store.format.differences import differences, earlier_names, shortened
+from extract.store.format.differences import differences, shortened
 from extract.store.format.layout import (
     AXES_FOLDER,
     AXES_NAMES,
@@ -50,10 +50,9 @@ from extract.store.format.schemas import DESCRIPTION, FORMAT_NAMES
 from extract.store.format.shard import Shard
 from extract.store.format.value_types import STORED_TYPES
 from extract.store.format.version import Version, pass_folder
-from extract.system.atomic_files import append_line, discard, own_folder, sync_folder, write_json
+from extract.system.atomic_files import TOKEN, append_line, discard, own_folder, sync_folder, write_json
 from extract.system.folder_lock import locked
 from extract.system.json_files import check_shape, read_json
-from extract.system.leftovers import TOKEN
 from extract.system.similar_paths import did_you_mean, folders_with
 
 __all__ = [
@@ -374,8 +373,7 @@ class DataSet:
         if changed and not replaceable:
             raise InputError(
                 f"{location} holds other features; rows with these differences cannot be mixed:\n  "
-                + "\n  ".join(changed)
-                + earlier_names(existing.images, self.images),
+                + "\n  ".join(changed),
                 hint="choose another output folder, or delete this one",
             )
         return not changed

@@ -71,9 +71,7 @@ from numpy.typing import NDArray
 
 from extract.errors import InputError, LayertapError
 from extract.store.format.checked_file import hdf5_in_memory, hdf5_on_disk
-from extract.store.format.value_types import kept_as, read_as
-from extract.system.atomic_files import discard, reserve_space, sync_folder
-from extract.system.operating_system import allocate, flush_to_disk
+from extract.system.atomic_files import allocate, discard, flush_to_disk, reserve_space, sync_folder
 
 __all__ = [
     "CHANGES_VERSION",
@@ -83,16 +81,18 @@ __all__ = [
     "READABLE_VERSIONS",
     "ROW_DATA",
     "VERSIONS_TEXT",
+    "WHOLE_TYPES",
     "Identity",
     "RowNames",
     "StoredFeature",
-    "before_hdf5",
     "chunk_rows",
     "create_shard",
     "feature_types",
+    "kept_as",
     "new_shard_file",
     "plain_offset",
     "preallocated",
+    "read_as",
     "read_header",
     "read_layout",
     "row_bytes",
@@ -103,6 +103,7 @@ FORMAT_VERSION = 1  # of files that are written
 READABLE_VERSIONS = (1,)  # every version that was ever written: its data sets stay readable
 CHANGES_VERSION = 2  # of a `dataset.json` whose version has a table of changes; its shards are of the versions above
 VERSIONS_TEXT = " or ".join(map(str, READABLE_VERSIONS))
+WHOLE_TYPES = ("int32", "int64")  # of features that are whole numbers
 
 # Chunks of 0.5 to 1 MB, full width: measured on (80k, 1280) float16, such chunks write at disk speed and read at
 # 11.8 GB/s; chunks of one row are 4 and 32 times slower, h5py's own guess 2 and 4 times.
@@ -125,6 +126,18 @@ ROW_DATA: tuple[tuple[str, tuple[int, ...], str], ...] = (
     ("source_hash", (16,), "u1"),
     ("status", (), "u1"),
 )
+
+
+def kept_as(value_type: str, shape: tuple[int, ...]) -> tuple[np.dtype[Any], tuple[int, ...]]:
+    """Return the dtype in the file, and the shape of a row in it, of features with this shape."""
+    if value_type == "int8":
+        return np.dtype([("scale", "<f4"), ("values", "i1", shape)]), ()
+    return np.dtype("<u2" if value_type == "bfloat16" else value_type).newbyteorder("<"), shape
+
+
+def read_as(value_type: str) -> str:
+    """Return the dtype of the values that readers return and writers take."""
+    return value_type if value_type in ("float32", "float16", *WHOLE_TYPES) else "float32"
 
 
 @dataclass(frozen=True)
@@ -380,7 +393,7 @@ def plain_offset(data: h5py.h5d.DatasetID, chunks: tuple[int, ...] | None) -> in
     first, last = (data.get_chunk_info_by_coord((row, *zeros)) for row in (0, (count - 1) * rows))
     if (first.size, last.size, last.byte_offset - first.byte_offset) != (full, full, (count - 1) * full):
         return None
-    return int(first.byte_offset) + before_hdf5(h5py.h5i.get_file_id(data))
+    return int(first.byte_offset)
 
 
 def _is_packed(data: h5py.Dataset) -> bool:
@@ -390,7 +403,8 @@ def _is_packed(data: h5py.Dataset) -> bool:
 def _check_offsets(raw: BinaryIO, first_rows: Sequence[tuple[int | None, bytes]]) -> None:
     """Check that features are in the file where HDF5 reports, because rows are written there without HDF5.
 
-    With a wrong offset, rows would be read back from the wrong place, too, without an error.
+    With a wrong offset, rows would be read back from the wrong place, too, without an error. HDF5 before 1.14.4 omits
+    the user block from the offsets of chunks (HDF5 issue 3003).
 
     Raises:
         LayertapError: a feature is elsewhere.
@@ -416,12 +430,7 @@ def _range_of(data: h5py.Dataset) -> tuple[int, int]:
         stops.append(chunk.byte_offset + chunk.size)
 
     data.id.chunk_iter(note)
-    return min(starts) + before_hdf5(data.file.id), max(stops) + before_hdf5(data.file.id)
-
-
-def before_hdf5(file: h5py.h5f.FileID) -> int:
-    """Return the bytes to add to a chunk's offset: HDF5 before 1.14.4 omits the user block (HDF5 issue 3003)."""
-    return int(file.get_create_plist().get_userblock()) if h5py.version.hdf5_version_tuple < (1, 14, 4) else 0
+    return min(starts), max(stops)
 
 
 # The user block

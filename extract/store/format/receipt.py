@@ -30,7 +30,6 @@ __all__ = [
     "checked_receipt",
     "count_all",
     "count_shard",
-    "counts_in",
     "read_receipt",
     "reasons_in",
     "reasons_of",
@@ -91,26 +90,6 @@ def count_shard(
 def count_all(shard: Shard) -> ShardCounts:
     """Count all rows of an open shard."""
     return count_shard(shard, shard.column("status"), shard.column("label"), shard.column("split").tolist())
-
-
-def counts_in(receipt: Mapping[str, Any]) -> ShardCounts | None:
-    """Return the counts in a receipt; None if it has no counts, as of an earlier version, or they do not add up."""
-    status, labels, splits = (receipt.get(name) for name in ("status", "labels", "splits"))
-    packed = receipt.get("compression", {"filter": "", "bytes": {}})
-    codes = {status.text: status.value for status in Status if status != Status.PENDING}
-    if status is None or labels is None or splits is None or "bytes" not in packed or status.keys() - codes.keys():
-        return None
-    n_rows = receipt["n_rows"]
-    sums_differ = sum(status.values()) != n_rows or sum(labels.values()) != n_rows or sum(splits.values()) > n_rows
-    if sums_differ or min([*status.values(), *labels.values(), *splits.values(), *packed["bytes"].values()]) < 1:
-        return None
-    return ShardCounts(
-        status={codes[text]: count for text, count in status.items()},
-        labels={int(label): count for label, count in labels.items()},
-        splits=splits,
-        filters=dict.fromkeys(packed["bytes"], packed["filter"]),
-        stored_bytes=packed["bytes"],
-    )
 
 
 def _sorted(counts: Counter[Any]) -> dict[Any, int]:

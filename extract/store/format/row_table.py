@@ -1,4 +1,4 @@
-"""Read the rows of a version: its table, or, of an earlier version of layertap, a base and changes to it."""
+"""Read the rows of a version from its table."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ from numpy.typing import NDArray
 
 from extract.errors import InputError, LayertapError, first_line
 from extract.store.format.untrusted import Refuse, dataset_in
-from extract.store.format.version import HASH_BYTES, Table, Version, hash_of, table_path
+from extract.store.format.version import HASH_BYTES, Version, hash_of, table_path
 from extract.system.atomic_files import open_regular
 
 __all__ = ["RowTable", "read_rows"]
 
 _COLUMNS = {"path": "S", "split": "S", "classes": "S", "label": "i", "pass": "i", "row": "i"}  # name -> dtype.kind
-_ORDER = ("pass", "row", "path")  # by which rows are sorted
-_REMOVED = {"removed_pass": "i", "removed_row": "i", "removed_path": "S"}
 _HASHES = "source_hash"  # (N, 16) uint8; earlier versions of layertap wrote none
 _TEXTS_AT_ONCE = 1 << 16
+_REPAIR = "run `layertap sync` to repair it"
 
 
 @dataclass(frozen=True)
@@ -88,13 +87,11 @@ def read_rows(out: Path, version: Version, n_rows: int) -> RowTable:
         InputError: a table is damaged, or is not of this format.
         LayertapError: a table cannot be read.
     """
-    table, *bases = version.tables
-    columns, refuse = _read_table(out, table, {**_COLUMNS, **_REMOVED} if bases else _COLUMNS)
-    for base in bases:
-        columns = _with_changes(_read_table(out, base, _COLUMNS)[0], columns, refuse)
+    columns, refuse = _read_table(out, version)
     passes = columns["pass"]
     if len(passes) != n_rows:
-        raise refuse(f"the version has {len(passes):,} rows, expected {n_rows:,}")
+        # Earlier versions of layertap wrote tables of changes, which the next pass replaces.
+        raise refuse(f"it has {len(passes):,} rows, expected {n_rows:,}")
     if not np.isin(np.unique(passes), version.passes).all():
         raise refuse("it refers to passes that dataset.json does not list")
     classes = [os.fsdecode(name) for name in columns["classes"].tolist()]
@@ -104,22 +101,20 @@ def read_rows(out: Path, version: Version, n_rows: int) -> RowTable:
     )  # fmt: skip
 
 
-def _read_table(out: Path, table: Table, kinds: dict[str, str]) -> tuple[dict[str, NDArray[Any]], Refuse]:
+def _read_table(out: Path, version: Version) -> tuple[dict[str, NDArray[Any]], Refuse]:
     """Return the columns of a table, and what makes the error for a fault in it; errors as in `read_rows`."""
-    path = table_path(out, table.number)
+    path = table_path(out, version.number)
 
     def refuse(problem: str) -> InputError:
-        return InputError(f"{path} is not a valid version table: {problem}")
+        return InputError(f"{path} is not a valid version table: {problem}", hint=_REPAIR)
 
     columns: dict[str, NDArray[Any]] = {}
     try:
-        if hash_of(path) != table.rows_xxh3:
-            raise InputError(
-                f"{path} is damaged: its hash does not match dataset.json", hint="run `layertap sync` to repair it"
-            )
+        if hash_of(path) != version.rows_xxh3:
+            raise InputError(f"{path} is damaged: its hash does not match dataset.json", hint=_REPAIR)
         with os.fdopen(open_regular(path), "rb") as raw, h5py.File(raw, "r") as file:
             mapped = mmap.mmap(raw.fileno(), 0, access=mmap.ACCESS_READ)
-            for name, kind in {**kinds, **({_HASHES: "u"} if _HASHES in file else {})}.items():
+            for name, kind in {**_COLUMNS, **({_HASHES: "u"} if _HASHES in file else {})}.items():
                 data = dataset_in(file.id, name, refuse)
                 inner = (HASH_BYTES,) if name == _HASHES else ()
                 if data.dtype.kind != kind or data.shape[1:] != inner or not data.shape or data.chunks is not None:
@@ -146,45 +141,11 @@ def _read_table(out: Path, table: Table, kinds: dict[str, str]) -> tuple[dict[st
 
 def _check(columns: dict[str, NDArray[Any]], refuse: Refuse) -> None:
     """Check lengths, ranges and order of the columns of a table."""
-    for prefix, names in (("", ("path", "split", "label", "pass", "row")), ("removed_", ("path", "pass", "row"))):
-        if f"{prefix}path" not in columns:
-            continue
-        lengths = {prefix + name: len(columns[prefix + name]) for name in names}
-        lengths |= {_HASHES: len(columns[_HASHES])} if _HASHES in columns and not prefix else {}
-        if len(set(lengths.values())) > 1:
-            raise refuse(f"its columns have different lengths: {lengths}")
-        passes, rows = columns[f"{prefix}pass"], columns[f"{prefix}row"]
-        steps = np.diff(passes)
-        if (steps < 0).any() or ((steps == 0) & (np.diff(rows) < 0)).any() or (rows < 0).any():
-            raise refuse("its rows are not in order")
-    labels = columns["label"]
+    lengths = {name: len(column) for name, column in columns.items() if name != "classes"}
+    if len(set(lengths.values())) > 1:
+        raise refuse(f"its columns have different lengths: {lengths}")
+    labels, rows, steps = columns["label"], columns["row"], np.diff(columns["pass"])
+    if (steps < 0).any() or ((steps == 0) & (np.diff(rows) < 0)).any() or (rows < 0).any():
+        raise refuse("its rows are not in order")
     if len(labels) and not (labels.min() >= -1 and labels.max() < len(columns["classes"])):
         raise refuse("a label is not the index of a class")
-
-
-def _with_changes(
-    base: dict[str, NDArray[Any]], changes: dict[str, NDArray[Any]], refuse: Refuse
-) -> dict[str, NDArray[Any]]:
-    """Return the columns of all rows of a version: those that a table of changes leaves of its base, and its own."""
-    removed = set(zip(*(changes[name].tolist() for name in _REMOVED), strict=True))
-    kept = np.ones(len(base["path"]), np.bool_)
-    for place in np.flatnonzero(np.isin(base["row"], changes["removed_row"])).tolist():
-        kept[place] = tuple(base[name][place] for name in _ORDER) not in removed
-    if (~kept).sum() != len(changes["removed_path"]):
-        raise refuse("it removes rows that its base does not have")
-    names = [*base["classes"].tolist(), *changes["classes"].tolist()]
-    labels = changes["label"]
-    changes = {**changes, "label": np.where(labels < 0, -1, labels + len(base["classes"]))}
-    columns = {
-        name: np.concatenate([base[name][kept], changes[name]])
-        for name in base
-        if name in changes and name != "classes"
-    }
-    order = np.lexsort([columns[name] for name in reversed(_ORDER)])
-    columns = {name: values[order] for name, values in columns.items()}
-    if np.logical_and.reduce([columns[name][1:] == columns[name][:-1] for name in _ORDER]).any():
-        raise refuse("it adds rows that its base has")
-    classes = sorted({names[label] for label in np.unique(columns["label"]).tolist() if label >= 0})
-    index = {name: number for number, name in enumerate(classes)}
-    numbers = np.array([*(index.get(name, -1) for name in names), -1], np.int64)  # -1 stays -1
-    return {**columns, "label": numbers[columns["label"]], "classes": np.array(classes, np.bytes_)}

@@ -31,7 +31,7 @@ DESCRIPTION = {
     "features": [{"name": str, "shape": [int], "dtype": str, "attributes": {str: str}}],
     "images": {"root": str, "count": int, "paths_xxh3": str, "labels_xxh3?": str},
     "shard_rows": int,
-    "version?": {"number": int, "rows_xxh3": str, "passes": [int], "base?": {"number": int, "rows_xxh3": str}},
+    "version?": {"number": int, "rows_xxh3": str, "passes": [int]},
 }
 
 RECEIPT = {

@@ -21,30 +21,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from extract.store.format.layout import WHOLE_TYPES, kept_as, read_as
+
 __all__ = [
     "ROUNDING", "STORED_TYPES", "VALUE_TYPES", "decoded", "encoded", "finite_and_nan", "kept_as", "read_as",
     "value_type_of",
 ]  # fmt: skip
 
 VALUE_TYPES = ("float32", "float16", "bfloat16", "int8")  # of a run
-_WHOLE = ("int32", "int64")
-STORED_TYPES = (*VALUE_TYPES, *_WHOLE)  # of a feature
+STORED_TYPES = (*VALUE_TYPES, *WHOLE_TYPES)  # of a feature
 # Largest error of a stored value, as part of the largest of its row.
 ROUNDING = {"float32": 0.0, "float16": 2.0**-11, "bfloat16": 2.0**-8, "int8": 0.5 / 127, "int32": 0.0, "int64": 0.0}
 _LARGEST = 127
 _BFLOAT16_INFINITE = 0x7F80  # its exponent, with a fraction of 0
-
-
-def kept_as(value_type: str, shape: tuple[int, ...]) -> tuple[np.dtype[Any], tuple[int, ...]]:
-    """Return the dtype in the file, and the shape of a row in it, of features with this shape."""
-    if value_type == "int8":
-        return np.dtype([("scale", "<f4"), ("values", "i1", shape)]), ()
-    return np.dtype("<u2" if value_type == "bfloat16" else value_type).newbyteorder("<"), shape
-
-
-def read_as(value_type: str) -> str:
-    """Return the dtype of the values that readers return and writers take."""
-    return value_type if value_type in ("float32", "float16", *_WHOLE) else "float32"
 
 
 def value_type_of(dtype: np.dtype[Any], shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]] | None:
@@ -98,7 +87,7 @@ def finite_and_nan(kept: NDArray[Any], value_type: str) -> tuple[NDArray[np.bool
     if value_type == "int8":
         return np.isfinite(kept["scale"]), np.isnan(kept["scale"])
     rows = kept.reshape(len(kept), -1)
-    if value_type in _WHOLE:
+    if value_type in WHOLE_TYPES:
         missing = rows == np.iinfo(value_type).min
         return ~missing.any(1), missing.all(1)
     if value_type == "bfloat16":

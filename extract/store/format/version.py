@@ -14,11 +14,6 @@ that pass, and `source_hash`, the hash of the image when its file was examined, 
 by pass, row and path, so that features are read in file order. Images with identical bytes share the features of one
 row.
 
-Earlier versions of layertap wrote tables of changes, which are still read. Such a table has, in these columns, the rows
-that another table with all rows, its base, does not have. Its columns `removed_path`, `removed_pass` and `removed_row`
-are the rows that only the base has, in the same order. Its `classes` are those of its own rows. `base` in `version`
-names the base.
-
 Each pass that changes anything writes the whole table. A pass with 100 changes then takes, compared with a table of
 changes, 0.5 and 0.5 s of CPU time for 10,000 files, 5.4 and 3.1 s for a million, 18 and 9 s for 3 million; the memory
 is the same, and 90 instead of 5 MB are written for a million files. Tables of changes needed 190 more lines of code,
@@ -42,23 +37,10 @@ from extract.errors import LayertapError
 from extract.store.format.checked_file import hdf5_on_disk
 from extract.system.atomic_files import atomic_write, open_regular, own_folder
 
-__all__ = ["HASH_BYTES", "Table", "Version", "hash_of", "pass_folder", "table_path", "write_table"]
+__all__ = ["HASH_BYTES", "Version", "hash_of", "pass_folder", "table_path", "write_table"]
 
 _FORMAT = "layertap version"
 HASH_BYTES = 16  # xxh3-128
-
-
-@dataclass(frozen=True)
-class Table:
-    """A file in `versions/`.
-
-    Attributes:
-        number: number of the version that wrote it.
-        rows_xxh3: xxh3-128 of the file.
-    """
-
-    number: int
-    rows_xxh3: str
 
 
 @dataclass(frozen=True)
@@ -69,14 +51,11 @@ class Version:
         number: number of the version, from 1, increasing.
         rows_xxh3: xxh3-128 of the file of its table.
         passes: numbers of the passes that hold its rows, ascending.
-        base: of a version that an earlier version of layertap wrote, the table with all rows to which its table lists
-            changes; None if its table has all rows.
     """
 
     number: int
     rows_xxh3: str
     passes: tuple[int, ...]
-    base: Table | None = None
 
     @classmethod
     def of(cls, content: Any) -> Version:
@@ -85,23 +64,14 @@ class Version:
         Raises:
             ValueError: a number is out of range.
         """
-        base = Table(**{name: content["base"][name] for name in ("number", "rows_xxh3")}) if "base" in content else None
-        version = cls(content["number"], content["rows_xxh3"], tuple(content["passes"]), base)
+        version = cls(content["number"], content["rows_xxh3"], tuple(content["passes"]))
         if not all(0 < number < 1_000_000_000 for number in (version.number, *version.passes)):
             raise ValueError("a number of its version is out of range")
-        if base is not None and not 0 < base.number < version.number:
-            raise ValueError("the base of its version is not an earlier version")
         return version
 
     def content(self) -> dict[str, Any]:
         """Return the entry for `dataset.json`."""
-        assert self.base is None  # such a version is only read
         return {"number": self.number, "rows_xxh3": self.rows_xxh3, "passes": list(self.passes)}
-
-    @property
-    def tables(self) -> list[Table]:
-        """The files of the version: its table, and the base of that, if it has one."""
-        return [Table(self.number, self.rows_xxh3), *([self.base] if self.base else [])]
 
 
 def pass_folder(out: Path, number: int) -> Path:

@@ -26,8 +26,7 @@ from extract.store.format.receipt import write_receipt
 from extract.store.format.row_hash import hash_records, hash_rows, wrong_rows
 from extract.store.format.shard import Shard
 from extract.store.format.value_types import encoded
-from extract.system.atomic_files import claim, discard, open_own, sync_folder
-from extract.system.operating_system import flush_to_disk
+from extract.system.atomic_files import claim, discard, flush_to_disk, open_own, sync_folder
 
 __all__ = ["SOURCE", "ShardWriter"]
 

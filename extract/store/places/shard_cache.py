@@ -17,10 +17,8 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
-import logging
 import os
 import re
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,10 +29,7 @@ from extract.errors import InputError, LayertapError
 from extract.store.format.layout import ROW_DATA, read_layout
 from extract.store.format.shard import Shard
 from extract.store.places import objects
-from extract.system.atomic_files import discard
-from extract.system.leftovers import is_temporary, remove_leftovers, temporary_file
-from extract.system.operating_system import flush_to_disk
-from extract.system.user_cache import cache_file
+from extract.system.atomic_files import discard, flush_to_disk, is_temporary, remove_leftovers, temporary_file
 
 __all__ = ["CACHE_BYTES", "RemoteFile", "ShardCache", "cache_folder"]
 
@@ -42,8 +37,6 @@ CACHE_BYTES = 10_000_000_000
 _COUNTED = 64  # times that files are counted while the cache fills: with each file, 10,000 files would take minutes
 _HEAD_BYTES = 1 << 20  # read first: the user block, and usually the structure of the file
 _NAME = re.compile(r"[0-9a-f]{40}\.(h5|rows)(\.lock)?", re.ASCII)
-
-_log = logging.getLogger("layertap.store")
 
 
 @dataclass(frozen=True)
@@ -70,15 +63,17 @@ class RemoteFile:
 
 
 def cache_folder() -> Path:
-    """Return the folder of the cache.
+    """Return the folder of the cache; it may be deleted at any time.
 
     Raises:
         LayertapError: the home folder is unknown and `XDG_CACHE_HOME` is not set.
     """
-    try:
-        return cache_file("shards")
-    except OSError as error:
-        raise LayertapError("no home folder for the cache of remote files", hint="set XDG_CACHE_HOME") from error
+    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    # The XDG Base Directory Specification ignores relative paths.
+    root = given if given.is_absolute() else Path(os.path.expanduser("~")) / ".cache"  # noqa: PTH111
+    if not root.is_absolute():
+        raise LayertapError("no home folder for the cache of remote files", hint="set XDG_CACHE_HOME")
+    return root / "layertap" / "shards"
 
 
 class ShardCache:
@@ -86,20 +81,19 @@ class ShardCache:
 
     Args:
         cache_bytes: maximum size of the files in the folder, including those of other processes.
+
+    Raises:
+        LayertapError: there is no folder for the cache, this user cannot write to it, or other users can.
     """
 
     def __init__(self, cache_bytes: int = CACHE_BYTES):
         self.cache_bytes, self.folder = int(cache_bytes), cache_folder()
         self._added = self.cache_bytes  # bytes since the files were last counted: the first download counts them
         if problem := _problem_with(self.folder):
-            _log.warning(
-                "%s cannot be used (%s): shards of buckets are kept in a temporary folder until this process ends; set "
-                "XDG_CACHE_HOME to another folder",
-                self.folder,
-                problem,
+            raise LayertapError(
+                f"{self.folder}, for copies of shards of buckets, cannot be used: {problem}",
+                hint="set XDG_CACHE_HOME to another folder",
             )
-            self._temporary = tempfile.TemporaryDirectory(prefix="layertap-", ignore_cleanup_errors=True)
-            self.folder = Path(self._temporary.name)
 
     def __reduce__(self) -> tuple[object, ...]:
         return ShardCache, (self.cache_bytes,)

@@ -35,9 +35,8 @@ from extract.store.format.dataset import DataSet
 from extract.store.format.kept_axes import keep_axes
 from extract.store.format.receipt import read_receipt, reasons_in, receipt_bytes, receipt_of, size_and_hash
 from extract.store.format.schemas import RECEIPT
-from extract.system.atomic_files import check_own_folders, discard, own_folder, sync_folder
+from extract.system.atomic_files import check_own_folders, discard, flush_to_disk, own_folder, sync_folder
 from extract.system.json_files import read_json
-from extract.system.operating_system import flush_to_disk
 
 __all__ = ["SharedFolder"]
 

@@ -248,7 +248,7 @@ class LivingFolder(RuleBasedStateMachine):
         with same_as_fresh(self.root, self.out) as expected:
             version = DataSet.open(self.out).version
             assert version is not None
-            needed = {f"{table.number:06d}.h5" for table in version.tables}
+            needed = {f"{version.number:06d}.h5"}
             assert {path.name for path in (self.out / "versions").iterdir()} == needed
             assert report.rows == len(expected) == len(list(self.root.rglob("*.ppm")))
             assert report.failed == int((expected.status != Status.OK).sum())

@@ -29,10 +29,10 @@ from extract.store.format.dataset import DataSet
 from extract.store.verify import repair, verify
 from extract.sync import scan as scanning
 from extract.sync.compaction import compact, passes_to_compact
+from extract.sync.difference import Guards
 from extract.sync.drift import drift_of
 from extract.sync.manifest import Manifest
 from extract.sync.passes import Report, VanishedError
-from extract.sync.safety_limits import Guards
 from extract.sync.scan import Scan, ScannedFile
 from tests.extract.sync.tiny import EAGER, one_pass, picture, planner, same_as_fresh
 

@@ -13,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
 import pytest
 import xxhash
@@ -26,12 +25,10 @@ from extract.store.format.layout import StoredFeature
 from extract.store.format.version import table_path
 from extract.sync import manifest as manifest_module
 from extract.sync import publishing
-from extract.sync.difference import difference
-from extract.sync.manifest import Manifest
+from extract.sync.difference import Guards, difference
+from extract.sync.manifest import Manifest, StoredRow
 from extract.sync.manifest_file import ManifestFile
 from extract.sync.publishing import publish, remove_unneeded
-from extract.sync.records import StoredRow
-from extract.sync.safety_limits import Guards
 from extract.sync.scan import ScannedFile
 from tests.extract.sync.changes import write_as_changes
 
@@ -116,8 +113,8 @@ class Model:
         digest = xxhash.xxh3_128_hexdigest(b"\0".join(sorted(map(os.fsencode, paths))))
         assert (dataset.n_rows, dataset.images["paths_xxh3"]) == (len(paths), digest)
         names = {path.name for path in (self.out / "versions").iterdir()}
-        assert names == {f"{part.number:06d}.h5" for part in dataset.version.tables}
-        assert json.loads((self.out / "dataset.json").read_text())["format_version"] == 1 + bool(dataset.version.base)
+        assert names == {f"{dataset.version.number:06d}.h5"}
+        assert json.loads((self.out / "dataset.json").read_text())["format_version"] == 1
 
 
 @pytest.fixture(autouse=True)
@@ -197,15 +194,18 @@ def of_changes(out: Path, seed: int = 0) -> Model:
     model.publish()
     write_as_changes(out, seed)
     model.published = DataSet.open(out)
-    model.check()
     return model
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_changes_of_an_earlier_version_of_layertap_are_read_and_written_whole_by_the_next_pass(
+def test_changes_of_an_earlier_version_of_layertap_are_refused_and_written_whole_by_the_next_pass(
     tmp_path: Path, seed: int
 ) -> None:
     model = of_changes(tmp_path, seed)
+    assert model.published is not None
+    with pytest.raises(InputError, match=r"000002\.h5 is not a valid .* \d+ rows, expected") as caught:
+        model.published.version_rows()
+    assert "run `layertap sync`" in caught.value.hint
     model.manifest.__exit__(None, None, None)
     with contextlib.closing(sqlite3.connect(tmp_path / "manifest.sqlite")) as sql, sql:  # as that version left it
         sql.execute("CREATE TABLE changes(path BLOB PRIMARY KEY, pass INTEGER, row INTEGER) WITHOUT ROWID")
@@ -217,7 +217,6 @@ def test_changes_of_an_earlier_version_of_layertap_are_read_and_written_whole_by
     model.check()
     assert model.published is not None
     assert model.published.version is not None
-    assert model.published.version.base is None
     assert model.published.version.number == 3
     before = (tmp_path / "dataset.json").read_bytes()
     model.publish()
@@ -225,14 +224,12 @@ def test_changes_of_an_earlier_version_of_layertap_are_read_and_written_whole_by
 
 
 @pytest.mark.parametrize("how", ["missing", "cut", "changed", "folder"])
-@pytest.mark.parametrize("which", ["all rows", "changes", "base"])
-def test_a_table_that_is_missing_or_damaged_is_refused_and_written_again(tmp_path: Path, which: str, how: str) -> None:
+def test_a_table_that_is_missing_or_damaged_is_refused_and_written_again(tmp_path: Path, how: str) -> None:
     model = of_changes(tmp_path)
-    if which == "all rows":
-        model.publish()
+    model.publish()
     assert model.published is not None
     assert model.published.version is not None
-    path = table_path(tmp_path, model.published.version.tables[which == "base"].number)
+    path = table_path(tmp_path, model.published.version.number)
     content = path.read_bytes()
     path.unlink()
     if how == "folder":
@@ -245,42 +242,6 @@ def test_a_table_that_is_missing_or_damaged_is_refused_and_written_again(tmp_pat
         path.rmdir()
     model.publish()
     model.check()
-
-
-@pytest.mark.parametrize(
-    ("column", "value", "problem"),
-    [
-        ("removed_path", b"train/a/77.png", "removes rows that its base does not have"),
-        ("removed_row", 11, "removes rows that its base does not have"),
-        ("label", 9, "not the index of a class"),
-        ("pass", 3, "not in order"),
-        ("removed_row", -1, "not in order"),
-    ],
-)
-def test_changes_that_do_not_fit_their_base_are_refused(tmp_path: Path, column: str, value: Any, problem: str) -> None:
-    model = of_changes(tmp_path)
-    assert model.published is not None
-    assert model.published.version is not None
-    path = table_path(tmp_path, model.published.version.number)
-    with h5py.File(path, "r+") as file:
-        file[column][-1 if value == 11 else 0] = value
-    published = replace(model.published.version, rows_xxh3=xxhash.xxh3_128_hexdigest(path.read_bytes()))
-    with pytest.raises(InputError, match=f"{path.name}.*{problem}"):
-        replace(model.published, version=published).version_rows()
-
-
-def test_changes_that_add_a_row_of_their_base_are_refused(tmp_path: Path) -> None:
-    model = of_changes(tmp_path)
-    assert model.published is not None
-    assert model.published.version is not None
-    base, path = (table_path(tmp_path, table.number) for table in reversed(model.published.version.tables))
-    with h5py.File(base) as rows, h5py.File(path, "r+") as file:
-        last = np.flatnonzero(np.char.startswith(rows["path"][:], b"train"))[-1]
-        for name in ("pass", "row", "path"):
-            file[name][-1] = rows[name][last]
-    published = replace(model.published.version, rows_xxh3=xxhash.xxh3_128_hexdigest(path.read_bytes()))
-    with pytest.raises(InputError, match=f"{path.name}.*adds rows that its base has"):
-        replace(model.published, version=published).version_rows()
 
 
 def test_a_version_of_changes_is_refused_by_readers_of_format_1(

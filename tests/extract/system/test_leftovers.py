@@ -3,16 +3,21 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from extract.system import leftovers
-from extract.system.atomic_files import atomic_write, write_json
-from extract.system.leftovers import is_temporary, remove_leftovers, temporary_file, temporary_folder
+from extract.system import atomic_files
+from extract.system.atomic_files import (
+    atomic_write,
+    is_temporary,
+    remove_leftovers,
+    temporary_file,
+    temporary_folder,
+    write_json,
+)
 
 
 def killed_in(function: Callable[..., Any], *arguments: Any) -> None:
@@ -30,9 +35,7 @@ def kill_while_writing(path: Path) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def kill_in_folder(path: Path, machine: str | None = None) -> None:
-    if machine:
-        leftovers._machine = lambda: machine
+def kill_in_folder(path: Path) -> None:
     with temporary_folder(path) as folder:
         (folder / "features").mkdir()
         (folder / "features" / "a").write_bytes(b"half")
@@ -100,16 +103,6 @@ def test_own_files_are_kept_where_a_lock_does_not_exclude_its_own_process(
         assert folder.exists()
 
 
-@pytest.mark.parametrize(("age_h", "kept"), [(23, True), (25, False)])
-def test_of_another_machine_only_what_is_a_day_old_is_removed(tmp_path: Path, age_h: int, kept: bool) -> None:
-    killed_in(kill_in_folder, tmp_path / "a", "0" * 12)
-    for path in tmp_path.rglob("*"):
-        if path.name != "lock":
-            os.utime(path, (time.time() - age_h * 3600,) * 2)
-    remove_leftovers(tmp_path / "a")
-    assert bool(names(tmp_path)) == kept
-
-
 def test_a_file_without_a_lock_is_kept_where_the_file_system_has_no_locks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,7 +139,7 @@ def test_a_link_in_a_leftover_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "x").write_text("mine")
     (tmp_path / "y").write_text("mine")
-    left = tmp_path / "out" / f".a.{leftovers._token()}.new"
+    left = tmp_path / "out" / f".a.{atomic_files._token()}.new"
     left.mkdir(parents=True)
     (left / "linked").symlink_to(tmp_path / "mine")
     (left / "lock").symlink_to(tmp_path / "y")
@@ -163,17 +156,17 @@ def test_a_link_in_a_leftover_is_not_followed(tmp_path: Path) -> None:
 def test_a_temporary_that_was_taken_for_a_leftover_gets_another_name(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, calls = leftovers._claimed, []
+    real, calls = atomic_files._claimed, []
 
     def removed_first(descriptor: int) -> bool:
         if not calls:
             calls.append(names(tmp_path)[0])
-            leftovers._OWN.clear()
+            atomic_files._OWN.clear()
             remove_leftovers(tmp_path / "a")
             assert names(tmp_path) == []
         return real(descriptor)
 
-    monkeypatch.setattr(leftovers, "_claimed", removed_first)
+    monkeypatch.setattr(atomic_files, "_claimed", removed_first)
     with (temporary_file if kind == "file" else temporary_folder)(tmp_path / "a"):  # type: ignore[operator]
         assert len(names(tmp_path)) == 1
         assert names(tmp_path) != calls

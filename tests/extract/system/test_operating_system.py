@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 
 from extract import FeatureReader
+from extract.store.format.checked_file import memory_file, written_ranges
 from extract.store.verify import verify
-from extract.system import operating_system
-from extract.system.operating_system import allocate, flush_to_disk, memory_file, written_ranges
+from extract.system import atomic_files
+from extract.system.atomic_files import allocate, flush_to_disk
 from tests.extract.store.rows import complete_data_set
 
 # Removes the functions that macOS lacks from every process, and starts processes as macOS does.
@@ -76,7 +77,7 @@ def test_the_cache_of_the_disk_is_flushed(tmp_path: Path, monkeypatch: pytest.Mo
             raise OSError(errno.ENOTSUP, "not supported")
         return 0
 
-    monkeypatch.setattr(operating_system, "_FULL_SYNC", 51)
+    monkeypatch.setattr(atomic_files, "_FULL_SYNC", 51)
     monkeypatch.setattr(fcntl, "fcntl", asked)
     monkeypatch.setattr(os, "fsync", lambda descriptor: calls.append("fsync"))
     with (tmp_path / "new").open("wb") as file:

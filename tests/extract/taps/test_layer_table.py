@@ -23,11 +23,6 @@ def test_shapes_bytes_calls_and_parameters_of_resnet() -> None:
     assert rows["layer1.0.relu"].calls == 2
     assert rows["layer1.0.relu"].bytes == 2 * 64 * 16 * 16 * 4
     assert rows["layer1.0.relu"].notes == ["runs 2 times: layer1.0.relu#0 to layer1.0.relu#1"]
-    rewritten = "its output is written to afterwards; a bare hook sees the later values"
-    assert [name for name, row in rows.items() if rewritten in row.notes and "bn" in name][:3] == [
-        "bn1", "layer1.0.bn1", "layer1.0.bn2",
-    ]  # fmt: skip
-    assert rewritten not in rows["layer1.0.conv1"].notes
     assert rows["layer1.0/add"].shapes == {"": (64, 16, 16)}
     assert rows["/flatten"].shapes == {"": (512,)}
     assert not any(name.startswith("conv1/") for name in rows)

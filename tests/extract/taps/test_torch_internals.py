@@ -132,6 +132,23 @@ def test_without_functions_that_are_not_traced_no_layer_could_say_that_the_compi
     assert traced[0] is False  # it ran; where it is traced, this is true
 
 
+def test_without_knowing_which_stance_another_replaces_that_of_the_user_would_end_with_the_block() -> None:
+    switch = internals.COMPILED_CODE_OFF
+    assert isinstance(switch, internals.Switch)
+    with switch.active():
+        theirs = torch.compiler.set_stance("eager_on_recompile")
+    now = torch.compiler.set_stance("force_eager")
+    assert now.prev.stance == "eager_on_recompile"
+    now.__exit__(None, None, None)
+    theirs.__exit__(None, None, None)
+    with switch.active():
+        pass
+    now = torch.compiler.set_stance("force_eager")
+    assert now.prev.stance == "force_eager"  # the one that `theirs` has replaced, and restored
+    now.__exit__(None, None, None)
+    torch.compiler.set_stance("default")
+
+
 def test_each_name_has_a_test_and_stands_nowhere_else() -> None:
     text = Path(__file__).read_text()
     assert [name for name in internals.__all__ if f"internals.{name}" not in text] == []
