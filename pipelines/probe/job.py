@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -58,11 +59,6 @@ class ProbedFeature:
         """Name of the feature; `a+b` for concatenated features."""
         return "+".join(self.parts)
 
-    @property
-    def chosen_by(self) -> float:
-        """Best metric on the validation rows, by which a layer may be chosen; NaN without validation rows."""
-        return max((value for _, value in self.result.curve), default=float("nan"))
-
 
 @dataclass(frozen=True)
 class Comparison:
@@ -111,11 +107,8 @@ class ProbeRun:
 
     @property
     def by_validation(self) -> bool:
-        """Whether the best feature is chosen on validation rows, so that the test rows have no part in the choice.
-
-        With masks and depth maps it is not: metrics of tokens cannot be compared between grids.
-        """
-        return all(feature.result.curve for feature in self.probed) and not self.config.is_dense
+        """Whether all features have a metric on validation rows, by which the best is chosen: test rows choose nothing."""
+        return all(math.isfinite(feature.result.validation) for feature in self.probed)
 
     @property
     def best(self) -> ProbedFeature:
@@ -123,13 +116,13 @@ class ProbeRun:
         return self.best_of(self.probed)
 
     def best_of(self, probed: Sequence[ProbedFeature]) -> ProbedFeature:
-        """Return the best feature on validation rows; without them, on the test rows. Ties: the first."""
+        """Return the best feature on validation rows; without them, the first. Ties: the first."""
+        if not self.by_validation:
+            return probed[0]
         shots = min((max(feature.result.shots) for feature in self.probed if feature.result.shots), default=0)
 
         def quality(feature: ProbedFeature) -> float:
-            if self.by_validation:
-                return feature.chosen_by
-            return feature.result.metrics[f"top1@{shots}"].value if shots else feature.result.value
+            return dict(feature.result.curve)[shots] if shots else feature.result.validation
 
         return max(probed, key=quality)
 
@@ -187,7 +180,7 @@ def run_probe(
             say(f"probing {layer}" + (f" of {name}" if len(readers) > 1 else "") + f" ({number} of {len(columns)})")
             labelling = outcome.labellings[name]
             if config.is_dense:
-                result, examples = token_probes[name].probe(arrays)
+                result, examples = token_probes[name].probe(arrays, with_validation=len(columns) > 1)
                 result = replace(result, model=result.model if config.save else None)
                 width = sum(tokens.shape[1] for tokens in arrays)
                 outcome.probed.append(ProbedFeature(name, parts, width, result))

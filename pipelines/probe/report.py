@@ -171,11 +171,12 @@ def print_outcome(outcome: ProbeRun, echo: Callable[[str], None]) -> None:
     if several:
         best = outcome.best
         on_test = format_metric(best.result.primary, best.result.value)
-        title = "best on the test rows themselves"
-        if outcome.by_validation:
-            title = f"best on {best.result.chosen_on} ({format_metric(best.result.primary, best.chosen_by)})"
         name = _full_name(outcome, best.data_set, best.layer)
-        echo(f"{title}: {name}, {on_test} on test")
+        if outcome.by_validation:
+            on_validation = format_metric(best.result.primary, best.result.validation)
+            echo(f"best on {best.result.chosen_on} ({on_validation}): {name}, {on_test} on test")
+        else:
+            echo(f"no layer is called the best, since no rows were left to choose it on; the first: {name}")
         for pair in sorted(outcome.comparisons, key=lambda pair: -pair.p)[:_NEAREST]:
             echo(
                 f"  against {_full_name(outcome, *pair.other)}: only the best is right on {pair.only_better:,} test "
@@ -255,6 +256,7 @@ def _probe_as_json(feature: ProbedFeature) -> dict[str, Any]:
         "metrics": {name: asdict(metric) for name, metric in result.metrics.items()},
         "chosen": {result.swept: result.chosen} if result.swept else {},
         "chosen_on": result.chosen_on or None,
+        "validation": result.validation,
         "curve": [list(point) for point in result.curve],
         "shots": result.shots,
         "objective": result.objective,
