@@ -215,7 +215,7 @@ WIDTH = 16
 
 
 def of_choice(protocol: str, layers: int, classes: int, n: int, runs: int) -> dict[str, float]:
-    """How often a backbone with `layers` layers of noise differs from one with a layer, and its interval holds 1 / K."""
+    """Compare a backbone that has one layer of noise with one that has several; see `PAGE`."""
     targets, n_distinguishable, n_covered = np.arange(n) % classes, 0, 0
     with_draws = metrics.RESAMPLES, metrics._CALIBRATED_DRAWS
     metrics.RESAMPLES = metrics._CALIBRATED_DRAWS = 1  # of metrics that are not looked at
@@ -295,9 +295,9 @@ degrees of freedom) make the interval of the RMSE too narrow at every size.
 
 ## After a layer is chosen
 
-`compare` takes the best layer of each backbone, and `probe` names the best of all. Each layer is chosen on validation rows, or on folds
-of the training rows, whatever the protocol; the rows that judge it have no part. So the interval of the chosen layer
-holds, and backbones with many layers have no advantage. The table has simulations of noise, {width} columns wide: a
+`compare` takes the best layer of each backbone, and `probe` names the best of all. A layer is chosen on validation
+rows, or on folds of the training rows, whatever the protocol; the rows that judge it have no part. So the interval of the
+chosen layer holds, and backbones with many layers have no advantage. The table has simulations of noise, {width} columns wide: a
 backbone with one layer is compared with a backbone with one or twelve, on balanced classes, of which a fifth is for
 testing. All are equally good, and the true accuracy is 1 / classes. Each cell has the share of comparisons that call
 the two distinguishable (p at most 0.05), and the share of intervals of the chosen layer that hold the true accuracy.
