@@ -6,11 +6,20 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
 from extract.analysis.probe.metrics import metric_name
 from pipelines.compare.comparison import Compared, Comparison
-from pipelines.terminal.figures import COLOURS, add_matrix, add_words, cycled, drawable, new_figure, save_figure
+from pipelines.terminal.figures import (
+    COLOURS,
+    add_matrix,
+    add_words,
+    cycled,
+    drawable,
+    matrix_inches,
+    new_figure,
+    save_figure,
+)
 
 __all__ = ["draw"]
 
@@ -61,8 +70,7 @@ def _speed(comparison: Comparison, entries: list[Compared]) -> Figure:
             color=colour, markersize=6, capsize=2, elinewidth=1, label=drawable(entry.name, 32),
         )  # fmt: skip
     axes.set_xscale("log")
-    subs = (1, 2, 5) if rates.max() > 4 * rates.min() else np.arange(1, 10, 0.5)
-    axes.xaxis.set_major_locator(LogLocator(subs=subs))
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)) if rates.max() > 4 * rates.min() else MaxNLocator(5))
     axes.xaxis.set_major_formatter("{x:,g}")
     axes.xaxis.set_minor_locator(NullLocator())
     axes.margins(x=0.1, y=0.1)
@@ -117,7 +125,7 @@ def _similarity(comparison: Comparison) -> Figure:
     layers = {layer for _, layer in comparison.features}
     names = [drawable(backbone if len(layers) == 1 else f"{backbone}:{layer}", 26)
              for backbone, layer in comparison.features]  # fmt: skip
-    side = 2.6 + 0.36 * len(names)
+    side = matrix_inches(names)
     figure = Figure(figsize=(2 * side + 1, 2 * side), layout="constrained")
     for axes, (measure, title) in zip(figure.subplots(2, 2).flat, _TITLES.items(), strict=True):
         more = f", {similarity.k} nearest" if measure == "mutual_knn" else ""

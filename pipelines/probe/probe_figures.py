@@ -23,6 +23,7 @@ from pipelines.terminal.figures import (
     add_words,
     cycled,
     drawable,
+    matrix_inches,
     name_ticks,
     new_figure,
     save_figure,
@@ -187,7 +188,7 @@ def _confusion(outcome: ProbeRun) -> Figure | None:
     counts = table.sum(1)
     shares = 100 * table / np.maximum(counts[:, None], 1)
     names = [drawable(str(name)) for name in best.result.classes.tolist()]
-    side = min(11.0, max(5.0, 2.2 + 0.36 * len(names)))
+    side = max(5.0, matrix_inches(names))
     figure, axes = new_figure(side + 0.8, side)
     with_counts = [f"{name}  n = {count:,}" for name, count in zip(names, counts.tolist(), strict=True)]
     shown = np.where(shares >= 0.5, shares, np.nan)
@@ -212,8 +213,8 @@ def _similarity(outcome: ProbeRun) -> Figure | None:
     if outcome.similarity is None:
         return None
     names = [_name(outcome, *feature) for feature in outcome.features]
-    side = min(9.0, max(3.8, 2.0 + 0.36 * len(names)))
-    figure = Figure(figsize=(2 * side + 0.8, side + 0.6), layout="constrained")
+    side = max(3.8, matrix_inches(names))
+    figure = Figure(figsize=(2 * side + 0.8, side), layout="constrained")
     for axes, matrix, title in zip(figure.subplots(1, 2), outcome.similarity, ("linear CKA", "RSA"), strict=True):
         add_matrix(figure, axes, matrix, names, title=title)
     caption = (f"On {outcome.compared_images:,} images. 1: the same up to rotation and scale (CKA), the same order of "

@@ -18,7 +18,17 @@ from numpy.typing import NDArray
 from extract.system.atomic_files import atomic_write
 from pipelines.terminal.text_output import printable
 
-__all__ = ["COLOURS", "add_matrix", "add_words", "cycled", "drawable", "name_ticks", "new_figure", "save_figure"]
+__all__ = [
+    "COLOURS",
+    "add_matrix",
+    "add_words",
+    "cycled",
+    "drawable",
+    "matrix_inches",
+    "name_ticks",
+    "new_figure",
+    "save_figure",
+]
 
 # Palette of Okabe and Ito: distinguishable with the common forms of colour blindness.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -75,8 +85,14 @@ def name_ticks(axes: Any, names: Sequence[str], size: float = 8) -> None:
                     rotation_mode="anchor" if rotation == 40 else "default")  # fmt: skip
 
 
+def matrix_inches(names: Sequence[str]) -> float:
+    """Return the side of a plot whose names and numbers are readable."""
+    longest = max(map(len, names)) if len(names) <= _NAMED else 5
+    return min(11.0, 1.8 + 0.4 * len(names) + 0.05 * longest)
+
+
 def add_matrix(
-    figure: Figure, axes: Any, matrix: NDArray[Any], names: Sequence[str], *, title: str = "", form: str = ".2f",
+    figure: Figure, axes: Any, matrix: NDArray[Any], names: Sequence[str], *, title: str = "", form: str = "z.2f",
     colours: str = "magma", largest: float = 1.0, row_names: Sequence[str] | None = None,
 ) -> None:  # fmt: skip
     """Draw a square matrix (N, N) with its numbers, if they are readable, and the names of its rows and columns.

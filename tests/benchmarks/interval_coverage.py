@@ -296,13 +296,14 @@ degrees of freedom) make the interval of the RMSE too narrow at every size.
 ## After a layer is chosen
 
 `compare` takes the best layer of each backbone, and `probe` names the best of all. A layer is chosen on validation
-rows, or on folds of the training rows, whatever the protocol; the rows that judge it have no part. So the interval of the
-chosen layer holds, and backbones with many layers have no advantage. The table has simulations of noise, {width} columns wide: a
-backbone with one layer is compared with a backbone with one or twelve, on balanced classes, of which a fifth is for
-testing. All are equally good, and the true accuracy is 1 / classes. Each cell has the share of comparisons that call
-the two distinguishable (p at most 0.05), and the share of intervals of the chosen layer that hold the true accuracy.
-Standard errors at 0.05 are {choice_errors}. `fewshot` has five shots here; it predicts no single
-image, so it has no such test.
+rows, or on folds of the training rows, whatever the protocol; the rows that judge it have no part. So the interval of
+the chosen layer holds, and backbones with many layers have no advantage.
+
+The table has simulations of noise, {width} columns wide: a backbone with one layer is compared with a backbone with one
+or twelve, on balanced classes, of which a fifth is for testing. All are equally good, and the true accuracy is
+1 / classes. Each cell has the share of comparisons that call the two distinguishable (p at most 0.05), and the share of
+intervals of the chosen layer that hold the true accuracy. Standard errors of a share of 0.05 are {choice_errors}.
+`fewshot` has five shots here, and predicts no single image, so that it has no such test.
 
 {choices}
 
