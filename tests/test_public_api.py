@@ -155,7 +155,7 @@ class extract.probe.ProbeResult(protocol: str, task: str, scaling: str, metrics:
         per_image: Mapping[str, NDArray[Any]] = ..., confusion: NDArray[np.int64] | None = None, shots:
         Mapping[int, list[float]] = ..., predictions: NDArray[Any] | None = None, probabilities:
         NDArray[np.float32] | None = None, objective: float | None = None, model: LinearProbe | None = None,
-        notes: Sequence[str] = (), seconds: float = 0.0, chosen_on: str = '')
+        notes: Sequence[str] = (), seconds: float = 0.0, chosen_on: str = '', validation: float = nan)
 extract.probe.ProbeResult.primary: str
 extract.probe.ProbeResult.right: NDArray[np.bool_] | None
 extract.probe.ProbeResult.value: float

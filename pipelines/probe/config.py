@@ -30,11 +30,10 @@ class ProbeConfig(BaseModel):
         description="May be repeated; globs allowed; a+b concatenates two layers. [default: all stored layers]",
     )
     protocol: LinearIsClip[Literal[
-        "linear", "clip", "simclr", "dinov2-logreg", "knn", "centroid", "fewshot", "ridge", "segmentation", "segmentation-knn",
-        "segmentation-dinov3", "depth", "depth-dinov3",
+        "linear", "clip", "simclr", "dinov2-logreg", "knn", "centroid", "fewshot", "ridge", "segmentation",
+        "segmentation-knn", "segmentation-dinov3", "depth", "depth-dinov3",
     ]] = Field(
-        "clip",
-        description="Classifier or regression, and how its hyperparameter is chosen; linear, the usual linear probe, is "
+        "clip", description="Classifier or regression, and how its hyperparameter is chosen; linear, the usual one, is "
         "clip.",
     )  # fmt: skip
     labels: str | None = Field(
