@@ -51,6 +51,7 @@ extract.FeatureReader.layers_with_tokens(self) -> list[str]
 extract.FeatureReader.paths: Sequence[str]
 extract.FeatureReader.place_of(self, row: int) -> tuple[Path, int, int]
 extract.FeatureReader.provenance: dict[str, Any]
+extract.FeatureReader.rdm(self, layer: str, metric: str = 'correlation') -> NDArray[np.float64]
 extract.FeatureReader.splits: Sequence[str]
 extract.FeatureReader.status: NDArray[np.uint8]
 extract.FeatureReader.to_arrow(self: Rows, layers: str | Sequence[str] | None = None) -> Any
