@@ -24,7 +24,6 @@ from pipelines.terminal.figures import (
     cycled,
     drawable,
     matrix_inches,
-    name_ticks,
     new_figure,
     save_figure,
 )
@@ -83,7 +82,8 @@ def _layers(outcome: ProbeRun) -> Figure | None:
         share = 100 * np.bincount(first.truth[first.truth >= 0]).max() / len(first.truth)
         axes.axhline(share, color="0.5", linewidth=1, linestyle=":")
         caption += f" Dotted: always the most frequent class, {share:.1f} %."
-    name_ticks(axes, [drawable(name) for name in names])
+    slope = {"rotation": 40, "ha": "right", "rotation_mode": "anchor"} if len(names) <= 26 else {"rotation": 90}
+    axes.set_xticks(range(len(names)), [drawable(name) for name in names], fontsize=8, **slope)
     axes.set_xlim(-0.5, len(names) - 0.5)
     if axes.get_ylim()[0] < -1 and factor == 1.0:
         axes.set_ylim(-1, None)  # lower values say nothing more

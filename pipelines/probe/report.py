@@ -70,7 +70,7 @@ def probe_and_write(config: ProbeConfig, say: Callable[[str], None]) -> tuple[Pr
                 with contextlib.suppress(OSError):
                     path.rmdir()
         raise
-    files = [folder / name for name in ("results.json", "results.csv")] if outcome.probed else [folder / "results.json"]
+    files = [folder / name for name in ("results.json", "results.csv")]
     if outcome.similarity is not None:
         files.append(_write_similarity(outcome, folder / "similarity.csv"))
     if outcome.config.is_dense:
@@ -309,16 +309,11 @@ def _probe_as_json(feature: ProbedFeature) -> dict[str, Any]:
 
 def _write_results(outcome: ProbeRun, folder: Path) -> None:
     """Write results.json and results.csv atomically; delete predictions and figures of an earlier run."""
-    if not outcome.probed and outcome.similarity is not None:
-        for name in (*_TABLES, *PICTURES):
-            (folder / name).unlink(missing_ok=True)
-        write_json(folder / "results.json", as_json(outcome))
-        return
-    if not outcome.probed:
+    if not outcome.probed and outcome.similarity is None:
         if not _has_results(folder):  # reserve the folder; an earlier run's results stay until there are new results
             write_json(folder / "results.json", as_json(outcome))
         return
-    if len(outcome.probed) == 1 and not outcome.complete:
+    if not outcome.probed or (len(outcome.probed) == 1 and not outcome.complete):
         for name in (*_TABLES[1:], *PICTURES):
             (folder / name).unlink(missing_ok=True)
     write_json(folder / "results.json", as_json(outcome))

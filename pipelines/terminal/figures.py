@@ -19,16 +19,8 @@ from extract.system.atomic_files import atomic_write
 from pipelines.terminal.text_output import printable
 
 __all__ = [
-    "COLOURS",
-    "add_matrix",
-    "add_words",
-    "cycled",
-    "drawable",
-    "matrix_inches",
-    "name_ticks",
-    "new_figure",
-    "save_figure",
-]
+    "COLOURS", "add_matrix", "add_words", "cycled", "drawable", "matrix_inches", "new_figure", "save_figure",
+]  # fmt: skip
 
 # Palette of Okabe and Ito: distinguishable with the common forms of colour blindness.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -76,13 +68,6 @@ def add_words(figure: Figure, title: str, caption: str = "") -> None:
 def _lines(figure: Figure, text: str, size: int) -> str:
     width = int(72 * 0.97 * figure.get_figwidth() / (_CHARACTER * size))
     return "\n".join(textwrap.fill(line, width) for line in text.split("\n"))
-
-
-def name_ticks(axes: Any, names: Sequence[str], size: float = 8) -> None:
-    """Write names below the x axis, upright if there are many or long ones would overlap."""
-    rotation, side = (40, "right") if len(names) <= 26 else (90, "center")
-    axes.set_xticks(range(len(names)), names, rotation=rotation, ha=side, fontsize=size,
-                    rotation_mode="anchor" if rotation == 40 else "default")  # fmt: skip
 
 
 def matrix_inches(names: Sequence[str]) -> float:
