@@ -51,6 +51,7 @@ extract.FeatureReader.layers_with_tokens(self) -> list[str]
 extract.FeatureReader.paths: Sequence[str]
 extract.FeatureReader.place_of(self, row: int) -> tuple[Path, int, int]
 extract.FeatureReader.provenance: dict[str, Any]
+extract.FeatureReader.rdm(self, layer: str, metric: str = 'correlation') -> NDArray[np.float64]
 extract.FeatureReader.splits: Sequence[str]
 extract.FeatureReader.status: NDArray[np.uint8]
 extract.FeatureReader.to_arrow(self: Rows, layers: str | Sequence[str] | None = None) -> Any
@@ -155,7 +156,7 @@ class extract.probe.ProbeResult(protocol: str, task: str, scaling: str, metrics:
         per_image: Mapping[str, NDArray[Any]] = ..., confusion: NDArray[np.int64] | None = None, shots:
         Mapping[int, list[float]] = ..., predictions: NDArray[Any] | None = None, probabilities:
         NDArray[np.float32] | None = None, objective: float | None = None, model: LinearProbe | None = None,
-        notes: Sequence[str] = (), seconds: float = 0.0, chosen_on: str = '')
+        notes: Sequence[str] = (), seconds: float = 0.0, chosen_on: str = '', validation: float = nan)
 extract.probe.ProbeResult.primary: str
 extract.probe.ProbeResult.right: NDArray[np.bool_] | None
 extract.probe.ProbeResult.value: float

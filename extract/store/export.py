@@ -1,4 +1,4 @@
-"""Export features to files for other tools: one HDF5 file, NumPy arrays, Parquet, MATLAB, or a Hugging Face folder.
+"""Export features to files for other tools: HDF5, NumPy arrays, Parquet, MATLAB, a Hugging Face folder, or RDMs.
 
 An export is written to a temporary folder and moved to its path when complete. What a killed export has left is removed
 by the next one to the same path; see `extract.system.atomic_files`. At most 64 MB of features are held in memory at
@@ -146,15 +146,7 @@ def _to_npy(reader: FeatureReader, path: Path, names: Sequence[str], on_rows: _O
         raise InputError("the layer 'labels' cannot be exported: labels.npy holds the labels of the rows")
     path.mkdir()
     np.save(path / "labels.npy", reader.labels)
-    with (path / "rows.csv").open("w", encoding="utf-8", errors="surrogateescape", newline="") as text:
-        table = csv.writer(text)
-        further = {**({"id": reader.ids} if reader.ids else {}), **reader.columns}
-        table.writerow(map(safe_cell, ["row", "path", "label", "class", "split", "status", *further]))
-        classes = [*reader.classes, ""]  # label -1 indexes the last entry
-        columns = (reader.rows, reader.paths, reader.labels, reader.splits, reader.status)
-        for row, image, label, split, status, *others in zip(*columns, *further.values(), strict=True):
-            cells = [row, image, label, classes[label], split, Status(status).text, *others]
-            table.writerow(map(safe_cell, cells))
+    _write_rows(reader, path / "rows.csv")
     with contextlib.ExitStack() as stack:
         files = {name: stack.enter_context((path / f"{name}.npy").open("wb")) for name in names}
         for name, file in files.items():
@@ -164,6 +156,33 @@ def _to_npy(reader: FeatureReader, path: Path, names: Sequence[str], on_rows: _O
             for name, file in files.items():
                 file.write(block[name].data)
             on_rows(stop - start)
+
+
+def _to_rdm(reader: FeatureReader, path: Path, names: Sequence[str], on_rows: _OnRows) -> None:
+    """Write the dissimilarity matrix of each layer, see `FeatureReader.rdm`, as NAME.npy and NAME.mat, and rows.csv."""
+    path.mkdir()
+    _write_rows(reader, path / "rows.csv")
+    for _ in _blocks(reader):  # rows match their hashes
+        pass
+    for name in names:
+        matrix = reader.rdm(name)
+        np.save(path / f"{name}.npy", matrix)
+        with _matlab_file(path / f"{name}.mat") as file:
+            _set_matlab_class(file.create_dataset("rdm", data=matrix), "double")  # symmetric: no axes to reverse
+            _set_matlab_class(file.create_dataset("status", data=reader.status[None]), "uint8")
+    on_rows(len(reader))
+
+
+def _write_rows(reader: FeatureReader, path: Path) -> None:
+    with path.open("w", encoding="utf-8", errors="surrogateescape", newline="") as text:
+        table = csv.writer(text)
+        further = {**({"id": reader.ids} if reader.ids else {}), **reader.columns}
+        table.writerow(map(safe_cell, ["row", "path", "label", "class", "split", "status", *further]))
+        classes = [*reader.classes, ""]  # label -1 indexes the last entry
+        columns = (reader.rows, reader.paths, reader.labels, reader.splits, reader.status)
+        for row, image, label, split, status, *others in zip(*columns, *further.values(), strict=True):
+            cells = [row, image, label, classes[label], split, Status(status).text, *others]
+            table.writerow(map(safe_cell, cells))
 
 
 def _to_parquet(
@@ -211,7 +230,7 @@ def _to_mat(reader: FeatureReader, path: Path, names: Sequence[str], on_rows: _O
     for name in names:  # full chunks, and 256 bytes for the index of each
         size += -(-n_rows // rows[name]) * (rows[name] * row_bytes[name] + 256)
     reserve_space(path, size)
-    with hdf5_on_disk(path, "x", libver=("earliest", "v108"), userblock_size=512) as file:
+    with _matlab_file(path) as file:
         for name, values in texts.items():
             data = file.create_dataset(name, (longest[name], len(values)), np.uint16)
             data.attrs["MATLAB_class"] = np.bytes_("char")
@@ -232,6 +251,13 @@ def _to_mat(reader: FeatureReader, path: Path, names: Sequence[str], on_rows: _O
                 transposed = block[name].reshape(-1, *shape).transpose().astype(dtypes[name])
                 file[variables[name]][..., start:stop] = transposed
             on_rows(stop - start)
+
+
+@contextlib.contextmanager
+def _matlab_file(path: Path) -> Iterator[h5py.File]:
+    """Context manager: yield an HDF5 file, which becomes a file of MATLAB 7.3 by its header."""
+    with hdf5_on_disk(path, "x", libver=("earliest", "v108"), userblock_size=512) as file:
+        yield file
     with path.open("r+b") as raw:
         raw.write(b"MATLAB 7.3 MAT-file, written by layertap".ljust(116) + bytes(8) + b"\x00\x02IM")
 
@@ -298,4 +324,5 @@ FORMATS: dict[str, Format] = {
     "parquet": Format(_to_parquet, has_pictures=True),  # one column of lists of a fixed size for each layer
     "mat": Format(_to_mat),  # MATLAB 7.3
     "hf": Format(_to_hugging_face, is_folder=True, has_pictures=True),  # Parquet files for each split, and README.md
+    "rdm": Format(_to_rdm, is_folder=True),  # dissimilarity matrices of images, a .npy and a .mat for each layer
 }

@@ -28,6 +28,7 @@ from extract.store.row_selection import RowSelection, open_selections
 from extract.store.text_column import LazyColumns, TextColumn
 from extract.store.tokens.token_array import TokenArray
 from extract.store.tokens.token_layout import token_layout
+from extract.system.dissimilarities import dissimilarities
 from extract.system.html_tables import Table, html_summary
 from extract.system.optional_libraries import library
 from extract.system.urls import is_url
@@ -39,6 +40,7 @@ __all__ = ["ArrowRows", "FeatureArray", "FeatureReader", "RowPictures"]
 
 RowPictures = Callable[[int, int], Sequence[bytes | None]]
 
+_MOST_IN_RDM = 20_000  # rows
 _SHOWN = 10  # classes and splits in a notebook
 _VERIFIED_BYTES = 4 << 20  # features that are verified at once: they stay in the caches of the processor
 
@@ -416,6 +418,32 @@ class FeatureReader:
                 raise unknown_name("split", split, splits, self._name)
             good &= np.array(self.splits) == split
         return np.flatnonzero(good)
+
+    def rdm(self, layer: str, metric: str = "correlation") -> NDArray[np.float64]:
+        """Return the representational dissimilarity matrix (RDM) of a layer: (N, N) float64, in the order of the rows.
+
+        Rows and columns of images without features are NaN.
+
+        Args:
+            layer: name of a feature; features of several axes are flattened.
+            metric: "correlation": 1 - Pearson's r of two images; "cosine": 1 - their cosine; "euclidean": their
+                distance. NaN where it is not defined.
+
+        Raises:
+            UnknownNameError: no such layer or metric.
+            InputError: there are more than 20,000 rows, whose matrix takes 3.2 GB.
+        """
+        if len(self) > _MOST_IN_RDM:
+            raise InputError(
+                f"the matrix of {len(self):,} rows takes {8 * len(self) ** 2 / 1e9:,.0f} GB; expected at most "
+                f"{_MOST_IN_RDM:,} rows",
+                hint=f"choose rows: 1 - numpy.corrcoef(reader[{layer!r}][rows])",
+            )
+        good = self._good_rows(None)
+        matrix = np.full((len(self), len(self)), np.nan)
+        if len(good):
+            matrix[np.ix_(good, good)] = dissimilarities(self[layer][good].reshape(len(good), -1), metric)
+        return matrix
 
     # As a table
 

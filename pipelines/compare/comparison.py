@@ -16,10 +16,10 @@ class Score:
     """How good a backbone is in a task.
 
     Attributes:
-        layer: its best layer: on validation images if the protocol has them, otherwise on test images.
+        layer: its best layer on validation images, or on folds of the training images.
         value: metric of this layer on the test images.
         low, high: 95 % interval of it.
-        chosen_by: metric on validation images, by which the layer was chosen; None without validation images.
+        chosen_by: metric on these images, by which the layer was chosen; None if there were too few for it.
         behind: metric of the best backbone minus this one; None for the best one.
         p: corrected p-value of the difference to the best backbone; None for the best one.
     """

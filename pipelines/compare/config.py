@@ -10,6 +10,7 @@ from pydantic import BaseModel, Field, field_validator, model_validator
 
 from extract import defaults
 from extract.extraction.settings import ExtractionSettings
+from pipelines.probe.config import LinearIsClip
 from pipelines.terminal.config import FeatureKeys, Words, name_of
 
 __all__ = ["CompareConfig"]
@@ -23,8 +24,8 @@ class CompareConfig(FeatureKeys, BaseModel):
     table: Path | None = Field(
         None, description="FILE.csv with the columns `backbone` and optionally `weights` and `name`."
     )
-    protocol: Literal["clip", "simclr", "dinov2-logreg", "knn", "centroid"] = Field(
-        "clip", description="Classifier, and how its hyperparameter is chosen; see `layertap probe`."
+    protocol: LinearIsClip[Literal["linear", "clip", "simclr", "dinov2-logreg", "knn", "centroid"]] = Field(
+        "clip", description="Classifier, and how its hyperparameter is chosen; linear is clip. See `layertap probe`."
     )
     labels: str | None = Field(
         None, description="FILE.csv[:COLUMN], a table of images. [default: the classes of the images]"

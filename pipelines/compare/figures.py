@@ -6,18 +6,27 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
 from extract.analysis.probe.metrics import metric_name
 from pipelines.compare.comparison import Compared, Comparison
-from pipelines.terminal.figures import COLOURS, drawable, new_figure, save_figure
+from pipelines.terminal.figures import (
+    COLOURS,
+    add_matrix,
+    add_words,
+    cycled,
+    drawable,
+    matrix_inches,
+    new_figure,
+    save_figure,
+)
 
 __all__ = ["draw"]
 
 _TITLES = {
     "cka": "linear CKA", "procrustes": "Procrustes", "mutual_knn": "mutual nearest neighbours", "rsa": "RSA",
 }  # fmt: skip
-_MOST_WRITTEN = 16  # features up to which numbers are written into the cells
+_MARKERS = "osD^vPX"
 
 
 def draw(comparison: Comparison, out: Path) -> list[Path]:
@@ -40,32 +49,38 @@ def _quality(entry: Compared) -> float | None:
 
 def _speed(comparison: Comparison, entries: list[Compared]) -> Figure:
     """Plot accuracy, or rank, against images/s; the line joins the backbones that no other one beats in both."""
-    figure, axes = new_figure(7.5, 5.0)
+    figure, axes = new_figure(8.5, 5.0)
     task = comparison.only_task
     rates = np.array([entry.images_per_s for entry in entries], np.float64)
     values = np.array([_quality(entry) for entry in entries], np.float64)
-    axes.plot(rates, values, "o", color=COLOURS[0], markersize=6)
+    errors = np.zeros((2, len(entries)))
     if task is not None:
         low, high = (100 * np.array([getattr(entry, name) for entry in entries]) for name in ("low", "high"))
-        axes.errorbar(rates, values, [values - low, high - values], fmt="none", ecolor="0.6", capsize=2, zorder=0)
+        errors = np.stack([values - low, high - values])
     else:
         axes.invert_yaxis()
     good = -values if task is None else values
     best = [i for i in range(len(entries)) if not ((rates > rates[i]) & (good >= good[i])).any()
             and not ((rates >= rates[i]) & (good > good[i])).any()]  # fmt: skip
     best.sort(key=lambda i: rates[i])
-    axes.plot(rates[best], values[best], color=COLOURS[1], linestyle="--", label="no other is faster and better")
-    for entry, rate, value in zip(entries, rates, values, strict=True):
-        axes.annotate(drawable(entry.name, 32), (rate, value), (6, 5), textcoords="offset points", fontsize=7.5)
+    axes.plot(rates[best], values[best], color="0.6", linestyle="--", zorder=0, label="no other is faster and better")
+    for number, (entry, colour) in enumerate(zip(entries, cycled(len(entries)), strict=True)):
+        axes.errorbar(
+            rates[number], values[number], errors[:, [number]], fmt=_MARKERS[number // len(COLOURS) % len(_MARKERS)],
+            color=colour, markersize=6, capsize=2, elinewidth=1, label=drawable(entry.name, 32),
+        )  # fmt: skip
     axes.set_xscale("log")
-    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)) if rates.max() > 4 * rates.min() else MaxNLocator(5))
     axes.xaxis.set_major_formatter("{x:,g}")
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.margins(x=0.25, y=0.1)
+    axes.margins(x=0.1, y=0.1)
     axes.set_xlabel("images/s of the forward on this machine")
     axes.set_ylabel(f"{metric_name(task.metric)}, %" if task else f"average rank in {len(comparison.tasks)} tasks")
     axes.grid(alpha=0.3)
-    axes.legend(frameon=False, fontsize=8)
+    # Names beside the points would lie on the error bars of others.
+    axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    caption = f"Bars: 95 % interval, on {task.n_test:,} test images." if task else ""
+    add_words(figure, f"Accuracy and speed of {len(entries)} backbones" if task else "Rank and speed", caption)
     return figure
 
 
@@ -110,18 +125,10 @@ def _similarity(comparison: Comparison) -> Figure:
     layers = {layer for _, layer in comparison.features}
     names = [drawable(backbone if len(layers) == 1 else f"{backbone}:{layer}", 26)
              for backbone, layer in comparison.features]  # fmt: skip
-    side = 2.6 + 0.36 * len(names)
+    side = matrix_inches(names)
     figure = Figure(figsize=(2 * side + 1, 2 * side), layout="constrained")
     for axes, (measure, title) in zip(figure.subplots(2, 2).flat, _TITLES.items(), strict=True):
-        matrix = getattr(similarity, measure)
-        image = axes.imshow(matrix, cmap="viridis", vmin=min(0.0, float(np.nanmin(matrix))), vmax=1)
-        axes.set_xticks(range(len(names)), names, rotation=60, ha="right", fontsize=7)
-        axes.set_yticks(range(len(names)), names, fontsize=7)
         more = f", {similarity.k} nearest" if measure == "mutual_knn" else ""
-        axes.set_title(title + more, fontsize=9)
-        if len(names) <= _MOST_WRITTEN:
-            for (i, j), value in np.ndenumerate(matrix):
-                colour = "black" if value > 0.6 else "white"
-                axes.text(j, i, f"{value:.2f}", ha="center", va="center", fontsize=6.5, color=colour)
-        figure.colorbar(image, ax=axes, shrink=0.8)
+        add_matrix(figure, axes, getattr(similarity, measure), names, title=title + more)
+    add_words(figure, "Similarity of features")
     return figure

@@ -56,8 +56,7 @@ def _heading(comparison: Comparison) -> str:
 def _print_meaning(comparison: Comparison, echo: Callable[[str], None]) -> None:
     """Print on what layers were chosen, how backbones were tested, and which are not distinguishable from the best."""
     for chosen_on in sorted({task.chosen_on for task in comparison.tasks} - {""}):
-        favours = ", which favours backbones with many layers" if chosen_on == "test images" else ""
-        echo(f"layers are chosen on {chosen_on}{favours}")
+        echo(f"layers are chosen on {chosen_on}")
     if sum(not entry.error for entry in comparison.backbones) == 1:
         return
     if comparison.critical_difference is None:

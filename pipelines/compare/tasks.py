@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import reduce
@@ -91,7 +92,7 @@ def _task(
     metric = next(iter(best.values())).result.primary
     scores = {}
     for backbone, feature in best.items():
-        estimate, chosen_by = feature.result.metrics[metric], feature.chosen_by if outcome.by_validation else None
+        estimate, chosen_by = feature.result.metrics[metric], _known(feature.result.validation)
         scores[backbone] = Score(feature.layer, estimate.value, estimate.low, estimate.high, chosen_by)
     ranked = sorted(names, key=lambda backbone: scores[backbone].value, reverse=True)
     rows, predicted = _on_common_images(outcome, {backbone: best[backbone] for backbone in ranked})
@@ -102,13 +103,16 @@ def _task(
         scores[other].behind = scores[ranked[0]].value - scores[other].value
         scores[other].p = tests[ranked[0], other]
     chosen_on = ""
-    if len(outcome.probed) > len(names):
-        chosen_on = "validation images" if outcome.by_validation else "test images"
+    notes = list(next(iter(outcome.labellings.values())).notes)
+    if len(outcome.probed) > len(names) and not outcome.by_validation:
+        notes.append("no images were left to choose layers on: the first layer of each backbone is taken")
+    elif len(outcome.probed) > len(names):
+        chosen_on = " or ".join(sorted({feature.result.chosen_on for feature in outcome.probed} - {""}))
     most = _DISPUTED_IN_A_ROW * max(1, _DISPUTED_ROWS // max(1, len(config.tasks)))
     return Task(
         name, metric, len(rows), chosen_on, {backbone: scores[backbone] for backbone in ranked},
         [_layer(feature) for feature in outcome.probed], _disputed(outcome, ranked, rows, predicted, most),
-        list(next(iter(outcome.labellings.values())).notes),
+        notes,
     ), files  # fmt: skip
 
 
@@ -117,9 +121,13 @@ def _layer(feature: ProbedFeature) -> dict[str, Any]:
     estimate = result.metrics[result.primary]
     return {
         "backbone": feature.data_set, "layer": feature.layer, "value": estimate.value, "low": estimate.low,
-        "high": estimate.high, "chosen_by": feature.chosen_by if result.curve else None,
+        "high": estimate.high, "chosen_by": _known(result.validation),
         "chosen": {result.swept: result.chosen} if result.swept else {},
     }  # fmt: skip
+
+
+def _known(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 def _on_common_images(outcome: ProbeRun, best: dict[str, ProbedFeature]) -> tuple[NDArray[np.int64], NDArray[np.str_]]:

@@ -242,6 +242,8 @@ def export(
 ) -> None:
     """Write the data set OUT as plain files for other tools: HDF5, NumPy, Parquet, MATLAB or a Hugging Face folder.
 
+    With rdm, write the dissimilarity matrix of the images (RDM) in each layer: 1 - Pearson's r of each pair.
+
     \b
     layertap export outputs/photos --to parquet      # outputs/photos.parquet: pandas, DuckDB, embedding-atlas
     layertap export outputs/photos --to parquet --thumbnails 128

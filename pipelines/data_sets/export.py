@@ -10,6 +10,7 @@ from pathlib import Path
 
 from extract import defaults
 from extract.errors import InputError
+from extract.row_status import Status
 from extract.store.export import FORMATS, export
 from extract.store.places.destination import data_set_at
 from extract.store.reader import FeatureReader
@@ -57,8 +58,10 @@ def run_export(
         progress = stack.enter_context(Progress(len(reader), "rows"))
         export(reader, path, to, layers or None, lambda rows: progress.advance(rows, False), pictures)
         names = ", ".join(layers or reader.layers)
+        failed = int((reader.status != Status.OK).sum())
     size = sum(file.stat().st_size for file in [path, *path.rglob("*")] if file.is_file())
-    return f"{path}: {counted(len(reader), 'row')} of {names}, {size / 1e6:,.1f} MB"
+    nan = f"; {failed:,} of them failed and are NaN" if failed and to == "rdm" else ""
+    return f"{path}: {counted(len(reader), 'row')} of {names}, {size / 1e6:,.1f} MB{nan}"
 
 
 @contextlib.contextmanager

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, field_validator, model_validator
 
 from extract import defaults
 from extract.extraction.settings import RARE
 from pipelines.terminal.config import FROZEN
 
-__all__ = ["ProbeConfig"]
+__all__ = ["LinearIsClip", "ProbeConfig"]
+
+T = TypeVar("T")
+# Results name the protocol of the literature.
+LinearIsClip = Annotated[T, BeforeValidator(lambda name: "clip" if name == "linear" else name)]
 
 
 class ProbeConfig(BaseModel):
@@ -26,10 +30,13 @@ class ProbeConfig(BaseModel):
         min_length=1,
         description="May be repeated; globs allowed; a+b concatenates two layers. [default: all stored layers]",
     )
-    protocol: Literal[
-        "clip", "simclr", "dinov2-logreg", "knn", "centroid", "fewshot", "ridge", "segmentation", "segmentation-knn",
-        "segmentation-dinov3", "depth", "depth-dinov3",
-    ] = Field("clip", description="Classifier or regression, and how its hyperparameter is chosen.")  # fmt: skip
+    protocol: LinearIsClip[Literal[
+        "linear", "clip", "simclr", "dinov2-logreg", "knn", "centroid", "fewshot", "ridge", "segmentation",
+        "segmentation-knn", "segmentation-dinov3", "depth", "depth-dinov3",
+    ]] = Field(
+        "clip", description="Classifier or regression, and how its hyperparameter is chosen; linear, the usual one, is "
+        "clip.",
+    )  # fmt: skip
     labels: str | None = Field(
         None,
         description="FILE.csv[:COLUMN], a table of images; column `label` if omitted. [default: the data set's own]",
@@ -70,6 +77,7 @@ class ProbeConfig(BaseModel):
     class_weight: Literal["balanced"] | None = Field(None, description="Weigh each class the same.")
     seed: int = Field(defaults.SEED, strict=True, ge=0, lt=1 << 32, description="Seed of random choices.")
     similarity: bool = Field(False, description="Also compare the layers: linear CKA and RSA.")
+    format: Literal["png", "pdf", "svg"] = Field("png", description="Format of the figures.")
     results: Path | None = Field(
         None, description="Folder of the results. [default: OUT/probe/PROTOCOL, or PROTOCOL-2 for other settings]"
     )

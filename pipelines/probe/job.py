@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -58,11 +59,6 @@ class ProbedFeature:
         """Name of the feature; `a+b` for concatenated features."""
         return "+".join(self.parts)
 
-    @property
-    def chosen_by(self) -> float:
-        """Best metric on the validation rows, by which a layer may be chosen; NaN without validation rows."""
-        return max((value for _, value in self.result.curve), default=float("nan"))
-
 
 @dataclass(frozen=True)
 class Comparison:
@@ -95,7 +91,10 @@ class ProbeRun:
         probed: results in the order of the layers.
         comparisons: tests between the best feature and each other feature.
         examples: of a segmentation or of depths: some test images with the predictions of the best feature.
-        similarity: linear CKA and RSA, both (M, M) in the order of `probed`; None: not requested.
+        features: (data set, layer) of each feature.
+        similarity: linear CKA and RSA, both (M, M) in the order of `features`; None: not requested.
+        compared_images: number of images that they were computed on.
+        why_not_probed: with a similarity, why there are no probes; empty: there are.
         complete: whether the run is finished.
     """
 
@@ -106,16 +105,16 @@ class ProbeRun:
     probed: list[ProbedFeature] = field(default_factory=list)
     comparisons: list[Comparison] = field(default_factory=list)
     examples: list[Example] = field(default_factory=list)
+    features: list[tuple[str, str]] = field(default_factory=list)
     similarity: tuple[NDArray[np.float64], NDArray[np.float64]] | None = None
+    compared_images: int = 0
+    why_not_probed: str = ""
     complete: bool = False
 
     @property
     def by_validation(self) -> bool:
-        """Whether the best feature is chosen on validation rows, so that the test rows have no part in the choice.
-
-        With masks and depth maps it is not: metrics of tokens cannot be compared between grids.
-        """
-        return all(feature.result.curve for feature in self.probed) and not self.config.is_dense
+        """Whether all features have a metric on validation rows. Only by it is the best chosen, never on test rows."""
+        return all(math.isfinite(feature.result.validation) for feature in self.probed)
 
     @property
     def best(self) -> ProbedFeature:
@@ -123,13 +122,13 @@ class ProbeRun:
         return self.best_of(self.probed)
 
     def best_of(self, probed: Sequence[ProbedFeature]) -> ProbedFeature:
-        """Return the best feature on validation rows; without them, on the test rows. Ties: the first."""
+        """Return the best feature on validation rows; without them, the first. Ties: the first."""
+        if not self.by_validation:
+            return probed[0]
         shots = min((max(feature.result.shots) for feature in self.probed if feature.result.shots), default=0)
 
         def quality(feature: ProbedFeature) -> float:
-            if self.by_validation:
-                return feature.chosen_by
-            return feature.result.metrics[f"top1@{shots}"].value if shots else feature.result.value
+            return dict(feature.result.curve)[shots] if shots else feature.result.validation
 
         return max(probed, key=quality)
 
@@ -157,23 +156,10 @@ def run_probe(
             name: stack.enter_context(FeatureReader(path, check=isinstance(path, Path)))
             for name, path in locations.items()
         }
-        columns: dict[tuple[str, tuple[str, ...]], list[Any]] = {}
-        token_probes: dict[str, TokenProbes] = {}
-        is_coco = config.masks is not None and config.masks.lower().endswith(".json")
-        coco = CocoFile(Path(str(config.masks))) if is_coco else None
-        labels = coco or (config.files if config.is_dense else config.labels)
-        for name, reader in readers.items():
-            labelling = label_rows(reader, labels, config.task, test_fraction=config.test_fraction, seed=config.seed)
-            labelling = drop_leaks(reader, labelling) if config.drop_leaks else labelling
-            here = _arrays(config, reader, name)
-            if config.is_dense:
-                root, tokens = data_set_at(locations[name]).images["root"], next(iter(here.values()))[0]
-                token_probes[name] = TokenProbes(config, reader, root, labelling, coco, tokens)
-                labelling = token_probes[name].labelling
-            columns |= {(name, parts): arrays for parts, arrays in here.items()}
-            outcome.labellings[name] = labelling
-            outcome.fingerprints[name] = reader.fingerprint
-            outcome.test_paths[name] = [reader.paths[row] for row in labelling.test.tolist()]
+        columns = {(name, parts): arrays for name, reader in readers.items()
+                   for parts, arrays in _arrays(config, reader, name).items()}  # fmt: skip
+        outcome.features = [(name, "+".join(parts)) for name, parts in columns]
+        outcome.fingerprints = {name: reader.fingerprint for name, reader in readers.items()}
         if config.save is not None and len(columns) > 1:
             raise InputError(
                 f"--save keeps the probe of one layer, and there are {len(columns)}; a choice of "
@@ -181,33 +167,68 @@ def run_probe(
                 hint="name one with -l",
             )
         common_rows = _common_rows(readers, config.seed) if config.similarity else {}
-        on_result(outcome)
-        for number, ((name, parts), arrays) in enumerate(columns.items(), 1):
-            layer = "+".join(parts)
-            say(f"probing {layer}" + (f" of {name}" if len(readers) > 1 else "") + f" ({number} of {len(columns)})")
-            labelling = outcome.labellings[name]
-            if config.is_dense:
-                result, examples = token_probes[name].probe(arrays)
-                result = replace(result, model=result.model if config.save else None)
-                width = sum(tokens.shape[1] for tokens in arrays)
-                outcome.probed.append(ProbedFeature(name, parts, width, result))
-                if outcome.best is outcome.probed[-1]:
-                    outcome.examples = examples()
-            else:
-                outcome.probed.append(_probed(config, labelling, name, parts, arrays))
-            on_result(outcome)
-        outcome.comparisons = list(_comparisons(outcome, readers))
+        if config.similarity and len(columns) < 2:
+            raise InputError(
+                "--similarity compares layers, and there is one", hint="name more with -l, or two data sets"
+            )
+        try:
+            _probe_all(outcome, readers, locations, columns, say, on_result)
+        except InputError as error:
+            # Images of one kind have no classes, and ten of them are no training rows; their similarity needs neither.
+            if not config.similarity or config.labels is not None or outcome.probed:
+                raise
+            outcome.why_not_probed = error.message
         if config.similarity:
             say("comparing representations")
+            outcome.compared_images = len(next(iter(common_rows.values())))
             outcome.similarity = similarities(_rows_in_order(arrays, common_rows[name])
                                               for (name, _), arrays in columns.items())  # fmt: skip
-        if config.save is not None:
-            (feature,) = outcome.probed
-            more = token_probes[feature.data_set].about(feature.result) if config.is_dense else {}
-            _save(feature, config.out[0], config.save, more)
     outcome.complete = True
     on_result(outcome)
     return outcome
+
+
+_Columns = dict[tuple[str, tuple[str, ...]], list[Any]]  # data set, parts -> features that are concatenated
+
+
+def _probe_all(
+    outcome: ProbeRun, readers: dict[str, FeatureReader], locations: Mapping[str, Path | str], columns: _Columns,
+    say: Callable[[str], None], on_result: Callable[[ProbeRun], None],
+) -> None:  # fmt: skip
+    """Label the rows, probe all features, and test their differences."""
+    config, token_probes = outcome.config, dict[str, TokenProbes]()
+    is_coco = config.masks is not None and config.masks.lower().endswith(".json")
+    coco = CocoFile(Path(str(config.masks))) if is_coco else None
+    labels = coco or (config.files if config.is_dense else config.labels)
+    for name, reader in readers.items():
+        labelling = label_rows(reader, labels, config.task, test_fraction=config.test_fraction, seed=config.seed)
+        labelling = drop_leaks(reader, labelling) if config.drop_leaks else labelling
+        if config.is_dense:
+            root = data_set_at(locations[name]).images["root"]
+            tokens = next(arrays[0] for (data_set, _), arrays in columns.items() if data_set == name)
+            token_probes[name] = TokenProbes(config, reader, root, labelling, coco, tokens)
+            labelling = token_probes[name].labelling
+        outcome.labellings[name] = labelling
+        outcome.test_paths[name] = [reader.paths[row] for row in labelling.test.tolist()]
+    on_result(outcome)
+    for number, ((name, parts), arrays) in enumerate(columns.items(), 1):
+        layer = "+".join(parts)
+        say(f"probing {layer}" + (f" of {name}" if len(readers) > 1 else "") + f" ({number} of {len(columns)})")
+        if config.is_dense:
+            result, examples = token_probes[name].probe(arrays, with_validation=len(columns) > 1)
+            result = replace(result, model=result.model if config.save else None)
+            width = sum(tokens.shape[1] for tokens in arrays)
+            outcome.probed.append(ProbedFeature(name, parts, width, result))
+            if outcome.best is outcome.probed[-1]:
+                outcome.examples = examples()
+        else:
+            outcome.probed.append(_probed(config, outcome.labellings[name], name, parts, arrays))
+        on_result(outcome)
+    outcome.comparisons = list(_comparisons(outcome, readers))
+    if config.save is not None:
+        (feature,) = outcome.probed
+        more = token_probes[feature.data_set].about(feature.result) if config.is_dense else {}
+        _save(feature, config.out[0], config.save, more)
 
 
 def data_sets(paths: Sequence[str]) -> dict[str, Path | str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ from PIL import Image
 from extract.analysis.dense.depth import depth_probe
 from extract.analysis.dense.segmentation import segmentation_probe
 from extract.analysis.probe.probing import ProbeResult
+from extract.errors import InputError
 from extract.store.reader import FeatureReader
 from extract.store.tokens.token_array import TokenArray
 from pipelines.probe.coco import CocoFile
@@ -78,13 +80,20 @@ class TokenProbes:
         classes = np.array(self._files.classes if isinstance(self._files, MaskFiles) else [])
         self.labelling = replace(labelling, classes=classes, notes=[*labelling.notes, *notes])
 
-    def probe(self, tokens: Sequence[TokenArray]) -> tuple[ProbeResult, Callable[[], list[Example]]]:
+    def probe(
+        self, tokens: Sequence[TokenArray], *, with_validation: bool = False
+    ) -> tuple[ProbeResult, Callable[[], list[Example]]]:
         """Probe one feature, or several concatenated ones; return the result, and a function that returns examples.
+
+        Args:
+            tokens: tokens of each feature.
+            with_validation: whether to also fit a probe that is tested on validation images, by which one of several
+                features may be chosen. Their tokens do not serve: those of another grid have other labels.
 
         Raises:
             InputError: see `segmentation_probe`, `depth_probe`.
         """
-        config, sets, rows = self._config, self.labelling, tokens[0].rows
+        sets, rows = self.labelling, tokens[0].rows
         train, val, test = (np.searchsorted(rows, part) for part in (sets.train, sets.val, sets.test))
         shown = set(test[np.linspace(0, len(test) - 1, min(_EXAMPLES, len(test))).round().astype(int)].tolist())
         kept: dict[int, NDArray[Any]] = {}
@@ -93,16 +102,36 @@ class TokenProbes:
             if image in shown:
                 kept[int(rows[image])] = predicted
 
+        result = self._fitted(tokens, train, val, test, keep)
+        if with_validation:
+            fitted, left_out, chosen_on = train, val, "validation images"
+            if not len(val):
+                order = np.random.default_rng(self._config.seed).permutation(train)
+                count = max(1, len(train) // 10)
+                fitted, left_out, chosen_on = (
+                    np.sort(order[count:]),
+                    np.sort(order[:count]),
+                    "a tenth of the training images",
+                )
+            with contextlib.suppress(InputError):  # too few images, or without labels
+                validation = self._fitted(tokens, fitted, val[:0], left_out).value
+                result = replace(result, validation=validation, chosen_on=chosen_on)
+        return result, lambda: [self._example(row, predicted) for row, predicted in kept.items()]
+
+    def _fitted(
+        self, tokens: Sequence[TokenArray], train: NDArray[np.int64], val: NDArray[np.int64], test: NDArray[np.int64],
+        on_prediction: Callable[[int, NDArray[Any]], None] | None = None,
+    ) -> ProbeResult:  # fmt: skip
+        config = self._config
         common: dict[str, Any] = {
             "val": val if len(val) else None, "protocol": config.protocol, "iterations": config.iterations,
-            "seed": config.seed, "device": config.device, "memory_bytes": config.memory_bytes, "on_prediction": keep,
+            "seed": config.seed, "device": config.device, "memory_bytes": config.memory_bytes,
+            "on_prediction": on_prediction,
         }  # fmt: skip
-        files = _OfImages(self._files, rows)
+        files = _OfImages(self._files, tokens[0].rows)
         if isinstance(self._files, MaskFiles):
-            result = segmentation_probe(tokens, files, train, test, classes=sets.classes.tolist(), **common)
-        else:
-            result = depth_probe(tokens, files, train, test, max_depth=config.max_depth, **common)
-        return result, lambda: [self._example(row, predicted) for row, predicted in kept.items()]
+            return segmentation_probe(tokens, files, train, test, classes=self.labelling.classes.tolist(), **common)
+        return depth_probe(tokens, files, train, test, max_depth=config.max_depth, **common)
 
     def _example(self, row: int, predicted: NDArray[Any]) -> Example:
         picture, _ = self._pictures.picture(row)

@@ -3,7 +3,9 @@
     python tests/benchmarks/interval_coverage.py RESULT.json [--page docs/intervals.md] [--sets 300]
 
 Proportions: exact sums over the binomial distribution, for the interval that is used and for others. Other metrics:
-simulated test sets from populations whose true value is known. `--page` writes the page of the documentation.
+simulated test sets from populations whose true value is known. Chosen layers: `compare` on noise, a backbone with one
+layer and another with several, so that all are equally good. `--page` writes the page of the documentation;
+`--choices PROTOCOL` computes one protocol of chosen layers alone, and adds it to RESULT.json.
 """
 
 from __future__ import annotations
@@ -19,8 +21,14 @@ from numpy.typing import NDArray
 from scipy.stats import beta, binom
 
 from extract.analysis.dense.segmentation import PixelCounts, segmentation_metrics
-from extract.analysis.probe import metrics
+from extract.analysis.probe import metrics, protocols
+from extract.analysis.probe.feature_matrix import FeatureRows
 from extract.analysis.probe.intervals import exact_proportion
+from extract.analysis.probe.probing import probe
+from extract.analysis.probe.protocols import Labelled
+from extract.analysis.probe.significance_tests import LEVEL, paired_tests
+from pipelines.probe.config import ProbeConfig
+from pipelines.probe.job import ProbedFeature, ProbeRun
 
 ROWS = (30, 50, 100, 200, 360, 1000, 3000, 10_000)
 PROPORTIONS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.998, 0.999)
@@ -200,6 +208,56 @@ def of_metrics(sets: int) -> dict[str, dict[str, Any]]:
     return results
 
 
+CHOICE_ROWS = (50, 200, 500, 2000)
+CHOICES = [(layers, classes) for layers in (1, 12) for classes in (2, 10)]
+CHOICE_RUNS = {"centroid": 400, "knn": 400, "clip": 40, "dinov2-logreg": 40, "fewshot": 20, "simclr": 20}
+WIDTH = 16
+
+
+def of_choice(protocol: str, layers: int, classes: int, n: int, runs: int) -> dict[str, float]:
+    """Compare a backbone that has one layer of noise with one that has several; see `PAGE`."""
+    targets, n_distinguishable, n_covered = np.arange(n) % classes, 0, 0
+    with_draws = metrics.RESAMPLES, metrics._CALIBRATED_DRAWS
+    metrics.RESAMPLES = metrics._CALIBRATED_DRAWS = 1  # of metrics that are not looked at
+    protocols.SHOTS = (5,)
+    for run in range(runs):
+        generator = np.random.default_rng([run, layers, classes, n])
+        order = generator.permutation(n)
+        is_test = np.zeros(n, bool)
+        for k in range(classes):  # a fifth of each class, as `label_rows` draws it
+            of_class = order[targets[order] == k]
+            is_test[of_class[: max(1, round(0.2 * len(of_class)))]] = True
+        outcome = ProbeRun(ProbeConfig(out=["one", "several"], protocol=protocol))  # type: ignore[arg-type]
+        for name in ["one"] + ["several"] * layers:
+            noise = generator.normal(size=(n, WIDTH)).astype(np.float32)
+            train, test = (
+                Labelled(FeatureRows.of(noise, rows), targets[rows])
+                for rows in (np.flatnonzero(~is_test), np.flatnonzero(is_test))
+            )
+            result = probe(train, None, test, np.arange(classes), "classification", protocol=protocol, seed=run)
+            outcome.probed.append(ProbedFeature(name, (str(len(outcome.probed)),), WIDTH, result))
+        one = outcome.probed[0].result
+        best = outcome.best_of(outcome.probed[1:]).result
+        if one.right is not None and best.right is not None:
+            n_distinguishable += paired_tests({"one": one.right, "several": best.right})["one", "several"] <= LEVEL
+        interval = best.metrics[best.primary]
+        n_covered += interval.low <= 1 / classes <= interval.high
+    metrics.RESAMPLES, metrics._CALIBRATED_DRAWS = with_draws
+    return {"runs": runs, "distinguishable": n_distinguishable / runs, "coverage": n_covered / runs}
+
+
+def of_choices(protocol: str) -> dict[str, dict[str, float]]:
+    """The same by numbers of layers, classes and rows."""
+    results = {}
+    for layers, classes in CHOICES:
+        for n in CHOICE_ROWS:
+            if protocol == "fewshot" and n < 25 * classes:  # too few rows of a class for five shots
+                continue
+            results[f"{layers} {classes} {n}"] = of_choice(protocol, layers, classes, n, CHOICE_RUNS[protocol])
+            print(protocol, layers, classes, n, results[f"{layers} {classes} {n}"], flush=True)
+    return results
+
+
 PAGE = """# Intervals of a probe's metrics
 
 The intervals of `layertap probe` are for the random choice of test rows: of 100 test sets, 95 should give an interval
@@ -235,6 +293,23 @@ degrees of freedom) make the interval of the RMSE too narrow at every size.
 
 {metrics}
 
+## After a layer is chosen
+
+`compare` takes the best layer of each backbone, and `probe` names the best of all. A layer is chosen on validation
+rows, or on folds of the training rows, whatever the protocol; the rows that judge it have no part. So the interval of
+the chosen layer holds, and backbones with many layers have no advantage.
+
+The table has simulations of noise, {width} columns wide: a backbone with one layer is compared with a backbone with one
+or twelve, on balanced classes, of which a fifth is for testing. All are equally good, and the true accuracy is
+1 / classes. Each cell has the share of comparisons that call the two distinguishable (p at most 0.05), and the share of
+intervals of the chosen layer that hold the true accuracy. Standard errors of a share of 0.05 are {choice_errors}.
+`fewshot` has five shots here, and predicts no single image, so that it has no such test.
+
+{choices}
+
+If the layer were chosen on the test rows, as earlier versions did with `centroid`, 13.5 % of the comparisons with
+twelve layers would be called distinguishable, and 0.78 of the intervals would hold the true value.
+
 ## Calibration error
 
 The expected calibration error has no interval. It is biased upward: a calibrated probe has one too, by chance, and
@@ -249,6 +324,20 @@ populations here are calibrated.
 def table(head: list[str], rows: list[list[str]]) -> str:
     """A table in Markdown."""
     return "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows])
+
+
+def table_of_choices(choices: dict[str, dict[str, dict[str, float]]]) -> str:
+    """The shares that are called distinguishable and covered, by protocol, layers and classes."""
+    rows = []
+    for protocol, by_key in choices.items():
+        for layers, classes in CHOICES:
+            cells = []
+            for n in CHOICE_ROWS:
+                cell = by_key.get(f"{layers} {classes} {n}")
+                different = "" if cell is None or protocol == "fewshot" else f"{100 * cell['distinguishable']:.1f} %, "
+                cells.append("" if cell is None else f"{different}{cell['coverage']:.3f}")
+            rows.append([f"`{protocol}`", str(CHOICE_RUNS[protocol]), str(layers), str(classes), *cells])
+    return table(["protocol", "runs", "layers", "classes", *(f"{n:,} rows" for n in CHOICE_ROWS)], rows)
 
 
 def page(result: dict[str, Any]) -> str:
@@ -272,12 +361,16 @@ def page(result: dict[str, Any]) -> str:
                 numbers = (error["true"], error["mean"], calibrated["mean"])
                 calibration.append([population, f"{int(n):,}", *(f"{number:.3f}" for number in numbers)])
     sizes = [f"{n:,} rows" for n in SIMULATED_ROWS]
+    runs = sorted({CHOICE_RUNS[protocol] for protocol in result["choices"]}, reverse=True)
     return PAGE.format(
         accuracies=", ".join(f"{100 * p:g}" for p in PROPORTIONS),
         proportions=table(["test rows", *METHODS], proportions),
         sets=result["sets"],
         error=(0.95 * 0.05 / result["sets"]) ** 0.5,
         metrics=table(["population", "metric", "true value", *sizes], rows),
+        width=WIDTH,
+        choice_errors=", ".join(f"{(0.05 * 0.95 / n) ** 0.5:.3f} of {n} runs" for n in runs),
+        choices=table_of_choices(result["choices"]),
         calibration=table(["population", "test rows", "true value", "mean error", "mean if calibrated"], calibration),
     )
 
@@ -288,11 +381,18 @@ def main() -> None:
     parser.add_argument("result", type=Path)
     parser.add_argument("--page", type=Path)
     parser.add_argument("--sets", type=int, default=300)
+    parser.add_argument("--choices", choices=CHOICE_RUNS)
     arguments = parser.parse_args()
+    if arguments.choices is not None:
+        known = json.loads(arguments.result.read_text()) if arguments.result.exists() else {}
+        known.setdefault("choices", {})[arguments.choices] = of_choices(arguments.choices)
+        arguments.result.write_text(json.dumps(known, indent=1) + "\n")
+        return
     result = {
         "sets": arguments.sets,
         "proportions": {method: {str(n): of_proportions(method, n) for n in ROWS} for method in METHODS},
         "metrics": of_metrics(arguments.sets),
+        "choices": {protocol: of_choices(protocol) for protocol in CHOICE_RUNS},
     }
     arguments.result.write_text(json.dumps(result, indent=1) + "\n")
     if arguments.page is not None:

@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 from PIL import Image
 from safetensors import safe_open
+from scipy.spatial.distance import pdist, squareform
+from scipy.stats import spearmanr
 from sklearn.linear_model import LogisticRegression
 
 from extract import FeatureReader
@@ -81,6 +83,7 @@ def test_every_layer_is_probed_and_all_that_was_found_is_written(made, tmp_path)
     assert [one["layer"] for one in content["probes"]] == ["layer1", "layer4", "embedding"]
     assert {path.name for path in (tmp_path / "res").iterdir()} == {
         "results.json", "results.csv", "predictions.csv", "layers.png", "curve.png", "confusion.png", "similarity.png",
+        "similarity.csv",
     }  # fmt: skip
     first = content["probes"][0]
     assert np.sum(first["confusion"]) == 24
@@ -288,26 +291,84 @@ def test_classes_with_hardly_any_rows_are_named():
     assert _notes_on_classes(np.array(["a", "b"]), np.array([0] * 90 + [1]), "classification") == []
 
 
-def test_the_curve_shows_the_plateau_with_its_standard_error_and_titles_say_what_is_drawn(made, tmp_path, monkeypatch):
+def test_figures_hold_their_curves_with_intervals_also_of_one_layer_and_say_n(made, tmp_path, monkeypatch):
     figures = {}
     monkeypatch.setattr(probe_figures, "save_figure", lambda figure, path: figures.setdefault(path.name, figure))
     layertap("probe", made / "out", "-l", "layer4", "-o", tmp_path)
     (probed,) = results(tmp_path)["probes"]
-    axes = figures["curve.png"].axes[0]
-    assert axes.get_title().startswith("Validation top-1 by lambda\nprotocol clip, data set out")
-    low, high = axes.get_ylim()
+    low, high = figures["curve.png"].axes[0].get_ylim()
     values = np.array([value for _, value in probed["curve"]])
-    error = np.sqrt(values.max() * (1 - values.max()) / 42)
-    assert low < 100 * (values.max() - error) < 100 * values.max() < high < 110
-    assert low > 100 * values.min()  # chance, at the strongest penalty, is outside
-    (band,) = axes.collections
+    errors = np.sqrt(values * (1 - values) / 42)
+    assert low < 100 * (values - errors).min() < 100 * (values + errors).max() < high
+    (band,) = figures["curve.png"].axes[0].collections
     heights = band.get_paths()[0].vertices[:, 1]
-    strongest = 100 * values.max()
-    assert np.isclose(heights, strongest + 100 * error).any()
-    assert np.isclose(heights, strongest - 100 * error).any()
-    assert (
-        figures["confusion.png"].axes[0].get_title().startswith("Confusion of layer4, % of each class\nprotocol clip")
-    )
+    assert np.isclose(heights, 100 * (values + errors).max()).any()
+    estimate = probed["metrics"]["top1"]
+    low, high = figures["layers.png"].axes[0].get_ylim()
+    assert low < 100 * estimate["low"] < 100 * estimate["high"] < high
+    (bars,) = figures["layers.png"].axes[0].collections
+    np.testing.assert_allclose(bars.get_segments()[0][:, 1], [100 * estimate["low"], 100 * estimate["high"]])
+    names = [label.get_text() for label in figures["confusion.png"].axes[0].get_yticklabels()]
+    assert names == ["ant  n = 8", "bee  n = 8", "cat  n = 8"]
+    assert figures["curve.png"].get_suptitle() == "Validation top-1 by lambda\nclip, data set out"
+
+
+@pytest.mark.parametrize("suffix", ["svg", "pdf"])
+@pytest.mark.usefixtures("figures")
+def test_figures_of_vectors_have_text(made, tmp_path, suffix):
+    result = layertap("probe", made / "out", "-p", "centroid", "-l", "layer1", "-l", "layer4", "-o", tmp_path,
+                      "--format", suffix)  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert {path.name for path in tmp_path.glob("*.*g")} | {path.name for path in tmp_path.glob("*.pdf")} == {
+        f"layers.{suffix}", f"confusion.{suffix}",
+    }  # fmt: skip
+    content = (tmp_path / f"layers.{suffix}").read_bytes()
+    if suffix == "svg":
+        assert "layer4" in re.findall(r"<text[^>]*>([^<]*)</text>", content.decode())
+    else:
+        assert b"/Subtype /Type0" in content or b"/Subtype /TrueType" in content
+        assert b"/Subtype /Type3" not in content
+
+
+def test_linear_is_the_usual_probe(made, tmp_path):
+    for name in ("linear", "clip"):
+        layertap("probe", made / "out", "-l", "layer4", "-p", name, "-o", tmp_path / name)
+    first, second = results(tmp_path / "linear"), results(tmp_path / "clip")
+    assert first["configuration"] == second["configuration"]
+    assert first["probes"][0]["metrics"] == second["probes"][0]["metrics"]
+
+
+def test_layers_of_ten_images_without_labels_are_compared(tmp_path):
+    write_pictures(tmp_path / "pictures", {"": 4})
+    folder = tmp_path / "pictures"
+    for number, path in enumerate(sorted(folder.rglob("*.png"))):
+        path.rename(folder / f"{number:02d}.png")
+    (folder / "10.png").unlink()
+    (folder / "11.png").unlink()
+    (folder / "broken.png").write_bytes(b"no picture")
+    layertap("embed", folder, "-o", tmp_path / "out", *SMALL, "-l", "layer1", "-l", "layer4", "-l", "embedding")
+    result = layertap("probe", tmp_path / "out", "--similarity", "-o", tmp_path / "res")
+    assert result.exit_code == 0, result.output
+    assert "no probe: none of the 11 rows has both features and a label" in result.stdout
+    assert "similarity on 10 images" in result.stdout
+    with FeatureReader(tmp_path / "out") as reader:
+        each = {name: reader[name][:10].reshape(10, -1).astype(np.float64) for name in ("layer1", "layer4")}
+        expected = spearmanr(*(pdist(values, "correlation") for values in each.values())).statistic
+        matrix = reader.rdm("layer4")
+        assert matrix.shape == (11, 11)
+        np.testing.assert_allclose(matrix[:10, :10], squareform(pdist(each["layer4"], "correlation")), atol=1e-12)
+        assert np.isnan(matrix[10]).all()
+    lines = list(csv.DictReader((tmp_path / "res" / "similarity.csv").open()))
+    assert len(lines) == 3
+    found = {(line["layer"], line["other_layer"]): float(line["rsa"]) for line in lines}
+    assert found["layer1", "layer4"] == pytest.approx(expected, abs=1e-4)
+    assert results(tmp_path / "res")["similarity"]["images"] == 10
+    exported = layertap("export", tmp_path / "out", "--to", "rdm", "-l", "layer4")
+    assert "11 rows of layer4" in exported.stdout
+    assert "1 of them failed and are NaN" in exported.stdout
+    assert np.isnan(np.load(tmp_path / "out-rdm" / "layer4.npy")[10]).all()
+    assert "there is one" in fails("probe", tmp_path / "out", "--similarity", "-l", "layer4", "-o", tmp_path / "one")
+    assert "has both features and a label" in fails("probe", tmp_path / "out", "-o", tmp_path / "none")
 
 
 def test_numbers_and_names_of_images_are_not_taken_for_classes(made, tmp_path):

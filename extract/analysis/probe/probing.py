@@ -13,7 +13,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 
 from extract.analysis.probe.feature_matrix import FeatureRows, Source
-from extract.analysis.probe.intervals import Estimate
+from extract.analysis.probe.intervals import Estimate, exact_proportion
 from extract.analysis.probe.memory import free_bytes
 from extract.analysis.probe.metrics import (
     average_precision,
@@ -48,7 +48,7 @@ class ProbeResult:
         task: "classification", "multilabel", "regression", "segmentation" or "depth".
         scaling: scaling of the features: "none", "l2" or "standardise".
         metrics: name -> value with its 95 % interval, on the test rows. For few-shot: "top1@5" etc., the mean over five
-            draws, with the interval of Student's t for that mean.
+            draws.
         classes: (K,) names, or labels as given.
         per_class: (K,) columns: n, recall, precision, f1 for classification; n, average_precision for multilabel; n
             (pixels), iou, accuracy for segmentation.
@@ -59,7 +59,7 @@ class ProbeResult:
         swept: name of the chosen hyper-parameter: "C", "lambda", "alpha" or "k"; empty: none.
         chosen: value of the chosen hyper-parameter.
         curve: (value, top-1, mAP or R^2 on the validation rows; for segmentation and depth, top-1 of their tokens) for
-            all values tried.
+            all values tried; for few-shot, (rows per class, top-1 on training rows that were not drawn).
         shots: for few-shot: rows per class -> top-1 of each draw.
         n_train, n_val, n_test: numbers of rows; n_val: rows that the hyper-parameter was chosen on. n_train includes
             those of them that the final fit uses: with folds, both are all training rows.
@@ -71,7 +71,9 @@ class ProbeResult:
         model: the probe, for prediction and saving; None for k nearest neighbours and few-shot.
         notes: warnings about the result.
         seconds: run time.
-        chosen_on: the rows that the hyper-parameter was chosen on, in words; empty: no choice, or few-shot.
+        chosen_on: the rows that the hyper-parameter was chosen on, in words; without one, the rows of `validation`.
+        validation: the primary metric on rows that are neither tested nor fitted, by which one of several layers may be
+            chosen: the best value of `curve`; NaN if no rows were left.
     """
 
     protocol: str
@@ -97,6 +99,7 @@ class ProbeResult:
     notes: Sequence[str] = ()
     seconds: float = 0.0
     chosen_on: str = ""
+    validation: float = float("nan")
 
     @property
     def primary(self) -> str:
@@ -312,12 +315,13 @@ def probe_device(device: str) -> torch.device:
 
 
 def _few_shot(train: Labelled, val: Labelled | None, test: Labelled, settings: Settings, protocol: str) -> ProbeResult:
-    shots = few_shot(train, val, test, settings)
-    metrics = {f"top1@{n}": _over_draws(values) for n, values in shots.items()}
+    shots, curve = few_shot(train, val, test, settings)
+    metrics = {f"top1@{n}": _over_draws(values, len(test)) for n, values in shots.items()}
     n_val = 0 if val is None else len(val)
     return ProbeResult(
         protocol, settings.task, settings.scaling, metrics, settings.classes, len(train), n_val, len(test),
-        test.targets, shots=shots,
+        test.targets, shots=shots, curve=curve, validation=curve[-1][1],
+        chosen_on="training rows that were not drawn",
     )  # fmt: skip
 
 
@@ -349,10 +353,16 @@ def _evaluate(fitted: Fitted, test: Labelled, settings: Settings, protocol: str)
 _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 
-def _over_draws(values: list[float]) -> Estimate:
+def _over_draws(values: list[float], n_test: int) -> Estimate:
+    """Return the mean of the draws with an interval for the choice of training rows and that of test rows.
+
+    All draws are tested on the same rows. The two are independent, so the squares of their half widths add up.
+    """
     mean = float(np.mean(values))
     half = _T[len(values) - 2] * float(np.std(values, ddof=1)) / len(values) ** 0.5 if len(values) > 1 else float("nan")
-    return Estimate(mean, mean - half, mean + half)
+    of_rows = exact_proportion(mean, n_test)
+    low, high = math.hypot(half, mean - of_rows.low), math.hypot(half, of_rows.high - mean)
+    return Estimate(mean, max(0.0, mean - low), min(1.0, mean + high), "Student's t of draws, and Clopper-Pearson")
 
 
 def _encode_targets(

@@ -6,6 +6,10 @@ rows is held out for the choice, as in DINOv2 (the first of `torch.randperm` wit
 simclr, whose papers use the validation rows of their data sets, choose on stratified folds of all training rows if a
 tenth is less than 500 rows (`strength_choice`).
 
+By the metric on these rows, one of several layers can be chosen too. Protocols without a hyper-parameter compute it for
+this alone. If the test rows chose the layer, its interval would lie too high, and backbones with many layers would seem
+better (docs/intervals.md).
+
 The papers choose the strength with the best accuracy on validation rows, and none specifies how to break ties. Here,
 ties go to the smallest log loss on these rows, then to the strongest penalty.
 """
@@ -44,6 +48,7 @@ __all__ = ["PROTOCOLS", "SHOTS", "Fitted", "Labelled", "Protocol", "Settings"]
 SHOTS = (1, 2, 5, 10, 20)
 _KS = (10, 20, 100, 200)
 _REPEATS = 5  # draws of a few-shot probe
+_MOST_LEFT_OUT = 100  # rows a class that each draw predicts, besides the test rows
 
 
 @dataclass(frozen=True)
@@ -115,6 +120,7 @@ class Fitted:
         threshold: scores above it mean that the label is present.
         objective: objective of the final fit, for logistic regression.
         notes: warnings about the result.
+        validation: primary metric on the rows for the choice, if there is no hyper-parameter.
     """
 
     scores: Scorer
@@ -128,11 +134,14 @@ class Fitted:
     threshold: float = 0.0
     objective: float | None = None
     notes: Sequence[str] = field(default_factory=list)
+    validation: float = math.nan
 
     @property
     def choice(self) -> dict[str, Any]:
         """How the hyper-parameter was chosen: attributes that `ProbeResult` has too."""
-        return {name: getattr(self, name) for name in ("swept", "chosen", "chosen_on", "curve", "objective")}
+        names = ("swept", "chosen", "chosen_on", "curve", "objective")
+        validation = max((value for _, value in self.curve), default=self.validation)
+        return {name: getattr(self, name) for name in names} | {"validation": validation}
 
 
 @dataclass(frozen=True)
@@ -212,9 +221,26 @@ def knn(train: Labelled, val: Labelled | None, settings: Settings) -> Fitted:
 def centroid(train: Labelled, val: Labelled | None, settings: Settings) -> Fitted:
     """Class with the nearest mean by cosine; there is no hyper-parameter, so validation rows are used for training.
 
-    Nearest class mean (Mensink et al. 2013; Snell, Swersky and Zemel 2017), with features of length 1.
+    Nearest class mean (Mensink et al. 2013; Snell, Swersky and Zemel 2017), with features of length 1. Before that,
+    validation rows are predicted from the training rows alone.
     """
-    train = train if val is None else train + val
+    if val is None and len(train) // 10 < ENOUGH_ROWS:
+        folds = stratified_folds(train.targets, settings.seed)
+        left_out = [draw == fold for draw in folds.T for fold in range(N_FOLDS)]
+        splits = [(train.subset(np.flatnonzero(~rows)), train.subset(np.flatnonzero(rows)))
+                  for rows in left_out if rows.any()]  # fmt: skip
+        chosen_on = _folds_in_words(folds) if splits else ""
+    else:
+        fit, validation, chosen_on = held_out(train, val, settings)
+        splits = [(fit, validation)]
+    right = [_class_means(fit, settings).scores(rows.rows).argmax(1) == rows.targets for fit, rows in splits]
+    on_validation = float(np.concatenate(right).mean()) if right else math.nan
+    all_rows = train if val is None else train + val
+    model = _class_means(all_rows, settings)
+    return Fitted(_scorer(model), len(all_rows), chosen_on=chosen_on, model=model, validation=on_validation)
+
+
+def _class_means(train: Labelled, settings: Settings) -> LinearProbe:
     scaling = Scaling.of(settings.scaling, train.rows)
     sums = np.zeros((len(settings.classes), train.rows.width))
     for start, block in train.rows.scaled(scaling).blocks():
@@ -226,8 +252,7 @@ def centroid(train: Labelled, val: Labelled | None, settings: Settings) -> Fitte
     if len(means) == 2:
         means = means[1:] - means[:1]
     zero = np.zeros(len(means), np.float32)
-    model = LinearProbe(means, zero, settings.classes, settings.task, scaling, has_probabilities=False)
-    return Fitted(_scorer(model), len(train), model=model)
+    return LinearProbe(means, zero, settings.classes, settings.task, scaling, has_probabilities=False)
 
 
 def ridge(train: Labelled, val: Labelled | None, settings: Settings) -> Fitted:
@@ -284,8 +309,14 @@ def held_out(train: Labelled, val: Labelled | None, settings: Settings) -> tuple
     return train.subset(np.sort(order[count:])), train.subset(np.sort(order[:count])), "a tenth of the training rows"
 
 
-def few_shot(train: Labelled, val: Labelled | None, test: Labelled, settings: Settings) -> dict[int, list[float]]:
-    """Compute top-1 on the test rows for probes fitted on a few rows of each class: shots -> value of each of 5 draws.
+def few_shot(
+    train: Labelled, val: Labelled | None, test: Labelled, settings: Settings
+) -> tuple[dict[int, list[float]], list[tuple[float, float]]]:
+    """Compute top-1 of probes fitted on a few rows of each class.
+
+    Returns:
+        shots -> top-1 on the test rows of each of 5 draws; and (shots, mean top-1 on training rows that were not
+        drawn), by which layers can be chosen.
 
     The strength is searched as in `clip`, on min(shots, 4) validation rows per class, as in CoOp (Zhou et al. 2022, and
     its code). These rows come from the validation rows, or from training rows that were not drawn. In each draw, the
@@ -296,6 +327,7 @@ def few_shot(train: Labelled, val: Labelled | None, test: Labelled, settings: Se
         InputError: a class has too few rows for one shot.
     """
     values: dict[int, list[float]] = {}
+    left_out_values: dict[int, list[float]] = {}
     n_classes = len(settings.classes)
     fewest = int(np.bincount(train.targets, minlength=n_classes).min())
     fewest_val = fewest if val is None else int(np.bincount(val.targets, minlength=n_classes).min())
@@ -312,16 +344,20 @@ def few_shot(train: Labelled, val: Labelled | None, test: Labelled, settings: Se
                 validation = train.subset(np.sort(np.concatenate([rows[-n_val:] for rows in order])))
             else:
                 validation = val.subset(np.sort(np.concatenate([rows[:n_val] for rows in order_val])))
+            n_kept = n_val if val is None else 0
+            left_out = np.concatenate([rows[shots : len(rows) - n_kept][:_MOST_LEFT_OUT] for rows in order])
+            unseen = train.subset(np.sort(left_out)) if len(left_out) else validation
             _, strength = _coarse_to_fine(_on_validation(drawn, validation.held(), _VALIDATION, settings).compare)
             _, model = _fitted(drawn, settings, strength)
-            scores, _ = _scorer(model)(test.rows)
-            values.setdefault(shots, []).append(primary(scores, test.targets, settings.task))
+            for predicted, of_shots in ((test, values), (unseen, left_out_values)):
+                top1 = primary(model.scores(predicted.rows), predicted.targets, settings.task)
+                of_shots.setdefault(shots, []).append(top1)
     if not values:
         raise InputError(
             f"a class has {fewest} training rows" + ("" if val is None else f" and {fewest_val} validation rows")
             + "; few-shot needs at least one for training and one for validation"
         )  # fmt: skip
-    return values
+    return values, [(float(shots), float(np.mean(each))) for shots, each in left_out_values.items()]
 
 
 Compare = Callable[[Sequence[float]], list[ValidationScore]]  # of values of C
@@ -380,7 +416,7 @@ def _on_folds(train: Labelled, settings: Settings) -> _Choice:
         InputError: no class has two training rows.
     """
     folds = stratified_folds(train.targets, settings.seed)
-    n_val, draws = int((folds[:, 0] >= 0).sum()), folds.shape[1]
+    n_val = int((folds[:, 0] >= 0).sum())
     if not n_val:
         raise InputError(
             "no class has two training rows, so no row can be held out for choosing hyper-parameters",
@@ -392,8 +428,12 @@ def _on_folds(train: Labelled, settings: Settings) -> _Choice:
         return [score_left_out(scores, train.targets, settings.task, folds)
                 for scores in problem.left_out_scores(strengths, folds)]  # fmt: skip
 
-    several = f", drawn {draws} times" if draws > 1 else ""
-    return _Choice(compare, train, n_val, f"{N_FOLDS} folds of the training rows{several}", folds=True)
+    return _Choice(compare, train, n_val, _folds_in_words(folds), folds=True)
+
+
+def _folds_in_words(folds: NDArray[np.int64]) -> str:
+    draws = folds.shape[1]
+    return f"{N_FOLDS} folds of the training rows" + (f", drawn {draws} times" if draws > 1 else "")
 
 
 def _problem(train: Labelled, settings: Settings) -> tuple[LogisticRegression, Scaling]:

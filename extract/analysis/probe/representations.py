@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from extract.analysis.probe.feature_matrix import FeatureRows, Source, mean_of
 from extract.errors import InputError
+from extract.system.dissimilarities import dissimilarities
 
 __all__ = ["correlation", "linear_cka", "ranked_distances", "rsa", "similarities"]
 
@@ -107,12 +108,8 @@ def ranked_distances(rows: FeatureRows) -> NDArray[np.float64]:
     """Return the ranks (N (N - 1) / 2,) of the distances of all pairs minus their mean; ties share a mean rank."""
     count = len(rows)
     _check(count, count)
-    unit = np.empty((count, rows.width))
-    for start, block in rows.blocks():
-        centred = block - block.mean(1, keepdims=True, dtype=np.float64)
-        lengths = np.linalg.norm(centred, axis=1, keepdims=True)
-        unit[start : start + len(block)] = centred / np.where(lengths > 0, lengths, 1)
-    distances = (1 - unit @ unit.T)[np.triu_indices(count, 1)]
+    distances = dissimilarities(rows.array())[np.triu_indices(count, 1)]
+    distances[np.isnan(distances)] = 1  # a row of equal values is related to none
     _, position, counts = np.unique(distances, return_inverse=True, return_counts=True)
     ranks = (np.cumsum(counts) - (counts + 1) / 2)[position]
     return np.asarray(ranks - ranks.mean())

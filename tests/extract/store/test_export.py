@@ -119,6 +119,29 @@ def test_matlab(reader: FeatureReader, tmp_path: Path) -> None:
     assert texts == PATHS
 
 
+def test_matrices_of_dissimilarity(reader: FeatureReader, tmp_path: Path) -> None:
+    import mat73
+
+    export(reader, tmp_path / "a", "rdm")
+    files = ["map:none.mat", "map:none.npy", "rows.csv", "vector.mat", "vector.npy"]
+    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == files
+    good = np.delete(np.arange(ROWS), FAILED)
+    for name, values in VALUES.items():
+        matrix = np.load(tmp_path / "a" / f"{name}.npy")
+        assert (matrix.dtype, matrix.shape) == (np.float64, (ROWS, ROWS))
+        expected = 1 - np.corrcoef(values[good].reshape(len(good), -1).astype(np.float64))
+        np.testing.assert_allclose(matrix[np.ix_(good, good)], expected, atol=1e-12)
+        assert np.isnan(matrix[FAILED]).all()
+        assert np.isnan(matrix[:, FAILED]).all()
+        variables = mat73.loadmat(str(tmp_path / "a" / f"{name}.mat"))
+        np.testing.assert_array_equal(variables["rdm"], matrix)
+        assert variables["status"].reshape(-1).tolist() == reader.status.tolist()
+    with (tmp_path / "a" / "rows.csv").open(encoding="utf-8", errors="surrogateescape", newline="") as text:
+        assert [(row["path"], row["status"]) for row in csv.DictReader(text)] == list(zip(PATHS, STATUS, strict=True))
+    with pytest.raises(UnknownNameError, match="layer 'nothing' not found"):
+        reader.rdm("nothing")
+
+
 def test_hugging_face(reader: FeatureReader, tmp_path: Path) -> None:
     from datasets import ClassLabel, load_dataset
 

@@ -6,6 +6,7 @@ import re
 
 import numpy as np
 import pytest
+import scipy.stats
 import torch
 from sklearn.linear_model import LogisticRegression, Ridge
 from sklearn.metrics import log_loss
@@ -192,6 +193,49 @@ def test_class_weights_are_those_of_scikit_learn(data):
     np.testing.assert_allclose(result.model.predict_proba(x_test), expected.predict_proba(x_test), atol=5e-3)
 
 
+def test_centroid_predicts_folds_of_the_training_rows_so_that_a_layer_can_be_chosen_without_test_rows(data):
+    x, y, x_val, y_val, x_test, y_test = data
+
+    def right(fit, left_out):
+        means = np.stack([x[fit & (y == k)].mean(0) for k in range(y.max() + 1)])
+        return (x[left_out] @ means.T / np.linalg.norm(means, axis=1)).argmax(1) == y[left_out]
+
+    x = x / np.linalg.norm(x, axis=1, keepdims=True)
+    folds = stratified_folds(y, 0)
+    expected = np.concatenate([right(draw != fold, draw == fold) for draw in folds.T for fold in range(5)]).mean()
+    result = linear_probe(x, y, x_test, y_test, protocol="centroid")
+    assert result.validation == pytest.approx(expected, abs=1e-9)
+    assert result.chosen_on == "5 folds of the training rows, drawn 2 times"
+    other = linear_probe(x, y, x_test, np.roll(y_test, 1), protocol="centroid")
+    assert other.validation == result.validation
+    given = linear_probe(x, y, x_test, y_test, x_val=x_val, y_val=y_val, protocol="centroid")
+    alone = linear_probe(x, y, x_val, y_val, protocol="centroid")
+    assert (given.validation, given.chosen_on) == (pytest.approx(alone.value), "validation rows")
+
+
+@pytest.mark.parametrize("protocol", ["clip", "simclr", "dinov2-logreg", "knn", "ridge"])
+def test_a_layer_is_judged_by_the_best_metric_on_the_rows_for_the_strength(data, protocol):
+    x, y, _, _, x_test, y_test = data
+    result = linear_probe(x[:120], y[:120], x_test, y_test, protocol=protocol)
+    assert result.validation == max(value for _, value in result.curve)
+
+
+def test_few_shot_predicts_training_rows_that_were_not_drawn(data, monkeypatch):
+    x, y, _, _, x_test, y_test = data
+    monkeypatch.setattr(protocols, "SHOTS", (5,))
+    monkeypatch.setattr(protocols, "_REPEATS", 1)
+    result = linear_probe(x, y, x_test, y_test, protocol="fewshot")
+    order = protocols._shuffle_by_class(y, y.max() + 1, np.random.default_rng([0, 0]))
+    drawn = np.sort(np.concatenate([rows[:5] for rows in order]))
+    held = np.sort(np.concatenate([rows[-4:] for rows in order]))
+    left_out = np.setdiff1d(np.arange(len(y)), np.concatenate([drawn, held]))
+    fitted = linear_probe(x[drawn], y[drawn], x[left_out], y[left_out], x_val=x[held], y_val=y[held], protocol="clip")
+    plain = LogisticRegression(C=1 / fitted.chosen, solver="newton-cholesky", tol=1e-8).fit(x[drawn], y[drawn])
+    ((shots, value),) = result.curve
+    assert (shots, value) == (5, pytest.approx(plain.score(x[left_out], y[left_out]), abs=0.011))
+    assert result.validation == value
+
+
 @pytest.mark.slow
 def test_few_shot_draws_nested_rows_of_each_class_and_tells_mean_and_spread(data):
     x, y, x_val, y_val, x_test, y_test = data
@@ -201,8 +245,10 @@ def test_few_shot_draws_nested_rows_of_each_class_and_tells_mean_and_spread(data
     means = [np.mean(values) for values in result.shots.values()]
     assert means[0] < means[2] < means[4]
     five = result.metrics["top1@5"]
-    half = 2.776 * np.std(result.shots[5], ddof=1) / np.sqrt(5)
-    assert (five.value, five.high) == (pytest.approx(means[2]), pytest.approx(means[2] + half))
+    of_draws = 2.776 * np.std(result.shots[5], ddof=1) / np.sqrt(5)
+    hits = five.value * len(y_test)
+    of_rows = scipy.stats.beta.ppf(0.975, hits + 1, len(y_test) - hits) - five.value
+    assert (five.value, five.high) == (pytest.approx(means[2]), pytest.approx(five.value + np.hypot(of_draws, of_rows)))
 
 
 def test_few_shot_draws_by_its_seed(data, monkeypatch):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from scipy.spatial.distance import pdist
+from scipy.spatial.distance import pdist, squareform
 from scipy.stats import spearmanr
 
 from extract.analysis.probe import linear_cka, rsa
 from extract.analysis.probe.feature_matrix import FeatureRows
 from extract.analysis.probe.representations import similarities
-from extract.errors import InputError
+from extract.errors import InputError, UnknownNameError
+from extract.system.dissimilarities import METRICS, dissimilarities
 
 
 def features(n, d, seed):
@@ -56,6 +57,28 @@ def test_rsa_is_that_of_scipy():
     y[:, 0] += 3 * x[:, 0]
     expected = spearmanr(pdist(x, "correlation"), pdist(y, "correlation")).statistic
     assert rsa(x, y) == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_dissimilarities_are_those_of_scipy(metric):
+    x = features(30, 7, 0) + 100  # far from zero
+    matrix = dissimilarities(x, metric)
+    assert (matrix.dtype, matrix.shape) == (np.float64, (30, 30))
+    np.testing.assert_allclose(matrix, squareform(pdist(x.astype(np.float64), metric)), atol=1e-12)
+    assert (np.diag(matrix) == 0).all()
+    np.testing.assert_array_equal(matrix, matrix.T)
+    with pytest.raises(UnknownNameError, match="metric 'cosin' not found"):
+        dissimilarities(x, "cosin")
+
+
+def test_rows_of_equal_values_have_no_correlation():
+    x = features(6, 5, 0)
+    x[2] = 0.1
+    matrix = dissimilarities(x)
+    assert np.isnan(matrix[2]).all()
+    assert np.isnan(matrix[:, 2]).all()
+    kept = np.delete(np.arange(6), 2)
+    np.testing.assert_allclose(matrix[np.ix_(kept, kept)], 1 - np.corrcoef(x[kept].astype(np.float64)), atol=1e-12)
 
 
 def test_the_matrix_holds_every_pair():
