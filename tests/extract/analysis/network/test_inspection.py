@@ -459,3 +459,28 @@ def test_an_inspection_prints_as_a_line_and_in_a_notebook_as_tables() -> None:
     layers = {row[0]: row for row in page.rows if row[0] in ("0", "1")}
     assert layers["0"][1:3] == ["Linear", "8"]
     assert layers["1"][9] == "1/8"  # dead
+
+
+def test_uint8_inputs_are_inspected_as_the_same_pixels_in_float32() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.scale, self.conv, self.bn = nn.Identity(), nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+            self.conv_of = nn.Sequential(nn.Flatten(), nn.LazyLinear(2))
+            self.bn.num_batches_tracked.fill_(1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.conv_of(self.bn(self.conv(self.scale(x).float())))
+
+    model, pixels = Scaled(), torch.randint(0, 256, (30, 3, 8, 8), dtype=torch.uint8)
+    model(pixels)
+    model.bn.reset_running_stats()
+    model.bn.num_batches_tracked.fill_(1)
+    tables = []
+    for inputs in (pixels, pixels.float()):
+        seen = inspect_model(model, [(inputs, torch.arange(30) % 2)], loss=F.cross_entropy)
+        assert [finding.kind for finding in seen.findings][0] == "input scale"
+        tables.append([str(finding) for finding in seen.findings] + [row[:11] for row in layer_table(seen.tensors)])
+        assert "nan" not in str(tables[-1])
+    assert tables[0] == tables[1]
