@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from extract import load_backbone
 from extract.analysis.network.inspection import Inspection, inspect_model
+from extract.analysis.network.reports import layer_table
 from extract.errors import InputError, UnknownNameError
 from extract.images import Decoding, list_images, load_batches
 from tests.extract.html_reader import HtmlReader
@@ -462,25 +463,27 @@ def test_an_inspection_prints_as_a_line_and_in_a_notebook_as_tables() -> None:
 
 
 def test_uint8_inputs_are_inspected_as_the_same_pixels_in_float32() -> None:
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.scale, self.conv, self.bn = nn.Identity(), nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
-            self.conv_of = nn.Sequential(nn.Flatten(), nn.LazyLinear(2))
-            self.bn.num_batches_tracked.fill_(1)
-
+    class Floating(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            return self.conv_of(self.bn(self.conv(self.scale(x).float())))
+            return x.float()
 
-    model, pixels = Scaled(), torch.randint(0, 256, (30, 3, 8, 8), dtype=torch.uint8)
-    model(pixels)
-    model.bn.reset_running_stats()
-    model.bn.num_batches_tracked.fill_(1)
-    tables = []
+    torch.manual_seed(0)
+    bn = nn.BatchNorm2d(4)
+    bn.num_batches_tracked.fill_(1)  # it has seen inputs of variance 1
+    bn.running_mean.fill_(0.1)
+    model = nn.Sequential(Floating(), nn.Conv2d(3, 4, 3), bn, nn.Flatten(), nn.Linear(144, 2))
+    pixels, seen = torch.randint(0, 256, (30, 3, 8, 8), dtype=torch.uint8), []
     for inputs in (pixels, pixels.float()):
-        seen = inspect_model(model, [(inputs, torch.arange(30) % 2)], loss=F.cross_entropy)
-        assert [finding.kind for finding in seen.findings][0] == "input scale"
-        tables.append([str(finding) for finding in seen.findings] + [row[:11] for row in layer_table(seen.tensors)])
-        assert "nan" not in str(tables[-1])
+        inspection = inspect_model(model, [(inputs, torch.arange(30) % 2)], loss=F.cross_entropy)
+        table = layer_table(inspection.tensors)
+        assert [finding.kind for finding in inspection.findings][0] == "input scale"
+        assert "nan" not in str([table, *map(str, inspection.findings)])
+        seen.append((list(map(str, inspection.findings)), [row[:11] for row in table]))
+    assert seen[0] == seen[1]
+
+
+def test_a_backbone_is_inspected_as_its_model() -> None:
+    backbone = load_backbone("timm/test_resnet", weights="random", device="cpu")
+    inputs = torch.rand(4, 3, 64, 64)
+    tables = [layer_table(inspect_model(model, [inputs], "layer?").tensors) for model in (backbone, backbone.model)]
     assert tables[0] == tables[1]
