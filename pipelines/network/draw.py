@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from extract.analysis.network import attribution
+from extract.analysis.network.activation_statistics import are_constant
 from extract.compute.activation_layout import recognise
 from extract.compute.backbone import Backbone
 from extract.compute.feature_choice import Choice, Feature, choose_features
@@ -27,7 +29,7 @@ from pipelines.network.config import DrawConfig, StoredTokensConfig
 from pipelines.network.image_sample import Sample, sample_of
 from pipelines.network.imagenet_targets import Targets, class_name, targets_of
 from pipelines.terminal.backbone import backbone_of
-from pipelines.terminal.figures import save_figure
+from pipelines.terminal.figures import drawable, save_figure
 from pipelines.terminal.output_paths import check_folder
 from pipelines.terminal.text_output import print_line
 
@@ -71,6 +73,10 @@ def figure_file(kind: str, layer: str, config: DrawConfig | StoredTokensConfig) 
 
 
 Figures = Iterator[tuple[str, Figure]]  # layer, figure
+
+
+def _title(backbone: Backbone, layer: str) -> str:
+    return f"{drawable(backbone.spec, 60)}, {draw_figures.drawable_layer(layer, 60)}"
 
 
 def _layers(config: DrawConfig, backbone: Backbone, *, last: bool) -> list[Choice]:
@@ -152,21 +158,24 @@ def _feature_maps(config: DrawConfig, backbone: Backbone, sample: Sample) -> Fig
     for choice in _layers(config, backbone, last=False):
         maps, pixels, names = _all_maps(backbone, sample, choice)
         chosen = _checked_channels(config, maps.shape[-1])
+        values = maps.double().flatten(0, 2)
+        spread = values.std(0, correction=0)
+        constant = are_constant(values.amin(0).numpy(), values.amax(0).numpy(), spread.numpy())
         if chosen is None:
             count = draw_figures.MOST_CHANNELS if len(maps) == 1 else draw_figures.CHANNELS_IN_A_ROW
-            spread = maps.double().flatten(0, 2).std(0).nan_to_num(0)
-            chosen = sorted(spread.argsort(descending=True, stable=True)[:count].tolist())
+            chosen = sorted(spread.nan_to_num(0).argsort(descending=True, stable=True)[:count].tolist())
         if len(maps) * len(chosen) > _MOST_TILES:
             raise InputError(f"{len(chosen)} channels of {len(maps)} images: a figure has at most {_MOST_TILES} tiles")
-        layer = choice.features[0].name
-        yield layer, draw_figures.feature_maps(maps[..., chosen].float().numpy(), chosen, pixels, names, layer)
+        layer, channels = choice.features[0].name, {channel: bool(constant[channel]) for channel in chosen}
+        shown = maps[..., list(channels)].float().numpy()
+        yield layer, draw_figures.feature_maps(shown, channels, pixels, names, _title(backbone, layer))
 
 
 def _tokens(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:
     for choice in _layers(config, backbone, last=True):
         maps, pixels, names = _all_maps(backbone, sample, choice)
         layer = choice.features[0].name
-        title = f"{layer}: main directions of all positions as red, green and blue"
+        title = f"{_title(backbone, layer)}: main directions of all positions as red, green and blue"
         yield layer, draw_figures.side_by_side(pixels, attribution.principal_colours(maps), names, title)
 
 
@@ -179,7 +188,8 @@ def _channels(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures
         channel_means = np.concatenate(means)
         chosen = _checked_channels(config, channel_means.shape[1]) or list(range(channel_means.shape[1]))
         layer, reorder = choice.features[0].name, config.channels is None
-        yield layer, draw_figures.channels_by_image(channel_means[:, chosen], chosen, names, layer, reorder=reorder)
+        title = _title(backbone, layer)
+        yield layer, draw_figures.channels_by_image(channel_means[:, chosen], chosen, names, title, reorder=reorder)
 
 
 def _top(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:
@@ -202,7 +212,7 @@ def _top(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:
             part = maps[..., chosen].float().numpy()
             shown |= {row: (part[i], pixels[i]) for i, row in enumerate(batch_rows)}
         layer = choice.features[0].name
-        yield layer, draw_figures.top_images(best, shown, layer, len(rows))
+        yield layer, draw_figures.top_images(best, shown, _title(backbone, layer), len(rows))
 
 
 def _filters(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:
@@ -215,7 +225,7 @@ def _filters(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:
         weight = getattr(named[name], "weight", None)
         if not isinstance(weight, Tensor) or weight.ndim != 4:
             raise InputError(f"layer {name!r}: expected a 2D convolution, got {type(named[name]).__name__}")
-        yield name, draw_figures.filters(weight.detach().cpu().float().numpy(), name)
+        yield name, draw_figures.filters(weight.detach().cpu().float().numpy(), _title(backbone, name))
 
 
 def _attention_by_patch(weights: Tensor, backbone: Backbone) -> Tensor:
@@ -258,7 +268,7 @@ def _attention(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figure
             last = attribution.attentions(backbone, inputs, layer)[-1]
             return np.asarray(_as_map(_attention_by_patch(last, backbone), backbone).numpy())
 
-        title = f"{layer or 'last attention'}: attention of {source}"
+        title = f"{_title(backbone, layer or 'last attention')}: attention of {source}"
         yield layer or "", draw_figures.attention(*_over_batches(sample, heads), title)
 
 
@@ -268,29 +278,39 @@ def _rollout(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:
         maps = _as_map(_attention_by_patch(rolled, backbone), backbone)[:, 0].numpy()
         return np.asarray(maps - maps.min((1, 2), keepdims=True))  # remove the share that every patch gets
 
-    title = "attention rollout through all layers, each map from its least to its largest value"
+    title = f"{_title(backbone, 'all layers')}: attention rollout, each map from its least to its largest value"
     yield "", draw_figures.overlays(*_over_batches(sample, rolled_out), title)
 
 
 def _gradcam(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:
     truth = _truth(backbone, sample)
-    for layer in _gradcam_layers(config, backbone):
-        maps, pixels, captions = [], [], []
-        for batch in sample.batches():
-            targets = None if config.target is None else [config.target] * len(batch.rows)
-            cams, classes = attribution.grad_cam(backbone, batch.inputs, layer, targets)
-            maps.append(cams)
-            pixels.append(batch.pixels)
-            with torch.no_grad(), evaluating(backbone.model), full_float32():
-                probabilities = backbone.model(batch.inputs).softmax(1).cpu().numpy()[np.arange(len(classes)), classes]
-            for row, number, probability in zip(batch.rows.tolist(), classes.tolist(), probabilities, strict=True):
-                mark = "" if truth is None or truth.numbers[row] < 0 else _MARKS[bool(truth.numbers[row] == number)]
-                name = sample.images.paths[row].rpartition("/")[2]
-                captions.append(f"{name}\n{mark}{100 * probability:.0f} % {class_name(backbone, number)}")
-        title = f"{layer}: Grad-CAM of the named class, each map scaled to its own maximum"
+    maps = defaultdict[str, list[NDArray[np.float32]]](list)
+    pixels, names, captions = [], [], []
+    layers = _gradcam_layers(config, backbone)
+    for batch in sample.batches():
+        targets = None if config.target is None else [config.target] * len(batch.rows)
+        cams, classes = attribution.grad_cam(backbone, batch.inputs, layers, targets)
+        for layer, cam in cams.items():
+            maps[layer].append(cam)
+        pixels.append(batch.pixels)
+        with torch.no_grad(), evaluating(backbone.model), full_float32():
+            output = backbone.model(batch.inputs)
+            shares = getattr(output, "logits", output).softmax(1).cpu().numpy()[np.arange(len(classes)), classes]
+        for row, number, share in zip(batch.rows.tolist(), classes.tolist(), shares, strict=True):
+            mark = "" if truth is None or truth.numbers[row] < 0 else _MARKS[bool(truth.numbers[row] == number)]
+            names.append(sample.images.paths[row])
+            percent = "under 1" if share < 0.005 else f"{100 * share:.0f}"
+            captions.append(f"{mark}{class_name(backbone, number)}, {percent}\u00a0%")
+    named = "" if config.target is None else class_name(backbone, config.target)
+    if len(captions) == 1:
+        of = captions[0].lstrip("✓✗ ") if named else f"the predicted class, {captions[0].lstrip('✓✗ ')}"
+    else:
+        of = named or "the predicted class of each image"
+    for layer, parts in maps.items():
+        title = f"{_title(backbone, layer)}: Grad-CAM of {of}; each map is scaled to its own maximum"
         if truth is not None:
-            title += "; ✓: the true class"
-        yield layer, draw_figures.overlays(np.concatenate(maps), np.concatenate(pixels), captions, title)
+            title += "; ✓: the true class, ✗: another"
+        yield layer, draw_figures.overlays(np.concatenate(parts), np.concatenate(pixels), names, title, captions)
 
 
 def _truth(backbone: Backbone, sample: Sample) -> Targets | None:
@@ -309,14 +329,13 @@ def _gradcam_layers(config: DrawConfig, backbone: Backbone) -> Sequence[str]:
     if config.layers is not None:
         return match_layers(named_layers(backbone.model), config.layers, backbone.spec)
     grey = torch.zeros(1, 3, *backbone.preprocessing.crop_px, device=backbone.device)
-    for name in _suitable_layers(backbone, last=True):
-        try:
-            if _has_positions(_choices_of(backbone, name)[0].features[0]):
-                attribution.grad_cam(backbone, grey, name)
-                return [name]
-        except LayertapError:  # after pooling by class token, no gradient reaches the patches
-            continue
-    raise InputError(f"no layer of {backbone.spec} gives maps or patches on which class scores depend")
+    suitable = _suitable_layers(backbone, last=True)
+    # Behind the last attention of a transformer, the scores read the class token alone.
+    candidates = [*suitable[:1], *attribution.normalisations(backbone.model), *suitable]
+    usual = attribution.first_with_grad_cam(backbone, grey, candidates)
+    if usual is None:
+        raise InputError(f"no layer of {backbone.spec} gives maps or patches on which class scores depend")
+    return [usual]
 
 
 KINDS: dict[str, Callable[[DrawConfig, Backbone, Sample], Figures]] = {

@@ -30,7 +30,8 @@ from extract.taps.record import Record, Site
 from extract.taps.taps import Taps
 
 __all__ = [
-    "activations_of", "attentions", "first_with_grad_cam", "grad_cam", "map_of", "principal_colours", "rollout",
+    "activations_of", "attentions", "first_with_grad_cam", "grad_cam", "map_of", "normalisations", "principal_colours",
+    "rollout",
 ]  # fmt: skip
 
 
@@ -127,7 +128,7 @@ def grad_cam(
         try:
             maps, classes = _grad_cams(network, inputs, choice, targets)
         except _UnreachedError as error:
-            usual = first_with_grad_cam(network, inputs[:1], _normalisations(network.model))
+            usual = first_with_grad_cam(network, inputs[:1], normalisations(network.model))
             hint = f"name the usual layer of such a network, {usual!r}" if usual else "name an earlier layer"
             raise InputError(error.message, hint=hint) from None
     return (next(iter(maps.values())) if one else maps), classes
@@ -138,12 +139,13 @@ def first_with_grad_cam(backbone: Backbone, inputs: Tensor, layers: Iterable[str
     for layer in layers:
         with contextlib.suppress(LayertapError), evaluating(backbone.model), full_float32():
             choice = whole_layers(backbone, layer)
-            if len(choice.features) == 1 and _grad_cams(backbone, inputs, choice, None):
+            maps, _ = _grad_cams(backbone, inputs, choice, None)
+            if len(maps) == 1 and all(cam[0].size > 1 for cam in maps.values()):
                 return layer
     return None
 
 
-def _normalisations(model: nn.Module) -> list[str]:
+def normalisations(model: nn.Module) -> list[str]:
     """Return the layers that normalise, the last first: the one before the last attention has all that it reads."""
     return [name for name, layer in named_layers(model).items() if "norm" in type(layer).__name__.lower()][::-1]
 

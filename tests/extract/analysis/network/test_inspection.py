@@ -476,7 +476,7 @@ def test_uint8_inputs_are_inspected_as_the_same_pixels_in_float32() -> None:
     for inputs in (pixels, pixels.float()):
         inspection = inspect_model(model, [(inputs, torch.arange(30) % 2)], loss=F.cross_entropy)
         table = layer_table(inspection.tensors)
-        assert [finding.kind for finding in inspection.findings][0] == "input scale"
+        assert inspection.findings[0].kind == "input scale"
         assert "nan" not in str([table, *map(str, inspection.findings)])
         seen.append((list(map(str, inspection.findings)), [row[:11] for row in table]))
     assert seen[0] == seen[1]
