@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,10 +29,7 @@ from extract.taps.layer_names import is_glob, named_layers
 from extract.taps.record import Record, Site
 from extract.taps.taps import Taps
 
-__all__ = [
-    "activations_of", "attentions", "first_with_grad_cam", "grad_cam", "map_of", "normalisations", "principal_colours",
-    "rollout",
-]  # fmt: skip
+__all__ = ["activations_of", "attentions", "grad_cam", "map_of", "principal_colours", "rollout"]
 
 
 def activations_of(
@@ -82,20 +79,12 @@ def map_of(activation: Tensor, axes: str, prefix_tokens: int, input_px: Sequence
     return patches.reshape(len(patches), height, -1, patches.shape[-1])
 
 
-@overload
-def grad_cam(
-    backbone: Backbone | nn.Module, inputs: Tensor, layer: str, targets: Sequence[int] | Tensor | None = None
-) -> tuple[Any, NDArray[np.int64]]: ...
-@overload
-def grad_cam(
-    backbone: Backbone | nn.Module, inputs: Tensor, layer: Sequence[str], targets: Sequence[int] | Tensor | None = None
-) -> tuple[dict[str, NDArray[np.float32]], NDArray[np.int64]]: ...
 def grad_cam(
     backbone: Backbone | nn.Module,
     inputs: Tensor,
     layer: str | Sequence[str],
     targets: Sequence[int] | Tensor | None = None,
-) -> tuple[NDArray[np.float32] | dict[str, NDArray[np.float32]], NDArray[np.int64]]:
+) -> tuple[Any, NDArray[np.int64]]:
     """Compute Grad-CAM (Selvaraju et al. 2017, arXiv:1610.02391, equations 1 and 2): evidence for a class by position.
 
     The weight of a channel is the mean over positions of the gradient of the class score. The map is the weighted sum
@@ -108,8 +97,8 @@ def grad_cam(
         targets: (B,) a class for each image; None: the class with the highest score.
 
     Returns:
-        (B, h, w) non-negative maps in the units of the score, and (B,) the classes. The maps of a glob or list are a
-        dict by layer.
+        (B, h, w) non-negative float32 maps in the units of the score, and (B,) the classes. The maps of a glob or list
+        are a dict by layer.
 
     Raises:
         UnknownNameError: the layer does not exist.
