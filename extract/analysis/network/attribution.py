@@ -71,7 +71,11 @@ def map_of(activation: Tensor, axes: str, prefix_tokens: int, input_px: Sequence
     if axes == "HWC":
         return activation
     if axes != "TC":
-        raise InputError("the layer has no positions", hint="name a layer that returns a map or tokens")
+        raise InputError(
+            "the layer has no positions",
+            hint="name a layer that returns a map, or tokens of patches; a network of your own states the number of "
+            "tokens before them as model.num_prefix_tokens",
+        )
     patches = activation[:, prefix_tokens:]
     height = round((patches.shape[1] * input_px[0] / input_px[1]) ** 0.5)
     if height < 1 or patches.shape[1] % height:
@@ -158,11 +162,6 @@ def _grad_cams(
                 "without torch.no_grad(), torch.inference_mode() and detach()",
             )
         layout, size = feature.layout, backbone.preprocessing.crop_px
-        if not layout.axes and len(feature.activation_shape) == 2:
-            raise InputError(
-                f"layer {feature.name!r} has no positions: {layout.reason}",
-                hint="if tokens precede the patch tokens, set their number as model.num_prefix_tokens",
-            )
         activation, slopes = (
             map_of(feature.rows.by_image(record[site]), layout.axes, layout.prefix_tokens, size).float()
             for site in (feature.site, gradient)

@@ -44,18 +44,18 @@ def as_backbone(model: Backbone | nn.Module, inputs: Tensor) -> Backbone:
     """Return a backbone as it is, and a plain module as a backbone whose layers are tried on inputs like these.
 
     Raises:
-        InputError: the model is neither, or the inputs of a plain module are not a tensor (B, C, H, W) with values.
+        InputError: the model is neither, or the inputs are not a tensor (B, C, H, W) with values.
     """
-    if isinstance(model, Backbone):
-        return model
-    if not isinstance(model, nn.Module):
+    if not isinstance(model, Backbone | nn.Module):
         raise InputError(f"the model is {_kind(model)}; expected a backbone or an nn.Module")
-    name = type(unwrap(model)).__name__
+    name = model.spec if isinstance(model, Backbone) else type(unwrap(model)).__name__
     if not isinstance(inputs, Tensor) or inputs.ndim != 4 or not inputs.numel():
         raise InputError(
             f"the inputs of {name} are {_kind(inputs)}; expected a tensor (B, C, H, W)",
             hint="image[None] is a batch of one image (C, H, W); torch.from_numpy(array) makes a tensor of an array",
         )
+    if isinstance(model, Backbone):
+        return model
     height, width = inputs.shape[-2:]
     tokens = stated_tokens(unwrap(model), name)
     if isinstance(unwrap(model), VisionTransformer):  # torchvision states no number

@@ -263,6 +263,11 @@ def test_layers_are_found_on_inputs_without_contrast(value: float) -> None:
     assert activations_of(Own(), torch.full((1, 1, 28, 28), value), "body.0")["body.0"].shape == (1, 6, 24, 24)
 
 
+def test_inputs_of_a_backbone_are_checked_too(tiny: Backbone) -> None:
+    with pytest.raises(InputError, match=r"of timm/test_resnet are ndarray; expected a tensor \(B, C, H, W\)"):
+        grad_cam(tiny, inputs_of(tiny).numpy(), "layer3")  # type: ignore[arg-type]
+
+
 def test_a_model_that_is_none_is_refused() -> None:
     with pytest.raises(InputError, match="the model is function; expected a backbone or an nn.Module"):
         grad_cam(inputs_of, torch.rand(1, 1, 28, 28), "body.4")  # type: ignore[arg-type]
@@ -305,3 +310,34 @@ def test_a_block_whose_patches_nobody_reads_names_the_usual_layer(
     (gradient,) = torch.autograd.grad(scores.gather(1, torch.tensor(classes)[:, None]).sum(), kept[0])
     expected = (kept[0] * gradient[:, 1:].mean(1, keepdim=True)).sum(-1)[:, 1:].relu().reshape(2, 4, 4)
     np.testing.assert_allclose(cam, expected.detach(), atol=1e-5 * float(expected.detach().max()))
+
+
+class OwnTransformer(nn.Module):
+    """A class token and patches of 7 pixels, as nobody publishes; the scores read the mean of the patches."""
+
+    def __init__(self, prefix: int | None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.block = nn.Conv2d(1, 8, 7, 7), nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.token, self.head = nn.Parameter(torch.randn(1, 1, 8)), nn.Linear(8, 3)
+        if prefix is not None:
+            self.num_prefix_tokens = prefix
+
+    def forward(self, x: Tensor) -> Tensor:
+        patches = self.embed(x).flatten(2).transpose(1, 2)
+        tokens = torch.cat([self.token.expand(len(x), -1, -1), patches], 1)
+        return self.head(self.block(tokens)[:, 1:].square().mean(1))
+
+
+def test_an_own_transformer_states_the_tokens_before_its_patches() -> None:
+    model, inputs = OwnTransformer(1), torch.rand(2, 1, 28, 14)
+    cam, _ = grad_cam(model, inputs, "block", [1, 2])
+    kept: list[Tensor] = []
+    model.block.register_forward_hook(lambda m, a, out: kept.append(out))
+    score = model.eval()(inputs)[[0, 1], [1, 2]].sum()
+    (gradient,) = torch.autograd.grad(score, kept[0])
+    weights = gradient[:, 1:].mean(1)
+    expected = torch.einsum("btc,bc->bt", kept[0][:, 1:], weights).relu().reshape(2, 4, 2).detach()
+    np.testing.assert_allclose(cam, expected, atol=1e-6)
+    with pytest.raises(InputError, match=r"no positions; .* as model\.num_prefix_tokens"):
+        grad_cam(OwnTransformer(None), inputs, "block")
