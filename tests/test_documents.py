@@ -309,7 +309,7 @@ def test_the_example_of_diagnosis_inspects_ablates_and_explains(run: Any) -> Non
         "model": net, "backbone": backbone, "pixels": pixels, "train": train, "F": torch.nn.functional,
         "SummaryWriter": tensorboard.SummaryWriter,
     }  # fmt: skip
-    (code,) = examples("docs/guides/inside-a-network.md")
+    _, code = examples("docs/guides/inside-a-network.md")
     of_backbone = code.replace("ablation(backbone, batches", "ablation(backbone, inputs")
     given["inputs"] = [(backbone.preprocessing.to_input(pixels), None)]
     exec(of_backbone, given | batches, found := {})
@@ -317,6 +317,17 @@ def test_the_example_of_diagnosis_inspects_ablates_and_explains(run: Any) -> Non
     assert len(found["effects"]) == 7
     assert found["cam"].shape == (2, 7, 7)
     assert looks == [True]
+
+
+@pytest.mark.slow
+def test_the_example_of_an_own_network_explains_three_modules() -> None:
+    torch.manual_seed(0)
+    exec(examples("docs/guides/inside-a-network.md")[0], found := {})
+    assert {layer: cam.shape for layer, cam in found["maps"].items()} == {"0.1": (4, 24, 24), "0.3": (4, 20, 20)}
+    assert found["classes"].shape == (4,)
+    assert found["cam"].shape == (2, 14, 14)
+    section = PAGES["docs/guides/inside-a-network.md"].partition("## Your own network")[2].partition("\n## ")[0]
+    assert len(re.sub(r"(?s)```.*?```", "", section).split()) <= 150
 
 
 @pytest.mark.slow

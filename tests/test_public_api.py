@@ -54,9 +54,9 @@ extract.FeatureReader.provenance: dict[str, Any]
 extract.FeatureReader.rdm(self, layer: str, metric: str = 'correlation') -> NDArray[np.float64]
 extract.FeatureReader.splits: Sequence[str]
 extract.FeatureReader.status: NDArray[np.uint8]
-extract.FeatureReader.to_arrow(self: Rows, layers: str | Sequence[str] | None = None) -> Any
-extract.FeatureReader.to_pandas(self: Rows, layers: str | Sequence[str] | None = None) -> Any
-extract.FeatureReader.to_polars(self: Rows, layers: str | Sequence[str] | None = None) -> Any
+extract.FeatureReader.to_arrow(self, layers: str | Sequence[str] | None = None) -> Any
+extract.FeatureReader.to_pandas(self, layers: str | Sequence[str] | None = None) -> Any
+extract.FeatureReader.to_polars(self, layers: str | Sequence[str] | None = None) -> Any
 extract.FeatureReader.tokens(self, layer: str, *, split: str | None = None) -> TokenArray
 class extract.GradientMonitor(model: nn.Module, layers: str | Sequence[str] | None = None, *, every: int = 100, to:
         Target = None, on_alarm: Callable[[Alarm], None] | None = None)
@@ -94,9 +94,9 @@ extract.extract_features(images: str | os.PathLike[str] | extract.images.dataset
         None = None, keep: str | collections.abc.Sequence[str] = (), distortion: float | None = 0.1, fit_on: int
         | None = 2000, weights: str | None = None, allow_missing_head: bool = False, device: str = 'auto', seed:
         int = 0) -> FeatureReader
-extract.inspect_model(model: nn.Module, batches: Iterable[Any], layers: str | Sequence[str] | None = None, *,
-        loss: Loss | None = None, on_batch: Callable[[int], None] = ..., name_of: Callable[[int], str] = ...) ->
-        Inspection
+extract.inspect_model(model: Backbone | nn.Module, batches: Iterable[Any], layers: str | Sequence[str] | None =
+        None, *, loss: Loss | None = None, on_batch: Callable[[int], None] = ..., name_of: Callable[[int], str]
+        = ...) -> Inspection
 extract.load_backbone(spec: str, *, weights: str | None = None, device: str = 'auto', seed: int = 0,
         allow_missing_head: bool = False, preprocessing: Mapping[str, Any] | None = None) -> Backbone
 extract.load_text_tower(spec: str, *, weights: str | None = None, device: str = 'auto', seed: int = 0) ->
@@ -105,16 +105,17 @@ class extract.ablation.Ablation(effects: list[Effect], accuracy: float, images: 
 class extract.ablation.Effect(layer: str, channel: int | None = None, cosine: float = nan, same_class: float = nan,
         accuracy: float = nan, later: dict[str, float] = ...)
 extract.ablation.Effect.target: str
-extract.ablation.ablation(backbone: Backbone, batches: Iterable[tuple[Tensor, Tensor | None]], layers:
-        Sequence[str], edit: Edit | Mapping[str, Edit], *, channels: Sequence[int] | None = None, on_forward:
-        Callable[[int], None] = ...) -> Ablation
-extract.ablation.mean_activations(backbone: Backbone, batches: Iterable[tuple[Tensor, Tensor | None]], layers:
+extract.ablation.ablation(backbone: Backbone | nn.Module, batches: Iterable[Any], layers: str | Sequence[str],
+        edit: Edit | Mapping[str, Edit], *, channels: Sequence[int] | None = None, on_forward: Callable[[int],
+        None] = ...) -> Ablation
+extract.ablation.mean_activations(backbone: Backbone | nn.Module, batches: Iterable[Any], layers: str |
         Sequence[str]) -> dict[str, Tensor]
-extract.attribution.activations_of(backbone: Backbone, inputs: Tensor, choice: Choice) -> dict[str, Tensor]
-extract.attribution.attentions(backbone: Backbone, inputs: Tensor, layers: str | Sequence[str] | None = None) ->
-        list[Tensor]
-extract.attribution.grad_cam(backbone: Backbone, inputs: Tensor, layer: str, targets: Sequence[int] | Tensor |
-        None = None) -> tuple[NDArray[np.float32], NDArray[np.int64]]
+extract.attribution.activations_of(backbone: Backbone | nn.Module, inputs: Tensor, choice: Choice | str |
+        Sequence[str]) -> dict[str, Tensor]
+extract.attribution.attentions(backbone: Backbone | nn.Module, inputs: Tensor, layers: str | Sequence[str] |
+        None = None) -> list[Tensor]
+extract.attribution.grad_cam(backbone: Backbone | nn.Module, inputs: Tensor, layer: str | Sequence[str],
+        targets: Sequence[int] | Tensor | None = None) -> tuple[Any, NDArray[np.int64]]
 extract.attribution.map_of(activation: Tensor, axes: str, prefix_tokens: int, input_px: Sequence[int]) -> Tensor
 extract.attribution.principal_colours(maps: Tensor) -> NDArray[np.float32]
 extract.attribution.rollout(weights: Sequence[Tensor]) -> NDArray[np.float32]

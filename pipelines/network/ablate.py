@@ -92,7 +92,9 @@ def ablate(config: AblateConfig) -> AblationResult:
         from pipelines.network.ablate_figures import draw_ablation
         from pipelines.terminal.figures import drawable, save_figure
 
-        title = f"{drawable(backbone.spec, 60)}, {result.images:,} images, edit {config.edit}"
+        parts = "layer" if channels is None else f"channel of {drawable(', '.join(layers), 60)}"
+        source = f"{drawable(backbone.spec, 60)} on {result.images:,} images"
+        title = f"{source}: effect of the edit {config.edit} of each {parts}"
         save_figure(draw_ablation(result, title), link_target(picture))
         ablated.written.append(picture)
     return ablated

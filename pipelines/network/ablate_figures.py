@@ -10,7 +10,8 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from extract.analysis.network.ablation import Ablation, Effect
-from pipelines.terminal.figures import COLOURS, drawable, new_figure
+from pipelines.network.draw_figures import drawable_layer, write_title
+from pipelines.terminal.figures import COLOURS, new_figure
 
 __all__ = ["draw_ablation"]
 
@@ -40,25 +41,26 @@ def draw_ablation(ablation: Ablation, title: str) -> Figure:
             axes.plot(places, values, marker="o", markersize=3, color=colour, label=label)
     if math.isfinite(ablation.accuracy):
         axes.axhline(ablation.accuracy, color=COLOURS[2], linestyle=":", label="top-1 accuracy, unedited")
-    names = [str(effect.channel) if by_channel and len(layers) == 1 else drawable(effect.target) for effect in effects]
+    names = [
+        str(effect.channel) if by_channel and len(layers) == 1 else drawable_layer(effect.target) for effect in effects
+    ]
     step = -(-len(effects) // _MAX_NAMES)
-    axes.set_xticks(places[::step], names[::step], fontsize=7)
-    if max(map(len, names)) > 4:
-        axes.tick_params(axis="x", rotation=60)
+    slanted = {"rotation": 60, "ha": "right", "rotation_mode": "anchor"}
+    axes.set_xticks(places[::step], names[::step], fontsize=7, **(slanted if max(map(len, names)) > 4 else {}))
     axes.set_ylim(min(0.0, float(np.nanmin([*lines["cosine of the embedding, or output"], 0.0]))), 1.02)
-    axes.set_xlabel(f"channel of {drawable(layers[0])}" if by_channel and len(layers) == 1 else "edited")
+    axes.set_xlabel(f"channel of {drawable_layer(layers[0], 60)}" if by_channel and len(layers) == 1 else "edited")
     axes.grid(axis="y", alpha=0.3)
     axes.legend(frameon=False, fontsize=7)
-    figure.suptitle(title, fontsize=10)
+    write_title(figure, title)
     return figure
 
 
 def _later(figure: Figure, axes: Any, effects: Sequence[Effect], layers: Sequence[str]) -> None:
     table = np.array([[effect.later.get(name, np.nan) for name in layers] for effect in effects])
     image = axes.imshow(table, cmap="magma", vmin=0, vmax=1)
-    names = [drawable(name) for name in layers]
-    axes.set_xticks(range(len(layers)), names, rotation=60, ha="right", fontsize=7)
-    axes.set_yticks(range(len(effects)), [drawable(effect.target) for effect in effects], fontsize=7)
+    names = [drawable_layer(name) for name in layers]
+    axes.set_xticks(range(len(layers)), names, rotation=60, ha="right", rotation_mode="anchor", fontsize=7)
+    axes.set_yticks(range(len(effects)), [drawable_layer(effect.target) for effect in effects], fontsize=7)
     axes.set_ylabel("edited")
     axes.set_title("cosine of later layers to their unedited values", fontsize=9)
     figure.colorbar(image, ax=axes, shrink=0.7)

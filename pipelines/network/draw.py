@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 import math
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -15,9 +18,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from extract.analysis.network import attribution
+from extract.analysis.network.activation_statistics import are_constant
+from extract.analysis.network.plain_modules import whole_layers
 from extract.compute.activation_layout import recognise
 from extract.compute.backbone import Backbone
-from extract.compute.feature_choice import Choice, Feature, choose_features
+from extract.compute.feature_choice import Choice, Feature
 from extract.errors import InputError, LayertapError
 from extract.system.torch_state import evaluating, full_float32
 from extract.taps.layer_names import match_layers, named_layers
@@ -27,7 +32,7 @@ from pipelines.network.config import DrawConfig, StoredTokensConfig
 from pipelines.network.image_sample import Sample, sample_of
 from pipelines.network.imagenet_targets import Targets, class_name, targets_of
 from pipelines.terminal.backbone import backbone_of
-from pipelines.terminal.figures import save_figure
+from pipelines.terminal.figures import drawable, save_figure
 from pipelines.terminal.output_paths import check_folder
 from pipelines.terminal.text_output import print_line
 
@@ -73,35 +78,34 @@ def figure_file(kind: str, layer: str, config: DrawConfig | StoredTokensConfig) 
 Figures = Iterator[tuple[str, Figure]]  # layer, figure
 
 
-def _layers(config: DrawConfig, backbone: Backbone, *, last: bool) -> list[Choice]:
-    """Return the requested layers, or the first or last layer that gives maps or patches.
+def _title(backbone: Backbone, layer: str) -> str:
+    return f"{drawable(backbone.spec, 60)}, {draw_figures.drawable_layer(layer, 60)}"
+
+
+def _layers(config: DrawConfig, backbone: Backbone, *, last: bool) -> list[Feature]:
+    """Return each tensor of the requested layers, or that of the first or last layer that gives maps or patches.
 
     Raises:
         InputError: a requested layer does not, or no layer does.
     """
     if config.layers is not None:
-        names = match_layers(named_layers(backbone.model), config.layers, backbone.spec)
-        choices = [choice for name in names for choice in _choices_of(backbone, name)]
-        for choice in choices:
-            if not _has_positions(choice.features[0]):
-                name, shape = choice.features[0].name, "x".join(map(str, choice.features[0].shape))
-                raise InputError(f"layer {name!r} gives {shape} per image; expected a map or patches")
-        return choices
+        features = _features_of(backbone, config.layers)
+        for feature in features:
+            if not _has_positions(feature):
+                shape = "x".join(map(str, feature.shape))
+                raise InputError(f"layer {feature.name!r} gives {shape} per image; expected a map or patches")
+        return features
     for name in _suitable_layers(backbone, last=last):
-        try:
-            choices = _choices_of(backbone, name)
-        except LayertapError:  # for example, its rows are not the images
-            continue
-        if _has_positions(choices[-1].features[0]):
-            return choices[-1:]
+        with contextlib.suppress(LayertapError):  # for example, its rows are not the images
+            features = _features_of(backbone, [name])
+            if _has_positions(features[-1]):
+                return features[-1:]
     raise InputError(f"no layer of {backbone.spec} gives maps or patches")
 
 
-def _choices_of(backbone: Backbone, name: str) -> list[Choice]:
-    """Return a separate choice for each tensor that a layer gives."""
+def _features_of(backbone: Backbone, layers: Sequence[str]) -> list[Feature]:
     with evaluating(backbone.model), full_float32():
-        choice = choose_features(backbone, [f"{name}:none"])
-    return [dataclasses.replace(choice, features=[feature]) for feature in choice.features]
+        return whole_layers(backbone, layers).features
 
 
 def _suitable_layers(backbone: Backbone, *, last: bool) -> list[str]:
@@ -125,21 +129,20 @@ def _has_positions(feature: Feature) -> bool:
     return math.prod(n for n, axis in zip(feature.shape, feature.layout.axes, strict=True) if axis != "C") > 1
 
 
-def _maps(backbone: Backbone, sample: Sample, choice: Choice) -> Iterator[tuple[Tensor, NDArray[np.uint8], list[int]]]:
+def _maps(
+    backbone: Backbone, sample: Sample, feature: Feature
+) -> Iterator[tuple[Tensor, NDArray[np.uint8], list[int]]]:
     """Yield maps (B, h, w, C), pixels and rows of each batch."""
-    [feature] = choice.features
+    layout, size = feature.layout, backbone.preprocessing.crop_px
     for batch in sample.batches():
-        values = attribution.activations_of(backbone, batch.inputs, choice)[feature.name]
-        layout = feature.layout
-        maps = attribution.map_of(values, layout.axes, layout.prefix_tokens, backbone.preprocessing.crop_px)
-        yield maps, batch.pixels, batch.rows.tolist()
+        values = attribution.activations_of(backbone, batch.inputs, Choice([feature], []))[feature.name]
+        yield attribution.map_of(values, layout.axes, layout.prefix_tokens, size), batch.pixels, batch.rows.tolist()
 
 
-def _all_maps(backbone: Backbone, sample: Sample, choice: Choice) -> tuple[Tensor, NDArray[np.uint8], list[str]]:
+def _all_maps(backbone: Backbone, sample: Sample, feature: Feature) -> tuple[Tensor, NDArray[np.uint8], list[str]]:
     """Return maps, pixels and paths of all images in memory; for few images."""
-    parts = list(_maps(backbone, sample, choice))
-    names = [sample.images.paths[row] for _, _, rows in parts for row in rows]
-    return torch.cat([part[0] for part in parts]), np.concatenate([part[1] for part in parts]), names
+    maps, pixels, rows = zip(*_maps(backbone, sample, feature), strict=True)
+    return torch.cat(maps), np.concatenate(pixels), [sample.images.paths[row] for row in itertools.chain(*rows)]
 
 
 def _checked_channels(config: DrawConfig, count: int) -> list[int] | None:
@@ -149,60 +152,66 @@ def _checked_channels(config: DrawConfig, count: int) -> list[int] | None:
 
 
 def _feature_maps(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:
-    for choice in _layers(config, backbone, last=False):
-        maps, pixels, names = _all_maps(backbone, sample, choice)
+    for feature in _layers(config, backbone, last=False):
+        maps, pixels, names = _all_maps(backbone, sample, feature)
         chosen = _checked_channels(config, maps.shape[-1])
+        values = maps.double().flatten(0, 2)
+        spread = values.std(0, correction=0)
+        constant = are_constant(values.amin(0).numpy(), values.amax(0).numpy(), spread.numpy())
         if chosen is None:
             count = draw_figures.MOST_CHANNELS if len(maps) == 1 else draw_figures.CHANNELS_IN_A_ROW
-            spread = maps.double().flatten(0, 2).std(0).nan_to_num(0)
-            chosen = sorted(spread.argsort(descending=True, stable=True)[:count].tolist())
+            chosen = sorted(spread.nan_to_num(0).argsort(descending=True, stable=True)[:count].tolist())
         if len(maps) * len(chosen) > _MOST_TILES:
             raise InputError(f"{len(chosen)} channels of {len(maps)} images: a figure has at most {_MOST_TILES} tiles")
-        layer = choice.features[0].name
-        yield layer, draw_figures.feature_maps(maps[..., chosen].float().numpy(), chosen, pixels, names, layer)
+        channels = {channel: bool(constant[channel]) for channel in chosen}
+        shown, title = maps[..., list(channels)].float().numpy(), _title(backbone, feature.name)
+        yield feature.name, draw_figures.feature_maps(shown, channels, pixels, names, title)
 
 
 def _tokens(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:
-    for choice in _layers(config, backbone, last=True):
-        maps, pixels, names = _all_maps(backbone, sample, choice)
-        layer = choice.features[0].name
-        title = f"{layer}: main directions of all positions as red, green and blue"
-        yield layer, draw_figures.side_by_side(pixels, attribution.principal_colours(maps), names, title)
+    for feature in _layers(config, backbone, last=True):
+        maps, pixels, names = _all_maps(backbone, sample, feature)
+        title = f"{_title(backbone, feature.name)}: main directions of all positions as red, green and blue"
+        yield feature.name, draw_figures.side_by_side(pixels, attribution.principal_colours(maps), names, title)
 
 
 def _channels(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:
-    for choice in _layers(config, backbone, last=True):
+    for feature in _layers(config, backbone, last=True):
         means, names = [], []
-        for maps, _, rows in _maps(backbone, sample, choice):
+        for maps, _, rows in _maps(backbone, sample, feature):
             means.append(maps.double().mean((1, 2)).numpy())
             names += [sample.images.paths[row] for row in rows]
         channel_means = np.concatenate(means)
+        constant = are_constant(channel_means.min(0), channel_means.max(0), channel_means.std(0))
+        channel_means[:, constant] = channel_means[0, constant]  # their rounding is not drawn
         chosen = _checked_channels(config, channel_means.shape[1]) or list(range(channel_means.shape[1]))
-        layer, reorder = choice.features[0].name, config.channels is None
-        yield layer, draw_figures.channels_by_image(channel_means[:, chosen], chosen, names, layer, reorder=reorder)
+        figure = draw_figures.channels_by_image(
+            channel_means[:, chosen], chosen, names, _title(backbone, feature.name), reorder=config.channels is None
+        )
+        yield feature.name, figure
 
 
 def _top(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:
-    for choice in _layers(config, backbone, last=True):
+    for feature in _layers(config, backbone, last=True):
         peaks, rows = [], []
-        for maps, _, batch_rows in _maps(backbone, sample, choice):
+        for maps, _, batch_rows in _maps(backbone, sample, feature):
             peaks.append(maps.float().amax((1, 2)).numpy())
             rows += batch_rows
         peak_values = np.concatenate(peaks)
         chosen = _checked_channels(config, peak_values.shape[1])
         if chosen is None:
             spread = (peak_values.max(0) - peak_values.mean(0)) / (peak_values.std(0) + 1e-12)
-            most_varied = np.argsort(-np.where(peak_values.std(0) > 0, spread, 0), kind="stable")[:_TOP_COUNT]
+            constant = are_constant(peak_values.min(0), peak_values.max(0), peak_values.std(0))
+            most_varied = np.argsort(-np.where(constant, 0, spread), kind="stable")[:_TOP_COUNT]
             chosen = sorted(most_varied.tolist())
         best = {c: [rows[i] for i in np.argsort(-peak_values[:, c], kind="stable")[:_TOP_COUNT]] for c in chosen}
         shown_rows = sorted({row for images in best.values() for row in images})
         shown_sample = dataclasses.replace(sample, rows=shown_rows, decoded=[])
         shown: dict[int, tuple[NDArray[np.float32], NDArray[np.uint8]]] = {}
-        for maps, pixels, batch_rows in _maps(backbone, shown_sample, choice):
+        for maps, pixels, batch_rows in _maps(backbone, shown_sample, feature):
             part = maps[..., chosen].float().numpy()
             shown |= {row: (part[i], pixels[i]) for i, row in enumerate(batch_rows)}
-        layer = choice.features[0].name
-        yield layer, draw_figures.top_images(best, shown, layer, len(rows))
+        yield feature.name, draw_figures.top_images(best, shown, _title(backbone, feature.name), len(rows))
 
 
 def _filters(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:
@@ -215,7 +224,7 @@ def _filters(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:
         weight = getattr(named[name], "weight", None)
         if not isinstance(weight, Tensor) or weight.ndim != 4:
             raise InputError(f"layer {name!r}: expected a 2D convolution, got {type(named[name]).__name__}")
-        yield name, draw_figures.filters(weight.detach().cpu().float().numpy(), name)
+        yield name, draw_figures.filters(weight.detach().cpu().float().numpy(), _title(backbone, name))
 
 
 def _attention_by_patch(weights: Tensor, backbone: Backbone) -> Tensor:
@@ -258,7 +267,7 @@ def _attention(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figure
             last = attribution.attentions(backbone, inputs, layer)[-1]
             return np.asarray(_as_map(_attention_by_patch(last, backbone), backbone).numpy())
 
-        title = f"{layer or 'last attention'}: attention of {source}"
+        title = f"{_title(backbone, layer or 'last attention')}: attention of {source}"
         yield layer or "", draw_figures.attention(*_over_batches(sample, heads), title)
 
 
@@ -268,29 +277,39 @@ def _rollout(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:
         maps = _as_map(_attention_by_patch(rolled, backbone), backbone)[:, 0].numpy()
         return np.asarray(maps - maps.min((1, 2), keepdims=True))  # remove the share that every patch gets
 
-    title = "attention rollout through all layers, each map from its least to its largest value"
+    title = f"{_title(backbone, 'all layers')}: attention rollout, each map from its least to its largest value"
     yield "", draw_figures.overlays(*_over_batches(sample, rolled_out), title)
 
 
 def _gradcam(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:
     truth = _truth(backbone, sample)
-    for layer in _gradcam_layers(config, backbone):
-        maps, pixels, captions = [], [], []
-        for batch in sample.batches():
-            targets = None if config.target is None else [config.target] * len(batch.rows)
-            cams, classes = attribution.grad_cam(backbone, batch.inputs, layer, targets)
-            maps.append(cams)
-            pixels.append(batch.pixels)
-            with torch.no_grad(), evaluating(backbone.model), full_float32():
-                probabilities = backbone.model(batch.inputs).softmax(1).cpu().numpy()[np.arange(len(classes)), classes]
-            for row, number, probability in zip(batch.rows.tolist(), classes.tolist(), probabilities, strict=True):
-                mark = "" if truth is None or truth.numbers[row] < 0 else _MARKS[bool(truth.numbers[row] == number)]
-                name = sample.images.paths[row].rpartition("/")[2]
-                captions.append(f"{name}\n{mark}{100 * probability:.0f} % {class_name(backbone, number)}")
-        title = f"{layer}: Grad-CAM of the named class, each map scaled to its own maximum"
+    maps = defaultdict[str, list[NDArray[np.float32]]](list)
+    pixels, names, captions = [], [], []
+    layers = _gradcam_layers(config, backbone)
+    for batch in sample.batches():
+        targets = None if config.target is None else [config.target] * len(batch.rows)
+        cams, classes = attribution.grad_cam(backbone, batch.inputs, layers, targets)
+        for layer, cam in cams.items():
+            maps[layer].append(cam)
+        pixels.append(batch.pixels)
+        with torch.no_grad(), evaluating(backbone.model), full_float32():
+            output = backbone.model(batch.inputs)
+            shares = getattr(output, "logits", output).softmax(1).cpu().numpy()[np.arange(len(classes)), classes]
+        for row, number, share in zip(batch.rows.tolist(), classes.tolist(), shares, strict=True):
+            mark = "" if truth is None or truth.numbers[row] < 0 else _MARKS[bool(truth.numbers[row] == number)]
+            names.append(sample.images.paths[row])
+            percent = "under 1" if share < 0.005 else f"{100 * share:.0f}"
+            captions.append(f"{mark}{class_name(backbone, number)}, {percent}\u00a0%")
+    named = "" if config.target is None else class_name(backbone, config.target)
+    if len(captions) == 1:
+        of = captions[0].lstrip("✓✗ ") if named else f"the predicted class, {captions[0].lstrip('✓✗ ')}"
+    else:
+        of = named or "the predicted class of each image"
+    for layer, parts in maps.items():
+        title = f"{_title(backbone, layer)}: Grad-CAM of {of}; each map is scaled to its own maximum"
         if truth is not None:
-            title += "; ✓: the true class"
-        yield layer, draw_figures.overlays(np.concatenate(maps), np.concatenate(pixels), captions, title)
+            title += "; ✓: the true class, ✗: another"
+        yield layer, draw_figures.overlays(np.concatenate(parts), np.concatenate(pixels), names, title, captions)
 
 
 def _truth(backbone: Backbone, sample: Sample) -> Targets | None:
@@ -309,14 +328,13 @@ def _gradcam_layers(config: DrawConfig, backbone: Backbone) -> Sequence[str]:
     if config.layers is not None:
         return match_layers(named_layers(backbone.model), config.layers, backbone.spec)
     grey = torch.zeros(1, 3, *backbone.preprocessing.crop_px, device=backbone.device)
-    for name in _suitable_layers(backbone, last=True):
-        try:
-            if _has_positions(_choices_of(backbone, name)[0].features[0]):
-                attribution.grad_cam(backbone, grey, name)
-                return [name]
-        except LayertapError:  # after pooling by class token, no gradient reaches the patches
-            continue
-    raise InputError(f"no layer of {backbone.spec} gives maps or patches on which class scores depend")
+    suitable = _suitable_layers(backbone, last=True)
+    # Behind the last attention of a transformer, the scores read the class token alone.
+    candidates = [*suitable[:1], *attribution.normalisations(backbone.model), *suitable]
+    usual = attribution.first_with_grad_cam(backbone, grey, candidates)
+    if usual is None:
+        raise InputError(f"no layer of {backbone.spec} gives maps or patches on which class scores depend")
+    return [usual]
 
 
 KINDS: dict[str, Callable[[DrawConfig, Backbone, Sample], Figures]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,20 +15,36 @@ from extract.compute.principal_axes import principal_axes
 from pipelines.terminal.figures import drawable
 
 __all__ = [
-    "CHANNELS_IN_A_ROW", "MOST_CHANNELS", "attention", "channels_by_image", "feature_maps", "filters", "overlays",
-    "side_by_side", "top_images",
+    "CHANNELS_IN_A_ROW", "MOST_CHANNELS", "attention", "channels_by_image", "drawable_layer", "feature_maps", "filters",
+    "overlays", "side_by_side", "top_images", "write_title",
 ]  # fmt: skip
 
 Pixels = NDArray[np.uint8]  # (N, H, W, 3)
 Floats = NDArray[np.floating[Any]]
 
 CHANNELS_IN_A_ROW = 8
-MOST_CHANNELS = 63  # for a single image: with the image, 8 rows of 8
+MOST_CHANNELS = 64  # for a single image: 8 rows of 8
 _TILE_IN = 1.5
 _MOST_HEADS = 8
 _NAMED_IMAGES = 60
 _MOST_FILTERS = 256
+_LINE_IN = 0.17  # height of a line of a title
+_LETTERS_PER_IN = 12  # of a title
+_CAPTION_LETTERS_PER_IN = 18
 _DARKEST = 0.6  # opacity of black over the parts of an image that do not excite a channel
+
+
+def drawable_layer(name: str, longest: int = 28) -> str:
+    """Return the name of a layer as `drawable` does, without its beginning if it is long: layers differ at the end."""
+    return drawable(name if len(name) <= longest else "…" + name[1 - longest :], longest)
+
+
+def write_title(figure: Figure, title: str) -> None:
+    """Write a title over a figure in as many lines as its width needs, and make the figure higher by all but one."""
+    width, height = figure.get_size_inches()
+    lines = textwrap.wrap(title, max(20, int(_LETTERS_PER_IN * width)))
+    figure.set_size_inches(width, height + _LINE_IN * (len(lines) - 1))
+    figure.suptitle("\n".join(lines), fontsize=9)
 
 
 def _grid(rows: int, columns: int, title: str, tile_in: float = _TILE_IN) -> tuple[Figure, Any]:
@@ -36,7 +53,7 @@ def _grid(rows: int, columns: int, title: str, tile_in: float = _TILE_IN) -> tup
     tiles = figure.subplots(rows, columns, squeeze=False)
     for tile in tiles.flat:
         tile.axis("off")
-    figure.suptitle(title, fontsize=9)
+    write_title(figure, title)
     return figure, tiles
 
 
@@ -46,7 +63,7 @@ def _show(tile: Any, pixels: Pixels, caption: str = "") -> None:
 
 
 def _caption(name: str) -> str:
-    return "\n".join(drawable(line, 24) for line in name.rpartition("/")[2].split("\n"))
+    return drawable(name.rpartition("/")[2], 24)
 
 
 def _heat(tile: Any, values: Floats, pixels: Pixels, low: float, high: float, caption: str = "") -> None:
@@ -60,29 +77,37 @@ def _heat(tile: Any, values: Floats, pixels: Pixels, low: float, high: float, ca
     tile.set_title(caption, fontsize=6.5, pad=2)
 
 
-def feature_maps(maps: Floats, channels: Sequence[int], pixels: Pixels, names: Sequence[str], layer: str) -> Figure:
+def feature_maps(
+    maps: Floats, channels: Mapping[int, bool], pixels: Pixels, names: Sequence[str], title: str
+) -> Figure:
     """Draw channels of a layer beside the image: a grid for a single image, one row per image for several.
 
     Args:
         maps: (N, h, w, C) of these channels only.
-        channels: numbers of the channels.
+        channels: number of each channel, and whether it is constant up to rounding.
         pixels: (N, H, W, 3) images.
         names: names of the images.
-        layer: name of the layer.
+        title: title of the figure.
     """
-    title = f"{drawable(layer, 60)}: each channel from its least (dark) to its largest value (bright) in these images"
+    title += ": each channel from its least (dark) to its largest value (bright); grey: constant up to rounding"
     low, high = maps.min((0, 1, 2)), maps.max((0, 1, 2))
-    columns = CHANNELS_IN_A_ROW if len(maps) == 1 else len(channels) + 1
-    rows = -(-(len(channels) + 1) // columns) if len(maps) == 1 else len(maps)
-    figure, tiles = _grid(rows, columns, title)
+    columns = len(channels)
+    if len(maps) == 1 and columns > CHANNELS_IN_A_ROW:  # the rows that leave the fewest places empty
+        columns = min(range(CHANNELS_IN_A_ROW, 4, -1), key=lambda width: -len(channels) % width)
+    rows = -(-len(channels) // columns) if len(maps) == 1 else len(maps)
+    figure, tiles = _grid(rows, columns + 1, title)
     for row, (image, picture) in enumerate(zip(maps, pixels, strict=True)):
-        row_tiles = tiles.flat if len(maps) == 1 else tiles[row]
-        _show(row_tiles[0], picture, _caption(names[row]))
-        for place, channel in enumerate(channels):
-            tile = row_tiles[place + 1]
-            tile.imshow(image[..., place], cmap="viridis", vmin=low[place], vmax=high[place], interpolation="nearest")
-            caption = f"channel {channel}: {low[place]:.2g} to {high[place]:.2g}" if row == 0 else ""
-            tile.set_title(caption, fontsize=6.5, pad=2)
+        _show(tiles[row, 0], picture, _caption(names[row]))
+        for place, (channel, constant) in enumerate(channels.items()):
+            tile = (tiles[:, 1:] if len(maps) == 1 else tiles[row : row + 1, 1:]).flat[place]
+            if constant:
+                tile.imshow(np.full_like(image[..., place], 0.8), cmap="gray", vmin=0, vmax=1)
+            else:
+                tile.imshow(
+                    image[..., place], cmap="viridis", vmin=low[place], vmax=high[place], interpolation="nearest"
+                )
+            values = "constant" if constant else f"{low[place]:.2g} to {high[place]:.2g}"
+            tile.set_title(f"channel {channel}: {values}" if row == 0 or len(maps) == 1 else "", fontsize=6.5, pad=2)
     return figure
 
 
@@ -95,12 +120,19 @@ def side_by_side(pixels: Pixels | Sequence[Pixels], others: Floats, names: Seque
     return figure
 
 
-def overlays(maps: Floats, pixels: Pixels, names: Sequence[str], title: str) -> Figure:
-    """Draw each image, and again under its map (N, h, w), which is scaled from 0 to its own maximum."""
+def overlays(
+    maps: Floats, pixels: Pixels, names: Sequence[str], title: str, captions: Sequence[str] | None = None
+) -> Figure:
+    """Draw each image, and again under its map (N, h, w), which is scaled from 0 to its own maximum.
+
+    The captions are those of the maps.
+    """
     figure, pairs = _pairs(len(pixels), title)
-    for (left, right), picture, values, name in zip(pairs, pixels, maps, names, strict=False):
+    letters = int(_CAPTION_LETTERS_PER_IN * figure.get_size_inches()[0] / (2 * min(3, len(pixels))))
+    for number, ((left, right), picture, values, name) in enumerate(zip(pairs, pixels, maps, names, strict=False)):
         _show(left, picture, _caption(name))
-        _heat(right, values, picture, 0.0, float(values.max()))
+        caption = textwrap.wrap(captions[number], letters)[:2] if captions else []
+        _heat(right, values, picture, 0.0, float(values.max()), "\n".join(caption))
     return figure
 
 
@@ -115,8 +147,8 @@ def _pairs(count: int, title: str) -> tuple[Figure, Iterator[tuple[Any, Any]]]:
 def attention(heads: Floats, pixels: Pixels, names: Sequence[str], title: str) -> Figure:
     """Draw a row per image: the image, the mean of the heads over it, and the first heads of (N, heads, h, w)."""
     shown = min(_MOST_HEADS, heads.shape[1])
-    title += ", each map from its least to its largest value"
-    figure, tiles = _grid(len(heads), shown + 2, drawable(title, 160))
+    title += f", each map from its least to its largest value; {shown} of {heads.shape[1]} heads"
+    figure, tiles = _grid(len(heads), shown + 2, title)
     for row, (maps, picture) in enumerate(zip(heads, pixels, strict=True)):
         _show(tiles[row, 0], picture, _caption(names[row]))
         mean = maps.mean(0)
@@ -129,7 +161,7 @@ def attention(heads: Floats, pixels: Pixels, names: Sequence[str], title: str) -
 
 
 def channels_by_image(
-    means: Floats, channels: Sequence[int], names: Sequence[str], layer: str, *, reorder: bool
+    means: Floats, channels: Sequence[int], names: Sequence[str], title: str, *, reorder: bool
 ) -> Figure:
     """Draw the mean of each channel on each image (N, C), in standard deviations from the channel's own mean.
 
@@ -137,7 +169,7 @@ def channels_by_image(
         means: (N, C) means of these channels only.
         channels: numbers of the channels.
         names: names of the images.
-        layer: name of the layer.
+        title: title of the figure.
         reorder: put channels that vary alike side by side.
     """
     apart = means - means.mean(0)
@@ -157,7 +189,7 @@ def channels_by_image(
     axes.set_xlabel("channels, similar ones side by side" if reorder else "channel")
     if reorder and len(channels) > 40:
         axes.set_xticks([])  # places are not numbers of channels
-    axes.set_title(f"{drawable(layer, 60)}: mean of each channel on each image", fontsize=9)
+    write_title(figure, f"{title}: mean of each channel on each image")
     figure.colorbar(image, ax=axes, label="deviation from the channel's\nmean, in standard deviations")
     return figure
 
@@ -184,7 +216,7 @@ def angular_order(columns: Floats) -> NDArray[np.intp]:
 
 
 def top_images(
-    best: Mapping[int, Sequence[int]], shown: Mapping[int, tuple[Floats, Pixels]], layer: str, total: int
+    best: Mapping[int, Sequence[int]], shown: Mapping[int, tuple[Floats, Pixels]], title: str, total: int
 ) -> Figure:
     """Draw a row per channel: the images that excite it most, darkened where they do not, outlined at half the maximum.
 
@@ -193,12 +225,10 @@ def top_images(
     Args:
         best: channel -> rows of the images, largest value first.
         shown: row -> maps (h, w, C) of these channels, in the same order, and pixels.
-        layer: name of the layer.
+        title: title of the figure.
         total: number of images compared.
     """
-    title = (
-        f"{drawable(layer, 60)}: largest values of each channel among {total:,} images; outlined: above half of them"
-    )
+    title += f": largest values of each channel among {total:,} images; outlined: above half of them"
     figure, tiles = _grid(len(best), max(len(rows) for rows in best.values()), title)
     for line, (channel, rows) in enumerate(best.items()):
         place = list(best).index(channel)
@@ -222,7 +252,7 @@ def top_images(
     return figure
 
 
-def filters(weights: Floats, layer: str) -> Figure:
+def filters(weights: Floats, title: str) -> Figure:
     """Draw the filters (O, I, h, w) of a convolution: in colour if I is 3, else those of the first input channel.
 
     All filters share a scale; grey is zero.
@@ -233,7 +263,7 @@ def filters(weights: Floats, layer: str) -> Figure:
     shown = "in colour" if colour else "of input 0"
     size = "x".join(map(str, weights.shape[2:]))
     largest = float(np.abs(weights).max()) or 1.0
-    title = f"{drawable(layer, 60)}: {count} of {len(weights)} filters, {size}, {shown}; grey: 0, range ±{largest:.2g}"
+    title += f": {count} of {len(weights)} filters, {size}, {shown}; grey: 0, range ±{largest:.2g}"
     figure, tiles = _grid(-(-count // columns), columns, title, 0.7)
     for number, (tile, weight) in enumerate(zip(tiles.flat, weights[:count], strict=False)):
         tile.set_title(str(number), fontsize=5, pad=1)

@@ -20,7 +20,7 @@ from pipelines.network import draw_figures
 from pipelines.network.config import StoredTokensConfig
 from pipelines.network.draw import MOST_IMAGES, figure_file
 from pipelines.network.image_sample import evenly
-from pipelines.terminal.figures import save_figure
+from pipelines.terminal.figures import drawable, save_figure
 from pipelines.terminal.output_paths import check_folder
 from pipelines.terminal.pictures import Pictures, part_of
 from pipelines.terminal.text_output import print_line, printable
@@ -54,7 +54,8 @@ def draw_stored_tokens(config: StoredTokensConfig) -> list[Path]:
             per_image = tokens.per_image
             maps = np.stack([tokens[image * per_image : (image + 1) * per_image] for image in images])
             colours = principal_colours(torch.from_numpy(maps.reshape(count, *tokens.grid, -1).astype(np.float32)))
-            title = f"{layer}: main directions of all tokens as red, green and blue"
+            source = f"{drawable(Path(config.data_set).name, 60)}, {draw_figures.drawable_layer(layer, 60)}"
+            title = f"{source}: main directions of all tokens as red, green and blue"
             if not tokens.has_places:
                 title += "; pictures are whole, as their crop is not known"
             pixels = [_inside_crop(picture, tokens) for picture in shown]

@@ -157,9 +157,9 @@ def _of_file(images: Images, labels: str) -> list[str | None]:
 
 
 def class_name(backbone: Backbone, number: int) -> str:
-    """Return the number of an output, with its label if it is known."""
+    """Return the label of an output, if it is known, with its number: `tench (class 0)`, or `class 0`."""
     labels = _output_labels(backbone)
-    return f"{number} {_short(labels[number])}" if labels else f"class {number}"
+    return f"{_short(labels[number])} (class {number})" if labels else f"class {number}"
 
 
 def _output_labels(backbone: Backbone) -> Sequence[str]:

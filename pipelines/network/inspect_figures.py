@@ -14,19 +14,19 @@ from matplotlib.ticker import NullFormatter
 from extract.analysis.network.activation_statistics import Statistics
 from extract.analysis.network.inspection import Inspection
 from extract.analysis.network.reports import TensorReport
+from pipelines.network.draw_figures import drawable_layer, write_title
 from pipelines.terminal.figures import COLOURS, drawable, save_figure
 
 __all__ = ["draw_inspection"]
 
 _BINS = 120
 _OUTER = 0.001  # fraction of a layer's values beyond each edge of a histogram
-_ROW_IN, _LEAST_ROW_IN = 0.19, 0.13  # height of a layer; the smaller one still holds its name
-_ROOMY_IN = 13.0  # rows of a taller figure are closer together
-_TALLEST_IN = 400.0  # PNG files of Matplotlib have at most 65,536 pixels a side; with more layers, only some are named
+_ROW_IN, _AROUND_IN = 0.19, 2.0  # height of a layer, and of the rest
+_ROWS = 45  # layers of a page: the narrowest figure is then at most 1.5 times as high as wide
 
 
 def draw_inspection(inspection: Inspection, backbone: str, folder: Path, suffix: str) -> list[Path]:
-    """Draw the figures that apply and return the files.
+    """Draw the figures that apply and return the files: one each, or several pages if there are many layers.
 
     Args:
         inspection: result with or without gradients.
@@ -36,11 +36,21 @@ def draw_inspection(inspection: Inspection, backbone: str, folder: Path, suffix:
     """
     folder.mkdir(parents=True, exist_ok=True)
     written = []
-    for name, picture in _PICTURES.items():
+    for name, (title, picture) in _PICTURES.items():
         figure = picture(inspection)
-        if figure is not None:
-            figure.suptitle(f"{drawable(backbone, 60)}, {inspection.images:,} images", fontsize=10)
-            written.append(save_figure(figure, folder / f"{name}.{suffix}"))
+        if figure is None:
+            continue
+        count = len(figure.axes[0].get_yticks())
+        pages = -(-count // _ROWS)
+        size, rows = figure.get_size_inches(), -(-count // pages)
+        source = f"{drawable(backbone, 60)} on {inspection.images:,} image{'' if inspection.images == 1 else 's'}"
+        for page, first in enumerate(range(0, count, rows), 1):
+            last = min(first + rows, count)
+            figure.axes[0].set_ylim(last - 0.5, first - 0.5)  # all pages have the range of values of all layers
+            part = f"; layers {first + 1} to {last} of {count}" if pages > 1 else ""
+            figure.set_size_inches(size[0], _AROUND_IN + _ROW_IN * rows)
+            write_title(figure, f"{source}: {title}{part}")
+            written.append(save_figure(figure, folder / f"{name}{f'-{page}' if pages > 1 else ''}.{suffix}"))
     return written
 
 
@@ -50,14 +60,11 @@ def _tensors(inspection: Inspection) -> list[TensorReport]:
     return leaves or inspection.tensors
 
 
-def _stacked(count: int, panels: int, names: Sequence[str], width: float) -> tuple[Figure, Any]:
+def _stacked(panels: int, names: Sequence[str], width: float) -> tuple[Figure, Any]:
     """Return a figure with plots side by side that share an axis of layers, from top to bottom, named at the left."""
-    height = min(1.6 + _ROW_IN * count, max(_ROOMY_IN, 1.6 + _LEAST_ROW_IN * count), _TALLEST_IN)
-    figure = Figure(figsize=(2.2 + width * panels, height), layout="constrained")
+    figure = Figure(figsize=(2.2 + width * panels, _AROUND_IN), layout="constrained")
     axes = figure.subplots(1, panels, sharey=True, squeeze=False)[0]
-    step = -(-count // int((height - 1) / _LEAST_ROW_IN))
-    axes[0].set_yticks(range(0, count, step), [drawable(name) for name in names[::step]], fontsize=7)
-    axes[0].set_ylim(count - 0.5, -0.5)
+    axes[0].set_yticks(range(len(names)), [drawable_layer(name) for name in names], fontsize=7)
     for panel in axes:
         panel.spines[["top", "right"]].set_visible(False)
         panel.grid(axis="x", alpha=0.3)
@@ -67,7 +74,7 @@ def _stacked(count: int, panels: int, names: Sequence[str], width: float) -> tup
 def _layers(inspection: Inspection) -> Figure:
     """Plot range, mean and spread of each layer's values, and the percentages of zeros and dead channels."""
     tensors = _tensors(inspection)
-    figure, (values, zeros) = _stacked(len(tensors), 2, [report.name for report in tensors], 3.6)
+    figure, (values, zeros) = _stacked(2, [report.name for report in tensors], 3.6)
     places = np.arange(len(tensors))
     numbers = [report.activations for report in tensors]
     mean, std = np.array([n.mean for n in numbers]), np.array([n.std for n in numbers])
@@ -87,12 +94,11 @@ def _layers(inspection: Inspection) -> Figure:
     return figure
 
 
-def _density(statistics_by_layer: Sequence[tuple[str, Statistics]], title: str, *, own_scale: bool) -> Figure | None:
+def _density(statistics_by_layer: Sequence[tuple[str, Statistics]], *, own_scale: bool) -> Figure | None:
     """Draw histograms as rows of an image, darker where there are more values.
 
     Args:
         statistics_by_layer: name and statistics of each layer.
-        title: title of the figure.
         own_scale: whether each row spans minus to plus its own largest value (gradients differ by orders of
             magnitude); otherwise all rows share a scale.
     """
@@ -107,26 +113,32 @@ def _density(statistics_by_layer: Sequence[tuple[str, Statistics]], title: str, 
         numbers.histogram(np.linspace(-far, far, _BINS + 1)) / numbers.total
         for (_, numbers), far in zip(statistics_by_layer, reach, strict=True)
     ])  # fmt: skip
-    figure, (axes,) = _stacked(len(statistics_by_layer), 1, [name for name, _ in statistics_by_layer], 5.0)
+    figure, (axes,) = _stacked(1, [name for name, _ in statistics_by_layer], 5.0)
     far = 1.0 if own_scale else float(reach[0])
     image = axes.imshow(
         np.clip(rows, 1e-5, None), aspect="auto", extent=(-far, far, len(rows) - 0.5, -0.5), cmap="magma_r",
         norm=LogNorm(1e-5, 1), interpolation="nearest",
     )  # fmt: skip
-    axes.set_xlabel("value, relative to the largest of its layer" if own_scale else "value")
-    axes.set_title(title, fontsize=9)
-    figure.colorbar(image, ax=axes, shrink=min(1.0, 12 / figure.get_size_inches()[1]), label="fraction of the values")
+    outside = float(1 - rows.sum(1).min())
+    if own_scale:
+        label = f"value, relative to the {1 - _OUTER:.1%} quantile of its layer; larger ones are outside"
+    elif outside > _OUTER:
+        label = f"value; cut at ±{far:.3g}: at most {outside:.1%} of a layer's values lie outside"
+    else:
+        label = "value"
+    axes.set_xlabel(label, fontsize=8)
+    figure.colorbar(image, ax=axes, shrink=0.8, label="fraction of the values")
     return figure
 
 
 def _activations(inspection: Inspection) -> Figure | None:
     statistics = [(report.name, report.activations) for report in _tensors(inspection)]
-    return _density(statistics, "histograms of activations", own_scale=False)
+    return _density(statistics, own_scale=False)
 
 
 def _gradients(inspection: Inspection) -> Figure | None:
     statistics = [(report.name, report.gradients) for report in _tensors(inspection) if report.gradients is not None]
-    return _density(statistics, "histograms of gradients", own_scale=True)
+    return _density(statistics, own_scale=True)
 
 
 def _gradient_flow(inspection: Inspection) -> Figure | None:
@@ -140,7 +152,7 @@ def _gradient_flow(inspection: Inspection) -> Figure | None:
         for parameter in inspection.parameters
         if parameter.layer in places and parameter.gradient_to_weight > 0
     ]
-    figure, panels = _stacked(len(tensors), 2 if shown else 1, [report.name for report in tensors], 3.6)
+    figure, panels = _stacked(2 if shown else 1, [report.name for report in tensors], 3.6 if shown else 5.0)
     norms = np.array([report.gradient_norm for report in tensors])
     panels[0].plot(np.where(norms > 0, norms, np.nan), range(len(tensors)), color=COLOURS[0], marker="o", markersize=3)
     panels[0].set_title("gradient norm of the activation of an image", fontsize=9)
@@ -162,9 +174,10 @@ def _gradient_flow(inspection: Inspection) -> Figure | None:
     return figure
 
 
-_PICTURES: dict[str, Callable[[Inspection], Figure | None]] = {
-    "layers": _layers,
-    "activations": _activations,
-    "gradient-flow": _gradient_flow,
-    "gradients": _gradients,
+# File -> title, and what draws it.
+_PICTURES: dict[str, tuple[str, Callable[[Inspection], Figure | None]]] = {
+    "layers": ("values of each layer, zeros and constant channels", _layers),
+    "activations": ("histograms of activations", _activations),
+    "gradient-flow": ("gradients of each layer and of its parameters", _gradient_flow),
+    "gradients": ("histograms of gradients", _gradients),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
+from extract.analysis.network.inspection import inspect_model
 from pipelines.network import draw, draw_figures
 from pipelines.network.config import DrawConfig
 from pipelines.network.image_sample import sample_of
@@ -69,7 +71,7 @@ def test_grad_cam_gives_the_probability_and_whether_the_class_is_true(
     truth = Targets(sample.images.labels, "three classes, three outputs")
     monkeypatch.setattr(draw, "targets_of", lambda backbone, images, remedy: truth)
     ((_, figure),) = draw.KINDS["gradcam"](config, backbone, sample)
-    captions = [tile.get_title() for tile in figure.axes[::2]]
+    captions = [tile.get_title() for tile in figure.axes[1::2]]
     seen = []
     for batch in sample.batches():
         with torch.no_grad():
@@ -77,10 +79,56 @@ def test_grad_cam_gives_the_probability_and_whether_the_class_is_true(
         for row, line in zip(batch.rows.tolist(), probabilities, strict=True):
             best = int(line.argmax())
             mark = "✓" if best == sample.images.labels[row] else "✗"
-            seen.append(f"{mark} {100 * float(line[best]):.0f} % class {best}")
-    assert [caption.split("\n")[1] for caption in captions] == seen
-    assert {caption.split("\n")[1][0] for caption in captions} == {"✓", "✗"}
-    assert "✓: the true class" in figure.get_suptitle()
+            seen.append(f"{mark} class {best}, {100 * float(line[best]):.0f}\u00a0%")
+    assert captions == seen
+    assert {caption[0] for caption in captions} == {"✓", "✗"}
+    title = " ".join(figure.get_suptitle().split())
+    assert "relu2: Grad-CAM of the predicted class of each image; " in title
+    assert title.endswith("✓: the true class, ✗: another")
+
+
+@pytest.mark.parametrize(("target", "says"), [(None, "of the predicted class, class"), (1, "Grad-CAM of class 1, ")])
+def test_the_title_of_grad_cam_says_whose_class_it_is(net: Path, folder: Path, target: int | None, says: str) -> None:
+    config = DrawConfig(backbone=f"python/{net}:make", images=str(folder), workers=0, sample=1, device="cpu",
+                        layers=["conv1"], target=target)  # fmt: skip
+    backbone = backbone_of(config)
+    ((_, figure),) = draw.KINDS["gradcam"](config, backbone, sample_of(config, backbone))
+    title = " ".join(figure.get_suptitle().split(" "))
+    assert says in title.replace("\n", " ")
+    assert figure.axes[1].get_title() in title.replace("\n", " ")
+
+
+def test_maps_of_constant_channels_are_grey_as_an_inspection_counts_them(net: Path, folder: Path) -> None:
+    config = DrawConfig(backbone=f"python/{net}:make", images=str(folder), workers=0, sample=1, device="cpu")
+    backbone = backbone_of(config)
+    with torch.no_grad():
+        backbone.model.conv1.weight[5] *= 1e-9  # varies, by nothing that counts
+    sample = sample_of(config, backbone)
+    ((layer, figure),) = draw.KINDS["maps"](config, backbone, sample)
+    (report,) = inspect_model(backbone.model, [batch.inputs for batch in sample.batches()], layer).tensors
+    assert report.activations.dead.tolist() == [2, 5]
+    tiles = {tile.get_title(): tile for tile in figure.axes if tile.images}
+    constant = [title for title in tiles if title.endswith("constant")]
+    assert constant == ["channel 2: constant", "channel 5: constant"]
+    for title in constant:
+        assert np.ptp(tiles[title].images[0].get_array()) == 0
+    assert len(tiles) == 9  # eight channels, and the image beside them
+
+
+@pytest.mark.parametrize("count", [1, 8, 9, 17, 25, 32, 33, 57, 64])
+def test_no_channel_stands_alone_in_a_row_and_no_long_title_leaves_the_figure(count: int) -> None:
+    maps, pixels = np.random.default_rng(0).normal(size=(1, 2, 2, count)), np.zeros((1, 4, 4, 3), np.uint8)
+    channels = dict.fromkeys(range(count), False)
+    figure = draw_figures.feature_maps(maps, channels, pixels, ["x" * 60 + ".jpg"], "s" * 60 + ", " + "l" * 60)
+    rows = Counter(tile.get_subplotspec().rowspan.start for tile in figure.axes[1:] if tile.get_title()[:1] == "c")
+    assert sum(rows.values()) == count
+    assert count == 1 or min(rows.values()) > 1
+    FigureCanvasAgg(figure).draw()
+    title = figure._suptitle.get_window_extent()
+    assert title.x0 >= 0
+    assert title.x1 <= figure.bbox.width
+    assert title.y1 <= figure.bbox.height
+    assert title.y0 >= max(tile.title.get_window_extent().y1 for tile in figure.axes) - 1
 
 
 @pytest.mark.parametrize("channels", [None, [3, 1]])

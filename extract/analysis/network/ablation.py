@@ -7,14 +7,17 @@ for effect in effects: print(effect.layer, effect.cosine, effect.accuracy)
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
+from extract.analysis.network.plain_modules import as_backbone, pairs_of, whole_layers
 from extract.compute.backbone import Backbone
 from extract.compute.feature_choice import EMBEDDING, Choice, Feature, choose_features
 from extract.errors import InputError
@@ -71,9 +74,9 @@ class Ablation:
 
 
 def ablation(
-    backbone: Backbone,
-    batches: Iterable[tuple[Tensor, Tensor | None]],
-    layers: Sequence[str],
+    backbone: Backbone | nn.Module,
+    batches: Iterable[Any],
+    layers: str | Sequence[str],
     edit: Edit | Mapping[str, Edit],
     *,
     channels: Sequence[int] | None = None,
@@ -82,9 +85,9 @@ def ablation(
     """Edit layers one by one, and compare each with the unedited network.
 
     Args:
-        backbone: loaded backbone.
-        batches: pairs of inputs (B, 3, H, W) and target classes (B,), -1 for images without a target; or of inputs and
-            None.
+        backbone: loaded backbone, or any module that takes a tensor (B, C, H, W). Of a module, the output counts as the
+            embedding; if it is (B, K), as class scores too.
+        batches: inputs (B, C, H, W), or pairs of inputs and target classes (B,), -1 for images without a target.
         layers: names or globs. If a layer runs several times, all calls are edited.
         edit: function of one tensor with images on axis 0, as for `Taps.edit`; or a mapping of layer or tensor names
             (`relu#1`) to such functions. It draws the same random numbers for each layer.
@@ -95,26 +98,26 @@ def ablation(
         UnknownNameError: a pattern matches no layer.
         InputError: the rows of a layer are not the images, a channel does not exist, or there are no batches.
     """
+    gives_classes = not isinstance(backbone, Backbone) or backbone.classifier is not None
+    backbone, pairs = _with_pairs(backbone, batches)
     with contextlib.ExitStack() as settings:
         for setting in (torch.no_grad(), evaluating(backbone.model), full_float32(), keeping_freed_memory()):
             settings.enter_context(setting)
-        choice = _in_computation_order(backbone, choose_features(backbone, [f"{layer}:none" for layer in layers]))
+        choice = _in_computation_order(backbone, whole_layers(backbone, layers))
         edited_parts = list(_edited_parts(choice.features, channels))
         totals = [_Totals() for _ in edited_parts]
         unedited_total = _Totals()
-        with _embedding(backbone) as embedding:
-            for number, (inputs, targets) in enumerate(batches):
-                unedited = _forward(backbone, inputs, choice.features, embedding)
-                unedited_total.add(unedited, unedited, targets)
+        embedding = _embedding(backbone)
+        for number, (inputs, targets) in enumerate(pairs):
+            unedited = _forward(backbone, inputs, choice.features, embedding, gives_classes)
+            unedited_total.add(unedited, unedited, targets)
+            on_forward(len(inputs))
+            for (layer, channel), total in zip(edited_parts, totals, strict=True):
+                parts = [feature for feature in choice.features if feature.site.layer == layer]
+                changes = [(part.site, _adapt(_edit_for(edit, part), part, channel, number)) for part in parts]
+                edited = _forward(backbone, inputs, choice.features, embedding, gives_classes, changes)
+                total.add(edited, unedited, targets)
                 on_forward(len(inputs))
-                for (layer, channel), total in zip(edited_parts, totals, strict=True):
-                    parts = [feature for feature in choice.features if feature.site.layer == layer]
-                    changes = [(part.site, _adapt(_edit_for(edit, part), part, channel, number)) for part in parts]
-                    edited = _forward(backbone, inputs, choice.features, embedding, changes)
-                    total.add(edited, unedited, targets)
-                    on_forward(len(inputs))
-    if not unedited_total.images:
-        raise InputError("there are no batches", hint="give at least one batch")
     effects = []
     for (layer, channel), total in zip(edited_parts, totals, strict=True):
         last = max(i for i, feature in enumerate(choice.features) if feature.site.layer == layer)
@@ -127,25 +130,39 @@ def ablation(
     return Ablation(effects, unedited_total.accuracy, unedited_total.images, unedited_total.targets)
 
 
+def _with_pairs(
+    model: Backbone | nn.Module, batches: Iterable[Any]
+) -> tuple[Backbone, Iterator[tuple[Tensor, Tensor | None]]]:
+    """Return a model as a backbone, and the inputs and targets of its batches."""
+    pairs = pairs_of(batches)
+    first = next(pairs)
+    return as_backbone(model, first[0]), itertools.chain([first], pairs)
+
+
 def _in_computation_order(backbone: Backbone, choice: Choice) -> Choice:
     """Return the same features in the order of computation."""
     taps = choice.kept_by(Taps(backbone.model, stop=True), torch.float32)
     with taps:
-        taps(torch.zeros(1, 3, *backbone.preprocessing.crop_px, device=backbone.device))
+        black = torch.zeros(1, *backbone.preprocessing.crop_px, 3, dtype=torch.uint8, device=backbone.device)
+        taps(backbone.preprocessing.to_input(black))
         position = {site: i for i, site in enumerate(taps.record.sites.values())}
     return replace(choice, features=sorted(choice.features, key=lambda feature: position[feature.site]))
 
 
 def mean_activations(
-    backbone: Backbone, batches: Iterable[tuple[Tensor, Tensor | None]], layers: Sequence[str]
+    backbone: Backbone | nn.Module, batches: Iterable[Any], layers: str | Sequence[str]
 ) -> dict[str, Tensor]:
-    """Compute the mean activations over images, at each position: tensor name -> (1, *shape)."""
+    """Compute the mean activations over images, at each position: tensor name -> (1, *shape).
+
+    The arguments are those of `ablation`.
+    """
     # Not of the batch of an image, which says little about the usual output of the layer.
     sums: dict[str, Tensor] = {}
     count = 0
+    backbone, pairs = _with_pairs(backbone, batches)
     with torch.no_grad(), evaluating(backbone.model), full_float32():
-        choice = choose_features(backbone, [f"{layer}:none" for layer in layers])
-        for inputs, _ in batches:
+        choice = whole_layers(backbone, layers)
+        for inputs, _ in pairs:
             taps = choice.kept_by(Taps(backbone.model, stop=True), torch.float64)
             with taps:
                 taps(inputs.clone())
@@ -198,15 +215,14 @@ def _adapt(edit: Edit, feature: Feature, channel: int | None, seed: int) -> Edit
     return apply
 
 
-@contextlib.contextmanager
-def _embedding(backbone: Backbone) -> Iterator[Feature | None]:
-    """Context manager: yield the embedding, or None if the backbone has neither an embedding nor a classifier."""
+def _embedding(backbone: Backbone) -> Feature | None:
+    """Return the embedding, or None if the backbone has neither an embedding nor a classifier."""
     try:
-        yield choose_features(backbone, [EMBEDDING]).features[0]
+        return choose_features(backbone, [EMBEDDING]).features[0]
     except InputError:
         if backbone.classifier is not None:
             raise
-        yield None
+        return None
 
 
 _ForwardResult = tuple[dict[str, Tensor], Tensor | None]  # values by name, and predicted classes
@@ -214,7 +230,7 @@ _ForwardResult = tuple[dict[str, Tensor], Tensor | None]  # values by name, and 
 
 def _forward(
     backbone: Backbone, inputs: Tensor, features: Sequence[Feature], embedding: Feature | None,
-    changes: Sequence[tuple[Site, Edit]] = (),
+    gives_classes: bool, changes: Sequence[tuple[Site, Edit]] = (),
 ) -> _ForwardResult:  # fmt: skip
     """Run one forward with edits."""
     wanted = {feature.name: feature for feature in features}
@@ -229,7 +245,7 @@ def _forward(
     if embedding is None and isinstance(output, Tensor):
         values[EMBEDDING] = output.float().cpu()
     scores = getattr(output, "logits", output)  # models of transformers return a mapping
-    has_classes = backbone.classifier is not None and isinstance(scores, Tensor) and scores.ndim == 2
+    has_classes = gives_classes and isinstance(scores, Tensor) and scores.ndim == 2
     return values, scores.argmax(1).cpu() if has_classes else None
 
 

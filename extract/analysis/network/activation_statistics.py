@@ -24,7 +24,7 @@ from torch import Tensor
 
 from extract.errors import InputError
 
-__all__ = ["Statistics", "Summary", "summarise"]
+__all__ = ["Statistics", "Summary", "are_constant", "summarise"]
 
 # Counting by the upper half of the bits takes a nanosecond a value, and needs no range beforehand; zeros, signs and
 # infinities have separate bins.
@@ -148,6 +148,24 @@ def _histogram(values: Tensor) -> NDArray[np.int64]:
     return np.roll(counts, _BINS // 2)  # the shift is arithmetic: negative numbers come first
 
 
+def are_constant(
+    low: NDArray[Any], high: NDArray[Any], stds: NDArray[Any], within: float = _CONSTANT
+) -> NDArray[np.bool_]:
+    """Return whether each channel (C,) has one value up to rounding, as seen from the others.
+
+    Args:
+        low: (C,) smallest value.
+        high: (C,) largest value.
+        stds: (C,) standard deviation.
+        within: largest range, as a share of the upper quartile of the standard deviations.
+    """
+    # Not the standard deviation of all values: one channel may be far larger than the others.
+    usual = np.quantile(stds[np.isfinite(stds)], _USUAL) if np.isfinite(stds).any() else 0.0
+    with np.errstate(invalid="ignore", over="ignore"):
+        constant: NDArray[np.bool_] = high - low <= within * usual
+    return constant
+
+
 @dataclass
 class Statistics:
     """Statistics of one layer's activations or gradients over all images added.
@@ -268,12 +286,7 @@ class Statistics:
 
     def constant(self, within: float) -> NDArray[np.int64]:
         """Return the channels whose range is at most `within` times the upper quartile of the channels' stds."""
-        stds = self.channel_std
-        # Not the standard deviation of all values: one channel may be far larger than the others.
-        usual = np.quantile(stds[np.isfinite(stds)], _USUAL) if np.isfinite(stds).any() else 0.0
-        with np.errstate(invalid="ignore", over="ignore"):
-            constant = self.high - self.low <= within * usual
-        return np.flatnonzero(constant & (self.count > 0))
+        return np.flatnonzero(are_constant(self.low, self.high, self.channel_std, within) & (self.count > 0))
 
     def quantile(self, part: float) -> float:
         """Return a quantile of all values, accurate to 1/128 of its size.

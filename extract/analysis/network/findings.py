@@ -75,7 +75,7 @@ def input_scale(evidence: Evidence, explained: set[str]) -> list[Finding]:
     normalisation, only pixels of 0 to 255 that a convolution gets directly are a finding.
     """
     values, tensors = evidence.inputs.values, evidence.tensors
-    if "input" in explained or not tensors or len(evidence.inputs.shape) != 3:
+    if "input" in explained or not tensors or not values.total or len(evidence.inputs.shape) != 3:
         return []
     now = f"the inputs have mean {values.mean:.3g}, standard deviation {values.std:.3g}"
     now = f"{now} and range {values.min:.3g} to {values.max:.3g}"

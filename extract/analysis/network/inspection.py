@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from extract.analysis.network.activation_statistics import Statistics, summarise
 from extract.analysis.network.findings import findings_of
+from extract.analysis.network.plain_modules import pairs_of
 from extract.analysis.network.reports import (
     AttentionReport,
     Evidence,
@@ -36,6 +37,7 @@ from extract.analysis.network.reports import (
     layer_table,
 )
 from extract.compute.activation_layout import recognise
+from extract.compute.backbone import Backbone
 from extract.errors import InputError, LayertapError
 from extract.system.html_tables import Table, html_summary
 from extract.system.torch_state import evaluating, full_float32, keeping_freed_memory, with_gradients
@@ -125,7 +127,7 @@ class _CachedSummary:
 
 
 def inspect_model(
-    model: nn.Module,
+    model: Backbone | nn.Module,
     batches: Iterable[Any],
     layers: str | Sequence[str] | None = None,
     *,
@@ -136,7 +138,7 @@ def inspect_model(
     """Run a network on inputs in eval mode, and compute statistics of its layers.
 
     Args:
-        model: on its device.
+        model: any module, or a backbone, on its device.
         batches: tensors (B, ...), or pairs of a tensor and targets, on the model's device.
         layers: names or globs; None: every layer that changes its input in eval mode.
         loss: function of the model's output and the targets (or None) for computing gradients; None: no gradients.
@@ -148,13 +150,12 @@ def inspect_model(
         InputError: there are no batches, a batch has another type, no layer returns a floating-point tensor, or the
             loss is not one number that depends on the model's output.
     """
+    model = model.model if isinstance(model, Backbone) else model
     with contextlib.ExitStack() as settings:
         for setting in (evaluating(model), full_float32(), keeping_freed_memory()):
             settings.enter_context(setting)
-        pairs = _pairs(batches)
-        first = next(pairs, None)
-        if first is None:
-            raise InputError("there are no batches", hint="give at least one batch")
+        pairs = pairs_of(batches)
+        first = next(pairs)
         names = _distinct_layers(model) if layers is None else match_layers(named_layers(model), layers)
         recorder = _Recorder(model, names, first[0], with_gradients=loss is not None)
         attentions = _attentions(model, first[0])
@@ -179,19 +180,6 @@ def _distinct_layers(model: nn.Module) -> list[str]:
 def does_something(module: nn.Module) -> bool:
     """Return whether a layer is called and changes its input in eval mode."""
     return not isinstance(module, _IDLE) and type(module).__name__ not in _IDLE_NAMES
-
-
-def _pairs(batches: Iterable[Any]) -> Iterator[tuple[Tensor, Any]]:
-    for batch in batches:
-        pair = batch if isinstance(batch, tuple | list) else (batch, None)
-        if len(pair) != 2:
-            raise InputError(f"a batch has {len(pair)} parts; expected a tensor (B, ...), or a tensor and targets")
-        inputs, targets = pair
-        if not isinstance(inputs, Tensor) or not inputs.ndim:
-            name = type(inputs).__name__
-            raise InputError(f"a batch is {name}; expected a tensor (B, ...), or a tensor and targets")
-        if len(inputs):
-            yield inputs, targets
 
 
 class _Recorder:
@@ -348,6 +336,7 @@ def _gradient_sites(model: nn.Module, plans: Mapping[Site, _TensorPlan], inputs:
 
 def _sum_of_squares(value: Tensor) -> Tensor:
     """Return (2,) float64: sum of squares of the finite values, and their number."""
+    value = value.float() if value.dtype == torch.uint8 else value  # pixels
     if not value.is_floating_point() or not value.numel():
         return torch.zeros(2, dtype=torch.float64)
     norm = torch.linalg.vector_norm(value.float() if value.element_size() < 4 else value)

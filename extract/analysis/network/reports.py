@@ -58,7 +58,7 @@ class InputReport:
         count: number of images.
         shape: shape of one image.
         broken: positions of images with values that are not finite.
-        values: statistics of all values; of integers, such as tokens, there are none.
+        values: statistics of all values; of whole numbers other than uint8 pixels, such as tokens, there are none.
     """
 
     count: int = 0
@@ -72,6 +72,7 @@ class InputReport:
         """Add a batch (B, ...)."""
         first_image, self.shape = self.count, tuple(inputs.shape[1:])
         self.count += len(inputs)
+        inputs = inputs.float() if inputs.dtype == torch.uint8 else inputs
         if not inputs.is_floating_point():
             self._differ = True
             return
@@ -299,5 +300,6 @@ def layer_table(tensors: Sequence[TensorReport]) -> list[list[str]]:
         row = [report.name, report.type, shape, *(f"{value:.3g}" for value in values), f"{numbers.zeros:.0%}",
                f"{len(numbers.dead)}/{numbers.channels}" if report.by_image else "-",
                f"{report.norm_ratio:.2g}" if math.isfinite(report.norm_ratio) else "-"]  # fmt: skip
-        rows.append(row + ([f"{report.gradient_norm:.2e}"] if with_gradients else []))
+        gradient = f"{report.gradient_norm:.2e}" if math.isfinite(report.gradient_norm) else "-"
+        rows.append(row + ([gradient] if with_gradients else []))
     return rows

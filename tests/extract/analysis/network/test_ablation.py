@@ -174,3 +174,42 @@ def test_noise_differs_from_batch_to_batch(lite: Backbone, inputs: Tensor) -> No
 
     ablation(lite, [(inputs[:1], None), (inputs[1:2], None)], ["blocks.2"], noisy)
     assert not torch.equal(seen[0], seen[1])
+
+
+class Own(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv1, self.conv2, self.head = nn.Conv2d(1, 4, 5), nn.Conv2d(4, 6, 5, stride=3), nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.conv2(self.conv1(x).relu()).relu().mean((2, 3)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8])
+def test_an_own_module_is_ablated_by_layer_and_by_channel(dtype: torch.dtype) -> None:
+    class Net(Own):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.float())
+
+    model, pictures = Net(), torch.randint(0, 9, (6, 1, 28, 28)).to(dtype)
+    with torch.no_grad():
+        plain = model(pictures)
+        targets = plain.argmax(1)
+        targets[0] = (targets[0] + 1) % 5
+        hidden = model.conv1(pictures.float()).relu()
+        halved = model.head(model.conv2(hidden).mul(0.5).relu().mean((2, 3)))
+        hidden = model.conv2(hidden)
+        hidden[:, 3] = 0
+        without = model.head(hidden.relu().mean((2, 3)))
+    halving = ablation(model, [(pictures[:2], targets[:2]), (pictures[2:], targets[2:])], "conv2", edits.scale(0.5))
+    by_channel = ablation(model, [pictures], ["conv2"], edits.ablate(), channels=[3])
+    assert halving.accuracy == pytest.approx(5 / 6)
+    for effect, scores in ((halving.effects[0], halved), (by_channel.effects[0], without)):
+        assert effect.cosine == pytest.approx(cosine(scores, plain), abs=1e-6)
+        same = (scores.argmax(1) == plain.argmax(1)).float().mean()
+        assert effect.same_class == pytest.approx(float(same))
+    assert math.isnan(by_channel.effects[0].accuracy)
+    means = mean_activations(model, [pictures[:2], pictures[2:]], "conv1")
+    with torch.no_grad():
+        np.testing.assert_allclose(means["conv1"], model.conv1(pictures.float()).mean(0, keepdim=True), atol=1e-5)

@@ -12,7 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from extract import Backbone, load_backbone
-from extract.analysis.network.attribution import attentions, grad_cam, map_of, principal_colours, rollout
+from extract.analysis.network.attribution import (
+    activations_of,
+    attentions,
+    grad_cam,
+    map_of,
+    principal_colours,
+    rollout,
+)
 from extract.errors import InputError
 from tests.conftest import TINY_INPUT, make_picture
 
@@ -189,3 +196,148 @@ def test_tokens_become_the_grid_they_are_of() -> None:
     assert torch.equal(grid[0, 1, 0], tokens[0, 1 + 4])
     with pytest.raises(InputError, match="do not form a grid"):
         map_of(tokens[:, :8], "TC", 1, (224, 224))
+
+
+class Own(nn.Module):
+    """A network as students write it: no padding, a stride that no library has, one grey channel."""
+
+    def __init__(self, channels: int = 1) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.body = nn.Sequential(
+            nn.Conv2d(channels, 6, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(6, 8, 5), nn.ReLU(), nn.MaxPool2d(2)
+        )
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x).mean((2, 3)))
+
+
+@pytest.mark.parametrize(("channels", "size"), [(1, (28, 28)), (3, (32, 48)), (4, (30, 30))])
+def test_grad_cam_of_an_own_module_is_that_of_the_paper(channels: int, size: tuple[int, int]) -> None:
+    model = Own(channels)
+    inputs = torch.rand(3, channels, *size, generator=torch.Generator().manual_seed(2))
+    cam, classes = grad_cam(model, inputs, "body.4")
+    assert classes.tolist() == model.eval()(inputs).argmax(1).tolist()
+    expected = written_out_cam(model, model.body[4], inputs, classes.tolist())
+    np.testing.assert_allclose(cam, expected, atol=1e-5 * expected.max())
+    alone, _ = grad_cam(model, inputs[:1], "body.4", [int(classes[0])])
+    np.testing.assert_allclose(alone, cam[:1], atol=1e-5 * expected.max())
+
+
+def test_several_layers_give_a_map_each_from_one_forward() -> None:
+    model, inputs = Own(), torch.rand(2, 1, 28, 28)
+    cams, classes = grad_cam(model, inputs, ["body.1", "body.4"], [0, 3])
+    assert list(cams) == ["body.1", "body.4"]
+    assert classes.tolist() == [0, 3]
+    for name, cam in cams.items():
+        np.testing.assert_array_equal(cam, grad_cam(model, inputs, name, [0, 3])[0])
+    assert list(grad_cam(model, inputs, "body.[14]")[0]) == ["body.1", "body.4"]
+    assert list(grad_cam(model, inputs, ["body.4"])[0]) == ["body.4"]
+
+
+def test_the_model_of_a_backbone_has_the_grad_cam_of_the_backbone(tiny: Backbone) -> None:
+    inputs = inputs_of(tiny)
+    for value, expected in zip(grad_cam(tiny.model, inputs, "layer3"), grad_cam(tiny, inputs, "layer3"), strict=True):
+        np.testing.assert_array_equal(value, expected)
+    kept = activations_of(tiny.model, inputs, ["layer2", "layer3"])
+    assert torch.equal(kept["layer3"], activations_of(tiny, inputs, "layer3")["layer3"])
+
+
+@pytest.mark.parametrize(
+    ("inputs", "says"),
+    [
+        (torch.rand(1, 28, 28), r"of shape \(1, 28, 28\); expected a tensor \(B, C, H, W\)"),
+        (np.zeros((1, 1, 28, 28)), "are ndarray; expected a tensor"),
+        (torch.rand(0, 1, 28, 28), r"of shape \(0, 1, 28, 28\)"),
+        (torch.zeros(1, 1, 28, 28, dtype=torch.uint8), r"has no gradients; give inputs\.float\(\)"),
+    ],
+)
+def test_inputs_that_do_not_fit_an_own_module_are_refused(inputs: Any, says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        grad_cam(Own(), inputs, "body.4")
+
+
+@pytest.mark.parametrize("value", [0.0, 7.0, torch.nan])
+def test_layers_are_found_on_inputs_without_contrast(value: float) -> None:
+    assert activations_of(Own(), torch.full((1, 1, 28, 28), value), "body.0")["body.0"].shape == (1, 6, 24, 24)
+
+
+def test_inputs_of_a_backbone_are_checked_too(tiny: Backbone) -> None:
+    with pytest.raises(InputError, match=r"of timm/test_resnet are ndarray; expected a tensor \(B, C, H, W\)"):
+        grad_cam(tiny, inputs_of(tiny).numpy(), "layer3")  # type: ignore[arg-type]
+
+
+def test_a_model_that_is_none_is_refused() -> None:
+    with pytest.raises(InputError, match="the model is function; expected a backbone or an nn.Module"):
+        grad_cam(inputs_of, torch.rand(1, 1, 28, 28), "body.4")  # type: ignore[arg-type]
+
+
+def torchvision_vit() -> nn.Module:
+    from torchvision.models import VisionTransformer
+
+    torch.manual_seed(0)
+    vit = VisionTransformer(64, 16, 3, 2, 24, 48, num_classes=7)
+    nn.init.normal_(vit.heads.head.weight)
+    return vit
+
+
+def timm_vit() -> nn.Module:
+    import timm
+
+    torch.manual_seed(0)
+    return timm.create_model("test_vit", img_size=64, num_classes=7)
+
+
+@pytest.mark.parametrize(
+    ("build", "block", "usual"),
+    [
+        (torchvision_vit, "encoder.layers.encoder_layer_2", "encoder.layers.encoder_layer_2.ln_1"),
+        (timm_vit, "blocks.5", "blocks.5.norm1"),
+    ],
+)
+def test_a_block_whose_patches_nobody_reads_names_the_usual_layer(
+    build: Callable[[], Any], block: str, usual: str
+) -> None:
+    model, inputs = build(), torch.rand(2, 3, 64, 64)
+    with pytest.raises(InputError, match=f"name the usual layer of such a network, '{usual}'"):
+        grad_cam(model, inputs, block)
+    cam, classes = grad_cam(model, inputs, usual)
+    kept: list[Tensor] = []
+    layer = model.get_submodule(usual)
+    layer.register_forward_hook(lambda m, a, out: kept.append(out))
+    scores = model.eval()(inputs)
+    (gradient,) = torch.autograd.grad(scores.gather(1, torch.tensor(classes)[:, None]).sum(), kept[0])
+    expected = (kept[0] * gradient[:, 1:].mean(1, keepdim=True)).sum(-1)[:, 1:].relu().reshape(2, 4, 4)
+    np.testing.assert_allclose(cam, expected.detach(), atol=1e-5 * float(expected.detach().max()))
+
+
+class OwnTransformer(nn.Module):
+    """A class token and patches of 7 pixels, as nobody publishes; the scores read the mean of the patches."""
+
+    def __init__(self, prefix: int | None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.block = nn.Conv2d(1, 8, 7, 7), nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.token, self.head = nn.Parameter(torch.randn(1, 1, 8)), nn.Linear(8, 3)
+        if prefix is not None:
+            self.num_prefix_tokens = prefix
+
+    def forward(self, x: Tensor) -> Tensor:
+        patches = self.embed(x).flatten(2).transpose(1, 2)
+        tokens = torch.cat([self.token.expand(len(x), -1, -1), patches], 1)
+        return self.head(self.block(tokens)[:, 1:].square().mean(1))
+
+
+def test_an_own_transformer_states_the_tokens_before_its_patches() -> None:
+    model, inputs = OwnTransformer(1), torch.rand(2, 1, 28, 14)
+    cam, _ = grad_cam(model, inputs, "block", [1, 2])
+    kept: list[Tensor] = []
+    model.block.register_forward_hook(lambda m, a, out: kept.append(out))
+    score = model.eval()(inputs)[[0, 1], [1, 2]].sum()
+    (gradient,) = torch.autograd.grad(score, kept[0])
+    weights = gradient[:, 1:].mean(1)
+    expected = torch.einsum("btc,bc->bt", kept[0][:, 1:], weights).relu().reshape(2, 4, 2).detach()
+    np.testing.assert_allclose(cam, expected, atol=1e-6)
+    with pytest.raises(InputError, match=r"no positions; .* as model\.num_prefix_tokens"):
+        grad_cam(OwnTransformer(None), inputs, "block")

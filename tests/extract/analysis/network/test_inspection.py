@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from extract import load_backbone
 from extract.analysis.network.inspection import Inspection, inspect_model
+from extract.analysis.network.reports import layer_table
 from extract.errors import InputError, UnknownNameError
 from extract.images import Decoding, list_images, load_batches
 from tests.extract.html_reader import HtmlReader
@@ -459,3 +460,30 @@ def test_an_inspection_prints_as_a_line_and_in_a_notebook_as_tables() -> None:
     layers = {row[0]: row for row in page.rows if row[0] in ("0", "1")}
     assert layers["0"][1:3] == ["Linear", "8"]
     assert layers["1"][9] == "1/8"  # dead
+
+
+def test_uint8_inputs_are_inspected_as_the_same_pixels_in_float32() -> None:
+    class Floating(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.float()
+
+    torch.manual_seed(0)
+    bn = nn.BatchNorm2d(4)
+    bn.num_batches_tracked.fill_(1)  # it has seen inputs of variance 1
+    bn.running_mean.fill_(0.1)
+    model = nn.Sequential(Floating(), nn.Conv2d(3, 4, 3), bn, nn.Flatten(), nn.Linear(144, 2))
+    pixels, seen = torch.randint(0, 256, (30, 3, 8, 8), dtype=torch.uint8), []
+    for inputs in (pixels, pixels.float()):
+        inspection = inspect_model(model, [(inputs, torch.arange(30) % 2)], loss=F.cross_entropy)
+        table = layer_table(inspection.tensors)
+        assert inspection.findings[0].kind == "input scale"
+        assert "nan" not in str([table, *map(str, inspection.findings)])
+        seen.append((list(map(str, inspection.findings)), [row[:11] for row in table]))
+    assert seen[0] == seen[1]
+
+
+def test_a_backbone_is_inspected_as_its_model() -> None:
+    backbone = load_backbone("timm/test_resnet", weights="random", device="cpu")
+    inputs = torch.rand(4, 3, 64, 64)
+    tables = [layer_table(inspect_model(model, [inputs], "layer?").tensors) for model in (backbone, backbone.model)]
+    assert tables[0] == tables[1]
