@@ -41,7 +41,7 @@ __all__ = ["SECTIONS", "main"]
 # What `layertap --help` lists, by purpose. A command that is missing here is listed at the end.
 SECTIONS = {
     "Extract features": ("embed", "plan", "bench", "slurm"),
-    "Look at data sets": ("show", "status", "report", "search", "diff", "verify", "export", "merge"),
+    "Look at data sets": ("show", "status", "report", "findings", "search", "diff", "verify", "export", "merge"),
     "Follow a folder": ("sync", "watch", "schedule", "compact"),
     "Measure features": ("probe", "predict", "compare"),
     "Look inside a network": ("layers", "inspect", "draw", "ablate"),

@@ -159,7 +159,7 @@ const addSimilarity = () => {
       rsa: `Rank correlation of the distances between all pairs of ${count(similarity.rsa_images)} images.`,
     }[key];
     place.replaceChildren();
-    const scroll = add(place, "div", null, {class: "scroll confusion", tabindex: "0", role: "region", "aria-label": MEASURES[key]});
+    const scroll = addSideways(place, "div", {class: "scroll confusion", role: "region", "aria-label": MEASURES[key]});
     const table = add(scroll, "table");
     add(table, "caption", MEASURES[key]);
     const head = add(add(table, "thead"), "tr");
