@@ -118,11 +118,9 @@ def findings(
         if "near-duplicate" in kinds or "outlier" in kinds:
             similar = neighbours or similar_images(array, hashes, good, seed)
             table += _near_duplicates(reader, similar, picture_size, n_groups) + _outliers(reader, similar)
-        if "suspect label" in kinds:
-            labelled = good[reader.labels[good] >= 0]
-            table += _suspect_labels(
-                reader, FeatureRows.of(array, labelled), image_numbers(hashes, labelled), labelled, seed
-            )
+        labelled = good[reader.labels[good] >= 0]
+        if "suspect label" in kinds and len(labelled):
+            table += _suspect_labels(reader, FeatureRows.of(array, labelled), labelled, seed)
     class_of = [*reader.classes, ""]
     table = [found._replace(label=class_of[reader.labels[found.row]]) for found in table if found.kind in kinds]
     return sorted(table, key=lambda found: KINDS.index(found.kind))
@@ -184,20 +182,17 @@ def _outliers(reader: FeatureReader, similar: SimilarImages) -> list[Finding]:
     ]
 
 
-def _suspect_labels(
-    reader: FeatureReader, features: FeatureRows, images: NDArray[np.int64], rows: NDArray[np.int64], seed: int
-) -> list[Finding]:
-    """Return suspect labels of rows: their features, and the number of the image of each row."""
+def _suspect_labels(reader: FeatureReader, features: FeatureRows, rows: NDArray[np.int64], seed: int) -> list[Finding]:
     names, labels = np.unique(reader.labels[rows], return_inverse=True)
+    images = image_numbers(reader.column("source_hash"), rows)
     probabilities = left_out_probabilities(features, labels, images, seed)
     classes = confident_classes(probabilities, labels)
     doubts = 1 - probabilities[np.arange(len(rows)), labels]
     suspect = np.flatnonzero(classes != labels)
     meaning = "1 - probability of the label, by a probe that has not seen the image"
+    order = suspect[np.argsort(-doubts[suspect], kind="stable")].tolist()
     return [
-        Finding("suspect label", row, reader.paths[row], score=doubt, meaning=meaning, suggested=reader.classes[name])
-        for doubt, row, name in sorted(
-            zip(doubts[suspect].tolist(), rows[suspect].tolist(), names[classes[suspect]].tolist(), strict=True),
-            key=lambda item: (-item[0], item[1]),
-        )
-    ]
+        Finding("suspect label", row := int(rows[i]), reader.paths[row], score=float(doubts[i]), meaning=meaning,
+                suggested=reader.classes[names[classes[i]]])
+        for i in order
+    ]  # fmt: skip

@@ -35,7 +35,7 @@ def left_out_probabilities(
 
     Args:
         rows: (N, D).
-        labels: (N,) classes, 0 to K - 1.
+        labels: (N,) classes, 0 to K - 1; at least one row.
         images: (N,) number of the image of each row, 0 to I - 1; its rows, which are copies, are left out together.
         seed: seed of the folds.
         device: device to compute on.
@@ -43,9 +43,7 @@ def left_out_probabilities(
     Returns:
         NaN for rows of classes with less than five images: too few to say what the class looks like.
     """
-    n_classes = int(labels.max(initial=-1)) + 1
-    if not n_classes:
-        return np.empty((0, 0))
+    n_classes = int(labels.max()) + 1
     _, first = np.unique(images, return_index=True)
     n_images = np.bincount(labels[first], minlength=n_classes)
     folds = np.where(n_images[labels] < N_FOLDS, -1, stratified_folds(labels[first], seed)[images, 0])
