@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +30,8 @@ KINDS = ("failed", "copy across splits", "copy", "near-duplicate", "suspect labe
 _BY_FEATURES = KINDS[3:]
 
 
-class Finding(NamedTuple):
+@dataclass(frozen=True)
+class Finding:
     """A finding about an image.
 
     Attributes:
@@ -122,7 +123,7 @@ def findings(
         if "suspect label" in kinds and len(labelled):
             table += _suspect_labels(reader, FeatureRows.of(array, labelled), labelled, seed)
     class_of = [*reader.classes, ""]
-    table = [found._replace(label=class_of[reader.labels[found.row]]) for found in table if found.kind in kinds]
+    table = [replace(found, label=class_of[reader.labels[found.row]]) for found in table if found.kind in kinds]
     return sorted(table, key=lambda found: KINDS.index(found.kind))
 
 

@@ -9,6 +9,7 @@ import io
 import json
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, astuple, fields
 from itertools import groupby
 from pathlib import Path
 
@@ -23,6 +24,9 @@ from pipelines.terminal.pictures import Pictures
 from pipelines.terminal.text_output import SHOWN, counted, printable
 
 __all__ = ["as_base64", "as_json", "picture_sizes", "print_findings", "run_findings"]
+
+
+_COLUMNS = tuple(column.name for column in fields(Finding))
 
 
 def run_findings(
@@ -52,7 +56,7 @@ def picture_sizes(reader: FeatureReader, root: str, images: str | None) -> Calla
 
 def as_json(table: Sequence[Finding]) -> list[dict[str, object]]:
     """Return the findings as JSON-compatible data."""
-    return [found._asdict() for found in table]
+    return [asdict(found) for found in table]
 
 
 def as_base64(table: Sequence[Finding]) -> str:
@@ -62,7 +66,7 @@ def as_base64(table: Sequence[Finding]) -> str:
 
 def _csv(table: Sequence[Finding]) -> bytes:
     text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(map(safe_cell, line) for line in [Finding._fields, *table])
+    csv.writer(text, lineterminator="\n").writerows(map(safe_cell, line) for line in [_COLUMNS, *map(astuple, table)])
     return text.getvalue().encode(errors="surrogateescape")
 
 
@@ -73,9 +77,9 @@ def _json(table: Sequence[Finding]) -> bytes:
 def _parquet(table: Sequence[Finding]) -> bytes:
     arrow, parquet = (library(name, "parquet", "Parquet") for name in ("pyarrow", "pyarrow.parquet"))
     kinds = {"row": arrow.int64(), "score": arrow.float64(), "group": arrow.int64(), "keep": arrow.bool_()}
-    schema = arrow.schema([(name, kinds.get(name, arrow.string())) for name in Finding._fields])
+    schema = arrow.schema([(name, kinds.get(name, arrow.string())) for name in _COLUMNS])
     file = io.BytesIO()
-    lines = [{name: _as_utf8(value) for name, value in found._asdict().items()} for found in table]
+    lines = [{name: _as_utf8(value) for name, value in asdict(found).items()} for found in table]
     parquet.write_table(arrow.Table.from_pylist(lines, schema), file)
     return file.getvalue()
 

@@ -185,7 +185,7 @@ const addCard = (parent, number, lines, {kind = "", mark = null, side = CARD_PX,
     if (mark !== null) add(line, "span", mark ? "✓ " : "✗ ", {role: "img", "aria-label": mark ? "same class: " : "other class: "});
     addName(line, className(labelOf(number)));
   }
-  if (suggested) addName(add(element, "div", "rather ", {class: "predicted"}), suggested);
+  if (suggested) addName(add(element, "div", "probably ", {class: "predicted"}), suggested);
   return element;
 };
 const addNeighbours = (parent, number, hits) => {

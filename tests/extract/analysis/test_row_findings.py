@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -173,7 +174,7 @@ def test_files_of_findings_open_in_other_tools(planted: FeatureReader, tmp_path:
     assert [float(line["score"]) for line in lines if line["score"]] == [
         row.score for row in table if row.score is not None
     ]
-    assert json.loads((tmp_path / "f.json").read_text()) == [row._asdict() for row in table]
+    assert json.loads((tmp_path / "f.json").read_text()) == [asdict(row) for row in table]
     frame = pandas.read_parquet(tmp_path / "f.parquet")
     assert frame["path"].tolist() == [row.path for row in table]
     assert frame["group"].dropna().tolist() == [row.group for row in table if row.group is not None]
