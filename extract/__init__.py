@@ -18,6 +18,7 @@ if sys.platform == "win32":
 if TYPE_CHECKING:
     from extract.analysis.network.inspection import inspect_model
     from extract.analysis.network.monitors import ActivationMonitor, GradientMonitor
+    from extract.analysis.row_findings import Finding, findings
     from extract.backbones import load_text_tower
     from extract.compute.backbone import Backbone, load_backbone
     from extract.errors import DisagreementError, InputError, LayertapError, LockedError, UnknownNameError
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 _HOMES = {
     "ActivationMonitor": "extract.analysis.network.monitors",
     "GradientMonitor": "extract.analysis.network.monitors",
+    "Finding": "extract.analysis.row_findings",
+    "findings": "extract.analysis.row_findings",
     "inspect_model": "extract.analysis.network.inspection",
     "Backbone": "extract.compute.backbone",
     "load_backbone": "extract.compute.backbone",
@@ -53,6 +56,7 @@ __all__ = [
     "Backbone",
     "DisagreementError",
     "FeatureReader",
+    "Finding",
     "GradientMonitor",
     "InputError",
     "LayertapError",
@@ -63,6 +67,7 @@ __all__ = [
     "Taps",
     "UnknownNameError",
     "extract_features",
+    "findings",
     "inspect_model",
     "load_backbone",
     "load_text_tower",

@@ -42,7 +42,7 @@ __all__ = ["SECTIONS", "main"]
 # What `layertap --help` lists, by purpose. A command that is missing here is listed at the end.
 SECTIONS = {
     "Extract features": ("embed", "sync"),
-    "Look at data sets": ("show", "report", "search", "verify", "export", "merge"),
+    "Look at data sets": ("show", "report", "findings", "search", "verify", "export", "merge"),
     "Measure features": ("probe", "predict", "compare"),
     "Look inside a network": ("list", "inspect", "draw"),
     "Set up": ("doctor", "demo"),

@@ -58,6 +58,8 @@ extract.FeatureReader.to_arrow(self, layers: str | Sequence[str] | None = None) 
 extract.FeatureReader.to_pandas(self, layers: str | Sequence[str] | None = None) -> Any
 extract.FeatureReader.to_polars(self, layers: str | Sequence[str] | None = None) -> Any
 extract.FeatureReader.tokens(self, layer: str, *, split: str | None = None) -> TokenArray
+class extract.Finding(kind: str, row: int, path: str, other_path: str = '', score: float | None = None, meaning: str =
+        '', group: int | None = None, keep: bool | None = None, label: str = '', suggested: str = '')
 class extract.GradientMonitor(model: nn.Module, layers: str | Sequence[str] | None = None, *, every: int = 100, to:
         Target = None, on_alarm: Callable[[Alarm], None] | None = None)
 class extract.InputError(LayertapError, ValueError)
@@ -94,6 +96,9 @@ extract.extract_features(images: str | os.PathLike[str] | extract.images.dataset
         None = None, keep: str | collections.abc.Sequence[str] = (), distortion: float | None = 0.1, fit_on: int
         | None = 2000, weights: str | None = None, allow_missing_head: bool = False, device: str = 'auto', seed:
         int = 0) -> FeatureReader
+extract.findings(reader: FeatureReader, layer: str | None = None, *, kinds: Collection[str] = ('failed', 'copy
+        across splits', 'copy', 'near-duplicate', 'suspect label', 'outlier'), seed: int = 0, picture_size:
+        Callable[[int], tuple[int, int] | None] = ..., neighbours: SimilarImages | None = None) -> list[Finding]
 extract.inspect_model(model: Backbone | nn.Module, batches: Iterable[Any], layers: str | Sequence[str] | None =
         None, *, loss: Loss | None = None, on_batch: Callable[[int], None] = ..., name_of: Callable[[int], str]
         = ...) -> Inspection

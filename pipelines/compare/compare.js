@@ -72,9 +72,9 @@ const addSpeed = () => {
   const part = addSection(only ? "Accuracy and speed" : "Rank and speed");
   const rate = (item) => Math.log10(item.images_per_s), value = (item) => only ? 100 * item.value : -item.rank;
   const shown = (item) => only ? share(item.value) : `average rank ${item.rank.toFixed(2)}`;
-  const range = (item) => only ? [100 * item.low, 100 * item.high] : [value(item), value(item)];
+  const range = (item) => only && item.low !== null ? [100 * item.low, 100 * item.high] : [value(item), value(item)];
   const rates = timed.map(rate), low = Math.min(...rates), high = Math.max(...rates), margin = 0.15 * (high - low) || 0.2;
-  const values = timed.flatMap(range), spare = only ? 0 : 0.3;
+  const values = timed.flatMap((item) => [value(item), ...range(item)]), spare = only ? 0.06 * (Math.max(...values) - Math.min(...values)) || 1 : 0.3;
   const steps = [1, 2, 5].flatMap((first) => [-1, 0, 1, 2, 3, 4, 5].map((power) => first * 10 ** power)).sort((a, b) => a - b);
   const axes = {
     x: [low - margin, high + margin], y: [Math.min(...values) - spare, Math.max(...values) + spare], height: 340,
@@ -87,15 +87,17 @@ const addSpeed = () => {
   const front = timed.filter((item) => !beaten(item)).sort((a, b) => rate(a) - rate(b));
   addChart(part, `${only ? only.metric_name : "Average rank"} and images/s of ${timed.map((item) => item.name).join(", ")}`, axes, (svg, {x, y, box}) => {
     addSvg(svg, "polyline", {points: front.map((item) => `${x(rate(item))},${y(value(item))}`).join(" "), fill: "none", style: "stroke: var(--quiet); stroke-dasharray: 5 4"});
+    const taken = timed.flatMap((item) => { // boxes of bars and points: left, top, right, bottom
+      const across = x(rate(item)), [from, to] = range(item), at = y(value(item));
+      return [[across - 2, y(to), across + 2, y(from)], [across - 8, at - 8, across + 8, at + 8]];
+    });
     for (const item of timed) {
       const across = x(rate(item)), color = shade(item.name);
       const [from, to] = range(item);
       addSvg(svg, "line", {x1: across, x2: across, y1: y(from), y2: y(to), style: `stroke: ${color}; stroke-width: 2`});
       const point = addSvg(svg, "circle", {cx: across, cy: y(value(item)), r: 6, style: `fill: ${color}`});
       addSvg(point, "title", {}, `${item.name}: ${shown(item)}, ${short(item.images_per_s)} images/s`);
-      if (!front.includes(item)) continue; // names of all would overlap
-      const left = across > (box.left + box.right) / 2;
-      addSvg(svg, "text", {class: "tick", x: across + (left ? -9 : 9), y: y(value(item)) - 7, "text-anchor": left ? "end" : "start"}, item.name);
+      addFreeText(svg, item.name, across, y(value(item)), box, taken);
     }
   });
   addKey(part, timed.map((item) => item.name));
@@ -159,7 +161,7 @@ const addSimilarity = () => {
       rsa: `Rank correlation of the distances between all pairs of ${count(similarity.rsa_images)} images.`,
     }[key];
     place.replaceChildren();
-    const scroll = add(place, "div", null, {class: "scroll confusion", tabindex: "0", role: "region", "aria-label": MEASURES[key]});
+    const scroll = addSideways(place, "div", {class: "scroll confusion", role: "region", "aria-label": MEASURES[key]});
     const table = add(scroll, "table");
     add(table, "caption", MEASURES[key]);
     const head = add(add(table, "thead"), "tr");

@@ -38,7 +38,7 @@ def write_page(comparison: Comparison, out: Path, images: str) -> Path:
     """
     path = out / "compare.html"
     data: dict[str, Any] = _printable(as_json(comparison)) | {
-        "title": printable(without_credentials(images)),
+        "title": printable(without_credentials(images).rstrip("/").rpartition("/")[2] or "images"),
         "written": datetime.now(UTC).isoformat(" ", "seconds"),
         "version": own_version(),
         "about_thumbnails": "",

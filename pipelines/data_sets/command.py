@@ -18,7 +18,7 @@ from pipelines.terminal.commands import command, mode_of
 from pipelines.terminal.options import BACKBONE_HELP, DATA_SET, FOLDER, LateChoice, json_flag, option, print_result
 from pipelines.terminal.text_output import print_line
 
-__all__ = ["export", "merge", "report", "search", "show", "verify"]
+__all__ = ["export", "findings", "merge", "report", "search", "show", "verify"]
 
 _MODES = {"watch": ((), ("status", "as_json")), "status": ((), ("as_json",))}
 
@@ -130,6 +130,36 @@ def report(out: Path, other: Path | None, **settings: Any) -> None:
 
     written = run_report(out, other, say=lambda text: print_line(text, err=True), **settings)
     print_line(f"{written}, {written.stat().st_size / 1e6:.1f} MB; open it in a browser")
+
+
+def _kinds() -> Iterable[str]:
+    from extract.analysis.row_findings import KINDS  # imports torch
+
+    return KINDS
+
+
+@command(short_help="List copies, near-duplicates, outliers and suspect labels.")
+@click.argument("out", type=DATA_SET)
+@click.option("-o", "--out", "output", type=click.Path(path_type=Path), help="File: .csv, .json or .parquet.")
+@click.option("-l", "--layers", "layer", help="Layer to compare images by. [default: embedding, or the only layer]")
+@click.option("--kind", "kinds", multiple=True, type=LateChoice(_kinds), help="What to look for. [default: all]")
+@click.option("--images", help="Location of the images, if they were moved; the largest of near-duplicates is kept.")
+@json_flag
+def findings(out: Path | str, as_json: bool, **settings: Any) -> None:
+    """List what is odd about the images of the data set OUT: failed images, copies, near-duplicates, outliers, and
+    labels that are probably wrong.
+
+    \b
+    layertap findings outputs/photos
+    layertap findings outputs/photos -o findings.csv
+    layertap findings outputs/photos --kind "suspect label" -o suspects.parquet
+    """
+    from pipelines.data_sets.findings import as_json as findings_as_json
+    from pipelines.data_sets.findings import print_findings, run_findings
+
+    print_result(run_findings(out, **settings), as_json, findings_as_json, print_findings)
+    if settings["output"] and not as_json:
+        print_line(f"written: {settings['output']}", err=True)
 
 
 def _pixel(ctx: click.Context, param: click.Parameter, text: str | None) -> tuple[int, int] | None:

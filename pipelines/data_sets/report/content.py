@@ -6,6 +6,8 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +20,26 @@ from extract.analysis.feature_statistics import statistics_of
 from extract.analysis.probe.feature_matrix import FeatureRows
 from extract.analysis.probe.nearest_rows import layer_to_search
 from extract.analysis.projection import axes_of_sample, project, tsne, umap
+from extract.analysis.row_findings import KINDS, Finding, findings
+from extract.analysis.similar_images import (
+    QUICK_PRODUCTS,
+    K,
+    SimilarImages,
+    map_neighbours,
+    near_duplicate_cosine,
+    outlier_cosine,
+    shared_neighbours,
+    similar_images,
+)
 from extract.row_status import Status
 from extract.store.format.dataset import DataSet
 from extract.store.reader import FeatureReader
 from extract.system.optional_libraries import own_version
 from extract.system.urls import is_url
 from pipelines.data_sets.diff import as_json as comparison_as_json
+from pipelines.data_sets.findings import as_base64, picture_sizes
 from pipelines.data_sets.report.facts import facts, runs, stages
 from pipelines.data_sets.report.probe_results import Prediction, predictions_of, probes
-from pipelines.data_sets.report.similar_images import (
-    K,
-    SimilarImages,
-    copies,
-    map_neighbours,
-    near_duplicate_cosine,
-    shared_neighbours,
-    similar_images,
-)
 from pipelines.terminal.page.thumbnail_sheets import LARGEST_PX, ThumbnailSheets, thumbnail_sheets
 from pipelines.terminal.pictures import Pictures
 from pipelines.terminal.text_output import printable
@@ -44,11 +49,12 @@ __all__ = ["MAPS", "ReportContent"]
 MAPS = {"tsne": "t-SNE", "pca": "PCA", "umap": "UMAP"}
 _POINTS = 5000  # of the map; t-SNE takes about 25 s for this number
 _PRINCIPAL_ROWS = 100_000  # from which principal axes are computed
-_UNCERTAIN = 6  # images shown whose neighbours have other classes
+_RANDOM = 6  # images whose neighbours are shown if there are no classes
 _CENTRAL = 10  # classes whose most central image is shown
-_SHOWN = 24  # pairs, outliers, groups of copies
-_SHOWN_COPIES = 8  # copies of one image
-_FAILURES = 500
+_SHOWN = 48  # pictures of findings of a kind
+_LISTED = 500  # findings of a kind
+_SAVED = 20_000  # findings in the CSV file in the page
+_PROBED_VALUES = 2e8  # rows x values x classes: a search for suspect labels of about 60 s of CPU
 _WRONG = 500  # images that a probe misclassified
 _WRONG_PICTURES = 60  # of these, with a thumbnail of their own
 _CLASSES = 2000
@@ -80,7 +86,7 @@ class ReportContent:
         self._dataset = dataset
         self._good = np.flatnonzero(reader.status == Status.OK)
         self._hashes = reader.column("source_hash")
-        self._failed: list[tuple[int, str, str, str]] = reader.failures
+        self._failed = {row for row, *_ in reader.failures}
         self._listed_rows: dict[int, None] = {}  # rows that the page names
         self._thumbnail_rows: dict[int, None] = {}  # rows that should have thumbnails, most important first
         self._predictions: dict[int, Prediction] = {}
@@ -96,15 +102,16 @@ class ReportContent:
             return layers[-1]
         return layer_to_search(layers, layer, self._described["out"])
 
-    def fill(self, maps: Sequence[str], probe_results: Sequence[Path]) -> None:
+    def fill(self, maps: Sequence[str], probe_results: Sequence[Path], images: str | None) -> None:
         """Fill in everything except the comparison with another data set and what `finish` adds."""
         described = self._described
         self.data |= {
-            "title": printable(Path(described["out"]).resolve().name),
+            "title": printable(_title(Path(described["out"]).resolve())),
             "version": own_version(),
             "written": datetime.now(UTC).isoformat(" ", "seconds"),
             "layer": printable(self._layer),
             "facts": facts(described),
+            "out": printable(described["out"]),
             "backbone": printable(described.get("provenance", {}).get("backbone", "")),
             "counts": {
                 "rows": len(self._reader),
@@ -119,11 +126,11 @@ class ReportContent:
         if not described["complete"]:
             self.data["notes"].append("The data set is unfinished: this page shows the rows that are done.")
         self._classes()
-        self._failures()
+        neighbours = self._similar_images() if len(self._good) else None
+        self._findings(neighbours, images)
         self._probes(probe_results)
-        self._copies()
-        if len(self._good):
-            self._similar_images()
+        if neighbours is not None:
+            self._gallery(neighbours)
             self._map(maps)
         self._layers()
 
@@ -139,11 +146,36 @@ class ReportContent:
         if len(classes) > _CLASSES:
             self.data["notes"].append(f"Only the first {_CLASSES:,} of {len(classes):,} classes are named here.")
 
-    def _failures(self) -> None:
-        shown = self._failed[:_FAILURES]
-        self._request_thumbnails(row for row, *_ in shown[:_SHOWN])
-        self.data["failures"] = [[row, status, printable(reason)] for row, _, status, reason in shown]
-        self._list_rows(row for row, *_ in shown)
+    def _findings(self, neighbours: SimilarImages | None, images: str | None) -> None:
+        """Fill in the findings: numbers by kind, the first of each kind, and a CSV file of all."""
+        kinds, labels = [*KINDS], self._reader.labels[self._good]
+        width = math.prod(self._reader[self._layer].shape[1:])
+        if len(self._good) * width * len(np.unique(labels)) > _PROBED_VALUES:
+            kinds.remove("suspect label")
+            self.data["notes"].append("Suspect labels would take minutes here; `layertap findings` looks for them.")
+        self._say("looking for copies, outliers and suspect labels")
+        sizes = picture_sizes(self._reader, self._dataset.images["root"], images)
+        table = findings(
+            self._reader, self._layer, kinds=kinds, seed=self._seed, picture_size=sizes, neighbours=neighbours
+        )
+        listed = [found for _, of_kind in groupby(table, attrgetter("kind")) for found in [*of_kind][:_LISTED]]
+        places = {path: row for row, path in ((found.row, found.path) for found in listed)}
+        self.data["findings"] = {
+            "counts": Counter(found.kind for found in table),
+            "groups": {kind: len({found.group for found in table if found.kind == kind}) for kind in kinds},
+            "in_classes": _in_several(table, lambda found: found.label),
+            "in_splits": _in_several(table, lambda found: self._reader.splits[found.row]),
+            "listed": [
+                [found.kind, found.row, places.get(found.other_path), found.score, printable(found.meaning),
+                 found.group, found.keep, printable(found.suggested)]
+                for found in listed
+            ],
+            "csv": as_base64(table[:_SAVED]),
+            "saved": min(len(table), _SAVED),
+        }  # fmt: skip
+        for _, of_kind in groupby(listed, attrgetter("kind")):
+            self._request_thumbnails(found.row for found in [*of_kind][:_SHOWN])
+        self._list_rows(found.row for found in listed)
 
     def _probes(self, probe_results: Sequence[Path]) -> None:
         """Fill in results of probes, and the images that one of them misclassified, most confident first."""
@@ -162,63 +194,27 @@ class ReportContent:
         self._list_rows(wrong[:_WRONG])
         self._request_thumbnails(wrong[:_WRONG_PICTURES])
 
-    def _copies(self) -> None:
-        groups = copies(self._hashes, self._good)
-        labels, splits = self._reader.labels, self._reader.splits
-        self.data["copies"] = {
-            "groups": [
-                {
-                    "rows": group[:_SHOWN_COPIES],
-                    "count": len(group),
-                    "classes": len({int(labels[row]) for row in group}),
-                    "splits": len({splits[row] for row in group}),
-                }
-                for group in groups[:_SHOWN]
-            ],
-            "images": len(groups),
-            "rows": sum(map(len, groups)),
-            "in_classes": sum(len({int(labels[row]) for row in group}) > 1 for group in groups),
-            "in_splits": sum(len({splits[row] for row in group}) > 1 for group in groups),
-        }
-        self._request_thumbnails(group[0] for group in groups[:_SHOWN])
-        self._list_rows(row for group in groups[:_SHOWN] for row in group[:_SHOWN_COPIES])
-
-    def _similar_images(self) -> None:
+    def _similar_images(self) -> SimilarImages:
         self._say(f"searching neighbours by {self._layer}")
-        neighbours = similar_images(self._reader[self._layer], self._hashes, self._good, self._seed)
-        means, nearest = neighbours.means, neighbours.nearest
-        pair_rows, cosines = neighbours.pairs()
-        threshold = near_duplicate_cosine(nearest)
-        near_rows = pair_rows[cosines >= (math.inf if threshold is None else threshold)]
-        labels, splits = self._reader.labels, self._reader.splits
-        outliers = [place for place in np.argsort(means, kind="stable").tolist() if math.isfinite(means[place])]
-        outliers = outliers[:_SHOWN] if len(neighbours.among) > K else []
-        counts, edges = _histogram(nearest)
+        array = self._reader[self._layer]
+        neighbours = similar_images(array, self._hashes, self._good, self._seed, QUICK_PRODUCTS)
+        counts, edges = _histogram(neighbours.nearest)
         self.data["alike"] = {
             "k": K,
             "among": len(neighbours.among),
             "queries": len(neighbours.queries),
-            "threshold": threshold,
-            "pairs": [
-                [*rows, round(cosine, 6)]
-                for rows, cosine in zip(pair_rows[:_SHOWN].tolist(), cosines[:_SHOWN].tolist(), strict=True)
-            ],
-            "n_pairs": len(near_rows),
-            "pairs_in_classes": int((labels[near_rows[:, 0]] != labels[near_rows[:, 1]]).sum()),
-            "pairs_in_splits": sum(splits[row] != splits[other_row] for row, other_row in near_rows.tolist()),
-            "outliers": [[int(neighbours.queries[place]), round(float(means[place]), 4)] for place in outliers],
+            "threshold": near_duplicate_cosine(neighbours.nearest),
+            "outliers_below": outlier_cosine(neighbours.farthest),
             "counts": counts.tolist(),
             "edges": _short(edges),
-            **self._gallery(neighbours),
         }
-        self._request_thumbnails(row for pair in self.data["alike"]["pairs"] for row in pair[:2])
-        self._request_thumbnails(row for row, _ in self.data["alike"]["outliers"])
+        return neighbours
 
-    def _gallery(self, neighbours: SimilarImages) -> dict[str, Any]:
-        """Return images with their neighbours, and how many neighbours have the class of their image.
+    def _gallery(self, neighbours: SimilarImages) -> None:
+        """Fill in images with their neighbours, and how many neighbours have the class of their image.
 
-        Of labelled images: those with the fewest neighbours of their own class, and the most central image of each
-        class, which has the nearest neighbours of its class. Of others: random images.
+        Of labelled images: the most central image of each class, which has the nearest neighbours of its class. Of
+        others: random images.
         """
         labels, queries, near = self._reader.labels, neighbours.queries, neighbours.near
         labelled = (near.rows >= 0) & (labels[queries] >= 0)[:, None]
@@ -226,12 +222,10 @@ class ReportContent:
         sizes = np.bincount(labels[labels >= 0]).astype(np.float64)
         pairs = (sizes * (sizes - 1)).sum()  # pairs of different images of a class
         if not labelled.any() or len(sizes) < 2 or not pairs:
-            random = np.sort(np.random.default_rng(self._seed).permutation(len(queries))[:_UNCERTAIN])
-            return {"gallery": self._strips(neighbours, [("", place) for place in random.tolist()])}
+            random = np.sort(np.random.default_rng(self._seed).permutation(len(queries))[:_RANDOM])
+            self.data["alike"]["gallery"] = self._strips(neighbours, random.tolist())
+            return
         same = labelled & (labels[np.maximum(near.rows, 0)] == labels[queries][:, None])
-        shares = np.divide(same.sum(1), labelled.sum(1), out=np.ones(len(queries)), where=labelled.any(1))
-        uncertain = np.lexsort((-neighbours.means, shares))
-        uncertain = uncertain[shares[uncertain] < 0.5][:_UNCERTAIN]
         nearness = np.where(same, near.cosines, 0).sum(1)
         by_class = []
         for label in np.argsort(-sizes, kind="stable").tolist():
@@ -247,21 +241,20 @@ class ReportContent:
                 "central": int(of_class[nearness[of_class].argmax()]),
             })  # fmt: skip
         central = [item.pop("central") for item in by_class]
-        strips = [("uncertain", place) for place in uncertain.tolist()]
-        return {
-            "gallery": self._strips(neighbours, strips + [("central", place) for place in central[:_CENTRAL]]),
+        self.data["alike"] |= {
+            "gallery": self._strips(neighbours, central[:_CENTRAL]),
             "same_class": float(same[labelled].mean()),
             "by_chance": float(pairs / sizes.sum() / (sizes.sum() - 1)),
             "by_class": by_class[:_CLASSES],
         }
 
-    def _strips(self, neighbours: SimilarImages, places: list[tuple[str, int]]) -> list[dict[str, Any]]:
+    def _strips(self, neighbours: SimilarImages, places: list[int]) -> list[dict[str, Any]]:
         strips: list[dict[str, Any]] = []
-        for why, place in places:
+        for place in places:
             hits = zip(neighbours.near.rows[place].tolist(), neighbours.near.cosines[place].tolist(), strict=True)
             shown = [[hit, round(cosine, 4)] for hit, cosine in hits if hit >= 0]
             row = int(neighbours.queries[place])
-            strips.append({"why": why, "row": row, "hits": shown})
+            strips.append({"row": row, "hits": shown})
             self._request_thumbnails([row, *(int(hit) for hit, _ in shown)])
         return strips
 
@@ -379,12 +372,11 @@ class ReportContent:
             self._say(f"no thumbnails: {printable(source.why_not)}")
             self.data["about_thumbnails"] = printable(f"No thumbnails: {source.why_not}")
             return
-        failed = {row for row, *_ in self._failed}
         missing: Counter[str] = Counter()
 
         def pictures() -> Iterator[tuple[int, Image.Image]]:
             for row in rows:
-                partial = row in failed
+                partial = row in self._failed
                 picture, why = (source.partial_picture(row), "") if partial else source.picture(row, LARGEST_PX)
                 if picture is not None:
                     yield row, picture
@@ -392,7 +384,7 @@ class ReportContent:
                     missing[why] += 1
 
         sheets = thumbnail_sheets(pictures(), len(rows), room)
-        shown = sum(row not in failed for row in sheets.tiles)
+        shown = sum(row not in self._failed for row in sheets.tiles)
         about = f"{shown:,} of {len(self._good):,} images have a thumbnail on this page: the images in its lists, "
         about += "and as many randomly drawn points of the map as fit."
         if missing:
@@ -400,6 +392,20 @@ class ReportContent:
             about += f" {sum(missing.values()):,} have none because their picture is not available ({why}: {count:,})."
         self.data["thumbnails"] = sheets.as_json()
         self.data["about_thumbnails"] = printable(about if shown < len(self._good) else "")
+
+
+def _title(out: Path) -> str:
+    """Return the name of a data set: its folder, or the folder above if that is called "features"."""
+    return out.parent.name if out.name == "features" else out.name
+
+
+def _in_several(table: Sequence[Finding], value: Callable[[Finding], str]) -> dict[str, int]:
+    """Return kind -> number of its groups whose images have different values."""
+    values: dict[tuple[str, int], set[str]] = {}
+    for found in table:
+        if found.group is not None:
+            values.setdefault((found.kind, found.group), set()).add(value(found))
+    return Counter(kind for (kind, _), different in values.items() if len(different) > 1)
 
 
 def _shortened(path: str) -> str:

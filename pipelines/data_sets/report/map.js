@@ -49,7 +49,10 @@ const copied = async (text) => {
   }
 };
 const asCsv = (rows) => {
-  const cell = (value) => /[",\n\r]/.test(value) ? `"${String(value).replace(/"/g, '""')}"` : value;
+  const cell = (text) => { // as in extract/system/csv_cells.py: a spreadsheet does not run it as a formula
+    const value = typeof text === "string" && /^'*[=+\-@\t\r\n\uff1d\uff0b\uff0d\uff20]/.test(text) && isNaN(text) ? `'${text}` : text;
+    return /[",\n\r]/.test(value) ? `"${String(value).replace(/"/g, '""')}"` : value;
+  };
   const lines = rows.map((row) => [rowOf(row)[3], pathOf(row), className(labelOf(row)), splitOf(row)]);
   return [["row", "path", "class", "split"], ...lines].map((line) => line.map(cell).join(",") + "\n").join("");
 };
@@ -63,9 +66,9 @@ const addMap = () => {
   let groups, shown, looks; // group of each point; groups with a look; group -> [number of the colour, shape]
   const view = {zoom: 1, x: 0, y: 0}; // of the whole map, in pixels
 
-  add(part, "p", `Each point is an image, placed by its ${content.layer}.` +
-    (rows.length < of ? ` ${count(rows.length)} of ${count(of)} images are shown, drawn at random.` : ""));
-  const note = add(part, "p", "", {class: "quiet"});
+  const about = add(part, "p", `Each point is an image, placed by its ${content.layer}.` +
+    (rows.length < of ? ` ${count(rows.length)} of ${count(of)} images are shown, drawn at random. ` : " "));
+  const note = add(about, "span", "", {class: "quiet"});
 
   // Controls
 
@@ -94,9 +97,10 @@ const addMap = () => {
     "aria-label": "Map of images. Arrow keys move from point to point, plus and minus zoom, Escape clears the choice.",
   });
   const canvas = add(frame, "canvas", null, {"aria-hidden": "true"});
-  const about = add(frame, "div", null, {class: "about-point", hidden: ""});
-  const panel = add(area, "div", null, {class: "panel", "aria-label": "Chosen images", role: "region", tabindex: "0"});
-  const legend = add(part, "ul", null, {class: "legend", "aria-label": "Legend"});
+  const tip = add(frame, "div", null, {class: "about-point", hidden: ""});
+  const side = add(area, "div", null, {class: "side"});
+  const legend = add(side, "ul", null, {class: "legend", "aria-label": "Legend"});
+  const panel = add(side, "div", null, {class: "panel", "aria-label": "Chosen images", role: "region", tabindex: "0"});
   const spoken = add(part, "p", "", {class: "spoken", "aria-live": "polite"});
 
   // Groups and their looks
@@ -109,7 +113,8 @@ const addMap = () => {
     for (const group of groups) if (group !== null) sizes.set(group, (sizes.get(group) || 0) + 1);
     const order = (a, b) => typeof a === "number" ? a - b : a.localeCompare(b);
     const all = [...sizes.keys()].sort(order);
-    const largest = [...all].sort((a, b) => sizes.get(b) - sizes.get(a)).slice(0, IN_LEGEND).sort(order);
+    const alone = all.length > IN_LEGEND && sizes.get(all[0]) === 1 && Math.max(...sizes.values()) === 1;
+    const largest = alone ? [] : [...all].sort((a, b) => sizes.get(b) - sizes.get(a)).slice(0, IN_LEGEND).sort(order);
     shown = {all, largest};
     looks = new Map(largest.map((group, i) => [group, [i % COLOURS, SHAPES[Math.floor(i / COLOURS)]]]));
     choice.replaceChildren();
@@ -127,7 +132,8 @@ const addMap = () => {
         addName(button, textOf(group));
         button.group = group;
       }
-    if (largest.length < all.length)
+    if (alone) add(legend, "li", `${count(all.length)} classes of one image each: all points have one colour. Choose a class above to see it.`, {class: "quiet"});
+    else if (largest.length < all.length)
       add(legend, "li", `${count(all.length - largest.length)} other classes are grey; choose one above to see it.`, {class: "quiet"});
     draw();
   };
@@ -143,9 +149,14 @@ const addMap = () => {
   const fit = () => {
     const {x, y} = ways[way];
     const [low, high] = [[Math.min(...x), Math.min(...y)], [Math.max(...x), Math.max(...y)]];
-    const margin = PICTURE_PX[1] / 2 + 4, wide = frame.clientWidth, tall = frame.clientHeight;
+    const margin = PICTURE_PX[0], wide = frame.clientWidth, tall = frame.clientHeight;
     const scale = Math.min((wide - 2 * margin) / (high[0] - low[0] || 1), (tall - 2 * margin) / (high[1] - low[1] || 1));
     return {scale, x: wide / 2 - scale * (low[0] + high[0]) / 2, y: tall / 2 + scale * (low[1] + high[1]) / 2};
+  };
+  // The map reaches from its place to the end of the first screen; if little is left of that, it fills one screen.
+  const setHeight = () => {
+    const top = area.getBoundingClientRect().top + window.scrollY, left = window.innerHeight - top - 12;
+    area.style.setProperty("--height", `${left > 380 ? left : Math.max(320, window.innerHeight - 180)}px`);
   };
   let base;
   const placeOf = (point) => [
@@ -290,9 +301,15 @@ const addMap = () => {
       if (selected.length > LISTED) add(panel, "p", `The first ${LISTED} are shown.`, {class: "quiet"});
       const strip = add(panel, "ul", null, {class: "strip"});
       for (const row of selectedRows.slice(0, LISTED)) addCard(strip, row, []);
-    } else
+    } else {
       add(panel, "p", "Click an image to see its nearest images. Click the map, then zoom with the wheel; drag to move. " +
         "“Select by drawing” and the search for a path select images, whose paths can be copied or saved.", {class: "quiet"});
+      const [odd] = ["suspect label", "outlier", "near-duplicate", "copy"].filter((kind) => findings.counts[kind]);
+      const found = odd ? findingsOf(odd).map(([, row, , , , , , suggested]) => [row, suggested]) : rows.map((row) => [row, ""]);
+      add(panel, "h3", odd ? KINDS[odd][0] : "Some of the images");
+      const strip = add(panel, "ul", null, {class: "strip"});
+      for (const [row, suggested] of found.filter(([row]) => !sheets.length || tileOf(row)).slice(0, 12)) addCard(strip, row, [], {suggested});
+    }
   };
   const choose = (point) => {
     chosen = point;
@@ -314,14 +331,14 @@ const addMap = () => {
   const hover = (point) => {
     if (point === hovered) return;
     hovered = point;
-    about.hidden = point < 0;
-    about.replaceChildren();
+    tip.hidden = point < 0;
+    tip.replaceChildren();
     if (point >= 0) {
-      addPicture(about, rows[point]);
-      describe(about, rows[point]);
-      const [x, y] = placeOf(point), [wide, tall] = [about.offsetWidth, about.offsetHeight], gap = 14 + frame.pictures / 2;
-      about.style.left = `${Math.max(0, Math.min(frame.clientWidth - wide, x + gap + wide > frame.clientWidth ? x - wide - gap : x + gap))}px`;
-      about.style.top = `${Math.max(0, Math.min(frame.clientHeight - tall, y - tall / 2))}px`;
+      addPicture(tip, rows[point]);
+      describe(tip, rows[point]);
+      const [x, y] = placeOf(point), [wide, tall] = [tip.offsetWidth, tip.offsetHeight], gap = 14 + frame.pictures / 2;
+      tip.style.left = `${Math.max(0, Math.min(frame.clientWidth - wide, x + gap + wide > frame.clientWidth ? x - wide - gap : x + gap))}px`;
+      tip.style.top = `${Math.max(0, Math.min(frame.clientHeight - tall, y - tall / 2))}px`;
     }
     draw();
   };
@@ -425,9 +442,11 @@ const addMap = () => {
     event.preventDefault();
   });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+  window.addEventListener("resize", setHeight);
   new ResizeObserver(draw).observe(frame);
-  base = fit();
+  showPanel();
   whole();
   regroup();
-  showPanel();
+  setHeight();
+  base = fit();
 };

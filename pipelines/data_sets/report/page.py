@@ -62,7 +62,7 @@ def run_report(
     dataset = DataSet.open(out)
     with FeatureReader(out, partial=not described["complete"], check=True) as reader:
         content = ReportContent(reader, described, dataset, layer, seed, say)
-        content.fill(maps, probe_results)
+        content.fill(maps, probe_results, images)
         if other is not None:
             say(f"comparing with {other}")
             content.compare_with(out, other)

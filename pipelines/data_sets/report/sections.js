@@ -1,4 +1,4 @@
-// The sections of the page, most useful first: verdict, map, probe, neighbours, oddities; provenance is folded.
+// The sections of the page, most useful first: verdict, map, findings, probes, neighbours; provenance is folded.
 
 const METRICS = {
   top1: "Top-1", top5: "Top-5", balanced_accuracy: "Balanced", macro_f1: "Macro F1", log_loss: "Log loss",
@@ -36,35 +36,52 @@ const bestProbe = () => {
   const shown = content.predictions.name;
   return all.find(({probe, layer}) => probe.name === shown && layer.layer === content.predictions.layer) || all[0];
 };
+// The findings: kind -> [title, what is found as words, what the section says]
+const KINDS = {
+  "failed": ["Images without features", (n) => `${plural(n, "image")} ${n === 1 ? "has" : "have"} no features`, ""],
+  "copy across splits": ["Copies across splits", (n, groups) => `${plural(groups, "image")} ${groups === 1 ? "is" : "are"} in several splits`,
+    "The bytes are the same. A probe that learned an image is not tested by its copy."],
+  "copy": ["Copies", (n, groups) => `${plural(groups, "image")} ${groups === 1 ? "occurs" : "occur"} more than once`, "The bytes are the same."],
+  "near-duplicate": ["Near-duplicates", (n, groups) => plural(groups, "group of near-duplicates", "groups of near-duplicates"), ""],
+  "suspect label": ["Suspect labels", (n) => plural(n, "suspect label"),
+    "A probe that has not seen the image is confident of another class. The least credible labels come first."],
+  "outlier": ["Outliers", (n) => plural(n, "outlier"), ""],
+};
+const {findings} = content;
+const findingsOf = (kind) => findings.listed.filter(([its]) => its === kind);
+const anchorOf = (kind) => `finding-${kind.replace(/ /g, "-")}`;
+const across = (kind) => [[findings.in_splits[kind], "splits"], [findings.in_classes[kind], "classes"]]
+  .filter(([number]) => number && kind !== "copy across splits").map(([number, what]) => `, ${count(number)} across ${what}`).join("");
 const oddities = () => {
-  const {counts, copies, alike} = content, odd = [];
-  if (counts.failed) odd.push(`${plural(counts.failed, "image")} ${counts.failed === 1 ? "has" : "have"} no features`);
-  if (copies.images) odd.push(`${plural(copies.images, "image")} ${copies.images === 1 ? "occurs" : "occur"} more than once` +
-    (copies.in_splits ? `, ${count(copies.in_splits)} in several splits` : "") + (copies.in_classes ? `, ${count(copies.in_classes)} in several classes` : ""));
-  if (alike && alike.n_pairs) odd.push(plural(alike.n_pairs, "pair of near-duplicates", "pairs of near-duplicates") +
-    (alike.pairs_in_splits ? `, ${count(alike.pairs_in_splits)} across splits` : "") + (alike.pairs_in_classes ? `, ${count(alike.pairs_in_classes)} across classes` : ""));
-  if (content.classes.length > 1 && content.unlabelled) odd.push(`${plural(content.unlabelled, "image")} without a class`);
+  const odd = Object.entries(KINDS).filter(([kind]) => findings.counts[kind])
+    .map(([kind, [, words]]) => [words(findings.counts[kind], findings.groups[kind]) + across(kind), anchorOf(kind)]);
+  if (content.classes.length > 1 && content.unlabelled) odd.push([`${plural(content.unlabelled, "image")} without a class`, "classes"]);
   for (const layer of content.layers)
-    if (counts.good > 1 && layer.constant > layer.width / 10) odd.push(`${percent(layer.constant / layer.width)} of the values of ${layer.name} are the same for all images`);
+    if (content.counts.good > 1 && layer.constant > layer.width / 10)
+      odd.push([`${percent(layer.constant / layer.width)} of the values of ${layer.name} are the same for all images`, "provenance"]);
   return odd;
 };
 
 const addVerdict = () => {
   const part = add(main, "div", null, {class: "verdict"}), addTile = addHead("report", part);
-  const {rows, failed, classes} = content.counts;
+  const {rows, classes} = content.counts, labelled = rows - content.unlabelled, layers = content.layers.length;
   addTile(count(rows), rows === 1 ? "image" : "images");
-  if (classes) addTile(count(classes), classes === 1 ? "class" : "classes");
-  if (content.layers.length > 1) addTile(count(content.layers.length), "layers");
+  if (!labelled) addTile("no", "labels");
+  else addTile(count(classes), (classes === 1 ? "class" : "classes") + (labelled < rows ? `; ${count(labelled)} images have a label` : ""));
+  addTile(count(layers), layers === 1 ? "layer" : "layers");
   const best = bestProbe();
   if (best) {
     const estimate = best.layer.metrics[best.metric];
     addTile(metricValue(best.metric, estimate[0]), `${metricName(best.metric)} of a probe of ${best.layer.layer}${interval(best.metric, estimate)}`);
   }
-  if (content.alike && content.alike.same_class !== undefined)
+  if (byClass)
     addTile(percent(content.alike.same_class), `of the ${content.alike.k} nearest images have the same class; by chance ${percent(content.alike.by_chance)}`);
-  if (failed) addTile(count(failed), "failed");
-  const odd = oddities();
-  add(part, "p", `Features of ${content.backbone || "a backbone"}. ` + (odd.length ? `Odd: ${odd.join("; ")}.` : "Nothing odd was found: no failures, copies or near-duplicates."));
+  const odd = oddities(), text = add(part, "p", `Features of ${content.backbone || "a backbone"}. `);
+  text.append(odd.length ? "Odd: " : "Nothing odd was found: no failures, copies, near-duplicates, outliers or suspect labels.");
+  odd.forEach(([words, anchor], i) => {
+    add(text, "a", words, {href: `#${anchor}`});
+    text.append(i < odd.length - 1 ? "; " : ".");
+  });
 };
 
 // Probes
@@ -124,7 +141,7 @@ const addPredictions = (part) => {
     (all > Math.min(60, wrong.length) ? `; ${Math.min(60, wrong.length)} of them are shown` : "") + (certain ? ", the most confident first." : "."));
   if (layer.confusion && layer.classes.length <= CONFUSIONS) {
     const {classes, confusion} = layer;
-    const scroll = add(part, "div", null, {class: "scroll confusion", tabindex: "0", role: "region", "aria-label": "Confusion matrix"});
+    const scroll = addSideways(part, "div", {class: "scroll confusion", role: "region", "aria-label": "Confusion matrix"});
     const table = add(scroll, "table");
     add(table, "caption", "Test images by true class (rows) and predicted class (columns). Choose a cell to see its images.");
     const head = add(add(table, "thead"), "tr");
@@ -164,102 +181,85 @@ const addNeighbourSection = () => {
   const part = addSection("Neighbours");
   add(part, "p", `Images are compared by the cosine of their ${content.layer}: 1 is the same direction. Of images with the same bytes, only the first is compared.`);
   if (queries < among)
-    add(part, "p", `Neighbours of ${count(queries)} randomly drawn images were searched among all ${count(among)}; near-duplicates and outliers are of these ${count(queries)} images only.`);
-  const addGallery = (why, title) => {
-    const strips = gallery.filter((strip) => strip.why === why);
-    if (!strips.length) return;
-    add(part, "h3", title);
-    for (const {row, hits} of strips) addNeighbours(part, row, hits.map(([hit, near]) => [hit, near.toFixed(3)]));
-  };
+    add(part, "p", `Neighbours of ${count(queries)} randomly drawn images were searched among all ${count(among)}; near-duplicates and outliers are of these ${count(queries)} images only. \`layertap findings\` searches all.`);
   if (byClass && classes.length > 1)
     addTable(part, `How many of the ${k} nearest images have the same class`, [
       ["Class", "text", (item) => className(item.label)],
       ["Same class", "number", (item) => item.same, (item) => percent(item.same)],
       ["Most frequent other class", "text", (item) => className(item.other)],
       ["Its share", "number", (item) => item.other_share, (item) => item.other < 0 ? null : percent(item.other_share)],
-    ], [...classes].sort((a, b) => a.same - b.same)).parentElement.classList.add("narrow");
-  addGallery("uncertain", "Least certain: the fewest neighbours of the same class");
-  addGallery("central", byClass && classes.length > gallery.filter((strip) => strip.why === "central").length ?
-    "Most central images of the largest classes" : "The most central image of each class");
-  addGallery("", "Randomly drawn images");
+    ], [...classes].sort((a, b) => a.same - b.same));
+  if (!gallery.length) return;
+  add(part, "h3", !byClass ? "Randomly drawn images" : classes.length > gallery.length ? "Most central images of the largest classes" : "The most central image of each class");
+  for (const {row, hits} of gallery) addNeighbours(part, row, hits.map(([hit, near]) => [hit, near.toFixed(3)]));
 };
 
-// Oddities
+// Findings
 
-const addFailures = (part) => {
-  const {failed} = content.counts;
-  if (!failed) return;
-  add(part, "h3", "Images without features");
-  add(part, "p", `${plural(failed, "image")} ${failed === 1 ? "has" : "have"} no features (` +
-    Object.entries(content.status).filter(([what]) => what !== "ok").map(([what, number]) => `${count(number)} ${what}`).join(", ") + ")." +
-    (content.failures.length < failed ? ` The first ${count(content.failures.length)} are listed.` : ""));
-  const shown = content.failures.filter(([number]) => tileOf(number));
-  if (shown.length) {
-    add(part, "p", "These images can be decoded in part. The part is shown here, but has no features.", {class: "quiet"});
+const FIRST = 24; // cards and groups of a kind
+const addKind = (part, kind) => {
+  const [title, , about] = KINDS[kind], rows = findingsOf(kind), all = findings.counts[kind];
+  if (!all) return;
+  add(part, "h3", title, {id: anchorOf(kind)});
+  const isGroup = rows[0][5] !== null, units = isGroup ? new Set(rows.map((row) => row[5])).size : rows.length;
+  const inAll = isGroup ? findings.groups[kind] : all, shown = Math.min(units, FIRST);
+  add(part, "p", [about, kind === "failed" ? "" : rows[0][4] === about ? "" : `Score: ${rows[0][4]}.`,
+    isGroup ? `${plural(all, "image")} in ${plural(inAll, "group")}${across(kind)}.` : `${plural(all, "image")}.`,
+    inAll > shown ? `The first ${shown} are shown; the table below names ${rows.length < all ? `the first ${count(rows.length)}` : "all"}.` : ""].filter(Boolean).join(" "));
+  if (kind === "failed") {
+    const pictures = rows.filter(([, row]) => tileOf(row));
+    if (pictures.length) add(part, "p", "These images can be decoded in part. The part is shown here, but has no features.", {class: "quiet"});
     const strip = add(part, "ul", null, {class: "strip"});
-    for (const [number, status] of shown) addCard(strip, number, [status]);
+    for (const [, row] of pictures.slice(0, FIRST)) addCard(strip, row, []);
+    addTable(part, "Images without features", [["Row", "number", ([, row]) => rowOf(row)[3]], ["Path", "text", ([, row]) => pathOf(row)], ["Reason", "text", (row) => row[4]]], rows);
+    return;
   }
-  addTable(part, "Images without features", [
-    ["Row", "number", ([number]) => rowOf(number)[3], ([number]) => count(rowOf(number)[3])],
-    ["Path", "text", ([number]) => pathOf(number)],
-    ["Status", "text", (item) => item[1]],
-    ["Reason", "text", (item) => item[2]],
-  ], content.failures);
-};
-const addCopies = (part) => {
-  const {groups, images, rows} = content.copies;
-  if (!images) return;
-  add(part, "h3", "Copies: the same bytes");
-  add(part, "p", `${plural(images, "image")} ${images === 1 ? "occurs" : "occur"} more than once, in ${count(rows)} rows.` +
-    (groups.length < images ? ` The ${groups.length} images with the most copies are shown.` : ""));
-  const strip = add(part, "ul", null, {class: "strip"});
-  for (const {rows: some, count: all, classes, splits} of groups) {
-    const element = add(strip, "li", null, {class: "pair"});
-    add(element, "p", `${count(all)} copies` + (classes > 1 ? `, in ${classes} classes` : "") + (splits > 1 ? `, in ${splits} splits` : ""));
-    addCard(add(element, "ul", null, {class: "strip"}), some[0], []);
-    const names = add(element, "p", null, {class: "quiet"});
-    some.slice(1).forEach((number) => { addName(names, pathOf(number)); names.append(" "); });
-    if (all > some.length) names.append(`and ${count(all - some.length)} more`);
+  const strip = add(part, "ul", null, {class: isGroup ? "strip groups" : "strip"});
+  if (!isGroup) {
+    for (const [, row, , score, , , , suggested] of rows.slice(0, FIRST)) addCard(strip, row, [score.toFixed(3)], {suggested});
+    return;
   }
-};
-const addAlike = (part) => {
-  if (!content.alike) return;
-  const {pairs, n_pairs: all, threshold, outliers, k, counts, edges} = content.alike;
-  if (pairs.length) {
-    add(part, "h3", all ? "Near-duplicates" : "The most similar images");
-    add(part, "p", threshold === null ? "There are too few images to tell which pairs are unusually similar; these are the most similar." :
-      (all ? `${plural(all, "pair")} ${all === 1 ? "has" : "have"}` : "No pair has") + ` a cosine of at least ${threshold.toFixed(4)}, from which a nearest image is unusually near in this data set` +
-      (all > pairs.length ? `; the ${pairs.length} most similar pairs:` : all ? ":" : "; the most similar pairs:"));
-    const figures = add(part, "div", null, {class: "plots"});
-    if (counts.some((item) => item))
-      addHistogram(figures, "Cosine of each image and its nearest image", "cosine", counts, edges, threshold === null ? null : [threshold, "near-duplicates from here"]);
-    const strip = add(part, "ul", null, {class: "strip"});
-    for (const [first, second, near] of all ? pairs : pairs.slice(0, 6)) {
-      const element = add(strip, "li", null, {class: "pair"});
-      add(element, "p", `cosine ${near.toFixed(4)}` + (labelOf(first) !== labelOf(second) ? ", in two classes" : "") + (splitOf(first) !== splitOf(second) ? ", in two splits" : ""));
-      const list = add(element, "ul", null, {class: "strip"});
-      addCard(list, first, []);
-      addCard(list, second, []);
-    }
-  }
-  add(part, "h3", "Outliers");
-  if (!outliers.length) add(part, "p", `Too few images to tell: there are at most ${k}.`);
-  else {
-    add(part, "p", `Images with the smallest mean cosine to their ${k} nearest images:`);
-    const strip = add(part, "ul", null, {class: "strip"});
-    for (const [number, mean] of outliers) addCard(strip, number, [mean.toFixed(3)]);
+  const groups = new Map();
+  for (const row of rows) groups.set(row[5], [...groups.get(row[5]) || [], row]);
+  for (const members of [...groups.values()].slice(0, FIRST)) {
+    const element = add(strip, "li", null, {class: "pair"}), several = (valueOf) => new Set(members.map(([, row]) => valueOf(row))).size > 1;
+    add(element, "p", (kind.startsWith("copy") ? `${count(members.length)} copies` : `cosine ${Math.max(...members.map((row) => row[3])).toFixed(4)}`) +
+      (several(labelOf) ? ", in several classes" : "") + (several(splitOf) ? ", in several splits" : ""));
+    const list = add(element, "ul", null, {class: "strip"});
+    for (const [, row, , , , , keep] of members.slice(0, kind.startsWith("copy") ? 1 : 4)) addCard(list, row, keep ? ["keep"] : []);
+    const others = members.slice(kind.startsWith("copy") ? 1 : 4), names = add(element, "p", null, {class: "quiet"});
+    for (const [, row] of others.slice(0, 8)) { addName(names, shortPath(row)); names.append(" "); }
+    if (others.length > 8) names.append(`and ${count(others.length - 8)} more`);
   }
 };
-const addOddities = () => {
-  const part = addSection("Oddities");
-  addFailures(part);
-  addCopies(part);
-  addAlike(part);
+const addFindings = () => {
+  const part = addSection("Findings"), {alike} = content;
+  const all = Object.values(findings.counts).reduce((sum, number) => sum + number, 0);
+  for (const kind of Object.keys(KINDS)) addKind(part, kind);
+  if (alike) {
+    const few = alike.threshold === null;
+    add(part, "p", (few ? "Too few images to tell which are unusually near or far. " :
+      `Near-duplicates have a cosine of at least ${alike.threshold.toFixed(4)}, half as far as usual or nearer. `) +
+      (few || alike.outliers_below === null ? "" : `Outliers have a cosine below ${alike.outliers_below.toFixed(4)} to their neighbour ${alike.k}: a modified z-score above 3.5. ` +
+        (findings.counts.outlier ? "" : "No image is that far from the others.")), {class: "quiet"});
+    if (alike.counts.some((item) => item))
+      addHistogram(add(part, "div", null, {class: "plots"}), "Cosine of each image and its nearest image", "cosine", alike.counts, alike.edges, few ? null : [alike.threshold, "near-duplicates from here"]);
+  }
+  if (!all) return;
+  const controls = add(part, "div", null, {class: "controls"});
+  addButton(controls, "Save findings as CSV", () => savedAs("findings.csv", Uint8Array.from(atob(findings.csv), (character) => character.charCodeAt(0)), "text/csv"));
+  add(controls, "span", `${plural(all, "finding")}${findings.saved < all ? `, of which ${count(findings.saved)} are saved` : ""}. \`layertap findings -o FILE\` writes all as CSV, JSON or Parquet.`, {class: "quiet"});
+  addTable(addFolded(part, "All findings in a table"), "Findings", [
+    ["Kind", "text", (row) => row[0]], ["Path", "text", (row) => pathOf(row[1])], ["Score", "number", (row) => row[3], (row) => row[3] === null ? null : row[3].toFixed(4)],
+    ["Class", "text", (row) => className(labelOf(row[1]))], ["Suggested", "text", (row) => row[7]],
+    ["Other image", "text", (row) => row[2] === null ? "" : pathOf(row[2])], ["Group", "number", (row) => row[5]],
+    ["Keep", "text", (row) => row[6] === null ? "" : row[6] ? "yes" : "no"], ["Meaning", "text", (row) => row[4]],
+  ], findings.listed);
 };
 
 const addClasses = () => {
   if (!content.classes.length) return;
-  const part = addSection("Classes");
+  const part = addSection("Classes", "classes");
   const sizes = content.classes.map(([, all]) => all);
   const unlabelled = content.unlabelled ? ` ${plural(content.unlabelled, "image")} ${content.unlabelled === 1 ? "has" : "have"} no class.` : "";
   if (!sizesDiffer() && content.classes.every(([, all, good]) => all === good)) {
@@ -354,7 +354,7 @@ const addRuns = (part) => {
   ], content.runs);
 };
 const addProvenance = () => {
-  const part = addSection("Where it comes from");
+  const part = addSection("Where it comes from", "provenance");
   if (content.about_thumbnails) add(part, "p", content.about_thumbnails, {class: "quiet"});
   const list = add(addFolded(part, "Images, backbone and settings"), "dl", null, {class: "facts"});
   for (const [what, how] of content.facts) {
@@ -367,9 +367,9 @@ const addProvenance = () => {
 
 addVerdict();
 addMap();
+addFindings();
 addProbes();
 addNeighbourSection();
-addOddities();
 addClasses();
 addComparison();
 addProvenance();

@@ -53,6 +53,19 @@ const addChart = (parent, label, {x, y, xTitle, yTitle, xTicks, yText = short, h
   redraw();
 };
 
+// A name beside a point, at the first place that covers nothing of `taken`, boxes that grow by the name; else none
+const addFreeText = (svg, text, x, y, box, taken) => {
+  const wide = 6.4 * text.length + 4, tall = 14;
+  for (const [right, up] of [[1, 1], [-1, 1], [1, 0], [-1, 0], [1, -1], [-1, -1], [1, 2], [-1, 2], [1, -2], [-1, -2]]) {
+    const left = right > 0 ? x + 10 : x - 10 - wide, top = y - tall / 2 - up * tall, area = [left, top, left + wide, top + tall];
+    if (area[0] < box.left || area[2] > box.right || area[1] < box.top || area[3] > box.bottom) continue;
+    if (taken.some((other) => area[0] < other[2] && area[2] > other[0] && area[1] < other[3] && area[3] > other[1])) continue;
+    addSvg(svg, "text", {class: "tick", x: left + 2, y: top + 11}, text);
+    taken.push(area);
+    return;
+  }
+};
+
 // counts: of each bin; edges: of the bins; line: [value, text] of a vertical line, or null
 const addHistogram = (parent, label, xTitle, counts, edges, line = null) => {
   const figure = add(parent, "figure");

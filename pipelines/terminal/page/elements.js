@@ -39,9 +39,8 @@ const addHead = (kind, parent) => {
 };
 
 let sections = 0;
-const addSection = (title, parent = main) => {
-  const id = `section-${++sections}`;
-  const element = add(parent, "section", null, {"aria-labelledby": id});
+const addSection = (title, id = `section-${++sections}`) => {
+  const element = add(main, "section", null, {"aria-labelledby": id});
   add(element, "h2", title, {id});
   add(add(document.getElementById("contents"), "li"), "a", title, {href: `#${id}`});
   return element;
@@ -53,9 +52,25 @@ const addButton = (parent, text, act, attributes) => {
   return button;
 };
 
+// An element that scrolls sideways, in a frame that shows an arrow where there is more of it
+const addSideways = (parent, tag, attributes) => {
+  const frame = add(parent, "div", null, {class: "sideways"});
+  const element = add(frame, tag, null, {tabindex: "0", ...attributes});
+  const update = () => {
+    const rest = element.scrollWidth - element.clientWidth - element.scrollLeft;
+    frame.classList.toggle("more", rest > 2);
+    frame.classList.toggle("before", element.scrollLeft > 2);
+  };
+  element.addEventListener("scroll", update, {passive: true});
+  const observer = new ResizeObserver(update);
+  observer.observe(element);
+  new MutationObserver(update).observe(element, {childList: true, subtree: true});
+  return element;
+};
+
 // Columns of a table: [title, "text" | "number", value of a row to sort by, text to show]
 const addTable = (parent, caption, columns, rows) => {
-  const scroll = add(parent, "div", null, {class: "scroll", tabindex: "0", role: "region", "aria-label": caption});
+  const scroll = addSideways(parent, "div", {class: "scroll", role: "region", "aria-label": caption});
   const element = add(scroll, "table");
   add(element, "caption", caption);
   const head = add(add(element, "thead"), "tr");
@@ -73,7 +88,7 @@ const addTable = (parent, caption, columns, rows) => {
   const headings = columns.map(([title, kind, value, shown]) => {
     const longest = Math.max(0, ...rows.map((row) => String((shown ? shown(row) : value(row)) ?? "").length));
     const heading = add(head, "th", null, {scope: "col", "aria-sort": "none", ...(kind === "number" ? {class: "number"} : {})});
-    if (kind === "text") heading.style.minWidth = `calc(${Math.min(longest, 20)}ch + 1.2rem)`; // with the padding
+    if (kind === "text") heading.style.minWidth = `calc(${Math.min(longest, 30)}ch + 1.2rem)`; // with the padding
     addButton(heading, title, () => {
       const up = heading.getAttribute("aria-sort") !== "ascending";
       for (const other of headings) other.setAttribute("aria-sort", "none");
@@ -142,22 +157,39 @@ const addPicture = (parent, number, side = CARD_PX) => {
   image.style.backgroundPosition = `${-tile.x * scale}px ${-tile.y * scale}px`;
 };
 
+// The shortest end of a path, from a "/" on, that no other row of the page has
+const endsOfPaths = new Map();
+for (const [path] of Object.values(content.rows))
+  for (let at = path.length; at > 0;) {
+    at = path.lastIndexOf("/", at - 1);
+    endsOfPaths.set(path.slice(at + 1), (endsOfPaths.get(path.slice(at + 1)) || 0) + 1);
+  }
+const shortPath = (number) => {
+  const path = pathOf(number);
+  let at = path.lastIndexOf("/");
+  while (at > 0 && endsOfPaths.get(path.slice(at + 1)) > 1) at = path.lastIndexOf("/", at - 1);
+  return path.slice(at + 1);
+};
+
 // A card: the picture of a row, lines of text, its file name and its class. `mark`: true: right, false: wrong.
-const addCard = (parent, number, lines, {kind = "", mark = null, side = CARD_PX} = {}) => {
+const addCard = (parent, number, lines, {kind = "", mark = null, side = CARD_PX, suggested = ""} = {}) => {
   const element = add(parent, "li", null, {class: `card ${kind} ${mark === null ? "" : mark ? "right" : "wrong"}`});
   addPicture(element, number, side);
   for (const line of lines) add(element, "div", line);
-  const fileName = pathOf(number).split("/").pop();
-  addName(element, fileName.length > 17 ? "…" + fileName.slice(-16) : fileName).title = pathOf(number); // names differ at their ends
+  const path = shortPath(number);
+  const name = addName(element, path.length > 48 ? "…" + path.slice(-47) : path); // paths differ at their ends
+  name.title = pathOf(number);
+  name.className = "path";
   if (labelOf(number) >= 0) {
     const line = add(element, "div", null, {class: "class"});
     if (mark !== null) add(line, "span", mark ? "✓ " : "✗ ", {role: "img", "aria-label": mark ? "same class: " : "other class: "});
     addName(line, className(labelOf(number)));
   }
+  if (suggested) addName(add(element, "div", "probably ", {class: "predicted"}), suggested);
   return element;
 };
 const addNeighbours = (parent, number, hits) => {
-  const strip = add(parent, "ul", null, {class: "strip row-strip", tabindex: "0", "aria-label": `Nearest to ${pathOf(number)}`});
+  const strip = addSideways(parent, "ul", {class: "strip row-strip", "aria-label": `Nearest to ${pathOf(number)}`});
   addCard(strip, number, ["query"], {kind: "query", side: STRIP_PX});
   for (const [hit, text] of hits) addCard(strip, hit, [text], {side: STRIP_PX, mark: sameClass(number, hit)});
 };

@@ -1,7 +1,8 @@
-"""Similar images of a data set, for a report: copies, near-duplicates, outliers and neighbours."""
+"""Similar images of a data set: copies, near-duplicates and neighbours; and outliers, which resemble no other."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -16,11 +17,14 @@ from extract.analysis.similarity import mutual_knn
 from extract.store.reader import FeatureArray, FeatureReader
 
 __all__ = [
+    "QUICK_PRODUCTS",
     "K",
     "SimilarImages",
     "copies",
+    "image_numbers",
     "map_neighbours",
     "near_duplicate_cosine",
+    "outlier_cosine",
     "shared_neighbours",
     "similar_images",
 ]
@@ -28,7 +32,7 @@ __all__ = [
 K = 10  # neighbours per image
 _FEWEST = 30  # nearest cosines from which a threshold of near-duplicates is computed
 _MODIFIED_Z = 3.5  # of outliers (Iglewicz and Hoaglin, "How to detect and handle outliers", 1993)
-_PRODUCTS = 5e11  # multiplications of a search: about 15 s on two cores
+QUICK_PRODUCTS = 5e11  # multiplications of a search: about 15 s on two cores
 _SHARED_ROWS = 2000  # images on which two data sets are compared, drawn at random
 
 
@@ -47,18 +51,16 @@ class SimilarImages:
     near: Neighbours
 
     @property
-    def means(self) -> NDArray[np.float64]:
-        """(Q,) mean cosine of each query to its neighbours; NaN if it has no neighbours."""
-        count = np.isfinite(self.near.cosines).sum(1)
-        total = np.nansum(self.near.cosines, 1)
-        means: NDArray[np.float64] = np.divide(total, count, out=np.full(len(total), np.nan), where=count > 0)
-        return means
-
-    @property
     def nearest(self) -> NDArray[np.float64]:
         """Cosine of each query to its nearest neighbour; queries without neighbours are left out."""
         first = self.near.cosines[:, 0] if self.near.cosines.size else np.empty(0)
         return first[np.isfinite(first)]
+
+    @property
+    def farthest(self) -> NDArray[np.float64]:
+        """(Q,) cosine of each query to its K-th neighbour; NaN if it has fewer."""
+        full = self.near.cosines.shape[1] == K
+        return self.near.cosines[:, -1] if full else np.full(len(self.queries), np.nan)
 
     def pairs(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """Return the pairs of queries and their neighbours, each once and the largest cosine first.
@@ -87,30 +89,51 @@ def near_duplicate_cosine(nearest: NDArray[np.float64]) -> float | None:
     Args:
         nearest: (N,) cosine of each image to its nearest image.
     """
-    if len(nearest) < _FEWEST:
+    usual = _usual_distance(nearest)
+    return None if usual is None else float(1 - np.exp(usual[0] - max(_MODIFIED_Z * usual[1], np.log(2))))
+
+
+def outlier_cosine(farthest: NDArray[np.float64]) -> float | None:
+    """Return the cosine to the K-th neighbour below which an image is like no other, or None for too few images.
+
+    The rule is that of `near_duplicate_cosine` on the other side: the modified z-score of log(1 - cosine) is above 3.5.
+    Images without any relation, such as one of each of 200 kinds, have no outliers. By the K-th neighbour
+    (Ramaswamy, Rastogi and Shim 2000), up to K outliers that are like each other do not hide each other.
+
+    Args:
+        farthest: (N,) cosine of each image to its K-th neighbour; NaN if it has fewer.
+    """
+    usual = _usual_distance(farthest[np.isfinite(farthest)])
+    return None if usual is None else float(1 - np.exp(usual[0] + _MODIFIED_Z * usual[1]))
+
+
+def _usual_distance(cosines: NDArray[np.float64]) -> tuple[float, float] | None:
+    """Return the median of log(1 - cosine), and its deviation: MAD / 0.6745; None for too few cosines."""
+    if len(cosines) < _FEWEST:
         return None
-    distances = np.log(np.maximum(1 - nearest, 1e-7))  # float32 cosines of equal directions differ from 1 by as much
-    median = np.median(distances)
-    deviation = np.median(np.abs(distances - median))
-    unusual = median - max(_MODIFIED_Z * deviation / 0.6745, np.log(2))
-    return float(1 - np.exp(unusual))
+    distances = np.log(np.maximum(1 - cosines, 1e-7))  # float32 cosines of equal directions differ from 1 by as much
+    median = float(np.median(distances))
+    return median, float(np.median(np.abs(distances - median))) / 0.6745
 
 
-def similar_images(array: FeatureArray, hashes: NDArray[np.uint8], good: NDArray[np.int64], seed: int) -> SimilarImages:
-    """Find the neighbours of as many images as can be compared with all others in about 15 s on two cores.
+def similar_images(
+    array: FeatureArray, hashes: NDArray[np.uint8], good: NDArray[np.int64], seed: int, max_products: float = math.inf
+) -> SimilarImages:
+    """Find the neighbours of all images, or of as many as the limit permits.
 
     Args:
         array: array of the feature.
         hashes: (N, 16) hashes of the images' bytes.
         good: rows with features, ascending.
         seed: seed of the choice of queries, if not all images can be queries.
+        max_products: limit for the number of multiplications.
     """
     among = _first_of_each(hashes, good)
     width = max(1, int(np.prod(array.shape[1:])))
-    max_queries = int(max(1, _PRODUCTS // max(1, len(among) * width)))
+    count = int(min(len(among), max(1, max_products / max(1, len(among) * width))))
     queries = among
-    if max_queries < len(among):
-        queries = np.sort(np.random.default_rng(seed).permutation(among)[:max_queries])
+    if count < len(among):
+        queries = np.sort(np.random.default_rng(seed).permutation(among)[:count])
     return SimilarImages(among, queries, _neighbours_of(array, queries, among))
 
 
@@ -120,7 +143,7 @@ def map_neighbours(array: FeatureArray, points: NDArray[np.int64]) -> NDArray[np
     None is returned for rows so wide that this would take longer than `similar_images`.
     """
     width = max(1, int(np.prod(array.shape[1:])))
-    if len(points) ** 2 * width > _PRODUCTS:
+    if len(points) ** 2 * width > QUICK_PRODUCTS:
         return None
     rows = _neighbours_of(array, points, points).rows
     return np.where(rows >= 0, np.searchsorted(points, rows), -1)
@@ -147,6 +170,14 @@ def copies(hashes: NDArray[np.uint8], good: NDArray[np.int64]) -> list[list[int]
     edges = np.flatnonzero(np.concatenate([[True], keys[order][1:] != keys[order][:-1], [True]]))
     groups = [hashed[order[start:stop]].tolist() for start, stop in pairwise(edges) if stop - start > 1]
     return sorted(groups, key=lambda group: (-len(group), group))
+
+
+def image_numbers(hashes: NDArray[np.uint8], rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the number (N,) of the image of each row, from 0; rows with the same bytes have the same number."""
+    numbers = np.arange(len(rows))
+    for group in copies(hashes, rows):
+        numbers[np.searchsorted(rows, group)] = np.searchsorted(rows, group[0])
+    return np.unique(numbers, return_inverse=True)[1]
 
 
 def _first_of_each(hashes: NDArray[np.uint8], good: NDArray[np.int64]) -> NDArray[np.int64]:

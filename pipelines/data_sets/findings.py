@@ -1,0 +1,118 @@
+"""Findings about the images of a data set, as a file or on the terminal: `layertap findings OUT`."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import functools
+import io
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, astuple, fields
+from itertools import groupby
+from pathlib import Path
+
+from extract.analysis.row_findings import KINDS, Finding, findings
+from extract.store.places.destination import data_set_at
+from extract.store.reader import FeatureReader
+from extract.system.atomic_files import link_target, write_whole
+from extract.system.csv_cells import safe_cell
+from extract.system.optional_libraries import library
+from pipelines.terminal.output_paths import check_file
+from pipelines.terminal.pictures import Pictures
+from pipelines.terminal.text_output import SHOWN, counted, printable
+
+__all__ = ["as_base64", "as_json", "picture_sizes", "print_findings", "run_findings"]
+
+
+_COLUMNS = tuple(column.name for column in fields(Finding))
+
+
+def run_findings(
+    out: Path | str, output: Path | None, layer: str | None, kinds: Sequence[str], images: str | None
+) -> list[Finding]:
+    """Return the findings, and write them if `output` is given: as CSV, JSON or Parquet, by its suffix.
+
+    Raises:
+        InputError: `out` is not a data set, a layer must be named, or the file cannot be written.
+        UnknownNameError: the layer does not exist.
+    """
+    if output is not None:
+        check_file(output, tuple(_WRITERS))
+    with FeatureReader(out, check=isinstance(out, Path)) as reader:
+        sizes = picture_sizes(reader, data_set_at(out).images["root"], images)
+        table = findings(reader, layer, kinds=kinds or KINDS, picture_size=sizes)
+    if output is not None:
+        write_whole(link_target(output), _WRITERS[output.suffix.lower()](table))
+    return table
+
+
+def picture_sizes(reader: FeatureReader, root: str, images: str | None) -> Callable[[int], tuple[int, int] | None]:
+    """Return a function of a row that returns the size of its picture; the images are listed on its first use."""
+    pictures = functools.cache(lambda: Pictures(reader, root, range(len(reader)), images))
+    return lambda row: pictures().size(row)
+
+
+def as_json(table: Sequence[Finding]) -> list[dict[str, object]]:
+    """Return the findings as JSON-compatible data."""
+    return [asdict(found) for found in table]
+
+
+def as_base64(table: Sequence[Finding]) -> str:
+    """Return the CSV file of the findings in base64."""
+    return base64.b64encode(_csv(table)).decode()
+
+
+def _csv(table: Sequence[Finding]) -> bytes:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(map(safe_cell, line) for line in [_COLUMNS, *map(astuple, table)])
+    return text.getvalue().encode(errors="surrogateescape")
+
+
+def _json(table: Sequence[Finding]) -> bytes:
+    return json.dumps(as_json(table), indent=1).encode()
+
+
+def _parquet(table: Sequence[Finding]) -> bytes:
+    arrow, parquet = (library(name, "parquet", "Parquet") for name in ("pyarrow", "pyarrow.parquet"))
+    kinds = {"row": arrow.int64(), "score": arrow.float64(), "group": arrow.int64(), "keep": arrow.bool_()}
+    schema = arrow.schema([(name, kinds.get(name, arrow.string())) for name in _COLUMNS])
+    file = io.BytesIO()
+    lines = [{name: _as_utf8(value) for name, value in asdict(found).items()} for found in table]
+    parquet.write_table(arrow.Table.from_pylist(lines, schema), file)
+    return file.getvalue()
+
+
+def _as_utf8(value: object) -> object:
+    """Escape the bytes of a text that are not UTF-8, as the Parquet files of `layertap export` do."""
+    return os.fsencode(value).decode("utf-8", "backslashreplace") if isinstance(value, str) else value
+
+
+_WRITERS = {".csv": _csv, ".json": _json, ".parquet": _parquet}
+
+
+def print_findings(table: Sequence[Finding], echo: Callable[[str], None]) -> None:
+    """Print the number of findings of each kind, and the first of them."""
+    if not table:
+        echo("nothing found: no failed images, copies, near-duplicates, outliers or suspect labels")
+    for kind, found in groupby(table, key=lambda finding: finding.kind):
+        rows = list(found)
+        groups = len({row.group for row in rows})
+        echo(
+            f"{kind}: {counted(len(rows), 'image')}"
+            + ("" if rows[0].group is None else f" in {counted(groups, 'group')}")
+        )
+        for row in rows[:SHOWN]:
+            score = "" if row.score is None else f"{row.score:.4f}  "
+            echo(f"  {score}{printable(row.path)}  {printable(_note(row))}")
+        if len(rows) > SHOWN:
+            echo(f"  ... and {len(rows) - SHOWN:,} more: write them to a file with -o findings.csv")
+
+
+def _note(row: Finding) -> str:
+    if row.suggested:
+        return f"[{row.label}] is probably [{row.suggested}]"
+    if row.group is None:
+        return row.meaning
+    return f"group {row.group}" + (", to keep" if row.keep else "")
