@@ -18,6 +18,7 @@ __all__ = [
     "LayertapError",
     "LockedError",
     "MachineError",
+    "OtherFeaturesError",
     "UnknownNameError",
     "first_line",
     "is_of_the_machine",
@@ -53,6 +54,18 @@ class LayertapError(Exception):
 
 class InputError(LayertapError, ValueError):
     """The input cannot be used: a folder without images, a pooling that does not fit, a wrong file."""
+
+
+class OtherFeaturesError(InputError):
+    """The place of a data set holds other features.
+
+    Attributes:
+        only_layers: whether it is complete and of the same images, backbone and preprocessing, so layers can be added.
+    """
+
+    def __init__(self, *args: object, hint: str = "", only_layers: bool = False):
+        super().__init__(*args, hint=hint)
+        self.only_layers = only_layers
 
 
 class UnknownNameError(LayertapError, KeyError):

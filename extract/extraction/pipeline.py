@@ -36,6 +36,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from extract.compute.forward import Values, check_count
+from extract.extraction.added_layers import EarlierRows
 from extract.extraction.plan import Plan
 from extract.extraction.validation import Computation, ValidatedForward
 from extract.images import Batch, Images
@@ -67,6 +68,7 @@ def extract_shard(
     summary: Summary,
     on_rows: Callable[[int, bool], None] | None = None,
     stop: Callable[[], bool] | None = None,
+    earlier: EarlierRows | None = None,
 ) -> None:
     """Compute the rows of one shard, store each batch while the next is computed, and publish the shard.
 
@@ -78,17 +80,18 @@ def extract_shard(
         summary: updated with the rows and times; `stopped` if the run was asked to stop. Then the shard can be resumed.
         on_rows: called with the number of rows stored since the last call, and False.
         stop: called after each batch is decoded; True stops the run after the batches in progress are stored.
+        earlier: the rows to which layers are added; None: all layers are computed.
 
     Raises:
         LayertapError: a batch cannot be decoded, computed or stored. Batches before it are stored.
     """
     before, began, copying_s = copy.deepcopy(summary), time.perf_counter(), forward.copying_s
-    stages, reported, blank = summary.stages, 0, blank_rows(plan.dataset.features)
+    stages, reported, blank = summary.stages, 0, blank_rows(plan.computed)
     # The first batch is read before the file of the shard is made: where no image can be read, no file is left.
     first = list(itertools.islice(batches, 1))  # empty if the rows of an unfinished shard are all stored
     stages["images"] += time.perf_counter() - began
     batches = itertools.chain((first.pop() for _ in range(len(first))), batches)  # and not held any longer
-    with open_part(plan, work) as writer:
+    with open_part(plan, work, earlier) as writer:
         for batch, features in _computed(batches, Duplicates(writer), forward, summary, stop):
             rows = rows_of(batch.unique, features, blank)
             asked = time.perf_counter()
@@ -138,7 +141,7 @@ class ShardWork:
 
 
 @contextlib.contextmanager
-def open_part(plan: Plan, work: ShardWork) -> Iterator[ShardWriter]:
+def open_part(plan: Plan, work: ShardWork, earlier: EarlierRows | None) -> Iterator[ShardWriter]:
     """Context manager: yield the writer of a shard; create its file if it does not exist.
 
     After an error, a new file without stored rows is removed.
@@ -147,7 +150,8 @@ def open_part(plan: Plan, work: ShardWork) -> Iterator[ShardWriter]:
     is_new = not part.exists()
     if is_new:
         _create_part(plan, work, part)
-    writer = ShardWriter(plan.dataset, work.shard, work.revision, sync_s=plan.settings.sync_s)
+    beside = earlier.beside if earlier else None
+    writer = ShardWriter(plan.dataset, work.shard, work.revision, sync_s=plan.settings.sync_s, beside=beside)
     try:
         with writer:
             yield writer

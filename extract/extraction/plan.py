@@ -18,11 +18,11 @@ from extract.backbones.sources import SOURCES
 from extract.compute.backbone import Backbone
 from extract.compute.backends import engine_for
 from extract.compute.feature_choice import Choice, Feature, choose_features, with_projection_sizes
-from extract.errors import InputError
+from extract.errors import InputError, LayertapError
 from extract.extraction.fitted_axes import load_axes
 from extract.extraction.settings import ExtractionSettings
 from extract.images import Decoding, Images
-from extract.store.format.dataset import DataSet, check_usable, shard_rows_for
+from extract.store.format.dataset import UNFINISHED_HINT, DataSet, check_usable, shard_rows_for
 from extract.store.format.kept_axes import AXES_HASH
 from extract.store.format.layout import StoredFeature
 from extract.store.places.bucket import Bucket
@@ -41,11 +41,18 @@ class Existing:
         out: folder or URL of the data set.
         dataset: the data set there; None if there is none.
         has_rows: whether it has rows, or is of `layertap sync`.
+        layers: the recorded layers of a complete data set to which others are added; empty: none are.
     """
 
     out: str
     dataset: DataSet | None = None
     has_rows: bool = False
+    layers: tuple[str, ...] = ()
+
+    @property
+    def features(self) -> set[str]:
+        """Names of the features to which others are added."""
+        return {feature.name for feature in self.dataset.features} if self.dataset and self.layers else set()
 
     @property
     def made(self) -> dict[str, Any] | None:
@@ -66,14 +73,15 @@ class Existing:
         dataset.check_size()
         check_usable(dataset.out)
         if self.dataset is not None:
-            dataset.check_compatible(self.dataset, dataset.out, replaceable=not self.has_rows)
+            same = dataset.with_features(self.features) if self.layers else dataset
+            same.check_compatible(self.dataset, dataset.out, replaceable=not self.has_rows)
 
 
-def existing_at(out: str | Path) -> Existing:
-    """Open the data set in a folder or behind a URL, if there is one.
+def existing_at(out: str | Path, *, add_layers: bool = False) -> Existing:
+    """Open the data set in a folder or behind a URL, if there is one; with `add_layers`, to add layers to its rows.
 
     Raises:
-        InputError, LayertapError: its description cannot be read.
+        InputError, LayertapError: its description cannot be read, or layers cannot be added.
     """
     out = str(out)
     if is_url(out):
@@ -83,7 +91,23 @@ def existing_at(out: str | Path) -> Existing:
     if not (Path(out) / "dataset.json").exists():
         return Existing(out)
     dataset = DataSet.open(Path(out))
-    return Existing(out, dataset, dataset.has_rows)
+    existing = Existing(out, dataset, dataset.has_rows)
+    # To a data set of `layertap sync`, no run adds rows: it is refused for that.
+    add_layers = add_layers and existing.has_rows and dataset.version is None
+    return replace(existing, layers=_recorded_layers(dataset)) if add_layers else existing
+
+
+def _recorded_layers(dataset: DataSet) -> tuple[str, ...]:
+    """Return the layers of a complete data set, as they were asked for."""
+    shard_files = dataset.shard_files()
+    if any(files.published is None or files.part is not None for files in shard_files):
+        raise LayertapError(f"{dataset.out} is unfinished, and layers are added to all rows", hint=UNFINISHED_HINT)
+    with dataset.open_shard(0, dataset.path(0, shard_files[0].published or 0)) as shard:
+        configuration = shard.provenance.get("configuration", {})
+    layers = configuration.get("layers")
+    if not isinstance(layers, list) or not layers or not all(isinstance(layer, str) for layer in layers):
+        raise InputError(f"{dataset.out} does not record its layers", hint="choose another output folder")
+    return tuple(layers)
 
 
 @dataclass(frozen=True)
@@ -95,7 +119,7 @@ class Plan:
         images: listed images.
         backbone: loaded backbone; its preprocessing says how images are decoded.
         existing: what is at the place of the data set.
-        choice: features to compute.
+        chosen: features of the data set.
         dataset: data set to write.
         engine: "eager", "inductor", "openvino", or "auto": compiled if that pays.
         provenance: provenance of the data set.
@@ -105,10 +129,21 @@ class Plan:
     images: Images
     backbone: Backbone
     existing: Existing
-    choice: Choice
+    chosen: Choice
     dataset: DataSet
     engine: str
     provenance: dict[str, Any]
+
+    @property
+    def choice(self) -> Choice:
+        """Features to compute: all, or those that are added to a data set."""
+        stored = self.existing.features
+        return replace(self.chosen, features=[each for each in self.chosen.features if each.name not in stored])
+
+    @property
+    def computed(self) -> list[StoredFeature]:
+        """The features of `choice`, as they are stored."""
+        return [feature for feature in self.dataset.features if feature.name not in self.existing.features]
 
     @property
     def decoding(self) -> Decoding:
@@ -128,7 +163,7 @@ class Plan:
         settings = replace(self.settings, **options)
         backbone = _decoding(self.backbone, settings.decode)
         engine = _engine(settings, backbone, self.existing)
-        return _plan(settings, self.images, backbone, self.existing, engine, self.choice)
+        return _plan(settings, self.images, backbone, self.existing, engine, self.chosen)
 
 
 def resolve(
@@ -153,7 +188,14 @@ def resolve(
         InputError, UnknownNameError, LayertapError: see `extract_features`.
     """
     # Recorded with their numbers of values: computed for other images later, `srp` is to give as many.
-    layers = with_projection_sizes(settings.layer_list, len(images), settings.distortion)
+    if (
+        existing.layers
+        and existing.dataset
+        and existing.dataset.depends_on.get("architecture") != backbone.architecture
+    ):
+        existing = replace(existing, layers=())  # the check of the place names both backbones
+    asked = dict.fromkeys([*existing.layers, *settings.layer_list])
+    layers = with_projection_sizes(list(asked), len(images), settings.distortion)
     settings = replace(settings, layers=layers, batch_size=settings.batch_size or default_batch_size(backbone.device))
     preprocessing = replace(backbone.preprocessing, orientation=settings.orientation, icc=settings.icc)
     backbone = _decoding(replace(backbone, preprocessing=preprocessing), settings.decode)
@@ -163,6 +205,12 @@ def resolve(
     if any(feature.principal_axes for feature in choice.features):
         stored = existing.dataset if existing.has_rows else None
         load_axes(choice, images, backbone, existing.out, settings, stored, on_fit)
+    for feature in choice.features if existing.layers else ():
+        if feature.principal_axes and not feature.principal_axes.sha256:
+            raise InputError(
+                f"{feature.name}: {feature.pooling} needs principal axes, which are not fitted while layers are added",
+                hint="fit them with `layertap embed` into another folder, then add --axes with that folder",
+            )
     return _plan(settings, images, backbone, existing, engine, choice)
 
 

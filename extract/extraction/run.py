@@ -25,6 +25,7 @@ import xxhash
 from extract import defaults
 from extract.compute.backbone import Backbone, load_backbone
 from extract.errors import InputError, LayertapError
+from extract.extraction.added_layers import EarlierRows
 from extract.extraction.pipeline import RowNumbers, ShardWork, Summary, batches_of, checked_batches, extract_shard
 from extract.extraction.plan import Plan, existing_at, resolve
 from extract.extraction.settings import BackboneSettings, ExtractionSettings, taking, values_of
@@ -62,6 +63,7 @@ class Arguments(BackboneSettings, ExtractionSettings):
             `preprocessing` have no effect.
         preprocessing: Any of size, crop, interpolation, mean and std in place of the library's; see `load_backbone`.
         retry_failed: Retry images that failed in an earlier run. Images with an I/O error are retried in any case.
+        add_layers: Add layers to a complete data set of the same images, backbone and preprocessing.
         progress: Show a progress bar.
     """
 
@@ -70,6 +72,7 @@ class Arguments(BackboneSettings, ExtractionSettings):
     backbone: str | Backbone = defaults.BACKBONE
     preprocessing: Mapping[str, Any] | None = None
     retry_failed: bool = False
+    add_layers: bool = False
     progress: bool = True
 
 
@@ -97,7 +100,7 @@ def extract_features(arguments: Arguments) -> FeatureReader:
             backbone, preprocessing=arguments.preprocessing, **values_of(BackboneSettings, arguments)
         )
     images = _listed(arguments)
-    plan = resolve(arguments, images, backbone, existing_at(out))
+    plan = resolve(arguments, images, backbone, existing_at(out, add_layers=arguments.add_layers))
     from tqdm.auto import tqdm
 
     with tqdm(total=len(images), unit=" images", disable=not arguments.progress) as bar:
@@ -162,15 +165,16 @@ def extract(
     dataset = plan.dataset
     summary = Summary(n_rows=dataset.n_rows)
     plan.existing.check(dataset)  # before the folder is locked, which writes to it
+    if retry_failed and plan.existing.layers:
+        raise InputError("--retry-failed and --add-layers exclude each other", hint="retry first, then add layers")
     check_disk_space(dataset)
-    with dataset.locked():
+    with dataset.locked(), contextlib.ExitStack() as opened:
         if axes_files := plan.choice.axes_files:
             keep_axes(dataset.out, axes_files)  # first: `dataset.json` names them
-        existing = dataset.open_or_create()
-        root = dataset.images["root"]
-        if existing is not None and (existing.images["root"] != root or is_in_memory(root)):
-            check_same_images(plan, existing)
-        work = work_of(dataset, plan.images.source, retry_failed)
+        earlier = _open_place(plan, opened)
+        work = work_of(dataset, plan.images.source, retry_failed) if plan.computed else []
+        if earlier is not None:
+            work = [dataclasses.replace(shard, compress=earlier.compress) for shard in work]
         summary.found = dataset.n_rows - sum(len(shard.rows) for shard in work)
         work = [shard for shard in work if shards is None or shard.shard in shards]
         if summary.found and on_rows is not None:
@@ -198,18 +202,36 @@ def extract(
             ValidatedForward(plan, has_stored_rows, log_computation) as forward,
         ):
             batches = checked_batches(loaded, plan.images, on_note)
+            if earlier is not None:
+                batches = earlier.checked(batches)
             for shard in work:
                 count = sum(1 for _ in batches_of(shard.rows, plan))
-                extract_shard(plan, shard, itertools.islice(batches, count), forward, summary, on_rows, stop)
+                extract_shard(plan, shard, itertools.islice(batches, count), forward, summary, on_rows, stop, earlier)
                 if summary.stopped:
                     break
         summary.seconds = time.perf_counter() - start
+        if earlier is not None and not summary.stopped and shards is None:
+            dataset.publish_added()
         if not summary.stopped:
             shutil.rmtree(dataset.out / BUILDING, ignore_errors=True)  # left by processes that were stopped
         if summary.computed:
             ended = {"rows": summary.computed, "seconds": summary.seconds, "stages": summary.stages}
             dataset.add_run({"event": "ended", "started": plan.provenance["started"], **ended})
     return summary
+
+
+def _open_place(plan: Plan, opened: contextlib.ExitStack) -> EarlierRows | None:
+    """Create or open the folder of a data set, which is locked; return the rows to which layers are added, if any."""
+    dataset, stored = plan.dataset, plan.existing.dataset
+    if plan.existing.layers and plan.computed:
+        assert stored is not None
+        earlier = opened.enter_context(EarlierRows(dataset, stored, plan.images))
+        check_disk_space(dataset)
+        return earlier
+    existing, root = dataset.open_or_create(), dataset.images["root"]
+    if existing is not None and (existing.images["root"] != root or is_in_memory(root)):
+        check_same_images(plan, existing)
+    return None
 
 
 def work_of(dataset: DataSet, source: ImageSource, retry_failed: bool) -> list[ShardWork]:

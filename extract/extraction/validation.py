@@ -212,7 +212,7 @@ class ValidatedForward(contextlib.ExitStack):
         settings, dtype = self._plan.settings, self._plan.settings.dtype
         rounded = {
             feature.name: features[feature.name]
-            for feature in self._plan.dataset.features
+            for feature in self._plan.computed
             if feature.dtype != feature.value_dtype
         }
         stored = {name: decoded(encoded(values, dtype), dtype) for name, values in rounded.items()}

@@ -13,7 +13,7 @@ from PIL import Image
 
 from extract import defaults
 from extract.errors import InputError, LayertapError, first_line
-from extract.images.decoding import to_picture
+from extract.images.decoding import conversion, from_pixels
 from extract.images.image_list import Images, labels_from_values
 from extract.images.sources import ImageSource
 from extract.system.similar_paths import did_you_mean
@@ -22,6 +22,7 @@ __all__ = ["list_array", "split_name"]
 
 _SUFFIXES = (".h5", ".hdf5")
 _PICTURE_BYTES = 1 << 31
+_SCANNED = 1 << 26  # bytes at once
 _MOST_PACKED = 1100  # largest compression ratio accepted; deflate reaches at most 1,032
 _LABELS = ("label", "labels")  # names of an array beside the pictures with their classes, integers or text
 
@@ -41,11 +42,7 @@ class PixelRows(ImageSource):
     ) -> Image.Image:  # fmt: skip
         """See `ImageSource`."""
         shape, _, pixels = data.partition(b"\n")
-        height, width, channels = map(int, shape.split())
-        if height * width > max_pixels:
-            raise ValueError(f"{width}x{height} pixels; --max-pixels sets the limit")
-        array = np.frombuffer(pixels, np.uint8).reshape(height, width, channels)
-        return to_picture(Image.fromarray(array[:, :, 0] if channels == 1 else array))
+        return from_pixels(np.frombuffer(pixels, np.uint8).reshape(*map(int, shape.split())), max_pixels)
 
 
 class ArrayRows(PixelRows):
@@ -108,7 +105,8 @@ def list_array(where: str) -> Images:
         )
     if pictures.dtype != np.uint8 or not axes or 0 in shape[1:]:
         raise InputError(
-            f"{where} is {pictures.dtype} {shape}; expected uint8 pictures, (N, H, W, 3), (N, 3, H, W) or (N, H, W)"
+            f"{where} is {pictures.dtype} {shape}; expected uint8 pictures, (N, H, W, 3), (N, 3, H, W) or (N, H, W)",
+            hint=_conversion(path, name, pictures) if axes and pictures.dtype.kind in "fiu" else "",
         )
     if math.prod(shape[1:]) > _PICTURE_BYTES or _stored(pictures) * _MOST_PACKED + (1 << 20) < math.prod(shape):
         raise InputError(f"{where} declares shape {shape}, but has only {_stored(pictures):,} bytes of data")
@@ -120,6 +118,21 @@ def list_array(where: str) -> Images:
         root + (f":{name}" if name else ""), [f"{row:0{digits}d}" for row in range(count)], *numbers, [""] * count,
         ArrayRows(root, name, axes),
     )  # fmt: skip
+
+
+def _conversion(path: str, name: str, pictures: Any) -> str:
+    """Return the line of Python that writes pictures of another type as uint8, or what else to do."""
+    if not math.prod(pictures.shape):
+        return ""
+    low, high = np.inf, -np.inf
+    rows = max(1, _SCANNED // (math.prod(pictures.shape[1:]) * pictures.dtype.itemsize))
+    for start in range(0, len(pictures), rows):
+        block = np.asarray(pictures[start : start + rows])
+        low, high = np.minimum(low, block.min()), np.maximum(high, block.max())  # keeps NaN
+    array, save = f"np.load({path!r})", f"np.save({path.removesuffix('.npy') + '_uint8.npy'!r}, {{}})"
+    if path.lower().endswith(_SUFFIXES):
+        array, save = f"file[{name!r}][:]", f"file = h5py.File({path!r}, 'a'); file[{name + '_uint8'!r}] = {{}}"
+    return conversion(array, save, float(low), float(high))
 
 
 def _stored(array: Any) -> int:
@@ -179,12 +192,12 @@ def _names(path: str) -> list[str]:
 
 
 def _only_pictures(path: str) -> str:
-    names = _names(path)
-    fitting = []
+    names, fitting, others = _names(path), list[str](), list[str]()
     for name in names:
         data = open_array(path, name)
-        if data.dtype == np.uint8 and data.ndim == 4 and _axes(tuple(data.shape)):
-            fitting.append(name)
+        if data.ndim == 4 and _axes(tuple(data.shape)):
+            (fitting if data.dtype == np.uint8 else others).append(name)
+    fitting = fitting or others  # others are refused, with the line that converts them
     if len(fitting) == 1:
         return fitting[0]
     if fitting:
@@ -193,7 +206,6 @@ def _only_pictures(path: str) -> str:
     seen = ", ".join(f"{name} {open_array(path, name).dtype} {open_array(path, name).shape}" for name in names[:8])
     raise InputError(
         f"{path} has no data set of pictures, uint8 (N, H, W, 3) or (N, 3, H, W); it has {seen or 'no data sets'}",
-        hint="convert pixels to uint8, 0 to 255" if "float" in seen else "",
     )
 
 

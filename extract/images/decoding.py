@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from PIL import ExifTags, Image, ImageFile, ImageOps, UnidentifiedImageError, features
 
 from extract import defaults
@@ -22,7 +23,8 @@ from extract.images.whole_files import check_whole
 from extract.system.optional_libraries import pip_install
 
 __all__ = [
-    "IMAGE_SUFFIXES", "check_decoders", "decode", "decode_partly", "header_size", "pixels_of", "to_picture", "too_dark",
+    "ARRAY_SUFFIX", "IMAGE_SUFFIXES", "PixelTypeError", "check_decoders", "conversion", "decode", "decode_partly",
+    "from_pixels", "header_size", "pixels_of", "to_picture", "too_dark",
 ]  # fmt: skip
 
 # Formats that Pillow reads, except those that other programs must render (EPS, PDF, WMF, EMF), measurement data (FITS,
@@ -34,6 +36,7 @@ IMAGE_SUFFIXES = frozenset({
     ".ppm", ".psd", ".pxr", ".qoi", ".ras", ".rgb", ".rgba", ".sgi", ".tga", ".tif", ".tiff", ".vda", ".vst", ".webp",
     ".xbm", ".xpm",
 })  # fmt: skip
+ARRAY_SUFFIX = ".npy"  # of a picture in an array, in a folder without other images
 _HEIF_BRANDS = frozenset({b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1"})  # ISO/IEC 23008-12
 _BACKGROUND = (255, 255, 255)  # colour behind transparent pixels
 _PNG, _END_OF_JPEG = b"\x89PNG\r\n\x1a\n", b"\xff\xd9"
@@ -43,6 +46,7 @@ _NO_MEMORY = "decoder error -9"  # PIL.ImageFile.ERRORS
 _TWELVE_BITS = 1 << 12
 _DEEP, _TOO_DARK = "layertap_16_bits", "layertap_too_dark"  # keys of `Image.info`
 _ON_THEIR_SIDE = range(5, 9)  # EXIF orientations
+_ARRAY_HEADER_BYTES = 1000  # the header is parsed as Python: deep brackets in a longer one exhaust its parser
 _MOST_STATED_PIXELS = 1 << 40  # of a picture whose header alone is read
 # EXIF orientation -> what gives the stored pixels of a picture that was turned upright.
 _AS_STORED = {
@@ -50,6 +54,14 @@ _AS_STORED = {
     5: Image.Transpose.TRANSPOSE, 6: Image.Transpose.ROTATE_90, 7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_270,
 }  # fmt: skip
+
+
+class PixelTypeError(ValueError):
+    """An array has pixels of another type than uint8; `what` says which, and `remedy` what to do."""
+
+    def __init__(self, what: str, remedy: str):
+        super().__init__(f"{what}; {remedy}")
+        self.what, self.remedy = what, remedy
 
 
 def decode(
@@ -62,7 +74,8 @@ def decode(
     """Decode the bytes of an image file to an RGB picture.
 
     Transparent pixels are composited over white. 16-bit pixels are reduced to their upper 8 bits; `too_dark` tells if
-    they look like 12-bit pixels. Of an animation, the first frame is decoded.
+    they look like 12-bit pixels. Of an animation, the first frame is decoded. An `.npy` file is an image, too: uint8
+    pixels (H, W, 3), (3, H, W) or (H, W).
 
     Args:
         data: content of the file.
@@ -75,6 +88,7 @@ def decode(
             with the perceptual intent.
 
     Raises:
+        PixelTypeError: the pixels of an array are not uint8.
         ValueError: the file is not an image, truncated, too large, of pixels without a known range (float, 32-bit or
             signed), or damaged, as far as its format has checks: PNG has checksums, JPEG has none; or `icc` is "srgb"
             and its colour profile is damaged.
@@ -85,6 +99,8 @@ def decode(
         raise ValueError("empty file")
     _formats()  # outside the try: its errors are not the file's
     try:
+        if data.startswith(np.lib.format.MAGIC_PREFIX):
+            return _from_array(data, max_pixels)
         with _opened(data, max_pixels) as image:
             if image.format != "JPEG" or not data.endswith(_END_OF_JPEG):  # which nearly all files are
                 check_whole(data, image)
@@ -98,7 +114,7 @@ def decode(
             _mend_transparency(image, data)
             picture = to_picture(image, orientation, icc)
             return picture if orientation == "exif" else _turned_back(picture, stored)
-    except MemoryError:
+    except (MemoryError, PixelTypeError):
         raise
     except Image.DecompressionBombError as error:
         size = re.search(r"\d+", str(error))
@@ -112,6 +128,50 @@ def decode(
         if is_of_the_machine(error):
             raise
         raise ValueError(" ".join(str(error).split()) or type(error).__name__) from error  # some have several lines
+
+
+def _from_array(data: bytes, max_pixels: int) -> Image.Image:
+    """Return the picture in the bytes of an `.npy` file; objects in it are never unpickled."""
+    file = io.BytesIO(data)
+    readers = {1: np.lib.format.read_array_header_1_0, 2: np.lib.format.read_array_header_2_0}
+    version = np.lib.format.read_magic(file)[0]
+    if version not in readers:  # which NumPy writes for records whose names are not Latin
+        raise ValueError(f"an array of version {version} of its format; expected 1 or 2")
+    shape, by_columns, dtype = readers[version](file, _ARRAY_HEADER_BYTES)
+    is_last = len(shape) == 2 or (len(shape) == 3 and shape[2] in (1, 3, 4))
+    is_first = len(shape) == 3 and shape[0] in (1, 3) and not is_last
+    if dtype.kind not in "fiu" or 0 in shape or not (is_first or is_last):
+        raise ValueError(f"an array of {dtype} {shape}; expected uint8 (H, W, 3), (3, H, W) or (H, W)")
+    if len(data) != file.tell() + math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"truncated: its array of {dtype} {shape} has another number of bytes")
+    pixels = np.frombuffer(data, dtype, offset=file.tell()).reshape(shape, order="F" if by_columns else "C")
+    if dtype != np.uint8:
+        remedy = conversion("np.load(path)", "np.save(path, {})", float(pixels.min()), float(pixels.max()))
+        raise PixelTypeError(f"an array of {dtype} {shape}; expected uint8", remedy)
+    return from_pixels(pixels.transpose(1, 2, 0) if is_first else pixels, max_pixels)
+
+
+def conversion(array: str, save: str, low: float, high: float) -> str:
+    """Return the Python that converts pixels to uint8, if they are in 0..1 or 0..255, otherwise what to do.
+
+    Args:
+        array: expression for the pixels.
+        save: statement that stores {}.
+        low: smallest pixel.
+        high: largest pixel.
+    """
+    if not (low >= 0 and high <= 255):  # also NaN
+        return f"its values are {low:.4g} to {high:.4g}: store the pictures as they were before they were normalised"
+    scaled = f"({array} * 255)" if high <= 1 else array
+    return save.replace("{}", f"{scaled}.round().astype('uint8')")
+
+
+def from_pixels(pixels: NDArray[np.uint8], max_pixels: int) -> Image.Image:
+    """Return an RGB picture of pixels (H, W) or (H, W, C); raises ValueError if it is larger than `max_pixels`."""
+    height, width = pixels.shape[:2]
+    if height * width > max_pixels:
+        raise ValueError(f"{width}x{height} pixels; --max-pixels sets the limit")
+    return to_picture(Image.fromarray(np.ascontiguousarray(pixels[:, :, 0] if pixels.shape[2:] == (1,) else pixels)))
 
 
 def decode_partly(data: bytes, max_pixels: int) -> Image.Image | None:

@@ -192,17 +192,20 @@ def _open_remote(cache: ShardCache, file: RemoteFile, dataset: DataSet, shard: i
 
 
 def read_one_version(out: Path, read: Callable[[DataSet], T]) -> T:
-    """Return `read(dataset)`; if it fails because a new version was published meanwhile, try that version.
+    """Return `read(dataset)`; if it fails because a version or layers were published meanwhile, try these.
 
     Raises:
         InputError: a file of the version is missing.
     """
     for attempt in range(_ATTEMPTS):
         dataset = DataSet.open(out)
+        shards = dataset.shards
         try:
             result = read(dataset)
         except (LayertapError, FileNotFoundError) as error:
-            if DataSet.open(out).version != dataset.version and attempt + 1 < _ATTEMPTS:
+            now = DataSet.open(out)
+            published = now.version != dataset.version or (now.fingerprint, now.shards) != (dataset.fingerprint, shards)
+            if published and attempt + 1 < _ATTEMPTS:
                 continue
             if isinstance(error, FileNotFoundError):
                 raise InputError(
@@ -298,7 +301,7 @@ def _open_later(dataset: DataSet, shard: int, path: Path) -> Shard:
     try:
         return _open_finished(dataset, shard, path)
     except InputError as error:
-        if path.exists():
+        if path.exists() and DataSet.open(dataset.out).fingerprint == dataset.fingerprint:
             raise
         raise InputError(
             f"{path} no longer exists: it was replaced or removed after the reader was opened",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 
-from extract.errors import InputError, LayertapError
+from extract.errors import InputError, LayertapError, OtherFeaturesError
 from extract.extraction.settings import IMAGES, WORKERS
 from pipelines.embed.config import EmbedConfig, listed_images
 from pipelines.terminal.commands import Option, command, mode_of
@@ -89,7 +90,13 @@ def embed(
     images = listed_images(resolved)  # before PyTorch is imported
     from pipelines.embed.job import embed, print_summary, summary_as_json
 
-    outcome = embed(resolved, images)
+    try:
+        outcome = embed(resolved, images)
+    except OtherFeaturesError as error:
+        numbers = (f"{resolved.place}-{number}" for number in itertools.count(2))
+        elsewhere = ["-o", next(name for name in numbers if not Path(name).exists())]
+        more = ["--add-layers"] if error.only_layers and not resolved.add_layers else elsewhere
+        raise InputError(error.message, hint=command_line(*more)) from error
     print_result(outcome, as_json, summary_as_json, print_summary)
     if outcome.signal:
         ctx.exit(128 + outcome.signal)

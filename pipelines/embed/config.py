@@ -70,6 +70,9 @@ class EmbedConfig(FeaturesConfig, ExtractionKeys):
         description="Use the fastest precision, compile and decode that agree; not for short jobs.",
     )
     retry_failed: Annotated[bool, SAFETY] = Field(False, description="Retry images that failed in an earlier run.")
+    add_layers: Annotated[bool, SAFETY] = Field(
+        False, description="Add layers to the data set of the same images and backbone."
+    )
     device: str = Field(
         defaults.DEVICE, description="auto, cpu, cuda, cuda:N or mps; for several workers cuda:0,cuda:1 or all."
     )
@@ -130,8 +133,9 @@ class EmbedConfig(FeaturesConfig, ExtractionKeys):
             if not self.is_shared and getattr(self, key) != type(self).model_fields[key].default:
                 flag = f"--{key.replace('_', '-')}"
                 raise InputError(f"{flag} is for several workers, and this run has one", hint="add --engine processes")
-        if self.is_shared and (self.fast or self.retry_failed):
-            flag = "--fast" if self.fast else "--retry-failed"
+        flags = {"--fast": self.fast, "--retry-failed": self.retry_failed, "--add-layers": self.add_layers}
+        if self.is_shared and any(flags.values()):
+            flag = next(flag for flag, is_set in flags.items() if is_set)
             remedy = (
                 "`layertap doctor --bench` prints the fastest flags" if self.fast else "run it later in one process"
             )

@@ -72,7 +72,7 @@ def embed(config: EmbedConfig, images: Images | None = None) -> EmbedResult:
 
 def plan_of(config: EmbedConfig, backbone: Backbone, images: Images) -> Plan:
     """Return the plan of a job for its loaded backbone."""
-    return resolve(config.settings(), images, backbone, existing_at(config.place), _say)
+    return resolve(config.settings(), images, backbone, existing_at(config.place, add_layers=config.add_layers), _say)
 
 
 def _run(config: EmbedConfig, plan: Plan, on_start: Callable[[], None] = lambda: None) -> EmbedResult:
@@ -148,6 +148,8 @@ def _print_plan(plan: Plan) -> None:
             print_line(f"note: {note}", fg="yellow", err=True)
     for note in images.notes:
         print_line(f"note: {note}", fg="yellow", err=True)
+    if plan.existing.layers:
+        lines.append(f"adds to   {', '.join(sorted(plan.existing.features))}, stored in {plan.dataset.out}")
     if images.left_out:
         kinds = ", ".join(f"{suffix} {count:,}" for suffix, count in images.left_out.most_common(5))
         lines.insert(1, f"          {images.left_out.total():,} other files left out ({kinds})")

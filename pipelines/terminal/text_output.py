@@ -102,13 +102,13 @@ def print_remedy(failures: Sequence[tuple[int, str, str, str]], echo: Callable[[
         echo(f"to retry failed images after fixing them, add --retry-failed{where and f' to a run{where}'}")
 
 
-def command_line() -> str:
-    """Return the command of this process, to be run again; a comment says if URLs have lost their credentials."""
+def command_line(*more: str) -> str:
+    """Return the command of this process and `more`, to be run; a comment says if URLs have lost their credentials."""
     name = Path(sys.argv[0]).name
     arguments = ["layertap" if name == "__main__.py" else name, *sys.argv[1:]]  # python -m layertap
     public = [text_without_credentials(without_credentials(argument)) for argument in arguments]
     lost = "" if public == arguments else "  # add the signature, token or user name of the URL again"
-    return shlex.join(public) + lost
+    return shlex.join([*public, *more]) + lost
 
 
 def printable(path: str) -> str:

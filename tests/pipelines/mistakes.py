@@ -232,12 +232,12 @@ OUTPUTS = (
     Mistake("the output has other features", "embed photos SMALL -o outputs/photos -l layer1",
             "outputs/photos holds other features; rows with these differences cannot be "
             "mixed:...features.layer1: stored nothing, now layer1 mean_map [32]",
-            hint="choose another output folder, or delete this one", lines=5),
+            hint="... --add-layers", lines=5),
     Mistake("a run is resumed with another backbone",
             "embed photos -b timm/test_vit --weights random -o outputs/photos",
             "outputs/photos holds other features; rows with these differences cannot be mixed:...architecture: "
             "stored timm/test_resnet, now timm/test_vit...",
-            hint="choose another output folder, or delete this one", lines=12),
+            hint="... -o outputs/photos-2", lines=12),
 )  # fmt: skip
 
 DATA_SETS = (

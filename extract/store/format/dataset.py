@@ -1,6 +1,6 @@
 """The folder of a data set: its description, its finished and unfinished shards, and its lock.
 
-`dataset.json` is written once, before the first shard, and not changed afterwards:
+`dataset.json` is written once, before the first shard, and not changed afterwards, unless layers are added:
 
     format, format_version
     fingerprint      sha256 of `depends_on`
@@ -11,6 +11,11 @@
     shard_rows       rows in every shard but the last
     version          only in a data set of `layertap sync`, which has no shards of its own; see `version.py`. Each new
                      version replaces the file
+
+A run that adds layers writes whole shards, with the old features and the new, to a folder `shards-` with the first 16
+digits of the new fingerprint. When all are there, `dataset.json` is replaced, which publishes them; then the old shards
+are removed, and the folder is renamed to `shards`. At each moment, the shards of a fingerprint are those in the folder
+with its name, or in `shards` if there is none, so a run may be killed at any time.
 
 Readers ignore unknown keys. `runs.jsonl` has a line "started" for each run that wrote to the data set, with versions
 and machine, a line "computing" when its first batch has been compared, and a line "ended" if the run ended normally.
@@ -23,13 +28,15 @@ import hashlib
 import json
 import re
 import reprlib
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+import shutil
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from extract.credentials import without_credentials
-from extract.errors import InputError, LayertapError
+from extract.errors import InputError, LayertapError, LockedError, OtherFeaturesError
 from extract.row_status import Status
 from extract.store.format.differences import differences, shortened
 from extract.store.format.layout import (
@@ -130,10 +137,19 @@ class DataSet:
     shard_rows: int
     version: Version | None = None
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """Hash of `depends_on`, stored in each shard; rows with different fingerprints are never mixed."""
         return fingerprint_of(self.depends_on)
+
+    @property
+    def shards(self) -> Path:
+        """Folder of the shards; it has another name while layers are added."""
+        return self._shards_with_layers if self._shards_with_layers.is_dir() else self.out / "shards"
+
+    @cached_property
+    def _shards_with_layers(self) -> Path:
+        return self.out / f"shards-{self.fingerprint[:16]}"
 
     @property
     def n_rows(self) -> int:
@@ -148,7 +164,7 @@ class DataSet:
     @property
     def has_rows(self) -> bool:
         """Whether there is a file of a shard, finished, unfinished or set aside as damaged, or a published version."""
-        damaged = (self.out / "shards").glob("*.damaged*")
+        damaged = self.shards.glob("*.damaged*")
         return self.version is not None or any(self.files()) or any(damaged)
 
     def data_sets_with_shards(self) -> list[DataSet]:
@@ -174,7 +190,7 @@ class DataSet:
     def path(self, shard: int, revision: int = 0, *, part: bool = False) -> Path:
         """Return the path of a shard's file: 000000.h5, or 000000-r1.h5 for revision 1; a part ends in .part."""
         # A new name, because file and receipt of the old one must match at every moment, also for readers of the old.
-        return self.out / "shards" / f"{stem_of(shard, revision)}.h5{'.part' if part else ''}"
+        return self.shards / f"{stem_of(shard, revision)}.h5{'.part' if part else ''}"
 
     def shard_files(self) -> list[ShardFiles]:
         """Return the files of each shard; of several revisions, which a killed run may leave, the last one."""
@@ -211,11 +227,11 @@ class DataSet:
             LayertapError: the folder of the shards cannot be read.
         """
         try:
-            entries = list((self.out / "shards").iterdir())
+            entries = list(self.shards.iterdir())
         except (FileNotFoundError, NotADirectoryError):
             return
         except OSError as error:
-            raise LayertapError(f"cannot read {self.out / 'shards'}: {error.strerror}") from error
+            raise LayertapError(f"cannot read {self.shards}: {error.strerror}") from error
         for entry in entries:
             if name := re.fullmatch(r"(\d{6})(?:-r([1-9]\d{0,5}))?\.h5(\.part)?", entry.name, re.ASCII):
                 yield int(name[1]), int(name[2] or 0), bool(name[3]), entry
@@ -371,12 +387,29 @@ class DataSet:
             raise InputError(f"{location} holds a data set that was not merged", hint="choose another output folder")
         changed = existing._differences(self)
         if changed and not replaceable:
-            raise InputError(
+            raise OtherFeaturesError(
                 f"{location} holds other features; rows with these differences cannot be mixed:\n  "
                 + "\n  ".join(changed),
                 hint="choose another output folder, or delete this one",
+                only_layers=self._differs_in_layers(existing),
             )
         return not changed
+
+    def _differs_in_layers(self, existing: DataSet) -> bool:
+        """Whether a data set is complete, and differs in features only, which have other names."""
+        of_both = {feature.name for feature in self.features} & {feature.name for feature in existing.features}
+        parts = [dataset.with_features(of_both) for dataset in (self, existing)]
+        is_complete = all(files.published is not None and files.part is None for files in existing.shard_files())
+        return is_complete and not parts[0]._differences(parts[1])
+
+    def with_features(self, names: Container[str]) -> DataSet:
+        """Return a description without the features that have other names."""
+        kept = {name: text for name, text in self.depends_on.get("features", {}).items() if name in names}
+        return replace(
+            self,
+            depends_on={**self.depends_on, "features": kept},
+            features=[feature for feature in self.features if feature.name in names],
+        )
 
     def open_or_create(self) -> DataSet | None:
         """Create the data set in the folder unless it exists, and remove leftovers; return the result of `check`.
@@ -390,7 +423,7 @@ class DataSet:
         existing = self.check()
         try:
             self.out.mkdir(parents=True, exist_ok=True)
-            own_folder(self.out / "shards")
+            own_folder(self.shards)
             if existing is None:
                 self.write()
                 sync_folder(self.out.parent)
@@ -398,6 +431,46 @@ class DataSet:
         except OSError as error:
             raise LayertapError(f"cannot write to {self.out}: {error.strerror}") from error
         return existing
+
+    def begin_to_add(self, existing: DataSet) -> None:
+        """Create the folder of the shards of this data set, which has more features than the existing one in its place.
+
+        The caller holds the lock.
+
+        Raises:
+            LockedError: the existing data set was replaced meanwhile.
+            InputError: see `open_or_create`.
+            LayertapError: the folder cannot be written to.
+        """
+        if DataSet.open(self.out) != existing:
+            raise LockedError(f"another process has changed {self.out}", hint="run again")
+        try:
+            remove_strays(own_folder(self._shards_with_layers))
+        except OSError as error:
+            raise LayertapError(f"cannot write to {self.out}: {error.strerror}") from error
+
+    def publish_added(self) -> None:
+        """Replace the existing data set with this one, whose shards are complete; raises as `begin_to_add`."""
+        self.write()
+        try:
+            self._clean()
+            for left in self.out.glob("shards-" + "[0-9a-f]" * 16):  # layers that were not added to the end
+                shutil.rmtree(left)
+        except OSError as error:
+            raise LayertapError(f"cannot write to {self.out}: {error.strerror}; run again to finish") from error
+
+    def _move_shards(self) -> None:
+        """Remove the shards that lack the layers of `dataset.json`, and give the others their place."""
+        old, new = self.out / "shards", self._shards_with_layers
+        if old.exists():  # or a run was killed after it removed it
+            for entry in old.iterdir():
+                if ".damaged" in entry.name:  # the user may inspect it
+                    entry.rename(new / entry.name)
+                else:
+                    entry.unlink()
+            old.rmdir()
+        new.rename(old)
+        sync_folder(self.out)
 
     def write(self, path: Path | None = None) -> None:
         """Write `dataset.json` (at `path` if given); for a data set with a version, this publishes the version."""
@@ -436,7 +509,9 @@ class DataSet:
     def _clean(self) -> None:
         """Remove unfinished temporary files of interrupted runs, and files that a later revision has replaced."""
         remove_strays(self.out)
-        remove_strays(self.out / "shards")
+        if self._shards_with_layers.is_dir():
+            self._move_shards()
+        remove_strays(self.shards)
         published = [files.published for files in self.shard_files()]
         complete: dict[int, bool] = {}
         for shard, revision, part, path in self.files():
@@ -448,7 +523,7 @@ class DataSet:
                 complete[shard] = self._is_complete(shard, self.path(shard, last))
             if complete[shard]:
                 path.unlink() if part else self.withdraw(path)
-        for receipt in (self.out / "shards").glob("*-r*.json"):  # the shard was removed by hand
+        for receipt in self.shards.glob("*-r*.json"):  # the shard was removed by hand
             if not receipt.with_suffix(".h5").exists() and not receipt.with_suffix(".h5.part").exists():
                 receipt.unlink()
 

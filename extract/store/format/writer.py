@@ -7,7 +7,7 @@ import fcntl
 import os
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -48,6 +48,8 @@ class ShardWriter:
         shard: number of the shard.
         revision: revision of the file, whose `.part` was created by `create_shard` or `copy_shard`.
         sync_s: seconds between syncs to the disk; 0 syncs after every batch.
+        beside: rows, their status and reasons -> further features of the rows, as they are kept, their status and
+            reasons with these; called by the thread. None: each batch has all features.
 
     Attributes:
         first_row: row of the data set that is row 0 of the shard.
@@ -59,11 +61,14 @@ class ShardWriter:
         LayertapError: the file cannot be opened, is damaged, or belongs to another data set.
     """
 
-    def __init__(self, dataset: DataSet, shard: int, revision: int = 0, *, sync_s: float = defaults.SYNC_S):
+    def __init__(
+        self, dataset: DataSet, shard: int, revision: int = 0, *, sync_s: float = defaults.SYNC_S,
+        beside: Callable[..., tuple[Mapping[str, NDArray[Any]], NDArray[Any], Mapping[int, str]]] | None = None,
+    ):  # fmt: skip
         self._dataset, self._number, self._revision = dataset, shard, revision
         self._part = part = dataset.path(shard, revision, part=True)
         self._final = dataset.path(shard, revision)
-        self._sync_s, self._synced = sync_s, time.monotonic()
+        self._sync_s, self._synced, self._beside = sync_s, time.monotonic(), beside
         try:
             self._file = open_own(part, os.O_RDWR)
         except OSError as error:
@@ -153,7 +158,8 @@ class ShardWriter:
 
         Args:
             rows: (R,) int64, ascending, rows of the data set.
-            features: name -> (R, *shape) values, or rows as they are kept, for every feature of the file.
+            features: name -> (R, *shape) values, or rows as they are kept, for every feature of the file that is not
+                given by `beside`.
             status: (R,) uint8, none of them pending.
             source: "source_size", "source_mtime_ns", "source_hash" -> one value per row.
             reasons: row -> why it failed, for the receipt.
@@ -162,9 +168,10 @@ class ShardWriter:
             ValueError: a feature or column is missing, or does not have the file's shape or dtype.
             LayertapError: the previous batch could not be written; neither batch is stored.
         """
-        if features.keys() != self._features.keys():
+        if features.keys() != self._features.keys() and not (self._beside and features.keys() < self._features.keys()):
             raise ValueError(f"got features {sorted(features)}, expected {sorted(self._features)} as in the file")
-        features = dict(features) | {name: encoded(features[name], dtype) for name, dtype in self._encoded.items()}
+        types = {name: dtype for name, dtype in self._encoded.items() if name in features}
+        features = dict(features) | {name: encoded(features[name], dtype) for name, dtype in types.items()}
         for name, values in features.items():
             shape, dtype = self._kept[name]
             if values.shape != (len(rows), *shape) or values.dtype != dtype:
@@ -229,6 +236,9 @@ class ShardWriter:
         source: Mapping[str, NDArray[Any]],
         reasons: Mapping[int, str],
     ) -> None:
+        if self._beside is not None:
+            others, status, reasons = self._beside(local + self.first_row, status, reasons)
+            features = {**features, **others}
         columns = {name: np.asarray(values, self._row_data[name]) for name, values in source.items()}
         columns |= {"row_hash": hash_rows(features), "status": np.asarray(status, np.uint8)}
         columns["record_hash"] = hash_records(self._paths[local].tolist(), columns)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import functools
+import gc
 import http.server
 import io
 import os
@@ -517,6 +518,116 @@ def server(folder: Path) -> Iterator[str]:
         threading.Thread(target=running.serve_forever, args=(0.01,), daemon=True).start()
         yield f"http://127.0.0.1:{running.server_port}"
         running.shutdown()
+
+
+def test_a_folder_of_arrays_gives_the_pictures_of_the_same_folder_of_files(folder: Path, tmp_path: Path) -> None:
+    """In colour with channels last and first, in Fortran's order, grey, with one channel and with transparency."""
+    forms: list[Callable[[np.ndarray], np.ndarray]] = [
+        lambda x: x, lambda x: x.transpose(2, 0, 1), np.asfortranarray, lambda x: x[..., 1], lambda x: x[:, :, 1:2],
+        lambda x: np.concatenate([x, 255 - x[..., :1]], 2),
+    ]  # fmt: skip
+    arrays, files = tmp_path / "arrays", tmp_path / "files"
+    for i in range(12):
+        pixels = forms[i % 6](np.array(make_picture(i)))
+        for place in (arrays, files):
+            (place / "ab"[i % 2]).mkdir(parents=True, exist_ok=True)
+        np.save(arrays / "ab"[i % 2] / f"{i}.npy", pixels)
+        shown = pixels.transpose(1, 2, 0) if i % 6 == 1 else pixels[:, :, 0] if i % 6 == 4 else pixels
+        Image.fromarray(np.ascontiguousarray(shown)).save(files / "ab"[i % 2] / f"{i}.png")
+    (arrays / "notes.txt").write_text("other")
+    listed, expected = list_images(arrays), list_images(files)
+    assert listed.left_out == {".txt": 1}
+    assert [path.replace(".npy", ".png") for path in listed.paths] == expected.paths
+    assert (listed.labels.tolist(), listed.classes) == (expected.labels.tolist(), ["a", "b"])
+    for workers in (0, 2):
+        how = Decoding(as_tensor, workers=workers)
+        pairs = [load_batches(images, [list(range(12))], how) for images in (listed, expected)]
+        found, wanted = (next(iter(batches)) for batches in pairs)
+        assert torch.equal(found.images, wanted.images)
+        assert found.source_size.tolist() == [(arrays / path).stat().st_size for path in listed.paths]
+        for batches in pairs:
+            batches.close()  # type: ignore[attr-defined]
+    (arrays / "c.png").write_bytes((files / "a/0.png").read_bytes())  # beside images, an array may be anything
+    assert list_images(arrays).paths == ["c.png"]
+    assert list_images(arrays).left_out == {".npy": 12, ".txt": 1}
+
+
+def test_an_array_that_is_no_picture_is_a_row_with_its_reason_and_is_never_unpickled(tmp_path: Path) -> None:
+    def header(text: bytes, version: int = 1) -> bytes:
+        return b"\x93NUMPY" + bytes([version, 0]) + len(text).to_bytes(2 if version == 1 else 4, "little") + text
+
+    def saved(array: np.ndarray) -> bytes:
+        file = io.BytesIO()
+        np.save(file, array, allow_pickle=True)
+        return file.getvalue()
+
+    class Boom:
+        def __reduce__(self) -> tuple[Callable[[str], int], tuple[str]]:
+            return os.system, (f"touch {tmp_path}/unpickled",)
+
+    picture = saved(np.zeros((4, 5, 3), np.uint8))
+    plain = "{'descr': '|u1', 'fortran_order': False, 'shape': %s, }\n"
+    contents = {
+        "a good": (picture, ""),
+        "b cut": (picture[:-1], "truncated: its array of uint8 (4, 5, 3) has another number of bytes"),
+        "c long": (picture + b"\0", "another number of bytes"),
+        "d objects": (saved(np.array([[Boom()]], object)), "an array of object (1, 1); expected uint8"),
+        "e stack": (
+            saved(np.zeros((2, 4, 5, 3), np.uint8)),
+            "an array of uint8 (2, 4, 5, 3); expected uint8 (H, W, 3)",
+        ),
+        "f huge": (header((plain % "(1000000000, 1000000000, 3)").encode()), "another number of bytes"),
+        "g negative": (header((plain % "(-1, -1, 3)").encode()) + bytes(3), ""),
+        "h deep": (header(b"-" * 9000 + b"1\n"), ""),
+        "i version": (header(b"{}", 3), "an array of version 3 of its format"),
+        "j records": (saved(np.zeros((4, 5), [("a", "u1")])), "expected uint8 (H, W, 3)"),
+        "k empty": (b"", "empty file"),
+        "l text": (b"no array", "not an image in a known format"),
+        "m float": (saved(np.full((4, 5), 0.5)), "np.save(path, (np.load(path) * 255).round().astype('uint8'))"),
+        "n large": (saved(np.zeros((50, 50), np.uint8)), "50x50 pixels; --max-pixels sets the limit"),
+    }
+    for name, (content, _) in contents.items():
+        (tmp_path / f"{name}.npy").write_bytes(content)
+    images = list_images(tmp_path)
+    batch = next(iter(load_batches(images, [list(range(len(images)))], Decoding(as_tensor, max_pixels=2000))))
+    assert batch.status.tolist() == [Status.OK] + [Status.DECODE_ERROR] * 13
+    assert not batch.suspect
+    for row, (name, (_, reason)) in enumerate(contents.items()):
+        assert reason in batch.reasons.get(row, ""), name
+    assert not (tmp_path / "unpickled").exists()
+
+
+@pytest.mark.parametrize(
+    ("scale", "line"),
+    [(1, "({} * 255).round().astype('uint8')"), (255, "{}.round().astype('uint8')"), (-1, ""), (np.nan, ""), (9e4, "")],
+)
+def test_arrays_of_floats_are_refused_with_the_line_that_converts_them(tmp_path: Path, scale: float, line: str) -> None:
+    pixels = np.stack([np.array(make_picture(i)) for i in range(3)])
+    floats = (pixels / 255 * scale).astype(np.float32)
+    (tmp_path / "folder").mkdir()
+    np.save(tmp_path / "folder/one.npy", floats[0])
+    np.save(tmp_path / "p.npy", floats)
+    with h5py.File(tmp_path / "p.h5", "w") as file:
+        file["group/x"] = floats
+    for name, array in (("folder", "np.load(path)"), ("p.npy", "np.load("), ("p.h5", "file['group/x'][:]")):
+        with pytest.raises(InputError, match="float32") as refused:
+            list_images(tmp_path / name)
+        code = refused.value.hint.removeprefix("for each file: ")
+        del refused  # its traceback has the open file
+        gc.collect()
+        if not line:
+            assert "store the pictures as they were before they were normalised" in code
+            continue
+        assert array in code
+        exec(code, {"np": np, "h5py": h5py, "path": tmp_path / "folder/one.npy"})  # as a user does
+    if line:
+        with h5py.File(tmp_path / "p.h5", "a") as file:
+            assert file["group/x_uint8"].dtype == np.uint8
+        for name in ("folder", "p_uint8.npy", "p.h5"):
+            images = list_images(tmp_path / name)
+            for row in range(len(images)):
+                picture = images.source.decode(images.source.read(row)[0], 10**6)
+                np.testing.assert_array_equal(np.array(picture), pixels[row])
 
 
 def test_pictures_behind_http(folder: Path, server: str) -> None:

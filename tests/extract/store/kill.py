@@ -40,7 +40,7 @@ from extract.images import list_images
 from extract.store.verify import verify
 
 BROKEN = "b/13.png"
-CALLS = ("pwrite", "fsync", "fdatasync", "link", "rename", "unlink", "posix_fallocate")
+CALLS = ("pwrite", "fsync", "fdatasync", "link", "rename", "unlink", "mkdir", "rmdir", "posix_fallocate")
 
 
 def pictures(folder: Path) -> None:
