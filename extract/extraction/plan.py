@@ -16,7 +16,7 @@ from extract import defaults
 from extract.backbones.preprocessing import Preprocessing
 from extract.backbones.sources import SOURCES
 from extract.compute.backbone import Backbone
-from extract.compute.backends import engine_for
+from extract.compute.backends import WITH_WEIGHTS, engine_for
 from extract.compute.feature_choice import Choice, Feature, choose_features, with_projection_sizes
 from extract.errors import InputError
 from extract.extraction.fitted_axes import load_axes
@@ -181,7 +181,8 @@ def _plan(
             )
         engine = "eager"
     # Engines compute different parts in lower precision and round at different places: the fingerprint names them.
-    lower = f"{precision} {'autocast' if engine == 'eager' else engine}"
+    by_autocast = engine == "eager" and precision not in ("tf32", WITH_WEIGHTS)
+    lower = f"{precision} {'autocast' if by_autocast else engine}"
     computed_in = precision if precision == "float32" else lower
     stored = [_stored(feature, settings.dtype, computed_in) for feature in choice.features]
     depends_on = {
@@ -289,7 +290,7 @@ def how_made(depends_on: dict[str, Any]) -> dict[str, Any]:
     """
     precision, _, way = str(depends_on["precision"]).partition(" ")
     fast = depends_on["preprocessing"].get("resized_by") == "torchvision"
-    compile = "auto" if precision == "float32" else "off" if way == "autocast" else way
+    compile = "auto" if precision == "float32" else "off" if way in ("autocast", "eager") else way
     return {"precision": precision, "compile": compile, "decode": "fast" if fast else "exact"}
 
 

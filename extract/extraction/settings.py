@@ -32,7 +32,7 @@ __all__ = [
     "choices_of", "fields_of", "taking", "values_of",
 ]  # fmt: skip
 
-Precision = Literal["float32", "bfloat16", "float16"]
+Precision = Literal["float32", "tf32", "bfloat16", "float16", "bfloat16-weights"]
 
 _LIMITS = {
     "ge": (operator.ge, "at least"), "gt": (operator.gt, "above"),
@@ -86,8 +86,9 @@ class FeatureSettings:
             smaller; compared with exact on the first images, and refused below the minimum cosine.
         dtype: Type of the stored features; int8 has a scale for each row. bfloat16 and int8 are compared with the
             values of the first batch, and refused below the minimum cosine.
-        precision: Precision of the computation; bfloat16 and float16 are compared with float32 on the first batch, and
-            refused below the minimum cosine.
+        precision: Precision of the computation; all but float32 are compared with it on the first batch, and refused
+            below the minimum cosine. tf32: convolutions and matrix products, on an NVIDIA GPU. bfloat16-weights: the
+            weights too, without autocast.
         compile: Compile the forward. on: with OpenVINO on a CPU, else inductor. auto: if it saves time and the first
             batch agrees; in lower precision, as for the existing rows, else not.
     """

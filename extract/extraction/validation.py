@@ -95,8 +95,8 @@ class ValidatedForward(contextlib.ExitStack):
 
         Raises:
             InputError: rows of a feature are not the images.
-            DisagreementError: lower precision, fast decoding or the requested compiler disagrees with the reference.
-            LayertapError: the requested compiler has failed.
+            DisagreementError: lower precision, fast decoding or the requested compiler disagrees with the reference,
+                or has failed.
         """
         if self.chosen is not None:
             if len(images) > 1:
@@ -167,7 +167,12 @@ class ValidatedForward(contextlib.ExitStack):
         opened = open_forward(plan.backbone, plan.choice, dtype, settings.precision, engine, largest_batch)
         forward = self.enter_context(opened)
         began = time.perf_counter()
-        features = forward(images)
+        try:
+            features = forward(images)
+        except RuntimeError as error:  # code of a model may insist on float32
+            if settings.precision == "float32":
+                raise
+            raise LayertapError(f"the model cannot compute in {settings.precision}: {first_line(error)}") from error
         seconds = time.perf_counter() - began - forward.compiling_s
         if not expected:
             self._check_rows(forward, images, features)
@@ -229,17 +234,15 @@ def _refuse(what: str, reason: str | None, *remedies: str) -> None:
         raise DisagreementError(f"{what}, {reason}", " or ".join(remedies))
 
 
-def _with_remedies(error: LayertapError, engine: str, precision: str) -> LayertapError:
+def _with_remedies(error: LayertapError, engine: str, precision: str) -> DisagreementError:
     """Return the error of a requested compiler or precision, with what to use instead."""
     remedies = []
     if engine != "eager":
         remedies.append("--compile off")
     if precision != "float32":
         remedies += ["--precision float32", "a lower --min-cosine"]
-    instead = " or ".join(remedies)
-    if isinstance(error, DisagreementError):
-        return DisagreementError(error.reason, instead)
-    return LayertapError(str(error), hint=f"use {instead}")
+    reason = error.reason if isinstance(error, DisagreementError) else str(error)
+    return DisagreementError(reason, " or ".join(remedies))
 
 
 def _engine(plan: Plan, has_stored_rows: bool) -> tuple[str, str]:

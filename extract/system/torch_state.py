@@ -19,8 +19,8 @@ __all__ = [
     "device_named",
     "evaluating",
     "full_float32",
-    "keeping_freed_memory",
     "has_tensor_float32",
+    "keeping_freed_memory",
     "limited_threads",
     "lower_precision",
     "tensor_float32",
@@ -90,15 +90,16 @@ def full_float32() -> Iterator[None]:
 @contextlib.contextmanager
 def tensor_float32() -> Iterator[None]:
     """Context manager: compute convolutions and matrix products of float32 in TF32 on a GPU that has it."""
-    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
+    backends: Any = torch.backends
+    cuda, cudnn = backends.cuda, backends.cudnn
     with full_float32(), contextlib.ExitStack() as restore:
         name: str = "allow_tf32"
         value: Any = True
-        settings: tuple[Any, ...] = (cuda.matmul, cudnn)
+        settings = [cuda.matmul, cudnn]
         try:
             before = [getattr(setting, name) for setting in settings]
         except RuntimeError:  # the program uses the newer API, see `full_float32`
-            name, value, settings = "fp32_precision", "tf32", (cuda.matmul, cudnn.conv, cudnn.rnn)
+            name, value, settings = "fp32_precision", "tf32", [cuda.matmul, cudnn.conv, cudnn.rnn]
             before = [getattr(setting, name) for setting in settings]
         for setting, initial in zip(settings, before, strict=True):
             restore.callback(setattr, setting, name, initial)
@@ -108,7 +109,7 @@ def tensor_float32() -> Iterator[None]:
 
 def has_tensor_float32(device: torch.device) -> bool:
     """Return whether a device computes in TF32, and fast in bfloat16: an NVIDIA GPU from Ampere (8.0) on."""
-    is_nvidia = device.type == "cuda" and torch.version.hip is None
+    is_nvidia = device.type == "cuda" and torch.version.hip is None and torch.cuda.is_available()
     return is_nvidia and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
