@@ -83,7 +83,8 @@ class FeatureSettings:
         layers: Several are possible; globs allowed, ** at any depth. Poolings: {poolings}.
         batch_size: Images per forward. [default: 256 on a GPU with 12 GB or more, otherwise 64]
         decode: exact: the pixels of the library's own preprocessing. fast: resize with torchvision, decode large JPEGs
-            smaller; compared with exact on the first images, and refused below the minimum cosine.
+            smaller. gpu: decode and resize JPEGs on an NVIDIA GPU, other files exactly. Both are compared with exact on
+            the first images, and refused below the minimum cosine.
         dtype: Type of the stored features; int8 has a scale for each row. bfloat16 and int8 are compared with the
             values of the first batch, and refused below the minimum cosine.
         precision: Precision of the computation; all but float32 are compared with it on the first batch, and refused
@@ -95,7 +96,7 @@ class FeatureSettings:
 
     layers: Annotated[str | Sequence[str], Field(min_length=1)] = defaults.LAYERS
     batch_size: Annotated[int | None, Field(strict=True, ge=1)] = None
-    decode: Literal["exact", "fast"] = "exact"
+    decode: Literal["exact", "fast", "gpu"] = "exact"
     dtype: Literal["float32", "float16", "bfloat16", "int8"] = "float32"
     precision: Precision = defaults.PRECISION
     compile: Literal["auto", "on", "off", "inductor", "openvino"] = "auto"

@@ -21,7 +21,7 @@ import gc
 import math
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -330,7 +330,7 @@ def fastest(plan: Plan, fixed: Collection[str] = (), on_measuring: Callable[[], 
     if any(feature.is_whole for feature in plan.choice.features):
         return Tuned([plain | given], [], "whole")
     on_cpu, decode, n_images = backbone.device.type == "cpu", given.get("decode"), len(images)
-    ways = {"exact": replace(backbone.preprocessing, fast=False)}
+    ways = {"exact": backbone.preprocessing.exact()}
     if decode == "fast" or (decode is None and ways["exact"].can_be_faster):
         ways["fast"] = ways["exact"].faster()
     if _is_gpu(backbone.device):

@@ -1,7 +1,7 @@
 """Compare the first batch with the reference: eager PyTorch in float32 on exactly decoded images.
 
 Compiled code in float32 must agree within rounding; otherwise the run continues without it, or ends if compiling was
-requested. Lower precision and fast decoding must give features with a high cosine to the reference, or the run ends
+requested. Lower precision and other decoding must give features with a high cosine to the reference, or the run ends
 before anything is stored. Some images of the first batch are also computed alone: their rows must be the same.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -125,7 +125,7 @@ class ValidatedForward(contextlib.ExitStack):
             self.close()
             computation = Computation("eager", first_line(error), failed=True)
             forward, features, seconds = self._candidate(computation, images, {})
-        if plan.backbone.preprocessing.fast:
+        if not plan.backbone.preprocessing.is_exact:
             computation.decoding = self._compared_decoding(forward)
         computation.storage = self._compared_storage(features)
         computation.prepared_in_s = time.perf_counter() - began - seconds
@@ -162,7 +162,7 @@ class ValidatedForward(contextlib.ExitStack):
         """
         plan, settings, engine = self._plan, self._plan.settings, computation.engine
         # What is compared is in float32: rounding to float16 is fifty times the allowed deviation of compiled code.
-        dtype = "float32" if expected or plan.backbone.preprocessing.fast else read_as(settings.dtype)
+        dtype = "float32" if expected or not plan.backbone.preprocessing.is_exact else read_as(settings.dtype)
         largest_batch = min(plan.batch_size, plan.dataset.shard_rows)
         opened = open_forward(plan.backbone, plan.choice, dtype, settings.precision, engine, largest_batch)
         forward = self.enter_context(opened)
@@ -189,7 +189,7 @@ class ValidatedForward(contextlib.ExitStack):
         self.is_validated = len(images) > 1 or self._plan.batch_size == 1
 
     def _compared_decoding(self, forward: Forward) -> dict[str, Agreement]:
-        """Compare features of the first images, decoded fast, with the reference of exactly decoded ones.
+        """Compare features of the first images, decoded fast or on the GPU, with the reference of exactly decoded ones.
 
         Lower precision and fast decoding are compared together, because two small deviations may add up.
 
@@ -197,7 +197,7 @@ class ValidatedForward(contextlib.ExitStack):
             DisagreementError: a cosine is too small.
         """
         plan, preprocessing = self._plan, self._plan.backbone.preprocessing
-        both = [preprocessing, replace(preprocessing, fast=False)]
+        both = [preprocessing, preprocessing.exact()]
         fast, exact = decoded_in(plan.images, both, plan.settings.max_pixels)
         with open_forward(plan.backbone, plan.choice, "float32") as reference:
             expected = reference(exact)
@@ -205,7 +205,7 @@ class ValidatedForward(contextlib.ExitStack):
         remedies = ["--decode exact", "--precision float32", "a lower --min-cosine"]
         if plan.settings.precision == "float32":
             remedies.remove("--precision float32")
-        _refuse("of fast decoded images", refusal(compared, plan.settings.min_cosine), *remedies)
+        _refuse(f"of {plan.settings.decode} decoded images", refusal(compared, plan.settings.min_cosine), *remedies)
         return compared
 
     def _compared_storage(self, features: Values) -> dict[str, Agreement]:

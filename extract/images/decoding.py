@@ -10,7 +10,7 @@ import math
 import re
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import ExifTags, Image, ImageFile, ImageOps, UnidentifiedImageError, features
@@ -22,7 +22,8 @@ from extract.images.whole_files import check_whole
 from extract.system.optional_libraries import pip_install
 
 __all__ = [
-    "IMAGE_SUFFIXES", "check_decoders", "decode", "decode_partly", "header_size", "pixels_of", "to_picture", "too_dark",
+    "IMAGE_SUFFIXES", "Jpeg", "check_decoders", "decode", "decode_partly", "header_size", "pixels_of", "plain_jpeg",
+    "to_picture", "too_dark",
 ]  # fmt: skip
 
 # Formats that Pillow reads, except those that other programs must render (EPS, PDF, WMF, EMF), measurement data (FITS,
@@ -37,6 +38,13 @@ IMAGE_SUFFIXES = frozenset({
 _HEIF_BRANDS = frozenset({b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1"})  # ISO/IEC 23008-12
 _BACKGROUND = (255, 255, 255)  # colour behind transparent pixels
 _PNG, _END_OF_JPEG = b"\x89PNG\r\n\x1a\n", b"\xff\xd9"
+_START_OF_JPEG = b"\xff\xd8\xff"
+# Larger files, and pictures with more pixels or longer ones, are left to Pillow: files of some batches wait in memory,
+# and decoded and resized, such pictures would take GB on a GPU.
+_MOST_BYTES_ON_DEVICE = 4 << 20
+_MOST_PIXELS_ON_DEVICE = 50_000_000
+_MOST_ASPECT_ON_DEVICE = 20
+_NO_YCBCR = {b"RGB", b"rgb"}  # ids of the components of a JPEG file that holds RGB
 _BITS, _PHOTOMETRIC, _SAMPLE_FORMAT = 258, 262, 339  # TIFF 6.0 tags
 _WHITE_IS_ZERO = 0  # a value of _PHOTOMETRIC
 _NO_MEMORY = "decoder error -9"  # PIL.ImageFile.ERRORS
@@ -112,6 +120,47 @@ def decode(
         if is_of_the_machine(error):
             raise
         raise ValueError(" ".join(str(error).split()) or type(error).__name__) from error  # some have several lines
+
+
+class Jpeg(NamedTuple):
+    """A JPEG file that is to be decoded on a device.
+
+    Attributes:
+        data: content of the file.
+        size: (height, width) as stored.
+        orientation: EXIF orientation to apply, 1 to 8.
+    """
+
+    data: bytes
+    size: tuple[int, int]
+    orientation: int
+
+
+def plain_jpeg(data: bytes, max_pixels: int, orientation: str, icc: str) -> Jpeg | None:
+    """Return a file that `decode` and a device's decoder give the same picture of; None for all others.
+
+    These are complete JPEG files of 8 bits, grey or YCbCr, of at most 50 megapixels and 4 MiB, without a profile to convert. For
+    the arguments, see `decode`, which says what is wrong with a file.
+    """
+    is_whole = data.startswith(_START_OF_JPEG) and data.endswith(_END_OF_JPEG)
+    if not is_whole or len(data) > _MOST_BYTES_ON_DEVICE:
+        return None
+    try:
+        with _opened(data, max_pixels) as image:
+            is_converted = icc == "srgb" and "icc_profile" in image.info
+            if image.format != "JPEG" or image.mode not in ("L", "RGB") or is_converted:
+                return None
+            layers: Any = getattr(image, "layer", ())
+            is_rgb = image.info.get("adobe_transform") == 0 or bytes(layer[0] for layer in layers) in _NO_YCBCR
+            if getattr(image, "bits", 0) != 8 or len(layers) != len(image.mode) or (is_rgb and image.mode == "RGB"):
+                return None
+            shorter, longer = sorted(image.size)
+            if shorter * longer > _MOST_PIXELS_ON_DEVICE or longer > _MOST_ASPECT_ON_DEVICE * shorter:
+                return None
+            turned = image.getexif().get(ExifTags.Base.Orientation, 1) if orientation == "exif" else 1
+            return Jpeg(data, image.size[::-1], turned if turned in range(2, 9) else 1)
+    except Exception:  # see `decode`
+        return None
 
 
 def decode_partly(data: bytes, max_pixels: int) -> Image.Image | None:
