@@ -139,8 +139,8 @@ class Jpeg(NamedTuple):
 def plain_jpeg(data: bytes, max_pixels: int, orientation: str, icc: str) -> Jpeg | None:
     """Return a file that `decode` and a device's decoder give the same picture of; None for all others.
 
-    These are complete JPEG files of 8 bits, grey or YCbCr, of at most 50 megapixels and 4 MiB, without a profile to convert. For
-    the arguments, see `decode`, which says what is wrong with a file.
+    These are complete JPEG files of 8 bits, grey or YCbCr, of at most 50 megapixels and 4 MiB, without a profile to
+    convert. For the arguments, see `decode`, which says what is wrong with a file.
     """
     is_whole = data.startswith(_START_OF_JPEG) and data.endswith(_END_OF_JPEG)
     if not is_whole or len(data) > _MOST_BYTES_ON_DEVICE:
