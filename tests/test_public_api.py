@@ -27,10 +27,11 @@ class extract.ActivationMonitor(model: nn.Module, layers: str | Sequence[str] | 
 class extract.Backbone(spec: str, architecture: str, model: nn.Module, weights: Weights, preprocessing: Preprocessing,
         classifier: str | None = None, no_embedding: str = '', prefix_tokens: int = 0, patches: int | None =
         None, class_token: bool = False, reads_class_token: bool = False, notes: tuple[str, ...] = (), device:
-        torch.device = ..., asked: dict[str, Any] = ...)
+        torch.device = ..., input_dtype: torch.dtype = torch.float32, asked: dict[str, Any] = ...)
 extract.Backbone.features(self, pictures: Picture | Iterable[Picture], layers: str | Sequence[str] =
         ('embedding',), *, batch_size: int = 64, axes: str | os.PathLike[str] | None = None) -> dict[str,
         NDArray[np.float32]]
+extract.Backbone.to_input(self, images: torch.Tensor) -> torch.Tensor
 class extract.DisagreementError(LayertapError)
 class extract.FeatureReader(path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], *, partial: bool = False,
         cache_bytes: int = 10000000000, check: bool = False)
@@ -84,15 +85,16 @@ extract.extract_features(images: str | os.PathLike[str] | extract.images.dataset
         os.PathLike[str], backbone: str | extract.compute.backbone.Backbone = 'bundled/efficientnet_lite0',
         preprocessing: collections.abc.Mapping[str, typing.Any] | None = None, retry_failed: bool = False,
         progress: bool = True, layers: str | collections.abc.Sequence[str] = ('embedding',), batch_size: int |
-        None = None, decode: Literal['exact', 'fast'] = 'exact', dtype: Literal['float32', 'float16',
-        'bfloat16', 'int8'] = 'float32', precision: Literal['float32', 'bfloat16', 'float16'] = 'float32',
-        compile: Literal['auto', 'on', 'off', 'inductor', 'openvino'] = 'auto', workers: int = ..., max_pixels:
-        int = 178956970, orientation: Literal['exif', 'ignore'] = 'exif', icc: Literal['ignore', 'srgb'] =
-        'ignore', min_cosine: float = 0.999, axes: str | os.PathLike[str] | None = None, shard_rows: int | None
-        = None, compress: Optional[Literal['gzip', 'lzf', 'blosc2']] = None, sync_s: float = 30.0, limit: int |
-        None = None, keep: str | collections.abc.Sequence[str] = (), distortion: float | None = 0.1,
-        max_distortion: float | None = None, fit_on: int | None = 2000, weights: str | None = None,
-        allow_missing_head: bool = False, device: str = 'auto', seed: int = 0) -> FeatureReader
+        None = None, decode: Literal['exact', 'fast', 'gpu'] = 'exact', dtype: Literal['float32', 'float16',
+        'bfloat16', 'int8'] = 'float32', precision: Literal['float32', 'tf32', 'bfloat16', 'float16',
+        'bfloat16-weights'] = 'float32', compile: Literal['auto', 'on', 'off', 'inductor', 'openvino'] = 'auto',
+        workers: int = ..., max_pixels: int = 178956970, orientation: Literal['exif', 'ignore'] = 'exif', icc:
+        Literal['ignore', 'srgb'] = 'ignore', min_cosine: float = 0.999, axes: str | os.PathLike[str] | None =
+        None, shard_rows: int | None = None, compress: Optional[Literal['gzip', 'lzf', 'blosc2']] = None,
+        sync_s: float = 30.0, limit: int | None = None, keep: str | collections.abc.Sequence[str] = (),
+        distortion: float | None = 0.1, max_distortion: float | None = None, fit_on: int | None = 2000, weights:
+        str | None = None, allow_missing_head: bool = False, device: str = 'auto', seed: int = 0) ->
+        FeatureReader
 extract.inspect_model(model: nn.Module, batches: Iterable[Any], layers: str | Sequence[str] | None = None, *,
         loss: Loss | None = None, on_batch: Callable[[int], None] = ..., name_of: Callable[[int], str] = ...) ->
         Inspection
@@ -202,9 +204,10 @@ layertap.compare(images: str | os.PathLike[str], backbones: str | collections.ab
         os.PathLike[str] | None = None, budget: str | float | None = None, limit: int | None = None,
         test_fraction: float | None = None, workers: int = ..., device: str = 'auto', seed: int = 0, progress:
         bool = True, layers: str | collections.abc.Sequence[str] = ('embedding',), batch_size: int | None =
-        None, decode: Literal['exact', 'fast'] = 'exact', dtype: Literal['float32', 'float16', 'bfloat16',
-        'int8'] = 'float32', precision: Literal['float32', 'bfloat16', 'float16'] = 'float32', compile:
-        Literal['auto', 'on', 'off', 'inductor', 'openvino'] = 'auto') -> Comparison
+        None, decode: Literal['exact', 'fast', 'gpu'] = 'exact', dtype: Literal['float32', 'float16',
+        'bfloat16', 'int8'] = 'float32', precision: Literal['float32', 'tf32', 'bfloat16', 'float16',
+        'bfloat16-weights'] = 'float32', compile: Literal['auto', 'on', 'off', 'inductor', 'openvino'] = 'auto')
+        -> Comparison
 """
 
 
