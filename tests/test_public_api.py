@@ -27,11 +27,10 @@ class extract.ActivationMonitor(model: nn.Module, layers: str | Sequence[str] | 
 class extract.Backbone(spec: str, architecture: str, model: nn.Module, weights: Weights, preprocessing: Preprocessing,
         classifier: str | None = None, no_embedding: str = '', prefix_tokens: int = 0, patches: int | None =
         None, class_token: bool = False, reads_class_token: bool = False, notes: tuple[str, ...] = (), device:
-        torch.device = ..., input_dtype: torch.dtype = torch.float32, asked: dict[str, Any] = ...)
+        torch.device = ..., asked: dict[str, Any] = ...)
 extract.Backbone.features(self, pictures: Picture | Iterable[Picture], layers: str | Sequence[str] =
         ('embedding',), *, batch_size: int = 64, axes: str | os.PathLike[str] | None = None) -> dict[str,
         NDArray[np.float32]]
-extract.Backbone.to_input(self, images: torch.Tensor) -> torch.Tensor
 class extract.DisagreementError(LayertapError)
 class extract.FeatureReader(path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], *, partial: bool = False,
         cache_bytes: int = 10000000000, check: bool = False)

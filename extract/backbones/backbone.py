@@ -40,7 +40,6 @@ class LoadedBackbone:
         reads_class_token: whether the embedding is computed from the class token.
         notes: messages for the user about how the backbone was loaded.
         device: device of the network.
-        input_dtype: dtype of the input of the network.
         asked: the arguments weights, seed, allow_missing_head and preprocessing of `load_backbone`.
     """
 
@@ -57,12 +56,7 @@ class LoadedBackbone:
     reads_class_token: bool = False
     notes: tuple[str, ...] = ()
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    input_dtype: torch.dtype = torch.float32
     asked: dict[str, Any] = field(default_factory=dict)
-
-    def to_input(self, images: torch.Tensor) -> torch.Tensor:
-        """Convert results of `Preprocessing.cpu_transform` to the input of the network, on their device."""
-        return self.preprocessing.to_input(images).to(self.input_dtype)
 
 
 def downloading(

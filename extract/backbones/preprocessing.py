@@ -60,6 +60,7 @@ class Preprocessing:
             JPEG files are decoded at reduced size.
         device: the GPU that decodes JPEG files and resizes their pictures with torchvision; empty: none does.
         orientation, icc: how files are decoded, see `extract.images.decoding.decode`; not part of `describe`.
+        input_dtype: dtype of the backbone's input; not part of `describe`.
     """
 
     resize_px: int | tuple[int, int]
@@ -73,6 +74,7 @@ class Preprocessing:
     device: str = ""
     orientation: str = defaults.ORIENTATION
     icc: str = defaults.ICC
+    input_dtype: torch.dtype = torch.float32
 
     @property
     def min_decode_px(self) -> int:
@@ -169,14 +171,15 @@ class Preprocessing:
         return torch.from_numpy(np.array(picture))
 
     def to_input(self, images: Tensor) -> Tensor:
-        """Convert results of `cpu_transform` to the backbone's input, (B, 3, H, W) float32, on their device."""
+        """Convert results of `cpu_transform` to the backbone's input, (B, 3, H, W), on their device."""
         if images.dtype != torch.uint8:
-            return images
+            return images.to(self.input_dtype)
         # Convolutions follow the memory of their input; converting the weights as well is not faster. Sums in another
         # order differ by rounding from timm's contiguous example (resnet18: 2e-7 of the largest value), and equal its
         # model for an input with memory_format=torch.channels_last in every bit.
         scaled = images.permute(0, 3, 1, 2).to(torch.float32).div_(255)  # (B, 3, H, W), channels last in memory
-        return scaled.sub_(_of_channels(self.mean, images.device)).div_(_of_channels(self.std, images.device))
+        normalised = scaled.sub_(_of_channels(self.mean, images.device)).div_(_of_channels(self.std, images.device))
+        return normalised.to(self.input_dtype)
 
     def describe(self) -> dict[str, Any]:
         """Return the parameters as plain data for the fingerprint."""

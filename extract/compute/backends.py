@@ -126,4 +126,5 @@ def _with_weights_in_bfloat16(backbone: LoadedBackbone) -> LoadedBackbone:
         model = copy.deepcopy(backbone.model).to(torch.bfloat16).to(memory_format=torch.channels_last)
     except Exception as error:  # of the model's own code, or insufficient memory
         raise LayertapError(f"the weights of {backbone.spec} cannot be in bfloat16: {first_line(error)}") from error
-    return replace(backbone, model=model, input_dtype=torch.bfloat16)
+    preprocessing = replace(backbone.preprocessing, input_dtype=torch.bfloat16)
+    return replace(backbone, model=model, preprocessing=preprocessing)

@@ -49,7 +49,7 @@ class _Features(nn.Module):
     def __init__(self, backbone: LoadedBackbone, choice: Choice, dtype: str, precision: str):
         super().__init__()
         self.model = backbone.model
-        self._to_input: Callable[[Tensor], Tensor] = backbone.to_input
+        self._to_input: Callable[[Tensor], Tensor] = backbone.preprocessing.to_input
         self._choice, self._dtype = choice, getattr(torch, dtype)
         self._lower = lower_precision(precision, backbone.device)
 

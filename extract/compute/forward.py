@@ -128,7 +128,7 @@ class EagerForward(DeviceForward):
 
     def __init__(self, backbone: LoadedBackbone, choice: Choice, taps: Taps, transfers: Pinned | None):
         super().__init__(backbone.device, transfers)
-        self._to_input, self._features = backbone.to_input, choice.features
+        self._to_input, self._features = backbone.preprocessing.to_input, choice.features
         self._model, self._capture = backbone.model, capture_of(taps)
 
     def _part(self, images: Tensor) -> Values:
