@@ -75,7 +75,7 @@ class UnknownNameError(LayertapError, KeyError):
 
 
 class DisagreementError(LayertapError):
-    """Features from compiled code, lower precision or fast decoding differ too much from the plain ones.
+    """Compiled code, lower precision or fast decoding fails, or its features differ too much from the plain ones.
 
     Attributes:
         reason: the difference, without the remedy.

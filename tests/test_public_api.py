@@ -87,15 +87,16 @@ extract.extract_features(images: str | os.PathLike[str] | extract.images.dataset
         os.PathLike[str], backbone: str | extract.compute.backbone.Backbone = 'bundled/efficientnet_lite0',
         preprocessing: collections.abc.Mapping[str, typing.Any] | None = None, retry_failed: bool = False,
         add_layers: bool = False, progress: bool = True, layers: str | collections.abc.Sequence[str] =
-        ('embedding',), batch_size: int | None = None, decode: Literal['exact', 'fast'] = 'exact', dtype:
-        Literal['float32', 'float16', 'bfloat16', 'int8'] = 'float32', precision: Literal['float32', 'bfloat16',
-        'float16'] = 'float32', compile: Literal['auto', 'on', 'off', 'inductor', 'openvino'] = 'auto', workers:
-        int = ..., max_pixels: int = 178956970, orientation: Literal['exif', 'ignore'] = 'exif', icc:
-        Literal['ignore', 'srgb'] = 'ignore', min_cosine: float = 0.999, axes: str | os.PathLike[str] | None =
-        None, shard_rows: int | None = None, compress: Optional[Literal['gzip', 'lzf', 'blosc2']] = None,
-        sync_s: float = 30.0, limit: int | None = None, keep: str | collections.abc.Sequence[str] = (),
-        distortion: float | None = 0.1, fit_on: int | None = 2000, weights: str | None = None,
-        allow_missing_head: bool = False, device: str = 'auto', seed: int = 0) -> FeatureReader
+        ('embedding',), batch_size: int | None = None, decode: Literal['exact', 'fast', 'gpu'] = 'exact', dtype:
+        Literal['float32', 'float16', 'bfloat16', 'int8'] = 'float32', precision: Literal['float32', 'tf32',
+        'bfloat16', 'float16', 'bfloat16-weights'] = 'float32', compile: Literal['auto', 'on', 'off',
+        'inductor', 'openvino'] = 'auto', workers: int = ..., max_pixels: int = 178956970, orientation:
+        Literal['exif', 'ignore'] = 'exif', icc: Literal['ignore', 'srgb'] = 'ignore', min_cosine: float =
+        0.999, axes: str | os.PathLike[str] | None = None, shard_rows: int | None = None, compress:
+        Optional[Literal['gzip', 'lzf', 'blosc2']] = None, sync_s: float = 30.0, limit: int | None = None, keep:
+        str | collections.abc.Sequence[str] = (), distortion: float | None = 0.1, fit_on: int | None = 2000,
+        weights: str | None = None, allow_missing_head: bool = False, device: str = 'auto', seed: int = 0) ->
+        FeatureReader
 extract.findings(reader: FeatureReader, layer: str | None = None, *, kinds: Collection[str] = ('failed', 'copy
         across splits', 'copy', 'near-duplicate', 'suspect label', 'outlier'), seed: int = 0, picture_size:
         Callable[[int], tuple[int, int] | None] = ..., neighbours: SimilarImages | None = None) -> list[Finding]
@@ -209,9 +210,9 @@ layertap.compare(images: str | os.PathLike[str], backbones: str | collections.ab
         os.PathLike[str] | None = None, limit: int | None = None, test_fraction: float | None = None, workers:
         int = ..., device: str = 'auto', seed: int = 0, progress: bool = True, layers: str |
         collections.abc.Sequence[str] = ('embedding',), batch_size: int | None = None, decode: Literal['exact',
-        'fast'] = 'exact', dtype: Literal['float32', 'float16', 'bfloat16', 'int8'] = 'float32', precision:
-        Literal['float32', 'bfloat16', 'float16'] = 'float32', compile: Literal['auto', 'on', 'off', 'inductor',
-        'openvino'] = 'auto') -> Comparison
+        'fast', 'gpu'] = 'exact', dtype: Literal['float32', 'float16', 'bfloat16', 'int8'] = 'float32',
+        precision: Literal['float32', 'tf32', 'bfloat16', 'float16', 'bfloat16-weights'] = 'float32', compile:
+        Literal['auto', 'on', 'off', 'inductor', 'openvino'] = 'auto') -> Comparison
 """
 
 

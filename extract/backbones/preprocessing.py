@@ -58,7 +58,9 @@ class Preprocessing:
         name: name of `library_transform`; if empty, its `str()` is used.
         fast: whether torchvision resizes instead of Pillow, which changes some pixels by one or two levels, and large
             JPEG files are decoded at reduced size.
+        device: the GPU that decodes JPEG files and resizes their pictures with torchvision; empty: none does.
         orientation, icc: how files are decoded, see `extract.images.decoding.decode`; not part of `describe`.
+        input_dtype: dtype of the backbone's input; not part of `describe`.
     """
 
     resize_px: int | tuple[int, int]
@@ -69,8 +71,10 @@ class Preprocessing:
     library_transform: Transform | None = None
     name: str = ""
     fast: bool = False
+    device: str = ""
     orientation: str = defaults.ORIENTATION
     icc: str = defaults.ICC
+    input_dtype: torch.dtype = torch.float32
 
     @property
     def min_decode_px(self) -> int:
@@ -83,6 +87,25 @@ class Preprocessing:
     def shape(self) -> tuple[int, int, int] | None:
         """Shape of what `cpu_transform` returns, if it returns uint8; None for a library's own transform."""
         return (*self.crop_px, 3) if self.library_transform is None else None
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the pixels are those of the library's own preprocessing."""
+        return not self.fast and not self.device
+
+    def exact(self) -> Preprocessing:
+        """Return a copy whose pixels are those of the library's own preprocessing."""
+        return replace(self, fast=False, device="")
+
+    def on_gpu(self, device: torch.device) -> Preprocessing:
+        """Return a copy for which a GPU decodes JPEG files.
+
+        Raises:
+            InputError: the device is not an NVIDIA GPU, or the preprocessing cannot run on it.
+        """
+        if device.type != "cuda":
+            raise InputError(f"decode gpu needs an NVIDIA GPU; the device is {device}", hint="set decode to fast")
+        return replace(self.faster(), fast=False, device=str(device))
 
     @property
     def can_be_faster(self) -> bool:
@@ -131,26 +154,32 @@ class Preprocessing:
                 f"{pixels:,.0f} pixels; the limit is {defaults.MAX_PIXELS:,}"
             )
 
+    def transform_pixels(self, pixels: Tensor) -> Tensor:
+        """Resize with torchvision, with antialiasing, and crop pictures (..., 3, H, W) uint8 to (..., h, w, 3)."""
+        size = [self.resize_px] if isinstance(self.resize_px, int) else list(self.resize_px)
+        resized = tensors.resize(pixels, size, InterpolationMode(self.interpolation))
+        cropped: Tensor = tensors.center_crop(resized, list(self.crop_px))
+        return cropped.movedim(-3, -1).contiguous()
+
     def _resized_and_cropped(self, picture: Image.Image) -> Tensor:
         size = [self.resize_px] if isinstance(self.resize_px, int) else list(self.resize_px)
         interpolation = InterpolationMode(self.interpolation)
         if self.fast:
-            pixels: Tensor = torch.from_numpy(np.array(picture)).permute(2, 0, 1)
-            pixels = tensors.center_crop(tensors.resize(pixels, size, interpolation), list(self.crop_px))
-            return pixels.permute(1, 2, 0).contiguous()
+            return self.transform_pixels(torch.from_numpy(np.array(picture)).permute(2, 0, 1))
         picture = F.resize(picture, size, interpolation)
         picture = F.center_crop(picture, list(self.crop_px))
         return torch.from_numpy(np.array(picture))
 
     def to_input(self, images: Tensor) -> Tensor:
-        """Convert results of `cpu_transform` to the backbone's input, (B, 3, H, W) float32, on their device."""
+        """Convert results of `cpu_transform` to the backbone's input, (B, 3, H, W), on their device."""
         if images.dtype != torch.uint8:
-            return images
+            return images.to(self.input_dtype)
         # Convolutions follow the memory of their input; converting the weights as well is not faster. Sums in another
         # order differ by rounding from timm's contiguous example (resnet18: 2e-7 of the largest value), and equal its
         # model for an input with memory_format=torch.channels_last in every bit.
         scaled = images.permute(0, 3, 1, 2).to(torch.float32).div_(255)  # (B, 3, H, W), channels last in memory
-        return scaled.sub_(_of_channels(self.mean, images.device)).div_(_of_channels(self.std, images.device))
+        normalised = scaled.sub_(_of_channels(self.mean, images.device)).div_(_of_channels(self.std, images.device))
+        return normalised.to(self.input_dtype)
 
     def describe(self) -> dict[str, Any]:
         """Return the parameters as plain data for the fingerprint."""
@@ -163,7 +192,7 @@ class Preprocessing:
             "interpolation": self.interpolation,
             "mean": list(self.mean),
             "std": list(self.std),
-            "resized_by": "torchvision" if self.fast else "pillow",
+            "resized_by": "torchvision on a GPU" if self.device else "torchvision" if self.fast else "pillow",
         }
 
     def __str__(self) -> str:
@@ -174,7 +203,7 @@ class Preprocessing:
             return f"the library's own transform: {text[:_SHOWN]}{'...' if len(text) > _SHOWN else ''}"
         resize = self.resize_px if isinstance(self.resize_px, int) else "x".join(map(str, self.resize_px))
         crop = "x".join(map(str, self.crop_px))
-        how = ", fast decoding" if self.fast else ""
+        how = ", JPEG decoded on the GPU" if self.device else ", fast decoding" if self.fast else ""
         return f"resize {resize} {self.interpolation}, crop {crop}, mean {self.mean}, std {self.std}{how}"
 
 

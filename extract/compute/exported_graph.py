@@ -9,9 +9,7 @@ are removed, so later layers cost nothing.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +17,7 @@ from torch.export import ExportedProgram
 
 from extract.backbones import LoadedBackbone
 from extract.compute.feature_choice import Choice
+from extract.system.torch_state import lower_precision
 from extract.taps.capture import Variant
 from extract.taps.record import Reduce, Site
 from extract.taps.taps import taps_of
@@ -33,7 +32,7 @@ def graph_of(backbone: LoadedBackbone, choice: Choice, dtype: str, precision: st
         backbone: backbone in eval mode.
         choice: features to compute.
         dtype: dtype of the features.
-        precision: "float32", or the dtype of PyTorch's autocast.
+        precision: "float32", "tf32" (with which the graph is run), or the dtype of PyTorch's autocast.
         images: batch on the backbone's device; the graph accepts only batches of this shape.
 
     Raises:
@@ -52,9 +51,7 @@ class _Features(nn.Module):
         self.model = backbone.model
         self._to_input: Callable[[Tensor], Tensor] = backbone.preprocessing.to_input
         self._choice, self._dtype = choice, getattr(torch, dtype)
-        self._lower: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-        if precision != "float32":
-            self._lower = torch.autocast(backbone.device.type, getattr(torch, precision))
+        self._lower = lower_precision(precision, backbone.device)
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
         """Return the features of a batch."""

@@ -165,7 +165,9 @@ class Pinned:
         self.seconds = 0.0
 
     def to_device(self, images: Tensor) -> Tensor:
-        """Copy a batch to the device."""
+        """Copy a batch to the device, unless it was decoded there."""
+        if images.device.type == "cuda":
+            return images
         with torch.inference_mode(False):
             given = images.contiguous()
             on_gpu = self._gpu.empty_like(given)

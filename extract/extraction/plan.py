@@ -16,7 +16,7 @@ from extract import defaults
 from extract.backbones.preprocessing import Preprocessing
 from extract.backbones.sources import SOURCES
 from extract.compute.backbone import Backbone
-from extract.compute.backends import engine_for
+from extract.compute.backends import WITH_WEIGHTS, engine_for
 from extract.compute.feature_choice import Choice, Feature, choose_features, with_projection_sizes
 from extract.errors import InputError, LayertapError
 from extract.extraction.fitted_axes import load_axes
@@ -222,14 +222,15 @@ def _plan(
     if taken := {feature.name for feature in choice.features} & images.columns.keys():
         raise InputError(f"keep {min(taken)!r}: a feature has this name", hint="rename the column")
     if whole := [feature.name for feature in choice.features if feature.is_whole]:
-        if engine not in ("auto", "eager") or precision != "float32" or preprocessing.fast:
+        if engine not in ("auto", "eager") or precision != "float32" or not preprocessing.is_exact:
             raise InputError(
                 f"{whole[0]} is whole numbers, which are computed exactly: by PyTorch in float32, of exact pixels",
                 hint="leave out --compile, --precision and --decode, or this layer",
             )
         engine = "eager"
     # Engines compute different parts in lower precision and round at different places: the fingerprint names them.
-    lower = f"{precision} {'autocast' if engine == 'eager' else engine}"
+    by_autocast = engine == "eager" and precision not in ("tf32", WITH_WEIGHTS)
+    lower = f"{precision} {'autocast' if by_autocast else engine}"
     computed_in = precision if precision == "float32" else lower
     stored = [_stored(feature, settings.dtype, computed_in) for feature in choice.features]
     depends_on = {
@@ -266,9 +267,13 @@ def default_batch_size(device: torch.device) -> int:
 
 
 def _decoding(backbone: Backbone, decode: str) -> Backbone:
-    """Return the backbone with the preprocessing that decodes exactly, or fast."""
-    exact = replace(backbone.preprocessing, fast=False)
-    return replace(backbone, preprocessing=exact.faster() if decode == "fast" else exact)
+    """Return the backbone with the preprocessing that decodes exactly, fast, or on its GPU."""
+    preprocessing = backbone.preprocessing.exact()
+    if decode == "fast":
+        preprocessing = preprocessing.faster()
+    elif decode == "gpu":
+        preprocessing = preprocessing.on_gpu(backbone.device)
+    return replace(backbone, preprocessing=preprocessing)
 
 
 def _engine(settings: ExtractionSettings, backbone: Backbone, existing: Existing) -> str:
@@ -313,6 +318,8 @@ def _decoder(preprocessing: Preprocessing) -> str:
     """Return the decoder as named in the fingerprint; data sets without the options have the text of the defaults."""
     text = _DECODER.format(orientation=_ORIENTATIONS[preprocessing.orientation])
     text += _TO_SRGB if preprocessing.icc == "srgb" else ""
+    if preprocessing.device:
+        return text + "; JPEG files decoded by nvJPEG"
     return text + ("; JPEG files decoded smaller, to twice the size or more" if preprocessing.fast else "")
 
 
@@ -327,6 +334,9 @@ def how_decoded(depends_on: dict[str, Any]) -> dict[str, Any]:
     return {"orientation": "ignore" if as_stored else "exif", "icc": "srgb" if _TO_SRGB in decoder else "ignore"}
 
 
+_DECODE_BY = {"torchvision": "fast", "torchvision on a GPU": "gpu"}
+
+
 def how_made(depends_on: dict[str, Any]) -> dict[str, Any]:
     """Return the `precision`, `compile` and `decode` of features with this fingerprint.
 
@@ -336,9 +346,9 @@ def how_made(depends_on: dict[str, Any]) -> dict[str, Any]:
         KeyError: an entry is missing.
     """
     precision, _, way = str(depends_on["precision"]).partition(" ")
-    fast = depends_on["preprocessing"].get("resized_by") == "torchvision"
-    compile = "auto" if precision == "float32" else "off" if way == "autocast" else way
-    return {"precision": precision, "compile": compile, "decode": "fast" if fast else "exact"}
+    decode = _DECODE_BY.get(depends_on["preprocessing"].get("resized_by"), "exact")
+    compile = "auto" if precision == "float32" else "off" if way in ("autocast", "eager") else way
+    return {"precision": precision, "compile": compile, "decode": decode}
 
 
 def asked_of(configuration: dict[str, Any], weights: str | None = None) -> dict[str, Any]:

@@ -47,7 +47,7 @@ SAFETY = Heading("Safety")
 HEADINGS = (IMAGES, BACKBONE, OUTPUT, SPEED, WORKERS, SAFETY)
 RARE = object()  # metadata of a setting that few need: `--help-all` lists it, `--help` does not
 
-Precision = Literal["float32", "bfloat16", "float16"]
+Precision = Literal["float32", "tf32", "bfloat16", "float16", "bfloat16-weights"]
 
 _LIMITS = {
     "ge": (operator.ge, "at least"), "gt": (operator.gt, "above"),
@@ -98,18 +98,20 @@ class FeatureSettings:
         layers: Several are possible; globs allowed, ** at any depth. Poolings: {poolings}.
         batch_size: Images per forward. [default: 256 on a GPU with 12 GB or more, otherwise 64]
         decode: exact: the pixels of the library's own preprocessing. fast: resize with torchvision, decode large JPEGs
-            smaller; compared with exact on the first images, and refused below the minimum cosine.
+            smaller. gpu: decode and resize JPEGs on an NVIDIA GPU, other files exactly. Both are compared with exact on
+            the first images, and refused below the minimum cosine.
         dtype: Type of the stored features; int8 has a scale for each row. bfloat16 and int8 are compared with the
             values of the first batch, and refused below the minimum cosine.
-        precision: Precision of the computation; bfloat16 and float16 are compared with float32 on the first batch, and
-            refused below the minimum cosine.
+        precision: Precision of the computation; all but float32 are compared with it on the first batch, and refused
+            below the minimum cosine. tf32: convolutions and matrix products, on an NVIDIA GPU. bfloat16-weights: the
+            weights too, without autocast.
         compile: Compile the forward. on: with OpenVINO on a CPU, else inductor. auto: if it saves time and the first
             batch agrees; in lower precision, as for the existing rows, else not.
     """
 
     layers: Annotated[str | Sequence[str], Field(min_length=1), BACKBONE] = defaults.LAYERS
     batch_size: Annotated[int | None, Field(strict=True, ge=1, le=100_000), SPEED] = None
-    decode: Annotated[Literal["exact", "fast"], SPEED] = "exact"
+    decode: Annotated[Literal["exact", "fast", "gpu"], SPEED] = "exact"
     dtype: Annotated[Literal["float32", "float16", "bfloat16", "int8"], OUTPUT] = "float32"
     precision: Annotated[Precision, SPEED] = defaults.PRECISION
     compile: Annotated[Literal["auto", "on", "off", "inductor", "openvino"], SPEED] = "auto"

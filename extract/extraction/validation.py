@@ -1,7 +1,7 @@
 """Compare the first batch with the reference: eager PyTorch in float32 on exactly decoded images.
 
 Compiled code in float32 must agree within rounding; otherwise the run continues without it, or ends if compiling was
-requested. Lower precision and fast decoding must give features with a high cosine to the reference, or the run ends
+requested. Lower precision and other decoding must give features with a high cosine to the reference, or the run ends
 before anything is stored. Some images of the first batch are also computed alone: their rows must be the same.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -95,8 +95,8 @@ class ValidatedForward(contextlib.ExitStack):
 
         Raises:
             InputError: rows of a feature are not the images.
-            DisagreementError: lower precision, fast decoding or the requested compiler disagrees with the reference.
-            LayertapError: the requested compiler has failed.
+            DisagreementError: lower precision, fast decoding or the requested compiler disagrees with the reference,
+                or has failed.
         """
         if self.chosen is not None:
             if len(images) > 1:
@@ -125,7 +125,7 @@ class ValidatedForward(contextlib.ExitStack):
             self.close()
             computation = Computation("eager", first_line(error), failed=True)
             forward, features, seconds = self._candidate(computation, images, {})
-        if plan.backbone.preprocessing.fast:
+        if not plan.backbone.preprocessing.is_exact:
             computation.decoding = self._compared_decoding(forward)
         computation.storage = self._compared_storage(features)
         computation.prepared_in_s = time.perf_counter() - began - seconds
@@ -162,12 +162,17 @@ class ValidatedForward(contextlib.ExitStack):
         """
         plan, settings, engine = self._plan, self._plan.settings, computation.engine
         # What is compared is in float32: rounding to float16 is fifty times the allowed deviation of compiled code.
-        dtype = "float32" if expected or plan.backbone.preprocessing.fast else read_as(settings.dtype)
+        dtype = "float32" if expected or not plan.backbone.preprocessing.is_exact else read_as(settings.dtype)
         largest_batch = min(plan.batch_size, plan.dataset.shard_rows)
         opened = open_forward(plan.backbone, plan.choice, dtype, settings.precision, engine, largest_batch)
         forward = self.enter_context(opened)
         began = time.perf_counter()
-        features = forward(images)
+        try:
+            features = forward(images)
+        except RuntimeError as error:  # code of a model may insist on float32
+            if settings.precision == "float32":
+                raise
+            raise LayertapError(f"the model cannot compute in {settings.precision}: {first_line(error)}") from error
         seconds = time.perf_counter() - began - forward.compiling_s
         if not expected:
             self._check_rows(forward, images, features)
@@ -184,7 +189,7 @@ class ValidatedForward(contextlib.ExitStack):
         self.is_validated = len(images) > 1 or self._plan.batch_size == 1
 
     def _compared_decoding(self, forward: Forward) -> dict[str, Agreement]:
-        """Compare features of the first images, decoded fast, with the reference of exactly decoded ones.
+        """Compare features of the first images, decoded fast or on the GPU, with the reference of exactly decoded ones.
 
         Lower precision and fast decoding are compared together, because two small deviations may add up.
 
@@ -192,7 +197,7 @@ class ValidatedForward(contextlib.ExitStack):
             DisagreementError: a cosine is too small.
         """
         plan, preprocessing = self._plan, self._plan.backbone.preprocessing
-        both = [preprocessing, replace(preprocessing, fast=False)]
+        both = [preprocessing, preprocessing.exact()]
         fast, exact = decoded_in(plan.images, both, plan.settings.max_pixels)
         with open_forward(plan.backbone, plan.choice, "float32") as reference:
             expected = reference(exact)
@@ -200,7 +205,7 @@ class ValidatedForward(contextlib.ExitStack):
         remedies = ["--decode exact", "--precision float32", "a lower --min-cosine"]
         if plan.settings.precision == "float32":
             remedies.remove("--precision float32")
-        _refuse("of fast decoded images", refusal(compared, plan.settings.min_cosine), *remedies)
+        _refuse(f"of {plan.settings.decode} decoded images", refusal(compared, plan.settings.min_cosine), *remedies)
         return compared
 
     def _compared_storage(self, features: Values) -> dict[str, Agreement]:
@@ -229,17 +234,15 @@ def _refuse(what: str, reason: str | None, *remedies: str) -> None:
         raise DisagreementError(f"{what}, {reason}", " or ".join(remedies))
 
 
-def _with_remedies(error: LayertapError, engine: str, precision: str) -> LayertapError:
+def _with_remedies(error: LayertapError, engine: str, precision: str) -> DisagreementError:
     """Return the error of a requested compiler or precision, with what to use instead."""
     remedies = []
     if engine != "eager":
         remedies.append("--compile off")
     if precision != "float32":
         remedies += ["--precision float32", "a lower --min-cosine"]
-    instead = " or ".join(remedies)
-    if isinstance(error, DisagreementError):
-        return DisagreementError(error.reason, instead)
-    return LayertapError(str(error), hint=f"use {instead}")
+    reason = error.reason if isinstance(error, DisagreementError) else str(error)
+    return DisagreementError(reason, " or ".join(remedies))
 
 
 def _engine(plan: Plan, has_stored_rows: bool) -> tuple[str, str]:

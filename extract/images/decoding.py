@@ -10,7 +10,7 @@ import math
 import re
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,8 +23,8 @@ from extract.images.whole_files import check_whole
 from extract.system.optional_libraries import pip_install
 
 __all__ = [
-    "ARRAY_SUFFIX", "IMAGE_SUFFIXES", "PixelTypeError", "check_decoders", "conversion", "decode", "decode_partly",
-    "from_pixels", "header_size", "pixels_of", "to_picture", "too_dark",
+    "ARRAY_SUFFIX", "IMAGE_SUFFIXES", "Jpeg", "PixelTypeError", "check_decoders", "conversion", "decode",
+    "decode_partly", "from_pixels", "header_size", "pixels_of", "plain_jpeg", "to_picture", "too_dark",
 ]  # fmt: skip
 
 # Formats that Pillow reads, except those that other programs must render (EPS, PDF, WMF, EMF), measurement data (FITS,
@@ -40,6 +40,13 @@ ARRAY_SUFFIX = ".npy"  # of a picture in an array, in a folder without other ima
 _HEIF_BRANDS = frozenset({b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1"})  # ISO/IEC 23008-12
 _BACKGROUND = (255, 255, 255)  # colour behind transparent pixels
 _PNG, _END_OF_JPEG = b"\x89PNG\r\n\x1a\n", b"\xff\xd9"
+_START_OF_JPEG = b"\xff\xd8\xff"
+# Larger files, and pictures with more pixels or longer ones, are left to Pillow: files of some batches wait in memory,
+# and decoded and resized, such pictures would take GB on a GPU.
+_MOST_BYTES_ON_DEVICE = 4 << 20
+_MOST_PIXELS_ON_DEVICE = 50_000_000
+_MOST_ASPECT_ON_DEVICE = 20
+_NO_YCBCR = {b"RGB", b"rgb"}  # ids of the components of a JPEG file that holds RGB
 _BITS, _PHOTOMETRIC, _SAMPLE_FORMAT = 258, 262, 339  # TIFF 6.0 tags
 _WHITE_IS_ZERO = 0  # a value of _PHOTOMETRIC
 _NO_MEMORY = "decoder error -9"  # PIL.ImageFile.ERRORS
@@ -172,6 +179,47 @@ def from_pixels(pixels: NDArray[np.uint8], max_pixels: int) -> Image.Image:
     if height * width > max_pixels:
         raise ValueError(f"{width}x{height} pixels; --max-pixels sets the limit")
     return to_picture(Image.fromarray(np.ascontiguousarray(pixels[:, :, 0] if pixels.shape[2:] == (1,) else pixels)))
+
+
+class Jpeg(NamedTuple):
+    """A JPEG file that is to be decoded on a device.
+
+    Attributes:
+        data: content of the file.
+        size: (height, width) as stored.
+        orientation: EXIF orientation to apply, 1 to 8.
+    """
+
+    data: bytes
+    size: tuple[int, int]
+    orientation: int
+
+
+def plain_jpeg(data: bytes, max_pixels: int, orientation: str, icc: str) -> Jpeg | None:
+    """Return a file that `decode` and a device's decoder give the same picture of; None for all others.
+
+    These are complete JPEG files of 8 bits, grey or YCbCr, of at most 50 megapixels and 4 MiB, without a profile to
+    convert. For the arguments, see `decode`, which says what is wrong with a file.
+    """
+    is_whole = data.startswith(_START_OF_JPEG) and data.endswith(_END_OF_JPEG)
+    if not is_whole or len(data) > _MOST_BYTES_ON_DEVICE:
+        return None
+    try:
+        with _opened(data, max_pixels) as image:
+            is_converted = icc == "srgb" and "icc_profile" in image.info
+            if image.format != "JPEG" or image.mode not in ("L", "RGB") or is_converted:
+                return None
+            layers: Any = getattr(image, "layer", ())
+            is_rgb = image.info.get("adobe_transform") == 0 or bytes(layer[0] for layer in layers) in _NO_YCBCR
+            if getattr(image, "bits", 0) != 8 or len(layers) != len(image.mode) or (is_rgb and image.mode == "RGB"):
+                return None
+            shorter, longer = sorted(image.size)
+            if shorter * longer > _MOST_PIXELS_ON_DEVICE or longer > _MOST_ASPECT_ON_DEVICE * shorter:
+                return None
+            turned = image.getexif().get(ExifTags.Base.Orientation, 1) if orientation == "exif" else 1
+            return Jpeg(data, image.size[::-1], turned if turned in range(2, 9) else 1)
+    except Exception:  # see `decode`
+        return None
 
 
 def decode_partly(data: bytes, max_pixels: int) -> Image.Image | None:

@@ -61,7 +61,7 @@ class KeptBatches:
                     yield batch._replace(images=torch.from_numpy(batch.images))
 
     def _write(self, batch: Batch) -> None:
-        without_tensor: Any = batch._replace(images=batch.images.numpy())  # type: ignore[arg-type]
+        without_tensor: Any = batch._replace(images=batch.images.cpu().numpy())  # type: ignore[arg-type]
         content = memoryview(pickle.dumps(without_tensor, pickle.HIGHEST_PROTOCOL))
         self._starts[tuple(batch.rows.tolist())] = self._end
         try:

@@ -14,7 +14,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import active_children, current_process, get_all_start_methods, get_start_method
 from types import FrameType, MappingProxyType
@@ -31,7 +31,8 @@ from torch.utils.data import DataLoader, Dataset
 from extract import defaults
 from extract.credentials import text_without_credentials
 from extract.errors import LayertapError, MachineError, first_line, is_of_the_machine
-from extract.images.decoding import check_decoders, pixels_of, too_dark
+from extract.images.decoding import Jpeg, check_decoders, pixels_of, plain_jpeg, too_dark
+from extract.images.device_decoding import JpegDecoder
 from extract.images.image_list import Images
 from extract.images.sources import UNKNOWN, BrokenListError, ImageSource, UnreachableError
 from extract.images.worker_deaths import WorkerDeaths
@@ -48,6 +49,7 @@ _GIVE_UP_S = 600  # without any image: a worker cannot send, or a file system ha
 _PIECES = 16
 _LEAST_PIECE = 4  # images; sending small images singly would cost as much as decoding them
 _BATCHES_AHEAD = 2  # for each worker
+_FILES_AHEAD = 4  # batches of files that a device is to decode, for all workers: files may be large
 _BATCHES_IN_USE = 4  # by the main process: one is joined, one computed, one written, and one is being freed
 
 # Without memory for a picture of fewer pixels, no picture can be decoded. Decoding takes up to 16 bytes per pixel.
@@ -83,8 +85,15 @@ class Transform(Protocol):
     def shape(self) -> tuple[int, int, int] | None:
         """See `Decoding`."""
 
+    @property
+    def device(self) -> str:
+        """See `Decoding`."""
+
     def cpu_transform(self, picture: Image.Image) -> Tensor:
         """Transform a decoded picture, in the process that decodes it."""
+
+    def transform_pixels(self, pixels: Tensor) -> Tensor:
+        """See `Decoding`."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +109,8 @@ class Decoding:
         batch_size: rows in most batches; each worker decodes about two batches ahead.
         orientation, icc: see `extract.images.decoding.decode`.
         shape: (H, W, 3) of what `cpu_transform` returns, if that is uint8 and alike for all pictures, else None.
+        device: device that decodes JPEG files and holds the images then; empty: none.
+        transform_pixels: pictures (N, 3, H, W) on the device -> (N, *shape).
     """
 
     cpu_transform: Callable[[Image.Image], Tensor]
@@ -110,6 +121,8 @@ class Decoding:
     orientation: str = defaults.ORIENTATION
     icc: str = defaults.ICC
     shape: tuple[int, int, int] | None = None
+    device: str = ""
+    transform_pixels: Callable[[Tensor], Tensor] | None = None
 
     @classmethod
     def for_preprocessing(
@@ -118,7 +131,8 @@ class Decoding:
         """Return the settings for a backbone's preprocessing."""
         return cls(
             preprocessing.cpu_transform, preprocessing.min_decode_px, max_pixels, workers, batch_size,
-            preprocessing.orientation, preprocessing.icc, preprocessing.shape,
+            preprocessing.orientation, preprocessing.icc, preprocessing.shape, preprocessing.device,
+            preprocessing.transform_pixels,
         )  # fmt: skip
 
 
@@ -136,6 +150,7 @@ class Batch(NamedTuple):
             modification time.
         source_hash: (R, 16) uint8, xxh3-128 of the file's bytes; zero if the file was not read.
         notes: row -> what the user should know of an image that was decoded.
+        jpegs: row -> the file of an image that a device is to decode; in no batch that `load_batches` yields.
     """
 
     rows: NDArray[np.int64]
@@ -147,6 +162,7 @@ class Batch(NamedTuple):
     source_mtime_ns: NDArray[np.int64]
     source_hash: NDArray[np.uint8]
     notes: Mapping[int, str] = MappingProxyType({})
+    jpegs: Mapping[int, Jpeg] = MappingProxyType({})
 
     @property
     def source(self) -> dict[str, NDArray[Any]]:
@@ -164,9 +180,9 @@ class Batch(NamedTuple):
 
 
 _NO_IMAGES = torch.empty(0, dtype=torch.uint8)
-# Fields of `Batch`: arrays with a value for each row, and texts of some rows.
+# Fields of `Batch`: arrays with a value for each row, and what some rows have.
 _ARRAYS = ("rows", "status", "source_size", "source_mtime_ns", "source_hash")
-_TEXTS = ("reasons", "suspect", "notes")
+_OF_SOME_ROWS = ("reasons", "suspect", "notes", "jpegs")
 
 
 class _SharedBatches:
@@ -251,6 +267,8 @@ class _Decoded(Dataset[Batch | LayertapError]):
         try:
             data, mtime_ns = self._source.read(row)
             read = partial(_batch_of_row, row, len(data), mtime_ns, xxhash.xxh3_128_digest(data))
+            if how.device and (jpeg := plain_jpeg(data, how.max_pixels, how.orientation, how.icc)):
+                return read(Status.OK, jpeg=jpeg)
             picture = self._source.decode(data, how.max_pixels, how.min_decode_px, how.orientation, how.icc)
         except (BrokenListError, MachineError) as error:
             return error
@@ -275,7 +293,7 @@ class _Decoded(Dataset[Batch | LayertapError]):
 
 def _batch_of_row(
     row: int, size: int, mtime_ns: int, content_hash: bytes, status: Status, images: Tensor = _NO_IMAGES, *,
-    reason: str = "", suspect: str = "", note: str = "",
+    reason: str = "", suspect: str = "", note: str = "", jpeg: Jpeg | None = None,
 ) -> Batch:  # fmt: skip
     return Batch(
         rows=np.array([row], np.int64),
@@ -287,6 +305,7 @@ def _batch_of_row(
         source_mtime_ns=np.array([mtime_ns], np.int64),
         source_hash=np.frombuffer(content_hash, np.uint8)[None],
         notes={row: note} if note else {},
+        jpegs={row: jpeg} if jpeg else {},
     )
 
 
@@ -340,12 +359,47 @@ def _collate(decoded: list[Batch | LayertapError]) -> Batch | LayertapError:
 def _joined(pieces: list[Batch], images_of: Callable[[NDArray[np.uint8]], Tensor] | None) -> Batch:
     """Join the pieces of a batch; for `images_of`, see `_Sent`."""
     arrays: dict[str, Any] = {name: np.concatenate([getattr(piece, name) for piece in pieces]) for name in _ARRAYS}
-    texts: dict[str, Any] = {
-        name: {row: text for piece in pieces for row, text in getattr(piece, name).items()} for name in _TEXTS
+    of_some: dict[str, Any] = {
+        name: {row: value for piece in pieces for row, value in getattr(piece, name).items()} for name in _OF_SOME_ROWS
     }
     sent = [piece.images for piece in pieces if piece.images is not None and len(piece.images)]
     images = images_of(arrays["status"]) if images_of else torch.cat(sent) if sent else _NO_IMAGES
-    return Batch(images=images, **arrays, **texts)
+    return Batch(images=images, **arrays, **of_some)
+
+
+def _decoded_on_device(batch: Batch, decoder: JpegDecoder, exact: _Decoded) -> Batch:
+    """Return a batch whose JPEG files are decoded, with all images on the device.
+
+    Args:
+        batch: the batch; its images are those of other rows than its `jpegs`.
+        decoder: decodes the files.
+        exact: reads and decodes again what the device cannot decode.
+
+    Raises:
+        LayertapError: see `Batches`.
+    """
+    images: dict[int, Tensor] = {}  # row -> its image
+    with decoder.in_stream():
+        for row, image in zip(batch.jpegs, decoder(list(batch.jpegs.values())), strict=True):
+            if image is not None:
+                images[row] = image
+        others = [row for row in batch.rows[batch.status == Status.OK].tolist() if row not in batch.jpegs]
+        images |= zip(others, batch.images.to(decoder.device), strict=True)
+        for position in [i for i, row in enumerate(batch.rows.tolist()) if row in batch.jpegs and row not in images]:
+            row = int(batch.rows[position])
+            again = exact[row]
+            if isinstance(again, LayertapError):
+                raise again
+            for name in _ARRAYS:
+                getattr(batch, name)[position] = getattr(again, name)[0]
+            for name in _OF_SOME_ROWS:
+                getattr(batch, name).update(getattr(again, name))
+            if len(again.images):
+                images[row] = again.images[0].to(decoder.device)
+        good = [images[row] for row in batch.rows.tolist() if row in images]
+        together = torch.stack(good) if good else _NO_IMAGES
+    decoder.hand_over(together)
+    return batch._replace(images=together, jpegs={})
 
 
 # A function such as `load_batches`.
@@ -384,7 +438,7 @@ def load_batches(
     at_a_time = max(_LEAST_PIECE, -(-batch_size // _PIECES))
     sent: deque[_Sent] = deque()  # batches passed to the workers
     shared = None
-    if workers and decoding.shape is not None and _start_method() == "fork":
+    if workers and decoding.shape is not None and not decoding.device and _start_method() == "fork":
         with contextlib.suppress(OSError):  # more than this machine has: the images are sent
             shared = _SharedBatches(_BATCHES_AHEAD * workers + _BATCHES_IN_USE, (batch_size, *decoding.shape))
 
@@ -397,11 +451,18 @@ def load_batches(
 
     with_workers: dict[str, Any] = {}
     if workers:
+        batches_ahead = _FILES_AHEAD / workers if decoding.device else _BATCHES_AHEAD
         with_workers = {
-            "prefetch_factor": max(2, -(-_BATCHES_AHEAD * batch_size // at_a_time)),
+            "prefetch_factor": max(2, math.ceil(batches_ahead * batch_size / at_a_time)),
             "worker_init_fn": partial(_start_worker, gc.isenabled()),
             "timeout": _GIVE_UP_S,
         }
+    complete: Callable[[Batch], Batch] | None = None
+    if decoding.device:
+        assert decoding.transform_pixels is not None
+        decoder = JpegDecoder(torch.device(decoding.device), decoding.transform_pixels)
+        exact = _Decoded(images.source, replace(decoding, device=""), None)
+        complete = partial(_decoded_on_device, decoder=decoder, exact=exact)
     each_piece: Any = pieces()  # a piece is what `_Decoded.__getitems__` takes
     loader: Any = DataLoader(
         _Decoded(images.source, decoding, shared),
@@ -414,7 +475,7 @@ def load_batches(
     with _no_collection():
         pieces_found = iter(loader)
     started = [process for process in active_children() if process not in before] if workers else []
-    return Batches(pieces_found, sent, WorkerDeaths(started, _GIVE_UP_S) if workers else None)
+    return Batches(pieces_found, sent, WorkerDeaths(started, _GIVE_UP_S) if workers else None, complete)
 
 
 def _may_start_processes() -> bool:
@@ -449,6 +510,7 @@ class Batches(Iterator[Batch]):
         pieces: pieces of batches, in order.
         sent: batches whose pieces are still to come.
         deaths: reports deaths of the workers; None without workers.
+        complete: decodes the JPEG files of a batch; None if there are none.
 
     Raises:
         BrokenListError: from `next`; the image of a row cannot be determined.
@@ -457,8 +519,14 @@ class Batches(Iterator[Batch]):
         LayertapError: from `next`; a worker stopped sending.
     """
 
-    def __init__(self, pieces: Iterator[Batch | LayertapError], sent: deque[_Sent], deaths: WorkerDeaths | None):
-        self._pieces, self._sent, self._deaths = pieces, sent, deaths
+    def __init__(
+        self,
+        pieces: Iterator[Batch | LayertapError],
+        sent: deque[_Sent],
+        deaths: WorkerDeaths | None,
+        complete: Callable[[Batch], Batch] | None = None,
+    ):
+        self._pieces, self._sent, self._deaths, self._complete = pieces, sent, deaths, complete
 
     def __next__(self) -> Batch:
         waiting: list[Batch] = []
@@ -471,7 +539,8 @@ class Batches(Iterator[Batch]):
                 raise StopIteration
             waiting.append(piece)
             if sum(len(piece.rows) for piece in waiting) == self._sent[0].rows:
-                return _joined(waiting, self._sent.popleft().images_of)
+                batch = _joined(waiting, self._sent.popleft().images_of)
+                return batch if self._complete is None else self._complete(batch)
 
     def close(self) -> None:
         """End the workers and the iteration."""

@@ -20,8 +20,11 @@ __all__ = [
     "device_named",
     "evaluating",
     "full_float32",
+    "has_tensor_float32",
     "keeping_freed_memory",
     "limited_threads",
+    "lower_precision",
+    "tensor_float32",
     "with_gradients",
 ]
 
@@ -83,6 +86,39 @@ def full_float32() -> Iterator[None]:
                 restore.callback(setattr, setting, "fp32_precision", setting.fp32_precision)
                 setting.fp32_precision = "ieee"
         yield
+
+
+@contextlib.contextmanager
+def tensor_float32() -> Iterator[None]:
+    """Context manager: compute convolutions and matrix products of float32 in TF32 on a GPU that has it."""
+    backends: Any = torch.backends
+    cuda, cudnn = backends.cuda, backends.cudnn
+    with full_float32(), contextlib.ExitStack() as restore:
+        name: str = "allow_tf32"
+        value: Any = True
+        settings = [cuda.matmul, cudnn]
+        try:
+            before = [getattr(setting, name) for setting in settings]
+        except RuntimeError:  # the program uses the newer API, see `full_float32`
+            name, value, settings = "fp32_precision", "tf32", [cuda.matmul, cudnn.conv, cudnn.rnn]
+            before = [getattr(setting, name) for setting in settings]
+        for setting, initial in zip(settings, before, strict=True):
+            restore.callback(setattr, setting, name, initial)
+            setattr(setting, name, value)
+        yield
+
+
+def has_tensor_float32(device: torch.device) -> bool:
+    """Return whether a device computes in TF32, and fast in bfloat16: an NVIDIA GPU from Ampere (8.0) on."""
+    is_nvidia = device.type == "cuda" and torch.version.hip is None and torch.cuda.is_available()
+    return is_nvidia and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def lower_precision(precision: str, device: torch.device) -> AbstractContextManager[Any]:
+    """Context manager: compute in a precision of 16 bits by autocast; nothing changes for "float32" and "tf32"."""
+    if precision in ("float32", "tf32"):
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, getattr(torch, precision))
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from extract.extraction.validation import Computation
 from extract.images import Images
 from extract.store.reader import FeatureReader
 from extract.system.optional_libraries import pip_install
+from extract.system.torch_state import has_tensor_float32
 from pipelines.embed.config import EmbedConfig, listed_images
 from pipelines.terminal.backbone import backbone_of
 from pipelines.terminal.graceful_stop import signals_held
@@ -111,6 +112,8 @@ _SOURCES = {
     "measured": "measured on the first images",
     "short": "this job is too short to measure the options",
     "resumed": "the settings of the stored rows",
+    "ordered": "the first of the options of a GPU that agrees with eager float32",
+    "whole": "whole numbers are computed in float32, of exact pixels",
 }
 
 
@@ -218,11 +221,20 @@ def print_summary(outcome: EmbedResult, echo: Callable[[str], None]) -> None:
         echo(f"{summary.seconds:.1f} s, {summary.images_per_s:.1f} images/s; time went to {shares}")
         if summary.seconds >= _BOTTLENECK_MIN_S:
             echo(f"bound by {bottleneck(summary)}: {_advice(outcome)}")
+        if _leaves_bfloat16_unused(outcome):
+            echo("float32 on this GPU; bfloat16 would be about 4 times as fast: --precision bfloat16, or --fast")
     else:
         failed = f", {len(outcome.failures):,} of them without features" if outcome.failures else ""
         echo(f"{dataset.out} is complete: all {summary.n_rows:,} rows were done before{failed}; nothing to do")
     print_failures([failure[1:] for failure in outcome.failures], dataset.out, echo)
     print_remedy(outcome.failures, echo)
+
+
+def _leaves_bfloat16_unused(outcome: EmbedResult) -> bool:
+    """Return whether features were computed in float32 that the GPU could have computed in bfloat16."""
+    plan = outcome.plan
+    is_float32 = plan.settings.precision == "float32" and not outcome.tuned
+    return is_float32 and has_tensor_float32(plan.backbone.device) and not any(f.is_whole for f in plan.choice.features)
 
 
 def bottleneck(summary: Summary) -> str:

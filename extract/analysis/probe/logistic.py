@@ -52,6 +52,10 @@ _ROUNDING = 1e-7  # relative rounding error of the objective in float32
 # Multiplications of a pass over the rows for each thread, about 4 ms. On a busy machine of 2 cores, 240 rows took 16 s
 # of CPU with two threads, which spun most of the time, and take 1.0 s.
 _PER_THREAD = 100_000_000
+# Multiplications of a pass over the rows for one C from which the device computes. A step launches about a hundred
+# kernels, however small they are: the 150 few-shot problems of 4 to 80 rows took over 100 s on an H200, and take 1 s
+# on a CPU. Estimated, not measured: such a pass for 45 C takes 4 ms of 4 cores, as long as the launches.
+_ON_GPU_FROM = 10_000_000
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,7 @@ class LogisticRegression:
         targets: (N,) int64 classes, or (N, K) float32 of 0 and 1 for labels that do not exclude each other.
         n_classes: K; two classes have one vector of weights, as in scikit-learn.
         sample_weight: (N,) float32; None: all 1.
-        device: device to compute on.
+        device: device to compute on; problems that are too small for a GPU are solved on the CPU.
         memory_bytes: limit for features and variables, half for each. A (D, D) matrix in double precision is extra,
             up to D = 6,000.
     """
@@ -102,7 +106,9 @@ class LogisticRegression:
         device: str | torch.device = "cpu",
         memory_bytes: int = 4 << 30,
     ):
-        self._device, self._memory_bytes = torch.device(device), memory_bytes // 2
+        self._memory_bytes = memory_bytes // 2
+        pays = len(rows) * (rows.width + 1) * n_classes >= _ON_GPU_FROM
+        self._device = torch.device(device if pays else "cpu")
         if targets.ndim == 1 and n_classes == 2:
             targets = targets[:, None].astype(np.float32)
         self._weight = None if sample_weight is None else torch.from_numpy(sample_weight[:, None]).to(self._device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import itertools
 import json
@@ -13,14 +14,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from extract import FeatureReader, extract_features, load_backbone
-from extract.compute import compiled
+from extract.compute import backends, compiled
 from extract.compute.agreement import FULL_PRECISION, agreement, refusal
 from extract.compute.backends import engine_for, open_forward
 from extract.compute.compiled import ByOpenVino
 from extract.compute.feature_choice import choose_features
-from extract.errors import InputError, LayertapError, UnknownNameError
+from extract.errors import DisagreementError, InputError, LayertapError, UnknownNameError
 from extract.extraction import validation as first_batch
 from extract.extraction.recheck import recheck
 from extract.extraction.run import extract
@@ -491,6 +493,74 @@ def test_without_openvino_the_error_says_how_to_install_it(monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "openvino", None)
     with pytest.raises(LayertapError, match=r"pip install 'openvino>="):
         engine_for("openvino", torch.device("cpu"), "float32")
+
+
+FLAGS_AS_FEATURES = """
+import torch
+from torch import nn
+from torchvision.transforms import functional
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(3, 4)
+
+    def forward(self, x):
+        in_tf32 = torch.backends.cuda.matmul.allow_tf32 + 2 * torch.backends.cudnn.allow_tf32
+        return self.fc(x.mean((2, 3)) + in_tf32 * torch.tensor([1e-3, 0, 0]))
+
+
+def net():
+    return Net(), lambda picture: functional.to_tensor(picture.resize((16, 16)))
+"""
+
+
+def test_tf32_is_allowed_in_the_forward_alone_and_compared_with_full_float32(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "nets.py").write_text(FLAGS_AS_FEATURES)
+    how: Any = {"backbone": load_backbone(f"python/{tmp_path}/nets.py:net", device="cpu"), "layers": "fc", "workers": 0}
+    with pytest.raises(InputError, match=r"TF32 needs an NVIDIA GPU of .* 8.0 .*; the device is cpu; use --precision"):
+        extract_features(folder, out=tmp_path / "cpu", precision="tf32", **how)
+    monkeypatch.setattr(backends, "has_tensor_float32", lambda device: True)
+    flags = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    full = extract_features(folder, out=tmp_path / "full", **how)["fc"][:]
+    reader = extract_features(folder, out=tmp_path / "tf32", precision="tf32", batch_size=5, **how)
+    moved = how["backbone"].model.get_submodule("fc").weight[:, 0].detach().numpy() * 3e-3
+    assert np.allclose(reader["fc"][:], full + moved, atol=1e-7)
+    assert (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32) == flags
+    assert reader.provenance["depends_on"]["precision"] == "tf32 eager"
+    told = [json.loads(line) for line in (tmp_path / "tf32" / "runs.jsonl").read_text().splitlines()]
+    found = next(line["computation"] for line in told if line["event"] == "computing")["agreement"]["fc"]
+    assert found["max_deviation"] == pytest.approx(np.abs(moved).max() / np.abs(full[:5]).max(), rel=0.01)
+    with pytest.raises(LayertapError, match="in tf32 .eager., fc has a cosine of .*; use --precision float32"):
+        extract_features(folder, out=tmp_path / "no", precision="tf32", min_cosine=1.0, **how)
+
+
+def test_weights_in_bfloat16_are_those_of_a_copy(folder: Path, tmp_path: Path) -> None:
+    backbone = load_backbone("timm/test_resnet", weights="random", device="cpu")
+    before = copy.deepcopy(backbone.model.state_dict())
+    reader = extract_features(
+        folder, out=tmp_path / "out", backbone=backbone, layers=["layer2:none", "embedding"], batch_size=5, workers=0,
+        precision="bfloat16-weights", min_cosine=0.9,
+    )  # fmt: skip
+    assert all(torch.equal(value, before[name]) for name, value in backbone.model.state_dict().items())
+    assert reader.provenance["depends_on"]["precision"] == "bfloat16-weights eager"
+    pictures = [backbone.preprocessing.cpu_transform(Image.open(folder / path).convert("RGB")) for path in reader.paths]
+    model: Any = copy.deepcopy(backbone.model).eval().bfloat16()
+    with torch.no_grad():
+        maps = model.forward_features(backbone.preprocessing.to_input(torch.stack(pictures)).bfloat16())
+        expected = model.forward_head(maps, pre_logits=True).float().numpy()
+    assert agreement({"embedding": reader["embedding"][:]}, {"embedding": expected})["embedding"].min_cosine > 0.99999
+    assert recheck(tmp_path / "out", 12, backbone=backbone).faults == []
+
+
+def test_a_model_that_insists_on_float32_is_refused_in_words(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "nets.py").write_text(FLAGS_AS_FEATURES)  # it adds float32 to its input
+    backbone = load_backbone(f"python/{tmp_path}/nets.py:net", device="cpu")
+    with pytest.raises(DisagreementError, match="the model cannot compute in bfloat16-weights: .*; use --precision"):
+        extract_features(folder, out=tmp_path / "o", backbone=backbone, layers="fc", precision="bfloat16-weights")
 
 
 @pytest.mark.slow

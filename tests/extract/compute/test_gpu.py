@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,9 @@ import torch
 from extract import extract_features, load_backbone
 from extract.analysis.probe import linear_probe
 from extract.compute import transfers
+from extract.compute.agreement import agreement
+from extract.images.device_decoding import JpegDecoder
+from tests.conftest import make_picture
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
@@ -105,6 +109,32 @@ def test_rows_keep_their_images_under_pinned_memory(folder: Path, tmp_path: Path
     one = extract_features(folder, out=tmp_path / "a", backbone=backbone, batch_size=1, workers=2)
     many = extract_features(folder, out=tmp_path / "b", backbone=backbone, batch_size=12, workers=2)
     assert np.allclose(one["embedding"][:], many["embedding"][:], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_jpeg_files_are_decoded_into_memory_that_no_queued_kernel_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 8,000 files, beside a full queue of forwards: bit for bit as by a decoder that waits for all of the GPU."""
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    pictures = [make_picture(seed, 400 + 16 * (seed % 5), 300) for seed in range(100)]
+    for number in range(8_000):
+        comment = str(number).encode()  # files with the same bytes would be computed once
+        pictures[number % 100].save(folder / f"{number:04d}.jpg", quality=85 + number % 10, comment=comment)
+    how: Any = {
+        "backbone": load_backbone("torchvision/resnet50", weights="random", device="cuda"), "decode": "gpu",
+        "layers": ["layer1", "embedding"], "batch_size": 256, "min_cosine": 0.99,
+    }  # fmt: skip
+    ahead = extract_features(folder, out=tmp_path / "ahead", **how)
+    monkeypatch.setattr(JpegDecoder, "drain", lambda self: torch.cuda.synchronize())
+    monkeypatch.setattr(JpegDecoder, "hand_over", lambda self, images: torch.cuda.synchronize())
+    waits = extract_features(folder, out=tmp_path / "waits", **how)
+    assert (ahead.column("status")[:] == 1).all()
+    for name in ahead.layers:
+        assert ahead[name][:].tobytes() == waits[name][:].tobytes()
+    exact = extract_features(folder, out=tmp_path / "exact", limit=200, **(how | {"decode": "exact"}))
+    assert agreement({"x": ahead["embedding"][:200]}, {"x": exact["embedding"][:]})["x"].min_cosine > 0.999
 
 
 @pytest.mark.parametrize("protocol", ["simclr", "knn", "fewshot"])

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from extract import InputError, extract_features, load_backbone
+from extract import FeatureReader, InputError, extract_features, load_backbone
+from extract.compute import backends
 from extract.compute.compiled import openvino_computes_in
 from extract.compute.feature_choice import choose_features
 from extract.extraction import tuning
@@ -23,10 +24,14 @@ from extract.extraction.tuning import (
     compute_options,
     fastest,
     forward_rates,
+    options_of_gpu,
     ranked,
 )  # fmt: skip
 from extract.images import list_images
 from extract.system.torch_state import evaluating
+from pipelines.embed import job
+from pipelines.embed.config import EmbedConfig
+from tests.extract.compute.test_transfers import on_a_gpu
 from tests.planning import plan
 
 openvino = pytest.mark.skipif(not importlib.util.find_spec("openvino"), reason="no openvino")
@@ -121,6 +126,49 @@ def test_options_are_those_that_the_device_is_likely_to_gain_by() -> None:
         assert (LOWER_BY_OPENVINO in cpu) == openvino_computes_in("bfloat16")
         assert LOWER not in cpu  # slow without a compiler
         assert not any(way.engine == "inductor" for way in cpu)
+
+
+def test_the_options_of_a_gpu_are_ordered_and_a_long_job_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = torch.device("cuda")
+
+    def order(n_images: int, **fixed: str) -> list[str]:
+        return [str(option) for option in options_of_gpu(gpu, n_images, **fixed)]
+
+    assert order(10) == ["float16, eager", "bfloat16, eager", "float32, eager"]  # before Ampere
+    for module in (tuning, backends):
+        monkeypatch.setattr(module, "has_tensor_float32", lambda device: True)
+    eager = ["bfloat16-weights, eager", "bfloat16, eager", "tf32, eager", "float32, eager"]
+    assert order(999_999) == eager
+    assert order(1_000_000) == ["bfloat16-weights, inductor", *eager]
+    assert order(1_000_000, compile="off") == eager
+    assert order(10, precision="bfloat16") == ["bfloat16, eager"]
+    assert order(10, compile="inductor") == [each.replace("eager", "inductor") for each in eager]
+
+
+def test_on_a_gpu_the_first_option_that_agrees_is_used_and_nothing_is_timed(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a made-up GPU, whose bfloat16 is that of the CPU and whose TF32 is float32."""
+    for module in (tuning, backends, job):
+        monkeypatch.setattr(module, "has_tensor_float32", lambda device: True)
+    monkeypatch.setattr(tuning, "_is_gpu", lambda device: True)
+    monkeypatch.setattr(tuning, "timed_s", lambda call: pytest.fail("timed"))
+    config: dict[str, Any] = {"images": folder, "backbone": "timm/test_resnet", "weights": "random", "device": "cpu",
+                              "workers": 0, "batch_size": 5}  # fmt: skip
+    made = []
+    for min_cosine in (0.9, 1 - 1e-9):
+        with on_a_gpu(1) as transfers:
+            out = tmp_path / str(min_cosine)
+            made.append(job.embed(EmbedConfig(**config, out=out, fast=True, min_cosine=min_cosine)))
+            assert transfers
+    assert [each.plan.settings.precision for each in made] == ["bfloat16-weights", "tf32"]
+    assert capsys.readouterr().err.count("Trying the next fastest") == 2
+    plain = job.embed(EmbedConfig(**config, out=tmp_path / "plain"))
+    assert np.allclose(*(FeatureReader(e.plan.dataset.out)["embedding"][:] for e in (plain, made[1])), atol=1e-6)
+    job.print_summary(plain, print)
+    assert "float32 on this GPU; bfloat16 would be about 4 times as fast: " in capsys.readouterr().out
+    job.print_summary(made[0], print)
+    assert "float32 on this GPU" not in capsys.readouterr().out
 
 
 def test_options_are_those_that_were_asked_for() -> None:

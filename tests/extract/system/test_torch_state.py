@@ -28,7 +28,7 @@ PROGRAM = """
 import json, os, sys, traceback
 import torch
 import torch.export
-from extract.system.torch_state import full_float32
+from extract.system.torch_state import full_float32, tensor_float32
 
 def check(before):
     exec(before)
@@ -43,6 +43,11 @@ def check(before):
         if "fp32_precision" not in before:
             # It reads the older settings, and fails beside the newer ones, with layertap or without.
             torch.export.export(torch.nn.Conv2d(3, 4, 3), (torch.randn(1, 3, 8, 8),))
+    with tensor_float32():
+        assert [setting.fp32_precision for setting in settings[:3]] == ["tf32"] * 3
+        with full_float32():
+            assert all(setting.fp32_precision in ("ieee", "none") for setting in settings)
+        assert [setting.fp32_precision for setting in settings[:3]] == ["tf32"] * 3
     restored = [setting.fp32_precision for setting in settings]
     plain = [[value.replace("ieee", "none") for value in values] for values in (initial, restored)]
     assert plain[0] == plain[1], (initial, restored)
@@ -70,6 +75,6 @@ def outcome(*settings: str) -> tuple[dict[str, int], str]:
 
 
 @pytest.mark.parametrize("before", SET_BEFORE + MORE_SET_BEFORE)
-def test_float32_has_all_of_its_bits_whatever_a_program_has_set(before: str) -> None:
+def test_float32_has_all_of_its_bits_or_those_of_tf32_whatever_a_program_has_set(before: str) -> None:
     codes, errors = outcome(*(SET_BEFORE if before in SET_BEFORE else MORE_SET_BEFORE))
     assert codes[before] == 0, errors

@@ -149,3 +149,14 @@ def test_a_small_problem_is_solved_in_one_thread(monkeypatch, per_thread, expect
     finally:
         torch.set_num_threads(before)
     assert used == {expected}
+
+
+def test_only_a_problem_of_a_certain_size_is_solved_on_another_device(monkeypatch):
+    """A tensor on "meta" has no values, so nothing can be solved there."""
+    x, y = data()
+    alone = LogisticRegression(FeatureRows.of(x), y, 4).fit([1.0])
+    small = LogisticRegression(FeatureRows.of(x), y, 4, device="meta").fit([1.0])
+    assert np.array_equal(small.weights, alone.weights)
+    monkeypatch.setattr(logistic, "_ON_GPU_FROM", 400 * 31 * 4)
+    with pytest.raises((NotImplementedError, RuntimeError), match="meta"):
+        LogisticRegression(FeatureRows.of(x), y, 4, device="meta").fit([1.0])
