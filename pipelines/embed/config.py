@@ -150,7 +150,7 @@ def check_output(config: EmbedConfig) -> None:
         InputError: it cannot.
     """
     from extract.store.format.dataset import check_usable
-    from extract.system.leftovers import temporary_folder
+    from extract.system.atomic_files import temporary_folder
 
     if is_url(config.place):
         return
