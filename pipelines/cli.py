@@ -49,7 +49,7 @@ SECTIONS = {
     "Set up": ("doctor",),
 }
 _FIRST_COMMANDS = [
-    ("layertap demo", "Run embed, probe and report on handwritten digits."),
+    ("layertap demo", "Run embed, probe and report on digits."),
     ("layertap doctor photos", "Check this machine and the images in photos."),
     ("layertap embed photos", "Store their features in outputs/photos."),
     ("layertap show outputs/photos", "Describe what is stored."),
