@@ -98,14 +98,10 @@ def _compare(first: Path, second: Path, as_json: bool) -> None:
     help="Layer to compare images by. [default: embedding, or the last layer]",
 )  # fmt: skip
 @click.option(
-    "--map",
-    "maps",
-    multiple=True,
-    type=click.Choice(["pca", "tsne", "umap"]),
-    default=["tsne", "pca"],
+    "--map", "maps", multiple=True, type=click.Choice(["pca", "tsne", "umap"]), default=["tsne", "pca"],
     show_default=True,
     help="Map of the images; may be repeated; the page opens on the first. pca needs no further library.",
-)
+)  # fmt: skip
 @click.option(
     "--probe", "probe_results", multiple=True, type=click.Path(path_type=Path), metavar="FOLDER",
     help="More results of `layertap probe`, besides OUT/probe; may be repeated.",
