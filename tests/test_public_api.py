@@ -53,9 +53,9 @@ extract.FeatureReader.place_of(self, row: int) -> tuple[Path, int, int]
 extract.FeatureReader.provenance: dict[str, Any]
 extract.FeatureReader.splits: Sequence[str]
 extract.FeatureReader.status: NDArray[np.uint8]
-extract.FeatureReader.to_arrow(self: Rows, layers: str | Sequence[str] | None = None) -> Any
-extract.FeatureReader.to_pandas(self: Rows, layers: str | Sequence[str] | None = None) -> Any
-extract.FeatureReader.to_polars(self: Rows, layers: str | Sequence[str] | None = None) -> Any
+extract.FeatureReader.to_arrow(self, layers: str | Sequence[str] | None = None) -> Any
+extract.FeatureReader.to_pandas(self, layers: str | Sequence[str] | None = None) -> Any
+extract.FeatureReader.to_polars(self, layers: str | Sequence[str] | None = None) -> Any
 extract.FeatureReader.tokens(self, layer: str, *, split: str | None = None) -> TokenArray
 class extract.GradientMonitor(model: nn.Module, layers: str | Sequence[str] | None = None, *, every: int = 100, to:
         Target = None, on_alarm: Callable[[Alarm], None] | None = None)
