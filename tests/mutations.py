@@ -489,6 +489,12 @@ MUTATIONS = (
         ("test_simclr_takes_the_best_of_45_strengths_on_val_and_fits_again",),
     ),
     Mutation(
+        "The best layer is chosen on the rows that judge it.",
+        "            return dict(feature.result.curve)[shots] if shots else feature.result.validation",
+        "            return dict(feature.result.curve)[shots] if shots else feature.result.value",
+        ("test_the_best_layer_is_never_chosen_on_test_images",),
+    ),
+    Mutation(
         "The rows of a fold are among those that its probe is fitted on.",
         "[fold_of != number for number in range(n_folds)]",
         "[fold_of >= -1 for number in range(n_folds)]",

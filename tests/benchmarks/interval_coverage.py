@@ -331,12 +331,14 @@ def table_of_choices(choices: dict[str, dict[str, dict[str, float]]]) -> str:
     rows = []
     for protocol, by_key in choices.items():
         for layers, classes in CHOICES:
-            cells = []
+            cells, runs = [], 0
             for n in CHOICE_ROWS:
                 cell = by_key.get(f"{layers} {classes} {n}")
                 different = "" if cell is None or protocol == "fewshot" else f"{100 * cell['distinguishable']:.1f} %, "
                 cells.append("" if cell is None else f"{different}{cell['coverage']:.3f}")
-            rows.append([f"`{protocol}`", str(CHOICE_RUNS[protocol]), str(layers), str(classes), *cells])
+                runs = runs if cell is None else int(cell["runs"])
+            if runs:
+                rows.append([f"`{protocol}`", str(runs), str(layers), str(classes), *cells])
     return table(["protocol", "runs", "layers", "classes", *(f"{n:,} rows" for n in CHOICE_ROWS)], rows)
 
 
@@ -361,7 +363,9 @@ def page(result: dict[str, Any]) -> str:
                 numbers = (error["true"], error["mean"], calibrated["mean"])
                 calibration.append([population, f"{int(n):,}", *(f"{number:.3f}" for number in numbers)])
     sizes = [f"{n:,} rows" for n in SIMULATED_ROWS]
-    runs = sorted({CHOICE_RUNS[protocol] for protocol in result["choices"]}, reverse=True)
+    runs = sorted(
+        {int(cell["runs"]) for by_key in result["choices"].values() for cell in by_key.values()}, reverse=True
+    )
     return PAGE.format(
         accuracies=", ".join(f"{100 * p:g}" for p in PROPORTIONS),
         proportions=table(["test rows", *METHODS], proportions),
