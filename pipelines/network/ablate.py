@@ -8,8 +8,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from extract.analysis.network.ablation import Ablation, ablation, mean_activations
 from extract.compute.backbone import Backbone
 from extract.compute.feature_choice import choose_features
@@ -74,7 +72,7 @@ def ablate(config: AblateConfig) -> AblationResult:
     numbers = None if targets is None else targets.numbers
     if config.edit == "mean":
         means = mean_activations(backbone, sample.with_targets(numbers), layers)
-        edit: Edit | Mapping[str, Edit] = {name: _replaced(mean) for name, mean in means.items()}
+        edit: Edit | Mapping[str, Edit] = {name: edits.replace(mean) for name, mean in means.items()}
     else:
         edit = edit_named(config.edit)
     trials = len(layers) * (1 if channels is None else len(channels))
@@ -119,10 +117,6 @@ def edit_named(text: str) -> Edit:
         expected = "a finite number of at least 0" if name == "noise" else "a finite number"
         raise InputError(f"edit {text!r}: expected {expected}, got {number}")
     return _EDITS[name](value)
-
-
-def _replaced(mean: Tensor) -> Edit:
-    return lambda h: mean.to(h.dtype).expand_as(h)
 
 
 def _channels(config: AblateConfig, backbone: Backbone, layers: Sequence[str]) -> list[int] | None:

@@ -30,7 +30,7 @@ _NAMED_IMAGES = 60
 _MOST_FILTERS = 256
 _LINE_IN = 0.17  # height of a line of a title
 _LETTERS_PER_IN = 12  # of a title
-_CAPTION_LETTERS_PER_IN = 18
+_CAPTION_LETTERS_PER_IN = 20
 _DARKEST = 0.6  # opacity of black over the parts of an image that do not excite a channel
 
 

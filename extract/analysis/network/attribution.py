@@ -154,7 +154,7 @@ def _grad_cams(
     record, chosen = _gradients(backbone, inputs, [feature.site for feature in choice.features], targets)
     cams = {}
     for feature in choice.features:
-        gradient = _gradient_of(feature.site)
+        gradient = replace(feature.site, what="grad")
         if gradient not in record.by_site:
             raise InputError(
                 f"no gradient reaches layer {feature.name!r} of {backbone.spec}",
@@ -176,17 +176,13 @@ def _grad_cams(
     return cams, chosen
 
 
-def _gradient_of(site: Site) -> Site:
-    return replace(site, what="grad")
-
-
 def _gradients(
     backbone: Backbone, inputs: Tensor, sites: Sequence[Site], targets: Sequence[int] | Tensor | None
 ) -> tuple[Record, NDArray[np.int64]]:
     """Return the values of tensors with the gradients of the scores of classes, and the classes (B,)."""
     taps = Taps(backbone.model)
     for site in sites:
-        taps.keep(site).keep(_gradient_of(site))
+        taps.keep(site).keep(replace(site, what="grad"))
     with with_gradients(), taps:
         pixels = inputs.clone().requires_grad_()  # gradients must flow even if all parameters are frozen
         output = taps(pixels.clone())

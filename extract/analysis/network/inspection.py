@@ -13,7 +13,7 @@ import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -315,7 +315,7 @@ def _attentions(model: nn.Module, inputs: Tensor) -> list[AttentionReport]:
 
 
 def _gradient_of(site: Site) -> Site:
-    return Site(site.layer, site.call, site.path, "grad")
+    return replace(site, what="grad")
 
 
 def _gradient_sites(model: nn.Module, plans: Mapping[Site, _TensorPlan], inputs: Tensor) -> list[Site]:
