@@ -93,6 +93,7 @@ def probed_page(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[st
 @pytest.mark.slow
 def test_names_are_text_and_do_nothing(browser: Any, hostile_page: tuple[Path, dict[str, Any]]) -> None:
     view = opened(browser, hostile_page[0])
+    view.get_by_label("Path").fill(".png")  # shows them all
     text = view.inner_text("main") + view.evaluate("document.querySelector('main').textContent")
     titles = view.evaluate("[...document.querySelectorAll('[title]')].map((element) => element.title).join(' ')")
     assert IMAGE_NAME in titles
@@ -159,6 +160,45 @@ def test_a_thumbnail_is_the_picture_of_its_row(browser: Any, probed_page: tuple[
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("size", [(1280, 900), (1920, 1080)])
+def test_map_and_legend_fit_the_first_screen_and_findings_are_linked(
+    browser: Any, probed_page: tuple[Path, dict[str, Any]], size: tuple[int, int], tmp_path: Path
+) -> None:
+    page, content = probed_page
+    view = opened(browser, page)
+    view.set_viewport_size({"width": size[0], "height": size[1]})
+    for part in (".map", ".legend", ".panel"):
+        box = view.locator(part).bounding_box()
+        assert box["height"] > 20
+        assert box["y"] + box["height"] <= size[1]
+    assert view.locator(".panel .card").count() > 0  # before anything is chosen
+    links = view.locator(".verdict p a")
+    assert links.count() == len(content["findings"]["counts"]) > 0
+    for link in links.all():
+        assert view.locator(link.get_attribute("href")).count() == 1
+    names = view.locator(".panel .card .path")
+    titles = [name.get_attribute("title") for name in names.all()]
+    assert all(title.endswith(text) for title, text in zip(titles, names.all_inner_texts(), strict=True))
+    with view.expect_download() as download:
+        view.get_by_role("button", name="Save findings as CSV").click()
+    download.value.save_as(tmp_path / "saved.csv")
+    assert layertap("findings", page.parent, "-o", tmp_path / "written.csv").exit_code == 0
+    assert (tmp_path / "saved.csv").read_bytes() == (tmp_path / "written.csv").read_bytes()
+    fine(view)
+
+
+@pytest.mark.slow
+def test_what_scrolls_sideways_shows_an_arrow(browser: Any, probed_page: tuple[Path, dict[str, Any]]) -> None:
+    view = opened(browser, probed_page[0], 400)
+    strip = view.locator(".sideways:has(> .row-strip)").first
+    assert strip.get_attribute("class") == "sideways more"
+    strip.locator(".row-strip").evaluate("(element) => element.scrollTo({left: 9999, behavior: 'instant'})")
+    view.wait_for_timeout(200)
+    assert strip.get_attribute("class") == "sideways before"
+    fine(view)
+
+
+@pytest.mark.slow
 def test_the_map_is_walked_by_keys(browser: Any, hostile_page: tuple[Path, dict[str, Any]]) -> None:
     view = opened(browser, hostile_page[0])
     view.locator(".map").focus()
@@ -200,7 +240,7 @@ def test_images_are_selected_by_path_and_by_drawing(
     assert [int(line["row"]) for line in lines] == bees
     assert {line["class"] for line in lines} == {"bee"}
     view.get_by_role("button", name="Clear").click()
-    assert view.locator(".panel h3").count() == 0
+    assert "selected" not in view.locator(".panel").inner_text()
 
     alone = point_alone(content)
     view.get_by_role("button", name="Select by drawing").click()

@@ -249,7 +249,7 @@ const addFindings = () => {
   const controls = add(part, "div", null, {class: "controls"});
   addButton(controls, "Save findings as CSV", () => savedAs("findings.csv", Uint8Array.from(atob(findings.csv), (character) => character.charCodeAt(0)), "text/csv"));
   add(controls, "span", `${plural(all, "finding")}${findings.saved < all ? `, of which ${count(findings.saved)} are saved` : ""}. \`layertap findings -o FILE\` writes all as CSV, JSON or Parquet.`, {class: "quiet"});
-  addTable(addFolded(part, "All findings in a table"), "Findings", [
+  addTable(addFolded(part, "All findings in a table"), "All findings", [
     ["Kind", "text", (row) => row[0]], ["Path", "text", (row) => pathOf(row[1])], ["Score", "number", (row) => row[3], (row) => row[3] === null ? null : row[3].toFixed(4)],
     ["Class", "text", (row) => className(labelOf(row[1]))], ["Suggested", "text", (row) => row[7]],
     ["Other image", "text", (row) => row[2] === null ? "" : pathOf(row[2])], ["Group", "number", (row) => row[5]],
