@@ -127,19 +127,24 @@ def _hash_check(out: Path) -> Callable[[NDArray[np.int64], NDArray[np.int64], ND
     """
 
     @functools.lru_cache(1)
-    def stored_hashes(number: int) -> NDArray[np.uint8] | None:
-        """Return (N, 16) uint8; None if the pass cannot be read: then no reader takes a row of it for another."""
+    def reader_of(number: int) -> FeatureReader | None:
         try:
-            with FeatureReader(pass_folder(out, number)) as reader:
-                return reader.column("source_hash")
+            return FeatureReader(pass_folder(out, number))
         except LayertapError:
             return None
 
     def check(passes: NDArray[np.int64], rows: NDArray[np.int64], hashes: NDArray[np.uint8]) -> None:
         for number in np.unique(passes).tolist():
-            of_pass, stored = passes == number, stored_hashes(number)
+            reader, of_pass = reader_of(number), passes == number
+            if reader is None:  # it cannot be read: then no reader takes a row of it for another
+                continue
             here = rows[of_pass]
-            if stored is not None and (here.max() >= len(stored) or (stored[here] != hashes[of_pass]).any()):
+            first, last = int(here.min()), int(here.max())
+            try:
+                stored = reader.column("source_hash", slice(first, last + 1))
+            except LayertapError:  # nor can this shard
+                continue
+            if len(stored) <= last - first or (stored[here - first] != hashes[of_pass]).any():
                 raise sqlite3.DatabaseError(f"rows of pass {number} do not belong to the images of their files")
 
     return check
