@@ -136,7 +136,8 @@ def _near_duplicates(
         best.setdefault(right, (left, cosine))
     meaning = f"cosine to the other image; near-duplicates have at least {threshold:.4f}"
     table = []
-    for number, group in enumerate(sorted(members.values(), key=lambda places: -best[places[0]][1]), first):
+    from_nearest = sorted(members.values(), key=lambda places: -max(best[place][1] for place in places))
+    for number, group in enumerate(from_nearest, first):
         sizes = [picture_size(int(rows[place])) for place in group]
         pixels = [0 if size is None or None in sizes else size[0] * size[1] for size in sizes]
         keep = group[pixels.index(max(pixels))]
