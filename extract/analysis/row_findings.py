@@ -101,19 +101,9 @@ def findings(
     for number, group in enumerate(copies(hashes, good)):
         n_groups, kind = number + 1, "copy across splits" if len({reader.splits[row] for row in group}) > 1 else "copy"
         others = [group[1], *[group[0]] * (len(group) - 1)]
-        table += [
-            Finding(
-                kind,
-                row,
-                reader.paths[row],
-                reader.paths[other],
-                1.0,
-                "the bytes are the same",
-                number,
-                row == group[0],
-            )
-            for row, other in zip(group, others, strict=True)
-        ]
+        for row, other in zip(group, others, strict=True):
+            paths = reader.paths[row], reader.paths[other]
+            table.append(Finding(kind, row, *paths, 1.0, "the bytes are the same", number, row == group[0]))
     if len(good) and not set(kinds).isdisjoint(_BY_FEATURES):
         array = reader[layer_to_search(reader.layers, layer, "the data set")]
         if "near-duplicate" in kinds or "outlier" in kinds:
@@ -146,11 +136,11 @@ def _near_duplicates(
         best.setdefault(right, (left, cosine))
     meaning = f"cosine to the other image; near-duplicates have at least {threshold:.4f}"
     table = []
-    for number, group in enumerate(sorted(members.values(), key=lambda places: -best[places[0]][1]), first):
-        sizes = {place: picture_size(int(rows[place])) for place in group}
-        if None in sizes.values():
-            sizes = {}
-        keep = max(group, key=lambda place: (np.prod(sizes.get(place) or 0), -place))
+    from_nearest = sorted(members.values(), key=lambda places: -max(best[place][1] for place in places))
+    for number, group in enumerate(from_nearest, first):
+        sizes = [picture_size(int(rows[place])) for place in group]
+        pixels = [0 if size is None or None in sizes else size[0] * size[1] for size in sizes]
+        keep = group[pixels.index(max(pixels))]
         for place in sorted(group, key=lambda place: place != keep):
             row, (other, cosine) = int(rows[place]), best[place]
             paths = reader.paths[row], reader.paths[int(rows[other])]
@@ -172,15 +162,13 @@ def _components(pairs: NDArray[np.int64], count: int) -> NDArray[np.int64]:
 
 
 def _outliers(reader: FeatureReader, similar: SimilarImages) -> list[Finding]:
-    farthest = similar.farthest
-    limit = outlier_cosine(farthest)
-    meaning = "" if limit is None else f"cosine to neighbour {K}; outliers have less than {limit:.4f}"
-    places = [] if limit is None else [place for place in np.argsort(farthest).tolist() if farthest[place] < limit]
-    rows = similar.queries[places].tolist()
-    return [
-        Finding("outlier", row, reader.paths[row], score=float(farthest[place]), meaning=meaning)
-        for row, place in zip(rows, places, strict=True)
-    ]
+    limit = outlier_cosine(similar.farthest)
+    if limit is None:
+        return []
+    far = np.flatnonzero(similar.farthest < limit)
+    pairs = sorted(zip(similar.farthest[far].tolist(), similar.queries[far].tolist(), strict=True))
+    meaning = f"cosine to neighbour {K}; outliers have less than {limit:.4f}"
+    return [Finding("outlier", row, reader.paths[row], score=cosine, meaning=meaning) for cosine, row in pairs]
 
 
 def _suspect_labels(reader: FeatureReader, features: FeatureRows, rows: NDArray[np.int64], seed: int) -> list[Finding]:

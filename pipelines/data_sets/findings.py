@@ -98,11 +98,8 @@ def print_findings(table: Sequence[Finding], echo: Callable[[str], None]) -> Non
         echo("nothing found: no failed images, copies, near-duplicates, outliers or suspect labels")
     for kind, found in groupby(table, key=lambda finding: finding.kind):
         rows = list(found)
-        groups = len({row.group for row in rows})
-        echo(
-            f"{kind}: {counted(len(rows), 'image')}"
-            + ("" if rows[0].group is None else f" in {counted(groups, 'group')}")
-        )
+        groups = {row.group for row in rows} - {None}
+        echo(f"{kind}: {counted(len(rows), 'image')}" + (f" in {counted(len(groups), 'group')}" if groups else ""))
         for row in rows[:SHOWN]:
             score = "" if row.score is None else f"{row.score:.4f}  "
             echo(f"  {score}{printable(row.path)}  {printable(_note(row))}")

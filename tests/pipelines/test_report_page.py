@@ -173,7 +173,7 @@ def test_map_and_legend_fit_the_first_screen_and_findings_are_linked(
         assert box["y"] + box["height"] <= size[1]
     assert view.locator(".panel .card").count() > 0  # before anything is chosen
     links = view.locator(".verdict p a")
-    assert links.count() == len(content["findings"]["counts"]) > 0
+    assert links.count() >= len(content["findings"]["counts"]) > 0
     for link in links.all():
         assert view.locator(link.get_attribute("href")).count() == 1
     names = view.locator(".panel .card .path")

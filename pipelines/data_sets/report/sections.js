@@ -203,7 +203,7 @@ const addKind = (part, kind) => {
   add(part, "h3", title, {id: anchorOf(kind)});
   const isGroup = rows[0][5] !== null, units = isGroup ? new Set(rows.map((row) => row[5])).size : rows.length;
   const inAll = isGroup ? findings.groups[kind] : all, shown = Math.min(units, FIRST);
-  add(part, "p", [about, kind === "failed" ? "" : rows[0][4] === about ? "" : `Score: ${rows[0][4]}.`,
+  add(part, "p", [about, kind === "failed" || kind.startsWith("copy") ? "" : `Score: ${rows[0][4]}.`,
     isGroup ? `${plural(all, "image")} in ${plural(inAll, "group")}${across(kind)}.` : `${plural(all, "image")}.`,
     inAll > shown ? `The first ${shown} are shown; the table below names ${rows.length < all ? `the first ${count(rows.length)}` : "all"}.` : ""].filter(Boolean).join(" "));
   if (kind === "failed") {

@@ -101,6 +101,16 @@ def test_scores_are_those_of_numpy(planted: FeatureReader) -> None:
     assert far.tolist() == [found.row for found in findings(planted, kinds=["outlier"])]
 
 
+def test_groups_of_near_duplicates_stand_from_the_nearest(tmp_path: Path) -> None:
+    x = NOISE.normal(size=(60, 64))
+    for row, (of, far) in {10: (0, 0.3), 11: (10, 0.02), 20: (1, 0.1)}.items():  # a chain 0, 10, 11; and a pair 1, 20
+        x[row] = x[of] + far * NOISE.normal(size=64)
+    paths = [f"{i}.png" for i in range(60)]
+    reader = stored(tmp_path / "out", x, [], [-1] * 60, paths, [""] * 60, [*range(60)])
+    table = [(found.group, found.row, found.keep) for found in findings(reader, kinds=["near-duplicate"])]
+    assert table == [(0, 0, True), (0, 10, False), (0, 11, False), (1, 1, True), (1, 20, False)]
+
+
 def test_the_largest_picture_of_a_group_is_the_one_to_keep(planted: FeatureReader) -> None:
     sizes = {10: (30, 30), 11: (20, 60), 12: (31, 30)}
     kept = [found for found in findings(planted, kinds=["near-duplicate"], picture_size=sizes.get) if found.keep]
