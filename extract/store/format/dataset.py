@@ -38,7 +38,7 @@ from typing import Any
 from extract.credentials import without_credentials
 from extract.errors import InputError, LayertapError, LockedError, OtherFeaturesError
 from extract.row_status import Status
-from extract.store.format.differences import differences, earlier_names, shortened
+from extract.store.format.differences import differences, shortened
 from extract.store.format.layout import (
     AXES_FOLDER,
     AXES_NAMES,
@@ -387,8 +387,7 @@ class DataSet:
         if changed and not replaceable:
             raise OtherFeaturesError(
                 f"{location} holds other features; rows with these differences cannot be mixed:\n  "
-                + "\n  ".join(changed)
-                + earlier_names(existing.images, self.images),
+                + "\n  ".join(changed),
                 hint="choose another output folder, or delete this one",
                 only_layers=self._differs_in_layers(existing),
             )
@@ -410,16 +409,16 @@ class DataSet:
             features=[feature for feature in self.features if feature.name in names],
         )
 
-    def open_or_create(self) -> DataSet | None:
+    def open_or_create(self, *, has_added: bool = False) -> DataSet | None:
         """Create the data set in the folder unless it exists, and remove leftovers; return the result of `check`.
 
-        The caller holds the lock.
+        The caller holds the lock. With `has_added`, this data set is complete, and replaces the one without its layers.
 
         Raises:
             InputError: see `check`; or a folder in it is a link to elsewhere.
             LayertapError: the folder cannot be written to.
         """
-        existing = self.check()
+        existing = None if has_added else self.check()
         try:
             self.out.mkdir(parents=True, exist_ok=True)
             own_folder(self.shards)
@@ -444,19 +443,9 @@ class DataSet:
         if DataSet.open(self.out) != existing:
             raise LockedError(f"another process has changed {self.out}", hint="run again")
         try:
-            remove_strays(own_folder(self._shards_with_layers))
+            own_folder(self._shards_with_layers)
         except OSError as error:
             raise LayertapError(f"cannot write to {self.out}: {error.strerror}") from error
-
-    def publish_added(self) -> None:
-        """Replace the existing data set with this one, whose shards are complete; raises as `begin_to_add`."""
-        self.write()
-        try:
-            self._clean()
-            for left in self.out.glob("shards-" + "[0-9a-f]" * 16):  # layers that were not added to the end
-                shutil.rmtree(left)
-        except OSError as error:
-            raise LayertapError(f"cannot write to {self.out}: {error.strerror}; run again to finish") from error
 
     def _move_shards(self) -> None:
         """Remove the shards that lack the layers of `dataset.json`, and give the others their place."""
@@ -469,6 +458,8 @@ class DataSet:
                     entry.unlink()
             old.rmdir()
         new.rename(old)
+        for left in self.out.glob("shards-" + "[0-9a-f]" * 16):  # layers that were not added to the end
+            shutil.rmtree(left)
         sync_folder(self.out)
 
     def write(self, path: Path | None = None) -> None:

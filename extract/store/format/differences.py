@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["changes", "differences", "earlier_names", "shortened"]
+__all__ = ["changes", "differences", "shortened"]
 
 
 # Dotted key -> its meaning, for keys that a user of the command line does not know.
@@ -23,24 +23,6 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
 def changes(old: dict[str, Any], new: dict[str, Any]) -> list[tuple[str, Any, Any]]:
     """Return (dotted key, old, new) of the leaves in which two nested dicts differ."""
     return list(_changed(old, new))
-
-
-def earlier_names(stored: dict[str, Any], now: dict[str, Any]) -> str:
-    """Return a line that explains other paths of the same images, as earlier versions stored them; "" if none applies.
-
-    Args:
-        stored: `images` of the stored data set.
-        now: `images` of the data set to be written.
-    """
-    same = all(stored[name] == now[name] for name in ("root", "count")) and stored["paths_xxh3"] != now["paths_xxh3"]
-    root = str(now["root"])
-    if not same or not root.lower().endswith((".csv", ".tsv", ".parquet")):
-        return ""
-    return (
-        "\nEarlier versions stored the paths of a list as they stand in it, with `./` and `//`, and URLs with some "
-        "parameters that are credentials, such as `sas=...`. A data set with such paths can be read, but not "
-        "resumed."
-    )
 
 
 def shortened(value: Any) -> Any:

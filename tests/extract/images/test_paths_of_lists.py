@@ -121,7 +121,7 @@ def test_a_data_set_with_paths_as_they_stood_in_the_list_is_read_but_not_resumed
         earlier.setattr("extract.images.csv_lists.plain_path", lambda path, where="": path)
         with extract_features(where, out=tmp_path / "out", backbone=backbone, workers=0, progress=False) as reader:
             assert reader.paths[:] == ["./ant/00.png", "bee//01.jpg"]
-    with pytest.raises(InputError, match="Earlier versions stored the paths of a list as they stand in it"):
+    with pytest.raises(InputError, match="names of the images"):
         extract_features(where, out=tmp_path / "out", backbone=backbone, workers=0, progress=False)
     with FeatureReader(tmp_path / "out") as reader:
         again = listed_again(str(where), reader.paths[:])
