@@ -76,16 +76,11 @@ class EarlierRows(contextlib.ExitStack):
             had_image = np.isin(status[batch.rows], [Status.OK, Status.NOT_FINITE])
             same = (batch.source_hash == hashes[batch.rows]).all(1) & (had_image == (batch.status == Status.OK))
             if not same.all():
-                position = int(np.argmin(same))
-                row = int(batch.rows[position])
-                reason = batch.reasons.get(row, "it has changed")
-                if had_image[position]:
-                    what, hint = f"is not the image whose features are stored: {reason}", "restore it"
-                else:
-                    what, hint = "has no features, but now differs", "run the first command again with --retry-failed"
-                path = self._images.slice(row, row + 1).paths[0]
+                row = int(batch.rows[np.argmin(same)])
+                path, reason = self._images.slice(row, row + 1).paths[0], batch.reasons.get(row, "it has changed")
                 raise InputError(
-                    f"{path} {what}; no layers were added", hint=f"{hint}, or choose another output folder"
+                    f"{path} is not the image of its stored row: {reason}; no layers were added",
+                    hint="restore it; or, if it failed before, run the first command again with --retry-failed",
                 )
             yield batch
 

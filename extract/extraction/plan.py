@@ -103,11 +103,8 @@ def _recorded_layers(dataset: DataSet) -> tuple[str, ...]:
     if any(files.published is None or files.part is not None for files in shard_files):
         raise LayertapError(f"{dataset.out} is unfinished, and layers are added to all rows", hint=UNFINISHED_HINT)
     with dataset.open_shard(0, dataset.path(0, shard_files[0].published or 0)) as shard:
-        configuration = shard.provenance.get("configuration", {})
-    layers = configuration.get("layers")
-    if not isinstance(layers, list) or not layers or not all(isinstance(layer, str) for layer in layers):
-        raise InputError(f"{dataset.out} does not record its layers", hint="choose another output folder")
-    return tuple(layers)
+        layers = shard.provenance.get("configuration", {}).get("layers", [])
+    return tuple(layers)  # if there are none, the check of the place refuses other layers
 
 
 @dataclass(frozen=True)
@@ -188,11 +185,8 @@ def resolve(
         InputError, UnknownNameError, LayertapError: see `extract_features`.
     """
     # Recorded with their numbers of values: computed for other images later, `srp` is to give as many.
-    if (
-        existing.layers
-        and existing.dataset
-        and existing.dataset.depends_on.get("architecture") != backbone.architecture
-    ):
+    stored_on = existing.dataset.depends_on if existing.dataset else {}
+    if existing.layers and stored_on.get("architecture") != backbone.architecture:
         existing = replace(existing, layers=())  # the check of the place names both backbones
     asked = dict.fromkeys([*existing.layers, *settings.layer_list])
     layers = with_projection_sizes(list(asked), len(images), settings.distortion)

@@ -211,7 +211,7 @@ def extract(
                     break
         summary.seconds = time.perf_counter() - start
         if earlier is not None and not summary.stopped and shards is None:
-            dataset.publish_added()
+            dataset.open_or_create(has_added=True)
         if not summary.stopped:
             shutil.rmtree(dataset.out / BUILDING, ignore_errors=True)  # left by processes that were stopped
         if summary.computed:

@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import BinaryIO
 from urllib.parse import unquote_to_bytes
 
+import numpy as np
+
 from extract.credentials import without_credentials
 from extract.errors import InputError, LayertapError, first_line
 from extract.images.folders import pick_images
@@ -32,7 +34,6 @@ from extract.images.sources import (
     ImageSource,
     PackedNames,
     check_file_size,
-    integers,
     read_remote,
     suffix_of,
 )
@@ -84,7 +85,7 @@ class Members(ImageSource):
         self._archives, self._zipped = PackedNames(archives), zipped
         self._states = [_state_of(archive) for archive in archives]
         self._columns = {
-            name: integers([getattr(member, name) or 0 for member in members])
+            name: np.array([getattr(member, name) or 0 for member in members], np.int64)
             for name in ("archive", "offset", "packed", "size", "method", "crc", "mtime_ns")
         }
 

@@ -140,11 +140,9 @@ def decode(
 def _from_array(data: bytes, max_pixels: int) -> Image.Image:
     """Return the picture in the bytes of an `.npy` file; objects in it are never unpickled."""
     file = io.BytesIO(data)
-    readers = {1: np.lib.format.read_array_header_1_0, 2: np.lib.format.read_array_header_2_0}
-    version = np.lib.format.read_magic(file)[0]
-    if version not in readers:  # which NumPy writes for records whose names are not Latin
-        raise ValueError(f"an array of version {version} of its format; expected 1 or 2")
-    shape, by_columns, dtype = readers[version](file, _ARRAY_HEADER_BYTES)
+    is_short = np.lib.format.read_magic(file) == (1, 0)
+    read_header = np.lib.format.read_array_header_1_0 if is_short else np.lib.format.read_array_header_2_0
+    shape, by_columns, dtype = read_header(file, _ARRAY_HEADER_BYTES)
     is_last = len(shape) == 2 or (len(shape) == 3 and shape[2] in (1, 3, 4))
     is_first = len(shape) == 3 and shape[0] in (1, 3) and not is_last
     if dtype.kind not in "fiu" or 0 in shape or not (is_first or is_last):
@@ -254,12 +252,9 @@ def header_size(data: bytes, orientation: str = defaults.ORIENTATION) -> tuple[i
 
 
 def pixels_of(data: bytes) -> int:
-    """Return the number of pixels stated in a file's header; 0 if unreadable or above `defaults.MAX_PIXELS`."""
-    try:
-        with _opened(data, defaults.MAX_PIXELS) as image:
-            return image.width * image.height
-    except Exception:  # see `decode`
-        return 0
+    """Return the number of pixels stated in a file's header; 0 if unreadable."""
+    width, height = header_size(data) or (0, 0)
+    return width * height
 
 
 @contextlib.contextmanager

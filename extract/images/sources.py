@@ -15,7 +15,6 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 from PIL import Image
 
 from extract import defaults
@@ -33,7 +32,6 @@ __all__ = [
     "TooLargeError",
     "UnreachableError",
     "check_file_size",
-    "integers",
     "read_remote",
     "suffix_of",
 ]
@@ -149,7 +147,7 @@ class Chosen(ImageSource):
 
     def __init__(self, source: ImageSource, rows: Sequence[int]):
         self._source, self.decode = source, source.decode
-        self._rows = integers(rows)
+        self._rows = np.array(rows, np.int64)  # which worker processes share without copying
 
     def read(self, row: int) -> tuple[bytes, int]:
         """See `ImageSource`."""
@@ -261,8 +259,3 @@ def _ask_server(url: str, ask: Callable[[], bool]) -> bool:
         raise LayertapError(
             f"{url} does not answer: {first_line(error)}. Stored rows are safe", hint="run again when it answers"
         ) from error
-
-
-def integers(values: Sequence[int]) -> NDArray[np.int64]:
-    """Return the values as an int64 array, which worker processes share without copying."""
-    return np.array(values, np.int64)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -93,9 +92,8 @@ def embed(
     try:
         outcome = embed(resolved, images)
     except OtherFeaturesError as error:
-        numbers = (f"{resolved.place}-{number}" for number in itertools.count(2))
-        elsewhere = ["-o", next(name for name in numbers if not Path(name).exists())]
-        more = ["--add-layers"] if error.only_layers and not resolved.add_layers else elsewhere
+        can_add = error.only_layers and not resolved.add_layers
+        more = ["--add-layers"] if can_add else ["-o", f"{resolved.place}-2"]
         raise InputError(error.message, hint=command_line(*more)) from error
     print_result(outcome, as_json, summary_as_json, print_summary)
     if outcome.signal:

@@ -411,16 +411,16 @@ class DataSet:
             features=[feature for feature in self.features if feature.name in names],
         )
 
-    def open_or_create(self) -> DataSet | None:
+    def open_or_create(self, *, has_added: bool = False) -> DataSet | None:
         """Create the data set in the folder unless it exists, and remove leftovers; return the result of `check`.
 
-        The caller holds the lock.
+        The caller holds the lock. With `has_added`, this data set is complete, and replaces the one without its layers.
 
         Raises:
             InputError: see `check`; or a folder in it is a link to elsewhere.
             LayertapError: the folder cannot be written to.
         """
-        existing = self.check()
+        existing = None if has_added else self.check()
         try:
             self.out.mkdir(parents=True, exist_ok=True)
             own_folder(self.shards)
@@ -445,19 +445,9 @@ class DataSet:
         if DataSet.open(self.out) != existing:
             raise LockedError(f"another process has changed {self.out}", hint="run again")
         try:
-            remove_strays(own_folder(self._shards_with_layers))
+            own_folder(self._shards_with_layers)
         except OSError as error:
             raise LayertapError(f"cannot write to {self.out}: {error.strerror}") from error
-
-    def publish_added(self) -> None:
-        """Replace the existing data set with this one, whose shards are complete; raises as `begin_to_add`."""
-        self.write()
-        try:
-            self._clean()
-            for left in self.out.glob("shards-" + "[0-9a-f]" * 16):  # layers that were not added to the end
-                shutil.rmtree(left)
-        except OSError as error:
-            raise LayertapError(f"cannot write to {self.out}: {error.strerror}; run again to finish") from error
 
     def _move_shards(self) -> None:
         """Remove the shards that lack the layers of `dataset.json`, and give the others their place."""
@@ -470,6 +460,8 @@ class DataSet:
                     entry.unlink()
             old.rmdir()
         new.rename(old)
+        for left in self.out.glob("shards-" + "[0-9a-f]" * 16):  # layers that were not added to the end
+            shutil.rmtree(left)
         sync_folder(self.out)
 
     def write(self, path: Path | None = None) -> None:

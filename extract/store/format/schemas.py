@@ -60,7 +60,7 @@ RECEIPT = {
 PROVENANCE = {
     "backbone?": str,
     "weights?": (str, None),
-    "configuration?": {"preprocessing?": (dict, None)},
+    "configuration?": {"preprocessing?": (dict, None), "layers?": [str]},
     "versions?": {str: str},
     "started?": str,
     "device?": str,

@@ -579,7 +579,7 @@ def test_an_array_that_is_no_picture_is_a_row_with_its_reason_and_is_never_unpic
         "f huge": (header((plain % "(1000000000, 1000000000, 3)").encode()), "another number of bytes"),
         "g negative": (header((plain % "(-1, -1, 3)").encode()) + bytes(3), ""),
         "h deep": (header(b"-" * 9000 + b"1\n"), ""),
-        "i version": (header(b"{}", 3), "an array of version 3 of its format"),
+        "i version": (header(b"{}", 3), ""),
         "j records": (saved(np.zeros((4, 5), [("a", "u1")])), "expected uint8 (H, W, 3)"),
         "k empty": (b"", "empty file"),
         "l text": (b"no array", "not an image in a known format"),
