@@ -46,7 +46,7 @@ _START_OF_JPEG = b"\xff\xd8\xff"
 _MOST_BYTES_ON_DEVICE = 4 << 20
 _MOST_PIXELS_ON_DEVICE = 50_000_000
 _MOST_ASPECT_ON_DEVICE = 20
-_NO_YCBCR = {b"RGB", b"rgb"}  # ids of the components of a JPEG file that holds RGB
+_RGB_COMPONENTS = {b"RGB", b"rgb"}  # their ids in a JPEG file that does not hold YCbCr
 _BITS, _PHOTOMETRIC, _SAMPLE_FORMAT = 258, 262, 339  # TIFF 6.0 tags
 _WHITE_IS_ZERO = 0  # a value of _PHOTOMETRIC
 _NO_MEMORY = "decoder error -9"  # PIL.ImageFile.ERRORS
@@ -208,7 +208,7 @@ def plain_jpeg(data: bytes, max_pixels: int, orientation: str, icc: str) -> Jpeg
             if image.format != "JPEG" or image.mode not in ("L", "RGB") or is_converted:
                 return None
             layers: Any = getattr(image, "layer", ())
-            is_rgb = image.info.get("adobe_transform") == 0 or bytes(layer[0] for layer in layers) in _NO_YCBCR
+            is_rgb = image.info.get("adobe_transform") == 0 or bytes(layer[0] for layer in layers) in _RGB_COMPONENTS
             if getattr(image, "bits", 0) != 8 or len(layers) != len(image.mode) or (is_rgb and image.mode == "RGB"):
                 return None
             shorter, longer = sorted(image.size)

@@ -380,7 +380,13 @@ def _decoded_on_device(batch: Batch, decoder: JpegDecoder, exact: _Decoded) -> B
     """
     images: dict[int, Tensor] = {}  # row -> its image
     with decoder.in_stream():
-        for row, image in zip(batch.jpegs, decoder(list(batch.jpegs.values())), strict=True):
+        try:
+            decoded = decoder(list(batch.jpegs.values()))
+        except torch.OutOfMemoryError as error:
+            raise LayertapError(
+                f"insufficient device memory to resize pictures: {first_line(error)}", hint="use --decode fast"
+            ) from error
+        for row, image in zip(batch.jpegs, decoded, strict=True):
             if image is not None:
                 images[row] = image
         others = [row for row in batch.rows[batch.status == Status.OK].tolist() if row not in batch.jpegs]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -170,6 +173,41 @@ def test_a_run_that_was_stopped_and_resumed_gives_the_bytes_of_one_that_was_not(
     stored = FeatureReader(tmp_path / "parts", partial=True)
     assert 4 <= len(stored.paths) < 16
     stored.close()
+    extract(plan(photos, out=tmp_path / "parts", **how))
+    assert rows_in(tmp_path / "parts") == rows_in(tmp_path / "whole")
+
+
+KILLED = """
+import os, signal, sys
+from dataclasses import replace
+from extract import extract_features, load_backbone
+from extract.backbones.preprocessing import Preprocessing
+
+def die(*_):
+    global left
+    left -= 1
+    if not left:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+Preprocessing.on_gpu = lambda self, device: replace(self, device="cpu")
+backbone, left = load_backbone("timm/test_resnet", weights="random", device="cpu"), int(sys.argv[3])
+backbone.model.layer2.register_forward_pre_hook(die)
+extract_features(sys.argv[1], out=sys.argv[2], backbone=backbone, layers=["layer1:none", "embedding"], batch_size=4,
+                 max_pixels=200_000, min_cosine=0.9, workers=2, decode="gpu", progress=False)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("doubled")
+@pytest.mark.parametrize("forwards", [14, 15])  # behind the first batch, and behind the second
+def test_a_run_that_was_killed_and_resumed_gives_the_bytes_of_one_that_was_not(
+    photos: Path, tmp_path: Path, backbone: Any, forwards: int
+) -> None:
+    how = settings(backbone, decode="gpu", batch_size=4)
+    extract(plan(photos, out=tmp_path / "whole", **how))
+    run = subprocess.run([sys.executable, "-c", KILLED, photos, tmp_path / "parts", str(forwards)], timeout=120)
+    assert run.returncode == -signal.SIGKILL
+    assert 4 <= len(FeatureReader(tmp_path / "parts", partial=True).paths) < 16
     extract(plan(photos, out=tmp_path / "parts", **how))
     assert rows_in(tmp_path / "parts") == rows_in(tmp_path / "whole")
 
