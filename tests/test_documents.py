@@ -182,6 +182,11 @@ def test_the_reading_example_reads(run: Any) -> None:
     assert list(found["classes"]) == ["a", "b"]
 
 
+def test_the_example_for_users_of_thingsvision_returns_dissimilarities(run: Any) -> None:
+    found, _ = run("docs/coming-from/thingsvision.md")
+    np.testing.assert_allclose(found["rdm"], 1 - np.corrcoef(found["x"].astype(np.float64)), atol=1e-12)
+
+
 def test_the_tokens_example_reads_probes_streams_and_trains(place: Path, run: Any) -> None:
     for path in (place / "photos").rglob("*.png"):  # the left half of a picture, the right half, and a border
         picture = Image.open(path)
