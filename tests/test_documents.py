@@ -182,6 +182,18 @@ def test_the_reading_example_reads(run: Any) -> None:
     assert list(found["classes"]) == ["a", "b"]
 
 
+def test_the_recipe_for_an_own_network_keeps_edits_and_explains(run: Any) -> None:
+    found, printed = run("docs/guides/recipes.md")
+    net, images = found["net"], found["images"]
+    with torch.no_grad():
+        torch.testing.assert_close(found["activations"], net[0](images))
+        ablated = net[0](images)
+        ablated[:, 3] = 0
+        difference = (net[1:](ablated) - net(images)).abs().max()
+    assert printed.strip() == f"tensor({difference:.4f})"
+    assert found["maps"].shape == (4, 30, 30)
+
+
 def test_the_example_for_users_of_thingsvision_returns_dissimilarities(run: Any) -> None:
     found, _ = run("docs/coming-from/thingsvision.md")
     np.testing.assert_allclose(found["rdm"], 1 - np.corrcoef(found["x"].astype(np.float64)), atol=1e-12)
