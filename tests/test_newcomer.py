@@ -208,7 +208,7 @@ def test_a_format_is_a_choice_with_a_place_and_its_files_are_written(
 ) -> None:
     out = tmp_path / "out"
     assert layertap("embed", folder, "-o", out, *NET).exit_code == 0
-    assert "'jpg' is not one of 'h5', 'npy', 'parquet', 'mat', 'hf'\n" in layertap("export", out, "--to", "jpg").stderr
+    assert "'jpg' is not one of 'h5', 'npy', 'parquet', 'mat', 'hf', 'rdm'\n" in layertap("export", out, "--to", "jpg").stderr
     monkeypatch.setitem(FORMATS, "txt", Format(to_text))
     monkeypatch.setitem(FORMATS, "texts", Format(to_texts, is_folder=True))
     assert "--to [h5|npy|parquet|mat|hf|txt|texts]" in layertap("export", "--help").stdout

@@ -248,4 +248,4 @@ def test_wrong_options_of_stored_tokens_are_named(made: Path, kind: str, options
 
 
 def test_a_folder_that_is_not_a_data_set_is_named(made: Path) -> None:
-    assert "pictures is not a data set" in fails("draw", "tokens", made / "pictures")
+    assert "pictures was taken as BACKBONE, since it is not a data set" in fails("draw", "tokens", made / "pictures")

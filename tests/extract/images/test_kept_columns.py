@@ -160,7 +160,7 @@ def test_columns_are_exported(out: Path, tmp_path: Path, table: pd.DataFrame, to
     if to == "h5":
         with FeatureReader(path) as exported:
             check(exported, table)
-    elif to == "npy":
+    elif to in ("npy", "rdm"):
         with (path / "rows.csv").open(newline="") as text:
             rows = list(csv.DictReader(text))
         assert [row["Caption"] for row in rows] == table["Caption"].tolist()
