@@ -208,13 +208,14 @@ def test_a_format_is_a_choice_with_a_place_and_its_files_are_written(
 ) -> None:
     out = tmp_path / "out"
     assert layertap("embed", folder, "-o", out, *NET).exit_code == 0
-    assert "'jpg' is not one of 'h5', 'npy', 'parquet', 'mat', 'hf', 'rdm'\n" in layertap("export", out, "--to", "jpg").stderr
+    refused = layertap("export", out, "--to", "jpg").stderr
+    assert "'jpg' is not one of 'h5', 'npy', 'parquet', 'mat', 'hf', 'rdm'\n" in refused
     monkeypatch.setitem(FORMATS, "txt", Format(to_text))
     monkeypatch.setitem(FORMATS, "texts", Format(to_texts, is_folder=True))
-    assert "--to [h5|npy|parquet|mat|hf|txt|texts]" in layertap("export", "--help").stdout
+    assert "--to [h5|npy|parquet|mat|hf|rdm|txt|texts]" in layertap("export", "--help").stdout
     for to in ("txt", "texts"):
         assert layertap("export", out, "--to", to).exit_code == 0
-    assert "'parquet', 'mat', 'hf', 'txt', 'texts'\n" in layertap("export", out, "--to", "jpg").stderr
+    assert "'parquet', 'mat', 'hf', 'rdm', 'txt', 'texts'\n" in layertap("export", out, "--to", "jpg").stderr
     with FeatureReader(out) as reader:
         for written in (tmp_path / "out.txt", tmp_path / "out-texts" / "embedding.txt"):
             assert np.allclose(np.loadtxt(written), reader["embedding"][:])
