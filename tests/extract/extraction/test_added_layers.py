@@ -245,6 +245,55 @@ def test_stored_rows_of_an_interrupted_run_are_computed_again_if_the_old_rows_ha
     assert verify(out).faults == []
 
 
+def begin_to_add(images: Path, out: Path, backbone: Backbone, shard: int) -> Path:
+    """Store one shard with the new layers, as an interrupted run does, and return its file."""
+    settings = ExtractionSettings(layers=NEW, batch_size=2, workers=0, shard_rows=4, sync_s=0)
+    extract(resolve(settings, list_images(images), backbone, existing_at(out, add_layers=True)), shards=[shard])
+    (file,) = out.glob(f"shards-*/{shard:06d}.h5")
+    return file
+
+
+@pytest.mark.parametrize("name", ["000001.h5", "000001.h5.part"])
+def test_a_damaged_shard_of_an_interrupted_run_is_computed_again(
+    photos: Path, tmp_path: Path, backbone: Backbone, name: str
+) -> None:
+    out = tmp_path / "out"
+    embed(photos, tmp_path / "all", backbone, ALL)
+    embed(photos, out, backbone, OLD)
+    file = begin_to_add(photos, out, backbone, 1).rename(next(out.glob("shards-*")) / name)
+    os.truncate(file, file.stat().st_size // 2)
+    embed(photos, out, backbone, NEW, add=True)
+    assert content(out) == content(tmp_path / "all")
+
+
+def test_a_copy_made_while_layers_were_added_does_not_replace_complete_shards(
+    photos: Path, tmp_path: Path, backbone: Backbone
+) -> None:
+    out = tmp_path / "out"
+    embed(photos, out, backbone, ALL)
+    expected, written = content(out), (out / "shards/000001.h5").stat().st_ino
+    stale = out / f"shards-{expected['fingerprint'][:16]}"
+    stale.mkdir()
+    shutil.copy(out / "shards/000000.h5", stale)  # copied to this folder before the others
+    embed(photos, out, backbone, ALL)
+    assert content(out) == expected
+    assert (out / "shards/000001.h5").stat().st_ino == written
+
+
+def test_files_of_the_user_in_the_folders_of_shards_are_kept(photos: Path, tmp_path: Path, backbone: Backbone) -> None:
+    out = tmp_path / "out"
+    embed(photos, out, backbone, OLD)
+    for folder in (out / "shards/of mine", out / "shards-0123456789abcdef"):
+        folder.mkdir()
+        (folder / f"{folder.name}.txt").write_text("mine")
+    (out / "shards-fedcba9876543210").write_text("mine")
+    embed(photos, out, backbone, NEW, add=True)
+    assert sorted(path.name for path in out.rglob("*") if path.is_file() and path.read_bytes() == b"mine") == [
+        "of mine.txt", "shards-0123456789abcdef.txt", "shards-fedcba9876543210",
+    ]  # fmt: skip
+    assert verify(out).faults == []
+
+
 def test_an_image_that_is_not_the_stored_one_is_refused_and_nothing_changes(
     photos: Path, tmp_path: Path, backbone: Backbone
 ) -> None:
