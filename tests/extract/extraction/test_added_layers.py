@@ -19,12 +19,14 @@ from PIL import Image
 
 from extract import FeatureReader, InputError, LayertapError, Status
 from extract.compute.backbone import Backbone
+from extract.errors import LockedError
 from extract.extraction.plan import existing_at, resolve
 from extract.extraction.run import extract
 from extract.extraction.settings import ExtractionSettings
 from extract.images import list_images
 from extract.store import row_selection
 from extract.store.format.dataset import DataSet
+from extract.store.merge import merge
 from extract.store.verify import verify
 from tests.extract.store.kill import die_at, forked, network
 
@@ -150,12 +152,9 @@ def test_readers_see_all_of_the_old_layers_or_all_layers_at_each_moment(
     assert min(seen.count(tuple(OLD)), seen.count(tuple(ALL))) > 8  # while old files are removed one by one
 
 
-@pytest.mark.parametrize("opened_at_once", [64, 0])
-def test_a_reader_that_opens_while_layers_are_published_has_them(
-    photos: Path, tmp_path: Path, backbone: Backbone, monkeypatch: pytest.MonkeyPatch, opened_at_once: int
-) -> None:
-    out, opened = tmp_path / "out", DataSet.open
-    embed(photos, out, backbone, OLD)
+def publish_after_opening(monkeypatch: pytest.MonkeyPatch, photos: Path, out: Path, backbone: Backbone) -> None:
+    """Let layers be added just after the next reader has read the description of a data set."""
+    opened = DataSet.open
 
     class Published(DataSet):
         @staticmethod
@@ -165,14 +164,37 @@ def test_a_reader_that_opens_while_layers_are_published_has_them(
             embed(photos, out, backbone, NEW, add=True)
             return dataset
 
-    monkeypatch.setattr(row_selection, "OPENED_AT_ONCE", opened_at_once)
     monkeypatch.setattr(row_selection, "DataSet", Published)
+
+
+@pytest.mark.parametrize("opened_at_once", [64, 0])
+def test_a_reader_that_opens_while_layers_are_published_has_them(
+    photos: Path, tmp_path: Path, backbone: Backbone, monkeypatch: pytest.MonkeyPatch, opened_at_once: int
+) -> None:
+    out = tmp_path / "out"
+    embed(photos, out, backbone, OLD)
+    monkeypatch.setattr(row_selection, "OPENED_AT_ONCE", opened_at_once)
+    publish_after_opening(monkeypatch, photos, out, backbone)
     if opened_at_once:
         with FeatureReader(out) as reader:
             assert reader.layers == ALL
     else:  # shards are opened on first use
         with FeatureReader(out) as reader, pytest.raises(InputError, match="open the data set again"):
             reader["0"][:]
+
+
+def test_verify_another_run_and_merge_see_no_fault_while_layers_are_published(
+    photos: Path, tmp_path: Path, backbone: Backbone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("verified", "added", "merged"):
+        embed(photos, tmp_path / name, backbone, OLD)
+    publish_after_opening(monkeypatch, photos, tmp_path / "verified", backbone)
+    assert verify(tmp_path / "verified").faults == []
+    publish_after_opening(monkeypatch, photos, tmp_path / "added", backbone)
+    assert existing_at(tmp_path / "added", add_layers=True).layers == tuple(ALL)
+    publish_after_opening(monkeypatch, photos, tmp_path / "merged", backbone)
+    with pytest.raises(LockedError, match="layers were added"):
+        merge([tmp_path / "merged"], tmp_path / "both")
 
 
 @pytest.mark.parametrize("step", [pytest.param(3, marks=pytest.mark.slow), 64])
