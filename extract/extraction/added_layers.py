@@ -42,23 +42,29 @@ class EarlierRows(contextlib.ExitStack):
         self._reader = self.enter_context(FeatureReader(existing.out))
         self._images = images
         self._reasons = {row: reason for row, _, _, reason in self._reader.failures}
-        for shard, files in enumerate(dataset.shard_files()):
-            path = dataset.current(shard, files)
-            if path is not None and not self._are_in(dataset, shard, path):
-                dataset.withdraw(path)  # for example, failed rows of the old data set were computed meanwhile
+        for shard, _, _, path in dataset.files():
+            try:
+                is_usable = self._are_in(dataset, shard, path)
+            except InputError:  # damaged
+                is_usable = False
+            if not is_usable:
+                dataset.withdraw(path)
 
     def _are_in(self, dataset: DataSet, shard: int, path: Path) -> bool:
-        """Whether the rows that an interrupted run has stored in a file have the features that are stored now."""
+        """Whether the rows that an interrupted run has stored in a file have the features that are stored now.
+
+        They have others if, for example, failed rows of the old data set were computed meanwhile.
+        """
         layers, hashes, images = self._reader.layers, *map(self._reader.column, ("row_hash", "source_hash"))
-        first_row, same = dataset.shard_range(shard).start, True
+        first_row = dataset.shard_range(shard).start
         with dataset.open_shard(shard, path) as opened:
             for start, stop, block in opened.blocks(np.flatnonzero(opened.column("status") != Status.PENDING)):
                 rows = slice(first_row + start, first_row + stop)
-                same &= block is not None and bool(
-                    (hash_rows({name: block[name] for name in layers}) == hashes[rows]).all()
-                    and (opened.column("source_hash")[start:stop] == images[rows]).all()
-                )
-        return same
+                if block is None or (hash_rows({name: block[name] for name in layers}) != hashes[rows]).any():
+                    return False
+                if (opened.column("source_hash")[start:stop] != images[rows]).any():
+                    return False
+        return True
 
     @property
     def compress(self) -> str | None:

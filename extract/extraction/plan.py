@@ -26,6 +26,7 @@ from extract.store.format.dataset import UNFINISHED_HINT, DataSet, check_usable,
 from extract.store.format.kept_axes import AXES_HASH
 from extract.store.format.layout import StoredFeature
 from extract.store.places.bucket import Bucket
+from extract.store.row_selection import read_one_version
 from extract.system.optional_libraries import installed_version, own_version
 from extract.system.torch_state import evaluating, full_float32
 from extract.system.urls import is_url
@@ -90,7 +91,10 @@ def existing_at(out: str | Path, *, add_layers: bool = False) -> Existing:
         return Existing(out, dataset, dataset is not None and bool(len(bucket.published())))
     if not (Path(out) / "dataset.json").exists():
         return Existing(out)
-    dataset = DataSet.open(Path(out))
+    return read_one_version(Path(out), lambda dataset: _existing(out, dataset, add_layers))
+
+
+def _existing(out: str, dataset: DataSet, add_layers: bool) -> Existing:
     existing = Existing(out, dataset, dataset.has_rows)
     # To a data set of `layertap sync`, no run adds rows: it is refused for that.
     add_layers = add_layers and existing.has_rows and dataset.version is None

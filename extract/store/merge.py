@@ -13,7 +13,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from extract.errors import InputError
+from extract.errors import InputError, LockedError
 from extract.store.format.dataset import DataSet, shard_rows_for
 from extract.store.format.kept_axes import copy_axes
 from extract.store.format.layout import RowNames
@@ -59,6 +59,8 @@ def merge(
                 f"{out} is one of the data sets to merge, or inside one", hint="choose another output folder"
             )
     with FeatureReader(list(sources)) as reader:
+        if reader.fingerprint != datasets[0].fingerprint:
+            raise LockedError(f"layers were added to {sources[0]} meanwhile", hint="run again")
         rows = _Rows.sorted_by_path(reader, datasets, sources)
         merged = DataSet(
             out,

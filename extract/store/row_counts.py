@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from extract.row_status import Status
 from extract.store.format.layout import StoredFeature
-from extract.store.format.receipt import ShardCounts, count_shard
+from extract.store.format.receipt import count_shard
 from extract.store.row_selection import RowSelection
 
 __all__ = ["RowCounts", "count_rows"]
@@ -55,7 +55,9 @@ def count_rows(
     unlabelled, failed = 0, []
     filters: dict[str, set[str]] = {}
     for number, (selection, names) in enumerate(zip(selections, class_lists, strict=True)):
-        counts = _from_rows(selection)
+        shard, texts = selection.shard, selection.names
+        split_names = selection.column("split").tolist() if texts is None else map(os.fsencode, texts.splits)
+        counts = count_shard(selection.column("status"), selection.labels, split_names)
         status.update(counts.status)
         splits.update(counts.splits)
         for label, count in counts.labels.items():
@@ -65,10 +67,12 @@ def count_rows(
                 classes[names[label]] += count
         if counts.status.keys() - {Status.OK}:
             failed.append(number)
+        # Of a shard in a bucket, only the receipt has them until its features are downloaded.
+        packed = shard.stored_bytes or (selection.receipt or {}).get("compression", {}).get("bytes", {})
         for feature in features:
             plain = feature.row_bytes * selection.file.n_rows
-            stored[feature.name] += counts.stored_bytes.get(feature.name, plain)
-        for name, filter_name in counts.filters.items():
+            stored[feature.name] += packed.get(feature.name, plain) if feature.name in shard.compression else plain
+        for name, filter_name in shard.compression.items():
             filters.setdefault(name, set()).add(filter_name)
     n_rows = sum(selection.file.n_rows for selection in selections)
     return RowCounts(
@@ -86,10 +90,3 @@ def count_rows(
         },
         failed=failed,
     )
-
-
-def _from_rows(selection: RowSelection) -> ShardCounts:
-    """Count the rows of a selection; see `RowSelection.labels` for errors."""
-    names = selection.names
-    splits = selection.column("split").tolist() if names is None else map(os.fsencode, names.splits)
-    return count_shard(selection.file.shard, selection.column("status"), selection.labels, splits)

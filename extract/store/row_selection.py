@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from extract.errors import InputError, LayertapError
+from extract.errors import InputError, LayertapError, LockedError
 from extract.row_status import Status
 from extract.store.format.dataset import UNFINISHED_HINT, DataSet
 from extract.store.format.layout import RowNames, StoredFeature
@@ -191,29 +191,35 @@ def _open_remote(cache: ShardCache, file: RemoteFile, dataset: DataSet, shard: i
     return opened
 
 
-def read_one_version(out: Path, read: Callable[[DataSet], T]) -> T:
+def read_one_version(
+    out: Path, read: Callable[[DataSet], T], is_usable: Callable[[T], bool] = lambda result: True
+) -> T:
     """Return `read(dataset)`; if it fails because a version or layers were published meanwhile, try these.
 
     Raises:
         InputError: a file of the version is missing.
     """
-    for attempt in range(_ATTEMPTS):
+    for _ in range(_ATTEMPTS):
         dataset = DataSet.open(out)
         shards = dataset.shards
         try:
             result = read(dataset)
-        except (LayertapError, FileNotFoundError) as error:
-            now = DataSet.open(out)
-            published = now.version != dataset.version or (now.fingerprint, now.shards) != (dataset.fingerprint, shards)
-            if published and attempt + 1 < _ATTEMPTS:
-                continue
-            if isinstance(error, FileNotFoundError):
+            if is_usable(result) or _is_current(dataset, shards):
+                return result
+        except LayertapError:
+            if _is_current(dataset, shards):
+                raise
+        except FileNotFoundError as error:
+            if _is_current(dataset, shards):
                 raise InputError(
                     f"{error.filename} is missing", hint="run `layertap sync` to repair the data set"
                 ) from error
-            raise
-        return result
-    raise AssertionError("the last attempt returns or raises")
+    raise LockedError(f"{out} was changed {_ATTEMPTS} times while it was read", hint="run again")
+
+
+def _is_current(dataset: DataSet, shards: Path) -> bool:
+    now = DataSet.open(dataset.out)
+    return now.version == dataset.version and (now.fingerprint, now.shards) == (dataset.fingerprint, shards)
 
 
 def _select_from_shards(dataset: DataSet, partial: bool, open_shards: OpenShards) -> OpenedDataSet:

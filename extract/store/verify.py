@@ -94,12 +94,11 @@ def verify(out: Path, on_rows: Callable[[int], None] = lambda rows: None) -> Ver
         InputError: the folder is not a data set, or its description is damaged.
         LayertapError: a library for the compression is missing, or files cannot be opened.
     """
-    verification = read_one_version(
-        out, lambda dataset: (_verify_version if dataset.version else _verify_shards)(dataset, on_rows)
+    return read_one_version(
+        out,
+        lambda dataset: (_verify_version if dataset.version else _verify_shards)(dataset, on_rows),
+        is_usable=lambda verification: not verification.faults,
     )
-    if verification.faults and DataSet.open(out).version != verification.dataset.version:
-        return verify(out, on_rows)  # a new version was published meanwhile, and old files were removed
-    return verification
 
 
 def _verify_version(dataset: DataSet, on_rows: Callable[[int], None]) -> Verification:

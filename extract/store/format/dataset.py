@@ -28,7 +28,6 @@ import hashlib
 import json
 import re
 import reprlib
-import shutil
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -226,15 +225,7 @@ class DataSet:
         Raises:
             LayertapError: the folder of the shards cannot be read.
         """
-        try:
-            entries = list(self.shards.iterdir())
-        except (FileNotFoundError, NotADirectoryError):
-            return
-        except OSError as error:
-            raise LayertapError(f"cannot read {self.shards}: {error.strerror}") from error
-        for entry in entries:
-            if name := re.fullmatch(r"(\d{6})(?:-r([1-9]\d{0,5}))?\.h5(\.part)?", entry.name, re.ASCII):
-                yield int(name[1]), int(name[2] or 0), bool(name[3]), entry
+        yield from _files(self.shards)
 
     def shard_range(self, shard: int) -> range:
         """Return the rows of a shard."""
@@ -452,16 +443,17 @@ class DataSet:
     def _move_shards(self) -> None:
         """Remove the shards that lack the layers of `dataset.json`, and give the others their place."""
         old, new = self.out / "shards", self._shards_with_layers
-        if old.exists():  # or a run was killed after it removed it
-            for entry in old.iterdir():
-                if ".damaged" in entry.name:  # the user may inspect it
-                    entry.rename(new / entry.name)
-                else:
-                    entry.unlink()
-            old.rmdir()
-        new.rename(old)
+        # A copy of the folder may have it from a time at which layers were being added, beside shards with all of them.
+        has_all = None in self.published() and any(self._is_complete(shard, path) for shard, _, _, path in _files(old))
+        if has_all:
+            _remove_shards(new, old)
+        else:
+            if old.exists():  # or a run was killed after it removed it
+                _remove_shards(old, new)
+            new.rename(old)
         for left in self.out.glob("shards-" + "[0-9a-f]" * 16):  # layers that were not added to the end
-            shutil.rmtree(left)
+            if left.is_dir():
+                _remove_shards(left, old)
         sync_folder(self.out)
 
     def write(self, path: Path | None = None) -> None:
@@ -538,6 +530,29 @@ class DataSet:
             append_line(self.out / "runs.jsonl", json.dumps(run))
         except OSError as error:
             raise LayertapError(f"cannot write to {self.out / 'runs.jsonl'}: {error.strerror}") from error
+
+
+def _files(shards: Path) -> Iterator[tuple[int, int, bool, Path]]:
+    try:
+        entries = list(shards.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except OSError as error:
+        raise LayertapError(f"cannot read {shards}: {error.strerror}") from error
+    for entry in entries:
+        if name := re.fullmatch(r"(\d{6})(?:-r([1-9]\d{0,5}))?\.h5(\.part)?", entry.name, re.ASCII):
+            yield int(name[1]), int(name[2] or 0), bool(name[3]), entry
+
+
+def _remove_shards(folder: Path, other: Path) -> None:
+    """Remove a folder with its shards and receipts; all else, such as a damaged shard, moves to another folder."""
+    for entry in folder.iterdir():
+        is_of_shard = re.fullmatch(r"\d{6}(-r\d+)?\.(h5|h5\.part|json)", entry.name, re.ASCII)
+        if is_of_shard or _is_stray(entry):
+            entry.unlink()
+        else:
+            entry.rename(other / entry.name)
+    folder.rmdir()
 
 
 def remove_strays(folder: Path) -> None:

@@ -47,21 +47,17 @@ _REASON_BYTES = 960  # of a reason in JSON, with its quotes
 
 @dataclass(frozen=True)
 class ShardCounts:
-    """Numbers of rows of a shard, and its compression.
+    """Numbers of rows of a shard.
 
     Attributes:
         status: code of `Status` -> rows.
         labels: number of the class, -1 if unknown -> rows.
         splits: split -> rows; rows without a split are left out.
-        filters: feature -> gzip, lzf or blosc2, for compressed features.
-        stored_bytes: compressed feature -> bytes in the file.
     """
 
     status: Mapping[int, int]
     labels: Mapping[int, int]
     splits: Mapping[str, int]
-    filters: Mapping[str, str]
-    stored_bytes: Mapping[str, int]
 
     def as_json(self) -> dict[str, Any]:
         """Return the entries of a receipt."""
@@ -72,24 +68,20 @@ class ShardCounts:
         }
 
 
-def count_shard(
-    shard: Shard, status: NDArray[np.uint8], labels: NDArray[np.int64], splits: Iterable[bytes]
-) -> ShardCounts:
-    """Count rows of an open shard, which have this status, label and split."""
+def count_shard(status: NDArray[np.uint8], labels: NDArray[np.int64], splits: Iterable[bytes]) -> ShardCounts:
+    """Count rows of a shard, which have this status, label and split."""
     by_split = Counter(splits)
     del by_split[b""]
     return ShardCounts(
         status=_sorted(Counter(status.tolist())),
         labels=_sorted(Counter(labels.tolist())),
         splits={os.fsdecode(split): count for split, count in _sorted(by_split).items()},
-        filters=dict(shard.compression),
-        stored_bytes={name: shard.stored_bytes[name] for name in shard.compression},
     )
 
 
 def count_all(shard: Shard) -> ShardCounts:
     """Count all rows of an open shard."""
-    return count_shard(shard, shard.column("status"), shard.column("label"), shard.column("split").tolist())
+    return count_shard(shard.column("status"), shard.column("label"), shard.column("split").tolist())
 
 
 def _sorted(counts: Counter[Any]) -> dict[Any, int]:

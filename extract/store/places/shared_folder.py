@@ -117,7 +117,7 @@ class SharedFolder:
             LayertapError: such a receipt cannot be read or renamed.
         """
         dataset, published = self.dataset, set(self.published().tolist())
-        for copy in (self.out / "shards").glob("*.copy"):
+        for copy in dataset.shards.glob("*.copy"):
             if not copy.name[:6].isdigit() or int(copy.name[:6]) not in published:
                 continue
             stem, separator, _ = copy.name.partition(".json.")
@@ -155,7 +155,7 @@ class SharedFolder:
         Raises:
             LayertapError: the folder cannot be written to (the shard stays in `path`), or `path` is damaged.
         """
-        final = self.out / "shards" / path.name
+        final = self.dataset.shards / path.name
         own_name = _own_name()
         copy = final.with_name(f"{final.name}.{own_name}.copy")
         receipt_copy = final.with_name(f"{final.stem}.json.{own_name}.copy")

@@ -19,12 +19,14 @@ from PIL import Image
 
 from extract import FeatureReader, InputError, LayertapError, Status
 from extract.compute.backbone import Backbone
+from extract.errors import LockedError
 from extract.extraction.plan import existing_at, resolve
 from extract.extraction.run import extract
 from extract.extraction.settings import ExtractionSettings
 from extract.images import list_images
 from extract.store import row_selection
 from extract.store.format.dataset import DataSet
+from extract.store.merge import merge
 from extract.store.verify import verify
 from tests.extract.store.kill import die_at, forked, network
 
@@ -150,12 +152,9 @@ def test_readers_see_all_of_the_old_layers_or_all_layers_at_each_moment(
     assert min(seen.count(tuple(OLD)), seen.count(tuple(ALL))) > 8  # while old files are removed one by one
 
 
-@pytest.mark.parametrize("opened_at_once", [64, 0])
-def test_a_reader_that_opens_while_layers_are_published_has_them(
-    photos: Path, tmp_path: Path, backbone: Backbone, monkeypatch: pytest.MonkeyPatch, opened_at_once: int
-) -> None:
-    out, opened = tmp_path / "out", DataSet.open
-    embed(photos, out, backbone, OLD)
+def publish_after_opening(monkeypatch: pytest.MonkeyPatch, photos: Path, out: Path, backbone: Backbone) -> None:
+    """Let layers be added just after the next reader has read the description of a data set."""
+    opened = DataSet.open
 
     class Published(DataSet):
         @staticmethod
@@ -165,14 +164,37 @@ def test_a_reader_that_opens_while_layers_are_published_has_them(
             embed(photos, out, backbone, NEW, add=True)
             return dataset
 
-    monkeypatch.setattr(row_selection, "OPENED_AT_ONCE", opened_at_once)
     monkeypatch.setattr(row_selection, "DataSet", Published)
+
+
+@pytest.mark.parametrize("opened_at_once", [64, 0])
+def test_a_reader_that_opens_while_layers_are_published_has_them(
+    photos: Path, tmp_path: Path, backbone: Backbone, monkeypatch: pytest.MonkeyPatch, opened_at_once: int
+) -> None:
+    out = tmp_path / "out"
+    embed(photos, out, backbone, OLD)
+    monkeypatch.setattr(row_selection, "OPENED_AT_ONCE", opened_at_once)
+    publish_after_opening(monkeypatch, photos, out, backbone)
     if opened_at_once:
         with FeatureReader(out) as reader:
             assert reader.layers == ALL
     else:  # shards are opened on first use
         with FeatureReader(out) as reader, pytest.raises(InputError, match="open the data set again"):
             reader["0"][:]
+
+
+def test_verify_another_run_and_merge_see_no_fault_while_layers_are_published(
+    photos: Path, tmp_path: Path, backbone: Backbone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("verified", "added", "merged"):
+        embed(photos, tmp_path / name, backbone, OLD)
+    publish_after_opening(monkeypatch, photos, tmp_path / "verified", backbone)
+    assert verify(tmp_path / "verified").faults == []
+    publish_after_opening(monkeypatch, photos, tmp_path / "added", backbone)
+    assert existing_at(tmp_path / "added", add_layers=True).layers == tuple(ALL)
+    publish_after_opening(monkeypatch, photos, tmp_path / "merged", backbone)
+    with pytest.raises(LockedError, match="layers were added"):
+        merge([tmp_path / "merged"], tmp_path / "both")
 
 
 @pytest.mark.parametrize("step", [pytest.param(3, marks=pytest.mark.slow), 64])
@@ -242,6 +264,55 @@ def test_stored_rows_of_an_interrupted_run_are_computed_again_if_the_old_rows_ha
     found, expected = content(out), content(tmp_path / "all")
     assert found["0"] == before["0"]
     assert (found["2"], found["4"], found["failures"]) == (expected["2"], expected["4"], [])
+    assert verify(out).faults == []
+
+
+def begin_to_add(images: Path, out: Path, backbone: Backbone, shard: int) -> Path:
+    """Store one shard with the new layers, as an interrupted run does, and return its file."""
+    settings = ExtractionSettings(layers=NEW, batch_size=2, workers=0, shard_rows=4, sync_s=0)
+    extract(resolve(settings, list_images(images), backbone, existing_at(out, add_layers=True)), shards=[shard])
+    (file,) = out.glob(f"shards-*/{shard:06d}.h5")
+    return file
+
+
+@pytest.mark.parametrize("name", ["000001.h5", "000001.h5.part"])
+def test_a_damaged_shard_of_an_interrupted_run_is_computed_again(
+    photos: Path, tmp_path: Path, backbone: Backbone, name: str
+) -> None:
+    out = tmp_path / "out"
+    embed(photos, tmp_path / "all", backbone, ALL)
+    embed(photos, out, backbone, OLD)
+    file = begin_to_add(photos, out, backbone, 1).rename(next(out.glob("shards-*")) / name)
+    os.truncate(file, file.stat().st_size // 2)
+    embed(photos, out, backbone, NEW, add=True)
+    assert content(out) == content(tmp_path / "all")
+
+
+def test_a_copy_made_while_layers_were_added_does_not_replace_complete_shards(
+    photos: Path, tmp_path: Path, backbone: Backbone
+) -> None:
+    out = tmp_path / "out"
+    embed(photos, out, backbone, ALL)
+    expected, written = content(out), (out / "shards/000001.h5").stat().st_ino
+    stale = out / f"shards-{expected['fingerprint'][:16]}"
+    stale.mkdir()
+    shutil.copy(out / "shards/000000.h5", stale)  # copied to this folder before the others
+    embed(photos, out, backbone, ALL)
+    assert content(out) == expected
+    assert (out / "shards/000001.h5").stat().st_ino == written
+
+
+def test_files_of_the_user_in_the_folders_of_shards_are_kept(photos: Path, tmp_path: Path, backbone: Backbone) -> None:
+    out = tmp_path / "out"
+    embed(photos, out, backbone, OLD)
+    for folder in (out / "shards/of mine", out / "shards-0123456789abcdef"):
+        folder.mkdir()
+        (folder / f"{folder.name}.txt").write_text("mine")
+    (out / "shards-fedcba9876543210").write_text("mine")
+    embed(photos, out, backbone, NEW, add=True)
+    assert sorted(path.name for path in out.rglob("*") if path.is_file() and path.read_bytes() == b"mine") == [
+        "of mine.txt", "shards-0123456789abcdef.txt", "shards-fedcba9876543210",
+    ]  # fmt: skip
     assert verify(out).faults == []
 
 
