@@ -60,6 +60,8 @@ def sync(
     """
     mode = mode_of(ctx, _MODES)
     if mode == "compact" and not config.is_file():
+        if only:
+            raise InputError(f"--only has no effect: {config} is not a config file", hint="leave it out")
         _compact(config, max_dead)
         return
     if mode == "schedule" and system is None:
