@@ -35,6 +35,7 @@ from pipelines.terminal.commands import OLD_COMMANDS
 from pipelines.terminal.config import with_home
 from pipelines.terminal.error_output import print_error, print_usage_error
 from pipelines.terminal.graceful_stop import Terminated, end_on_signals
+from pipelines.terminal.options import is_data_set
 from pipelines.terminal.text_output import STDOUT, print_line
 
 __all__ = ["SECTIONS", "main"]
@@ -134,7 +135,8 @@ class _Commands(click.Group):
                 print_line(f"note: `layertap {args[0]}` is now `layertap {new}`", fg="yellow", err=True)
             args = [*new.split(), *args[1:]]
         if args[0] not in self.commands and not ctx.resilient_parsing and Path(args[0]).exists():
-            raise InputError(f"{args[0]} is a path; expected a command", hint=f"layertap embed {shlex.quote(args[0])}")
+            name = "show" if is_data_set(args[0]) else "embed"
+            raise InputError(f"{args[0]} is a path; expected a command", hint=f"layertap {name} {shlex.quote(args[0])}")
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:

@@ -179,6 +179,19 @@ def test_options_of_another_mode_are_refused_with_what_to_do(out: Path, tmp_path
         assert fails(*words) == expected
 
 
+def test_the_files_of_a_pattern_do_not_fill_the_message(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    message = fails("embed", "ant/00.png", *[f"ant/{number:05}.png" for number in range(5000)])
+    assert len(message) < 500
+    assert "(ant/00000.png ant/00001.png " in message
+    assert "hint: name their folder: ant;" in layertap("embed", *["ant/00.png"] * 5000).stderr
+
+
+def test_a_path_in_place_of_a_command_gets_the_command_for_images_or_for_a_data_set(out: Path, folder: Path) -> None:
+    assert fails(folder) == f"{folder} is a path; expected a command; layertap embed {folder}"
+    assert fails(out) == f"{out} is a path; expected a command; layertap show {out}"
+
+
 # Options
 
 
