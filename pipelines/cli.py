@@ -35,6 +35,7 @@ from pipelines.terminal.commands import OLD_COMMANDS
 from pipelines.terminal.config import with_home
 from pipelines.terminal.error_output import print_error, print_usage_error
 from pipelines.terminal.graceful_stop import Terminated, end_on_signals
+from pipelines.terminal.options import is_data_set
 from pipelines.terminal.text_output import STDOUT, print_line
 
 __all__ = ["SECTIONS", "main"]
@@ -120,9 +121,9 @@ class _Commands(click.Group):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse the arguments, after the home folder in `~/photos`, `-o~/out` and `--out=~/out` is expanded."""
-        return super().parse_args(
-            ctx, ["--version"] if args == ["version"] else [_with_home(argument) for argument in args]
-        )
+        if args in (["help"], ["version"]):
+            args = [f"--{args[0]}"]
+        return super().parse_args(ctx, [_with_home(argument) for argument in args])
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         """Find the command; `help embed` is `embed --help`, and a path in place of a command is told apart."""
@@ -130,10 +131,12 @@ class _Commands(click.Group):
             args = [args[1], "--help"]
         if args[0] in OLD_COMMANDS:
             new = OLD_COMMANDS[args[0]]
-            print_line(f"note: `layertap {args[0]}` is now `layertap {new}`", fg="yellow", err=True)
+            if not ctx.resilient_parsing:  # otherwise a shell is completing the line
+                print_line(f"note: `layertap {args[0]}` is now `layertap {new}`", fg="yellow", err=True)
             args = [*new.split(), *args[1:]]
-        if args[0] not in self.commands and Path(args[0]).exists():
-            raise InputError(f"{args[0]} is a path; expected a command", hint=f"layertap embed {shlex.quote(args[0])}")
+        if args[0] not in self.commands and not ctx.resilient_parsing and Path(args[0]).exists():
+            name = "show" if is_data_set(args[0]) else "embed"
+            raise InputError(f"{args[0]} is a path; expected a command", hint=f"layertap {name} {shlex.quote(args[0])}")
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:

@@ -347,6 +347,18 @@ def test_the_example_of_an_own_network_explains_three_modules() -> None:
     assert len(re.sub(r"(?s)```.*?```", "", section).split()) <= 150
 
 
+def test_the_recipe_for_an_own_network_records_edits_and_explains_it(run: Any) -> None:
+    torch.manual_seed(0)
+    found, printed = run("docs/guides/recipes.md")
+    net, images = found["net"], found["images"]
+    with torch.no_grad():
+        hidden = net[0](images)
+        torch.testing.assert_close(found["activations"], hidden)
+        changed = (net[1:](hidden.index_fill(1, torch.tensor([3]), 0)) - net(images)).abs().max()
+    assert printed == f"{changed!r}\n"
+    assert (found["maps"].shape, found["classes"].shape) == ((4, 30, 30), (4,))
+
+
 @pytest.mark.slow
 def test_the_hand_written_loop_and_layertap_give_rows_of_all_images(run: Any) -> None:
     found, _ = run("docs/coming-from/hand-written-loop.md")

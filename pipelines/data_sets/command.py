@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,15 +64,14 @@ def show(ctx: click.Context, /, out: Path | str, other: Path | None, status: boo
 
 
 def _print_progress(out: str, watch: bool, as_json: bool) -> None:
-    from pipelines.data_sets.status import ShardProgress, is_built_in_shards, print_progress
-    from pipelines.data_sets.status import watch as watch_progress
+    from pipelines.data_sets import status
     from pipelines.sync.status import describe_status, print_status
 
-    if is_built_in_shards(out):
-        for content in watch_progress(out) if watch else [ShardProgress(out).read()]:
+    if status.is_built_in_shards(out):
+        for content in status.watch(out) if watch else [status.ShardProgress(out).read()]:
             if watch and not as_json and sys.stdout.isatty():
                 click.clear()
-            print_result(content, as_json, dict, print_progress, indent=None if watch else 1)
+            print_result(content, as_json, dict, status.print_progress, indent=None if watch else 1)
         return
     if watch:
         raise InputError(f"--watch: {out} is not a data set of `layertap embed`", hint="leave out --watch")
@@ -80,13 +80,10 @@ def _print_progress(out: str, watch: bool, as_json: bool) -> None:
 
 def _compare(first: Path, second: Path, as_json: bool) -> None:
     from extract.analysis.dataset_diff import compare
-    from pipelines.data_sets.diff import as_json as diff_as_json
-    from pipelines.data_sets.diff import print_diff
+    from pipelines.data_sets import diff
 
-    print_result(
-        compare(first, second), as_json, diff_as_json,
-        lambda comparison, echo: print_diff(comparison, first, second, echo),
-    )  # fmt: skip
+    print_text = partial(diff.print_diff, first=first, second=second)
+    print_result(compare(first, second), as_json, diff.as_json, print_text)
 
 
 @command(short_help="Write an HTML page about a data set.")
@@ -150,10 +147,9 @@ def findings(out: Path | str, as_json: bool, **settings: Any) -> None:
     layertap findings outputs/photos -o findings.csv
     layertap findings outputs/photos --kind "suspect label" -o suspects.parquet
     """
-    from pipelines.data_sets.findings import as_json as findings_as_json
-    from pipelines.data_sets.findings import print_findings, run_findings
+    from pipelines.data_sets import findings as job
 
-    print_result(run_findings(out, **settings), as_json, findings_as_json, print_findings)
+    print_result(job.run_findings(out, **settings), as_json, job.as_json, job.print_findings)
     if settings["output"] and not as_json:
         print_line(f"written: {settings['output']}", err=True)
 
@@ -200,18 +196,17 @@ def search(out: Path | str, query: str | None, at: tuple[int, int] | None, as_js
         library("matplotlib", "figures", "--out")
     elif settings["images"] is not None and at is None:
         raise InputError("--images is for drawing the results", hint="add --out FILE")
-    from pipelines.data_sets.search import as_json as results_as_json
-    from pipelines.data_sets.search import print_results, run_search
+    from pipelines.data_sets import search as job
 
     if at is None:
-        results = run_search(out, query, **settings)
+        results = job.run_search(out, query, **settings)
     else:
         from pipelines.data_sets.patch_search import run_patch_search
 
         if query is None or settings.pop("text") is not None:
             raise InputError("--at is a pixel of a query image; expected a row number, a path, or an image file")
         results = run_patch_search(out, query, at, **settings)
-    print_result(results, as_json, results_as_json, print_results)
+    print_result(results, as_json, job.as_json, job.print_results)
     if settings["output"] and not as_json:
         print_line(f"written: {settings['output']}", err=True)
 
@@ -236,11 +231,10 @@ def verify(ctx: click.Context, /, out: Path, as_json: bool, **settings: Any) -> 
         unused := [name for name in ("images", "backbone", "weights") if settings[name]]
     ):
         raise InputError(f"--{unused[0]} is for computing rows again", hint="add --sample N")
-    from pipelines.data_sets.verify import as_json as check_as_json
-    from pipelines.data_sets.verify import check, print_check
+    from pipelines.data_sets import verify as job
 
-    result = check(out, **settings)
-    print_result(result, as_json, check_as_json, print_check)
+    result = job.check(out, **settings)
+    print_result(result, as_json, job.as_json, job.print_check)
     if result.faults:
         ctx.exit(1)
 

@@ -13,7 +13,7 @@ from pipelines.terminal.text_output import printable
 __all__ = ["as_json", "print_diff"]
 
 
-def print_diff(comparison: Comparison, first: Path, second: Path, echo: Callable[[str], None]) -> None:
+def print_diff(comparison: Comparison, echo: Callable[[str], None], first: Path, second: Path) -> None:
     """Print the differences."""
     if comparison.changes:
         echo(f"settings that the features depend on, in {first} and in {second}:")

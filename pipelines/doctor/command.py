@@ -47,18 +47,15 @@ def doctor(
     layertap doctor photos -b torchvision/resnet50 --bench
     """
     if mode_of(ctx, _MODES) == "bench":
-        from pipelines.embed.bench import as_json as bench_as_json
-        from pipelines.embed.bench import bench as measure
-        from pipelines.embed.bench import print_bench
+        from pipelines.embed import bench as job
 
         settings = given({"backbone": backbone, **flags})
-        result = measure(images, say=lambda text: print_line(f"measuring {text} ...", err=True), **settings)
-        print_result(result, as_json, bench_as_json, print_bench)
+        result = job.bench(images, say=lambda text: print_line(f"measuring {text} ...", err=True), **settings)
+        print_result(result, as_json, job.as_json, job.print_bench)
         return
-    from pipelines.doctor.checks import as_json as report_as_json
-    from pipelines.doctor.checks import examine, print_report, problems_of
+    from pipelines.doctor import checks
 
-    sections = examine(images, backbone, out)
-    print_result(sections, as_json, report_as_json, print_report)
-    if problems_of(sections):
+    sections = checks.examine(images, backbone, out)
+    print_result(sections, as_json, checks.as_json, checks.print_report)
+    if checks.problems_of(sections):
         ctx.exit(1)

@@ -80,12 +80,11 @@ def embed(
         return
     resolved = load_config(EmbedConfig, config, given(flags))
     if resolved.is_shared:
-        from pipelines.embed.cluster.driver import as_json as shared_as_json
-        from pipelines.embed.cluster.driver import embed_shared, exit_code, print_shared
+        from pipelines.embed.cluster import driver
 
-        run = embed_shared(resolved)
-        print_result(run, as_json, shared_as_json, print_shared)
-        ctx.exit(exit_code(run))
+        run = driver.embed_shared(resolved)
+        print_result(run, as_json, driver.as_json, driver.print_shared)
+        ctx.exit(driver.exit_code(run))
     images = listed_images(resolved)  # before PyTorch is imported
     from pipelines.embed.job import embed, print_summary, summary_as_json
 
@@ -105,18 +104,17 @@ def embed(
 
 
 def _write_plan(images: str | None, out: str | None, as_json: bool) -> None:
-    from pipelines.embed.plan_job import as_json as plan_as_json
-    from pipelines.embed.plan_job import plan, print_plan
+    from pipelines.embed import plan_job
     from pipelines.terminal.config import name_of
 
     if images is None:
         raise click.UsageError("Missing argument 'IMAGES'.")
     try:
-        planned = plan(images, Path(out or Path("outputs") / f"{name_of(images)}-plan"))
+        planned = plan_job.plan(images, Path(out or Path("outputs") / f"{name_of(images)}-plan"))
     except KeyboardInterrupt:
         print_line(f"\nstopped: no plan was written. To list the images again:\n  {command_line()}", err=True)
         raise
-    print_result(planned, as_json, plan_as_json, print_plan)
+    print_result(planned, as_json, plan_job.as_json, plan_job.print_plan)
 
 
 def _print_sbatch(config: Path | str | None, **settings: Any) -> None:

@@ -217,7 +217,8 @@ def print_summary(outcome: EmbedResult, echo: Callable[[str], None]) -> None:
                 f"next time, use --batch-size {summary.images_at_once}"
             )
         if summary.duplicates:
-            echo(f"{summary.duplicates:,} images are byte-identical to others: computed once, stored for each row")
+            copies = counted(summary.duplicates, "image")
+            echo(f"{copies} with the bytes of another: computed once, stored for each row")
         echo(f"{summary.seconds:.1f} s, {summary.images_per_s:.1f} images/s; time went to {shares}")
         if summary.seconds >= _BOTTLENECK_MIN_S:
             echo(f"bound by {bottleneck(summary)}: {_advice(outcome)}")

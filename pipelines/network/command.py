@@ -74,17 +74,15 @@ def inspect(ctx: click.Context, /, as_json: bool, **flags: Any) -> None:
     if flags["pictures"] is not None:
         library("matplotlib", "figures", "--pictures")
     if mode_of(ctx, {"edit": (("channels",), (*AblateConfig.model_fields, "as_json"))}) == "edit":
-        from pipelines.network.ablate import ablate, print_ablated
-        from pipelines.network.ablate import as_json as ablated_as_json
+        from pipelines.network import ablate
 
-        print_result(ablate(checked(AblateConfig, given(flags))), as_json, ablated_as_json, print_ablated)
+        ablated = ablate.ablate(checked(AblateConfig, given(flags)))
+        print_result(ablated, as_json, ablate.as_json, ablate.print_ablated)
         return
-    from pipelines.network.inspect import as_json as inspected_as_json
-    from pipelines.network.inspect import inspect as run_inspect
-    from pipelines.network.inspect import print_inspection
+    from pipelines.network import inspect as job
 
-    inspected = run_inspect(checked(InspectConfig, given(flags)))
-    print_result(inspected, as_json, inspected_as_json, print_inspection)
+    inspected = job.inspect(checked(InspectConfig, given(flags)))
+    print_result(inspected, as_json, job.as_json, job.print_inspection)
     if inspected.written and not as_json:
         print_line("written: " + ", ".join(map(str, inspected.written)), err=True)
 
@@ -184,26 +182,23 @@ def list_(
         return
     if patterns or ops or images:
         raise InputError("layers are those of one backbone; expected SOURCE/NAME", hint="list them: layertap list")
-    from pipelines.network.backbones import as_json as entries_as_json
-    from pipelines.network.backbones import entries, print_entries, print_sources, sources
+    from pipelines.network import backbones
 
     if backbone is not None:
-        print_result(entries(backbone), as_json, entries_as_json, print_entries)
+        print_result(backbones.entries(backbone), as_json, backbones.as_json, backbones.print_entries)
         return
-    print_result(sources(), as_json, dict, print_sources)
+    print_result(backbones.sources(), as_json, dict, backbones.print_sources)
     if not as_json:
         print_line("layertap list 'timm/vit_*' lists the matching backbones, with their width and licence", err=True)
 
 
 def _list_layers(backbone: str, patterns: tuple[str, ...], ops: bool, images: str | None, as_json: bool) -> None:
+    if images is not None and ops:
+        raise click.UsageError("--bytes lists layers only; functions cannot be stored: leave out --ops")
+    from pipelines.network import layers
+
     if images is not None:
-        if ops:
-            raise click.UsageError("--bytes lists layers only; functions cannot be stored: leave out --ops")
-        from pipelines.network.layers import bytes_as_json, layer_bytes, print_bytes
-
-        print_result(layer_bytes(backbone, patterns, images), as_json, bytes_as_json, print_bytes)
+        sizes = layers.layer_bytes(backbone, patterns, images)
+        print_result(sizes, as_json, layers.bytes_as_json, layers.print_bytes)
         return
-    from pipelines.network.layers import as_json as table_as_json
-    from pipelines.network.layers import list_layers, print_table
-
-    print_result(list_layers(backbone, patterns, operations=ops), as_json, table_as_json, print_table)
+    print_result(layers.list_layers(backbone, patterns, operations=ops), as_json, layers.as_json, layers.print_table)

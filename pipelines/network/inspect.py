@@ -31,7 +31,7 @@ from pipelines.terminal.backbone import backbone_of
 from pipelines.terminal.output_paths import check_file, check_folder
 from pipelines.terminal.progress import Progress
 from pipelines.terminal.tables import print_aligned, table_file
-from pipelines.terminal.text_output import SHOWN, print_line
+from pipelines.terminal.text_output import SHOWN, counted, print_line
 
 __all__ = ["InspectionResult", "as_json", "inspect", "print_inspection"]
 
@@ -206,7 +206,7 @@ def print_inspection(inspected: InspectionResult, echo: Callable[[str], None]) -
     """Print the findings in words, then the table."""
     inspection = inspected.inspection
     of_all = f" of {inspected.images[1]:,}" if inspected.images[0] < inspected.images[1] else ""
-    echo(f"{inspected.backbone}: {len(inspection.tensors):,} layers on {inspected.images[0]:,}{of_all} images")
+    echo(f"{inspected.backbone}: {counted(len(inspection.tensors), 'layer')} on {inspected.images[0]:,}{of_all} images")
     if inspected.loss:
         echo(f"gradients of {inspected.loss}; mean loss {inspection.loss:.4g}")
     _print_findings(inspection.findings, echo)

@@ -11,7 +11,7 @@ import torch
 
 from extract.backbones.sources import SOURCES
 from extract.compute.backbone import Backbone, load_backbone
-from extract.compute.feature_choice import LayerShapes, layer_shapes
+from extract.compute.feature_choice import EMBEDDING, LayerShapes, layer_shapes
 from extract.errors import InputError
 from extract.images import list_images
 from extract.taps.layer_names import match_layers, named_layers
@@ -38,11 +38,29 @@ def _loaded(spec: str) -> Backbone:
 
 
 def list_layers(spec: str, patterns: Sequence[str], *, operations: bool) -> list[LayerRow]:
-    """Return the table of a backbone's layers."""
+    """Return the table of a backbone's layers, and of its embedding, which stands first."""
     backbone = _loaded(spec)
     pictures = torch.randn(2, 3, *backbone.preprocessing.crop_px, generator=torch.Generator().manual_seed(0))
-    names = match_layers(named_layers(backbone.model), patterns, spec) if patterns else None
-    return layer_table(backbone.model, pictures, names, operations=operations)
+    named = named_layers(backbone.model)
+    shapes = [] if EMBEDDING in named else _embedding(backbone)
+    names = [EMBEDDING] * len(shapes) + sorted(named, key=lambda name: name != EMBEDDING)
+    if patterns:
+        names = match_layers(names, patterns, spec)
+    inputs = []
+    for layer in shapes if EMBEDDING in names else []:
+        _, shape = layer.poolings["none"]
+        note = f"input of {backbone.classifier}; `embed` computes it"
+        inputs.append(LayerRow(EMBEDDING, "input", {"": shape}, _VALUE_BYTES * math.prod(shape), 1, notes=[note]))
+    layers = [name for name in names if name in named]
+    return inputs + layer_table(backbone.model, pictures, layers, operations=operations)
+
+
+def _embedding(backbone: Backbone) -> list[LayerShapes]:
+    """Return the shapes of the embedding of a backbone; nothing if it has none."""
+    try:
+        return layer_shapes(backbone, [EMBEDDING], POOLINGS_SHOWN)
+    except InputError:
+        return []
 
 
 def as_json(rows: Sequence[LayerRow]) -> list[dict[str, Any]]:
@@ -89,7 +107,11 @@ def layer_bytes(spec: str, patterns: Sequence[str], images: str) -> LayerBytes:
     count = int(images) if images.isascii() and images.isdigit() else len(list_images(images))
     if count < 1:
         raise InputError("--bytes is 0; expected a number of images, or a folder or list of images")
-    return LayerBytes(count, layer_shapes(_loaded(spec), patterns, POOLINGS_SHOWN))
+    backbone = _loaded(spec)
+    layers = layer_shapes(backbone, patterns, POOLINGS_SHOWN)
+    if not patterns:
+        layers = _embedding(backbone) + [layer for layer in layers if layer.name != EMBEDDING]
+    return LayerBytes(count, layers)
 
 
 def bytes_as_json(sizes: LayerBytes) -> dict[str, Any]:

@@ -52,12 +52,11 @@ def probe(config: Path | None, as_json: bool, **flags: Any) -> None:
     layertap probe outputs/tokens -p depth --depth depth-maps
     """
     library("matplotlib", "figures", "layertap probe")
-    from pipelines.probe.report import as_json as outcome_as_json
-    from pipelines.probe.report import print_outcome, probe_and_write
+    from pipelines.probe import report
 
     resolved = load_config(ProbeConfig, config, given(flags))
-    outcome, files = probe_and_write(resolved, lambda text: print_line(text, err=True))
-    print_result(outcome, as_json, outcome_as_json, print_outcome)
+    outcome, files = report.probe_and_write(resolved, lambda text: print_line(text, err=True))
+    print_result(outcome, as_json, report.as_json, report.print_outcome)
     if not as_json:
         print_line("written: " + ", ".join(map(str, files)), err=True)
 

@@ -60,6 +60,8 @@ def sync(
     """
     mode = mode_of(ctx, _MODES)
     if mode == "compact" and not config.is_file():
+        if only:
+            raise InputError(f"--only has no effect: {config} is not a config file", hint="leave it out")
         _compact(config, max_dead)
         return
     if mode == "schedule" and system is None:
@@ -76,8 +78,7 @@ def sync(
         text = (as_systemd if system == "systemd" else as_cron)(file)
         click.echo(text)  # noqa: TID251  a file of the system, which is used as it is
         return
-    from pipelines.sync.job import as_json as synced_as_json
-    from pipelines.sync.job import exit_code, print_synced, sync_all
+    from pipelines.sync import job
 
     data_sets = chosen(file, only)
     if mode == "compact":
@@ -87,18 +88,18 @@ def sync(
     if mode == "watch":
         from pipelines.sync.watch import watch as follow
 
-        signal_number = follow(data_sets, lambda synced: print_synced(synced, print_line))
+        signal_number = follow(data_sets, lambda synced: job.print_synced(synced, print_line))
         ctx.exit(128 + signal_number if signal_number else 0)
     if force and len(data_sets) > 1:
         raise InputError("--force works on one data set only", hint="name it with --only OUT")
 
     def say(synced: Any) -> None:  # errors always go to stderr
-        print_synced(synced, (lambda line: None) if as_json else print_line)
+        job.print_synced(synced, (lambda line: None) if as_json else print_line)
 
-    results, signal_number = sync_all(data_sets, force=force, dry_run=dry_run, on_synced=say)
+    results, signal_number = job.sync_all(data_sets, force=force, dry_run=dry_run, on_synced=say)
     if as_json:
-        print_json([synced_as_json(result) for result in results])
-    ctx.exit(exit_code(results, signal_number))
+        print_json([job.as_json(result) for result in results])
+    ctx.exit(job.exit_code(results, signal_number))
 
 
 def _compact(out: Path, max_dead: float) -> None:

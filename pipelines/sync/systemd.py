@@ -65,8 +65,6 @@ def as_cron(file: SyncFile) -> str:
     """Return the lines of a crontab."""
     schedule = file.required_schedule
     command = f"cd {shlex.quote(str(Path.cwd()))} && {shlex.join(_command(file))}".replace("%", r"\%")
-    if "\n" in command:
-        raise InputError(f"{file.path}: a crontab cannot name a file with a line break")
     lines = [
         "# cron skips passes that were due while the machine was off; `layertap sync --schedule` and systemd catch up",
     ]
@@ -77,9 +75,12 @@ def as_cron(file: SyncFile) -> str:
 
 def _command(file: SyncFile) -> list[str]:
     """Return the command of a pass; with `on_failure`, one that also runs its commands."""
+    path = str(file.path.resolve())
+    if "\n" in f"{Path.cwd()}{path}":  # what follows would be a line of the unit or of the crontab
+        raise InputError(f"{file.path}: a unit or a crontab cannot name a file or a folder with a line break")
     alarmed = [*LAYERTAP[:-1], "pipelines.sync.schedule"]
     command = alarmed if file.required_schedule.on_failure else [*LAYERTAP, "sync"]
-    return [*command, str(file.path.resolve())]
+    return [*command, path]
 
 
 def _escaped(text: str) -> str:

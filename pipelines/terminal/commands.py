@@ -56,6 +56,7 @@ GONE_OPTIONS = {
     "--max-distortion": "extract.compute.distortion.measured_distortion measures what a projection changes",
     "--overwrite": _START_AGAIN,
     "--restart": _START_AGAIN,
+    "--schedule": "`layertap sync CONFIG --schedule` runs passes at fixed times",
     "--thorough": "leave it out; `layertap doctor --bench` always measures the same",
     "--verbose": "commands print notes and progress on stderr; `layertap doctor` prints versions and devices",
     "--weights": "`layertap list` needs none; `layertap compare` reads them from the table of --from FILE.csv",

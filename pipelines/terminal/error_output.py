@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import shlex
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,6 +22,8 @@ _OTHER_WORDS = {
     "fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16", "hdf5": "h5", "npz": "npy",
     "csv": "npy (its rows.csv lists paths, labels and statuses) or parquet",
 }  # fmt: skip
+
+_LONGEST_ARGUMENTS = 200  # characters of a message: a shell passes each file of a pattern
 
 
 def print_error(message: str, hint: str = "") -> None:
@@ -54,7 +57,9 @@ def print_usage_error(error: click.ClickException) -> None:
         in_one_line = " ".join(message.split())  # click writes each choice on a line of its own
         message, hint = _missing(in_one_line.rstrip("."), error)
     elif message.startswith("Got unexpected extra argument") and isinstance(error, click.UsageError):
-        hint = _several_arguments(message.partition("(")[2].rstrip(")"), error.ctx)
+        start, _, extra = message.partition("(")
+        hint = _several_arguments(extra.removesuffix(")"), error.ctx)
+        message = f"{start}({textwrap.shorten(extra, _LONGEST_ARGUMENTS, placeholder=' ...)')}"
     elif isinstance(error, click.BadParameter) and error.param and isinstance(error.param.type, click.Choice):
         hint = _similar_choice(message.rpartition("' is not one of")[0].rpartition(": '")[2], error.param.type.choices)
     if not hint and isinstance(error, click.UsageError) and error.ctx is not None:

@@ -85,9 +85,8 @@ IMAGES = (
     Mistake("a list has a split of another name", "embed split.csv SMALL",
             "split.csv: line 2: split 'dev'; expected train, val, test or an empty value"),
     Mistake("an HDF5 file has pixels as floats", "embed floats.h5 SMALL",
-            "floats.h5 has no data set of pictures, uint8 (N, H, W, 3) or (N, 3, H, W); it has x float32 (4, 8, "
-            "8, 3)",
-            hint="convert pixels to uint8, 0 to 255"),
+            "floats.h5 is float32 (4, 8, 8, 3); expected uint8 pictures, (N, H, W, 3), (N, 3, H, W) or (N, H, W)",
+            hint="file = h5py.File('floats.h5', 'a'); file['x_uint8'] = (file['x'][:] * 255).round().astype('uint8')"),
 )  # fmt: skip
 
 BACKBONES = (
@@ -275,7 +274,7 @@ DATA_SETS = (
             "Invalid value for '--to': 'hdf5' is not one of ...",
             hint="did you mean h5?"),
     Mistake("no format is named", "export outputs/photos",
-            "Missing option '--to'. Choose from: h5, npy, parquet, mat, hf",
+            "Missing option '--to'. Choose from: h5, npy, parquet, mat, hf, rdm",
             hint="... export --help lists arguments and options", lines=1),
     Mistake("an export that exists", "export outputs/photos --to npy -o exported",
             "exported already exists",

@@ -166,7 +166,7 @@ def test_duplicates_are_counted_in_the_summary(folder: Path, tmp_path: Path) -> 
     for i in range(3):
         (folder / f"copy{i}.png").write_bytes((folder / "ant" / "00.png").read_bytes())
     result = layertap("embed", str(folder), "-o", str(tmp_path / "out"), *SMALL)
-    assert "3 images are byte-identical to others: computed once, stored for each row" in result.stdout
+    assert "3 images with the bytes of another: computed once, stored for each row" in result.stdout
     result = layertap("embed", str(folder), "-o", str(tmp_path / "out2"), *SMALL, "--json")
     assert json.loads(result.stdout)["duplicates"] == 3
 

@@ -116,7 +116,8 @@ def test_the_protocols_that_can_be_named_are_those_that_there_are() -> None:
     from extract.analysis.probe import PROTOCOLS
     from pipelines.probe.config import ProbeConfig
 
-    assert list(get_args(ProbeConfig.model_fields["protocol"].annotation)) == [*PROTOCOLS, *SEGMENTATION, *DEPTH]
+    named = list(get_args(ProbeConfig.model_fields["protocol"].annotation))
+    assert named == ["linear", *PROTOCOLS, *SEGMENTATION, *DEPTH]  # linear is another name of clip
     flags = {parameter.name for parameter in main.commands["probe"].params}
     assert flags == {*ProbeConfig.model_fields, "config", "as_json"}
 

@@ -102,6 +102,23 @@ def test_a_whole_name_lists_layers_and_the_earlier_command_its_backbone() -> Non
     assert [entry["spec"] for entry in globs] == [f"torchvision/resnet1{depth}" for depth in ("01", "52", "8")]
 
 
+@pytest.mark.parametrize("spec", ["timm/test_resnet", "bundled/efficientnet_lite0"])
+def test_the_embedding_is_listed_first_among_the_layers_with_the_shape_that_embed_stores(
+    spec: str, folder: Path, tmp_path: Path
+) -> None:
+    random = ["--weights", "random"] if spec.startswith("timm/") else []
+    layertap("embed", folder, "-o", tmp_path / "out", "-b", spec, *random, "--limit", 2, "--workers", 0)
+    with FeatureReader(tmp_path / "out") as reader:
+        width = reader["embedding"].shape[1]
+    rows = json.loads(layertap("list", spec, "--json").stdout)
+    assert (rows[0]["name"], rows[0]["shapes"], rows[0]["bytes"]) == ("embedding", {"": [width]}, 4 * width)
+    assert [row["name"] for row in rows].count("embedding") == 1
+    assert json.loads(layertap("list", spec, "embedding", "--json").stdout) == rows[:1]
+    assert "embedding" not in layertap("list", spec, rows[1]["name"]).stdout
+    (first, *_) = json.loads(layertap("list", spec, "--bytes", 10, "--json").stdout)["layers"]
+    assert (first["name"], first["poolings"]["none"]["bytes"]) == ("embedding", 40 * width)
+
+
 def test_what_is_listed_of_layers_needs_one_backbone() -> None:
     for words in (["timm", "layer1"], ["timm/res*", "--ops"], ["--bytes", "10"]):
         assert fails("list", *words).startswith("layers are those of one backbone; expected SOURCE/NAME")
@@ -148,6 +165,7 @@ def test_options_of_another_mode_are_refused_with_what_to_do(out: Path, tmp_path
         (["embed", "x", "--gpus", 2], "--gpus has no effect without --slurm; add --slurm, or leave it out"),
         (["sync", "x", "--watch", "--dry-run"], "--dry-run has no effect with --watch; leave it out"),
         (["sync", "x", "--print", "cron"], "--print has no effect without --schedule; add --schedule, or leave it out"),
+        (["sync", out, "--compact", "--only", "x"], f"--only has no effect: {out} is not a config file; leave it out"),
         (["sync", "x", "--compact", "--force"], "--force has no effect with --compact; leave it out"),
         (["doctor", "--layers", "x"], "--layers has no effect without --bench; add --bench, or leave it out"),
         (["doctor", "--bench", "-o", "x"], "--out has no effect with --bench; leave it out"),
@@ -159,6 +177,19 @@ def test_options_of_another_mode_are_refused_with_what_to_do(out: Path, tmp_path
         (["show", out, out, "--status"], "--status is for one data set; leave it out"),
     ):
         assert fails(*words) == expected
+
+
+def test_the_files_of_a_pattern_do_not_fill_the_message(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    message = fails("embed", "ant/00.png", *[f"ant/{number:05}.png" for number in range(5000)])
+    assert len(message) < 500
+    assert "(ant/00000.png ant/00001.png " in message
+    assert "hint: name their folder: ant;" in layertap("embed", *["ant/00.png"] * 5000).stderr
+
+
+def test_a_path_in_place_of_a_command_gets_the_command_for_images_or_for_a_data_set(out: Path, folder: Path) -> None:
+    assert fails(folder) == f"{folder} is a path; expected a command; layertap embed {folder}"
+    assert fails(out) == f"{out} is a path; expected a command; layertap show {out}"
 
 
 # Options
@@ -222,6 +253,7 @@ def test_an_option_that_does_not_exist_gets_a_hint(option: str, hint: str) -> No
 
 def test_the_version_is_printed_under_each_of_its_names() -> None:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert layertap("help").stdout == layertap("--help").stdout
     told = {layertap(word).stdout for word in ("-V", "--version", "version")}
     assert len(told) == 1
     assert told.pop().endswith(f", version {version}\n")

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from click.shell_completion import ShellComplete
@@ -26,7 +27,17 @@ def test_commands_options_and_values_are_completed() -> None:
     assert offered("doctor", "--j") == ["--json"]
     assert offered("embed", "photos", "--dtype", "") == ["float32", "float16", "bfloat16", "int8"]
     assert offered("export", "out", "--to", "p") == ["parquet"]
-    assert set(offered("")) == set(main.commands) - {"completion"}
+    assert set(offered("")) == {name for name, command in main.commands.items() if not command.hidden}
+
+
+def test_completion_after_a_path_or_an_earlier_name_of_a_command_prints_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "photos").mkdir()
+    assert offered("photos", "") == offered("")
+    assert offered("plan", "photos", "--add-l") == ["--add-layers"]
+    assert capsys.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize("argument", [["embed", "pho"], ["show", "out"], ["embed", "photos", "-o", "out"]])

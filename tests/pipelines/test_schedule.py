@@ -650,6 +650,14 @@ def test_units_pass_the_checker_of_systemd(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("system", ["systemd", "cron"])
+def test_a_name_with_a_line_break_adds_no_line_to_a_unit_or_a_crontab(tmp_path: Path, system: str) -> None:
+    config = write(tmp_path / "a\nExecStart=x.yaml", images="x", schedule={"every": "1h"})
+    result = layertap("schedule", config, "--print", system)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "cannot name a file or a folder with a line break" in result.stderr
+
+
+@pytest.mark.parametrize("system", ["systemd", "cron"])
 def test_what_systemd_and_cron_run_makes_a_pass_and_calls_on_failure(tmp_path: Path, system: str) -> None:
     schedule = {"every": "1h", "on_failure": f"(cat; echo; echo $LAYERTAP_EXIT_CODE) > '{tmp_path}/it failed'"}
     config = write(
