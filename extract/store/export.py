@@ -168,7 +168,9 @@ def _to_rdm(reader: FeatureReader, path: Path, names: Sequence[str], on_rows: _O
         with _matlab_file(path / f"{name}.mat") as file:
             _set_matlab_class(file.create_dataset("rdm", data=matrix), "double")  # symmetric: no axes to reverse
             _set_matlab_class(file.create_dataset("status", data=reader.status[None]), "uint8")
-    for start, stop, _ in _blocks(reader):  # rows match their hashes; after the matrices, which are refused for many rows
+    for start, stop, _ in _blocks(
+        reader
+    ):  # rows match their hashes; after the matrices, which are refused for many rows
         on_rows(stop - start)
 
 
