@@ -162,15 +162,16 @@ def _to_rdm(reader: FeatureReader, path: Path, names: Sequence[str], on_rows: _O
     """Write the dissimilarity matrix of each layer, see `FeatureReader.rdm`, as NAME.npy and NAME.mat, and rows.csv."""
     path.mkdir()
     _write_rows(reader, path / "rows.csv")
-    for _ in _blocks(reader):  # rows match their hashes
-        pass
     for name in names:
         matrix = reader.rdm(name)
         np.save(path / f"{name}.npy", matrix)
         with _matlab_file(path / f"{name}.mat") as file:
             _set_matlab_class(file.create_dataset("rdm", data=matrix), "double")  # symmetric: no axes to reverse
             _set_matlab_class(file.create_dataset("status", data=reader.status[None]), "uint8")
-    on_rows(len(reader))
+    for start, stop, _ in _blocks(
+        reader
+    ):  # rows match their hashes; after the matrices, which are refused for many rows
+        on_rows(stop - start)
 
 
 def _write_rows(reader: FeatureReader, path: Path) -> None:

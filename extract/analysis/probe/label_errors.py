@@ -46,9 +46,9 @@ def left_out_probabilities(
     n_classes = int(labels.max()) + 1
     _, first = np.unique(images, return_index=True)
     n_images = np.bincount(labels[first], minlength=n_classes)
-    folds = np.where(n_images[labels] < N_FOLDS, -1, stratified_folds(labels[first], seed)[images, 0])
+    folds = stratified_folds(labels[first], seed)[images, 0]
     probabilities = np.full((len(labels), n_classes), np.nan)
-    judged = folds >= 0
+    judged = (folds >= 0) & (n_images[labels] >= N_FOLDS)  # copies with a rare label are left out, but not judged
     if len(np.unique(labels[judged])) < 2:
         return probabilities
     memory_bytes = free_bytes() // 2
