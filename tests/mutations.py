@@ -526,9 +526,9 @@ MUTATIONS = (
     ),
     Mutation(
         "An encoder computes a padded batch in another way while functions are watched.",
-        "        if padding is not None and is_fused and self._capture.running():",
-        "        if False and is_fused and self._capture.running():",
-        ("test_functions_edits_and_gradients_around_an_encoder_that_leaves_zeros_are_refused",),
+        "        if watched and self._capture.running() and _is_fused(encoder, arguments):",
+        "        if False:",
+        ("test_functions_and_edits_before_the_end_of_an_encoder_that_leaves_zeros_are_refused",),
     ),
     Mutation(
         "A damaged table is not written again.",

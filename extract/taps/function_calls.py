@@ -10,13 +10,14 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from extract.errors import InputError, LayertapError
 from extract.taps.capture import Call, Capture, as_kept, frames_of, in_backward
 from extract.taps.functions import (
     Listener,
     attention_weights,
+    is_watched,
     operation_name,
     unwatch,
     unwatched,
@@ -97,18 +98,14 @@ class FunctionCalls:
             watch(self._listener)
 
     def _refuse_fused(self, name: str, encoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Refuse a padded batch where the encoder uses its fused code; its own conditions are repeated here.
+        """Refuse a padded batch where functions are watched and the encoder would use its fused code without that.
 
         Raises:
-            InputError: it does.
+            InputError: both are so.
         """
-        padding = args[2] if len(args) > 2 else kwargs.get("src_key_padding_mask")
-        first = encoder.layers[0]
-        tensors = (*args[:1], *first.parameters())
-        has_gradients = torch.is_grad_enabled() and any(getattr(value, "requires_grad", False) for value in tensors)
-        is_other = first.training or has_gradients or torch.is_autocast_enabled()
-        is_fused = getattr(encoder, "use_nested_tensor", False) and not is_other
-        if padding is not None and is_fused and self._capture.running():
+        watched = is_watched(self._listener) or is_watched(self._surgery.listener)
+        arguments = dict(zip(("src", "mask", "src_key_padding_mask"), args, strict=False)) | kwargs
+        if watched and self._capture.running() and _is_fused(encoder, arguments):
             raise InputError(
                 f"{f'layer {name!r}' if name else 'the model'} computes this padded batch as a nested tensor; "
                 "functions, attention, gradients and edits cannot be had in this forward without changing its output",
@@ -198,3 +195,21 @@ class FunctionCalls:
             result = self._surgery.watch_output(gradients, call, result)
         kept = [r for r in requests if r.edit is None and r.what == "output"]
         return self._capture.keep_values(as_kept(key, kept), call, result)
+
+
+def _is_fused(encoder: Any, arguments: Mapping[str, Any]) -> bool:
+    """Whether an `nn.TransformerEncoder` leaves zeros at padded places of a batch; its own conditions are repeated."""
+    src, padding = arguments.get("src"), arguments.get("src_key_padding_mask")
+    if not (isinstance(src, Tensor) and isinstance(padding, Tensor)) or arguments.get("mask") is not None:
+        return False
+    if src.is_nested or src.ndim != 3 or not len(encoder.layers):
+        return False
+    first = encoder.layers[0]
+    is_on = getattr(encoder, "use_nested_tensor", False) and torch.backends.mha.get_fastpath_enabled()
+    if not is_on or first.training or torch.is_autocast_enabled():
+        return False
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (src, *first.parameters())):
+        return False
+    is_word = padding.logical_not()  # (B, T); a mask of numbers has zeros at words
+    words_come_first = not bool((is_word[:, 1:] & ~is_word[:, :-1]).any())
+    return not bool(is_word.all()) and (words_come_first or not getattr(encoder, "mask_check", True))

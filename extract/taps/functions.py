@@ -37,6 +37,7 @@ __all__ = [
     "Write",
     "attention_weights",
     "follow_write",
+    "is_watched",
     "operation_name",
     "unwatch",
     "unwatched",
@@ -237,6 +238,11 @@ def unwatch(listener: Listener) -> None:
         if not watch.listeners:
             _leave(watch)
             _state.watch = None
+
+
+def is_watched(listener: Listener) -> bool:
+    """Whether the listener is told of the function calls of this thread."""
+    return _state.watch is not None and listener in _state.watch.listeners
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from extract.analysis.network import attribution
 from extract.analysis.network.activation_statistics import are_constant
-from extract.analysis.network.plain_modules import whole_layers
+from extract.analysis.network.plain_modules import scores_of, whole_layers
 from extract.compute.activation_layout import recognise
 from extract.compute.backbone import Backbone
 from extract.compute.feature_choice import Choice, Feature
@@ -293,8 +293,8 @@ def _gradcam(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:
             maps[layer].append(cam)
         pixels.append(batch.pixels)
         with torch.no_grad(), evaluating(backbone.model), full_float32():
-            output = backbone.model(batch.inputs)
-            shares = getattr(output, "logits", output).softmax(1).cpu().numpy()[np.arange(len(classes)), classes]
+            scores = scores_of(backbone.model(batch.inputs))
+            shares = scores.softmax(1).cpu().numpy()[np.arange(len(classes)), classes]
         for row, number, share in zip(batch.rows.tolist(), classes.tolist(), shares, strict=True):
             mark = "" if truth is None or truth.numbers[row] < 0 else _MARKS[bool(truth.numbers[row] == number)]
             names.append(sample.images.paths[row])

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from extract.analysis.network.findings import Finding
 from extract.analysis.network.inspection import Inspection, Loss, inspect_model
+from extract.analysis.network.plain_modules import scores_of
 from extract.analysis.network.reports import TensorReport, layer_table
 from extract.backbones.user_code import function_from, importing_from
 from extract.compute.backbone import Backbone
@@ -114,7 +115,7 @@ def _loss(config: InspectConfig, backbone: Backbone, sample: Sample) -> tuple[st
         )
 
     def cross_entropy(output: Any, targets: Tensor) -> Tensor:
-        output = getattr(output, "logits", output)  # models of transformers return a mapping
+        output = scores_of(output)
         if not isinstance(output, Tensor) or output.ndim != 2:
             raise InputError(f"{backbone.spec} does not give (images, classes)", hint="use --loss FILE.py:FUNCTION")
         # The target of an unlabelled image is the class that the model predicts.

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from extract.analysis.network.plain_modules import as_backbone, pairs_of, whole_layers
+from extract.analysis.network.plain_modules import as_backbone, pairs_of, scores_of, whole_layers
 from extract.compute.backbone import Backbone
 from extract.compute.feature_choice import EMBEDDING, Choice, Feature, choose_features
 from extract.errors import InputError
@@ -242,9 +242,9 @@ def _forward(
     with taps:
         output = taps(inputs.clone())  # a model may write to its input
         values = {name: taps.record[feature.site][feature.name] for name, feature in wanted.items()}
-    if embedding is None and isinstance(output, Tensor):
-        values[EMBEDDING] = output.float().cpu()
-    scores = getattr(output, "logits", output)  # models of transformers return a mapping
+    scores = scores_of(output)
+    if embedding is None and isinstance(scores, Tensor):
+        values[EMBEDDING] = scores.float().cpu()
     has_classes = gives_classes and isinstance(scores, Tensor) and scores.ndim == 2
     return values, scores.argmax(1).cpu() if has_classes else None
 
@@ -267,9 +267,12 @@ class _Totals:
         if classes is not None and unedited_classes is not None:
             self.same = (self.same or 0.0) + int((classes == unedited_classes).sum())
             if targets is not None:
-                known = targets.cpu() >= 0
-                self.targets += int(known.sum())
-                self.right += int((classes == targets.cpu())[known].sum())
+                targets = torch.as_tensor(targets).cpu()
+                if targets.shape != classes.shape:
+                    expected = f"expected a class, or -1, for each of {len(classes)} images"
+                    raise InputError(f"a batch has targets of shape {tuple(targets.shape)}; {expected}")
+                self.targets += int((targets >= 0).sum())
+                self.right += int((classes == targets)[targets >= 0].sum())
 
     def mean(self, total: float | None) -> float:
         return math.nan if total is None else total / self.images

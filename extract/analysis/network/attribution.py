@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from extract.analysis.network.plain_modules import as_backbone, whole_layers
+from extract.analysis.network.plain_modules import as_backbone, scores_of, whole_layers
 from extract.compute.backbone import Backbone
 from extract.compute.feature_choice import Choice
 from extract.compute.principal_axes import principal_axes
@@ -185,8 +185,7 @@ def _gradients(
         taps.keep(site).keep(replace(site, what="grad"))
     with with_gradients(), taps:
         pixels = inputs.clone().requires_grad_()  # gradients must flow even if all parameters are frozen
-        output = taps(pixels.clone())
-        scores = getattr(output, "logits", output)  # models of transformers return a mapping
+        scores = scores_of(taps(pixels.clone()))
         if not isinstance(scores, Tensor) or scores.ndim != 2:
             raise InputError(f"{backbone.spec} does not return class scores of shape (images, classes)")
         if targets is None:

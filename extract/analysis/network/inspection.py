@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from extract.analysis.network.activation_statistics import Statistics, summarise
 from extract.analysis.network.findings import findings_of
-from extract.analysis.network.plain_modules import pairs_of
+from extract.analysis.network.plain_modules import pairs_of, scores_of
 from extract.analysis.network.reports import (
     AttentionReport,
     Evidence,
@@ -276,7 +276,7 @@ class _Recorder:
                 )
             wanted = [*trainable.values(), *([inputs] if inputs.requires_grad else [])]
             computed = torch.autograd.grad(value.reshape(()), wanted, allow_unused=True)
-        predictions = PredictionReport.of(output, targets)
+        predictions = PredictionReport.of(scores_of(output), targets)
         if predictions is not None:
             self.predictions = predictions if self.predictions is None else self.predictions + predictions
         gradients = {name: g for name, g in zip(trainable, computed[: len(trainable)], strict=True) if g is not None}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from extract.compute.feature_choice import Choice, Feature, choose_features
 from extract.errors import InputError
 from extract.taps.layer_names import unwrap
 
-__all__ = ["as_backbone", "pairs_of", "whole_layers"]
+__all__ = ["as_backbone", "pairs_of", "scores_of", "whole_layers"]
 
 
 @dataclass(frozen=True)
@@ -120,3 +120,8 @@ def pairs_of(batches: Iterable[Any]) -> Iterator[tuple[Tensor, Any]]:
             yield inputs, targets
     if empty:
         raise InputError("there are no batches", hint="give at least one batch")
+
+
+def scores_of(output: Any) -> Any:
+    """Return the class scores in what a model returns: `logits` of a mapping, as of transformers, or all of it."""
+    return output.get("logits", output) if isinstance(output, Mapping) else getattr(output, "logits", output)

@@ -108,10 +108,11 @@ def to_padded(tensor: Tensor) -> Tensor:
 @pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize("ask", [
     lambda taps: taps.keep("head"),
-    lambda taps: taps.keep(["head.weight", "head.bias"], "grad"),
+    lambda taps: taps.keep(["head", "first", "encoder", "head.weight", "head.bias"], "grad"),
+    lambda taps: taps.edit("head", lambda h: h),
     lambda taps: taps.keep("encoder.layers.1.linear1", reduce=to_padded),
 ])  # fmt: skip
-def test_padded_places_are_zero_behind_an_encoder_where_nothing_but_values_is_asked_for(ask, gradients) -> None:
+def test_padded_places_are_zero_behind_an_encoder_in_which_no_functions_are_watched(ask, gradients) -> None:
     model, kept = Padded().eval(), []
     model.encoder.requires_grad_(False)
     model.first.requires_grad_(False)  # else the encoder uses no fused code with gradients
@@ -182,16 +183,15 @@ def test_other_models_compute_as_ever_while_taps_are_open() -> None:
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("ask", [
     lambda taps: taps.keep("/tanh"),
-    lambda taps: taps.edit("head", lambda h: h),
-    lambda taps: taps.keep(["head", "first", "encoder"], "grad"),
+    lambda taps: taps.edit("first", lambda h: h),
+    lambda taps: taps.edit("encoder", lambda h: h, "input"),
     lambda taps: taps.keep("attention", "attention"),
     lambda taps: taps.keep("encoder.layers.1/*"),
     lambda taps: taps.edit("encoder.layers.0/relu", lambda h: h),
     lambda taps: taps.keep("encoder.layers.1.self_attn", "attention"),
     lambda taps: taps.keep("", "attention"),
-    lambda taps: taps.keep("encoder.layers.0.norm1", "grad"),
 ])  # fmt: skip
-def test_functions_edits_and_gradients_around_an_encoder_that_leaves_zeros_are_refused(ask) -> None:
+def test_functions_and_edits_before_the_end_of_an_encoder_that_leaves_zeros_are_refused(ask) -> None:
     model = Padded().eval()
     refused = pytest.raises(
         InputError, match="layer 'encoder' computes this padded batch as a nested tensor; functions"
@@ -204,6 +204,31 @@ def test_functions_edits_and_gradients_around_an_encoder_that_leaves_zeros_are_r
         plain = model(WORDS, PADDING)
         with ask(Taps(model)) as taps:
             assert torch.allclose(taps(WORDS, PADDING), plain, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize(
+    ("padding", "options"),
+    [
+        (torch.zeros(2, 5, dtype=torch.bool), {}),
+        (PADDING.flip(1), {}),
+        (PADDING, {"mask": torch.zeros(5, 5, dtype=torch.bool)}),
+        (torch.where(PADDING.flip(1), float("-inf"), 0.0), {}),
+    ],
+    ids=["no padding", "padding first", "two masks", "numbers"],
+)
+def test_an_encoder_is_refused_only_where_it_leaves_zeros(padding, options) -> None:
+    encoder, words = Padded().eval().encoder, torch.cat([WORDS, WORDS])
+    padding = padding.repeat(2, 1)
+    with torch.no_grad():
+        plain = encoder(words, src_key_padding_mask=padding, **options)
+        with Taps(encoder).keep("layers.0", "attention") as taps:
+            tapped = taps(words, src_key_padding_mask=padding, **options)
+        assert torch.allclose(tapped, plain, atol=1e-6)
+        assert len(taps.record) == 1
+        refused = pytest.raises(InputError, match="the model computes this padded batch as a nested tensor")
+        with refused, Taps(encoder).keep("layers.0", "attention") as taps:
+            taps(words, None, torch.where(PADDING.repeat(2, 1), float("-inf"), 0.0))
 
 
 @pytest.mark.parametrize("padded", [False, True])

@@ -213,3 +213,24 @@ def test_an_own_module_is_ablated_by_layer_and_by_channel(dtype: torch.dtype) ->
     means = mean_activations(model, [pictures[:2], pictures[2:]], "conv1")
     with torch.no_grad():
         np.testing.assert_allclose(means["conv1"], model.conv1(pictures.float()).mean(0, keepdim=True), atol=1e-5)
+
+
+def test_scores_in_a_mapping_count_as_the_output() -> None:
+    class Scores(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.body = nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5))
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            return {"logits": self.body(x)}
+
+    model, pictures = Scores().eval(), torch.rand(3, 3, 8, 8)
+    with torch.no_grad():
+        scores = model.body(pictures)
+        edited = model.body[1:](model.body[0](pictures) * 0)
+    result = ablation(model, [(pictures, scores.argmax(1).tolist())], "body.0", edits.scale(0))
+    assert result.accuracy == 1
+    assert result.effects[0].cosine == pytest.approx(cosine(edited, scores))
+    with pytest.raises(InputError, match=r"targets of shape \(1,\); expected a class, or -1, for each of 3 images"):
+        ablation(model, [(pictures, torch.tensor([1]))], "body.0", edits.scale(0))
