@@ -202,7 +202,9 @@ def _confusion(outcome: ProbeRun) -> Figure | None:
     if not is_named:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-        caption = f"% of the {unit} of each class; n is {counts.min():,} to {counts.max():,}. "
+        fewest, most = counts.min(), counts.max()
+        number = f"{most:,}" if fewest == most else f"{fewest:,} to {most:,}"
+        caption = f"% of the {unit} of each class; n is {number}. "
         caption += "Numbers: index of `classes` in results.json."
     add_words(figure, _title(outcome, f"Confusion of {_name(outcome, best.data_set, best.layer)}"), caption)
     return figure
