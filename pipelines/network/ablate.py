@@ -24,6 +24,7 @@ from pipelines.terminal.backbone import backbone_of
 from pipelines.terminal.output_paths import PICTURES, check_file, check_folder
 from pipelines.terminal.progress import Progress
 from pipelines.terminal.tables import print_aligned, table_file
+from pipelines.terminal.text_output import counted
 
 __all__ = ["AblationResult", "ablate", "as_json", "edit_named", "print_ablated"]
 
@@ -91,7 +92,7 @@ def ablate(config: AblateConfig) -> AblationResult:
         from pipelines.terminal.figures import drawable, save_figure
 
         parts = "layer" if channels is None else f"channel of {drawable(', '.join(layers), 60)}"
-        source = f"{drawable(backbone.spec, 60)} on {result.images:,} images"
+        source = f"{drawable(backbone.spec, 60)} on {counted(result.images, 'image')}"
         title = f"{source}: effect of the edit {config.edit} of each {parts}"
         save_figure(draw_ablation(result, title), link_target(picture))
         ablated.written.append(picture)
@@ -166,7 +167,7 @@ def _write_csv(path: Path, result: Ablation) -> None:
 def print_ablated(ablated: AblationResult, echo: Callable[[str], None]) -> None:
     """Print the result as a table."""
     result = ablated.ablation
-    echo(f"{ablated.backbone} on {result.images:,} images, edit {ablated.edit}")
+    echo(f"{ablated.backbone} on {counted(result.images, 'image')}, edit {ablated.edit}")
     if result.targets:
         labelled = f" of {result.targets:,} labelled images" if result.targets < result.images else ""
         echo(f"unedited: top-1 {result.accuracy:.1%}{labelled}, labels from {ablated.labels}")
