@@ -197,7 +197,9 @@ def test_verify_another_run_and_merge_see_no_fault_while_layers_are_published(
         merge([tmp_path / "merged"], tmp_path / "both")
 
 
-@pytest.mark.parametrize("step", [pytest.param(3, marks=pytest.mark.slow), 64])
+@pytest.mark.parametrize(
+    "step", [pytest.param(3, marks=pytest.mark.soak), pytest.param(16, marks=pytest.mark.slow), 64]
+)
 def test_a_run_that_is_killed_at_any_call_leaves_the_old_layers_and_is_resumed(
     photos: Path, tmp_path: Path, step: int
 ) -> None:
