@@ -286,8 +286,8 @@ def test_a_setting_is_added_in_two_files(folder: Path, tmp_path: Path) -> None:
         ),
         (
             "extraction/settings.py",
-            "    orientation: Literal",
-            "    brightness: Annotated[float, Field(gt=0, lt=8)] = 1.0\n    orientation: Literal",
+            "    orientation: Annotated[Literal",
+            "    brightness: Annotated[float, Field(gt=0, lt=8)] = 1.0\n    orientation: Annotated[Literal",
         ),
         (
             "extraction/plan.py",

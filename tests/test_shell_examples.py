@@ -46,6 +46,7 @@ NOT_RUN = {
     r"photos-clip": "needs 600 MB of weights; tests/pipelines/test_text_search.py searches by a text",
     r"-b hf/facebook": "needs 350 MB of weights; tests/extract/backbones/test_libraries.py loads such networks",
     r"--bench$": "takes minutes; tests/pipelines/test_bench.py runs it on a small network",
+    r"stimuli": "the same commands for photos are run from other pages",
     r"--device all": "needs a GPU",
     r"--cpus-per-worker 8": "needs 8 cores; tests/pipelines/cluster runs it with fewer",
     r"--engine ray": "needs a cluster; tests/pipelines/cluster has one",
@@ -56,6 +57,7 @@ NOT_RUN = {
 }
 # Data sets that a page begins with.
 DATA_SETS = {
+    "docs/coming-from/thingsvision.md": ("photos",),
     "docs/guides/probes.md": ("cifar", "cifar-random", "faces"),
     "docs/guides/search-and-report.md": ("photos", "photos-2"),
     "docs/guides/other-tools.md": ("photos",),

@@ -64,7 +64,7 @@ GONE_OPTIONS = {
 
 # An option in a message, and its value.
 _OPTION = re.compile(
-    r"`layertap [^`]*`|layertap .*|"
+    r"`[^`]*`|layertap .*|"
     r"(?<![\w./-])--([a-z][a-z-]*)( (?:FILE|FOLDER|N|[\d.]+|random|all|cpu|ray|processes|float\d+|exact|off|ignore)\b)?"
 )
 

@@ -55,7 +55,7 @@ COMMANDS = {
     f"inspect timm/test_resnet P --edit zero --weights random --sample 4 -l layer1 {FAST}": "layer1",
     "list": "torchvision",
     "list bundled/*": "efficientnet_lite0",
-    "findings D": "12",
+    "findings D": "nothing found",
     "doctor P -o T/none": "no problems",
     "completion bash": "_layertap_completion",
     "predict T/probe.safetensors D -o T/predictions.csv": "predictions.csv",
