@@ -7,8 +7,9 @@
     rows_of           features and a status for each row of the data set
     writer.write      `extract.store.format.writer`: into the `.part` file
 
-Three batches are in progress at once: batch k + 2 is decoded, batch k + 1 is computed, batch k is written. The
-concurrency belongs to what owns a process, a device or a thread: `load_batches`, `Forward` and `ShardWriter`.
+Three batches are in progress at once: batch k + 2 is decoded, batch k + 1 is computed, batch k is written. A finished
+shard is published while the next one is computed. The concurrency belongs to what owns a process, a device or a thread:
+`load_batches`, `Forward`, `ShardWriter`, and the run for the publication.
 
 One image passes ten files, with twenty changes from one to another (`python -m tests.trace_path`), once 30 files with
 66: what one image passes lies together, and what can be resolved before the loop is not done in it.
@@ -69,8 +70,8 @@ def extract_shard(
     on_rows: Callable[[int, bool], None] | None = None,
     stop: Callable[[], bool] | None = None,
     earlier: EarlierRows | None = None,
-) -> None:
-    """Compute the rows of one shard, store each batch while the next is computed, and publish the shard.
+) -> Callable[[], object] | None:
+    """Compute the rows of one shard, and store each batch while the next is computed.
 
     Args:
         plan: plan of the run.
@@ -82,6 +83,10 @@ def extract_shard(
         stop: called after each batch is decoded; True stops the run after the batches in progress are stored.
         earlier: the rows to which layers are added; None: all layers are computed.
 
+    Returns:
+        A function that publishes the shard and closes its file, in any thread: hashing a file of 1 GB takes as long as
+        writing it. None if the run was stopped.
+
     Raises:
         LayertapError: a batch cannot be decoded, computed or stored. Batches before it are stored.
     """
@@ -91,7 +96,8 @@ def extract_shard(
     first = list(itertools.islice(batches, 1))  # empty if the rows of an unfinished shard are all stored
     stages["images"] += time.perf_counter() - began
     batches = itertools.chain((first.pop() for _ in range(len(first))), batches)  # and not held any longer
-    with open_part(plan, work, earlier) as writer:
+    with contextlib.ExitStack() as opened:
+        writer = opened.enter_context(open_part(plan, work, earlier))
         for batch, features in _computed(batches, Duplicates(writer), forward, summary, stop):
             rows = rows_of(batch.unique, features, blank)
             asked = time.perf_counter()
@@ -114,11 +120,16 @@ def extract_shard(
             stages["forward"] -= copied_s
             stages["copy"] = stages.get("copy", 0.0) + copied_s
         summary.images_at_once = forward.images_at_once
-        if not summary.stopped:
-            asked = time.perf_counter()
-            made = summary.made_since(before, asked - began, plan.provenance)
-            writer.publish(plan.settings.compress or work.compress, made)
-            stages["write"] += time.perf_counter() - asked
+        if summary.stopped:
+            return None
+        made = summary.made_since(before, time.perf_counter() - began, plan.provenance)
+        compress, until_published = plan.settings.compress or work.compress, opened.pop_all()
+
+    def publish() -> None:
+        with until_published:
+            writer.publish(compress, made)
+
+    return publish
 
 
 @dataclass(frozen=True)

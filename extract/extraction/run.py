@@ -16,7 +16,9 @@ import os
 import shutil
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Container, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -200,15 +202,23 @@ def extract(
             exits_refused(),
             contextlib.closing(loaded),
             ValidatedForward(plan, has_stored_rows, log_computation) as forward,
+            ThreadPoolExecutor(1, "publisher") as publisher,
         ):
             batches = checked_batches(loaded, plan.images, on_note)
             if earlier is not None:
                 batches = earlier.checked(batches)
+            publishing: deque[Future[object]] = deque()
             for shard in work:
                 count = sum(1 for _ in batches_of(shard.rows, plan))
-                extract_shard(plan, shard, itertools.islice(batches, count), forward, summary, on_rows, stop, earlier)
-                if summary.stopped:
+                here = itertools.islice(batches, count)
+                publish = extract_shard(plan, shard, here, forward, summary, on_rows, stop, earlier)
+                if publish is None:
                     break
+                publishing.append(publisher.submit(publish))  # while the next shard is computed
+                if len(publishing) > 1:
+                    _wait_until_published(publishing.popleft(), summary)
+            while publishing:
+                _wait_until_published(publishing.popleft(), summary)
         summary.seconds = time.perf_counter() - start
         if earlier is not None and not summary.stopped and shards is None:
             dataset.open_or_create(has_added=True)
@@ -218,6 +228,13 @@ def extract(
             ended = {"rows": summary.computed, "seconds": summary.seconds, "stages": summary.stages}
             dataset.add_run({"event": "ended", "started": plan.provenance["started"], **ended})
     return summary
+
+
+def _wait_until_published(publishing: Future[object], summary: Summary) -> None:
+    """Wait until a shard is published, and raise its error."""
+    asked = time.perf_counter()
+    publishing.result()
+    summary.stages["write"] += time.perf_counter() - asked
 
 
 def _open_place(plan: Plan, opened: contextlib.ExitStack) -> EarlierRows | None:

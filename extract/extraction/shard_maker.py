@@ -146,11 +146,13 @@ class ShardMaker(contextlib.ExitStack):
         summary = Summary(n_rows=n_rows)
         own_batches = itertools.islice(batches, sum(1 for _ in batches_of(work.rows, self._plan)))
         with exits_refused():
-            extract_shard(
+            publish = extract_shard(
                 replace(self._plan, dataset=shard.dataset), work, own_batches, self._forward, summary,
                 lambda rows, resumed: on_rows(work.shard, rows, resumed), stop,
             )  # fmt: skip
-        return not summary.stopped
+        if publish is not None:
+            publish()
+        return publish is not None
 
     def _publish(self, shard: _OpenShard) -> tuple[int, dict[str, Any] | None]:
         number = shard.work.shard

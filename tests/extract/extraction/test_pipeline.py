@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Generator
 from pathlib import Path
@@ -465,15 +466,65 @@ def test_each_second_of_a_shard_counts_for_the_stage_that_takes_it(
     decoded = iter(takes(100, lambda: next(batches, None)), None)
     monkeypatch.setattr(pipeline, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr(ShardWriter, "write", takes(1000, ShardWriter.write))
-    monkeypatch.setattr(ShardWriter, "publish", takes(50_000, ShardWriter.publish))
     summary = Summary(n_rows=12)
-    pipeline.extract_shard(planned, work, decoded, forward, summary, stop=takes(0.5, lambda: False))
+    publish = pipeline.extract_shard(planned, work, decoded, forward, summary, stop=takes(0.5, lambda: False))
     # Three batches, and the end of the images.
-    assert summary.stages == {"images": 400, "forward": 3 * (20 + 3 - 1), "write": 3 * 1000 + 50_000, "copy": 3}
+    assert summary.stages == {"images": 400, "forward": 3 * (20 + 3 - 1), "write": 3 * 1000, "copy": 3}
     assert summary.write_wait_s == 3 * 1000
+    assert publish is not None
+    publish()
     [receipt] = [json.loads(path.read_text()) for path in (tmp_path / "out").rglob("*.json") if "shards" in str(path)]
-    assert receipt["made"]["stages"] == summary.stages | {"write": 3 * 1000}  # before the shard was published
+    assert receipt["made"]["stages"] == summary.stages
     assert receipt["made"]["seconds"] == 400 + 3 * (20 + 3) + 3 * 1000 + 3 * 0.5
+
+
+def test_a_finished_shard_is_published_while_the_next_is_computed(
+    folder: Path, tmp_path: Path, small: Backbone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    next_is_computed, publish = threading.Event(), ShardWriter.publish
+    stored: list[int] = []
+
+    def patiently(self: ShardWriter, *args: Any) -> Path:
+        if self.first_row == 0:
+            assert next_is_computed.wait(60)
+            time.sleep(0.5)
+        return publish(self, *args)
+
+    def notice(rows: int, stored_earlier: bool) -> None:
+        stored.append(rows)
+        if sum(stored) >= 6:  # a shard of four rows, and the first batch of the next
+            next_is_computed.set()
+
+    monkeypatch.setattr(ShardWriter, "publish", patiently)
+    planned = plan(folder, out=tmp_path / "out", backbone=small, workers=0, batch_size=2, shard_rows=4)
+    summary = extract(planned, on_rows=notice)
+    assert summary.stages["write"] >= 0.4  # the run waited for it
+    with FeatureReader(tmp_path / "out") as reader:
+        assert (reader.status == Status.OK).tolist() == [True] * 12
+
+
+def test_a_shard_that_cannot_be_published_ends_the_run_after_the_next_is_published(
+    folder: Path, tmp_path: Path, small: Backbone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish = ShardWriter.publish
+
+    def fail_first(self: ShardWriter, *args: Any) -> Path:
+        if self.first_row == 0:
+            raise LayertapError("the disk is full")
+        return publish(self, *args)
+
+    planned = plan(folder, out=tmp_path / "out", backbone=small, workers=0, batch_size=2, shard_rows=3)
+    with monkeypatch.context() as patched:
+        patched.setattr(ShardWriter, "publish", fail_first)
+        with pytest.raises(LayertapError, match="the disk is full"):
+            extract(planned)
+    files = [(where.published, where.part) for where in planned.dataset.shard_files()]
+    assert files == [(None, 0), (0, None), (None, None), (None, None)]
+    # No file is left open, and no row is computed again.
+    planned = plan(folder, out=tmp_path / "out", backbone=small, workers=0, batch_size=2, shard_rows=3)
+    assert extract(planned).computed == 6
+    with FeatureReader(tmp_path / "out") as reader:
+        assert (reader.status == Status.OK).tolist() == [True] * 12
 
 
 def test_a_receipt_counts_the_wait_for_the_first_images_of_its_shard(
@@ -484,7 +535,7 @@ def test_a_receipt_counts_the_wait_for_the_first_images_of_its_shard(
     def slowly(*args: Any) -> Generator[Batch, None, None]:
         for number, batch in enumerate(load_batches(*args)):
             if number in (0, 2):  # the first of a shard
-                assert [path.name for path in (tmp_path / "out" / "shards").glob("*.part")] == []
+                assert not planned.dataset.path(number // 2, part=True).exists()
                 time.sleep(0.1)
             yield batch
 
