@@ -1,11 +1,11 @@
 """Coverage of the 95 % intervals of a probe: how often they hold the true value.
 
-    python tests/benchmarks/interval_coverage.py RESULT.json [--page docs/intervals.md] [--sets 300]
+    python tests/benchmarks/interval_coverage.py RESULT.json [--tables docs/measurements/intervals.json] [--sets 300]
 
 Proportions: exact sums over the binomial distribution, for the interval that is used and for others. Other metrics:
 simulated test sets from populations whose true value is known. Chosen layers: `compare` on noise, a backbone with one
-layer and another with several, so that all are equally good. `--page` writes the page of the documentation;
-`--choices PROTOCOL` computes one protocol of chosen layers alone, and adds it to RESULT.json.
+layer and another with several, so that all are equally good. `--tables` writes the tables behind
+`docs/intervals.md`; `--choices PROTOCOL` computes one protocol of chosen layers alone, and adds it to RESULT.json.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ WIDTH = 16
 
 
 def of_choice(protocol: str, layers: int, classes: int, n: int, runs: int) -> dict[str, float]:
-    """Compare a backbone that has one layer of noise with one that has several; see `PAGE`."""
+    """Compare a backbone that has one layer of noise with one that has several; see `docs/intervals.md`."""
     targets, n_distinguishable, n_covered = np.arange(n) % classes, 0, 0
     with_draws = metrics.RESAMPLES, metrics._CALIBRATED_DRAWS
     metrics.RESAMPLES = metrics._CALIBRATED_DRAWS = 1  # of metrics that are not looked at
@@ -258,76 +258,12 @@ def of_choices(protocol: str) -> dict[str, dict[str, float]]:
     return results
 
 
-PAGE = """# Intervals of a probe's metrics
-
-The intervals of `layertap probe` are for the random choice of test rows: of 100 test sets, 95 should give an interval
-that holds the value on all images. `results.json` names the method of each interval. This page is written by `python
-tests/benchmarks/interval_coverage.py RESULT.json --page docs/intervals.md`.
-
-## Top-1 and top-5
-
-The interval is exact (Clopper and Pearson 1934): its coverage is at least 95 % for every number of rows and every
-accuracy. The table has the least coverage over the accuracies {accuracies} %, by exact sums over the binomial
-distribution, and behind it the largest mean width in units of the mean width of Wilson's interval.
-
-{proportions}
-
-Of these methods, only this one stays above 94 % on a fine grid of accuracies, and it is at most 11 % wider than
-Wilson's. The percentile bootstrap has no width if all rows are right.
-
-## Other metrics
-
-- Balanced accuracy: Clopper-Pearson for the number of rows on which a plain proportion would vary as much (Korn and
-  Graubard 1998).
-- Macro F1: the wider of that and the percentile bootstrap (Efron 1979), at each end.
-- Log loss, mAP, R2, RMSE and MAE: percentile bootstrap, with 1,000 draws of the test rows (mAP: 200).
-- Metrics of a segmentation: percentile bootstrap, with 1,000 draws of whole test images.
-
-No bootstrap knows what its rows do not show. `results.json` says "may be too narrow" with the reason: of the log
-loss, if fewer than 20 rows are wrong; of balanced accuracy and macro F1, if a class has fewer than 5 test rows; of
-mAP, if a label has fewer than 30; of regressions with fewer than 50 rows; of segmentations with fewer than 100 images.
-
-The table has the coverage on {sets} simulated test sets of each size, by 200 draws; its standard error is {error:.3f}
-at 0.95. In brackets: the share of the intervals with the remark. Errors with heavy tails (here Student's t with 4
-degrees of freedom) make the interval of the RMSE too narrow at every size.
-
-{metrics}
-
-## After a layer is chosen
-
-`compare` takes the best layer of each backbone, and `probe` names the best of all. A layer is chosen on validation
-rows, or on folds of the training rows, whatever the protocol; the rows that judge it have no part. So the interval of
-the chosen layer holds, and backbones with many layers have no advantage.
-
-The table has simulations of noise, {width} columns wide: a backbone with one layer is compared with a backbone with one
-or twelve, on balanced classes, of which a fifth is for testing. All are equally good, and the true accuracy is
-1 / classes. Each cell has the share of comparisons that call the two distinguishable (p at most 0.05), and the share of
-intervals of the chosen layer that hold the true accuracy. Standard errors of a share of
-0.05 are {choice_errors}.
-`fewshot` has five shots here, and predicts no single image, so that it has no such test.
-
-{choices}
-
-Were the layer chosen on the test rows, as in earlier versions with `centroid`, 11 % of 200 comparisons with twelve
-layers, two classes and 500 rows would be called distinguishable, and 0.785 of the intervals would hold the true value.
-
-## Calibration error
-
-The expected calibration error has no interval. It is biased upward: a calibrated probe has one too, by chance, and
-resampling adds to it. Therefore the table of `layertap probe` shows beside it the mean of a calibrated probe with the
-same confidences (consistency resampling, Broecker and Smith 2007). An error that is not much larger says nothing. The
-populations here are calibrated.
-
-{calibration}
-"""
+def table(head: list[str], rows: list[list[str]]) -> list[dict[str, str]]:
+    """The rows of a table, each by the names of its columns."""
+    return [dict(zip(head, row, strict=True)) for row in rows]
 
 
-def table(head: list[str], rows: list[list[str]]) -> str:
-    """A table in Markdown."""
-    return "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows])
-
-
-def table_of_choices(choices: dict[str, dict[str, dict[str, float]]]) -> str:
+def table_of_choices(choices: dict[str, dict[str, dict[str, float]]]) -> list[dict[str, str]]:
     """The shares that are called distinguishable and covered, by protocol, layers and classes."""
     rows = []
     for protocol, by_key in choices.items():
@@ -343,8 +279,13 @@ def table_of_choices(choices: dict[str, dict[str, dict[str, float]]]) -> str:
     return table(["protocol", "runs", "layers", "classes", *(f"{n:,} rows" for n in CHOICE_ROWS)], rows)
 
 
-def page(result: dict[str, Any]) -> str:
-    """The page of the documentation."""
+def tables(result: dict[str, Any]) -> dict[str, list[dict[str, str]]]:
+    """The tables behind `docs/intervals.md`.
+
+    A proportion has the least coverage, and the largest mean width in units of the mean width of Wilson's interval. Any
+    other metric has its coverage, and in brackets the share of the intervals with a remark. A choice has the share of
+    comparisons that are called distinguishable, and the coverage of the interval of the chosen layer.
+    """
     of = result["proportions"]
     proportions = [
         [f"{n:,}"] + [f"{min(by[str(n)]['coverage']):.3f}, {max(by[str(n)]['width']):.2f}" for by in of.values()]
@@ -364,27 +305,20 @@ def page(result: dict[str, Any]) -> str:
                 numbers = (error["true"], error["mean"], calibrated["mean"])
                 calibration.append([population, f"{int(n):,}", *(f"{number:.3f}" for number in numbers)])
     sizes = [f"{n:,} rows" for n in SIMULATED_ROWS]
-    runs = sorted(
-        {int(cell["runs"]) for by_key in result["choices"].values() for cell in by_key.values()}, reverse=True
-    )
-    return PAGE.format(
-        accuracies=", ".join(f"{100 * p:g}" for p in PROPORTIONS),
-        proportions=table(["test rows", *METHODS], proportions),
-        sets=result["sets"],
-        error=(0.95 * 0.05 / result["sets"]) ** 0.5,
-        metrics=table(["population", "metric", "true value", *sizes], rows),
-        width=WIDTH,
-        choice_errors=", ".join(f"{(0.05 * 0.95 / n) ** 0.5:.3f} of {n} runs" for n in runs),
-        choices=table_of_choices(result["choices"]),
-        calibration=table(["population", "test rows", "true value", "mean error", "mean if calibrated"], calibration),
-    )
+    of_calibration = ["population", "test rows", "true value", "mean error", "mean if calibrated"]
+    return {
+        "proportions": table(["test rows", *METHODS], proportions),
+        "metrics": table(["population", "metric", "true value", *sizes], rows),
+        "choices": table_of_choices(result["choices"]),
+        "calibration": table(of_calibration, calibration),
+    }
 
 
 def main() -> None:
     """Compute, and write the files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("result", type=Path)
-    parser.add_argument("--page", type=Path)
+    parser.add_argument("--tables", type=Path)
     parser.add_argument("--sets", type=int, default=300)
     parser.add_argument("--choices", choices=CHOICE_RUNS)
     arguments = parser.parse_args()
@@ -400,8 +334,8 @@ def main() -> None:
         "choices": {protocol: of_choices(protocol) for protocol in CHOICE_RUNS},
     }
     arguments.result.write_text(json.dumps(result, indent=1) + "\n")
-    if arguments.page is not None:
-        arguments.page.write_text(page(result))
+    if arguments.tables is not None:
+        arguments.tables.write_text(json.dumps(tables(result), indent=1) + "\n")
 
 
 if __name__ == "__main__":

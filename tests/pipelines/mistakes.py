@@ -297,16 +297,15 @@ def page() -> str:
     lines = [
         "# Common mistakes",
         "",
-        "What `layertap` prints after a mistake, and its exit code: 2 for wrong usage or input, 1 for what failed.",
-        "An error that can be fixed has a hint, after a blank line. `...` stands for text that depends on the machine,",
-        f"or is left out here. SMALL is `{SMALL}`.",
+        "What `layertap` prints after a mistake. The exit code is 2 after wrong usage or input, otherwise 1. A hint,",
+        "after a blank line, says how to mend it. `...` stands for text that depends on the machine, or is left out.",
         "`python -m tests.pipelines.mistakes` writes this page, and the tests make each mistake.",
     ]
     for title, mistakes in SECTIONS.items():
-        lines += ["", f"## {title}", "", "| mistake | command | message | code |", "|---|---|---|---|"]
+        lines += ["", f"## {title}", "", "| mistake | message |", "|---|---|"]
         for mistake in mistakes:
             extra = f" (here {mistake.without})" if mistake.without else ""
-            cells = (mistake.what + extra, f"`layertap {mistake.command}`", _printed(mistake), str(mistake.code))
+            cells = (mistake.what + extra, _printed(mistake))
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
 
