@@ -18,9 +18,8 @@ from torch.export import ExportedProgram
 from extract.backbones import LoadedBackbone
 from extract.compute.feature_choice import Choice
 from extract.system.torch_state import lower_precision
-from extract.taps.capture import Variant
 from extract.taps.record import Reduce, Site
-from extract.taps.taps import taps_of
+from extract.taps.taps import Variant, taps_of
 
 __all__ = ["graph_of"]
 

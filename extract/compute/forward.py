@@ -16,8 +16,8 @@ from extract.backbones import LoadedBackbone
 from extract.compute.feature_choice import Choice
 from extract.compute.transfers import Pinned
 from extract.errors import InputError, LayertapError
-from extract.taps.capture import Variant, copy_out
-from extract.taps.taps import Taps, capture_of, taps_of
+from extract.taps.copies import copy_out
+from extract.taps.taps import Taps, Variant, capture_of, taps_of
 
 __all__ = ["DeviceForward", "EagerForward", "Forward", "Values", "check_count", "check_rows", "forward_taps", "joined"]
 
@@ -109,7 +109,6 @@ def forward_taps(model: nn.Module, transfers: Pinned | None) -> Taps:
         model,
         Variant(
             copy_out if transfers is None else partial(copy_out, to_cpu=transfers.to_host),
-            reduce_calls_layers=False,  # they are poolings
             has_other_callers=False,  # compiled forwards of other backbones, and code of the user, stay compiled
         ),
         stop=True,

@@ -16,11 +16,12 @@ checkpointing computes a layer again in the backward pass, edits are applied aga
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import sys
 import threading
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from types import FrameType
@@ -28,42 +29,36 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_dynamo_compiling
 from torch.utils.hooks import RemovableHandle
 
 from extract.errors import InputError
-from extract.taps.block import Block
-from extract.taps.copies import dense_copy
-from extract.taps.nested import Path, tensors_in
-from extract.taps.record import Record, Reduce, Requested, Site, What
-from extract.taps.requests import TapRequest, number_again
+from extract.taps.copies import CopyOut
+from extract.taps.nested import tensors_in
+from extract.taps.record import Record, Requested, Site, What
 from extract.taps.torch_internals import (
-    computes_tangents,
+    ModelBoundHook,
     graph_task,
     has_dispatch_modes,
     has_function_modes,
     hooks_of,
-    inference_mode,
-    is_in_functorch,
-    not_traced,
 )
 
 __all__ = [
+    "UNKNOWN",
     "Call",
     "Capture",
-    "CopyOut",
-    "ModelBoundHook",
     "ModelCall",
     "Point",
     "Step",
-    "Variant",
     "as_kept",
-    "copy_out",
     "frames_of",
     "in_backward",
-    "is_before_others",
     "is_simple",
+    "number_again",
 ]
+
+OTHER_THREAD = "in another thread than the model"
+UNKNOWN = -1  # number of a call where it is not known which call a backward pass repeats
 
 
 class _Stop(BaseException):
@@ -114,7 +109,6 @@ class Call:
 
 _NOTHING = contextlib.nullcontext()
 Step = Callable[[Call, Any], Any]
-CopyOut = Callable[[Tensor, Reduce | None, Site], Any]
 
 
 @dataclasses.dataclass(eq=False)
@@ -138,122 +132,6 @@ class Point:
     is_counted_on_entry: bool = True
 
 
-def copy_out(
-    tensor: Tensor, reduce: Reduce | None, site: Site, to_cpu: Callable[[Tensor], Tensor] | None = None
-) -> Any:
-    """Reduce a tensor on its device, then copy the result to the CPU.
-
-    Args:
-        tensor: on the device of the model.
-        reduce: see `Taps.keep`.
-        site: the site of the tensor, for errors.
-        to_cpu: copies a dense tensor to the CPU, possibly asynchronously; None makes a blocking copy.
-    """
-    if reduce is None and not torch.is_inference_mode_enabled():
-        attached = tensor.requires_grad or computes_tangents()
-        return _copied(tensor.detach() if attached else tensor, site, to_cpu)
-    # Copies made in inference mode could not be used in training later. This guard is what `torch.inference_mode` uses;
-    # the latter takes as long as the copy of a small tensor.
-    with inference_mode(False):
-        value = tensor.detach()
-        if reduce is None:
-            return _copied(value, site, to_cpu)
-        with torch.no_grad():
-            try:
-                value = reduce(value)
-            except Exception as error:
-                shape = "" if tensor.is_nested else f" of shape {tuple(tensor.shape)}"
-                error.add_note(f"while reducing {site}{shape}")
-                raise
-            if isinstance(value, dict):
-                return {name: _copied(part, site, to_cpu) for name, part in value.items()}
-            return _copied(value, site, to_cpu)
-
-
-def _copied(value: Any, site: Site, to_cpu: Callable[[Tensor], Tensor] | None) -> Tensor:
-    """Return a contiguous, dense copy on the CPU that owns its memory."""
-    return (
-        value.clone()
-        if type(value) is Tensor and to_cpu is None and _is_plain(value)
-        else dense_copy(value, site, to_cpu)
-    )
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """Whether `clone` gives what `dense_copy` returns."""
-    return (
-        tensor.is_cpu
-        and tensor.dtype is torch.float32
-        and tensor.layout is torch.strided
-        and not tensor.is_nested
-        and not is_in_functorch(tensor)
-        and tensor.is_contiguous()
-    )
-
-
-class ModelBoundHook:
-    """Hook that does nothing in a copied or pickled model, nor where PyTorch's compiler traces a module.
-
-    The compiler traces what `torch.cond` or FlexAttention run, for example, and the code of hooks there; it fails on
-    what it cannot translate. This module then runs without its hooks.
-
-    Args:
-        hook: the hook.
-        traced: receives the id of each module whose call the compiler has traced.
-    """
-
-    __slots__ = ("hook", "traced")
-
-    def __init__(self, hook: Callable[..., Any], traced: set[int]):
-        self.hook, self.traced = hook, traced
-
-    def __call__(self, module: nn.Module, *args: Any) -> Any:
-        """Call the hook, or note that the compiler traces the call."""
-        if is_dynamo_compiling():  # true for the compiler alone, which does not call the function
-            return _note(self, module)
-        return self.hook(module, *args)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Such a file can be loaded where layertap is not installed. A handle, when it is loaded, keeps the numbers of
-        # these hooks from those registered there: for a number, PyTorch remembers whether a hook takes keywords.
-        return partial, (contextlib.nullcontext.__exit__, contextlib.nullcontext(), RemovableHandle(OrderedDict()))
-
-    def __deepcopy__(self, memo: Any) -> ModelBoundHook:
-        return ModelBoundHook(_remove, set())
-
-
-@not_traced
-def _note(hook: ModelBoundHook, module: nn.Module) -> None:
-    if not torch.compiler.is_exporting():  # an export is no call of the model
-        hook.traced.add(id(module))
-
-
-def _remove(module: nn.Module, *args: Any) -> None:
-    """Remove copied hooks from a module and those inside it, when one is called: hooks keep layers from fused code."""
-    for layer in module.modules():
-        for hooks in hooks_of(layer):
-            for number in [number for number, hook in hooks.items() if getattr(hook, "hook", None) is _remove]:
-                del hooks[number]
-
-
-@dataclasses.dataclass(frozen=True)
-class Variant:
-    """How the taps of layertap's own code differ from those of its users.
-
-    Attributes:
-        copy_out: reduces and copies a kept tensor.
-        reduce_calls_layers: whether `reduce` may call layers of the model. Poolings do not.
-        has_other_callers: whether other code calls the model, which may compile or export it.
-        stands_in: whether the model may receive a copy of an output in its place, where a gradient hook on the output
-            is not safe.
-    """
-
-    copy_out: CopyOut = copy_out
-    reduce_calls_layers: bool = True
-    has_other_callers: bool = True
-    stands_in: bool = True
-
-
 class Capture:
     """One `with` block over a model: its hooks, and the record of the last call of the model.
 
@@ -264,16 +142,16 @@ class Capture:
         to_keep: (layer, what) -> number of calls kept in a whole forward. After all of them, a forward that was called
             by `run_until_kept` ends. None: forwards run to their end.
         on_record: see `Taps`.
-        variant: see `Variant`.
+        copy_out: reduces and copies a kept tensor.
+        has_other_callers: see `Variant`.
         unheard: context manager: hides what layertap itself computes from those who watch functions.
 
     Attributes:
+        thread: the thread of the block.
+        is_open: whether the block has begun and not ended; hooked tensors may outlive it.
         forward: the running call of the model, or the last one.
-        block: whose calls count.
-        on_end, on_finish, on_let_go: called when a forward ends; when it has ended, also by an exception; and when what
-            an interrupted forward holds is to be freed.
-        in_workers: id of each module that a thread of the model's has called.
-        traced: id of each module called in code that PyTorch's compiler traces.
+        on_end, on_let_go: called when a forward ends; and when what it holds is to be freed, also after an exception.
+        unseen: id of each module of which hooks have missed a call -> where it ran.
     """
 
     def __init__(
@@ -283,53 +161,54 @@ class Capture:
         requested: Sequence[Requested],
         to_keep: Counter[tuple[str, What]] | None,
         on_record: Callable[[Record], None] | None,
-        variant: Variant,
+        copy_out: CopyOut,
+        has_other_callers: bool,
         unheard: Callable[[], contextlib.AbstractContextManager[None]],
     ):
         self._root, self._explain, self._requested = root, explain, requested
         self._to_keep, self._on_record = to_keep, on_record
-        self._variant, self._unheard = variant, unheard
+        self._copy_out, self._has_other_callers, self._unheard = copy_out, has_other_callers, unheard
         self._points: dict[int, Point] = {}
         self._handles: list[RemovableHandle] = []
         self._stoppable = False  # the forward runs inside `run_until_kept`, which catches _Stop
-        self.block = Block(unheard)
-        self._thread = self.block.thread
+        self._users_functions = 0  # functions of the user that are running, one called by another
+        self.thread = threading.get_ident()
+        # All asyncio tasks of a loop run in one thread: while one waits in its block, others may call the model.
+        self._task = _current_task()  # None: the block is of all tasks
+        self.is_open = False
         self.forward: ModelCall | None = None
         self.on_end: list[Callable[[], None]] = []
-        self.on_finish: list[Callable[[], None]] = []
         self.on_let_go: list[Callable[[], None]] = []
-        self.in_workers: set[int] = set()
-        self.traced: set[int] = set()
+        self.unseen: dict[int, str] = {}
 
     def point(self, module: nn.Module) -> Point:
         """Return the point of a layer, for steps that are added before `register`."""
         return self._points.setdefault(id(module), Point(module))
 
-    def keep(self, module: nn.Module, requests: list[tuple[str, TapRequest]]) -> None:
+    def keep(self, module: nn.Module, requests: Iterable[Requested]) -> None:
         """Add the steps that keep inputs or outputs of a layer."""
         for what, steps in (("input", self.point(module).on_receive), ("output", self.point(module).on_leave)):
-            kept = [site for name, request in requests for site in as_kept(name, [request]) if request.what == what]
-            if kept:
+            if kept := [kept for r in requests if r.what == what for kept in as_kept(r.layer, [r])]:
                 steps.append(partial(self.keep_values, kept))
 
     def hook(self, register: Callable[..., RemovableHandle], function: Callable[..., Any], **options: Any) -> None:
         """Register a hook until the end of the block."""
-        self._handles.append(register(ModelBoundHook(function, self.traced), **options))
+        self._handles.append(register(ModelBoundHook(function, self.unseen), **options))
 
     def register(self) -> None:
         """Register the hooks of all points, and those of the model itself."""
-        self.block.is_open = True
+        self.is_open = True
         for point in self._points.values():
             module, others = point.module, len(self._handles)
+            # Hooks of others may call the layer, too.
             point.is_counted_on_entry = not is_simple(module) or bool(
-                point.on_enter or point.on_receive or (point.on_return and point.on_leave)
+                point.on_enter or point.on_receive or (point.on_return and point.on_leave) or any(hooks_of(module))
             )
-            if not point.is_counted_on_entry:
-                point.is_counted_on_entry = any(hooks_of(module))  # which may call the layer
             if point.is_counted_on_entry:
                 self.hook(module.register_forward_pre_hook, partial(self._enter, point), with_kwargs=True, prepend=True)
             if point.on_receive:
-                self.hook(module.register_forward_pre_hook, partial(self._receive, point), with_kwargs=True)
+                hook = partial(self._pass_arguments, point, point.on_receive)
+                self.hook(module.register_forward_pre_hook, hook, with_kwargs=True)
             if point.on_return:
                 hook = partial(self._leave, point, point.on_return, not point.on_leave)
                 self.hook(module.register_forward_hook, hook, with_kwargs=True, always_call=True)
@@ -339,12 +218,12 @@ class Capture:
             point.hooks = len(self._handles) - others
         self.hook(self._root.register_forward_pre_hook, self._begin, prepend=True)  # before its hooks as a layer
         self.hook(self._root.register_forward_hook, self._end)
-        if self.on_finish:
+        if self.on_let_go:
             self.hook(self._root.register_forward_hook, self._finish, always_call=True)
 
     def close(self) -> None:
         """Remove all hooks."""
-        self.block.is_open = False
+        self.is_open = False
         for handle in self._handles:
             handle.remove()
         self.let_go()
@@ -366,7 +245,7 @@ class Capture:
         return self.forward.record
 
     def let_go(self) -> None:
-        """Let go of what the last forward holds if it was stopped or interrupted."""
+        """Let go of what the last forward holds."""
         if self.forward is not None:
             self.forward.caller = None
         for point in self._points.values():
@@ -379,39 +258,59 @@ class Capture:
         forward = self.forward
         if forward is not None and not forward.running and not forward.handed_on and self._on_record is not None:
             forward.handed_on = True
-            with self.block.users_code():
-                self._on_record(forward.record)
+            self.call_users(self._on_record, forward.record)
+
+    def call_users(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a `reduce`, an edit or an `on_record`; what it calls is no call of the model.
+
+        `reduce=lambda h: model.head(h)` would otherwise be recorded as a call of `head`.
+        """
+        with self._unheard() if has_function_modes() else _NOTHING:
+            self._users_functions += 1
+            try:
+                return function(*args)
+            finally:
+                self._users_functions -= 1
 
     # Whose call it is.
+
+    @property
+    def counts_calls(self) -> bool:
+        """Whether calls of the model in this thread and asyncio task are recorded now."""
+        is_ours = self.is_open and threading.get_ident() == self.thread and not self._users_functions
+        return is_ours and self.is_of_this_task
+
+    @property
+    def is_of_this_task(self) -> bool:
+        """Whether this asyncio task opened the block; true in other threads."""
+        return self._task is None or self.thread != threading.get_ident() or self._task is _current_task()
 
     def running(self) -> ModelCall | None:
         """Return the forward that is running in this thread, or None."""
         forward = self.forward
-        if forward is None or not forward.running:
-            return None
-        if (thread := threading.get_ident()) != self._thread or thread in self.block.in_users_code:
+        if forward is None or not forward.running or self._users_functions or threading.get_ident() != self.thread:
             return None
         # A backward pass inside the forward may recompute checkpointed layers, which does not count as a call.
-        return forward if graph_task() == -1 and self.block.is_open else None  # `in_backward()`, but faster
+        return forward if graph_task() == -1 and self.is_open else None  # `in_backward()`, but faster
 
     def computing(self) -> ModelCall | None:
         """Return the forward that is running, or some of whose layers a backward pass computes again; or None."""
         if not in_backward():
             return self.running()
-        is_ours = self.is_in_our_thread() and not self.block.is_in_users_code and self.block.is_of_this_task
+        is_ours = self.is_in_our_thread() and not self._users_functions and self.is_of_this_task
         return self.forward if is_ours else None
 
     def is_in_our_thread(self) -> bool:
         """Whether a hook was called for the thread of the block; backward passes on a GPU run in another thread."""
-        if self._thread == threading.get_ident():
-            return self.block.is_open
-        return self.block.is_open and torch.cuda.is_initialized() and in_backward()  # type: ignore[no-untyped-call]
+        if self.thread == threading.get_ident():
+            return self.is_open
+        return self.is_open and torch.cuda.is_initialized() and in_backward()  # type: ignore[no-untyped-call]
 
-    def pass_over(self, module: nn.Module) -> Any:
-        """Remember that a thread that the running forward has started calls a layer."""
-        forward = self.forward
-        if forward is not None and forward.running and self.block.is_worker and not in_backward():
-            self.in_workers.add(id(module))
+    def pass_over(self, module: nn.Module) -> None:
+        """Remember that another thread calls a layer while a forward is running."""
+        is_other = self.is_open and threading.get_ident() != self.thread
+        if is_other and self.forward is not None and self.forward.running and not in_backward():
+            self.unseen.setdefault(id(module), OTHER_THREAD)
 
     # The hooks of the model.
 
@@ -420,16 +319,10 @@ class Capture:
 
     def begin(self, caller: FrameType) -> None:
         """Complete the last record and start a new one; `caller` is the function that calls the model's hooks."""
-        if not self.block.is_open or in_backward():
+        if in_backward() or not self.counts_calls:
             return
-        if self._variant.has_other_callers and torch.compiler.is_exporting() and has_dispatch_modes():
+        if self._has_other_callers and torch.compiler.is_exporting() and has_dispatch_modes():
             return  # of this thread: the exported program would contain the hooks, and the record no values
-        block = self.block
-        if (thread := threading.get_ident()) != self._thread or thread in block.in_users_code:
-            block.callers.add(thread)
-            return
-        if block.task is not None and not block.is_of_this_task:
-            return
         if self._is_inside_forward():
             return  # the model calls itself: its layers run again in the same forward
         self.hand_on()
@@ -454,8 +347,7 @@ class Capture:
 
     def _finish(self, module: nn.Module, args: Any, output: Any) -> None:
         if self.is_in_our_thread() and not self._is_inside_forward():
-            for call in self.on_finish:
-                call()
+            self.let_go()
 
     # The hooks of layers. PyTorch calls a hook without keyword arguments if another thread removes it meanwhile; such a
     # call is ignored.
@@ -473,12 +365,9 @@ class Capture:
         if not self.is_in_our_thread():
             return self.pass_over(module)
         point.calls.append(self._call(module))
-        return self._pass_arguments(point, point.on_enter, args, kwargs) if point.on_enter else None
+        return self._pass_arguments(point, point.on_enter, module, args, kwargs) if point.on_enter else None
 
-    def _receive(self, point: Point, module: nn.Module, args: Any, kwargs: Any = None) -> Any:
-        return self._pass_arguments(point, point.on_receive, args, kwargs)
-
-    def _pass_arguments(self, point: Point, steps: list[Step], args: Any, kwargs: Any) -> Any:
+    def _pass_arguments(self, point: Point, steps: list[Step], module: nn.Module, args: Any, kwargs: Any = None) -> Any:
         if not self.is_in_our_thread() or not point.calls or kwargs is None or point.calls[-1].number is None:
             return None
         value = {**dict(enumerate(args)), **kwargs}
@@ -511,62 +400,52 @@ class Capture:
 
     # The steps that keep values.
 
-    def keep_values(self, kept: list[tuple[str, TapRequest, Site]], call: Call, value: Any) -> Any:
+    def keep_values(self, kept: list[tuple[Requested, Site]], call: Call, value: Any) -> Any:
         """Keep a value of a call in the record; end the forward after the last value."""
         forward = call.forward
-        if forward is None or call.number is None:
+        if forward is None:
             return value
-        for layer, request, first_site in kept:
+        for request, first in kept:
             if request.call is not None and request.call != call.number:
                 continue
             if isinstance(value, Tensor) and not request.path:
-                site = first_site if call.number == 0 else Site(layer, call.number, (), request.what)
+                site = first if call.number == 0 else Site(first.layer, call.number, (), request.what)
                 self.keep_tensor(forward.record, site, request, value)
             else:
-                for path, tensor in _tensors(value, request.path):
-                    self.keep_tensor(forward.record, Site(layer, call.number, path, request.what), request, tensor)
+                for path, tensor in tensors_in(value, request.path):
+                    self.keep_tensor(
+                        forward.record, Site(first.layer, call.number, path, request.what), request, tensor
+                    )
             if self._to_keep is not None:
-                forward.kept[layer, request.what] += 1
-                forward.left -= forward.kept[layer, request.what] == self._to_keep[layer, request.what]
+                key = first.layer, request.what
+                forward.kept[key] += 1
+                forward.left -= forward.kept[key] == self._to_keep[key]
         if self._stoppable and self._to_keep and not forward.left:
             raise _Stop(self)
         return value
 
-    def keep_tensor(self, record: Record, site: Site, request: TapRequest, tensor: Tensor) -> None:
+    def keep_tensor(self, record: Record, site: Site, request: Requested, tensor: Tensor) -> None:
         """Copy a tensor into the record, or keep the tensor itself."""
-        # Entering a context takes as long as the copy of a small tensor.
-        if not request.live and (request.reduce is None or not self._variant.reduce_calls_layers):
-            record.by_site[site] = self._variant.copy_out(tensor, request.reduce, site)
-            return
-        with self.block.users_code():
-            if request.live:
-                if request.reduce is None and tensor.is_inference():
-                    raise InputError(
-                        f"{site} cannot be kept live in inference mode, which has no graph", hint="use torch.no_grad()"
-                    )
-                record._keep_live(site, tensor if request.reduce is None else request.reduce(tensor))
-            else:
-                record.by_site[site] = self._variant.copy_out(tensor, request.reduce, site)
+        if request.live:
+            if request.reduce is None and tensor.is_inference():
+                raise InputError(
+                    f"{site} cannot be kept live in inference mode, which has no graph", hint="use torch.no_grad()"
+                )
+            record._keep_live(site, tensor if request.reduce is None else self.call_users(request.reduce, tensor))
+        elif request.reduce is None:
+            record.by_site[site] = self._copy_out(tensor, None, site)
+        else:
+            record.by_site[site] = self.call_users(self._copy_out, tensor, request.reduce, site)
 
 
-def _tensors(value: Any, within: tuple[str, ...]) -> Iterable[tuple[Path, Tensor]]:
-    """Return what `tensors_in` yields; arguments that are all tensors need no search."""
-    if type(value) is dict and all(isinstance(part, Tensor) for part in value.values()):
-        return [((key,), part) for key, part in value.items() if within in ((), (str(key),))]
-    return tensors_in(value, within)
-
-
-def as_kept(layer: str, requests: Iterable[TapRequest]) -> list[tuple[str, TapRequest, Site]]:
+def as_kept(layer: str, requests: Iterable[Requested]) -> list[tuple[Requested, Site]]:
     """Return requests for values of a layer, with the site of a tensor of its first call; see `Capture.keep_values`."""
-    return [(layer, request, Site(layer, 0, (), request.what)) for request in requests]
+    return [(request, Site(layer, 0, (), request.what)) for request in requests]
 
 
-def is_before_others(hook: Any) -> bool:
-    """Whether a forward hook is one of a `Capture` that passes outputs on before other hooks see them."""
-    if not isinstance(hook, ModelBoundHook) or not isinstance(hook.hook, partial):
-        return False
-    is_at_output = getattr(hook.hook.func, "__func__", None) is Capture._leave
-    return is_at_output and hook.hook.args[1] is hook.hook.args[0].on_return
+def number_again(calls: Counter[Any], key: Any) -> int:
+    """Return the number of a call that a backward pass repeats, 0 if there was one call in the forward."""
+    return 0 if calls[key] == 1 else UNKNOWN
 
 
 def in_backward() -> bool:
@@ -589,3 +468,10 @@ def is_simple(module: nn.Module) -> bool:
     """
     kind = type(module).__module__
     return kind.startswith("torch.nn.modules.") and "forward" not in vars(module) and not any(module.children())
+
+
+def _current_task() -> asyncio.Task[Any] | None:
+    try:
+        return asyncio.current_task()
+    except RuntimeError:  # no event loop runs
+        return None

@@ -12,13 +12,68 @@ import torch
 from torch import Tensor
 
 from extract.errors import InputError
-from extract.taps.record import Site
-from extract.taps.torch_internals import is_in_functorch, is_saved, is_shared
+from extract.taps.record import Reduce, Site
+from extract.taps.torch_internals import computes_tangents, inference_mode, is_in_functorch, is_saved, is_shared
 
-__all__ = ["copied", "dense_copy", "edited_by", "overlaps_itself", "with_attributes"]
+__all__ = ["CopyOut", "copied", "copy_out", "edited_by", "overlaps_itself"]
+
+CopyOut = Callable[[Tensor, Reduce | None, Site], Any]
 
 
-def dense_copy(value: Any, site: Site, to_cpu: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+def copy_out(
+    tensor: Tensor, reduce: Reduce | None, site: Site, to_cpu: Callable[[Tensor], Tensor] | None = None
+) -> Any:
+    """Reduce a tensor on its device, then copy the result to the CPU.
+
+    Args:
+        tensor: on the device of the model.
+        reduce: see `Taps.keep`.
+        site: the site of the tensor, for errors.
+        to_cpu: copies a dense tensor to the CPU, possibly asynchronously; None makes a blocking copy.
+    """
+    if reduce is None and not torch.is_inference_mode_enabled():
+        attached = tensor.requires_grad or computes_tangents()
+        return _copied(tensor.detach() if attached else tensor, site, to_cpu)
+    # Copies made in inference mode could not be used in training later. This guard is what `torch.inference_mode` uses;
+    # the latter takes as long as the copy of a small tensor.
+    with inference_mode(False):
+        value = tensor.detach()
+        if reduce is None:
+            return _copied(value, site, to_cpu)
+        with torch.no_grad():
+            try:
+                value = reduce(value)
+            except Exception as error:
+                shape = "" if tensor.is_nested else f" of shape {tuple(tensor.shape)}"
+                error.add_note(f"while reducing {site}{shape}")
+                raise
+            if isinstance(value, dict):
+                return {name: _copied(part, site, to_cpu) for name, part in value.items()}
+            return _copied(value, site, to_cpu)
+
+
+def _copied(value: Any, site: Site, to_cpu: Callable[[Tensor], Tensor] | None) -> Tensor:
+    """Return a contiguous, dense copy on the CPU that owns its memory."""
+    return (
+        value.clone()
+        if type(value) is Tensor and to_cpu is None and _is_plain(value)
+        else _dense_copy(value, site, to_cpu)
+    )
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether `clone` gives what `_dense_copy` returns."""
+    return (
+        tensor.is_cpu
+        and tensor.dtype is torch.float32
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+        and not is_in_functorch(tensor)
+        and tensor.is_contiguous()
+    )
+
+
+def _dense_copy(value: Any, site: Site, to_cpu: Callable[[Tensor], Tensor] | None = None) -> Tensor:
     """Return a contiguous, dense copy on the CPU that owns its memory, and warn of infinite float16 values.
 
     Args:
@@ -67,10 +122,10 @@ def copied(tensor: Tensor) -> Tensor:
     `Tensor.clone` makes a slice contiguous, and PyTorch rounds some functions in another way for contiguous tensors:
     the model would compute other values with the copy. Of frames that overlap in memory, each has its own in the copy.
     """
-    return with_attributes(_with_strides_of(tensor), tensor)
+    return _with_attributes(_with_strides_of(tensor), tensor)
 
 
-def with_attributes(tensor: Tensor, other: Tensor) -> Tensor:
+def _with_attributes(tensor: Tensor, other: Tensor) -> Tensor:
     """Return a tensor, with the Python attributes of another one that it does not have."""
     for name, attribute in other.__dict__.items():  # such as `orig` in models of fastai
         tensor.__dict__.setdefault(name, attribute)  # the copy of a subclass may have its data there
@@ -99,7 +154,7 @@ def overlaps_itself(tensor: Tensor) -> bool:
     return False
 
 
-def edited_by(tensor: Tensor, edit: Callable[[Tensor], Tensor], site: Site, *, may_change: bool = False) -> Tensor:
+def edited_by(tensor: Tensor, edit: Callable[[Tensor], Tensor], site: Site, may_change: bool = False) -> Tensor:
     """Call an edit, and return a result that nothing else can read or change.
 
     Args:
@@ -136,7 +191,7 @@ def edited_by(tensor: Tensor, edit: Callable[[Tensor], Tensor], site: Site, *, m
     is_new = type(result) is Tensor and sys.getrefcount(result) <= _references_of_new_result()
     if not is_new or result._is_view() or is_saved(result) or is_shared(result):
         result = copied(result)
-    return with_attributes(result, tensor)
+    return _with_attributes(result, tensor)
 
 
 @functools.cache

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from extract.errors import InputError, LayertapError
-from extract.taps.capture import Call, Capture, as_kept, frames_of, in_backward
+from extract.taps.capture import Call, Capture, as_kept, frames_of, in_backward, number_again
 from extract.taps.functions import (
     Listener,
     attention_weights,
@@ -25,9 +25,9 @@ from extract.taps.functions import (
     watch_again,
 )
 from extract.taps.nested import tensors_in
-from extract.taps.requests import Requests, TapRequest, number_again
-from extract.taps.surgery import Surgery
-from extract.taps.torch_internals import graph_task, has_function_modes
+from extract.taps.record import Requested
+from extract.taps.surgery import Requests, Surgery
+from extract.taps.torch_internals import TRACED, graph_task, has_function_modes
 
 __all__ = ["FunctionCalls"]
 
@@ -49,12 +49,12 @@ class FunctionCalls:
     """
 
     def __init__(
-        self, capture: Capture, surgery: Surgery, layers: Mapping[str, nn.Module], requests: Sequence[TapRequest]
+        self, capture: Capture, surgery: Surgery, layers: Mapping[str, nn.Module], requests: Sequence[Requested]
     ):
         self._capture, self._surgery, self._layers, self._requests = capture, surgery, layers, requests
         # Layer -> requests for its functions, and for its attention.
-        self._functions_of: dict[str, list[TapRequest]] = {}
-        self._attentions_of: dict[str, list[TapRequest]] = {}
+        self._functions_of: dict[str, list[Requested]] = {}
+        self._attentions_of: dict[str, list[Requested]] = {}
         for request in requests:
             if request.operation:
                 self._functions_of.setdefault(request.layer, []).append(request)
@@ -67,7 +67,6 @@ class FunctionCalls:
         self._again: list[Running] = []  # the same of the layers that a backward pass computes again
         self._again_in = -1  # the backward pass (graph task) that computes them
         self._end_again: Callable[[], None] = lambda: None  # ends the watching of functions meanwhile
-        capture.on_finish.append(partial(unwatch, self._listener))
         capture.on_let_go.append(self._let_go)
 
     def _let_go(self) -> None:
@@ -75,15 +74,15 @@ class FunctionCalls:
         self._again.clear()
         unwatch(self._listener)
 
-    def register(self, closed: Collection[str]) -> None:
-        """Register hooks on the layers that a request needs; `closed` are names of layers that take none."""
+    def register(self) -> None:
+        """Register hooks on the layers that a request needs; scripted ones take none."""
         is_asked = bool(self._functions_of or self._attentions_of)
         hook = self._capture.hook
         if is_asked:
             hook(self._layers[""].register_forward_pre_hook, self._watch)
         modules: dict[int, tuple[nn.Module, list[str]]] = {}
         for name, module in self._layers.items():
-            if name not in closed:
+            if not isinstance(module, torch.jit.ScriptModule):
                 modules.setdefault(id(module), (module, []))[1].append(name)
         for module, names in modules.values():
             if is_asked:
@@ -124,7 +123,7 @@ class FunctionCalls:
             self._end_again = watch_again(self._listener)
         if not (again or has_function_modes()):
             # A mode is off inside the functions that it watches: torch.cond is one.
-            self._capture.traced.add(id(module))
+            self._capture.unseen[id(module)] = TRACED
         # The frame of the module's call, which PyTorch's function `inner` is called in.
         self._running_layers(again).append((names, sys._getframe(3)))
 
@@ -178,12 +177,10 @@ class FunctionCalls:
                     result = self._pass_result(key, requests, Call(number, None if again else forward), kwargs, result)
         return result
 
-    def _pass_result(
-        self, key: str, requests: list[TapRequest], call: Call, kwargs: dict[str, Any], result: Any
-    ) -> Any:
+    def _pass_result(self, key: str, requests: list[Requested], call: Call, kwargs: dict[str, Any], result: Any) -> Any:
         """Edit, watch and keep the result of a function, and return what the model continues with."""
-        edits = Requests([(key, r) for r in requests if r.edit is not None and r.what == "output"])
-        gradients = Requests([(key, r) for r in requests if r.what == "grad"])
+        edits = Requests([r for r in requests if r.edit is not None and r.what == "output"], key)
+        gradients = Requests([r for r in requests if r.what == "grad"], key)
         if edits.is_for(call.number):
             if kwargs.get("out") is not None:
                 raise LayertapError(
@@ -198,18 +195,8 @@ class FunctionCalls:
 
 
 def _is_fused(encoder: Any, arguments: Mapping[str, Any]) -> bool:
-    """Whether an `nn.TransformerEncoder` leaves zeros at padded places of a batch; its own conditions are repeated."""
-    src, padding = arguments.get("src"), arguments.get("src_key_padding_mask")
-    if not (isinstance(src, Tensor) and isinstance(padding, Tensor)) or arguments.get("mask") is not None:
+    """Whether an `nn.TransformerEncoder` may compute a padded batch as a nested tensor, with zeros at padded places."""
+    if arguments.get("src_key_padding_mask") is None or not getattr(encoder, "use_nested_tensor", False):
         return False
-    if src.is_nested or src.ndim != 3 or not len(encoder.layers):
-        return False
-    first = encoder.layers[0]
-    is_on = getattr(encoder, "use_nested_tensor", False) and torch.backends.mha.get_fastpath_enabled()
-    if not is_on or first.training or torch.is_autocast_enabled():
-        return False
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (src, *first.parameters())):
-        return False
-    is_word = padding.logical_not()  # (B, T); a mask of numbers has zeros at words
-    words_come_first = not bool((is_word[:, 1:] & ~is_word[:, :-1]).any())
-    return not bool(is_word.all()) and (words_come_first or not getattr(encoder, "mask_check", True))
+    needs_gradients = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in encoder.parameters())
+    return not (encoder.training or needs_gradients)

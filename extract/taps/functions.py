@@ -11,7 +11,7 @@ import dataclasses
 import inspect
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -43,7 +43,6 @@ __all__ = [
     "unwatched",
     "watch",
     "watch_again",
-    "watching",
     "write",
     "write_into",
 ]
@@ -243,16 +242,6 @@ def unwatch(listener: Listener) -> None:
 def is_watched(listener: Listener) -> bool:
     """Whether the listener is told of the function calls of this thread."""
     return _state.watch is not None and listener in _state.watch.listeners
-
-
-@contextlib.contextmanager
-def watching(listener: Listener) -> Iterator[None]:
-    """Context manager: tell the listener of each function call of this thread."""
-    watch(listener)
-    try:
-        yield
-    finally:
-        unwatch(listener)
 
 
 def _leave(mode: TorchFunctionMode) -> None:

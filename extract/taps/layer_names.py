@@ -17,7 +17,6 @@ from extract.errors import InputError, LayertapError, unknown_name
 __all__ = [
     "INSIDE",
     "is_glob",
-    "layer_named",
     "match_layers",
     "named_layers",
     "named_parameters",
@@ -51,22 +50,6 @@ def named_layers(model: nn.Module) -> dict[str, nn.Module]:
         if plain := _plain(name):
             layers[plain] = module  # the wrapped module replaces its wrapper
     return layers
-
-
-def layer_named(model: nn.Module, name: str) -> nn.Module | None:
-    """Return the layer that `named_layers` lists under a name, or None."""
-    module = _inside_wrappers(unwrap(model))
-    for part in name.split(".") if name else ():
-        if part not in module._modules or (inner := module._modules[part]) is None:
-            return None
-        module = _inside_wrappers(inner)
-    return module
-
-
-def _inside_wrappers(module: nn.Module) -> nn.Module:
-    while inner := next((module._modules[name] for name in _WRAPPERS if name in module._modules), None):
-        module = inner
-    return module
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

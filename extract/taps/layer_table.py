@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from extract.errors import InputError
 from extract.taps.batch_axis import Trial
-from extract.taps.functions import Listener, operation_name, watching
 from extract.taps.layer_names import match_layers, named_layers
-from extract.taps.nested import tensors_in
 from extract.taps.record import Site
+from extract.taps.taps import Taps
 
 __all__ = ["LayerRow", "layer_table"]
 
@@ -110,36 +107,20 @@ def _operations(model: nn.Module, picture: Tensor, names: Sequence[str]) -> list
     """Return a row for each function that returns tensors, called by these layers or by the model itself."""
     named = named_layers(model)
     # Functions inside torch.nn modules such as nn.Conv2d add nothing to the row of the layer.
-    told = {name for name in names if not type(named[name]).__module__.startswith("torch.nn.")} | {""}
-    stack = [""]
+    callers = ["", *[name for name in names if not type(named[name]).__module__.startswith("torch.nn.")]]
+    taps = Taps(model, [f"{name}/*" for name in callers], reduce=_bytes_and_shape)
+    with torch.no_grad(), taps:
+        taps(picture)
     rows: dict[str, LayerRow] = {}
-
-    def on_call(function: Any, args: Any, kwargs: Any, result: Any) -> Any:
-        name = operation_name(function)
-        tensors = [tensor for _, tensor in tensors_in(result)]
-        if name is not None and tensors and stack[-1] in told:
-            row = rows.setdefault(f"{stack[-1]}/{name}", LayerRow(f"{stack[-1]}/{name}", "function"))
-            row.shapes = row.shapes or {"": tuple(tensors[0].shape[1:])}
-            row.calls += 1
-            row.bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        return result
-
-    def push(name: str, module: nn.Module, args: Any) -> None:
-        stack.append(name)
-
-    def pop(module: nn.Module, args: Any, output: Any) -> None:
-        stack.pop()
-
-    handles = []
-    try:
-        for name, module in named.items():
-            handles += [module.register_forward_pre_hook(partial(push, name)), module.register_forward_hook(pop)]
-        with torch.no_grad(), watching(Listener(on_call)):
-            model(picture)
-    finally:
-        for handle in handles:
-            handle.remove()
+    for site, value in taps.record.by_site.items():
+        size, *shape = value.tolist()
+        row = rows.setdefault(site.layer, LayerRow(site.layer, "function", {"": tuple(shape)}))
+        row.calls, row.bytes = site.call + 1, row.bytes + size
     for row in rows.values():
         if row.calls > 1:
             row.notes.append(f"called {row.calls} times: {row.name}#0 to {row.name}#{row.calls - 1}")
     return list(rows.values())
+
+
+def _bytes_and_shape(tensor: Tensor) -> Tensor:
+    return torch.tensor([tensor.numel() * tensor.element_size(), *tensor.shape[1:]])

@@ -1,23 +1,23 @@
 """Nested inputs and outputs of layers: find the tensors inside, or replace them.
 
-A path locates a tensor by indices of tuples, lists and deques, mapping keys, and names in dataclasses and namespaces,
-from the outside in. The output of an LSTM has the paths `(0,)`, `(1, 0)` and `(1, 1)`; a plain tensor has `()`.
+A path locates a tensor by indices of tuples and lists, mapping keys, and names in dataclasses, from the outside in. The
+output of an LSTM has the paths `(0,)`, `(1, 0)` and `(1, 1)`; a plain tensor has `()`.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import operator
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 from torch import Tensor, nn
 
 from extract.errors import InputError
 
-__all__ = ["Path", "is_all_tensors", "is_several", "map_tensors", "tensors_in", "unread"]
+__all__ = ["Path", "is_several", "map_tensors", "tensors_in", "unread"]
 
 Path = tuple[str | int, ...]
 _MANY = 16
@@ -41,20 +41,15 @@ def tensors_in(value: Any, within: tuple[str, ...] = (), path: Path = ()) -> Ite
             yield from tensors_in(part, within[1:], (*path, key))
 
 
-def is_all_tensors(value: Any) -> bool:
-    """Whether a value is a dict of tensors, as the arguments of most layers are."""
-    return type(value) is dict and all(isinstance(part, Tensor) for part in value.values())
-
-
 def unread(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield (path, object) for sets and objects that hold floating-point tensors which `tensors_in` leaves out."""
+    """Yield (path, object) for sets, deques and objects with floating-point tensors which `tensors_in` leaves out."""
     if isinstance(value, Tensor | nn.Module | type):
         return
     for key, part in (parts := _parts(value)):
         yield from unread(part, (*path, key))
     if not parts:
         attributes = vars(value).values() if type(value).__dictoffset__ else ()
-        held = value if isinstance(value, set | frozenset) else attributes
+        held = value if isinstance(value, set | frozenset | deque) else attributes
         if any(isinstance(part, Tensor) and part.is_floating_point() for part in held):
             yield path, value
 
@@ -74,60 +69,44 @@ def map_tensors(value: Any, function: Callable[[Path, Tensor], Tensor], path: Pa
 def _parts(value: Any) -> list[tuple[str | int, Any]]:
     if isinstance(value, Mapping):
         return list(value.items())
-    if isinstance(value, tuple | list | deque):
+    if isinstance(value, tuple | list):
         # Of a long list of numbers, the types are looked at faster than the items.
         return [] if len(value) > _MANY and _PLAIN.issuperset(map(type, value)) else list(enumerate(value))
-    if isinstance(value, SimpleNamespace):
-        return list(vars(value).items())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return [(field.name, getattr(value, field.name, None)) for field in dataclasses.fields(value)]
     return []
 
 
 def _rebuilt(value: Any, parts: dict[str | int, Any]) -> Any:
-    """Return a copy of a container with other parts."""
-    if isinstance(value, MappingProxyType):
-        return MappingProxyType(parts)
-    if isinstance(value, Mapping):
-        return _rebuilt_mapping(value, parts)
-    if isinstance(value, tuple | list):
-        return _rebuilt_sequence(value, list(parts.values()))
-    rebuilt = copy.copy(value)
-    if isinstance(value, deque):
-        rebuilt.clear()
-        rebuilt.extend(parts.values())
-        return rebuilt
-    for name, part in parts.items():
-        object.__setattr__(rebuilt, str(name), part)  # works for frozen dataclasses too
-    return rebuilt
+    """Return a copy of a container with other parts.
 
-
-def _rebuilt_mapping(value: Mapping[Any, Any], parts: dict[str | int, Any]) -> Any:
-    rebuilt: Any = copy.copy(value)
+    Raises:
+        InputError: a class of the model's own cannot be made with other parts.
+    """
+    kind, items = type(value), list(parts.values())
     try:
-        for key, part in parts.items():
-            rebuilt[key] = part
-    except TypeError as error:
-        raise InputError(f"a value inside {type(value).__name__} was edited, which cannot be changed") from error
-    return rebuilt
+        if isinstance(value, tuple | list):
+            rebuilt: Any = kind._make(items) if hasattr(kind, "_make") else kind(items)  # as named tuples
+            if len(rebuilt) == len(items) and all(map(operator.is_, rebuilt, items)):
+                return rebuilt
+        else:
+            rebuilt = copy.copy(value)
+            for key, part in parts.items():
+                if isinstance(value, Mapping):
+                    rebuilt[key] = part
+                else:
+                    object.__setattr__(rebuilt, str(key), part)  # works for frozen dataclasses too
+            return rebuilt
+    except Exception as error:  # of the code of its class
+        raise _not_rebuilt(kind) from error
+    raise _not_rebuilt(kind)
 
 
-def _rebuilt_sequence(value: Any, items: list[Any]) -> Any:
-    """Return a tuple or list with other items, of the same type and with the same attributes."""
-    kind, attributes = type(value), getattr(value, "__dict__", {})
-    try:
-        rebuilt = kind._make(items) if hasattr(kind, "_make") else kind(items)  # as named tuples
-    except Exception:  # the constructor takes other arguments
-        rebuilt = ()
-    if len(rebuilt) != len(items) or any(a is not b for a, b in zip(rebuilt, items, strict=True)):
-        rebuilt = tuple.__new__(kind, items) if isinstance(value, tuple) else copy.copy(value)
-        if isinstance(value, list):
-            list.__setitem__(rebuilt, slice(None), items)
-            getattr(rebuilt, "__dict__", {}).clear()
-    of_part = {id(old): new for old, new in zip(value, items, strict=True)}
-    for name, attribute in attributes.items():
-        vars(rebuilt).setdefault(name, of_part.get(id(attribute), attribute))
-    return rebuilt
+def _not_rebuilt(kind: type) -> InputError:
+    return InputError(
+        f"a value inside {kind.__name__} is to be replaced, which this class does not allow",
+        hint="name another layer, such as one inside this one",
+    )
 
 
 def is_several(value: Any) -> bool:

@@ -48,17 +48,17 @@ class Site:
 
     def is_meant_by(self, text: str) -> bool:
         """Whether the text is this site's text form, possibly without call number, kind, path or end of the path."""
-        for call in ("", f"#{self.call}"):
-            for depth in range(len(self.path) + 1):
-                path = ":" + ".".join(map(str, self.path[:depth])) if depth else ""
-                if text in (f"{self.layer}{call}{path}", f"{self.layer}{call}{path}@{self.what}"):
-                    return True
-        return False
+        layer, call, path, what = split_text(text, (self.layer,))
+        return layer == self.layer and self._matches(call, path, what)
+
+    def _matches(self, call: int | None, path: tuple[str, ...], what: str | None) -> bool:
+        """Whether a site is of this call and kind, None meaning any, and its path starts so, keys taken as text."""
+        return call in (None, self.call) and what in (None, self.what) and has_prefix(self.path, path)
 
 
 @dataclasses.dataclass(frozen=True)
 class Requested:
-    """Values of one layer that are to be kept or edited.
+    """Values of one layer that are to be edited, or kept if `edit` is None.
 
     A `call` of None means every call. `path` is the path of a tensor or the start of one. If `operation` is not empty,
     functions called in the layer's own forward whose names match this glob are meant.
@@ -70,6 +70,9 @@ class Requested:
     call: int | None = None
     path: tuple[str, ...] = ()
     pattern: str = ""  # the glob or type that named the layer; empty if it was named itself
+    reduce: Reduce | None = None
+    edit: Callable[[Tensor], Tensor] | None = None
+    live: bool = False  # the tensor itself is kept, not a copy
 
     @property
     def name(self) -> str:
@@ -80,15 +83,18 @@ class Requested:
         """Return the text form of the sites that are meant."""
         return Site(self.name, self.call or 0, self.path, self.what).text(with_call=self.call is not None)
 
-    def covers(self, path: Path) -> bool:
-        """Whether a tensor at this path is meant, or is inside a tuple, list or mapping that is."""
-        return has_prefix(path, self.path)
+    def overlaps(self, other: Requested) -> bool:
+        """Whether both may be for the same value."""
+        same = (self.layer, self.operation, self.what) == (other.layer, other.operation, other.what)
+        depth = min(len(self.path), len(other.path))
+        calls = (self.call, other.call)
+        return same and self.path[:depth] == other.path[:depth] and (None in calls or calls[0] == calls[1])
 
     def is_met_by(self, site: Site) -> bool:
         """Whether a site is one of those meant."""
         layer, _, operation = site.layer.partition("/")
-        same = layer == self.layer and fnmatchcase(operation, self.operation) and site.what == self.what
-        return same and self.call in (None, site.call) and self.covers(site.path)
+        same = layer == self.layer and fnmatchcase(operation, self.operation)
+        return same and site._matches(self.call, self.path, self.what)
 
 
 def has_prefix(path: Path, start: tuple[str, ...]) -> bool:
@@ -205,11 +211,7 @@ class Record(Mapping[str, Any]):
         """
         known = {site.layer: None for site in self.by_site}
         layers, call, path, what = split_text(pattern, known)
-        sites = {
-            name: site
-            for name, site in self.sites.items()
-            if what in (None, site.what) and call in (None, site.call) and has_prefix(site.path, path)
-        }
+        sites = {name: site for name, site in self.sites.items() if site._matches(call, path, what)}
         base, slash, operation = layers.partition("/")
         if layers in known:
             matches = {layers}

@@ -24,7 +24,7 @@ __all__ = ["StandIn", "StandInError", "StandIns", "originals", "stands_in"]
 
 
 class StandIns:
-    """The stand-ins of one forward."""
+    """The stand-ins of the running forward, and which the model wrote into, in all forwards of the block."""
 
     def __init__(self) -> None:
         self._all: list[StandIn] = []
@@ -84,6 +84,10 @@ class StandIns:
         """
         if (site.layer, site.what) in self._written:
             raise StandInError(site)
+
+    def let_go(self) -> None:
+        """Let go of all stand-ins, also those of an interrupted forward."""
+        self._all = []
 
     def end(self) -> None:
         """Let go of all stand-ins at the end of the forward.

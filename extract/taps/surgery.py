@@ -14,24 +14,24 @@ import dataclasses
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
-from extract.errors import InputError
-from extract.taps.capture import Call, Capture, Point, Variant, in_backward, is_before_others, is_simple
-from extract.taps.copies import copied, edited_by, overlaps_itself
+from extract.errors import InputError, LayertapError
+from extract.taps.capture import UNKNOWN, Call, Capture, Point, frames_of, in_backward, is_simple
+from extract.taps.copies import CopyOut, copied, copy_out, edited_by, overlaps_itself
 from extract.taps.functions import Listener, Write, unwatch, unwatched, watch, watch_again, write
-from extract.taps.nested import Path, is_all_tensors, is_several, map_tensors, tensors_in, unread
-from extract.taps.record import Site
-from extract.taps.requests import UNKNOWN, Requests, TapRequest
+from extract.taps.nested import Path, is_several, map_tensors, tensors_in, unread
+from extract.taps.record import Requested, Site, has_prefix
 from extract.taps.stand_ins import StandIn, StandInError, StandIns, originals, stands_in
-from extract.taps.torch_internals import hooks_of, is_saved, is_shared, memory_of
+from extract.taps.torch_internals import ModelBoundHook, engine_code, hooks_of, is_saved, is_shared, memory_of
 
-__all__ = ["Surgery"]
+__all__ = ["ParameterGradients", "Requests", "Surgery"]
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -67,6 +67,48 @@ class _Changes:
         )
 
 
+class Requests:
+    """Requests for one kind of value of a layer, or of a function, whose name is then given.
+
+    A layer that stands in two places has two names.
+    """
+
+    def __init__(self, requests: Iterable[Requested], function: str = ""):
+        self._all = [(function or request.layer, request) for request in requests]
+        self._of: dict[tuple[int, Path], list[tuple[Site, Requested]]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._all)
+
+    def of(self, call: int, path: Path) -> list[tuple[Site, Requested]]:
+        """Return the requests for one tensor, with its site.
+
+        Args:
+            call: number of the call; `UNKNOWN` if it is not known which call is repeated.
+            path: path of the tensor in the value.
+
+        Raises:
+            LayertapError: the number is unknown, and an edit is for one call.
+        """
+        if (call, path) not in self._of:
+            covering = [(layer, request) for layer, request in self._all if has_prefix(path, request.path)]
+            for layer, request in covering:
+                if call == UNKNOWN and request.call is not None and request.edit is not None:
+                    raise LayertapError(
+                        f"layer {layer!r} runs more than once under checkpointing: edit all calls or none"
+                    )
+            self._of[call, path] = [
+                (Site(layer, call, path, request.what), request)
+                for layer, request in covering
+                if request.call in (None, call)
+            ]
+        return self._of[call, path]
+
+    def is_for(self, call: int | None) -> bool:
+        """Whether some request is for this call."""
+        return any(request.call in (None, call) for _, request in self._all)
+
+
 # Returns what the model continues with: receives the call, the site, the tensor that was edited, and the result.
 _PassOn = Callable[[Call, Site, Tensor, Tensor], Tensor]
 
@@ -76,37 +118,34 @@ class Surgery:
 
     Args:
         capture: the block.
-        variant: see `Variant`.
         edited: receives the id of each request whose edit was applied.
+        copy_out: reduces and copies a kept gradient.
+        replaces: whether the model may receive a copy of an output in its place, where a gradient hook on the output is
+            not safe.
     """
 
-    def __init__(self, capture: Capture, variant: Variant, edited: set[int]):
-        self._capture, self._variant, self._edited_requests = capture, variant, edited
+    def __init__(self, capture: Capture, edited: set[int], copy_out: CopyOut, replaces: bool):
+        self._capture, self._edited_requests, self._copy_out, self._replaces = capture, edited, copy_out, replaces
         self.listener = Listener(on_write=self._on_write, writes_into_a_copy=self._writes_into_a_copy)
         self._modules: list[nn.Module] = []
-        self._stand_ins: StandIns | None = None  # of the last forward
+        self._stand_ins = StandIns()
         self._editing: list[tuple[Point, Call]] = []  # running calls of layers whose outputs are edited
         self._watched: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
-        capture.on_end.append(self._end)
-        capture.on_finish.append(partial(unwatch, self.listener))
+        capture.on_end.append(self._stand_ins.end)
         capture.on_let_go.append(self._let_go)
 
-    def _end(self) -> None:
-        if self._stand_ins is not None:
-            self._stand_ins.end()
-
     def _let_go(self) -> None:
-        self._stand_ins = None
+        self._stand_ins.let_go()
         self._editing.clear()
         self._watched.clear()
         unwatch(self.listener)
 
-    def add(self, module: nn.Module, requests: Sequence[tuple[str, TapRequest]]) -> None:
-        """Add the steps for requests of one layer: (name of the layer, request) pairs."""
+    def add(self, module: nn.Module, requests: Sequence[Requested]) -> None:
+        """Add the steps for requests of one layer."""
         self._modules.append(module)
         point = self._capture.point(module)
         input_edits, output_edits, grad, grad_input = (
-            Requests([(name, r) for name, r in requests if r.what == what and (r.edit is not None or "grad" in what)])
+            Requests([r for r in requests if r.what == what and (r.edit is not None or "grad" in what)])
             for what in ("input", "output", "grad", "grad_input")
         )
         # Edits come before all other hooks: transformers captures hidden states by hooks of its own, and with edits
@@ -127,7 +166,7 @@ class Surgery:
             point.on_return.append(self._settle)
         if output_edits:
             point.on_return.append(partial(self._edit_output, output_edits))
-        if grad and self._variant.stands_in and (hooks_of(module)[1] or point.on_return):
+        if grad and self._replaces and (hooks_of(module)[1] or point.on_return):
             # Before other hooks: what they keep of the output may be a part of the loss.
             point.on_return.append(partial(self._separate, grad))
         if grad:
@@ -140,7 +179,7 @@ class Surgery:
         """
         for module in self._modules:
             hooks = hooks_of(module)[1]
-            for number in reversed([number for number, hook in hooks.items() if is_before_others(hook)]):
+            for number in reversed([number for number, hook in hooks.items() if _is_before_others(hook)]):
                 hooks.move_to_end(number, last=False)
 
     # Steps at the arguments.
@@ -270,7 +309,7 @@ class Surgery:
     ) -> Tensor:
         if not (requests := _gradient_requests(gradients, call, path, tensor)):
             return tensor
-        if self._variant.stands_in:
+        if self._replaces:
             tensor = self._separated(gradients, call, is_one_of_several, path, tensor)
         elif tensor.is_leaf:  # a hook on it would outlive this forward
             return tensor
@@ -289,7 +328,7 @@ class Surgery:
         """Edit the tensors in a value, and return what the model continues with."""
         if isinstance(value, Tensor):
             return self._edited(edits, pass_on, call, {}, (), value)
-        for path, part in () if is_all_tensors(value) else unread(value):
+        for path, part in unread(value):
             for site, _ in edits.of(call.number, path):
                 raise InputError(
                     f"{site} is a {type(part).__name__} that holds tensors, which edits do not reach",
@@ -313,20 +352,16 @@ class Surgery:
         key = (id(tensor), *[id(request) for _, request in requests])
         if key not in edited:
             result, may_change = tensor, pass_on == self._pass_on_new
-            with self._capture.block.users_code():
-                for site, request in requests:
-                    assert request.edit is not None
-                    result = edited_by(result, request.edit, site, may_change=may_change)
-                    may_change = True
-                    self._edited_requests.add(id(request))
+            for site, request in requests:
+                result = self._capture.call_users(edited_by, result, request.edit, site, may_change)
+                may_change = True
+                self._edited_requests.add(id(request))
             # The id of `tensor` is a key as long as it lives.
             edited[key] = tensor, pass_on(call, requests[0][0], tensor, result)
         return edited[key][1]
 
     def _stand_in(self, site: Site, given: Tensor, tensor: Tensor, *, follows: bool = False) -> StandIn | None:
         """Follow the writes into a tensor that the model continues with in place of another; see `StandIns.add`."""
-        if self._stand_ins is None:
-            self._stand_ins = StandIns()
         if in_backward():
             self._stand_ins.check_again(site)
             return None
@@ -337,26 +372,26 @@ class Surgery:
         """Whether the gradient of this tensor is watched in this forward."""
         return self._watched.get(id(tensor)) is tensor
 
-    def _on_gradient(self, tensor: Tensor, requests: list[tuple[Site, TapRequest]]) -> None:
+    def _on_gradient(self, tensor: Tensor, requests: list[tuple[Site, Requested]]) -> None:
         """Register a hook that edits and keeps the gradient of a tensor while the block is open."""
         assert self._capture.forward is not None
         self._watched[id(tensor)] = tensor
         edits = [(site, request.edit, id(request)) for site, request in requests if request.edit is not None]
         keeps = [(site, request.reduce) for site, request in requests if request.edit is None]
         # The graph must not keep the record alive, whose live tensors keep the graph alive.
-        record, block = weakref.ref(self._capture.forward.record), self._capture.block
-        copy_out, edited_requests = self._variant.copy_out, self._edited_requests
+        record, opened = weakref.ref(self._capture.forward.record), weakref.ref(self._capture)
+        copy_out, edited_requests = self._copy_out, self._edited_requests
 
         def edit_and_keep(gradient: Tensor) -> Tensor | None:
-            if not block.is_open:
+            capture = opened()
+            if capture is None or not capture.is_open:
                 return None
-            with block.users_code():
-                for site, edit, request in edits:
-                    gradient = edited_by(gradient, edit, site)
-                    edited_requests.add(request)
-                if keeps and (kept := record()) is not None:
-                    for site, reduce in keeps:
-                        kept.by_site[site] = copy_out(gradient, reduce, site)
+            for site, edit, request in edits:
+                gradient = capture.call_users(edited_by, gradient, edit, site)
+                edited_requests.add(request)
+            if keeps and (kept := record()) is not None:
+                for site, reduce in keeps:
+                    kept.by_site[site] = capture.call_users(copy_out, gradient, reduce, site)
             return gradient if edits else None
 
         tensor.register_hook(edit_and_keep)  # type: ignore[no-untyped-call]
@@ -379,7 +414,7 @@ class Surgery:
             return ()
         for changes in self._changed_calls():
             changes.written |= write.reached.keys()
-        return self._stand_ins.before_write(write) if self._stand_ins is not None else ()
+        return self._stand_ins.before_write(write)
 
     def _writes_into_a_copy(self, function: Any, write: Write) -> bool:
         """Whether a function gets a copy of the tensor that it writes into; see `Listener.writes_into_a_copy`.
@@ -396,6 +431,14 @@ class Surgery:
         )
 
 
+def _is_before_others(hook: Any) -> bool:
+    """Whether a forward hook is one of a `Capture` that passes outputs on before other hooks see them."""
+    if not isinstance(hook, ModelBoundHook) or not isinstance(hook.hook, partial):
+        return False
+    is_at_output = getattr(hook.hook.func, "__func__", None) is Capture._leave
+    return is_at_output and hook.hook.args[1] is hook.hook.args[0].on_return
+
+
 def _changes(call: Call) -> _Changes:
     if call.changes is None:
         call.changes = _Changes()
@@ -403,7 +446,7 @@ def _changes(call: Call) -> _Changes:
     return changes
 
 
-def _gradient_requests(gradients: Requests, call: Call, path: Path, tensor: Tensor) -> list[tuple[Site, TapRequest]]:
+def _gradient_requests(gradients: Requests, call: Call, path: Path, tensor: Tensor) -> list[tuple[Site, Requested]]:
     if not tensor.requires_grad or not torch.is_grad_enabled():
         return []
     requests = gradients.of(call.number, path)
@@ -432,7 +475,7 @@ def _references_of_new_output() -> int:
         return output
 
     probe = nn.ReLU()
-    capture = Capture(probe, lambda calls, text: None, (), None, None, Variant(), unwatched)
+    capture = Capture(probe, lambda calls, text: None, (), None, None, copy_out, True, unwatched)
     capture.point(probe).on_return.append(partial(step, None))
     capture.register()
     with unwatched():
@@ -440,3 +483,66 @@ def _references_of_new_output() -> int:
             probe(torch.zeros(1))
     capture.close()
     return min(counted)
+
+
+class ParameterGradients:
+    """Gradients of parameters in one block.
+
+    Args:
+        capture: the block.
+        parameters: all parameters of the model by their names.
+        requests: requests for gradients of parameters, edits first.
+        edited: receives the id of each request whose edit was applied.
+    """
+
+    def __init__(
+        self,
+        capture: Capture,
+        parameters: Mapping[str, nn.Parameter],
+        requests: list[Requested],
+        edited: set[int],
+    ):
+        self._capture, self._parameters, self._edited = capture, parameters, edited
+        self._waiting = requests  # for parameters that are not hooked yet
+
+    def register(self, root: nn.Module) -> None:
+        """Hook the parameters; those that are frozen, or of a lazy layer, after the first forward that changes this."""
+        self._hook()
+        if self._waiting:
+            self._capture.hook(root.register_forward_hook, self._hook)
+
+    def _hook(self, *_: Any) -> None:
+        waiting, self._waiting = self._waiting, []
+        for request in waiting:
+            parameter = self._parameters[request.layer]
+            if parameter.requires_grad and not is_lazy(parameter):
+                self._capture.hook(parameter.register_hook, partial(self._on_gradient, request))
+            else:
+                self._waiting.append(request)
+
+    def _on_gradient(self, request: Requested, gradient: Tensor) -> Tensor | None:
+        capture, site = self._capture, Site(request.layer, what="grad")
+        if not capture.is_in_our_thread() or not capture.is_of_this_task:
+            return None
+        # A pass inside another one: PyTorch does not say so; the stacks do. On a GPU, the passes have two threads.
+        passes = [
+            frame
+            for top in dict.fromkeys((sys._getframe(), sys._current_frames().get(capture.thread)))
+            for frame in frames_of(top)
+            if frame.f_code is engine_code
+        ]
+        if len(passes) > 1:
+            caller = passes[0].f_back
+            if caller is not None and caller.f_code is torch.autograd.grad.__code__:
+                return None  # what it computes is no part of the outer pass
+            raise LayertapError(
+                f"{site} comes in parts, one for each reentrant checkpoint", hint="checkpoint with use_reentrant=False"
+            )
+        if request.edit is not None:
+            self._edited.add(id(request))
+            edited: Tensor = capture.call_users(edited_by, gradient, request.edit, site)
+            return edited
+        if capture.forward is not None:
+            with unwatched():
+                capture.keep_tensor(capture.forward.record, site, request, gradient)
+        return None

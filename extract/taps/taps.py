@@ -26,34 +26,51 @@ import dataclasses
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, cast, get_args
 
 import torch
 from torch import nn
 
 from extract.errors import InputError, LayertapError, UnknownNameError, unknown_name
-from extract.taps.capture import Capture, ModelCall, Variant
+from extract.taps.capture import OTHER_THREAD, Capture, ModelCall
+from extract.taps.copies import CopyOut, copy_out
 from extract.taps.edits import Edit
 from extract.taps.function_calls import FunctionCalls
 from extract.taps.functions import unwatched
-from extract.taps.gradients import ParameterGradients
-from extract.taps.layer_names import layer_named, named_layers, named_parameters, unwrap
-from extract.taps.record import Record, Reduce, Site, What, split_text
-from extract.taps.requests import FROZEN, TapRequest, requests_for, why_absent
-from extract.taps.surgery import Surgery
-from extract.taps.torch_internals import COMPILED_CODE_OFF
+from extract.taps.layer_names import match_layers, named_layers, named_parameters, unwrap
+from extract.taps.record import Record, Reduce, Requested, Site, What, split_text
+from extract.taps.surgery import ParameterGradients, Surgery
+from extract.taps.torch_internals import COMPILED_CODE_OFF, TRACED
 
-__all__ = ["Taps", "capture_of", "taps_of"]
+__all__ = ["Taps", "Variant", "capture_of", "taps_of"]
 
 _SHOWN = 20  # requests in `repr(taps)`, and names in an error
-_TRACED = "in code that PyTorch's compiler traces, such as a branch of torch.cond"
+_FROZEN = (
+    "with all before it frozen, let the inputs require gradients, or edit the layer first: "
+    "edit(layer, lambda h: h.requires_grad_())"
+)
 _EDITABLE = ("output", "input", "grad", "grad_input")
 
 # Names, globs, text forms of a site, or types of layers; or a site.
 Layers = str | type[nn.Module] | Site | Sequence[str | type[nn.Module]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """How the taps of layertap's own code differ from those of its users.
+
+    Attributes:
+        copy_out: reduces and copies a kept tensor.
+        has_other_callers: whether other code calls the model, which may compile or export it.
+        replaces: whether the model may receive a copy of an output in its place, where a gradient hook on the output
+            is not safe.
+    """
+
+    copy_out: CopyOut = copy_out
+    has_other_callers: bool = True
+    replaces: bool = True
 
 
 class Taps:
@@ -92,13 +109,13 @@ class Taps:
         stop: bool = False,
         on_record: Callable[[Record], None] | None = None,
     ):
-        self._closed = _closed_layers(model)
+        _check_model(model)
         self._model, self._stop, self._on_record = model, stop, on_record
         self._variant = Variant()
         self._layers = {"": unwrap(model), **named_layers(model)}
         self._parameters = named_parameters(model)
-        self._requests: list[TapRequest] = []
-        self._kept_of: dict[str, list[TapRequest]] = {}  # name of a layer or parameter -> what is kept of it
+        self._requests: list[Requested] = []
+        self._kept_of: dict[str, list[Requested]] = {}  # name of a layer or parameter -> what is kept of it
         self._to_keep: Counter[tuple[str, What]] = Counter()  # with `stop`: see `Capture`
         self._capture: Capture | None = None  # the open block, or the last one
         self._edited: set[int] = set()  # id of each request whose edit was applied in this block
@@ -172,8 +189,8 @@ class Taps:
             layers: see `keep`.
             fn: a function of one tensor that returns a tensor of the same shape, dtype and device; see `extract.edits`.
                 It receives a copy, which it may change. If a layer takes or returns several tensors, `fn` is applied to
-                each floating-point tensor in its tuples, lists, deques, mappings, dataclasses and namespaces; a `Site`
-                selects one of them. One in a set or in another object is an error.
+                each floating-point tensor in its tuples, lists, mappings and dataclasses; a `Site` selects one of them.
+                One in a set, deque or another object is an error.
             what: `"output"`, `"input"`, `"grad"`: the gradient with respect to the output, or `"grad_input"`: with
                 respect to the inputs, through this layer only.
             call: edit only this call of the layer in each forward; None edits all calls.
@@ -188,7 +205,7 @@ class Taps:
         if what not in _EDITABLE:
             raise unknown_name("what to edit", what, _EDITABLE)
         _check_function("edit", layers, fn, "use an edit, such as edits.scale(0.5) or edits.replace(0.0)")
-        requests: dict[Any, TapRequest] = {}  # of a module or parameter with two names, the first
+        requests: dict[Any, Requested] = {}  # of a module or parameter with two names, the first
         for request in self._requests_for(layers, what, call):
             target = id(self._layers.get(request.layer, self._parameters.get(request.layer)))
             value = target, request.operation, request.what, request.call, request.path
@@ -196,33 +213,66 @@ class Taps:
         self._requests += requests.values()
         return self
 
-    def _requests_for(self, layers: Layers, what: What, call: int | None) -> list[TapRequest]:
+    def _requests_for(self, layers: Layers, what: What, call: int | None) -> list[Requested]:
+        """Return the requests of one call of `keep` or `edit`, one per layer, without `reduce` and `edit`."""
         if self._is_open:
             raise LayertapError("call keep and edit before the `with` block starts")
-        names = partial(requests_for, what=what, call=call, layer_names=self._layers, parameter_names=self._parameters)
-        given: list[Any] = [layers]
+        if what not in get_args(What):
+            raise unknown_name("what", what, get_args(What))
+        asked: list[Any] = [layers]
         if not isinstance(layers, type | Site | str):
             with contextlib.suppress(TypeError):
-                given = list(layers)
-        requests: list[TapRequest] = []
-        for layer in given:
+                asked = list(layers)
+        requests: list[Requested] = []
+        for layer in asked:
             if isinstance(layer, type) and issubclass(layer, nn.Module):
                 of_type = [name for name, module in self._layers.items() if name and isinstance(module, layer)]
                 if not of_type:
                     raise UnknownNameError(f"the model has no layer of type {layer.__name__}")
-                requests += [dataclasses.replace(request, pattern=layer.__name__) for request in names(of_type)]
-            elif isinstance(layer, Site | str):
-                requests += names(layer)
+                requests += [Requested(name, "", what, call, pattern=layer.__name__) for name in of_type]
+            elif isinstance(layer, Site):
+                requests += self._matches(layer.layer, layer.call, tuple(map(str, layer.path)), layer.what)
+            elif isinstance(layer, str):
+                pattern, call_in_text, path, what_in_text = split_text(layer, self._layers)
+                number = call if call_in_text is None else call_in_text
+                requests += self._matches(pattern, number, path, what_in_text or what)
             else:
                 raise InputError(f"expected names, globs or types of layers, got {type(layer).__name__}")
         for request in requests:
-            if reason := self._closed.get(request.layer):
-                raise reason
+            if request.layer in self._layers:
+                self._check_open_to_hooks(request.layer)
         return requests
+
+    def _matches(self, pattern: str, call: int | None, path: tuple[str, ...], what: str) -> list[Requested]:
+        """Return a request for each layer, or parameter, that a name or glob means."""
+        if what not in get_args(What):
+            raise unknown_name("what", what, get_args(What))
+        layer, slash, operation = pattern.partition("/")
+        if slash and what in ("input", "grad_input", "attention"):
+            raise InputError(f"{pattern!r}: only outputs and gradients of a function without a module are available")
+        if not layer or layer in self._layers:  # without a name, the model itself
+            return [Requested(layer, operation, cast(What, what), call, path)]
+        known = [name for name in self._layers if name] + ([*self._parameters] if what == "grad" else [])
+        names = match_layers(known, layer)
+        glob = pattern if names != [layer] else ""
+        return [Requested(name, operation, cast(What, what), call, path, pattern=glob) for name in names]
+
+    def _check_open_to_hooks(self, name: str) -> None:
+        """Check that hooks of a layer work: neither it nor one around it is scripted, or replicated.
+
+        Raises:
+            InputError: they do not.
+        """
+        parts = name.split(".")
+        for depth in range(1, len(parts) + 1):
+            outer = ".".join(parts[:depth])
+            if reason := _why_closed(self._layers.get(outer)):
+                is_inside = f", inside {outer!r}," if outer != name else ""
+                raise InputError(f"layer {name!r}{is_inside} is {reason[0]}", hint=reason[1])
 
     @property
     def _is_open(self) -> bool:
-        return self._capture is not None and self._capture.block.is_open
+        return self._capture is not None and self._capture.is_open
 
     def __enter__(self) -> Self:
         if self._is_open:
@@ -230,14 +280,16 @@ class Taps:
         if self._stop and any(request.what in ("grad", "grad_input") for request in self._requests):
             raise InputError("gradients need complete forwards", hint="do not set stop=True")
         self._edited.clear()
-        requested = [request.without_functions() for request in self._requests if request.edit is None]
+        # A record may be pickled, and must not keep what a `reduce` holds alive.
+        requested = [dataclasses.replace(request, reduce=None) for request in self._requests if request.edit is None]
         capture = Capture(
             self._layers[""],
             self._explain,
             requested,
             self._to_keep if self._stop else None,
             self._on_record,
-            self._variant,
+            self._variant.copy_out,
+            self._variant.has_other_callers,
             unwatched,
         )
         with contextlib.ExitStack() as undo:
@@ -250,7 +302,7 @@ class Taps:
         """Call the model and return its output, or None with `stop=True`."""
         if self._capture is None or not self._is_open:
             raise LayertapError("call Taps inside its `with` block")
-        if not self._stop or not self._capture.block.counts_calls:
+        if not self._stop or not self._capture.counts_calls:
             return self._model(*args, **kwargs)
         self._capture.run_until_kept(self._model, args, kwargs)
         return None
@@ -268,7 +320,7 @@ class Taps:
             raise LayertapError(
                 "nothing recorded yet: the model itself must be called inside the `with` block, in its thread and "
                 "asyncio task (model.forward(...), other methods and single layers do not count, compiled or not)",
-                hint=hint if self._capture is not None and self._capture.traced else "",
+                hint=hint if self._capture is not None and self._capture.unseen else "",
             )
         if forward.running:
             raise LayertapError("the last forward of the model did not finish; it left no record", hint=hint)
@@ -294,7 +346,7 @@ class Taps:
         self._undo.close()
         gradients = any(request.what in ("grad", "grad_input") for request in self._requests)
         if gradients and isinstance(error, RuntimeError) and "does not require grad" in str(error):
-            error.add_note(FROZEN)
+            error.add_note(_FROZEN)
         if kind is None and capture is not None:
             capture.hand_on()
             self._check_edits(capture)
@@ -303,6 +355,7 @@ class Taps:
         """Register all hooks; closing `undo` removes them and restores the switches."""
         root = self._layers[""]
         modules = list(root.modules())
+        self._check_replaced(modules)
         # Compiled code ignores hooks added later. What calls the model may be compiled, which the model does not know,
         # so all compiled code is off. Without the compiler, whose import takes a second, there is none.
         compiled = any("_orig_mod" in m._modules or m._compiled_call_impl is not None for m in [self._model, *modules])
@@ -313,54 +366,44 @@ class Taps:
         of_parameters = [request for request in requests if request.layer in self._parameters]
         of_layers = [request for request in requests if request.layer not in self._parameters]
         surgery = None
-        if any(r.is_of_function or r.changes_layer for r in of_layers):
-            surgery = Surgery(capture, self._variant, self._edited)
-            FunctionCalls(capture, surgery, self._layers, of_layers).register(self._closed)
-        requests_of: dict[int, tuple[nn.Module, list[tuple[str, TapRequest]]]] = {}
+        if any(_is_of_function(request) or _changes_layer(request) for request in of_layers):
+            surgery = Surgery(capture, self._edited, self._variant.copy_out, self._variant.replaces)
+            FunctionCalls(capture, surgery, self._layers, of_layers).register()
+        requests_of: dict[int, tuple[nn.Module, list[Requested]]] = {}
         for request in of_layers:
-            if not request.is_of_function:
+            if not _is_of_function(request):
                 module = self._layers[request.layer]
-                requests_of.setdefault(id(module), (module, []))[1].append((request.layer, request))
-        for module, pairs in requests_of.values():
-            if surgery is not None and any(request.changes_layer for _, request in pairs):
-                surgery.add(module, pairs)
-            capture.keep(module, [(name, request) for name, request in pairs if request.edit is None])
+                requests_of.setdefault(id(module), (module, []))[1].append(request)
+        for module, asked in requests_of.values():
+            if surgery is not None and any(_changes_layer(request) for request in asked):
+                surgery.add(module, asked)
+            capture.keep(module, [request for request in asked if request.edit is None])
         capture.register()
         if surgery is not None:
             surgery.move_edits_to_front()
         if of_parameters:
             ParameterGradients(capture, self._parameters, of_parameters, self._edited).register(root)
 
-    def _is_replaced(self, name: str) -> bool:
-        """Whether the model now has another layer or parameter of this name than when these `Taps` were made."""
-        if name in self._layers:
-            return name != "" and layer_named(self._model, name) is not self._layers[name]
-        layer, _, last = name.rpartition(".")
-        module = layer_named(self._model, layer)
-        own = {} if module is None else dict(module.named_parameters(recurse=False, remove_duplicate=False))
-        return own.get(last) is not self._parameters[name]
+    def _check_replaced(self, modules: list[nn.Module]) -> None:
+        """Check that the model still has all layers and parameters that are asked for.
+
+        Raises:
+            LayertapError: it has others since these `Taps` were made.
+        """
+        present = set(map(id, modules))
+        if any(request.layer in self._parameters for request in self._requests):
+            present |= {id(parameter) for parameter in self._layers[""].parameters()}
+        for request in self._requests:
+            if id(self._layers.get(request.layer, self._parameters.get(request.layer))) not in present:
+                raise LayertapError(
+                    f"layer {request.layer!r} was replaced by another after these Taps were made",
+                    hint="make new Taps of the model",
+                )
 
     def _why_absent(self, calls: Counter[int | str], text: str) -> str | None:
         name = split_text(text, self._layers)[0].partition("/")[0]
-        return why_absent(
-            text,
-            kept := self._kept_of.get(name, ()),
-            self._layers,
-            calls,
-            replaced=bool(kept) and self._is_replaced(name),
-            unseen=self._why_unseen(name),
-        )
-
-    def _why_unseen(self, name: str) -> str | None:
-        """Return what a layer did in this block that its hooks did not see."""
-        capture, module = self._capture, id(self._layers.get(name))
-        if capture is None:
-            return None
-        if module in capture.in_workers:
-            return "ran in another thread than the model, where nothing is recorded"
-        if module in capture.traced:
-            return f"ran {_TRACED}, where nothing is recorded"
-        return None
+        unseen = self._capture.unseen if self._capture is not None else {}
+        return _reason_absent(text, self._kept_of.get(name, ()), self._layers, calls, unseen)
 
     def _check_edits(self, capture: Capture) -> None:
         """Check that every edit was applied in this block; that of a glob or a type, to at least one layer.
@@ -368,29 +411,23 @@ class Taps:
         A result without the edit would be taken for one with it. `nn.MultiheadAttention` never calls the linear layer
         that it holds, so a glob need not reach each of its layers.
 
-        A layer that ran in another thread, or was replaced, was missed, whatever became of others.
-
         Raises:
             LayertapError: an edit was never applied, although no call of the model was interrupted.
         """
         if capture.forward is not None and capture.forward.running:
             return
         edits = [request for request in self._requests if request.edit is not None]
-        effective = {request.group for request in edits if id(request) in self._edited}
+        effective = {_group(request) for request in edits if id(request) in self._edited}
         idle = [request for request in edits if id(request) not in self._edited]
-        for reason, is_missed in (
-            ("replaced after these Taps were made", self._is_replaced),
-            ("called in another thread than the model", lambda name: id(self._layers.get(name)) in capture.in_workers),
+        # Another thread that calls the model itself calls the same layers. The compiler traces those of this thread.
+        for where, asked, hint in (
+            (OTHER_THREAD, idle, ""),
+            (TRACED, edits, "without gradients, open the block under torch.compiler.set_stance('force_eager')"),
         ):
-            if missed := [request for request in idle if is_missed(request.layer)]:
-                raise LayertapError(f"the edit of {_names(missed)} never took effect: it was {reason}")
-        traced = [request for request in edits if id(self._layers.get(request.layer)) in capture.traced]
-        if missed := [request for request in traced if request.call is None or request in idle]:
-            raise LayertapError(
-                f"the edit of {_names(missed)} never took effect {_TRACED}",
-                hint="without gradients, open the block under torch.compiler.set_stance('force_eager')",
-            )
-        idle = [request for request in idle if request.group not in effective]
+            missed = [r for r in asked if capture.unseen.get(id(self._layers.get(r.layer))) == where]
+            if missed := [request for request in missed if request.call is None or request in idle]:
+                raise LayertapError(f"the edit of {_names(missed)} never took effect: it ran {where}", hint=hint)
+        idle = [request for request in idle if _group(request) not in effective]
         if not idle:
             return
         names = _names(idle)
@@ -405,12 +442,86 @@ class Taps:
                 f"the edit of the gradient of {names} never took effect: no gradient reached it inside the `with` "
                 "block",
                 hint="call backward() inside the block, on a loss that depends on it, and do not freeze it"
-                + (f"; {FROZEN}" if any(request.layer in self._layers for request in idle) else ""),
+                + (f"; {_FROZEN}" if any(request.layer in self._layers for request in idle) else ""),
             )
         raise LayertapError(
             f"the edit of {names} never took effect: no matching call returned a floating-point tensor "
             "before the model returned"
         )
+
+
+def _is_of_function(request: Requested) -> bool:
+    """Whether a request is for a function, or attention, rather than for an input or output of the layer."""
+    return bool(request.operation) or request.what == "attention"
+
+
+def _changes_layer(request: Requested) -> bool:
+    """Whether the model may continue with another tensor: an edited one, or a copy whose gradient is watched."""
+    return request.edit is not None or request.what in ("grad", "grad_input")
+
+
+def _group(request: Requested) -> Any:
+    """Return what an edit has in common with those of the same glob or type: one of them has to take effect."""
+    if not request.pattern:
+        return id(request)
+    return request.pattern, request.path, request.what, request.call, id(request.edit)
+
+
+def _reason_absent(
+    text: str,
+    requests: Sequence[Requested],
+    layers: Mapping[str, nn.Module],
+    calls: Mapping[int | str, int],
+    unseen: Mapping[int, str],
+) -> str | None:
+    """Return why a requested value is missing from a record; None if it was not requested.
+
+    Args:
+        text: text form of a site.
+        requests: what is kept of its layer.
+        layers: layers of the model when the `Taps` were made.
+        calls: id of a module -> number of its calls in the forward.
+        unseen: see `Capture.unseen`.
+    """
+    layer, call, path, what = split_text(text, layers)
+    name, slash, operation = layer.partition("/")
+    asked = [
+        request
+        for request in requests
+        if bool(request.operation) == bool(slash)
+        and what in (None, request.what)
+        and (call is None or request.call in (None, call))
+    ]
+    if not asked:
+        return None
+    layer = f"layer {name!r}" if name else "the model"
+    if name in layers and (where := unseen.get(id(layers[name]))) and not calls.get(id(layers[name])):
+        return f"{layer} ran {where}, where nothing is recorded"
+    if slash:
+        return f"no function {operation!r} was called in the forward of layer {name!r}"
+    if name not in layers:
+        return (
+            f"no gradient reached parameter {name!r}: call backward() inside the `with` block, on a loss that depends "
+            "on it (FSDP hands the gradients of its parameters to no hook: read `.grad`)"
+        )
+    if all(request.what in ("grad", "grad_input") for request in asked):
+        return (
+            f"no gradient reached {layer}: call backward() inside the block, on a loss that depends on it, outside "
+            f"no_grad ({_FROZEN}; reentrant checkpoints may give none)"
+        )
+    if all(request.what == "attention" for request in asked):
+        return f"{layer} computed no attention that layertap recognises"
+    parent, count = layers.get(name.rpartition(".")[0]), calls.get(id(layers[name]), 0)
+    if not count and isinstance(parent, nn.MultiheadAttention):
+        return f"{layer} never runs: nn.MultiheadAttention uses its weights without calling it"
+    if not count:
+        return f"{layer} did not run in this forward"
+    call = asked[0].call if call is None else call
+    if call is not None and call >= count:
+        return f"{layer} ran {count} times in this forward; there is no call {call}, since the first is 0"
+    verb, path = "returned" if asked[0].what == "output" else "received", path or asked[0].path
+    where = f" at path {'.'.join(path)} (to pool, pass a function as `reduce`)" if path else ""
+    return f"{layer} ran, but {verb} no tensor{where}"
 
 
 def taps_of(
@@ -428,7 +539,7 @@ def capture_of(taps: Taps) -> Capture:
     return taps._capture
 
 
-def _names(requests: Sequence[TapRequest]) -> str:
+def _names(requests: Sequence[Requested]) -> str:
     """Return the names of what is requested, for messages."""
     names = list(dict.fromkeys(request.name for request in requests))
     return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else "")
@@ -439,37 +550,23 @@ def _check_function(what: str, layers: Layers, function: object, hint: str) -> N
         raise InputError(f"the {what} of {layers!r} is {function!r}; expected a function of a tensor", hint=hint)
 
 
-def _closed_layers(model: nn.Module) -> dict[str, InputError]:
-    """Return layer -> why it cannot be hooked, for layers that are, or are inside one that is, scripted or replicated.
+def _check_model(model: nn.Module) -> None:
+    """Check that the layers of a model can have hooks.
 
     Raises:
-        InputError: this is so for the model itself, or it is exported, or no module.
+        InputError: it is scripted, replicated over devices, or exported, or no module.
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"expected an nn.Module, got {type(model).__name__}")
     if isinstance(model, torch.fx.GraphModule) and "_guards_fn" in dict(model.named_children()) | model.__dict__:
         raise InputError("the model is exported: its graph calls no layers", hint="use the module it was exported from")
-    root = unwrap(model)
-    inside = set(root.modules())
-    for module in (*(module for module in model.modules() if module not in inside), root):
-        if reason := _why_closed(module):
+    inside = set(unwrap(model).modules()) - {unwrap(model)}
+    for module in model.modules():
+        if module not in inside and (reason := _why_closed(module)):
             raise InputError(f"the model is {reason[0]}", hint=reason[1])
-    closed: dict[str, InputError] = {}
-    if not any(map(_why_closed, inside)):  # as nearly always: then no names are needed
-        return closed
-    layers = named_layers(model)
-    for name, module in layers.items():
-        if reason := _why_closed(module):
-            closed[name] = InputError(f"layer {name!r} is {reason[0]}", hint=reason[1])
-            for other in layers:
-                if other.startswith(f"{name}."):
-                    closed[other] = InputError(
-                        f"layer {other!r} is inside {name!r}, which is {reason[0]}", hint=reason[1]
-                    )
-    return closed
 
 
-def _why_closed(module: nn.Module) -> tuple[str, str] | None:
+def _why_closed(module: nn.Module | None) -> tuple[str, str] | None:
     """Return why hooks inside a module do not work, and what to do."""
     if isinstance(module, torch.jit.ScriptModule):
         return "scripted: its code ignores hooks", "use the Python module that it was created from"

@@ -35,10 +35,10 @@ from extract.analysis.network.activation_statistics import Statistics, summarise
 from extract.analysis.network.inspection import does_something, positions_of
 from extract.errors import InputError, LayertapError
 from extract.system.csv_cells import safe_cell
-from extract.taps.capture import ModelBoundHook, Variant
 from extract.taps.layer_names import match_layers, named_layers, named_parameters, unwrap
 from extract.taps.record import Record
-from extract.taps.taps import Taps, capture_of, taps_of
+from extract.taps.taps import Taps, Variant, capture_of, taps_of
+from extract.taps.torch_internals import ModelBoundHook
 
 __all__ = ["ActivationMonitor", "Alarm", "GradientMonitor"]
 
@@ -124,7 +124,7 @@ class _Monitor:
             raise LayertapError("this monitor is already in use")
         if self._model._compiled_call_impl is not None:
             raise InputError("model.compile() compiles hooks too", hint="monitor torch.compile(model) instead")
-        self._handle = self._model.register_forward_pre_hook(ModelBoundHook(self._on_forward, set()))
+        self._handle = self._model.register_forward_pre_hook(ModelBoundHook(self._on_forward, {}))
         return self
 
     def __exit__(
@@ -151,7 +151,7 @@ class _Monitor:
         if self.step % self._every == 0:
             tensors = [value for value in args if isinstance(value, Tensor)]
             self._input_shape = tuple(tensors[0].shape) if tensors else ()
-            variant = Variant(stands_in=False)  # no tensor of the training is replaced by a copy
+            variant = Variant(replaces=False)  # no tensor of the training is replaced by a copy
             taps = self._taps = taps_of(self._model, variant, on_record=partial(self._on_record, self.step))
             self._request(taps)
             taps.__enter__()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -252,9 +251,7 @@ def test_layers_that_a_thread_of_the_model_calls_are_told() -> None:
         Taps(model).edit(nn.Linear, lambda h: h / 2, "input"),
         Taps(model).edit("*/linear", lambda h: h / 2),
     ):
-        missed = pytest.raises(
-            LayertapError, match=r"the edit of b(/linear)? never took effect: it was called in another"
-        )
+        missed = pytest.raises(LayertapError, match=r"the edit of b(/linear)? never took effect: it ran in another")
         with torch.no_grad(), missed, taps:
             taps(x)
     for what in ("output", "input", "grad"):
@@ -294,29 +291,6 @@ def test_of_a_model_whose_code_runs_after_its_call_nothing_is_recorded_or_edited
             run(taps(torch.ones(2, 4)))
 
 
-def test_threads_that_call_the_model_themselves_are_not_taken_for_its_own() -> None:
-    model, x = nn.Sequential(nn.Linear(4, 4), nn.Identity(), nn.ModuleList()), torch.randn(3, 4)
-    model.forward = lambda x: model[1](model[0](x)) if x.requires_grad else model[0](x)
-    inside, done = threading.Event(), threading.Event()
-
-    def other() -> None:
-        inside.wait(5)
-        model(x.clone().requires_grad_())
-        done.set()
-
-    def waits(h: Tensor) -> Tensor:
-        inside.set()
-        done.wait(5)
-        return h
-
-    thread = threading.Thread(target=other)
-    thread.start()
-    with torch.no_grad(), Taps(model).edit("*", waits) as taps:
-        taps(x)
-    thread.join()
-    assert done.is_set()
-
-
 def test_parameters_that_are_unfrozen_in_the_block_are_kept_and_edited() -> None:
     model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), torch.randn(3, 4)
     model[0].requires_grad_(False)
@@ -349,19 +323,17 @@ def test_gradients_of_lazy_parameters_are_kept_and_edited_from_their_first_forwa
 
 
 @pytest.mark.parametrize("of", ["weight", "layer"])
-def test_edits_that_miss_what_was_replaced_are_told(of: str) -> None:
-    model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), torch.randn(3, 4)
+def test_taps_of_what_was_replaced_are_refused(of: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
     asked = "*.weight" if of == "weight" else "*"
-    taps = Taps(model).edit(asked, lambda g: g / 2, "grad")
+    edited = Taps(model).edit(asked, lambda g: g / 2, "grad")
     kept = Taps(model).keep(asked, "grad").keep("0.bias", "grad")
     if of == "weight":
         model[0].weight = nn.Parameter(model[0].weight.detach().clone())
     else:
         model[0] = nn.Linear(4, 4)
     name = "0.weight" if of == "weight" else "0"
-    with pytest.raises(LayertapError, match=f"the edit of {name} never took effect: it was replaced after"), taps:
-        taps(x).sum().backward()
-    with kept:
-        kept(x).sum().backward()
-    with pytest.raises(UnknownNameError, match=f"{name}' was replaced by another"):
-        kept.record[f"{name}@grad"]
+    for taps in (edited, kept):
+        with pytest.raises(LayertapError, match=f"layer '{name}' was replaced .* make new Taps"), taps:
+            taps(torch.randn(3, 4))
+    assert not any(hooks for module in model.modules() for hooks in (module._forward_hooks, module._forward_pre_hooks))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import re
 import sys
 from pathlib import Path
@@ -147,6 +149,21 @@ def test_without_knowing_which_stance_another_replaces_that_of_the_user_would_en
     assert now.prev.stance == "force_eager"  # the one that `theirs` has replaced, and restored
     now.__exit__(None, None, None)
     torch.compiler.set_stance("default")
+
+
+def test_without_marks_of_hooks_copies_of_a_model_would_run_them() -> None:
+    calls: list[int] = []
+    unseen: dict[int, str] = {}
+    hook = internals.ModelBoundHook(lambda *_: calls.append(1), unseen)
+    layer = nn.Identity()
+    layer.register_forward_hook(hook)
+    copy.deepcopy(layer)(X)
+    pickle.loads(pickle.dumps(layer))(X)
+    assert calls == []
+    layer(X)
+    assert calls == [1]
+    torch.compile(lambda x: hook(layer, x), backend="eager", fullgraph=True)(X)
+    assert unseen == {id(layer): internals.TRACED}
 
 
 def test_each_name_has_a_test_and_stands_nowhere_else() -> None:

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.utils import parametrizations
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 from extract import InputError, LayertapError, Taps, UnknownNameError
@@ -204,31 +203,6 @@ def test_functions_and_edits_before_the_end_of_an_encoder_that_leaves_zeros_are_
         plain = model(WORDS, PADDING)
         with ask(Taps(model)) as taps:
             assert torch.allclose(taps(WORDS, PADDING), plain, atol=1e-6)
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize(
-    ("padding", "options"),
-    [
-        (torch.zeros(2, 5, dtype=torch.bool), {}),
-        (PADDING.flip(1), {}),
-        (PADDING, {"mask": torch.zeros(5, 5, dtype=torch.bool)}),
-        (torch.where(PADDING.flip(1), float("-inf"), 0.0), {}),
-    ],
-    ids=["no padding", "padding first", "two masks", "numbers"],
-)
-def test_an_encoder_is_refused_only_where_it_leaves_zeros(padding, options) -> None:
-    encoder, words = Padded().eval().encoder, torch.cat([WORDS, WORDS])
-    padding = padding.repeat(2, 1)
-    with torch.no_grad():
-        plain = encoder(words, src_key_padding_mask=padding, **options)
-        with Taps(encoder).keep("layers.0", "attention") as taps:
-            tapped = taps(words, src_key_padding_mask=padding, **options)
-        assert torch.allclose(tapped, plain, atol=1e-6)
-        assert len(taps.record) == 1
-        refused = pytest.raises(InputError, match="the model computes this padded batch as a nested tensor")
-        with refused, Taps(encoder).keep("layers.0", "attention") as taps:
-            taps(words, None, torch.where(PADDING.repeat(2, 1), float("-inf"), 0.0))
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -473,7 +447,7 @@ def test_code_that_the_compiler_traces_computes_the_same_inside_the_block(
 def test_an_edit_of_a_layer_that_the_compiler_traces_is_an_error(layers: str) -> None:
     torch.compiler.reset()
     model = Traced(HIGHER_ORDER["cond"])
-    with pytest.raises(LayertapError, match=r"the edit of inside(/linear)? never took effect in code that PyTorch's"):  # noqa: SIM117
+    with pytest.raises(LayertapError, match=r"the edit of inside(/linear)? never took effect: it ran in code"):  # noqa: SIM117
         with torch.no_grad(), Taps(model).edit(layers, scale(0)) as taps, torch.compiler.set_stance("default"):
             taps(X)
     with torch.no_grad(), Taps(model).edit("inside", scale(0)) as taps:  # where it is not traced
@@ -484,7 +458,7 @@ def test_an_edit_of_a_layer_that_the_compiler_traces_is_an_error(layers: str) ->
 def test_functions_inside_a_branch_that_are_not_seen_are_not_passed_over_in_silence(layers: str) -> None:
     model = Traced(HIGHER_ORDER["cond"])
     with torch.no_grad():
-        with pytest.raises(LayertapError, match=r"the edit of inside/linear never took effect in code"):  # noqa: SIM117
+        with pytest.raises(LayertapError, match=r"the edit of inside/linear never took effect: it ran in code"):  # noqa: SIM117
             with Taps(model).edit(layers, scale(0)) as taps:
                 taps(X)
         with Taps(model, "inside/linear") as taps:
@@ -558,7 +532,7 @@ def test_layers_beside_a_scripted_one_are_hooked_and_those_inside_it_refused(mak
         with pytest.raises(InputError, match="layer '1' is scripted: its code ignores hooks"):
             Taps(model, layers)
     for layers in ("1.0", "*.0"):
-        with pytest.raises(InputError, match="layer '1.0' is scripted"):
+        with pytest.raises(InputError, match="layer '1.0', inside '1', is scripted"):
             Taps(model).edit(layers, lambda h: h)
 
 
@@ -571,7 +545,7 @@ def test_replicated_models_are_refused() -> None:
         Taps(model, "0")
     with pytest.raises(InputError, match="layer '0' is replicated"):
         Taps(nn.Sequential(model), "0")
-    with pytest.raises(InputError, match=r"layer '0\.module\.0' is inside '0', which is replicated over 2"):
+    with pytest.raises(InputError, match=r"layer '0\.module\.0', inside '0', is replicated over 2"):
         Taps(nn.Sequential(model), nn.Linear)
     taps = Taps(nn.Sequential(model, nn.Identity()), "1")
     model.device_ids = []
@@ -688,18 +662,6 @@ def test_edits_under_one_name_come_before_keeps_under_another() -> None:
     with torch.no_grad(), Taps(model, "first").edit("second", torch.zeros_like) as taps:
         taps(X)
     assert not taps.record["first#0"].any()
-
-
-def test_a_layer_that_was_replaced_is_told() -> None:
-    model = net()
-    with torch.no_grad(), Taps(model, ["0", "2"]) as taps:
-        taps(X)
-        old = model[2]
-        model[2] = nn.Linear(8, 3)
-        taps(X)
-        with pytest.raises(UnknownNameError, match="layer '2' was replaced by another module"):
-            taps.record["2"]
-    assert hooks_in(model) == hooks_in(old) == 0
 
 
 def test_layers_run_past_the_model_are_not_recorded_and_that_is_said() -> None:
@@ -990,33 +952,6 @@ def test_subclasses_are_kept_as_plain_tensors_and_wrong_reductions_named() -> No
         Taps(model, "0", reduce=lambda h: (h, h)) as taps,
     ):
         taps(torch.ones(2))
-
-
-def test_a_copy_made_inside_a_block_loses_the_hooks_and_takes_the_fused_path_again() -> None:
-    torch.manual_seed(0)
-    model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
-    x = torch.randn(2, 3, 8)
-    fused = torch.ops.aten._transformer_encoder_layer_fwd.default
-
-    def calls(layer: nn.Module) -> int:
-        class Count(TorchDispatchMode):
-            count = 0
-
-            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-                Count.count += func is fused
-                return func(*args, **(kwargs or {}))
-
-        with torch.no_grad(), Count():
-            layer(x)
-        return Count.count
-
-    assert calls(model) == 1
-    with torch.no_grad(), Taps(model, "**").edit("linear2", lambda h: 2 * h) as taps:
-        twin = copy.deepcopy(model)
-        assert not torch.equal(taps(x), twin(x))
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in twin.modules())
-    assert calls(twin) == 1
-    torch.testing.assert_close(twin(x), model(x))
 
 
 def test_a_model_saved_inside_a_block_takes_hooks_where_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
