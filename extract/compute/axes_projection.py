@@ -96,11 +96,6 @@ class AxesProjection:
         self.path, self.sha256, self.explained = path, _hash_of(path), explained
         self._on = {torch.device("cpu"): (chosen, mean.float())}
 
-    def centred(self, activation: Tensor) -> Tensor:
-        """Return a batch (B, ...) as (B, n) float32 without the mean of the images that the axes were fitted to."""
-        _, mean = self._tensors_on(activation.device)
-        return activation.reshape(len(activation), self.inputs).float() - mean
-
     def __call__(self, activation: Tensor) -> Tensor:
         """Project a batch: (B, ...) of any float type -> (B, K) float32, on its device, which may be "meta".
 
@@ -109,10 +104,10 @@ class AxesProjection:
         """
         if activation.is_meta:
             return activation.new_empty(len(activation), self.outputs, dtype=torch.float32)
-        components, _ = self._tensors_on(activation.device)
+        components, mean = self._tensors_on(activation.device)
         with torch.autocast(activation.device.type, enabled=False):
-            parts = torch.split(activation, _IMAGES)
-            return torch.cat([F.linear(self.centred(part), components) for part in parts])
+            parts = torch.split(activation.reshape(len(activation), self.inputs), _IMAGES)
+            return torch.cat([F.linear(part.float() - mean, components) for part in parts])
 
     def _tensors_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
         if not self._on:

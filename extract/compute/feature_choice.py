@@ -93,11 +93,6 @@ class Feature:
         """The principal axes that it is projected on, which may not be loaded yet; None if it is on none."""
         return self.poolings.fitted[1] if self.poolings.fitted else None
 
-    @property
-    def is_projected(self) -> bool:
-        """Whether a projection that keeps distances is among the poolings; whitened axes are to change them."""
-        return bool(self.poolings.split()[1].steps) and not (self.principal_axes and self.principal_axes.whiten)
-
 
 @dataclass(frozen=True)
 class Choice:
