@@ -19,9 +19,16 @@ from torch import Tensor
 from extract.backbones import LoadedBackbone
 from extract.backbones.output_as_embedding import WithEmbedding
 from extract.backbones.sources import SOURCES
-from extract.compute.activation_layout import Layout, recognise
 from extract.compute.axes_projection import AxesProjection, AxesSource
-from extract.compute.pooling import PoolingChain, pooling_names, reduction, resolve_pooling, split_poolings
+from extract.compute.pooling import (
+    Layout,
+    PoolingChain,
+    pooling_names,
+    recognise,
+    reduction,
+    resolve_pooling,
+    split_poolings,
+)
 from extract.compute.sparse_projection import values_for_distortion
 from extract.errors import InputError, LayertapError, UnknownNameError, first_line, unknown_name
 from extract.system.foreign_code import exits_refused
