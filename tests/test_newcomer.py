@@ -25,8 +25,7 @@ from extract.backbones.preprocessing import Preprocessing
 from extract.backbones.sources import SOURCES, BackboneSource
 from extract.backbones.text_tower import TextTower
 from extract.backbones.weights import Weights
-from extract.compute.activation_layout import Layout
-from extract.compute.pooling import POOLINGS, Pooling
+from extract.compute.pooling import POOLINGS, Layout, Pooling
 from extract.store.export import FORMATS, Format, export
 from tests.conftest import make_picture
 from tests.pipelines.test_cli import fails, layertap

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from extract import defaults
 from extract.backbones import LoadedBackbone, loading
-from extract.compute.axes_files import load_given_axes
+from extract.compute.axes_projection import axes_in, find_axes
 from extract.compute.backends import open_forward
 from extract.compute.feature_choice import choose_features
 from extract.compute.forward import check_rows
@@ -61,8 +61,10 @@ class Backbone(LoadedBackbone):
             raise InputError(f"batch_size is {batch_size}; it must be at least 1")
         with evaluating(self.model), full_float32():
             choice = choose_features(self, [layers] if isinstance(layers, str) else layers)
-        if axes is not None:
-            load_given_axes(choice, self, Path(axes))
+        for feature in choice.features if axes is not None else ():
+            if feature.principal_axes is not None:
+                files = axes_in(Path(str(axes)))
+                feature.principal_axes.load(find_axes(feature.name, feature.axes_source(self), files))
         parts: dict[str, list[NDArray[np.float32]]] = {
             feature.name: [np.empty((0, *feature.shape), np.float32)] for feature in choice.features
         }

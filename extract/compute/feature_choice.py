@@ -19,9 +19,16 @@ from torch import Tensor
 from extract.backbones import LoadedBackbone
 from extract.backbones.output_as_embedding import WithEmbedding
 from extract.backbones.sources import SOURCES
-from extract.compute.activation_layout import Layout, recognise
-from extract.compute.axes_projection import AxesProjection
-from extract.compute.pooling import PoolingChain, pooling_names, reduction, resolve_pooling, split_poolings
+from extract.compute.axes_projection import AxesProjection, AxesSource
+from extract.compute.pooling import (
+    Layout,
+    PoolingChain,
+    pooling_names,
+    recognise,
+    reduction,
+    resolve_pooling,
+    split_poolings,
+)
 from extract.compute.sparse_projection import values_for_distortion
 from extract.errors import InputError, LayertapError, UnknownNameError, first_line, unknown_name
 from extract.system.foreign_code import exits_refused
@@ -93,10 +100,20 @@ class Feature:
         """The principal axes that it is projected on, which may not be loaded yet; None if it is on none."""
         return self.poolings.fitted[1] if self.poolings.fitted else None
 
-    @property
-    def is_projected(self) -> bool:
-        """Whether a projection that keeps distances is among the poolings; whitened axes are to change them."""
-        return bool(self.poolings.split()[1].steps) and not (self.principal_axes and self.principal_axes.whiten)
+    def axes_source(self, backbone: LoadedBackbone, fit_on: int = 0, paths_xxh3: str = "") -> AxesSource:
+        """Return what its principal axes are fitted on."""
+        assert self.poolings.fitted is not None
+        before, _ = self.poolings.fitted
+        return AxesSource(
+            architecture=backbone.architecture,
+            weights_sha256=backbone.weights.sha256,
+            layer=str(self.site),
+            poolings=before.name or "none",
+            shape=tuple(before.shape if before.steps else self.activation_shape),
+            fit_on=fit_on,
+            images=0,
+            paths_xxh3=paths_xxh3,
+        )
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from extract.backbones import LoadedBackbone
-from extract.compute.axes_files import AxesSource, axes_in, axes_source, find_axes, source_of, write_axes
-from extract.compute.axes_projection import AxesProjection
+from extract.compute.axes_projection import AxesProjection, AxesSource, axes_in, axes_source, find_axes, write_axes
 from extract.compute.backends import open_forward
 from extract.compute.feature_choice import Choice, Feature
 from extract.compute.forward import Values
@@ -71,15 +70,15 @@ def load_axes(
         LockedError: another process writes to the folder, or has written rows there meanwhile.
         LayertapError: the disk is full, or a file cannot be read.
     """
-    given = [] if settings.axes is None else _given(Path(settings.axes))
+    given = [] if settings.axes is None else axes_in(Path(settings.axes))
     fits: dict[AxesSource, list[Feature]] = {}
     for feature in choice.features:
         axes = feature.principal_axes
         if axes is None or axes.sha256:
             continue
-        source = source_of(feature, backbone, settings.fit_on or 0, images.paths_xxh3)
+        source = feature.axes_source(backbone, settings.fit_on or 0, images.paths_xxh3)
         if settings.axes is not None:
-            axes.load(find_axes(feature, source, given))
+            axes.load(find_axes(feature.name, source, given))
         elif existing is not None and not is_url(out):
             path = _recorded(existing, feature, source, settings.fit_on)
             if path is None:
@@ -91,15 +90,6 @@ def load_axes(
         features.sort(key=lambda feature: -_axes(feature).outputs)
     if fits:
         _fit(fits, images, backbone, out, settings, on_fit)
-
-
-def _given(place: Path) -> list[Path]:
-    """Return the files of axes of a data set, a folder or a file."""
-    if not (place / "dataset.json").exists():
-        return axes_in(place)
-    dataset = DataSet.open(place)
-    hashes = recorded_axes(dataset)
-    return [axes_file(dataset, sha256) for sha256 in hashes] if hashes else axes_in(place)
 
 
 def _recorded(existing: DataSet, feature: Feature, wanted: AxesSource, fit_on: int | None) -> Path | None:

@@ -5,11 +5,11 @@ Usage:
     plan = resolve(settings, images, backbone, existing_at("outputs/photos"))
     extract(plan.computed_otherwise(**fastest(plan).settings[0]))
 
-The options of a device are tried in a fixed order: eager ones, then compiled ones. Each computes a few images twice:
-first to be compared with eager float32, then to be timed. A compiler is tried if the job is long enough for it.
-Precision and decoding are in the fingerprint, so they cannot change between batches. Each option is timed once:
-repeating until the order was sure took a minute that a job of 600 photos never won back (1.7 times the time of a strict
-run). The run compares its whole first batch in any case; if the fastest option is refused there, the next is used.
+On a CPU, the options of the device compute a few images twice: first to be compared with eager float32, then to be
+timed. OpenVINO is tried if the job is long enough for it. Precision and decoding are in the fingerprint, so they cannot
+change between batches. Each option is timed once: repeating until the order was sure took a minute that a job of 600
+photos never won back (1.7 times the time of a strict run). The run compares its whole first batch in any case; if the
+fastest option is refused there, the next is used.
 
 On an NVIDIA or AMD GPU nothing is timed: the order of the options is known, and the first one that agrees is used.
 """
@@ -36,27 +36,29 @@ from extract.compute.compiled import openvino_computes_in, sharing_graphs
 from extract.compute.feature_choice import Choice
 from extract.compute.forward import Values
 from extract.errors import InputError, first_line
-from extract.extraction.first_images import decode_seconds, decoded_in, timed_s
 from extract.extraction.plan import Plan
+from extract.extraction.validation import FIRST_DECODED, decoded_alone, decoded_in
+from extract.images import Images
 from extract.system.torch_state import has_tensor_float32
 
 __all__ = [
-    "PLAIN", "ComputeOption", "Measured", "Tuned", "compute_options", "fastest", "forward_rates", "options_of_gpu",
+    "PLAIN", "ComputeOption", "Measured", "Tuned", "compute_options", "decode_seconds", "fastest", "forward_rates",
     "ranked",
 ]  # fmt: skip
 
 # Seconds of the forwards of a job from which trying options pays. OpenVINO takes about 2.5 s to convert a graph, and
-# saves a third or more in bfloat16, about a tenth in float32. Inductor takes 40 s. A run also computes its first batch
-# twice.
+# saves a third or more in bfloat16, about a tenth in float32. A run also computes its first batch twice.
 _PAYS_FROM_S = 25.0
 _OPENVINO_IN_FLOAT32_PAYS_FROM_S = 70.0
-_INDUCTOR_PAYS_FROM_S = 450.0
-# On a GPU: it takes 10 to 20 s, and saves 23 us for each image (resnet50 on an H200 in bfloat16, 15,545 and 24,363
-# images/s; vit_b_16 was not faster). The number of images decides alone, so that nothing is timed.
+# On a GPU, inductor takes 10 to 20 s, and saves 23 us for each image (resnet50 on an H200 in bfloat16, 15,545 and
+# 24,363 images/s; vit_b_16 was not faster). The number of images decides alone, so that nothing is timed. On a CPU it
+# is not tried: it takes 40 s, and `compile="auto"` takes it for jobs that are long enough.
 _INDUCTOR_PAYS_FROM_ON_GPU = 1_000_000
 _FAST_DECODING_PAYS_FROM = 1_000  # images per core, each of which saves 1 to 2 ms
 _HANDICAP = {"exact": 1.0, "fast": 1.03}  # of the estimated time, so that noise does not decide
-_COMPARED_PER_CORE, _LEAST_COMPARED = 4, 8  # pictures on a CPU; on a GPU a batch
+# Pictures that are compared on a CPU; on a GPU a batch.
+_COMPARED_PER_CORE = 4
+_LEAST_COMPARED = 8
 
 
 @dataclass(frozen=True)
@@ -105,12 +107,13 @@ class Measured:
 
 
 def compute_options(
-    device: torch.device, *, precision: str | None = None, compile: str | None = None
+    device: torch.device, n_images: float = math.inf, *, precision: str | None = None, compile: str | None = None
 ) -> list[ComputeOption]:
-    """Return the options of a device in the order in which they are tried: eager before compiled.
+    """Return the options of a device: those of a CPU in the order in which they are tried, of a GPU the fastest first.
 
     Args:
         device: device of the backbone.
+        n_images: number of images of the job. On a GPU, only a long one is compiled, unless `compile` says otherwise.
         precision: only this precision; None: any.
         compile: only the engine of this value, see `extract_features`; None or "auto": any.
 
@@ -118,50 +121,25 @@ def compute_options(
         UnknownNameError: `compile` has no such value.
         InputError: `compile` does not support the device or `precision`.
     """
-    precisions = [precision] if precision else ["float32", *_lower_precisions(device)]
-    if compile in (None, "auto"):
-        compiled = [ComputeOption(each, default_engine(device, each)) for each in reversed(precisions)]
-        eager = (
-            [PLAIN] if device.type == "cpu" and not precision else [ComputeOption(each, "eager") for each in precisions]
-        )
-        return [*eager, *compiled]
-    options = []
-    for each in precisions:
-        try:
-            options.append(ComputeOption(each, engine_for(str(compile), device, each)))
-        except InputError:
-            if precision or each == "float32":
-                raise
-    return options
+    precisions = [precision] if precision else [*_lower_precisions(device), "float32"]
+    if compile not in (None, "auto"):
+        return [ComputeOption(each, engine_for(str(compile), device, each)) for each in precisions]
+    eager = [ComputeOption(each, "eager") for each in precisions]
+    if _is_gpu(device) or device.type == "mps":
+        compiled = [ComputeOption(precisions[0], "inductor")] if n_images >= _INDUCTOR_PAYS_FROM_ON_GPU else []
+        return [*compiled, *eager]
+    by_openvino = [ComputeOption(each, "openvino") for each in precisions if default_engine(device, each) == "openvino"]
+    return [*(eager if precision else [PLAIN]), *by_openvino]  # lower precision is slow on a CPU without a compiler
 
 
 def _lower_precisions(device: torch.device) -> list[str]:
-    """Return the precisions below float32 in which a device is likely to be faster: a CPU by OpenVINO only."""
+    """Return the precisions below float32 in which a device is likely to be faster, the fastest first."""
     if has_tensor_float32(device):
-        return ["tf32", "bfloat16", WITH_WEIGHTS]  # slowest first
+        return [WITH_WEIGHTS, "bfloat16", "tf32"]
     if device.type != "cpu":
-        return ["bfloat16", "float16"]
+        return ["float16", "bfloat16"]
     by_openvino = default_engine(device, "float32") == "openvino"
     return ["bfloat16"] if by_openvino and openvino_computes_in("bfloat16") else []
-
-
-def options_of_gpu(
-    device: torch.device, n_images: int, *, precision: str | None = None, compile: str | None = None
-) -> list[ComputeOption]:
-    """Return the options of a GPU, the fastest first.
-
-    Args:
-        device: the GPU.
-        n_images: number of images of the job. Only a long one is compiled, unless `compile` says otherwise.
-        precision: see `compute_options`.
-        compile: see `compute_options`.
-    """
-    if compile not in (None, "auto"):
-        return compute_options(device, precision=precision, compile=compile)[::-1]
-    precisions = [precision] if precision else [*reversed(_lower_precisions(device)), "float32"]
-    engines = ["inductor", "eager"] if n_images >= _INDUCTOR_PAYS_FROM_ON_GPU else ["eager"]
-    first = [ComputeOption(precisions[0], engine) for engine in engines]
-    return [*first, *(ComputeOption(each, "eager") for each in precisions[1:])]
 
 
 def forward_rates(
@@ -188,10 +166,7 @@ def forward_rates(
     all_compiled = all(option.engine != "eager" for option in options)  # as the user asks for
     with sharing_graphs():
         for option in dict.fromkeys([PLAIN, *options]):
-            same_precision = measured.get(ComputeOption(option.precision, "eager"))
-            if same_precision and same_precision.why_not and same_precision.images_per_s:  # too inexact, not broken
-                measured[option] = Measured(option, why_not=same_precision.why_not)
-            elif option.engine == "eager" or all_compiled or _tries(option, measured, n_images):
+            if option.engine == "eager" or all_compiled or _tries(option, measured, n_images):
                 measured[option] = _tried(backbone, choice, option, pictures, expected, min_cosine)
     return measured[PLAIN], [measured[option] for option in options if option in measured]
 
@@ -199,16 +174,12 @@ def forward_rates(
 def _tries(option: ComputeOption, measured: dict[ComputeOption, Measured], n_images: float) -> bool:
     """Return whether a compiled option is tried after the measured ones."""
     best = max((each for each in measured.values() if not each.why_not), key=lambda each: each.images_per_s)
-    job_s = n_images / best.images_per_s
-    if option.engine == "inductor":  # it takes too long to try each precision
-        return option.precision == best.way.precision and job_s > _INDUCTOR_PAYS_FROM_S
-    if option.precision != "float32":
-        return job_s > _PAYS_FROM_S
-    if best.way.engine == "openvino":  # in lower precision, which is faster
+    if option.precision == "float32" and best.way.engine == "openvino":  # in lower precision, which is faster
         return False
     # Where lower precision is too inexact, its graph is there, and mostly saves as much.
     has_graph = any(way.engine == "openvino" for way in measured)
-    return job_s > (_PAYS_FROM_S if has_graph else _OPENVINO_IN_FLOAT32_PAYS_FROM_S)
+    is_cheap = option.precision != "float32" or has_graph
+    return n_images / best.images_per_s > (_PAYS_FROM_S if is_cheap else _OPENVINO_IN_FLOAT32_PAYS_FROM_S)
 
 
 def _tried(
@@ -228,7 +199,7 @@ def _tried(
             why_not_fast = ""
             if "fast" in pictures:
                 why_not_fast = refusal(agreement(forward(pictures["fast"]), expected), min_cosine) or ""
-            seconds = timed_s(functools.partial(forward, exact))
+            seconds = _timed_s(functools.partial(forward, exact))
     except Exception as error:  # a compiler may fail in any way
         if option == PLAIN:
             raise
@@ -243,24 +214,16 @@ def _tried(
 
 
 def ranked(
-    plain: Measured,
-    tried: Sequence[Measured],
-    decode_s: dict[str, float],
-    *,
-    on_cpu: bool,
-    n_images: float = math.inf,
-    decode: str | None = None,
+    tried: Sequence[Measured], decode_s: dict[str, float], *, on_cpu: bool, decode: str | None = None
 ) -> list[tuple[Measured, str]]:
-    """Return the accepted options, each with its decoding of images, by the estimated time of a job, shortest first.
+    """Return the accepted options, each with its decoding of images, by the estimated time of an image, shortest first.
 
-    Fast decoding must save 3 %.
+    Fast decoding must save 3 %. The time of a start does not count: OpenVINO starts from the graph that it has.
 
     Args:
-        plain: measured eager float32.
         tried: measured options.
         decode_s: "exact" and perhaps "fast" -> seconds of a core to decode an image.
         on_cpu: whether decoding and the forward share the cores.
-        n_images: number of images to compute; infinite: the time of a start does not count.
         decode: only options with this decoding; None: either.
 
     Raises:
@@ -276,17 +239,12 @@ def ranked(
         reasons = [f"{each.way}: {each.why_not or each.why_not_fast}" for each in tried]
         raise InputError("every requested compute option was rejected:\n  " + "\n  ".join(reasons))
 
-    def job_s(accepted: tuple[Measured, str]) -> float:  # of one image, if there are infinitely many
+    def image_s(accepted: tuple[Measured, str]) -> float:
         measured, way = accepted
         forward_s, decoding_s = 1 / measured.images_per_s, decode_s[way] / defaults.CORES
-        image_s = forward_s + decoding_s if on_cpu else max(forward_s, decoding_s)
-        # OpenVINO starts from the graph that it has; inductor compiles again.
-        start_s = measured.start_s if measured.way.engine == "inductor" else 0.0
-        if measured.way != PLAIN:  # the first batch is also computed by the reference
-            start_s += min(n_images, defaults.BATCH_SIZE) / plain.images_per_s
-        return (image_s if math.isinf(n_images) else start_s + n_images * image_s) * _HANDICAP[way]
+        return (forward_s + decoding_s if on_cpu else max(forward_s, decoding_s)) * _HANDICAP[way]
 
-    return sorted(good, key=job_s)
+    return sorted(good, key=image_s)
 
 
 @dataclass(frozen=True)
@@ -329,54 +287,50 @@ def fastest(plan: Plan, fixed: Collection[str] = (), on_measuring: Callable[[], 
         return Tuned([plan.existing.made | given], [], "resumed")
     if any(feature.is_whole for feature in plan.choice.features):
         return Tuned([plain | given], [], "whole")
-    on_cpu, decode, n_images = backbone.device.type == "cpu", given.get("decode"), len(images)
+    decode, n_images = given.get("decode"), len(images)
     ways = {"exact": backbone.preprocessing.exact()}
     if decode == "fast" or (decode is None and ways["exact"].can_be_faster):
         ways["fast"] = ways["exact"].faster()
+    options = compute_options(backbone.device, n_images, precision=given.get("precision"), compile=given.get("compile"))
+    has_many = n_images > _FAST_DECODING_PAYS_FROM * defaults.CORES
     if _is_gpu(backbone.device):
-        return _ordered(plan, given, ways)
-    options = compute_options(backbone.device, precision=given.get("precision"), compile=given.get("compile"))
-    if not _measuring_pays(plan, "fast" in ways):
+        decodings = ["exact"]
+        if has_many:  # decoding takes no time of the GPU
+            seconds = _decode_s(plan, ways)
+            decodings = sorted(ways, key=lambda way: seconds[way] * _HANDICAP[way])
+        pairs = [(option, way) for option in options for way in decodings]
+        return Tuned(_settings_of(pairs, given, float32_may_be_compiled=True), [], "ordered")
+    if not (has_many and "fast" in ways) and not _forwards_are_long(plan):
         return Tuned([plain | given], [], "short")
     on_measuring()
-    decode_s = _decode_s(plan, ways)
+    decode_s, on_cpu = _decode_s(plan, ways), backbone.device.type == "cpu"
     most = max(_COMPARED_PER_CORE * defaults.CORES, _LEAST_COMPARED) if on_cpu else n_images
     pictures = decoded_in(images, list(ways.values()), settings.max_pixels, min(plan.batch_size, most))
-    reference, tried = forward_rates(
+    _, tried = forward_rates(
         backbone, plan.choice, dict(zip(ways, pictures, strict=True)), options,
         min_cosine=settings.min_cosine, n_images=n_images,
     )  # fmt: skip
-    order = ranked(reference, tried, decode_s, on_cpu=on_cpu, n_images=n_images, decode=decode)
+    pairs = [(measured.way, way) for measured, way in ranked(tried, decode_s, on_cpu=on_cpu, decode=decode)]
     # Where no compiler was tried, the number of images decides whether float32 is compiled.
     compiled = any(each.way.precision == "float32" and each.way.engine != "eager" for each in tried)
-    tuned = []
-    for measured, way in order:
-        compile = "auto" if measured.way == PLAIN and not compiled else measured.way.compile
-        tuned.append({"precision": measured.way.precision, "compile": compile, "decode": way} | given)
-    return Tuned(tuned, tried, "measured")
+    return Tuned(_settings_of(pairs, given, float32_may_be_compiled=not compiled), tried, "measured")
+
+
+def _settings_of(
+    pairs: Sequence[tuple[ComputeOption, str]], given: dict[str, Any], float32_may_be_compiled: bool
+) -> list[dict[str, Any]]:
+    """Return the settings of options, each with a decoding, without repetitions."""
+    settings: list[dict[str, Any]] = []
+    for option, decode in pairs:
+        compile = "auto" if option == PLAIN and float32_may_be_compiled else option.compile
+        each = {"precision": option.precision, "compile": compile, "decode": decode} | given
+        if each not in settings:
+            settings.append(each)
+    return settings
 
 
 def _is_gpu(device: torch.device) -> bool:
     return device.type == "cuda"
-
-
-def _ordered(plan: Plan, given: dict[str, Any], ways: dict[str, Preprocessing]) -> Tuned:
-    """Return the options of a GPU in their order; only decoding, which takes no time of the GPU, is timed."""
-    n_images, decodings = len(plan.images), ["exact"]
-    if n_images > _FAST_DECODING_PAYS_FROM * defaults.CORES:
-        seconds = _decode_s(plan, ways)
-        decodings = sorted(ways, key=lambda way: seconds[way] * _HANDICAP[way])
-    options = options_of_gpu(
-        plan.backbone.device, n_images, precision=given.get("precision"), compile=given.get("compile")
-    )
-    tuned: list[dict[str, Any]] = []
-    for option in options:
-        compile = "auto" if option == PLAIN else option.compile
-        for way in decodings:
-            settings = {"precision": option.precision, "compile": compile, "decode": way} | given
-            if settings not in tuned:
-                tuned.append(settings)
-    return Tuned(tuned, [], "ordered")
 
 
 def _decode_s(plan: Plan, ways: dict[str, Preprocessing]) -> dict[str, float]:
@@ -385,11 +339,28 @@ def _decode_s(plan: Plan, ways: dict[str, Preprocessing]) -> dict[str, float]:
     return {name: decode_seconds(plan.images, way, limit, _LEAST_COMPARED) for name, way in ways.items()}
 
 
-def _measuring_pays(plan: Plan, both_ways: bool) -> bool:
+def decode_seconds(
+    images: Images, preprocessing: Preprocessing, max_pixels: int = defaults.MAX_PIXELS, count: int = FIRST_DECODED
+) -> float:
+    """Return the seconds of one core to decode an image, measured on the first `count`."""
+    threads, rows = torch.get_num_threads(), range(min(count, len(images)))
+    torch.set_num_threads(1)  # as in a worker
+    try:
+        decoded_alone(images, preprocessing, max_pixels, rows[:1])  # the first time, libraries are imported
+        return _timed_s(functools.partial(decoded_alone, images, preprocessing, max_pixels, rows)) / len(rows)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _forwards_are_long(plan: Plan) -> bool:
     """Return whether a job may gain by any option; eager forwards of two empty pictures tell how long it takes."""
-    if both_ways and len(plan.images) > _FAST_DECODING_PAYS_FROM * defaults.CORES:
-        return True
     pictures = torch.zeros(2, *plan.backbone.preprocessing.crop_px, 3, dtype=torch.uint8)
     with open_forward(plan.backbone, plan.choice, "float32") as forward:
-        seconds = min(timed_s(functools.partial(forward, pictures)) for _ in range(2))  # one may have been disturbed
+        seconds = min(_timed_s(functools.partial(forward, pictures)) for _ in range(2))  # one may have been disturbed
     return len(plan.images) * seconds / len(pictures) > _PAYS_FROM_S
+
+
+def _timed_s(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start

@@ -9,21 +9,26 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 from torch import Tensor
 
+from extract.backbones.preprocessing import Preprocessing
 from extract.compute.agreement import Agreement, agreement, refusal
 from extract.compute.backends import default_engine, open_forward
 from extract.compute.forward import Forward, Values, check_rows
-from extract.errors import DisagreementError, LayertapError, first_line
-from extract.extraction.first_images import decoded_in
+from extract.errors import DisagreementError, InputError, LayertapError, first_line
 from extract.extraction.plan import Plan
+from extract.images import Batch, Decoding, Images, load_batches
+from extract.row_status import Status
 from extract.store.format.value_types import decoded, encoded, read_as
 from extract.system.json_files import Text, read_json_lines
 
-__all__ = ["Computation", "ValidatedForward"]
+__all__ = ["FIRST_DECODED", "Computation", "ValidatedForward", "decoded_alone", "decoded_in"]
+
+FIRST_DECODED = 16  # images that are decoded before a run, to compare decoders
 
 # Number of images from which compiling pays. A start with OpenVINO takes 3 to 4 s longer, with the comparison; with
 # inductor, 10 to 60 s. OpenVINO saves 0 to 3 ms of each image on two Zen cores, and up to 18 ms on others. The limit is
@@ -269,3 +274,34 @@ def _engine_of_stored_rows(plan: Plan) -> str | None:
     for event in read_json_lines(plan.dataset.out / "runs.jsonl", shape):
         engine = event["computation"]["engine"]
     return engine
+
+
+def decoded_in(
+    images: Images, ways: Sequence[Preprocessing], max_pixels: int, count: int = FIRST_DECODED
+) -> list[Tensor]:
+    """Return the first images that can be decoded in each way: for each way (B, ...), with B up to `count`.
+
+    Raises:
+        InputError: no image can be decoded in all ways.
+    """
+    for first in range(0, len(images), count):
+        batches = [
+            decoded_alone(images, way, max_pixels, range(first, min(first + count, len(images)))) for way in ways
+        ]
+        good = np.flatnonzero(np.all([batch.status == Status.OK for batch in batches], axis=0)).tolist()
+        if good:
+            return [batch.select(good).images for batch in batches]
+    if len(ways) == 1:
+        raise InputError(
+            f"none of the {len(images):,} images can be decoded: {next(iter(batches[0].reasons.values()))}"
+        )
+    raise InputError(
+        f"none of the {len(images):,} images can be decoded both fast and exactly", hint="use --decode exact"
+    )
+
+
+def decoded_alone(images: Images, way: Preprocessing, max_pixels: int, rows: range) -> Batch:
+    """Decode some rows in this process, as one batch."""
+    batches = load_batches(images, [list(rows)], Decoding.for_preprocessing(way, max_pixels))
+    with contextlib.closing(batches):
+        return next(batches)

@@ -17,11 +17,11 @@ from extract import defaults
 from extract.compute.backbone import load_backbone
 from extract.compute.feature_choice import choose_features
 from extract.errors import InputError
-from extract.extraction.first_images import decode_seconds, decoded_in
 from extract.extraction.plan import default_batch_size, existing_at, resolve
 from extract.extraction.run import extract
 from extract.extraction.settings import ExtractionSettings
-from extract.extraction.tuning import ComputeOption, Measured, compute_options, forward_rates, ranked
+from extract.extraction.tuning import ComputeOption, Measured, compute_options, decode_seconds, forward_rates, ranked
+from extract.extraction.validation import decoded_in
 from extract.images import list_images
 from extract.system.atomic_files import temporary_folder
 from extract.system.torch_state import evaluating, full_float32
@@ -125,7 +125,7 @@ def bench(
             rate = summary.computed / (summary.seconds - prepared_in_s)
             return PipelineRate(option, decode, len(some), rate)
 
-        best = ranked(plain, tried, decode_s, on_cpu=loaded.device.type == "cpu")[0]
+        best = ranked(tried, decode_s, on_cpu=loaded.device.type == "cpu")[0]
         pipelines = [pipeline(*each) for each in dict.fromkeys([(plain, "exact"), best])]
     return Bench(
         images or "noise, 500x375, as JPEG", backbone, str(loaded.device), defaults.CORES,

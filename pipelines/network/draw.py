@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from extract.analysis.network import attribution
 from extract.analysis.network.activation_statistics import are_constant
 from extract.analysis.network.plain_modules import scores_of, whole_layers
-from extract.compute.activation_layout import recognise
 from extract.compute.backbone import Backbone
 from extract.compute.feature_choice import Choice, Feature
+from extract.compute.pooling import recognise
 from extract.errors import InputError, LayertapError
 from extract.system.torch_state import evaluating, full_float32
 from extract.taps.layer_names import match_layers, named_layers

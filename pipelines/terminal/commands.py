@@ -53,7 +53,7 @@ _START_AGAIN = "to start again, delete the output, or name another one with -o"
 GONE_OPTIONS = {
     "--budget": "use --limit N, which takes the first N images",
     "--clobber": _START_AGAIN,
-    "--max-distortion": "extract.compute.distortion.measured_distortion measures what a projection changes",
+    "--max-distortion": "layertap.probe.feature_similarity compares stored features, as LAYER:srpK and LAYER:flatten",
     "--overwrite": _START_AGAIN,
     "--restart": _START_AGAIN,
     "--schedule": "`layertap sync CONFIG --schedule` runs passes at fixed times",

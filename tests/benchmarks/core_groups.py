@@ -33,7 +33,7 @@ def group(cores: list[int], images: Path, spec: str, engine: str, ready: Any, ra
     from extract.compute.backbone import load_backbone
     from extract.compute.backends import open_forward
     from extract.compute.feature_choice import choose_features
-    from extract.extraction.first_images import decoded_in
+    from extract.extraction.validation import decoded_in
     from extract.images import list_images
     from extract.system.torch_state import evaluating, full_float32
 

@@ -26,8 +26,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from extract import defaults
 from extract.compute.backbone import Backbone, load_backbone
 from extract.compute.feature_choice import choose_features
-from extract.extraction.first_images import decoded_in
 from extract.extraction.tuning import compute_options, forward_rates
+from extract.extraction.validation import decoded_in
 from extract.images import list_images
 from extract.system.torch_state import evaluating, full_float32
 

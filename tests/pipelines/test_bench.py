@@ -25,7 +25,7 @@ NET = ["-b", "timm/test_resnet", "--weights", "random"]
 @pytest.fixture
 def measured_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """No job is too short to try all options."""
-    monkeypatch.setattr(tuning, "_measuring_pays", lambda *_: True)
+    monkeypatch.setattr(tuning, "_forwards_are_long", lambda *_: True)
     monkeypatch.setattr(tuning, "_tries", lambda *_: True)
 
 

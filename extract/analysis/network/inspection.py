@@ -36,8 +36,8 @@ from extract.analysis.network.reports import (
     TensorReport,
     layer_table,
 )
-from extract.compute.activation_layout import recognise
 from extract.compute.backbone import Backbone
+from extract.compute.pooling import recognise
 from extract.errors import InputError, LayertapError
 from extract.system.html_tables import Table, html_summary
 from extract.system.torch_state import evaluating, full_float32, keeping_freed_memory, with_gradients

@@ -13,9 +13,9 @@ from torchvision.models import VisionTransformer
 from extract.backbones.preprocessing import Preprocessing
 from extract.backbones.user_code import stated_tokens
 from extract.backbones.weights import Weights
-from extract.compute.activation_layout import Layout
 from extract.compute.backbone import Backbone
 from extract.compute.feature_choice import Choice, Feature, choose_features
+from extract.compute.pooling import Layout
 from extract.errors import InputError
 from extract.taps.layer_names import unwrap
 

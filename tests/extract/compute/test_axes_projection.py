@@ -18,8 +18,7 @@ from sklearn.decomposition import PCA
 
 from extract.analysis.probe.feature_matrix import FeatureRows
 from extract.compute import principal_axes as principal_axes_module
-from extract.compute.axes_files import AxesSource, axes_source, write_axes
-from extract.compute.axes_projection import AxesProjection
+from extract.compute.axes_projection import AxesProjection, AxesSource, axes_source, write_axes
 from extract.compute.principal_axes import principal_axes
 from extract.errors import InputError, LayertapError
 from extract.system import atomic_files

@@ -234,7 +234,7 @@ print("openvino" in sys.modules, "openvino_telemetry" in sys.modules)
 @openvino
 def test_what_is_compiled_stops_at_the_last_layer() -> None:
     """Layers behind those asked for are not computed."""
-    from extract.compute.exported_graph import graph_of
+    from extract.compute.compiled import graph_of
 
     backbone = load_backbone("timm/test_resnet", weights="random", device="cpu")
     with evaluating(backbone.model):

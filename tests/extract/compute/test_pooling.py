@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from extract.compute.activation_layout import Layout, recognise
-from extract.compute.pooling import POOLINGS, resolve_pooling, split_poolings
+from extract.compute.pooling import POOLINGS, Layout, recognise, resolve_pooling, split_poolings
 from extract.errors import InputError, UnknownNameError
 
 SQUARE, WIDE = (224, 224), (224, 448)

@@ -152,7 +152,6 @@ def test_other_images_are_computed_with_the_axes_of_a_data_set(
         shutil.rmtree(out / "axes")
         with pytest.raises(InputError, match="is missing"):
             extract_features(folder / "bee", out=out, layers="layer1:pca3", **NET)
-        place = place / "axes" if place.is_dir() else place
         values = backbone.features(pictures, "layer1:pca5", axes=place)["layer1"]
         np.testing.assert_allclose(values, expected, rtol=1e-4, atol=1e-4)
 

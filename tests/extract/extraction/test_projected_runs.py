@@ -87,8 +87,8 @@ def test_distortions_out_of_range_are_refused(folder: Path, tmp_path: Path, dist
 
 
 def test_a_limit_of_what_a_projection_changes_is_refused_with_what_measures_it(folder: Path, tmp_path: Path) -> None:
-    assert "extract.compute.distortion.measured_distortion" in fails("embed", folder, "--max-distortion", 0)
+    assert "layertap.probe.feature_similarity" in fails("embed", folder, "--max-distortion", 0)
     (tmp_path / "embed.yaml").write_text("max_distortion: 0\n")
     told = fails("embed", folder, "--config", tmp_path / "embed.yaml")
     assert "key 'max_distortion' not found" in told
-    assert "extract.compute.distortion.measured_distortion" in told
+    assert "layertap.probe.feature_similarity" in told

@@ -14,10 +14,10 @@ import transformers
 from PIL import Image, ImageOps
 
 from extract import FeatureReader, InputError, extract_features, load_backbone
-from extract.compute.activation_layout import Layout
 from extract.compute.agreement import FULL_PRECISION
 from extract.compute.backbone import Backbone
 from extract.compute.feature_choice import choose_features
+from extract.compute.pooling import Layout
 from extract.system.torch_state import evaluating
 
 Intermediate = Callable[[Any, torch.Tensor], torch.Tensor]  # (B, T, C) or (B, C, H, W)
