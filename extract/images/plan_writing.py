@@ -243,6 +243,7 @@ def _write(
             on_rows("written", len(paths))
         split_texts = ([SPLIT_CODES[code] for code in codes.tolist()] for codes in groups("split"))
         description |= {
+            "ends": [min(start + GROUP_ROWS, len(order)) for start in range(0, len(order), GROUP_ROWS)],
             "classes": classes,
             "splits": sorted(SPLIT_CODES[code] for code in np.unique(numbers["split"]).tolist() if code),
             "paths_xxh3": paths_xxh3.hexdigest(),

@@ -50,6 +50,7 @@ _DESCRIPTION = {
     "version": int,
     "kind": Text("folder|list", "folder or list"),
     "root": str,
+    "ends": [int],
     "classes": [str],
     "splits": [Text("train|val|test", "train, val or test")],
     "left_out": {str: int},
@@ -108,7 +109,7 @@ class PlanColumn(Sequence[Any]):
         return self._cached[1]
 
     def _read(self, parquet: Any, number: int) -> list[Any]:
-        n_rows = parquet.metadata.row_group(number).num_rows
+        n_rows = self._ends[number] - (self._ends[number - 1] if number else 0)
         column = _texts(parquet.read_row_group(number, [self._name], use_threads=False).column(0))
         if column.null_count or str(column.type) != COLUMNS[self._name] or len(column) != n_rows:
             nulls = f"{column.null_count:,} nulls"
@@ -135,8 +136,8 @@ def open_plan(where: str | os.PathLike[str]) -> Images:
     if not file.is_file():
         raise InputError(f"{file.parent} is not a plan: it has no {PLAN_FILE}")
     with _opened(file) as parquet:
-        metadata, names = parquet.metadata, parquet.schema_arrow.names
-        content, digest = ((metadata.metadata or {}).get(key, b"") for key in (METADATA, METADATA_XXH3))
+        metadata, names = parquet.metadata.metadata or {}, parquet.schema_arrow.names
+        content, digest = (metadata.get(key, b"") for key in (METADATA, METADATA_XXH3))
         if xxhash.xxh3_128_hexdigest(content).encode() != digest:
             raise ValueError("its description has another hash")
         if (version := parse_json(content, file).get("version")) != VERSION:
@@ -146,9 +147,9 @@ def open_plan(where: str | os.PathLike[str]) -> Images:
             )
         description = parse_json(content, file, _DESCRIPTION)
         kind, root = description["kind"], description["root"]
-        ends = list(itertools.accumulate(metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)))
-        if not metadata.num_rows or not COLUMNS.keys() - {"id"} <= set(names) <= COLUMNS.keys():
-            raise ValueError(f"it has {metadata.num_rows} rows of the columns {', '.join(names)}")
+        ends = description["ends"]  # of each row group, the row behind its last
+        if not ends or ends != sorted({*ends} - {0}) or not COLUMNS.keys() - {"id"} <= set(names) <= COLUMNS.keys():
+            raise ValueError(f"it has {ends[-1:]} rows of the columns {', '.join(names)}")
         if "\0" in root or not (is_url(root) or root.startswith("/")):
             raise ValueError(f"its root is {root!r}")
     columns: dict[str, Any] = {

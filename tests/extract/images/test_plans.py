@@ -642,8 +642,8 @@ def forge(plan: Path, columns: dict[str, Any] | None = None, with_dictionary: bo
     } | (columns or {})  # fmt: skip
     table = pa.table({name: values for name, values in given.items() if values is not None})
     description: dict[str, Any] = {
-        "version": VERSION, "kind": "folder", "root": "/photos", "classes": ["a"], "splits": ["train"], "left_out": {},
-        "paths_xxh3": "0" * 32, "labels_xxh3": "0" * 32,
+        "version": VERSION, "kind": "folder", "root": "/photos", "ends": [2], "classes": ["a"], "splits": ["train"],
+        "left_out": {}, "paths_xxh3": "0" * 32, "labels_xxh3": "0" * 32,
     } | changes  # fmt: skip
     content = json.dumps({key: value for key, value in description.items() if value is not None}).encode()
     digest = xxhash.xxh3_128_hexdigest(content)
@@ -662,10 +662,8 @@ def forge(plan: Path, columns: dict[str, Any] | None = None, with_dictionary: bo
         ("a label is out of range", {"label": pa.array([-2, 0], pa.int32())}),
         ("tuple index out of range", {"split": pa.array([0, 4], pa.uint8())}),
         ("the column label is 2 of 2 int64", {"label": pa.array([0, 1], pa.int64())}),
-        ("2 rows of the columns path, label", {"split": None}),
+        ("rows of the columns path, label", {"split": None}),
         ("columns path, label, split, more", {"more": pa.array([b"x", b"y"])}),
-        ("0 rows", {name: pa.array([], kind) for name, kind in
-                    (("path", pa.binary()), ("label", pa.int32()), ("split", pa.uint8()))}),
         ("can't decode byte", {"id": pa.array([b"x", b"\xff"])}),
         ("1 nulls", {"split": pa.array([0, None], pa.uint8())}),
     ],
@@ -685,6 +683,13 @@ def test_paths_of_a_stranger_that_are_no_files_are_failed_rows(tmp_path: Path) -
     assert batch.reasons == {0: "Is a directory", 1: "embedded null byte"}
 
 
+@pytest.mark.parametrize("ends", [[1], [3], [1, 2]])
+def test_row_groups_of_another_number_of_rows_are_damage(tmp_path: Path, ends: list[int]) -> None:
+    forge(tmp_path / "plan", ends=ends)
+    with pytest.raises(BrokenListError, match="the column path is 2 of "):
+        everything(tmp_path / "plan")
+
+
 def test_texts_of_a_stranger_that_need_much_memory_are_not_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -700,6 +705,7 @@ def test_texts_of_a_stranger_that_need_much_memory_are_not_read(
         {"version": VERSION + 1}, {"version": 2}, {"kind": "archives"}, {"root": "images"}, {"root": 5},
         {"root": "/a\0b"}, {"classes": "abc"}, {"classes": [1]}, {"splits": ["dev"]}, {"left_out": {".txt": -1}},
         {"left_out": []}, {"paths_xxh3": "x"}, {"labels_xxh3": None}, {"classes": None},
+        {"ends": []}, {"ends": [0, 2]}, {"ends": [2, 1]}, {"ends": None},
     ],
 )  # fmt: skip
 def test_a_description_of_a_stranger_is_not_believed(tmp_path: Path, change: dict[str, Any]) -> None:
