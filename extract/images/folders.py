@@ -14,7 +14,7 @@ import numpy as np
 
 from extract.credentials import without_credentials
 from extract.errors import InputError, LayertapError, first_line
-from extract.images.decoding import ARRAY_SUFFIX, IMAGE_SUFFIXES, PixelTypeError, decode
+from extract.images.decoding import ARRAY_SUFFIX, IMAGE_SUFFIXES
 from extract.images.image_list import Images, is_litter, labels_from_folders
 from extract.images.sources import Files
 from extract.system.similar_paths import did_you_mean, folder_or_list
@@ -60,21 +60,7 @@ def list_folder(where: str) -> Images:
     if not paths:  # beside images, such files may be anything
         paths = [name for name in names if name.lower().endswith(ARRAY_SUFFIX)]
         del left_out[ARRAY_SUFFIX]
-    source = Files(base, paths)
-    if paths and paths[0].lower().endswith(ARRAY_SUFFIX):
-        _check_first_array(source, where, paths[0])
-    labels, classes, splits = labels_from_folders(paths)
-    return Images(root, paths, labels, classes, splits, source, left_out=left_out)
-
-
-def _check_first_array(source: Files, where: str, name: str) -> None:
-    """Refuse a folder of arrays if the first has pixels of another type: the others are likely to have it, too."""
-    try:
-        decode(source.read(0)[0])
-    except PixelTypeError as error:
-        raise InputError(f"{where}: {name} is {error.what}", hint=f"for each file: {error.remedy}") from error
-    except (OSError, ValueError):
-        pass  # its row fails
+    return Images(root, paths, *labels_from_folders(paths), Files(base, paths), left_out=left_out)
 
 
 def check_exists(where: str) -> None:

@@ -113,10 +113,9 @@ class Images:
 
     def rows_of(self, paths: Sequence[str]) -> list[int | None]:
         """Return the row of each path, None for a path that is not listed."""
-        column: Any = self.paths
-        find = {path: row for row, path in enumerate(column)}.get if isinstance(column, list) else column.row_of
-        rows = {path: find(path) for path in sorted(set(paths), key=os.fsencode)}
-        return [rows[path] for path in paths]
+        wanted = set(paths)
+        rows = {path: row for row, path in enumerate(self.paths) if path in wanted}
+        return [rows.get(path) for path in paths]
 
     def _taken(self, take: Callable[[Any], Any], source: ImageSource) -> Images:
         return replace(

@@ -16,17 +16,17 @@ from extract.credentials import without_credentials
 from extract.errors import InputError, LayertapError
 from extract.images.archives import ARCHIVES, list_archives
 from extract.images.arrays import list_array, split_name
-from extract.images.csv_lists import TABLES, list_table, plain_path
+from extract.images.csv_lists import TABLES, list_table
 from extract.images.datasets import is_in_memory
 from extract.images.folders import list_folder
 from extract.images.hugging_face import PROTOCOL, is_on_disk, list_hugging_face
 from extract.images.image_list import Images
-from extract.images.plans import is_plan, open_plan
+from extract.images.plans import PLAN_FILE, open_plan
 from extract.images.sources import Chosen, Files, ImageSource, suffix_of
 from extract.system.similar_paths import did_you_mean
 from extract.system.urls import file_system, is_missing, is_url, server_answer, without_query
 
-__all__ = ["kind_of", "list_images", "listed_again", "no_images"]
+__all__ = ["is_plan", "kind_of", "list_images", "listed_again", "no_images"]
 
 _MOST_ARCHIVES = 1_000_000
 _ARRAYS = (".npy", ".h5", ".hdf5")
@@ -71,6 +71,22 @@ def list_images(where: str | os.PathLike[str], limit: int | None = None, keep: S
     return images if limit is None else images.head(limit)
 
 
+def is_plan(where: str | os.PathLike[str]) -> bool:
+    """Return whether a folder is a plan.
+
+    Raises:
+        InputError: it is a plan of an earlier version.
+    """
+    if os.path.isfile(os.path.join(where, PLAN_FILE)):  # noqa: PTH113, PTH118  False where the folder cannot be read
+        return True
+    if all(os.path.isfile(os.path.join(where, name)) for name in ("plan.json", "parts/000000.npz")):  # noqa: PTH113, PTH118
+        raise InputError(
+            f"{where} is a plan of an earlier version of layertap, which this version does not read",
+            hint="delete it, and list the images again: layertap embed --plan",
+        )
+    return False
+
+
 def listed_again(dataset_root: str, paths: Sequence[str], images: str | None = None) -> Images:
     """List the images of a data set with these paths, in this order, without labels.
 
@@ -109,20 +125,9 @@ def listed_again(dataset_root: str, paths: Sequence[str], images: str | None = N
         listed = list_images(root)
         rows = listed.rows_of(paths)
         if None in rows:
-            now = listed.rows_of([_as_listed_now(path, listed.root) for path in paths])
-            rows = [other if row is None else row for row, other in zip(rows, now, strict=True)]
-        if None in rows:
             raise InputError(f"{root} no longer lists {paths[rows.index(None)]}")
         source = Chosen(listed.source, [row for row in rows if row is not None])
     return Images(root, list(paths), none, [], [""] * len(paths), source)
-
-
-def _as_listed_now(path: str, root: str) -> str:
-    """Return a path of a data set of an earlier version as its image is listed now.
-
-    Earlier versions stored URLs with credentials, and paths of lists with `./` and `//`.
-    """
-    return plain_path(without_credentials(path), root) if kind_of(root) == "list" else without_credentials(path)
 
 
 def _servers(root: str, paths: Sequence[str]) -> str:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import operator
 import os
 import shlex
 from array import array
@@ -25,10 +24,10 @@ import xxhash
 from numpy.typing import NDArray
 
 from extract.errors import InputError, LayertapError
-from extract.images.csv_lists import Row, check_once, list_rows, places_of, stored_path
+from extract.images.csv_lists import Row, list_rows, places_of, stored_path
 from extract.images.folders import check_exists, files_behind, files_below, other_suffix
 from extract.images.image_list import Images, class_and_split, classes_of_folders, classes_of_values, labels_hash
-from extract.images.listing import kind_of, no_images
+from extract.images.listing import is_plan, kind_of, no_images
 from extract.images.plans import (
     COLUMNS,
     METADATA,
@@ -37,9 +36,7 @@ from extract.images.plans import (
     SPLIT_CODES,
     VERSION,
     base_of,
-    is_plan,
     open_plan,
-    values_xxh3,
 )
 from extract.system.atomic_files import atomic_write, is_temporary
 from extract.system.folder_lock import locked
@@ -86,7 +83,7 @@ def write_plan(
         if not is_plan(out):
             left_out: Counter[str] = Counter()
             listed = _Listed(_rows_of_list(where) if kind == "list" else _rows_of_folder(where, left_out), on_rows)
-            if not len(listed.paths):
+            if not len(listed.codes):
                 raise no_images(where, left_out)
             description = {"version": VERSION, "kind": kind, "root": root, "left_out": dict(sorted(left_out.items()))}
             try:
@@ -109,15 +106,15 @@ def _kind(where: str) -> str:
     Raises:
         InputError: `where` is neither, or does not exist.
     """
-    here, embed = not is_url(where), shlex.join(["layertap", "embed", where])
-    if here and is_plan(where):
-        raise InputError(f"{where} is already a plan", hint=f"use it in place of the images: {embed}")
-    kind = kind_of(where)
-    if here and kind in ("folder", "list"):
+    kind = "plan" if not is_url(where) and is_plan(where) else kind_of(where)
+    if kind in ("folder", "list") and not is_url(where):
         check_exists(where)
         kind = kind if Path(where).is_dir() == (kind == "folder") else "file"
     if kind not in ("folder", "list"):
-        raise InputError(f"{where}: a plan is written for a folder or a list only", hint=f"use it directly: {embed}")
+        raise InputError(
+            f"{where}: a plan is written for a folder or a list only",
+            hint=f"use it directly: {shlex.join(['layertap', 'embed', where])}",
+        )
     return kind
 
 
@@ -161,9 +158,6 @@ class _Texts:
     def __init__(self, n_empty: int = 0) -> None:
         self._block, self._ends = bytearray(), array("q", [0]) * (n_empty + 1)
 
-    def __len__(self) -> int:
-        return len(self._ends) - 1
-
     def append(self, text: bytes) -> None:
         self._block += text
         self._ends.append(len(self._block))
@@ -172,29 +166,28 @@ class _Texts:
         import pyarrow as pa
 
         buffers = [None, pa.py_buffer(self._ends), pa.py_buffer(self._block)]
-        return pa.LargeBinaryArray.from_buffers(pa.large_binary(), len(self), buffers)
+        return pa.LargeBinaryArray.from_buffers(pa.large_binary(), len(self._ends) - 1, buffers)
 
 
 class _Listed:
     """The rows of a listing, in its order, in columns.
 
     Attributes:
-        paths, ids: see `Row`; `ids` is None if no row has an id.
+        texts: "path", and "id" if a row has an id; see `Row`.
         codes: number of each row's label and split in `values`.
         values: (label, split) -> its number.
     """
 
     def __init__(self, rows: Iterator[Row], on_rows: Callable[[str, int], None]):
-        self.paths = _Texts()
-        self.ids: _Texts | None = None
+        self.texts = {"path": _Texts()}
         self.codes = array("i")
         self.values: dict[tuple[str | None, str], int] = {}
         for row in rows:
-            if row.id is not None and self.ids is None:
-                self.ids = _Texts(len(self.paths))
-            if self.ids is not None:
-                self.ids.append((row.id or "").encode())
-            self.paths.append(row.path)
+            if row.id is not None and "id" not in self.texts:
+                self.texts["id"] = _Texts(len(self.codes))
+            if "id" in self.texts:
+                self.texts["id"].append((row.id or "").encode())
+            self.texts["path"].append(row.path)
             self.codes.append(self.values.setdefault((row.label, row.split), len(self.values)))
             if not len(self.codes) % _REPORTED_ROWS:
                 on_rows("listed", _REPORTED_ROWS)
@@ -219,57 +212,47 @@ def _write(
     import pyarrow as pa
     from pyarrow import compute, parquet
 
-    texts = {"path": listed.paths.as_arrow()} | ({"id": listed.ids.as_arrow()} if listed.ids is not None else {})
-    order = compute.array_sort_indices(texts["path"]).to_numpy()
+    texts = {name: column.as_arrow() for name, column in listed.texts.items()}
+    order = compute.array_sort_indices(texts["path"])
     classes, label_of, split_of = _classes(where, description["kind"], listed.values)
     codes = np.frombuffer(listed.codes, np.int32)[order]
     numbers = {"label": label_of[codes], "split": split_of[codes]}
-    names = [name for name in COLUMNS if name in texts or name in numbers]
 
     def groups(name: str) -> Iterator[Any]:
         for start in range(0, len(order), GROUP_ROWS):
             rows = slice(start, start + GROUP_ROWS)
             yield numbers[name][rows] if name in numbers else texts[name].take(order[rows]).to_pylist()
 
-    paths_xxh3, last_path = xxhash.xxh3_128(), b""
-    first_paths: list[str] = []
-    groups_xxh3: dict[str, list[str]] = {name: [] for name in names}
+    paths_xxh3 = xxhash.xxh3_128()
+    last_path = b""
+    names = [name for name in COLUMNS if name in texts or name in numbers]
     schema = pa.schema([(name, COLUMNS[name]) for name in names])
     options = {"compression": "zstd", "use_dictionary": list(numbers), "write_statistics": False}
-    with atomic_write(file) as target, parquet.ParquetWriter(target, schema, **options) as writer:
+    with (
+        atomic_write(file) as target,
+        parquet.ParquetWriter(target, schema, write_page_checksum=True, **options) as writer,
+    ):
         for values in zip(*map(groups, names), strict=True):
             paths = values[0]
-            if repeated := next(itertools.compress(paths, map(operator.eq, paths, [last_path, *paths])), None):
-                raise _listed_twice(where, description["kind"], repeated)
-            paths_xxh3.update((b"\0" if first_paths else b"") + b"\0".join(paths))
-            first_paths.append(os.fsdecode(paths[0]))
+            for before, path in itertools.pairwise([last_path, *paths]):
+                if before == path:
+                    raise InputError(f"{where}: {os.fsdecode(path)} is listed twice; expected each path only once")
+            paths_xxh3.update((b"\0" if last_path else b"") + b"\0".join(paths))
             last_path = paths[-1]
-            for name, column in zip(names, values, strict=True):
-                groups_xxh3[name].append(values_xxh3(column))
             writer.write_table(pa.table(dict(zip(names, values, strict=True)), schema))
             on_rows("written", len(paths))
         split_texts = ([SPLIT_CODES[code] for code in codes.tolist()] for codes in groups("split"))
-        ids = groups("id") if "id" in texts else []
         description |= {
-            "count": len(order),
-            "group_rows": GROUP_ROWS,
+            "ends": [min(start + GROUP_ROWS, len(order)) for start in range(0, len(order), GROUP_ROWS)],
             "classes": classes,
             "splits": sorted(SPLIT_CODES[code] for code in np.unique(numbers["split"]).tolist() if code),
             "paths_xxh3": paths_xxh3.hexdigest(),
-            "labels_xxh3": labels_hash(numbers["label"], [split_texts, [classes], ids]),
-            "first_paths": first_paths,
-            "groups_xxh3": groups_xxh3,
+            "labels_xxh3": labels_hash(
+                numbers["label"], [split_texts, [classes], groups("id") if "id" in texts else []]
+            ),
         }
         content = json.dumps(description).encode()
         writer.add_key_value_metadata({METADATA: content, METADATA_XXH3: xxhash.xxh3_128_hexdigest(content)})
-
-
-def _listed_twice(where: str, kind: str, path: bytes) -> InputError:
-    """Return the error for a path that is listed twice; a list is read again to name its lines."""
-    rows = list(itertools.islice((row for row in list_rows(where) if row.path == path), 2)) if kind == "list" else []
-    for before, row in itertools.pairwise(rows):
-        check_once(where, before, row)
-    return InputError(f"{where}: {os.fsdecode(path)} is listed twice")
 
 
 def _classes(

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from extract.images import Images
+from extract.images.listing import is_plan
 from extract.images.plan_writing import write_plan
-from extract.images.plans import is_plan
 from extract.system.atomic_files import bytes_below
 from pipelines.terminal.progress import Progress
 from pipelines.terminal.text_output import counted, printable

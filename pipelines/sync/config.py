@@ -13,7 +13,7 @@ from pydantic import BaseModel, Field, field_validator, model_validator
 
 from extract.errors import InputError, unknown_name
 from extract.extraction.settings import ExtractionSettings
-from extract.images.plans import is_plan
+from extract.images.listing import is_plan
 from extract.sync.difference import Guards
 from pipelines.embed.config import FeaturesConfig
 from pipelines.terminal.config import FROZEN, Words, checked, read_yaml

@@ -176,7 +176,8 @@ def name_of(images: str) -> str:
 
     The data set of a plan is named after the images that the plan lists.
     """
-    from extract.images.plans import is_plan, open_plan
+    from extract.images.listing import is_plan
+    from extract.images.plans import open_plan
 
     if "://" not in images and is_plan(images):
         images = open_plan(images).root

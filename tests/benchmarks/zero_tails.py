@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from extract.images import decode
-from extract.images.whole_files import check_whole
+from extract.images.decoding import check_whole
 
 Pixels = NDArray[np.uint8]
 PICTURES = 60  # of IMAGES, encoded by each encoder

@@ -15,7 +15,7 @@ import pytest
 
 from extract import FeatureReader
 from extract.images import list_images
-from extract.images.plans import is_plan
+from extract.images.listing import is_plan
 from tests.conftest import make_picture
 from tests.pipelines.test_cli import SMALL, fails, layertap
 
@@ -72,7 +72,7 @@ def test_what_is_no_plan_or_not_for_one_is_refused(here: Path) -> None:
     assert "outputs/pictures-plan is not empty and not a layertap data set" in fails(
         "embed", "pictures", "-o", "outputs/pictures-plan", *SMALL
     )
-    assert "is already a plan" in fails("plan", "outputs/pictures-plan", "-o", "x")
+    assert "a plan is written for a folder or a list only" in fails("plan", "outputs/pictures-plan", "-o", "x")
     assert "no such folder or file" in fails("plan", "nothing", "-o", "x")
     (here / "other").mkdir()
     make_picture(0).save(here / "other" / "a.png")

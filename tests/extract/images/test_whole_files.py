@@ -1,4 +1,4 @@
-"""Files whose tail was never written, against sound files that look alike; see `extract/images/whole_files.py`."""
+"""Files whose tail was never written, against sound files that look alike; see `decoding.check_whole`."""
 
 from __future__ import annotations
 
