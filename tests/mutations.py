@@ -335,8 +335,8 @@ MUTATIONS = (
     ),
     Mutation(
         "A row that is not yielded shifts the rows in the file cache that follow it.",
-        "None if len(rows) == len(mapped) else rows - rows[0])",
-        "None)",
+        "source, positions = mapped, window[order] - window.min()",
+        "source, positions = mapped, order",
         ("test_rows_in_the_file_cache_are_not_buffered_and_come_in_the_same_order",),
     ),
     Mutation(
