@@ -119,9 +119,7 @@ def read_piece(array: FeatureArray, piece: NDArray[np.int64], out: NDArray[Any] 
     return values
 
 
-def _cut(
-    array: FeatureArray, windows: Iterator[_Window], room: int, batch_size: int, n_rows: int
-) -> Iterator[_Batch]:
+def _cut(array: FeatureArray, windows: Iterator[_Window], room: int, batch_size: int, n_rows: int) -> Iterator[_Batch]:
     """Yield the rows of the windows, in their order, in batches, which may span several windows."""
     buffer = np.empty((room, *array.shape[1:]), array.dtype)  # takes no memory where nothing is written
     filled, features, rows = 0, np.empty(0), np.empty(0, np.int64)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from extract.store.format.layout import StoredFeature, chunk_rows
 from extract.store.format.shard import Shard
 from extract.store.format.value_types import decoded
-from extract.store.open_shards import ShardFile
+from extract.store.row_selection import ShardFile
 
 __all__ = ["FeatureArray", "RowIndex", "numbers_of"]
 
@@ -48,12 +48,6 @@ class RowIndex:
         """Convert numbers of the rows that the reader has of a shard to row numbers of the shard."""
         chosen = self.chosen[shard_index]
         return rows if chosen is None else chosen[rows]
-
-    def shard_and_row(self, row: int) -> tuple[Shard, int]:
-        """Return the shard of a row, and the row's number in the shard."""
-        shard_index = int(np.searchsorted(self.starts, row, "right")) - 1
-        local = self.local(shard_index, np.array([row - self.starts[shard_index]]))
-        return self.files[shard_index].shard, int(local[0])
 
     def by_shard(self, rows: NDArray[np.int64]) -> Iterator[tuple[Shard, NDArray[np.int64], NDArray[np.int64]]]:
         """Yield (shard, positions in `rows`, rows of the shard) for each shard that has some of the rows."""

@@ -218,7 +218,9 @@ class _Reading:
             read_piece(self.array, piece, space.reshape(len(piece), *self.array.shape[1:]))  # a view
 
 
-def _batches(reading: _Reading, windows: list[list[NDArray[np.int64]]], batch_size: int, start: int) -> Iterator[TokenBatch]:
+def _batches(
+    reading: _Reading, windows: list[list[NDArray[np.int64]]], batch_size: int, start: int
+) -> Iterator[TokenBatch]:
     """Yield the tokens of the windows in batches, which may span several windows, from batch number `start`."""
     per_image, channels = reading.layout.count, reading.layout.channels
     skipped, first = start * batch_size, 0
