@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from extract.store.format.layout import StoredFeature, chunk_rows
 from extract.store.format.shard import Shard
 from extract.store.format.value_types import decoded
-from extract.store.open_shards import ShardFile
+from extract.store.row_selection import ShardFile
 
 __all__ = ["FeatureArray", "RowIndex", "numbers_of"]
 
@@ -48,12 +48,6 @@ class RowIndex:
         """Convert numbers of the rows that the reader has of a shard to row numbers of the shard."""
         chosen = self.chosen[shard_index]
         return rows if chosen is None else chosen[rows]
-
-    def shard_and_row(self, row: int) -> tuple[Shard, int]:
-        """Return the shard of a row, and the row's number in the shard."""
-        shard_index = int(np.searchsorted(self.starts, row, "right")) - 1
-        local = self.local(shard_index, np.array([row - self.starts[shard_index]]))
-        return self.files[shard_index].shard, int(local[0])
 
     def by_shard(self, rows: NDArray[np.int64]) -> Iterator[tuple[Shard, NDArray[np.int64], NDArray[np.int64]]]:
         """Yield (shard, positions in `rows`, rows of the shard) for each shard that has some of the rows."""
@@ -217,18 +211,20 @@ class FeatureArray:
 
     def between(self, start: int, stop: int, out: NDArray[Any] | None = None) -> NDArray[Any]:
         """Return (stop - start, *shape), neighbouring rows, all in range; in `out` if it is given."""
+        if self._is_encoded:
+            return self.take(np.arange(start, stop), out)
         if self._verify is not None:
             self._verify(np.arange(start, stop))
-        if self._is_encoded:
-            return self.unchecked(np.arange(start, stop), out)
-        ranges = list(self._index.ranges_between(start, stop))
         if out is None:
-            if len(ranges) == 1:
-                return self._read(*ranges[0])
             out = np.empty((max(0, stop - start), *self.shape[1:]), self.dtype)
         n_read = 0
-        for shard_index, first, last in ranges:
-            self._read(shard_index, first, last, out[n_read : n_read + last - first])
+        for shard_index, first, last in self._index.ranges_between(start, stop):
+            shard, chosen = self._index.files[shard_index].shard, self._index.chosen[shard_index]
+            space = out[n_read : n_read + last - first]
+            if chosen is None:
+                shard.read(self._feature.name, first, last, space)
+            else:
+                shard.take(self._feature.name, chosen[first:last], space)
             n_read += last - first
         return out
 
@@ -236,10 +232,6 @@ class FeatureArray:
         """Return (len(rows), *shape), rows in any order, all in range; in `out` if it is given."""
         if self._verify is not None:
             self._verify(rows)
-        return self.unchecked(rows, out)
-
-    def unchecked(self, rows: NDArray[np.int64], out: NDArray[Any] | None = None) -> NDArray[Any]:
-        """Like `take`, but the rows are never verified."""
         if not self._is_encoded:
             return self.kept(rows, out)
         if out is None:
@@ -256,24 +248,9 @@ class FeatureArray:
         index, name = self._index, self._feature.name
         if len(index.files) == 1:
             return index.files[0].shard.take(name, index.local(0, rows), out)
-        if len(rows) and (rows[1:] < rows[:-1]).any():
-            # Sorted first, so that each shard is read once and all rows are reordered at once.
-            order = np.argsort(rows, kind="stable")
-            out[order] = self.kept(rows[order])
-            return out
-        edges = np.searchsorted(rows, index.starts).tolist()
-        for shard_index, (first, last) in enumerate(pairwise(edges)):
-            if first < last:
-                local = index.local(shard_index, rows[first:last] - self._edges[shard_index])
-                index.files[shard_index].shard.take(name, local, out[first:last])
+        for shard, positions, local in index.by_shard(rows):
+            out[positions] = shard.take(name, local)
         return out
-
-    def _read(self, shard_index: int, start: int, stop: int, out: NDArray[Any] | None = None) -> NDArray[Any]:
-        shard, name = self._index.files[shard_index].shard, self._feature.name
-        chosen = self._index.chosen[shard_index]
-        if chosen is None:
-            return shard.read(name, start, stop, out)
-        return shard.take(name, chosen[start:stop], out)
 
     def values(self, rows: NDArray[Any]) -> NDArray[Any]:
         """Return the values of rows that are given as they are kept in files."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -20,12 +21,9 @@ from extract.store.batches import Shuffle, batches
 from extract.store.feature_array import FeatureArray, RowIndex
 from extract.store.format.layout import ROW_DATA, StoredFeature, feature_types
 from extract.store.format.row_hash import hash_records, hash_rows
-from extract.store.format.shard import Shard
-from extract.store.open_shards import OpenShards
 from extract.store.places.shard_cache import CACHE_BYTES, ShardCache
-from extract.store.row_counts import RowCounts, count_rows
-from extract.store.row_selection import RowSelection, open_selections
-from extract.store.text_column import LazyColumns, TextColumn
+from extract.store.row_selection import OpenShards, RowSelection, open_selections
+from extract.store.text_column import TextColumn
 from extract.store.tokens.token_array import TokenArray
 from extract.store.tokens.token_layout import token_layout
 from extract.system.dissimilarities import dissimilarities
@@ -43,6 +41,23 @@ RowPictures = Callable[[int, int], Sequence[bytes | None]]
 _MOST_IN_RDM = 20_000  # rows
 _SHOWN = 10  # classes and splits in a notebook
 _VERIFIED_BYTES = 4 << 20  # features that are verified at once: they stay in the caches of the processor
+
+
+@dataclass(frozen=True)
+class RowCounts:
+    """Numbers of the rows of a reader.
+
+    Attributes:
+        status: status -> rows.
+        classes: class -> rows; every class is there.
+        unlabelled: rows without a class.
+        splits: split -> rows; rows without a split are left out.
+    """
+
+    status: dict[str, int]
+    classes: dict[str, int]
+    unlabelled: int
+    splits: dict[str, int]
 
 
 class FeatureReader:
@@ -163,50 +178,38 @@ class FeatureReader:
     def columns(self) -> Mapping[str, Sequence[str] | NDArray[Any]]:
         """Name -> values of each row, of the further columns of a list that were kept: text, int64 or float64.
 
-        Of several data sets, the columns that all of them have, with values of one kind. Values are read on first use.
+        Of several data sets, the columns that all of them have, with values of one kind.
         """
-        kinds = [selection.kept_columns.items() for selection in self._with_other_names()]
-        common = sorted(set.intersection(*map(set, kinds))) if kinds else []
-        return LazyColumns({name.rpartition("/")[2]: partial(self._kept_column, name, kind) for name, kind in common})
-
-    def _kept_column(self, name: str, kind: str) -> Sequence[str] | NDArray[Any]:
-        if kind == "S":
-            return self._text_column(name)
-        if name not in self._row_data:
-            self._row_data[name] = _frozen(np.concatenate([each.column(name) for each in self._selections]))
-        return self._row_data[name]
+        kinds = [set(selection.kept_columns.items()) for selection in self._selections]
+        columns: dict[str, Sequence[str] | NDArray[Any]] = {}
+        for name, kind in sorted(set.intersection(*kinds)) if kinds else ():
+            if kind == "S":
+                columns[name.rpartition("/")[2]] = self._text_column(name)
+            else:
+                numbers = np.concatenate([selection.column(name) for selection in self._selections])
+                columns[name.rpartition("/")[2]] = _frozen(numbers)
+        return columns
 
     def _text_column(self, name: str) -> TextColumn:
-        def read(start: int, stop: int) -> list[str]:
-            if self._is_closed:
-                raise LayertapError(
-                    f"{self._name} is closed",
-                    hint="copy what is needed later, such as reader.paths[:], before the reader is closed",
-                )
-            ranges = self._index.ranges_between(start, stop)
-            return [text for i, first, last in ranges for text in self._selections[i].texts(name, first, last)]
+        return TextColumn(len(self), partial(self._texts, name))
 
-        return TextColumn(len(self), read)
+    def _texts(self, name: str, start: int, stop: int) -> list[str]:
+        if self._is_closed:
+            raise LayertapError(
+                f"{self._name} is closed",
+                hint="copy what is needed later, such as reader.paths[:], before the reader is closed",
+            )
+        ranges = self._index.ranges_between(start, stop)
+        return [text for i, first, last in ranges for text in self._selections[i].texts(name, first, last)]
 
     @cached_property
     def _has_ids(self) -> bool:
-        return bool(self._selections) and all(selection.has_ids for selection in self._with_other_names())
-
-    def _with_other_names(self) -> Iterator[RowSelection]:
-        """Yield one selection of each data set whose shards have the same classes, and all of the others."""
-        for number, selection in enumerate(self._selections):
-            if not self._has_names_of_previous(number):
-                yield selection
-
-    def _has_names_of_previous(self, number: int) -> bool:
-        """Return whether a selection has the same classes as the previous one."""
-        same_set = number > 0 and self._sets[number] == self._sets[number - 1]
-        return same_set and self._selections[number].same_names
+        return bool(self._selections) and all(selection.has_ids for selection in self._selections)
 
     @cached_property
     def classes(self) -> list[str]:
         """Names of the classes."""
-        class_lists = {tuple(selection.classes) for selection in self._with_other_names()}
+        class_lists = {tuple(selection.classes) for selection in self._selections}
         if len(class_lists) == 1:
             return list(class_lists.pop())
         return sorted({name for names in class_lists for name in names}, key=os.fsencode)
@@ -273,39 +276,55 @@ class FeatureReader:
     @cached_property
     def counts(self) -> RowCounts:
         """Numbers of rows by status, class and split."""
-        lists: list[list[str]] = []
-        for number, selection in enumerate(self._selections):
-            lists.append(lists[-1] if self._has_names_of_previous(number) else selection.classes)
-        return count_rows(self._selections, lists, self._features)
+        status, splits = Counter(self.status.tolist()), Counter(self.splits)
+        del splits[""]
+        unlabelled, *classes = np.bincount(self.labels + 1, minlength=len(self.classes) + 1).tolist()
+        return RowCounts(
+            status={Status(code).text: count for code, count in sorted(status.items())},
+            classes=dict(zip(self.classes, classes, strict=True)),
+            unlabelled=unlabelled,
+            splits=dict(splits),
+        )
 
     @property
     def failures(self) -> list[tuple[int, str, str, str]]:
         """Rows whose status is not ok: (row, path, status, reason)."""
         failures = []
-        for number in self.counts.failed:
-            selection, start = self._selections[number], int(self._index.starts[number])
-            shard, status = selection.shard, selection.column("status")
-            reasons = selection.reasons
+        for selection, start, stop in zip(self._selections, self._index.starts, self._index.starts[1:], strict=False):
+            status = self.status[start:stop]
             bad = np.flatnonzero(status != Status.OK)
-            for row, its_row in zip(bad.tolist(), self._index.local(number, bad).tolist(), strict=True):
+            reasons, shard_start = (selection.reasons, selection.shard.identity.first_row) if len(bad) else ({}, 0)
+            its_rows = bad if selection.chosen is None else selection.chosen[bad]
+            for row, its_row in zip(bad.tolist(), its_rows.tolist(), strict=True):
                 path = selection.texts("path", row, row + 1)[0]
-                reason = reasons.get(shard.identity.first_row + its_row, "")
-                failures.append((start + row, path, Status(status[row]).text, reason))
+                failures.append(
+                    (int(start) + row, path, Status(status[row]).text, reasons.get(shard_start + its_row, ""))
+                )
         return failures
 
     def place_of(self, row: int) -> tuple[Path, int, int]:
         """Return the file that holds a row, its shard's number, and the row's number in the data set of that shard."""
-        shard, its_row = self._shard_and_row(row)
-        return shard.path, shard.identity.shard, its_row
-
-    def _shard_and_row(self, row: int) -> tuple[Shard, int]:
-        shard, local = self._index.shard_and_row(row)
-        return shard, shard.identity.first_row + local
+        ((shard, _, local),) = self._index.by_shard(np.array([row]))
+        return shard.path, shard.identity.shard, shard.identity.first_row + int(local[0])
 
     @property
     def compression(self) -> dict[str, tuple[str, float]]:
         """Feature -> (gzip, lzf or blosc2; compression ratio), for compressed features."""
-        return self.counts.compression
+        stored, filters = Counter[str](), dict[str, str]()
+        for selection in self._selections:
+            shard = selection.shard
+            # Of a shard in a bucket, only the receipt has them until its features are downloaded.
+            packed = shard.stored_bytes or (selection.receipt or {}).get("compression", {}).get("bytes", {})
+            for feature in self._features:
+                plain = feature.row_bytes * len(shard)
+                stored[feature.name] += packed.get(feature.name, plain) if feature.name in shard.compression else plain
+            filters |= shard.compression
+        n_rows = sum(selection.file.n_rows for selection in self._selections)
+        return {
+            feature.name: (filters[feature.name], feature.row_bytes * n_rows / max(1, stored[feature.name]))
+            for feature in self._features
+            if feature.name in filters
+        }
 
     def checked(self, rows: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
         """Return layer -> all features of rows as they are kept, verified so that copies do not hide damage.

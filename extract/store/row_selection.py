@@ -1,8 +1,14 @@
-"""The rows that a reader reads: some rows of some shards, with their paths, labels, splits and ids."""
+"""The rows that a reader reads: some rows of some shards, with their paths, labels, splits and ids.
+
+A shard holds one file handle and about 90 KB of memory while it is open. Shards are opened on first use where there are
+many, within the limit of open files.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import resource
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -16,16 +22,15 @@ from numpy.typing import NDArray
 from extract.errors import InputError, LayertapError, LockedError
 from extract.row_status import Status
 from extract.store.format.dataset import UNFINISHED_HINT, DataSet
-from extract.store.format.layout import RowNames, StoredFeature
+from extract.store.format.layout import Identity, RowNames, StoredFeature
 from extract.store.format.receipt import reasons_in, reasons_of
 from extract.store.format.row_hash import wrong_rows
 from extract.store.format.shard import Shard
-from extract.store.open_shards import OpenShards, ShardFile
 from extract.store.places.bucket import Bucket
 from extract.store.places.shard_cache import RemoteFile, ShardCache
-from extract.system.atomic_files import allow_more_files
+from extract.system.atomic_files import allow_more_files, count_open_files
 
-__all__ = ["OpenedDataSet", "RowSelection", "open_selections", "read_one_version"]
+__all__ = ["OpenShards", "OpenedDataSet", "RowSelection", "ShardFile", "open_selections", "read_one_version"]
 
 T = TypeVar("T")
 
@@ -34,6 +39,103 @@ _ATTEMPTS = 5  # to read a data set while new versions are published
 # Of others, damage is reported before any work is done. A missing shard is an error at once, always.
 OPENED_AT_ONCE = 64
 _AT_ONCE = 8  # shards of a bucket that are opened at the same time
+_MOST = 30_000  # open shards: Linux allows a process 65,530 memory maps (vm.max_map_count)
+_OTHER_FILES = 128  # handles that are left to the rest of the process
+
+
+class OpenShards:
+    """The shards of a reader that are open and may be closed to stay within the limit of open files.
+
+    Args:
+        most: shards that may be open, if the system permits as many.
+    """
+
+    def __init__(self, most: int = _MOST) -> None:
+        self._limit = most
+        self._open: OrderedDict[ShardFile, None] = OrderedDict()  # in the order in which they were opened
+        self._most = 0  # 0: not known yet
+        self._is_closed = False
+
+    def open(self, file: ShardFile, read: Callable[[], Shard]) -> Shard:
+        """Open the shard of a file and return it, and close the shard that was opened first if too many are open.
+
+        Threads may open the same shard at the same time; each reads its own, and the last one stays.
+        """
+        if self._is_closed:
+            raise LayertapError(f"{file.name} is closed")
+        if not self._most:
+            self._most = min(self._limit, _most_open_shards())
+        shard = read()
+        with contextlib.suppress(KeyError):  # another thread has closed the last one
+            while len(self._open) >= self._most:
+                first, _ = self._open.popitem(last=False)
+                first.hold(None)
+        file.hold(shard)  # before another thread may close it
+        self._open[file] = None
+        return shard
+
+    def close(self) -> None:
+        """Open no more shards."""
+        self._is_closed = True
+        self._open.clear()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_open": OrderedDict(), "_most": 0}
+
+
+class ShardFile:
+    """A shard of a reader, opened on first use; another process that unpickles it opens the file again.
+
+    Args:
+        name: path or URL, for errors.
+        n_rows: rows of the shard.
+        read: opens the shard; picklable.
+        open_shards: the shards of the reader.
+        opened: the shard if it is to stay open, because a process writes to its file.
+    """
+
+    def __init__(
+        self, name: str, n_rows: int, read: Callable[[], Shard], open_shards: OpenShards, opened: Shard | None = None
+    ):
+        self.name, self.n_rows = name, n_rows
+        self._shard, self._read, self._open_shards = opened, read, open_shards
+
+    @property
+    def shard(self) -> Shard:
+        """The open shard.
+
+        Raises:
+            InputError: the shard is damaged, of another data set, or no longer exists.
+            LayertapError: the reader is closed, or the file cannot be read.
+        """
+        return self._shard or self._open_shards.open(self, self._read)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the shard is open now."""
+        return self._shard is not None
+
+    def hold(self, shard: Shard | None) -> None:
+        """Keep a shard open until `hold(None)`, which closes it as soon as no array and no other thread uses it."""
+        self._shard = shard
+
+    def close(self) -> None:
+        """Close the file for good."""
+        self._open_shards.close()
+        if self._shard is not None:
+            self._shard.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_shard": None}
+
+
+def _most_open_shards() -> int:
+    """Return how many shards may be open, after the limit of open files was raised as far as permitted."""
+    allow_more_files(_MOST)
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return _MOST
+    return max(1, min(_MOST, soft - count_open_files() - _OTHER_FILES))
 
 
 @dataclass(frozen=True)
@@ -45,7 +147,6 @@ class RowSelection:
         rows: (N,), their numbers in the data set, ascending.
         chosen: (N,) int64, their numbers in the shard; None for all rows of the shard, in order.
         names: paths, labels, splits and classes; None to read them from the shard.
-        same_names: whether all shards of the data set have the same classes and kept columns, and all or none ids.
         without_features: of a shard in a bucket: everything but the features.
         receipt: of a shard in a bucket: content of its receipt.
     """
@@ -54,7 +155,6 @@ class RowSelection:
     rows: range | NDArray[np.int64]
     chosen: NDArray[np.int64] | None = None
     names: RowNames | None = None
-    same_names: bool = False
     without_features: ShardFile | None = None
     receipt: Mapping[str, Any] | None = None
 
@@ -148,10 +248,9 @@ def open_selections(
         return _open_url(path, partial, cache)
     if path.is_dir():
         return read_one_version(path, lambda dataset: _select_from_shards(dataset, partial, open_shards))
-    with contextlib.ExitStack() as on_error:
-        shard = on_error.enter_context(Shard(path))
-        selection = _select_stored(shard, shard.identity.first_row, partial)
-        on_error.pop_all()  # the shard stays open
+    shard = Shard(path)
+    file = ShardFile(shard.name, len(shard), bind(_open_again, path, shard.identity), open_shards, shard)
+    selection = _select_stored(file, shard.identity.first_row, partial)
     return OpenedDataSet([selection], shard.features, shard.identity.fingerprint, len(shard))
 
 
@@ -168,12 +267,7 @@ def _open_url(url: str, partial: bool, cache: ShardCache) -> OpenedDataSet:
     def select(shard: int, file: RemoteFile) -> RowSelection:
         rows = dataset.shard_range(shard)
         features, table = (
-            ShardFile(
-                file.url,
-                len(rows),
-                read=bind(_open_remote, cache, file, dataset, shard, with_features),
-                open_shards=open_shards,
-            )
+            ShardFile(file.url, len(rows), bind(_open_remote, cache, file, dataset, shard, with_features), open_shards)
             for open_shards, with_features in ((whole, True), (without_features, False))
         )
         _stored_rows(table.shard, partial=False)
@@ -223,14 +317,8 @@ def _is_current(dataset: DataSet, shards: Path) -> bool:
 
 
 def _select_from_shards(dataset: DataSet, partial: bool, open_shards: OpenShards) -> OpenedDataSet:
-    selections: list[RowSelection] = []
-    same_names = dataset.version is not None or "labels_xxh3" in dataset.images
-    with contextlib.ExitStack() as on_error:
-        select = _select_from_version if dataset.version is not None else _select_from_files
-        for selection in select(dataset, partial, open_shards):
-            on_error.callback(selection.file.close)
-            selections.append(replace(selection, same_names=same_names))
-        on_error.pop_all()  # the shards stay open
+    select = _select_from_version if dataset.version is not None else _select_from_files
+    selections = list(select(dataset, partial, open_shards))
     return OpenedDataSet(selections, dataset.features, dataset.fingerprint, dataset.n_rows)
 
 
@@ -249,63 +337,46 @@ def _select_from_version(dataset: DataSet, partial: bool, open_shards: OpenShard
         start, stop = np.searchsorted(table.passes, [number, number + 1]).tolist()
         rows = table.rows[start:stop]
         shard_files = pass_dataset.shard_files()
-        if at_once:
-            allow_more_files(len(shard_files))
         last_shard = int(rows[-1]) // pass_dataset.shard_rows if len(rows) else -1
         if last_shard >= len(shard_files):
             raise InputError(
                 f"{pass_dataset.out} has no shard {last_shard}", hint="run `layertap sync` to repair the data set"
             )
         for shard in range(last_shard + 1):
-            shard_start = pass_dataset.shard_range(shard).start
+            shard_start, n_rows = pass_dataset.shard_range(shard).start, len(pass_dataset.shard_range(shard))
             first, last = (start + np.searchsorted(rows, [shard_start, shard_start + pass_dataset.shard_rows])).tolist()
             if first == last:
                 continue
             path = pass_dataset.path(shard, shard_files[shard].published or 0)
-            n_rows = len(pass_dataset.shard_range(shard))
+            file = ShardFile(str(path), n_rows, bind(_open_finished, pass_dataset, shard, path), open_shards)
             if at_once:
-                file = ShardFile(str(path), n_rows, _open_finished(pass_dataset, shard, path))
-            else:
-                read = bind(_open_later, pass_dataset, shard, path)
-                file = ShardFile(str(path), n_rows, read=read, open_shards=open_shards)
-            try:
-                chosen = table.rows[first:last] - shard_start
-                if chosen[-1] >= n_rows:
-                    raise InputError(f"{path} has no row {chosen[-1]}, to which the version refers")
-                names = RowNames(
-                    table.paths[first:last], table.labels[first:last], table.splits[first:last], table.classes
-                )
-                all_rows = len(chosen) == n_rows and bool((chosen == np.arange(n_rows)).all())
-                yield RowSelection(file, range(first, last), None if all_rows else chosen, names)
-            except BaseException:
-                file.close()
-                raise
+                _ = file.shard
+            chosen = table.rows[first:last] - shard_start
+            if chosen[-1] >= n_rows:
+                raise InputError(f"{path} has no row {chosen[-1]}, to which the version refers")
+            names = RowNames(table.paths[first:last], table.labels[first:last], table.splits[first:last], table.classes)
+            all_rows = len(chosen) == n_rows and bool((chosen == np.arange(n_rows)).all())
+            yield RowSelection(file, range(first, last), None if all_rows else chosen, names)
 
 
-def _select_stored(shard: Shard, first_row: int, partial: bool) -> RowSelection:
-    """Select the rows of a shard that are not pending."""
-    stored = _stored_rows(shard, partial)
-    file = ShardFile(shard.name, len(shard), shard)
-    if len(stored) == len(shard):
-        return RowSelection(file, range(first_row, first_row + len(shard)))
+def _select_stored(file: ShardFile, first_row: int, partial: bool) -> RowSelection:
+    """Select the rows of an open shard that are not pending."""
+    stored = _stored_rows(file.shard, partial)
+    if len(stored) == file.n_rows:
+        return RowSelection(file, range(first_row, first_row + file.n_rows))
     return RowSelection(file, first_row + stored, stored)
 
 
 def _open_finished(dataset: DataSet, shard: int, path: Path) -> Shard:
-    """Open a finished shard, and check that no row is pending; see `_stored_rows` for errors."""
-    opened = dataset.open_shard(shard, path)
+    """Open a finished shard, and check that no row is pending; it may have been replaced since the reader was opened.
+
+    Raises:
+        InputError: it was replaced; or see `_stored_rows`.
+    """
     try:
+        opened = dataset.open_shard(shard, path)
         _stored_rows(opened, partial=False)
-    except BaseException:
-        opened.close()
-        raise
-    return opened
-
-
-def _open_later(dataset: DataSet, shard: int, path: Path) -> Shard:
-    """Like `_open_finished`, for a reader that is open; the shard may have been replaced since."""
-    try:
-        return _open_finished(dataset, shard, path)
+        return opened
     except InputError as error:
         if path.exists() and DataSet.open(dataset.out).fingerprint == dataset.fingerprint:
             raise
@@ -315,47 +386,54 @@ def _open_later(dataset: DataSet, shard: int, path: Path) -> Shard:
         ) from error
 
 
+def _open_again(path: Path, identity: Identity) -> Shard:
+    """Open a shard in another process, to which its reader was sent; it may have been published since.
+
+    Raises:
+        InputError: the file is another shard; or see `Shard`.
+    """
+    if path.suffix == ".part" and not path.exists():
+        path = path.with_suffix("")
+    shard = Shard(path)
+    if shard.is_part:
+        shard.copy_columns()
+    if shard.identity != identity:
+        raise InputError(
+            f"{path} was replaced by another shard after the reader was pickled", hint="open the data set again"
+        )
+    return shard
+
+
 def _select_from_files(dataset: DataSet, partial: bool, open_shards: OpenShards) -> Iterator[RowSelection]:
     """Yield the rows of the shards of a data set that can be read."""
     shard_files = dataset.shard_files()
     if not partial and any(files.published is None for files in shard_files):
         shard_files = dataset.shard_files()  # a listing can miss a file that is renamed at the same time
-    at_once = len(shard_files) <= OPENED_AT_ONCE
-    if at_once:
+    if at_once := len(shard_files) <= OPENED_AT_ONCE:
         allow_more_files(len(shard_files))
     for shard, files in enumerate(shard_files):
-        rows = dataset.shard_range(shard)
-        if files.published is not None:
-            path = dataset.path(shard, files.published)
-            if not at_once:
-                read = bind(_open_later, dataset, shard, path)
-                yield RowSelection(ShardFile(str(path), len(rows), read=read, open_shards=open_shards), rows)
-                continue
-        elif partial and files.part is not None:
-            path = dataset.path(shard, files.part, part=True)
-        elif partial:
-            continue
-        else:
-            path = dataset.current(shard, files) or dataset.path(shard)
-            state = "unfinished" if files.part is not None else "missing"
+        rows, path = dataset.shard_range(shard), dataset.current(shard, files)
+        if files.published is None and not partial:
+            state = "missing" if path is None else "unfinished"
             raise LayertapError(
-                f"{path} is {state} (shard {shard} of {dataset.n_shards})",
-                hint=UNFINISHED_HINT,
+                f"{path or dataset.path(shard)} is {state} (shard {shard} of {dataset.n_shards})", hint=UNFINISHED_HINT
             )
+        if path is None:
+            continue
+        if files.published is not None and not at_once:
+            read = bind(_open_finished, dataset, shard, path)
+            yield RowSelection(ShardFile(str(path), len(rows), read, open_shards), rows)
+            continue
         try:
             opened = dataset.open_shard(shard, path)
         except InputError:
             # The shard may just have been published or rewritten, which gives it another name.
-            current_files = dataset.shard_files()[shard]
-            if current_files == files or current_files.published is None:
+            current = dataset.current(shard, dataset.shard_files()[shard])
+            if current is None or current == path:
                 raise
-            opened = dataset.open_shard(shard, dataset.path(shard, current_files.published))
-        try:
-            selection = _select_stored(opened, rows.start, partial)
-        except BaseException:
-            opened.close()
-            raise
-        yield selection
+            opened = dataset.open_shard(shard, current)
+        file = ShardFile(opened.name, len(rows), bind(_open_again, opened.path, opened.identity), open_shards, opened)
+        yield _select_stored(file, rows.start, partial)
 
 
 def _stored_rows(shard: Shard, partial: bool) -> NDArray[np.int64]:

@@ -2,44 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar, overload
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from extract.errors import unknown_name
-
-__all__ = ["LazyColumns", "TextColumn"]
-
-T = TypeVar("T")
+__all__ = ["TextColumn"]
 
 _AT_ONCE = 1 << 16  # texts held in memory while they are iterated over
-
-
-class LazyColumns(Mapping[str, T]):
-    """Columns by name, which are read when they are used; a name that does not exist raises UnknownNameError.
-
-    Args:
-        read: name -> function that returns the column.
-    """
-
-    def __init__(self, read: Mapping[str, Callable[[], T]]):
-        self._read = read
-
-    def __getitem__(self, name: str) -> T:
-        if name not in self._read:
-            raise unknown_name("column", name, self._read)
-        return self._read[name]()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._read)
-
-    def __len__(self) -> int:
-        return len(self._read)
-
-    def __repr__(self) -> str:
-        return f"<columns {', '.join(self) or 'none'}>"
 
 
 class TextColumn(Sequence[str]):

@@ -20,7 +20,7 @@ from extract.store.format.copying import copy_shard
 from extract.store.format.dataset import DataSet, ShardFiles
 from extract.store.format.kept_axes import axes_file, recorded_axes
 from extract.store.format.layout import StoredFeature
-from extract.store.format.receipt import checked_receipt, count_all, reasons_of, size_and_hash, write_receipt
+from extract.store.format.receipt import checked_receipt, counts_of, reasons_of, size_and_hash, write_receipt
 from extract.store.format.row_hash import checked
 from extract.store.format.row_table import RowTable
 from extract.store.format.shard import MEDIA_ERRORS, Shard
@@ -280,12 +280,10 @@ def _faults_of_receipt(shard: Shard, name: str, row_faults: Collection[Fault]) -
         if path.exists() and not path.is_file():
             return [Fault(f"{what}; remove it, and --repair writes a receipt", Remedy.NONE, number, receipt_name)]
         return [Fault(f"{what}; --repair writes it again", Remedy.RECEIPT, number, receipt_name)]
-    counts = Counter(shard.column("status").tolist())
-    status = {Status(code).text: counts[code] for code in sorted(counts) if code in list(Status)}
-    expected = {**vars(shard.identity), **size_and_hash(shard.path), "status": status}
+    expected = {**vars(shard.identity), **size_and_hash(shard.path)}
     if not row_faults:
-        counted = count_all(shard).as_json()  # receipts of earlier versions have no labels and splits
-        expected |= {entry: value for entry, value in counted.items() if entry in receipt}
+        # Receipts of earlier versions have no labels and splits.
+        expected |= {entry: value for entry, value in counts_of(shard).items() if entry in receipt}
     # Wrong rows explain a mismatch. Without wrong rows, the receipt is wrong, or bytes that no other hash covers; a
     # repair does not overwrite the receipt, because it is the only evidence.
     hint = "" if row_faults else "; all rows match their hashes. If the receipt is removed, --repair writes a new one"

@@ -10,13 +10,11 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from extract.errors import LayertapError
 from extract.row_status import Status
@@ -26,10 +24,8 @@ from extract.system.atomic_files import write_json
 from extract.system.json_files import read_json
 
 __all__ = [
-    "ShardCounts",
     "checked_receipt",
-    "count_all",
-    "count_shard",
+    "counts_of",
     "read_receipt",
     "reasons_in",
     "reasons_of",
@@ -45,47 +41,16 @@ _ROW_BYTES = 1 << 10
 _REASON_BYTES = 960  # of a reason in JSON, with its quotes
 
 
-@dataclass(frozen=True)
-class ShardCounts:
-    """Numbers of rows of a shard.
-
-    Attributes:
-        status: code of `Status` -> rows.
-        labels: number of the class, -1 if unknown -> rows.
-        splits: split -> rows; rows without a split are left out.
-    """
-
-    status: Mapping[int, int]
-    labels: Mapping[int, int]
-    splits: Mapping[str, int]
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the entries of a receipt."""
-        return {
-            "status": {Status(code).text: count for code, count in self.status.items()},
-            "labels": {str(label): count for label, count in self.labels.items()},
-            "splits": dict(self.splits),
-        }
-
-
-def count_shard(status: NDArray[np.uint8], labels: NDArray[np.int64], splits: Iterable[bytes]) -> ShardCounts:
-    """Count rows of a shard, which have this status, label and split."""
-    by_split = Counter(splits)
-    del by_split[b""]
-    return ShardCounts(
-        status=_sorted(Counter(status.tolist())),
-        labels=_sorted(Counter(labels.tolist())),
-        splits={os.fsdecode(split): count for split, count in _sorted(by_split).items()},
-    )
-
-
-def count_all(shard: Shard) -> ShardCounts:
-    """Count all rows of an open shard."""
-    return count_shard(shard.column("status"), shard.column("label"), shard.column("split").tolist())
-
-
-def _sorted(counts: Counter[Any]) -> dict[Any, int]:
-    return dict(sorted(counts.items()))
+def counts_of(shard: Shard) -> dict[str, Any]:
+    """Return the numbers of rows of a shard by status, label and split, as in its receipt."""
+    by_status, by_label = Counter(shard.column("status").tolist()), Counter(shard.column("label").tolist())
+    by_split = Counter(shard.text("split"))
+    del by_split[""]
+    return {
+        "status": {Status(code).text: count for code, count in sorted(by_status.items())},
+        "labels": {str(label): count for label, count in sorted(by_label.items())},
+        "splits": dict(sorted(by_split.items())),
+    }
 
 
 def receipt_bytes(n_rows: int) -> int:
@@ -115,7 +80,7 @@ def receipt_of(
     failed = {first_row + int(row) for row in np.flatnonzero(status != Status.OK)}
     receipt = {
         **vars(shard.identity),
-        **count_all(shard).as_json(),
+        **counts_of(shard),
         "reasons": {str(row): _short(reasons[row]) for row in sorted(failed & reasons.keys())},
         **size_and_hash(file),
         **({"made": dict(made)} if made else {}),

@@ -29,7 +29,6 @@ from extract.store.format.checked_file import Seekable
 from extract.store.format.layout import (
     COLUMNS,
     ROW_DATA,
-    Identity,
     StoredFeature,
     chunk_rows,
     plain_offset,
@@ -50,7 +49,6 @@ from extract.store.format.untrusted import (
     open_untrusted,
 )
 from extract.store.format.value_types import STORED_TYPES, value_type_of
-from extract.system.atomic_files import allow_more_files
 from extract.system.json_files import parse_json
 
 __all__ = ["BLOCK_BYTES", "MEDIA_ERRORS", "Shard", "runs"]
@@ -67,7 +65,7 @@ _READ_AHEAD_BYTES = 1 << 20  # bytes of a read above which the kernel is advised
 
 
 class Shard:
-    """A finished shard or a part; a context manager. Instances can be pickled, shared by threads, and forked.
+    """A finished shard or a part; a context manager. Instances can be shared by threads, and forked.
 
     Args:
         path: the file.
@@ -421,7 +419,7 @@ class Shard:
         """
         return parse_json(self._view("provenance").item(), f"/provenance of {self.name}", PROVENANCE)
 
-    # Closing and pickling
+    # Closing
 
     def copy_columns(self) -> None:
         """Copy the columns beside the features, so that a process that writes to the file does not change them."""
@@ -442,9 +440,6 @@ class Shard:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickled, (self.path, self.identity)
-
 
 class _MappedFile(Seekable):
     """File object over a memory map; its position, unlike that of a descriptor, is not shared with a forked process."""
@@ -458,25 +453,6 @@ class _MappedFile(Seekable):
         buffer[: len(content)] = content
         self._position += len(content)
         return len(content)
-
-
-def _unpickled(path: Path, identity: Identity) -> Shard:
-    allow_more_files(1)
-    if path.suffix == ".part" and not path.exists():
-        path = path.with_suffix("")  # the part has been published since
-    if not path.exists() and path.parts[-4:-3] == ("passes",):
-        raise InputError(
-            f"{path} no longer exists: its data set was compacted after the reader was pickled",
-            hint="open the data set again",
-        )
-    shard = Shard(path)
-    if path.suffix == ".part":
-        shard.copy_columns()
-    if shard.identity != identity:
-        raise InputError(
-            f"{path} was replaced by another shard after the reader was pickled", hint="open the data set again"
-        )
-    return shard
 
 
 def runs(rows: NDArray[np.integer[Any]], at_most: int | None = None) -> Iterator[tuple[int, int]]:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from extract.store.batches import prefetch, read_piece, row_pieces
+from extract.store.batches import fitting, prefetch, read_piece, row_pieces
 from extract.store.feature_array import FeatureArray
 from extract.store.tokens.token_layout import TokenLayout
 
@@ -108,23 +108,6 @@ class TokenPass:
         return replace(parts[part], start=taken[part])
 
 
-@dataclass(frozen=True)
-class _Window:
-    """Images whose tokens are mixed.
-
-    Attributes:
-        number: number of the window in the epoch.
-        pieces: rows of the images, in pieces of ascending rows.
-    """
-
-    number: int
-    pieces: list[NDArray[np.int64]]
-
-    @property
-    def images(self) -> int:
-        return sum(map(len, self.pieces))
-
-
 def token_batches(
     array: FeatureArray, layout: TokenLayout, rows: NDArray[np.int64], how: TokenPass
 ) -> Iterator[TokenBatch]:
@@ -158,7 +141,7 @@ def token_batches(
         )
     if not how.shuffle:
         room = min(room, max(largest, _IN_ORDER_BYTES // image_bytes))
-    windows = _windows(pieces, min(room, _MOST_TOKENS // (layout.count + len(layout.prefix))))
+    windows = list(fitting(pieces, min(room, _MOST_TOKENS // (layout.count + len(layout.prefix)))))
     seeds = (how.seed, how.rank, how.worker) if how.shuffle else None
     return _batches(_Reading(array, layout, seeds), windows, how.batch_size, how.start)
 
@@ -179,18 +162,6 @@ def _between(pieces: list[NDArray[np.int64]], start: int, stop: int, seed: int |
             chosen.append(part)
         first += len(piece)
     return chosen
-
-
-def _windows(pieces: list[NDArray[np.int64]], room: int) -> list[_Window]:
-    """Put as many pieces in each window as have at most `room` images."""
-    windows, images = list[_Window](), 0
-    for piece in pieces:
-        if not windows or images + len(piece) > room:
-            windows.append(_Window(len(windows), []))
-            images = 0
-        windows[-1].pieces.append(piece)
-        images += len(piece)
-    return windows
 
 
 class _Filled(NamedTuple):
@@ -226,19 +197,19 @@ class _Reading:
         shape = (images, self.in_row, self.layout.channels)
         self._buffers = [np.empty(shape, self.array.dtype) for _ in range(2)]
 
-    def fill(self, window: _Window) -> _Filled:
-        """Read a window, and choose the order of its tokens."""
-        buffer, filled = self._buffers[window.number % 2], 0
-        prefetch(self.array, window.pieces)
-        for piece in window.pieces:
+    def fill(self, number: int, pieces: list[NDArray[np.int64]]) -> _Filled:
+        """Read the window with this number in the epoch, and choose the order of its tokens."""
+        buffer, filled = self._buffers[number % 2], 0
+        prefetch(self.array, pieces)
+        for piece in pieces:
             self._read(piece, buffer[filled : filled + len(piece)])
             filled += len(piece)
         first = np.arange(filled, dtype=np.int32) * self.in_row
         places: NDArray[np.int32] = np.add.outer(first, np.arange(len(self.layout.prefix), self.in_row, dtype=np.int32))
         places = places.reshape(-1)
         if self._seeds is not None:
-            np.random.default_rng([*self._seeds, 1 + window.number]).shuffle(places)
-        return _Filled(buffer.reshape(-1, self.layout.channels), places, np.concatenate(window.pieces))
+            np.random.default_rng([*self._seeds, 1 + number]).shuffle(places)
+        return _Filled(buffer.reshape(-1, self.layout.channels), places, np.concatenate(pieces))
 
     def _read(self, piece: NDArray[np.int64], space: NDArray[Any]) -> None:
         if self.layout.channels_first:
@@ -247,27 +218,28 @@ class _Reading:
             read_piece(self.array, piece, space.reshape(len(piece), *self.array.shape[1:]))  # a view
 
 
-def _batches(reading: _Reading, windows: list[_Window], batch_size: int, start: int) -> Iterator[TokenBatch]:
+def _batches(
+    reading: _Reading, windows: list[list[NDArray[np.int64]]], batch_size: int, start: int
+) -> Iterator[TokenBatch]:
     """Yield the tokens of the windows in batches, which may span several windows, from batch number `start`."""
     per_image, channels = reading.layout.count, reading.layout.channels
-    skipped = start * batch_size
-    first = 0
-    while first < len(windows) and windows[first].images * per_image <= skipped:
-        skipped -= windows[first].images * per_image
+    skipped, first = start * batch_size, 0
+    images_of = [sum(map(len, pieces)) for pieces in windows]
+    while first < len(windows) and images_of[first] * per_image <= skipped:
+        skipped -= images_of[first] * per_image
         first += 1
-    windows = windows[first:]
-    if not windows:
+    if first == len(windows):
         return
-    reading.allocate(max(window.images for window in windows))
-    remaining = sum(window.images for window in windows) * per_image - skipped
+    reading.allocate(max(images_of[first:]))
+    remaining = sum(images_of[first:]) * per_image - skipped
     batch, filled = None, 0
     with ThreadPoolExecutor(1, "layertap-tokens") as thread:
-        following = thread.submit(reading.fill, windows[0])
-        for number in range(len(windows)):
+        following = thread.submit(reading.fill, first, windows[first])
+        for number in range(first, len(windows)):
             window = following.result()
             if number + 1 < len(windows):
-                following = thread.submit(reading.fill, windows[number + 1])
-            done = skipped if number == 0 else 0
+                following = thread.submit(reading.fill, number + 1, windows[number + 1])
+            done = skipped if number == first else 0
             while done < len(window.places):
                 if batch is None:
                     size = min(batch_size, remaining)

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from extract import FeatureReader, InputError, UnknownNameError
-from extract.store.batches import _Buffer
+from extract.store import batches as store_batches
 from extract.store.feature_array import FeatureArray
 from extract.store.format.layout import RowNames, StoredFeature, create_shard
 from extract.store.format.writer import ShardWriter
@@ -216,7 +216,7 @@ def test_rows_in_the_file_cache_are_not_buffered_and_come_in_the_same_order(
 ) -> None:
     settings = {"shuffle": shuffle, "seed": 5, "split": split, "memory_bytes": 4 << 20}
     with FeatureReader(one_shard, check=check) as reader, monkeypatch.context() as patch:
-        patch.setattr(_Buffer, "features", property(lambda _: pytest.fail("a buffer was used")))
+        patch.setattr(store_batches, "_fill", lambda *_: pytest.fail("a buffer was used"))
         rows, sizes = passes(reader, 100, **settings)
     monkeypatch.setattr(FeatureArray, "mapped", read_through_the_buffer)
     with FeatureReader(one_shard) as reader:

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from extract import FeatureReader, InputError, LayertapError
-from extract.store import open_shards, row_selection
+from extract.store import row_selection
 from extract.store.export import export
 from extract.store.format.shard import Shard
-from extract.store.open_shards import OpenShards, ShardFile
+from extract.store.row_selection import OpenShards, ShardFile
 
 
 @pytest.fixture(autouse=True)
@@ -78,7 +78,7 @@ def test_batches_are_those_of_a_reader_that_opens_all_shards(
 def test_the_shard_that_was_opened_first_is_closed_at_the_limit(
     complete: Path, opened: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(open_shards, "_most_open_shards", lambda: 2)
+    monkeypatch.setattr(row_selection, "_most_open_shards", lambda: 2)
     expected = in_files(complete, "features/vector")
     with FeatureReader(complete) as reader:
         first = [int(start) for start in reader._index.starts[:-1]]

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from extract import FeatureReader, InputError, UnknownNameError
 from extract.store.format.layout import RowNames, StoredFeature, create_shard
 from extract.store.format.writer import ShardWriter
-from extract.store.tokens import token_layout, token_stream
+from extract.store.tokens import token_stream
 from extract.store.tokens.token_layout import token_boxes
 from tests.extract.store.rows import data_set, no_files
 
@@ -293,12 +293,10 @@ def labels_by_pixel(boxes: np.ndarray, mask: np.ndarray, ignore: int | None, min
     return labels
 
 
-@pytest.mark.parametrize("counted", [0, token_layout._COUNTED])
 @pytest.mark.parametrize("size", [(31, 40), (64, 33), (7, 9), (1, 5), (40, 40)])
 def test_labels_of_tokens_are_the_majority_of_the_pixels_of_a_mask(
-    reader: FeatureReader, size: tuple[int, int], counted: int, monkeypatch: pytest.MonkeyPatch
+    reader: FeatureReader, size: tuple[int, int]
 ) -> None:
-    monkeypatch.setattr(token_layout, "_COUNTED", counted)
     tokens, random = reader.tokens("vit"), np.random.default_rng(0)
     for dtype, high, ignore, share in ((np.uint8, 3, None, 0), (np.uint16, 300, 7, 0.2), (np.int32, 2, 0, 0.6),
                                       (np.int64, 1 << 62, None, 0.1)):  # fmt: skip
