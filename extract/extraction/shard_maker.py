@@ -14,19 +14,17 @@ import itertools
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from extract.errors import LayertapError, LockedError
-from extract.extraction.pipeline import ShardWork, Summary, batches_of, checked_batches, extract_shard
+from extract.extraction.pipeline import Summary, batches_of, checked_batches, extract_shard
 from extract.extraction.plan import Plan
 from extract.extraction.run import work_at
 from extract.extraction.validation import Computation, ValidatedForward
 from extract.images import load_batches
-from extract.images.loading import Batch
 from extract.store.format.dataset import DataSet, ShardFiles
 from extract.store.format.receipt import checked_receipt, read_receipt
 from extract.store.places.destination import Destination
@@ -35,22 +33,6 @@ from extract.system.folder_lock import locked
 from extract.system.foreign_code import exits_refused
 
 __all__ = ["ShardMaker"]
-
-_WRITERS = 1000  # processes of a machine that build the same shard
-
-
-class _OpenShard(NamedTuple):
-    """A shard and the locked folder in which it is built.
-
-    Attributes:
-        work: its missing rows.
-        dataset: the data set, with this folder in place of its own.
-        close: unlocks the folder, and removes it unless it has a file of the shard; may be called twice.
-    """
-
-    work: ShardWork
-    dataset: DataSet
-    close: Callable[[], None]
 
 
 class ShardMaker(contextlib.ExitStack):
@@ -84,121 +66,81 @@ class ShardMaker(contextlib.ExitStack):
         self.about: str = plan.provenance["device"]
         place.open_or_create(plan.dataset)
         place.keep_axes(plan.choice.axes_files)
-        has_stored_rows = bool(len(place.published()))
+        self._published = set(place.published().tolist())
         self.callback(self._remove_published)
         self._remove_published()
-        self._forward = self.enter_context(ValidatedForward(plan, has_stored_rows, on_computation))
+        self._forward = self.enter_context(ValidatedForward(plan, bool(self._published), on_computation))
 
     def build(
-        self,
-        shards: Iterable[int],
-        on_rows: Callable[[int, int, bool], None] = lambda shard, rows, resumed: None,
-        stop: Callable[[], bool] = lambda: False,
-    ) -> Iterator[tuple[int, dict[str, Any] | None]]:
-        """Build shards in this order; images of the next are decoded, and the previous is published, meanwhile.
-
-        After an error or a stop, the maker builds no more: forwards of another shard may be in progress.
+        self, shard: int, on_rows: Callable[[int, bool], None] = lambda rows, resumed: None
+    ) -> dict[str, Any] | None:
+        """Build and publish a shard; return its receipt, or None if another process has published it first.
 
         Args:
-            shards: numbers of the shards; read when there is room for more images.
-            on_rows: called with a shard, a number of rows, and whether an earlier run stored them.
-            stop: called after each batch; True leaves the shard to be resumed.
-
-        Yields:
-            (shard, receipt) of each published shard; None: another process published it first.
+            shard: its number.
+            on_rows: called with a number of rows, and whether an earlier run stored them.
 
         Raises:
-            LayertapError: see `extract`; or the place cannot take a shard.
+            LayertapError: see `extract`; or the place cannot take a shard. The maker builds no more then.
         """
+        if shard in self._published:  # by a process that died before it could report this
+            return None
         plan = self._plan
-        with contextlib.ExitStack() as at_the_end, ThreadPoolExecutor(1, "publisher") as publisher:
-            opened, read_ahead = itertools.tee(self._open(shard, at_the_end) for shard in shards)
-            rows = itertools.chain.from_iterable(batches_of(shard.work.rows, plan) for shard in read_ahead)
-            loaded = at_the_end.enter_context(contextlib.closing(load_batches(plan.images, rows, plan.decoding)))
-            batches = checked_batches(loaded, plan.images, self._note)
-            published: Future[tuple[int, dict[str, Any] | None]] | None = None
-            try:
-                for shard in opened:
-                    if not self._fill(shard, batches, on_rows, stop):
-                        break
-                    if published is not None:
-                        yield published.result()
-                    published = publisher.submit(self._publish, shard)
-            except Exception:
-                if published is not None:  # it is published, and would be built again if nobody heard of it
-                    yield published.result()
-                raise
-            if published is not None:
-                yield published.result()
-
-    def _fill(
-        self,
-        shard: _OpenShard,
-        batches: Iterator[Batch],
-        on_rows: Callable[[int, int, bool], None],
-        stop: Callable[[], bool],
-    ) -> bool:
-        """Compute the missing rows of a shard; return False if it was stopped."""
-        work, n_rows = shard.work, len(shard.dataset.shard_range(shard.work.shard))
-        on_rows(work.shard, n_rows - len(work.rows), True)
-        if shard.dataset.path(work.shard).exists():  # an earlier run was killed before it published the shard
-            return True
-        summary = Summary(n_rows=n_rows)
-        own_batches = itertools.islice(batches, sum(1 for _ in batches_of(work.rows, self._plan)))
-        with exits_refused():
-            publish = extract_shard(
-                replace(self._plan, dataset=shard.dataset), work, own_batches, self._forward, summary,
-                lambda rows, resumed: on_rows(work.shard, rows, resumed), stop,
-            )  # fmt: skip
-        if publish is not None:
-            publish()
-        return publish is not None
-
-    def _publish(self, shard: _OpenShard) -> tuple[int, dict[str, Any] | None]:
-        number = shard.work.shard
-        final = shard.dataset.path(number)
-        receipt = checked_receipt(final, len(shard.dataset.shard_range(number)))
-        is_first = self._place.publish(final, receipt)
-        shard.dataset.withdraw(final)
-        shard.close()
-        return number, receipt if is_first else None
+        with self._open(shard) as dataset:
+            final, n_rows = dataset.path(shard), len(dataset.shard_range(shard))
+            if final.exists():  # an earlier process was killed before it published the shard
+                on_rows(n_rows, True)
+            else:
+                is_begun = dataset.path(shard, part=True).exists()
+                work = work_at(dataset, shard, ShardFiles(part=0 if is_begun else None))
+                assert work is not None
+                on_rows(n_rows - len(work.rows), True)
+                loaded = load_batches(plan.images, batches_of(work.rows, plan), plan.decoding)
+                with contextlib.closing(loaded), exits_refused():
+                    publish = extract_shard(
+                        replace(plan, dataset=dataset), work, checked_batches(loaded, plan.images, self._note),
+                        self._forward, Summary(n_rows=n_rows), on_rows,
+                    )  # fmt: skip
+                    assert publish is not None
+                    publish()
+            receipt = checked_receipt(final, n_rows)
+            is_first = self._place.publish(final, receipt)
+            dataset.withdraw(final)
+        return receipt if is_first else None
 
     def _note(self, note: str) -> None:
         """Pass on the first note of this process: thousands of images may have the same."""
         self._on_note(note)
         self._on_note = lambda note: None
 
-    def _open(self, shard: int, at_the_end: contextlib.ExitStack) -> _OpenShard:
-        """Lock the folder of a shard, and find out which rows an earlier run has left there.
+    @contextlib.contextmanager
+    def _open(self, shard: int) -> Iterator[DataSet]:
+        """Context manager: lock a folder for a shard; yield the data set with this folder in place of its own.
 
         Raises:
-            LayertapError: the folder cannot be written to, or none is free.
+            LayertapError: the folder cannot be written to.
         """
-        lock = at_the_end.enter_context(contextlib.ExitStack())
-        for number in range(_WRITERS):
-            folder = self._base / f"{self._name}-{shard:06d}-{number}"
-            try:
-                self._base.mkdir(parents=True, exist_ok=True)
-                folder.mkdir(mode=0o700, exist_ok=True)  # a user who can write to it could change features
-                if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+        with contextlib.ExitStack() as lock:
+            for number in itertools.count():  # other processes of this machine may build the same shard
+                folder = self._base / f"{self._name}-{shard:06d}-{number}"
+                try:
+                    self._base.mkdir(parents=True, exist_ok=True)
+                    folder.mkdir(mode=0o700, exist_ok=True)  # a user who can write to it could change features
+                    if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+                        continue
+                    lock.enter_context(locked(folder))
+                    own_folder(folder / "shards")
+                    break
+                except LockedError:
                     continue
-                lock.enter_context(locked(folder))
-                lock.callback(_remove_without_shards, folder)
-                own_folder(folder / "shards")
-            except LockedError:  # another process of this machine builds the shard
-                continue
-            except OSError as error:
-                raise LayertapError(f"cannot write to {folder}: {error.strerror}") from error
+                except OSError as error:
+                    raise LayertapError(f"cannot write to {folder}: {error.strerror}") from error
+            lock.callback(_remove_without_shards, folder)
             dataset = replace(self._plan.dataset, out=folder)
-            final, rows = dataset.path(shard), dataset.shard_range(shard)
-            if read_receipt(final, len(rows)) is not None and final.exists():
-                return _OpenShard(ShardWork(shard, 0, range(0)), dataset, lock.close)  # finished, but not published
-            final.unlink(missing_ok=True)  # a file without a receipt cannot be published
-            is_begun = dataset.path(shard, part=True).exists()
-            work = work_at(dataset, shard, ShardFiles(part=0 if is_begun else None))
-            assert work is not None
-            return _OpenShard(work, dataset, lock.close)
-        raise LayertapError(f"{self._base}: {_WRITERS:,} processes build shard {shard}")
+            final = dataset.path(shard)
+            if read_receipt(final, len(dataset.shard_range(shard))) is None:
+                final.unlink(missing_ok=True)  # a file without a receipt cannot be published
+            yield dataset
 
     def _remove_published(self) -> None:
         """Remove what killed processes of this machine have left of shards that are published now."""

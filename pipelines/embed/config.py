@@ -77,7 +77,7 @@ class EmbedConfig(FeaturesConfig, ExtractionKeys):
         defaults.DEVICE, description="auto, cpu, cuda, cuda:N or mps; for several workers cuda:0,cuda:1 or all."
     )
     engine: Annotated[Literal["processes", "ray"] | None, WORKERS] = Field(
-        None, description="Run several workers: processes on this machine, or actors on a Ray cluster."
+        None, description="Run several workers: processes on this machine, or tasks on a Ray cluster."
     )
     workers_per_gpu: Annotated[int, WORKERS, RARE] = Field(
         1, strict=True, ge=1, description="Number of workers per GPU."

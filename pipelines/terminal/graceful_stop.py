@@ -84,10 +84,10 @@ def _ignore_signals_at_the_end() -> None:
 
 
 @contextlib.contextmanager
-def signals_held() -> Iterator[list[int]]:
+def signals_held(notice: str = "finishing the batch in flight ...") -> Iterator[list[int]]:
     """Context manager: hold Ctrl-C and SIGTERM, and yield a list that receives their numbers.
 
-    The caller finishes the batch in flight and stops. A second signal takes effect at once. Outside the main thread,
+    The caller stops soon, as `notice` tells the user. A second signal takes effect at once. Outside the main thread,
     signals are not held and the list stays empty.
 
     Raises:
@@ -112,7 +112,7 @@ def signals_held() -> Iterator[list[int]]:
         received_at.append(time.monotonic())
         _EndOnSignals.received_at = received_at[0]
         received.append(number)
-        os.write(2, b"\nfinishing the batch in flight ...\n")  # not print: the interrupted code may be printing
+        os.write(2, f"\n{notice}\n".encode())  # not print: the interrupted code may be printing
 
     before: dict[int, Any] = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

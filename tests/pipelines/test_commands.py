@@ -319,7 +319,7 @@ OTHERS = {
     "extract/system/optional_libraries.py": {"--python"},  # uv
     "pipelines/compare/job.py": {"--weights"},  # which is replaced in a hint by the column of the table
     "pipelines/network/draw_stored.py": {"--images"},  # which is replaced in a hint by the argument
-    "pipelines/embed/cluster/ray_actors.py": {"--head"},  # ray start
+    "pipelines/embed/cluster/ray_tasks.py": {"--head"},  # ray start
     "pipelines/embed/cluster/slurm.py": {  # sbatch, squeue
         "--job-name", "--array", "--ntasks", "--cpus-per-task", "--gpus-per-task", "--requeue", "--open-mode",
         "--signal", "--output", "--noheader", "--format", "--jobs",

@@ -11,30 +11,29 @@ import json
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import click
 
 from extract.images.folders import check_exists
 from extract.images.listing import kind_of
 from extract.store.format.dataset import BUILDING, DataSet
+from extract.store.format.receipt import read_receipt
 from extract.store.places.destination import destination_of
 from extract.store.reader import FeatureReader
 from extract.system.atomic_files import append_line
 from extract.system.folder_lock import locked
 from extract.system.urls import is_url
-from pipelines.embed.cluster.processes import Child, Done, Event, Joined, Left, Message, Rows, children_of
+from pipelines.embed.cluster.processes import Event, Failed, Joined, Message, Processes, Rows, starts_of
+from pipelines.embed.cluster.ray_tasks import RayTasks, ray_tasks_of
 from pipelines.embed.cluster.shard_loop import ShardLoop
 from pipelines.embed.config import EmbedConfig, check_output
 from pipelines.terminal.graceful_stop import signals_held
 from pipelines.terminal.progress import Progress
 from pipelines.terminal.text_output import command_line, counted, print_failures, print_remedy, printable
-
-if TYPE_CHECKING:
-    from pipelines.embed.cluster.ray_actors import Actor
 
 __all__ = ["SharedRun", "as_json", "embed_shared", "exit_code", "print_shared"]
 
@@ -46,8 +45,9 @@ class SharedRun:
         config: configuration of the job.
         dataset: the data set; known when a worker has joined.
         published_before: number of shards that were published before.
-        requested: number of shards that this run has to build; None before a worker has joined.
+        requested: number of shards that this run has to build.
         loop: what becomes of these shards.
+        own: number of shards that this run published, and not another writer of the same data set.
         seconds: time from the first worker that joined to the last shard.
         hosts: host -> number of rows computed there, of shards that this run published.
         status: row status -> number of rows, likewise.
@@ -57,11 +57,10 @@ class SharedRun:
 
     dataset: DataSet
 
-    def __init__(self, config: EmbedConfig, starts: Callable[[], Sequence[Callable[[], Child | Actor]]]):
+    def __init__(self, config: EmbedConfig, engine: Processes | RayTasks):
         self.config = config
-        self.loop = ShardLoop(starts, self._begin, self._report, self._receipts)
-        self.published_before = self.signal = 0
-        self.requested: int | None = None
+        self.loop = ShardLoop(engine, self._report)
+        self.published_before = self.requested = self.own = self.signal = 0
         self.seconds = 0.0
         self.hosts: Counter[str] = Counter()
         self.status: Counter[str] = Counter()
@@ -69,8 +68,9 @@ class SharedRun:
         self._place = destination_of(config.place)
         # Tasks of an array share the folder; a bucket has no locks.
         self._is_alone = config.shards_of is None and not is_url(config.place)
-        self._messages: set[str] = set()
-        self._hosts: dict[int, str] = {}
+        self._printed: set[str] = set()
+        self._joined: list[Joined] = []
+        self._started = datetime.now(UTC).isoformat(timespec="seconds")
         self._counted: Counter[int] = Counter()  # shard in progress -> rows in the progress bar
 
     @property
@@ -78,28 +78,28 @@ class SharedRun:
         """Whether all requested shards are published."""
         return self.loop.done == self.requested
 
-    def run(self) -> Self:
-        """Have the workers build the missing shards.
+    def run(self, received: list[int]) -> Self:
+        """Have the workers build the missing shards, until `received` has the number of a signal.
 
         Raises:
             LockedError: another run is building this data set.
-            LayertapError: see `ShardLoop.run`.
+            LayertapError: see `ShardLoop`.
         """
-        with locked(self.config.folder) if self._is_alone else contextlib.nullcontext():
-            # Signals are held first: an exception while workers are being started would leave some of them.
-            with signals_held() as received, Progress(None) as self._progress:
-                self.loop.run(lambda: bool(received))
-                if self.requested is None:
-                    self._progress.say("stopped before a worker joined; nothing was computed")
-                    raise click.exceptions.Exit(128 + received[0])
-                self._place.clean()
-                self.seconds = time.monotonic() - self._start
-                self._note("ended", seconds=round(self.seconds, 3), rows=self.hosts.total())
+        lock = locked(self.config.folder) if self._is_alone else contextlib.nullcontext()
+        with lock, Progress(None) as self._progress:
+            if not self.loop.join(lambda: bool(received)):
+                self._progress.say("stopped before a worker joined; nothing was computed")
+                raise click.exceptions.Exit(128 + received[0])
+            start = time.monotonic()
+            self.loop.build(self._begin(), lambda: bool(received))
+            self.seconds = time.monotonic() - start
+            self._place.clean()
+            self._note("ended", seconds=round(self.seconds, 3), rows=self.hosts.total())
             if self._is_alone and self.is_complete:
                 shutil.rmtree(self.config.folder / BUILDING, ignore_errors=True)
         if received and not self.is_complete:
             self.signal = received[0]
-        if self.is_complete and self.published_before + self.loop.done == self.dataset.n_shards:
+        if self.is_complete and self.published_before + self.requested == self.dataset.n_shards:
             with FeatureReader(self.config.place) as reader:
                 self.failures = reader.failures
         return self
@@ -108,15 +108,15 @@ class SharedRun:
         """Print what will be built, and return the shards to build."""
         dataset, published = self._place.dataset, set(self._place.published().tolist())
         number, count = map(int, (self.config.shards_of or "0/1").split("/"))
-        pending = [shard for shard in range(number, dataset.n_shards, count) if shard not in published]
-        self.dataset, self.published_before, self.requested = dataset, len(published), len(pending)
+        missing = [shard for shard in range(number, dataset.n_shards, count) if shard not in published]
+        self.dataset, self.published_before, self.requested = dataset, len(published), len(missing)
         self._print_plan()
-        self._start = time.monotonic()
-        self._started = datetime.now(UTC).isoformat(timespec="seconds")
         self._note("started", engine=self.config.engine or "processes", shards=self.requested)
+        for joined in self._joined:
+            self._note("joined", host=joined.host, device=joined.about)
         self._progress.expect(dataset.n_rows)
         self._progress.advance(sum(len(dataset.shard_range(shard)) for shard in published), True)
-        return pending
+        return missing
 
     def _print_plan(self) -> None:
         dataset, share = self.dataset, self.config.shards_of
@@ -130,33 +130,37 @@ class SharedRun:
             lines.append(f"shards    {counts}{f'; this task builds the shards of {share}' if share else ''}")
         self._progress.say("\n".join(lines))
 
-    def _receipts(self) -> dict[int, dict[str, Any] | None]:
-        """Return published shard -> receipt; None where another run may have published it."""
-        if self._is_alone:
-            return {shard: receipt for _, shard, receipt in self._place.receipts(())}
-        return dict.fromkeys(self._place.published().tolist())
-
-    def _report(self, worker: int, event: Event) -> None:
-        host = self._hosts.get(worker, "")
+    def _report(self, event: Event) -> None:
         if isinstance(event, Message):
-            if event.text not in self._messages:
-                self._messages.add(event.text)
-                self._progress.say(event.text)
+            self._say_once(event.text)
         elif isinstance(event, Joined):
-            self._hosts[worker] = event.host
-            self._progress.say(f"worker {worker} on {event.host}, {event.about}")
-            self._note("joined", worker=worker, host=event.host, device=event.about)
+            self._joined.append(event)
+            self._progress.say(f"a worker on {event.host}, {event.about}")
+            if self.requested:
+                self._note("joined", host=event.host, device=event.about)
         elif isinstance(event, Rows):
             self._count(event.shard, event.stored, event.resumed)
-        elif isinstance(event, Left):
-            self._progress.say(f"worker {worker}{host and f' on {host}'} has ended: {event.why}")
-        elif isinstance(event, Done):
-            self._count(event.shard, len(self.dataset.shard_range(event.shard)), False)
-            if event.receipt:
-                made = event.receipt.get("made", {})
-                self.status.update(event.receipt["status"])
-                self.hosts[made.get("host", host)] += made.get("computed", 0)
-                self._note("shard", shard=event.shard, worker=worker, host=host, made=made)
+        elif isinstance(event, Failed):
+            self._progress.say(f"a worker has ended at shard {event.shard}: {event.why}")
+        elif event.shard is not None:
+            self._published(event.shard, event.receipt)
+
+    def _published(self, shard: int, receipt: dict[str, Any] | None) -> None:
+        n_rows = len(self.dataset.shard_range(shard))
+        self._count(shard, n_rows, False)
+        if receipt is None and self._is_alone:  # its worker died before it reported the shard
+            receipt = read_receipt(self.dataset.path(shard), n_rows)
+        if receipt is not None:
+            self.own += 1
+            self.status.update(receipt["status"])
+            made = receipt.get("made", {})
+            self.hosts[made.get("host", "")] += made.get("computed", 0)
+            self._note("shard", shard=shard, made=made)
+
+    def _say_once(self, text: str) -> None:
+        if text not in self._printed:
+            self._printed.add(text)
+            self._progress.say(text)
 
     def _count(self, shard: int, stored: int, resumed: bool) -> None:
         """Advance the bar by the rows of a shard that are not in it yet: a shard may be begun several times."""
@@ -183,13 +187,10 @@ def embed_shared(config: EmbedConfig) -> SharedRun:
     check_output(config)
     if config.engine != "ray" and not is_url(config.images) and kind_of(config.images) == "folder":
         check_exists(config.images)
-    if config.engine != "ray":
-        children = children_of(config)
-        return SharedRun(config, lambda: children).run()
-    from pipelines.embed.cluster.ray_actors import actors_of
-
-    with actors_of(config) as actors:
-        return SharedRun(config, actors).run()
+    engine = ray_tasks_of(config) if config.engine == "ray" else Processes(starts_of(config))
+    # Signals are held first: an exception while workers are being started would leave some of them.
+    with signals_held("stopping the workers ...") as received, engine as builder:
+        return SharedRun(config, builder).run(received)
 
 
 def print_shared(shared: SharedRun, echo: Callable[[str], None]) -> None:
@@ -202,7 +203,7 @@ def print_shared(shared: SharedRun, echo: Callable[[str], None]) -> None:
         echo(f"{out} is complete: all {dataset.n_rows:,} rows were done before{failed}; nothing to do")
     else:
         published = f"{shared.published_before + loop.done:,} of {dataset.n_shards:,} shards are published"
-        echo(f"{out}: {published}, {loop.own:,} of them by this run")
+        echo(f"{out}: {published}, {shared.own:,} of them by this run")
         rows = shared.hosts.total()
         echo(f"{counted(rows, 'row')} in {shared.seconds:.1f} s, {rows / max(shared.seconds, 1e-9):.1f} images/s")
     for shard, reasons in sorted(loop.failed.items()):
@@ -225,7 +226,7 @@ def as_json(shared: SharedRun) -> dict[str, Any]:
         "rows": shared.dataset.n_rows,
         "shards": shared.dataset.n_shards,
         "found_done": shared.published_before,
-        "made": loop.own,
+        "made": shared.own,
         "computed": rows,
         "attempts_failed": loop.attempts,
         # Earlier versions began slow shards a second time, and retired workers. The keys stay for their readers.

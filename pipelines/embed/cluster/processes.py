@@ -1,7 +1,7 @@
 """Workers that are processes of this machine, one or more per device.
 
-A worker builds lists of shards, and reports each event. `_work` is what its process runs; `Child` is the worker as seen
-by the process that started it.
+`_work` is what the process of a worker runs. `Worker` is that process as seen by the process that started it, and
+`Processes` gives shards to several of them.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import platform
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import partial
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from extract import defaults
@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from extract.extraction.shard_maker import ShardMaker
 
 __all__ = [
-    "Child", "Done", "Embed", "Event", "Joined", "Left", "Message", "Rows", "Start", "children_of", "exit_with_parent",
+    "Done", "Embed", "Event", "Failed", "Joined", "Message", "Processes", "Rows", "Start", "Worker",
+    "exit_with_parent", "starts_of",
 ]  # fmt: skip
 
 _EXIT_S = 60.0  # for a process whose pipe has ended
@@ -44,7 +45,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Joined(NamedTuple):
-    """The worker is ready; the machine, and the device that computes."""
+    """A worker is ready; the machine, and the device that computes."""
 
     host: str
     about: str
@@ -57,7 +58,7 @@ class Message(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Number of stored rows of the shard in progress; the first time with those of an earlier run (`resumed`)."""
+    """Number of stored rows of a shard in progress; the first time with those of an earlier run (`resumed`)."""
 
     shard: int
     stored: int
@@ -65,20 +66,21 @@ class Rows(NamedTuple):
 
 
 class Done(NamedTuple):
-    """A shard is published; without a receipt, another worker was the first to publish it."""
+    """A shard is published; without a receipt, it was published before. Shard None: the worker is ready."""
 
-    shard: int
+    shard: int | None
     receipt: dict[str, Any] | None
 
 
-class Left(NamedTuple):
-    """The worker has ended: why (empty: it was asked to), and the error if layertap raised it on purpose."""
+class Failed(NamedTuple):
+    """An attempt at a shard failed, and ended the worker: why, and the error if layertap raised it on purpose."""
 
+    shard: int | None
     why: str
     error: LayertapError | None = None
 
 
-Event = Joined | Message | Rows | Done | Left
+Event = Joined | Message | Rows | Done | Failed
 
 
 # Called in a worker, with a function for messages; must be picklable. Yields what builds shards: a `ShardMaker`.
@@ -104,7 +106,7 @@ class Embed:
     @contextlib.contextmanager
     def __call__(self, say: Callable[[str], None]) -> Iterator[ShardMaker]:
         """Context manager, see `Start`."""
-        if self.folder.is_dir():  # Ray starts an actor in another folder, perhaps on a machine without this one
+        if self.folder.is_dir():  # Ray runs tasks in another folder, perhaps on a machine without this one
             os.chdir(self.folder)
 
         import torch
@@ -146,22 +148,24 @@ def exit_with_parent() -> None:
 
 
 def _work(pipe: Connection[Any, Any], start: Start, start_method: str) -> None:
-    """Run a worker in this process: build the lists of shards that come through the pipe, until an empty one comes."""
+    """Run a worker in this process: build the shards whose numbers come through the pipe, until it ends."""
     exit_with_parent()
-    # "spawn" would also apply to processes that decode images, and each list would wait 6 s for them.
+    # "spawn" would also apply to processes that decode images, and each shard would wait 6 s for them.
     multiprocessing.set_start_method(start_method, force=True)
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-    sending = threading.Lock()  # a bucket that does not answer is reported by the thread that publishes
+    sending = threading.Lock()  # a bucket that does not answer is reported by the thread of its library
+    shard: int | None = None
     stored, sent_at = 0, 0.0
 
     def send(event: Event) -> None:
         with sending, contextlib.suppress(OSError):  # the other end is closed: `recv` ends the worker
             pipe.send(event)
 
-    def on_rows(shard: int, rows: int, resumed: bool) -> None:
+    def on_rows(rows: int, resumed: bool) -> None:
         nonlocal stored, sent_at
+        assert shard is not None
         stored = rows if resumed else stored + rows
         if resumed or time.monotonic() - sent_at > _ROWS_EVERY_S:
             sent_at = time.monotonic()
@@ -173,25 +177,35 @@ def _work(pipe: Connection[Any, Any], start: Start, start_method: str) -> None:
     try:
         with store_warnings_to(say), start(say) as maker, contextlib.suppress(EOFError):
             send(Joined(platform.node(), maker.about))
-            while shards := pipe.recv():
-                # What arrives while shards are built, or the end of the pipe, asks the worker to stop.
-                for shard, receipt in maker.build(shards, on_rows, pipe.poll):
-                    send(Done(shard, receipt))
-        send(Left(""))
+            while True:
+                shard = pipe.recv()
+                send(Done(shard, None if shard is None else maker.build(shard, on_rows)))
     except LayertapError as error:
-        send(Left(str(error), error))
+        send(Failed(shard, str(error), error))
     except Exception as error:
-        send(Left(f"{type(error).__name__}: {first_line(error)}"))
+        send(Failed(shard, f"{type(error).__name__}: {first_line(error)}"))
         raise
 
 
-class Child:
-    """A worker in its own process, as seen by the process that started it."""
+class Worker:
+    """A process that builds one shard after another, until an attempt fails.
+
+    Args:
+        start: what the process loads first.
+    """
 
     def __init__(self, start: Start):
+        self._start = start
+        self._is_alive = False
+
+    def begin(self) -> None:
+        """Start the process, unless it is alive."""
+        if self._is_alive:
+            return
+        self._is_alive = True
         context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_work, args=(theirs, start, multiprocessing.get_start_method()))
+        self._process = context.Process(target=_work, args=(theirs, self._start, multiprocessing.get_start_method()))
         # A signal that comes before `_work` ignores it would end the process with a traceback. The process that tracks
         # resources starts first, because its start unblocks signals.
         resource_tracker.ensure_running()
@@ -200,23 +214,25 @@ class Child:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()  # so that the pipe ends with the process
 
-    def submit(self, shards: Sequence[int]) -> None:
-        """Give shards to a worker that has none; without shards, have it finish the batch in flight and end."""
-        with contextlib.suppress(OSError):  # it has ended, and `events` reports that
-            self._pipe.send(shards)
+    def build(self, shard: int | None) -> Iterator[Event]:
+        """Have the process build a shard, and yield its events; the last is `Done` or `Failed`.
 
-    def events(self) -> Iterator[Event]:
-        """Yield the events of the worker until it has ended; the last is `Left`."""
+        Args:
+            shard: its number; None: only wait until the process is ready.
+        """
+        with contextlib.suppress(OSError):  # it has ended, and its last event tells why
+            self._pipe.send(shard)
         event: Event | None = None
-        while not isinstance(event, Left):
+        while not isinstance(event, Done | Failed):
             # The pipe alone would not tell the end: processes that decode images inherit it.
             ready = wait([self._pipe, self._process.sentinel])
             try:
-                event = self._pipe.recv() if self._pipe in ready else Left(self._exit_reason())
+                event = self._pipe.recv() if self._pipe in ready else Failed(shard, self._exit_reason())
             except (EOFError, OSError):
-                event = Left(self._exit_reason())
-            except Exception as error:  # nothing may wait for this worker, which may still be alive
-                event = Left(f"its message cannot be read: {type(error).__name__}: {first_line(error)}")
+                event = Failed(shard, self._exit_reason())
+            if isinstance(event, Failed):
+                event = event._replace(shard=shard)  # it may have ended before it heard of the shard
+                self.kill()
             yield event
 
     def _exit_reason(self) -> str:
@@ -228,12 +244,59 @@ class Child:
 
     def kill(self) -> None:
         """Kill the process: what it has stored is safe, and processes that decode images notice it and end."""
+        self._is_alive = False
         self._process.kill()
         self._process.join()
 
 
-def children_of(config: EmbedConfig) -> list[Callable[[], Child]]:
-    """Return the functions that start one or more workers per device, which share the cores.
+class Processes:
+    """Context manager: build shards in processes of this machine, and kill these at the end.
+
+    Args:
+        starts: the start function of each process.
+    """
+
+    def __init__(self, starts: list[Start]):
+        self._workers = [Worker(start) for start in starts]
+        self._shards: SimpleQueue[int | None] = SimpleQueue()
+        self._events: SimpleQueue[Event] = SimpleQueue()
+        self._beginning = threading.Lock()  # no process begins after the end
+        self._has_ended = False
+
+    def __enter__(self) -> Processes:
+        for worker in self._workers:
+            worker.begin()
+            threading.Thread(target=self._serve, args=(worker,), daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._beginning:
+            self._has_ended = True
+        for worker in self._workers:
+            worker.kill()
+
+    def _serve(self, worker: Worker) -> None:
+        while True:
+            shard = self._shards.get()
+            with self._beginning:
+                if self._has_ended:
+                    return
+                worker.begin()
+            for event in worker.build(shard):
+                self._events.put(event)
+
+    def submit(self, shard: int | None) -> None:
+        """Have a shard built, after those that wait; None: only have a worker get ready."""
+        self._shards.put(shard)
+
+    def events(self, timeout_s: float) -> Iterator[Event]:
+        """Yield the next event, if there is one within this time."""
+        with contextlib.suppress(Empty):
+            yield self._events.get(timeout=timeout_s)
+
+
+def starts_of(config: EmbedConfig) -> list[Start]:
+    """Return the start functions of one or more workers per device, which share the cores.
 
     Raises:
         InputError: this process may not use so many cores.
@@ -248,8 +311,7 @@ def children_of(config: EmbedConfig) -> list[Callable[[], Child]]:
     threads = config.cpus_per_worker or max(1, cores // len(devices))
     has_own_folder = not config.shards_of and not is_url(config.place)
     scratch = config.scratch or (config.folder / BUILDING if has_own_folder else None)
-    starts = [Embed(config.model_copy(update={"device": device}), scratch, threads) for device in devices]
-    return [partial(Child, start) for start in starts]
+    return [Embed(config.model_copy(update={"device": device}), scratch, threads) for device in devices]
 
 
 def _devices(config: EmbedConfig) -> list[str]:

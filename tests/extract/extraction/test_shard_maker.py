@@ -1,21 +1,15 @@
-"""Shards that are made one after another, with decoding that goes on with the next, are those of one run."""
+"""Shards that are made one after another are those of one run."""
 
 from __future__ import annotations
 
-import os
-import signal
-import threading
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from extract import FeatureReader, LayertapError, extract_features, load_backbone
-from extract.extraction import shard_maker as module
 from extract.extraction.shard_maker import ShardMaker
-from extract.images.sources import Files
 from extract.store.format.writer import ShardWriter
 from extract.store.places.shared_folder import SharedFolder
 from extract.store.verify import verify
@@ -46,20 +40,6 @@ def expected(pictures: Path, options: dict[str, Any], tmp_path_factory: pytest.T
     return extract_features(pictures, out=out, workers=0, progress=False, **options)
 
 
-@pytest.fixture
-def begun(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How often processes that decode were started."""
-    found: list[int] = []
-    load = module.load_batches
-
-    def counted(images: Any, batches: Any, decoding: Any) -> Any:
-        found.append(decoding.workers)
-        return load(images, batches, decoding)
-
-    monkeypatch.setattr(module, "load_batches", counted)
-    return found
-
-
 def maker_of(
     pictures: Path, tmp_path: Path, options: dict[str, Any], workers: int = 0, place: SharedFolder | None = None
 ) -> ShardMaker:
@@ -78,40 +58,41 @@ def assert_same(out: Path, expected: FeatureReader) -> None:
         assert np.array_equal(reader["embedding"][:], expected["embedding"][:])
 
 
-@pytest.mark.parametrize(
-    ("workers", "ahead"),  # ahead: batches, less than a shard, and several shards
-    [(0, 1), (1, 20), pytest.param(0, 20, marks=pytest.mark.slow), pytest.param(1, 1, marks=pytest.mark.slow)],
-)
-def test_what_decodes_goes_on_with_the_next_shard(
-    pictures: Path, tmp_path: Path, options: dict[str, Any], expected: FeatureReader, begun: list[int],
-    workers: int, ahead: int, monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    monkeypatch.setattr("extract.images.loading._BATCHES_AHEAD", ahead)
-    rows: list[tuple[int, int, bool]] = []
+@pytest.mark.parametrize("workers", [0, 1])
+def test_shards_in_any_order_are_those_of_one_run(
+    pictures: Path, tmp_path: Path, options: dict[str, Any], expected: FeatureReader, workers: int
+) -> None:
+    rows: list[tuple[int, bool]] = []
     with maker_of(pictures, tmp_path, options, workers) as maker:
-        for shards in ([3, 0, 1], [5, 4, 2]):
-            built = dict(maker.build(shards, lambda *event: rows.append(event)))
-            assert list(built) == shards
-            assert [receipt and receipt["status"] for receipt in built.values()] == [{"ok": ROWS}] * 3
-    assert sum(count for _, count, resumed in rows if not resumed) == ROWS * SHARDS
-    assert [shard for shard, _, resumed in rows if resumed] == [3, 0, 1, 5, 4, 2]
-    assert begun == [workers, workers]  # once for each list
+        for shard in (3, 0, 1, 5, 4, 2):
+            receipt = maker.build(shard, lambda *event: rows.append(event))
+            assert receipt is not None
+            assert receipt["status"] == {"ok": ROWS}
+    assert sum(count for count, resumed in rows if not resumed) == ROWS * SHARDS
+    assert [count for count, resumed in rows if resumed] == [0] * SHARDS
     assert_same(tmp_path / "out", expected)
     assert list((tmp_path / "scratch").iterdir()) == []
 
 
-def test_a_shard_that_was_stopped_is_resumed_by_any_process_of_the_machine(
+def test_a_shard_of_a_process_that_died_is_resumed_by_any_process_of_the_machine(
     pictures: Path, tmp_path: Path, options: dict[str, Any], expected: FeatureReader
 ) -> None:
-    at: list[int] = []
+    def dies(rows: int, resumed: bool) -> None:
+        if not resumed:
+            raise KeyboardInterrupt
+
     with maker_of(pictures, tmp_path, options, 1) as maker:
-        built = dict(maker.build(range(SHARDS), lambda shard, rows, resumed: at.append(shard), lambda: at[-1] == 2))
-    assert list(built) == [0, 1]
+        maker.build(0)
+        with pytest.raises(KeyboardInterrupt):
+            maker.build(2, dies)
     assert left_in(tmp_path) == ["000002.h5.part"]
-    rows: list[tuple[int, int, bool]] = []
+    rows: list[tuple[int, bool]] = []
     with maker_of(pictures, tmp_path, options, 1) as maker:
-        assert list(dict(maker.build(range(2, SHARDS), lambda *event: rows.append(event)))) == [2, 3, 4, 5]
-    assert rows[:2] == [(2, ROWS // 2, True), (2, ROWS // 2, False)]  # a batch was computed before it was stopped
+        assert maker.build(0) is None  # published before
+        for shard in range(1, SHARDS):
+            assert maker.build(shard, lambda *event: rows.append(event))
+    assert rows[2][0] >= ROWS // 2  # of the rows of shard 2, a batch was stored at least
+    assert sum(count for count, _ in rows) == ROWS * (SHARDS - 1)
     assert_same(tmp_path / "out", expected)
     assert list((tmp_path / "scratch").iterdir()) == []
 
@@ -125,14 +106,15 @@ def test_a_finished_shard_of_a_process_that_was_killed_is_published_and_not_comp
 
     unreachable = maker_of(pictures, tmp_path, options, place=Unreachable(tmp_path / "out"))
     with unreachable as maker, pytest.raises(LayertapError, match="does not answer"):
-        list(maker.build([4]))
+        maker.build(4)
     assert left_in(tmp_path) == ["000004.h5"]
     write = ShardWriter.write
     monkeypatch.setattr(ShardWriter, "write", None)
     with maker_of(pictures, tmp_path, options) as maker:
-        assert [shard for shard, receipt in maker.build([4]) if receipt] == [4]
+        assert maker.build(4)
         monkeypatch.setattr(ShardWriter, "write", write)
-        list(maker.build([0, 1, 2, 3, 5]))
+        for shard in (0, 1, 2, 3, 5):
+            maker.build(shard)
     assert_same(tmp_path / "out", expected)
 
 
@@ -143,7 +125,7 @@ def test_a_finished_shard_without_its_receipt_is_built_again(
         folder = tmp_path / "scratch" / f"{maker._name}-000004-0" / "shards"
         folder.mkdir(parents=True)
         (folder / "000004.h5").write_bytes(b"left by a process that was killed")
-        assert [shard for shard, receipt in maker.build(range(SHARDS)) if receipt] == list(range(SHARDS))
+        assert all(maker.build(shard) for shard in range(SHARDS))
     assert_same(tmp_path / "out", expected)
     assert list((tmp_path / "scratch").iterdir()) == []
 
@@ -152,12 +134,16 @@ def test_processes_that_build_the_same_shard_have_a_folder_each_and_one_of_them_
     pictures: Path, tmp_path: Path, options: dict[str, Any], expected: FeatureReader
 ) -> None:
     with maker_of(pictures, tmp_path, options) as maker, maker_of(pictures, tmp_path, options) as other:
-        first, second = maker.build(range(SHARDS)), other.build(range(SHARDS))
-        for _ in range(SHARDS):  # alternating: each has locked its next shards when the other asks for them
-            (shard, receipt), (of_second, receipt_of_second) = next(first), next(second)
-            assert shard == of_second
-            assert (receipt is None) != (receipt_of_second is None)
-        assert list(first) == list(second) == []
+        of_other: list[dict[str, Any] | None] = []
+
+        def meanwhile(rows: int, resumed: bool) -> None:
+            if resumed:  # the first has locked its folder
+                of_other.append(other.build(shard))
+
+        for shard in range(SHARDS):
+            assert maker.build(shard, meanwhile) is None
+        assert all(of_other)
+        assert len(of_other) == SHARDS
     assert_same(tmp_path / "out", expected)
     assert list((tmp_path / "scratch").iterdir()) == []
 
@@ -172,7 +158,7 @@ def test_what_killed_processes_left_of_published_shards_is_removed(
             (folder / f"{shard:06d}.h5.part").touch()
     with maker_of(pictures, tmp_path, options) as maker:
         (tmp_path / "scratch" / f"{maker._name}-000001-0" / "shards" / "000001.h5.part").unlink()
-        list(maker.build([1]))
+        maker.build(1)
         stale = tmp_path / "scratch" / f"{maker._name}-000001-7" / "shards"
         stale.mkdir(parents=True)
         (stale / "000001.h5.part").touch()
@@ -184,44 +170,6 @@ def test_what_killed_processes_left_of_published_shards_is_removed(
     assert list(elsewhere.iterdir()) == []
 
 
-def test_an_image_that_kills_what_decodes_fails_its_own_shard_when_that_is_built_alone(
-    pictures: Path, tmp_path: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read = Files.read
-
-    def deadly(self: Files, row: int) -> Any:
-        if row == 3 * ROWS and torch.utils.data.get_worker_info() is not None:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return read(self, row)
-
-    monkeypatch.setattr(Files, "read", deadly)
-    for shards, built in (([0, 1, 2, 3], None), ([2], [2]), ([3], None), ([4], [4])):
-        with maker_of(pictures, tmp_path, options, 1) as maker:
-            if built is None:
-                with pytest.raises(LayertapError, match="a process that decodes images died"):
-                    list(maker.build(shards))
-            else:
-                assert list(dict(maker.build(shards))) == built
-
-
-def test_after_an_error_the_shard_before_it_is_reported(
-    pictures: Path, tmp_path: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write = ShardWriter.write
-
-    def fails(self: ShardWriter, *args: Any) -> None:
-        if self.first_row >= ROWS:
-            raise LayertapError("the disk is full")
-        write(self, *args)
-
-    monkeypatch.setattr(ShardWriter, "write", fails)
-    with maker_of(pictures, tmp_path, options) as maker:
-        built = maker.build([0, 1, 2])
-        assert next(built)[0] == 0
-        with pytest.raises(LayertapError, match="the disk is full"):
-            next(built)
-
-
 @pytest.mark.parametrize("flags", [{"precision": "bfloat16"}])
 def test_what_is_refused_is_compared_again_by_the_next_process(
     pictures: Path, tmp_path: Path, options: dict[str, Any], flags: dict[str, Any]
@@ -229,26 +177,4 @@ def test_what_is_refused_is_compared_again_by_the_next_process(
     for shard in (0, 1):
         strict = maker_of(pictures, tmp_path, {**options, **flags, "min_cosine": 1.0})
         with strict as maker, pytest.raises(LayertapError, match="is required"):
-            list(maker.build([shard]))
-
-
-def test_a_shard_is_published_while_the_next_is_made(
-    pictures: Path, tmp_path: Path, options: dict[str, Any], expected: FeatureReader
-) -> None:
-    computing = {shard: threading.Event() for shard in range(SHARDS)}
-
-    class Patient(SharedFolder):
-        """Takes a shard when rows of the next one are computed."""
-
-        def publish(self, path: Path, receipt: dict[str, Any]) -> bool:
-            shard = int(path.stem)
-            assert shard == SHARDS - 1 or computing[shard + 1].wait(60)
-            return super().publish(path, receipt)
-
-    def on_rows(shard: int, rows: int, resumed: bool) -> None:
-        if not resumed:
-            computing[shard].set()
-
-    with maker_of(pictures, tmp_path, options, place=Patient(tmp_path / "out")) as maker:
-        assert [shard for shard, receipt in maker.build(range(SHARDS), on_rows) if receipt] == list(range(SHARDS))
-    assert_same(tmp_path / "out", expected)
+            maker.build(shard)

@@ -2,9 +2,9 @@
 
     python -m tests.pipelines.cluster.faults 20
 
-In each run some of these happen: an actor, a whole node, or the first process (which is then begun again) is killed by
-SIGKILL; a node has a full disk; decoding hangs. One image is damaged in all of them. In the end each row must be there
-once, equal to that of one process, and no file besides.
+In each run some of these happen: the process of a task, a whole node, or the first process (which is then begun again)
+is killed by SIGKILL; a node has a full disk; decoding hangs. One image is damaged in all of them. In the end each row
+must be there once, equal to that of one process, and no file besides.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from extract.store.verify import verify
 from tests.conftest import make_picture
 
 IMAGES, SHARD_ROWS = 120, 3
-FAULTS = ("actor", "node", "first process", "full disk", "hang")
+FAULTS = ("task", "node", "first process", "full disk", "hang")
 BACKBONE = "timm/test_resnet"
 ROOT = Path(__file__).parents[3]
 
@@ -84,7 +84,7 @@ def expected_of(folder: Path, out: Path) -> FeatureReader:
 
 @contextlib.contextmanager
 def cluster_of(nodes: int, environment: dict[str, str]) -> Iterator[tuple[Any, list[Any]]]:
-    """A Ray cluster, whose first node has no room for actors."""
+    """A Ray cluster, whose first node has no room for tasks."""
     from ray.cluster_utils import Cluster
 
     size = {"object_store_memory": 100 << 20}
@@ -108,12 +108,12 @@ def full_disk(folder: Path) -> Iterator[bool]:
             subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-def actors() -> list[int]:
-    """Processes of actors."""
+def tasks() -> list[int]:
+    """Processes in which a task of layertap runs."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if (process / "cmdline").read_bytes().startswith(b"ray::_Remote"):
+            if (process / "cmdline").read_bytes().startswith(b"ray::_build"):
                 found.append(int(process.name))
     return found
 
@@ -167,9 +167,9 @@ def run(seed: int, folder: Path, expected: FeatureReader, scratch: Path) -> str:
         process = begin()
         for fault in sorted(faults, key="hang".__eq__):
             wait_for(min(done() + chance.randint(1, 8), IMAGES // SHARD_ROWS - 1))
-            if fault == "actor" and (alive := actors()):
+            if fault == "task" and (alive := tasks()):
                 os.kill(chance.choice(alive), signal.SIGKILL)
-                happened.append(f"an actor killed at {done()} shards")
+                happened.append(f"the process of a task killed at {done()} shards")
             elif fault == "node":
                 cluster.remove_node(nodes.pop(), allow_graceful=False)
                 happened.append(f"a node killed at {done()} shards")
@@ -186,7 +186,7 @@ def run(seed: int, folder: Path, expected: FeatureReader, scratch: Path) -> str:
         told = log.read()
     assert code == 0, told
     check(out, expected, told)
-    # The next run removes what is left here: the folder of a killed node, and a folder without shards of an actor that
+    # The next run removes what is left here: the folder of a killed node, and a folder without shards of a task that
     # was starting when the run ended.
     left = sorted(str(path) for path in temporary.rglob("layertap-*") if any(path.rglob("*.h5*")))
     assert len(left) <= faults.count("node"), f"{left}\n{told}"

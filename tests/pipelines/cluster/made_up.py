@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,8 @@ class MadeUp:
     Attributes:
         out: the folder.
         takes_s: seconds for each.
-        does: shard -> what happens when it is made: "fails", "kills", "kills ahead" (also while the shard before it in
-            a list is made), "hangs", "cannot stop" (takes a second, and is published), "dies after publishing" or
-            "refuses" (at the start).
+        does: shard -> what happens when it is made: "fails", "kills", "hangs", "dies after publishing", or "refuses"
+            (at the start).
     """
 
     out: Path
@@ -44,26 +43,21 @@ class _Making:
     def __init__(self, made_up: MadeUp):
         self._made_up = made_up
 
-    def build(
-        self, shards: Sequence[int], on_rows: Callable[[int, int, bool], None], stop: Callable[[], bool]
-    ) -> Iterator[tuple[int, dict[str, Any] | None]]:
-        for place, shard in enumerate(shards):
-            on_rows(shard, 0, True)
-            does = self._made_up.does.get(shard, "")
-            if does == "fails":
-                raise ValueError("a bad shard")
-            if does == "kills" or "kills ahead" in map(self._made_up.does.get, shards[place : place + 2]):
-                os.kill(os.getpid(), signal.SIGKILL)
-            end = time.monotonic() + {"hangs": 600, "cannot stop": 1.5}.get(does, self._made_up.takes_s)
-            while time.monotonic() < end and not (stop() and does not in ("hangs", "cannot stop")):
-                time.sleep(0.002)
-            if stop() and does != "cannot stop":
-                return
-            on_rows(shard, 10, False)
-            receipt = self._publish(shard)
-            if does == "dies after publishing":
-                os.kill(os.getpid(), signal.SIGKILL)
-            yield shard, receipt
+    def build(self, shard: int, on_rows: Callable[[int, bool], None]) -> dict[str, Any] | None:
+        if (self._made_up.out / f"shard-{shard}").exists():
+            return None
+        on_rows(0, True)
+        does = self._made_up.does.get(shard, "")
+        if does == "fails":
+            raise ValueError("a bad shard")
+        if does == "kills":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(600 if does == "hangs" else self._made_up.takes_s)
+        on_rows(10, False)
+        receipt = self._publish(shard)
+        if does == "dies after publishing":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return receipt
 
     def _publish(self, shard: int) -> dict[str, Any] | None:
         try:

@@ -19,7 +19,7 @@ from extract import FeatureReader, LayertapError
 from extract.store.places import objects as remote
 from pipelines.cli import main
 from pipelines.embed.cluster.driver import as_json, embed_shared
-from pipelines.embed.cluster.processes import Child, Left, Message
+from pipelines.embed.cluster.processes import Failed, Message, Worker
 from pipelines.embed.config import EmbedConfig
 from pipelines.terminal.config import load_config
 from pipelines.terminal.progress import Progress
@@ -111,12 +111,12 @@ class Warns:
 
 
 def test_a_worker_sends_what_is_reported_of_its_bucket() -> None:
-    child = Child(Warns())
-    told, left = child.events()
-    child.kill()
+    worker = Worker(Warns())
+    worker.begin()
+    told, failed = worker.build(None)
     assert told == Message("s3://bucket/x does not answer; retrying")
-    assert isinstance(left, Left)
-    assert left.why == "ended"
+    assert isinstance(failed, Failed)
+    assert failed.why == "ended"
 
 
 @pytest.mark.slow

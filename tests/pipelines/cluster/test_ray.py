@@ -1,4 +1,4 @@
-"""Workers that are Ray actors."""
+"""Shards that are built by tasks of Ray."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import pytest
 
 from extract import FeatureReader
 from extract.store.verify import verify
-from pipelines.embed.cluster.ray_actors import places_of, resources_of, start_of_actor
+from pipelines.embed.cluster.ray_tasks import resources_of, start_of_task
 from pipelines.embed.config import EmbedConfig
 from pipelines.terminal.config import load_config
 from tests.conftest import make_picture
@@ -32,28 +32,26 @@ def node(cpus: float, gpus: float = 0) -> dict[str, float]:
     return {"CPU": cpus, "GPU": gpus}
 
 
-@pytest.mark.parametrize(("nodes", "keys", "cpus", "gpus", "places"), [
-    ([node(8)], {}, 8, 0, 1),  # all cores of a node
-    ([node(8), node(4)], {}, 4, 0, 3),
-    ([node(8)], {"cpus_per_worker": 2}, 2, 0, 4),
-    ([node(16, 4)], {}, 4, 1, 4),  # a GPU with its share of the cores
-    ([node(16, 4)], {"workers_per_gpu": 2}, 2, 0.5, 8),
-    ([node(16, 4), node(0), node(64)], {}, 4, 1, 4),  # nodes without a GPU are not asked
-    ([node(16, 4)], {"device": "cpu"}, 16, 0, 1),
-    ([node(2, 4)], {}, 1, 1, 2),  # fewer cores than GPUs
-    ([node(16, 3)], {"workers_per_gpu": 3}, 1, 1 / 3, 9),
-    ([], {}, 1, 0, 0),
+@pytest.mark.parametrize(("nodes", "keys", "cpus", "gpus"), [
+    ([node(8)], {}, 8, 0),  # all cores of a node
+    ([node(8), node(4)], {}, 4, 0),
+    ([node(8)], {"cpus_per_worker": 2}, 2, 0),
+    ([node(16, 4)], {}, 4, 1),  # a GPU with its share of the cores
+    ([node(16, 4)], {"workers_per_gpu": 2}, 2, 0.5),
+    ([node(16, 4), node(0), node(64)], {}, 4, 1),  # nodes without a GPU are not asked
+    ([node(16, 4)], {"device": "cpu"}, 16, 0),
+    ([node(2, 4)], {}, 1, 1),  # fewer cores than GPUs
+    ([node(16, 3)], {"workers_per_gpu": 3}, 1, 1 / 3),
+    ([], {}, 1, 0),
 ])  # fmt: skip
-def test_what_an_actor_takes_of_a_node(
-    nodes: list[dict[str, float]], keys: dict[str, Any], cpus: int, gpus: float, places: int
+def test_what_a_task_takes_of_a_node(
+    nodes: list[dict[str, float]], keys: dict[str, Any], cpus: int, gpus: float
 ) -> None:
     config = load_config(EmbedConfig, None, {"images": "photos", "engine": "ray", **keys})
-    resources = resources_of(config, nodes)
-    assert resources == {"num_cpus": cpus, "num_gpus": pytest.approx(gpus)}
-    assert places_of(nodes, resources) == places
+    assert resources_of(config, nodes) == {"num_cpus": cpus, "num_gpus": pytest.approx(gpus)}
 
 
-def test_an_actor_finds_what_is_named_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_task_finds_what_is_named_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     here.mkdir()
     there.mkdir()
@@ -68,10 +66,10 @@ def test_an_actor_finds_what_is_named_from_another_folder(tmp_path: Path, monkey
         "images": "images", "out": "out", "scratch": "scratch", "engine": "ray", "backbone": "python/net.py:make",
         "layers": ["0:mean_map"], "compile": "off", "workers": 0,
     })  # fmt: skip
-    start = start_of_actor(given, {"num_cpus": 1, "num_gpus": 0})
+    start = start_of_task(given, {"num_cpus": 1, "num_gpus": 0})
     monkeypatch.chdir(there)
     with start(lambda text: None) as maker:
-        assert [shard for shard, receipt in maker.build([0]) if receipt] == [0]
+        assert maker.build(0)
     assert list(there.iterdir()) == []
     with FeatureReader(here / "out") as reader:
         assert reader.provenance["backbone"] == f"python/{here}/net.py:make"
@@ -82,7 +80,7 @@ def test_images_and_out_are_found_on_a_machine_without_the_folder(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     shards = {"images": "shards-{0..9}.tar", "out": "out", "scratch": "scratch", "engine": "ray"}
-    start = start_of_actor(load_config(EmbedConfig, None, shards), {"num_cpus": 4, "num_gpus": 0})
+    start = start_of_task(load_config(EmbedConfig, None, shards), {"num_cpus": 4, "num_gpus": 0})
     assert start.config.images == f"{tmp_path}/shards-{{0..9}}.tar"
     assert (start.config.out, start.scratch) == (f"{tmp_path}/out", tmp_path / "scratch")
 
@@ -104,10 +102,10 @@ def test_a_server_that_is_not_ray_and_never_answers_is_given_up_in_a_minute(fold
 
 
 def test_a_process_whose_parent_is_killed_ends() -> None:
-    actor = "import time\nfrom pipelines.embed.cluster.processes import exit_with_parent as run\nprint(1, flush=True)\n"
+    child = "import time\nfrom pipelines.embed.cluster.processes import exit_with_parent as run\nprint(1, flush=True)\n"
     node = (
         "import subprocess, sys, time\n"
-        f"subprocess.Popen([sys.executable, '-c', {actor + 'run(); time.sleep(600)'!r}])\ntime.sleep(600)"
+        f"subprocess.Popen([sys.executable, '-c', {child + 'run(); time.sleep(600)'!r}])\ntime.sleep(600)"
     )
     with subprocess.Popen([sys.executable, "-c", node], cwd=faults.ROOT, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -119,7 +117,7 @@ def test_a_process_whose_parent_is_killed_ends() -> None:
 
 
 @pytest.mark.slow
-def test_actors_and_workers_of_a_node_whose_raylet_is_killed_end(folder: Path, tmp_path: Path) -> None:
+def test_tasks_and_workers_of_a_node_whose_raylet_is_killed_end(folder: Path, tmp_path: Path) -> None:
     with TemporaryDirectory() as short:
         scratch = Path(short)
         (scratch / "sitecustomize.py").write_text(faults._SITE.format(slow_s=0.5, hangs=""))
@@ -137,12 +135,12 @@ def test_actors_and_workers_of_a_node_whose_raylet_is_killed_end(folder: Path, t
                     assert process.poll() is None
                     time.sleep(0.1)
                 raylet = nodes[0].all_processes["raylet"][0].process.pid
-                (actor,) = (pid for pid in faults.actors() if parent_of(pid) == raylet)
-                below = [pid for pid in descendants(actor) if memory_mb(pid) > 100]
+                (task,) = (pid for pid in faults.tasks() if parent_of(pid) == raylet)
+                below = [pid for pid in descendants(task) if memory_mb(pid) > 100]
                 assert below  # the process with the backbone, and one that decodes
                 os.kill(raylet, signal.SIGKILL)
                 killed = time.monotonic()
-                alive, ended = {actor, *below}, []
+                alive, ended = {task, *below}, []
                 while alive:
                     assert time.monotonic() < killed + 30, alive
                     time.sleep(0.1)
@@ -183,7 +181,7 @@ def test_whatever_is_killed_each_row_is_there_once(seed: int, tmp_path: Path) ->
 
 @pytest.mark.soak
 def test_forty_shards_of_photos_on_two_nodes_are_those_of_one_process(photos: Path, tmp_path: Path) -> None:
-    """Byte for byte from a process with one thread, as an actor here has; nearly from one with all cores."""
+    """Byte for byte from a process with one thread, as a task here has; nearly from one with all cores."""
     originals = itertools.cycle(sorted(photos.rglob("*.JPEG")))
     for i, photo in enumerate(itertools.islice(originals, 4000)):
         path = tmp_path / "images" / f"class {i % 7}" / f"{i:04d}.jpg"

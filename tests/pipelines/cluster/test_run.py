@@ -138,7 +138,7 @@ def test_a_missing_folder_of_images_is_reported_before_a_worker_starts(
     flags: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder.parent)
-    monkeypatch.setattr(processes, "Child", None)
+    monkeypatch.setattr(processes, "Worker", None)
     result = CliRunner().invoke(main, ["embed", f"{folder.name}x", *flags])
     assert result.exit_code == 2
     assert f"{folder.name}x: no such folder or file\n\nhint: did you mean {folder.name}?\n" in result.output

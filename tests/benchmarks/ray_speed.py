@@ -1,10 +1,9 @@
-"""What Ray costs: giving out shards to actors that do nothing; and two actors of a core each against one.
+"""What Ray costs: shards of no work; and two workers of a core each against one.
 
-    python -m tests.benchmarks.actors_speed IMAGES [--images 2400] [--rounds 3]
+    python -m tests.benchmarks.ray_speed IMAGES [--images 2400] [--rounds 3]
 
-Each actor has a node of its own, pinned to one core. IMAGES is repeated, by links, to so many images, in twenty shards.
-One process with both cores runs in turn with them, for comparison; nothing is compiled. The rate of a whole run has the
-first shard of each actor in it, which takes seconds longer than others; the rates without those are told besides.
+Each worker has a node of its own, pinned to one core. IMAGES is repeated, by links, to so many images, in twenty shards.
+One process with both cores runs in turn with them, for comparison; nothing is compiled.
 """
 
 from __future__ import annotations
@@ -24,9 +23,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from pipelines.embed.cluster import ray_actors
-from pipelines.embed.cluster.processes import Event, Joined
-from pipelines.embed.cluster.ray_actors import actors_of
+from pipelines.embed.cluster import ray_tasks
+from pipelines.embed.cluster.ray_tasks import ray_tasks_of
 from pipelines.embed.cluster.shard_loop import ShardLoop
 from pipelines.embed.config import EmbedConfig
 from tests.pipelines.cluster.made_up import MadeUp
@@ -53,20 +51,16 @@ def pinned_cluster(cores: list[int]) -> Iterator[str]:
         cluster.shutdown()
 
 
-def overhead_ms(address: str, actors: int, shards: int, out: Path) -> float:
+def overhead_ms(address: str, shards: int, out: Path) -> float:
     """Of a shard that takes no time."""
-    joined: list[float] = []
-
-    def on_event(worker: int, event: Event) -> None:
-        if isinstance(event, Joined):
-            joined.append(time.perf_counter())
-
     config = EmbedConfig(images="x", engine="ray", address=address, device="cpu", cpus_per_worker=1)
-    with mock.patch.object(ray_actors, "start_of_actor", return_value=MadeUp(out)), actors_of(config) as workers:
-        loop = ShardLoop(workers, lambda: range(shards), on_event)
-        loop.run()
+    with mock.patch.object(ray_tasks, "start_of_task", return_value=MadeUp(out)), ray_tasks_of(config) as engine:
+        loop = ShardLoop(engine)
+        assert loop.join()
+        begin = time.perf_counter()
+        loop.build(range(shards))
         assert loop.done == shards
-        return 1000 * (time.perf_counter() - joined[0]) / shards
+        return 1000 * (time.perf_counter() - begin) / shards
 
 
 def rate(images: Path, out: Path, backbone: str, *words: str) -> float:
@@ -79,17 +73,6 @@ def rate(images: Path, out: Path, backbone: str, *words: str) -> float:
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     found: float = json.loads(done.stdout)["images_per_s"]
     return found
-
-
-def later_rate(out: Path) -> float:
-    """Images a second of all actors, without the first shard of each."""
-    shards: dict[int, list[dict[str, Any]]] = {}
-    for event in map(json.loads, (out / "runs.jsonl").read_text().splitlines()):
-        if event["event"] == "shard":
-            shards.setdefault(event["worker"], []).append(event["made"])
-    return sum(
-        sum(made["computed"] for made in of[1:]) / sum(made["seconds"] for made in of[1:]) for of in shards.values()
-    )
 
 
 def repeated(images: Path, count: int, to: Path) -> Path:
@@ -109,17 +92,14 @@ def main() -> None:
     parser.add_argument("-b", "--backbone", default="bundled/efficientnet_lite0")
     given = parser.parse_args()
     one, *others = sorted(os.sched_getaffinity(0))
-    found: dict[str, list[float]] = {"one process, both cores": [], "one actor, one core": [], "two, a core each": []}
-    later: dict[int, list[float]] = {1: [], 2: []}
+    found: dict[str, list[float]] = {"one process, both cores": [], "one worker, one core": [], "two, a core each": []}
     with tempfile.TemporaryDirectory() as work:
         images, number = repeated(given.images, given.count, Path(work) / "images"), itertools.count()
-        for actors in (1, 2):
-            with pinned_cluster([one, *others][:actors]) as address:
+        for workers in (1, 2):
+            with pinned_cluster([one, *others][:workers]) as address:
                 out = Path(work) / str(next(number))
                 out.mkdir()
-                print(
-                    f"{actors} actors: {overhead_ms(address, actors, 1000, out):.2f} ms a shard of no work", flush=True
-                )
+                print(f"{workers} workers: {overhead_ms(address, 1000, out):.2f} ms a shard of no work", flush=True)
         for _ in range(given.rounds):
             for rates, cores in zip(found.values(), ([], [one], [one, others[0]]), strict=True):
                 with contextlib.ExitStack() as at_the_end:
@@ -129,16 +109,10 @@ def main() -> None:
                         words = ["--engine", "ray", "--address", address, "--cpus-per-worker", "1"]
                     out = Path(work) / str(next(number))
                     rates.append(rate(images, out, given.backbone, *words))
-                    if cores:
-                        later[len(cores)].append(later_rate(out))
             print({name: [round(one, 1) for one in of] for name, of in found.items()}, flush=True)
     medians = {name: statistics.median(of) for name, of in found.items()}
     for name, of in medians.items():
-        print(f"{name}: {of:.1f} images/s, {of / medians['one actor, one core']:.2f} of one actor")
-    one_later, two_later = (statistics.median(of) for of in later.values())
-    print(
-        f"after the first shard of each: one {one_later:.1f}, two {two_later:.1f}, {two_later / one_later:.2f} of one"
-    )
+        print(f"{name}: {of:.1f} images/s, {of / medians['one worker, one core']:.2f} of one worker")
 
 
 if __name__ == "__main__":
