@@ -435,9 +435,9 @@ MUTATIONS = (
         ("test_a_quarter_gone_is_too_much_unless_it_is_forced",),
     ),
     Mutation(
-        "The manifest says that the rows of a pass are in another order.",
-        '"SELECT path, size, mtime_ns, ctime_ns, settled FROM planned ORDER BY position"',
-        '"SELECT path, size, mtime_ns, ctime_ns, settled FROM planned ORDER BY position DESC"',
+        "The rows of an interrupted pass are not known.",
+        "    arrays.append(stored[is_new])",
+        "    arrays.append(stored[:0])",
         ("test_the_rows_of_an_interrupted_first_pass_survive_an_error_of_the_settings",),
     ),
     Mutation(

@@ -136,7 +136,7 @@ def _rows_of_other_images(out: Path, reader: FeatureReader, table: RowTable) -> 
         differ = (table.hashes[start:stop] != reader.column("source_hash", slice(start, stop))).any(1)
         for row in (start + np.flatnonzero(differ)).tolist():
             path, shard, its_row = reader.place_of(row)
-            what = "has the features of another image; to repair it, delete manifest.sqlite and run `layertap sync`"
+            what = "has the features of another image; to repair it, delete the folder versions and run `layertap sync`"
             yield Fault(what, Remedy.NONE, shard, path.relative_to(out).as_posix(), its_row, table.paths[row])
 
 

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import math
 import os
 import shutil
-import sqlite3
 import time
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from extract.errors import InputError, LayertapError
+from extract.errors import InputError
 from extract.store.format.copying import COMPRESSIONS
 from extract.store.format.dataset import DataSet, remove_strays, shard_rows_for
 from extract.store.format.kept_axes import copy_axes
@@ -24,16 +22,12 @@ from extract.store.format.layout import RowNames
 from extract.store.format.version import pass_folder
 from extract.store.reader import FeatureReader
 from extract.store.row_copying import copy_rows
-from extract.sync.manifest import Manifest
-from extract.sync.publishing import publish, remove_unneeded
+from extract.sync.records import Records, load, locate, publish
 from extract.system.folder_lock import locked
 
 __all__ = ["Compacted", "compact", "compact_passes", "passes_to_compact", "rewrite"]
 
-# Small passes are joined like the files of a log-structured merge tree: this many passes of one tier become one pass of
-# a higher tier, and each tier holds passes this many times larger than the tier below. A row is copied once per tier,
-# and there are few tiers. After years of short passes, a few dozen files remain.
-_FANOUT = 8
+_SMALL_PASSES = 32  # that are joined; together they are about a shard at most, which is quickly copied
 
 
 @dataclass(frozen=True)
@@ -52,7 +46,7 @@ class Compacted:
 
 
 def passes_to_compact(sizes: Mapping[int, tuple[int, int]], max_dead: float, shard_rows: int) -> list[int]:
-    """Return the passes to rewrite: passes with too many dead rows, and small passes if there are many.
+    """Return the passes to rewrite: passes with too many dead rows, and all small passes if there are many.
 
     Args:
         sizes: pass -> (rows to keep, all rows); rows that are not kept are dead.
@@ -60,11 +54,8 @@ def passes_to_compact(sizes: Mapping[int, tuple[int, int]], max_dead: float, sha
         shard_rows: rows of a full shard; a pass that keeps fewer rows is small.
     """
     chosen = {number for number, (kept, stored) in sizes.items() if stored - kept > max_dead * stored}
-    by_tier = defaultdict[int, list[int]](list)
-    for number, (kept, _) in sizes.items():
-        if kept < shard_rows:
-            by_tier[int(math.log(max(1, kept), _FANOUT))].append(number)
-    return sorted(chosen.union(*(passes for passes in by_tier.values() if len(passes) >= _FANOUT)))
+    small = [number for number, (kept, _) in sizes.items() if kept < shard_rows]
+    return sorted(chosen.union(small if len(small) >= _SMALL_PASSES else ()))
 
 
 def compact(out: Path, max_dead: float) -> Compacted:
@@ -79,107 +70,100 @@ def compact(out: Path, max_dead: float) -> Compacted:
         max_dead: a pass is rewritten if the share of rows that no file needs is larger than this.
 
     Raises:
-        InputError: `out` holds no data set of `layertap sync`, its manifest is lost, or a row does not match its
-            hashes.
+        InputError: `out` holds no data set of `layertap sync`, its table is lost, or a row does not match its hashes.
         LockedError: another process writes to the data set.
-        LayertapError: the disk is full or cannot be written to, or the manifest is damaged.
+        LayertapError: the disk is full or cannot be written to.
     """
-    published = DataSet.open(out)
-    if published.version is None:
+    if DataSet.open(out).version is None:
         raise InputError(f"{out} was not written by `layertap sync`; only such data sets have unneeded rows")
     with locked(out):
         remove_strays(out)
-        published = DataSet.open(out)
-        with Manifest(out) as manifest:
-            number = published.version.number if published.version else 0
-            try:
-                if manifest.rebuilt_because or manifest.version < number:
-                    raise InputError(
-                        f"{out}/manifest.sqlite is missing or damaged", hint="run `layertap sync` to rebuild it"
-                    )
-                return compact_passes(out, manifest, published, max_dead, time.time_ns())[0]
-            except sqlite3.Error as error:
-                raise LayertapError(
-                    f"{out}/manifest.sqlite: {error}", hint="delete it and run `layertap sync` to rebuild it"
-                ) from error
+        published, now_ns = DataSet.open(out), time.time_ns()
+        records = load(out, published, now_ns)
+        if records.made_again:
+            raise InputError(
+                f"{out}: the records of files are lost: {records.made_again}", hint="run `layertap sync` to repair it"
+            )
+        return compact_passes(out, records, published, max_dead, now_ns)[0]
 
 
 def compact_passes(
-    out: Path, manifest: Manifest, published: DataSet, max_dead: float, unused_before_ns: int
+    out: Path, records: Records, published: DataSet, max_dead: float, unused_before_ns: int
 ) -> tuple[Compacted, DataSet]:
     """Implement `compact` for a caller that holds the lock; return the result and the published data set."""
     total = Compacted()
-    sizes = manifest.sizes_of_passes(unused_before_ns)
+    sizes = _sizes_of_passes(records, unused_before_ns)
     full_rows = shard_rows_for(published.features)
     chosen = passes_to_compact(sizes, max_dead, full_rows)
     small = [number for number in chosen if sizes[number][0] < full_rows]
     for passes in filter(None, [small, *([number] for number in chosen if number not in small)]):
-        compacted = rewrite(out, manifest, passes, unused_before_ns)
+        compacted = rewrite(out, records, passes, unused_before_ns)
         total = Compacted(
             total.passes + compacted.passes, total.rows + compacted.rows, total.removed + compacted.removed
         )
-        published = _publish(out, manifest, published)
-    if not total.passes:  # an earlier compaction may have failed before it published its version or deleted files
-        published = _publish(out, manifest, published)
+        published = publish(out, published.images["root"], records, published) or published
     return total, published
 
 
-def _publish(out: Path, manifest: Manifest, published: DataSet) -> DataSet:
-    """Publish the state of the manifest, delete files that it does not need, and return the published data set."""
-    published = publish(out, published.images["root"], manifest, published) or published
-    remove_unneeded(out, manifest, published)
-    return published
+def _sizes_of_passes(records: Records, unused_before_ns: int) -> dict[int, tuple[int, int]]:
+    """Return pass -> (rows to keep, all recorded rows)."""
+    sizes = {}
+    for number in records.passes:
+        of_pass = records.array["pass"] == number
+        recorded = np.unique(records.array["row"][of_pass])
+        kept = np.unique(records.array["row"][of_pass & _is_kept(records, unused_before_ns)])
+        sizes[number] = (len(kept), len(recorded))
+    return sizes
 
 
-def rewrite(out: Path, manifest: Manifest, passes: Sequence[int], unused_before_ns: int) -> Compacted:
-    """Copy the rows to keep from some passes into a new pass, and record their new positions in the manifest.
+def _is_kept(records: Records, unused_before_ns: int) -> NDArray[np.bool_]:
+    """(N,) whether each record is that of a file, or of a row that no file has needed since that time or later."""
+    return records.of_files | (records.array["tried_ns"] >= unused_before_ns)
+
+
+def rewrite(out: Path, records: Records, passes: Sequence[int], unused_before_ns: int) -> Compacted:
+    """Copy the rows to keep from some passes into a new pass, and record their new positions.
 
     The old passes are not deleted; they are needed until a version without them is published. A process that is killed
-    before it updates the manifest leaves only a folder, which the next pass deletes. If a pass is incomplete because a
-    repair removed rows from it, its other rows are kept.
+    before that leaves only a folder, which the next pass deletes. If a pass is incomplete because a run was interrupted
+    or a repair removed rows from it, its other rows are kept.
 
     Raises:
         InputError: a row does not match its hashes.
         LayertapError: the disk is full or cannot be written to.
     """
-    sizes = manifest.sizes_of_passes(unused_before_ns)
-    recorded = sum(size for old_pass, (_, size) in sizes.items() if old_pass in set(passes))
-    number = manifest.next_pass()
+    recorded = sum(size for old_pass, (_, size) in _sizes_of_passes(records, 0).items() if old_pass in set(passes))
+    number = records.next_pass(out)
+    of_passes = np.isin(records.array["pass"], passes)
     try:
-        ids = _copy_kept_rows(out, manifest, passes, number, unused_before_ns)
+        moved = _copy_rows(out, records.array[of_passes & _is_kept(records, unused_before_ns)], passes, number)
     except BaseException:
         shutil.rmtree(pass_folder(out, number), ignore_errors=True)
         raise
-    with manifest.transaction():
-        manifest.replace_passes(passes, ids, number)
-        manifest.version += 1
-    return Compacted(len(passes), len(ids), recorded - len(ids))
+    records.replace(np.concatenate([records.array[~of_passes], moved]))
+    n_rows = len(np.unique(moved["row"]))
+    return Compacted(len(passes), n_rows, recorded - n_rows)
 
 
-def _copy_kept_rows(
-    out: Path, manifest: Manifest, passes: Sequence[int], number: int, unused_before_ns: int
-) -> list[int]:
-    """Write the rows to keep as a new pass; return their ids in the manifest, in order."""
-    ids: list[int] = []
+def _copy_rows(out: Path, kept: NDArray[Any], passes: Sequence[int], number: int) -> NDArray[Any]:
+    """Write the rows of records as a new pass; return the records, without those whose rows are missing."""
     folders = [pass_folder(out, old_pass) for old_pass in passes]
     with FeatureReader(folders, partial=True) as reader:
         bases = np.cumsum([0, *(DataSet.open(folder).n_rows for folder in folders)])
-        positions: list[int] = []
-        paths: list[str] = []
-        for old_pass, base in zip(passes, bases.tolist(), strict=False):
-            kept = manifest.kept_rows(old_pass, unused_before_ns)
-            wanted = base + np.array([row for _, row, _ in kept], np.int64)
-            _, present, places = np.intersect1d(wanted, reader.rows, assume_unique=True, return_indices=True)
-            for i, position in zip(present.tolist(), places.tolist(), strict=True):
-                feature, _, path = kept[i]
-                ids.append(feature)
-                positions.append(position)
-                paths.append(reader.paths[position] if path is None else os.fsdecode(path))
-        if ids:
+        wanted = bases[np.searchsorted(passes, kept["pass"])] + kept["row"]
+        rows, first = np.unique(wanted, return_index=True)  # several files may need a row; the first one names it
+        at, there = locate(reader.rows, rows)
+        rows, names = rows[there], kept["path"][first[there]].tolist()
+        if len(rows):
+            positions = at[there]
+            paths = [os.fsdecode(name) or reader.paths[i] for name, i in zip(names, positions.tolist(), strict=True)]
             compressions = sorted({compression for compression, _ in reader.compression.values()})
             compress = compressions[0] if compressions and compressions[0] in COMPRESSIONS else None
-            _write(pass_folder(out, number), reader, np.array(positions, np.int64), paths, passes, compress)
-    return ids
+            _write(pass_folder(out, number), reader, positions, paths, passes, compress)
+    place, has_row = locate(rows, wanted)
+    moved = kept[has_row]
+    moved["pass"], moved["row"] = number, place[has_row]
+    return moved
 
 
 def _write(

@@ -1,4 +1,4 @@
-"""Compare a scanned folder with the data set: which files are to be computed, and which have stored features.
+"""Compare a scanned folder with the records: which files are to be computed, and which have stored features.
 
 A file is examined only if it is new, may have changed, or is due for a retry. It is hashed only if a stored image has
 the same size, so a first pass reads each file once.
@@ -7,35 +7,50 @@ the same size, so a first pass reads each file once.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from extract.errors import InputError
 from extract.row_status import Status
-from extract.sync.manifest import Candidate, FeatureRow, Manifest, PlannedFile
+from extract.sync.records import NO_HASH, Records, locate
 from extract.sync.scan import NO_FILE, ScannedFile
 from extract.system.atomic_files import open_regular
 
-__all__ = ["Difference", "Guards", "Resolved", "StoppedError", "difference", "hashes_of", "time_before"]
+__all__ = [
+    "Candidate",
+    "Difference",
+    "Guards",
+    "PlannedFile",
+    "Resolved",
+    "ScannedFolder",
+    "StoppedError",
+    "compare",
+    "difference",
+    "hashes_of",
+    "time_before",
+]
 
 _S = 1_000_000_000  # nanoseconds
 # A file system may record times in steps of 2 s (FAT); a file that changes twice within a step looks unchanged. git
 # treats its index in the same way.
 _STEP_NS = 2 * _S
-_NO_HASH = bytes(16)
 _UNREAD_S = 3600.0  # a file that could not be read is retried after this time, or sooner if retry_after_s is shorter
 
 
 MOVED = b"moved"  # in place of the hash of a file that has changed since it was scanned
 _THREADS = 8  # they spend their time waiting for the disk or the server
 _AHEAD = 1024  # files that are passed to the threads at once
+_COMPARED = 10_000  # files that are compared at once
 
 
 @dataclass(frozen=True)
@@ -60,13 +75,51 @@ class StoppedError(Exception):
     """The pass was asked to stop."""
 
 
-class Resolved(NamedTuple):
-    """A file and the stored row that holds its features."""
+class Candidate(NamedTuple):
+    """A file to examine.
+
+    Attributes:
+        file: the file.
+        record: index of the record of its path; None if the path is new.
+        unchanged: whether size and times are unchanged.
+    """
+
+    file: ScannedFile
+    record: int | None
+    unchanged: bool
+
+
+class PlannedFile(NamedTuple):
+    """A file to compute, and whether a later change must alter its times."""
 
     file: ScannedFile
     settled: bool
-    feature: int
-    hash: bytes
+
+
+class Resolved(NamedTuple):
+    """A file, and the index of a record with the row that holds its features."""
+
+    file: ScannedFile
+    settled: bool
+    record: int
+
+
+@dataclass(frozen=True)
+class ScannedFolder:
+    """A scan of a folder, compared with the records.
+
+    Attributes:
+        n_files: number of files.
+        candidates: files that are new, may have changed, or have failed and are due for a retry.
+        gone: (N,) whether each record is that of a file which the scan did not see.
+        scanned_ns, ended_ns: when the scan began and ended.
+    """
+
+    n_files: int
+    candidates: list[Candidate]
+    gone: NDArray[np.bool_]
+    scanned_ns: int
+    ended_ns: int
 
 
 @dataclass(frozen=True)
@@ -77,9 +130,8 @@ class Difference:
         resolved: examined files whose features are stored.
         todo: files to compute.
         waiting: number of files that may still be being written.
-        moved: files that have changed since the scan.
-        gone: paths in the data set that no longer exist.
-        stored: path -> its row in the data set, for the examined files.
+        moved: number of files that have changed since the scan.
+        stored: path -> index of its record, for the examined files.
         added, changed, renamed: numbers of files in `resolved`.
         retried: number of files in `todo` whose rows had failed.
         vanished: number of files of the data set that no longer exist and were not renamed, or are dangling links now.
@@ -88,9 +140,8 @@ class Difference:
     resolved: list[Resolved]
     todo: list[PlannedFile]
     waiting: int
-    moved: list[ScannedFile]
-    gone: list[bytes]
-    stored: dict[bytes, FeatureRow]
+    moved: int
+    stored: dict[bytes, int]
     added: int
     changed: int
     renamed: int
@@ -98,66 +149,114 @@ class Difference:
     vanished: int
 
 
+def compare(files: Iterable[ScannedFile], records: Records, guards: Guards, now_ns: Callable[[], int]) -> ScannedFolder:
+    """Compare the files of a scan with the records.
+
+    Args:
+        files: the files, in byte order of their paths; a path may be repeated, because some file systems list a file
+            twice while its folder changes.
+        records: the records.
+        guards: when a failed file is retried.
+        now_ns: returns the current time.
+    """
+    scanned_ns, array = now_ns(), records.array
+    order = np.argsort(array["path"], kind="stable")
+    paths = array["path"][order]
+    due = _is_due(array, guards, scanned_ns)
+    candidates, gone, n_files = [], records.of_files, 0
+    distinct = (next(same) for _, same in itertools.groupby(files, key=lambda file: file.path))
+    while batch := list(itertools.islice(distinct, _COMPARED)):
+        n_files += len(batch)
+        at, recorded = locate(paths, np.array([file.path for file in batch]))
+        index = np.full(len(batch), -1)
+        index[recorded] = order[at[recorded]]
+        gone[index[recorded]] = False
+        unchanged = recorded.copy()
+        for number, name in enumerate(("size", "mtime_ns", "ctime_ns"), 1):
+            scanned = np.array([file[number] for file in batch], np.int64)
+            unchanged[recorded] &= array[name][index[recorded]] == scanned[recorded]
+        rests = unchanged.copy()
+        rests[recorded] &= (array["settled"] == 1)[index[recorded]] & ~due[index[recorded]]
+        candidates += [
+            Candidate(batch[i], int(index[i]) if recorded[i] else None, bool(unchanged[i]))
+            for i in np.flatnonzero(~rests).tolist()
+        ]
+    return ScannedFolder(n_files, candidates, gone, scanned_ns, now_ns())
+
+
+def _is_due(array: NDArray[Any], guards: Guards, scanned_ns: int) -> NDArray[np.bool_]:
+    """(N,) whether each record has failed and is due for a retry; one with an I/O error always is."""
+    retry_before_ns = time_before(scanned_ns, guards.retry_after_s)
+    unread = (array["hash"] == NO_HASH) & (array["size"] >= 0)
+    tried_before_ns = np.where(unread, max(retry_before_ns, time_before(scanned_ns, _UNREAD_S)), retry_before_ns)
+    is_due = (array["status"] == Status.IO_ERROR) | (array["tried_ns"] < tried_before_ns)
+    return is_due & (array["status"] != Status.OK)  # type: ignore[no-any-return]
+
+
 def difference(
-    root: str, manifest: Manifest, guards: Guards, scanned_ns: int, ended_ns: int,
-    stop: Callable[[], bool] = lambda: False,
-) -> Difference:  # fmt: skip
-    """Compare the scan in the manifest with the rows in the manifest.
+    root: str, records: Records, scanned: ScannedFolder, guards: Guards, stop: Callable[[], bool] = lambda: False
+) -> Difference:
+    """Return what the scanned folder has and the data set has not.
 
     Args:
         root: the folder.
-        manifest: manifest that holds a scan of the folder.
+        records: the records.
+        scanned: the folder, compared with the records.
         guards: how long a file must be unchanged, and when a failed file is retried.
-        scanned_ns: when the scan began.
-        ended_ns: when it ended.
         stop: called for each hashed file; True stops the pass.
 
     Raises:
         StoppedError: `stop` returned True.
     """
+    array, scanned_ns = records.array, scanned.scanned_ns
     retry_before_ns = time_before(scanned_ns, guards.retry_after_s)
     unread_before_ns = max(retry_before_ns, time_before(scanned_ns, _UNREAD_S))
-    files_to_examine = list(manifest.files_to_examine(retry_before_ns, unread_before_ns))
-    readable = _without_unreadable(root, files_to_examine, unread_before_ns)
     settle_ns = int(guards.settle_s * _S)
-    recent = range(scanned_ns - settle_ns + 1, ended_ns + settle_ns) if settle_ns else range(0)
+    recent = range(scanned_ns - settle_ns + 1, scanned.ended_ns + settle_ns) if settle_ns else range(0)
     candidates: list[Candidate] = []
-    waiting: list[Candidate] = []
-    for candidate in readable:
-        (waiting if _may_be_being_written(candidate, recent) else candidates).append(candidate)
-    stored = {candidate.file.path: candidate.recorded for candidate in candidates if candidate.recorded is not None}
-    resolved, todo, moved = _match_by_hash(root, manifest, candidates, scanned_ns, retry_before_ns, stop)
-    gone = manifest.gone()
-    gone_hashes = Counter(content for _, content in gone)
+    waiting = 0
+    for candidate in _without_unreadable(root, array, scanned.candidates, unread_before_ns):
+        if _may_be_being_written(candidate, recent):
+            waiting += 1
+        else:
+            candidates.append(candidate)
+    stored = {candidate.file.path: candidate.record for candidate in candidates if candidate.record is not None}
+    resolved, todo, moved = _match_by_hash(root, array, candidates, scanned_ns, retry_before_ns, stop)
+    gone = array["hash"][scanned.gone]
+    gone_hashes = Counter(gone.tolist())
+    gone_hashes.pop(NO_HASH.item(), None)
     added = changed = renamed = 0
     for entry in resolved:
-        old = stored.get(entry.file.path)
-        if old is None and gone_hashes[entry.hash] > 0 and entry.hash != _NO_HASH:
-            gone_hashes[entry.hash] -= 1
+        content, old = array["hash"][entry.record].item(), stored.get(entry.file.path)
+        if old is None and gone_hashes[content] > 0:
+            gone_hashes[content] -= 1
             renamed += 1
         elif old is None:
             added += 1
-        elif old.hash != entry.hash:
+        elif array["hash"][old].item() != content:
             changed += 1
     # A dangling link whose target was an image counts as a vanished file.
     dangling = sum(
-        candidate.file.size == NO_FILE and candidate.recorded is not None and candidate.recorded.status == Status.OK
+        candidate.file.size == NO_FILE and candidate.record is not None
+        and array["status"][candidate.record] == Status.OK
         for candidate in candidates
-    )
-    return Difference(
-        resolved, todo, len(waiting), moved, [path for path, _ in gone], stored, added, changed, renamed,
-        retried=sum((old := stored.get(planned.file.path)) is not None and old.status != Status.OK for planned in todo),
-        vanished=len(gone) - renamed + dangling,
     )  # fmt: skip
+    retried = sum(
+        (old := stored.get(planned.file.path)) is not None and array["status"][old] != Status.OK for planned in todo
+    )
+    vanished = len(gone) - renamed + int(dangling)
+    return Difference(resolved, todo, waiting, moved, stored, added, changed, renamed, int(retried), vanished)
 
 
-def _without_unreadable(root: str, candidates: list[Candidate], unread_before_ns: int) -> list[Candidate]:
+def _without_unreadable(
+    root: str, array: NDArray[Any], candidates: list[Candidate], unread_before_ns: int
+) -> list[Candidate]:
     """Drop files with a recent I/O error that still cannot be read, so that no model is loaded for them."""
     unread = [
         candidate.file
         for candidate in candidates
-        if candidate.unchanged and candidate.recorded is not None and candidate.recorded.status == Status.IO_ERROR
-        and candidate.recorded.tried_ns >= unread_before_ns
+        if candidate.unchanged and array["status"][candidate.record] == Status.IO_ERROR
+        and array["tried_ns"][candidate.record] >= unread_before_ns
     ]  # fmt: skip
     still_unreadable = {file for file, content in zip(unread, hashes_of(root, unread), strict=True) if content is None}
     return [candidate for candidate in candidates if candidate.file not in still_unreadable]
@@ -175,34 +274,47 @@ def _may_be_being_written(candidate: Candidate, recent: range) -> bool:
 
 
 def _match_by_hash(
-    root: str, manifest: Manifest, candidates: list[Candidate], scanned_ns: int, retry_before_ns: int,
+    root: str, array: NDArray[Any], candidates: list[Candidate], scanned_ns: int, retry_before_ns: int,
     stop: Callable[[], bool],
-) -> tuple[list[Resolved], list[PlannedFile], list[ScannedFile]]:  # fmt: skip
-    """Split candidates into files whose features are stored, files to compute, and files changed since the scan.
+) -> tuple[list[Resolved], list[PlannedFile], int]:  # fmt: skip
+    """Return files whose features are stored, files to compute, and the number of files changed since the scan.
 
     A file can equal a stored image only if their sizes are equal; no other file is hashed.
     """
     resolved: list[Resolved] = []
-    todo: list[PlannedFile] = []
-    moved: list[ScannedFile] = []
-    to_hash: list[ScannedFile] = []
-    for file, _, _ in candidates:
-        if file.size >= 0 and manifest.has_size(file.size):
-            to_hash.append(file)
-        else:
-            todo.append(PlannedFile(file, _is_settled(file, scanned_ns)))
+    moved = 0
+    files = [candidate.file for candidate in candidates]
+    sizes = np.array([file.size for file in files], np.int64)
+    by_hash = _records_by_hash(array, sizes)
+    may_be_stored = (sizes >= 0) & np.isin(sizes, array["size"][list(by_hash.values())])
+    to_hash = [file for file, may_be in zip(files, may_be_stored.tolist(), strict=True) if may_be]
+    todo = [
+        PlannedFile(file, _is_settled(file, scanned_ns))
+        for file, may_be in zip(files, may_be_stored.tolist(), strict=True)
+        if not may_be
+    ]
     for file, content in zip(to_hash, hashes_of(root, to_hash), strict=True):
         if stop():
             raise StoppedError
         settled = _is_settled(file, scanned_ns)
-        stored = manifest.find_by_hash(content) if content is not None else None  # none is stored under MOVED
+        record = by_hash.get(content) if content is not None else None  # none is stored under MOVED
         if content is MOVED:
-            moved.append(file)
-        elif stored is not None and (stored.status == Status.OK or stored.tried_ns >= retry_before_ns):
-            resolved.append(Resolved(file, settled, stored.id, stored.hash))
+            moved += 1
+        elif record is not None and (
+            array["status"][record] == Status.OK or array["tried_ns"][record] >= retry_before_ns
+        ):
+            resolved.append(Resolved(file, settled, record))
         else:
             todo.append(PlannedFile(file, settled))
     return resolved, sorted(todo), moved
+
+
+def _records_by_hash(array: NDArray[Any], sizes: NDArray[np.int64]) -> dict[bytes, int]:
+    """Return hash -> index of a record with it, of images of these sizes; preferably one that has not failed."""
+    possible = np.flatnonzero(np.isin(array["size"], sizes) & (array["hash"] != NO_HASH))
+    failed = array["status"][possible] != Status.OK
+    preferred = possible[np.lexsort((array["tried_ns"][possible], ~failed))]  # the best last: it replaces the others
+    return dict(zip(array["hash"][preferred].tolist(), preferred.tolist(), strict=True))
 
 
 def _is_settled(file: ScannedFile, scanned_ns: int) -> bool:

@@ -8,9 +8,9 @@ again.
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
-import sqlite3
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from extract.errors import InputError, LayertapError
 from extract.images.image_list import Images
@@ -27,13 +28,19 @@ from extract.store.format.dataset import DataSet, remove_strays
 from extract.store.format.differences import changes, differences
 from extract.store.format.version import pass_folder
 from extract.sync.compaction import compact_passes, rewrite
-from extract.sync.difference import Guards, Resolved, StoppedError, difference, time_before
-from extract.sync.drift import Drift, drift_of
-from extract.sync.manifest import Manifest, PlannedFile, StoredRow
-from extract.sync.manifest_file import is_damage
-from extract.sync.publishing import publish, remove_unneeded
-from extract.sync.rebuilding import rebuild, stored_rows
+from extract.sync.difference import (
+    Guards,
+    PlannedFile,
+    Resolved,
+    ScannedFolder,
+    StoppedError,
+    compare,
+    difference,
+    time_before,
+)
+from extract.sync.records import Records, load, pass_folders, publish, row_numbers, stored_rows
 from extract.sync.scan import NO_FILE, Scan, ScannedFile
+from extract.system.atomic_files import own_folder
 from extract.system.folder_lock import kept, locked
 
 if TYPE_CHECKING:
@@ -43,10 +50,9 @@ __all__ = ["Pass", "Report", "VanishedError"]
 
 _RECHECKED = 16  # stored rows that are computed again when library versions have changed
 _MAX_DEAD = 0.5  # share of dead rows above which a pass is rewritten without them
-# What passes and schedulers write. A killed pass may also leave names that end in .new.
-_OURS = {".lock", "manifest.sqlite", "manifest.sqlite.xxh3", "manifest.sqlite-wal", "manifest.sqlite-shm",
-         "manifest.sqlite.damaged", "passes", "versions", "runs.jsonl", "schedule.json", "probe",
-         "report.html"}  # fmt: skip
+# What passes and schedulers write; earlier versions of layertap wrote a manifest. A killed pass may also leave names
+# that end in .new.
+_OURS = {".lock", "passes", "versions", "runs.jsonl", "schedule.json", "probe", "report.html"}
 
 
 class VanishedError(LayertapError):
@@ -71,7 +77,6 @@ class Report:
         stopped: whether the pass was stopped on request.
         dry_run: whether the report describes what a pass would do.
         notes: messages for the user.
-        drift: differences between the features of new images and the other features.
     """
 
     added: int = 0
@@ -89,7 +94,6 @@ class Report:
     stopped: bool = False
     dry_run: bool = False
     notes: list[str] = field(default_factory=list)
-    drift: list[Drift] = field(default_factory=list)
 
 
 @dataclass
@@ -112,7 +116,6 @@ class Pass:
         now_ns: returns the current time.
         report: what the pass has done.
         published: the data set as it is published.
-        computed_pass: number of the pass that holds the images computed now; 0: none.
     """
 
     root: str
@@ -129,10 +132,9 @@ class Pass:
     now_ns: Callable[[], int] = time.time_ns
     report: Report = field(init=False)
     published: DataSet | None = field(init=False)
-    computed_pass: int = field(init=False)
 
-    def run(self, damage: str = "") -> Report:
-        """Run the pass; `damage`: what was found wrong with the manifest, which is then rebuilt.
+    def run(self) -> Report:
+        """Run the pass.
 
         Raises:
             VanishedError: all files, or a larger share of them than `Guards.max_vanish`, are gone; their rows were
@@ -144,23 +146,19 @@ class Pass:
                 changed libraries compute other features.
         """
         start = time.perf_counter()
-        self.report, self.published, self.computed_pass = Report(dry_run=self.dry_run), None, 0
+        self.report, self.published = Report(dry_run=self.dry_run), None
         self._check_out()
         try:
             # A dry run takes a shared lock. It needs a file that is open for reading only, so nothing in `out` changes,
-            # and it keeps passes out while the manifest is copied. They cannot name a dry run that they meet.
+            # and it keeps passes out while it reads. They cannot name a dry run that they meet.
             with (kept if self.dry_run else locked)(self.out):
                 self._check_out()
                 if not self.dry_run:
                     remove_strays(self.out)
-                with Manifest(self.out, copy=self.dry_run, rebuild_because=damage) as manifest:
-                    self._run(manifest)
+                    own_folder(self.out / "passes")
+                self._run(load(self.out, self.published, self.now_ns()))
         except StoppedError:
             self.report.stopped = True
-        except sqlite3.DatabaseError as error:
-            if damage or not is_damage(error):
-                raise LayertapError(f"{self.out / 'manifest.sqlite'}: {error}") from error
-            self.run(damage=str(error))
         self.report.seconds = time.perf_counter() - start
         return self.report
 
@@ -186,48 +184,47 @@ class Pass:
                     else "correct `images`",
                 )
         elif self.out.is_dir() and any(
-            entry.name not in _OURS and not entry.name.endswith(".new") for entry in self.out.iterdir()
+            entry.name not in _OURS and not entry.name.endswith(".new") and not entry.name.startswith("manifest.sqlite")
+            for entry in self.out.iterdir()
         ):
             raise InputError(
                 f"{self.out} is not empty and not a data set of `layertap sync`", hint="choose another output folder"
             )
 
-    def _run(self, manifest: Manifest) -> None:
-        self._repair_manifest(manifest)
-        scanned_ns = self.now_ns()
+    def _run(self, records: Records) -> None:
+        if records.made_again:
+            self.report.notes.append(f"the records of files were made again from the passes: {records.made_again}")
+        self._repair_passes(records)
         scan = Scan(self.root)
-        n_seen = manifest.record_scan(scan.files())
-        ended_ns = self.now_ns()
+        scanned = compare(scan.files(), records, self.guards, self.now_ns)
         self.report.unreadable = scan.unreadable
         for path in scan.unreadable:
-            manifest.keep_below(os.fsencode(path))
+            scanned.gone[records.below(os.fsencode(path))] = False
         for path in scan.dangling:
-            if manifest.keep_below(os.fsencode(path)):
+            below = records.below(os.fsencode(path)) & scanned.gone
+            scanned.gone[below] = False
+            if below.any():
                 scan.unreadable[path] = "the target of the link no longer exists"
-        if not n_seen and not manifest.n_files():
+        if not scanned.n_files and not records.n_files:
             raise InputError(f"{self.root}: no images", hint="images end in .jpg, .png, .tif, .webp and others")
-        if not n_seen and not self.force:
+        if not scanned.n_files and not self.force:
             raise VanishedError(
-                f"{self.root}: none of the {manifest.n_files():,} images was found; is the disk mounted? Nothing was "
+                f"{self.root}: none of the {records.n_files:,} images was found; is the disk mounted? Nothing was "
                 "changed",
                 hint="`layertap sync CONFIG --force` confirms the deletion",
             )
         if not self.dry_run:
-            self._check_configuration(manifest)
-            self._finish_interrupted(manifest)
-        self._compute_new_files(manifest, scanned_ns, ended_ns)
-        self.report.failed = manifest.n_failed()
+            self._check_configuration(records)
+        self._compute_new_files(records, scanned)
+        self.report.failed = records.n_failed
         if self.dry_run:
             return
-        self.published = publish(self.out, self.root, manifest, self.published)
-        remove_unneeded(self.out, manifest, self.published)
+        self.published = publish(self.out, self.root, records, self.published)
         if self.published is None:
             return
-        if self.computed_pass and self.report.rows:
-            self.report.drift = drift_of(self.out, manifest, self.computed_pass)
         unused_before_ns = time_before(self.now_ns(), self.guards.keep_gone_s)
         try:
-            _, self.published = compact_passes(self.out, manifest, self.published, _MAX_DEAD, unused_before_ns)
+            _, self.published = compact_passes(self.out, records, self.published, _MAX_DEAD, unused_before_ns)
         except LayertapError as error:  # the pass itself is complete; the next pass tries to compact again
             self.report.notes.append(f"passes cannot be compacted: {error}")
         self.report.version = self._published_number()
@@ -237,48 +234,37 @@ class Pass:
 
     # Preparation
 
-    def _repair_manifest(self, manifest: Manifest) -> None:
-        """Rebuild a lost or outdated manifest; forget missing passes and rewrite incomplete passes."""
-        number = self._published_number()
-        if manifest.version < number and not manifest.rebuilt_because:
-            if manifest.version or manifest.n_files():
-                manifest.recreate(f"it was older than the published version {number}")
-            else:
-                manifest.rebuilt_because = "it was missing"
-        if manifest.rebuilt_because:
-            self.report.notes.append(f"manifest.sqlite was rebuilt: {manifest.rebuilt_because}")
-            if self.published:
-                rebuild(manifest, self.out, self.published, self.now_ns())
-                if not self.dry_run:
-                    remove_unneeded(self.out, manifest, self.published)
-        for pass_number in manifest.passes():
+    def _repair_passes(self, records: Records) -> None:
+        """Forget missing passes, and rewrite incomplete ones: a pass was interrupted, or `verify` removed rows."""
+        for number in records.passes:
             try:
-                complete = None not in DataSet.open(pass_folder(self.out, pass_number)).published()
+                complete = None not in DataSet.open(pass_folder(self.out, number)).published()
             except InputError:  # the pass is missing, or its dataset.json is damaged
-                with manifest.transaction():
-                    manifest.forget_pass(pass_number)
-                    manifest.version += 1
+                records.forget_passes([number])
                 continue
-            if not complete and not self.dry_run:  # a repair removed rows from it, or a file is missing
-                rewrite(self.out, manifest, [pass_number], unused_before_ns=0)
+            if not complete and not self.dry_run:
+                rewrite(self.out, records, [number], unused_before_ns=0)
+                version = self.published.version if self.published else None
+                if version is None or number not in version.passes:  # no reader needs it
+                    shutil.rmtree(pass_folder(self.out, number), ignore_errors=True)
 
-    def _check_configuration(self, manifest: Manifest) -> None:
+    def _check_configuration(self, records: Records) -> None:
         """Check that the requested features match the stored features, if the configuration has changed.
 
         Raises:
             InputError: they differ.
         """
-        if manifest.settings("configuration") == self.configuration:
+        if records.configuration == self.configuration:
             return
-        if self.published is not None or manifest.passes():
+        if self.published is not None or len(records.array):
             sample = Images(self.root, ["x"], np.full(1, -1), [], [""], Files(self.root, ["x"]))
-            self._check_fits(manifest, self.plan_for(sample, self.out / "passes" / "none").dataset)
-        manifest.set_settings("configuration", self.configuration)
+            self._check_fits(self.plan_for(sample, self.out / "passes" / "none").dataset)
+        records.set_settings(configuration=self.configuration)
 
-    def _check_fits(self, manifest: Manifest, dataset: DataSet) -> None:
+    def _check_fits(self, dataset: DataSet) -> None:
         stored = self.published
-        if stored is None and (passes := manifest.passes()):  # of a first pass that was killed before it published
-            stored = DataSet.open(pass_folder(self.out, passes[0]))
+        if stored is None and (folders := pass_folders(self.out)):  # of a first pass that was not published
+            stored = DataSet.open(next(iter(folders.values())))
         if stored and (changed := differences(stored.depends_on, dataset.depends_on)):
             raise InputError(
                 f"{self.out} holds other features; rows with these differences cannot be mixed:\n  "
@@ -286,16 +272,16 @@ class Pass:
                 hint="choose another output folder, or delete this one",
             )
 
-    def _check_versions(self, manifest: Manifest, plan: Plan) -> None:
+    def _check_versions(self, records: Records, plan: Plan) -> None:
         """If library versions have changed, compute some stored rows again and compare them.
 
         Raises:
             LayertapError: the features differ.
         """
-        computed_with, installed = manifest.settings("versions"), plan.provenance["versions"]
+        computed_with, installed = records.versions, plan.provenance["versions"]
         if computed_with == installed:
             return
-        if computed_with and self.published and manifest.n_failed() < manifest.n_files():
+        if computed_with and self.published and records.n_failed < records.n_files:
             from extract.extraction.recheck import recheck
 
             rechecked = recheck(self.out, _RECHECKED, images=self.root, backbone=plan.backbone, workers=0)
@@ -312,108 +298,80 @@ class Pass:
                 f"libraries have changed: {changed}; {rechecked.n_rows} stored rows, computed again, differ by at most "
                 f"{rechecked.largest:.1e} of their largest value"
             )
-        manifest.set_settings("versions", installed)
-
-    def _finish_interrupted(self, manifest: Manifest) -> None:
-        """Complete an interrupted pass, with the list of files with which it started.
-
-        Files of this list that have changed since are computed as they are now: their rows already have a place.
-        """
-        number, planned = manifest.planned()
-        if not planned:
-            return
-        folder = pass_folder(self.out, number)
-        plan = self._plan(manifest, folder, planned)
-        try:
-            plan.dataset.check()
-        except InputError:  # it has other settings or is damaged; none of its rows is published
-            shutil.rmtree(folder, ignore_errors=True)
-            with manifest.transaction():
-                manifest.set_planned(0, [])
-            return
-        # Rows of files that have changed or gone since then are recorded by their hashes only.
-        resolved = self._compute_pass(manifest, number, planned, plan, accept=manifest.matches_scan)
-        self._apply(manifest, resolved, [], changed=True)
+        records.set_settings(versions=installed)
 
     # Computation
 
-    def _compute_new_files(self, manifest: Manifest, scanned_ns: int, ended_ns: int) -> None:
+    def _compute_new_files(self, records: Records, scanned: ScannedFolder) -> None:
         """Compute files without stored features, and record the row of each file.
 
         Raises:
             VanishedError: too many files are gone.
             StoppedError: the pass was stopped on request.
         """
-        folder_changes = difference(self.root, manifest, self.guards, scanned_ns, ended_ns, self.stop)
+        folder_changes = difference(self.root, records, scanned, self.guards, self.stop)
         report = self.report
-        n_files = manifest.n_files()
+        n_files, n_gone = records.n_files, int(scanned.gone.sum())
         if folder_changes.vanished > self.guards.max_vanish * n_files and not self.force:
             raise VanishedError(
                 f"{self.root}: {folder_changes.vanished:,} of {n_files:,} images are gone, more than "
                 f"{self.guards.max_vanish:.0%} (max_vanish); is the disk mounted? Nothing was changed",
                 hint="`layertap sync CONFIG --force` confirms the deletion",
             )
-        # Completing an interrupted pass may have counted files already.
-        report.added += folder_changes.added
-        report.changed += folder_changes.changed
-        report.renamed += folder_changes.renamed
-        report.deleted = len(folder_changes.gone) - folder_changes.renamed
-        resolved, moved = folder_changes.resolved, folder_changes.moved
+        report.added = folder_changes.added
+        report.changed = folder_changes.changed
+        report.renamed = folder_changes.renamed
+        report.deleted = n_gone - folder_changes.renamed
+        report.waiting = folder_changes.waiting + folder_changes.moved
+        todo = folder_changes.todo
         if self.dry_run:
-            report.computed = len(folder_changes.todo)
-            new = sum(planned.file.path not in folder_changes.stored for planned in folder_changes.todo)
+            report.computed = len(todo)
+            new = sum(planned.file.path not in folder_changes.stored for planned in todo)
             report.added += new
-            report.changed += len(folder_changes.todo) - new - folder_changes.retried
-            report.rows = n_files - len(folder_changes.gone) + report.added + report.renamed
-            report.version = manifest.version
+            report.changed += len(todo) - new - folder_changes.retried
+            report.rows = n_files - n_gone + report.added + report.renamed
+            report.version = self._published_number()
         else:
-            if todo := folder_changes.todo:
-                number = manifest.next_pass()
-                with manifest.transaction():
-                    manifest.set_planned(number, todo)
-                plan = self._plan(manifest, pass_folder(self.out, number), todo)
-                computed = self._compute_pass(manifest, number, todo, plan)
-                accepted = {entry.file.path for entry in computed}
-                moved = moved + [entry.file for entry in todo if entry.file.path not in accepted]
+            array, resolved = records.array, folder_changes.resolved
+            if todo:
+                array, computed = self._compute_pass(records, todo, folder_changes.stored)
+                report.waiting += len(todo) - len(computed)
                 resolved = resolved + computed
-            changed = bool(folder_changes.gone) or any(
-                (old := folder_changes.stored.get(entry.file.path)) is None or old.id != entry.feature
-                for entry in resolved
-            )
-            self._apply(manifest, resolved, folder_changes.gone, changed=changed)
-            report.rows = manifest.n_files()
-        report.waiting = folder_changes.waiting + len(moved)
+            if resolved or n_gone:
+                replaced = scanned.gone.copy()
+                stored = folder_changes.stored
+                replaced[[stored[entry.file.path] for entry in resolved if entry.file.path in stored]] = True
+                records.replace(_applied(array, resolved, replaced, self.now_ns()))
+            report.rows = records.n_files
         report.unchanged = report.rows - report.added - report.changed - report.renamed
 
-    def _plan(self, manifest: Manifest, folder: Path, planned: Sequence[PlannedFile]) -> Plan:
-        """Return the plan for computing files into a folder.
+    def _compute_pass(
+        self, records: Records, todo: Sequence[PlannedFile], stored: dict[bytes, int]
+    ) -> tuple[NDArray[Any], list[Resolved]]:
+        """Compute files as a new pass.
+
+        Args:
+            records: the records.
+            todo: the files.
+            stored: path -> index of its record.
+
+        Returns:
+            the records and those of the computed rows, and the files without those that have changed since the scan.
 
         Raises:
             InputError: the requested features differ from the stored features.
-        """
-        paths = [os.fsdecode(planned_file.file.path) for planned_file in planned]
-        no_labels = np.full(len(paths), -1, np.int64)
-        images = Images(self.root, paths, no_labels, [], [""] * len(paths), Files(self.root, paths))
-        plan = self.plan_for(images, folder)
-        self._check_fits(manifest, plan.dataset)
-        return plan
-
-    def _compute_pass(
-        self, manifest: Manifest, number: int, planned: Sequence[PlannedFile], plan: Plan,
-        accept: Callable[[ScannedFile], bool] = lambda file: True,
-    ) -> list[Resolved]:  # fmt: skip
-        """Compute a pass and add its rows to the manifest.
-
-        Returns:
-            The files with their rows, without files that have changed since the scan or that `accept` rejects.
-
-        Raises:
             StoppedError: the pass was stopped on request.
         """
         from extract.extraction.run import extract
 
-        self._check_versions(manifest, plan)
-        self.on_plan(plan, len(planned))
+        number = records.next_pass(self.out)
+        paths = [os.fsdecode(planned.file.path) for planned in todo]
+        no_labels = np.full(len(paths), -1, np.int64)
+        images = Images(self.root, paths, no_labels, [], [""] * len(paths), Files(self.root, paths))
+        plan = self.plan_for(images, pass_folder(self.out, number))
+        self._check_fits(plan.dataset)
+        self._check_versions(records, plan)
+        self.on_plan(plan, len(todo))
         summary = extract(
             plan,
             has_stored_rows=self.published is not None,
@@ -424,38 +382,56 @@ class Pass:
         )
         if summary.stopped:
             raise StoppedError
-        rows = list(stored_rows(pass_folder(self.out, number)))
-        self.computed_pass = number
-        self.report.computed += summary.computed - summary.duplicates
-        now_ns, resolved = self.now_ns(), []
-        with manifest.transaction():
-            ids = manifest.add_pass(number, rows, now_ns)
-            for planned_file, row, feature in zip(planned, rows, ids, strict=True):
-                if not _is_row_of(row, planned_file.file) or not accept(planned_file.file):
-                    continue
-                old = manifest.feature_of(planned_file.file.path)
-                self.report.added += old is None
-                self.report.changed += old is not None and old.hash != row.hash
-                if old and row.status != Status.OK and old.status == row.status and old.hash == row.hash:
-                    manifest.record_retry(old.id, now_ns)
-                    feature = old.id
-                resolved.append(Resolved(planned_file.file, planned_file.settled, feature, row.hash))
-            manifest.set_planned(0, [])
-        return resolved
-
-    def _apply(self, manifest: Manifest, resolved: Sequence[Resolved], gone: Sequence[bytes], *, changed: bool) -> None:
-        if not resolved and not gone:
-            return
-        with manifest.transaction():
-            manifest.set_files((entry.file, entry.settled, entry.feature) for entry in resolved)
-            manifest.remove_files(gone)
-            manifest.record_unused(self.now_ns())
-            if changed:
-                manifest.version += 1
+        self.report.computed = summary.computed - summary.duplicates
+        now_ns = self.now_ns()
+        rows = stored_rows(pass_folder(self.out, number), now_ns)
+        array = np.concatenate([records.array, rows])
+        resolved = []
+        for index, (file, settled), row in zip(itertools.count(len(records.array)), todo, rows, strict=False):
+            if not _is_row_of(row, file):
+                continue
+            old = stored.get(file.path)
+            same = old is not None and bool(array["hash"][old] == row["hash"])
+            self.report.added += old is None
+            self.report.changed += old is not None and not same
+            if same and row["status"] != Status.OK and array["status"][old] == row["status"]:
+                array["tried_ns"][old] = now_ns  # another attempt has failed; its row is as good as the new one
+                index = stored[file.path]
+            resolved.append(Resolved(file, settled, index))
+        return array, resolved
 
 
-def _is_row_of(row: StoredRow, file: ScannedFile) -> bool:
+def _applied(
+    array: NDArray[Any], resolved: Sequence[Resolved], replaced: NDArray[np.bool_], now_ns: int
+) -> NDArray[Any]:
+    """Return the records after a pass.
+
+    Args:
+        array: the records, and those of computed rows.
+        resolved: files with the rows that they have now.
+        replaced: (N,) whether each of the first N records is that of such a file, or of one that no longer exists.
+        now_ns: since when rows that no file needs any more are not needed.
+    """
+    paths = np.array([entry.file.path for entry in resolved], "S")
+    path_type = np.promote_types(array["path"].dtype, paths.dtype)
+    records = np.array([entry.record for entry in resolved], np.int64)
+    new = array[records].astype([("path", path_type), *array.dtype.descr[1:]])
+    new["path"] = paths
+    for name in ("size", "mtime_ns", "ctime_ns"):
+        new[name] = [getattr(entry.file, name) for entry in resolved]
+    new["settled"] = [entry.settled for entry in resolved]
+    stays = array["path"] != b""
+    stays[: len(replaced)] &= ~replaced
+    files = np.concatenate([array[stays], new])
+    others = array[~stays & (array["status"] == Status.OK)]
+    others["tried_ns"][others["path"] != b""] = now_ns
+    others["path"] = b""
+    others = others[~np.isin(row_numbers(others), row_numbers(files))]
+    return np.concatenate([files, others[np.unique(row_numbers(others), return_index=True)[1]]])
+
+
+def _is_row_of(row: np.void, file: ScannedFile) -> bool:
     """Return whether a row was computed from the file as it was scanned."""
-    if row.size >= 0:
-        return (row.size, row.mtime_ns) == (file.size, file.mtime_ns)
-    return row.status != Status.MISSING or file.size == NO_FILE  # else the file was deleted during the computation
+    if row["size"] >= 0:
+        return bool(row["size"] == file.size and row["mtime_ns"] == file.mtime_ns)
+    return bool(row["status"] != Status.MISSING) or file.size == NO_FILE  # else it was deleted during the computation

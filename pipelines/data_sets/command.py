@@ -38,7 +38,7 @@ def show(ctx: click.Context, /, out: Path | str, other: Path | None, status: boo
     the same if their bytes are the same, whatever their names are.
 
     The progress is shards, rows and rates by machine, read from the receipts of the shards alone. The passes of a data
-    set of `layertap sync` are listed with its rows, failing images, disk usage and drift. Of a data set in a bucket,
+    set of `layertap sync` are listed with its rows, failing images and disk usage. Of a data set in a bucket,
     the progress is printed.
 
     \b

@@ -118,7 +118,7 @@ def _sync_one(
         except Exception as error:  # a bug, here or in a library, must not stop the other passes
             traceback.print_exc()
             synced = SyncResult(config, error=LayertapError(f"{type(error).__name__}: {first_line(error)}"))
-    ours = (config.folder / "manifest.sqlite").exists()  # otherwise the folder was refused
+    ours = (config.folder / "passes").is_dir()  # otherwise the folder was refused
     if ours and not dry_run and not isinstance(synced.error, LockedError):
         with contextlib.suppress(OSError):  # a folder that cannot be written to has been reported
             add_run(config.folder, _run_entry(synced, started, time.perf_counter() - start))
@@ -232,14 +232,6 @@ def print_synced(synced: SyncResult, echo: Callable[[str], None]) -> None:
     computed = f"; {done}" if report.computed else ""
     rows = counted(report.rows, "row")
     echo(f"{out}: version {report.version}, {rows}: {text}{waiting}{computed}, {report.seconds:.1f} s")
-    for drift in report.drift:
-        if drift.far:
-            text = (
-                f"{out}: the {drift.new_rows:,} new rows of {drift.layer} differ from the other rows: their mean is "
-                f"{drift.shift:.2f} standard deviations away, their spread is {drift.spread:.2f} times as large. "
-                "Another camera, or a wrong folder?"
-            )
-            print_line(text, fg="yellow", err=True)
 
 
 def as_json(synced: SyncResult) -> dict[str, Any]:

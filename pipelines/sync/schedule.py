@@ -211,7 +211,7 @@ class PassRunner:
         with contextlib.suppress(OSError):  # it is reported again by the next scheduler
             if not failure:
                 self._state.unlink(missing_ok=True)
-            elif (self._state.parent / "manifest.sqlite").exists():  # otherwise, the folder is not a data set of sync
+            elif (self._state.parent / "passes").is_dir():  # otherwise, the folder is not a data set of sync
                 write_whole(self._state, failure.encode())
 
     def _call_on_failure(self, event: str, code: int, data_sets: list[dict[str, Any]]) -> bool:

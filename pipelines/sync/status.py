@@ -24,7 +24,6 @@ __all__ = ["describe_status", "local_time", "print_status", "read_runs"]
 _LAST_RUNS = 10
 
 # Shape of a line of runs.jsonl; see `extract.system.json_files`.
-_DRIFT = {"layer": str, "new_rows": int, "far": bool, "shift": float, "spread": float}
 _RUN = {
     "event": Text("synced|stopped|failed"),
     "started": TIME,
@@ -36,7 +35,6 @@ _RUN = {
     "failed?": int,
     "waiting?": int,
     "computed?": int,
-    "drift?": [_DRIFT],
 }
 
 
@@ -107,12 +105,6 @@ def print_status(content: dict[str, Any], echo: Callable[[str], None]) -> None:
         echo("last runs")
         for run in content["runs"]:
             echo(f"  {local_time(datetime.fromisoformat(run['started']))}  {_describe_run(run)}")
-    for drift in next((run.get("drift", []) for run in reversed(content["runs"]) if run.get("drift")), []):
-        verdict = "UNLIKE the other rows: another camera, or a wrong folder?" if drift["far"] else "like the other rows"
-        echo(
-            f"drift     {drift['layer']}: the last {drift['new_rows']:,} new rows are {verdict} (mean "
-            f"{drift['shift']:.2f} standard deviations away, spread {drift['spread']:.2f})"
-        )
     failures = [(failure["path"], failure["status"], failure["reason"]) for failure in content["failures"]]
     print_failures(failures, Path(out), echo)
 

@@ -41,8 +41,8 @@ EMBEDDED = [
 ]  # fmt: skip
 SYNCED = [
     "dataset.json", "versions/000001.h5", "passes/000001/dataset.json", "passes/000001/shards/000000.h5",
-    "passes/000001/shards/000000.json", "passes/000001/runs.jsonl", "passes/000001/.lock", "manifest.sqlite",
-    "manifest.sqlite.xxh3", "manifest.sqlite-wal", "runs.jsonl", ".lock",
+    "passes/000001/shards/000000.json", "passes/000001/runs.jsonl", "passes/000001/.lock", "runs.jsonl",
+    ".lock",
 ]  # fmt: skip
 
 

@@ -353,7 +353,7 @@ def test_a_pass_that_finds_a_data_set_locked_ends_with_the_exit_code_that_the_sc
     folder.mkdir()
     config = write(tmp_path / "s.yaml", images=str(folder), out=str(tmp_path / "out"), **SMALL)
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "manifest.sqlite").touch()
+    (tmp_path / "out" / "passes").mkdir()
     with locked(tmp_path / "out"):
         assert layertap("sync", config).exit_code == _LOCKED
 
@@ -391,7 +391,7 @@ def test_a_failure_is_reported_when_it_starts_changes_and_ends(tmp_path: Path, m
         return [f"{alarm['event']} {alarm['exit_code']} {alarm['data_sets'][0].get('error', '')}" for alarm in read]
 
     out.mkdir()
-    (out / "manifest.sqlite").touch()
+    (out / "passes").mkdir()
     assert events("", "") == []
     assert events("12 of 20 are gone", "13 of 20 are gone", "no disk", "no disk", "", "", "no disk") == [
         "started 1 12 of 20 are gone", "changed 1 no disk", "ended 0 ", "started 1 no disk",
@@ -406,7 +406,7 @@ def test_a_failure_is_reported_when_it_starts_changes_and_ends(tmp_path: Path, m
     assert messages.count("ERROR the pass failed with exit code 1, as before") == 4
     (out / "schedule.json").write_text('{"started": "of an earlier version"}')
     assert events("") == []
-    (out / "manifest.sqlite").unlink()
+    (out / "passes").rmdir()
     (out / "schedule.json").unlink()
     assert len(events("no disk", "no disk")) == 2
     assert not list(out.iterdir()), "nothing is written to a folder that is no data set"

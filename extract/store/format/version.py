@@ -12,26 +12,23 @@ that no version needs any more are removed, but stay readable for processes that
 A table is plain HDF5: `path`, `label`, `split`, `classes`, `pass` and `row`, the pass with the features and the row in
 that pass, and `source_hash`, the hash of the image when its file was examined, which the pass has, too. Rows are sorted
 by pass, row and path, so that features are read in file order. Images with identical bytes share the features of one
-row.
+row. Readers use no other columns; `extract/sync/records.py` writes and reads those by which a pass knows its files.
 
-Each pass that changes anything writes the whole table. A pass with 100 changes then takes, compared with a table of
-changes, 0.5 and 0.5 s of CPU time for 10,000 files, 5.4 and 3.1 s for a million, 18 and 9 s for 3 million; the memory
-is the same, and 90 instead of 5 MB are written for a million files. Tables of changes needed 190 more lines of code,
-and notes in the manifest that each change had to keep right.
+Each pass that changes anything writes the whole table.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import h5py
-import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from extract.errors import LayertapError
 from extract.store.format.checked_file import hdf5_on_disk
@@ -41,6 +38,7 @@ __all__ = ["HASH_BYTES", "Version", "hash_of", "pass_folder", "table_path", "wri
 
 _FORMAT = "layertap version"
 HASH_BYTES = 16  # xxh3-128
+_ROWS_AT_ONCE = 1 << 16  # h5py copies what it writes
 
 
 @dataclass(frozen=True)
@@ -84,19 +82,13 @@ def table_path(out: Path, number: int) -> Path:
     return out / "versions" / f"{number:06d}.h5"
 
 
-def write_table(
-    out: Path, number: int, classes: Sequence[str], count: int, path_bytes: int, batches: Iterable[Mapping[str, Any]]
-) -> str:
+def write_table(out: Path, number: int, columns: Mapping[str, NDArray[Any]]) -> str:
     """Write the table of a version, without publishing the version; return its xxh3-128.
 
     Args:
         out: folder of the data set.
         number: number of the version.
-        classes: names of the classes, to which labels refer.
-        count: number of rows.
-        path_bytes: length of the longest path.
-        batches: column -> values, for some of the rows each; the columns are `path`, `label`, `split`, `pass`, `row`
-            and `source_hash`.
+        columns: name -> values; texts are bytes.
 
     Raises:
         LayertapError: the disk is full or refuses.
@@ -108,29 +100,15 @@ def write_table(
             temporary = Path(whole.name)
             with hdf5_on_disk(temporary, "w") as file:
                 file.attrs.update(format=_FORMAT, version=number)
-                names = [os.fsencode(name) for name in classes]
-                width = max(map(len, names), default=1) or 1
-                file.create_dataset("classes", data=np.array(names, h5py.string_dtype("utf-8", width)))
-                file.create_dataset("path", (count,), h5py.string_dtype("utf-8", path_bytes or 1))
-                file.create_dataset("split", (count,), h5py.string_dtype("utf-8", len("train")))
-                for name in ("label", "pass", "row"):
-                    file.create_dataset(name, (count,), "<i8")
-                file.create_dataset("source_hash", (count, HASH_BYTES), "u1")
-                _fill(file, count, batches)
+                for name, values in columns.items():
+                    is_text = values.dtype.kind == "S"
+                    dtype = h5py.string_dtype("utf-8", values.dtype.itemsize) if is_text else values.dtype
+                    data = file.create_dataset(name, values.shape, dtype)
+                    for start in range(0, len(values), _ROWS_AT_ONCE):
+                        data[start : start + _ROWS_AT_ONCE] = values[start : start + _ROWS_AT_ONCE].astype(dtype)
             return hash_of(temporary)
     except OSError as error:
         raise LayertapError(f"cannot write {path}: {error.strerror}") from error
-
-
-def _fill(file: h5py.File, count: int, batches: Iterable[Mapping[str, Any]]) -> None:
-    start = 0
-    for batch in batches:
-        stop = start + len(batch["path"])
-        for name, values in batch.items():
-            file[name][start:stop] = np.array(values, file[name].dtype)
-        start = stop
-    if start != count:
-        raise LayertapError(f"got {start:,} rows for the table of a version, expected {count:,}")
 
 
 def hash_of(path: Path) -> str:

@@ -23,7 +23,8 @@ def write_as_changes(out: Path, seed: int = 0) -> None:
     version = description["version"]
     path = out / "versions" / f"{version['number']:06d}.h5"
     with h5py.File(path) as file:
-        table = {name: file[name][:] for name in file}
+        # Those versions had a manifest in place of the other columns.
+        table = {name: file[name][:] for name in file if not name.startswith(("file_", "unused_", "settings"))}
     classes = table.pop("classes")
     added = random.permutation(len(table["path"])) < max(2, len(table["path"]) // 3)
     gone = {name: np.sort(values[:5]) if name == "row" else values[[0] * 5] for name, values in table.items()}

@@ -6,9 +6,9 @@ import json
 import multiprocessing
 import os
 import pickle
+import random
 import shutil
 import signal
-import sqlite3
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,14 +26,14 @@ from extract.extraction.run import extract
 from extract.images import list_images
 from extract.row_status import Status
 from extract.store.format.dataset import DataSet
+from extract.store.format.version import table_path
 from extract.store.verify import repair, verify
 from extract.sync import scan as scanning
 from extract.sync.compaction import compact, passes_to_compact
 from extract.sync.difference import Guards
-from extract.sync.drift import drift_of
-from extract.sync.manifest import Manifest
 from extract.sync.passes import Report, VanishedError
 from extract.sync.scan import Scan, ScannedFile
+from tests.extract.sync.changes import write_as_changes
 from tests.extract.sync.tiny import EAGER, one_pass, picture, planner, same_as_fresh
 
 HOUR = 3600 * 10**9
@@ -136,7 +136,7 @@ def test_a_failed_image_is_tried_again_when_it_changes_or_after_a_while(home: Ho
     home.ahead_ns = 2 * HOUR
     report = home.sync()
     assert home.planned == [1]
-    assert (report.computed, report.failed, report.changed, report.version) == (1, 1, 0, 1)  # as before
+    assert (report.computed, report.failed, report.changed) == (1, 1, 0)  # as before
     assert home.sync().computed == 0  # the time counts from the last try
     shutil.copy(bad, home.root / "a/bad2.ppm")
     report = home.sync()
@@ -484,7 +484,6 @@ def test_a_dry_run_after_a_kill_changes_no_file_and_no_time(home: Home) -> None:
         home.sync(on_rows=lambda rows, resumed: os.kill(os.getpid(), signal.SIGKILL))
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
-    assert (home.out / "manifest.sqlite-wal").stat().st_size
 
     def state() -> dict[Path, Any]:
         paths = [home.out, *home.out.rglob("*")]
@@ -495,44 +494,146 @@ def test_a_dry_run_after_a_kill_changes_no_file_and_no_time(home: Home) -> None:
         }
 
     before = state()
-    assert home.sync(dry_run=True).computed == 8
+    assert home.sync(dry_run=True).computed < 8  # what was stored is known
     assert state() == before
     (home.out / ".lock").unlink()
     before = state()
-    assert home.sync(dry_run=True).computed == 8
+    assert home.sync(dry_run=True).computed < 8  # what was stored is known
     assert state() == before
     assert home.sync().rows == 18
 
 
-# the manifest
+# the records
 
 
-@pytest.mark.parametrize("how", ["lost", "damaged", "of another time", "empty"])
-def test_a_manifest_that_is_no_use_is_made_anew_without_computing(home: Home, how: str) -> None:
+def table_of(out: Path) -> Path:
+    """The table of the published version."""
+    version = DataSet.open(out).version
+    assert version is not None
+    return table_path(out, version.number)
+
+
+def change_table(out: Path, change: Callable[[h5py.File], None]) -> None:
+    """Change the table of the published version, and its hash with it."""
+    path = table_of(out)
+    with h5py.File(path, "r+") as file:
+        change(file)
+    description = json.loads((out / "dataset.json").read_text())
+    description["version"]["rows_xxh3"] = xxhash.xxh3_128_hexdigest(path.read_bytes())
+    (out / "dataset.json").write_text(json.dumps(description))
+
+
+def without_records(file: h5py.File) -> None:
+    """Leave what earlier versions of layertap wrote."""
+    for name in list(file):
+        if name.startswith(("file_", "unused_", "settings")):
+            del file[name]
+
+
+def put(name: str, values: Any) -> Callable[[h5py.File], None]:
+    def change(file: h5py.File) -> None:
+        del file[name]
+        file[name] = values
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        without_records,
+        put("file_size", np.zeros(9, "<i8")),
+        put("file_status", np.zeros(10, "<i8")),
+        put("unused_hash", np.zeros((1, 15), "u1")),
+        put("unused_pass", np.zeros(1, "<i8")),
+        put("settings", np.frombuffer(b"[]", "u1")),
+        put("settings", np.frombuffer(b'{"configuration": {}, "versions": {}, "last_pass": -1}', "u1")),
+        put("file_size", h5py.SoftLink("/nowhere")),
+    ],
+)
+def test_records_that_are_no_use_are_made_again_without_computing(home: Home, damage: Any) -> None:
     home.sync()
-    manifest = home.out / "manifest.sqlite"
-    old = manifest.read_bytes()
     home.write("a/0.ppm", 60)
     home.sync()
-    if how == "lost":
-        manifest.unlink()
-    else:
-        manifest.write_bytes({"damaged": b"x" * 5000, "of another time": old, "empty": b""}[how])
+    (home.out / "manifest.sqlite").touch()  # of an earlier version
+    change_table(home.out, damage)
+    home.write("a/new.ppm", 61)
+    dry = home.sync(dry_run=True)
     report = home.sync()
-    assert report.computed == 0
-    assert "manifest.sqlite was rebuilt" in report.notes[0]
-    assert report.rows == 10
+    for each in (dry, report):
+        assert "made again from the passes" in each.notes[0]
+        assert (each.added, each.changed, each.unchanged, each.rows) == (1, 0, 10, 11)
+    assert report.computed == 1
+    assert not (home.out / "manifest.sqlite").exists()
     same_as_fresh(home.root, home.out)
     assert home.sync().notes == []
 
 
-def test_a_manifest_of_a_later_format_is_not_read(home: Home) -> None:
+def test_a_bit_that_flips_in_the_table_gives_no_wrong_row(home: Home) -> None:
     home.sync()
-    with sqlite3.connect(home.out / "manifest.sqlite") as sql:
-        sql.execute("UPDATE meta SET value = 3 WHERE name = 'format'")
-    sql.close()
-    (home.out / "manifest.sqlite.xxh3").unlink()
-    assert "it has format 3" in home.sync().notes[0]
+    (home.root / "a/0.ppm").unlink()  # so that there is a row that no file needs
+    home.sync()
+    whole, right = home.path / "whole", home.paths()
+    shutil.copytree(home.out, whole)
+    chosen = random.Random(0)
+    for _ in range(int(os.environ.get("LAYERTAP_FUZZ", "10"))):
+        shutil.rmtree(home.out)
+        shutil.copytree(whole, home.out)
+        path = table_of(home.out)
+        content = bytearray(path.read_bytes())
+        content[chosen.randrange(len(content))] ^= 1 << chosen.randrange(8)
+        path.write_bytes(content)
+        report = home.sync()
+        assert "made again from the passes" in report.notes[0]
+        assert (report.computed, home.paths()) == (0, right)
+    same_as_fresh(home.root, home.out)
+
+
+def test_verify_finds_a_row_with_the_features_of_another_image_and_the_next_pass_mends_it(home: Home) -> None:
+    home.sync()
+
+    def swapped(file: h5py.File) -> None:
+        for name in ("path", "source_hash"):
+            file[name][:2] = file[name][:2][::-1]
+
+    change_table(home.out, swapped)
+    faults = verify(home.out).faults
+    assert [fault.path for fault in faults] == ["a/2.ppm", "a/0.ppm"]
+    assert "features of another image; to repair it, delete the folder versions" in faults[0].what
+    shutil.rmtree(home.out / "versions")
+    assert home.sync().computed == 0
+    assert verify(home.out).faults == []
+    same_as_fresh(home.root, home.out)
+
+
+def test_a_table_of_changes_of_an_earlier_version_is_refused_and_written_whole_by_the_next_pass(home: Home) -> None:
+    home.sync()
+    home.write("a/new.ppm", 60)
+    home.sync()
+    write_as_changes(home.out)
+    with pytest.raises(InputError, match=r"000002\.h5 is not a valid .* \d+ rows, expected") as caught:
+        FeatureReader(home.out)
+    assert "run `layertap sync`" in (caught.value.hint or "")
+    report = home.sync()
+    assert (report.computed, report.rows, report.version) == (0, 11, 3)
+    assert json.loads((home.out / "dataset.json").read_text())["format_version"] == 1
+    same_as_fresh(home.root, home.out)
+
+
+def test_a_table_has_the_hash_of_each_image(home: Home) -> None:
+    home.sync()
+    with h5py.File(table_of(home.out)) as file:
+        for path, content in zip(file["path"][:], file["source_hash"][:], strict=True):
+            assert content.tobytes() == xxhash.xxh3_128_digest((home.root / os.fsdecode(path)).read_bytes())
+
+
+def test_a_data_set_without_hashes_in_its_table_is_read_verified_and_followed(home: Home) -> None:
+    home.sync()
+    change_table(home.out, lambda file: (without_records(file), file.pop("source_hash")))  # type: ignore[arg-type]
+    assert not verify(home.out).faults
+    home.write("a/new.ppm", 60)
+    assert home.sync().computed == 1
+    same_as_fresh(home.root, home.out)
 
 
 def test_what_is_missing_of_the_data_set_is_made_again(home: Home) -> None:
@@ -575,10 +676,10 @@ def test_rows_that_verify_finds_damaged_are_computed_again(home: Home) -> None:
     same_as_fresh(home.root, home.out)
 
 
-def test_guards_hold_when_the_manifest_was_lost(home: Home) -> None:
+def test_guards_hold_when_the_records_were_lost(home: Home) -> None:
     home.settings["guards"] = Guards(settle_s=0)
     home.sync()
-    (home.out / "manifest.sqlite").unlink()
+    change_table(home.out, without_records)
     for i in range(0, 10, 2):
         (home.root / f"a/{i}.ppm").unlink()
     with pytest.raises(VanishedError, match="5 of 10 images are gone"):
@@ -588,31 +689,12 @@ def test_guards_hold_when_the_manifest_was_lost(home: Home) -> None:
     assert (report.deleted, report.added, report.changed, report.unchanged, report.computed) == (5, 0, 0, 5, 0)
 
 
-def test_a_manifest_is_made_anew_as_a_whole_or_not_at_all(home: Home, monkeypatch: Any) -> None:
-    home.sync()
-    home.write("a/new.ppm", 60)
-    home.sync()
-    (home.out / "manifest.sqlite").unlink()
-    real = Manifest.add_pass
-
-    def killed(self: Manifest, number: int, *args: Any) -> Any:
-        if number == 2:
-            raise KeyboardInterrupt
-        return real(self, number, *args)
-
-    monkeypatch.setattr(Manifest, "add_pass", killed)
-    with pytest.raises(KeyboardInterrupt):
-        home.sync()
-    monkeypatch.undo()
-    assert (home.sync().computed, home.sync().unchanged) == (0, 11)
-
-
 def test_a_pass_is_never_given_the_number_of_another(home: Home) -> None:
     home.sync()
     for i in range(8):
         home.write(f"c/{i}.ppm", 100 + i, height=9)
     assert home.sync(stop=lambda: (home.out / "passes/000002").exists()).stopped
-    (home.out / "manifest.sqlite").unlink()
+    table_of(home.out).unlink()
     home.write("c/9.ppm", 110)
     report = home.sync()
     assert report.rows == 19
@@ -620,24 +702,8 @@ def test_a_pass_is_never_given_the_number_of_another(home: Home) -> None:
     same_as_fresh(home.root, home.out)
 
 
-def test_damage_inside_the_manifest_is_found_and_mended(home: Home) -> None:
-    home.plan_for = planner(shard_rows=1000)
-    for i in range(200):
-        home.write(f"c/{i}.ppm", 100 + i)
-    home.sync()
-    path = home.out / "manifest.sqlite"
-    content = bytearray(path.read_bytes())
-    content[2 * 4096 :] = b"\x55" * (len(content) - 2 * 4096)
-    path.write_bytes(content)
-    report = home.sync()
-    assert "was rebuilt" in report.notes[0]
-    assert (report.computed, report.unchanged) == (0, 210)
-
-
 def test_the_rows_of_an_interrupted_first_pass_survive_an_error_of_the_settings(home: Home) -> None:
     assert home.sync(stop=lambda: True).stopped
-    before = {path.name for path in home.out.rglob("*.h5*")}
-    assert before
     good = home.plan_for
 
     def without_weights(images: Any, out: Path) -> Any:
@@ -646,7 +712,6 @@ def test_the_rows_of_an_interrupted_first_pass_survive_an_error_of_the_settings(
     home.plan_for = without_weights
     with pytest.raises(InputError, match="the weights are not there"):
         home.sync()
-    assert {path.name for path in home.out.rglob("*.h5*")} == before
     home.plan_for = good
     report = home.sync()
     assert (report.rows, report.added) == (10, 10)
@@ -692,7 +757,8 @@ def test_a_link_that_goes_during_the_scan_is_not_there(home: Home, monkeypatch: 
     assert home.sync().rows == 10
 
 
-def test_a_damaged_row_does_not_stop_passes(tmp_path: Path) -> None:
+def test_a_damaged_row_does_not_stop_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("extract.sync.compaction._SMALL_PASSES", 8)
     home = Home(tmp_path)
     for i in range(9):
         home.write(f"c/{i}.ppm", 100 + i)
@@ -711,13 +777,11 @@ def test_a_damaged_row_does_not_stop_passes(tmp_path: Path) -> None:
     same_as_fresh(home.root, home.out)
 
 
-def test_small_passes_are_joined_whatever_the_first_one_was() -> None:
+def test_passes_with_dead_rows_and_many_small_passes_are_rewritten() -> None:
     full = 100_000
     assert passes_to_compact({1: (3, 3), 2: (5, 5)}, 0.5, full) == []
-    eight = dict.fromkeys(range(2, 10), (2, 2))
-    assert passes_to_compact({1: (90_000, 90_000), 10: (9_000, 9_000), **eight}, 0.5, full) == list(range(2, 10))
-    several = dict.fromkeys(range(20, 27), (8**2, 8**2))  # with the eight joined, they are eight: for the next pass
-    assert passes_to_compact({**dict.fromkeys(range(1, 9), (8, 8)), **several}, 0.5, full) == list(range(1, 9))
+    small = dict.fromkeys(range(2, 34), (2, 2))
+    assert passes_to_compact({1: (full, full), **small}, 0.5, full) == list(small)
     assert passes_to_compact({1: (4, 10), 2: (6, 10)}, 0.5, 5) == [1]
 
 
@@ -741,7 +805,7 @@ def test_a_reader_sees_one_version_throughout(home: Home) -> None:
     with FeatureReader(home.out) as reader:
         paths, features = reader.paths[:], reader["fc"][:]
         (home.root / "a/0.ppm").unlink()
-        for i in range(12):  # passes that are joined, too
+        for i in range(3):
             home.write(f"c/{i}.ppm", 100 + i)
             home.sync()
         compact(home.out, max_dead=0)
@@ -756,7 +820,7 @@ def test_a_reader_sees_one_version_throughout(home: Home) -> None:
         child.start()
         child.join()
         assert child.exitcode == 0
-    assert len(home.paths()) == 21
+    assert len(home.paths()) == 12
     same_as_fresh(home.root, home.out)
 
 
@@ -854,7 +918,7 @@ def test_a_compaction_that_was_not_published_is_published_by_the_next(
         with pytest.raises(LayertapError, match="Input/output error"):
             compact(home.out, max_dead=0)
     same_as_fresh(home.root, home.out)
-    assert compact(home.out, max_dead=0).removed == 0
+    assert compact(home.out, max_dead=0).removed == 5
     same_as_fresh(home.root, home.out)
     assert sum(part.n_rows for part in DataSet.open(home.out).data_sets_with_shards()) == 5
     assert len(list((home.out / "passes").iterdir())) == len(list((home.out / "versions").iterdir())) == 1
@@ -883,48 +947,15 @@ def test_rows_of_images_that_are_gone_are_kept_for_a_while(home: Home) -> None:
     assert home.sync().computed == 5
 
 
-@pytest.mark.slow
-def test_many_small_passes_are_joined(home: Home) -> None:
+def test_many_small_passes_are_joined(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("extract.sync.compaction._SMALL_PASSES", 8)
     home.plan_for = planner(shard_rows=1000)
-    for i in range(18):
+    for i in range(9):
         home.write(f"c/{i}.ppm", 100 + i)
         home.sync()
     version = DataSet.open(home.out).version
     assert version is not None
-    assert len(version.passes) < 16
-    assert len(home.paths()) == 28
+    assert len(version.passes) < 8
+    assert len(home.paths()) == 19
     assert verify(home.out).faults == []
     same_as_fresh(home.root, home.out)
-
-
-# drift
-
-
-def test_images_of_another_kind_are_told_from_more_of_the_same(tmp_path: Path) -> None:
-    home = Home(tmp_path)
-    for i in range(60):
-        home.write(f"{i}.ppm", i)
-    assert home.sync().drift == []
-    for i in range(60, 80):
-        home.write(f"{i}.ppm", i)
-    report = home.sync()
-    assert [
-        (layer_drift.layer, layer_drift.far, layer_drift.new_rows, layer_drift.old_rows) for layer_drift in report.drift
-    ] == [
-        ("conv", False, 20, 60),
-        ("fc", False, 20, 60),
-    ]
-    for i in range(20):  # nearly black
-        pixels = np.random.default_rng(i).integers(0, 20, 192).astype(np.uint8)
-        (home.root / f"dark{i}.ppm").write_bytes(b"P6 8 8 255\n" + pixels.tobytes())
-    report = home.sync()
-    assert [layer_drift.far for layer_drift in report.drift] == [True, True]
-    number = max(DataSet.open(home.out).version.passes)  # type: ignore[union-attr]
-    with FeatureReader(home.out) as reader:
-        dark = np.array(["dark" in path for path in reader.paths])
-        new, old = reader["fc"][dark].astype(float), reader["fc"][~dark].astype(float)
-    apart = (new.mean(0) - old.mean(0)) ** 2 / ((new.var(0) + old.var(0)) / 2)
-    with Manifest(home.out) as manifest:
-        (drift,) = (layer_drift for layer_drift in drift_of(home.out, manifest, number) if layer_drift.layer == "fc")
-    assert drift.shift == pytest.approx(np.sqrt(apart.mean() - 1 / 20 - 1 / 80))
-    assert drift.spread == pytest.approx(np.sqrt(new.var(0).sum() / old.var(0).sum()))
