@@ -141,7 +141,7 @@ class extract.edits.smooth(beta: float)
 extract.edits.smooth.at(self, site: Any) -> Edit
 class extract.probe.Alikeness(cka: Matrix, procrustes: Matrix, mutual_knn: Matrix, rsa: Matrix, effective_rank:
         NDArray[np.float64], k: int, knn_rows: int, rsa_rows: int)
-extract.probe.DEPTH = depth depth-dinov3
+extract.probe.DEPTH = depth
 class extract.probe.FeatureSimilarity(cka: Matrix, procrustes: Matrix, mutual_knn: Matrix, rsa: Matrix,
         effective_rank: NDArray[np.float64], k: int, knn_rows: int, rsa_rows: int)
 class extract.probe.LinearProbe(coef_: NDArray[Any], intercept_: NDArray[Any], classes_: NDArray[Any], task: str =
@@ -167,7 +167,7 @@ class extract.probe.ProbeResult(protocol: str, task: str, scaling: str, metrics:
 extract.probe.ProbeResult.primary: str
 extract.probe.ProbeResult.right: NDArray[np.bool_] | None
 extract.probe.ProbeResult.value: float
-extract.probe.SEGMENTATION = segmentation segmentation-knn segmentation-dinov3
+extract.probe.SEGMENTATION = segmentation segmentation-knn
 extract.probe.alikeness(features: Sequence[Source | FeatureRows], *, k: int = 10, seed: int = 0, memory_bytes:
         int = 536870912) -> FeatureSimilarity
 extract.probe.depth_probe(tokens: TokenArray | Sequence[TokenArray], depths: DepthMaps, train: ArrayLike, test:

@@ -32,7 +32,7 @@ class ProbeConfig(BaseModel):
     )
     protocol: LinearIsClip[Literal[
         "linear", "clip", "simclr", "dinov2-logreg", "knn", "centroid", "fewshot", "ridge", "segmentation",
-        "segmentation-knn", "segmentation-dinov3", "depth", "depth-dinov3",
+        "segmentation-knn", "depth",
     ]] = Field(
         "clip", description="Classifier or regression, and how its hyperparameter is chosen; linear, the usual one, is "
         "clip.",
@@ -43,8 +43,8 @@ class ProbeConfig(BaseModel):
     )
     masks: str | None = Field(
         None,
-        description="For segmentation: folder of masks with the names of the images, FILE.csv[:COLUMN] of mask files "
-        "(column `mask` if omitted), or FILE.json in the format of COCO.",
+        description="For segmentation: folder of masks with the names of the images, or FILE.csv[:COLUMN] of mask "
+        "files (column `mask` if omitted).",
     )
     class_names: Annotated[Path | None, RARE] = Field(
         None, description="FILE.csv with columns `id` and `name` of the classes in masks. [default: their numbers]"
@@ -60,9 +60,6 @@ class ProbeConfig(BaseModel):
     max_depth: float | None = Field(
         None, gt=0, description="Larger depths are left out, in the unit of the files. [default: none]"
     )
-    iterations: Annotated[int | None, RARE] = Field(
-        None, strict=True, ge=1, description="Training batches of the -dinov3 protocols. [default: 40000; depth: 38400]"
-    )
     multilabel: bool = Field(False, description="Images have any number of labels, separated by |.")
     test_fraction: float | None = Field(
         None,
@@ -76,7 +73,6 @@ class ProbeConfig(BaseModel):
     )
     class_weight: Literal["balanced"] | None = Field(None, description="Weigh each class the same.")
     seed: int = Field(defaults.SEED, strict=True, ge=0, lt=1 << 32, description="Seed of random choices.")
-    similarity: bool = Field(False, description="Also compare the layers: linear CKA and RSA.")
     format: Literal["png", "pdf", "svg"] = Field("png", description="Format of the figures.")
     results: Path | None = Field(
         None, description="Folder of the results. [default: OUT/probe/PROTOCOL, or PROTOCOL-2 for other settings]"
@@ -96,13 +92,11 @@ class ProbeConfig(BaseModel):
             raise ValueError("--multilabel: ridge predicts numbers, not labels")
         self._check_only("segmentation", ("masks", "class_names", "ignore_label"))
         self._check_only("depth", ("depth", "max_depth"))
-        if self.iterations is not None and not self.protocol.endswith("-dinov3"):
-            raise ValueError(f"--iterations is for segmentation-dinov3 and depth-dinov3, not for {self.protocol}")
         if not self.is_dense:
             return self
         if self.files is None:
             raise ValueError(f"{self.protocol} needs " + ("--masks" if self.task == "segmentation" else "--depth"))
-        for name in ("labels", "multilabel", "scaling", "class_weight", "similarity"):
+        for name in ("labels", "multilabel", "scaling", "class_weight"):
             if getattr(self, name):
                 raise ValueError(f"--{name.replace('_', '-')} is not for {self.protocol}")
         return self

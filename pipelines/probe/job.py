@@ -12,20 +12,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from extract.analysis.dataset_diff import distinct_images, image_hashes
+from extract.analysis.dataset_diff import image_hashes
 from extract.analysis.probe.feature_matrix import FeatureRows
 from extract.analysis.probe.metrics import mcnemar
 from extract.analysis.probe.model import LinearProbe
 from extract.analysis.probe.probing import ProbeResult, probe
 from extract.analysis.probe.protocols import Labelled
-from extract.analysis.probe.representations import similarities
 from extract.errors import InputError
 from extract.store.format.dataset import DataSet
 from extract.store.places.destination import data_set_at
 from extract.store.reader import FeatureReader
 from extract.system.urls import is_url
 from extract.taps.layer_names import match_layers
-from pipelines.probe.coco import CocoFile
 from pipelines.probe.config import ProbeConfig
 from pipelines.probe.labelling import Labelling, drop_leaks, label_rows
 from pipelines.probe.token_probes import Example, TokenProbes
@@ -33,7 +31,6 @@ from pipelines.probe.token_probes import Example, TokenProbes
 __all__ = ["Comparison", "ProbeRun", "ProbedFeature", "data_sets", "description_of", "run_probe"]
 
 _NOT_SAVED = ("knn", "fewshot", "segmentation-knn")
-_SIMILARITY_ROWS = 2000  # images on which representations are compared, drawn with the seed
 
 
 @dataclass(frozen=True)
@@ -91,10 +88,6 @@ class ProbeRun:
         probed: results in the order of the layers.
         comparisons: tests between the best feature and each other feature.
         examples: of a segmentation or of depths: some test images with the predictions of the best feature.
-        features: (data set, layer) of each feature.
-        similarity: linear CKA and RSA, both (M, M) in the order of `features`; None: not requested.
-        compared_images: number of images that they were computed on.
-        why_not_probed: with a similarity, why there are no probes; empty: there are.
         complete: whether the run is finished.
     """
 
@@ -105,10 +98,6 @@ class ProbeRun:
     probed: list[ProbedFeature] = field(default_factory=list)
     comparisons: list[Comparison] = field(default_factory=list)
     examples: list[Example] = field(default_factory=list)
-    features: list[tuple[str, str]] = field(default_factory=list)
-    similarity: tuple[NDArray[np.float64], NDArray[np.float64]] | None = None
-    compared_images: int = 0
-    why_not_probed: str = ""
     complete: bool = False
 
     @property
@@ -158,7 +147,6 @@ def run_probe(
         }
         columns = {(name, parts): arrays for name, reader in readers.items()
                    for parts, arrays in _arrays(config, reader, name).items()}  # fmt: skip
-        outcome.features = [(name, "+".join(parts)) for name, parts in columns]
         outcome.fingerprints = {name: reader.fingerprint for name, reader in readers.items()}
         if config.save is not None and len(columns) > 1:
             raise InputError(
@@ -166,23 +154,7 @@ def run_probe(
                 "the best layer on the test images would bias its result",
                 hint="name one with -l",
             )
-        common_rows = _common_rows(readers, config.seed) if config.similarity else {}
-        if config.similarity and len(columns) < 2:
-            raise InputError(
-                "--similarity compares layers, and there is one", hint="name more with -l, or two data sets"
-            )
-        try:
-            _probe_all(outcome, readers, locations, columns, say, on_result)
-        except InputError as error:
-            # Images of one kind have no classes, and ten of them are no training rows; their similarity needs neither.
-            if not config.similarity or config.labels is not None or outcome.probed:
-                raise
-            outcome.why_not_probed = error.message
-        if config.similarity:
-            say("comparing representations")
-            outcome.compared_images = len(next(iter(common_rows.values())))
-            outcome.similarity = similarities(_rows_in_order(arrays, common_rows[name])
-                                              for (name, _), arrays in columns.items())  # fmt: skip
+        _probe_all(outcome, readers, locations, columns, say, on_result)
     outcome.complete = True
     on_result(outcome)
     return outcome
@@ -197,16 +169,14 @@ def _probe_all(
 ) -> None:  # fmt: skip
     """Label the rows, probe all features, and test their differences."""
     config, token_probes = outcome.config, dict[str, TokenProbes]()
-    is_coco = config.masks is not None and config.masks.lower().endswith(".json")
-    coco = CocoFile(Path(str(config.masks))) if is_coco else None
-    labels = coco or (config.files if config.is_dense else config.labels)
+    labels = config.files if config.is_dense else config.labels
     for name, reader in readers.items():
         labelling = label_rows(reader, labels, config.task, test_fraction=config.test_fraction, seed=config.seed)
         labelling = drop_leaks(reader, labelling) if config.drop_leaks else labelling
         if config.is_dense:
             root = data_set_at(locations[name]).images["root"]
             tokens = next(arrays[0] for (data_set, _), arrays in columns.items() if data_set == name)
-            token_probes[name] = TokenProbes(config, reader, root, labelling, coco, tokens)
+            token_probes[name] = TokenProbes(config, reader, root, labelling, tokens)
             labelling = token_probes[name].labelling
         outcome.labellings[name] = labelling
         outcome.test_paths[name] = [reader.paths[row] for row in labelling.test.tolist()]
@@ -215,7 +185,7 @@ def _probe_all(
         layer = "+".join(parts)
         say(f"probing {layer}" + (f" of {name}" if len(readers) > 1 else "") + f" ({number} of {len(columns)})")
         if config.is_dense:
-            result, examples = token_probes[name].probe(arrays, with_validation=len(columns) > 1)
+            result, examples = token_probes[name].probe(arrays, validated=len(columns) > 1)
             result = replace(result, model=result.model if config.save else None)
             width = sum(tokens.shape[1] for tokens in arrays)
             outcome.probed.append(ProbedFeature(name, parts, width, result))
@@ -307,30 +277,6 @@ def _comparisons(outcome: ProbeRun, readers: dict[str, FeatureReader]) -> Iterat
             right, other_right = right[best_places], other_right[other_places]
         if len(right):
             yield Comparison((best.data_set, best.layer), (other.data_set, other.layer), *mcnemar(right, other_right))
-
-
-def _common_rows(readers: dict[str, FeatureReader], seed: int) -> dict[str, NDArray[np.int64]]:
-    """Draw up to `_SIMILARITY_ROWS` of the images that have features in all data sets.
-
-    Returns:
-        data set -> rows of these images, in the same order.
-    """
-    rows_of = {}
-    for name, reader in readers.items():
-        hashes, rows = distinct_images(reader)
-        rows_of[name] = dict(zip(hashes.tolist(), rows.tolist(), strict=True))
-    common = sorted(set.intersection(*(set(rows) for rows in rows_of.values())))
-    if len(common) < 4:
-        raise InputError(f"the data sets have {len(common)} images in common; --similarity needs at least 4")
-    drawn = np.random.default_rng(seed).permutation(len(common))[:_SIMILARITY_ROWS]
-    return {name: np.array([rows[common[i]] for i in drawn], np.int64) for name, rows in rows_of.items()}
-
-
-def _rows_in_order(arrays: list[Any], rows: NDArray[np.int64]) -> FeatureRows:
-    """Load rows into memory in the given order, which need not be ascending."""
-    order = np.argsort(rows)
-    array = FeatureRows.of(arrays, rows[order]).between(0, len(rows))
-    return FeatureRows.of(array[np.argsort(order)])
 
 
 def description_of(dataset: DataSet, layers: Sequence[str]) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from extract.images.csv_lists import file_and_column
 from extract.images.image_list import labels_from_values
 from extract.row_status import Status
 from extract.store.reader import FeatureReader
-from pipelines.probe.coco import CocoFile
 from pipelines.probe.pixel_files import files_of_rows, is_table_of_files, where_files_are_expected
 from pipelines.terminal.image_tables import read_image_table, without_fractions
 
@@ -65,7 +64,7 @@ class Labelling:
 
 def label_rows(
     reader: FeatureReader,
-    labels: str | CocoFile | None,
+    labels: str | None,
     task: str = "classification",
     *,
     test_fraction: float | None = None,
@@ -89,7 +88,7 @@ def label_rows(
     if labels is None:
         names_of_classes = [*reader.classes, None]  # label -1 gives the last item, None
         texts, splits = [names_of_classes[label] for label in reader.labels.tolist()], list(reader.splits)
-    elif isinstance(labels, CocoFile) or (task in FILES and not is_table_of_files(labels)):
+    elif task in FILES and not is_table_of_files(labels):
         texts, splits = files_of_rows(reader, labels, FILES[task]), list(reader.splits)
     else:
         texts, splits, notes = _from_file(reader, labels, task)
@@ -106,7 +105,7 @@ def label_rows(
         raise InputError(
             f"none of the {len(reader):,} rows has both features and a label: {_reasons(counts)}", hint=remedy
         )
-    classes, targets = _targets(texts, used, task, "the data set" if labels is None else str(labels))
+    classes, targets = _targets(texts, used, task, labels or "the data set")
     notes += _notes_on_classes(classes, targets[used], task)
     names = np.array(splits)
     known_splits = set(names[used].tolist()) - {""}

@@ -1,4 +1,4 @@
-"""Files with a value for each pixel of an image, masks and depth maps: which row they belong to, and their size."""
+"""Masks and depth maps, files with a value for each pixel of an image: their rows, sizes, classes and crops."""
 
 from __future__ import annotations
 
@@ -13,49 +13,47 @@ from PIL import Image
 
 from extract import defaults
 from extract.errors import InputError, first_line
-from extract.images.csv_lists import TABLES, plain_path
+from extract.images.csv_lists import TABLES, plain_path, read_table
 from extract.store.reader import FeatureReader
 from extract.store.tokens.token_array import TokenArray
 from extract.system.atomic_files import open_regular
-from pipelines.probe.coco import CocoFile
 from pipelines.terminal.pictures import Pictures
 from pipelines.terminal.text_output import printable
 
 __all__ = [
-    "CropLoss", "DepthFiles", "check_size", "files_of_rows", "is_table_of_files", "read_pixels",
+    "DepthFiles", "MaskFiles", "class_names", "examine", "files_of_rows", "is_table_of_files",
     "where_files_are_expected",
 ]  # fmt: skip
 
 _SUFFIXES = (".png", ".tif", ".tiff", ".bmp", ".npy")
 _MOST_TIMES = 32  # sides of a file, in sides of its image
 _NOTED = 0.01  # least share of pixels outside the crop for which there is a note
+_MOST_LABELS = 1000  # more are numbers of objects, or no labels at all
+_LARGEST = 0xFFFF - 1  # label; 65,535 is written outside the crop
+_VOID = 255  # label without a class, as in Pascal VOC, Cityscapes and MMSegmentation
 
 
-def is_table_of_files(where: str | CocoFile) -> bool:
+def is_table_of_files(where: str) -> bool:
     """Return whether files are named in a table: FILE.csv or FILE.csv:COLUMN."""
-    return isinstance(where, str) and any(ending in where.lower() for ending in TABLES) and not Path(where).is_dir()
+    return any(ending in where.lower() for ending in TABLES) and not Path(where).is_dir()
 
 
-def files_of_rows(reader: FeatureReader, where: str | CocoFile, option: str) -> list[str | None]:
-    """Return the file of each row in a folder, or the `file_name` of its image in a COCO file; None for no file.
+def files_of_rows(reader: FeatureReader, where: str, option: str) -> list[str | None]:
+    """Return the file of each row in a folder; None for no file.
 
-    In a folder, a file has the path of its image with another suffix: photos/a/1.jpg has masks/a/1.png. In a COCO file,
-    an image has its path or its name.
+    A file has the path of its image with another suffix: photos/a/1.jpg has masks/a/1.png.
 
     Raises:
         InputError: `where` is not a folder, or an image has two files, or two images have the same.
     """
-    paths = [plain_path(path) for path in reader.paths]
-    if isinstance(where, CocoFile):
-        known = where.names
-        names = [PurePosixPath(path).name for path in paths]
-        found = [path if path in known else name if name in known else None
-                 for path, name in zip(paths, names, strict=True)]  # fmt: skip
-        return _each_once(found, paths)
     folder = Path(where)
     if not folder.is_dir():
-        coco = ", or a COCO file FILE.json" if option == "masks" else ""
-        expected = f"expected a folder, or a table FILE.csv[:COLUMN] of files{coco}"
+        if where.lower().endswith(".json"):
+            raise InputError(
+                f"--{option} {where}: COCO files are not read",
+                hint="write a PNG of labels for each image, by `annToMask` of pycocotools (docs/guides/tokens.md)",
+            )
+        expected = "expected a folder, or a table FILE.csv[:COLUMN] of files"
         raise InputError(f"--{option} {where}: {expected if folder.exists() else 'no such folder'}")
     files: dict[str, Path] = {}
     for path in sorted(folder.rglob("*")):
@@ -64,30 +62,23 @@ def files_of_rows(reader: FeatureReader, where: str | CocoFile, option: str) -> 
             if stem in files:
                 raise InputError(f"{files[stem]} and {path} belong to the same image; remove one of them")
             files[stem] = path
-    in_folder = [files.get(_without_suffix(path)) for path in paths]
-    return _each_once([None if path is None else str(path) for path in in_folder], paths)
-
-
-def _each_once(files: list[str | None], paths: Sequence[str]) -> list[str | None]:
-    """Return the files if no two images have the same."""
-    image_of: dict[str, str] = {}
-    for file, path in zip(files, paths, strict=True):
-        if file is not None and image_of.setdefault(file, path) != path:
+    image_of: dict[Path, str] = {}
+    for name in map(plain_path, reader.paths):
+        file = files.get(_without_suffix(name))
+        if file is not None and image_of.setdefault(file, name) != name:
             raise InputError(
-                f"{printable(file)} belongs to two images, {printable(image_of[file])} and {printable(path)}",
+                f"{printable(str(file))} belongs to two images, {printable(image_of[file])} and {printable(name)}",
                 hint="name the file of each image in a table FILE.csv",
             )
-    return files
+    in_folder = [files.get(_without_suffix(plain_path(path))) for path in reader.paths]
+    return [None if path is None else str(path) for path in in_folder]
 
 
-def where_files_are_expected(reader: FeatureReader, where: str | CocoFile, option: str) -> str:
+def where_files_are_expected(reader: FeatureReader, where: str, option: str) -> str:
     """Return the place of the first image's file, for an error about files of which none belongs to a row."""
-    path = plain_path(reader.paths[0])
-    if isinstance(where, CocoFile):
-        return f"expected an image with the file_name {printable(path)!r} in {where.path}"
     if is_table_of_files(where):
         return ""
-    example = printable(str(Path(where) / _without_suffix(path)))
+    example = printable(str(Path(where) / _without_suffix(plain_path(reader.paths[0]))))
     return f"for the first image, {example}.png is expected; a table (--{option} FILE.csv) may name other files"
 
 
@@ -95,7 +86,7 @@ def _without_suffix(path: str) -> str:
     return str(PurePosixPath(path.lstrip("/")).with_suffix("")) if PurePosixPath(path).name else path
 
 
-def read_pixels(path: Path, kinds: str, expected: str) -> NDArray[Any]:
+def _read_pixels(path: Path, kinds: str, expected: str) -> NDArray[Any]:
     """Read (H, W) numbers from an image with one channel or a palette, or from .npy.
 
     Args:
@@ -134,7 +125,7 @@ def read_pixels(path: Path, kinds: str, expected: str) -> NDArray[Any]:
     return array
 
 
-def check_size(name: str, shape: tuple[int, ...], size: tuple[int, int] | None) -> None:
+def _check_size(name: str, shape: tuple[int, ...], size: tuple[int, int] | None) -> None:
     """Check that a file has the aspect ratio of its picture within a pixel; it may be smaller or larger.
 
     Args:
@@ -159,40 +150,41 @@ def check_size(name: str, shape: tuple[int, ...], size: tuple[int, int] | None) 
         )
 
 
-class CropLoss:
-    """Counts the pixels of files that lie outside the crop.
+def examine(
+    files: MaskFiles | DepthFiles, names: Mapping[int, str], tokens: TokenArray, pictures: Pictures
+) -> list[str]:
+    """Read all files once: learn the classes, compare the sizes with those of the pictures, and return notes.
+
+    All are read before the first fit: a file of another image, or not turned as its picture, would give low metrics and
+    no error. What the crop leaves out is told: it can be 42 % of the labelled pixels (320 x 240, 224).
 
     Args:
+        files: masks or depth maps.
+        names: row -> its file.
         tokens: tokens of the data set.
         pictures: pictures of its rows.
+
+    Raises:
+        InputError: a file cannot be read, has another size than its picture, or a label that is not a class.
     """
-
-    def __init__(self, tokens: TokenArray, pictures: Pictures):
-        self._tokens, self._pictures = tokens, pictures
-        self.total = self._lost = self._mostly = 0
-
-    def count(self, counted: NDArray[np.bool_]) -> None:
-        """Count the pixels of an image that are set in (H, W)."""
-        height, width = counted.shape
-        left, top, right, bottom = self._tokens.window((width, height))
-        rows, columns = (
-            slice(max(0, round(start)), max(0, round(end))) for start, end in ((top, bottom), (left, right))
-        )
-        total = int(counted.sum())
-        lost = total - int(counted[rows, columns].sum())
-        self.total, self._lost = self.total + total, self._lost + lost
-        self._mostly += lost > total / 2
-
-    def notes(self, what: str) -> list[str]:
-        """Return notes for the report; `what` names the pixels that were counted."""
-        why = self._pictures.why_not
-        notes = [f"sizes are not compared with those of the images: {printable(why)}"] if why else []
-        if self._lost > _NOTED * self.total:
-            of_images = f", and more than half of those of {self._mostly:,} images" if self._mostly else ""
-            notes.append(
-                f"{self._lost / self.total:.0%} of the {what} lie outside the crop{of_images}; they are not used"
-            )
-        return notes
+    total = lost = mostly = 0
+    for row, name in names.items():
+        has_value = files.examine(row)
+        height, width = has_value.shape
+        _check_size(name, (height, width), pictures.size(row))
+        left, top, right, bottom = (max(0, round(edge)) for edge in tokens.window((width, height)))
+        of_image = int(has_value.sum())
+        outside = of_image - int(has_value[top:bottom, left:right].sum())
+        total, lost = total + of_image, lost + outside
+        mostly += outside > of_image / 2
+    if not total:
+        raise InputError(files.none_message, hint=files.none_hint)
+    why = pictures.why_not
+    notes = [f"sizes are not compared with those of the images: {printable(why)}"] if why else []
+    if lost > _NOTED * total:
+        of_images = f", and more than half of those of {mostly:,} images" if mostly else ""
+        notes.append(f"{lost / total:.0%} of the {files.pixels} lie outside the crop{of_images}; they are not used")
+    return notes
 
 
 class DepthFiles:
@@ -202,23 +194,109 @@ class DepthFiles:
         names: row -> its file.
     """
 
+    pixels = "pixels of known depth"
+    none_message = "no pixel of the depth maps has a positive depth"
+    none_hint = ""
+
     def __init__(self, names: Mapping[int, str]):
         self._names = names
 
-    def examine(self, tokens: TokenArray, pictures: Pictures) -> list[str]:
-        """Read all depth maps once, compare their sizes with those of the pictures, and return notes.
-
-        Raises:
-            InputError: a file cannot be read, or has another size than its picture.
-        """
-        loss = CropLoss(tokens, pictures)
-        for row, name in self._names.items():
-            depth = self[row]
-            check_size(name, depth.shape, pictures.size(row))
-            loss.count((depth > 0) & (depth < np.inf))
-        if not loss.total:
-            raise InputError("no pixel of the depth maps has a positive depth")
-        return loss.notes("pixels of known depth")
+    def examine(self, row: int) -> NDArray[np.bool_]:
+        """Return whether each pixel (H, W) has a depth."""
+        depth = self[row]
+        return np.asarray((depth > 0) & (depth < np.inf))
 
     def __getitem__(self, row: int) -> NDArray[np.float32]:
-        return read_pixels(Path(self._names[row]), "iuf", "numbers as depths").astype(np.float32)
+        return _read_pixels(Path(self._names[row]), "iuf", "numbers as depths").astype(np.float32)
+
+
+class MaskFiles:
+    """Masks of images with the numbers of classes from 0 to K - 1, and -1 for pixels without a class.
+
+    Args:
+        names: row -> its file.
+        ignored: labels without a class, besides 255.
+        named: label -> name of its class; None: all labels in the masks are classes.
+    """
+
+    pixels = "labelled pixels"
+    none_message = "no pixel of the masks has a class"
+    none_hint = "does --ignore-label name the right labels?"
+
+    def __init__(self, names: Mapping[int, str], ignored: Sequence[int], named: Mapping[int, str] | None):
+        self._names, self._ignored = names, np.array([*ignored, _VOID], np.int64)
+        if named is not None and _VOID in named:
+            raise InputError(f"--class-names has the label {_VOID}, which means no label", hint="use another label")
+        self._named = None if named is None else {label: name for label, name in named.items()
+                                                  if label not in self._ignored}  # fmt: skip
+        self._seen = set(self._named or ())
+
+    @property
+    def ids(self) -> NDArray[np.int64]:
+        """Labels of the classes in masks, ascending; complete once all masks are examined."""
+        return np.array(sorted(self._seen), np.int64)
+
+    @property
+    def classes(self) -> list[str]:
+        """Names of the K classes."""
+        return [str(label) if self._named is None else self._named[label] for label in self.ids.tolist()]
+
+    def examine(self, row: int) -> NDArray[np.bool_]:
+        """Return whether each pixel (H, W) has a class, and learn the classes.
+
+        Raises:
+            InputError: the mask cannot be read, has a label that is not a class, or there are too many labels.
+        """
+        mask = self._labels(row)
+        labels = set(np.flatnonzero(np.bincount(mask[mask >= 0])).tolist())  # faster than sorting
+        if self._named is not None and (unknown := labels - self._seen):
+            raise InputError(
+                f"{printable(self._names[row])} has the label {min(unknown)}, which is not a class",
+                hint="add it to the file of --class-names, or name it with --ignore-label",
+            )
+        self._seen |= labels
+        if len(self._seen) > _MOST_LABELS and self._named is None:
+            raise InputError(
+                f"the masks have more than {_MOST_LABELS:,} different labels; expected classes",
+                hint="numbers of objects and depths are not classes",
+            )
+        return np.asarray(mask >= 0)
+
+    def __getitem__(self, row: int) -> NDArray[np.int64]:
+        labels, ids = self._labels(row), self.ids
+        numbers = np.minimum(np.searchsorted(ids, labels), len(ids) - 1)
+        return np.asarray(np.where(labels < 0, -1, numbers), np.int64)
+
+    def _labels(self, row: int) -> NDArray[np.int64]:
+        """Return (H, W) labels as they are in the file, but -1 for ignored ones."""
+        name = self._names[row]
+        pixels = _read_pixels(Path(name), "iub", "integers as labels")
+        if pixels.max() > _LARGEST:
+            raise InputError(f"{printable(name)} has the label {pixels.max()}; expected labels up to {_LARGEST:,}")
+        mask = pixels.astype(np.int64)
+        without = np.isin(mask, self._ignored)
+        if (wrong := mask[(mask < 0) & ~without]).size:
+            raise InputError(f"{printable(name)} has the label {wrong.min()}", hint="name it with --ignore-label")
+        mask[without] = -1
+        return mask
+
+
+def class_names(path: Path) -> dict[int, str]:
+    """Read a table with the columns `id` and `name`: label in masks -> name of the class.
+
+    Raises:
+        InputError: the table lacks a column, or a label is not a whole number from 0 or occurs twice.
+    """
+    table, _ = read_table(str(path), "name")
+    if "id" not in table:
+        raise InputError(f"{path} has no column 'id'")
+    names: dict[int, str] = {}
+    for text, name in zip(table["id"], table["name"], strict=True):
+        if not str(text).isascii() or not str(text).isdigit() or int(text) > _LARGEST:
+            raise InputError(f"{path}: the id {text!r} is not a whole number from 0 to {_LARGEST:,}")
+        if int(text) in names:
+            raise InputError(f"{path}: the id {text} occurs twice")
+        names[int(text)] = str(name)
+    if len(set(names.values())) < len(names):
+        raise InputError(f"{path}: two classes have the same name", hint="give each its own name")
+    return names

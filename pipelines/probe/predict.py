@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
 
+from extract.analysis.dense.dense_probe import scores_of_images
+from extract.analysis.dense.upsampling import DepthBins, predicted_mask
 from extract.analysis.probe.feature_matrix import FeatureRows
 from extract.analysis.probe.model import LinearProbe
 from extract.backbones.loading import permitted
@@ -24,16 +30,18 @@ from extract.row_status import Status
 from extract.store.format.dataset import DataSet
 from extract.store.format.differences import changes
 from extract.store.reader import FeatureReader
-from extract.system.atomic_files import link_target, temporary_folder
-from pipelines.probe.predict_pixels import check_pixel_folder, predict_pixels, predicted_pixels
+from extract.store.tokens.token_array import TokenArray
+from extract.system.atomic_files import atomic_write, link_target, own_folder, temporary_folder
 from pipelines.probe.report import answer
+from pipelines.terminal.output_paths import check_folder
+from pipelines.terminal.pictures import Pictures
 from pipelines.terminal.progress import Progress
 from pipelines.terminal.tables import table_file
 from pipelines.terminal.text_output import counted, printable
 
 __all__ = ["run_predict"]
 
-_HEAD = b"path,status,predicted"
+_HEAD = ["path", "status"]  # of the tables
 _ROWS = 4096  # predicted at once
 
 
@@ -43,7 +51,7 @@ def run_predict(
 ) -> str:  # fmt: skip
     """Predict, write a CSV table, and return a summary.
 
-    A probe of masks or depths writes a folder, see `predict_pixels`.
+    A probe of masks or depths writes a folder, see `_predict_pixels`.
 
     The table has one line per image: path, status, prediction, and the probability of each class if the probe gives
     probabilities. A multilabel prediction lists the labels that are more probable than not, separated by |.
@@ -74,15 +82,15 @@ def run_predict(
                   for (name, _), pooling in zip(fitted_on, poolings, strict=True)]  # fmt: skip
         if not layers or not isinstance(probe.about["layers"], list) or max_pixels < 1:
             raise ValueError(f"layers {probe.about['layers']!r}, max_pixels {max_pixels}")
-        pixels = predicted_pixels(probe)
+        pixels = _predicted_pixels(probe)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         raise InputError(f"{path} does not describe the features that it was fitted on: {reason}") from error
     write: Callable[[LinearProbe, Path, Sequence[str], Path], str] = _predict
     if pixels is not None:
-        check_pixel_folder(output, pixels)
-        write = partial(predict_pixels, predicted=pixels, images=pictures)
-    elif output.is_file() and not _holds_predictions(output):
+        _check_pixel_folder(output, pixels)
+        write = partial(_predict_pixels, predicted=pixels, images=pictures)
+    elif output.is_file() and not _holds(output, "predicted"):
         raise InputError(f"{output} already exists and holds no predictions", hint="name another file")
     elif output.is_dir():
         raise InputError(f"{output} cannot be written: it is a folder")
@@ -102,11 +110,6 @@ def run_predict(
         with Progress(len(plan.images)) as progress:
             extract(plan, on_rows=progress.advance, on_note=lambda note: progress.say(f"note: {printable(note)}"))
         return write(probe, out, names, output)
-
-
-def _holds_predictions(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.read(len(_HEAD)) == _HEAD
 
 
 def _same_features(
@@ -135,7 +138,7 @@ def _predict(probe: LinearProbe, out: Path, layers: Sequence[str], output: Path)
     classes = [str(name) for name in probe.classes_.tolist()]
     counts: Counter[str] = Counter()
     with FeatureReader(out, check=True) as reader, table_file(link_target(output)) as write:
-        write(["path", "status", "predicted", *(f"p({name})" for name in classes if shown)])
+        write([*_HEAD, "predicted", *(f"p({name})" for name in classes if shown)])
         for line in _lines(probe, reader, layers, classes, shown):
             counts[line[2] if line[1] == Status.OK.text else "\0"] += 1
             write(line)
@@ -164,3 +167,158 @@ def _lines(
                 cells[row] = [answer(values[i], classes, probe.task), *of_classes]
         for row in rows.tolist():
             yield [reader.paths[row], Status(reader.status[row]).text, *cells.get(row, blank)]
+
+
+@dataclass(frozen=True)
+class _PixelTask:
+    """What a probe predicts for pixels.
+
+    Attributes:
+        what: "masks" or "depth maps".
+        column: column of the table with the files.
+        table: name of the table.
+        suffix: ending of the files.
+        pixels: function of the tokens of a data set, the scores (K, h, w) of an image, and the (width, height) of its
+            picture. It returns (H, W): labels of the training masks in uint8, or uint16 if one is 255 or above, the
+            largest number of the type outside the crop; or depths in float32, in the unit of the training depths, NaN
+            outside the crop.
+    """
+
+    what: str
+    column: str
+    table: str
+    suffix: str
+    pixels: Callable[[TokenArray, Tensor, tuple[int, int]], NDArray[Any]]
+
+
+def _predicted_pixels(probe: LinearProbe) -> _PixelTask | None:
+    """Return what a probe predicts for pixels; None for a probe of whole images.
+
+    Raises:
+        ValueError: the file of the probe does not give a label for each class, or does not describe its bins of depth.
+    """
+    if "depth" in probe.about:
+        bins = DepthBins.of_json(probe.about["depth"], len(probe.classes_))
+        return _PixelTask("depth maps", "depth", "depths.csv", ".tif", bins.predicted)
+    labels = probe.about.get("labels", [])
+    are_labels = isinstance(labels, list) and all(type(label) is int and 0 <= label < 0xFFFF for label in labels)
+    if not are_labels or len(labels) not in (0, len(probe.classes_)):
+        raise ValueError(f"labels {labels!r}; expected one for each class, below 65,535")
+    if not labels:
+        return None
+    kind = np.uint8 if max(labels) < 0xFF else np.uint16
+    label_of = np.array([*labels, np.iinfo(kind).max], kind)  # the last is for -1
+
+    def mask(tokens: TokenArray, scores: Tensor, picture_px: tuple[int, int]) -> NDArray[Any]:
+        return np.asarray(label_of[predicted_mask(tokens, scores, picture_px)])
+
+    return _PixelTask("masks", "mask", "masks.csv", ".png", mask)
+
+
+def _check_pixel_folder(folder: Path, predicted: _PixelTask) -> None:
+    """Check that predictions can be written into a folder: a new or empty one, or one with earlier predictions.
+
+    Raises:
+        InputError: they cannot.
+    """
+    if folder.is_dir() and any(folder.iterdir()) and not _holds(folder / predicted.table, predicted.column):
+        raise InputError(f"{folder} already exists and holds no predicted {predicted.what}", hint="name another folder")
+    if folder.exists() and not folder.is_dir():
+        raise InputError(
+            f"{folder} is a file; a probe of {predicted.what} writes a folder", hint="name a folder with -o"
+        )
+
+
+def _holds(table: Path, column: str) -> bool:
+    """Return whether a file is a table of predictions, by its first line."""
+    try:
+        with table.open("rb") as file:
+            return f"{file.readline(1000).decode(errors='replace').strip()},".startswith(",".join([*_HEAD, column, ""]))
+    except OSError:
+        return False
+
+
+def _predict_pixels(
+    probe: LinearProbe, out: Path, layers: Sequence[str], folder: Path, predicted: _PixelTask, images: str | None = None
+) -> str:
+    """Write a file in the size of each picture, and a table of them; return a summary.
+
+    Args:
+        probe: probe of tokens.
+        out: data set with the features; its pictures must be available.
+        layers: its features.
+        folder: folder to write; the files have the paths of the images.
+        predicted: what the probe predicts.
+        images: location of the pictures; None: the recorded location, unless they would be fetched from a URL.
+
+    Raises:
+        InputError: the pictures are not available.
+    """
+    counts: Counter[str] = Counter()
+    with FeatureReader(out, check=True) as reader:
+        pictures = Pictures(reader, DataSet.open(out).images["root"], range(len(reader)), images)
+        if pictures.why_not:
+            raise InputError(
+                f"{predicted.what} need the sizes of the pictures, which are not available: {pictures.why_not}"
+            )
+        files = _names(reader.paths, predicted)
+        check_folder(folder)
+        if not _holds(folder / predicted.table, predicted.column):  # so that a run that is interrupted can be repeated
+            with table_file(folder / predicted.table) as write:
+                write([*_HEAD, predicted.column])
+        with table_file(folder / predicted.table) as write:
+            write([*_HEAD, predicted.column])
+            of_rows = _pixels_of_rows(probe, reader, layers, pictures, predicted)
+            for row, name in enumerate(reader.paths):
+                pixels = None
+                if reader.status[row] != Status.OK:
+                    outcome, status = "without features", Status(reader.status[row]).text
+                elif (pixels := next(of_rows)) is None:
+                    outcome, status = "without picture", "picture not available"
+                else:
+                    outcome, status = "written", Status.OK.text
+                    _write(folder, files[row], pixels, predicted)
+                write([name, status, "" if pixels is None else files[row]])
+                counts[outcome] += 1
+    left_out = "".join(f", {counts[why]:,} {why}" for why in ("without features", "without picture") if counts[why])
+    return f"{counts['written']:,} {predicted.what} predicted{left_out}; written: {folder}"
+
+
+def _pixels_of_rows(
+    probe: LinearProbe, reader: FeatureReader, layers: Sequence[str], pictures: Pictures, predicted: _PixelTask
+) -> Iterator[NDArray[Any] | None]:
+    """Yield the predicted pixels (H, W) of each image with features; None without a picture."""
+    tokens = [reader.tokens(layer) for layer in layers]
+    rows = tokens[0].rows
+    scored = scores_of_images(tokens, lambda some: (probe.scores(some), None), np.arange(len(rows)))
+    for row, (_, scores) in zip(rows.tolist(), scored, strict=True):
+        size = pictures.size(row)
+        yield None if size is None else predicted.pixels(tokens[0], scores, size)
+
+
+def _names(paths: Sequence[str], predicted: _PixelTask) -> list[str]:
+    """Return the file of each image below the folder: its path with another suffix; two images never share one."""
+    parts = [[part for part in PurePosixPath(path).parts if part.strip("/") not in ("", "..")] for path in paths]
+    inside = ["/".join(part) or "image" for part in parts]
+    short = [str(PurePosixPath(name).with_suffix(predicted.suffix)) for name in inside]
+    times = Counter(short)
+    names = [
+        name if times[name] == 1 else f"{path}{predicted.suffix}" for name, path in zip(short, inside, strict=True)
+    ]
+    folders = {str(parent) for name in names for parent in PurePosixPath(name).parents}
+    if several := [name for name, count in Counter([*names, *folders]).items() if count > 1]:
+        raise InputError(
+            f"two images have the {predicted.column} {printable(min(several))}, or one is also a folder",
+            hint="rename one of the images",
+        )
+    return names
+
+
+def _write(folder: Path, name: str, pixels: NDArray[Any], predicted: _PixelTask) -> None:
+    try:
+        for parent in list(PurePosixPath(name).parents)[-2::-1]:  # below the folder; a link would lead out of it
+            own_folder(folder / parent)
+        with atomic_write(folder / name, tidy=False) as file:
+            Image.fromarray(pixels).save(file, "PNG" if predicted.suffix == ".png" else "TIFF")
+    except OSError as error:
+        raise InputError(f"{printable(str(folder / name))} cannot be written: {error.strerror or error}") from error

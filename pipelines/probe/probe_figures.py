@@ -1,21 +1,24 @@
-"""Figures of `layertap probe`: by layer, by strength, by shots, confusion matrix, similarity of layers."""
+"""Figures of `layertap probe`: by layer, by strength, by shots, confusion matrix, predicted masks and depths."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from matplotlib import colormaps
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
+from numpy.typing import NDArray
 
 from extract.analysis.probe.metrics import metric_name
 from extract.analysis.probe.probing import PRIMARY
 from extract.analysis.probe.strength_choice import standard_error
-from pipelines.probe.example_figures import depths_figure, masks_figure
 from pipelines.probe.job import ProbedFeature, ProbeRun
 from pipelines.terminal.figures import (
     COLOURS,
@@ -33,6 +36,9 @@ __all__ = ["FORMATS", "PICTURES", "draw"]
 FORMATS = ("png", "pdf", "svg")
 _PERCENT = ("top1", "mIoU", "delta1")
 _IN_A_COLUMN = 20  # names in a legend column
+_PX = 384  # longer side of a drawn mask
+_UNLABELLED, _RIGHT, _WRONG = (np.array([grey] * 3, np.uint8) for grey in (255, 222, 30))
+_MOST_NAMED = 40  # classes in the legend
 
 
 def draw(outcome: ProbeRun, folder: Path) -> list[Path]:
@@ -210,46 +216,94 @@ def _confusion(outcome: ProbeRun) -> Figure | None:
     return figure
 
 
-def _similarity(outcome: ProbeRun) -> Figure | None:
-    """Draw linear CKA and RSA between all layers as two matrices."""
-    if outcome.similarity is None:
+def _masks(outcome: ProbeRun) -> Figure | None:
+    """Draw some test images: picture, mask, prediction of the best layer, and the pixels that are wrong."""
+    if outcome.config.task != "segmentation" or not outcome.examples:
         return None
-    names = [_name(outcome, *feature) for feature in outcome.features]
-    side = max(3.8, matrix_inches(names))
-    figure = Figure(figsize=(2 * side + 0.8, side), layout="constrained")
-    for axes, matrix, title in zip(figure.subplots(1, 2), outcome.similarity, ("linear CKA", "RSA"), strict=True):
-        add_matrix(figure, axes, matrix, names, title=title)
-    caption = (f"On {outcome.compared_images:,} images. 1: the same up to rotation and scale (CKA), the same order of "
-               "dissimilarities (RSA, Spearman). 0: unrelated.")  # fmt: skip
-    data_set = f" of {drawable(next(iter(outcome.fingerprints)))}" if len(outcome.fingerprints) == 1 else ""
-    add_words(figure, f"Similarity of layers{data_set}", caption)
+    classes = [drawable(str(name)) for name in outcome.best.result.classes.tolist()]
+    colours = _colours(len(classes))
+    present: set[int] = set()
+    rows = []
+    for example in outcome.examples:
+        truth, predicted = _small(example.truth), _small(example.predicted)
+        present |= {*truth.ravel().tolist(), *predicted.ravel().tolist()} - {-1}
+        errors = np.where((truth == predicted)[..., None], _RIGHT, _WRONG)
+        errors[(truth < 0) | (predicted < 0)] = _UNLABELLED
+        rows.append((example.picture, _coloured(truth, colours), _coloured(predicted, colours), errors))
+    figure, _ = _panels(outcome, rows, ("mask", "prediction", "errors"), "Masks", "mIoU", "{:.1%} mIoU")
+    handles = [Patch(color=tuple(colours[i] / 255), label=classes[i]) for i in sorted(present)[:_MOST_NAMED]]
+    handles += [Patch(facecolor="white", edgecolor="0.6", label="no label, or outside the crop")]
+    handles += [Patch(color=tuple(_WRONG / 255), label="wrong")]
+    figure.legend(handles=handles, loc="outside lower center", ncols=min(6, len(handles)), frameon=False, fontsize=8)
     return figure
 
 
-def _masks(outcome: ProbeRun) -> Figure | None:
-    """Draw some test images with their masks, the predictions of the best layer, and where these are wrong."""
-    if outcome.config.task != "segmentation" or not outcome.examples:
-        return None
-    names, title = _examples(outcome, "Masks", "mIoU", "{:.1%} mIoU")
-    return masks_figure(outcome.examples, names, [str(name) for name in outcome.best.result.classes.tolist()], title)
-
-
 def _depths(outcome: ProbeRun) -> Figure | None:
-    """Draw some test images with their depths, and the predictions of the best layer."""
+    """Draw some test images: picture, depth map, prediction of the best layer, and their ratio."""
     if outcome.config.task != "depth" or not outcome.examples:
         return None
-    names, title = _examples(outcome, "Depths", "rmse", "RMSE {:.3g}")
-    return depths_figure(outcome.examples, names, title)
+    maps = [(_small(example.truth), _small(example.predicted)) for example in outcome.examples]
+    maps = [(np.where((truth > 0) & np.isfinite(truth), truth, np.nan), predicted) for truth, predicted in maps]
+    depths = np.concatenate([truth.ravel() for truth, _ in maps])
+    least, largest = np.nanpercentile(depths, (1, 99)) if not np.isnan(depths).all() else (0.0, 1.0)
+    near = ScalarMappable(Normalize(float(least), float(largest)), "viridis")
+    ratio = ScalarMappable(LogNorm(0.5, 2), "RdBu_r")
+    rows = [
+        (example.picture, near.to_rgba(truth), near.to_rgba(predicted), ratio.to_rgba(predicted / truth))
+        for example, (truth, predicted) in zip(outcome.examples, maps, strict=True)
+    ]
+    headings = ("depth", "prediction", "prediction / depth")
+    figure, panels = _panels(outcome, rows, headings, "Depths", "rmse", "RMSE {:.3g}")
+    figure.colorbar(near, ax=panels[:, 1:3], location="bottom", fraction=0.04, label="depth, in the unit of the files")
+    bar = figure.colorbar(ratio, ax=panels[:, 3], location="bottom", fraction=0.04, label="ratio")
+    bar.set_ticks([0.5, 0.8, 1, 1.25, 2], labels=["0.5", "0.8", "1", "1.25", "2"])
+    bar.minorticks_off()
+    return figure
 
 
-def _examples(outcome: ProbeRun, what: str, metric: str, form: str) -> tuple[list[str], str]:
-    """Return the names of the examples, with a metric each, and the title of their figure."""
+def _panels(
+    outcome: ProbeRun, rows: Sequence[Sequence[Any]], headings: Sequence[str], what: str, metric: str, form: str
+) -> tuple[Figure, NDArray[Any]]:
+    """Draw a row of a picture and three maps for each example, with its path and metric; None is not available."""
     best = outcome.best
-    images = outcome.labellings[best.data_set].test.tolist()
-    places = [images.index(example.row) for example in outcome.examples]
-    paths, values = outcome.test_paths[best.data_set], best.result.per_image[metric]
-    names = [f"{paths[place]}: {form.format(values[place])}" for place in places]
-    return names, _title(outcome, f"{what} by {_name(outcome, best.data_set, best.layer)}")
+    images, paths = outcome.labellings[best.data_set].test.tolist(), outcome.test_paths[best.data_set]
+    figure = Figure(figsize=(9.2, 0.9 + 2.1 * len(rows)), layout="constrained")
+    panels = figure.subplots(len(rows), 4, squeeze=False)
+    for row, pictures, example in zip(panels, rows, outcome.examples, strict=True):
+        for axes, picture in zip(row, pictures, strict=True):
+            axes.set_xticks([])
+            axes.set_yticks([])
+            if picture is None:
+                axes.text(0.5, 0.5, "not available", ha="center", va="center", fontsize=8, transform=axes.transAxes)
+            else:
+                axes.imshow(np.asarray(picture), interpolation="nearest")
+        place = images.index(example.row)
+        name = f"{paths[place]}: {form.format(best.result.per_image[metric][place])}"
+        row[0].set_title(drawable(name, 60), fontsize=7, loc="left")
+    for axes, heading in zip(panels[0, 1:], headings, strict=True):
+        axes.set_title(heading, fontsize=9)
+    figure.suptitle(_title(outcome, f"{what} by {_name(outcome, best.data_set, best.layer)}"), fontsize=10)
+    return figure, panels
+
+
+def _small(mask: NDArray[Any]) -> NDArray[Any]:
+    """Return every n-th pixel, so that the longer side has at most `_PX`."""
+    step = -(-max(mask.shape) // _PX)
+    return mask[step // 2 :: step, step // 2 :: step]
+
+
+def _coloured(mask: NDArray[np.int64], colours: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    return np.asarray(np.where(mask[..., None] < 0, _UNLABELLED, colours[mask]), np.uint8)
+
+
+def _colours(count: int) -> NDArray[np.uint8]:
+    """Return (K, 3) colours of classes; the first ones are distinguishable with colour blindness."""
+    if count <= len(COLOURS):
+        return np.array([[int(colour[i : i + 2], 16) for i in (1, 3, 5)] for colour in COLOURS[:count]], np.uint8)
+    # Neighbours in the list of classes are far apart in hue.
+    shades = np.asarray(colormaps["hsv"](np.arange(count) * 0.618034 % 1))[:, :3]
+    shades = shades * np.where(np.arange(count) % 2, 0.65, 1.0)[:, None]
+    return np.asarray(np.round(255 * shades), np.uint8)
 
 
 _FIGURES: dict[str, Callable[[ProbeRun], Figure | None]] = {
@@ -257,7 +311,6 @@ _FIGURES: dict[str, Callable[[ProbeRun], Figure | None]] = {
     "curve": _curve,
     "shots": _shots,
     "confusion": _confusion,
-    "similarity": _similarity,
     "masks": _masks,
     "depths": _depths,
 }

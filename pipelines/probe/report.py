@@ -11,9 +11,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from extract.analysis.dense.dense_probe import DEPTH, SEGMENTATION
 from extract.analysis.probe.metrics import format_metric, metric_name
 from extract.analysis.probe.model import LinearProbe
@@ -35,9 +32,8 @@ __all__ = ["answer", "as_json", "print_outcome", "probe_and_write"]
 
 _CALIBRATED = "calibration_error_if_calibrated"  # stands beside the calibration error
 _NEAREST = 3  # comparisons printed, those with the largest p; results.json has all
-_MOST_PAIRS = 10  # of layers whose similarity is printed
 _MOST_IN_JSON = 200  # most classes of a confusion matrix in results.json
-_TABLES = ("results.csv", "predictions.csv", "images.csv", "similarity.csv")
+_TABLES = ("results.csv", "predictions.csv", "images.csv")
 _SCALED = {"none": "features unscaled", "l2": "features scaled to length 1", "standardise": "features standardised"}
 
 
@@ -71,8 +67,6 @@ def probe_and_write(config: ProbeConfig, say: Callable[[str], None]) -> tuple[Pr
                     path.rmdir()
         raise
     files = [folder / name for name in ("results.json", "results.csv")]
-    if outcome.similarity is not None:
-        files.append(_write_similarity(outcome, folder / "similarity.csv"))
     if outcome.config.is_dense:
         _write_images(outcome, folder / "images.csv")
         files.append(folder / "images.csv")
@@ -137,8 +131,7 @@ def _read_results(folder: Path) -> dict[str, Any]:
 
 
 def _has_results(folder: Path) -> bool:
-    content = _read_results(folder)
-    return bool(content.get("probes") or content.get("similarity"))
+    return bool(_read_results(folder).get("probes"))
 
 
 def _result_settings(config: ProbeConfig) -> dict[str, Any]:
@@ -165,32 +158,7 @@ def print_outcome(outcome: ProbeRun, echo: Callable[[str], None]) -> None:
             leaks = ", ".join(f"{count:,} images of {overlap}" for overlap, count in labelling.leaks.items())
             echo(f"  leakage: the same bytes in two sets: {leaks.replace(' in ', ' are also in ')}; --drop-leaks "
                  "leaves them out of training")  # fmt: skip
-    if outcome.why_not_probed:
-        echo(f"no probe: {printable(outcome.why_not_probed)}")
-    else:
-        _print_probes(outcome, echo)
-    if outcome.similarity is not None:
-        _print_similarity(outcome, *outcome.similarity, echo)
-
-
-def _print_similarity(
-    outcome: ProbeRun, cka: NDArray[np.float64], rsa: NDArray[np.float64], echo: Callable[[str], None]
-) -> None:
-    """Print the most and the least similar pairs of features."""
-    echo(
-        f"similarity on {outcome.compared_images:,} images; 1: the same up to rotation and scale (linear CKA), "
-        "the same order of dissimilarities (RSA); 0: unrelated"
-    )
-    names = [_full_name(outcome, *feature) for feature in outcome.features]
-    pairs = sorted(
-        zip(*np.triu_indices(len(names), 1), strict=True), key=lambda pair: -np.nan_to_num(cka[pair], nan=-2)
-    )
-    rows = [["layer", "and layer", "CKA", "RSA"]]
-    shown = pairs if len(pairs) <= _MOST_PAIRS else [*pairs[: _MOST_PAIRS // 2], *pairs[-_MOST_PAIRS // 2 :]]
-    rows += [[names[i], names[j], f"{cka[i, j]:.2f}", f"{rsa[i, j]:.2f}"] for i, j in shown]
-    print_aligned(rows, "<<>>", lambda line: echo(f"  {line}"))
-    if len(shown) < len(pairs):
-        echo(f"  the most and the least similar of {len(pairs):,} pairs; similarity.csv has all")
+    _print_probes(outcome, echo)
 
 
 def _print_probes(outcome: ProbeRun, echo: Callable[[str], None]) -> None:
@@ -270,15 +238,9 @@ def as_json(outcome: ProbeRun) -> dict[str, Any]:
             for name, labelling in outcome.labellings.items()
         },
         "probes": [_probe_as_json(feature) for feature in outcome.probed],
-        "why_not_probed": outcome.why_not_probed or None,
+        "why_not_probed": None,  # why similarities of earlier versions had no probes beside them
         "mcnemar": [asdict(feature) for feature in outcome.comparisons],
     }
-    if outcome.similarity is not None:
-        cka, rsa = (matrix.tolist() for matrix in outcome.similarity)
-        content["similarity"] = {
-            "features": [list(feature) for feature in outcome.features], "linear_cka": cka, "rsa": rsa,
-            "images": outcome.compared_images,
-        }  # fmt: skip
     return without_nan(content)  # type: ignore[no-any-return]
 
 
@@ -309,11 +271,11 @@ def _probe_as_json(feature: ProbedFeature) -> dict[str, Any]:
 
 def _write_results(outcome: ProbeRun, folder: Path) -> None:
     """Write results.json and results.csv atomically; delete predictions and figures of an earlier run."""
-    if not outcome.probed and outcome.similarity is None:
+    if not outcome.probed:
         if not _has_results(folder):  # reserve the folder; an earlier run's results stay until there are new results
             write_json(folder / "results.json", as_json(outcome))
         return
-    if not outcome.probed or (len(outcome.probed) == 1 and not outcome.complete):
+    if len(outcome.probed) == 1 and not outcome.complete:
         for name in (*_TABLES[1:], *PICTURES):
             (folder / name).unlink(missing_ok=True)
     write_json(folder / "results.json", as_json(outcome))
@@ -353,18 +315,6 @@ def _write_predictions(outcome: ProbeRun, path: Path) -> bool:
                 texts = [answer(value, names, result.task, unseen) for value in (truth, predicted)]
                 write([feature.data_set, feature.layer, name, *texts, probability])
     return True
-
-
-def _write_similarity(outcome: ProbeRun, path: Path) -> Path:
-    """Write a line for each pair of features."""
-    assert outcome.similarity is not None
-    cka, rsa = outcome.similarity
-    with table_file(path) as write:
-        write(["data_set", "layer", "other_data_set", "other_layer", "linear_cka", "rsa"])
-        for i, j in zip(*np.triu_indices(len(cka), 1), strict=True):
-            values = (repr(float(matrix[i, j])) for matrix in (cka, rsa))
-            write([*outcome.features[i], *outcome.features[j], *values])
-    return path
 
 
 def _write_images(outcome: ProbeRun, path: Path) -> None:

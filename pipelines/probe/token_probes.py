@@ -11,17 +11,16 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from extract.analysis.dense.dense_probe import with_validation
 from extract.analysis.dense.depth import depth_probe
 from extract.analysis.dense.segmentation import segmentation_probe
 from extract.analysis.probe.probing import ProbeResult
 from extract.errors import InputError
 from extract.store.reader import FeatureReader
 from extract.store.tokens.token_array import TokenArray
-from pipelines.probe.coco import CocoFile
 from pipelines.probe.config import ProbeConfig
 from pipelines.probe.labelling import Labelling
-from pipelines.probe.masks import MaskFiles, class_names
-from pipelines.probe.pixel_files import DepthFiles
+from pipelines.probe.pixel_files import DepthFiles, MaskFiles, class_names, examine
 from pipelines.terminal.pictures import Pictures
 
 __all__ = ["Example", "TokenProbes"]
@@ -54,20 +53,16 @@ class TokenProbes:
         reader: reader of the data set.
         root: location of its images.
         labelling: splits, and the file of each row.
-        coco: COCO file with the masks; None: the files are those of `labelling`.
         tokens: tokens of any feature.
 
     Attributes:
         labelling: the same, with the names of the classes of masks, and with notes.
 
     Raises:
-        InputError: see `MaskFiles.examine`, `DepthFiles.examine`.
+        InputError: see `examine`.
     """
 
-    def __init__(
-        self, config: ProbeConfig, reader: FeatureReader, root: str, labelling: Labelling, coco: CocoFile | None,
-        tokens: TokenArray,
-    ):  # fmt: skip
+    def __init__(self, config: ProbeConfig, reader: FeatureReader, root: str, labelling: Labelling, tokens: TokenArray):
         self._config = config
         rows = np.sort(np.concatenate([labelling.train, labelling.val, labelling.test])).tolist()
         names = {row: str(labelling.targets[row]) for row in rows}
@@ -75,19 +70,19 @@ class TokenProbes:
         self._files: MaskFiles | DepthFiles = DepthFiles(names)
         if config.task == "segmentation":
             named = None if config.class_names is None else class_names(config.class_names)
-            self._files = MaskFiles(names, coco, config.ignore_label or (), named)
-        notes = self._files.examine(tokens, self._pictures)
+            self._files = MaskFiles(names, config.ignore_label or (), named)
+        notes = examine(self._files, names, tokens, self._pictures)
         classes = np.array(self._files.classes if isinstance(self._files, MaskFiles) else [])
         self.labelling = replace(labelling, classes=classes, notes=[*labelling.notes, *notes])
 
     def probe(
-        self, tokens: Sequence[TokenArray], *, with_validation: bool = False
+        self, tokens: Sequence[TokenArray], *, validated: bool = False
     ) -> tuple[ProbeResult, Callable[[], list[Example]]]:
         """Probe one feature, or several concatenated ones; return the result, and a function that returns examples.
 
         Args:
             tokens: tokens of each feature.
-            with_validation: whether to also fit a probe that is tested on validation images, by which one of several
+            validated: whether to also fit a probe that is tested on validation images, by which one of several
                 features may be chosen. Their tokens do not serve: those of another grid have other labels.
 
         Raises:
@@ -103,17 +98,9 @@ class TokenProbes:
                 kept[int(rows[image])] = predicted
 
         result = self._fitted(tokens, train, val, test, keep)
-        if with_validation:
-            fitted, left_out, chosen_on = train, val, "validation images"
-            if not len(val):
-                order = np.random.default_rng(self._config.seed).permutation(train)
-                count = max(1, len(train) // 10)
-                fitted, left_out, chosen_on = (
-                    np.sort(order[count:]),
-                    np.sort(order[:count]),
-                    "a tenth of the training images",
-                )
+        if validated:
             with contextlib.suppress(InputError):  # too few images, or without labels
+                fitted, left_out, chosen_on = with_validation(train, val, self._config.seed)
                 validation = self._fitted(tokens, fitted, val[:0], left_out).value
                 result = replace(result, validation=validation, chosen_on=chosen_on)
         return result, lambda: [self._example(row, predicted) for row, predicted in kept.items()]
@@ -124,9 +111,8 @@ class TokenProbes:
     ) -> ProbeResult:  # fmt: skip
         config = self._config
         common: dict[str, Any] = {
-            "val": val if len(val) else None, "protocol": config.protocol, "iterations": config.iterations,
-            "seed": config.seed, "device": config.device, "memory_bytes": config.memory_bytes,
-            "on_prediction": on_prediction,
+            "val": val if len(val) else None, "protocol": config.protocol, "seed": config.seed,
+            "device": config.device, "memory_bytes": config.memory_bytes, "on_prediction": on_prediction,
         }  # fmt: skip
         files = _OfImages(self._files, tokens[0].rows)
         if isinstance(self._files, MaskFiles):

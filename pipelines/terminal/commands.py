@@ -53,10 +53,12 @@ _START_AGAIN = "to start again, delete the output, or name another one with -o"
 GONE_OPTIONS = {
     "--budget": "use --limit N, which takes the first N images",
     "--clobber": _START_AGAIN,
+    "--iterations": "leave it out; no protocol of `layertap probe` is trained in iterations",
     "--max-distortion": "layertap.probe.feature_similarity compares stored features, as LAYER:srpK and LAYER:flatten",
     "--overwrite": _START_AGAIN,
     "--restart": _START_AGAIN,
     "--schedule": "`layertap sync CONFIG --schedule` runs passes at fixed times",
+    "--similarity": "`layertap compare` compares layers, and layertap.probe.feature_similarity those of data sets",
     "--thorough": "leave it out; `layertap doctor --bench` always measures the same",
     "--verbose": "commands print notes and progress on stderr; `layertap doctor` prints versions and devices",
     "--weights": "`layertap list` needs none; `layertap compare` reads them from the table of --from FILE.csv",

@@ -31,7 +31,6 @@ from extract.analysis.dense import depth_probe, segmentation_probe
 
 TRAIN, TEST = 400, 100
 ITERATIONS = 4000
-DEPTH_ITERATIONS = 2000
 SIDE = 224
 
 
@@ -150,28 +149,23 @@ def main(folder: Path, backbone: str, layer: str) -> None:
             published_s = time.perf_counter() - start
             value = mean_iou(head, whole[test], crops[test], tokens.grid, n_classes)
             print(f"plain PyTorch, {ITERATIONS} iterations: mIoU {100 * value:.2f} %, {published_s:.1f} s", flush=True)
-            for protocol in ("segmentation", "segmentation-knn", "segmentation-dinov3"):
-                iterations = ITERATIONS if protocol == "segmentation-dinov3" else None
+            for protocol in ("segmentation", "segmentation-knn"):
                 start = time.perf_counter()
-                result = segmentation_probe(tokens, by_number, train, test, protocol=protocol, iterations=iterations)
+                result = segmentation_probe(tokens, by_number, train, test, protocol=protocol)
                 seconds = time.perf_counter() - start
                 iou = result.metrics["mIoU"]
                 ends = f"{100 * iou.low:.1f} to {100 * iou.high:.1f}"
                 print(f"{protocol}: mIoU {100 * iou.value:.2f} % ({ends}), {seconds:.1f} s")
                 print(f"  {published_s / seconds:.1f} times as fast; {'; '.join(result.notes)}", flush=True)
             depths = {number: depth_of(mask) for number, mask in by_number.items()}
-            for protocol in ("depth", "depth-dinov3"):
-                iterations = DEPTH_ITERATIONS if protocol == "depth-dinov3" else None
-                start = time.perf_counter()
-                result = depth_probe(
-                    tokens, depths, train, test, max_depth=10.0, protocol=protocol, iterations=iterations
-                )
-                rmse, delta1 = result.metrics["rmse"], result.metrics["delta1"]
-                print(
-                    f"{protocol}: RMSE {rmse.value:.3f} m ({rmse.low:.3f} to {rmse.high:.3f}), delta1 "
-                    f"{100 * delta1.value:.1f} %, {time.perf_counter() - start:.1f} s",
-                    flush=True,
-                )
+            start = time.perf_counter()
+            result = depth_probe(tokens, depths, train, test, max_depth=10.0)
+            rmse, delta1 = result.metrics["rmse"], result.metrics["delta1"]
+            print(
+                f"depth: RMSE {rmse.value:.3f} m ({rmse.low:.3f} to {rmse.high:.3f}), delta1 "
+                f"{100 * delta1.value:.1f} %, {time.perf_counter() - start:.1f} s",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

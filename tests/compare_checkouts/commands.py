@@ -477,7 +477,7 @@ def _commands() -> Iterator[Command]:
     yield command("search: no such row", "search out/shards 99 -l fc")
     yield command("report", "report out/shards out/gzip -l deep")
     yield command("embed for probes", f"embed splits -o out/splits {TINY_ARGUMENTS} -l conv -l deep -l fc")
-    yield command("probe by CLIP's protocol", "probe out/splits -p clip --similarity --device cpu")
+    yield command("probe by CLIP's protocol", "probe out/splits -p clip --device cpu")
     yield command("probe from a configuration", "probe --config probe.yaml --device cpu")
     yield command("probe: ridge", "probe out/splits -p ridge --labels ages.csv:age -l deep -o out/ridge --device cpu")
     yield command(

@@ -239,7 +239,7 @@ def test_rare_options_are_listed_by_help_all_alone_and_work() -> None:
         assert re.search(rf"^  {option} ", whole, re.MULTILINE), key
         assert not re.search(rf"^  {option} ", short, re.MULTILINE), key
         assert problem(["embed", "photos", option, "1"]) is None
-    for option in ("--iterations", "--ignore-label", "--class-names", "--max-memory-mb"):
+    for option in ("--ignore-label", "--class-names", "--max-memory-mb"):
         assert re.search(rf"^  {option} ", layertap("probe", "--help-all").stdout, re.MULTILINE)
         assert option not in layertap("probe", "--help").stdout
     assert "--help-all" not in layertap("export", "--help").stdout

@@ -16,7 +16,6 @@ import pytest
 from PIL import Image
 from safetensors import safe_open
 from scipy.spatial.distance import pdist, squareform
-from scipy.stats import spearmanr
 from sklearn.linear_model import LogisticRegression
 
 from extract import FeatureReader
@@ -69,7 +68,7 @@ def results(folder: Path) -> dict:
 
 @pytest.mark.usefixtures("figures")
 def test_every_layer_is_probed_and_all_that_was_found_is_written(made, tmp_path):
-    result = layertap("probe", made / "out", "-o", tmp_path / "res", "--similarity")
+    result = layertap("probe", made / "out", "-o", tmp_path / "res")
     assert result.exit_code == 0
     assert "out: 66 rows, 3 classes; 42 train, 24 test" in result.stdout
     assert "clip: logistic regression, 96 lambdas" in result.stdout
@@ -82,8 +81,7 @@ def test_every_layer_is_probed_and_all_that_was_found_is_written(made, tmp_path)
     content = results(tmp_path / "res")
     assert [one["layer"] for one in content["probes"]] == ["layer1", "layer4", "embedding"]
     assert {path.name for path in (tmp_path / "res").iterdir()} == {
-        "results.json", "results.csv", "predictions.csv", "layers.png", "curve.png", "confusion.png", "similarity.png",
-        "similarity.csv",
+        "results.json", "results.csv", "predictions.csv", "layers.png", "curve.png", "confusion.png",
     }  # fmt: skip
     first = content["probes"][0]
     assert np.sum(first["confusion"]) == 24
@@ -96,8 +94,7 @@ def test_every_layer_is_probed_and_all_that_was_found_is_written(made, tmp_path)
     assert len(predictions) == 3 * 24
     right = [one["label"] == one["predicted"] for one in predictions if one["layer"] == "layer1"]
     assert np.mean(right) == pytest.approx(first["metrics"]["top1"]["value"])
-    np.testing.assert_allclose(np.diag(content["similarity"]["linear_cka"]), 1)
-    for name in ("layers", "curve", "confusion", "similarity"):
+    for name in ("layers", "curve", "confusion"):
         with Image.open(tmp_path / "res" / f"{name}.png") as picture:
             assert np.asarray(picture.convert("L")).std() > 5  # something is drawn
 
@@ -136,8 +133,9 @@ def test_a_layer_may_be_two_side_by_side(made, tmp_path):
 
 def test_two_data_sets_are_compared_on_the_images_they_share(made, tmp_path):
     layertap("embed", made / "pictures", "-o", tmp_path / "other", *SMALL, "--seed", 1, "-l", "layer4")
-    result = layertap("probe", made / "out", tmp_path / "other", "-l", "layer4", "-p", "centroid", "--similarity",
-                      "-o", tmp_path / "res")  # fmt: skip
+    result = layertap(
+        "probe", made / "out", tmp_path / "other", "-l", "layer4", "-p", "centroid", "-o", tmp_path / "res"
+    )
     assert "other: 66 rows" in result.stdout
     content = results(tmp_path / "res")
     assert [(one["data_set"], one["layer"]) for one in content["probes"]] == [("out", "layer4"), ("other", "layer4")]
@@ -148,7 +146,6 @@ def test_two_data_sets_are_compared_on_the_images_they_share(made, tmp_path):
     better, other = pair["better"][0], pair["other"][0]
     assert pair["only_better"] == sum(right[better][path] and not right[other][path] for path in right[better])
     assert pair["only_other"] == sum(right[other][path] and not right[better][path] for path in right[better])
-    assert 0 < content["similarity"]["rsa"][0][1] < 1
 
 
 def test_images_without_splits_are_drawn_by_class_and_copies_stay_together(tmp_path):
@@ -338,36 +335,21 @@ def test_linear_is_the_usual_probe(made, tmp_path):
     assert first["probes"][0]["metrics"] == second["probes"][0]["metrics"]
 
 
-def test_layers_of_ten_images_without_labels_are_compared(tmp_path):
+def test_dissimilarities_of_a_data_set_without_labels_are_those_of_scipy(tmp_path):
     write_pictures(tmp_path / "pictures", {"": 4})
     folder = tmp_path / "pictures"
     for number, path in enumerate(sorted(folder.rglob("*.png"))):
         path.rename(folder / f"{number:02d}.png")
-    (folder / "10.png").unlink()
-    (folder / "11.png").unlink()
-    (folder / "broken.png").write_bytes(b"no picture")
-    layertap("embed", folder, "-o", tmp_path / "out", *SMALL, "-l", "layer1", "-l", "layer4", "-l", "embedding")
-    result = layertap("probe", tmp_path / "out", "--similarity", "-o", tmp_path / "res")
-    assert result.exit_code == 0, result.output
-    assert "no probe: none of the 11 rows has both features and a label" in result.stdout
-    assert "similarity on 10 images" in result.stdout
+    (folder / "11.png").write_bytes(b"no picture")
+    layertap("embed", folder, "-o", tmp_path / "out", *SMALL, "-l", "layer4")
     with FeatureReader(tmp_path / "out") as reader:
-        each = {name: reader[name][:10].reshape(10, -1).astype(np.float64) for name in ("layer1", "layer4")}
-        expected = spearmanr(*(pdist(values, "correlation") for values in each.values())).statistic
-        matrix = reader.rdm("layer4")
-        assert matrix.shape == (11, 11)
-        np.testing.assert_allclose(matrix[:10, :10], squareform(pdist(each["layer4"], "correlation")), atol=1e-12)
-        assert np.isnan(matrix[10]).all()
-    lines = list(csv.DictReader((tmp_path / "res" / "similarity.csv").open()))
-    assert len(lines) == 3
-    found = {(line["layer"], line["other_layer"]): float(line["rsa"]) for line in lines}
-    assert found["layer1", "layer4"] == pytest.approx(expected, abs=1e-4)
-    assert results(tmp_path / "res")["similarity"]["images"] == 10
+        values, matrix = reader["layer4"][:11].reshape(11, -1).astype(np.float64), reader.rdm("layer4")
+    np.testing.assert_allclose(matrix[:11, :11], squareform(pdist(values, "correlation")), atol=1e-12)
+    assert np.isnan(matrix[11]).all()
     exported = layertap("export", tmp_path / "out", "--to", "rdm", "-l", "layer4")
-    assert "11 rows of layer4" in exported.stdout
+    assert "12 rows of layer4" in exported.stdout
     assert "1 of them failed and are NaN" in exported.stdout
-    assert np.isnan(np.load(tmp_path / "out-rdm" / "layer4.npy")[10]).all()
-    assert "there is one" in fails("probe", tmp_path / "out", "--similarity", "-l", "layer4", "-o", tmp_path / "one")
+    assert np.isnan(np.load(tmp_path / "out-rdm" / "layer4.npy")[11]).all()
     assert "has both features and a label" in fails("probe", tmp_path / "out", "-o", tmp_path / "none")
 
 

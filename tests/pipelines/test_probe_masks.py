@@ -17,8 +17,8 @@ from PIL import ExifTags, Image
 
 from extract.analysis.probe import protocols
 from extract.analysis.probe.model import LinearProbe
-from pipelines.probe import predict_pixels, probe_figures
-from pipelines.probe.coco import CocoFile
+from pipelines.probe import predict as predicting
+from pipelines.probe import probe_figures
 from tests.pipelines.test_cli import SMALL, fails, layertap
 
 COLOURS = ((128, 128, 128), (220, 40, 40), (40, 60, 220))
@@ -127,15 +127,8 @@ def test_all_layers_with_tokens_are_probed_and_all_that_was_found_is_written(mad
     assert {(0x00, 0x72, 0xB2), (0xD5, 0x5E, 0x00), (0x00, 0x9E, 0x73)} <= colours  # masks of three classes
 
 
-@pytest.mark.parametrize("protocol", ["segmentation", pytest.param("segmentation-dinov3", marks=pytest.mark.slow)])
-def test_masks_that_a_saved_probe_predicts_have_the_metrics_of_the_probe(
-    made: Path, tmp_path: Path, protocol: str
-) -> None:
-    iterations = ["--iterations", 200] if protocol == "segmentation-dinov3" else []
-    saved = tmp_path / "masks.safetensors"
-    result = layertap("probe", made / "out", "-p", protocol, *iterations, "--masks", made / "masks", "-l", "layer1",
-                      "--save", saved, "-o", tmp_path / "res")  # fmt: skip
-    assert result.exit_code == 0, result.output
+def test_masks_that_a_saved_probe_predicts_have_the_metrics_of_the_probe(made: Path, tmp_path: Path) -> None:
+    saved = masks_probe(made, tmp_path)
     result = layertap("predict", saved, made / "pictures" / "test", "-o", tmp_path / "predicted")
     assert result.exit_code == 0, result.output
     assert f"6 masks predicted; written: {tmp_path / 'predicted'}" in result.stdout
@@ -149,7 +142,7 @@ def test_masks_that_a_saved_probe_predicts_have_the_metrics_of_the_probe(
         with Image.open(made / "masks" / "test" / line["mask"]) as image:
             pairs.append((np.asarray(image), predicted))
     assert set(np.unique([predicted for _, predicted in pairs]).tolist()) == {0, 3, 7, 255}  # 255: outside the crop
-    (probed,) = results(tmp_path / "res")["probes"]
+    (probed,) = results(made / "res")["probes"]
     assert ious(pairs, [0, 3, 7]) == pytest.approx(probed["per_class"]["iou"], abs=2e-3)
     assert np.mean(ious(pairs, [0, 3, 7])) == pytest.approx(probed["metrics"]["mIoU"]["value"], abs=1e-3)
 
@@ -232,7 +225,9 @@ def test_predict_follows_no_link_and_names_files_that_are_also_folders(made: Pat
     for name in ("x.jpg", "x.png/1.jpg"):
         (tmp_path / "images" / name).parent.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", SIZE).save(tmp_path / "images" / name)
-    assert "x.png is also a folder" in fails("predict", saved, tmp_path / "images", "-o", tmp_path / "predicted")
+    assert "two images have the mask x.png, or one is also a folder" in fails(
+        "predict", saved, tmp_path / "images", "-o", tmp_path / "predicted"
+    )
 
 
 def test_files_that_are_not_of_a_probe_stay(made: Path, tmp_path: Path) -> None:
@@ -249,7 +244,7 @@ def test_files_that_are_not_of_a_probe_stay(made: Path, tmp_path: Path) -> None:
 def test_an_interrupted_predict_can_be_repeated(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved = tmp_path / "masks.safetensors"
     assert segment(made, "-l", "layer1", "--save", saved, "-o", tmp_path / "res").exit_code == 0
-    write, written = predict_pixels._write, []
+    write, written = predicting._write, []
 
     def interrupted(folder: Path, name: str, *arguments: Any) -> None:
         if len(written) == 3:
@@ -257,7 +252,7 @@ def test_an_interrupted_predict_can_be_repeated(made: Path, tmp_path: Path, monk
         written.append(name)
         write(folder, name, *arguments)
 
-    monkeypatch.setattr(predict_pixels, "_write", interrupted)
+    monkeypatch.setattr(predicting, "_write", interrupted)
     assert layertap("predict", saved, made / "out", "-o", tmp_path / "masks").exit_code != 0
     assert len(list((tmp_path / "masks").rglob("*.png"))) == 3
     monkeypatch.undo()
@@ -367,10 +362,6 @@ def test_two_images_with_one_mask_are_refused(made: Path, tmp_path: Path) -> Non
     Image.new("L", SIZE).save(tmp_path / "masks" / "a" / "1.png")
     message = fails("probe", out, "-p", "segmentation", "--masks", tmp_path / "masks")
     assert "belongs to two images, a/1.jpg and a/1.png" in message
-    images = [{"id": 0, "file_name": "1.png", "width": SIZE[0], "height": SIZE[1]}]
-    (tmp_path / "coco.json").write_text(json.dumps({"images": images, "annotations": [], "categories": []}))
-    message = fails("probe", out, "-p", "segmentation", "--masks", tmp_path / "coco.json")
-    assert "1.png belongs to two images, a/1.png and b/1.png" in message
 
 
 @pytest.mark.parametrize("content", [b"PK\x03\x04abc", b"\x93NUMPY\x01\x00\x76\x00{'descr", b"", b"no array"])
@@ -394,9 +385,9 @@ def test_labels_that_no_mask_can_have_are_refused(made: Path, tmp_path: Path, la
 def test_255_means_no_label_beside_other_labels(made: Path, tmp_path: Path) -> None:
     assert segment(made, "-l", "layer2", "--ignore-label", 0, "-o", tmp_path / "res").exit_code == 0
     assert results(tmp_path / "res")["probes"][0]["classes"] == ["3", "7"]
-    alone = ("--ignore-label", 0, "--ignore-label", 3, "-l", "layer2", "--iterations", 2)
-    message = fails("probe", made / "out", "-p", "segmentation-dinov3", "--masks", made / "masks", *alone)
-    assert "the class 7 alone" in message
+    alone = ("--ignore-label", 0, "--ignore-label", 3, "-l", "layer2")
+    message = fails("probe", made / "out", "-p", "segmentation", "--masks", made / "masks", *alone)
+    assert "classes among the tokens of 22 training images: 1;" in message
 
 
 def test_missing_masks_are_told(made: Path, tmp_path: Path) -> None:
@@ -427,82 +418,14 @@ def test_a_table_names_masks_relative_to_its_folder_and_gives_splits(made: Path,
     assert "none.png cannot be read: no such file" in message
 
 
-def coco(made: Path, width: int = SIZE[0]) -> dict[str, Any]:
-    """The masks as COCO: rectangles as polygons (label 3) and as run lengths (label 7)."""
-    images, annotations = [], []
-    for number, path in enumerate(sorted((made / "masks").rglob("*.png"))):
-        mask = np.asarray(Image.open(path))
-        images.append({"id": number, "file_name": f"{path.parent.name}/{path.name}", "width": width, "height": SIZE[1]})
-        for label in (3, 7):
-            rows, columns = np.nonzero(mask == label)
-            if not len(rows):
-                continue
-            left, top, right, bottom = columns.min(), rows.min(), columns.max() + 1, rows.max() + 1
-            polygon = [[float(v) for v in (left, top, right, top, right, bottom, left, bottom)]]
-            shape: Any = polygon
-            if label == 7:
-                flat = np.r_[0, (mask == label).T.ravel().astype(int)]  # down the columns, beginning with a run of 0
-                counts = np.diff(np.r_[1, np.flatnonzero(np.diff(flat)) + 1, len(flat)]).tolist()
-                shape = {"size": [SIZE[1], SIZE[0]], "counts": counts}
-            annotations.append({"image_id": number, "category_id": label, "segmentation": shape})
-    categories = [{"id": 3, "name": "brick"}, {"id": 7, "name": "lake"}]
-    return {"images": images, "annotations": annotations, "categories": categories}
-
-
-def test_a_coco_file_has_masks_of_objects(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("pycocotools")
-    content = coco(made)
-    (tmp_path / "coco.json").write_text(json.dumps(content))
-    result = segment(made, "-l", "layer1", "-o", tmp_path / "res", masks=tmp_path / "coco.json")
-    assert result.exit_code == 0, result.output
-    (probed,) = results(tmp_path / "res")["probes"]
-    assert probed["classes"] == ["background", "brick", "lake"]
-    assert probed["metrics"]["mIoU"]["value"] > 0.6
-    for shape in ([["a", 1, 2, 3]], [[1, 2]], "abc", {"size": list(SIZE), "counts": "zzz"}, {"size": list(SIZE)}):
-        content["annotations"][0]["segmentation"] = shape
-        (tmp_path / "coco.json").write_text(json.dumps(content))
-        assert "is not valid" in fails("probe", made / "out", "-p", "segmentation", "--masks", tmp_path / "coco.json")
-    content = coco(made)
-    content["images"] = [{**image, "height": 64 * 150, "width": 80 * 150} for image in content["images"]]
-    (tmp_path / "coco.json").write_text(json.dumps(content))
-    with monkeypatch.context() as patch:  # refused before memory is allocated
-        patch.setattr(CocoFile, "read", None)
-        message = fails("probe", made / "out", "-p", "segmentation", "--masks", tmp_path / "coco.json")
-    assert "has 12000 x 9600 pixels, and its image only 80 x 64" in message
-    content["images"] = [{**image, "height": 10**9, "width": 10**9} for image in content["images"]]
-    (tmp_path / "coco.json").write_text(json.dumps(content))
-    message = fails("probe", made / "out", "-p", "segmentation", "--masks", tmp_path / "coco.json")
-    assert "1000000000 x 1000000000 pixels" in message
-    for shape in ({"size": [10**6, 10**6], "counts": [10]}, [[float("nan")] * 6], [[1e9] * 6]):  # pycocotools crashes
-        broken = coco(made)
-        broken["annotations"][0]["segmentation"] = shape
-        (tmp_path / "coco.json").write_text(json.dumps(broken))
-        assert "is not valid" in fails("probe", made / "out", "-p", "segmentation", "--masks", tmp_path / "coco.json")
-    for key, value, why in (
-        ("categories", [{"id": 3, "name": "background"}], "pixels without an object have it"),
-        ("categories", [{"id": 3, "name": "a"}, {"id": 3, "name": "b"}], "the category id 3 occurs twice"),
-        ("categories", [{"id": float("inf"), "name": "a"}], "is not a COCO file"),
-        ("annotations", [{"image_id": 0, "category_id": 0, "segmentation": []}], "objects have the category id 0"),
-        ("images", 2 * coco(made)["images"], "occurs twice"),
-    ):
-        (tmp_path / "coco.json").write_text(json.dumps(coco(made) | {key: value}))
-        assert why in fails("probe", made / "out", "-p", "segmentation", "--masks", tmp_path / "coco.json")
-    (tmp_path / "coco.json").write_text("{}")
-    assert "'images' is missing" in fails(
-        "probe", made / "out", "-p", "segmentation", "--masks", tmp_path / "coco.json"
-    )
-    (tmp_path / "coco.json").write_text(json.dumps(coco(made, width=40)))
-    message = fails("probe", made / "out", "-p", "segmentation", "--masks", tmp_path / "coco.json")
-    assert "is not valid" in message or "has 40 x 64 pixels" in message
-
-
 @pytest.mark.parametrize(
     ("options", "why"),
     [
         ([], "segmentation needs --masks"),
         (["--masks", "masks", "--labels", "a.csv"], "--labels is not for segmentation"),
-        (["--masks", "masks", "--similarity"], "--similarity is not for segmentation"),
-        (["--masks", "masks", "--iterations", "5"], "--iterations is for segmentation-dinov3"),
+        (["--masks", "coco.json"], "COCO files are not read"),
+        (["-p", "segmentation-dinov3", "--masks", "masks"], "did you mean segmentation"),
+        (["--masks", "masks", "--iterations", "5"], "No such option '--iterations'"),
         (["-p", "clip", "--masks", "masks"], "--masks is for -p segmentation"),
         (["--masks", "masks", "-l", "embedding"], "embedding"),
         (
@@ -533,14 +456,10 @@ def write_depths(made: Path, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("protocol", ["depth", pytest.param("depth-dinov3", marks=pytest.mark.slow)])
-def test_depths_that_a_saved_probe_predicts_have_the_metrics_of_the_probe(
-    made: Path, tmp_path: Path, protocol: str
-) -> None:
+def test_depths_that_a_saved_probe_predicts_have_the_metrics_of_the_probe(made: Path, tmp_path: Path) -> None:
     depths, saved = write_depths(made, tmp_path / "depth"), tmp_path / "depth.safetensors"
-    iterations = ["--iterations", 200] if protocol == "depth-dinov3" else []
-    result = layertap("probe", made / "out", "-p", protocol, *iterations, "--depth", depths, "-l", "layer1",
-                      "--save", saved, "-o", tmp_path / "res")  # fmt: skip
+    result = layertap("probe", made / "out", "-p", "depth", "--depth", depths, "-l", "layer1", "--save", saved, "-o",
+                      tmp_path / "res")  # fmt: skip
     assert result.exit_code == 0, result.output
     result = layertap("predict", saved, made / "pictures" / "test", "-o", tmp_path / "predicted")
     assert result.exit_code == 0, result.output
@@ -559,8 +478,8 @@ def test_depths_that_a_saved_probe_predicts_have_the_metrics_of_the_probe(
     assert np.mean(errors) == pytest.approx(probed["metrics"]["rmse"]["value"], rel=1e-3)
     # What predict wrote is a table of depths.
     assert layertap("predict", saved, made / "pictures", "-o", tmp_path / "all").exit_code == 0
-    result = layertap("probe", made / "out", "-p", "depth-dinov3", "--iterations", 20, "--depth",
-                      tmp_path / "all" / "depths.csv", "-l", "layer1", "-o", tmp_path / "again")  # fmt: skip
+    result = layertap("probe", made / "out", "-p", "depth", "--depth", tmp_path / "all" / "depths.csv", "-l", "layer1",
+                      "-o", tmp_path / "again")  # fmt: skip
     assert result.exit_code == 0, result.output
     assert "holds no predicted masks" in fails("predict", masks_probe(made, tmp_path), made / "out", "-o",
                                                tmp_path / "all")  # fmt: skip

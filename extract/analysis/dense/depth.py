@@ -9,10 +9,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from extract.analysis.dense.dense_probe import DEPTH, DenseProbe
-from extract.analysis.dense.linear_head import depth_bins, train_depth_head
-from extract.analysis.dense.token_images import pixels_of_image, scores_of_images
-from extract.analysis.dense.upsampling import DepthBins, cell_means, pixels_of_input
+from extract.analysis.dense.dense_probe import DEPTH, DenseProbe, pixels_of_image, scores_of_images
+from extract.analysis.dense.upsampling import DepthBins, cell_means
 from extract.analysis.probe.intervals import Estimate
 from extract.analysis.probe.metrics import resampled
 from extract.analysis.probe.probing import ProbeResult
@@ -24,6 +22,9 @@ __all__ = ["DepthMaps", "depth_probe"]
 
 _FEW_IMAGES = 50  # as the rows of a regression
 _WITHIN = 1.25  # ratio of predicted and true depth
+# Of an image: number of pixels, root of the mean squared error in the unit of the depths, mean error as a share of the
+# true depth, and share of pixels whose depth is predicted within a factor of 1.25.
+_COLUMNS = ("n", "rmse", "abs_rel", "delta1")
 # Of 500 pictures with built depths (78,400 tokens for training, blocks.4 of the bundled backbone): RMSE 1.33 m by ridge
 # regression; 1.14, 1.10 and 1.06 m by 8, 16 and 32 bins in 3, 6 and 20 s; 1.10 m by DINOv3's head after 2,000 batches.
 _BINS = 16
@@ -57,13 +58,11 @@ def depth_probe(
         result.metrics["rmse"], result.metrics["delta1"]
 
     Depths of tokens are upsampled bilinearly to the pixels of each depth map. Pixels that the crop left out, and those
-    of unknown depth, do not count. The protocols:
+    of unknown depth, do not count.
 
-    - "depth": logistic regression of tokens to 16 bins, spread evenly over the mean depths of their cells. The depth of
-      a token is the mean of the bins, weighted by their probabilities. The strength is chosen on validation images, by
-      the share of their tokens that are classified correctly.
-    - "depth-dinov3": batch norm and a linear layer to 256 bins of depth, trained on upsampled depths with the settings
-      of DINOv3 for NYU, but without augmentation. It chooses nothing, and is trained on the validation images too.
+    The depths of tokens come from logistic regression to 16 bins, spread evenly over the mean depths of their cells:
+    the mean of the bins, weighted by their probabilities. The strength is chosen on validation images, by the share of
+    their tokens that are classified correctly.
 
     Args:
         tokens: tokens of a feature, or of several with the same grid, which are then concatenated.
@@ -74,7 +73,7 @@ def depth_probe(
         max_depth: larger depths do not count, and are not predicted; None: the largest depth of the training and
             validation images is not exceeded by predictions.
         protocol: one of `DEPTH`.
-        iterations: of "depth-dinov3"; None: 38,400.
+        iterations: of a protocol of earlier versions; must be None.
         seed: seed of all random choices.
         device: "auto", "cpu", "cuda", ...
         memory_bytes: limit for tokens and variables held at once; None: half of the free memory.
@@ -91,7 +90,7 @@ def depth_probe(
     """
     if max_depth is not None and not 0 < max_depth < np.inf:
         raise InputError(f"max_depth={max_depth}; expected a positive number")
-    probe = DenseProbe.of(DEPTH, protocol, tokens, (train, val, test), iterations, seed, device, memory_bytes)
+    probe = DenseProbe(DEPTH, protocol, tokens, (train, val, test), iterations, seed, device, memory_bytes)
 
     def depth_of(image: int) -> NDArray[np.float32]:
         """Return the depth map (H, W) with NaN for pixels that do not count."""
@@ -103,26 +102,22 @@ def depth_probe(
     if not largest:
         raise InputError("no pixel of the training images has a known depth")
     largest = largest if max_depth is None else max_depth
-    first, notes = probe.features[0], list[str]()
-    if probe.definition.of_tokens is None:
-        bins = depth_bins(largest)
-        fitted = train_depth_head(probe, lambda image: pixels_of_input(first, depth_of(image), np.nan), bins)
-    else:
-        fitted, bins, notes = _fit_tokens(probe, depth_of, largest)
-    errors = DepthErrors(len(probe.test))
+    fitted, bins, notes = _fit_tokens(probe, depth_of, largest)
+    errors = np.zeros((len(probe.test), len(_COLUMNS)))
     for number, (image, scores) in enumerate(scores_of_images(probe.features, fitted.scores, probe.test)):
         truth = depth_of(image)
-        predicted = bins.predicted(first, scores, (truth.shape[1], truth.shape[0]))
-        errors.add(number, truth, predicted)
+        predicted = bins.predicted(probe.features[0], scores, (truth.shape[1], truth.shape[0]))
+        errors[number] = _errors(truth, predicted)
         if on_prediction is not None:
             on_prediction(image, predicted)
-    if not errors.n.any():
+    by_image = dict(zip(_COLUMNS, errors.T, strict=True)) | {"n": errors[:, 0].astype(np.int64)}
+    if not by_image["n"].any():
         raise InputError("the test images have no known depth inside the crop")
     assert fitted.model is not None
     model = replace(fitted.model, about={"depth": bins.as_json()})
     return probe.result(
-        "depth", np.array(["depth"]), depth_metrics(errors, seed), fitted, notes, model=model,
-        per_image=errors.by_image(),
+        "depth", np.array(["depth"]), _metrics(errors[errors[:, 0] > 0], seed), fitted, notes, model=model,
+        per_image=by_image,
     )  # fmt: skip
 
 
@@ -142,50 +137,26 @@ def _fit_tokens(
     return fitted, DepthBins(centres, "softmax", largest), notes
 
 
-class DepthErrors:
-    """Errors of test images; pixels that are NaN in either map do not count.
-
-    Args:
-        images: N.
-
-    Attributes:
-        n: (N,) pixels that count.
-        rmse: (N,) root of the mean squared error, in the unit of the depths.
-        abs_rel: (N,) mean error as a share of the true depth.
-        delta1: (N,) share of pixels whose depth is predicted within a factor of 1.25.
-    """
-
-    def __init__(self, images: int):
-        self.n = np.zeros(images, np.int64)
-        self.rmse, self.abs_rel, self.delta1 = (np.full(images, np.nan) for _ in range(3))
-
-    def add(self, image: int, truth: NDArray[np.float32], predicted: NDArray[np.float32]) -> None:
-        """Measure an image: arrays of the same shape with positive numbers."""
-        known = ~(np.isnan(truth) | np.isnan(predicted))
-        true, guess = truth[known].astype(np.float64), predicted[known].astype(np.float64)
-        self.n[image] = len(true)
-        if not len(true):
-            return
-        self.rmse[image] = np.sqrt(((guess - true) ** 2).mean())
-        self.abs_rel[image] = (np.abs(guess - true) / true).mean()
-        self.delta1[image] = (np.maximum(guess / true, true / guess) < _WITHIN).mean()
-
-    def by_image(self) -> dict[str, NDArray[np.float64] | NDArray[np.int64]]:
-        """Return the columns n, rmse, abs_rel and delta1; NaN for images without pixels that count."""
-        return {"n": self.n, "rmse": self.rmse, "abs_rel": self.abs_rel, "delta1": self.delta1}
+def _errors(truth: NDArray[np.float32], predicted: NDArray[np.float32]) -> tuple[float, ...]:
+    """Return the errors of an image, see `_COLUMNS`; pixels that are NaN in either map do not count."""
+    counted = ~(np.isnan(truth) | np.isnan(predicted))
+    true, guess = truth[counted].astype(np.float64), predicted[counted].astype(np.float64)
+    if not len(true):
+        return 0, np.nan, np.nan, np.nan
+    delta1 = (np.maximum(guess / true, true / guess) < _WITHIN).mean()
+    return len(true), np.sqrt(((guess - true) ** 2).mean()), (np.abs(guess - true) / true).mean(), delta1
 
 
-def depth_metrics(errors: DepthErrors, seed: int) -> dict[str, Estimate]:
+def _metrics(errors: NDArray[np.float64], seed: int) -> dict[str, Estimate]:
     """Compute delta1, rmse and abs_rel (Eigen et al. 2014): means over images, as in the evaluation of DINOv3.
 
     Args:
-        errors: errors of the test images.
+        errors: (N, 4) errors of the test images with pixels that count, see `_COLUMNS`.
         seed: seed of the resampling of images for intervals.
     """
-    known = np.flatnonzero(errors.n)
-    columns = {name: errors.by_image()[name][known] for name in ("delta1", "rmse", "abs_rel")}
 
     def compute(images: NDArray[np.int64] | slice) -> dict[str, float]:
-        return {name: float(values[images].mean()) for name, values in columns.items()}
+        return {name: float(columns[name][images].mean()) for name in ("delta1", "rmse", "abs_rel")}
 
-    return resampled(compute, len(known), seed, _FEW_IMAGES, "images")
+    columns = dict(zip(_COLUMNS, np.ascontiguousarray(errors.T), strict=True))
+    return resampled(compute, len(errors), seed, _FEW_IMAGES, "images")

@@ -9,14 +9,11 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from extract.analysis.dense.dense_probe import SEGMENTATION, DenseProbe
-from extract.analysis.dense.linear_head import train_segmentation_head
-from extract.analysis.dense.token_images import pixels_of_image, scores_of_images
-from extract.analysis.dense.upsampling import pixels_of_input, predicted_mask
+from extract.analysis.dense.dense_probe import SEGMENTATION, DenseProbe, pixels_of_image, scores_of_images
+from extract.analysis.dense.upsampling import predicted_mask
 from extract.analysis.probe.intervals import Estimate
 from extract.analysis.probe.metrics import resampled
 from extract.analysis.probe.probing import MOST_IN_A_TABLE, ProbeResult
-from extract.analysis.probe.protocols import Fitted
 from extract.errors import InputError
 from extract.store.tokens.token_array import TokenArray
 
@@ -60,8 +57,6 @@ def segmentation_probe(
     - "segmentation": logistic regression of tokens with one label for half of their pixels; its strength is chosen on
       validation images, by the share of their tokens that are classified correctly.
     - "segmentation-knn": the nearest tokens, as in the protocol "knn".
-    - "segmentation-dinov3": batch norm and a linear layer, trained on upsampled logits with the settings of DINOv3 for
-      ADE20K, but without augmentation. It chooses nothing, and is trained on the validation images too.
 
     Args:
         tokens: tokens of a feature, or of several with the same grid, which are then concatenated.
@@ -71,7 +66,7 @@ def segmentation_probe(
         val: numbers of the images for choosing the strength; None: a tenth of the training images, at least one.
         classes: names of the K classes; None: the numbers from 0 to the largest in the masks.
         protocol: one of `SEGMENTATION`.
-        iterations: of "segmentation-dinov3"; None: 40,000.
+        iterations: of a protocol of earlier versions; must be None.
         seed: seed of all random choices.
         device: "auto", "cpu", "cuda", ...
         memory_bytes: limit for tokens and variables held at once; None: half of the free memory.
@@ -86,7 +81,7 @@ def segmentation_probe(
             out of range, or a token has NaN.
         UnknownNameError: there is no such protocol.
     """
-    probe = DenseProbe.of(SEGMENTATION, protocol, tokens, (train, val, test), iterations, seed, device, memory_bytes)
+    probe = DenseProbe(SEGMENTATION, protocol, tokens, (train, val, test), iterations, seed, device, memory_bytes)
 
     def mask_of(image: int) -> NDArray[np.int64]:
         mask = pixels_of_image(masks, image, "mask", "iub", "integers")
@@ -98,8 +93,8 @@ def segmentation_probe(
         return np.asarray(np.maximum(mask.astype(np.int64), -1))
 
     names = np.array(list(_numbered(mask_of, probe) if classes is None else classes))
-    fit = _fit_head if probe.definition.of_tokens is None else _fit_tokens
-    fitted, present, trained, notes = fit(probe, mask_of, names)
+    labels = np.stack([probe.features[0].labels(mask_of(image), ignore=-1) for image in probe.learned.tolist()])
+    fitted, present, notes = probe.fit_tokens(labels, names, "one label")
     counts = PixelCounts(len(probe.test), len(names))
     number_of = np.append(present, -1)  # the last is for pixels outside the crop
     for number, (image, scores) in enumerate(scores_of_images(probe.features, fitted.scores, probe.test)):
@@ -110,7 +105,7 @@ def segmentation_probe(
             on_prediction(image, predicted)
     if not counts.truth.any():
         raise InputError("the masks of the test images have no labels inside the crop")
-    untrained = np.setdiff1d(np.flatnonzero(counts.truth.any(0)), trained)
+    untrained = np.setdiff1d(np.flatnonzero(counts.truth.any(0)), present)
     if len(untrained):
         missing = ", ".join(names[untrained[:5]].tolist())
         notes.append(f"the training images do not show the class {missing}: its pixels count as wrong")
@@ -130,31 +125,6 @@ def _numbered(mask_of: Callable[[int], NDArray[np.int64]], probe: DenseProbe) ->
             hint="numbers of objects are not classes; if they are classes, name them with `classes`",
         )
     return [str(number) for number in range(largest + 1)]
-
-
-Outcome = tuple[Fitted, NDArray[np.int64], NDArray[np.int64], list[str]]
-
-
-def _fit_tokens(probe: DenseProbe, mask_of: Callable[[int], NDArray[np.int64]], names: NDArray[Any]) -> Outcome:
-    """Fit a classifier of tokens; return it, the numbers of its classes, those that it was trained on, and notes."""
-    labels = np.stack([probe.features[0].labels(mask_of(image), ignore=-1) for image in probe.learned.tolist()])
-    fitted, present, notes = probe.fit_tokens(labels, names, "one label")
-    return fitted, present, present, notes
-
-
-def _fit_head(probe: DenseProbe, mask_of: Callable[[int], NDArray[np.int64]], names: NDArray[Any]) -> Outcome:
-    """Train the linear head; return it, the numbers of its classes, those that it was trained on, and notes."""
-    if len(names) < 2:
-        raise InputError(f"the masks have the class {names[0]} alone; expected at least two")
-    trained: set[int] = set()
-
-    def labels_of(image: int) -> NDArray[np.int32]:
-        labels = pixels_of_input(probe.features[0], mask_of(image).astype(np.int32), -1)
-        trained.update(np.unique(labels).tolist())
-        return labels
-
-    fitted = train_segmentation_head(probe, labels_of, len(names))
-    return fitted, np.arange(len(names)), np.array(sorted(trained)), []
 
 
 class PixelCounts:

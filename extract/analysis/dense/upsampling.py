@@ -1,4 +1,4 @@
-"""From tokens, and their scores of bins of depth, to the pixels of a picture; from these to cells and input pixels."""
+"""From tokens, and their scores of bins of depth, to the pixels of a picture; and from these to cells."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from torch import Tensor
 
 from extract.store.tokens.token_array import TokenArray
 
-__all__ = ["DepthBins", "cell_means", "mean_depth", "pixels_of_input", "predicted_mask", "upsampled"]
+__all__ = ["DepthBins", "cell_means", "predicted_mask", "upsampled"]
 
 T = TypeVar("T", bound="np.generic[Any]")
 
 _BAND_VALUES = 1 << 24  # of upsampled scores held at once
 _LARGEST = float(np.finfo(np.float32).max)
-# Scores (B, bins, ...) -> weights that are divided by their sum. "relu" is that of DINOv3.
-_WEIGHTS = {"softmax": lambda scores: scores.softmax(1), "relu": lambda scores: scores.relu() + 0.1}
+# Scores (bins, h, w) -> weights that are divided by their sum. "relu" is that of DINOv3's head, in probes of earlier
+# versions.
+_WEIGHTS = {"softmax": lambda scores: scores.softmax(0), "relu": lambda scores: scores.relu() + 0.1}
 
 
 def _fill(pixels: NDArray[T], tokens: TokenArray, values: Tensor, of_band: Callable[[Tensor], Tensor]) -> NDArray[T]:
@@ -93,28 +94,6 @@ def predicted_mask(tokens: TokenArray, scores: Tensor, picture_px: tuple[int, in
     return _fill(np.full(picture_px[::-1], -1, np.int64), tokens, scores, lambda band: band.argmax(0))
 
 
-def pixels_of_input(tokens: TokenArray, pixels: NDArray[T], outside: float) -> NDArray[T]:
-    """Return values for the pixels of the backbone's input: those of the nearest pixels of the picture.
-
-    Args:
-        tokens: tokens of the picture's data set.
-        pixels: (H, W) labels or depths, see `TokenArray.labels`.
-        outside: value where the crop reaches beyond the picture.
-
-    Returns:
-        values in the size `tokens.input_px`.
-    """
-    height, width = pixels.shape
-    left, top, right, bottom = tokens.window((width, height))
-    rows_px, columns_px = tokens.input_px
-    rows = np.floor(top + (np.arange(rows_px) + 0.5) * (bottom - top) / rows_px).astype(np.int64)
-    columns = np.floor(left + (np.arange(columns_px) + 0.5) * (right - left) / columns_px).astype(np.int64)
-    values: NDArray[T] = pixels[np.clip(rows, 0, height - 1)[:, None], np.clip(columns, 0, width - 1)]
-    values[(rows < 0) | (rows >= height)] = outside
-    values[:, (columns < 0) | (columns >= width)] = outside
-    return values
-
-
 def cell_means(tokens: TokenArray, pixels: NDArray[np.float32]) -> NDArray[np.float64]:
     """Return the mean of the known pixels of each cell; a pixel counts for the cell that has its centre.
 
@@ -138,25 +117,13 @@ def cell_means(tokens: TokenArray, pixels: NDArray[np.float32]) -> NDArray[np.fl
     return np.asarray(np.divide(sums, n_known, out=np.full(tokens.per_image, np.nan), where=enough))
 
 
-def mean_depth(scores: Tensor, depths: Tensor, weighting: str) -> Tensor:
-    """Return the mean depth of bins, weighted by their scores: (B, bins, ...) -> (B, ...).
-
-    Args:
-        scores: (B, bins, ...).
-        depths: (bins,) depth of each bin.
-        weighting: "softmax", or "relu": relu(score) + 0.1.
-    """
-    weights = _WEIGHTS[weighting](scores)
-    return torch.einsum("bk...,k->b...", weights / weights.sum(1, keepdim=True), depths)
-
-
 @dataclass(frozen=True)
 class DepthBins:
     """How scores of tokens give the depths of pixels.
 
     Attributes:
         depths: (bins,) float32, depth of each bin.
-        weighting: see `mean_depth`.
+        weighting: how scores become weights of the depths: "softmax", or "relu": relu(score) + 0.1.
         largest: depth that is not exceeded.
     """
 
@@ -172,7 +139,8 @@ class DepthBins:
             scores: (bins, h, w) scores of its tokens.
             picture_px: (width, height), see `TokenArray.boxes`.
         """
-        of_cells = mean_depth(scores[None], torch.from_numpy(self.depths), self.weighting)[0]
+        weights = _WEIGHTS[self.weighting](scores)
+        of_cells = torch.einsum("khw,k->hw", weights / weights.sum(0), torch.from_numpy(self.depths))
         return upsampled(tokens, of_cells.clamp(max=self.largest), picture_px)
 
     def as_json(self) -> dict[str, Any]:

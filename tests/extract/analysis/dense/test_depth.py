@@ -10,9 +10,8 @@ import torch
 from sklearn.linear_model import LogisticRegression
 from torch.nn.functional import interpolate
 
-from extract.analysis.dense import DEPTH, depth_probe
-from extract.analysis.dense.linear_head import depth_bins
-from extract.analysis.dense.upsampling import cell_means, mean_depth
+from extract.analysis.dense import depth_probe
+from extract.analysis.dense.upsampling import DepthBins, cell_means
 from extract.errors import InputError, UnknownNameError
 from tests.extract.analysis.dense.test_segmentation import CHANNELS, CROP, GRID, IMAGES, TEST, TRAIN, token_array
 
@@ -39,12 +38,10 @@ def known(depth: np.ndarray) -> np.ndarray:
         return (depth > 0) & (depth < np.inf)
 
 
-@pytest.mark.parametrize("protocol", DEPTH)
-def test_metrics_are_means_over_images_by_their_definitions(samples: Any, protocol: str) -> None:
+def test_metrics_are_means_over_images_by_their_definitions(samples: Any) -> None:
     tokens, depths = samples
     predicted: dict[int, np.ndarray] = {}
-    result = depth_probe(tokens, depths, TRAIN, TEST, protocol=protocol, on_prediction=predicted.__setitem__,
-                         iterations=100 if protocol == "depth-dinov3" else None)  # fmt: skip
+    result = depth_probe(tokens, depths, TRAIN, TEST, on_prediction=predicted.__setitem__)
     assert list(predicted) == list(TEST)
     each = []
     for image in TEST:
@@ -60,8 +57,7 @@ def test_metrics_are_means_over_images_by_their_definitions(samples: Any, protoc
         assert result.metrics[name].low < result.metrics[name].value < result.metrics[name].high
     assert "only 6 images" in result.metrics["rmse"].method
     assert result.primary == "delta1"
-    if protocol == "depth":
-        assert result.metrics["delta1"].value > 0.6
+    assert result.metrics["delta1"].value > 0.6
     assert (result.n_train, result.n_test) == (24, 6)
 
 
@@ -95,76 +91,6 @@ def test_the_fast_protocol_is_logistic_regression_of_the_means_of_cells(samples:
         np.testing.assert_allclose(predicted[image], expected, atol=0.05)
 
 
-def published(tokens: torch.Tensor, depths: torch.Tensor, iterations: int) -> torch.nn.Module:
-    """Train the linear head of DINOv3 on (N, C, h, w) tokens and (N, H, W) depths of the input, 0 for unknown.
-
-    `eval/depth` of DINOv3 with `config-nyu.yaml`: AdamW, WarmupOneCycleLR, SigLoss, gradients cut at 35.
-    """
-    largest = LARGEST
-    torch.manual_seed(0)
-    norm, linear = torch.nn.BatchNorm2d(tokens.shape[1]), torch.nn.Conv2d(tokens.shape[1], 256, 1)
-    torch.nn.init.normal_(linear.weight, mean=0, std=0.01)
-    torch.nn.init.constant_(linear.bias, 0)
-
-    class Head(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm, self.linear = norm, linear
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            logit = torch.relu(self.linear(self.norm(x))) + 0.1
-            logit = logit / logit.sum(dim=1, keepdim=True)
-            bins = torch.linspace(1e-4 * largest, largest, 256)
-            return torch.einsum("ikmn,k->imn", [logit, bins]).unsqueeze(dim=1)
-
-    head = Head()
-    optimizer = torch.optim.AdamW(head.parameters(), lr=3e-4, weight_decay=1e-4)
-    generator, order = np.random.default_rng(0), []
-    warm_up = iterations // 3
-    for step in range(iterations):
-        if step < warm_up:
-            top = 3e-4 * (1 + np.cos(np.pi * step / iterations)) / 2
-            rate, moment = 3e-4 / 1000 + top * step / warm_up, 0.0
-        else:
-            least = 3e-4 / 25 / 1000
-            rate = least + (3e-4 - least) / 2 * (np.cos(np.pi * (step + 1) / iterations) + 1)
-            moment = 0.95 + (0.85 - 0.95) / 2 * (np.cos(np.pi * (step - warm_up) / (iterations - warm_up)) + 1)
-        optimizer.param_groups[0].update(lr=rate, betas=(moment, 0.99))
-        while len(order) < 16:
-            order += generator.permutation(len(tokens)).tolist()
-        chosen, order = order[:16], order[16:]
-        target = depths[chosen]
-        valid = target > 0
-        guess = interpolate(head(tokens[chosen]), size=target.shape[1:], mode="bilinear", align_corners=False)[:, 0]
-        eps = 1e-4 * largest
-        g = torch.log(guess[valid] + eps) - torch.log(target[valid] + eps)
-        loss = 0.15 * torch.pow(torch.mean(g), 2)
-        if step >= 100:
-            loss = loss + torch.var(g)
-        loss = torch.sqrt(loss)
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(head.parameters(), 35)
-        optimizer.step()
-    return head.eval()
-
-
-@pytest.mark.slow
-def test_the_published_protocol_is_that_of_plain_pytorch(samples: Any) -> None:
-    tokens, depths = samples
-    predicted: dict[int, np.ndarray] = {}
-    depth_probe(tokens, depths, TRAIN, TEST, protocol="depth-dinov3", iterations=600, max_depth=LARGEST,
-                on_prediction=predicted.__setitem__)  # fmt: skip
-    maps = torch.from_numpy(np.array(tokens[:]).reshape(IMAGES, *GRID, CHANNELS)).permute(0, 3, 1, 2)
-    known_depths = torch.from_numpy(np.stack([np.where(known(depth), depth, 0) for depth in depths])).float()
-    head = published(maps[list(TRAIN)], known_depths[list(TRAIN)], 600)
-    with torch.no_grad():
-        expected = interpolate(head(maps[list(TEST)]), size=CROP, mode="bilinear")[:, 0]
-    assert expected.std() > 0.1  # it has learned
-    for image, depth in zip(TEST, expected, strict=True):
-        np.testing.assert_allclose(predicted[image], depth, atol=1e-3)
-
-
 def test_means_of_cells_are_those_of_their_known_pixels(samples: Any) -> None:
     tokens = token_array(np.zeros((1, 24, CHANNELS), np.float32), resize=(64, 64))
     generator = np.random.default_rng(1)
@@ -182,35 +108,32 @@ def test_means_of_cells_are_those_of_their_known_pixels(samples: Any) -> None:
             assert np.isnan(found[row, column])
 
 
-def test_depths_of_bins_are_means_weighted_by_scores() -> None:
-    scores = torch.randn(2, 256, 3, 4)
-    bins_of_head = depth_bins(10.0)
-    found = mean_depth(scores, torch.from_numpy(bins_of_head.depths), bins_of_head.weighting)
-    weights = scores.clamp(min=0) + 0.1
-    bins = torch.linspace(0.001, 10, 256)
-    expected = (weights * bins[:, None, None]).sum(1) / weights.sum(1)
-    torch.testing.assert_close(found, expected)
+@pytest.mark.parametrize("weighting", ["softmax", "relu"])
+def test_depths_of_bins_are_means_weighted_by_scores(weighting: str) -> None:
+    tokens = token_array(np.zeros((1, 24, CHANNELS), np.float32))
+    scores, depths = torch.randn(16, *GRID), torch.linspace(0.5, 10, 16)
+    weights = scores.softmax(0) if weighting == "softmax" else scores.clamp(min=0) + 0.1
+    of_cells = ((weights * depths[:, None, None]).sum(0) / weights.sum(0)).clamp(max=8)
+    expected = interpolate(of_cells[None, None], size=CROP, mode="bilinear", align_corners=False)[0, 0]
+    found = DepthBins(depths.numpy(), weighting, 8.0).predicted(tokens, scores, (48, 32))
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
-@pytest.mark.parametrize("protocol", DEPTH)
-def test_larger_depths_neither_count_nor_are_predicted(samples: Any, protocol: str) -> None:
+def test_larger_depths_neither_count_nor_are_predicted(samples: Any) -> None:
     tokens, depths = samples
     predicted: dict[int, np.ndarray] = {}
-    result = depth_probe(tokens, depths, TRAIN, TEST, max_depth=4.0, protocol=protocol,
-                         iterations=50 if protocol == "depth-dinov3" else None,
-                         on_prediction=predicted.__setitem__)  # fmt: skip
+    result = depth_probe(tokens, depths, TRAIN, TEST, max_depth=4.0, on_prediction=predicted.__setitem__)
     assert max(np.nanmax(values) for values in predicted.values()) <= 4
     counted = [int((known(depths[image]) & (depths[image] <= 4)).sum()) for image in TEST]
     assert result.per_image["n"].tolist() == counted
-    again = depth_probe(tokens, depths, TRAIN, TEST, max_depth=4.0, protocol=protocol, seed=0,
-                        iterations=50 if protocol == "depth-dinov3" else None)  # fmt: skip
+    again = depth_probe(tokens, depths, TRAIN, TEST, max_depth=4.0, seed=0)
     assert again.metrics["rmse"] == result.metrics["rmse"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"iterations": 5}, "iterations=5; expected a positive number for the protocol depth-dinov3"),
+        ({"iterations": 5}, "no protocol is trained in iterations"),
         ({"max_depth": 0.0}, "max_depth=0.0; expected a positive number"),
         ({"depths": {}}, "no depth map of image 0"),
         ({"depths": [np.zeros((4, 4, 3))] * IMAGES}, r"shape \(4, 4, 3\); expected numbers"),
@@ -227,7 +150,7 @@ def test_wrong_arguments_are_refused(samples: Any, arguments: dict[str, Any], me
 
 def test_unknown_protocols_and_test_images_without_depths_are_refused(samples: Any) -> None:
     tokens, depths = samples
-    with pytest.raises(UnknownNameError, match="depth-dinov3"):
+    with pytest.raises(UnknownNameError, match="protocol 'depth-dinov2' not found"):
         depth_probe(tokens, depths, TRAIN, TEST, protocol="depth-dinov2")
     unknown = [np.zeros(CROP) if image in TEST else depth for image, depth in enumerate(depths)]
     with pytest.raises(InputError, match="test images have no known depth inside the crop"):

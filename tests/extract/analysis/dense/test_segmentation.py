@@ -7,11 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from torch.nn.functional import interpolate
 
 from extract.analysis.dense import SEGMENTATION, dense_probe, segmentation_probe, upsampling
-from extract.analysis.dense.upsampling import pixels_of_input, predicted_mask, upsampled
+from extract.analysis.dense.upsampling import predicted_mask, upsampled
 from extract.errors import InputError, UnknownNameError
 from extract.store.tokens.token_array import TokenArray
 from extract.store.tokens.token_layout import TokenLayout
@@ -82,8 +81,7 @@ def test_pixels_outside_the_crop_have_no_values(monkeypatch: pytest.MonkeyPatch,
 @pytest.mark.parametrize("protocol", SEGMENTATION)
 def test_metrics_are_those_of_sets_of_pixels(samples: Any, protocol: str) -> None:
     tokens, masks = samples
-    iterations = 300 if protocol == "segmentation-dinov3" else None
-    result = segmentation_probe(tokens, masks, TRAIN, TEST, protocol=protocol, classes="abc", iterations=iterations)
+    result = segmentation_probe(tokens, masks, TRAIN, TEST, protocol=protocol, classes="abc")
     assert result.metrics["pixel_accuracy"].value > 0.6
     assert (result.n_train, result.n_test, result.task) == (24, 6, "segmentation")
     if result.model is None:
@@ -124,10 +122,8 @@ def test_labels_outside_the_crop_do_not_count() -> None:
 def test_a_class_without_training_tokens_counts_as_wrong(samples: Any, protocol: str) -> None:
     tokens, masks = samples
     renamed = [np.where(mask == 2, 1, mask) if image in TRAIN else mask for image, mask in enumerate(masks)]
-    result = segmentation_probe(tokens, renamed, TRAIN, TEST, classes=["sky", "road", "tree"], protocol=protocol,
-                                iterations=100 if protocol == "segmentation-dinov3" else None)  # fmt: skip
-    if protocol != "segmentation-dinov3":  # whose head has an output for every class
-        assert result.per_class["iou"][2] == 0
+    result = segmentation_probe(tokens, renamed, TRAIN, TEST, classes=["sky", "road", "tree"], protocol=protocol)
+    assert result.per_class["iou"][2] == 0
     assert any("the training images do not show the class tree" in note for note in result.notes)
 
 
@@ -144,7 +140,6 @@ def test_several_features_are_concatenated(samples: Any) -> None:
 def test_two_classes_and_little_memory_give_the_same_as_much(samples: Any, protocol: str) -> None:
     tokens, masks = samples
     how: dict[str, Any] = {"protocol": protocol, "classes": ["no", "yes"]}
-    how["iterations"] = 60 if protocol == "segmentation-dinov3" else None
     merged = [np.minimum(mask, 1) for mask in masks]
     much, little = (
         segmentation_probe(tokens, merged, TRAIN, TEST, memory_bytes=memory, **how) for memory in (1 << 30, 1 << 14)
@@ -174,34 +169,7 @@ def test_tokens_with_nan_are_refused(samples: Any, protocol: str, memory_bytes: 
     values = np.array(samples[0][:]).reshape(IMAGES, -1, CHANNELS)
     values[3, 20] = np.nan
     with pytest.raises(InputError, match="NaN or infinity"):
-        segmentation_probe(token_array(values), samples[1], TRAIN, TEST, protocol=protocol, memory_bytes=memory_bytes,
-                           iterations=20 if protocol == "segmentation-dinov3" else None)  # fmt: skip
-
-
-def test_labels_of_the_input_are_those_of_the_nearest_pixels() -> None:
-    tokens = token_array(np.zeros((1, 24, CHANNELS), np.float32), resize=(64, 64))
-    mask = np.random.default_rng(0).integers(0, 9, (128, 128))
-    picture = Image.fromarray(mask.astype(np.uint8))
-    expected = picture.resize((48, 32), Image.Resampling.NEAREST, tokens.window((128, 128)))
-    assert np.array_equal(pixels_of_input(tokens, mask, -1), np.asarray(expected))
-    small = token_array(np.zeros((1, 24, CHANNELS), np.float32), resize=(16, 16))
-    padded = pixels_of_input(small, np.ones((16, 16), np.int64), -1)
-    assert np.argwhere(padded == 1).tolist() == [[row, column] for row in range(8, 24) for column in range(16, 32)]
-
-
-def test_the_same_seed_gives_the_same_head_in_inference_mode_too(samples: Any) -> None:
-    tokens, masks = samples
-
-    def weights(seed: int) -> np.ndarray:
-        how: Any = {"protocol": "segmentation-dinov3", "iterations": 5, "seed": seed}
-        model = segmentation_probe(tokens, masks, TRAIN, TEST, **how).model
-        assert model is not None
-        return model.coef_
-
-    assert np.array_equal(weights(1), weights(1))
-    assert not np.array_equal(weights(1), weights(2))
-    with torch.inference_mode():
-        assert np.array_equal(weights(1), weights(1))
+        segmentation_probe(token_array(values), samples[1], TRAIN, TEST, protocol=protocol, memory_bytes=memory_bytes)
 
 
 @pytest.mark.parametrize(
@@ -220,7 +188,7 @@ def test_the_same_seed_gives_the_same_head_in_inference_mode_too(samples: Any) -
         ),
         ({"masks": [np.zeros((32, 48), np.uint8)] * 7}, "no mask of image 7"),
         ({"masks": [np.full((32, 48), 26_001, np.uint16)] * 30}, "the label 26,001; expected classes from 0 to 999"),
-        ({"iterations": 5}, "for the protocol segmentation-dinov3"),
+        ({"iterations": 5}, "no protocol is trained in iterations"),
     ],
 )
 def test_wrong_arguments_are_refused(samples: Any, arguments: dict[str, Any], message: str) -> None:
