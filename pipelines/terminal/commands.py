@@ -51,6 +51,7 @@ OLD_OPTIONS = {
 # Options that do not exist, and what to do instead.
 _START_AGAIN = "to start again, delete the output, or name another one with -o"
 GONE_OPTIONS = {
+    "--at": "patches are searched in Python: layertap.search.nearest_patches(reader.tokens(layer), patch, k)",
     "--budget": "use --limit N, which takes the first N images",
     "--clobber": _START_AGAIN,
     "--max-distortion": "extract.compute.distortion.measured_distortion measures what a projection changes",
@@ -59,6 +60,7 @@ GONE_OPTIONS = {
     "--schedule": "`layertap sync CONFIG --schedule` runs passes at fixed times",
     "--thorough": "leave it out; `layertap doctor --bench` always measures the same",
     "--verbose": "commands print notes and progress on stderr; `layertap doctor` prints versions and devices",
+    "--watch": "to follow a folder, `layertap sync CONFIG --watch`; the progress: `watch layertap show OUT --status`",
     "--weights": "`layertap list` needs none; `layertap compare` reads them from the table of --from FILE.csv",
 }
 

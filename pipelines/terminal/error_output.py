@@ -20,6 +20,7 @@ __all__ = ["print_error", "print_usage_error"]
 # Words that other programs use, and what layertap has instead.
 _OTHER_WORDS = {
     "fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16", "hdf5": "h5", "npz": "npy",
+    "channels": "maps (they show channels beside each image)",
     "csv": "npy (its rows.csv lists paths, labels and statuses) or parquet",
 }  # fmt: skip
 
@@ -106,6 +107,8 @@ def _several_arguments(extra: str, ctx: click.Context | None) -> str:
     taken = [str(value) for value in ctx.params.values() if isinstance(value, str | Path)] if ctx else []
     for text in taken:
         path = Path(text)
+        if ctx and ctx.info_name == "report":
+            return f"two data sets are compared by: layertap show {shlex.quote(text)} {shlex.quote(extra)}"
         if os.path.exists(f"{text} {extra}"):  # noqa: PTH110  thousands of names are no error, as for Path
             return f"quote a path with spaces: {shlex.quote(f'{text} {extra}')}"
         if path.is_file() and path.suffix == Path(extra).suffix:

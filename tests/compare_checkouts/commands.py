@@ -475,7 +475,7 @@ def _commands() -> Iterator[Command]:
         "search out/shards new/ant/01.png -l fc -b python/tiny.py:tiny",
     )
     yield command("search: no such row", "search out/shards 99 -l fc")
-    yield command("report", "report out/shards out/gzip -l deep")
+    yield command("report", "report out/shards -l deep")
     yield command("embed for probes", f"embed splits -o out/splits {TINY_ARGUMENTS} -l conv -l deep -l fc")
     yield command("probe by CLIP's protocol", "probe out/splits -p clip --similarity --device cpu")
     yield command("probe from a configuration", "probe --config probe.yaml --device cpu")

@@ -73,15 +73,15 @@ def test_earlier_commands_print_the_same_json_as_the_functions_that_they_called(
     from extract.analysis.dataset_diff import compare
     from pipelines.data_sets.diff import as_json
     from pipelines.data_sets.show import describe
-    from pipelines.data_sets.status import ShardProgress
+    from pipelines.data_sets.status import progress_of
     from pipelines.network.backbones import sources
     from pipelines.network.layers import as_json as layers_as_json
     from pipelines.network.layers import list_layers
 
     spec = "timm/test_resnet"
     for words, expected in (
-        (["status", out], ShardProgress(str(out)).read()),
-        (["show", out, "--status"], ShardProgress(str(out)).read()),
+        (["status", out], progress_of(str(out))),
+        (["show", out, "--status"], progress_of(str(out))),
         (["show", out], describe(out)),
         (["diff", out, out], as_json(compare(out, out))),
         (["show", out, out], as_json(compare(out, out))),
@@ -318,7 +318,6 @@ OTHERS = {
     "extract/__init__.py": {"--install"},  # wsl
     "extract/system/optional_libraries.py": {"--python"},  # uv
     "pipelines/compare/job.py": {"--weights"},  # which is replaced in a hint by the column of the table
-    "pipelines/network/draw_stored.py": {"--images"},  # which is replaced in a hint by the argument
     "pipelines/embed/cluster/ray_actors.py": {"--head"},  # ray start
     "pipelines/embed/cluster/slurm.py": {  # sbatch, squeue
         "--job-name", "--array", "--ntasks", "--cpus-per-task", "--gpus-per-task", "--requeue", "--open-mode",
@@ -376,7 +375,7 @@ def test_every_option_in_a_text_of_the_program_is_one_of_its_command() -> None:
 def test_a_text_with_an_option_that_its_command_lacks_is_noticed() -> None:
     assert wrong_options("pipelines/compare/x.py", "give the file: --weights FILE") == ["--weights"]
     assert wrong_options("extract/backbones/from_timm.py", "give the file: --weights FILE") == []
-    assert wrong_options("extract/images/x.py", "`layertap show OUT --watch`; use --fast") == []
+    assert wrong_options("extract/images/x.py", "`layertap show OUT --status`; use --fast") == []
     assert wrong_options("extract/images/x.py", "`layertap show OUT --fast`; use --watch") == ["show --fast", "--watch"]
     assert wrong_options("extract/images/x.py", "run layertap schedule CONFIG") == ["layertap schedule"]
 

@@ -205,7 +205,7 @@ def test_a_histogram_that_is_cut_says_where_and_how_much(tmp_path: Path, monkeyp
     assert float(label.partition("at most ")[2].partition("%")[0]) == pytest.approx(100 * outside, abs=1)
 
 
-@pytest.mark.parametrize("kind", ["maps", "channels", "top", "filters", "tokens"])
+@pytest.mark.parametrize("kind", ["maps", "top", "filters", "tokens"])
 def test_each_kind_of_picture_is_drawn(net: Path, folder: Path, tmp_path: Path, kind: str) -> None:
     output = run("draw", kind, f"python/{net}:make", folder, "-o", tmp_path / "p", "--workers", 0,
                  "--sample", 4)  # fmt: skip

@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from extract.analysis.dataset_diff import compare
 from extract.analysis.feature_statistics import statistics_of
 from extract.analysis.probe.feature_matrix import FeatureRows
 from extract.analysis.probe.nearest_rows import layer_to_search
@@ -28,7 +27,6 @@ from extract.analysis.similar_images import (
     map_neighbours,
     near_duplicate_cosine,
     outlier_cosine,
-    shared_neighbours,
     similar_images,
 )
 from extract.row_status import Status
@@ -36,9 +34,7 @@ from extract.store.format.dataset import DataSet
 from extract.store.reader import FeatureReader
 from extract.system.optional_libraries import own_version
 from extract.system.urls import is_url
-from pipelines.data_sets.diff import as_json as comparison_as_json
 from pipelines.data_sets.findings import as_base64, picture_sizes
-from pipelines.data_sets.report.facts import facts, runs, stages
 from pipelines.data_sets.report.probe_results import Prediction, predictions_of, probes
 from pipelines.terminal.page.thumbnail_sheets import LARGEST_PX, ThumbnailSheets, thumbnail_sheets
 from pipelines.terminal.pictures import Pictures
@@ -103,14 +99,14 @@ class ReportContent:
         return layer_to_search(layers, layer, self._described["out"])
 
     def fill(self, maps: Sequence[str], probe_results: Sequence[Path], images: str | None) -> None:
-        """Fill in everything except the comparison with another data set and what `finish` adds."""
+        """Fill in everything except what `list_rows` and `add_thumbnails` add."""
         described = self._described
         self.data |= {
             "title": printable(_title(Path(described["out"]).resolve())),
             "version": own_version(),
             "written": datetime.now(UTC).isoformat(" ", "seconds"),
             "layer": printable(self._layer),
-            "facts": facts(described),
+            "facts": _facts(described),
             "out": printable(described["out"]),
             "backbone": printable(described.get("provenance", {}).get("backbone", "")),
             "counts": {
@@ -120,8 +116,6 @@ class ReportContent:
                 "classes": len(self._reader.classes),
             },
             "status": Counter(Status(code).text for code in self._reader.status.tolist()),
-            "runs": runs(self._dataset.out),
-            "stages": stages(self._dataset),
         }
         if not described["complete"]:
             self.data["notes"].append("The data set is unfinished: this page shows the rows that are done.")
@@ -303,35 +297,6 @@ class ReportContent:
             })  # fmt: skip
         self.data["layers"] = layers
 
-    def compare_with(self, out: Path, other: Path) -> None:
-        """Fill in the differences between two data sets."""
-        comparison = comparison_as_json(compare(out, other))
-        with FeatureReader(other, partial=True) as reader:
-            layers = [(name, name) for name in self._reader.layers if name in reader.layers]
-            pair = self._layer, "embedding" if "embedding" in reader.layers else reader.layers[-1]
-            if pair not in layers:
-                layers.append(pair)
-            count, shares = shared_neighbours(self._reader, reader, layers, self._seed)
-        self.data["other"] = {
-            "name": printable(str(other)),
-            "changes": [
-                [printable(str(text)) for text in (setting, *values)]
-                for setting, values in comparison["changes"].items()
-            ],
-            "images": comparison["images"],
-            "features": [
-                {"name": printable(name), **{key: printable(value) if isinstance(value, str) else value
-                                             for key, value in similarity.items()}}
-                for name, similarity in comparison["features"].items()
-            ],
-            "neighbours": [
-                [printable(layer if layer == other_layer else f"{layer} | {other_layer}"), share, chance]
-                for layer, other_layer, share, chance in shares
-            ],
-            "compared": count,
-            "k": K,
-        }  # fmt: skip
-
     def _request_thumbnails(self, rows: Iterable[int]) -> None:
         self._thumbnail_rows |= dict.fromkeys(rows)
 
@@ -392,6 +357,34 @@ class ReportContent:
             about += f" {sum(missing.values()):,} have none because their picture is not available ({why}: {count:,})."
         self.data["thumbnails"] = sheets.as_json()
         self.data["about_thumbnails"] = printable(about if shown < len(self._good) else "")
+
+
+def _facts(content: dict[str, Any]) -> list[list[str]]:
+    """Return (name, text) pairs from the description of `pipelines.data_sets.show.describe`."""
+    depends_on, provenance = content["depends_on"], content.get("provenance", {})
+    preprocessing = ", ".join(f"{name} {value}" for name, value in depends_on.get("preprocessing", {}).items())
+    configuration = provenance.get("configuration", {})
+    versions = ", ".join(f"{name} {number}" for name, number in provenance.get("versions", {}).items())
+    state = "complete" if content["complete"] else f"unfinished: {content['rows_done']:,} rows done"
+    if content["version"]:
+        state += f", version {content['version']}, synchronised with a folder"
+    pairs = [
+        ("Images", content["images"]["root"]),
+        ("Rows", f"{content['rows']:,}, {state}"),
+        ("Classes", f"{len(content['classes']):,}" if content.get("classes") else "none"),
+        ("Splits", ", ".join(f"{name} {count:,}" for name, count in content.get("splits", {}).items()) or "none"),
+        ("Backbone", provenance.get("backbone") or depends_on.get("architecture", "")),
+        ("Weights", f"{provenance.get('weights', '')}, sha256 {depends_on.get('weights_sha256', '')}"),
+        ("Preprocessing", preprocessing),
+        ("Set by the user", ", ".join(configuration.get("preprocessing") or {})),
+        ("Decoder", depends_on.get("decoder", "")),
+        ("Precision", depends_on.get("precision", "")),
+        ("Stored as", f"{depends_on.get('stored_as', '')}, {content['bytes'] / 1e6:,.1f} MB in all files"),
+        ("Computed", f"{provenance.get('started', '')} on {provenance.get('device', '')} with {versions}"),
+        ("Fingerprint", content["fingerprint"]),
+        ("Data set", content["out"]),
+    ]
+    return [[name, printable(str(text))] for name, text in pairs if text]
 
 
 def _title(out: Path) -> str:

@@ -27,7 +27,7 @@ _SCRIPTS = ("map.js", "sections.js")  # joined in this order
 
 
 def run_report(
-    out: Path, other: Path | None = None, *, output: Path | None = None, layer: str | None = None,
+    out: Path, *, output: Path | None = None, layer: str | None = None,
     maps: Sequence[str] = ("tsne", "pca"), probe_results: Sequence[Path] = (), images: str | None = None,
     thumbnails: int = 5000, seed: int = 0, say: Callable[[str], None] = lambda text: None,
 ) -> Path:  # fmt: skip
@@ -35,7 +35,6 @@ def run_report(
 
     Args:
         out: folder of the data set, which may be incomplete.
-        other: folder of another data set to compare with.
         output: HTML file; None: OUT/report.html.
         layer: layer by which images are compared; None: `embedding`, or the last layer.
         maps: some of pca, tsne and umap; the page opens on the first.
@@ -63,9 +62,6 @@ def run_report(
     with FeatureReader(out, partial=not described["complete"], check=True) as reader:
         content = ReportContent(reader, described, dataset, layer, seed, say)
         content.fill(maps, probe_results, images)
-        if other is not None:
-            say(f"comparing with {other}")
-            content.compare_with(out, other)
         content.list_rows()
         say("making thumbnails")
         room = PAGE_BYTES - len(assembled(_KIND, content.data, scripts)) - 200_000  # for the list of the thumbnails
