@@ -195,15 +195,26 @@ def _equal(paths: Sequence[str], query: str) -> NDArray[np.bool_]:
 
 def _draw(results: SearchResults, reader: FeatureReader, root: str, images: str | None, output: Path) -> str:
     """Draw the results, and return why there are no pictures, or ""."""
-    from pipelines.data_sets.search_gallery import MOST_DRAWN, draw
+    from pipelines.data_sets.search_gallery import MOST_DRAWN, Tile, draw
 
     rows = [hit.row for hit in results.hits] + ([] if results.query is None else [results.query])
     pictures = Pictures(reader, root, rows, images)
-    if results.query is not None:
-        query = pictures.picture(results.query)
+
+    def tile(row: int, heading: str, path: str, name: str) -> Tile:
+        picture, why = pictures.picture(row)
+        return Tile(picture, f"no picture:\n{why}", heading, path, name)
+
+    if results.text:
+        query = Tile(None, results.text, "query", "", "")
+    elif results.query is None:
+        query = Tile(pictures.of_file(Path(results.path)), "", "query", results.path, "")
     else:
-        query = (None, "") if results.text else (pictures.of_file(Path(results.path)), "")
-    draw(results, query, [pictures.picture(hit.row) for hit in results.hits[:MOST_DRAWN]], output)
+        query = tile(results.query, "query", results.path, results.name)
+    shown = results.hits[:MOST_DRAWN]
+    title = f"Nearest by cosine of {results.layer}"
+    if len(shown) < len(results.hits):
+        title += f"; the first {len(shown)} of {len(results.hits)}"
+    draw(title, query, [tile(hit.row, f"{hit.cosine:.4f}", hit.path, hit.name) for hit in shown], output)
     return pictures.why_not
 
 
