@@ -44,7 +44,12 @@ def show(ctx: click.Context, /, out: Path | str, other: Path | None, status: boo
     if other is not None:
         if status:
             raise InputError("--status is for one data set", hint="leave it out")
-        _compare(FOLDER.convert(out, None, ctx), other, as_json)
+        from extract.analysis.dataset_diff import compare
+        from pipelines.data_sets.show import diff_as_json, print_diff
+
+        first = FOLDER.convert(out, None, ctx)
+        print_text = partial(print_diff, first=first, second=other)
+        print_result(compare(first, other), as_json, diff_as_json, print_text)
         return
     if status or is_url(str(out)):
         _print_progress(str(out), as_json)
@@ -65,14 +70,6 @@ def _print_progress(out: str, as_json: bool) -> None:
         print_result(progress_of(out), as_json, dict, print_progress)
     else:
         print_result(describe_status(Path(out)), as_json, dict, print_status)
-
-
-def _compare(first: Path, second: Path, as_json: bool) -> None:
-    from extract.analysis.dataset_diff import compare
-    from pipelines.data_sets import diff
-
-    print_text = partial(diff.print_diff, first=first, second=second)
-    print_result(compare(first, second), as_json, diff.as_json, print_text)
 
 
 @command(short_help="Write an HTML page about a data set.")

@@ -60,7 +60,7 @@ def _show(tile: Any, pixels: Pixels, caption: str = "") -> None:
 
 
 def _caption(name: str) -> str:
-    return drawable(name.rpartition("/")[2], 24)
+    return drawable(name.rpartition("/")[2], 32)
 
 
 def _heat(tile: Any, values: Floats, pixels: Pixels, low: float, high: float, caption: str = "") -> None:

@@ -55,8 +55,7 @@ def print_usage_error(error: click.ClickException) -> None:
     if isinstance(error, click.NoSuchOption | click.exceptions.NoSuchCommand):
         message, hint = error.message, _similar_name(error)
     elif isinstance(error, click.MissingParameter):
-        in_one_line = " ".join(message.split())  # click writes each choice on a line of its own
-        message, hint = _missing(in_one_line.rstrip("."), error)
+        message = " ".join(message.split())  # click writes each choice on a line of its own
     elif message.startswith("Got unexpected extra argument") and isinstance(error, click.UsageError):
         start, _, extra = message.partition("(")
         hint = _several_arguments(extra.removesuffix(")"), error.ctx)
@@ -82,19 +81,6 @@ def _similar_choice(word: str, choices: Sequence[str]) -> str:
     other = _OTHER_WORDS.get(word.lower(), "")
     near = [other] if other.partition(" ")[0] in choices else difflib.get_close_matches(word, choices, n=1)
     return f"did you mean {near[0]}?" if near else ""
-
-
-def _missing(message: str, error: click.MissingParameter) -> tuple[str, str]:
-    """Return the message and the hint for a missing argument: with several, another one may have been left out."""
-    if error.ctx is None or not isinstance(error.param, click.Argument):
-        return message, ""
-    arguments = [each for each in error.ctx.command.params if isinstance(each, click.Argument)]
-    taken = ((each.human_readable_name, error.ctx.params.get(each.name or "")) for each in arguments)
-    as_what = ", ".join(f"{value} was taken as {name}" for name, value in taken if value not in (None, ()))
-    if not as_what:
-        return message, ""
-    command = " ".join([error.ctx.command_path, *(each.human_readable_name for each in arguments)])
-    return f"{message}; {as_what}", f"expected: {command}"
 
 
 def _several_arguments(extra: str, ctx: click.Context | None) -> str:

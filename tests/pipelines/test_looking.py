@@ -265,7 +265,7 @@ def test_ablation_by_layer_and_by_channel(net: Path, folder: Path, tmp_path: Pat
         (("-l", "conv?", "--channels", "all"), "needs exactly one layer"),
         (("-l", "conv1", "--channels", "a"), "expected numbers"),
         (("-l", "conv1", "--channels", "9"), "expected 0 to 7"),
-        (("-l", "conv1", "--picture", "a.jpg"), "ends in"),
+        (("-l", "conv1", "--pictures", "a.jpg"), "ends in"),
     ],
 )
 def test_wrong_words_for_an_ablation(net: Path, folder: Path, args: tuple[str, ...], says: str) -> None:
@@ -297,7 +297,7 @@ def test_places_that_cannot_be_written_are_told_of_before_anything_is_loaded(fol
     (tmp_path / "file").write_text("")
     for words in (
         ("inspect", "--csv", tmp_path / "no" / "a.csv"), ("inspect", "--pictures", tmp_path / "file"),
-        ("draw", "maps", "-o", tmp_path / "file"), ("ablate", "-l", "a", "--picture", tmp_path / "no" / "a.png"),
+        ("draw", "maps", "-o", tmp_path / "file"), ("ablate", "-l", "a", "--pictures", tmp_path / "no" / "a.png"),
         ("ablate", "-l", "a", "--csv", tmp_path / "no" / "a.csv"),
     ):  # fmt: skip
         kind = words[:2] if words[0] == "draw" else words[:1]

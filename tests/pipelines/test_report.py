@@ -24,11 +24,12 @@ from extract.analysis.similar_images import near_duplicate_cosine
 from extract.store.format.layout import StoredFeature, create_shard
 from extract.store.format.writer import ShardWriter
 from pipelines.data_sets import report as report_room
-from pipelines.data_sets.report.content import _histogram, _title
+from pipelines.data_sets.report.content import _histogram
 from pipelines.data_sets.report.page import PAGE_BYTES
 from pipelines.data_sets.report.probe_results import probes
 from pipelines.terminal.page.assembly import _as_data
 from pipelines.terminal.page.thumbnail_sheets import thumbnail_sheets
+from pipelines.terminal.text_output import data_set_name
 from tests.conftest import make_picture
 from tests.extract.store.rows import RowNames, data_set, no_files
 from tests.pipelines.test_cli import SMALL, fails, layertap
@@ -150,7 +151,8 @@ def test_the_page_has_the_table_of_the_command_and_its_csv_file(hostile: Path, t
 
 
 def test_the_title_of_a_folder_named_features_is_the_folder_above() -> None:
-    assert [_title(Path(path)) for path in ("/a/photos", "/a/demo/features")] == ["photos", "demo"]
+    assert [data_set_name(path) for path in ("/a/photos", "/a/demo/features")] == ["photos", "demo"]
+    assert data_set_name("s3://bucket/photos/features/") == "photos"
 
 
 def test_near_duplicates_are_unusually_near_and_at_most_half_as_far_as_others() -> None:

@@ -38,7 +38,7 @@ from pipelines.data_sets.findings import as_base64, picture_sizes
 from pipelines.data_sets.report.probe_results import Prediction, predictions_of, probes
 from pipelines.terminal.page.thumbnail_sheets import LARGEST_PX, ThumbnailSheets, thumbnail_sheets
 from pipelines.terminal.pictures import Pictures
-from pipelines.terminal.text_output import printable
+from pipelines.terminal.text_output import data_set_name, printable
 
 __all__ = ["MAPS", "ReportContent"]
 
@@ -102,7 +102,7 @@ class ReportContent:
         """Fill in everything except what `list_rows` and `add_thumbnails` add."""
         described = self._described
         self.data |= {
-            "title": printable(_title(Path(described["out"]).resolve())),
+            "title": printable(data_set_name(str(Path(described["out"]).resolve()))),
             "version": own_version(),
             "written": datetime.now(UTC).isoformat(" ", "seconds"),
             "layer": printable(self._layer),
@@ -385,11 +385,6 @@ def _facts(content: dict[str, Any]) -> list[list[str]]:
         ("Data set", content["out"]),
     ]
     return [[name, printable(str(text))] for name, text in pairs if text]
-
-
-def _title(out: Path) -> str:
-    """Return the name of a data set: its folder, or the folder above if that is called "features"."""
-    return out.parent.name if out.name == "features" else out.name
 
 
 def _in_several(table: Sequence[Finding], value: Callable[[Finding], str]) -> dict[str, int]:
