@@ -170,12 +170,12 @@ def list_(
         return
     if patterns or ops or images:
         raise InputError("layers are those of one backbone; expected SOURCE/NAME", hint="list them: layertap list")
-    from pipelines.network import backbones
+    from pipelines.network import listing
 
     if backbone is not None:
-        print_result(backbones.entries(backbone), as_json, backbones.as_json, backbones.print_entries)
+        print_result(listing.entries(backbone), as_json, listing.as_json, listing.print_entries)
         return
-    print_result(backbones.sources(), as_json, dict, backbones.print_sources)
+    print_result(listing.sources(), as_json, dict, listing.print_sources)
     if not as_json:
         print_line("layertap list 'timm/vit_*' lists the matching backbones, with their width and licence", err=True)
 
@@ -183,10 +183,10 @@ def list_(
 def _list_layers(backbone: str, patterns: tuple[str, ...], ops: bool, images: str | None, as_json: bool) -> None:
     if images is not None and ops:
         raise click.UsageError("--bytes lists layers only; functions cannot be stored: leave out --ops")
-    from pipelines.network import layers
+    from pipelines.network import listing
 
     if images is not None:
-        sizes = layers.layer_bytes(backbone, patterns, images)
-        print_result(sizes, as_json, layers.bytes_as_json, layers.print_bytes)
+        sizes = listing.layer_bytes(backbone, patterns, images)
+        print_result(sizes, as_json, listing.bytes_as_json, listing.print_bytes)
         return
-    print_result(layers.list_layers(backbone, patterns, operations=ops), as_json, layers.as_json, layers.print_table)
+    print_result(listing.list_layers(backbone, patterns, operations=ops), as_json, listing.as_json, listing.print_table)

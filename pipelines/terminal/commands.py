@@ -45,6 +45,7 @@ GONE_OPTIONS = {
     "--at": "patches are searched in Python: layertap.search.nearest_patches(reader.tokens(layer), patch, k)",
     "--budget": "use --limit N, which takes the first N images",
     "--clobber": _START_AGAIN,
+    "--force": _START_AGAIN,
     "--layer": "use --layers",
     "--max-distortion": "extract.compute.distortion.measured_distortion measures what a projection changes",
     "--output": "use --out",

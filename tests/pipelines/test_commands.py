@@ -72,9 +72,7 @@ def test_earlier_commands_print_the_same_json_as_the_functions_that_they_called(
     from extract.analysis.dataset_diff import compare
     from pipelines.data_sets.show import describe, diff_as_json
     from pipelines.data_sets.status import progress_of
-    from pipelines.network.backbones import sources
-    from pipelines.network.layers import as_json as layers_as_json
-    from pipelines.network.layers import list_layers
+    from pipelines.network.listing import as_json, list_layers, sources
 
     spec = "timm/test_resnet"
     for words, expected in (
@@ -85,8 +83,8 @@ def test_earlier_commands_print_the_same_json_as_the_functions_that_they_called(
         (["show", out, out], diff_as_json(compare(out, out))),
         (["backbones"], sources()),
         (["list"], sources()),
-        (["layers", spec, "layer?"], layers_as_json(list_layers(spec, ("layer?",), operations=False))),
-        (["list", spec, "layer?"], layers_as_json(list_layers(spec, ("layer?",), operations=False))),
+        (["layers", spec, "layer?"], as_json(list_layers(spec, ("layer?",), operations=False))),
+        (["list", spec, "layer?"], as_json(list_layers(spec, ("layer?",), operations=False))),
     ):
         told = json.loads(layertap(*words, "--json").stdout)
         assert told == json.loads(json.dumps(expected)), words

@@ -24,8 +24,7 @@ from extract.analysis.similar_images import near_duplicate_cosine
 from extract.store.format.layout import StoredFeature, create_shard
 from extract.store.format.writer import ShardWriter
 from pipelines.data_sets import report as report_room
-from pipelines.data_sets.report.content import _histogram
-from pipelines.data_sets.report.page import PAGE_BYTES
+from pipelines.data_sets.report.page import PAGE_BYTES, _histogram
 from pipelines.data_sets.report.probe_results import probes
 from pipelines.terminal.page.assembly import _as_data
 from pipelines.terminal.page.thumbnail_sheets import thumbnail_sheets
