@@ -459,12 +459,6 @@ MUTATIONS = (
         ("test_two_inputs_of_one_picture_are_equal_and_channels_are_not_called_dead",),
     ),
     Mutation(
-        "The labels of a network that is unsure are doubted.",
-        "    if not learned or predictions.right > limit or loss < guess:\n",
-        "    if predictions.right > limit or loss < guess:\n",
-        ("test_labels_are_doubted_only_if_sure_answers_never_agree",),
-    ),
-    Mutation(
         "The penalty of logistic regression does not depend on the number of rows.",
         "        return 1 / (strengths * self.count)\n",
         "        return 1 / strengths\n",

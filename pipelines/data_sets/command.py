@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import sys
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -15,23 +13,20 @@ from extract.errors import InputError
 from extract.extraction.settings import ExtractionSettings
 from extract.system.optional_libraries import library
 from extract.system.urls import is_url
-from pipelines.terminal.commands import command, mode_of
+from pipelines.terminal.commands import command
 from pipelines.terminal.options import BACKBONE_HELP, DATA_SET, FOLDER, LateChoice, json_flag, option, print_result
 from pipelines.terminal.text_output import print_line
 
 __all__ = ["export", "findings", "merge", "report", "search", "show", "verify"]
-
-_MODES = {"watch": ((), ("status", "as_json")), "status": ((), ("as_json",))}
 
 
 @command(short_help="Describe a data set and its progress, or compare it with another.")
 @click.argument("out", type=DATA_SET)
 @click.argument("other", required=False, type=FOLDER)
 @click.option("--status", is_flag=True, help="Only print the progress, or the passes of a data set of `sync`.")
-@click.option("--watch", is_flag=True, help="Print the progress every few seconds, until the data set is complete.")
 @json_flag
 @click.pass_context
-def show(ctx: click.Context, /, out: Path | str, other: Path | None, status: bool, watch: bool, as_json: bool) -> None:
+def show(ctx: click.Context, /, out: Path | str, other: Path | None, status: bool, as_json: bool) -> None:
     """Describe the data set OUT: its features, images, backbone and settings; and its progress if it is unfinished.
 
     With OTHER, compare the two: the settings that features depend on, and the features of images in both. Images are
@@ -46,49 +41,39 @@ def show(ctx: click.Context, /, out: Path | str, other: Path | None, status: boo
     layertap show outputs/photos --status
     layertap show outputs/photos outputs/photos-2     # how they differ
     """
-    mode = mode_of(ctx, _MODES)
     if other is not None:
-        if mode:
-            raise InputError(f"--{mode} is for one data set", hint="leave it out")
-        _compare(FOLDER.convert(out, None, ctx), other, as_json)
+        if status:
+            raise InputError("--status is for one data set", hint="leave it out")
+        from extract.analysis.dataset_diff import compare
+        from pipelines.data_sets.show import diff_as_json, print_diff
+
+        first = FOLDER.convert(out, None, ctx)
+        print_text = partial(print_diff, first=first, second=other)
+        print_result(compare(first, other), as_json, diff_as_json, print_text)
         return
-    if mode or is_url(str(out)):
-        _print_progress(str(out), watch, as_json)
+    if status or is_url(str(out)):
+        _print_progress(str(out), as_json)
         return
     from pipelines.data_sets.show import describe, print_description
 
     content = describe(Path(out))
     print_result(content, as_json, dict, print_description)
     if not as_json and not content["complete"] and content["version"] is None:
-        _print_progress(str(out), watch, as_json)
+        _print_progress(str(out), as_json)
 
 
-def _print_progress(out: str, watch: bool, as_json: bool) -> None:
-    from pipelines.data_sets import status
+def _print_progress(out: str, as_json: bool) -> None:
+    from pipelines.data_sets.status import is_built_in_shards, print_progress, progress_of
     from pipelines.sync.status import describe_status, print_status
 
-    if status.is_built_in_shards(out):
-        for content in status.watch(out) if watch else [status.ShardProgress(out).read()]:
-            if watch and not as_json and sys.stdout.isatty():
-                click.clear()
-            print_result(content, as_json, dict, status.print_progress, indent=None if watch else 1)
-        return
-    if watch:
-        raise InputError(f"--watch: {out} is not a data set of `layertap embed`", hint="leave out --watch")
-    print_result(describe_status(Path(out)), as_json, dict, print_status)
-
-
-def _compare(first: Path, second: Path, as_json: bool) -> None:
-    from extract.analysis.dataset_diff import compare
-    from pipelines.data_sets import diff
-
-    print_text = partial(diff.print_diff, first=first, second=second)
-    print_result(compare(first, second), as_json, diff.as_json, print_text)
+    if is_built_in_shards(out):
+        print_result(progress_of(out), as_json, dict, print_progress)
+    else:
+        print_result(describe_status(Path(out)), as_json, dict, print_status)
 
 
 @command(short_help="Write an HTML page about a data set.")
 @click.argument("out", type=FOLDER)
-@click.argument("other", required=False, type=FOLDER)
 @click.option("-o", "--out", "output", type=click.Path(path_type=Path), help="HTML file. [default: OUT/report.html]")
 @click.option(
     "-l", "--layers", "layer", metavar="LAYER",
@@ -106,22 +91,22 @@ def _compare(first: Path, second: Path, as_json: bool) -> None:
 @click.option("--images", help="Location of the images, if they were moved or are behind a URL.")
 @click.option("--thumbnails", type=click.IntRange(min=0), default=5000, show_default=True, help="Maximum number.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of random choices.")
-def report(out: Path, other: Path | None, **settings: Any) -> None:
-    """Write an HTML page that describes the data set OUT, and how it differs from OTHER.
+def report(out: Path, **settings: Any) -> None:
+    """Write an HTML page that describes the data set OUT.
 
     The page is a single file that includes thumbnails of the images. It loads no other files, and can be opened
     anywhere.
 
     \b
     layertap report outputs/photos
-    layertap report outputs/photos outputs/photos-2 --map umap -o report.html
+    layertap report outputs/photos --map umap -o report.html
     """
     for method, module in (("tsne", "sklearn"), ("tsne", "threadpoolctl"), ("umap", "umap")):
         if method in settings["maps"]:
             library(module, "umap" if method == "umap" else "report", f"layertap report with --map {method}")
     from pipelines.data_sets.report import run_report
 
-    written = run_report(out, other, say=lambda text: print_line(text, err=True), **settings)
+    written = run_report(out, say=lambda text: print_line(text, err=True), **settings)
     print_line(f"{written}, {written.stat().st_size / 1e6:.1f} MB; open it in a browser")
 
 
@@ -133,7 +118,7 @@ def _kinds() -> Iterable[str]:
 
 @command(short_help="List copies, near-duplicates, outliers and suspect labels.")
 @click.argument("out", type=DATA_SET)
-@click.option("-o", "--out", "output", type=click.Path(path_type=Path), help="File: .csv, .json or .parquet.")
+@click.option("-o", "--out", "output", type=click.Path(path_type=Path), help="CSV file.")
 @click.option("-l", "--layers", "layer", help="Layer to compare images by. [default: embedding, or the only layer]")
 @click.option("--kind", "kinds", multiple=True, type=LateChoice(_kinds), help="What to look for. [default: all]")
 @click.option("--images", help="Location of the images, if they were moved; the largest of near-duplicates is kept.")
@@ -145,7 +130,7 @@ def findings(out: Path | str, as_json: bool, **settings: Any) -> None:
     \b
     layertap findings outputs/photos
     layertap findings outputs/photos -o findings.csv
-    layertap findings outputs/photos --kind "suspect label" -o suspects.parquet
+    layertap findings outputs/photos --kind "suspect label" -o suspects.csv
     """
     from pipelines.data_sets import findings as job
 
@@ -154,21 +139,10 @@ def findings(out: Path | str, as_json: bool, **settings: Any) -> None:
         print_line(f"written: {settings['output']}", err=True)
 
 
-def _pixel(ctx: click.Context, param: click.Parameter, text: str | None) -> tuple[int, int] | None:
-    match = re.fullmatch(r"(\d{1,9}),(\d{1,9})", text or "0,0", re.ASCII)
-    if match is None:
-        message = f"{text!r}: expected X,Y in pixels from the upper left corner, such as 320,200"
-        raise click.BadParameter(message, ctx, param)
-    return None if text is None else (int(match[1]), int(match[2]))
-
-
 @command(short_help="Find images that are similar to an image or a text.")
 @click.argument("out", type=DATA_SET)
 @click.argument("query", metavar="[ROW|PATH|IMAGE]", required=False)
 @click.option("--text", help="Text to search for, if the backbone of OUT has a text tower (CLIP, SigLIP).")
-@click.option(
-    "--at", metavar="X,Y", callback=_pixel, help="Pixel of the query image: search for its patch in the tokens of OUT."
-)
 @click.option("-k", type=click.IntRange(min=1), default=10, show_default=True, help="Number of images to find.")
 @click.option(
     "-l", "--layers", "layer", metavar="LAYER", help="Layer to compare. [default: embedding, or the only layer]"
@@ -180,8 +154,8 @@ def _pixel(ctx: click.Context, param: click.Parameter, text: str | None) -> tupl
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:N or mps.")
 @click.option("-o", "--out", "output", type=click.Path(path_type=Path), help="Draw the results; .png, .svg or .pdf.")
 @json_flag
-def search(out: Path | str, query: str | None, at: tuple[int, int] | None, as_json: bool, **settings: Any) -> None:
-    """Find the images of the data set OUT that are nearest to an image, a patch or a text, by exact cosine search.
+def search(out: Path | str, query: str | None, as_json: bool, **settings: Any) -> None:
+    """Find the images of the data set OUT that are nearest to an image or a text, by exact cosine search.
 
     The query is a row number, the path of an image in the data set, or an image file, whose features are computed with
     the data set's recorded settings; or --text.
@@ -189,23 +163,15 @@ def search(out: Path | str, query: str | None, at: tuple[int, int] | None, as_js
     \b
     layertap search outputs/photos 17
     layertap search outputs/photos new.jpg -k 20 -o gallery.png
-    layertap search outputs/photos-tokens cat.jpg --at 320,200 -o patches.png
     layertap search outputs/photos-clip --text "a dog on grass"
     """
     if settings["output"] is not None:
         library("matplotlib", "figures", "--out")
-    elif settings["images"] is not None and at is None:
+    elif settings["images"] is not None:
         raise InputError("--images is for drawing the results", hint="add --out FILE")
     from pipelines.data_sets import search as job
 
-    if at is None:
-        results = job.run_search(out, query, **settings)
-    else:
-        from pipelines.data_sets.patch_search import run_patch_search
-
-        if query is None or settings.pop("text") is not None:
-            raise InputError("--at is a pixel of a query image; expected a row number, a path, or an image file")
-        results = run_patch_search(out, query, at, **settings)
+    results = job.run_search(out, query, **settings)
     print_result(results, as_json, job.as_json, job.print_results)
     if settings["output"] and not as_json:
         print_line(f"written: {settings['output']}", err=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +27,59 @@ from extract.store.places.destination import data_set_at
 from extract.store.reader import FeatureReader
 from extract.system.atomic_files import link_target
 from extract.system.torch_state import device_named
-from pipelines.data_sets.search_results import Hit, SearchResults
 from pipelines.terminal.output_paths import PICTURES, check_file
 from pipelines.terminal.pictures import Pictures
 from pipelines.terminal.text_output import counted, printable
 
-__all__ = ["as_json", "check_good", "class_of", "print_results", "row_of_query", "run_search"]
+__all__ = ["Hit", "SearchResults", "as_json", "print_results", "run_search"]
+
+
+@dataclass(frozen=True)
+class Hit:
+    """A result of a search.
+
+    Attributes:
+        row: row of the data set.
+        cosine: cosine between its feature and the feature of the query.
+        path: path of its image.
+        name: name of its class; empty: unlabelled.
+        split: train, val, test or empty.
+    """
+
+    row: int
+    cosine: float
+    path: str
+    name: str
+    split: str
+
+
+@dataclass(frozen=True)
+class SearchResults:
+    """All results of a search.
+
+    Attributes:
+        out: the data set.
+        layer: layer whose features were compared.
+        query: query row; None if the query is a file or a text.
+        path: path of the query image; empty for a text.
+        text: query text; empty for an image.
+        name: name of the class of the query row; empty: unlabelled, a file or a text.
+        note: what else the query may mean; empty: nothing.
+        hits: results, nearest first.
+        searched: number of rows compared.
+        no_pictures: why the figure has no pictures; empty: it has, or no figure was requested.
+    """
+
+    out: Path | str
+    layer: str
+    query: int | None
+    path: str
+    text: str
+    name: str
+    note: str
+    hits: list[Hit]
+    searched: int
+    no_pictures: str = ""
 
 
 def run_search(
@@ -80,39 +127,37 @@ def run_search(
             feature = features_of_text(dataset, reader.provenance, text, backbone, weights, device)
         elif query is not None:
             name = layer_to_search(reader.layers, layer, str(out))
-            row, note = row_of_query(reader, query, out)
+            row, note = _row_of_query(reader, query, out)
             path = query if row is None else reader.paths[row]
             if row is None:
                 feature = features_of_file(dataset, reader.provenance, Path(query), backbone, weights, device)[name]
             else:
-                check_good(reader, row)
+                _check_good(reader, row)
                 feature = reader[name][row]
         good = np.flatnonzero(reader.status == Status.OK)
         without = None if row is None or itself else np.array([row])
         compared_on = "cpu" if device == "auto" else str(device_named(device))  # reading rows takes longer
         neighbours = nearest(reader[name], feature[None], k, among=good, without=without, device=compared_on)
         hits = [
-            Hit(near, cosine, reader.paths[near], class_of(reader, near), reader.splits[near])
+            Hit(near, cosine, reader.paths[near], _class_of(reader, near), reader.splits[near])
             for near, cosine in zip(neighbours.rows[0].tolist(), neighbours.cosines[0].tolist(), strict=True)
             if near >= 0
         ]
-        results = SearchResults(
-            out, name, row, path, text or "", note, hits, len(good) - (without is not None),
-            name="" if row is None else class_of(reader, row),
-        )  # fmt: skip
+        searched, class_name = len(good) - (without is not None), "" if row is None else _class_of(reader, row)
+        results = SearchResults(out, name, row, path, text or "", class_name, note, hits, searched)
         if output is not None:
             why_not = _draw(results, reader, dataset.images["root"], images, link_target(output))
             results = replace(results, no_pictures=why_not)
     return results
 
 
-def class_of(reader: FeatureReader, row: int) -> str:
+def _class_of(reader: FeatureReader, row: int) -> str:
     """Return the name of the class of a row; empty: unlabelled."""
     label = int(reader.labels[row])
     return reader.classes[label] if label >= 0 else ""
 
 
-def check_good(reader: FeatureReader, row: int) -> None:
+def _check_good(reader: FeatureReader, row: int) -> None:
     """Raise InputError, with the reason, if a row has no features."""
     if reader.status[row] != Status.OK:
         reason = next(reason for failed, _, _, reason in reader.failures if failed == row)
@@ -120,7 +165,7 @@ def check_good(reader: FeatureReader, row: int) -> None:
         raise InputError(f"row {row} ({path}) has no features: {status.text}: {reason}")
 
 
-def row_of_query(reader: FeatureReader, query: str, out: Path | str) -> tuple[int | None, str]:
+def _row_of_query(reader: FeatureReader, query: str, out: Path | str) -> tuple[int | None, str]:
     """Return the row that a query names, None for a file; and a note on what else the query may mean."""
     is_file = Path(query).is_file()
     file = f"a file has this name, too; to search for the file, write ./{query}" if is_file else ""
@@ -150,15 +195,26 @@ def _equal(paths: Sequence[str], query: str) -> NDArray[np.bool_]:
 
 def _draw(results: SearchResults, reader: FeatureReader, root: str, images: str | None, output: Path) -> str:
     """Draw the results, and return why there are no pictures, or ""."""
-    from pipelines.data_sets.search_gallery import MOST_DRAWN, draw
+    from pipelines.data_sets.search_gallery import MOST_DRAWN, Tile, draw
 
     rows = [hit.row for hit in results.hits] + ([] if results.query is None else [results.query])
     pictures = Pictures(reader, root, rows, images)
-    if results.query is not None:
-        query = pictures.picture(results.query)
+
+    def tile(row: int, heading: str, path: str, name: str) -> Tile:
+        picture, why = pictures.picture(row)
+        return Tile(picture, f"no picture:\n{why}", heading, path, name)
+
+    if results.text:
+        query = Tile(None, results.text, "query", "", "")
+    elif results.query is None:
+        query = Tile(pictures.of_file(Path(results.path)), "", "query", results.path, "")
     else:
-        query = (None, "") if results.text else (pictures.of_file(Path(results.path)), "")
-    draw(results, query, [pictures.picture(hit.row) for hit in results.hits[:MOST_DRAWN]], output)
+        query = tile(results.query, "query", results.path, results.name)
+    shown = results.hits[:MOST_DRAWN]
+    title = f"Nearest by cosine of {results.layer}"
+    if len(shown) < len(results.hits):
+        title += f"; the first {len(shown)} of {len(results.hits)}"
+    draw(title, query, [tile(hit.row, f"{hit.cosine:.4f}", hit.path, hit.name) for hit in shown], output)
     return pictures.why_not
 
 
@@ -168,10 +224,8 @@ def print_results(results: SearchResults, echo: Callable[[str], None]) -> None:
     query = f"the file {results.path}" if results.query is None else f"row {results.query} ({printable(results.path)})"
     if results.text:
         query = f'the text "{printable(results.text)}"'
-    searched = f"{results.layer}, among {counted(results.searched, 'row')}"
-    if results.at is not None:
-        query, searched = f"the patch at {_pixel(results.at)} of {query}", f"the patches of {searched}"
-    echo(f"{results.out}: nearest to {query} by cosine of {searched}{name}")
+    searched = counted(results.searched, "row")
+    echo(f"{results.out}: nearest to {query} by cosine of {results.layer}, among {searched}{name}")
     if results.note:
         echo(f"  note: {printable(results.note)}")
     if results.no_pictures:
@@ -182,22 +236,7 @@ def print_results(results: SearchResults, echo: Callable[[str], None]) -> None:
     for rank, hit in enumerate(results.hits, 1):
         name = f"  [{printable(hit.name)}]" if hit.name else ""
         number = f"{rank:>{len(str(len(results.hits)))}}"
-        echo(f"  {number}  {hit.cosine:.6f}  row {hit.row:<{width}}  {printable(hit.path)}{_place(hit)}{name}")
-
-
-def _place(hit: Hit) -> str:
-    """Return where the nearest patch of a result is, in words."""
-    if hit.at is not None:
-        return f"  at {_pixel(hit.at)}"
-    return f"  in cell {hit.cell[0]},{hit.cell[1]} of its grid" if hit.cell is not None else ""
-
-
-def _pixel(at: tuple[int, int]) -> str:
-    return f"{at[0]},{at[1]}"
-
-
-def _place_as_json(hit: Hit) -> dict[str, Any]:
-    return {name: value and list(value) for name, value in (("cell", hit.cell), ("at", hit.at), ("box", hit.box))}
+        echo(f"  {number}  {hit.cosine:.6f}  row {hit.row:<{width}}  {printable(hit.path)}{name}")
 
 
 def as_json(results: SearchResults) -> dict[str, Any]:
@@ -211,7 +250,6 @@ def as_json(results: SearchResults) -> dict[str, Any]:
             "text": results.text or None,
             "class": results.name or None,
             "note": results.note,
-            **({} if results.at is None else {"at": list(results.at)}),
         },
         "no_pictures": results.no_pictures,
         "searched": results.searched,
@@ -223,7 +261,6 @@ def as_json(results: SearchResults) -> dict[str, Any]:
                 "path": hit.path,
                 "class": hit.name or None,
                 "split": hit.split or None,
-                **({} if hit.cell is None else _place_as_json(hit)),
             }
             for rank, hit in enumerate(results.hits, 1)
         ],

@@ -60,6 +60,8 @@ def ablate(config: AblateConfig) -> AblationResult:
         picture /= f"ablation.{config.format}"
     if picture is not None:
         check_file(picture, PICTURES)
+        if "format" in config.model_fields_set and picture.suffix.lower() != f".{config.format}":
+            raise InputError(f"--format {config.format}: the file is {picture}", hint="leave out --format")
     if config.csv is not None:
         check_file(config.csv)
     edit_named(config.edit)  # raise for a wrong edit before anything is loaded

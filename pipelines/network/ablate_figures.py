@@ -47,7 +47,7 @@ def draw_ablation(ablation: Ablation, title: str) -> Figure:
     step = -(-len(effects) // _MAX_NAMES)
     slanted = {"rotation": 60, "ha": "right", "rotation_mode": "anchor"}
     axes.set_xticks(places[::step], names[::step], fontsize=7, **(slanted if max(map(len, names)) > 4 else {}))
-    axes.set_ylim(min(0.0, float(np.nanmin([*lines["cosine of the embedding, or output"], 0.0]))), 1.02)
+    axes.set_ylim(float(np.nanmin([*lines["cosine of the embedding, or output"], 0.0])) - 0.02, 1.02)
     axes.set_xlabel(f"channel of {drawable_layer(layers[0], 60)}" if by_channel and len(layers) == 1 else "edited")
     axes.grid(axis="y", alpha=0.3)
     axes.legend(frameon=False, fontsize=7)

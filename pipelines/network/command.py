@@ -5,18 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from functools import reduce
+from pathlib import Path
 from typing import Any
 
 import click
 
-from extract import defaults
 from extract.errors import InputError
 from extract.system.optional_libraries import library
-from pipelines.network.config import AblateConfig, DrawConfig, InspectConfig, LookConfig, StoredTokensConfig
+from pipelines.network.config import AblateConfig, DrawConfig, InspectConfig, LookConfig
 from pipelines.terminal.commands import command, mode_of
 from pipelines.terminal.completion import complete_paths
 from pipelines.terminal.config import checked
-from pipelines.terminal.options import given, is_data_set, json_flag, option, options, print_result
+from pipelines.terminal.options import given, json_flag, option, options, print_result
 from pipelines.terminal.text_output import print_line
 
 __all__ = ["draw", "inspect", "list_"]
@@ -29,20 +29,29 @@ _NOT_OPTIONS = (
 _OF_EDITS = "Effect of an edit"
 
 
-def _look_options(
-    model: type[LookConfig], metavars: dict[str, str], *, of_data_sets: bool = False
-) -> Callable[[Any], Any]:
-    """Return a decorator for BACKBONE, IMAGES and the options of a configuration; `of_data_sets`: IMAGES is optional.
+def _look_options(model: type[LookConfig], metavars: dict[str, str]) -> Callable[[Any], Any]:
+    """Return a decorator for BACKBONE, IMAGES and the options of a configuration.
 
     The placeholders of values in the help text are given by key.
     """
     decorators = (
-        click.argument("backbone"),
-        click.argument("images", shell_complete=complete_paths, required=not of_data_sets),
+        click.argument("backbone", callback=_not_images),
+        click.argument("images", shell_complete=complete_paths),
         options(model, {"layers": ("-l",), "out": ("-o",)}, {"layers": "LAYER"} | metavars, _NOT_OPTIONS),
         option("--sample", model=model, type=str, metavar="N|all"),
     )
     return lambda command: reduce(lambda decorated, add: add(decorated), reversed(decorators), command)
+
+
+def _not_images(ctx: click.Context, param: click.Parameter, text: str) -> str:
+    if Path(text).exists():
+        from extract.backbones.sources import SOURCES
+
+        if text.partition("/")[0] not in SOURCES:
+            names = [each.human_readable_name for each in ctx.command.params if isinstance(each, click.Argument)]
+            expected = " ".join([ctx.command_path, *names])
+            raise InputError(f"{text} is a path; expected a backbone", hint=f"expected: {expected}")
+    return text
 
 
 @command(short_help="Find dead channels, NaN and other faults of layers, or the effect of editing them.")
@@ -90,15 +99,14 @@ def inspect(ctx: click.Context, /, as_json: bool, **flags: Any) -> None:
 @command(short_help="Draw activations, attention, Grad-CAM and filters.")
 @click.argument(
     "kind",
-    type=click.Choice(["maps", "channels", "top", "filters", "attention", "rollout", "gradcam", "tokens"]),
+    type=click.Choice(["maps", "top", "filters", "attention", "rollout", "gradcam", "tokens"]),
 )
-@_look_options(DrawConfig, {"channels": "0,3,17", "target": "CLASS", "out": "FOLDER"}, of_data_sets=True)
+@_look_options(DrawConfig, {"channels": "0,3,17", "target": "CLASS", "out": "FOLDER"})
 def draw(kind: str, **flags: Any) -> None:
     """Draw what BACKBONE sees in IMAGES: one figure per layer.
 
     \b
     maps       channels of a layer, beside the image
-    channels   the mean of each channel on each image, as a heat map
     top        the images with the largest values of a channel
     filters    filters of the first convolution
     attention  attention of the class token, head by head
@@ -106,35 +114,15 @@ def draw(kind: str, **flags: Any) -> None:
     gradcam    evidence for a class, over the image
     tokens     main directions of patches or positions, as colours
 
-    `draw tokens` also takes a data set in place of BACKBONE, and draws the tokens that it has stored. IMAGES is then
-    optional: where the images are now, if they were moved.
-
     \b
     layertap draw maps bundled/efficientnet_lite0 cat.jpg
     layertap draw gradcam torchvision/resnet50 photos --sample 4
     layertap draw top bundled/efficientnet_lite0 photos -l blocks.4 --channels 3,40
-    layertap draw tokens outputs/photos-tokens
     """
     library("matplotlib", "figures", "layertap draw")
     from pipelines.network.draw import draw as run_draw
-    from pipelines.network.draw_stored import draw_stored_tokens
 
-    source = flags["backbone"]
-    if kind == "tokens" and is_data_set(source):
-        settings = {**given(flags), "data_set": source}
-        del settings["backbone"]
-        if refused := [name for name in settings if name not in StoredTokensConfig.model_fields]:
-            option_name = f"--{refused[0].replace('_', '-')}"
-            raise InputError(f"{option_name} is for a backbone; {source} is a data set", hint="leave it out")
-        written = draw_stored_tokens(checked(StoredTokensConfig, settings))
-    elif is_data_set(source):
-        raise InputError(f"{source} is a data set; draw {kind} expects a backbone, such as {defaults.BACKBONE}")
-    elif flags["images"] is None:
-        not_found = ", since it is not a data set" if kind == "tokens" else ""
-        raise click.UsageError(f"Missing argument 'IMAGES'; {source} was taken as BACKBONE{not_found}.")
-    else:
-        written = run_draw(kind, checked(DrawConfig, given(flags)))
-    for path in written:
+    for path in run_draw(kind, checked(DrawConfig, given(flags))):
         print_line(path)
 
 
@@ -182,12 +170,12 @@ def list_(
         return
     if patterns or ops or images:
         raise InputError("layers are those of one backbone; expected SOURCE/NAME", hint="list them: layertap list")
-    from pipelines.network import backbones
+    from pipelines.network import listing
 
     if backbone is not None:
-        print_result(backbones.entries(backbone), as_json, backbones.as_json, backbones.print_entries)
+        print_result(listing.entries(backbone), as_json, listing.as_json, listing.print_entries)
         return
-    print_result(backbones.sources(), as_json, dict, backbones.print_sources)
+    print_result(listing.sources(), as_json, dict, listing.print_sources)
     if not as_json:
         print_line("layertap list 'timm/vit_*' lists the matching backbones, with their width and licence", err=True)
 
@@ -195,10 +183,10 @@ def list_(
 def _list_layers(backbone: str, patterns: tuple[str, ...], ops: bool, images: str | None, as_json: bool) -> None:
     if images is not None and ops:
         raise click.UsageError("--bytes lists layers only; functions cannot be stored: leave out --ops")
-    from pipelines.network import layers
+    from pipelines.network import listing
 
     if images is not None:
-        sizes = layers.layer_bytes(backbone, patterns, images)
-        print_result(sizes, as_json, layers.bytes_as_json, layers.print_bytes)
+        sizes = listing.layer_bytes(backbone, patterns, images)
+        print_result(sizes, as_json, listing.bytes_as_json, listing.print_bytes)
         return
-    print_result(layers.list_layers(backbone, patterns, operations=ops), as_json, layers.as_json, layers.print_table)
+    print_result(listing.list_layers(backbone, patterns, operations=ops), as_json, listing.as_json, listing.print_table)

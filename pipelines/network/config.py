@@ -6,12 +6,12 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from extract.errors import InputError
-from pipelines.terminal.config import FROZEN, BackboneConfig
+from pipelines.terminal.config import BackboneConfig
 
-__all__ = ["AblateConfig", "DrawConfig", "InspectConfig", "LookConfig", "StoredTokensConfig"]
+__all__ = ["AblateConfig", "DrawConfig", "InspectConfig", "LookConfig"]
 
 
 def _sample(value: Any) -> int | None:
@@ -97,16 +97,3 @@ class DrawConfig(LookConfig):
     target: int | None = Field(None, ge=0, description="Class to explain. [default: the most likely of each image]")
     out: Path = Field(Path("outputs/pictures"), description="Folder of the figures.")
     format: Literal["png", "svg", "pdf"] = Field("png", description="Format of the figures.")
-
-
-class StoredTokensConfig(BaseModel):
-    """Configuration of `layertap draw tokens OUT`, whose options are among those of `DrawConfig`."""
-
-    model_config = FROZEN
-
-    data_set: str
-    images: str | None = None
-    layers: list[str] | None = None
-    sample: SampleSize = DrawConfig.model_fields["sample"].default
-    out: Path = DrawConfig.model_fields["out"].default
-    format: Literal["png", "svg", "pdf"] = DrawConfig.model_fields["format"].default

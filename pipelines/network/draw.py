@@ -28,7 +28,7 @@ from extract.system.torch_state import evaluating, full_float32
 from extract.taps.layer_names import match_layers, named_layers
 from extract.taps.taps import Taps
 from pipelines.network import draw_figures
-from pipelines.network.config import DrawConfig, StoredTokensConfig
+from pipelines.network.config import DrawConfig
 from pipelines.network.image_sample import Sample, sample_of
 from pipelines.network.imagenet_targets import Targets, class_name, targets_of
 from pipelines.terminal.backbone import backbone_of
@@ -36,11 +36,11 @@ from pipelines.terminal.figures import drawable, save_figure
 from pipelines.terminal.output_paths import check_folder
 from pipelines.terminal.text_output import print_line
 
-__all__ = ["KINDS", "MOST_IMAGES", "draw", "figure_file"]
+__all__ = ["KINDS", "draw"]
 
-_SAMPLED = 256  # default number of images for kinds in `_MANY_IMAGE_KINDS`
+_SAMPLED = 256  # default number of images of `top`
 _TOP_COUNT = 8  # images per channel, and channels
-MOST_IMAGES = 64  # in a figure that shows every image
+_MOST_IMAGES = 64  # in a figure that shows every image
 _MOST_TILES = 600
 _MARKS = {True: "✓ ", False: "✗ "}
 
@@ -55,24 +55,19 @@ def draw(kind: str, config: DrawConfig) -> list[Path]:
         raise InputError(f"--target is for gradcam, not for {kind}", hint="leave it out")
     check_folder(config.out)
     backbone = backbone_of(config)
-    if kind in _MANY_IMAGE_KINDS and "sample" not in config.model_fields_set:
+    if kind == "top" and "sample" not in config.model_fields_set:
         config = config.model_copy(update={"sample": _SAMPLED})
     sample = sample_of(config, backbone)
-    if kind not in _MANY_IMAGE_KINDS and len(sample.rows) > MOST_IMAGES:
+    if kind != "top" and len(sample.rows) > _MOST_IMAGES:
         raise InputError(
-            f"{len(sample.rows)} images do not fit into one figure", hint=f"use --sample {MOST_IMAGES} or less"
+            f"{len(sample.rows)} images do not fit into one figure", hint=f"use --sample {_MOST_IMAGES} or less"
         )
     written = []
     for name, figure in KINDS[kind](config, backbone, sample):
-        written.append(save_figure(figure, figure_file(kind, name, config)))
+        file = re.sub(r"[^\w.-]+", "_", f"{kind}-{name}" if name else kind)
+        written.append(save_figure(figure, config.out / f"{file}.{config.format}"))
     sample.print_failures()
     return written
-
-
-def figure_file(kind: str, layer: str, config: DrawConfig | StoredTokensConfig) -> Path:
-    """Return the file of a figure; the layer may be empty."""
-    plain = re.sub(r"[^\w.-]+", "_", f"{kind}-{layer}" if layer else kind)
-    return config.out / f"{plain}.{config.format}"
 
 
 Figures = Iterator[tuple[str, Figure]]  # layer, figure
@@ -173,22 +168,6 @@ def _tokens(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:
         maps, pixels, names = _all_maps(backbone, sample, feature)
         title = f"{_title(backbone, feature.name)}: main directions of all positions as red, green and blue"
         yield feature.name, draw_figures.side_by_side(pixels, attribution.principal_colours(maps), names, title)
-
-
-def _channels(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:
-    for feature in _layers(config, backbone, last=True):
-        means, names = [], []
-        for maps, _, rows in _maps(backbone, sample, feature):
-            means.append(maps.double().mean((1, 2)).numpy())
-            names += [sample.images.paths[row] for row in rows]
-        channel_means = np.concatenate(means)
-        constant = are_constant(channel_means.min(0), channel_means.max(0), channel_means.std(0))
-        channel_means[:, constant] = channel_means[0, constant]  # their rounding is not drawn
-        chosen = _checked_channels(config, channel_means.shape[1]) or list(range(channel_means.shape[1]))
-        figure = draw_figures.channels_by_image(
-            channel_means[:, chosen], chosen, names, _title(backbone, feature.name), reorder=config.channels is None
-        )
-        yield feature.name, figure
 
 
 def _top(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:
@@ -339,7 +318,6 @@ def _gradcam_layers(config: DrawConfig, backbone: Backbone) -> Sequence[str]:
 
 KINDS: dict[str, Callable[[DrawConfig, Backbone, Sample], Figures]] = {
     "maps": _feature_maps,
-    "channels": _channels,
     "top": _top,
     "filters": _filters,
     "attention": _attention,
@@ -347,5 +325,4 @@ KINDS: dict[str, Callable[[DrawConfig, Backbone, Sample], Figures]] = {
     "gradcam": _gradcam,
     "tokens": _tokens,
 }
-_MANY_IMAGE_KINDS = {"channels", "top"}
-_CHANNEL_KINDS = ("maps", "channels", "top")
+_CHANNEL_KINDS = ("maps", "top")

@@ -7,15 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from extract.compute.principal_axes import principal_axes
 from pipelines.terminal.figures import drawable
 
 __all__ = [
-    "CHANNELS_IN_A_ROW", "MOST_CHANNELS", "attention", "channels_by_image", "drawable_layer", "feature_maps", "filters",
+    "CHANNELS_IN_A_ROW", "MOST_CHANNELS", "attention", "drawable_layer", "feature_maps", "filters",
     "overlays", "side_by_side", "top_images", "write_title",
 ]  # fmt: skip
 
@@ -26,7 +24,6 @@ CHANNELS_IN_A_ROW = 8
 MOST_CHANNELS = 64  # for a single image: 8 rows of 8
 _TILE_IN = 1.5
 _MOST_HEADS = 8
-_NAMED_IMAGES = 60
 _MOST_FILTERS = 256
 _LINE_IN = 0.17  # height of a line of a title
 _LETTERS_PER_IN = 12  # of a title
@@ -63,7 +60,7 @@ def _show(tile: Any, pixels: Pixels, caption: str = "") -> None:
 
 
 def _caption(name: str) -> str:
-    return drawable(name.rpartition("/")[2], 24)
+    return drawable(name.rpartition("/")[2], 32)
 
 
 def _heat(tile: Any, values: Floats, pixels: Pixels, low: float, high: float, caption: str = "") -> None:
@@ -111,7 +108,7 @@ def feature_maps(
     return figure
 
 
-def side_by_side(pixels: Pixels | Sequence[Pixels], others: Floats, names: Sequence[str], title: str) -> Figure:
+def side_by_side(pixels: Pixels, others: Floats, names: Sequence[str], title: str) -> Figure:
     """Draw each image (H, W, 3) beside another picture of it (N, h, w, 3)."""
     figure, pairs = _pairs(len(pixels), title)
     for (left, right), picture, other, name in zip(pairs, pixels, others, names, strict=False):
@@ -158,61 +155,6 @@ def attention(heads: Floats, pixels: Pixels, names: Sequence[str], title: str) -
             tile.imshow(maps[head], cmap="inferno", interpolation="nearest")
             tile.set_title(f"head {head}" if row == 0 else "", fontsize=6.5, pad=2)
     return figure
-
-
-def channels_by_image(
-    means: Floats, channels: Sequence[int], names: Sequence[str], title: str, *, reorder: bool
-) -> Figure:
-    """Draw the mean of each channel on each image (N, C), in standard deviations from the channel's own mean.
-
-    Args:
-        means: (N, C) means of these channels only.
-        channels: numbers of the channels.
-        names: names of the images.
-        title: title of the figure.
-        reorder: put channels that vary alike side by side.
-    """
-    apart = means - means.mean(0)
-    scaled = apart / np.where(means.std(0) > 0, means.std(0), 1)
-    order = angular_order(scaled) if reorder else np.arange(len(channels))
-    scaled, channels = scaled[:, order], [channels[place] for place in order.tolist()]
-    height = min(12.0, max(3.6, 1.4 + 0.14 * len(means)))
-    figure = Figure(figsize=(min(14.0, max(5.0, 2.5 + 0.02 * len(channels))), height), layout="constrained")
-    axes = figure.add_subplot()
-    image = axes.imshow(scaled, aspect="auto", cmap="RdBu_r", vmin=-3, vmax=3, interpolation="nearest")
-    if len(names) <= _NAMED_IMAGES:
-        axes.set_yticks(range(len(names)), [_caption(name) for name in names], fontsize=6)
-    else:
-        axes.set_ylabel("image, in order of path")
-    if len(channels) <= 40:
-        axes.set_xticks(range(len(channels)), [str(channel) for channel in channels], fontsize=6, rotation=90)
-    axes.set_xlabel("channels, similar ones side by side" if reorder else "channel")
-    if reorder and len(channels) > 40:
-        axes.set_xticks([])  # places are not numbers of channels
-    write_title(figure, f"{title}: mean of each channel on each image")
-    figure.colorbar(image, ax=axes, label="deviation from the channel's\nmean, in standard deviations")
-    return figure
-
-
-def angular_order(columns: Floats) -> NDArray[np.intp]:
-    """Return an order of the columns (N, C) in which similar ones stand side by side.
-
-    Columns are ordered by their angle in the plane of the first two principal axes, from the widest gap (Friendly 2002,
-    "Corrgrams", The American Statistician 56). Columns of zeros come last.
-    """
-    fitted = principal_axes(torch.from_numpy(columns), 2)
-    coordinates = fitted.squares.sqrt()[:, None] * fitted.axes
-    if len(coordinates) < 2:
-        return np.argsort(-coordinates[0].numpy(), kind="stable")
-    angles = torch.atan2(coordinates[1], coordinates[0]).numpy()
-    zero = ~columns.any(0)
-    order = np.argsort(np.where(zero, np.inf, angles), kind="stable")
-    count = int((~zero).sum())
-    if count > 1:
-        sorted_angles = angles[order[:count]]
-        gaps = np.diff(sorted_angles, append=sorted_angles[0] + 2 * np.pi)
-        order[:count] = np.roll(order[:count], -1 - int(gaps.argmax()))
-    return order
 
 
 def top_images(

@@ -27,6 +27,7 @@ from extract.taps.layer_names import match_layers
 from pipelines.probe.config import ProbeConfig
 from pipelines.probe.labelling import Labelling, drop_leaks, label_rows
 from pipelines.probe.token_probes import Example, TokenProbes
+from pipelines.terminal.text_output import data_set_name
 
 __all__ = ["Comparison", "ProbeRun", "ProbedFeature", "data_sets", "description_of", "run_probe"]
 
@@ -214,7 +215,7 @@ def data_sets(paths: Sequence[str]) -> dict[str, Path | str]:
     resolved = [path.rstrip("/") if is_url(path) else str(Path(path).resolve()) for path in paths]
     if len(set(resolved)) < len(resolved):
         raise InputError(f"a data set is given twice: {', '.join(paths)}")
-    names = [path.rpartition("/")[2] for path in resolved]
+    names = [data_set_name(path) for path in resolved]
     if len(set(names)) < len(names):
         names = list(paths)
     locations = [path.rstrip("/") if is_url(path) else Path(path) for path in paths]

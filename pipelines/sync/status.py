@@ -96,9 +96,12 @@ def print_status(content: dict[str, Any], echo: Callable[[str], None]) -> None:
         echo(f"rows      {content['rows']:,}: {counts}")
         dead = content["dead_rows"]
         share = dead / max(1, content["stored_rows"])
-        unused = f"{counted(dead, 'stored row')} ({share:.0%}, {content['dead_bytes'] / 1e6:,.1f} MB)"
+        unused = ""
+        if dead:
+            rows = f"{counted(dead, 'stored row')} ({share:.0%}, {content['dead_bytes'] / 1e6:,.1f} MB)"
+            unused = f"; {rows} of deleted or replaced images"
         passes = f"{content['passes']} pass" + ("" if content["passes"] == 1 else "es")
-        echo(f"disk      {content['bytes'] / 1e6:,.1f} MB in {passes}; {unused} of deleted or replaced images")
+        echo(f"disk      {content['bytes'] / 1e6:,.1f} MB in {passes}{unused}")
         if share > 0.2:
             echo(f"          to remove them: layertap sync {out} --compact")
     if content["runs"]:

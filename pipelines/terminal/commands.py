@@ -17,7 +17,6 @@ from pipelines.terminal.text_output import print_line
 __all__ = [
     "GONE_OPTIONS",
     "OLD_COMMANDS",
-    "OLD_OPTIONS",
     "SHOW_ALL",
     "Command",
     "Option",
@@ -26,7 +25,7 @@ __all__ = [
     "with_keys",
 ]
 
-# Names of earlier versions, which work and which no help lists -> the names of today.
+# Commands of earlier versions, which work and which no help lists -> the commands of today.
 OLD_COMMANDS = {
     "ablate": "inspect --edit zero",
     "backbones": "list --what backbones",
@@ -40,27 +39,27 @@ OLD_COMMANDS = {
     "status": "show --status",
     "watch": "sync --watch",
 }
-OLD_OPTIONS = {
-    "--layer": "--layers",
-    "--output": "--out",
-    "--picture": "--pictures",
-    "--results": "--out",
-    "--tasks": "--slurm",
-}
-
 # Options that do not exist, and what to do instead.
 _START_AGAIN = "to start again, delete the output, or name another one with -o"
 GONE_OPTIONS = {
+    "--at": "patches are searched in Python: layertap.search.nearest_patches(reader.tokens(layer), patch, k)",
     "--budget": "use --limit N, which takes the first N images",
     "--clobber": _START_AGAIN,
+    "--force": _START_AGAIN,
     "--iterations": "leave it out; no protocol of `layertap probe` is trained in iterations",
+    "--layer": "use --layers",
     "--max-distortion": "layertap.probe.feature_similarity compares stored features, as LAYER:srpK and LAYER:flatten",
+    "--output": "use --out",
     "--overwrite": _START_AGAIN,
+    "--picture": "use --pictures",
     "--restart": _START_AGAIN,
+    "--results": "use --out",
     "--schedule": "`layertap sync CONFIG --schedule` runs passes at fixed times",
     "--similarity": "`layertap compare` compares layers, and layertap.probe.feature_similarity those of data sets",
+    "--tasks": "use --slurm",
     "--thorough": "leave it out; `layertap doctor --bench` always measures the same",
     "--verbose": "commands print notes and progress on stderr; `layertap doctor` prints versions and devices",
+    "--watch": "to follow a folder, `layertap sync CONFIG --watch`; the progress: `watch layertap show OUT --status`",
     "--weights": "`layertap list` needs none; `layertap compare` reads them from the table of --from FILE.csv",
 }
 
@@ -105,7 +104,7 @@ def _print_all_help(ctx: click.Context, parameter: click.Parameter, wanted: bool
 
 
 class Command(click.Command):
-    """A command with options below headings, which accepts the names of options of earlier versions."""
+    """A command with options below headings."""
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         """Return the parameters, `--help`, and `--help-all` if there are rare options."""
@@ -115,16 +114,6 @@ class Command(click.Command):
             parameters.append(click.Option(["--help-all"], is_flag=True, is_eager=True, expose_value=False,
                                            callback=_print_all_help, help=text))  # fmt: skip
         return parameters
-
-    def make_parser(self, ctx: click.Context) -> Any:
-        """Return the parser, which also reads `OLD_OPTIONS`."""
-        parser = super().make_parser(ctx)
-        options = {name: each for each in self.params if isinstance(each, click.Option) for name in each.opts}
-        for old, new in OLD_OPTIONS.items():
-            if new in options and old not in options:
-                action = "append" if options[new].multiple else "store"
-                parser.add_option(options[new], [old], options[new].name, action=action, nargs=options[new].nargs)
-        return parser
 
     def records(self, ctx: click.Context) -> dict[str, list[tuple[str, str]]]:
         """Return heading -> name and text of each option below it."""

@@ -20,6 +20,7 @@ __all__ = ["print_error", "print_usage_error"]
 # Words that other programs use, and what layertap has instead.
 _OTHER_WORDS = {
     "fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16", "hdf5": "h5", "npz": "npy",
+    "channels": "maps (they show channels beside each image)",
     "csv": "npy (its rows.csv lists paths, labels and statuses) or parquet",
 }  # fmt: skip
 
@@ -54,8 +55,7 @@ def print_usage_error(error: click.ClickException) -> None:
     if isinstance(error, click.NoSuchOption | click.exceptions.NoSuchCommand):
         message, hint = error.message, _similar_name(error)
     elif isinstance(error, click.MissingParameter):
-        in_one_line = " ".join(message.split())  # click writes each choice on a line of its own
-        message, hint = _missing(in_one_line.rstrip("."), error)
+        message = " ".join(message.split())  # click writes each choice on a line of its own
     elif message.startswith("Got unexpected extra argument") and isinstance(error, click.UsageError):
         start, _, extra = message.partition("(")
         hint = _several_arguments(extra.removesuffix(")"), error.ctx)
@@ -83,19 +83,6 @@ def _similar_choice(word: str, choices: Sequence[str]) -> str:
     return f"did you mean {near[0]}?" if near else ""
 
 
-def _missing(message: str, error: click.MissingParameter) -> tuple[str, str]:
-    """Return the message and the hint for a missing argument: with several, another one may have been left out."""
-    if error.ctx is None or not isinstance(error.param, click.Argument):
-        return message, ""
-    arguments = [each for each in error.ctx.command.params if isinstance(each, click.Argument)]
-    taken = ((each.human_readable_name, error.ctx.params.get(each.name or "")) for each in arguments)
-    as_what = ", ".join(f"{value} was taken as {name}" for name, value in taken if value not in (None, ()))
-    if not as_what:
-        return message, ""
-    command = " ".join([error.ctx.command_path, *(each.human_readable_name for each in arguments)])
-    return f"{message}; {as_what}", f"expected: {command}"
-
-
 def _several_arguments(extra: str, ctx: click.Context | None) -> str:
     """Return what to do about arguments that no parameter takes: a path with spaces, several files, or several values.
 
@@ -106,6 +93,8 @@ def _several_arguments(extra: str, ctx: click.Context | None) -> str:
     taken = [str(value) for value in ctx.params.values() if isinstance(value, str | Path)] if ctx else []
     for text in taken:
         path = Path(text)
+        if ctx and ctx.info_name == "report":
+            return f"two data sets are compared by: layertap show {shlex.quote(text)} {shlex.quote(extra)}"
         if os.path.exists(f"{text} {extra}"):  # noqa: PTH110  thousands of names are no error, as for Path
             return f"quote a path with spaces: {shlex.quote(f'{text} {extra}')}"
         if path.is_file() and path.suffix == Path(extra).suffix:

@@ -16,7 +16,7 @@ from extract.images.decoding import decode, decode_partly, header_size
 from extract.store.reader import FeatureReader
 from pipelines.terminal.text_output import printable
 
-__all__ = ["Pictures", "part_of"]
+__all__ = ["Pictures"]
 
 _MOST_PIXELS = 100_000_000  # of a picture that is only shown
 
@@ -104,17 +104,3 @@ class Pictures:
             return None, first_line(error)
         same = xxhash.xxh3_128_digest(data) == self._hashes[row].tobytes()
         return (data, "") if same else (None, "its file has changed")
-
-
-def part_of(picture: Image.Image, window: tuple[float, float, float, float], shorter_px: int) -> Image.Image:
-    """Return a part of a picture, black beyond its edges.
-
-    Args:
-        picture: the picture.
-        window: left, top, right and bottom of the part, in pixels of the picture.
-        shorter_px: shorter side of the result.
-    """
-    left, top, right, bottom = window
-    scale = shorter_px / min(right - left, bottom - top)
-    size = max(1, round((right - left) * scale)), max(1, round((bottom - top) * scale))
-    return picture.transform(size, Image.Transform.EXTENT, window, Image.Resampling.BILINEAR)

@@ -20,6 +20,7 @@ __all__ = [
     "STDOUT",
     "command_line",
     "counted",
+    "data_set_name",
     "print_failures",
     "print_line",
     "print_out",
@@ -109,6 +110,12 @@ def command_line(*more: str) -> str:
     public = [text_without_credentials(without_credentials(argument)) for argument in arguments]
     lost = "" if public == arguments else "  # add the signature, token or user name of the URL again"
     return shlex.join([*public, *more]) + lost
+
+
+def data_set_name(path: str) -> str:
+    """Return the name of a data set at an absolute path or URL: the last folder, or the one above "features"."""
+    *_, above, last = ["", *path.rstrip("/").split("/")]
+    return above if last == "features" and above else last
 
 
 def printable(path: str) -> str:

@@ -21,7 +21,7 @@ FEATURE = "vector"
 JOBS = {
     "import": "pass",
     "show": "from pipelines.data_sets.show import describe; describe(out)",
-    "status": "from pipelines.data_sets.status import ShardProgress; ShardProgress(str(out)).read()",
+    "status": "from pipelines.data_sets.status import progress_of; progress_of(str(out))",
     "verify": "from extract.store.verify import verify; assert not verify(out).faults",
     "open": "FeatureReader(out)",
     "one row": "FeatureReader(out)['vector'][len(FeatureReader(out)) // 2]",

@@ -475,7 +475,7 @@ def _commands() -> Iterator[Command]:
         "search out/shards new/ant/01.png -l fc -b python/tiny.py:tiny",
     )
     yield command("search: no such row", "search out/shards 99 -l fc")
-    yield command("report", "report out/shards out/gzip -l deep")
+    yield command("report", "report out/shards -l deep")
     yield command("embed for probes", f"embed splits -o out/splits {TINY_ARGUMENTS} -l conv -l deep -l fc")
     yield command("probe by CLIP's protocol", "probe out/splits -p clip --device cpu")
     yield command("probe from a configuration", "probe --config probe.yaml --device cpu")
@@ -508,7 +508,7 @@ def _commands() -> Iterator[Command]:
     yield command("schedule for cron", "schedule nightly.yaml --print cron")
     yield command("schedule for systemd", "schedule nightly.yaml --print systemd")
     yield command("schedule often, for systemd", "schedule often.yaml --print systemd")
-    yield command("slurm", "slurm embed.yaml --tasks 4 --gpus 1 --time 1:00:00 --partition gpu")
+    yield command("slurm", "slurm embed.yaml --slurm 4 --gpus 1 --time 1:00:00 --partition gpu")
 
     yield command("inspect", "inspect python/tiny.py:tiny splits --device cpu --workers 0 --csv out/inspect.csv")
     yield command(
@@ -518,7 +518,6 @@ def _commands() -> Iterator[Command]:
     yield command("inspect, as JSON", "inspect python/tiny.py:nan splits --device cpu --workers 0 --json")
     for kind, backbone in (
         ("maps", "timm/test_resnet"),
-        ("channels", "timm/test_resnet"),
         ("top", "timm/test_resnet"),
         ("filters", "timm/test_resnet"),
         ("gradcam", "timm/test_resnet"),
@@ -532,7 +531,7 @@ def _commands() -> Iterator[Command]:
     yield command(
         "ablate",
         f"ablate timm/test_resnet splits --weights random --sample 6 -l layer? {CPU} "
-        "--csv out/ablated.csv --picture out/ablated.png",
+        "--csv out/ablated.csv --pictures out/ablated.png",
     )
     yield command(
         "ablate channels, as JSON",

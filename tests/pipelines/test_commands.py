@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-import numpy as np
 import pytest
 import yaml
 
@@ -21,7 +20,7 @@ from extract import FeatureReader
 from extract.extraction.settings import HEADINGS, Heading
 from pipelines.cli import SECTIONS, main
 from pipelines.embed.config import EmbedConfig
-from pipelines.terminal.commands import GONE_OPTIONS, OLD_COMMANDS, OLD_OPTIONS
+from pipelines.terminal.commands import GONE_OPTIONS, OLD_COMMANDS
 from pipelines.terminal.config import keys_of
 from tests.pipelines.test_cli import SMALL, layertap
 from tests.pipelines.test_cli import fails as message_of_failure
@@ -71,24 +70,21 @@ def test_a_command_of_an_earlier_version_names_the_new_one_in_one_line(old: str,
 
 def test_earlier_commands_print_the_same_json_as_the_functions_that_they_called(out: Path, tmp_path: Path) -> None:
     from extract.analysis.dataset_diff import compare
-    from pipelines.data_sets.diff import as_json
-    from pipelines.data_sets.show import describe
-    from pipelines.data_sets.status import ShardProgress
-    from pipelines.network.backbones import sources
-    from pipelines.network.layers import as_json as layers_as_json
-    from pipelines.network.layers import list_layers
+    from pipelines.data_sets.show import describe, diff_as_json
+    from pipelines.data_sets.status import progress_of
+    from pipelines.network.listing import as_json, list_layers, sources
 
     spec = "timm/test_resnet"
     for words, expected in (
-        (["status", out], ShardProgress(str(out)).read()),
-        (["show", out, "--status"], ShardProgress(str(out)).read()),
+        (["status", out], progress_of(str(out))),
+        (["show", out, "--status"], progress_of(str(out))),
         (["show", out], describe(out)),
-        (["diff", out, out], as_json(compare(out, out))),
-        (["show", out, out], as_json(compare(out, out))),
+        (["diff", out, out], diff_as_json(compare(out, out))),
+        (["show", out, out], diff_as_json(compare(out, out))),
         (["backbones"], sources()),
         (["list"], sources()),
-        (["layers", spec, "layer?"], layers_as_json(list_layers(spec, ("layer?",), operations=False))),
-        (["list", spec, "layer?"], layers_as_json(list_layers(spec, ("layer?",), operations=False))),
+        (["layers", spec, "layer?"], as_json(list_layers(spec, ("layer?",), operations=False))),
+        (["list", spec, "layer?"], as_json(list_layers(spec, ("layer?",), operations=False))),
     ):
         told = json.loads(layertap(*words, "--json").stdout)
         assert told == json.loads(json.dumps(expected)), words
@@ -140,8 +136,8 @@ def test_an_sbatch_file_is_printed_by_both_names(tmp_path: Path) -> None:
     text = layertap("embed", "--config", config, "--slurm", 16, "--gpus", 2, "--time", "1:00:00").stdout
     assert "#SBATCH --array=0-15\n" in text
     assert "#SBATCH --gpus-per-task=2\n" in text
-    assert layertap("slurm", config, "--tasks", 16, "--gpus", 2, "--time", "1:00:00").stdout == text
-    assert layertap("slurm", "--tasks", 16, "--gpus", 2, "--time", "1:00:00", config).stdout == text
+    assert layertap("slurm", config, "--slurm", 16, "--gpus", 2, "--time", "1:00:00").stdout == text
+    assert layertap("slurm", "--slurm", 16, "--gpus", 2, "--time", "1:00:00", config).stdout == text
     assert "IMAGES has no effect with --slurm" in fails("embed", "photos", "--config", config, "--slurm", 2)
     assert fails("embed", "--slurm", 2) == "--slurm needs a config file, which each task reads; add --config FILE"
 
@@ -193,31 +189,6 @@ def test_a_path_in_place_of_a_command_gets_the_command_for_images_or_for_a_data_
 
 
 # Options
-
-
-@pytest.mark.parametrize(
-    ("command", "old", "new"),
-    [("report", "--output", "--out"), ("report", "--layer", "--layers"), ("search", "--output", "--out"),
-     ("search", "--layer", "--layers"), ("export", "--output", "--out"), ("predict", "--output", "--out"),
-     ("probe", "--results", "--out"), ("probe", "--layer", "--layers"), ("inspect", "--picture", "--pictures"),
-     ("embed", "--tasks", "--slurm")],
-)  # fmt: skip
-def test_an_earlier_name_of_an_option_is_read_as_the_new_one_and_not_listed(command: str, old: str, new: str) -> None:
-    context = click.Context(main.commands[command])
-    parser = main.commands[command].make_parser(context)
-    for words in ([old, "7"], [f"{old}=7"]):
-        assert parser.parse_args(words)[0] == parser.parse_args([new, "7"])[0] != {}
-    assert not re.search(rf"{old}\b", layertap(command, "--help-all").stdout + layertap(command, "--help").stdout)
-    assert OLD_OPTIONS[old] == new
-
-
-def test_features_are_exported_to_the_same_file_by_both_names(out: Path, tmp_path: Path) -> None:
-    layertap("export", out, "--to", "npy", "--output", tmp_path / "a")
-    layertap("export", out, "--to", "npy", "--out", tmp_path / "b", "--layer", "embedding")
-    first, second = (np.load(tmp_path / name / "embedding.npy") for name in "ab")
-    np.testing.assert_array_equal(first, second)
-    with FeatureReader(out) as reader:
-        np.testing.assert_array_equal(first, reader["embedding"][:])
 
 
 def test_every_option_of_embed_stands_below_one_heading_of_its_field() -> None:
@@ -318,14 +289,13 @@ OTHERS = {
     "extract/__init__.py": {"--install"},  # wsl
     "extract/system/optional_libraries.py": {"--python"},  # uv
     "pipelines/compare/job.py": {"--weights"},  # which is replaced in a hint by the column of the table
-    "pipelines/network/draw_stored.py": {"--images"},  # which is replaced in a hint by the argument
     "pipelines/embed/cluster/ray_tasks.py": {"--head"},  # ray start
     "pipelines/embed/cluster/slurm.py": {  # sbatch, squeue
         "--job-name", "--array", "--ntasks", "--cpus-per-task", "--gpus-per-task", "--requeue", "--open-mode",
         "--signal", "--output", "--noheader", "--format", "--jobs",
     },
     "pipelines/sync/systemd.py": {"--now"},  # systemctl
-    "pipelines/terminal/commands.py": {*OLD_OPTIONS, *GONE_OPTIONS, "--help-all"},
+    "pipelines/terminal/commands.py": {*GONE_OPTIONS, "--help-all"},
 }  # fmt: skip
 OPTION = re.compile(r"(?<![\w./-])--[a-z][a-z-]*")
 
@@ -376,7 +346,7 @@ def test_every_option_in_a_text_of_the_program_is_one_of_its_command() -> None:
 def test_a_text_with_an_option_that_its_command_lacks_is_noticed() -> None:
     assert wrong_options("pipelines/compare/x.py", "give the file: --weights FILE") == ["--weights"]
     assert wrong_options("extract/backbones/from_timm.py", "give the file: --weights FILE") == []
-    assert wrong_options("extract/images/x.py", "`layertap show OUT --watch`; use --fast") == []
+    assert wrong_options("extract/images/x.py", "`layertap show OUT --status`; use --fast") == []
     assert wrong_options("extract/images/x.py", "`layertap show OUT --fast`; use --watch") == ["show --fast", "--watch"]
     assert wrong_options("extract/images/x.py", "run layertap schedule CONFIG") == ["layertap schedule"]
 

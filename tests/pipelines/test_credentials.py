@@ -511,8 +511,8 @@ def test_labels_for_urls_are_found_with_other_signatures(folder: Path, tmp_path:
     (folder.parent / "labels.csv").write_text("path,label\n" + "\n".join([*labels, f"http://h/x?sig={MARK},a"]))
     guarded.secret = DAYS[1]
     url = f"http://{guarded.host}/signed/labels.csv?token={DAYS[1]}"  # type: ignore[attr-defined]
-    run("probe", out, "--labels", url, "--results", tmp_path / "data", "--protocol", "centroid")
+    run("probe", out, "--labels", url, "--out", tmp_path / "data", "--protocol", "centroid")
     check_no_secret(tmp_path / "data")
     other = labels[0].replace(*reversed(DAYS)).rpartition(",")[0] + ",b"
     (folder.parent / "labels.csv").write_text("path,label\n" + "\n".join([*labels, other]))
-    assert "belong to the same image" in run("probe", out, "--labels", url, "--results", tmp_path / "twice", code=2)
+    assert "belong to the same image" in run("probe", out, "--labels", url, "--out", tmp_path / "twice", code=2)

@@ -21,28 +21,6 @@ from tests.pipelines.test_looking import net
 __all__ = ["net"]  # a fixture
 
 
-def test_similar_channels_stand_side_by_side_and_constant_ones_last() -> None:
-    random = np.random.default_rng(0)
-    patterns = random.normal(size=(40, 3))
-    group = random.permutation(np.repeat([0, 1, 2, 3], 15))
-    columns = np.concatenate([patterns, np.zeros((40, 1))], 1)[:, group]
-    columns += 0.05 * random.normal(size=columns.shape) * columns.any(0)
-    ordered = group[draw_figures.angular_order(columns)]
-    assert (np.diff(ordered) != 0).sum() == 3  # four groups, each in one piece
-    assert ordered[-1] == 3
-    assert sorted(draw_figures.angular_order(np.ones((1, 5))).tolist()) == [0, 1, 2, 3, 4]  # a single image
-
-
-def test_the_label_of_the_colour_bar_is_inside_the_figure() -> None:
-    means = np.random.default_rng(0).normal(size=(4, 300))
-    figure = draw_figures.channels_by_image(means, range(300), list("abcd"), "layer", reorder=True)
-    FigureCanvasAgg(figure).draw()
-    label = figure.axes[1].yaxis.label.get_window_extent()
-    assert label.y0 >= 0
-    assert label.y1 <= figure.bbox.height
-    assert label.x1 <= figure.bbox.width
-
-
 def test_images_that_do_not_excite_a_channel_are_left_out_and_no_part_is_black() -> None:
     pixels = np.full((32, 32, 3), 200, np.uint8)
     peak = np.zeros((4, 4, 1), np.float32)
@@ -129,15 +107,3 @@ def test_no_channel_stands_alone_in_a_row_and_no_long_title_leaves_the_figure(co
     assert title.x1 <= figure.bbox.width
     assert title.y1 <= figure.bbox.height
     assert title.y0 >= max(tile.title.get_window_extent().y1 for tile in figure.axes) - 1
-
-
-@pytest.mark.parametrize("channels", [None, [3, 1]])
-def test_named_channels_keep_their_order(channels: list[int] | None, net: Path, folder: Path) -> None:
-    config = DrawConfig(
-        backbone=f"python/{net}:make", images=str(folder), workers=0, sample=6, device="cpu", layers=["conv1"],
-        channels=channels,
-    )  # fmt: skip
-    backbone = backbone_of(config)
-    ((_, figure),) = draw.KINDS["channels"](config, backbone, sample_of(config, backbone))
-    ticks = [int(tick.get_text()) for tick in figure.axes[0].get_xticklabels()]
-    assert ticks == channels or (channels is None and sorted(ticks) == list(range(8)))

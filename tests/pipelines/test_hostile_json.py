@@ -141,13 +141,13 @@ Commands = list[list[object]]
 FILES: dict[str, tuple[Commands, Commands, Commands]] = {
     "embedded/dataset.json": ([*of("embedded"), EMBED], [["verify", "embedded"]], []),
     "embedded/shards/000001.json": ([], [["verify", "embedded"]], [*of("embedded"), EMBED]),
-    "embedded/runs.jsonl": ([], [], [["report", "embedded"], EMBED]),
+    "embedded/runs.jsonl": ([], [], [EMBED]),
     "embedded/probe/knn/results.json": ([], [], [["report", "embedded"]]),
     "synced/dataset.json": ([*of("synced", "merge"), ["compact", "synced"], ["sync", "sync.yaml"]],
                             [["verify", "synced"]], []),
     "synced/passes/000001/dataset.json": (of("synced"), [["verify", "synced"]], []),
     "synced/passes/000001/shards/000000.json": ([], [["verify", "synced"]], [*of("synced"), ["compact", "synced"]]),
-    "synced/runs.jsonl": ([], [], [["status", "synced"], ["report", "synced"]]),
+    "synced/runs.jsonl": ([], [], [["status", "synced"]]),
 }  # fmt: skip
 # Without these files, or with something that is not a file in their place, a command has another reason to refuse, or
 # none: a data set of `sync` without dataset.json is empty.

@@ -24,14 +24,13 @@ from torch import Tensor, nn
 
 from extract.analysis.network.activation_statistics import Statistics, summarise
 from extract.analysis.network.findings import findings_of
-from extract.analysis.network.plain_modules import pairs_of, scores_of
+from extract.analysis.network.plain_modules import pairs_of
 from extract.analysis.network.reports import (
     AttentionReport,
     Evidence,
     Finding,
     InputReport,
     ParameterReport,
-    PredictionReport,
     RunningStatistics,
     TensorReport,
     layer_table,
@@ -161,9 +160,8 @@ def inspect_model(
         attentions = _attentions(model, first[0])
         inspection = recorder.run(itertools.chain([first], pairs), loss, on_batch)
     evidence = Evidence(
-        inspection.tensors, inspection.parameters, recorder.inputs, attentions, recorder.predictions,
-        inspection.never_ran, name_of,
-    )  # fmt: skip
+        inspection.tensors, inspection.parameters, recorder.inputs, attentions, inspection.never_ran, name_of
+    )
     inspection.findings = findings_of(evidence)
     return inspection
 
@@ -205,7 +203,6 @@ class _Recorder:
         # (layer, call) -> sum of squares of the input's finite values, and their number
         self._squares: dict[tuple[str, int], NDArray[np.float64]] = {}
         self.inputs = InputReport()
-        self.predictions: PredictionReport | None = None
         self._with_gradients = with_gradients
         self._gradient_sites = _gradient_sites(model, self._plans, inputs) if with_gradients else []
 
@@ -276,9 +273,6 @@ class _Recorder:
                 )
             wanted = [*trainable.values(), *([inputs] if inputs.requires_grad else [])]
             computed = torch.autograd.grad(value.reshape(()), wanted, allow_unused=True)
-        predictions = PredictionReport.of(scores_of(output), targets)
-        if predictions is not None:
-            self.predictions = predictions if self.predictions is None else self.predictions + predictions
         gradients = {name: g for name, g in zip(trainable, computed[: len(trainable)], strict=True) if g is not None}
         return float(value.detach()), gradients
 

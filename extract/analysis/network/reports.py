@@ -1,4 +1,4 @@
-"""Results of an inspection: of the inputs, tensors, attentions, parameters and predictions; and what is wrong."""
+"""Results of an inspection: of the inputs, tensors, attentions and parameters; and what is wrong."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from extract.analysis.network.activation_statistics import Statistics, summarise
 
 __all__ = [
-    "AttentionReport", "Evidence", "Finding", "InputReport", "ParameterReport", "PredictionReport", "RunningStatistics",
+    "AttentionReport", "Evidence", "Finding", "InputReport", "ParameterReport", "RunningStatistics",
     "TensorReport", "layer_table",
 ]  # fmt: skip
 
@@ -31,8 +31,8 @@ class Finding:
     Attributes:
         kind: "not finite", "equal inputs", "input scale", "running statistics", "exploding", "saturated attention",
             "uniform attention", "saturated", "zero weight", "dead", "vanishing", "vanishing gradients",
-            "exploding gradients", "frozen", "no gradient" or "labels".
-        layer: layer where the problem starts; "input" or "loss" if it is outside the network.
+            "exploding gradients", "frozen" or "no gradient".
+        layer: layer where the problem starts; "input" if it is outside the network.
         text: description of the problem.
         grave: whether the network is unlikely to work; otherwise the finding is for information.
         layers: further layers that have the same problem or are affected by it, in the order of computation.
@@ -224,48 +224,6 @@ class AttentionReport:
                    float((weights * keys - 1).abs().max()))  # fmt: skip
 
 
-@dataclass
-class PredictionReport:
-    """Predictions of a classifier (B, C) beside its labels.
-
-    Attributes:
-        predicted, labels: (C,) number of images by predicted and by true class.
-        right: number of images whose predicted class is the label.
-        sure: sum over images of the largest probability.
-        log_loss: sum over images of the cross-entropy.
-    """
-
-    predicted: NDArray[np.int64]
-    labels: NDArray[np.int64]
-    right: int = 0
-    sure: float = 0.0
-    log_loss: float = 0.0
-
-    @classmethod
-    def of(cls, output: object, targets: object) -> PredictionReport | None:
-        """Return the report of a batch; None without logits (B, C) and labels (B,). A negative label is unknown."""
-        if not (isinstance(output, Tensor) and isinstance(targets, Tensor)):
-            return None
-        if output.ndim != 2 or targets.shape != output.shape[:1] or targets.is_floating_point():
-            return None
-        classes = output.shape[1]
-        known = (targets >= 0) & (targets < classes)
-        log_probabilities = output.detach()[known].double().log_softmax(1).cpu()
-        labels = targets[known].long().cpu()
-        largest, chosen = log_probabilities.max(1) if classes else (log_probabilities.sum(1), labels)
-        chosen_log = log_probabilities.gather(1, labels[:, None])
-        return cls(
-            torch.bincount(chosen, minlength=classes).numpy(), torch.bincount(labels, minlength=classes).numpy(),
-            int((chosen == labels).sum()), float(largest.exp().sum()), -float(chosen_log.sum()),
-        )  # fmt: skip
-
-    def __add__(self, other: PredictionReport) -> PredictionReport:
-        return PredictionReport(
-            self.predicted + other.predicted, self.labels + other.labels, self.right + other.right,
-            self.sure + other.sure, self.log_loss + other.log_loss,
-        )  # fmt: skip
-
-
 @dataclass(frozen=True)
 class Evidence:
     """All that findings are made from.
@@ -275,7 +233,6 @@ class Evidence:
         parameters: parameters with their gradients; empty without a loss.
         inputs: values of the model's input.
         attentions: attention layers, in the order of computation.
-        predictions: predictions beside labels; None without a loss, logits or labels.
         never_ran: requested layers that did not run.
         name_of: function that returns the name of the image at a position.
     """
@@ -284,7 +241,6 @@ class Evidence:
     parameters: Sequence[ParameterReport] = ()
     inputs: InputReport = field(default_factory=InputReport)
     attentions: Sequence[AttentionReport] = ()
-    predictions: PredictionReport | None = None
     never_ran: Sequence[str] = ()
     name_of: Callable[[int], str] = lambda position: f"image {position}"
 

@@ -1,4 +1,4 @@
-"""One HTML page that describes a data set: `layertap report OUT [OTHER]`."""
+"""One HTML page that describes a data set: `layertap report OUT`."""
 
 from pipelines.data_sets.report.page import run_report
 

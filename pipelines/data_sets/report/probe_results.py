@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import base64
 import csv
-import io
 import os
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from PIL import Image
-
-from extract.errors import LayertapError, first_line
+from extract.errors import LayertapError
 from extract.system.atomic_files import open_regular
 from extract.system.csv_cells import safe_cell
 from extract.system.json_files import is_finite_number, read_json
@@ -23,11 +18,6 @@ __all__ = ["Prediction", "predictions_of", "probes"]
 
 _PROBES = 50  # most results read
 _CLASSES = 200  # most classes of a confusion matrix
-_FIGURES = 5  # most figures of examples
-_FIGURE_PX = 1400  # width of such a figure
-_FIGURE_QUALITY = 75  # of WebP
-_MOST_PIXELS = 50_000_000  # of a figure that is read
-_EXAMPLES = {"segmentation": "masks.png", "depth": "depths.png"}  # task -> figure that `layertap probe` draws
 
 
 class Prediction(NamedTuple):
@@ -49,8 +39,7 @@ def probes(out: Path, others: Sequence[Path]) -> tuple[dict[Path, dict[str, Any]
 
     A result has `name`, `protocol`, `metrics` (their names), `complete`, and `layers`: data set, fingerprint, task,
     layer, width, rows, chosen value, metric -> [value, low, high]; with at most 200 classes also `classes` and
-    `confusion`, whose rows are the true classes. The results of masks and depths have `examples`, a figure as WebP in
-    base64.
+    `confusion`, whose rows are the true classes.
     """
     files = sorted((out / "probe").glob("*/results.json"))
     files += [path / "results.json" if path.is_dir() else path for path in others]
@@ -70,36 +59,9 @@ def probes(out: Path, others: Sequence[Path]) -> tuple[dict[Path, dict[str, Any]
                 "name": printable(str(file.parent)), "protocol": printable(protocol), "metrics": metrics,
                 "complete": bool(content.get("complete", True)), "layers": layers,
             }  # fmt: skip
-    notes += _add_examples(results)
     if len(files) > _PROBES:
         notes.append(f"{_PROBES} of {len(files):,} probe results are shown")
     return results, notes
-
-
-def _add_examples(results: dict[Path, dict[str, Any]]) -> list[str]:
-    """Add figures of predicted masks and depths to results, and return notes on unreadable files."""
-    notes = []
-    drawn = []
-    for folder, result in results.items():
-        file = folder / _EXAMPLES.get(result["layers"][0]["task"], "")
-        if file.is_file():  # absent if the probe did not finish
-            drawn.append((file, result))
-    for file, result in drawn[:_FIGURES]:
-        try:
-            with warnings.catch_warnings(action="ignore"), Image.open(file, formats=("PNG",)) as image:
-                if image.width * image.height > _MOST_PIXELS:
-                    raise ValueError(f"{image.width} x {image.height} pixels")
-                figure = image.convert("RGB")
-        except Exception as error:  # Pillow raises many types on damaged files
-            notes.append(printable(f"{file} cannot be read as a figure: {first_line(error)}"))
-            continue
-        figure.thumbnail((_FIGURE_PX, 10 * _FIGURE_PX))
-        written = io.BytesIO()
-        figure.save(written, "WEBP", quality=_FIGURE_QUALITY)
-        result["examples"] = base64.b64encode(written.getvalue()).decode()
-    if len(drawn) > _FIGURES:
-        notes.append(f"examples of {_FIGURES} of {len(drawn):,} probes of masks or depths are shown")
-    return notes
 
 
 def _probed(probe: dict[str, Any], data_sets: dict[str, Any]) -> dict[str, Any]:

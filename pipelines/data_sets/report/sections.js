@@ -77,7 +77,7 @@ const addVerdict = () => {
   if (byClass)
     addTile(percent(content.alike.same_class), `of the ${content.alike.k} nearest images have the same class; by chance ${percent(content.alike.by_chance)}`);
   const odd = oddities(), text = add(part, "p", `Features of ${content.backbone || "a backbone"}. `);
-  text.append(odd.length ? "Odd: " : "Nothing odd was found: no failures, copies, near-duplicates, outliers or suspect labels.");
+  text.append(odd.length ? "Odd: " : `Nothing odd was found: no failures, copies, near-duplicates${labelled ? ", outliers or suspect labels" : " or outliers"}.`);
   odd.forEach(([words, anchor], i) => {
     add(text, "a", words, {href: `#${anchor}`});
     text.append(i < odd.length - 1 ? "; " : ".");
@@ -89,7 +89,7 @@ const addVerdict = () => {
 const addProbes = () => {
   if (!content.probes.length) return;
   const part = addSection("Linear probes");
-  for (const {name: title, protocol, metrics, complete, layers, examples} of content.probes) {
+  for (const {name: title, protocol, metrics, complete, layers} of content.probes) {
     add(part, "h3", `${protocol} (${title})`);
     if (!complete) add(part, "p", "This probe did not finish.", {class: "note"});
     const metric = metrics[0], factor = SHARES.includes(baseOf(metric)) ? 100 : 1;
@@ -113,7 +113,6 @@ const addProbes = () => {
       ["Train", "number", (item) => item.train, (item) => count(item.train)],
       ["Test", "number", (item) => item.test, (item) => count(item.test)],
     ], layers);
-    if (examples) add(part, "img", null, {class: "examples", src: `data:image/webp;base64,${examples}`, alt: `Test images with true and predicted values of ${protocol}`});
   }
   addPredictions(part);
 };
@@ -248,7 +247,7 @@ const addFindings = () => {
   if (!all) return;
   const controls = add(part, "div", null, {class: "controls"});
   addButton(controls, "Save findings as CSV", () => savedAs("findings.csv", Uint8Array.from(atob(findings.csv), (character) => character.charCodeAt(0)), "text/csv"));
-  add(controls, "span", `${plural(all, "finding")}${findings.saved < all ? `, of which ${count(findings.saved)} are saved` : ""}. \`layertap findings -o FILE\` writes all as CSV, JSON or Parquet.`, {class: "quiet"});
+  add(controls, "span", `${plural(all, "finding")}${findings.saved < all ? `, of which ${count(findings.saved)} are saved` : ""}. \`layertap findings -o FILE\` writes all.`, {class: "quiet"});
   addTable(addFolded(part, "All findings in a table"), "All findings", [
     ["Kind", "text", (row) => row[0]], ["Path", "text", (row) => pathOf(row[1])], ["Score", "number", (row) => row[3], (row) => row[3] === null ? null : row[3].toFixed(4)],
     ["Class", "text", (row) => className(labelOf(row[1]))], ["Suggested", "text", (row) => row[7]],
@@ -281,33 +280,6 @@ const addClasses = () => {
   ], content.classes);
 };
 
-const addComparison = () => {
-  if (!content.other) return;
-  const {name: title, changes, images, features, neighbours: shared, compared, k} = content.other;
-  const part = addSection("Compared with another data set");
-  addName(add(part, "p"), title);
-  add(part, "p", `Images, matched by their bytes: ${count(images.in_both)} in both, ${count(images.only_in_first)} only in this data set, ${count(images.only_in_second)} only in the other.`);
-  if (changes.length)
-    addTable(part, "Settings that the features depend on", [["Setting", "text", (item) => item[0]], ["This data set", "text", (item) => item[1]], ["The other", "text", (item) => item[2]]], changes);
-  else add(part, "p", "Both have the same fingerprint.");
-  add(part, "h3", "Features of the images in both");
-  addTable(part, "Features of the images in both", [
-    ["Layer", "text", (item) => item.name],
-    ["Minimum cosine", "number", (item) => item.least, (item) => item.least === undefined ? null : item.least.toFixed(6)],
-    ["Median", "number", (item) => item.median, (item) => item.median === undefined ? null : item.median.toFixed(6)],
-    ["Largest difference, relative", "number", (item) => item.deviation, (item) => item.deviation === undefined ? null : short(item.deviation)],
-    ["Not compared because", "text", (item) => item.not_compared || ""],
-  ], features);
-  if (!shared.length) return;
-  add(part, "h3", "Neighbours that are the same");
-  add(part, "p", `The share of the ${k} nearest images that is the same in both data sets, among ${count(compared)} images that are in both.`);
-  addTable(part, "Shared neighbours", [
-    ["Layer (this | other)", "text", (item) => item[0]],
-    ["Same", "number", (item) => item[1], (item) => percent(item[1])],
-    ["By chance", "number", (item) => item[2], (item) => percent(item[2])],
-  ], shared);
-};
-
 // Provenance
 
 const addFolded = (parent, title) => {
@@ -337,22 +309,6 @@ const addLayers = (part) => {
   const grid = add(part, "div", null, {class: "plots"});
   for (const item of drawn.slice(-12)) addHistogram(grid, item.name, "length", item.counts, item.edges);
 };
-const addRuns = (part) => {
-  const stages = Object.entries(content.stages);
-  const total = stages.reduce((sum, [, seconds]) => sum + seconds, 0);
-  if (total > 0)
-    add(part, "p", "Time of the runs, by stage: " + stages.map(([what, seconds]) =>
-      `${what} ${percent(seconds / total)} (${seconds.toFixed(1)} s)`).join(", ") + ".");
-  const rate = (item) => item.seconds > 0 && item.rows ? item.rows / item.seconds : null;
-  addTable(part, "Runs, newest first", [
-    ["Started", "text", (item) => item.started.replace("T", " ")],
-    ["How it ended", "text", (item) => item.how + (item.engine ? `, ${item.engine}` : "")],
-    ["Images computed", "number", (item) => item.rows, (item) => item.rows === undefined ? null : count(item.rows)],
-    ["Seconds", "number", (item) => item.seconds, (item) => item.seconds === undefined ? null : item.seconds.toFixed(1)],
-    ["Images/s", "number", rate, (item) => rate(item) === null ? null : rate(item).toFixed(1)],
-    ["Device", "text", (item) => item.where],
-  ], content.runs);
-};
 const addProvenance = () => {
   const part = addSection("Where it comes from", "provenance");
   if (content.about_thumbnails) add(part, "p", content.about_thumbnails, {class: "quiet"});
@@ -362,7 +318,6 @@ const addProvenance = () => {
     addName(add(list, "dd"), how);
   }
   addLayers(addFolded(part, `Statistics of ${plural(content.layers.length, "layer")}`));
-  if (content.runs.length || Object.keys(content.stages).length) addRuns(addFolded(part, "Runs and time"));
 };
 
 addVerdict();
@@ -371,7 +326,6 @@ addFindings();
 addProbes();
 addNeighbourSection();
 addClasses();
-addComparison();
 addProvenance();
 matchMedia("print").addEventListener("change", (event) => {
   if (event.matches) for (const details of document.querySelectorAll("details")) details.open = true;

@@ -110,7 +110,7 @@ def test_every_extra_that_the_code_names_exists() -> None:
     [
         (["probe", "none"], "layertap probe needs matplotlib", "matplotlib>="),
         (["draw", "maps", "bundled/efficientnet_lite0", "none"], "layertap draw needs matplotlib", "matplotlib>="),
-        (["ablate", "bundled/x", "none", "--picture", "a.png"], "--pictures needs matplotlib", "matplotlib>="),
+        (["ablate", "bundled/x", "none", "--pictures", "a.png"], "--pictures needs matplotlib", "matplotlib>="),
         (["inspect", "bundled/x", "none", "--pictures", "a"], "--pictures needs matplotlib", "matplotlib>="),
         (["report", "."], "layertap report with --map tsne needs sklearn", "scikit-learn>="),
         (["demo", "-o", "none"], "layertap demo needs sklearn", "matplotlib>="),

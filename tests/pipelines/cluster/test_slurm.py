@@ -103,7 +103,7 @@ def test_its_tasks_make_the_data_set_and_status_sees_it_from_the_receipts(folder
         assert told["status"] == {"ok": done}
         assert sum(one["rows"] for one in told["workers"]) == done
     assert "no shard of 1/2 is missing; nothing to do" in ended.stdout
-    assert "complete" in layertap("status", out, "--watch").stdout
+    assert "complete" in layertap("status", out).stdout
     assert list(scratch.iterdir()) == []
     with FeatureReader(out) as reader:
         assert len(reader) == 12

@@ -98,7 +98,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def submit(config: Path, folder: Path) -> str:
     """Submit an array of two tasks from a shell without an environment; return the job's number."""
     script = folder / "job.sbatch"
-    words = ["--tasks", 2, "--gpus", 0, "--cpus", 1, "--time", "00:05:00"]
+    words = ["--slurm", 2, "--gpus", 0, "--cpus", 1, "--time", "00:05:00"]
     script.write_text(layertap("slurm", config, *words).stdout)
     environment = {"PATH": "/usr/bin:/bin", "HOME": str(folder), "SLURM_CONF": os.environ["SLURM_CONF"]}
     printed = subprocess.check_output(

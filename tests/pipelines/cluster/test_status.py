@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from extract import extract_features
-from pipelines.data_sets.status import ShardProgress, print_progress, watch
+from pipelines.data_sets.status import print_progress, progress_of
 
 
 def test_the_receipts_tell_how_far_it_is(folder: Path, tmp_path: Path) -> None:
@@ -23,13 +23,11 @@ def test_the_receipts_tell_how_far_it_is(folder: Path, tmp_path: Path) -> None:
         path.unlink()
     (out / "shards" / "000002.json").rename(tmp_path / "000002.json")
 
-    def wait(seconds: float) -> None:
-        """Meanwhile, the rest is published."""
-        for path, content in away:
-            path.write_bytes(content)
-        (tmp_path / "000002.json").rename(out / "shards" / "000002.json")
-
-    half, whole = watch(str(out), wait)
+    half = progress_of(str(out))
+    for path, content in away:
+        path.write_bytes(content)
+    (tmp_path / "000002.json").rename(out / "shards" / "000002.json")
+    whole = progress_of(str(out))
     assert (half["shards_done"], half["rows_done"], half["rows"]) == (3, 9, 13)
     assert half["receipts_missing"] == ["shards/000002.json"]
     assert half["status"] == {"ok": 5, "decode error": 1}  # of shards 0 and 3
@@ -45,7 +43,7 @@ def test_the_receipts_tell_how_far_it_is(folder: Path, tmp_path: Path) -> None:
         {"host": platform.node(), "device": "cpu", "shards": 5, "rows": 13, "images_per_s": pytest.approx(rate, 0.01)}
     ]
     told: list[str] = []
-    print_progress(ShardProgress(str(out)).read(), told.append)
+    print_progress(whole, told.append)
     assert told[0].startswith(f"{out}: complete, images in {folder}")
     (line,) = (line for line in told if "per worker" in line)
     beginning = f"  {platform.node()}  cpu: 5 shards, 13 rows, "

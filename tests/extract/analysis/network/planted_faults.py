@@ -399,14 +399,6 @@ def first_with_a_gradient() -> str:
     return next(name for (name, _), norm in zip(outputs, norms, strict=True) if norm >= 1e-5 * max(norms))
 
 
-def with_labels(name: str, change: Callable[[Tensor], Tensor]) -> Names:
-    return names_of(trained(name), [(images, change(labels)) for images, labels in photos()], F.cross_entropy)
-
-
-def shuffled(labels: Tensor) -> Tensor:
-    return labels[torch.randperm(len(labels), generator=torch.Generator().manual_seed(1))]
-
-
 def with_rate(optimizer: Callable[[Any], torch.optim.Optimizer]) -> Names:
     """Train for some steps, watched by a monitor."""
     torch.manual_seed(0)
@@ -489,14 +481,6 @@ def faults() -> list[Fault]:
     for net in ("plain", "batch norm", "transformer"):
         add(f"black pictures into {net}", "equal inputs", "input",
             lambda net=net: names_of(trained(net), photos(lambda pixels: (0 * pixels - MEAN) / STD)))  # fmt: skip
-    for net, name, change in (
-        ("plain", "shuffled", shuffled),
-        ("batch norm", "shuffled", shuffled),
-        ("residual", "moved by three", lambda labels: (labels + 3) % CLASSES),
-    ):
-        add(f"labels {name} for {net}", "labels", "loss",
-            lambda net=net, change=change: with_labels(net, change))  # fmt: skip
-
     add("Adam, learning rate 1", "learning rate", "optimizer",
         lambda: with_rate(lambda p: torch.optim.Adam(p, 1.0)), False)  # fmt: skip
     add("SGD, learning rate 100", "learning rate", "optimizer",

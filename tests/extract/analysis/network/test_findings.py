@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from extract.analysis.network.inspection import inspect_model
-from extract.analysis.network.reports import AttentionReport, Finding, InputReport, PredictionReport
+from extract.analysis.network.reports import AttentionReport, Finding, InputReport
 from tests.extract.analysis.network.planted_faults import chain, noise
 
 
@@ -94,22 +94,6 @@ def test_inputs_are_equal_up_to_rounding_in_all_batches(change: float, equal: bo
     assert not single.equal
 
 
-def test_predictions_are_those_of_cross_entropy() -> None:
-    generator = torch.Generator().manual_seed(0)
-    output, labels = torch.randn(50, 7, generator=generator), torch.arange(50) % 7
-    labels[[3, 30]] = -1  # unknown
-    reports = [PredictionReport.of(*batch) for batch in zip(output.split(20), labels.split(20), strict=True)]
-    assert all(reports)
-    whole = reports[0] + reports[1] + reports[2]  # type: ignore[operator]
-    known = labels >= 0
-    assert whole.log_loss / 48 == pytest.approx(F.cross_entropy(output[known], labels[known]).item(), rel=1e-5)
-    assert whole.right == int((output.argmax(1) == labels)[known].sum())
-    assert whole.sure == pytest.approx(float(output[known].softmax(1).amax(1).sum()), rel=1e-5)
-    assert whole.predicted.tolist() == np.bincount(output[known].argmax(1), minlength=7).tolist()
-    assert PredictionReport.of(output, None) is None
-    assert PredictionReport.of(output, labels.float()) is None
-
-
 def test_attention_is_summarised_over_heads_and_queries() -> None:
     one_hot = F.one_hot(torch.arange(5), 5).float().expand(2, 3, 5, 5)
     uniform = torch.full((2, 3, 5, 5), 0.2)
@@ -117,26 +101,6 @@ def test_attention_is_summarised_over_heads_and_queries() -> None:
     report = AttentionReport.of("a", torch.cat([one_hot, uniform]))
     assert (report.largest, report.one_hot) == (pytest.approx(0.6), pytest.approx(0.5))
     assert AttentionReport.of("a", uniform).deviation == pytest.approx(0, abs=1e-6)
-
-
-class Answers(nn.Module):
-    """Logits that are the input; trained, as far as anyone can tell."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(5, 5, bias=False)
-        nn.init.eye_(self.fc.weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc(x)
-
-
-@pytest.mark.parametrize(("moved", "sure", "kinds"), [(0, 4.0, []), (1, 4.0, ["labels"]), (1, 0.01, [])])
-def test_labels_are_doubted_only_if_sure_answers_never_agree(moved: int, sure: float, kinds: list[str]) -> None:
-    truth = torch.arange(150) % 5
-    images = sure * F.one_hot(truth, 5) + 0.01 * torch.randn(150, 5, generator=torch.Generator().manual_seed(0))
-    batches = [(images, (truth + moved) % 5)]
-    assert [finding.kind for finding in inspect_model(Answers(), batches, loss=F.cross_entropy).findings] == kinds
 
 
 def normalised(std: float, draw: Callable[..., Tensor] = torch.randn) -> nn.Sequential:

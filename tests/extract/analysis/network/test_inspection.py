@@ -487,21 +487,3 @@ def test_a_backbone_is_inspected_as_its_model() -> None:
     inputs = torch.rand(4, 3, 64, 64)
     tables = [layer_table(inspect_model(model, [inputs], "layer?").tensors) for model in (backbone, backbone.model)]
     assert tables[0] == tables[1]
-
-
-def test_labels_are_doubted_beside_scores_in_a_mapping_too() -> None:
-    class Scores(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = nn.Linear(7, 7)
-            self.body.weight = nn.Parameter(9 * torch.eye(7))
-
-        def forward(self, x: Tensor) -> dict[str, Tensor]:
-            return {"logits": self.body(x)}
-
-    classes = torch.arange(140) % 7
-    batch = (F.one_hot(classes, 7).float(), classes.roll(1))
-    inspection = inspect_model(
-        Scores(), [batch], loss=lambda output, targets: F.cross_entropy(output["logits"], targets)
-    )
-    assert "labels" in {finding.kind for finding in inspection.findings}

@@ -1,14 +1,15 @@
-"""List the layers of a backbone, and their bytes on disk: `layertap list BACKBONE [PATTERN ...] [--bytes IMAGES]`."""
+"""List backbones, or the layers of one and their bytes on disk: `layertap list`."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
+from extract.backbones.catalogue import Entry, describe, list_sources, match_specs
 from extract.backbones.sources import SOURCES
 from extract.compute.backbone import Backbone, load_backbone
 from extract.compute.feature_choice import EMBEDDING, LayerShapes, layer_shapes
@@ -19,12 +20,55 @@ from extract.taps.layer_table import LayerRow, layer_table
 from pipelines.terminal.tables import print_aligned
 
 __all__ = [
-    "POOLINGS_SHOWN", "LayerBytes", "as_json", "bytes_as_json", "layer_bytes", "list_layers", "print_bytes",
-    "print_table",
+    "POOLINGS_SHOWN", "LayerBytes", "as_json", "bytes_as_json", "entries", "layer_bytes", "list_layers", "print_bytes",
+    "print_entries", "print_sources", "print_table", "sources",
 ]  # fmt: skip
 
 POOLINGS_SHOWN = ("none", "auto", "grid4", "srp4096")
 _VALUE_BYTES = 4  # float32, the default of `embed`
+_SHOWN = 4  # names of weights per line
+_MOST_BUILT = 100
+
+
+def sources() -> dict[str, Any]:
+    """Return source -> number of its backbones, and its note for the user."""
+    return {
+        source: {"models": len(catalogue.names), "note": catalogue.note} for source, catalogue in list_sources().items()
+    }
+
+
+def print_sources(listing: dict[str, Any], echo: Callable[[str], None]) -> None:
+    """Print the sources."""
+    for source, entry in listing.items():
+        models = f"{entry['models']:>5,} {'model ' if entry['models'] == 1 else 'models'}"
+        echo(f"{source:12} {models}  {entry['note']}".rstrip())
+
+
+def entries(pattern: str) -> Iterator[Entry]:
+    """Yield the entries of matching backbones; each is looked up when it is reached.
+
+    Models are built for their width and parameters if at most `_MOST_BUILT` match: building all of timm takes minutes.
+    """
+    specs = match_specs(pattern)
+    return (describe(spec, len(specs) <= _MOST_BUILT) for spec in specs)
+
+
+def print_entries(entries: Iterator[Entry], echo: Callable[[str], None]) -> None:
+    """Print the entries."""
+    echo(f"{'backbone':48} {'width':>6} {'input':>9} {'parameters':>14}  {'licence':16} weights")
+    for entry in entries:
+        size = "x".join(map(str, entry.input_px)) if entry.input_px else "?"
+        more = ", ..." if len(entry.weights) > _SHOWN else ""
+        weights = ", ".join(entry.weights[:_SHOWN]) + more
+        licence = entry.licence or "-"
+        parameters = "-" if entry.parameters is None else f"{entry.parameters:,}"
+        numbers = f"{entry.width or '-':>6} {size:>9} {parameters:>14}"
+        echo(f"{entry.spec:48} {numbers}  {licence:16} {weights}".rstrip())
+
+
+def as_json(rows: Iterator[Entry] | Sequence[LayerRow]) -> list[dict[str, Any]]:
+    """Return entries or layers as JSON-compatible data."""
+    return [asdict(row) for row in rows]
 
 
 def _loaded(spec: str) -> Backbone:
@@ -61,11 +105,6 @@ def _embedding(backbone: Backbone) -> list[LayerShapes]:
         return layer_shapes(backbone, [EMBEDDING], POOLINGS_SHOWN)
     except InputError:
         return []
-
-
-def as_json(rows: Sequence[LayerRow]) -> list[dict[str, Any]]:
-    """Return the table as JSON-compatible data."""
-    return [asdict(row) for row in rows]
 
 
 def print_table(rows: Sequence[LayerRow], echo: Callable[[str], None]) -> None:
