@@ -17,6 +17,7 @@ from pipelines.terminal.text_output import print_line
 __all__ = [
     "GONE_OPTIONS",
     "OLD_COMMANDS",
+    "OLD_OPTIONS",
     "SHOW_ALL",
     "Command",
     "Option",
@@ -25,7 +26,7 @@ __all__ = [
     "with_keys",
 ]
 
-# Commands of earlier versions, which work and which no help lists -> the commands of today.
+# Names of earlier versions, which work and which no help lists -> the names of today.
 OLD_COMMANDS = {
     "ablate": "inspect --edit zero",
     "backbones": "list --what backbones",
@@ -39,6 +40,14 @@ OLD_COMMANDS = {
     "status": "show --status",
     "watch": "sync --watch",
 }
+OLD_OPTIONS = {
+    "--layer": "--layers",
+    "--output": "--out",
+    "--picture": "--pictures",
+    "--results": "--out",
+    "--tasks": "--slurm",
+}
+
 # Options that do not exist, and what to do instead.
 _START_AGAIN = "to start again, delete the output, or name another one with -o"
 GONE_OPTIONS = {
@@ -47,16 +56,11 @@ GONE_OPTIONS = {
     "--clobber": _START_AGAIN,
     "--force": _START_AGAIN,
     "--iterations": "leave it out; no protocol of `layertap probe` is trained in iterations",
-    "--layer": "use --layers",
     "--max-distortion": "layertap.probe.feature_similarity compares stored features, as LAYER:srpK and LAYER:flatten",
-    "--output": "use --out",
     "--overwrite": _START_AGAIN,
-    "--picture": "use --pictures",
     "--restart": _START_AGAIN,
-    "--results": "use --out",
     "--schedule": "`layertap sync CONFIG --schedule` runs passes at fixed times",
     "--similarity": "`layertap compare` compares layers, and layertap.probe.feature_similarity those of data sets",
-    "--tasks": "use --slurm",
     "--thorough": "leave it out; `layertap doctor --bench` always measures the same",
     "--verbose": "commands print notes and progress on stderr; `layertap doctor` prints versions and devices",
     "--watch": "to follow a folder, `layertap sync CONFIG --watch`; the progress: `watch layertap show OUT --status`",
@@ -104,7 +108,7 @@ def _print_all_help(ctx: click.Context, parameter: click.Parameter, wanted: bool
 
 
 class Command(click.Command):
-    """A command with options below headings."""
+    """A command with options below headings, which accepts the names of options of earlier versions."""
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         """Return the parameters, `--help`, and `--help-all` if there are rare options."""
@@ -114,6 +118,16 @@ class Command(click.Command):
             parameters.append(click.Option(["--help-all"], is_flag=True, is_eager=True, expose_value=False,
                                            callback=_print_all_help, help=text))  # fmt: skip
         return parameters
+
+    def make_parser(self, ctx: click.Context) -> Any:
+        """Return the parser, which also reads `OLD_OPTIONS`."""
+        parser = super().make_parser(ctx)
+        options = {name: each for each in self.params if isinstance(each, click.Option) for name in each.opts}
+        for old, new in OLD_OPTIONS.items():
+            if new in options and old not in options:
+                action = "append" if options[new].multiple else "store"
+                parser.add_option(options[new], [old], options[new].name, action=action, nargs=options[new].nargs)
+        return parser
 
     def records(self, ctx: click.Context) -> dict[str, list[tuple[str, str]]]:
         """Return heading -> name and text of each option below it."""
