@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ def probe(config: Path | None, as_json: bool, **flags: Any) -> None:
     layertap probe outputs/photos -p knn -l 'blocks.*' -l blocks.5+blocks.6
     layertap probe outputs/photos -p ridge --labels ages.csv:age
     layertap probe outputs/photos -l embedding --save probe.safetensors
+    layertap probe outputs/photos --similarity                   # layers against each other; needs no labels
     layertap probe outputs/tokens -p segmentation --masks masks
     layertap probe outputs/tokens -p depth --depth depth-maps
     """
@@ -55,8 +57,19 @@ def probe(config: Path | None, as_json: bool, **flags: Any) -> None:
     from pipelines.probe import report
 
     resolved = load_config(ProbeConfig, config, given(flags))
+    if resolved.similarity:
+        from pipelines.probe.layer_similarity import LayerSimilarity, compare_layers
+
+        similarity, files = compare_layers(resolved)
+        print_result(similarity, as_json, LayerSimilarity.as_json, LayerSimilarity.print_text)
+        _print_written(files, as_json)
+        return
     outcome, files = report.probe_and_write(resolved, lambda text: print_line(text, err=True))
     print_result(outcome, as_json, report.as_json, report.print_outcome)
+    _print_written(files, as_json)
+
+
+def _print_written(files: Sequence[Path], as_json: bool) -> None:
     if not as_json:
         print_line("written: " + ", ".join(map(str, files)), err=True)
 

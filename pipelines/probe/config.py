@@ -73,6 +73,9 @@ class ProbeConfig(BaseModel):
     )
     class_weight: Literal["balanced"] | None = Field(None, description="Weigh each class the same.")
     seed: int = Field(defaults.SEED, strict=True, ge=0, lt=1 << 32, description="Seed of random choices.")
+    similarity: bool = Field(
+        False, description="Instead, compare the layers with each other, without labels: linear CKA and RSA."
+    )
     format: Literal["png", "pdf", "svg"] = Field("png", description="Format of the figures.")
     results: Path | None = Field(
         None, description="Folder of the results. [default: OUT/probe/PROTOCOL, or PROTOCOL-2 for other settings]"

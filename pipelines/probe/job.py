@@ -29,7 +29,7 @@ from pipelines.probe.labelling import Labelling, drop_leaks, label_rows
 from pipelines.probe.token_probes import Example, TokenProbes
 from pipelines.terminal.text_output import data_set_name
 
-__all__ = ["Comparison", "ProbeRun", "ProbedFeature", "data_sets", "description_of", "run_probe"]
+__all__ = ["Comparison", "ProbeRun", "ProbedFeature", "arrays_of", "data_sets", "description_of", "run_probe"]
 
 _NOT_SAVED = ("knn", "fewshot", "segmentation-knn")
 
@@ -147,7 +147,7 @@ def run_probe(
             for name, path in locations.items()
         }
         columns = {(name, parts): arrays for name, reader in readers.items()
-                   for parts, arrays in _arrays(config, reader, name).items()}  # fmt: skip
+                   for parts, arrays in arrays_of(config, reader, name).items()}  # fmt: skip
         outcome.fingerprints = {name: reader.fingerprint for name, reader in readers.items()}
         if config.save is not None and len(columns) > 1:
             raise InputError(
@@ -222,7 +222,7 @@ def data_sets(paths: Sequence[str]) -> dict[str, Path | str]:
     return dict(zip(names, locations, strict=True))
 
 
-def _arrays(config: ProbeConfig, reader: FeatureReader, where: str) -> dict[tuple[str, ...], list[Any]]:
+def arrays_of(config: ProbeConfig, reader: FeatureReader, where: str) -> dict[tuple[str, ...], list[Any]]:
     """Return the features to probe, or their tokens, by the names of the parts that are concatenated."""
     read: Callable[[str], Any] = reader.tokens if config.is_dense else reader.__getitem__
     layers = config.layers or (reader.layers_with_tokens() if config.is_dense else reader.layers)

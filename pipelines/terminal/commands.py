@@ -60,7 +60,6 @@ GONE_OPTIONS = {
     "--overwrite": _START_AGAIN,
     "--restart": _START_AGAIN,
     "--schedule": "`layertap sync CONFIG --schedule` runs passes at fixed times",
-    "--similarity": "`layertap compare` compares layers, and layertap.probe.feature_similarity those of data sets",
     "--thorough": "leave it out; `layertap doctor --bench` always measures the same",
     "--verbose": "commands print notes and progress on stderr; `layertap doctor` prints versions and devices",
     "--watch": "to follow a folder, `layertap sync CONFIG --watch`; the progress: `watch layertap show OUT --status`",

@@ -1,0 +1,80 @@
+"""`layertap probe --similarity`: layers against each other, without labels."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy.spatial.distance import pdist
+from scipy.stats import spearmanr
+
+from extract import FeatureReader
+from extract.probe import linear_cka
+from tests.pipelines.test_cli import SMALL, fails, layertap
+from tests.pipelines.test_probe import write_pictures
+
+
+@pytest.fixture(scope="module")
+def stimuli(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Ten pictures without classes, and a broken one, with three layers."""
+    root = tmp_path_factory.mktemp("stimuli")
+    write_pictures(root / "pictures", {"": 4})
+    folder = root / "pictures"
+    for number, path in enumerate(sorted(folder.rglob("*.png"))):
+        path.rename(folder / f"{number:02d}.png")
+    (folder / "10.png").unlink()
+    (folder / "11.png").unlink()
+    (folder / "broken.png").write_bytes(b"no picture")
+    layers = ["-l", "layer1", "-l", "layer4", "-l", "embedding"]
+    assert layertap("embed", folder, "-o", root / "out", *SMALL, *layers).exit_code == 0
+    return root
+
+
+def test_layers_of_ten_images_without_labels_are_compared(stimuli: Path, tmp_path: Path) -> None:
+    result = layertap("probe", stimuli / "out", "--similarity", "-o", tmp_path / "res")
+    assert result.exit_code == 0, result.output
+    assert "similarity on 10 images" in result.stdout
+    assert sorted(path.name for path in (tmp_path / "res").iterdir()) == ["similarity.csv", "similarity.png"]
+    with FeatureReader(stimuli / "out") as reader:
+        each = [reader[name][:10].reshape(10, -1).astype(np.float64) for name in ("layer1", "layer4")]
+    lines = list(csv.DictReader((tmp_path / "res" / "similarity.csv").open()))
+    assert len(lines) == 3
+    [line] = [line for line in lines if (line["layer"], line["other_layer"]) == ("layer1", "layer4")]
+    expected = spearmanr(*(pdist(values, "correlation") for values in each)).statistic
+    assert float(line["rsa"]) == pytest.approx(expected, abs=1e-4)
+    assert float(line["linear_cka"]) == pytest.approx(linear_cka(*each), abs=1e-5)
+    assert line["data_set"] == line["other_data_set"] == "out"
+
+
+def test_layers_of_two_data_sets_are_compared_on_the_images_that_both_have(stimuli: Path, tmp_path: Path) -> None:
+    others = tmp_path / "others"  # in another order, and without two of the images
+    others.mkdir()
+    for number in range(8):
+        (others / f"{7 - number}.png").write_bytes((stimuli / "pictures" / f"{number:02d}.png").read_bytes())
+    assert layertap("embed", others, "-o", tmp_path / "other", *SMALL, "-l", "layer4").exit_code == 0
+    command = ["probe", stimuli / "out", tmp_path / "other", "-l", "layer4", "--similarity", "-o", tmp_path / "res"]
+    answer = json.loads(layertap(*command, "--json", "--format", "svg").stdout)
+    assert answer["images"] == 8
+    assert [feature["data_set"] for feature in answer["features"]] == ["out", "other"]
+    np.testing.assert_allclose([answer["linear_cka"][0][1], answer["rsa"][0][1]], 1, atol=1e-6)
+    assert (tmp_path / "res" / "similarity.svg").exists()
+
+
+def test_results_lie_beside_those_of_probes(stimuli: Path) -> None:
+    layertap("probe", stimuli / "out", "--similarity")
+    assert (stimuli / "out" / "probe" / "similarity" / "similarity.csv").exists()
+
+
+def test_what_cannot_be_compared_is_named(stimuli: Path, tmp_path: Path) -> None:
+    out = stimuli / "out"
+    assert "there is one" in fails("probe", out, "--similarity", "-l", "layer4", "-o", tmp_path / "one")
+    assert "layer 'layer9' not found" in fails("probe", out, "--similarity", "-l", "layer9", "-o", tmp_path / "one")
+    assert "has both features and a label" in fails("probe", out, "-o", tmp_path / "none")
+    write_pictures(tmp_path / "pictures", {"": 2}, noise=10)
+    layertap("embed", tmp_path / "pictures", "-o", tmp_path / "other", *SMALL, "-l", "layer4")
+    message = fails("probe", out, tmp_path / "other", "--similarity", "-o", tmp_path / "two")
+    assert "0 images in common" in message
+    assert not (tmp_path / "two").exists()
