@@ -23,7 +23,9 @@ from torch.nn import functional as F
 
 from extract.errors import InputError
 
-__all__ = ["SparseProjection", "entries", "is_channels_last", "sparse_projection", "values_for_distortion"]
+__all__ = [
+    "SparseProjection", "compute_alone", "entries", "is_channels_last", "sparse_projection", "values_for_distortion",
+]  # fmt: skip
 
 # Tiles of 32,768 inputs of 16 images take 2 MB, and so stay near a core while their entries are added up. Measured for
 # 802,816 -> 4,096 on one core: 0.84 ms an image; tiles of 8,192 or 65,536 inputs 1.09 and 0.88 ms; 8 images at once
@@ -198,7 +200,7 @@ class SparseProjection:
         # Each part in a thread of its own. PyTorch's threads would wait for each other after each of a hundred short
         # operations: 70 times as long where other processes, such as those that decode, use a core.
         try:
-            with ThreadPoolExecutor(min(threads, len(parts)), initializer=_compute_alone) as pool:
+            with ThreadPoolExecutor(min(threads, len(parts)), initializer=compute_alone) as pool:
                 return torch.cat(list(pool.map(project, parts))).to(activation.device)
         finally:
             torch.set_num_threads(threads)  # the number that new threads begin with
@@ -263,7 +265,7 @@ def _multiple(count: int) -> int:
     return -(-count // _WIDTH) * _WIDTH
 
 
-def _compute_alone() -> None:
+def compute_alone() -> None:
     """Make operations of PyTorch in this thread use no other thread."""
     torch.get_num_threads()  # the first call in a thread sets the number that it begins with
     torch.set_num_threads(1)
