@@ -296,7 +296,7 @@ class Pass:
         if computed_with == installed:
             return
         if computed_with and self.published and manifest.n_failed() < manifest.n_files():
-            from extract.extraction.recheck import recheck
+            from extract.extraction.reproduce import recheck
 
             rechecked = recheck(self.out, _RECHECKED, images=self.root, backbone=plan.backbone, workers=0)
             changed = ", ".join(f"{name} {old} -> {new}" for name, old, new in changes(computed_with, installed))

@@ -25,7 +25,7 @@ from extract.compute.compiled import ByOpenVino
 from extract.compute.feature_choice import choose_features
 from extract.errors import DisagreementError, InputError, LayertapError, UnknownNameError
 from extract.extraction import validation as first_batch
-from extract.extraction.recheck import recheck
+from extract.extraction.reproduce import recheck
 from extract.extraction.run import extract
 from extract.system.torch_state import evaluating
 from tests.conftest import make_picture

@@ -22,7 +22,7 @@ from extract import InputError, LockedError, extract_features
 from extract.compute.backbone import Backbone, load_backbone
 from extract.extraction import fitted_axes
 from extract.extraction.plan import existing_at, resolve
-from extract.extraction.recheck import recheck
+from extract.extraction.reproduce import recheck
 from extract.extraction.run import extract
 from extract.extraction.settings import ExtractionSettings
 from extract.images import list_images
