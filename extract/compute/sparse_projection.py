@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from extract.errors import InputError
 
 __all__ = [
-    "SparseProjection", "compute_alone", "entries", "is_channels_last", "sparse_projection", "values_for_distortion",
+    "SparseProjection", "compute_alone", "entries", "sparse_projection", "values_for_distortion",
 ]  # fmt: skip
 
 # Tiles of 32,768 inputs of 16 images take 2 MB, and so stay near a core while their entries are added up. Measured for
@@ -188,7 +188,9 @@ class SparseProjection:
         # Only these two kinds of device have the kernel.
         device = activation.device if activation.device.type in ("cpu", "cuda") else torch.device("cpu")
         channels = 1
-        if is_channels_last(activation):  # a copy in the order of the axes would take as long as the projection
+        is_map = activation.ndim == 4 and not activation.is_contiguous()
+        if is_map and activation.is_contiguous(memory_format=torch.channels_last):
+            # A copy in the order of the axes would take as long as the projection.
             channels, activation = activation.shape[1], activation.permute(0, 2, 3, 1)
         project = partial(self._projected, self._tiles_on(device, channels))
         if device.type == "cuda":
@@ -253,12 +255,6 @@ class SparseProjection:
             tensors = map(torch.from_numpy, (inputs, (of_tile - of_tile[0]).astype(np.int32), unused_of[number]))
             tiles.append(_Tile(number * _TILE, *tensors))
         return tiles
-
-
-def is_channels_last(values: Tensor) -> bool:
-    """Return whether maps (B, C, H, W) are in memory as (B, H, W, C)."""
-    is_map = values.ndim == 4 and not values.is_contiguous()
-    return is_map and values.is_contiguous(memory_format=torch.channels_last)
 
 
 def _multiple(count: int) -> int:

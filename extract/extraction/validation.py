@@ -291,13 +291,9 @@ def decoded_in(
         good = np.flatnonzero(np.all([batch.status == Status.OK for batch in batches], axis=0)).tolist()
         if good:
             return [batch.select(good).images for batch in batches]
-    if len(ways) == 1:
-        raise InputError(
-            f"none of the {len(images):,} images can be decoded: {next(iter(batches[0].reasons.values()))}"
-        )
-    raise InputError(
-        f"none of the {len(images):,} images can be decoded both fast and exactly", hint="use --decode exact"
-    )
+    reason = next((reason for batch in batches for reason in batch.reasons.values()), "")
+    hint = "use --decode exact" if len(ways) > 1 else ""
+    raise InputError(f"none of the {len(images):,} images can be decoded: {reason}", hint=hint)
 
 
 def decoded_alone(images: Images, way: Preprocessing, max_pixels: int, rows: range) -> Batch:

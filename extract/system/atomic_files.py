@@ -23,7 +23,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import hashlib
 import json
 import os
 import re
@@ -67,8 +66,6 @@ __all__ = [
 ]
 
 TOKEN = r"[0-9a-f]{12}-[0-9a-f]{8}"  # RANDOM, as a regular expression
-_NAME_BYTES = 255  # longest file name of nearly all file systems
-_ADDED_BYTES = len(".0123456789ab-01234567.new") + 1
 _FULL_SYNC = getattr(fcntl, "F_FULLFSYNC", None)
 _UNKNOWN_OPEN_FILES = 256
 
@@ -191,12 +188,9 @@ def _claimed(descriptor: int) -> bool:
 
 
 def _base(name: str) -> str:
-    """Return a file name, shortened if a temporary name with it would be too long."""
+    """Return a file name, shortened so that a temporary name with it has at most 255 bytes, as file systems permit."""
     encoded = os.fsencode(name)
-    if len(encoded) <= _NAME_BYTES - _ADDED_BYTES:
-        return name
-    digest = hashlib.sha256(encoded).hexdigest()[:16]
-    return f"{encoded[:150].decode('utf-8', 'ignore')}~{digest}"
+    return name if len(encoded) <= 200 else encoded[:200].decode("utf-8", "ignore")
 
 
 def _token() -> str:

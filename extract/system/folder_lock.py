@@ -7,8 +7,6 @@ import errno
 import fcntl
 import os
 import socket
-import struct
-import sys
 import threading
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -19,9 +17,6 @@ from extract.errors import LayertapError, LockedError
 from extract.system.atomic_files import check_own_folders, open_unfollowed
 
 __all__ = ["holder", "kept", "locked"]
-
-# struct flock of fcntl(2) has these fields: type, whence, start, length, pid. Their order depends on the system.
-_FLOCK, _FIELDS = ("hhqqi", (0, 1, 2, 3, 4)) if sys.platform == "linux" else ("qqihh", (2, 3, 4, 0, 1))
 
 _HELD: set[tuple[int, Path]] = set()  # (pid, folder) of held locks; a forked process inherits the set, not the locks
 _HELD_GUARD = threading.Lock()
@@ -77,28 +72,13 @@ def kept(out: Path) -> Iterator[None]:
 def holder(out: Path) -> str:
     """Return what holds the lock of a folder, such as "pid 12 on host since ..."; empty if nothing does.
 
-    The lock is only asked for, not taken, so a run that starts meanwhile is not disturbed.
-
-    Raises:
-        LayertapError: the lock cannot be read, or the file system has no locks.
+    To find out, the lock is shared for a moment; errors as in `kept`, but for `LockedError`.
     """
-    asked = (fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
     try:
-        # Closing the file releases a lock of this process.
-        with (
-            _by_one_thread(out),
-            os.fdopen(open_unfollowed(out / ".lock", os.O_RDONLY), encoding="utf-8", errors="replace") as file,
-        ):
-            answer = fcntl.fcntl(file, fcntl.F_GETLK, struct.pack(_FLOCK, *(asked[field] for field in _FIELDS)))
-            if struct.unpack(_FLOCK, answer)[_FIELDS.index(0)] == fcntl.F_UNLCK:
-                return ""
-            return file.read().strip() or "another process"
-    except LockedError:
-        return "this process"
-    except FileNotFoundError:
-        return ""
-    except OSError as error:
-        raise LayertapError(f"the lock of {out} cannot be read: {error.strerror}") from error
+        with kept(out):
+            return ""
+    except LockedError as error:
+        return error.message.removeprefix(f"{out} is locked by ")
 
 
 @contextlib.contextmanager

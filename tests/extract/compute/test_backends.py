@@ -23,7 +23,7 @@ from extract.compute.agreement import FULL_PRECISION, agreement, refusal
 from extract.compute.backends import engine_for, open_forward
 from extract.compute.compiled import ByOpenVino
 from extract.compute.feature_choice import choose_features
-from extract.errors import DisagreementError, InputError, LayertapError, UnknownNameError
+from extract.errors import DisagreementError, InputError, LayertapError
 from extract.extraction import validation as first_batch
 from extract.extraction.reproduce import recheck
 from extract.extraction.run import extract
@@ -481,8 +481,6 @@ def test_what_compile_means() -> None:
     assert engine_for("inductor", cpu, "float32") == "inductor"
     with pytest.raises(InputError, match="the device is cuda"):
         engine_for("openvino", gpu, "float32")
-    with pytest.raises(UnknownNameError, match="compile 'fast' not found"):
-        engine_for("fast", cpu, "float32")
 
 
 def test_without_openvino_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
