@@ -34,8 +34,8 @@ __all__ = ["WITH_WEIGHTS", "default_engine", "engine_for", "open_forward"]
 WITH_WEIGHTS = "bfloat16-weights"
 
 # No engine computes in 8-bit integers: by NNCF 3.4, ResNet-50 ran at 97 images/s (bfloat16: 54), but embeddings of
-# efficientnet_lite0 had a least cosine of 0.920 to float32, below the limit of 0.999 that keeps features of several runs
-# comparable.
+# efficientnet_lite0 had a least cosine of 0.920 to float32, below the limit of 0.999 that keeps features of several
+# runs comparable.
 
 
 def engine_for(compile: str, device: torch.device, precision: str) -> str:
