@@ -41,8 +41,7 @@ from extract.images.plans import (
     open_plan,
     values_xxh3,
 )
-from extract.system.atomic_files import atomic_write, is_temporary
-from extract.system.folder_lock import locked
+from extract.system.atomic_files import atomic_write, is_temporary, locked
 from extract.system.optional_libraries import library
 from extract.system.urls import is_url
 

@@ -26,7 +26,7 @@ from extract.store.reader import FeatureReader
 from extract.store.row_copying import copy_rows
 from extract.sync.manifest import Manifest
 from extract.sync.publishing import publish, remove_unneeded
-from extract.system.folder_lock import locked
+from extract.system.atomic_files import locked
 
 __all__ = ["Compacted", "compact", "compact_passes", "passes_to_compact", "rewrite"]
 

@@ -34,7 +34,7 @@ from extract.sync.manifest_file import is_damage
 from extract.sync.publishing import publish, remove_unneeded
 from extract.sync.rebuilding import rebuild, stored_rows
 from extract.sync.scan import NO_FILE, Scan, ScannedFile
-from extract.system.folder_lock import kept, locked
+from extract.system.atomic_files import kept, locked
 
 if TYPE_CHECKING:
     from extract.extraction.plan import Plan

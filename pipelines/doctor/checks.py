@@ -265,8 +265,7 @@ def check_output(out: str, facts: dict[str, Any]) -> Iterator[Line]:
         OSError: the folder cannot be written.
     """
     from extract.store.format.dataset import DataSet, check_usable
-    from extract.system.atomic_files import temporary_folder
-    from extract.system.folder_lock import holder, locked
+    from extract.system.atomic_files import holder, locked, temporary_folder
     from extract.system.urls import file_system
 
     facts["out"] = out

@@ -23,8 +23,7 @@ from extract.images.listing import kind_of
 from extract.store.format.dataset import BUILDING, DataSet
 from extract.store.places.destination import destination_of
 from extract.store.reader import FeatureReader
-from extract.system.atomic_files import append_line
-from extract.system.folder_lock import locked
+from extract.system.atomic_files import append_line, locked
 from extract.system.urls import is_url
 from pipelines.embed.cluster.processes import Child, Done, Event, Joined, Left, Message, Rows, children_of
 from pipelines.embed.cluster.shard_loop import ShardLoop

@@ -36,7 +36,7 @@ from extract.images.folders import files_below
 from extract.images.plan_writing import write_plan
 from extract.images.plans import PLAN_FILE, is_plan, open_plan, values_xxh3
 from extract.images.sources import BrokenListError
-from extract.system.folder_lock import locked
+from extract.system.atomic_files import locked
 from tests.conftest import TINY_INPUT
 from tests.extract.images.test_sources import as_tensor
 from tests.planning import plan as plan_of
