@@ -16,7 +16,7 @@ from extract.compute.compiled import ByInductor, ByOpenVino, openvino, openvino_
 from extract.compute.feature_choice import Choice
 from extract.compute.forward import EagerForward, Forward, forward_taps
 from extract.compute.transfers import transfers_for
-from extract.errors import InputError, LayertapError, first_line, unknown_name
+from extract.errors import InputError, LayertapError, first_line
 from extract.system.foreign_code import exits_refused
 from extract.system.torch_state import (
     evaluating,
@@ -27,32 +27,29 @@ from extract.system.torch_state import (
     tensor_float32,
 )
 
-__all__ = ["COMPILE", "WITH_WEIGHTS", "default_engine", "engine_for", "open_forward"]
+__all__ = ["WITH_WEIGHTS", "default_engine", "engine_for", "open_forward"]
 
 # Weights and activations are in bfloat16; under autocast, norms and softmax are in float32, and weights are converted
 # in each forward. Bare forwards on an H200: resnet50 15,545 against 15,371 images/s, vit_b_16 10,569 against 6,613.
 WITH_WEIGHTS = "bfloat16-weights"
 
-# No 8-bit integers: by NNCF 3.4, ResNet-50 ran at 97 images/s (bfloat16: 54), but embeddings of efficientnet_lite0 had
-# a least cosine of 0.920 to float32, below the limit of 0.999 that keeps features of several runs comparable.
-COMPILE = ("auto", "on", "off", "inductor", "openvino")
+# No engine computes in 8-bit integers: by NNCF 3.4, ResNet-50 ran at 97 images/s (bfloat16: 54), but embeddings of
+# efficientnet_lite0 had a least cosine of 0.920 to float32, below the limit of 0.999 that keeps features of several
+# runs comparable.
 
 
 def engine_for(compile: str, device: torch.device, precision: str) -> str:
     """Return the engine that `compile` means: "eager", "inductor" or "openvino".
 
     Args:
-        compile: one of `COMPILE` except "auto".
+        compile: as of `extract_features`, except "auto".
         device: device of the backbone.
         precision: precision of the computation.
 
     Raises:
-        UnknownNameError: `compile` is not one of `COMPILE`.
         InputError: OpenVINO does not support the device or the precision, or the device has no TF32.
         LayertapError: OpenVINO is not installed.
     """
-    if compile not in COMPILE:
-        raise unknown_name("compile", compile, COMPILE)
     if precision == "tf32" and not has_tensor_float32(device):
         raise InputError(
             f"TF32 needs an NVIDIA GPU of compute capability 8.0 (Ampere) or later; the device is {device}",

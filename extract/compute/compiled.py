@@ -15,14 +15,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
@@ -31,7 +29,8 @@ from torch.export import ExportedProgram
 from extract import defaults
 from extract.backbones import LoadedBackbone
 from extract.compute.feature_choice import Choice
-from extract.compute.forward import DeviceForward, Forward, Values
+from extract.compute.forward import DeviceForward, Forward, Values, joined
+from extract.compute.sparse_projection import compute_alone
 from extract.compute.transfers import Pinned
 from extract.errors import LayertapError, first_line
 from extract.system.optional_libraries import library
@@ -48,7 +47,6 @@ _FIRST_CALLS = {"cpu": 1, "cuda": 2}  # inductor compiles in the first call; the
 _CHUNK = 2
 # The same where PyTorch pools what requests return: fewer would be slower to project, and joining them takes as long.
 _CHUNK_TO_POOL = 16
-_CORES_PER_POOLING = 4  # of those that compute requests, for each thread that pools their results
 
 
 def _cannot(backbone: LoadedBackbone, engine: str, error: Exception) -> LayertapError:
@@ -111,30 +109,11 @@ class ByInductor(DeviceForward):
         return function
 
 
-@dataclass
-class _Batch:
-    """A batch in progress.
-
-    Attributes:
-        count: number of its images.
-        running: infer requests of its chunks, in order, and the images that they read.
-        features: features of the images that are done.
-        done: number of these images; kept here, so that a wait that was interrupted can be repeated.
-    """
-
-    count: int
-    running: list[tuple[Any, NDArray[Any]]] = field(default_factory=list)
-    features: Values = field(default_factory=dict)
-    done: int = 0
-
-
 class ByOpenVino(Forward):
     """Forward compiled by OpenVINO; must be closed.
 
-    Cores compute chunks of a few images independently, so none waits for a core that is decoding.
-
-    Where poolings follow that are not compiled, requests return activations, which take much memory. Then few requests
-    exist, and chunks wait for them.
+    Cores compute chunks of a few images independently, so none waits for a core that is decoding. Each thread of a pool
+    has an infer request, waits for it, and pools what it returns: activations of few chunks are in memory at once.
 
     Args:
         backbone: backbone in eval mode.
@@ -150,70 +129,38 @@ class ByOpenVino(Forward):
         self._backbone, self._precision = backbone, precision
         self._choice, self._following = choice.split()
         self._dtype, self._graph_dtype = getattr(torch, dtype), "float32" if self._following.is_needed else dtype
+        self._threads = torch.get_num_threads()
         in_work = 2 * batch_size  # largest number of images: of a batch and the next one
         chunk = _CHUNK_TO_POOL if self._following.is_needed else _CHUNK
-        self._chunk = max(1, min(chunk, in_work // torch.get_num_threads()))
-        self._streams = min(torch.get_num_threads(), -(-in_work // self._chunk))
-        self._most_requests = self._streams + 1 if self._following.is_needed else sys.maxsize
+        self._chunk = max(1, min(chunk, in_work // self._threads))
+        self._streams = min(self._threads, -(-in_work // self._chunk))
         self._program: Any = None
-        self._requests: list[Any] = []
-        self._idle: list[Any] = []  # requests
-        self._waiting: deque[tuple[_Batch, NDArray[Any]]] = deque()  # chunks without a request
+        # One more than streams, so that a request is ready when another ends.
+        self._pool = ThreadPoolExecutor(self._streams + 1, "openvino", initializer=compute_alone)
+        self._of_thread = threading.local()
 
     def start(self, images: Tensor) -> Callable[[], Values]:
         """See `Forward`."""
         if self._program is None:
             self._program = self._compile(images)
-        batch = _Batch(len(images))
-        self._waiting += [(batch, self._as_chunk(part)) for part in torch.split(images, self._chunk)]
-        self._start_waiting()
-        return partial(self._values, batch)
+        chunks = [self._pool.submit(self._features, part) for part in torch.split(images, self._chunk)]
+        return lambda: joined([chunk.result() for chunk in chunks])
 
-    def _start_waiting(self) -> None:
-        while self._waiting and (self._idle or len(self._requests) < self._most_requests):
-            self._start_chunk(*self._waiting.popleft())
-
-    def _start_chunk(self, batch: _Batch, chunk: NDArray[Any]) -> None:
-        if not self._idle:
-            self._requests.append(self._program.create_infer_request())
-            self._idle.append(self._requests[-1])
-        request = self._idle.pop()
-        request.start_async({0: chunk}, share_inputs=True)
-        batch.running.append((request, chunk))
-
-    def _values(self, batch: _Batch) -> Values:
-        """Wait for a batch and return its features."""
-        while batch.done < batch.count:
-            if not batch.running:  # all requests are in use by other batches
-                position = next(i for i, (waiting, _) in enumerate(self._waiting) if waiting is batch)
-                self._start_chunk(*self._waiting[position])
-                del self._waiting[position]
-            count = min(self._chunk, batch.count - batch.done)
-            for name, values in self._pooled(batch.running[0][0], count).items():
-                if name not in batch.features:
-                    batch.features[name] = np.empty((batch.count, *values.shape[1:]), values.dtype)
-                batch.features[name][batch.done : batch.done + count] = values
-            batch.done += count
-            self._idle.append(batch.running.pop(0)[0])
-            self._start_waiting()
-        return batch.features
-
-    def _pooled(self, request: Any, count: int) -> Values:
-        """Wait for a request and return the features of its `count` images."""
+    @torch.no_grad()  # in each thread
+    def _features(self, images: Tensor) -> Values:
+        """Compute the features of a chunk in a thread of the pool."""
+        if not hasattr(self._of_thread, "request"):
+            self._of_thread.request = self._program.create_infer_request()
         try:
-            request.wait()
+            results = self._of_thread.request.infer({0: self._as_chunk(images)}, share_inputs=True, share_outputs=True)
         except RuntimeError as error:
             raise LayertapError(f"{self._backbone.spec} by openvino: {first_line(error)}") from error
         outputs = {
-            feature.name: torch.from_numpy(request.get_output_tensor(output).data[:count])
+            feature.name: torch.from_numpy(results[output][: len(images)])
             for output, feature in enumerate(self._choice.features)
         }
-        threads = torch.get_num_threads()
-        # The cores are busy with other requests. A projection takes a fifth of the time of ResNet-50, and is faster for
-        # many images in one thread.
-        most = threads // _CORES_PER_POOLING if self._following.is_needed else threads
-        with torch.no_grad(), limited_threads(most):
-            return {name: values.numpy() for name, values in self._following(outputs, self._dtype).items()}
+        features = self._following(outputs, self._dtype)
+        return {name: values.numpy().copy() for name, values in features.items()}  # the request is used again
 
     def _as_chunk(self, images: Tensor) -> NDArray[Any]:
         return _filled(images, self._chunk).contiguous().numpy()
@@ -223,22 +170,18 @@ class ByOpenVino(Forward):
 
         Garbage collection would end the threads later, perhaps in a forked process that does not have them.
         """
-        self._waiting.clear()
-        for request in self._requests:
-            with contextlib.suppress(RuntimeError):  # `_values` has raised it, if the features were requested
-                request.wait()
-        self._requests.clear()
-        self._idle.clear()
+        self._pool.shutdown(cancel_futures=True)
+        torch.set_num_threads(self._threads)  # the number that new threads begin with
         self._program = None
 
     def _compile(self, images: Tensor) -> Any:
         began, core = time.perf_counter(), openvino().Core()
         settings = {
             "INFERENCE_PRECISION_HINT": _PRECISION_HINTS[self._precision],
-            "INFERENCE_NUM_THREADS": torch.get_num_threads(),
+            "INFERENCE_NUM_THREADS": self._threads,
             "NUM_STREAMS": self._streams,
             # Off if other processes use the remaining cores: each process would pin its threads to the first cores.
-            "ENABLE_CPU_PINNING": torch.get_num_threads() >= defaults.CORES,
+            "ENABLE_CPU_PINNING": self._threads >= defaults.CORES,
         }
         chunk = self._as_chunk(images[: self._chunk])
         try:

@@ -23,7 +23,9 @@ from torch.nn import functional as F
 
 from extract.errors import InputError
 
-__all__ = ["SparseProjection", "entries", "is_channels_last", "sparse_projection", "values_for_distortion"]
+__all__ = [
+    "SparseProjection", "compute_alone", "entries", "sparse_projection", "values_for_distortion",
+]  # fmt: skip
 
 # Tiles of 32,768 inputs of 16 images take 2 MB, and so stay near a core while their entries are added up. Measured for
 # 802,816 -> 4,096 on one core: 0.84 ms an image; tiles of 8,192 or 65,536 inputs 1.09 and 0.88 ms; 8 images at once
@@ -186,7 +188,9 @@ class SparseProjection:
         # Only these two kinds of device have the kernel.
         device = activation.device if activation.device.type in ("cpu", "cuda") else torch.device("cpu")
         channels = 1
-        if is_channels_last(activation):  # a copy in the order of the axes would take as long as the projection
+        is_map = activation.ndim == 4 and not activation.is_contiguous()
+        if is_map and activation.is_contiguous(memory_format=torch.channels_last):
+            # A copy in the order of the axes would take as long as the projection.
             channels, activation = activation.shape[1], activation.permute(0, 2, 3, 1)
         project = partial(self._projected, self._tiles_on(device, channels))
         if device.type == "cuda":
@@ -198,7 +202,7 @@ class SparseProjection:
         # Each part in a thread of its own. PyTorch's threads would wait for each other after each of a hundred short
         # operations: 70 times as long where other processes, such as those that decode, use a core.
         try:
-            with ThreadPoolExecutor(min(threads, len(parts)), initializer=_compute_alone) as pool:
+            with ThreadPoolExecutor(min(threads, len(parts)), initializer=compute_alone) as pool:
                 return torch.cat(list(pool.map(project, parts))).to(activation.device)
         finally:
             torch.set_num_threads(threads)  # the number that new threads begin with
@@ -253,17 +257,11 @@ class SparseProjection:
         return tiles
 
 
-def is_channels_last(values: Tensor) -> bool:
-    """Return whether maps (B, C, H, W) are in memory as (B, H, W, C)."""
-    is_map = values.ndim == 4 and not values.is_contiguous()
-    return is_map and values.is_contiguous(memory_format=torch.channels_last)
-
-
 def _multiple(count: int) -> int:
     return -(-count // _WIDTH) * _WIDTH
 
 
-def _compute_alone() -> None:
+def compute_alone() -> None:
     """Make operations of PyTorch in this thread use no other thread."""
     torch.get_num_threads()  # the first call in a thread sets the number that it begins with
     torch.set_num_threads(1)

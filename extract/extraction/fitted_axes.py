@@ -31,8 +31,7 @@ from extract.row_status import Status
 from extract.store.format.dataset import DataSet, check_usable
 from extract.store.format.kept_axes import AXES_HASH, axes_file, recorded_axes
 from extract.store.format.layout import AXES_FOLDER, AXES_NAMES
-from extract.system.atomic_files import discard, own_folder
-from extract.system.folder_lock import locked
+from extract.system.atomic_files import discard, locked, own_folder
 from extract.system.torch_state import evaluating, full_float32
 from extract.system.urls import is_url
 

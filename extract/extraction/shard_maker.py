@@ -28,8 +28,7 @@ from extract.images import load_batches
 from extract.store.format.dataset import DataSet, ShardFiles
 from extract.store.format.receipt import checked_receipt, read_receipt
 from extract.store.places.destination import Destination
-from extract.system.atomic_files import own_folder
-from extract.system.folder_lock import locked
+from extract.system.atomic_files import locked, own_folder
 from extract.system.foreign_code import exits_refused
 
 __all__ = ["ShardMaker"]

@@ -118,7 +118,6 @@ def compute_options(
         compile: only the engine of this value, see `extract_features`; None or "auto": any.
 
     Raises:
-        UnknownNameError: `compile` has no such value.
         InputError: `compile` does not support the device or `precision`.
     """
     precisions = [precision] if precision else [*_lower_precisions(device), "float32"]
@@ -294,16 +293,15 @@ def fastest(plan: Plan, fixed: Collection[str] = (), on_measuring: Callable[[], 
     options = compute_options(backbone.device, n_images, precision=given.get("precision"), compile=given.get("compile"))
     has_many = n_images > _FAST_DECODING_PAYS_FROM * defaults.CORES
     if _is_gpu(backbone.device):
-        decodings = ["exact"]
-        if has_many:  # decoding takes no time of the GPU
-            seconds = _decode_s(plan, ways)
-            decodings = sorted(ways, key=lambda way: seconds[way] * _HANDICAP[way])
+        # A GPU waits for the cores that decode, if there is much to decode.
+        decodings = list(reversed(ways)) if has_many else ["exact"]
         pairs = [(option, way) for option in options for way in decodings]
         return Tuned(_settings_of(pairs, given, float32_may_be_compiled=True), [], "ordered")
     if not (has_many and "fast" in ways) and not _forwards_are_long(plan):
         return Tuned([plain | given], [], "short")
     on_measuring()
-    decode_s, on_cpu = _decode_s(plan, ways), backbone.device.type == "cpu"
+    decode_s = {name: decode_seconds(images, way, settings.max_pixels, _LEAST_COMPARED) for name, way in ways.items()}
+    on_cpu = backbone.device.type == "cpu"
     most = max(_COMPARED_PER_CORE * defaults.CORES, _LEAST_COMPARED) if on_cpu else n_images
     pictures = decoded_in(images, list(ways.values()), settings.max_pixels, min(plan.batch_size, most))
     _, tried = forward_rates(
@@ -331,12 +329,6 @@ def _settings_of(
 
 def _is_gpu(device: torch.device) -> bool:
     return device.type == "cuda"
-
-
-def _decode_s(plan: Plan, ways: dict[str, Preprocessing]) -> dict[str, float]:
-    """Return the seconds of a core to decode an image in each way."""
-    limit = plan.settings.max_pixels
-    return {name: decode_seconds(plan.images, way, limit, _LEAST_COMPARED) for name, way in ways.items()}
 
 
 def decode_seconds(

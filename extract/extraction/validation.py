@@ -207,9 +207,8 @@ class ValidatedForward(contextlib.ExitStack):
         with open_forward(plan.backbone, plan.choice, "float32") as reference:
             expected = reference(exact)
         compared = agreement(forward(fast), expected)
-        remedies = ["--decode exact", "--precision float32", "a lower --min-cosine"]
-        if plan.settings.precision == "float32":
-            remedies.remove("--precision float32")
+        more = [] if plan.settings.precision == "float32" else ["--precision float32"]
+        remedies = ["--decode exact", *more, "a lower --min-cosine"]
         _refuse(f"of {plan.settings.decode} decoded images", refusal(compared, plan.settings.min_cosine), *remedies)
         return compared
 
@@ -241,11 +240,8 @@ def _refuse(what: str, reason: str | None, *remedies: str) -> None:
 
 def _with_remedies(error: LayertapError, engine: str, precision: str) -> DisagreementError:
     """Return the error of a requested compiler or precision, with what to use instead."""
-    remedies = []
-    if engine != "eager":
-        remedies.append("--compile off")
-    if precision != "float32":
-        remedies += ["--precision float32", "a lower --min-cosine"]
+    remedies = [] if engine == "eager" else ["--compile off"]
+    remedies += [] if precision == "float32" else ["--precision float32", "a lower --min-cosine"]
     reason = error.reason if isinstance(error, DisagreementError) else str(error)
     return DisagreementError(reason, " or ".join(remedies))
 
@@ -291,13 +287,9 @@ def decoded_in(
         good = np.flatnonzero(np.all([batch.status == Status.OK for batch in batches], axis=0)).tolist()
         if good:
             return [batch.select(good).images for batch in batches]
-    if len(ways) == 1:
-        raise InputError(
-            f"none of the {len(images):,} images can be decoded: {next(iter(batches[0].reasons.values()))}"
-        )
-    raise InputError(
-        f"none of the {len(images):,} images can be decoded both fast and exactly", hint="use --decode exact"
-    )
+    reason = next((reason for batch in batches for reason in batch.reasons.values()), "")
+    hint = "use --decode exact" if len(ways) > 1 else ""
+    raise InputError(f"none of the {len(images):,} images can be decoded: {reason}", hint=hint)
 
 
 def decoded_alone(images: Images, way: Preprocessing, max_pixels: int, rows: range) -> Batch:

@@ -38,8 +38,7 @@ from extract.images.plans import (
     base_of,
     open_plan,
 )
-from extract.system.atomic_files import atomic_write, is_temporary
-from extract.system.folder_lock import locked
+from extract.system.atomic_files import atomic_write, is_temporary, locked
 from extract.system.optional_libraries import library
 from extract.system.urls import is_url
 

@@ -23,7 +23,7 @@ from extract.store.format.version import pass_folder
 from extract.store.reader import FeatureReader
 from extract.store.row_copying import copy_rows
 from extract.sync.records import Records, load, locate, publish
-from extract.system.folder_lock import locked
+from extract.system.atomic_files import locked
 
 __all__ = ["Compacted", "compact", "compact_passes", "passes_to_compact", "rewrite"]
 

@@ -40,8 +40,7 @@ from extract.sync.difference import (
 )
 from extract.sync.records import Records, load, pass_folders, publish, row_numbers, stored_rows
 from extract.sync.scan import NO_FILE, Scan, ScannedFile
-from extract.system.atomic_files import own_folder
-from extract.system.folder_lock import kept, locked
+from extract.system.atomic_files import kept, locked, own_folder
 
 if TYPE_CHECKING:
     from extract.extraction.plan import Plan
@@ -282,7 +281,7 @@ class Pass:
         if computed_with == installed:
             return
         if computed_with and self.published and records.n_failed < records.n_files:
-            from extract.extraction.recheck import recheck
+            from extract.extraction.reproduce import recheck
 
             rechecked = recheck(self.out, _RECHECKED, images=self.root, backbone=plan.backbone, workers=0)
             changed = ", ".join(f"{name} {old} -> {new}" for name, old, new in changes(computed_with, installed))

@@ -26,29 +26,20 @@ _INSTALLED = {"site-packages", "dist-packages"}
 def exits_refused() -> Iterator[None]:
     """Context manager: an error in place of the end of the program, if code inside calls `sys.exit`.
 
-    A program that ends with exit code 0 looks as if it had done its work. Other exceptions that code is not expected to
-    handle, such as GeneratorExit, are errors too, if a user's own code raised them (Python itself raises GeneratorExit
-    in a generator that is closed); Ctrl-C is not. Used wherever such code runs.
+    A program that ends with exit code 0 looks as if it had done its work. Used wherever such code runs.
 
     Raises:
-        InputError: the code called `sys.exit`, or another function that raises SystemExit; or a user's own code raised
-            an exception that does not derive from Exception.
+        InputError: the code called `sys.exit`, or another function that raises SystemExit.
     """
     try:
         yield
-    except (Exception, KeyboardInterrupt):
-        raise
     except SystemExit as stop:
         called = f"sys.exit({'' if stop.code is None else repr(stop.code)})"
         raise InputError(
-            f"{_place(stop) or _innermost(stop)}, called {called}",
+            f"{_place(stop) or _innermost_first(stop)[0][1]}, called {called}",
             hint="the code of a backbone must not end the program: remove the call, or move it below if __name__ == "
             "'__main__'",
         ) from stop
-    except BaseException as error:
-        if _place(error) is None:  # for example, a generator of layertap is closed
-            raise
-        raise InputError(f"{described(error)}; expected an exception that derives from Exception") from error
 
 
 @contextlib.contextmanager
@@ -79,17 +70,13 @@ def described(error: BaseException) -> str:
 
 def _place(error: BaseException) -> str | None:
     """Return file and line of the innermost call in the user's own code; None if there is none below the handler."""
-    own = [
-        f"{frame.f_code.co_filename}, line {line}"
-        for frame, line in traceback.walk_tb(error.__traceback__)
-        if _is_own(frame.f_code.co_filename)
-    ]
-    return own[-1] if own else None
+    return next((place for name, place in _innermost_first(error) if _is_own(name)), None)
 
 
-def _innermost(error: BaseException) -> str:
-    places = [f"{frame.f_code.co_filename}, line {line}" for frame, line in traceback.walk_tb(error.__traceback__)]
-    return places[-1] if places else "unknown code"
+def _innermost_first(error: BaseException) -> list[tuple[str, str]]:
+    """Return each file of the traceback, and its place in words; the handler itself is the last."""
+    names = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    return [(name, f"{name}, line {line}") for name, line in reversed(names)]
 
 
 def _is_own(name: str) -> bool:

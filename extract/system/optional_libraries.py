@@ -53,7 +53,17 @@ def requirements(extra: str = "") -> list[str]:
 
     The list is empty if the folders were copied without pyproject.toml and metadata.
     """
-    return _requirements_in_checkout(extra) or _requirements_in_metadata(extra)
+    if project := _checkout():
+        return list(project["optional-dependencies"][extra] if extra else project["dependencies"])
+    from importlib import metadata  # 15 ms, which every command would pay
+
+    try:
+        declared = metadata.requires(_PROJECT) or []
+    except metadata.PackageNotFoundError:
+        return []
+    marker = f'extra == "{extra}"'
+    of_extra = [line for line in declared if (marker in line.replace("-", "_") if extra else "extra ==" not in line)]
+    return [line.partition(";")[0].strip() for line in of_extra]
 
 
 def extras() -> list[str]:
@@ -108,22 +118,3 @@ def _checkout() -> dict[str, Any]:
         return {}
     project: dict[str, Any] = tomllib.loads(_PYPROJECT.read_text(encoding="utf-8")).get("project", {})
     return project if project.get("name") == _PROJECT else {}
-
-
-def _requirements_in_checkout(extra: str) -> list[str]:
-    project = _checkout()
-    if not project:
-        return []
-    return list(project["optional-dependencies"][extra] if extra else project["dependencies"])
-
-
-def _requirements_in_metadata(extra: str) -> list[str]:
-    from importlib import metadata  # 15 ms, which every command would pay
-
-    try:
-        declared = metadata.requires(_PROJECT) or []
-    except metadata.PackageNotFoundError:
-        return []
-    marker = f'extra == "{extra}"' if extra else ""
-    of_extra = [line for line in declared if (marker in line.replace("-", "_") if extra else "extra ==" not in line)]
-    return [line.partition(";")[0].strip() for line in of_extra]

@@ -18,7 +18,7 @@ from extract.errors import LayertapError
 from extract.row_status import Status
 from extract.store.format.dataset import DataSet
 from extract.store.places.destination import destination_of
-from extract.system.folder_lock import holder
+from extract.system.atomic_files import holder
 from extract.system.urls import is_url
 from pipelines.terminal.text_output import counted, printable
 

@@ -83,7 +83,7 @@ def check(
     if sample and report.faults:
         skipped = "no rows were computed again: fix the reported faults first"
     elif sample and report.rows[Status.OK.text]:
-        from extract.extraction.recheck import recheck
+        from extract.extraction.reproduce import recheck
 
         recheck_result = recheck(
             out, sample, seed=seed, images=images, backbone=backbone, weights=weights, device=device

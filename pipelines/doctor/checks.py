@@ -265,8 +265,7 @@ def check_output(out: str, facts: dict[str, Any]) -> Iterator[Line]:
         OSError: the folder cannot be written.
     """
     from extract.store.format.dataset import DataSet, check_usable
-    from extract.system.atomic_files import temporary_folder
-    from extract.system.folder_lock import holder, locked
+    from extract.system.atomic_files import holder, locked, temporary_folder
     from extract.system.urls import file_system
 
     facts["out"] = out
@@ -290,7 +289,6 @@ def check_output(out: str, facts: dict[str, Any]) -> Iterator[Line]:
         facts["locked_by"] = held_by
         yield Line(f"{out} is locked by {held_by}", "wrong", f"wait until that process ends, or {_OTHER_PLACE}")
     # Permissions do not tell whether a file system is full or has locks: a run's lock is taken in a temporary folder.
-    # The lock of the data set is asked for, not taken, so a run that starts in the same moment is not refused.
     with temporary_folder(place / "doctor") as trial, locked(trial):
         (trial / "file").write_bytes(bytes(65536))
     yield Line(f"{folder} can be written and locked; {free / 1e9:,.1f} GB free")

@@ -170,7 +170,7 @@ def test_a_data_set_in_the_output_folder_is_described(folder: Path, tmp_path: Pa
 HOLD = """
 import sys
 from pathlib import Path
-from extract.system.folder_lock import locked
+from extract.system.atomic_files import locked
 with locked(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()

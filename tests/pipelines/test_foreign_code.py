@@ -13,8 +13,7 @@ import pytest
 from extract import FeatureReader, InputError
 from extract.analysis.probe.model import LinearProbe
 from extract.backbones.loading import permitted
-from extract.extraction.recheck import recheck
-from extract.extraction.reproduce import features_of_text
+from extract.extraction.reproduce import features_of_text, recheck
 from extract.store.format.dataset import DataSet
 from extract.store.format.layout import StoredFeature
 from tests.conftest import make_picture

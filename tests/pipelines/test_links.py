@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from extract import FeatureReader, InputError
-from extract.system.atomic_files import atomic_write, open_own
-from extract.system.folder_lock import locked
+from extract.system.atomic_files import atomic_write, locked, open_own
 from tests.pipelines.test_cli import SMALL, fails, layertap
 from tests.pipelines.test_sync import SMALL as SYNC
 from tests.pipelines.test_sync import write
@@ -109,7 +108,7 @@ def test_a_lock_with_two_names_is_a_lock(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").write_bytes(PRECIOUS)
     hard(tmp_path / "out" / ".lock", tmp_path / "elsewhere")
     code = (
-        "import sys; from pathlib import Path; from extract.system.folder_lock import locked\n"
+        "import sys; from pathlib import Path; from extract.system.atomic_files import locked\n"
         "with locked(Path(sys.argv[1])): pass"
     )
     command = [sys.executable, "-c", code, str(tmp_path / "out")]

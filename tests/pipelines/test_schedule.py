@@ -24,7 +24,7 @@ import tzlocal
 from cronsim import CronSim
 
 from extract.errors import InputError
-from extract.system.folder_lock import locked
+from extract.system.atomic_files import locked
 from pipelines.sync.config import ScheduleConfig, load_sync_file
 from pipelines.sync.due_times import due_after, time_zone
 from pipelines.sync.schedule import _LOCKED, PassRunner, run_passes

@@ -337,4 +337,4 @@ def test_status_counts_the_rows_of_unfinished_shards_and_names_the_run_that_writ
     assert text.endswith("to resume, run `layertap embed` with the same arguments again\n")
     with data.locked():
         text = layertap("status", data.out).stdout
-    assert text.endswith("a run is writing: this process\n")
+    assert text.endswith("a run is writing: another thread of this process\n")

@@ -136,7 +136,7 @@ def test_a_second_sync_at_once_exits_with_4_and_names_the_first(config: Path, tm
     code = (
         "import sys, time\n"
         "from pathlib import Path\n"
-        "from extract.system.folder_lock import locked\n"
+        "from extract.system.atomic_files import locked\n"
         "with locked(Path(sys.argv[1])):\n"
         "    print('held', flush=True)\n"
         "    time.sleep(60)\n"

@@ -56,8 +56,7 @@ from extract.store.format.schemas import DESCRIPTION, FORMAT_NAMES
 from extract.store.format.shard import Shard
 from extract.store.format.value_types import STORED_TYPES
 from extract.store.format.version import Version, pass_folder
-from extract.system.atomic_files import TOKEN, append_line, discard, own_folder, sync_folder, write_json
-from extract.system.folder_lock import locked
+from extract.system.atomic_files import TOKEN, append_line, discard, locked, own_folder, sync_folder, write_json
 from extract.system.json_files import check_shape, read_json
 from extract.system.similar_paths import did_you_mean, folders_with
 
@@ -487,7 +486,7 @@ class DataSet:
         return differences(compared(self), compared(other))
 
     def locked(self) -> contextlib.AbstractContextManager[None]:
-        """Context manager: lock the data set for writing; see `extract.system.folder_lock.locked`."""
+        """Context manager: lock the data set for writing; see `extract.system.atomic_files.locked`."""
         return locked(self.out)
 
     def _clean(self) -> None:

@@ -24,8 +24,7 @@ from extract.store.format.dataset import BUILDING, DataSet
 from extract.store.format.receipt import read_receipt
 from extract.store.places.destination import destination_of
 from extract.store.reader import FeatureReader
-from extract.system.atomic_files import append_line
-from extract.system.folder_lock import locked
+from extract.system.atomic_files import append_line, locked
 from extract.system.urls import is_url
 from pipelines.embed.cluster.processes import Event, Failed, Joined, Message, Processes, Rows, starts_of
 from pipelines.embed.cluster.ray_tasks import RayTasks, ray_tasks_of

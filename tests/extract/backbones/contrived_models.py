@@ -399,12 +399,8 @@ def exits_in_the_transform_of_a_picture() -> Pair:
 # Exceptions that are not derived from Exception
 
 
-class OwnError(BaseException):
+class OwnError(Exception):
     pass
-
-
-def raises_generator_exit() -> Pair:
-    raise GeneratorExit("enough")
 
 
 class _RaisesFrom(Net):
@@ -416,26 +412,3 @@ class _RaisesFrom(Net):
 
 def raises_its_own_in_the_first_batch() -> Pair:
     return _RaisesFrom(), transform
-
-
-def raises_generator_exit_in_the_first_batch() -> Pair:
-    model = _RaisesFrom()
-    model.register_forward_pre_hook(_raise_from)
-    return model, transform
-
-
-def _raise_from(model: nn.Module, inputs: Any) -> None:
-    if model.forwards >= 6:
-        raise GeneratorExit("enough")
-
-
-class _RaisesAtRealPictures:
-    def __call__(self, picture: Image.Image) -> Tensor:
-        if np.array(picture).std((0, 1)).max() < 20:
-            raise OwnError("enough")
-        pixels: Tensor = transform(picture)
-        return pixels
-
-
-def raises_its_own_in_the_transform_of_a_picture() -> Pair:
-    return Net(), _RaisesAtRealPictures()

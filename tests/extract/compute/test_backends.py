@@ -8,6 +8,7 @@ import itertools
 import json
 import subprocess
 import sys
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,9 @@ from extract.compute.agreement import FULL_PRECISION, agreement, refusal
 from extract.compute.backends import engine_for, open_forward
 from extract.compute.compiled import ByOpenVino
 from extract.compute.feature_choice import choose_features
-from extract.errors import DisagreementError, InputError, LayertapError, UnknownNameError
+from extract.errors import DisagreementError, InputError, LayertapError
 from extract.extraction import validation as first_batch
-from extract.extraction.recheck import recheck
+from extract.extraction.reproduce import recheck
 from extract.extraction.run import extract
 from extract.system.torch_state import evaluating
 from tests.conftest import make_picture
@@ -115,7 +116,7 @@ def test_compiled_poolings_are_those_of_an_eager_forward(spec: str, engine: str,
 
 
 @openvino
-def test_chunks_wait_for_requests_where_activations_are_pooled_by_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_of_several_chunks_are_computed_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches of several chunks, one ahead of the other, and one whose features are asked for first."""
     monkeypatch.setattr("extract.compute.compiled._CHUNK_TO_POOL", 2)
     backbone = load_backbone("timm/test_resnet", weights="random", device="cpu")
@@ -125,13 +126,8 @@ def test_chunks_wait_for_requests_where_activations_are_pooled_by_pytorch(monkey
     with open_forward(backbone, choice, "float32") as forward:
         plain = forward(pictures)
     with open_forward(backbone, choice, "float32", "float32", "openvino", batch_size=23) as forward:
-        assert isinstance(forward, ByOpenVino)
         first, second, third = forward.start(pictures), forward.start(pictures[:9]), forward.start(pictures[9:10])
-        assert forward._waiting
         results = {"third": third(), "first": first(), "second": second()}
-        # One more for the batch that was asked for too early.
-        assert len(forward._requests) <= forward._most_requests + 1
-        assert len(forward._idle) == len(forward._requests)
         unread = forward.start(pictures)
     del unread
     for name, values in plain.items():
@@ -147,16 +143,16 @@ def test_an_interrupted_wait_for_requests_can_be_repeated(layers: list[str], mon
     backbone = load_backbone("timm/test_resnet", weights="random", device="cpu")
     with evaluating(backbone.model):
         choice = choose_features(backbone, layers)
-    pictures, calls, pooled = _pictures(backbone, 40), itertools.count(1), ByOpenVino._pooled
+    pictures, calls, result = _pictures(backbone, 40), itertools.count(1), Future.result
 
-    def interrupted(self: ByOpenVino, request: Any, count: int) -> Any:
+    def interrupted(self: Future[Any], timeout: float | None = None) -> Any:
         if next(calls) == 2:
             raise KeyboardInterrupt
-        return pooled(self, request, count)
+        return result(self, timeout)
 
     with open_forward(backbone, choice, "float32", "float32", "openvino", batch_size=40) as forward:
         expected = forward(pictures)
-        monkeypatch.setattr(ByOpenVino, "_pooled", interrupted)
+        monkeypatch.setattr(Future, "result", interrupted)
         wait, other = forward.start(pictures), forward.start(pictures[::2])
         with pytest.raises(KeyboardInterrupt):
             wait()
@@ -485,8 +481,6 @@ def test_what_compile_means() -> None:
     assert engine_for("inductor", cpu, "float32") == "inductor"
     with pytest.raises(InputError, match="the device is cuda"):
         engine_for("openvino", gpu, "float32")
-    with pytest.raises(UnknownNameError, match="compile 'fast' not found"):
-        engine_for("fast", cpu, "float32")
 
 
 def test_without_openvino_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:

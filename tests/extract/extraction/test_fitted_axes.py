@@ -22,7 +22,7 @@ from extract import InputError, LockedError, extract_features
 from extract.compute.backbone import Backbone, load_backbone
 from extract.extraction import fitted_axes
 from extract.extraction.plan import existing_at, resolve
-from extract.extraction.recheck import recheck
+from extract.extraction.reproduce import recheck
 from extract.extraction.run import extract
 from extract.extraction.settings import ExtractionSettings
 from extract.images import list_images
@@ -149,14 +149,15 @@ def test_other_images_are_computed_with_the_axes_of_a_data_set(
         bees = [row for row, path in enumerate(first.paths) if path.startswith("bee")]
         np.testing.assert_allclose(second["layer1"][:], first["layer1"][bees][:, :3], rtol=1e-4, atol=1e-4)
         assert axes_in(out)[0].name == axes.name  # the data set keeps its own
-        shutil.rmtree(out / "axes")
-        with pytest.raises(InputError, match="is missing"):
-            extract_features(folder / "bee", out=out, layers="layer1:pca3", **NET)
         values = backbone.features(pictures, "layer1:pca5", axes=place)["layer1"]
         np.testing.assert_allclose(values, expected, rtol=1e-4, atol=1e-4)
+    shutil.rmtree(out / "axes")
+    with pytest.raises(InputError, match="is missing"):
+        extract_features(folder / "bee", out=out, layers="layer1:pca3", **NET)
 
 
-@pytest.mark.parametrize("engine", ["openvino", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.slow  # `test_backends.py` has random projections by default, which follow a compiled graph in the same way
+@pytest.mark.parametrize("engine", ["openvino", "inductor"])
 def test_compiled_runs_store_the_same_projections(folder: Path, tmp_path: Path, engine: str) -> None:
     if engine == "openvino":
         pytest.importorskip("openvino")

@@ -14,7 +14,7 @@ from sklearn.random_projection import johnson_lindenstrauss_min_dim
 from extract import InputError, LayertapError, extract_features
 from extract.compute.backbone import Backbone, load_backbone
 from extract.compute.sparse_projection import SparseProjection
-from extract.extraction.recheck import recheck
+from extract.extraction.reproduce import recheck
 from extract.extraction.run import extract
 from tests.pipelines.test_cli import fails, layertap
 from tests.planning import BY_COMMAND, NET, plan

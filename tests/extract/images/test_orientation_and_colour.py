@@ -15,8 +15,7 @@ from PIL import Image, ImageCms, ImageOps
 
 from extract import FeatureReader, extract_features, load_backbone
 from extract.errors import InputError, UnknownNameError
-from extract.extraction.recheck import recheck
-from extract.extraction.reproduce import features_of_file
+from extract.extraction.reproduce import features_of_file, recheck
 from extract.images import Decoding, decode, list_images, load_batches
 from extract.images.decoding import header_size, too_dark
 from extract.store.format.dataset import DataSet

@@ -37,7 +37,7 @@ from extract.images.listing import is_plan
 from extract.images.plan_writing import write_plan
 from extract.images.plans import PLAN_FILE, VERSION, open_plan
 from extract.images.sources import BrokenListError
-from extract.system.folder_lock import locked
+from extract.system.atomic_files import locked
 from tests.conftest import TINY_INPUT
 from tests.extract.images.test_sources import as_tensor
 from tests.planning import plan as plan_of

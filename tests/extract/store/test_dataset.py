@@ -9,7 +9,7 @@ import pytest
 
 from extract import FeatureReader, InputError, LockedError
 from extract.store.format.dataset import DataSet
-from extract.system.folder_lock import locked
+from extract.system.atomic_files import locked
 from tests.extract.store.rows import (
     PATHS_XXH3,
     create,

@@ -16,7 +16,7 @@ from PIL import Image
 from pyarrow import parquet
 
 from extract import DisagreementError, InputError, extract_features, load_backbone
-from extract.extraction.recheck import recheck
+from extract.extraction.reproduce import recheck
 from extract.row_status import Status
 from extract.store.export import export
 from extract.store.format.value_types import (

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from extract.errors import LockedError
-from extract.system.folder_lock import kept, locked
+from extract.system.atomic_files import kept, locked
 
 ROOT = Path(__file__).parents[3]
 
 
 def in_another_process(name: str, out: Path) -> str:
     """The error with which another process cannot enter `kept` or `locked`; empty if it can."""
-    code = f"from extract.system.folder_lock import {name} as enter\nfrom pathlib import Path\n"
+    code = f"from extract.system.atomic_files import {name} as enter\nfrom pathlib import Path\n"
     code += (
         f"try:\n with enter(Path({str(out)!r})): pass\nexcept Exception as error: print(type(error).__name__, error)"
     )
