@@ -7,9 +7,8 @@ import warnings
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from extract.backbones.catalogue_entry import Entry, quiet
-from extract.backbones.sources import SOURCES
-from extract.backbones.spelling import unknown_spec
+from extract.backbones.backbone import Entry, quiet
+from extract.backbones.sources import SOURCES, unknown_spec
 from extract.errors import InputError, LayertapError, unknown_name
 
 __all__ = ["Entry", "SourceListing", "describe", "list_sources", "match_specs"]

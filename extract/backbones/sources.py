@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from extract import defaults
 from extract.backbones import from_hf, from_hub, from_open_clip, from_python, from_timm, from_torchvision
-from extract.backbones.backbone import LoadedBackbone, LoadRequest
-from extract.backbones.catalogue_entry import Entry
+from extract.backbones.backbone import Entry, LoadedBackbone, LoadRequest
 from extract.backbones.text_tower import TextTower
-from extract.backbones.weights_file import WeightsFile
+from extract.backbones.weights import WeightsFile
+from extract.errors import UnknownNameError
 
-__all__ = ["SOURCES", "BackboneSource"]
+__all__ = ["SOURCES", "BackboneSource", "unknown_spec"]
 
 
 def _no_names(pattern: str) -> list[str]:
@@ -112,3 +114,36 @@ SOURCES: dict[str, BackboneSource] = {
         name_is_path=True,
     ),
 }
+
+
+def unknown_spec(spec: str) -> UnknownNameError:
+    """Return an error for a spec that is not SOURCE/NAME; nothing is downloaded.
+
+    The name is looked up in the catalogues of the installed sources: `resnet50` is in those of torchvision and timm.
+    """
+    source, slash, name = spec.partition("/")
+    if source in SOURCES:
+        note = f" ({SOURCES[source].note})" if SOURCES[source].note else ""
+        listed = f"list them: layertap list {source}" if SOURCES[source].describe else ""
+        return UnknownNameError(f"backbone {spec!r} has no name; expected {source}/NAME{note}", hint=listed)
+    if specs := _called(name if slash else spec):
+        hint = f"did you mean {' or '.join(specs)}?"
+    elif ".py:" in spec:
+        hint = f"your own function is python/{spec}"
+    elif name:
+        hint = f"the sources are {', '.join(SOURCES)}; a model of the Hugging Face hub is hf/{spec}"
+    else:
+        hint = f"a spec is SOURCE/NAME, such as {defaults.BACKBONE}. List the sources: layertap list"
+    return UnknownNameError(f"backbone {spec!r} not found", hint=hint)
+
+
+def _called(name: str) -> list[str]:
+    """Return the specs with this name; if there are none, those with the most similar names."""
+    # Libraries of other sources take seconds to import.
+    known = {source: entry.names(name) for source, entry in SOURCES.items() if not entry.library}
+    exact = [f"{source}/{name}" for source, names in known.items() if name in names]
+    return exact or [
+        f"{source}/{other}"
+        for source, names in known.items()
+        for other in difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.8)
+    ]

@@ -26,8 +26,7 @@ import numpy as np
 
 from extract.credentials import without_credentials
 from extract.errors import InputError, LayertapError, first_line
-from extract.images.folders import pick_images
-from extract.images.image_list import Images, is_litter, labels_from_folders, labels_from_values, order_of
+from extract.images.image_list import Images, is_litter, labels_from_folders, labels_from_values, order_of, pick_images
 from extract.images.sources import (
     UNKNOWN,
     BrokenListError,

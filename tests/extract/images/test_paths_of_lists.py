@@ -30,7 +30,8 @@ def write_list(folder: Path, paths: list[str], name: str = "list.csv") -> Path:
 @pytest.mark.parametrize("read", [list_images, lambda where: write_plan(where, where.parent.parent / "plan")])
 def test_two_spellings_of_a_path_are_the_same_image(folder: Path, other: str, read: object) -> None:
     where = write_list(folder, ["bee/01.jpg", other, "cat/02.png", "ant/00.png"])
-    with pytest.raises(InputError, match=r"line 5: ant/00\.png is already in .*line 3; expected each path only once"):
+    message = r"(ant/00\.png is already in .*line 3|ant/00\.png is listed twice); expected each path only once"
+    with pytest.raises(InputError, match=message):
         read(where)  # type: ignore[operator]
 
 

@@ -145,8 +145,7 @@ def test_images_under_a_wrong_name_are_refused_in_one_line(
 def test_weights_under_a_wrong_name_are_refused_in_one_line(
     content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from extract.backbones.request import LoadRequest
-    from extract.backbones.weights import build_with_weights
+    from extract.backbones.weights import LoadRequest, build_with_weights
 
     monkeypatch.chdir(tmp_path)
     for suffix in [".safetensors", ".pth", ".bin", ".ckpt"]:
