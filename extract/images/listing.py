@@ -21,9 +21,8 @@ from extract.errors import InputError, LayertapError, first_line
 from extract.images.archives import ARCHIVES, list_archives
 from extract.images.arrays import list_array, split_name
 from extract.images.csv_lists import TABLES, list_table
-from extract.images.datasets import is_in_memory
+from extract.images.datasets import PROTOCOL, is_in_memory, is_on_disk, list_hugging_face
 from extract.images.decoding import ARRAY_SUFFIX, IMAGE_SUFFIXES
-from extract.images.hugging_face import PROTOCOL, is_on_disk, list_hugging_face
 from extract.images.image_list import Images, is_litter, labels_from_folders, pick_images
 from extract.images.plans import PLAN_FILE, open_plan
 from extract.images.sources import Chosen, Files, ImageSource, suffix_of
@@ -256,7 +255,7 @@ def list_folder(where: str) -> Images:
     if is_url(where):
         base = where.rstrip("/")
         root = without_credentials(base)
-        names = files_behind(where)
+        names: Iterable[str] = sorted(_names_behind(where), key=os.fsencode)
     elif folder.is_file() and folder.suffix.lower() in IMAGE_SUFFIXES:
         root, paths = str(folder.parent.resolve()), [folder.name]
         return Images(root, paths, np.full(1, -1, np.int64), [], [""], Files(root, paths))
@@ -362,6 +361,31 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
         return False
 
 
+def _refuse_web_folder(url: str) -> None:
+    if is_http(url):  # HTTP has no listing, only pages made for people
+        raise InputError(
+            f"{url}: not a list or archive; the folders of a web server cannot be listed",
+            hint="write a list (.csv) with a column path that has the URL of each image, or download the folder",
+        )
+
+
+def _names_behind(url: str) -> Iterator[str]:
+    """Yield the names of all files below a URL, relative to it."""
+    _refuse_web_folder(url)
+    fs, path = file_system(url)
+    with _errors_of_listing(url):
+        names = fs.find(path) or fs.ls(path, detail=False)  # `find` returns nothing if no server answers
+    root = path.rstrip("/") + "/"
+    if not names:
+        raise InputError(f"{url}: no files there")
+    if list(map(str, names)) == [path]:
+        raise InputError(f"{url}: not a folder, list or archive")
+    for name in names:
+        relative = str(name).removeprefix(root).lstrip("/")
+        if not any(is_litter(part) for part in relative.split("/")):
+            yield relative
+
+
 def files_behind(url: str) -> Iterator[str]:
     """Yield the names of all files below a URL, in byte order, folder by folder.
 
@@ -371,11 +395,7 @@ def files_behind(url: str) -> Iterator[str]:
         InputError: the URL has no files, or is not a folder, or is that of a web server.
         LayertapError: a folder cannot be listed, for example because the server does not answer.
     """
-    if is_http(url):  # HTTP has no listing, only pages made for people
-        raise InputError(
-            f"{url}: not a list or archive; the folders of a web server cannot be listed",
-            hint="write a list (.csv) with a column path that has the URL of each image, or download the folder",
-        )
+    _refuse_web_folder(url)
     fs, path = file_system(url)
     root = path.rstrip("/")
 
