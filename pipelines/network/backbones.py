@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
-from extract.backbones.catalogue import Entry, describe, list_sources, match_specs
+from extract.backbones.sources import Entry, describe, list_sources, match_specs
 
 __all__ = ["as_json", "entries", "print_entries", "print_sources", "sources"]
 

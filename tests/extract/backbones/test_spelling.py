@@ -9,8 +9,7 @@ import timm
 from torchvision import models
 
 from extract import load_backbone
-from extract.backbones.catalogue import match_specs
-from extract.backbones.sources import unknown_spec
+from extract.backbones.sources import match_specs, unknown_spec
 from extract.errors import InputError, LayertapError, UnknownNameError
 
 
