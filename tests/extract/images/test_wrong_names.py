@@ -97,7 +97,7 @@ MESSAGES = {
     ("xlsx", ".csv"): "line 1 is not text; expected a table as text in UTF-8 (save a spreadsheet as CSV)",
     ("npy", ".h5"): "cannot be opened as HDF5",
     ("csv", ".parquet"): "is not a Parquet file",
-    ("tar.gz", ".tar"): "decompress it first",
+    ("tar.gz", ".tar"): "is damaged, or not a tar archive",
     ("code", ".pth"): "is damaged, or holds objects other than tensors, and loading them could run code",
     ("whole model", ".pth"): "holds objects other than tensors",
     ("tar", ".pth"): "holds objects other than tensors",
