@@ -102,7 +102,7 @@ MUTATIONS = (
     # Code of users
     Mutation(
         "A transform that rarely changes a picture is not found to be random.",
-        'return "draws random numbers" if any(drawn) else ""',
+        'return "draws random numbers" if _random_states() != states else ""',
         'return ""',
         ("test_a_random_transform_is_refused",),
     ),

@@ -18,8 +18,7 @@ import yaml
 from torch import nn
 
 from extract import FeatureReader, InputError, UnknownNameError, load_backbone, load_text_tower
-from extract.backbones.backbone import LoadedBackbone, LoadRequest
-from extract.backbones.catalogue_entry import Entry
+from extract.backbones.backbone import Entry, LoadedBackbone, LoadRequest
 from extract.backbones.loading import permitted
 from extract.backbones.preprocessing import Preprocessing
 from extract.backbones.sources import SOURCES, BackboneSource

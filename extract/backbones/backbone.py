@@ -1,23 +1,30 @@
-"""A loaded backbone, and the errors of downloads."""
+"""A loaded backbone; its description without weights; errors of downloads, and whether the servers can be reached."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
+import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import torch
 from torch import nn
 
 from extract.backbones.preprocessing import Preprocessing
-from extract.backbones.reachability import hub_offline_if_unreachable
-from extract.backbones.request import LoadRequest
-from extract.backbones.weights import Weights
+from extract.backbones.weights import LoadRequest, Weights
 from extract.errors import InputError, LayertapError, first_line
 
-__all__ = ["LoadRequest", "LoadedBackbone", "downloading"]
+__all__ = [
+    "Entry", "LoadRequest", "LoadedBackbone", "count_parameters", "downloading", "hub_offline_if_unreachable", "quiet",
+    "why_unreachable", "without_weights",
+]  # fmt: skip
+
+_CONNECT_S = 10  # the libraries of the Hugging Face hub retry for a minute, also for files that are in its cache
 
 
 @dataclass(frozen=True)
@@ -57,6 +64,57 @@ class LoadedBackbone:
     notes: tuple[str, ...] = ()
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     asked: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Description of a backbone.
+
+    Attributes:
+        spec: SOURCE/NAME.
+        width: width of the embedding; None if there is no embedding, or if neither the source nor a model that was
+            built states its width.
+        input_px: (height, width) of the input for the default weights; None if the source does not state it.
+        parameters: number of parameters; None if the model was not built for the description.
+        licence: licence of the default weights, or of the weights that the spec names; empty if it is not stated.
+        weights: names of the published weights; the default, or the name in the spec, comes first where there is one.
+    """
+
+    spec: str
+    width: int | None
+    input_px: tuple[int, int] | None
+    parameters: int | None
+    licence: str
+    weights: tuple[str, ...]
+
+
+def without_weights(make: Callable[[], Any]) -> Any:
+    """Build a model on the meta device, or on the CPU if that fails.
+
+    Args:
+        make: builds the model.
+    """
+    try:
+        with torch.device("meta"):
+            return make()
+    except Exception:  # a model that reads its weights while it is built raises an error of its own
+        return make()
+
+
+def count_parameters(model: nn.Module | None) -> int | None:
+    """Count the parameters of a model; a shared parameter counts once."""
+    return None if model is None else sum(parameter.numel() for parameter in model.parameters())
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Context manager: suppress log messages of libraries, such as warnings about random weights."""
+    level = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(level)
 
 
 def downloading(
@@ -104,3 +162,35 @@ def _is_missing_file(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
+
+
+def why_unreachable(url: str) -> str:
+    """Return why the server of a URL cannot be connected to; empty if it can, or if a proxy connects to it."""
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    if {parts.scheme, "all"} & getproxies().keys() and not proxy_bypass(host):
+        return ""
+    try:
+        socket.create_connection((host, parts.port or (80 if parts.scheme == "http" else 443)), _CONNECT_S).close()
+    except OSError as error:
+        return f"{host} cannot be reached: {error.strerror or error}"
+    return ""
+
+
+@contextlib.contextmanager
+def hub_offline_if_unreachable() -> Iterator[str]:
+    """Context manager: set the hub's offline mode if its server cannot be reached, and yield why; empty if it can.
+
+    In offline mode, the libraries of the hub take files from its cache at once.
+    """
+    from huggingface_hub import constants
+
+    reason = "" if constants.HF_HUB_OFFLINE else why_unreachable(constants.ENDPOINT)
+    if not reason:
+        yield ""
+        return
+    constants.HF_HUB_OFFLINE = True
+    try:
+        yield reason
+    finally:
+        constants.HF_HUB_OFFLINE = False

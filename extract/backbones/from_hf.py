@@ -21,13 +21,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from extract.backbones.backbone import LoadedBackbone, LoadRequest, downloading
-from extract.backbones.catalogue_entry import Entry, count_parameters, without_weights
+from extract.backbones.backbone import (
+    Entry,
+    LoadedBackbone,
+    LoadRequest,
+    count_parameters,
+    downloading,
+    without_weights,
+)
 from extract.backbones.output_as_embedding import with_embedding
 from extract.backbones.preprocessing import IDENTITY, OVERRIDES, Preprocessing, from_hf, overridden
 from extract.backbones.text_tower import TextTower, too_long
-from extract.backbones.weights import UNSAFE, Weights, build_with_weights, is_named, weights_sha256
-from extract.backbones.weights_file import WeightsFile, in_cache_of_hub
+from extract.backbones.weights import (
+    UNSAFE,
+    Weights,
+    WeightsFile,
+    build_with_weights,
+    in_cache_of_hub,
+    is_named,
+    weights_sha256,
+)
 from extract.errors import InputError, LayertapError, first_line
 from extract.system.optional_libraries import library
 from extract.taps.layer_names import named_layers

@@ -10,13 +10,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from extract.backbones.backbone import LoadedBackbone, LoadRequest, downloading
-from extract.backbones.catalogue_entry import Entry, count_parameters, quiet, without_weights
+from extract.backbones.backbone import (
+    Entry,
+    LoadedBackbone,
+    LoadRequest,
+    count_parameters,
+    downloading,
+    quiet,
+    without_weights,
+)
 from extract.backbones.output_as_embedding import WithEmbedding
 from extract.backbones.preprocessing import from_open_clip
 from extract.backbones.text_tower import TextTower, too_long
-from extract.backbones.weights import Weights, build_with_weights, is_named, tag_of, weights_sha256
-from extract.backbones.weights_file import WeightsFile, in_cache_of_hub
+from extract.backbones.weights import (
+    Weights,
+    WeightsFile,
+    build_with_weights,
+    in_cache_of_hub,
+    is_named,
+    tag_of,
+    weights_sha256,
+)
 from extract.errors import InputError, unknown_name
 from extract.system.optional_libraries import library
 

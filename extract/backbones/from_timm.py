@@ -9,11 +9,26 @@ from typing import Any
 
 import torch
 
-from extract.backbones.backbone import LoadedBackbone, LoadRequest, downloading
-from extract.backbones.catalogue_entry import Entry, count_parameters, without_weights
+from extract.backbones.backbone import (
+    Entry,
+    LoadedBackbone,
+    LoadRequest,
+    count_parameters,
+    downloading,
+    without_weights,
+)
 from extract.backbones.preprocessing import from_timm
-from extract.backbones.weights import Weights, build_with_weights, is_named, load_state, tag_of, weights_sha256
-from extract.backbones.weights_file import WeightsFile, in_cache_of_hub, in_cache_of_torch
+from extract.backbones.weights import (
+    Weights,
+    WeightsFile,
+    build_with_weights,
+    in_cache_of_hub,
+    in_cache_of_torch,
+    is_named,
+    load_state,
+    tag_of,
+    weights_sha256,
+)
 from extract.errors import InputError, unknown_name
 from extract.system.optional_libraries import installed_version
 from extract.taps.layer_names import named_layers

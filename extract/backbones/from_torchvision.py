@@ -9,11 +9,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from extract.backbones.backbone import LoadedBackbone, LoadRequest, downloading
-from extract.backbones.catalogue_entry import Entry, without_weights
+from extract.backbones.backbone import Entry, LoadedBackbone, LoadRequest, downloading, without_weights
 from extract.backbones.preprocessing import from_torchvision
-from extract.backbones.weights import Weights, build_with_weights, is_named, weights_sha256
-from extract.backbones.weights_file import WeightsFile, in_cache_of_torch
+from extract.backbones.weights import (
+    Weights,
+    WeightsFile,
+    build_with_weights,
+    in_cache_of_torch,
+    is_named,
+    weights_sha256,
+)
 from extract.errors import unknown_name
 from extract.taps.layer_names import named_layers
 

@@ -10,10 +10,9 @@ from typing import Any
 
 from extract.backbones.backbone import LoadedBackbone, LoadRequest
 from extract.backbones.preprocessing import check_normalisation, overridden
-from extract.backbones.sources import SOURCES, BackboneSource
-from extract.backbones.spelling import unknown_spec
+from extract.backbones.sources import SOURCES, BackboneSource, unknown_spec
 from extract.backbones.text_tower import TextTower
-from extract.backbones.weights_file import WeightsFile
+from extract.backbones.weights import WeightsFile
 from extract.errors import InputError, LayertapError, first_line
 from extract.system.foreign_code import described, exits_refused
 from extract.system.torch_state import device_named

@@ -1,17 +1,26 @@
-"""Sources of backbones. To add a source, write `from_X.py` and add a record to `SOURCES`; there is no other list."""
+"""Sources of backbones. To add a source, write `from_X.py` and add a record to `SOURCES`; there is no other list.
+
+Below, the backbones that can be named are listed, and described without their weights.
+"""
 
 from __future__ import annotations
 
+import difflib
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
+from extract import defaults
 from extract.backbones import from_hf, from_hub, from_open_clip, from_python, from_timm, from_torchvision
-from extract.backbones.backbone import LoadedBackbone, LoadRequest
-from extract.backbones.catalogue_entry import Entry
+from extract.backbones.backbone import Entry, LoadedBackbone, LoadRequest, quiet
 from extract.backbones.text_tower import TextTower
-from extract.backbones.weights_file import WeightsFile
+from extract.backbones.weights import WeightsFile
+from extract.errors import InputError, LayertapError, UnknownNameError, unknown_name
 
-__all__ = ["SOURCES", "BackboneSource"]
+__all__ = [
+    "SOURCES", "BackboneSource", "Entry", "SourceListing", "describe", "list_sources", "match_specs", "unknown_spec",
+]  # fmt: skip
 
 
 def _no_names(pattern: str) -> list[str]:
@@ -112,3 +121,107 @@ SOURCES: dict[str, BackboneSource] = {
         name_is_path=True,
     ),
 }
+
+
+def unknown_spec(spec: str) -> UnknownNameError:
+    """Return an error for a spec that is not SOURCE/NAME; nothing is downloaded.
+
+    The name is looked up in the catalogues of the installed sources: `resnet50` is in those of torchvision and timm.
+    """
+    source, slash, name = spec.partition("/")
+    if source in SOURCES:
+        note = f" ({SOURCES[source].note})" if SOURCES[source].note else ""
+        listed = f"list them: layertap list {source}" if SOURCES[source].describe else ""
+        return UnknownNameError(f"backbone {spec!r} has no name; expected {source}/NAME{note}", hint=listed)
+    if specs := _called(name if slash else spec):
+        hint = f"did you mean {' or '.join(specs)}?"
+    elif ".py:" in spec:
+        hint = f"your own function is python/{spec}"
+    elif name:
+        hint = f"the sources are {', '.join(SOURCES)}; a model of the Hugging Face hub is hf/{spec}"
+    else:
+        hint = f"a spec is SOURCE/NAME, such as {defaults.BACKBONE}. List the sources: layertap list"
+    return UnknownNameError(f"backbone {spec!r} not found", hint=hint)
+
+
+def _called(name: str) -> list[str]:
+    """Return the specs with this name; if there are none, those with the most similar names."""
+    # Libraries of other sources take seconds to import.
+    known = {source: entry.names(name) for source, entry in SOURCES.items() if not entry.library}
+    exact = [f"{source}/{name}" for source, names in known.items() if name in names]
+    return exact or [
+        f"{source}/{other}"
+        for source, names in known.items()
+        for other in difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.8)
+    ]
+
+
+@dataclass(frozen=True)
+class SourceListing:
+    """The backbones of one source whose names are known on this machine.
+
+    Attributes:
+        names: specs; for `hf`, those in its local cache.
+        note: which other names are accepted, or why the list is empty.
+    """
+
+    names: list[str]
+    note: str = ""
+
+
+def list_sources() -> dict[str, SourceListing]:
+    """Return source -> its backbones."""
+    return {source: _list_source(source) for source in SOURCES}
+
+
+def match_specs(pattern: str) -> list[str]:
+    """Return the specs that match a pattern; an exact name of `hf` need not be in the cache.
+
+    Args:
+        pattern: SOURCE, SOURCE/NAME or a glob.
+
+    Raises:
+        UnknownNameError: the source does not exist, or no backbone matches.
+        LayertapError: the library of the source is not installed.
+    """
+    source, _, name = pattern.partition("/")
+    if source in SOURCES:
+        known = [f"{source}/{known_name}" for known_name in SOURCES[source].names(name or "*")]
+    elif set("*?[") & set(source):
+        known = [spec for group in SOURCES if fnmatchcase(group, source) for spec in _list_source(group).names]
+    elif difflib.get_close_matches(source, SOURCES, n=1):
+        raise unknown_name("source", source, SOURCES)
+    else:
+        raise unknown_spec(pattern)
+    specs = [spec for spec in known if fnmatchcase(spec, pattern if name else f"{pattern}/*")]
+    if not specs:
+        raise unknown_name("backbone", pattern, known)
+    return specs
+
+
+def describe(spec: str, built: bool = True) -> Entry:
+    """Describe a backbone; nothing is downloaded except the configuration of a model of `hf`.
+
+    Args:
+        spec: a spec that `match_specs` returned.
+        built: whether to build the model, without weights, for its number of parameters and its width.
+
+    Raises:
+        InputError: backbones of this source cannot be described before they are loaded.
+        LayertapError: a library is missing, or a configuration cannot be read.
+    """
+    source, _, name = spec.partition("/")
+    describe_spec = SOURCES[source].describe
+    if describe_spec is None:
+        raise InputError(f"{spec}: backbones of {source}/ cannot be described before they are loaded")
+    with warnings.catch_warnings(), quiet():
+        warnings.simplefilter("ignore")
+        return describe_spec(spec, name, built)
+
+
+def _list_source(source: str) -> SourceListing:
+    try:
+        names = SOURCES[source].names("*")
+    except LayertapError as error:  # the library of the source is not installed
+        return SourceListing([], str(error))
+    return SourceListing([f"{source}/{name}" for name in names], SOURCES[source].note)

@@ -17,8 +17,7 @@ from torch.jit import ScriptModule
 from extract.backbones.backbone import LoadedBackbone
 from extract.backbones.output_as_embedding import with_own_output
 from extract.backbones.preprocessing import OVERRIDES, Preprocessing, from_transform, overridden
-from extract.backbones.request import LoadRequest
-from extract.backbones.weights import build_with_weights
+from extract.backbones.weights import LoadRequest, build_with_weights
 from extract.errors import InputError, unknown_name
 from extract.system.foreign_code import described
 
@@ -125,32 +124,6 @@ def _kind(value: object) -> str:
     return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
 
 
-def evaluated(model: nn.Module, what: str) -> nn.Module:
-    """Set a user's model to evaluation mode and return it; its own `eval` may have a fault.
-
-    Args:
-        model: the model.
-        what: the model, named in errors.
-
-    Raises:
-        InputError: `eval` fails, or neither returns the model nor changes its mode.
-    """
-    try:
-        returned: object = model.eval()
-    except Exception as error:
-        exported = "if torch.export made it, return the Python module that it was exported from"
-        hint = exported if isinstance(error, NotImplementedError) else ""
-        raise InputError(f"{what} cannot be set to evaluation mode: {described(error)}", hint=hint) from error
-    if isinstance(returned, nn.Module):
-        return returned
-    if model.training:
-        raise InputError(
-            f"eval() of {what} returned {type(returned).__name__} and left the model in training mode",
-            hint="an override of eval() or train() must call the method of nn.Module, and return the model",
-        )
-    return model
-
-
 def backbone_of_code(
     request: LoadRequest,
     build: Callable[[], tuple[nn.Module, Callable[..., Any] | None]],
@@ -199,7 +172,13 @@ def backbone_of_code(
             raise InputError(f"{transform_name} {error}") from error
     size = overridden(preprocessing, request.preprocessing).crop_px
     tokens = stated_tokens(model, model_name)
-    model, no_embedding, embedding_notes = with_own_output(evaluated(model, model_name), size)
+    model.eval()
+    if model.training:
+        raise InputError(
+            f"eval() of {model_name} left the model in training mode",
+            hint="an override of eval() or train() must call the method of nn.Module, and return the model",
+        )
+    model, no_embedding, embedding_notes = with_own_output(model, size)
     return LoadedBackbone(
         spec=spec,
         architecture=f"{spec.partition('/')[0]}/{code}",

@@ -1,4 +1,4 @@
-"""Weights of a backbone: random, or read from files without running code from them.
+"""Weights of a backbone: random, or read from files without running code from them; and where published ones are.
 
 In a training checkpoint, the state dict is located, and the prefix that wrappers put before every name is removed. Both
 steps are reported, and recorded with the features.
@@ -13,7 +13,7 @@ import pathlib
 import pickle
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from extract.backbones.request import LoadRequest
 from extract.errors import InputError, first_line
 from extract.system.similar_paths import did_you_mean
 
-__all__ = ["UNSAFE", "Weights", "build_with_weights", "is_named", "load_state", "tag_of", "weights_sha256"]
+__all__ = [
+    "UNSAFE", "LoadRequest", "Weights", "WeightsFile", "build_with_weights", "in_cache_of_hub", "in_cache_of_torch",
+    "is_named", "load_state", "tag_of", "weights_sha256",
+]  # fmt: skip
 
 _FILES = (".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".tar")
 
@@ -52,6 +54,27 @@ _HARMLESS: list[Any] = [argparse.Namespace, pathlib.PosixPath]
 
 
 @dataclass(frozen=True)
+class LoadRequest:
+    """A request to load a backbone, passed to its source.
+
+    Attributes:
+        spec: SOURCE/NAME.
+        name: NAME, the part of the spec after the source.
+        weights: a name, a file, "random", or None for the source's default.
+        seed: seed of random weights.
+        allow_missing_head: whether a weights file may lack the classifier.
+        preprocessing: values that replace the library's own; any of size, crop, interpolation, mean, std.
+    """
+
+    spec: str
+    name: str
+    weights: str | None
+    seed: int
+    allow_missing_head: bool
+    preprocessing: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
 class Weights:
     """Origin and hash of the weights.
 
@@ -66,6 +89,40 @@ class Weights:
     sha256: str
     random: bool = False
     notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class WeightsFile:
+    """The published weights of a backbone.
+
+    Attributes:
+        name: name of the weights.
+        path: the file or folder on this machine; None if it is not there.
+        url: where it would be downloaded from; empty if nothing is ever downloaded.
+        from_hub: whether that is the Hugging Face hub.
+    """
+
+    name: str
+    path: Path | None
+    url: str = ""
+    from_hub: bool = False
+
+
+def in_cache_of_hub(repository: str, files: Iterable[str], revision: str | None = None) -> Path | None:
+    """Return the first of these files of a repository that is in the cache of the Hugging Face hub."""
+    from huggingface_hub import try_to_load_from_cache
+
+    for file in files:
+        found = try_to_load_from_cache(repository, file, revision=revision or None)
+        if isinstance(found, str):  # otherwise None, or a mark that the repository has no such file
+            return Path(found)
+    return None
+
+
+def in_cache_of_torch(url: str) -> Path | None:
+    """Return the file that `torch.hub` has downloaded from a URL, if it is in its cache."""
+    path = Path(torch.hub.get_dir()) / "checkpoints" / url.rpartition("/")[2]
+    return path if path.is_file() else None
 
 
 def tag_of(request: LoadRequest, tag: str) -> str:

@@ -26,8 +26,7 @@ from extract.extraction.plan import Plan, existing_at, resolve
 from extract.extraction.run import extract
 from extract.extraction.settings import ExtractionSettings
 from extract.images import Images
-from extract.images.kept_batches import KeptBatches
-from extract.images.loading import Load
+from extract.images.loading import KeptBatches, Load
 from extract.store.format.dataset import DataSet, shard_rows_for
 from extract.system.foreign_code import own_faults_refused
 

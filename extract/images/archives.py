@@ -7,7 +7,6 @@ whose name ends at an earlier dot, as WebDataset's samples end at the first one:
 
 from __future__ import annotations
 
-import bz2
 import contextlib
 import os
 import struct
@@ -26,8 +25,7 @@ import numpy as np
 
 from extract.credentials import without_credentials
 from extract.errors import InputError, LayertapError, first_line
-from extract.images.folders import pick_images
-from extract.images.image_list import Images, is_litter, labels_from_folders, labels_from_values, order_of
+from extract.images.image_list import Images, is_litter, labels_from_folders, labels_from_values, order_of, pick_images
 from extract.images.sources import (
     UNKNOWN,
     BrokenListError,
@@ -46,8 +44,8 @@ ARCHIVES = (".tar", ".zip")
 
 _LABEL_BYTES = 1 << 12
 _NO_PARTS = "the server does not send parts of files (HTTP range requests); copy the archive to this machine"
-_PACKED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")  # gzip, bzip2, xz, zstd
-_STORED, _DEFLATED, _BZIP2 = 0, 8, 12  # methods of zip (APPNOTE.TXT 4.4.5)
+_STORED = 0  # methods of zip (APPNOTE.TXT 4.4.5)
+_DEFLATED = 8
 _ENCRYPTED = -1
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature, lengths of name and extra field (APPNOTE.TXT 4.3.7)
 
@@ -230,30 +228,19 @@ def _labels(
     """Return the content of the `.cls` file of each image, None if it has none, and notes.
 
     Raises:
-        InputError: two images have the same file, an image has two files, or a file is not a label.
+        InputError: two images have the same file, or a file is not a label.
     """
-    files: dict[tuple[int, str], list[_Member]] = {}
-    for sidecar in sidecars:
-        files.setdefault((sidecar.archive, sidecar.name[:-4]), []).append(sidecar)
-    own = {(image.archive, _stem(image.name)) for image in images if files}
+    files = {(sidecar.archive, sidecar.name[:-4]): sidecar for sidecar in sidecars}
     labels: list[str | None] = []
     image_of: dict[tuple[int, str], str] = {}
     for image in images:
         samples = ((image.archive, stem) for stem in _samples(_stem(image.name))) if files else ()
-        found = [sample for sample in samples if sample in files]
-        if not found:
+        sample = next((sample for sample in samples if sample in files), None)
+        if sample is None:
             labels.append(None)
             continue
-        first, *others = found
-        # The file of another image is no second file of this one: 22.cls belongs to 22.png, not to 22.05.png.
-        sidecar, *more = [*files[first], *(files[sample][0] for sample in others if sample not in own)]
-        where = archives[image.archive]
-        if more:
-            raise InputError(
-                f"{where}: {image.name} has two files with labels, {sidecar.name} and {more[0].name}",
-                hint="leave one of them out",
-            )
-        if (before := image_of.setdefault(first, image.name)) != image.name:
+        where, sidecar = archives[image.archive], files[sample]
+        if (before := image_of.setdefault(sample, image.name)) != image.name:
             raise InputError(
                 f"{where}: {sidecar.name} belongs to two images, {before} and {image.name}",
                 hint="give each image another name before its suffix, and a .cls file of that name",
@@ -264,7 +251,7 @@ def _labels(
     notes = []
     if image_of and len(image_of) < len(images):
         notes.append(f"{len(images) - len(image_of):,} of {len(images):,} images have no .cls file, and no label")
-    if unused := [sidecar.name for (key, (sidecar, *_)) in files.items() if key not in image_of]:
+    if unused := [sidecar.name for key, sidecar in files.items() if key not in image_of]:
         notes.append(f"{len(unused):,} of {len(sidecars):,} .cls files belong to no image; the first is {unused[0]}")
     return labels, tuple(notes)
 
@@ -294,7 +281,7 @@ def _plain_name(name: str) -> str | None:
 
 
 def _in_tar(archive: str, number: int, left_out: Counter[str], before: dict[str, _Member]) -> Iterator[_Member]:
-    with _opened(archive, "tar") as file, _unpacked_tar(file, archive) as tar:
+    with _opened(archive, "tar") as file, tarfile.open(fileobj=file, mode="r:") as tar:
         while (info := tar.next()) is not None:
             tar.members = []  # type: ignore[attr-defined]  # or `tar` would keep every member
             if info.isdir():
@@ -316,15 +303,6 @@ def _in_tar(archive: str, number: int, left_out: Counter[str], before: dict[str,
             mtime_ns = int(seconds * 1e9) if 0 <= seconds < 1 << 33 else UNKNOWN
             yield _Member(name, number, info.offset_data, info.size, info.size, mtime_ns=mtime_ns, label=label)
         _check_end(file, tar.offset, archive)
-
-
-def _unpacked_tar(file: BinaryIO, archive: str) -> tarfile.TarFile:
-    if file.read(6).startswith(_PACKED):
-        raise InputError(
-            f"{archive}: images cannot be read from the middle of a compressed tar", hint="decompress it first"
-        )
-    file.seek(0)
-    return tarfile.open(fileobj=file, mode="r:")
 
 
 def _check_end(file: BinaryIO, offset: int, archive: str) -> None:
@@ -428,8 +406,6 @@ def _unpacked(data: bytes, method: int, size: int) -> bytes:
     try:
         if method == _DEFLATED:
             return zlib.decompressobj(-15).decompress(data, size + 1)
-        if method == _BZIP2:
-            return bz2.BZ2Decompressor().decompress(data, size + 1)
-    except (zlib.error, OSError, EOFError) as error:
+    except zlib.error as error:
         raise ValueError(f"the archive is damaged: {error}") from error
     raise ValueError(f"compression method {method} is not supported; compress the archive with deflate")

@@ -16,11 +16,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
-from PIL import ExifTags, Image, ImageFile, ImageOps, UnidentifiedImageError, features
+from PIL import ExifTags, Image, ImageCms, ImageFile, ImageOps, UnidentifiedImageError, features
 
 from extract import defaults
 from extract.errors import MachineError, first_line, is_of_the_machine
-from extract.images.colour import to_srgb
 from extract.system.optional_libraries import pip_install
 
 __all__ = [
@@ -64,6 +63,11 @@ _AS_STORED = {
     8: Image.Transpose.ROTATE_270,
 }  # fmt: skip
 
+# For photographs (ICC.1:2022, 0.4), and the only intent of many profiles. Profiles that are a matrix and curves, as
+# those of cameras and screens, give the same pixels with each intent.
+_INTENT = ImageCms.Intent.PERCEPTUAL
+_SPACES = {"RGB": "RGB", "GRAY": "L", "CMYK": "CMYK", "Lab": "LAB"}  # colour space of a profile -> mode of Pillow
+_CACHED_TRANSFORMS = 16  # transforms, of up to a few MB; the pictures of a camera have one profile
 _QOI_END = bytes(7) + b"\1"  # specification of QOI, "End marker"
 
 # JPEG (ISO/IEC 10918-1, B.1.1): a marker is FF, any number of further FF, and a code. In a scan, FF is followed by 0
@@ -419,7 +423,7 @@ def _to_rgb(image: Image.Image, icc: str) -> Image.Image:
         raise ValueError("32-bit pixels have no known range; convert the file to 8 or 16 bits")
     if image.mode == "La":  # grey with premultiplied alpha
         image = image.convert("LA")
-    converted = to_srgb(image, profile) if profile else image
+    converted = _to_srgb(image, profile) if profile else image
     if converted.has_transparency_data:
         layer = converted.convert("RGBA")
         background = Image.new("RGBA", layer.size, (*_BACKGROUND, 255))
@@ -437,7 +441,7 @@ def _from_16_bits(image: Image.Image, tags: Any, profile: bytes | None) -> Image
     white_is_zero = tags.get(_PHOTOMETRIC) == _WHITE_IS_ZERO
     grey = 255 - (deep >> 8) if white_is_zero else deep >> 8
     shades = Image.fromarray(grey.astype(np.uint8))
-    picture = to_srgb(shades, profile) if profile else shades.convert("RGB")
+    picture = _to_srgb(shades, profile) if profile else shades.convert("RGB")
     if isinstance(key := image.info.get("transparency"), int):
         picture.paste(_BACKGROUND, mask=Image.fromarray(deep == key))
     picture.info[_TOO_DARK] = not white_is_zero and 0 < int(deep.max(initial=0)) < _TWELVE_BITS
@@ -446,6 +450,46 @@ def _from_16_bits(image: Image.Image, tags: Any, profile: bytes | None) -> Image
 
 def _as_tuple(value: Any) -> tuple[int, ...]:
     return value if isinstance(value, tuple) else (value,)
+
+
+def _to_srgb(image: Image.Image, icc: bytes) -> Image.Image:
+    """Return a picture in sRGB, of mode RGB, or RGBA if the picture has transparency.
+
+    A damaged profile is an error: pixels of another colour space among the rest are not what the user asked for.
+
+    Args:
+        image: 8-bit picture.
+        icc: its colour profile.
+
+    Raises:
+        ValueError: the profile is damaged, or is not one for the pixels.
+    """
+    try:
+        mode = _SPACES.get(_profile(icc).profile.xcolor_space.strip(), "")
+        own = image.mode if image.mode in ("CMYK", "LAB") else "RGB"
+        grey = image.mode in ("1", "L", "LA", "La")
+        if mode != own and not (mode == "L" and grey):
+            raise ValueError(f"it is for {mode or 'other'} pixels, and these are {image.mode}")
+        alpha = image.convert("RGBA").getchannel("A") if image.has_transparency_data else None
+        converted = _transform(icc, mode).apply(image if image.mode == mode else image.convert(mode))
+    except (ImageCms.PyCMSError, OSError, ValueError) as error:
+        raise ValueError(
+            f"its colour profile (ICC) cannot be used: {error}; --icc ignore decodes it without"
+        ) from error
+    if alpha is not None:
+        converted.putalpha(alpha)
+    return converted
+
+
+@functools.lru_cache(_CACHED_TRANSFORMS)
+def _profile(icc: bytes) -> ImageCms.ImageCmsProfile:
+    return ImageCms.ImageCmsProfile(io.BytesIO(icc))
+
+
+@functools.lru_cache(_CACHED_TRANSFORMS)
+def _transform(icc: bytes, mode: str) -> ImageCms.ImageCmsTransform:
+    srgb = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB"))
+    return ImageCms.buildTransform(_profile(icc), srgb, mode, "RGB", renderingIntent=_INTENT)
 
 
 def check_whole(data: bytes, image: Image.Image) -> None:

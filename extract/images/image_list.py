@@ -14,6 +14,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from extract.images.decoding import IMAGE_SUFFIXES
 from extract.images.kept_columns import Column, values_at
 from extract.images.sources import Chosen, ImageSource
 
@@ -30,6 +31,8 @@ __all__ = [
     "labels_from_values",
     "labels_hash",
     "order_of",
+    "other_suffix",
+    "pick_images",
     "update_with_texts",
 ]
 
@@ -192,6 +195,26 @@ def order_of(paths: Sequence[str]) -> list[int]:
 def is_litter(name: str) -> bool:
     """Return whether a file or folder of this name is hidden or was left by an operating system or file server."""
     return name.startswith(".") or name.lower() in _LITTER
+
+
+def pick_images(names: Iterable[str]) -> tuple[list[str], Counter[str]]:
+    """Return the names with an image suffix, and the number of other names by suffix."""
+    paths: list[str] = []
+    left_out: Counter[str] = Counter()
+    for name in names:
+        if other := other_suffix(name):
+            left_out[other] += 1
+        else:
+            paths.append(name)
+    return paths, left_out
+
+
+def other_suffix(name: str) -> str:
+    """Return the suffix of a file that is not an image ("no suffix" if it has none), or "" for an image."""
+    suffix = os.path.splitext(name)[1].lower()  # noqa: PTH122  a Path for each of a million files is slow
+    if suffix in IMAGE_SUFFIXES:
+        return ""
+    return suffix or "no suffix"
 
 
 def labels_from_folders(paths: Sequence[str]) -> tuple[NDArray[np.int64], list[str], list[str]]:

@@ -2,34 +2,50 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import itertools
+import operator
 import os
 import re
 import shlex
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
 from extract.credentials import without_credentials
-from extract.errors import InputError, LayertapError
+from extract.errors import InputError, LayertapError, first_line
 from extract.images.archives import ARCHIVES, list_archives
 from extract.images.arrays import list_array, split_name
 from extract.images.csv_lists import TABLES, list_table
-from extract.images.datasets import is_in_memory
-from extract.images.folders import list_folder
-from extract.images.hugging_face import PROTOCOL, is_on_disk, list_hugging_face
-from extract.images.image_list import Images
+from extract.images.datasets import PROTOCOL, is_in_memory, is_on_disk, list_hugging_face
+from extract.images.decoding import ARRAY_SUFFIX, IMAGE_SUFFIXES
+from extract.images.image_list import Images, is_litter, labels_from_folders, pick_images
 from extract.images.plans import PLAN_FILE, open_plan
 from extract.images.sources import Chosen, Files, ImageSource, suffix_of
-from extract.system.similar_paths import did_you_mean
-from extract.system.urls import file_system, is_missing, is_url, server_answer, without_query
+from extract.system.similar_paths import did_you_mean, folder_or_list
+from extract.system.urls import file_system, is_http, is_missing, is_url, server_answer, without_query
 
-__all__ = ["is_plan", "kind_of", "list_images", "listed_again", "no_images"]
+__all__ = [
+    "check_exists",
+    "entries_below",
+    "files_behind",
+    "files_below",
+    "in_byte_order",
+    "is_plan",
+    "kind_of",
+    "list_images",
+    "listed_again",
+    "no_images",
+]
 
 _MOST_ARCHIVES = 1_000_000
 _ARRAYS = (".npy", ".h5", ".hdf5")
+
+Entry = TypeVar("Entry")
 
 
 def list_images(where: str | os.PathLike[str], limit: int | None = None, keep: Sequence[str] = ()) -> Images:
@@ -228,6 +244,189 @@ def kind_of(where: str) -> str:
             f"{where}: images cannot be read from the middle of a compressed tar", hint="decompress it to a .tar first"
         )
     return "folder"
+
+
+def list_folder(where: str) -> Images:
+    """List every image below a folder, or a single image file; without any, the pictures in `.npy` files.
+
+    Links are followed. Hidden files and litter (`is_litter`) are skipped; other files are counted in `left_out`.
+    """
+    folder = Path(where)
+    if is_url(where):
+        base = where.rstrip("/")
+        root = without_credentials(base)
+        names: Iterable[str] = sorted(_names_behind(where), key=os.fsencode)
+    elif folder.is_file() and folder.suffix.lower() in IMAGE_SUFFIXES:
+        root, paths = str(folder.parent.resolve()), [folder.name]
+        return Images(root, paths, np.full(1, -1, np.int64), [], [""], Files(root, paths))
+    elif folder.is_dir():
+        base = root = str(folder.resolve())
+        names = files_below(where)
+    else:
+        check_exists(where)
+        raise InputError(f"{where}: not an image, folder, list, archive or array")
+    listed = list(names)
+    paths, left_out = pick_images(listed)
+    if not paths:  # beside images, such files may be anything
+        paths = [name for name in listed if name.lower().endswith(ARRAY_SUFFIX)]
+        del left_out[ARRAY_SUFFIX]
+    return Images(root, paths, *labels_from_folders(paths), Files(base, paths), left_out=left_out)
+
+
+def check_exists(where: str) -> None:
+    """Raise an InputError unless there is a local file or folder."""
+    if not Path(where).exists():
+        files = ("*" in where or "?" in where) and Path(where).parent.is_dir()
+        hint = folder_or_list(Path(where)) if files else did_you_mean(where)
+        raise InputError(f"{where}: no such folder or file", hint=hint)
+
+
+def files_below(root: str) -> Iterator[str]:
+    """Yield the relative paths of all files below a folder, as `entries_below`; refuse an unreadable folder."""
+
+    def refuse(folder: str, error: OSError) -> None:
+        where = os.path.join(root, folder)  # noqa: PTH118
+        remedy = "; reading needs the permissions r and x (chmod u+rx)" if isinstance(error, PermissionError) else ""
+        raise InputError(f"{where}: the folder cannot be read: {error.strerror}{remedy}") from error
+
+    for relative, _ in entries_below(root, refuse):
+        yield relative
+
+
+def entries_below(root: str, on_unreadable: Callable[[str, OSError], None]) -> Iterator[tuple[str, os.DirEntry[str]]]:
+    """Yield (relative path, entry) of all files below a folder, in the byte order of their paths.
+
+    Hidden files and litter are skipped. Links are followed, except into a folder that contains them.
+
+    Args:
+        root: the folder.
+        on_unreadable: called with the relative path of a folder that cannot be read, and the error.
+    """
+    trail: list[tuple[str, tuple[int, int]]] = []  # open folders: path, (device, inode)
+
+    def look(folder: str) -> list[tuple[str, bool, os.DirEntry[str]]]:
+        full = os.path.join(root, folder.rstrip("/"))  # noqa: PTH118
+        while trail and not folder.startswith(trail[-1][0]):
+            trail.pop()
+        try:
+            here = os.stat(full)  # noqa: PTH116
+            identity = (here.st_dev, here.st_ino)
+            if any(identity == above for _, above in trail):
+                return []
+            with os.scandir(full) as scan:
+                entries = [entry for entry in scan if not is_litter(entry.name)]
+        except OSError as error:
+            on_unreadable(folder.rstrip("/"), error)
+            return []
+        trail.append((folder, identity))
+        return [(entry.name, _is_folder(entry), entry) for entry in entries]
+
+    return in_byte_order(look)
+
+
+def in_byte_order(
+    look: Callable[[str], Iterable[tuple[str, bool, Entry]]],
+) -> Iterator[tuple[str, Entry]]:
+    """Yield (relative path, entry) of all files in a tree, in the byte order of their paths.
+
+    A folder sorts as `NAME/` among its neighbours: "a-b", then "a/b", then "a0". So each folder is read only when its
+    turn comes, and memory holds only the entries of the folders above the current file.
+
+    Args:
+        look: maps a folder ("" or a path that ends in `/`) to its entries: name, whether it is a folder, and the value
+            to yield with the path.
+    """
+
+    def turned(folder: str) -> list[tuple[bytes, str, bool, Entry]]:
+        entries = []
+        for name, is_folder, entry in look(folder):
+            path = f"{folder}{name}/" if is_folder else folder + name
+            entries.append((os.fsencode(path), path, is_folder, entry))
+        entries.sort(key=operator.itemgetter(0), reverse=True)
+        return entries
+
+    waiting = turned("")
+    while waiting:
+        _, path, is_folder, entry = waiting.pop()
+        if is_folder:
+            waiting += turned(path)
+        else:
+            yield path, entry
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a symbolic link to itself
+        return False
+
+
+def _refuse_web_folder(url: str) -> None:
+    if is_http(url):  # HTTP has no listing, only pages made for people
+        raise InputError(
+            f"{url}: not a list or archive; the folders of a web server cannot be listed",
+            hint="write a list (.csv) with a column path that has the URL of each image, or download the folder",
+        )
+
+
+def _names_behind(url: str) -> Iterator[str]:
+    """Yield the names of all files below a URL, relative to it."""
+    _refuse_web_folder(url)
+    fs, path = file_system(url)
+    with _errors_of_listing(url):
+        names = fs.find(path) or fs.ls(path, detail=False)  # `find` returns nothing if no server answers
+    root = path.rstrip("/") + "/"
+    if not names:
+        raise InputError(f"{url}: no files there")
+    if list(map(str, names)) == [path]:
+        raise InputError(f"{url}: not a folder, list or archive")
+    for name in names:
+        relative = str(name).removeprefix(root).lstrip("/")
+        if not any(is_litter(part) for part in relative.split("/")):
+            yield relative
+
+
+def files_behind(url: str) -> Iterator[str]:
+    """Yield the names of all files below a URL, in byte order, folder by folder.
+
+    Hidden files and litter are skipped.
+
+    Raises:
+        InputError: the URL has no files, or is not a folder, or is that of a web server.
+        LayertapError: a folder cannot be listed, for example because the server does not answer.
+    """
+    _refuse_web_folder(url)
+    fs, path = file_system(url)
+    root = path.rstrip("/")
+
+    def look(folder: str) -> list[tuple[str, bool, None]]:
+        here = f"{root}/{folder}".rstrip("/") if folder else path
+        entries: list[tuple[str, bool]] = []
+        with _errors_of_listing(f"{url}/{folder}".rstrip("/"), may_be_missing=folder != ""):  # removed meanwhile
+            listed = fs.ls(here, detail=True)
+            entries = [(str(item["name"]).rstrip("/"), item["type"] == "directory") for item in listed]
+            fs.invalidate_cache(here)  # or the cache would keep every listing
+        if not folder and not entries:
+            raise InputError(f"{url}: no files there")
+        if not folder and entries == [(path, False)]:
+            raise InputError(f"{url}: not a folder, list or archive")
+        # Object stores list the folder itself among its entries.
+        parent = here.rstrip("/")
+        names = [(name.rpartition("/")[2], is_dir) for name, is_dir in entries if name.rpartition("/")[0] == parent]
+        return [(name, is_folder, None) for name, is_folder in names if name and not is_litter(name)]
+
+    return (name for name, _ in in_byte_order(look))
+
+
+@contextlib.contextmanager
+def _errors_of_listing(where: str, may_be_missing: bool = False) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError as error:
+        if not may_be_missing:
+            raise InputError(f"{where}: no such folder or file") from error
+    except Exception as error:  # each protocol's library raises its own errors
+        raise LayertapError(f"{where} cannot be listed: {type(error).__name__}: {first_line(error)}") from error
 
 
 def no_images(where: str, left_out: Counter[str]) -> InputError:

@@ -8,8 +8,11 @@ import gc
 import math
 import mmap
 import os
+import pickle
 import signal
+import threading
 import time
+import traceback
 import warnings
 import weakref
 from collections import deque
@@ -17,8 +20,10 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import active_children, current_process, get_all_start_methods, get_start_method
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from types import FrameType, MappingProxyType
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, BinaryIO, NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
@@ -35,11 +40,21 @@ from extract.images.decoding import Jpeg, check_decoders, pixels_of, plain_jpeg,
 from extract.images.device_decoding import JpegDecoder
 from extract.images.image_list import Images
 from extract.images.sources import UNKNOWN, BrokenListError, ImageSource, UnreachableError
-from extract.images.worker_deaths import WorkerDeaths
 from extract.row_status import Status
 
-__all__ = ["Batch", "Batches", "Decoding", "Load", "load_batches", "stop_on_machine_errors"]
+__all__ = [
+    "Batch",
+    "Batches",
+    "DeadWorkerError",
+    "Decoding",
+    "KeptBatches",
+    "Load",
+    "load_batches",
+    "stop_on_machine_errors",
+]
 
+_LOOK_S = 1  # between looks for dead workers; from a process closing its files to its exit
+_SILENT: set[Callable[..., None]] = set()  # handlers of SIGCHLD set here
 _SUSPECT = 32  # consecutive images with the same failure, unlikely to be their own; fewer may be dead links
 _GIVE_UP_S = 600  # without any image: a worker cannot send, or a file system hangs
 
@@ -461,7 +476,7 @@ def load_batches(
         with_workers = {
             "prefetch_factor": max(2, math.ceil(batches_ahead * batch_size / at_a_time)),
             "worker_init_fn": partial(_start_worker, gc.isenabled()),
-            "timeout": _GIVE_UP_S,
+            "timeout": _LOOK_S,
         }
     complete: Callable[[Batch], Batch] | None = None
     if decoding.device:
@@ -477,11 +492,33 @@ def load_batches(
         collate_fn=_collate,
         **with_workers,
     )
-    before = active_children() if workers else []
+    before = active_children()
     with _no_collection():
         pieces_found = iter(loader)
-    started = [process for process in active_children() if process not in before] if workers else []
-    return Batches(pieces_found, sent, WorkerDeaths(started, _GIVE_UP_S) if workers else None, complete)
+    if workers:
+        _silence_deaths()
+    started = [process for process in active_children() if process not in before]
+    return Batches(pieces_found, sent, started, complete)
+
+
+def _silence_deaths() -> None:
+    """Keep PyTorch's handler of SIGCHLD from raising an error as soon as a worker dies.
+
+    It would be raised in any code that the main thread runs at that moment: while it seals a shard, in a `finally`, in
+    another library. Such code cannot handle it: in nine runs with such a death on a busy machine, one ended with an
+    uncaught error. `Batches` looks for dead workers while it waits, and so does each other DataLoader, every 5 s.
+    """
+    handler = signal.getsignal(signal.SIGCHLD)
+    is_main = threading.current_thread() is threading.main_thread()  # only this thread sets and runs handlers
+    if not is_main or not callable(handler) or handler in _SILENT:
+        return
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        with contextlib.suppress(RuntimeError):
+            handler(number, frame)
+
+    _SILENT.add(handle)
+    signal.signal(signal.SIGCHLD, handle)
 
 
 def _may_start_processes() -> bool:
@@ -509,13 +546,17 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
+class DeadWorkerError(LayertapError):
+    """A process that decodes images died."""
+
+
 class Batches(Iterator[Batch]):
     """Iterator over decoded batches, returned by `load_batches`.
 
     Args:
         pieces: pieces of batches, in order.
         sent: batches whose pieces are still to come.
-        deaths: reports deaths of the workers; None without workers.
+        workers: the processes that decode.
         complete: decodes the JPEG files of a batch; None if there are none.
 
     Raises:
@@ -529,16 +570,15 @@ class Batches(Iterator[Batch]):
         self,
         pieces: Iterator[Batch | LayertapError],
         sent: deque[_Sent],
-        deaths: WorkerDeaths | None,
+        workers: Sequence[BaseProcess],
         complete: Callable[[Batch], Batch] | None = None,
     ):
-        self._pieces, self._sent, self._deaths, self._complete = pieces, sent, deaths, complete
+        self._pieces, self._sent, self._workers, self._complete = pieces, sent, workers, complete
 
     def __next__(self) -> Batch:
         waiting: list[Batch] = []
         while True:
-            with self._deaths.reported_here() if self._deaths else contextlib.nullcontext():
-                piece = next(self._pieces, None)
+            piece = self._next_piece()
             if isinstance(piece, LayertapError):
                 raise piece
             if piece is None:
@@ -548,12 +588,37 @@ class Batches(Iterator[Batch]):
                 batch = _joined(waiting, self._sent.popleft().images_of)
                 return batch if self._complete is None else self._complete(batch)
 
+    def _next_piece(self) -> Batch | LayertapError | None:
+        """Return the next piece, or None at the end; raise an error if a worker has died, or none sends."""
+        begin = time.monotonic()
+        while True:
+            try:
+                return next(self._pieces, None)
+            except (RuntimeError, OSError, EOFError) as error:
+                # The error's traceback would keep the workers alive. If the loader is garbage collected in a cycle of
+                # references, its queues close before the workers are asked to end, which then takes 10 s, not 0.1 s.
+                traceback.clear_frames(error.__traceback__)
+                # After this error alone, no piece is lost: the message of an error in a worker begins otherwise.
+                is_late = str(error).startswith("DataLoader timed out")
+                # OSError: the shared memory of an image is requested from the process that decoded it.
+                ended = wait([worker.sentinel for worker in self._workers], timeout=0 if is_late else _LOOK_S)
+                dead = [worker for worker in self._workers if worker.sentinel in ended]
+                if is_late and not dead and time.monotonic() - begin < _GIVE_UP_S:
+                    continue
+                if not is_late and not dead:
+                    raise
+                for worker in dead:
+                    worker.join(_LOOK_S)  # its exit code follows
+                what = f"died (exit code {dead[0].exitcode})" if dead else f"hangs: no image for {_GIVE_UP_S} s"
+                raise (DeadWorkerError if dead else LayertapError)(
+                    f"a process that decodes images {what}. Stored rows are safe",
+                    hint="run again to resume. Lower workers or batch_size if memory is short, or make /dev/shm larger",
+                ) from error
+
     def close(self) -> None:
         """End the workers and the iteration."""
         self._pieces = iter(())
         self._sent.clear()
-        if self._deaths:
-            self._deaths.close()
 
 
 def _start_worker(collects_garbage: bool, worker: int) -> None:
@@ -618,3 +683,61 @@ def stop_on_machine_errors(batches: Iterable[Batch], source: ImageSource) -> Ite
             )
         yield batch
         first = False
+
+
+class KeptBatches:
+    """Batches that are decoded once, and kept on disk.
+
+    The runs that load them have the same images, transform and batch size.
+
+    After a run that was interrupted, batches of others may have other rows; these are decoded again. In
+    memory, a gigabyte of them raised the peak of a run by nearly as much.
+
+    Args:
+        file: empty, unbuffered file. It needs no name: what is read from it is unpickled, and nobody else can open it.
+        stop: called after each batch is decoded; if True, decoding ends early.
+    """
+
+    def __init__(self, file: BinaryIO, stop: Callable[[], bool] = lambda: False) -> None:
+        self._file, self._stop, self._end = file, stop, 0
+        self._starts: dict[tuple[int, ...], int] = {}  # position in the file
+
+    def load(self, images: Images, batches: Iterable[list[int]], decoding: Decoding) -> Generator[Batch, None, None]:
+        """Decode those of the batches that are not kept, then yield all; see `load_batches`.
+
+        All are decoded before the first is yielded: decoding beside the first forward would make that backbone look
+        slow.
+
+        Raises:
+            MachineError: while iterating; the disk has no space for decoded images.
+        """
+        wanted = [tuple(rows) for rows in batches]
+        missing = [list(rows) for rows in wanted if rows not in self._starts]
+        # The worker processes start at once, as those of `load_batches`.
+        return self._yielded(wanted, load_batches(images, missing, decoding) if missing else None)
+
+    def _yielded(self, wanted: list[tuple[int, ...]], loaded: Iterator[Batch] | None) -> Generator[Batch, None, None]:
+        with contextlib.closing(loaded) if loaded is not None else contextlib.nullcontext():  # type: ignore[type-var]
+            for batch in loaded or ():
+                self._write(batch)
+                if self._stop():  # the batches so far are computed, and stop the run
+                    break
+            for rows in wanted:
+                if rows in self._starts:
+                    self._file.seek(self._starts[rows])
+                    batch = pickle.load(self._file)
+                    yield batch._replace(images=torch.from_numpy(batch.images))
+
+    def _write(self, batch: Batch) -> None:
+        without_tensor: Any = batch._replace(images=batch.images.cpu().numpy())  # type: ignore[arg-type]
+        content = memoryview(pickle.dumps(without_tensor, pickle.HIGHEST_PROTOCOL))
+        self._starts[tuple(batch.rows.tolist())] = self._end
+        try:
+            while content:
+                written = os.pwrite(self._file.fileno(), content, self._end)
+                content, self._end = content[written:], self._end + written
+        except OSError as error:
+            raise MachineError(
+                f"decoded images cannot be kept: {error.strerror}. Stored rows are safe",
+                hint="free space on the disk of the comparison, and run again",
+            ) from error

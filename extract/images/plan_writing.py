@@ -25,9 +25,15 @@ from numpy.typing import NDArray
 
 from extract.errors import InputError, LayertapError
 from extract.images.csv_lists import Row, list_rows, places_of, stored_path
-from extract.images.folders import check_exists, files_behind, files_below, other_suffix
-from extract.images.image_list import Images, class_and_split, classes_of_folders, classes_of_values, labels_hash
-from extract.images.listing import is_plan, kind_of, no_images
+from extract.images.image_list import (
+    Images,
+    class_and_split,
+    classes_of_folders,
+    classes_of_values,
+    labels_hash,
+    other_suffix,
+)
+from extract.images.listing import check_exists, files_behind, files_below, is_plan, kind_of, no_images
 from extract.images.plans import (
     COLUMNS,
     METADATA,

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from extract.errors import LayertapError
 from extract.images.decoding import IMAGE_SUFFIXES
-from extract.images.folders import entries_below
+from extract.images.listing import entries_below
 
 __all__ = ["Scan", "ScannedFile"]
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from extract.backbones.catalogue import match_specs
+from extract.backbones.sources import match_specs
 from extract.errors import InputError
 from extract.images.csv_lists import read_table
 from pipelines.terminal.text_output import printable

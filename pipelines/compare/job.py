@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from extract.analysis.probe.feature_matrix import FeatureRows
 from extract.analysis.similarity import MOST_COLUMNS, feature_similarity
-from extract.backbones.catalogue import describe
+from extract.backbones.sources import describe
 from extract.compute.backbone import Backbone, load_backbone
 from extract.credentials import text_without_credentials
 from extract.errors import InputError, LayertapError, UnknownNameError

@@ -233,8 +233,8 @@ def check_backbone(spec: str, facts: dict[str, Any]) -> Iterator[Line]:
     """
     from huggingface_hub import constants
 
+    from extract.backbones.backbone import why_unreachable
     from extract.backbones.loading import locate_weights
-    from extract.backbones.reachability import why_unreachable
 
     facts["spec"] = spec
     weights = locate_weights(spec)

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from extract.backbones.catalogue import Entry, describe, list_sources, match_specs
-from extract.backbones.sources import SOURCES
+from extract.backbones.sources import SOURCES, Entry, describe, list_sources, match_specs
 from extract.compute.backbone import Backbone, load_backbone
 from extract.compute.feature_choice import EMBEDDING, LayerShapes, layer_shapes
 from extract.errors import InputError

@@ -118,7 +118,7 @@ def signals_held(notice: str = "finishing the batch in flight ...") -> Iterator[
     try:
         yield received
     except LayertapError as error:
-        from extract.images.worker_deaths import DeadWorkerError  # not above: this takes long, and is rarely needed
+        from extract.images.loading import DeadWorkerError  # not above: this takes long, and is rarely needed
 
         if received and isinstance(error, DeadWorkerError):
             _raise(received[0])

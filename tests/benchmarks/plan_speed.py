@@ -51,7 +51,7 @@ print(json.dumps({"opened": opened, "seconds": time.perf_counter() - start, "bef
 """
 WALK = """
 import json, sys, time
-from extract.images.folders import files_below
+from extract.images.listing import files_below
 start = time.perf_counter()
 count = sum(1 for _ in files_below(sys.argv[1]))
 print(json.dumps({"rate": count / (time.perf_counter() - start)}))

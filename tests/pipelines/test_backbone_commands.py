@@ -12,7 +12,7 @@ from PIL import Image
 from torchvision import models
 
 from extract import FeatureReader
-from extract.backbones import catalogue
+from extract.backbones import sources as catalogue
 from extract.errors import LayertapError
 from pipelines.cli import main
 from pipelines.embed.config import EmbedConfig

@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 
 from extract.errors import LayertapError
-from extract.images.loading import _start_worker
-from extract.images.worker_deaths import DeadWorkerError
+from extract.images.loading import DeadWorkerError, _start_worker
 from pipelines.terminal.graceful_stop import Terminated, signals_held
 
 CODES = [(signal.SIGTERM, 143), (signal.SIGINT, 130)]

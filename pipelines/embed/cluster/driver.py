@@ -18,8 +18,7 @@ from typing import Any, Self
 
 import click
 
-from extract.images.folders import check_exists
-from extract.images.listing import kind_of
+from extract.images.listing import check_exists, kind_of
 from extract.store.format.dataset import BUILDING, DataSet
 from extract.store.format.receipt import read_receipt
 from extract.store.places.destination import destination_of

@@ -12,7 +12,7 @@ from huggingface_hub import constants, file_download
 from safetensors.torch import save_file
 
 from extract import LayertapError, load_backbone
-from extract.backbones.reachability import hub_offline_if_unreachable, why_unreachable
+from extract.backbones.backbone import hub_offline_if_unreachable, why_unreachable
 
 
 @pytest.fixture(autouse=True)

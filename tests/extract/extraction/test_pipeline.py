@@ -365,7 +365,7 @@ def test_a_refused_folder_is_not_written_into(folder: Path, tmp_path: Path, smal
 def test_a_worker_that_dies_is_told_and_nothing_is_lost(folder: Path, tmp_path: Path, small: Backbone) -> None:
     preprocessing = dataclasses.replace(small.preprocessing, library_transform=KilledByTheSeventh())
     deadly = dataclasses.replace(small, preprocessing=preprocessing)
-    with pytest.raises(LayertapError, match="a process that decodes images died or hangs: .*run again to resume"):
+    with pytest.raises(LayertapError, match="a process that decodes images died .*run again to resume"):
         extract(plan(folder, out=tmp_path / "out", backbone=deadly, workers=1, batch_size=2))
     with ShardWriter(DataSet.open(tmp_path / "out"), 0) as writer:
         assert 0 < (writer.status == Status.OK).sum() <= 6

@@ -9,7 +9,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from extract.compute.backbone import Backbone
 from extract.errors import LockedError, MachineError
 from extract.extraction.settings import ExtractionSettings
 from extract.extraction.several import Member, extract_several
-from extract.images import kept_batches, list_images
+from extract.images import list_images
 from extract.images.sources import Files
 from extract.store.format.dataset import DataSet
 
@@ -182,7 +181,7 @@ def test_a_full_disk_ends_the_run(folder: Path, tmp_path: Path, monkeypatch: pyt
     def full(*_: Any) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(kept_batches, "os", SimpleNamespace(pwrite=full))
+    monkeypatch.setattr(os, "pwrite", full)
     with pytest.raises(MachineError, match="decoded images cannot be kept: No space left"):
         extract_several(list_images(folder), members(tmp_path), tmp_path)
     monkeypatch.undo()

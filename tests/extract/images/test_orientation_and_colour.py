@@ -1,4 +1,4 @@
-"""EXIF orientation and colour profiles, applied or not; dark 16-bit pictures. See `extract/images/colour.py`."""
+"""EXIF orientation and colour profiles, applied or not; dark 16-bit pictures. See `extract/images/decoding.py`."""
 
 from __future__ import annotations
 

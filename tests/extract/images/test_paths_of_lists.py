@@ -30,7 +30,8 @@ def write_list(folder: Path, paths: list[str], name: str = "list.csv") -> Path:
 @pytest.mark.parametrize("read", [list_images, lambda where: write_plan(where, where.parent.parent / "plan")])
 def test_two_spellings_of_a_path_are_the_same_image(folder: Path, other: str, read: object) -> None:
     where = write_list(folder, ["bee/01.jpg", other, "cat/02.png", "ant/00.png"])
-    with pytest.raises(InputError, match=r"line 5: ant/00\.png is already in .*line 3; expected each path only once"):
+    message = r"(ant/00\.png is already in .*line 3|ant/00\.png is listed twice); expected each path only once"
+    with pytest.raises(InputError, match=message):
         read(where)  # type: ignore[operator]
 
 
@@ -114,7 +115,7 @@ def test_a_plain_path_is_that_of_normpath_without_its_folders_above(parts: list[
     assert plain_path(plain_path(path)) == plain_path(path)
 
 
-def test_a_data_set_with_paths_as_they_stood_in_the_list_is_read_but_not_resumed(folder: Path, tmp_path: Path) -> None:
+def test_a_data_set_with_paths_as_they_stood_in_the_list_is_not_resumed(folder: Path, tmp_path: Path) -> None:
     where = write_list(folder, ["./ant/00.png", "bee//01.jpg"])
     backbone = load_backbone("timm/test_resnet", weights="random", device="cpu", preprocessing=TINY_INPUT)
     with pytest.MonkeyPatch.context() as earlier:
@@ -124,6 +125,6 @@ def test_a_data_set_with_paths_as_they_stood_in_the_list_is_read_but_not_resumed
     with pytest.raises(InputError, match="names of the images"):
         extract_features(where, out=tmp_path / "out", backbone=backbone, workers=0, progress=False)
     with FeatureReader(tmp_path / "out") as reader:
-        again = listed_again(str(where), reader.paths[:])
         assert np.isfinite(reader["embedding"][:]).all()
-    assert again.source.read(1)[0] == (folder / "bee" / "01.jpg").read_bytes()
+        with pytest.raises(InputError, match="no longer lists ./ant/00.png"):
+            listed_again(str(where), reader.paths[:])

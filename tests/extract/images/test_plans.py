@@ -32,8 +32,7 @@ from extract import FeatureReader, extract_features, load_backbone
 from extract.errors import InputError, LayertapError, LockedError
 from extract.extraction.run import extract
 from extract.images import Decoding, Images, list_images, listed_again, load_batches, plan_writing
-from extract.images.folders import files_below
-from extract.images.listing import is_plan
+from extract.images.listing import files_below, is_plan
 from extract.images.plan_writing import write_plan
 from extract.images.plans import PLAN_FILE, VERSION, open_plan
 from extract.images.sources import BrokenListError

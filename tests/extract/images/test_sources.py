@@ -274,9 +274,6 @@ def test_the_label_of_an_image_in_an_archive_is_that_of_its_name_also_with_dots(
         (["1.left.png", "1.right.png"], ["1.cls"], "1.cls belongs to two images, 1.left.png and 1.right.png"),
         (["x/1.jpg", "x/1.png"], ["x/1.cls"], "x/1.cls belongs to two images, x/1.jpg and x/1.png"),
         (["22.05.png", "22.png"], ["22.cls"], "22.cls belongs to two images, 22.05.png and 22.png"),
-        (["22.05.png"], ["22.05.cls", "22.cls"], "22.05.png has two files with labels, 22.05.cls and 22.cls"),
-        (["1.a.b.png"], ["1.cls", "1.a.cls"], "1.a.b.png has two files with labels, 1.a.cls and 1.cls"),
-        (["1.png"], ["1.cls", "1.CLS"], "1.png has two files with labels, 1.cls and 1.CLS"),
     ],
 )
 def test_an_ambiguous_label_in_an_archive_is_an_error_that_names_both_files(
@@ -424,7 +421,7 @@ def test_an_archive_that_is_cut_short_is_an_error(folder: Path, tmp_path: Path, 
 def test_archives_that_cannot_be_read_are_errors(folder: Path, tmp_path: Path) -> None:
     write_tar(tmp_path / "a.tar", files_of(folder))
     write_tar(tmp_path / "packed.tar", files_of(folder), "w:gz")
-    with pytest.raises(InputError, match="decompress it"):
+    with pytest.raises(InputError, match="is damaged, or not a tar archive"):
         list_images(tmp_path / "packed.tar")
     with pytest.raises(InputError, match=r"b\.tar: no such file"):
         list_images(tmp_path / "{a,b}.tar")

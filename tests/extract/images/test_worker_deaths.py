@@ -5,6 +5,7 @@ And what workers inherit does not keep them from working.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import gc
 import multiprocessing
@@ -23,8 +24,8 @@ from torch.utils.data import DataLoader
 
 from extract.errors import LayertapError
 from extract.images import Decoding, list_images, load_batches
+from extract.images.loading import Batches, DeadWorkerError
 from extract.images.sources import Files
-from extract.images.worker_deaths import DeadWorkerError, WorkerDeaths
 
 
 @pytest.fixture(autouse=True)
@@ -65,11 +66,11 @@ def test_it_is_told_at_the_next_batch_and_not_before(folder: Path, monkeypatch: 
     batches = loaded(folder)
     assert next(batches).rows.tolist() == [0, 1, 2]
     end = time.monotonic() + 30
-    (worker,) = batches._deaths._workers
+    (worker,) = batches._workers
     while worker.is_alive() and time.monotonic() < end:
         time.sleep(0.01)
     a_child_dies()  # another signal, in the middle of something else
-    with pytest.raises(DeadWorkerError, match="process that decodes images died .*worker .* ended with -9"):
+    with pytest.raises(DeadWorkerError, match=r"process that decodes images died \(exit code -9\)"):
         next(batches)
     batches.close()
     a_child_dies()
@@ -84,7 +85,7 @@ def test_an_error_of_what_a_worker_runs_is_no_death(
 
     monkeypatch.setattr(Files, "read", fails)
     batches = loaded(folder, workers)
-    processes = batches._deaths._workers if workers else []
+    processes = batches._workers
     with pytest.raises(RuntimeError, match="a bug of mine"), contextlib.closing(batches):
         next(batches)
     assert not any(one.is_alive() for one in processes), "kept by the error"
@@ -94,7 +95,7 @@ def test_a_worker_that_hangs_is_told(folder: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("extract.images.loading._GIVE_UP_S", 1)
     monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.5)  # for which it is asked to end
     monkeypatch.setattr(Files, "read", lambda self, row: time.sleep(60))
-    hangs = pytest.raises(LayertapError, match="died or hangs: .*timed out after 1 s")
+    hangs = pytest.raises(LayertapError, match="a process that decodes images hangs: no image for 1 s")
     with hangs as found, contextlib.closing(loaded(folder)) as batches:
         next(batches)
     assert not isinstance(found.value, DeadWorkerError)
@@ -105,45 +106,53 @@ def test_an_image_that_cannot_be_had_of_a_process_that_is_ending(lives_s: float,
     """PyTorch opens the memory of a tensor with the help of the process that has made it."""
     worker = multiprocessing.Process(target=time.sleep, args=(lives_s,))
     worker.start()
-    deaths = WorkerDeaths([worker], 600)
+
+    def pieces() -> Iterator[Any]:
+        raise ConnectionResetError
+        yield
+
     try:
-        with pytest.raises(told), deaths.reported_here():
-            raise ConnectionResetError
+        with pytest.raises(told):
+            next(Batches(pieces(), collections.deque(), [worker]))
     finally:
-        deaths.close()
         worker.kill()
         worker.join()
 
 
-def test_a_handler_of_ones_own_is_heard_and_put_back(folder: Path) -> None:
+def test_a_piece_that_takes_long_is_waited_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("extract.images.loading._LOOK_S", 0.1)
+    read = Files.read
+
+    def slowly(self: Files, row: int) -> Any:
+        time.sleep(0.5 * (row % 3 == 0))
+        return read(self, row)
+
+    monkeypatch.setattr(Files, "read", slowly)
+    with contextlib.closing(loaded(folder, 2)) as batches:
+        assert [batch.rows.tolist() for batch in batches] == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+
+
+def test_an_error_of_a_worker_that_took_long_is_no_delay(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails_late(self: Files, row: int) -> Any:
+        time.sleep(0.5)
+        raise RuntimeError("DataLoader timed out, says mine")
+
+    monkeypatch.setattr("extract.images.loading._LOOK_S", 0.1)
+    monkeypatch.setattr(Files, "read", fails_late)
+    with pytest.raises(RuntimeError, match="says mine"), contextlib.closing(loaded(folder)) as batches:
+        next(batches)
+
+
+def test_a_handler_of_ones_own_is_heard(folder: Path) -> None:
     heard: list[int] = []
-
-    def mine(number: int, frame: Any) -> None:
-        heard.append(number)
-
-    signal.signal(signal.SIGCHLD, mine)
-    batches = loaded(folder)
-    next(batches)
+    signal.signal(signal.SIGCHLD, lambda number, frame: heard.append(number))
+    batches = [loaded(folder), loaded(folder)]
+    for each in batches:
+        next(each)
     a_child_dies()
     assert heard
-    batches.close()
-    assert signal.getsignal(signal.SIGCHLD) is mine
-
-
-def test_loaders_that_nobody_closes_and_handlers_set_in_between_do_no_harm(folder: Path) -> None:
-    """Each handler calls the one before it, and none itself."""
-    unclosed = [loaded(folder, 0), loaded(folder)]
-    for one in unclosed:
-        next(one)
-    ours = signal.getsignal(signal.SIGCHLD)
-    signal.signal(signal.SIGCHLD, lambda number, frame: ours(number, frame))  # as PyTorch sets its own, once
-    unclosed.append(loaded(folder))
-    next(unclosed[-1])
-    a_child_dies()
-    assert [batch.rows.tolist() for batch in loaded(folder)] == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
-    for one in unclosed:
-        one.close()
-    a_child_dies()
+    for each in batches:
+        each.close()
 
 
 class WaitsForItsThreads:

@@ -97,7 +97,7 @@ MESSAGES = {
     ("xlsx", ".csv"): "line 1 is not text; expected a table as text in UTF-8 (save a spreadsheet as CSV)",
     ("npy", ".h5"): "cannot be opened as HDF5",
     ("csv", ".parquet"): "is not a Parquet file",
-    ("tar.gz", ".tar"): "decompress it first",
+    ("tar.gz", ".tar"): "is damaged, or not a tar archive",
     ("code", ".pth"): "is damaged, or holds objects other than tensors, and loading them could run code",
     ("whole model", ".pth"): "holds objects other than tensors",
     ("tar", ".pth"): "holds objects other than tensors",
@@ -145,8 +145,7 @@ def test_images_under_a_wrong_name_are_refused_in_one_line(
 def test_weights_under_a_wrong_name_are_refused_in_one_line(
     content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from extract.backbones.request import LoadRequest
-    from extract.backbones.weights import build_with_weights
+    from extract.backbones.weights import LoadRequest, build_with_weights
 
     monkeypatch.chdir(tmp_path)
     for suffix in [".safetensors", ".pth", ".bin", ".ckpt"]:
