@@ -22,10 +22,9 @@ from extract.store.format.kept_axes import axes_file, recorded_axes
 from extract.store.format.layout import StoredFeature
 from extract.store.format.receipt import checked_receipt, counts_of, reasons_of, size_and_hash, write_receipt
 from extract.store.format.row_hash import checked
-from extract.store.format.row_table import RowTable
 from extract.store.format.shard import MEDIA_ERRORS, Shard
 from extract.store.format.value_types import finite_and_nan
-from extract.store.format.version import pass_folder
+from extract.store.format.version import RowTable, pass_folder
 from extract.store.format.writer import ShardWriter
 from extract.store.reader import FeatureReader
 from extract.store.row_selection import read_one_version

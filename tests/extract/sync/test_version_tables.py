@@ -19,7 +19,7 @@ import xxhash
 
 from extract import InputError
 from extract.images.image_list import labels_from_folders
-from extract.store.format import row_table
+from extract.store.format import version as version_module
 from extract.store.format.dataset import DataSet
 from extract.store.format.layout import StoredFeature
 from extract.store.format.version import table_path
@@ -120,7 +120,7 @@ class Model:
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few texts are decoded at once."""
-    monkeypatch.setattr(row_table, "_TEXTS_AT_ONCE", 5)
+    monkeypatch.setattr(version_module, "_TEXTS_AT_ONCE", 5)
 
 
 def step(model: Model, generator: np.random.Generator, folders: list[str]) -> None:
