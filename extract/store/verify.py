@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import xxhash
@@ -19,11 +18,10 @@ from extract.row_status import Status
 from extract.store.format.copying import copy_shard
 from extract.store.format.dataset import DataSet, ShardFiles
 from extract.store.format.kept_axes import axes_file, recorded_axes
-from extract.store.format.layout import StoredFeature
 from extract.store.format.receipt import checked_receipt, counts_of, reasons_of, size_and_hash, write_receipt
 from extract.store.format.row_hash import checked
 from extract.store.format.shard import MEDIA_ERRORS, Shard
-from extract.store.format.value_types import finite_and_nan
+from extract.store.format.value_types import finite_rows
 from extract.store.format.version import RowTable, pass_folder
 from extract.store.format.writer import ShardWriter
 from extract.store.reader import FeatureReader
@@ -33,7 +31,6 @@ from extract.system.atomic_files import sync_folder
 __all__ = ["Fault", "Remedy", "Verification", "repair", "verify"]
 
 _HASHES_AT_ONCE = 1 << 18
-_WITHOUT_IMAGE = (Status.DECODE_ERROR, Status.MISSING, Status.IO_ERROR)  # features of such rows are NaN
 
 
 class Remedy(Enum):
@@ -241,30 +238,12 @@ def _faults_of_rows(shard: Shard, name: str, counts: Counter[str]) -> list[Fault
     for start, stop, block, agree in checked(shard, np.flatnonzero(status != Status.PENDING)):
         damaged.append(start + np.flatnonzero(~agree))
         if block is not None:
-            matches = _matches_status(shard.features, block, status[start:stop])
-            contradicting.append(start + np.flatnonzero(agree & ~matches))
+            # Features of rows without an image are NaN, and those of computed rows finite if the status is ok.
+            are_finite = np.logical_and.reduce([finite_rows(block[each.name], each.dtype) for each in shard.features])
+            contradicting.append(start + np.flatnonzero(agree & (are_finite != (status[start:stop] == Status.OK))))
     of_rows(np.concatenate(damaged), "does not match its hashes")
     of_rows(np.concatenate(contradicting), "features contradict the status")
     return faults
-
-
-def _matches_status(
-    features: list[StoredFeature], block: dict[str, NDArray[Any]], status: NDArray[np.uint8]
-) -> NDArray[np.bool_]:
-    """Return (R,) bool, whether the features match the status: finite if ok, NaN without image, else not finite."""
-    of_each = [finite_and_nan(block[feature.name], feature.dtype) for feature in features]
-    all_finite = np.logical_and.reduce([finite for finite, _ in of_each])
-    all_nan = np.logical_and.reduce([nan for _, nan in of_each])
-    matches: NDArray[np.bool_] = np.select(
-        [
-            status == Status.OK,
-            status == Status.NOT_FINITE,
-            np.isin(status, _WITHOUT_IMAGE),
-        ],
-        [all_finite, ~all_finite, all_nan],
-        False,
-    )
-    return matches
 
 
 def _faults_of_receipt(shard: Shard, name: str, row_faults: Collection[Fault]) -> list[Fault]:

@@ -71,7 +71,7 @@ from numpy.typing import NDArray
 
 from extract.errors import InputError, LayertapError
 from extract.store.format.checked_file import hdf5_in_memory, hdf5_on_disk
-from extract.system.atomic_files import allocate, discard, flush_to_disk, reserve_space, sync_folder
+from extract.system.atomic_files import allocate, discard, flush_to_disk, sync_folder
 
 __all__ = [
     "CHANGES_VERSION",
@@ -289,20 +289,12 @@ def new_shard_file(
             hint="set a smaller shard_rows",
         )
     encoded_provenance = np.array(json.dumps(provenance, indent=1).encode())
-    fixed_bytes = text_bytes + sum(column.nbytes for column in numbers.values()) + encoded_provenance.nbytes
     header_bytes = 512
     while header_bytes < 256 + 48 * (len(features) + len(ROW_DATA)):  # 48: two numbers of up to 20 digits
         header_bytes *= 2
-    row_data_bytes = sum(np.dtype(dtype).itemsize * math.prod(width) for _, width, dtype in ROW_DATA)
     n_datasets = len(features) + len(names.columns)
-    size = fixed_bytes + (1 << 16) + 8192 * (n_datasets + len(ROW_DATA)) + n_rows * row_data_bytes
-    for feature in features:
-        rows = chunk_rows(feature, n_rows)
-        # Incompressible data grows slightly when compressed (1/256), and compressed chunks have an index (256 bytes).
-        size += -(-n_rows // rows) * (rows * feature.row_bytes * 257 // 256 + 256)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.new")
     try:
-        reserve_space(temporary, size)
         options: dict[str, Any] = {"libver": ("v110", "v110"), "alignment_threshold": 64, "alignment_interval": 64}
         # All metadata in one block at the start, so that the data after it has no gaps.
         meta_block_size = 1 << (4096 + 2048 * n_datasets).bit_length()
@@ -340,7 +332,7 @@ def new_shard_file(
         sync_folder(path.parent)
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else str(error)
-        raise LayertapError(f"cannot create {path} ({size / 1e6:,.1f} MB): {reason}") from error
+        raise LayertapError(f"cannot create {path}: {reason}") from error
     finally:
         discard(temporary)
 

@@ -34,7 +34,7 @@ import re
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,7 +44,7 @@ from extract.errors import InputError, LayertapError, first_line
 from extract.system.json_files import JSON_BYTES
 from extract.system.urls import file_system
 
-__all__ = ["ObjectInfo", "download", "info", "names", "put", "put_file", "read", "read_range", "sha256_of"]
+__all__ = ["ObjectInfo", "download", "info", "names", "put", "put_file", "read", "read_range"]
 
 T = TypeVar("T")
 
@@ -251,14 +251,6 @@ def _put(url: str, content: bytes | Path, size: int, sha256: str) -> bool:
         return stored is not None and stored.put == request_id
 
 
-def sha256_of(url: str, size: int) -> str:
-    """Read an object and return its sha256; raises the errors of `read_range`."""
-    digest = hashlib.sha256()
-    for start, stop in _pieces(0, size):
-        digest.update(read_range(url, start, stop))
-    return digest.hexdigest()
-
-
 def download(url: str, ranges: Iterable[tuple[int, int]], path: Path) -> None:
     """Copy byte ranges (start, stop) of an object to the same places of a local file, several at once.
 
@@ -273,13 +265,11 @@ def download(url: str, ranges: Iterable[tuple[int, int]], path: Path) -> None:
             file.seek(piece[0])
             file.write(content)
 
+    pieces = [
+        (first, min(first + _PIECE_BYTES, stop)) for start, stop in ranges for first in range(start, stop, _PIECE_BYTES)
+    ]
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        list(pool.map(copy, [piece for start, stop in ranges for piece in _pieces(start, stop)]))
-
-
-def _pieces(start: int, stop: int) -> Iterator[tuple[int, int]]:
-    for first in range(start, stop, _PIECE_BYTES):
-        yield first, min(first + _PIECE_BYTES, stop)
+        list(pool.map(copy, pieces))
 
 
 def _protocol(url: str) -> str:
