@@ -416,17 +416,15 @@ class FeatureReader:
         Raises:
             InputError: there are none.
         """
-        names, reasons = [], dict[bool, InputError]()
+        names, why = [], InputError("")
         for name in self.layers:
             try:
                 self.tokens(name)
                 names.append(name)
             except InputError as error:
-                reasons[self[name].attributes.get("axes") == "TC"] = error
+                why = error
         if not names:
-            reason = reasons.get(True) or reasons.get(False)  # first that of tokens without a grid
-            why, hint = (f": {reason.message}", reason.hint) if reason else ("", "")
-            raise InputError(f"{self._name} has no feature with tokens{why}", hint=hint)
+            raise InputError(f"{self._name} has no feature with tokens: {why.message}", hint=why.hint)
         return names
 
     def _good_rows(self, split: str | None) -> NDArray[np.int64]:

@@ -166,40 +166,35 @@ def _verify_shards(dataset: DataSet, on_rows: Callable[[int], None]) -> Verifica
 
 def _check_shard(dataset: DataSet, number: int, files: ShardFiles, verification: Verification) -> Shard | None:
     """Add the faults of one shard to `verification`; return the open shard, or None if it cannot be read."""
-    for _ in range(3):  # the shard may be published or rewritten while it is verified
-        path = dataset.current(number, files)
-        if path is None:
-            last = dataset.path(number)
-            receipt = ", but its receipt exists" if last.with_suffix(".json").exists() else ""
-            name = last.relative_to(dataset.out).as_posix()
-            verification.faults.append(Fault(f"is missing{receipt}", Remedy.NONE, number, name))
-            verification.rows[Status.PENDING.text] += len(dataset.shard_range(number))
-            return None
-        name = path.relative_to(dataset.out).as_posix()
-        try:
-            shard = dataset.open_shard(number, path)
-        except LayertapError as error:
-            current_files = dataset.shard_files()[number]
-            if current_files != files:
-                files = current_files
-                continue
-            cause = error.__cause__
-            if not isinstance(error, InputError) and not (isinstance(cause, OSError) and cause.errno in MEDIA_ERRORS):
-                raise  # not a fault of the file: too many open files, a missing library
-            verification.faults.append(Fault(str(error).removeprefix(f"{path} "), _remedy_of(path), number, name))
-            return None
-        try:
-            faults = [*_faults_of_rows(shard, name, verification.rows)]
-            if files.published is not None:
-                faults += _faults_of_receipt(shard, name, faults)
-        except BaseException:
-            shard.close()
-            raise
-        verification.faults += faults
-        return shard
-    raise LayertapError(
-        f"shard {number} of {dataset.out} changed while it was verified", hint="try again when no writer runs"
-    )
+    path = dataset.current(number, files)
+    if path is None:
+        last = dataset.path(number)
+        receipt = ", but its receipt exists" if last.with_suffix(".json").exists() else ""
+        name = last.relative_to(dataset.out).as_posix()
+        verification.faults.append(Fault(f"is missing{receipt}", Remedy.NONE, number, name))
+        verification.rows[Status.PENDING.text] += len(dataset.shard_range(number))
+        return None
+    name = path.relative_to(dataset.out).as_posix()
+    try:
+        shard = dataset.open_shard(number, path)
+    except LayertapError as error:
+        current_files = dataset.shard_files()[number]
+        if current_files != files:  # the shard was published or rewritten while it was verified
+            return _check_shard(dataset, number, current_files, verification)
+        cause = error.__cause__
+        if not isinstance(error, InputError) and not (isinstance(cause, OSError) and cause.errno in MEDIA_ERRORS):
+            raise  # not a fault of the file: too many open files, a missing library
+        verification.faults.append(Fault(str(error).removeprefix(f"{path} "), _remedy_of(path), number, name))
+        return None
+    try:
+        faults = [*_faults_of_rows(shard, name, verification.rows)]
+        if files.published is not None:
+            faults += _faults_of_receipt(shard, name, faults)
+    except BaseException:
+        shard.close()
+        raise
+    verification.faults += faults
+    return shard
 
 
 def _remedy_of(path: Path) -> Remedy:

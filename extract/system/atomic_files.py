@@ -58,6 +58,7 @@ __all__ = [
     "open_unfollowed",
     "own_folder",
     "remove_leftovers",
+    "reserve_space",
     "sync_folder",
     "temporary_file",
     "temporary_folder",
@@ -372,6 +373,22 @@ def open_regular(path: Path) -> int:
         os.close(descriptor)
         raise InputError(f"{path} is not a regular file")
     return descriptor
+
+
+def reserve_space(path: Path, size: int) -> None:
+    """Check for free disk space: allocate a file of `size` bytes at `path`, and delete it.
+
+    A full disk is found before the work, not at its end.
+
+    Raises:
+        OSError: the space cannot be allocated.
+    """
+    discard(path)
+    with path.open("xb") as file:
+        try:
+            allocate(file.fileno(), size)
+        finally:
+            discard(path)
 
 
 def claim(path: Path, name: Path) -> None:

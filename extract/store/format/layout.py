@@ -71,7 +71,7 @@ from numpy.typing import NDArray
 
 from extract.errors import InputError, LayertapError
 from extract.store.format.checked_file import hdf5_in_memory, hdf5_on_disk
-from extract.system.atomic_files import allocate, discard, flush_to_disk, sync_folder
+from extract.system.atomic_files import allocate, discard, flush_to_disk, reserve_space, sync_folder
 
 __all__ = [
     "CHANGES_VERSION",
@@ -295,6 +295,8 @@ def new_shard_file(
     n_datasets = len(features) + len(names.columns)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.new")
     try:
+        # About its size: HDF5 must not meet a full disk in the middle of its work.
+        reserve_space(temporary, text_bytes + n_rows * row_bytes(features) + (1 << 20))
         options: dict[str, Any] = {"libver": ("v110", "v110"), "alignment_threshold": 64, "alignment_interval": 64}
         # All metadata in one block at the start, so that the data after it has no gaps.
         meta_block_size = 1 << (4096 + 2048 * n_datasets).bit_length()

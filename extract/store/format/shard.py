@@ -229,14 +229,6 @@ class Shard:
             raise LayertapError(f"{self.name} is closed")
         return self._arrays[name]
 
-    def row(self, name: str, row: int) -> NDArray[Any]:
-        """Return (*shape), a copy of one row."""
-        if name in self.compression:
-            values: NDArray[Any] = self._unpack(name, row, row + 1)[0]
-        else:
-            values = self._plain(name)[row].copy()
-        return values
-
     def take(self, name: str, rows: NDArray[np.int64], out: NDArray[Any] | None = None) -> NDArray[Any]:
         """Return (len(rows), *shape), a copy of rows in any order, all in range; in `out` if it is given."""
         if out is None:
