@@ -368,7 +368,7 @@ class FeatureReader:
                 every order of the rows equally likely; it needs a fast disk, or features that fit in the file cache.
             seed: seed of the order; the same seed gives the same order on any machine.
             split: only the rows of this split; None for all.
-            memory_bytes: maximum allocation, apart from 24 bytes per row and the returned batch.
+            memory_bytes: maximum allocation, apart from 64 bytes per row and the returned batch.
 
         Raises:
             UnknownNameError: no such layer or split.
