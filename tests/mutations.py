@@ -549,12 +549,6 @@ MUTATIONS = (
         ("test_a_request_is_retried_for_a_minute_with_growing_pauses",),
     ),
     Mutation(
-        "A listing of a bucket ends after its first page.",
-        '        if answer.get("IsTruncated"):',
-        "        if False:",
-        ("test_each_page_of_a_listing_is_retried",),
-    ),
-    Mutation(
         "A silent bucket is not reported.",
         "            if _is_timeout(error):\n                _report",
         "            if False:\n                _report",

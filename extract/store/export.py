@@ -34,7 +34,6 @@ from extract.system.atomic_files import (
     claim,
     flush_to_disk,
     remove_leftovers,
-    reserve_space,
     sync_folder,
     temporary_folder,
 )
@@ -226,11 +225,6 @@ def _to_mat(reader: FeatureReader, path: Path, names: Sequence[str], on_rows: _O
     dtypes = {name: reader[name].dtype if reader[name].dtype.kind == "i" else np.dtype(np.float32) for name in names}
     row_bytes = {name: dtypes[name].itemsize * math.prod(shape) for name, shape in shapes.items()}
     rows = {name: max(1, min(n_rows, (1 << 20) // row_bytes[name])) for name in names}
-    size = sum(2 * longest[name] * len(values) for name, values in texts.items())
-    size += n_rows * (16 + 8 * len(numbers)) + (1 << 20)
-    for name in names:  # full chunks, and 256 bytes for the index of each
-        size += -(-n_rows // rows[name]) * (rows[name] * row_bytes[name] + 256)
-    reserve_space(path, size)
     with _matlab_file(path) as file:
         for name, values in texts.items():
             data = file.create_dataset(name, (longest[name], len(values)), np.uint16)

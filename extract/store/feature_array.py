@@ -142,8 +142,8 @@ class FeatureArray:
         if is_row and self._verify is None:  # fast path for a loop over rows
             shard_index = bisect_right(self._edges, rows) - 1
             chosen, local = self._index.chosen[shard_index], rows - self._edges[shard_index]
-            shard = self._index.files[shard_index].shard
-            return self.values(shard.row(self._feature.name, int(local if chosen is None else chosen[local])))
+            row = int(local if chosen is None else chosen[local])
+            return self.values(self._index.files[shard_index].shard.read(self._feature.name, row, row + 1)[0])
         if isinstance(rows, slice):
             start, stop, step = rows.indices(len(self))
             if step == 1:

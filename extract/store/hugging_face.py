@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,16 @@ from extract.system.optional_libraries import library
 __all__ = ["HuggingFaceFolder"]
 
 _SPLITS = {"": "other", "train": "train", "val": "validation", "test": "test"}
-_FILE_BYTES = 500 << 20  # of a Parquet file, about; the hub shows and streams files of this size well
 
 _CARD = """\
+---
+tags: [image-features, layertap]
+configs:
+- config_name: default
+  data_files:
+{files}
+---
+
 # Features of {backbone}
 
 Features of {count:,} images, computed by layertap {version}.
@@ -31,6 +38,8 @@ Features of {count:,} images, computed by layertap {version}.
 | precision | {precision}, stored as {stored_as} |
 | fingerprint | {fingerprint} |
 
+| column | shape | layer |
+|---|---|---|
 {layers}
 
 ```python
@@ -71,7 +80,7 @@ class HuggingFaceFolder(contextlib.ExitStack):
         self._reader, self._names, self._fingerprint, self._folder = reader, names, fingerprint, folder
         self._rows, self._has_pictures = ArrowRows(reader, names, pictures), pictures is not None
         self._has_splits = any(reader.splits)
-        self._files: dict[str, tuple[Any, int, int]] = {}  # split -> writer, number of the file, bytes in it
+        self._files: dict[str, Any] = {}  # split -> writer
         self._schema = self._schema_with_types()
         (folder / "data").mkdir(parents=True)
 
@@ -97,51 +106,32 @@ class HuggingFaceFolder(contextlib.ExitStack):
         splits = np.array([_SPLITS[split] if self._has_splits else "train" for split in given])
         for split in np.unique(splits).tolist():
             chosen = batch.take(np.flatnonzero(splits == split))
-            self._writer(split, chosen.nbytes).write_batch(chosen)
-
-    def _writer(self, split: str, size: int) -> Any:
-        """Return the writer of the file for the next bytes of a split."""
-        writer, number, written = self._files.get(split, (None, -1, 0))
-        if writer is None or written > _FILE_BYTES:
-            if writer is not None:
-                writer.close()
-            number, written = number + 1, 0
-            path = self._folder / "data" / f"{split}-{number:05d}.parquet"
-            writer = self.enter_context(self._parquet.ParquetWriter(path, self._schema))
-        self._files[split] = writer, number, written + size
-        return writer
+            if split not in self._files:
+                path = self._folder / "data" / f"{split}-00000.parquet"
+                self._files[split] = self.enter_context(self._parquet.ParquetWriter(path, self._schema))
+            self._files[split].write_batch(chosen)
 
     def write_card(self) -> None:
         """Write README.md: what the features are, and how to read them."""
-        (self._folder / "README.md").write_text("\n".join(self._card()), encoding="utf-8")
-
-    def _card(self) -> Iterator[str]:
-        reader, provenance = self._reader, self._reader.provenance
+        reader, provenance, first = self._reader, self._reader.provenance, self._reader[self._names[0]]
         depends_on = provenance.get("depends_on") or {}
-        shape = reader[self._names[0]].shape[1:]
-        yield "---"
-        yield "tags: [image-features, layertap]"
-        yield "configs:"
-        yield "- config_name: default"
-        yield "  data_files:"
-        for split in sorted(self._files):
-            yield f"  - {{split: {split}, path: 'data/{split}-*.parquet'}}"
-        yield "---\n"
-        lines = ["| column | shape | layer |", "|---|---|---|"]
-        for name in self._names:
-            layer = reader[name].attributes.get("layer", "")
-            lines.append(f"| {_code(name)} | {list(reader[name].shape[1:])} | {_code(layer)} |")
-        yield _CARD.format(
+        card = _CARD.format(
+            files="\n".join(f"  - {{split: {split}, path: 'data/{split}-*.parquet'}}" for split in sorted(self._files)),
             count=len(reader), version=_code((provenance.get("versions") or {}).get("layertap", "")),
             backbone=_code(_name_of(provenance.get("backbone", "unknown"))),
             weights=_code(_name_of(provenance.get("weights", "unknown"))),
             preprocessing=_code(json.dumps(depends_on.get("preprocessing", {}))),
             precision=_code(depends_on.get("precision", "")),
-            stored_as=_code(depends_on.get("stored_as", reader[self._names[0]].dtype)),
+            stored_as=_code(depends_on.get("stored_as", first.dtype)),
             fingerprint=_code(self._fingerprint),
-            layers="\n".join(lines), split=min(self._files), name=self._names[0],
-            shape=", ".join(map(str, shape)),
+            layers="\n".join(map(self._line, self._names)),
+            split=min(self._files), name=self._names[0], shape=", ".join(map(str, first.shape[1:])),
         )  # fmt: skip
+        (self._folder / "README.md").write_text(card, encoding="utf-8")
+
+    def _line(self, name: str) -> str:
+        array = self._reader[name]
+        return f"| {_code(name)} | {list(array.shape[1:])} | {_code(array.attributes.get('layer', ''))} |"
 
 
 def _code(text: object) -> str:

@@ -368,7 +368,7 @@ class FeatureReader:
                 every order of the rows equally likely; it needs a fast disk, or features that fit in the file cache.
             seed: seed of the order; the same seed gives the same order on any machine.
             split: only the rows of this split; None for all.
-            memory_bytes: maximum allocation, apart from 24 bytes per row and the returned batch.
+            memory_bytes: maximum allocation, apart from 64 bytes per row and the returned batch.
 
         Raises:
             UnknownNameError: no such layer or split.
@@ -416,17 +416,15 @@ class FeatureReader:
         Raises:
             InputError: there are none.
         """
-        names, reasons = [], dict[bool, InputError]()
+        names, why = [], InputError("")
         for name in self.layers:
             try:
                 self.tokens(name)
                 names.append(name)
             except InputError as error:
-                reasons[self[name].attributes.get("axes") == "TC"] = error
+                why = error
         if not names:
-            reason = reasons.get(True) or reasons.get(False)  # first that of tokens without a grid
-            why, hint = (f": {reason.message}", reason.hint) if reason else ("", "")
-            raise InputError(f"{self._name} has no feature with tokens{why}", hint=hint)
+            raise InputError(f"{self._name} has no feature with tokens: {why.message}", hint=why.hint)
         return names
 
     def _good_rows(self, split: str | None) -> NDArray[np.int64]:

@@ -50,9 +50,6 @@ class TextColumn(Sequence[str]):
         for start in range(0, self._n_rows, _AT_ONCE):
             yield from self._read(start, min(start + _AT_ONCE, self._n_rows))
 
-    def __contains__(self, text: object) -> bool:
-        return any(text == other for other in self)
-
     def __eq__(self, other: object) -> Any:
         if isinstance(other, str):
             return np.fromiter((text == other for text in self), bool, len(self))

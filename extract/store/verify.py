@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import xxhash
@@ -19,13 +18,11 @@ from extract.row_status import Status
 from extract.store.format.copying import copy_shard
 from extract.store.format.dataset import DataSet, ShardFiles
 from extract.store.format.kept_axes import axes_file, recorded_axes
-from extract.store.format.layout import StoredFeature
 from extract.store.format.receipt import checked_receipt, counts_of, reasons_of, size_and_hash, write_receipt
 from extract.store.format.row_hash import checked
-from extract.store.format.row_table import RowTable
 from extract.store.format.shard import MEDIA_ERRORS, Shard
-from extract.store.format.value_types import finite_and_nan
-from extract.store.format.version import pass_folder
+from extract.store.format.value_types import finite_rows
+from extract.store.format.version import RowTable, pass_folder
 from extract.store.format.writer import ShardWriter
 from extract.store.reader import FeatureReader
 from extract.store.row_selection import read_one_version
@@ -34,7 +31,6 @@ from extract.system.atomic_files import sync_folder
 __all__ = ["Fault", "Remedy", "Verification", "repair", "verify"]
 
 _HASHES_AT_ONCE = 1 << 18
-_WITHOUT_IMAGE = (Status.DECODE_ERROR, Status.MISSING, Status.IO_ERROR)  # features of such rows are NaN
 
 
 class Remedy(Enum):
@@ -170,40 +166,35 @@ def _verify_shards(dataset: DataSet, on_rows: Callable[[int], None]) -> Verifica
 
 def _check_shard(dataset: DataSet, number: int, files: ShardFiles, verification: Verification) -> Shard | None:
     """Add the faults of one shard to `verification`; return the open shard, or None if it cannot be read."""
-    for _ in range(3):  # the shard may be published or rewritten while it is verified
-        path = dataset.current(number, files)
-        if path is None:
-            last = dataset.path(number)
-            receipt = ", but its receipt exists" if last.with_suffix(".json").exists() else ""
-            name = last.relative_to(dataset.out).as_posix()
-            verification.faults.append(Fault(f"is missing{receipt}", Remedy.NONE, number, name))
-            verification.rows[Status.PENDING.text] += len(dataset.shard_range(number))
-            return None
-        name = path.relative_to(dataset.out).as_posix()
-        try:
-            shard = dataset.open_shard(number, path)
-        except LayertapError as error:
-            current_files = dataset.shard_files()[number]
-            if current_files != files:
-                files = current_files
-                continue
-            cause = error.__cause__
-            if not isinstance(error, InputError) and not (isinstance(cause, OSError) and cause.errno in MEDIA_ERRORS):
-                raise  # not a fault of the file: too many open files, a missing library
-            verification.faults.append(Fault(str(error).removeprefix(f"{path} "), _remedy_of(path), number, name))
-            return None
-        try:
-            faults = [*_faults_of_rows(shard, name, verification.rows)]
-            if files.published is not None:
-                faults += _faults_of_receipt(shard, name, faults)
-        except BaseException:
-            shard.close()
-            raise
-        verification.faults += faults
-        return shard
-    raise LayertapError(
-        f"shard {number} of {dataset.out} changed while it was verified", hint="try again when no writer runs"
-    )
+    path = dataset.current(number, files)
+    if path is None:
+        last = dataset.path(number)
+        receipt = ", but its receipt exists" if last.with_suffix(".json").exists() else ""
+        name = last.relative_to(dataset.out).as_posix()
+        verification.faults.append(Fault(f"is missing{receipt}", Remedy.NONE, number, name))
+        verification.rows[Status.PENDING.text] += len(dataset.shard_range(number))
+        return None
+    name = path.relative_to(dataset.out).as_posix()
+    try:
+        shard = dataset.open_shard(number, path)
+    except LayertapError as error:
+        current_files = dataset.shard_files()[number]
+        if current_files != files:  # the shard was published or rewritten while it was verified
+            return _check_shard(dataset, number, current_files, verification)
+        cause = error.__cause__
+        if not isinstance(error, InputError) and not (isinstance(cause, OSError) and cause.errno in MEDIA_ERRORS):
+            raise  # not a fault of the file: too many open files, a missing library
+        verification.faults.append(Fault(str(error).removeprefix(f"{path} "), _remedy_of(path), number, name))
+        return None
+    try:
+        faults = [*_faults_of_rows(shard, name, verification.rows)]
+        if files.published is not None:
+            faults += _faults_of_receipt(shard, name, faults)
+    except BaseException:
+        shard.close()
+        raise
+    verification.faults += faults
+    return shard
 
 
 def _remedy_of(path: Path) -> Remedy:
@@ -242,30 +233,12 @@ def _faults_of_rows(shard: Shard, name: str, counts: Counter[str]) -> list[Fault
     for start, stop, block, agree in checked(shard, np.flatnonzero(status != Status.PENDING)):
         damaged.append(start + np.flatnonzero(~agree))
         if block is not None:
-            matches = _matches_status(shard.features, block, status[start:stop])
-            contradicting.append(start + np.flatnonzero(agree & ~matches))
+            # Features of rows without an image are NaN, and those of computed rows finite if the status is ok.
+            are_finite = np.logical_and.reduce([finite_rows(block[each.name], each.dtype) for each in shard.features])
+            contradicting.append(start + np.flatnonzero(agree & (are_finite != (status[start:stop] == Status.OK))))
     of_rows(np.concatenate(damaged), "does not match its hashes")
     of_rows(np.concatenate(contradicting), "features contradict the status")
     return faults
-
-
-def _matches_status(
-    features: list[StoredFeature], block: dict[str, NDArray[Any]], status: NDArray[np.uint8]
-) -> NDArray[np.bool_]:
-    """Return (R,) bool, whether the features match the status: finite if ok, NaN without image, else not finite."""
-    of_each = [finite_and_nan(block[feature.name], feature.dtype) for feature in features]
-    all_finite = np.logical_and.reduce([finite for finite, _ in of_each])
-    all_nan = np.logical_and.reduce([nan for _, nan in of_each])
-    matches: NDArray[np.bool_] = np.select(
-        [
-            status == Status.OK,
-            status == Status.NOT_FINITE,
-            np.isin(status, _WITHOUT_IMAGE),
-        ],
-        [all_finite, ~all_finite, all_nan],
-        False,
-    )
-    return matches
 
 
 def _faults_of_receipt(shard: Shard, name: str, row_faults: Collection[Fault]) -> list[Fault]:

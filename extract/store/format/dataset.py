@@ -51,11 +51,10 @@ from extract.store.format.layout import (
     feature_types,
     row_bytes,
 )
-from extract.store.format.row_table import RowTable, read_rows
 from extract.store.format.schemas import DESCRIPTION, FORMAT_NAMES
 from extract.store.format.shard import Shard
 from extract.store.format.value_types import STORED_TYPES
-from extract.store.format.version import Version, pass_folder
+from extract.store.format.version import RowTable, Version, pass_folder, read_rows
 from extract.system.atomic_files import TOKEN, append_line, discard, locked, own_folder, sync_folder, write_json
 from extract.system.json_files import check_shape, read_json
 from extract.system.similar_paths import did_you_mean, folders_with

@@ -16,6 +16,7 @@ import os
 import stat
 import threading
 from collections.abc import Iterator
+from io import FileIO
 from pathlib import Path
 from types import EllipsisType
 from typing import Any, Self
@@ -228,14 +229,6 @@ class Shard:
             raise LayertapError(f"{self.name} is closed")
         return self._arrays[name]
 
-    def row(self, name: str, row: int) -> NDArray[Any]:
-        """Return (*shape), a copy of one row."""
-        if name in self.compression:
-            values: NDArray[Any] = self._unpack(name, row, row + 1)[0]
-        else:
-            values = self._plain(name)[row].copy()
-        return values
-
     def take(self, name: str, rows: NDArray[np.int64], out: NDArray[Any] | None = None) -> NDArray[Any]:
         """Return (len(rows), *shape), a copy of rows in any order, all in range; in `out` if it is given."""
         if out is None:
@@ -267,33 +260,29 @@ class Shard:
         at_most = max(1, BLOCK_BYTES // max(1, row_bytes(self.features)))
         if at_most > largest:
             at_most -= at_most % largest  # so that each chunk is decompressed once
-        with self._reopened() as descriptor:
+        with self._reopened() as file:
             for start, stop in runs(rows, at_most):
-                block = self._block(descriptor, start, stop)
+                block = self._block(file, start, stop)
                 if block is not None or stop - start <= smallest:
                     yield start, stop, block
                     continue
                 for first in range(start, stop, smallest):  # so that damage loses as few rows as possible
                     last = min(first + smallest, stop)
-                    yield first, last, self._block(descriptor, first, last)
+                    yield first, last, self._block(file, first, last)
 
     @contextlib.contextmanager
-    def _reopened(self) -> Iterator[int | None]:
-        """Context manager: yield a descriptor of the file; None if the file was renamed, replaced or removed."""
-        try:
-            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
-            yield None
-            return
-        try:
-            yield descriptor if os.fstat(descriptor).st_ino == self._inode else None
-        finally:
-            os.close(descriptor)
+    def _reopened(self) -> Iterator[FileIO | None]:
+        """Context manager: yield the file; None if it was renamed, replaced or removed."""
+        with contextlib.ExitStack() as stack:
+            file: FileIO | None = None
+            with contextlib.suppress(OSError):
+                file = stack.enter_context(self.path.open("rb", buffering=0))
+            yield file if file is not None and os.fstat(file.fileno()).st_ino == self._inode else None
 
-    def _block(self, descriptor: int | None, start: int, stop: int) -> dict[str, NDArray[Any]] | None:
+    def _block(self, file: FileIO | None, start: int, stop: int) -> dict[str, NDArray[Any]] | None:
         features = {}
         for feature in self.features:
-            if feature.name in self.compression or descriptor is None:
+            if feature.name in self.compression or file is None:
                 try:
                     features[feature.name] = self.read(feature.name, start, stop)
                 except InputError:
@@ -301,14 +290,10 @@ class Shard:
                 continue
             values = np.empty((stop - start, *feature.kept_shape), feature.kept_dtype)
             features[feature.name] = values
-            space = memoryview(values.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
-            offset = self.offsets[f"/features/{feature.name}"] + start * feature.row_bytes
             try:
-                while space:
-                    count = os.preadv(descriptor, [space], offset)
-                    if not count:
-                        return None
-                    space, offset = space[count:], offset + count
+                file.seek(self.offsets[f"/features/{feature.name}"] + start * feature.row_bytes)
+                if file.readinto(values.reshape(-1).view(np.uint8).data) < values.nbytes:
+                    return None
             except OSError as error:
                 if error.errno in MEDIA_ERRORS:
                     return None
@@ -323,12 +308,12 @@ class Shard:
         if name in self.compression or not hasattr(os, "RWF_NOWAIT"):  # Linux
             return None
         offsets = self.offsets[f"/features/{name}"] + sample * self._feature[name].row_bytes
-        with self._reopened() as descriptor:
-            if descriptor is None:
+        with self._reopened() as file:
+            if file is None:
                 return None
             try:
                 for offset in offsets.tolist():
-                    os.preadv(descriptor, [bytearray(1)], offset, os.RWF_NOWAIT)
+                    os.preadv(file.fileno(), [bytearray(1)], offset, os.RWF_NOWAIT)
             except OSError:  # EAGAIN: not in the cache; EOPNOTSUPP: the file system does not say
                 return None
         return self._plain(name)

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from extract.store.format.layout import WHOLE_TYPES, kept_as, read_as
 
 __all__ = [
-    "ROUNDING", "STORED_TYPES", "VALUE_TYPES", "decoded", "encoded", "finite_and_nan", "kept_as", "read_as",
+    "ROUNDING", "STORED_TYPES", "VALUE_TYPES", "decoded", "encoded", "finite_rows", "kept_as", "read_as",
     "value_type_of",
 ]  # fmt: skip
 
@@ -82,15 +82,14 @@ def decoded(kept: NDArray[Any], value_type: str) -> NDArray[Any]:
     return kept
 
 
-def finite_and_nan(kept: NDArray[Any], value_type: str) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Return, for each row as it is kept, whether all values are finite, and whether all are NaN."""
-    if value_type == "int8":
-        return np.isfinite(kept["scale"]), np.isnan(kept["scale"])
-    rows = kept.reshape(len(kept), -1)
+def finite_rows(kept: NDArray[Any], value_type: str) -> NDArray[np.bool_]:
+    """Return, for each row as it is kept, whether all values are finite."""
+    rows = kept["scale"][:, None] if value_type == "int8" else kept.reshape(len(kept), -1)
+    finite: NDArray[np.bool_]
     if value_type in WHOLE_TYPES:
-        missing = rows == np.iinfo(value_type).min
-        return ~missing.any(1), missing.all(1)
-    if value_type == "bfloat16":
-        special = rows & _BFLOAT16_INFINITE == _BFLOAT16_INFINITE
-        return ~special.any(1), (special & (rows & 0x7F != 0)).all(1)
-    return np.isfinite(rows).all(1), np.isnan(rows).all(1)
+        finite = rows != np.iinfo(value_type).min
+    elif value_type == "bfloat16":
+        finite = rows & _BFLOAT16_INFINITE != _BFLOAT16_INFINITE
+    else:
+        finite = np.isfinite(rows)
+    return np.asarray(finite.all(1))

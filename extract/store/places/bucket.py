@@ -167,22 +167,32 @@ class Bucket:
         """
         return np.array(sorted(self._published()), np.int64)
 
-    def receipts(self, known: Container[str]) -> Iterator[tuple[str, int, dict[str, Any] | None]]:
+    def receipts(self, known: Container[str]) -> Iterator[tuple[str, int, dict[str, Any]]]:
         """Yield (name, shard, receipt) of each finished shard whose name is not in `known`.
 
         Raises:
             InputError: a receipt is damaged.
-            LayertapError: see `published`.
+            LayertapError: a shard does not match its receipt; or see `published`.
         """
-        new = {stem: (shard, size) for shard, (stem, _, size) in self._published().items() if stem not in known}
+        published = {stem: sizes for stem, *sizes in self._published().values() if stem not in known}
 
-        def read_receipt(stem: str) -> tuple[str, int, dict[str, Any] | None]:
-            shard, size = new[stem]
+        def read(stem: str) -> tuple[str, int, dict[str, Any]]:
+            size, receipt_size = published[stem]
+            shard, url = int(stem[:6]), f"{self.url}/shards/{stem}"
             most_bytes = receipt_bytes(len(self.dataset.shard_range(shard)))
-            return stem, shard, _read_receipt(f"{self.url}/shards/{stem}.json", size, most_bytes)
+            content = objects.read(f"{url}.json", receipt_size, most_bytes)
+            receipt = parse_json(content, f"{url}.json", RECEIPT)
+            if size != receipt["size"]:
+                raise LayertapError(
+                    f"{url}.h5 has {size:,} bytes, its receipt says {receipt['size']:,}; it was changed after it was "
+                    "published",
+                    hint="restore the original object, or remove both and run the command that created the data set "
+                    "again",
+                )
+            return stem, shard, receipt
 
         with ThreadPoolExecutor(_AT_ONCE) as pool:
-            yield from pool.map(read_receipt, new)
+            yield from pool.map(read, published)
 
     def _published(self) -> dict[int, tuple[str, int, int]]:
         """Return shard -> (file stem of its last revision, size of the object, size of the receipt)."""
@@ -241,7 +251,7 @@ class Bucket:
             raise LayertapError(
                 f"{url} has {uploaded.size:,} bytes after the upload, expected {size:,}", hint="remove it and run again"
             )
-        if not ours and (uploaded.size != size or (uploaded.sha256 or objects.sha256_of(url, uploaded.size)) != sha256):
+        if not ours and (uploaded.size != size or uploaded.sha256 != sha256):
             if objects.info(receipt_url) is not None:
                 return False
             receipt = self._receipt_for(url, uploaded.size, path, reasons_in(receipt))
@@ -288,32 +298,16 @@ class Bucket:
             InputError: a receipt is damaged.
             LayertapError: a shard is missing or does not match its receipt, or the store does not answer.
         """
-        dataset, published = self.dataset, self._published()
-        missing = [shard for shard in range(dataset.n_shards) if shard not in published]
+        dataset = self.dataset
+        files = {
+            shard: RemoteFile(f"{self.url}/shards/{stem}.h5", receipt)
+            for stem, shard, receipt in self.receipts(())
+            if shard < dataset.n_shards
+        }
+        missing = [shard for shard in range(dataset.n_shards) if shard not in files]
         if missing and not partial:
             raise LayertapError(
                 f"{self.url}/shards/{missing[0]:06d}.h5 is missing (shard {missing[0]} of {dataset.n_shards})",
                 hint=UNFINISHED_HINT,
             )
-
-        def find(shard: int) -> RemoteFile:
-            stem, size, receipt_size = published[shard]
-            most_bytes = receipt_bytes(len(dataset.shard_range(shard)))
-            receipt = _read_receipt(f"{self.url}/shards/{stem}.json", receipt_size, most_bytes)
-            if size != receipt["size"]:
-                raise LayertapError(
-                    f"{self.url}/shards/{stem}.h5 has {size:,} bytes, its receipt says {receipt['size']:,}; it was "
-                    "changed after it was published",
-                    hint="restore the original object, or remove both and run the command that created the data set "
-                    "again",
-                )
-            return RemoteFile(f"{self.url}/shards/{stem}.h5", receipt)
-
-        shards = [shard for shard in sorted(published) if shard < dataset.n_shards]
-        with ThreadPoolExecutor(_AT_ONCE) as pool:
-            return dict(zip(shards, pool.map(find, shards), strict=True))
-
-
-def _read_receipt(url: str, size: int | None, most_bytes: int) -> dict[str, Any]:
-    """Return a receipt, which has the shape `RECEIPT`; errors as for `objects.read`, or it is damaged."""
-    return parse_json(objects.read(url, size, most_bytes), url, RECEIPT)
+        return dict(sorted(files.items()))

@@ -34,7 +34,6 @@ from extract.system.atomic_files import discard, flush_to_disk, is_temporary, re
 __all__ = ["CACHE_BYTES", "RemoteFile", "ShardCache", "cache_folder"]
 
 CACHE_BYTES = 10_000_000_000
-_COUNTED = 64  # times that files are counted while the cache fills: with each file, 10,000 files would take minutes
 _HEAD_BYTES = 1 << 20  # read first: the user block, and usually the structure of the file
 _NAME = re.compile(r"[0-9a-f]{40}\.(h5|rows)(\.lock)?", re.ASCII)
 
@@ -88,7 +87,6 @@ class ShardCache:
 
     def __init__(self, cache_bytes: int = CACHE_BYTES):
         self.cache_bytes, self.folder = int(cache_bytes), cache_folder()
-        self._added = self.cache_bytes  # bytes since the files were last counted: the first download counts them
         if problem := _problem_with(self.folder):
             raise LayertapError(
                 f"{self.folder}, for copies of shards of buckets, cannot be used: {problem}",
@@ -138,12 +136,9 @@ class ShardCache:
                         f"{file.url} was removed after it was opened", hint="open the data set again"
                     ) from None
                 flush_to_disk(raw.fileno())  # a power failure must not leave a file of zeros under this name
-                self._added += os.fstat(raw.fileno()).st_blocks * 512
                 temporary.rename(path)
                 shard.path = path
-        if self._added > self.cache_bytes // _COUNTED:
-            self._added = 0
-            self._remove_least_recent()
+        self._remove_least_recent()
         return shard
 
     @contextlib.contextmanager
@@ -159,7 +154,7 @@ class ShardCache:
                     fcntl.flock(lock, fcntl.LOCK_UN)
 
     def _remove_least_recent(self) -> None:
-        """Remove the files that were opened least recently, until more fit in than are added before the next count."""
+        """Remove the files that were opened least recently, until the others are within the bound."""
         files = []
         with os.scandir(self.folder) as entries:
             for entry in entries:
@@ -171,7 +166,7 @@ class ShardCache:
                         remove_leftovers(self.folder / ".".join(entry.name.split(".")[:2]))
         total = sum(size for _, size, _ in files)
         for _, size, path in sorted(files):
-            if total <= self.cache_bytes - self.cache_bytes // _COUNTED:
+            if total <= self.cache_bytes:
                 break
             discard(path)
             total -= size

@@ -163,7 +163,11 @@ class SharedFolder:
             if not final.exists():
                 try:
                     _write_new(receipt_copy, receipt)
-                    if not _try_link(path, final):
+                    try:
+                        _link(path, final)
+                    except OSError as error:
+                        if error.errno != errno.EXDEV:  # otherwise the shard is on another file system
+                            raise
                         _copy(path, copy, receipt)
                         _link(copy, final)
                 except (FileExistsError, FileNotFoundError):
@@ -223,23 +227,6 @@ def _adopt_receipt(copy: Path, final: Path, n_rows: int) -> None:
         pass  # another worker was first; or the copy is incomplete
     except OSError as error:
         raise LayertapError(f"cannot write {final.with_suffix('.json')}: {error.strerror or error}") from error
-
-
-def _try_link(path: Path, final: Path) -> bool:
-    """Link a shard to its final name; return False if it is on another file system.
-
-    Raises:
-        FileExistsError: the final name exists.
-    """
-    try:
-        _link(path, final)
-    except FileExistsError:
-        raise
-    except OSError as error:
-        if error.errno != errno.EXDEV:
-            raise
-        return False
-    return True
 
 
 def _copy(path: Path, copy: Path, receipt: dict[str, Any]) -> None:

@@ -72,6 +72,7 @@ print(table.num_rows)
 """
 
 
+@pytest.mark.slow
 def test_lance(reader: FeatureReader, tmp_path: Path) -> None:
     """In a process of its own, since Lance is not safe in one that forks."""
     run = subprocess.run(

@@ -224,7 +224,6 @@ def test_names_of_columns_cannot_run_code_in_a_spreadsheet_or_terminal(
 def test_splits_are_those_of_hugging_face(tmp_path: Path, splits: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     from datasets import load_dataset
 
-    monkeypatch.setattr("extract.store.hugging_face._FILE_BYTES", 100)  # several files for a split
     monkeypatch.setattr("extract.store.export.BLOCK_BYTES", 400)
     with FeatureReader(complete_data_set(tmp_path / "out").out) as reader:
         given = [splits[row % len(splits)] for row in range(ROWS)]
@@ -332,7 +331,6 @@ def test_a_failure_leaves_nothing_behind(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("extract.store.export._blocks", full)
-    monkeypatch.setattr("extract.store.export.reserve_space", full)
     with pytest.raises(LayertapError, match="No space left on device"):
         export(reader, tmp_path / "new", to)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]

@@ -183,7 +183,7 @@ def test_opening_downloads_everything_but_the_features(
         assert [path.suffix for path in cache_folder().iterdir() if path.suffix != ".lock"] == [".rows"]
         (rows,) = kept("rows")
         with Shard(rows, with_features=False) as shard, pytest.raises((LayertapError, OSError)):
-            shard.row("vector", 3)  # zeros are never taken for features
+            shard.read("vector", 3, 4)  # zeros are never taken for features
         assert np.array_equal(reader["vector"][:7], VALUES["vector"][:7])
     assert kept()[0].read_bytes() == data.path(0).read_bytes()
 
@@ -283,7 +283,7 @@ def test_processes_that_need_one_shard_download_it_once(proxy: Proxy, url: str, 
     code = f"""
 from extract.store.places.shard_cache import RemoteFile, ShardCache
 file = RemoteFile({url + "/shards/000000.h5"!r}, {receipt_of(data.path(0))!r})
-print(ShardCache().open(file, with_features=True).row("vector", 3).tolist() == {VALUES["vector"][3].tolist()})
+print(ShardCache().open(file, with_features=True).read("vector", 3, 4)[0].tolist() == {VALUES["vector"][3].tolist()})
 """
     proxy.slow_s = 0.5
     proxy.rule = lambda method, path, count: "late" if method == "GET" else None
@@ -313,7 +313,7 @@ def test_rows_are_opened_while_the_whole_shard_is_downloaded(
         return original(file, path)
 
     monkeypatch.setattr(shard_cache, "_download", download)
-    assert np.array_equal(ShardCache().open(file, with_features=True).row("vector", 3), VALUES["vector"][3])
+    assert np.array_equal(ShardCache().open(file, with_features=True).read("vector", 3, 4)[0], VALUES["vector"][3])
     assert waits == [False]
 
 

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -269,14 +271,17 @@ def test_a_compressed_chunk_that_cannot_be_unpacked_takes_only_its_rows(tmp_path
 
 
 def test_a_sector_that_cannot_be_read_is_a_fault_of_its_rows(complete: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    preadv = os.preadv
+    opened = Path.open
 
-    def bad(file: int, buffers: list[memoryview], offset: int) -> int:
-        if Path(f"/proc/self/fd/{file}").readlink().name == "000001.h5":
+    class BadDisk(io.FileIO):
+        def readinto(self, buffer: object) -> int:
             raise OSError(errno.EIO, "Input/output error")
-        return preadv(file, buffers, offset)
 
-    monkeypatch.setattr(os, "preadv", bad)
+    def with_bad_disk(path: Path, mode: str = "r", buffering: int = -1, **options: Any) -> Any:
+        is_bad = path.name == "000001.h5" and buffering == 0
+        return BadDisk(path) if is_bad else opened(path, mode, buffering, **options)
+
+    monkeypatch.setattr(Path, "open", with_bad_disk)
     verification = verify(complete)
     assert {(fault.file, fault.row) for fault in verification.faults} == {
         ("shards/000001.h5", row) for row in range(10, 20)
