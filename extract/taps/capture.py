@@ -150,7 +150,8 @@ class Capture:
         thread: the thread of the block.
         is_open: whether the block has begun and not ended; hooked tensors may outlive it.
         forward: the running call of the model, or the last one.
-        on_end, on_let_go: called when a forward ends; and when what it holds is to be freed, also after an exception.
+        on_end: called with the output of a forward when it ends.
+        on_let_go: called when what a forward holds is to be freed, also after an exception.
         unseen: id of each module of which hooks have missed a call -> where it ran.
     """
 
@@ -177,7 +178,7 @@ class Capture:
         self._task = _current_task()  # None: the block is of all tasks
         self.is_open = False
         self.forward: ModelCall | None = None
-        self.on_end: list[Callable[[], None]] = []
+        self.on_end: list[Callable[[Any], None]] = []
         self.on_let_go: list[Callable[[], None]] = []
         self.unseen: dict[int, str] = {}
 
@@ -340,7 +341,7 @@ class Capture:
         if (forward := self.running()) and forward.caller is sys._getframe(2):
             forward.caller = None
             for call in self.on_end:
-                call()
+                call(output)
             forward.running = False
             if self._to_keep is not None:
                 self._to_keep |= forward.kept

@@ -10,7 +10,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from extract.errors import InputError, LayertapError
 from extract.taps.capture import Call, Capture, as_kept, frames_of, in_backward, number_again
@@ -23,6 +23,7 @@ from extract.taps.functions import (
     unwatched,
     watch,
     watch_again,
+    written_by,
 )
 from extract.taps.nested import tensors_in
 from extract.taps.record import Requested
@@ -60,9 +61,7 @@ class FunctionCalls:
                 self._functions_of.setdefault(request.layer, []).append(request)
             elif request.what == "attention":
                 self._attentions_of.setdefault(request.layer, []).append(request)
-        self._listener = Listener(
-            self._on_operation, writes_into_a_copy=lambda function, write: self._edits_function(function)
-        )
+        self._listener = Listener(self._on_operation)
         self._stack: list[Running] = []  # the innermost last
         self._again: list[Running] = []  # the same of the layers that a backward pass computes again
         self._again_in = -1  # the backward pass (graph task) that computes them
@@ -140,19 +139,6 @@ class FunctionCalls:
             layers.pop()
         return layers
 
-    def _edits_function(self, function: Any) -> bool:
-        """Whether a call of this function, now, has its result edited."""
-        name = operation_name(function)
-        if not self._functions_of or name is None or not self._capture.computing():
-            return False
-        if function.__name__ == "__setitem__" or not (layers := self._running_layers(in_backward())):
-            return False
-        return any(
-            request.edit is not None and fnmatchcase(name, request.operation)
-            for layer in layers[-1][0]
-            for request in self._functions_of.get(layer, ())
-        )
-
     def _on_operation(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
         forward, name, again = self._capture.computing(), operation_name(function), in_backward()
         if forward is None or name is None or not (layers := self._running_layers(again)):
@@ -174,10 +160,19 @@ class FunctionCalls:
                 forward.calls[key] += not again
                 number = number_again(forward.calls, key) if again else forward.calls[key] - 1
                 with unwatched():
-                    result = self._pass_result(key, requests, Call(number, None if again else forward), kwargs, result)
+                    call, written = Call(number, None if again else forward), written_by(function, args, kwargs)
+                    result = self._pass_result(key, requests, call, kwargs, [*written], result)
         return result
 
-    def _pass_result(self, key: str, requests: list[Requested], call: Call, kwargs: dict[str, Any], result: Any) -> Any:
+    def _pass_result(
+        self,
+        key: str,
+        requests: list[Requested],
+        call: Call,
+        kwargs: dict[str, Any],
+        written: list[Tensor],
+        result: Any,
+    ) -> Any:
         """Edit, watch and keep the result of a function, and return what the model continues with."""
         edits = Requests([r for r in requests if r.edit is not None and r.what == "output"], key)
         gradients = Requests([r for r in requests if r.what == "grad"], key)
@@ -187,7 +182,7 @@ class FunctionCalls:
                     f"{key} cannot be edited: the layer gives it a tensor to write into (out=)",
                     hint="edit the output of the layer",
                 )
-            result = self._surgery.edit_result(edits, call, result)
+            result = self._surgery.edit_result(edits, call, written, result)
         if gradients:
             result = self._surgery.watch_output(gradients, call, result)
         kept = [r for r in requests if r.edit is None and r.what == "output"]
