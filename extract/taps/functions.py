@@ -12,7 +12,6 @@ import inspect
 import math
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -41,7 +40,6 @@ __all__ = [
     "unwatch",
     "unwatched",
     "watch",
-    "watch_again",
     "write_into",
     "written_by",
 ]
@@ -225,22 +223,6 @@ def _leave(mode: TorchFunctionMode) -> None:
         later.append(last)
     for other in reversed(later):
         push_function_mode(other)  # type: ignore[no-untyped-call]
-
-
-def watch_again(listener: Listener) -> Callable[[], None]:
-    """Watch functions where a backward pass computes layers again; return a function that ends it.
-
-    A mode is off inside the functions that it watches, and `Tensor.backward` is one. On a GPU, a backward pass runs in
-    a thread of its own. If the backward pass is interrupted, PyTorch discards the mode.
-    """
-    watch = _state.watch
-    if watch is None:
-        watch = _Watch()
-        watch.listeners.append(listener)
-    elif watch in function_modes():
-        return lambda: None
-    watch.__enter__()  # type: ignore[no-untyped-call]
-    return partial(_leave, watch)
 
 
 class unwatched:  # noqa: N801  it is used as a function

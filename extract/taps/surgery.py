@@ -258,7 +258,7 @@ class Surgery:
         return edited
 
     def _pass_on_output(
-        self, written: list[Tensor], is_certain: bool, call: Call, site: Site, given: Tensor, edited: Tensor
+        self, written: Sequence[Tensor], is_certain: bool, call: Call, site: Site, given: Tensor, edited: Tensor
     ) -> Tensor:
         """Return what the model continues with: the edited tensor, or the given one with its values.
 
@@ -321,7 +321,7 @@ class Surgery:
 
     # Results of functions.
 
-    def edit_result(self, edits: Requests, call: Call, written: list[Tensor], result: Any) -> Any:
+    def edit_result(self, edits: Requests, call: Call, written: Sequence[Tensor], result: Any) -> Any:
         """Edit the result of a function, and return what the model continues with; `written` is what it wrote into."""
         return self._edit(edits, partial(self._pass_on_output, written, True), call, result)
 
