@@ -210,7 +210,7 @@ class Capture:
                 self.hook(module.register_forward_pre_hook, hook, with_kwargs=True)
             if point.on_return:
                 hook = partial(self._leave, point, point.on_return, not point.on_leave)
-                self.hook(module.register_forward_hook, hook, with_kwargs=True, always_call=True)
+                self.hook(module.register_forward_hook, hook, with_kwargs=True, always_call=True, prepend=True)
             if point.on_leave or not point.on_return:
                 hook = partial(self._leave, point, point.on_leave, True)
                 self.hook(module.register_forward_hook, hook, with_kwargs=True, always_call=True)
@@ -406,14 +406,12 @@ class Capture:
         for request, first in kept:
             if request.call is not None and request.call != call.number:
                 continue
-            if isinstance(value, Tensor) and not request.path:
-                site = first if call.number == 0 else Site(first.layer, call.number, (), request.what)
-                self.keep_tensor(forward.record, site, request, value)
+            if isinstance(value, Tensor) and not request.path and call.number == 0:
+                self.keep_tensor(forward.record, first, request, value)
             else:
                 for path, tensor in tensors_in(value, request.path):
-                    self.keep_tensor(
-                        forward.record, Site(first.layer, call.number, path, request.what), request, tensor
-                    )
+                    site = Site(first.layer, call.number, path, request.what)
+                    self.keep_tensor(forward.record, site, request, tensor)
             if self._to_keep is not None:
                 key = first.layer, request.what
                 forward.kept[key] += 1

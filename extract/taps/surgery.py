@@ -30,7 +30,6 @@ from extract.taps.nested import Path, is_several, map_tensors, tensors_in, unrea
 from extract.taps.record import Requested, Site, has_prefix
 from extract.taps.stand_ins import StandIn, StandInError, StandIns, originals, stands_in
 from extract.taps.torch_internals import (
-    ModelBoundHook,
     StorageWeakRef,
     engine_code,
     hooks_of,
@@ -120,7 +119,6 @@ class Surgery:
     def __init__(self, capture: Capture, edited: set[int], copy_out: CopyOut, replaces: bool):
         self._capture, self._edited_requests, self._copy_out, self._replaces = capture, edited, copy_out, replaces
         self.listener = Listener(before_call=self._before_call, on_write=self._on_write)
-        self._modules: list[nn.Module] = []
         self._stand_ins = StandIns()
         # Memory of a tensor that lacks an edit which the model may expect there; no other has its number meanwhile.
         self._left: dict[int, tuple[Site, StorageWeakRef]] = {}
@@ -136,7 +134,6 @@ class Surgery:
 
     def add(self, module: nn.Module, requests: Sequence[Requested]) -> None:
         """Add the steps for requests of one layer."""
-        self._modules.append(module)
         point = self._capture.point(module)
         input_edits, output_edits, grad, grad_input = (
             Requests([r for r in requests if r.what == what and (r.edit is not None or "grad" in what)])
@@ -164,16 +161,6 @@ class Surgery:
             point.on_return.append(partial(self._separate, grad))
         if grad:
             point.on_leave.append(partial(self.watch_output, grad))
-
-    def move_edits_to_front(self) -> None:
-        """Let the registered edits of outputs run before all other hooks, in the reverse order of edits of inputs.
-
-        The `Taps` opened last edit inputs first, and outputs last.
-        """
-        for module in self._modules:
-            hooks = hooks_of(module)[1]
-            for number in reversed([number for number, hook in hooks.items() if _is_before_others(hook)]):
-                hooks.move_to_end(number, last=False)
 
     # Steps at the arguments.
 
@@ -392,14 +379,6 @@ class Surgery:
         for _, tensor in tensors_in(value) if self._left else ():
             if memory_of(tensor) in self._left:
                 raise StandInError(self._left[memory_of(tensor)][0])
-
-
-def _is_before_others(hook: Any) -> bool:
-    """Whether a forward hook is one of a `Capture` that passes outputs on before other hooks see them."""
-    if not isinstance(hook, ModelBoundHook) or not isinstance(hook.hook, partial):
-        return False
-    is_at_output = getattr(hook.hook.func, "__func__", None) is Capture._leave
-    return is_at_output and hook.hook.args[1] is hook.hook.args[0].on_return
 
 
 def _changes(call: Call) -> _Changes:

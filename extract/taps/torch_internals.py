@@ -11,7 +11,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +39,6 @@ __all__ = [
     "is_saved",
     "is_shared",
     "memory_of",
-    "not_traced",
     "pop_function_mode",
     "push_function_mode",
 ]
@@ -104,22 +103,10 @@ def is_saved(tensor: Tensor) -> bool:
     return bool(tensor._use_count() > 1)  # type: ignore[attr-defined]
 
 
-_F = TypeVar("_F", bound=Callable[..., Any])
-
-
-def not_traced(function: _F) -> _F:
-    """Decorator: PyTorch's compiler calls this function while it traces, and does not trace it.
-
-    `torch.compiler.assume_constant_result` sets this attribute, but imports the compiler, which takes a second.
-    """
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return function
-
-
 def hooks_of(module: nn.Module) -> tuple[Any, Any]:
     """Return the forward pre-hooks and the forward hooks of a module, as ordered dicts: number -> hook.
 
-    Edits of outputs are moved before the hooks of others; copied hooks are removed by number.
+    A layer that has hooks of others may be called by them, and is counted when its call starts.
     """
     return module._forward_pre_hooks, module._forward_hooks
 
@@ -158,10 +145,14 @@ class ModelBoundHook:
         return partial(contextlib.nullcontext.__exit__, contextlib.nullcontext())
 
 
-@not_traced
 def _note(hook: ModelBoundHook, module: nn.Module) -> None:
     if not torch.compiler.is_exporting():  # an export is no call of the model
         hook.unseen[id(module)] = TRACED
+
+
+# PyTorch's compiler calls this function while it traces, and does not trace it. `torch.compiler.assume_constant_result`
+# sets this attribute, but imports the compiler, which takes a second.
+_note._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class Switch:

@@ -82,10 +82,10 @@ def test_what_a_layer_writes_reaches_the_model_through_several_taps(outer, inner
         assert torch.equal(taps(x), 3 * plain if outer == "output" else (3 * model.linear(x)).relu())
 
 
-def test_outer_edits_of_an_output_come_first() -> None:
+def test_the_taps_that_are_opened_last_edit_first() -> None:
     model = two_layers()
     with Taps(model).edit("0", lambda h: h * 10), Taps(model).edit("0", lambda h: h + 1) as taps:
-        assert torch.equal(taps(X), model[0].forward(X) * 10 + 1)
+        assert torch.equal(taps(X), (model[0].forward(X) + 1) * 10)
 
 
 class Interrupted(nn.Module):
