@@ -34,15 +34,14 @@ import torch
 from torch import nn
 
 from extract.errors import InputError, LayertapError, UnknownNameError, unknown_name
-from extract.taps.capture import OTHER_THREAD, Capture, ModelCall
-from extract.taps.copies import CopyOut, copy_out
+from extract.taps.capture import OTHER_THREAD, TRACED, Capture, CopyOut, ModelCall, copy_out
 from extract.taps.edits import Edit
 from extract.taps.function_calls import FunctionCalls
 from extract.taps.functions import unwatched
 from extract.taps.layer_names import match_layers, named_layers, named_parameters, unwrap
 from extract.taps.record import Record, Reduce, Requested, Site, What, split_text
 from extract.taps.surgery import ParameterGradients, Surgery
-from extract.taps.torch_internals import COMPILED_CODE_OFF, TRACED
+from extract.taps.torch_internals import COMPILED_CODE_OFF
 
 __all__ = ["Taps", "Variant", "capture_of", "taps_of"]
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 import re
 import sys
 from pathlib import Path
@@ -136,19 +134,17 @@ def test_without_knowing_which_stance_another_replaces_that_of_the_user_would_en
     torch.compiler.set_stance("default")
 
 
-def test_without_marks_of_hooks_copies_of_a_model_would_run_them() -> None:
-    calls: list[int] = []
-    unseen: dict[int, str] = {}
-    hook = internals.ModelBoundHook(lambda *_: calls.append(1), unseen)
-    layer = nn.Identity()
-    layer.register_forward_hook(hook)
-    copy.deepcopy(layer)(X)
-    pickle.loads(pickle.dumps(layer))(X)
-    assert calls == []
-    layer(X)
-    assert calls == [1]
-    torch.compile(lambda x: hook(layer, x), backend="eager", fullgraph=True)(X)
-    assert unseen == {id(layer): internals.TRACED}
+def test_without_functions_that_are_not_traced_no_layer_could_say_that_the_compiler_traced_it() -> None:
+    traced: list[bool] = []
+
+    @internals.not_traced
+    def note() -> int:
+        traced.append(torch.compiler.is_dynamo_compiling())
+        return 1
+
+    compiled = torch.compile(lambda x: x + note(), backend="eager", fullgraph=True)
+    assert torch.equal(compiled(X), X + 1)
+    assert traced[0] is False  # it ran; where it is traced, this is true
 
 
 def test_each_name_has_a_test_and_stands_nowhere_else() -> None:
