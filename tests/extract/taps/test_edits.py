@@ -413,6 +413,46 @@ def test_an_edit_of_what_works_in_place_takes_effect_where_the_result_is_not_use
         torch.testing.assert_close(gradient, torch.autograd.grad(expected.sum(), model.linear.weight)[0])
 
 
+@pytest.mark.parametrize("way", ["layer", "layer, used"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_an_edit_of_an_in_place_layer_that_a_checkpoint_recomputes_is_refused(way: str, reentrant: bool) -> None:
+    class Checkpoints(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = nn.Sequential(Statements(way), nn.Linear(4, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.part, x, use_reentrant=reentrant)
+
+    refused = pytest.raises(LayertapError, match=r"part\.0\.relu is not available")
+    with refused, Taps(Checkpoints()).edit("part.0.relu", scale(3.0)) as taps:
+        taps(X.clone().requires_grad_()).square().sum().backward()
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_an_edit_reaches_a_shortcut_as_the_layers_writes_do_or_is_refused(in_place: bool, mode) -> None:
+    class Shortcut(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.inner = (
+                nn.Linear(4, 4),
+                nn.Sequential(nn.ReLU(inplace=True) if in_place else nn.Identity()),
+            )
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.linear(x)
+            return h + self.inner(h)
+
+    model = Shortcut()
+    h = model.linear(X)
+    # Autograd has saved what would be changed; inference mode does not tell whether the layer has written.
+    is_refused = mode is torch.inference_mode or (in_place and mode is torch.enable_grad)
+    refused = pytest.raises(LayertapError, match="inner is not available") if is_refused else contextlib.nullcontext()
+    with refused, mode(), Taps(model).edit("inner", scale(3.0)) as taps:
+        torch.testing.assert_close(taps(X), 6 * h.relu() if in_place else h + 3 * h)
+
+
 def test_an_edit_of_a_layer_that_returns_its_argument_leaves_the_argument() -> None:
     class Residual(nn.Module):
         def __init__(self) -> None:
