@@ -21,7 +21,7 @@ import contextlib
 import dataclasses
 import sys
 import threading
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from types import FrameType
@@ -29,34 +29,44 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 from torch.utils.hooks import RemovableHandle
 
 from extract.errors import InputError
-from extract.taps.copies import CopyOut
-from extract.taps.nested import tensors_in
-from extract.taps.record import Record, Requested, Site, What
+from extract.taps.copies import dense_copy
+from extract.taps.nested import Path, tensors_in
+from extract.taps.record import Record, Reduce, Requested, Site, What
 from extract.taps.torch_internals import (
-    ModelBoundHook,
+    computes_tangents,
     graph_task,
     has_dispatch_modes,
     has_function_modes,
     hooks_of,
+    inference_mode,
+    is_in_functorch,
+    not_traced,
 )
 
 __all__ = [
+    "OTHER_THREAD",
+    "TRACED",
     "UNKNOWN",
     "Call",
     "Capture",
+    "CopyOut",
+    "ModelBoundHook",
     "ModelCall",
     "Point",
     "Step",
     "as_kept",
+    "copy_out",
     "frames_of",
     "in_backward",
     "is_simple",
     "number_again",
 ]
 
+TRACED = "in code that PyTorch's compiler traces, such as a branch of torch.cond"
 OTHER_THREAD = "in another thread than the model"
 UNKNOWN = -1  # number of a call where it is not known which call a backward pass repeats
 
@@ -109,6 +119,7 @@ class Call:
 
 _NOTHING = contextlib.nullcontext()
 Step = Callable[[Call, Any], Any]
+CopyOut = Callable[[Tensor, Reduce | None, Site], Any]
 
 
 @dataclasses.dataclass(eq=False)
@@ -118,7 +129,6 @@ class Point:
     Attributes:
         module: the layer.
         calls: calls in progress, the innermost last: a layer may call itself.
-        hooks: number of its hooks of this block.
         is_counted_on_entry: whether a pre-hook counts the call. A layer that calls no others needs none.
     """
 
@@ -128,8 +138,97 @@ class Point:
     on_return: list[Step] = dataclasses.field(default_factory=list)
     on_leave: list[Step] = dataclasses.field(default_factory=list)
     calls: list[Call] = dataclasses.field(default_factory=list)
-    hooks: int = 0
     is_counted_on_entry: bool = True
+
+
+def copy_out(
+    tensor: Tensor, reduce: Reduce | None, site: Site, to_cpu: Callable[[Tensor], Tensor] | None = None
+) -> Any:
+    """Reduce a tensor on its device, then copy the result to the CPU.
+
+    Args:
+        tensor: on the device of the model.
+        reduce: see `Taps.keep`.
+        site: the site of the tensor, for errors.
+        to_cpu: copies a dense tensor to the CPU, possibly asynchronously; None makes a blocking copy.
+    """
+    if reduce is None and not torch.is_inference_mode_enabled():
+        attached = tensor.requires_grad or computes_tangents()
+        return _copied(tensor.detach() if attached else tensor, site, to_cpu)
+    # Copies made in inference mode could not be used in training later. This guard is what `torch.inference_mode` uses;
+    # the latter takes as long as the copy of a small tensor.
+    with inference_mode(False):
+        value = tensor.detach()
+        if reduce is None:
+            return _copied(value, site, to_cpu)
+        with torch.no_grad():
+            try:
+                value = reduce(value)
+            except Exception as error:
+                shape = "" if tensor.is_nested else f" of shape {tuple(tensor.shape)}"
+                error.add_note(f"while reducing {site}{shape}")
+                raise
+            if isinstance(value, dict):
+                return {name: _copied(part, site, to_cpu) for name, part in value.items()}
+            return _copied(value, site, to_cpu)
+
+
+def _copied(value: Any, site: Site, to_cpu: Callable[[Tensor], Tensor] | None) -> Tensor:
+    """Return a contiguous, dense copy on the CPU that owns its memory."""
+    return (
+        value.clone()
+        if type(value) is Tensor and to_cpu is None and _is_plain(value)
+        else dense_copy(value, site, to_cpu)
+    )
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether `clone` gives what `dense_copy` returns."""
+    return (
+        tensor.is_cpu
+        and tensor.dtype is torch.float32
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+        and not is_in_functorch(tensor)
+        and tensor.is_contiguous()
+    )
+
+
+class ModelBoundHook:
+    """Hook that does nothing in a copied or pickled model, nor where PyTorch's compiler traces a module.
+
+    The compiler traces what `torch.cond` or FlexAttention run, for example, and the code of hooks there; it fails on
+    what it cannot translate. This module then runs without its hooks.
+
+    Args:
+        hook: the hook.
+        unseen: receives the id of each module whose call the compiler has traced, with this as the reason.
+    """
+
+    __slots__ = ("hook", "unseen")
+
+    def __init__(self, hook: Callable[..., Any], unseen: dict[int, str]):
+        self.hook, self.unseen = hook, unseen
+
+    def __call__(self, module: nn.Module, *args: Any) -> Any:
+        """Call the hook, or note that the compiler traces the call."""
+        if is_dynamo_compiling():  # true for the compiler alone, which does not call the function
+            return _note(self, module)
+        return self.hook(module, *args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Such a file can be loaded where layertap is not installed. A handle, when it is loaded, keeps the numbers of
+        # these hooks from those registered there: for a number, PyTorch remembers whether a hook takes keywords.
+        return partial, (contextlib.nullcontext.__exit__, contextlib.nullcontext(), RemovableHandle(OrderedDict()))
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return partial(contextlib.nullcontext.__exit__, contextlib.nullcontext())
+
+
+@not_traced
+def _note(hook: ModelBoundHook, module: nn.Module) -> None:
+    if not torch.compiler.is_exporting():  # an export is no call of the model
+        hook.unseen[id(module)] = TRACED
 
 
 class Capture:
@@ -150,7 +249,8 @@ class Capture:
         thread: the thread of the block.
         is_open: whether the block has begun and not ended; hooked tensors may outlive it.
         forward: the running call of the model, or the last one.
-        on_end, on_let_go: called when a forward ends; and when what it holds is to be freed, also after an exception.
+        on_end: called with the output of a forward when it ends.
+        on_let_go: called when what a forward holds is to be freed, also after an exception.
         unseen: id of each module of which hooks have missed a call -> where it ran.
     """
 
@@ -177,7 +277,7 @@ class Capture:
         self._task = _current_task()  # None: the block is of all tasks
         self.is_open = False
         self.forward: ModelCall | None = None
-        self.on_end: list[Callable[[], None]] = []
+        self.on_end: list[Callable[[Any], None]] = []
         self.on_let_go: list[Callable[[], None]] = []
         self.unseen: dict[int, str] = {}
 
@@ -199,7 +299,7 @@ class Capture:
         """Register the hooks of all points, and those of the model itself."""
         self.is_open = True
         for point in self._points.values():
-            module, others = point.module, len(self._handles)
+            module = point.module
             # Hooks of others may call the layer, too.
             point.is_counted_on_entry = not is_simple(module) or bool(
                 point.on_enter or point.on_receive or (point.on_return and point.on_leave) or any(hooks_of(module))
@@ -211,11 +311,10 @@ class Capture:
                 self.hook(module.register_forward_pre_hook, hook, with_kwargs=True)
             if point.on_return:
                 hook = partial(self._leave, point, point.on_return, not point.on_leave)
-                self.hook(module.register_forward_hook, hook, with_kwargs=True, always_call=True)
+                self.hook(module.register_forward_hook, hook, with_kwargs=True, always_call=True, prepend=True)
             if point.on_leave or not point.on_return:
                 hook = partial(self._leave, point, point.on_leave, True)
                 self.hook(module.register_forward_hook, hook, with_kwargs=True, always_call=True)
-            point.hooks = len(self._handles) - others
         self.hook(self._root.register_forward_pre_hook, self._begin, prepend=True)  # before its hooks as a layer
         self.hook(self._root.register_forward_hook, self._end)
         if self.on_let_go:
@@ -340,7 +439,7 @@ class Capture:
         if (forward := self.running()) and forward.caller is sys._getframe(2):
             forward.caller = None
             for call in self.on_end:
-                call()
+                call(output)
             forward.running = False
             if self._to_keep is not None:
                 self._to_keep |= forward.kept
@@ -408,14 +507,12 @@ class Capture:
         for request, first in kept:
             if request.call is not None and request.call != call.number:
                 continue
-            if isinstance(value, Tensor) and not request.path:
-                site = first if call.number == 0 else Site(first.layer, call.number, (), request.what)
-                self.keep_tensor(forward.record, site, request, value)
+            if isinstance(value, Tensor) and not request.path and call.number == 0:
+                self.keep_tensor(forward.record, first, request, value)
             else:
-                for path, tensor in tensors_in(value, request.path):
-                    self.keep_tensor(
-                        forward.record, Site(first.layer, call.number, path, request.what), request, tensor
-                    )
+                for path, tensor in _tensors(value, request.path):
+                    site = Site(first.layer, call.number, path, request.what)
+                    self.keep_tensor(forward.record, site, request, tensor)
             if self._to_keep is not None:
                 key = first.layer, request.what
                 forward.kept[key] += 1
@@ -436,6 +533,13 @@ class Capture:
             record.by_site[site] = self._copy_out(tensor, None, site)
         else:
             record.by_site[site] = self.call_users(self._copy_out, tensor, request.reduce, site)
+
+
+def _tensors(value: Any, within: tuple[str, ...]) -> Iterable[tuple[Path, Tensor]]:
+    """Return what `tensors_in` yields; arguments that are all tensors need no search."""
+    if type(value) is dict and all(isinstance(part, Tensor) for part in value.values()):
+        return [((key,), part) for key, part in value.items() if within in ((), (str(key),))]
+    return tensors_in(value, within)
 
 
 def as_kept(layer: str, requests: Iterable[Requested]) -> list[tuple[Requested, Site]]:

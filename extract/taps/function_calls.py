@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from types import FrameType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from extract.errors import InputError, LayertapError
-from extract.taps.capture import Call, Capture, as_kept, frames_of, in_backward, number_again
+from extract.taps.capture import TRACED, Call, Capture, as_kept, frames_of, in_backward
 from extract.taps.functions import (
     Listener,
     attention_weights,
@@ -22,12 +22,12 @@ from extract.taps.functions import (
     unwatch,
     unwatched,
     watch,
-    watch_again,
+    written_by,
 )
 from extract.taps.nested import tensors_in
 from extract.taps.record import Requested
 from extract.taps.surgery import Requests, Surgery
-from extract.taps.torch_internals import TRACED, graph_task, has_function_modes
+from extract.taps.torch_internals import has_function_modes
 
 __all__ = ["FunctionCalls"]
 
@@ -60,18 +60,12 @@ class FunctionCalls:
                 self._functions_of.setdefault(request.layer, []).append(request)
             elif request.what == "attention":
                 self._attentions_of.setdefault(request.layer, []).append(request)
-        self._listener = Listener(
-            self._on_operation, writes_into_a_copy=lambda function, write: self._edits_function(function)
-        )
+        self._listener = Listener(self._on_operation)
         self._stack: list[Running] = []  # the innermost last
-        self._again: list[Running] = []  # the same of the layers that a backward pass computes again
-        self._again_in = -1  # the backward pass (graph task) that computes them
-        self._end_again: Callable[[], None] = lambda: None  # ends the watching of functions meanwhile
         capture.on_let_go.append(self._let_go)
 
     def _let_go(self) -> None:
         self._stack.clear()
-        self._again.clear()
         unwatch(self._listener)
 
     def register(self) -> None:
@@ -112,55 +106,48 @@ class FunctionCalls:
             )
 
     def _push(self, names: list[str], module: nn.Module, args: Any) -> None:
-        if not self._capture.computing():
+        if in_backward():
+            self._check_not_edited(names)
+        elif self._capture.running():
+            if not has_function_modes():
+                # A mode is off inside the functions that it watches: torch.cond is one.
+                self._capture.unseen[id(module)] = TRACED
+            # The frame of the module's call, which PyTorch's function `inner` is called in.
+            self._running_layers().append((names, sys._getframe(3)))
+        else:
             self._capture.pass_over(module)
-            return
-        again = in_backward()
-        if again and self._again_in != (task := graph_task()):
-            self._again.clear()  # of a backward pass that was interrupted
-            self._again_in = task
-        if again and not self._again:
-            self._end_again = watch_again(self._listener)
-        if not (again or has_function_modes()):
-            # A mode is off inside the functions that it watches: torch.cond is one.
-            self._capture.unseen[id(module)] = TRACED
-        # The frame of the module's call, which PyTorch's function `inner` is called in.
-        self._running_layers(again).append((names, sys._getframe(3)))
+
+    def _check_not_edited(self, names: list[str]) -> None:
+        """Check that no edits are lost where a backward pass computes a layer again: functions are not watched there.
+
+        Raises:
+            LayertapError: a function of the layer is edited.
+        """
+        edited = [name for name in names if any(r.edit is not None for r in self._functions_of.get(name, ()))]
+        if edited and self._capture.computing():
+            raise LayertapError(
+                f"a function of layer {edited[0]!r} is edited, and checkpointing computes the layer again without it",
+                hint="edit the output of a layer",
+            )
 
     def _pop(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._capture.computing() and (layers := self._running_layers(in_backward())):
+        if self._capture.running() and (layers := self._running_layers()):
             layers.pop()
-            if layers is self._again and not layers:
-                self._end_again()
 
-    def _running_layers(self, again: bool) -> list[Running]:
-        """Return `_again` or `_stack`, without layers that a `BaseException` has left: PyTorch calls no hook for it."""
-        layers = self._again if again else self._stack
-        while layers and not any(frame is layers[-1][1] for frame in frames_of(sys._getframe())):
-            layers.pop()
-        return layers
-
-    def _edits_function(self, function: Any) -> bool:
-        """Whether a call of this function, now, has its result edited."""
-        name = operation_name(function)
-        if not self._functions_of or name is None or not self._capture.computing():
-            return False
-        if function.__name__ == "__setitem__" or not (layers := self._running_layers(in_backward())):
-            return False
-        return any(
-            request.edit is not None and fnmatchcase(name, request.operation)
-            for layer in layers[-1][0]
-            for request in self._functions_of.get(layer, ())
-        )
+    def _running_layers(self) -> list[Running]:
+        """Return `_stack`, without layers that a `BaseException` has left: PyTorch calls no hook for it."""
+        while self._stack and not any(frame is self._stack[-1][1] for frame in frames_of(sys._getframe())):
+            self._stack.pop()
+        return self._stack
 
     def _on_operation(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-        forward, name, again = self._capture.computing(), operation_name(function), in_backward()
-        if forward is None or name is None or not (layers := self._running_layers(again)):
+        forward, name = self._capture.running(), operation_name(function)
+        if forward is None or name is None or not (layers := self._running_layers()):
             return result
         attended = {
             layer: self._attentions_of[layer] for names, _ in layers for layer in names if layer in self._attentions_of
         }
-        if attended and not again:
+        if attended:
             with unwatched():
                 weights = attention_weights(function, args, kwargs, result)
             for layer, requests in attended.items() if weights is not None else ():
@@ -171,13 +158,15 @@ class FunctionCalls:
             key = f"{layer}/{name}"
             requests = [r for r in self._functions_of.get(layer, ()) if fnmatchcase(name, r.operation)]
             if requests and any(True for _ in tensors_in(result)):
-                forward.calls[key] += not again
-                number = number_again(forward.calls, key) if again else forward.calls[key] - 1
+                call = Call(forward.calls[key], forward)
+                forward.calls[key] += 1
                 with unwatched():
-                    result = self._pass_result(key, requests, Call(number, None if again else forward), kwargs, result)
+                    result = self._pass_result(key, requests, call, written_by(function, args, kwargs), kwargs, result)
         return result
 
-    def _pass_result(self, key: str, requests: list[Requested], call: Call, kwargs: dict[str, Any], result: Any) -> Any:
+    def _pass_result(
+        self, key: str, requests: list[Requested], call: Call, written: Sequence[Tensor], kwargs: Any, result: Any
+    ) -> Any:
         """Edit, watch and keep the result of a function, and return what the model continues with."""
         edits = Requests([r for r in requests if r.edit is not None and r.what == "output"], key)
         gradients = Requests([r for r in requests if r.what == "grad"], key)
@@ -187,7 +176,7 @@ class FunctionCalls:
                     f"{key} cannot be edited: the layer gives it a tensor to write into (out=)",
                     hint="edit the output of the layer",
                 )
-            result = self._surgery.edit_result(edits, call, result)
+            result = self._surgery.edit_result(edits, call, written, result)
         if gradients:
             result = self._surgery.watch_output(gradients, call, result)
         kept = [r for r in requests if r.edit is None and r.what == "output"]

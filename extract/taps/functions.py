@@ -12,7 +12,6 @@ import inspect
 import math
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -22,7 +21,6 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from extract.taps.copies import copied, overlaps_itself
 from extract.taps.nested import tensors_in
 from extract.taps.torch_internals import (
     function_modes,
@@ -42,9 +40,8 @@ __all__ = [
     "unwatch",
     "unwatched",
     "watch",
-    "watch_again",
-    "write",
     "write_into",
+    "written_by",
 ]
 
 # Common names of operators, which PyTorch names __radd__ and the like.
@@ -53,8 +50,7 @@ _IN_PLACE_OPERATORS = frozenset({
     "__iadd__", "__iand__", "__ifloordiv__", "__ilshift__", "__imatmul__", "__imod__", "__imul__", "__ior__",
     "__ipow__", "__irshift__", "__isub__", "__itruediv__", "__ixor__", "__setitem__",
 })  # fmt: skip
-# Their names end like those of functions that write, but they write no values: some change the shape alone.
-_SHAPE_WRITTEN = frozenset({"squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_", "unsqueeze_"})
+# Their names end like those of functions that write, but they write no values.
 _NOTHING_WRITTEN = frozenset({
     "detach_", "requires_grad_", "rename_", "resize_", "resize_as_", "set_", "share_memory_",
 })  # fmt: skip
@@ -68,17 +64,14 @@ class Listener:
     Attributes:
         on_call: receives function, arguments, keyword arguments and result after each call; returns the result, or what
             replaces it.
+        before_call: receives function, arguments and keyword arguments before each call.
         on_write: receives what a function is about to write into, and adds the memory of tensors that change with it;
             returns what is to be done after the function.
-        writes_into_a_copy: receives a function that works in place, and what it is about to write into; returns whether
-            it gets a copy of the tensor instead. What it returns, or what `on_call` replaces that by, is then written
-            into the tensor, where the caller expects it. Written there directly, an edited result would replace values
-            that autograd has saved.
     """
 
     on_call: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], Any] | None = None
+    before_call: Callable[[Any, tuple[Any, ...], dict[str, Any]], None] = lambda function, args, kwargs: None
     on_write: Callable[[Write], Iterable[Callable[[], object]]] = lambda write: ()
-    writes_into_a_copy: Callable[[Any, Write], bool] = lambda function, write: False
 
 
 class _Watch(TorchFunctionMode):
@@ -94,22 +87,14 @@ class _Watch(TorchFunctionMode):
         kwargs = kwargs or {}
         if is_dynamo_compiling() or _state.busy:  # the compiler traces this, too
             return func(*args, **kwargs)
-        given, writes = None, []
-        for tensor in _written_by(func, args, kwargs):
-            actions = self.before_write(write := Write(tensor))
-            if args and tensor is args[0] and self._writes_into_a_copy(func, write):
-                given, args = tensor, (copied(tensor), *args[1:])
-                tensor = args[0]
-            writes.append((tensor, _version(tensor), actions))
+        for listener in self.listeners:
+            listener.before_call(func, args, kwargs)
+        written = written_by(func, args, kwargs)
+        writes = [(tensor, _version(tensor), self.before_write(Write(tensor))) for tensor in written]
         result = func(*args, **kwargs)
         for listener in self.listeners:
             if listener.on_call is not None:
                 result = listener.on_call(func, args, kwargs, result)
-        if given is not None:
-            is_result = isinstance(result, Tensor) and result.shape == given.shape
-            if result is not args[0] or writes[0][1] != _version(args[0]):
-                given.copy_(result if is_result else args[0])
-            result = given if is_result else result
         for tensor, version, actions in writes:
             # `dropout(x, training=False, inplace=True)` writes nothing.
             if version is None or version != _version(tensor):
@@ -126,12 +111,6 @@ class _Watch(TorchFunctionMode):
             for listener in self.listeners:
                 actions += listener.on_write(write)
         return actions
-
-    def _writes_into_a_copy(self, function: Any, write: Write) -> bool:
-        # A function that changes the shape alone would change that of the copy.
-        if function.__name__ in _SHAPE_WRITTEN or overlaps_itself(write.tensor):
-            return False
-        return any(listener.writes_into_a_copy(function, write) for listener in self.listeners)
 
 
 class Write:
@@ -157,15 +136,6 @@ class Write:
             tensor.data.copy_(values.data)
         else:
             write_into(tensor, values)
-
-
-def write(tensor: Tensor, values: Tensor) -> None:
-    """Write values into a tensor as the model would: the listeners of this thread are told."""
-    actions = _state.watch.before_write(Write(tensor)) if _state.watch is not None else []
-    with unwatched():
-        write_into(tensor, values)
-        for action in actions:
-            action()
 
 
 def follow_write(tensor: Tensor) -> None:
@@ -198,7 +168,7 @@ class _State(threading.local):
 _state = _State()
 
 
-def _written_by(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Tensor]:
+def written_by(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Tensor]:
     """Return the tensors that the function writes into: `add_`, `+=`, `relu(x, inplace=True)`, `out=`."""
     if kwargs and (out := kwargs.get("out")) is not None:
         return [tensor for _, tensor in tensors_in(out)]
@@ -253,22 +223,6 @@ def _leave(mode: TorchFunctionMode) -> None:
         later.append(last)
     for other in reversed(later):
         push_function_mode(other)  # type: ignore[no-untyped-call]
-
-
-def watch_again(listener: Listener) -> Callable[[], None]:
-    """Watch functions where a backward pass computes layers again; return a function that ends it.
-
-    A mode is off inside the functions that it watches, and `Tensor.backward` is one. On a GPU, a backward pass runs in
-    a thread of its own. If the backward pass is interrupted, PyTorch discards the mode.
-    """
-    watch = _state.watch
-    if watch is None:
-        watch = _Watch()
-        watch.listeners.append(listener)
-    elif watch in function_modes():
-        return lambda: None
-    watch.__enter__()  # type: ignore[no-untyped-call]
-    return partial(_leave, watch)
 
 
 class unwatched:  # noqa: N801  it is used as a function

@@ -83,13 +83,6 @@ class Requested:
         """Return the text form of the sites that are meant."""
         return Site(self.name, self.call or 0, self.path, self.what).text(with_call=self.call is not None)
 
-    def overlaps(self, other: Requested) -> bool:
-        """Whether both may be for the same value."""
-        same = (self.layer, self.operation, self.what) == (other.layer, other.operation, other.what)
-        depth = min(len(self.path), len(other.path))
-        calls = (self.call, other.call)
-        return same and self.path[:depth] == other.path[:depth] and (None in calls or calls[0] == calls[1])
-
     def is_met_by(self, site: Site) -> bool:
         """Whether a site is one of those meant."""
         layer, _, operation = site.layer.partition("/")

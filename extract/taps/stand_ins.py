@@ -73,8 +73,12 @@ class StandIns:
                 write.may_be_hidden = False
             if stand_in.overlaps:
                 raise StandInError(stand_in.site)
-            self._written.add((stand_in.site.layer, stand_in.site.what))
+            self.note_write(stand_in.site)
             yield partial(follow, write)
+
+    def note_write(self, site: Site) -> None:
+        """Note that an edited value was written into the tensor of the model, not passed on in its place."""
+        self._written.add((site.layer, site.what))
 
     def check_again(self, site: Site) -> None:
         """Check a stand-in that a backward pass computes again, where writes are not followed.

@@ -23,13 +23,20 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from extract.errors import InputError, LayertapError
-from extract.taps.capture import UNKNOWN, Call, Capture, Point, frames_of, in_backward, is_simple
-from extract.taps.copies import CopyOut, copied, copy_out, edited_by, overlaps_itself
-from extract.taps.functions import Listener, Write, unwatch, unwatched, watch, watch_again, write
+from extract.taps.capture import UNKNOWN, Call, Capture, CopyOut, Point, copy_out, frames_of, in_backward, is_simple
+from extract.taps.copies import copied, edited_by, overlaps_itself
+from extract.taps.functions import Listener, Write, follow_write, operation_name, unwatch, unwatched, watch, write_into
 from extract.taps.nested import Path, is_several, map_tensors, tensors_in, unread
 from extract.taps.record import Requested, Site, has_prefix
 from extract.taps.stand_ins import StandIn, StandInError, StandIns, originals, stands_in
-from extract.taps.torch_internals import ModelBoundHook, engine_code, hooks_of, is_saved, is_shared, memory_of
+from extract.taps.torch_internals import (
+    StorageWeakRef,
+    engine_code,
+    hooks_of,
+    is_saved,
+    is_shared,
+    memory_of,
+)
 
 __all__ = ["ParameterGradients", "Requests", "Surgery"]
 
@@ -41,30 +48,15 @@ class _Changes:
     Attributes:
         watched: (input, its copy) for each input whose gradient is watched.
         stand_ins: how tensors stand in for its inputs.
-        replaced: (site, input, what stands in for it, whether that follows it) of a layer that only reads its inputs.
         separated: copies of outputs, passed on in their place because their gradients are watched.
         received: if the output is edited, the tensors that the layer received, each with its version, which is None
             in inference mode.
-        written: the memory that the layer may have written into since, for inference mode.
-        end_again: ends the watching of functions in a backward pass that computes the layer again.
     """
 
     watched: list[tuple[Tensor, Tensor]] = dataclasses.field(default_factory=list)
     stand_ins: list[StandIn] = dataclasses.field(default_factory=list)
-    replaced: list[tuple[Site, Tensor, Tensor, bool]] = dataclasses.field(default_factory=list)
     separated: list[Tensor] = dataclasses.field(default_factory=list)
     received: list[tuple[Tensor, int | None]] = dataclasses.field(default_factory=list)
-    written: set[int] = dataclasses.field(default_factory=set)
-    end_again: Callable[[], None] = lambda: None
-
-    def has_written(self, tensor: Tensor) -> bool:
-        """Whether the layer has received this very tensor, or what it stands in for, and written into it."""
-        return bool(self.received) and any(
-            original is received
-            and (memory_of(received) in self.written if version is None else received._version != version)
-            for original in originals(tensor)
-            for received, version in self.received
-        )
 
 
 class Requests:
@@ -126,23 +118,22 @@ class Surgery:
 
     def __init__(self, capture: Capture, edited: set[int], copy_out: CopyOut, replaces: bool):
         self._capture, self._edited_requests, self._copy_out, self._replaces = capture, edited, copy_out, replaces
-        self.listener = Listener(on_write=self._on_write, writes_into_a_copy=self._writes_into_a_copy)
-        self._modules: list[nn.Module] = []
+        self.listener = Listener(before_call=self._before_call, on_write=self._on_write)
         self._stand_ins = StandIns()
-        self._editing: list[tuple[Point, Call]] = []  # running calls of layers whose outputs are edited
+        # Memory of a tensor that lacks an edit which the model may expect there; no other has its number meanwhile.
+        self._left: dict[int, tuple[Site, StorageWeakRef]] = {}
         self._watched: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
-        capture.on_end.append(self._stand_ins.end)
+        capture.on_end.append(self._end)
         capture.on_let_go.append(self._let_go)
 
     def _let_go(self) -> None:
         self._stand_ins.let_go()
-        self._editing.clear()
+        self._left.clear()
         self._watched.clear()
         unwatch(self.listener)
 
     def add(self, module: nn.Module, requests: Sequence[Requested]) -> None:
         """Add the steps for requests of one layer."""
-        self._modules.append(module)
         point = self._capture.point(module)
         input_edits, output_edits, grad, grad_input = (
             Requests([r for r in requests if r.what == what and (r.edit is not None or "grad" in what)])
@@ -153,73 +144,43 @@ class Surgery:
 
         # A layer that only reads its inputs does not write into them. It may return them.
         only_reads = is_simple(module) and not getattr(module, "inplace", False)
-        pass_on = partial(self._pass_on_input, point if only_reads else None)
         if input_edits:
-            point.on_enter.append(partial(self._edit, input_edits, pass_on))
+            point.on_enter.append(partial(self._edit, input_edits, self._pass_on_input))
         if output_edits and not only_reads:
-            point.on_enter.append(partial(self._receive, point, output_edits))
+            point.on_enter.append(partial(self._receive, output_edits))
         if grad_input:
             # After other hooks, which may replace the inputs.
             steps = point.on_receive if hooks_of(module)[0] else point.on_enter
-            steps.append(partial(self._watch_inputs, grad_input, pass_on))
+            steps.append(partial(self._watch_inputs, grad_input))
         if point.on_enter or point.on_receive:
             point.on_return.append(self._settle)
         if output_edits:
-            point.on_return.append(partial(self._edit_output, output_edits))
+            point.on_return.append(partial(self._edit_output, point, output_edits))
         if grad and self._replaces and (hooks_of(module)[1] or point.on_return):
             # Before other hooks: what they keep of the output may be a part of the loss.
             point.on_return.append(partial(self._separate, grad))
         if grad:
             point.on_leave.append(partial(self.watch_output, grad))
 
-    def move_edits_to_front(self) -> None:
-        """Let the registered edits of outputs run before all other hooks, in the reverse order of edits of inputs.
-
-        The `Taps` opened last edit inputs first, and outputs last.
-        """
-        for module in self._modules:
-            hooks = hooks_of(module)[1]
-            for number in reversed([number for number, hook in hooks.items() if _is_before_others(hook)]):
-                hooks.move_to_end(number, last=False)
-
     # Steps at the arguments.
 
-    def _receive(self, point: Point, edits: Requests, call: Call, value: Any) -> Any:
+    def _receive(self, edits: Requests, call: Call, value: Any) -> Any:
         """Remember what a layer receives whose output is edited, to see whether it writes into it."""
-        if not edits.is_for(call.number) or not self._capture.computing():
-            return value
-        self._end_edits()
-        changes = _changes(call)
-        changes.received = [(t, None if t.is_inference() else t._version) for _, t in tensors_in(value)]
-        self._editing.append((point, call))
-        if not changes.received:
-            return value
-        if in_backward():
-            changes.end_again = watch_again(self.listener)
-        elif torch.is_grad_enabled() or torch.is_inference_mode_enabled():
-            watch(self.listener)
+        if edits.is_for(call.number):
+            tensors = (tensor for _, tensor in tensors_in(value))
+            _changes(call).received = [(t, None if t.is_inference() else t._version) for t in tensors]
         return value
 
-    def _pass_on_input(
-        self, reader: Point | None, call: Call, site: Site, given: Tensor, tensor: Tensor, follows: bool = False
-    ) -> Tensor:
-        """Pass a tensor on to a layer in place of one of its inputs.
-
-        If the layer only reads its inputs, and nobody else has hooks on it, there can be no writes before its end.
-        """
-        changes = _changes(call)
-        if reader is not None and sum(map(len, hooks_of(reader.module))) == reader.hooks:
-            changes.replaced.append((site, given, tensor, follows))
-        elif (added := self._stand_in(site, given, tensor, follows=follows)) is not None:
-            changes.stand_ins.append(added)
+    def _pass_on_input(self, call: Call, site: Site, given: Tensor, tensor: Tensor, follows: bool = False) -> Tensor:
+        """Pass a tensor on to a layer in place of one of its inputs."""
+        if (added := self._stand_in(site, given, tensor, follows=follows)) is not None:
+            _changes(call).stand_ins.append(added)
         return tensor
 
-    def _watch_inputs(self, gradients: Requests, pass_on: Callable[..., Tensor], call: Call, value: Any) -> Any:
-        return map_tensors(value, partial(self._watched_input, gradients, pass_on, call))
+    def _watch_inputs(self, gradients: Requests, call: Call, value: Any) -> Any:
+        return map_tensors(value, partial(self._watched_input, gradients, call))
 
-    def _watched_input(
-        self, gradients: Requests, pass_on: Callable[..., Tensor], call: Call, path: Path, tensor: Tensor
-    ) -> Tensor:
+    def _watched_input(self, gradients: Requests, call: Call, path: Path, tensor: Tensor) -> Tensor:
         """Return a copy whose gradient is watched: that through this layer, since no other reads the copy."""
         if not (requests := _gradient_requests(gradients, call, path, tensor)):
             return tensor
@@ -234,47 +195,51 @@ class Surgery:
         except RuntimeError as error:  # one of several views of a tensor that was written to, which cannot be read
             raise StandInError(requests[0][0]) from error
         changes.watched.append((tensor, copy))
-        pass_on(call, requests[0][0], tensor, copy, follows=True)
+        self._pass_on_input(call, requests[0][0], tensor, copy, follows=True)
         self._on_gradient(copy, requests)
         return copy
 
     # Steps at the output.
 
     def _settle(self, call: Call, output: Any) -> Any:
-        """Follow writes into what a layer received in place of its inputs, from where the model can make some."""
-        changes: _Changes | None = call.changes
-        if changes is None:
-            return output
-        for added in changes.stand_ins:
+        """Follow writes into what a layer received in place of its inputs."""
+        for added in call.changes.stand_ins if call.changes is not None else ():
             added.catch_up()
-        if changes.replaced:
-            # What autograd has saved need not follow: a write into it is an error, or makes the gradients wrong.
-            readable = {memory_of(tensor) for _, tensor in tensors_in(output)}
-            for _, given, tensor, _ in reversed(changes.replaced):
-                if memory_of(tensor) in readable:
-                    readable.add(memory_of(given))
-            for site, given, tensor, follows in changes.replaced:
-                if memory_of(tensor) in readable:
-                    self._stand_in(site, given, tensor, follows=follows)
-        self._end_edits(call)
         return output
 
-    def _edit_output(self, edits: Requests, call: Call, output: Any) -> Any:
-        is_new = _is_new(output) and not stands_in(output)
-        return self._edit(edits, self._pass_on_new if is_new else self._pass_on_output, call, output)
+    def _edit_output(self, point: Point, edits: Requests, call: Call, output: Any) -> Any:
+        if _is_new(output) and not stands_in(output):
+            return self._edit(edits, self._pass_on_new, call, output)
+        received = call.changes.received if call.changes is not None else []
+        written = [tensor for tensor, version in received if version is None or tensor._version != version]
+        # Inference mode counts no writes: a layer that calls others may have written nothing into what it returns.
+        is_certain = is_simple(point.module) or not torch.is_inference_mode_enabled()
+        return self._edit(edits, partial(self._pass_on_output, written, is_certain), call, output)
 
     def _pass_on_new(self, call: Call, site: Site, given: Tensor, edited: Tensor) -> Tensor:
         return edited
 
-    def _pass_on_output(self, call: Call, site: Site, given: Tensor, edited: Tensor) -> Tensor:
-        """Return what the model continues with: the edited tensor, or the given one with its values."""
-        changes: _Changes | None = call.changes
-        if changes is not None and changes.has_written(given):
-            is_kept_by_autograd = torch.is_grad_enabled() and (is_saved(given) or overlaps_itself(given))
-            if not is_kept_by_autograd:
-                write(given, edited)  # a caller may expect the output of a layer that works in place here
-                return given
-        self._stand_in(site, given, edited)
+    def _pass_on_output(
+        self, written: Sequence[Tensor], is_certain: bool, call: Call, site: Site, given: Tensor, edited: Tensor
+    ) -> Tensor:
+        """Return what the model continues with: the edited tensor, or the given one with its values.
+
+        A caller may expect the output of a layer that works in place in the tensor that the layer was given. If that
+        cannot be changed, because autograd may have saved it, what reads it later is refused.
+        """
+        if not any(original is tensor for original in originals(given) for tensor in written):
+            self._stand_in(site, given, edited)
+            return edited
+        is_kept = any(is_saved(t) or is_shared(t) or overlaps_itself(t) for t in originals(given))
+        if is_certain and not (torch.is_grad_enabled() and is_kept):
+            self._stand_ins.note_write(site)
+            write_into(given, edited)
+            follow_write(given)
+            return given
+        if self._stand_in(site, given, edited) is not None:
+            for original in originals(given):
+                storage = StorageWeakRef(original.untyped_storage())  # type: ignore[no-untyped-call]
+                self._left[memory_of(original)] = site, storage
         return edited
 
     def _separate(self, gradients: Requests, call: Call, output: Any) -> Any:
@@ -318,9 +283,9 @@ class Surgery:
 
     # Results of functions.
 
-    def edit_result(self, edits: Requests, call: Call, result: Any) -> Any:
-        """Edit the result of a function, and return what the model continues with."""
-        return self._edit(edits, self._pass_on_output, call, result)
+    def edit_result(self, edits: Requests, call: Call, written: Sequence[Tensor], result: Any) -> Any:
+        """Edit the result of a function, and return what the model continues with; `written` is what it wrote into."""
+        return self._edit(edits, partial(self._pass_on_output, written, True), call, result)
 
     # What the steps share.
 
@@ -396,47 +361,24 @@ class Surgery:
 
         tensor.register_hook(edit_and_keep)  # type: ignore[no-untyped-call]
 
-    def _end_edits(self, returned: Call | None = None) -> None:
-        """Forget the calls of layers that have ended, by an exception or, as this one, by returning a value."""
-        for point, call in self._editing.copy():
-            if call is returned or call not in point.calls:
-                self._editing.remove((point, call))
-                call.changes.end_again()
-
-    def _changed_calls(self) -> list[_Changes]:
-        """Return what is remembered of the running calls of layers whose outputs are edited."""
-        self._end_edits()
-        return [call.changes for _, call in self._editing]
-
     def _on_write(self, write: Write) -> Iterable[Callable[[], object]]:
         """Return what is to be done after a function writes into a tensor; see `Listener.on_write`."""
-        if self._capture.computing() is None:
-            return ()
-        for changes in self._changed_calls():
-            changes.written |= write.reached.keys()
-        return self._stand_ins.before_write(write)
+        return () if self._capture.computing() is None else self._stand_ins.before_write(write)
 
-    def _writes_into_a_copy(self, function: Any, write: Write) -> bool:
-        """Whether a function gets a copy of the tensor that it writes into; see `Listener.writes_into_a_copy`.
+    def _before_call(self, function: Any, args: Any, kwargs: Any) -> None:
+        """Refuse a function that reads a tensor which lacks an edit."""
+        if self._left and operation_name(function) is not None and self._capture.computing() is not None:
+            self._check_not_left((args, kwargs))
 
-        If the output of a layer that works in place is edited, the edited output is written where the caller expects
-        it. This would replace values that autograd has saved, if it was the layer's own tensor that autograd saw.
-        """
-        if not torch.is_grad_enabled() or self._capture.computing() is None:
-            return False
-        return any(
-            memory_of(received) in write.reached
-            for changes in self._changed_calls()
-            for received, _ in changes.received
-        )
+    def _end(self, output: Any) -> None:
+        with unwatched():
+            self._check_not_left(output)
+            self._stand_ins.end()
 
-
-def _is_before_others(hook: Any) -> bool:
-    """Whether a forward hook is one of a `Capture` that passes outputs on before other hooks see them."""
-    if not isinstance(hook, ModelBoundHook) or not isinstance(hook.hook, partial):
-        return False
-    is_at_output = getattr(hook.hook.func, "__func__", None) is Capture._leave
-    return is_at_output and hook.hook.args[1] is hook.hook.args[0].on_return
+    def _check_not_left(self, value: Any) -> None:
+        for _, tensor in tensors_in(value) if self._left else ():
+            if memory_of(tensor) in self._left:
+                raise StandInError(self._left[memory_of(tensor)][0])
 
 
 def _changes(call: Call) -> _Changes:

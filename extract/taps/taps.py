@@ -34,15 +34,14 @@ import torch
 from torch import nn
 
 from extract.errors import InputError, LayertapError, UnknownNameError, unknown_name
-from extract.taps.capture import OTHER_THREAD, Capture, ModelCall
-from extract.taps.copies import CopyOut, copy_out
+from extract.taps.capture import OTHER_THREAD, TRACED, Capture, CopyOut, ModelCall, copy_out
 from extract.taps.edits import Edit
 from extract.taps.function_calls import FunctionCalls
 from extract.taps.functions import unwatched
 from extract.taps.layer_names import match_layers, named_layers, named_parameters, unwrap
 from extract.taps.record import Record, Reduce, Requested, Site, What, split_text
 from extract.taps.surgery import ParameterGradients, Surgery
-from extract.taps.torch_internals import COMPILED_CODE_OFF, TRACED
+from extract.taps.torch_internals import COMPILED_CODE_OFF
 
 __all__ = ["Taps", "Variant", "capture_of", "taps_of"]
 
@@ -165,7 +164,7 @@ class Taps:
             _check_function("reduce", layers, reduce, "use a function, such as lambda x: x.mean((2, 3))")
         for request in self._requests_for(layers, what, call):
             others = self._kept_of.setdefault(request.layer, [])
-            if any(request.overlaps(other) for other in others):
+            if any(_overlap(request, other) for other in others):
                 raise InputError(f"the {request.what} of layer {request.layer!r} is already kept")
             if live and request.what not in ("output", "input"):
                 raise InputError(f"live=True keeps outputs and inputs; a value of kind {request.what!r} has no graph")
@@ -379,8 +378,6 @@ class Taps:
                 surgery.add(module, asked)
             capture.keep(module, [request for request in asked if request.edit is None])
         capture.register()
-        if surgery is not None:
-            surgery.move_edits_to_front()
         if of_parameters:
             ParameterGradients(capture, self._parameters, of_parameters, self._edited).register(root)
 
@@ -458,6 +455,13 @@ def _is_of_function(request: Requested) -> bool:
 def _changes_layer(request: Requested) -> bool:
     """Whether the model may continue with another tensor: an edited one, or a copy whose gradient is watched."""
     return request.edit is not None or request.what in ("grad", "grad_input")
+
+
+def _overlap(one: Requested, other: Requested) -> bool:
+    """Whether two requests for one layer may be for the same value."""
+    depth = min(len(one.path), len(other.path))
+    same = (one.operation, one.what, one.path[:depth]) == (other.operation, other.what, other.path[:depth])
+    return same and (None in (one.call, other.call) or one.call == other.call)
 
 
 def _group(request: Requested) -> Any:

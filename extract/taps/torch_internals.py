@@ -8,23 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.compiler import is_dynamo_compiling
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
-from torch.utils.hooks import RemovableHandle
 
 __all__ = [
     "COMPILED_CODE_OFF",
-    "TRACED",
-    "ModelBoundHook",
     "StorageWeakRef",
     "Switch",
     "computes_tangents",
@@ -104,64 +98,21 @@ def is_saved(tensor: Tensor) -> bool:
     return bool(tensor._use_count() > 1)  # type: ignore[attr-defined]
 
 
-_F = TypeVar("_F", bound=Callable[..., Any])
-
-
-def not_traced(function: _F) -> _F:
+def not_traced(function: Any) -> Any:
     """Decorator: PyTorch's compiler calls this function while it traces, and does not trace it.
 
     `torch.compiler.assume_constant_result` sets this attribute, but imports the compiler, which takes a second.
     """
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    function._dynamo_marked_constant = True
     return function
 
 
 def hooks_of(module: nn.Module) -> tuple[Any, Any]:
     """Return the forward pre-hooks and the forward hooks of a module, as ordered dicts: number -> hook.
 
-    Edits of outputs are moved before the hooks of others; copied hooks are removed by number.
+    A layer that has hooks of others may be called by them, and is counted when its call starts.
     """
     return module._forward_pre_hooks, module._forward_hooks
-
-
-TRACED = "in code that PyTorch's compiler traces, such as a branch of torch.cond"
-
-
-class ModelBoundHook:
-    """Hook that does nothing in a copied or pickled model, nor where PyTorch's compiler traces a module.
-
-    The compiler traces what `torch.cond` or FlexAttention run, for example, and the code of hooks there; it fails on
-    what it cannot translate. This module then runs without its hooks.
-
-    Args:
-        hook: the hook.
-        unseen: receives the id of each module whose call the compiler has traced, with this as the reason.
-    """
-
-    __slots__ = ("hook", "unseen")
-
-    def __init__(self, hook: Callable[..., Any], unseen: dict[int, str]):
-        self.hook, self.unseen = hook, unseen
-
-    def __call__(self, module: nn.Module, *args: Any) -> Any:
-        """Call the hook, or note that the compiler traces the call."""
-        if is_dynamo_compiling():  # true for the compiler alone, which does not call the function
-            return _note(self, module)
-        return self.hook(module, *args)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Such a file can be loaded where layertap is not installed. A handle, when it is loaded, keeps the numbers of
-        # these hooks from those registered there: for a number, PyTorch remembers whether a hook takes keywords.
-        return partial, (contextlib.nullcontext.__exit__, contextlib.nullcontext(), RemovableHandle(OrderedDict()))
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        return partial(contextlib.nullcontext.__exit__, contextlib.nullcontext())
-
-
-@not_traced
-def _note(hook: ModelBoundHook, module: nn.Module) -> None:
-    if not torch.compiler.is_exporting():  # an export is no call of the model
-        hook.unseen[id(module)] = TRACED
 
 
 class Switch:
