@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import operator
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -164,17 +165,17 @@ def compare(files: Iterable[ScannedFile], records: Records, guards: Guards, now_
     paths = array["path"][order]
     due = _is_due(array, guards, scanned_ns)
     candidates, gone, n_files = [], records.of_files, 0
-    distinct = (next(same) for _, same in itertools.groupby(files, key=lambda file: file.path))
+    distinct = (next(same) for _, same in itertools.groupby(files, key=operator.itemgetter(0)))
     while batch := list(itertools.islice(distinct, _COMPARED)):
         n_files += len(batch)
-        at, recorded = locate(paths, np.array([file.path for file in batch]))
+        scanned_paths, *scanned = map(np.array, zip(*batch, strict=True))
+        at, recorded = locate(paths, scanned_paths)
         index = np.full(len(batch), -1)
         index[recorded] = order[at[recorded]]
         gone[index[recorded]] = False
         unchanged = recorded.copy()
-        for number, name in enumerate(("size", "mtime_ns", "ctime_ns"), 1):
-            scanned = np.array([file[number] for file in batch], np.int64)
-            unchanged[recorded] &= array[name][index[recorded]] == scanned[recorded]
+        for name, values in zip(("size", "mtime_ns", "ctime_ns"), scanned, strict=True):
+            unchanged[recorded] &= array[name][index[recorded]] == values[recorded]
         rests = unchanged.copy()
         rests[recorded] &= (array["settled"] == 1)[index[recorded]] & ~due[index[recorded]]
         candidates += [

@@ -92,7 +92,7 @@ class Records:
     @property
     def passes(self) -> list[int]:
         """Passes with a recorded row, ascending."""
-        return np.unique(self.array["pass"]).tolist()  # type: ignore[no-any-return]
+        return np.flatnonzero(np.bincount(self.array["pass"])).tolist()
 
     def below(self, path: bytes) -> NDArray[np.bool_]:
         """(N,) whether each record is at or below a path."""
@@ -102,7 +102,7 @@ class Records:
 
     def replace(self, array: NDArray[Any]) -> None:
         """Set the records, and note whether that changes any."""
-        array = array[np.lexsort((array["path"], array["row"], array["pass"]))]
+        array = _sorted(array)
         same = len(array) == len(self.array) and bool((array == self.array).all())
         self.array, self.changed = array, self.changed or not same
 
@@ -122,6 +122,10 @@ class Records:
         if self.last_pass >= _PASSES:
             raise LayertapError(f"{out} has had {_PASSES - 1:,} passes", hint="start a new data set")
         return self.last_pass
+
+
+def _sorted(array: NDArray[Any]) -> NDArray[Any]:
+    return array[np.lexsort((array["path"], array["row"], array["pass"]))]  # type: ignore[no-any-return]
 
 
 def row_numbers(array: NDArray[Any]) -> NDArray[np.int64]:
@@ -199,7 +203,7 @@ def load(out: Path, published: DataSet | None, now_ns: int) -> Records:
         is_new[i] = content not in hashes
         hashes.add(content)
     arrays.append(stored[is_new])
-    records.array = np.concatenate(arrays)
+    records.array = _sorted(np.concatenate(arrays))
     return records
 
 
@@ -269,11 +273,12 @@ def _read(published: DataSet, n_rows: int) -> Records:
             unused[name] = column(f"unused_{name}", _TYPES[name], len(unused))
         unused["status"] = Status.OK
         array = np.concatenate([files, unused])
-        if len(array) and (array["pass"].min() < 1 or array["row"].min() < 0 or array["row"].max() >> 40):
+        passes, rows = array["pass"], array["row"]
+        if len(array) and not (0 < passes.min() <= passes.max() < _PASSES and 0 <= rows.min() <= rows.max() < 1 << 40):
             raise refuse("it refers to rows that no pass has")
         settings = parse_json(column("settings", "u1", None).tobytes(), path.name, _SETTINGS)
     records = Records(**{name: settings[name] for name in _SETTINGS})
-    records.array = array[np.lexsort((array["path"], array["row"], array["pass"]))]
+    records.array = array
     return records
 
 
@@ -304,7 +309,7 @@ def publish(out: Path, root: str, records: Records, published: DataSet | None) -
         return None
     if published is None or records.changed or published.images["root"] != root:
         files, unused = records.array[of_files], records.array[~of_files]
-        passes = np.unique(files["pass"]).tolist()
+        passes = np.flatnonzero(np.bincount(files["pass"])).tolist()
         template = published or DataSet.open(pass_folder(out, passes[0]))
         number = 1 + (published.version.number if published and published.version else 0)
         rows_xxh3 = write_table(out, number, _columns(records, files, unused))
