@@ -77,7 +77,8 @@ class Records:
     @property
     def of_files(self) -> NDArray[np.bool_]:
         """(N,) whether each record is that of a file, and not of a row that no file needs."""
-        return np.not_equal(self.array["path"], b"")
+        of_files: NDArray[np.bool_] = self.array["path"] != b""
+        return of_files
 
     @property
     def n_files(self) -> int:
@@ -97,8 +98,9 @@ class Records:
     def below(self, path: bytes) -> NDArray[np.bool_]:
         """(N,) whether each record is at or below a path."""
         paths = self.array["path"]
-        inside = (paths >= path + b"/") & (paths < path + b"0")  # "0" is the byte after "/"
-        return np.logical_or(paths == path, inside)
+        below: NDArray[np.bool_] = (paths >= path + b"/") & (paths < path + b"0")  # "0" is the byte after "/"
+        below |= paths == path
+        return below
 
     def replace(self, array: NDArray[Any]) -> None:
         """Set the records, and note whether that changes any."""
@@ -125,7 +127,7 @@ class Records:
 
 
 def _sorted(array: NDArray[Any]) -> NDArray[Any]:
-    return array[np.lexsort((array["path"], array["row"], array["pass"]))]  # type: ignore[no-any-return]
+    return array[np.lexsort((array["path"], array["row"], array["pass"]))]
 
 
 def row_numbers(array: NDArray[Any]) -> NDArray[np.int64]:
@@ -183,8 +185,10 @@ def load(out: Path, published: DataSet | None, now_ns: int) -> Records:
         try:
             table = published.version_rows()
             records = _read(published, len(table.paths))
-        except (InputError, FileNotFoundError) as error:
-            records = Records(made_again=str(error))
+        except InputError as error:
+            records = Records(made_again=error.message)
+        except FileNotFoundError:
+            records = Records(made_again="the table of the version is missing")
         assert published.version is not None
         records.last_pass = max([records.last_pass, *published.version.passes])
     known = set(records.passes)
