@@ -144,7 +144,7 @@ def compare(files: Iterable[ScannedFile], records: Records, guards: Guards, now_
     scanned_ns, array = now_ns(), records.array
     order = np.argsort(array["path"], kind="stable")
     paths = array["path"][order]
-    due = _is_due(array, guards, scanned_ns)
+    may_rest = (array["settled"] == 1) & ~_is_due(array, guards, scanned_ns)
     candidates, gone, n_files = [], records.of_files, 0
     distinct = (next(same) for _, same in itertools.groupby(files, key=operator.itemgetter(0)))
     while batch := list(itertools.islice(distinct, _COMPARED)):
@@ -158,7 +158,7 @@ def compare(files: Iterable[ScannedFile], records: Records, guards: Guards, now_
         for name, values in zip(("size", "mtime_ns", "ctime_ns"), scanned, strict=True):
             unchanged[recorded] &= array[name][index[recorded]] == values[recorded]
         rests = unchanged.copy()
-        rests[recorded] &= (array["settled"] == 1)[index[recorded]] & ~due[index[recorded]]
+        rests[recorded] &= may_rest[index[recorded]]
         candidates += [
             Candidate(batch[i], int(index[i]) if recorded[i] else None, bool(unchanged[i]))
             for i in np.flatnonzero(~rests).tolist()
