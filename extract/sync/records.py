@@ -139,8 +139,10 @@ def locate(values: NDArray[Any], wanted: NDArray[Any]) -> tuple[NDArray[np.int64
     """Return the position of each wanted value in ascending values, and whether it is there."""
     if not len(values):
         return np.zeros(len(wanted), np.int64), np.zeros(len(wanted), bool)
-    at = np.minimum(np.searchsorted(values, wanted), len(values) - 1)
-    return at, values[at] == wanted
+    # With a longer type of text, `searchsorted` would convert all values at each call.
+    of_type = wanted.astype(values.dtype)
+    at = np.minimum(np.searchsorted(values, of_type), len(values) - 1)
+    return at, (values[at] == of_type) & (of_type == wanted)
 
 
 def pass_folders(out: Path) -> dict[int, Path]:
