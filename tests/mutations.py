@@ -418,7 +418,7 @@ MUTATIONS = (
     # Sync and schedule
     Mutation(
         "A file that is still being written is read.",
-        "    recent = range(scanned_ns - settle_ns + 1, ended_ns + settle_ns) if settle_ns else range(0)",
+        "    recent = range(scanned_ns - settle_ns + 1, scanned.ended_ns + settle_ns) if settle_ns else range(0)",
         "    recent = range(0)",
         ("test_a_file_waits_until_it_is_left_alone",),
     ),
@@ -507,16 +507,10 @@ MUTATIONS = (
         ("test_each_failed_write_of_a_new_shard_is_an_error", "test_each_failed_write_of_an_export_is_an_error"),
     ),
     Mutation(
-        "A compaction that failed to publish its version is never published.",
-        "    if not total.passes:  # an earlier",
-        "    if False:  # an earlier",
-        ("test_a_compaction_that_was_not_published_is_published_by_the_next",),
-    ),
-    Mutation(
         "A table of changes, of an earlier version of layertap, is read as one of all rows.",
         "    if len(passes) != n_rows:\n",
         "    if False:\n",
-        ("test_changes_of_an_earlier_version_of_layertap_are_refused_and_written_whole_by_the_next_pass",),
+        ("test_a_table_of_changes_of_an_earlier_version_is_refused_and_written_whole_by_the_next_pass",),
     ),
     Mutation(
         "An encoder computes a padded batch in another way while functions are watched.",
@@ -526,9 +520,9 @@ MUTATIONS = (
     ),
     Mutation(
         "A damaged table is not written again.",
-        "    except (InputError, FileNotFoundError):\n        return False\n    return bool(published.images",
-        "    except (InputError, FileNotFoundError):\n        return True\n    return bool(published.images",
-        ("test_a_table_that_is_missing_or_damaged_is_refused_and_written_again",),
+        "    if records.made_again:\n        records.changed = True",
+        "    if records.made_again:\n        records.changed = False",
+        ("test_what_is_missing_of_the_data_set_is_made_again",),
     ),
     Mutation(
         "Labels and splits in a receipt are not compared by verify.",

@@ -22,7 +22,7 @@ from extract.store.format.layout import RowNames
 from extract.store.format.version import pass_folder
 from extract.store.reader import FeatureReader
 from extract.store.row_copying import copy_rows
-from extract.sync.records import Records, load, locate, publish
+from extract.sync.records import Records, load, locate, publish, row_numbers
 from extract.system.atomic_files import locked
 
 __all__ = ["Compacted", "compact", "compact_passes", "passes_to_compact", "rewrite"]
@@ -107,13 +107,11 @@ def compact_passes(
 
 def _sizes_of_passes(records: Records, unused_before_ns: int) -> dict[int, tuple[int, int]]:
     """Return pass -> (rows to keep, all recorded rows)."""
-    sizes = {}
-    for number in records.passes:
-        of_pass = records.array["pass"] == number
-        recorded = np.unique(records.array["row"][of_pass])
-        kept = np.unique(records.array["row"][of_pass & _is_kept(records, unused_before_ns)])
-        sizes[number] = (len(kept), len(recorded))
-    return sizes
+    array = records.array
+    is_other = np.diff(row_numbers(array), prepend=-1) != 0  # several files may need a row
+    n_recorded = np.bincount(array["pass"][is_other])
+    n_kept = np.bincount(array["pass"][is_other & _is_kept(records, unused_before_ns)], minlength=len(n_recorded))
+    return {number: (int(n_kept[number]), int(n_recorded[number])) for number in np.flatnonzero(n_recorded).tolist()}
 
 
 def _is_kept(records: Records, unused_before_ns: int) -> NDArray[np.bool_]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import operator
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,19 +27,8 @@ from extract.sync.records import NO_HASH, Records, locate
 from extract.sync.scan import NO_FILE, ScannedFile
 from extract.system.atomic_files import open_regular
 
-__all__ = [
-    "Candidate",
-    "Difference",
-    "Guards",
-    "PlannedFile",
-    "Resolved",
-    "ScannedFolder",
-    "StoppedError",
-    "compare",
-    "difference",
-    "hashes_of",
-    "time_before",
-]
+__all__ = ["Difference", "Guards", "Resolved", "ScannedFolder", "StoppedError", "compare", "difference", "hashes_of",
+           "is_settled", "time_before"]  # fmt: skip
 
 _S = 1_000_000_000  # nanoseconds
 # A file system may record times in steps of 2 s (FAT); a file that changes twice within a step looks unchanged. git
@@ -89,18 +79,10 @@ class Candidate(NamedTuple):
     unchanged: bool
 
 
-class PlannedFile(NamedTuple):
-    """A file to compute, and whether a later change must alter its times."""
-
-    file: ScannedFile
-    settled: bool
-
-
 class Resolved(NamedTuple):
     """A file, and the index of a record with the row that holds its features."""
 
     file: ScannedFile
-    settled: bool
     record: int
 
 
@@ -138,7 +120,7 @@ class Difference:
     """
 
     resolved: list[Resolved]
-    todo: list[PlannedFile]
+    todo: list[ScannedFile]
     waiting: int
     moved: int
     stored: dict[bytes, int]
@@ -162,21 +144,21 @@ def compare(files: Iterable[ScannedFile], records: Records, guards: Guards, now_
     scanned_ns, array = now_ns(), records.array
     order = np.argsort(array["path"], kind="stable")
     paths = array["path"][order]
-    due = _is_due(array, guards, scanned_ns)
+    may_rest = (array["settled"] == 1) & ~_is_due(array, guards, scanned_ns)
     candidates, gone, n_files = [], records.of_files, 0
-    distinct = (next(same) for _, same in itertools.groupby(files, key=lambda file: file.path))
+    distinct = (next(same) for _, same in itertools.groupby(files, key=operator.itemgetter(0)))
     while batch := list(itertools.islice(distinct, _COMPARED)):
         n_files += len(batch)
-        at, recorded = locate(paths, np.array([file.path for file in batch]))
+        scanned_paths, *scanned = map(np.array, zip(*batch, strict=True))
+        at, recorded = locate(paths, scanned_paths)
         index = np.full(len(batch), -1)
         index[recorded] = order[at[recorded]]
         gone[index[recorded]] = False
         unchanged = recorded.copy()
-        for number, name in enumerate(("size", "mtime_ns", "ctime_ns"), 1):
-            scanned = np.array([file[number] for file in batch], np.int64)
-            unchanged[recorded] &= array[name][index[recorded]] == scanned[recorded]
+        for name, values in zip(("size", "mtime_ns", "ctime_ns"), scanned, strict=True):
+            unchanged[recorded] &= array[name][index[recorded]] == values[recorded]
         rests = unchanged.copy()
-        rests[recorded] &= (array["settled"] == 1)[index[recorded]] & ~due[index[recorded]]
+        rests[recorded] &= may_rest[index[recorded]]
         candidates += [
             Candidate(batch[i], int(index[i]) if recorded[i] else None, bool(unchanged[i]))
             for i in np.flatnonzero(~rests).tolist()
@@ -221,7 +203,7 @@ def difference(
         else:
             candidates.append(candidate)
     stored = {candidate.file.path: candidate.record for candidate in candidates if candidate.record is not None}
-    resolved, todo, moved = _match_by_hash(root, array, candidates, scanned_ns, retry_before_ns, stop)
+    resolved, todo, moved = _match_by_hash(root, array, candidates, retry_before_ns, stop)
     gone = array["hash"][scanned.gone]
     gone_hashes = Counter(gone.tolist())
     gone_hashes.pop(NO_HASH.item(), None)
@@ -241,9 +223,7 @@ def difference(
         and array["status"][candidate.record] == Status.OK
         for candidate in candidates
     )  # fmt: skip
-    retried = sum(
-        (old := stored.get(planned.file.path)) is not None and array["status"][old] != Status.OK for planned in todo
-    )
+    retried = sum((old := stored.get(file.path)) is not None and array["status"][old] != Status.OK for file in todo)
     vanished = len(gone) - renamed + int(dangling)
     return Difference(resolved, todo, waiting, moved, stored, added, changed, renamed, int(retried), vanished)
 
@@ -274,9 +254,8 @@ def _may_be_being_written(candidate: Candidate, recent: range) -> bool:
 
 
 def _match_by_hash(
-    root: str, array: NDArray[Any], candidates: list[Candidate], scanned_ns: int, retry_before_ns: int,
-    stop: Callable[[], bool],
-) -> tuple[list[Resolved], list[PlannedFile], int]:  # fmt: skip
+    root: str, array: NDArray[Any], candidates: list[Candidate], retry_before_ns: int, stop: Callable[[], bool]
+) -> tuple[list[Resolved], list[ScannedFile], int]:
     """Return files whose features are stored, files to compute, and the number of files changed since the scan.
 
     A file can equal a stored image only if their sizes are equal; no other file is hashed.
@@ -288,24 +267,19 @@ def _match_by_hash(
     by_hash = _records_by_hash(array, sizes)
     may_be_stored = (sizes >= 0) & np.isin(sizes, array["size"][list(by_hash.values())])
     to_hash = [file for file, may_be in zip(files, may_be_stored.tolist(), strict=True) if may_be]
-    todo = [
-        PlannedFile(file, _is_settled(file, scanned_ns))
-        for file, may_be in zip(files, may_be_stored.tolist(), strict=True)
-        if not may_be
-    ]
+    todo = [file for file, may_be in zip(files, may_be_stored.tolist(), strict=True) if not may_be]
     for file, content in zip(to_hash, hashes_of(root, to_hash), strict=True):
         if stop():
             raise StoppedError
-        settled = _is_settled(file, scanned_ns)
         record = by_hash.get(content) if content is not None else None  # none is stored under MOVED
         if content is MOVED:
             moved += 1
         elif record is not None and (
             array["status"][record] == Status.OK or array["tried_ns"][record] >= retry_before_ns
         ):
-            resolved.append(Resolved(file, settled, record))
+            resolved.append(Resolved(file, record))
         else:
-            todo.append(PlannedFile(file, settled))
+            todo.append(file)
     return resolved, sorted(todo), moved
 
 
@@ -317,7 +291,7 @@ def _records_by_hash(array: NDArray[Any], sizes: NDArray[np.int64]) -> dict[byte
     return dict(zip(array["hash"][preferred].tolist(), preferred.tolist(), strict=True))
 
 
-def _is_settled(file: ScannedFile, scanned_ns: int) -> bool:
+def is_settled(file: ScannedFile, scanned_ns: int) -> bool:
     """Return whether a later change of a file must alter its times, because they are older than a time step.
 
     A modification time in the future was set by a program and is ignored; the change time (ctime) cannot be set.

@@ -30,15 +30,15 @@ from extract.store.format.version import pass_folder
 from extract.sync.compaction import compact_passes, rewrite
 from extract.sync.difference import (
     Guards,
-    PlannedFile,
     Resolved,
     ScannedFolder,
     StoppedError,
     compare,
     difference,
+    is_settled,
     time_before,
 )
-from extract.sync.records import Records, load, pass_folders, publish, row_numbers, stored_rows
+from extract.sync.records import Records, load, publish, row_numbers, stored_rows
 from extract.sync.scan import NO_FILE, Scan, ScannedFile
 from extract.system.atomic_files import kept, locked, own_folder
 
@@ -257,13 +257,13 @@ class Pass:
             return
         if self.published is not None or len(records.array):
             sample = Images(self.root, ["x"], np.full(1, -1), [], [""], Files(self.root, ["x"]))
-            self._check_fits(self.plan_for(sample, self.out / "passes" / "none").dataset)
+            self._check_fits(records, self.plan_for(sample, self.out / "passes" / "none").dataset)
         records.set_settings(configuration=self.configuration)
 
-    def _check_fits(self, dataset: DataSet) -> None:
+    def _check_fits(self, records: Records, dataset: DataSet) -> None:
         stored = self.published
-        if stored is None and (folders := pass_folders(self.out)):  # of a first pass that was not published
-            stored = DataSet.open(next(iter(folders.values())))
+        if stored is None and records.passes:  # of a first pass that was not published
+            stored = DataSet.open(pass_folder(self.out, records.passes[0]))
         if stored and (changed := differences(stored.depends_on, dataset.depends_on)):
             raise InputError(
                 f"{self.out} holds other features; rows with these differences cannot be mixed:\n  "
@@ -325,7 +325,7 @@ class Pass:
         todo = folder_changes.todo
         if self.dry_run:
             report.computed = len(todo)
-            new = sum(planned.file.path not in folder_changes.stored for planned in todo)
+            new = sum(file.path not in folder_changes.stored for file in todo)
             report.added += new
             report.changed += len(todo) - new - folder_changes.retried
             report.rows = n_files - n_gone + report.added + report.renamed
@@ -340,12 +340,12 @@ class Pass:
                 replaced = scanned.gone.copy()
                 stored = folder_changes.stored
                 replaced[[stored[entry.file.path] for entry in resolved if entry.file.path in stored]] = True
-                records.replace(_applied(array, resolved, replaced, self.now_ns()))
+                records.replace(_applied(array, resolved, replaced, scanned.scanned_ns, self.now_ns()))
             report.rows = records.n_files
         report.unchanged = report.rows - report.added - report.changed - report.renamed
 
     def _compute_pass(
-        self, records: Records, todo: Sequence[PlannedFile], stored: dict[bytes, int]
+        self, records: Records, todo: Sequence[ScannedFile], stored: dict[bytes, int]
     ) -> tuple[NDArray[Any], list[Resolved]]:
         """Compute files as a new pass.
 
@@ -364,11 +364,11 @@ class Pass:
         from extract.extraction.run import extract
 
         number = records.next_pass(self.out)
-        paths = [os.fsdecode(planned.file.path) for planned in todo]
+        paths = [os.fsdecode(file.path) for file in todo]
         no_labels = np.full(len(paths), -1, np.int64)
         images = Images(self.root, paths, no_labels, [], [""] * len(paths), Files(self.root, paths))
         plan = self.plan_for(images, pass_folder(self.out, number))
-        self._check_fits(plan.dataset)
+        self._check_fits(records, plan.dataset)
         self._check_versions(records, plan)
         self.on_plan(plan, len(todo))
         summary = extract(
@@ -386,7 +386,7 @@ class Pass:
         rows = stored_rows(pass_folder(self.out, number), now_ns)
         array = np.concatenate([records.array, rows])
         resolved = []
-        for index, (file, settled), row in zip(itertools.count(len(records.array)), todo, rows, strict=False):
+        for index, file, row in zip(itertools.count(len(records.array)), todo, rows, strict=False):
             if not _is_row_of(row, file):
                 continue
             old = stored.get(file.path)
@@ -396,12 +396,12 @@ class Pass:
             if same and row["status"] != Status.OK and array["status"][old] == row["status"]:
                 array["tried_ns"][old] = now_ns  # another attempt has failed; its row is as good as the new one
                 index = stored[file.path]
-            resolved.append(Resolved(file, settled, index))
+            resolved.append(Resolved(file, index))
         return array, resolved
 
 
 def _applied(
-    array: NDArray[Any], resolved: Sequence[Resolved], replaced: NDArray[np.bool_], now_ns: int
+    array: NDArray[Any], resolved: Sequence[Resolved], replaced: NDArray[np.bool_], scanned_ns: int, now_ns: int
 ) -> NDArray[Any]:
     """Return the records after a pass.
 
@@ -409,6 +409,7 @@ def _applied(
         array: the records, and those of computed rows.
         resolved: files with the rows that they have now.
         replaced: (N,) whether each of the first N records is that of such a file, or of one that no longer exists.
+        scanned_ns: when the scan began.
         now_ns: since when rows that no file needs any more are not needed.
     """
     paths = np.array([entry.file.path for entry in resolved], "S")
@@ -418,7 +419,7 @@ def _applied(
     new["path"] = paths
     for name in ("size", "mtime_ns", "ctime_ns"):
         new[name] = [getattr(entry.file, name) for entry in resolved]
-    new["settled"] = [entry.settled for entry in resolved]
+    new["settled"] = [is_settled(entry.file, scanned_ns) for entry in resolved]
     stays = array["path"] != b""
     stays[: len(replaced)] &= ~replaced
     files = np.concatenate([array[stays], new])

@@ -77,7 +77,8 @@ class Records:
     @property
     def of_files(self) -> NDArray[np.bool_]:
         """(N,) whether each record is that of a file, and not of a row that no file needs."""
-        return np.not_equal(self.array["path"], b"")
+        of_files: NDArray[np.bool_] = self.array["path"] != b""
+        return of_files
 
     @property
     def n_files(self) -> int:
@@ -92,17 +93,18 @@ class Records:
     @property
     def passes(self) -> list[int]:
         """Passes with a recorded row, ascending."""
-        return np.unique(self.array["pass"]).tolist()  # type: ignore[no-any-return]
+        return np.flatnonzero(np.bincount(self.array["pass"])).tolist()
 
     def below(self, path: bytes) -> NDArray[np.bool_]:
         """(N,) whether each record is at or below a path."""
         paths = self.array["path"]
-        inside = (paths >= path + b"/") & (paths < path + b"0")  # "0" is the byte after "/"
-        return np.logical_or(paths == path, inside)
+        below: NDArray[np.bool_] = (paths >= path + b"/") & (paths < path + b"0")  # "0" is the byte after "/"
+        below |= paths == path
+        return below
 
     def replace(self, array: NDArray[Any]) -> None:
         """Set the records, and note whether that changes any."""
-        array = array[np.lexsort((array["path"], array["row"], array["pass"]))]
+        array = _sorted(array)
         same = len(array) == len(self.array) and bool((array == self.array).all())
         self.array, self.changed = array, self.changed or not same
 
@@ -124,6 +126,10 @@ class Records:
         return self.last_pass
 
 
+def _sorted(array: NDArray[Any]) -> NDArray[Any]:
+    return array[np.lexsort((array["path"], array["row"], array["pass"]))]
+
+
 def row_numbers(array: NDArray[Any]) -> NDArray[np.int64]:
     """(N,) a number for each stored row, in the order of passes and rows."""
     return array["pass"] << 40 | array["row"]  # type: ignore[no-any-return]
@@ -133,8 +139,10 @@ def locate(values: NDArray[Any], wanted: NDArray[Any]) -> tuple[NDArray[np.int64
     """Return the position of each wanted value in ascending values, and whether it is there."""
     if not len(values):
         return np.zeros(len(wanted), np.int64), np.zeros(len(wanted), bool)
-    at = np.minimum(np.searchsorted(values, wanted), len(values) - 1)
-    return at, values[at] == wanted
+    # With a longer type of text, `searchsorted` would convert all values at each call.
+    of_type = wanted.astype(values.dtype)
+    at = np.minimum(np.searchsorted(values, of_type), len(values) - 1)
+    return at, (values[at] == of_type) & (of_type == wanted)
 
 
 def pass_folders(out: Path) -> dict[int, Path]:
@@ -179,8 +187,10 @@ def load(out: Path, published: DataSet | None, now_ns: int) -> Records:
         try:
             table = published.version_rows()
             records = _read(published, len(table.paths))
-        except (InputError, FileNotFoundError) as error:
-            records = Records(made_again=str(error))
+        except InputError as error:
+            records = Records(made_again=error.message)
+        except FileNotFoundError:
+            records = Records(made_again="the table of the version is missing")
         assert published.version is not None
         records.last_pass = max([records.last_pass, *published.version.passes])
     known = set(records.passes)
@@ -199,7 +209,7 @@ def load(out: Path, published: DataSet | None, now_ns: int) -> Records:
         is_new[i] = content not in hashes
         hashes.add(content)
     arrays.append(stored[is_new])
-    records.array = np.concatenate(arrays)
+    records.array = _sorted(np.concatenate(arrays))
     return records
 
 
@@ -269,11 +279,12 @@ def _read(published: DataSet, n_rows: int) -> Records:
             unused[name] = column(f"unused_{name}", _TYPES[name], len(unused))
         unused["status"] = Status.OK
         array = np.concatenate([files, unused])
-        if len(array) and (array["pass"].min() < 1 or array["row"].min() < 0 or array["row"].max() >> 40):
+        passes, rows = array["pass"], array["row"]
+        if len(array) and not (0 < passes.min() <= passes.max() < _PASSES and 0 <= rows.min() <= rows.max() < 1 << 40):
             raise refuse("it refers to rows that no pass has")
         settings = parse_json(column("settings", "u1", None).tobytes(), path.name, _SETTINGS)
     records = Records(**{name: settings[name] for name in _SETTINGS})
-    records.array = array[np.lexsort((array["path"], array["row"], array["pass"]))]
+    records.array = array
     return records
 
 
@@ -304,7 +315,7 @@ def publish(out: Path, root: str, records: Records, published: DataSet | None) -
         return None
     if published is None or records.changed or published.images["root"] != root:
         files, unused = records.array[of_files], records.array[~of_files]
-        passes = np.unique(files["pass"]).tolist()
+        passes = np.flatnonzero(np.bincount(files["pass"])).tolist()
         template = published or DataSet.open(pass_folder(out, passes[0]))
         number = 1 + (published.version.number if published and published.version else 0)
         rows_xxh3 = write_table(out, number, _columns(records, files, unused))

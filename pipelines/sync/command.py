@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from extract.errors import InputError
+from extract.system.urls import is_url
 from pipelines.terminal.commands import Option, command, mode_of
 from pipelines.terminal.options import json_flag, print_json
 from pipelines.terminal.text_output import counted, print_line
@@ -18,7 +19,7 @@ _MODES = {"watch": ((), ("only",)), "schedule": (("system",), ()), "compact": ((
 
 
 @command(short_help="Update data sets as files change: once, at fixed times, or at once.")
-@click.argument("config", type=click.Path(path_type=Path))
+@click.argument("config_path", type=click.Path(), metavar="CONFIG")
 @click.option("--only", multiple=True, metavar="OUT", help="Process only this data set; may be repeated.")
 @click.option("--dry-run", is_flag=True, help="Only print what would change.")
 @click.option("--force", is_flag=True, help="Proceed even if most images are gone, or the folder is another one.")
@@ -38,7 +39,7 @@ _MODES = {"watch": ((), ("only",)), "schedule": (("system",), ()), "compact": ((
 @json_flag
 @click.pass_context
 def sync(
-    ctx: click.Context, /, config: Path, only: tuple[str, ...], dry_run: bool, force: bool, watch: bool,
+    ctx: click.Context, /, config_path: str, only: tuple[str, ...], dry_run: bool, force: bool, watch: bool,
     schedule: bool, system: str | None, compact: bool, max_dead: float, as_json: bool,
 ) -> None:  # fmt: skip
     """Synchronise data sets with folders, as configured in the file CONFIG.
@@ -59,6 +60,9 @@ def sync(
     layertap sync outputs/photos-nightly --compact
     """
     mode = mode_of(ctx, _MODES)
+    if is_url(config_path):
+        raise InputError(f"{config_path}: `sync` works on this machine, not on a URL", hint="name a file or a folder")
+    config = Path(config_path)
     if mode == "compact" and not config.is_file():
         if only:
             raise InputError(f"--only has no effect: {config} is not a config file", hint="leave it out")

@@ -18,28 +18,31 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime, timedelta, tzinfo
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any
+from typing import Any
+from zoneinfo import ZoneInfo
 
-from extract.errors import LayertapError
+from cronsim import CronSim
+from tzlocal import get_localzone  # distributions keep the zone's name in five files, which may contradict each other
+
+from extract.errors import InputError, LayertapError, first_line
 from extract.system.atomic_files import write_whole
-from pipelines.sync.config import SyncFile, load_sync_file
-from pipelines.sync.due_times import due_after, time_zone
+from pipelines.sync.config import ScheduleConfig, SyncFile, load_sync_file
 from pipelines.sync.status import local_time, read_runs
 from pipelines.terminal.error_output import print_error
 from pipelines.terminal.text_output import LAYERTAP, printable
 
-__all__ = ["PassRunner", "run_once", "run_passes", "run_until_stopped"]
+__all__ = ["PassRunner", "due_after", "run_once", "run_passes", "run_until_stopped", "time_zone"]
 
 _LOOK_S = 0.5  # between two looks at the clock
 _LOCKED = 4  # exit code of a pass whose data set another process has locked
 _COMMAND_S = 60  # time limit of a command of `on_failure`
 _SET_BACK = timedelta(seconds=60)  # smaller corrections of the clock are ignored
+_COUNTS = ("added", "changed", "renamed", "deleted", "failed", "unchanged", "waiting", "computed")
 
 log = logging.getLogger("layertap.schedule")
 
@@ -111,9 +114,7 @@ def run_passes(
         run_pass()
         last = due
         due = due_after(schedule, now(), last)
-        missed = due_after(schedule, last, last)
-        skipped = "" if missed == due else f"; skipped those that were due from {local_time(missed)} on"
-        log.info("next pass %s%s", local_time(due), skipped)
+        log.info("next pass %s", local_time(due))
 
 
 def _last_start(file: SyncFile, now: datetime) -> datetime | None:
@@ -125,6 +126,45 @@ def _last_start(file: SyncFile, now: datetime) -> datetime | None:
         except (LayertapError, IndexError):  # a folder that cannot be read now is reported by the pass
             return None
     return min(starts) if max(starts) <= now else None  # otherwise the clock was wrong then
+
+
+def due_after(config: ScheduleConfig, now: datetime, last: datetime) -> datetime | None:
+    """Return the first due time that is later than `now`, in UTC; None if the cron line has none in the next 50 years.
+
+    Args:
+        config: the cron line or the interval.
+        now: an aware time.
+        last: the time from which intervals are counted. It may be later than `now`. Cron lines ignore it.
+    """
+    now = now.astimezone(UTC)
+    if config.cron is not None:
+        # cronsim follows Debian's cron when clocks change. A fixed time in a skipped hour is due at the end of that
+        # hour. A fixed time in a repeated hour is due once, in the first of the two hours; if `now` is in the second,
+        # cronsim starts with times of the first, which have passed.
+        times = (due.astimezone(UTC) for due in CronSim(config.cron, now.astimezone(time_zone(config))))
+        return next((due for due in times if due > now), None)
+    assert config.every is not None
+    interval = max(timedelta(seconds=config.every), timedelta.resolution)
+    return last.astimezone(UTC) + interval * ((now - last) // interval + 1)
+
+
+def time_zone(config: ScheduleConfig) -> tzinfo:
+    """Return the time zone in which the cron line is read; UTC for an interval.
+
+    Raises:
+        InputError: the config names no time zone, and that of this machine is unknown.
+    """
+    if config.cron is None:
+        return UTC
+    if config.timezone:
+        return ZoneInfo(config.timezone)
+    try:
+        return get_localzone()
+    except (LookupError, ValueError, OSError) as error:
+        raise InputError(
+            f"schedule: the time zone of this machine is unknown ({first_line(error)})",
+            hint="set it, for example `timezone: Europe/Berlin`",
+        ) from error
 
 
 class PassRunner:
@@ -160,51 +200,42 @@ class PassRunner:
             self._process.terminate()
 
     def run(self) -> int:
-        """Run a pass to its end, log what it did, call the commands of `on_failure` if they are due.
+        """Run a pass to its end, and call the commands of `on_failure` if they are due.
 
         Returns:
             the exit code of the pass; negative: the signal that killed it.
         """
         log.info("pass started")
         code, data_sets = self._run_pass()
-        failure, before = _failure(code, data_sets), self._reported
         for data_set in data_sets:
-            if "error" not in data_set:
+            if "error" not in data_set:  # the pass itself has printed errors
                 log.info("%s", _describe(data_set))
-            elif failure != before:
-                log.log(logging.WARNING if code == _LOCKED else logging.ERROR, "%s", _describe(data_set))
         if code == _LOCKED:
             log.warning("the pass was skipped: another process is at work on a data set")
         elif not self.stopped:
             if code:
-                reason = f"was killed by signal {-code}" if code < 0 else f"failed with exit code {code}"
-                log.error("the pass %s%s", reason, ", as before" if failure == before else "")
+                log.error("the pass failed with exit code %d", code)
+            failure, before = _failure(code, data_sets), self._reported
             event = "ended" if not failure else "changed" if before else "started"
             if failure != before and self._call_on_failure(event, code, data_sets):
                 self._remember(failure)
         return code
 
     def _run_pass(self) -> tuple[int, list[dict[str, Any]]]:
-        """Return the exit code of a pass, and what it did for each data set, or why it failed as a whole."""
-        errors: list[str] = []
+        """Return the exit code of a pass, and what it did for each data set."""
         try:
             # In a session of its own: Ctrl-C in a terminal would reach it twice, from there and from here.
-            pipe = subprocess.PIPE
-            with subprocess.Popen(self._command, stdout=pipe, stderr=pipe, start_new_session=True) as self._process:
+            with subprocess.Popen(self._command, stdout=subprocess.PIPE, start_new_session=True) as self._process:
                 assert self._process.stdout is not None
-                follower = threading.Thread(target=_log_lines, args=(self._process.stderr, errors))
-                follower.start()
                 if self.stopped:
                     self._process.terminate()
                 output = self._process.stdout.read()  # until its workers have ended, too: they keep the lock
-                follower.join()
-            code, data_sets = self._process.returncode, _parse_output(output)
+            code = self._process.returncode
         except OSError as error:  # no memory, no process table entry, too many open files
-            code, data_sets, errors = 1, [], [f"the pass cannot be started: {error}"]
+            log.error("the pass cannot be started: %s", error)
+            code, output = 1, b""
         self._process = None
-        if code and not data_sets and any(errors):
-            data_sets = [{"error": "; ".join(filter(None, errors))}]
-        return code, data_sets
+        return code, _parse_output(output)
 
     def _remember(self, failure: str) -> None:
         self._reported = failure
@@ -225,20 +256,14 @@ class PassRunner:
             "exit_code": code,
             "data_sets": data_sets,
         }
-        environment = {**os.environ, "LAYERTAP_EXIT_CODE": str(code)}
+        text, environment = json.dumps(content).encode(), {**os.environ, "LAYERTAP_EXIT_CODE": str(code)}
         for number, command in enumerate(self._on_failure, 1):
-            try:  # the log does not name the command, which may contain a password
-                run = subprocess.run(
-                    command, shell=True, input=json.dumps(content).encode(), timeout=_COMMAND_S, env=environment
-                )
-                if not run.returncode:
-                    continue
-                log.error("command %d of on_failure ended with exit code %d", number, run.returncode)
-            except subprocess.TimeoutExpired:
-                log.error("command %d of on_failure was killed after %d s", number, _COMMAND_S)
-            except OSError as error:
-                log.error("command %d of on_failure cannot be started: %s", number, error.strerror)
-            have_succeeded = False
+            try:
+                subprocess.run(command, shell=True, input=text, timeout=_COMMAND_S, env=environment, check=True)
+            except (OSError, subprocess.SubprocessError) as error:
+                # The log does not name the command, which may contain a password.
+                log.error("command %d of on_failure failed: %s", number, type(error).__name__)
+                have_succeeded = False
         return have_succeeded
 
 
@@ -260,18 +285,6 @@ def _failure(code: int, data_sets: list[dict[str, Any]]) -> str:
     return json.dumps([code, parts, [re.sub(r"\d+", "0", text) for text in texts]])
 
 
-def _log_lines(stream: IO[bytes], errors: list[str]) -> None:
-    """Log what a pass prints on stderr. Its errors are collected instead, since its JSON has them, too."""
-    is_error = False
-    for raw in stream:
-        line = printable(os.fsdecode(raw).rstrip())
-        is_error = line.startswith(("error: ", "hint: ")) or (is_error and line[:2] in ("", "  "))
-        if is_error:
-            errors.append(line.removeprefix("error: ").strip())
-        elif line:
-            log.info("%s", line)
-
-
 def _parse_output(output: bytes) -> list[dict[str, Any]]:
     """Return what `sync --json` printed; nothing if the process was killed."""
     try:
@@ -283,13 +296,10 @@ def _parse_output(output: bytes) -> list[dict[str, Any]]:
 
 def _describe(data_set: dict[str, Any]) -> str:
     """Return what a pass did for a data set, as one line."""
-    if "error" in data_set:  # without `out` if the pass could not be started
-        return ": ".join(printable(data_set[name]) for name in ("out", "error") if name in data_set)
     folder = printable(data_set.get("out", ""))
     if data_set.get("stopped"):
         return f"{folder}: stopped; what was computed is stored, and the next pass continues"
-    names = ("added", "changed", "renamed", "deleted", "failed", "unchanged", "waiting", "computed")
-    counts = ", ".join(f"{data_set[name]:,} {name}" for name in names if name in data_set)
+    counts = ", ".join(f"{data_set[name]:,} {name}" for name in _COUNTS if name in data_set)
     return f"{folder}: version {data_set.get('version')}: {counts}"
 
 

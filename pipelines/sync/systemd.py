@@ -17,7 +17,6 @@ from pipelines.terminal.text_output import LAYERTAP
 __all__ = ["as_cron", "as_systemd"]
 
 _DAYS = ("Sun", "Mon", "Tue", "Wed", "Thu", "Fri", "Sat")
-_MINUTE_S, _HOUR_S, _DAY_S = 60, 3600, 86400
 
 
 def as_systemd(file: SyncFile) -> str:
@@ -64,13 +63,18 @@ def as_systemd(file: SyncFile) -> str:
 def as_cron(file: SyncFile) -> str:
     """Return the lines of a crontab."""
     schedule = file.required_schedule
+    if schedule.cron is None:
+        raise InputError(
+            f"{file.path}: cron runs passes at the times of the key `cron`, not after `every`",
+            hint="write, for every 15 minutes, `cron: '*/15 * * * *'`",
+        )
     command = f"cd {shlex.quote(str(Path.cwd()))} && {shlex.join(_command(file))}".replace("%", r"\%")
     lines = [
         "# cron skips passes that were due while the machine was off; `layertap sync --schedule` and systemd catch up",
     ]
     if schedule.timezone:
         lines += ["# cronie reads CRON_TZ; other crons use the machine's time zone", f"CRON_TZ={schedule.timezone}"]
-    return "\n".join([*lines, f"{schedule.cron or _cron_of(schedule.every or 0, file.path)} {command}"])
+    return "\n".join([*lines, f"{schedule.cron} {command}"])
 
 
 def _command(file: SyncFile) -> list[str]:
@@ -108,12 +112,3 @@ def _calendar(line: str, timezone: str | None, path: Path) -> list[str]:
 def _calendar_list(values: Iterable[int], every: range) -> str:
     ordered = sorted(values)
     return "*" if ordered == list(every) else ",".join(map(str, ordered))
-
-
-def _cron_of(every: float, path: Path) -> str:
-    """Return the cron line of an interval; raise InputError if there is none."""
-    for unit, limit, line in ((_MINUTE_S, 60, "*/{} * * * *"), (_HOUR_S, 24, "0 */{} * * *"), (_DAY_S, 1, "0 0 * * *")):
-        count = every / unit
-        if count == int(count) and count >= 1 and limit % count == 0 and (count < limit or limit == 1):
-            return line.format(int(count))
-    raise InputError(f"{path}: cron cannot run a pass every {every:g} s; systemd and `layertap sync --schedule` can")

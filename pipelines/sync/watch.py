@@ -1,8 +1,8 @@
 """Run a pass whenever something changes: `layertap sync CONFIG --watch`.
 
-The kernel reports changes (inotify), except on network file systems and beyond its limit of watches. Such a folder is
-scanned every few seconds instead, and the reason is printed. The backbone stays in memory: a picture is in the data set
-0.6 s after its last change, whereas a process for each pass needs 7 s to load the libraries.
+The kernel reports changes (inotify), except on network file systems and beyond its limit of watches. The library scans
+such a folder every few seconds instead, and the reason is printed. The backbone stays in memory: a picture is in the
+data set 0.6 s after its last change, whereas a process for each pass needs 7 s to load the libraries.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from extract.errors import LayertapError, first_line
+from extract.errors import first_line
 from extract.images.image_list import is_litter
-from extract.sync.scan import Scan
 from extract.system.file_systems import file_system_kind
 from extract.system.optional_libraries import library
 from pipelines.sync.config import SyncConfig
@@ -29,7 +28,7 @@ __all__ = ["reports_changes", "watch"]
 
 _FULL_PASS_S = 3600.0  # interval of full passes: changes may go unreported
 _RETRY_S = 60.0  # after which a pass that failed is repeated
-_SCAN_S = 2.0  # between scans of a folder that cannot be watched; scans take at most a tenth of the time
+_SCAN_MS = 2000  # between scans of a folder that cannot be watched
 _CHECK_MS = 1000  # interval of checks whether a pass is due, and whether the folder was replaced
 _GONE_S = 5.0  # after which a missing folder is tried again
 # File systems whose servers or other clients change files unnoticed by this machine's kernel.
@@ -120,71 +119,51 @@ class _Followed:
         self._due, self._rests_until = ended + wait, ended + (ended - began)
 
     def _watch(self) -> None:
-        why = "its file system does not report changes"
-        if reports_changes(Path(self._config.root)):
-            why = self._follow()
-        if not self._stop.is_set():
-            where = f"{self._config.images} cannot be watched"
-            print_line(f"{where}: {why}. The folder is scanned every few seconds", err=True)
-            self._scan()
-
-    def _mark_changed(self) -> None:
-        self._changed.set()
-        self._woken.set()
-
-    def _follow(self) -> str:
-        """Follow the kernel's reports until `stop` is set; return the reason if that is not possible."""
+        """Follow the folder until `stop` is set."""
+        polls = not reports_changes(Path(self._config.root))
+        if polls:
+            self._print_polling("its file system does not report changes")
         while not self._stop.is_set():
             try:
                 root, is_first = _identity(self._config.root), True
-                for changes in self._reports():
-                    if changes or is_first:  # a change before all folders were watched was not reported
-                        self._mark_changed()
+                for changes in self._reports(polls):
+                    has_moved = _identity(self._config.root) != root  # a disk was unmounted, or the folder was replaced
+                    if changes or is_first or has_moved:  # a change before all folders were watched was not reported
+                        self._changed.set()
+                        self._woken.set()
                     is_first = False
-                    if _identity(self._config.root) != root:  # a disk was unmounted, or the folder was replaced
-                        self._mark_changed()
+                    if has_moved:
                         break
             except FileNotFoundError:  # the passes report it
                 self._stop.wait(_GONE_S)
             except (OSError, RuntimeError) as error:
+                if polls:
+                    self._stop.wait(_GONE_S)
+                    continue
                 reason = first_line(error).partition(" (Error {")[0]  # watchfiles appends a representation
                 remedy = " (to watch the folder, raise fs.inotify.max_user_watches)" if "limit" in reason else ""
-                return f"{reason}{remedy}"
-        return ""
+                self._print_polling(f"{reason}{remedy}")
+                polls = True
 
-    def _reports(self) -> Any:
+    def _print_polling(self, why: str) -> None:
+        where = f"{self._config.images} cannot be watched"
+        print_line(f"{where}: {why}. The folder is scanned every few seconds", err=True)
+
+    def _reports(self, polls: bool) -> Any:
         """Return an iterator over the changes of about a second each, sets of (kind, path)."""
         return self._watchfiles.watch(
             self._config.root,
             watch_filter=lambda change, path: not is_litter(path.rpartition("/")[2]),
             stop_event=self._stop,
-            force_polling=False,
+            force_polling=polls,
+            poll_delay_ms=_SCAN_MS,
             rust_timeout=_CHECK_MS,
             yield_on_timeout=True,
             raise_interrupt=False,
             # A tree with a folder that cannot be read is scanned. Ignoring the error would end the watch of the tree at
             # that folder, and would also hide the error at the limit of watches.
-            ignore_permission_denied=False,
+            ignore_permission_denied=polls,
         )
-
-    def _scan(self) -> None:
-        """Scan for changes until `stop` is set."""
-        before: int | None = None
-        wait = 0.0
-        while not self._stop.wait(wait):
-            began = time.monotonic()
-            try:
-                scan = Scan(self._config.root)
-                files = 0
-                for seen in scan.files():  # in arbitrary order
-                    files ^= hash(seen)
-                now: int | None = hash((files, frozenset(scan.unreadable.items()), frozenset(scan.dangling)))
-            except LayertapError:  # the folder is missing; the passes report it
-                now = None
-            if now is None or now != before:
-                self._mark_changed()
-            before = now
-            wait = max(_SCAN_S if now is not None else _GONE_S, 9 * (time.monotonic() - began))
 
 
 def _identity(root: str) -> tuple[int, int] | None:

@@ -3,15 +3,14 @@
     python -m tests.benchmarks.sync_scale 1000000 --home /var/tmp/sync-scale
 
 Each step is a process, and prints a line of JSON: seconds, seconds of CPU time, peak memory, bytes passed to the system
-for writing (with the log of SQLite and temporary files), and the bytes of the files of `versions/` that it wrote.
+for writing (with temporary files), and the bytes of the files of `versions/` that it wrote.
 
-    fill       one pass of N rows, its manifest and its first version, all made up
+    fill       one pass of N rows and its first version, all made up
     unchanged  a pass without changes
     known      a pass of 1,000 renamed and deleted files; nothing is computed
     changed    a pass of 1,000 added, edited, renamed and deleted files, half of which are computed
     again      a pass without changes after these
     reader     a `FeatureReader` opened, and 10,000 random rows read and compared with their paths
-    walk       (only with --walk) the scan of a real tree of N empty files; a scan that is compared with its manifest
 
 The scan is simulated: it yields N made-up files in the order of a real scan. Only changed files exist, in a folder.
 """
@@ -36,8 +35,8 @@ import numpy as np
 import xxhash
 
 from extract.sync.difference import Guards
-from extract.sync.manifest import Manifest, StoredRow
 from extract.sync.passes import Pass
+from extract.sync.records import Records, publish, stored_rows
 from extract.sync.scan import Scan, ScannedFile
 
 STEPS = ("fill", "unchanged", "known", "changed", "again", "reader")
@@ -104,12 +103,11 @@ class Folder:
 
 
 def fill(home: Path, count: int) -> dict[str, Any]:
-    """Write the pass, its manifest and its first version."""
+    """Write the pass and its first version."""
     from extract.images import list_images
     from extract.store.format.dataset import shard_rows_for
     from extract.store.format.layout import RowNames, create_shard
     from extract.store.format.writer import ShardWriter
-    from extract.sync.publishing import publish
     from tests.extract.sync.tiny import picture, planner
 
     out, sample = home / "out", home / "sample"
@@ -138,30 +136,14 @@ def fill(home: Path, count: int) -> dict[str, Any]:
             writer.publish()
     seconds["features"] = time.perf_counter() - start
     start = time.perf_counter()
-    with Manifest(out) as manifest:
-        folder = Folder(home, count)
-        sql, indexes = manifest._sql, ("features_by_hash", "features_by_size", "files_by_feature")
-        created = [
-            sql.execute("SELECT sql FROM sqlite_master WHERE name = ?", (name,)).fetchone()[0] for name in indexes
-        ]
-        with manifest.transaction():
-            for name in indexes:  # created again at the end, which sorts them: a real data set grows pass by pass
-                sql.execute(f"DROP INDEX {name}")
-            rows_of_pass = (
-                StoredRow(xxhash.xxh3_128_digest(content_of(i)), 203, TIME_NS + i, i, 1) for i in range(count)
-            )
-            ids = manifest.add_pass(1, rows_of_pass, TIME_NS)
-            manifest.set_files((file, True, row_id) for file, row_id in zip(folder.files(), ids, strict=True))
-            sql.execute("UPDATE features SET unused_since_ns = NULL")
-            for statement in created:
-                sql.execute(statement)
-            manifest.version = 1
-        manifest.set_settings("configuration", CONFIGURATION)
-        manifest.set_settings("versions", plan.provenance["versions"])
-        seconds["manifest"] = time.perf_counter() - start
-        start = time.perf_counter()
-        publish(out, os.fspath(folder.root), manifest, None)
-        seconds["version"] = time.perf_counter() - start
+    rows = stored_rows(out / "passes" / "000001", TIME_NS)
+    paths = np.array([path_of(i) for i in range(count)])
+    array = rows.astype([("path", paths.dtype), *rows.dtype.descr[1:]])
+    array["path"], array["ctime_ns"], array["settled"] = paths, array["mtime_ns"], 1
+    versions = plan.provenance["versions"]
+    records = Records(array, configuration=CONFIGURATION, versions=versions, last_pass=1, changed=True)
+    publish(out, os.fspath(home / "root"), records, None)
+    seconds["version"] = time.perf_counter() - start
     return {f"{name}_s": round(value, 1) for name, value in seconds.items()}
 
 
@@ -211,34 +193,6 @@ def reader(home: Path, count: int) -> dict[str, Any]:
     return {"open_s": round(seconds, 2), "peak_before_mb": before, "peak_open_mb": peak, "read_10000_s": round(read, 2)}
 
 
-def walk(home: Path, count: int) -> dict[str, Any]:
-    """Scan a real tree of empty files, into an empty manifest and into one that has them."""
-    root, out = home / "tree", home / "walk"
-    for i in range(count):
-        path = root / path_of(i).decode()
-        if i % 1000 == 0:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
-    out.mkdir()
-    seconds = {}
-    with Manifest(out) as manifest:
-        start = time.process_time()
-        assert sum(1 for _ in Scan(os.fspath(root)).files()) == count
-        seconds["scan_cpu_s"] = time.process_time() - start
-        with manifest.transaction():
-            ids = manifest.add_pass(1, (StoredRow(i.to_bytes(16, "big"), 0, 0, i, 1) for i in range(count)), TIME_NS)
-            files = Scan(os.fspath(root)).files()
-            manifest.set_files((file, True, row_id) for file, row_id in zip(files, ids, strict=True))
-        before = peak_mb()
-        start = time.process_time()
-        assert manifest.record_scan(Scan(os.fspath(root)).files()) == count
-        assert not list(manifest.files_to_examine(0, 0))
-        assert not manifest.gone()
-        seconds["compared_cpu_s"] = time.process_time() - start
-    shutil.rmtree(root)
-    return {"peak_before_mb": before, **{name: round(value, 2) for name, value in seconds.items()}}
-
-
 def peak_mb() -> int:
     """Return the peak resident memory of this process."""
     return round(int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) / 1024)
@@ -258,10 +212,8 @@ def step(name: str, home: Path, count: int) -> None:
             result = run_pass(home, count, {"rename": 500, "delete": 500})
         case "changed":
             result = run_pass(home, count, {"add": 250, "edit": 250, "rename": 250, "delete": 250})
-        case "reader":
-            result = reader(home, count)
         case _:
-            result = walk(home, count)
+            result = reader(home, count)
     seconds, times = time.perf_counter() - start, os.times()
     written = Path("/proc/self/io").read_text().partition("wchar:")[2].split()[0]
     new_tables = set(versions.iterdir()) - tables if versions.exists() else set()
@@ -283,19 +235,15 @@ def main() -> None:
     parser.add_argument("files", type=int)
     parser.add_argument("--home", type=Path, required=True, help="folder for the data set; its content is deleted")
     parser.add_argument("--step", help="run one step on what earlier steps left")
-    parser.add_argument("--walk", action="store_true", help="scan a real tree of N files instead")
     args = parser.parse_args()
     if args.step:
         step(args.step, args.home, args.files)
         return
     shutil.rmtree(args.home, ignore_errors=True)
     args.home.mkdir(parents=True)
-    for name in ("walk",) if args.walk else STEPS:
+    for name in STEPS:
         own = [sys.executable, "-m", "tests.benchmarks.sync_scale", str(args.files), "--home", str(args.home)]
         subprocess.run([*own, "--step", name], check=True)
-    manifest = args.home / "out" / "manifest.sqlite"
-    if manifest.exists():
-        print(json.dumps({"manifest_mb": round(manifest.stat().st_size / 1e6, 1)}))
 
 
 if __name__ == "__main__":

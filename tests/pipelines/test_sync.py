@@ -102,6 +102,11 @@ def test_status_and_compact_tell_what_kind_of_data_set_they_are_given(folder: Pa
     assert "was not written by `layertap sync`" in fails("compact", tmp_path / "out")
 
 
+@pytest.mark.parametrize("option", [(), ("--compact",), ("--watch",)])
+def test_a_url_is_refused_as_it_was_written(option: tuple[str, ...]) -> None:
+    assert "s3://b/x: `sync` works on this machine, not on a URL" in fails("sync", "s3://b/x", *option)
+
+
 def test_one_folder_that_fails_does_not_keep_the_others_from_their_pass(folder: Path, tmp_path: Path) -> None:
     for name in ("one", "two"):
         shutil.copytree(folder, tmp_path / name)

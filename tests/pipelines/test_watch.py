@@ -28,18 +28,15 @@ watchfiles = pytest.importorskip("watchfiles")
 
 
 class Refusing:
-    """The library, with a kernel that refuses to watch, and an option that hides it, as that of watchfiles 1.3 does."""
+    """The library, with a kernel that refuses to watch."""
 
     def __init__(self, error: Exception):
         self.error = error
 
-    def watch(
-        self, *roots: str, stop_event: threading.Event, ignore_permission_denied: bool, **_: Any
-    ) -> Iterator[Any]:
-        if not ignore_permission_denied:
+    def watch(self, *roots: str, force_polling: bool, **settings: Any) -> Iterator[Any]:
+        if not force_polling:
             raise self.error
-        while not stop_event.wait(0.1):
-            yield set()
+        yield from watchfiles.watch(*roots, force_polling=True, **settings)
 
 
 @pytest.fixture
@@ -50,7 +47,7 @@ def config(folder: Path, tmp_path: Path) -> SyncConfig:
 @pytest.fixture
 def changes(config: SyncConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Starts to look for changes, with a library."""
-    monkeypatch.setattr(watching, "_SCAN_S", 0.05)
+    monkeypatch.setattr(watching, "_SCAN_MS", 50)
     monkeypatch.setattr(watching, "_GONE_S", 0.05)
     monkeypatch.setattr(watching, "_CHECK_MS", 200)
     stop, begun = threading.Event(), []

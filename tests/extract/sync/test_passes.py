@@ -32,6 +32,7 @@ from extract.sync import scan as scanning
 from extract.sync.compaction import compact, passes_to_compact
 from extract.sync.difference import Guards
 from extract.sync.passes import Report, VanishedError
+from extract.sync.records import locate
 from extract.sync.scan import Scan, ScannedFile
 from tests.extract.sync.changes import write_as_changes
 from tests.extract.sync.tiny import EAGER, one_pass, picture, planner, same_as_fresh
@@ -959,3 +960,9 @@ def test_many_small_passes_are_joined(home: Home, monkeypatch: pytest.MonkeyPatc
     assert len(home.paths()) == 19
     assert verify(home.out).faults == []
     same_as_fresh(home.root, home.out)
+
+
+def test_a_path_that_is_longer_than_all_recorded_ones_is_not_taken_for_its_beginning() -> None:
+    recorded = np.array([b"a/1.p", b"a/2.p"])
+    at, there = locate(recorded, np.array([b"a/2.ppm", b"a/2.p", b"b"]))
+    assert (at[1], there.tolist()) == (1, [False, True, False])
