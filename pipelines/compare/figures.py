@@ -35,8 +35,6 @@ def draw(comparison: Comparison, out: Path) -> list[Path]:
     timed = [entry for entry in comparison.backbones if _quality(entry) is not None and entry.images_per_s]
     if len(timed) > 1:
         files.append(save_figure(_speed(comparison, timed), out / "accuracy-speed.png"))
-    if comparison.critical_difference is not None:
-        files.append(save_figure(_ranks(comparison, comparison.critical_difference), out / "ranks.png"))
     if comparison.similarity is not None and len(comparison.features) > 1:
         files.append(save_figure(_similarity(comparison), out / "alikeness.png"))
     return files
@@ -81,40 +79,6 @@ def _speed(comparison: Comparison, entries: list[Compared]) -> Figure:
     axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
     caption = f"Bars: 95 % interval, on {task.n_test:,} test images." if task else ""
     add_words(figure, f"Accuracy and speed of {len(entries)} backbones" if task else "Rank and speed", caption)
-    return figure
-
-
-def _ranks(comparison: Comparison, critical_difference: float) -> Figure:
-    """Draw the average ranks, and a bar over each group of backbones that are not distinguishable (Demsar 2006)."""
-    entries = [entry for entry in comparison.backbones if entry.rank is not None]
-    ranks = [entry.rank for entry in entries if entry.rank is not None]  # ascend
-    groups = [(i, max(j for j in range(len(ranks)) if ranks[j] - ranks[i] <= critical_difference))
-              for i in range(len(ranks))]  # fmt: skip
-    groups = [(i, j) for i, j in groups if i < j and not any(a < i and j <= b for a, b in groups)]
-    figure, axes = new_figure(8.0, 1.6 + 0.16 * (len(entries) + len(groups)))
-    bars = 0.5 * (len(groups) + 1)
-    for number, (i, j) in enumerate(groups):
-        axes.plot([ranks[i] - 0.03, ranks[j] + 0.03], [-0.5 * (number + 1)] * 2, color=COLOURS[1], linewidth=4)
-    half = (len(entries) + 1) // 2
-    for number, (entry, rank) in enumerate(zip(entries, ranks, strict=True)):
-        on_left = number < half
-        end, depth = (0.8, number) if on_left else (len(entries) + 0.2, len(entries) - 1 - number)
-        axes.plot([rank, rank, end], [0, -bars - depth - 0.5, -bars - depth - 0.5], color="0.35", linewidth=1)
-        axes.annotate(
-            f"{drawable(entry.name, 32)}  {rank:.2f}", (end, -bars - depth - 0.5), (-4 if on_left else 4, 0),
-            textcoords="offset points", ha="right" if on_left else "left", va="center", fontsize=8,
-        )  # fmt: skip
-    axes.plot([1, 1 + critical_difference], [2.0, 2.0], color="0.2", linewidth=2)
-    text = f"critical difference {critical_difference:.2f}"
-    axes.annotate(text, (1, 2.0), (0, 4), textcoords="offset points", fontsize=8)
-    axes.set_xlim(0.8 - 0.02 * len(entries), len(entries) + 0.2 + 0.02 * len(entries))
-    axes.set_ylim(-bars - half - 0.5, 3.0)
-    axes.spines[["left", "bottom"]].set_visible(False)
-    axes.spines["top"].set_visible(True)
-    axes.set_yticks([])
-    axes.set_xticks(range(1, len(entries) + 1))
-    axes.spines["top"].set_position(("data", 0))
-    axes.xaxis.set_ticks_position("top")
     return figure
 
 

@@ -17,7 +17,7 @@ from sklearn.preprocessing import StandardScaler, normalize
 from extract.analysis.probe import PROTOCOLS, linear_probe, protocols
 from extract.analysis.probe.feature_matrix import FeatureRows
 from extract.analysis.probe.logistic import LogisticRegression as Problem
-from extract.analysis.probe.notes import on_iterations
+from extract.analysis.probe.protocols import _note_on_iterations
 from extract.analysis.probe.strength_choice import stratified_folds
 from extract.errors import InputError, LayertapError
 from tests.benchmarks.strength_choice import compared
@@ -516,7 +516,7 @@ def test_separated_rows_stop_when_no_prediction_changes_any_more():
 
 
 def test_a_limit_of_iterations_on_separated_rows_is_explained():
-    separated, overlapping = (on_iterations("C = 1", 1000, value) for value in (True, False))
+    separated, overlapping = (_note_on_iterations("C = 1", 1000, value) for value in (True, False))
     assert "separated completely" in separated
     assert "not converged" not in separated
     assert "had not converged after 1,000 iterations; --scaling standardise" in overlapping
