@@ -531,7 +531,8 @@ def test_depths_that_hardly_differ_can_be_saved_and_predicted(made: Path, tmp_pa
 @pytest.mark.usefixtures("figures")
 def test_depths_are_predicted(made: Path, tmp_path: Path) -> None:
     write_depths(made, tmp_path / "depth")
-    result = layertap("probe", made / "out", "-p", "depth", "--depth", tmp_path / "depth", "-o", tmp_path / "res")
+    result = layertap("probe", made / "out", "-p", "depth", "--depth", tmp_path / "depth", "-l", "layer1", "-o",
+                      tmp_path / "res")  # fmt: skip
     assert result.exit_code == 0, result.output
     assert "out: 30 rows, depth maps; 24 train, 6 test" in result.stdout
     assert "pixels of known depth lie outside the crop" in result.stdout
