@@ -158,6 +158,7 @@ def test_wrong_arguments_are_refused(samples: Any, arguments: dict[str, Any], me
         depth_probe(samples[0], **how)
 
 
+@pytest.mark.usefixtures("few_strengths")
 def test_unknown_protocols_and_test_images_without_depths_are_refused(samples: Any) -> None:
     tokens, depths = samples
     with pytest.raises(UnknownNameError, match="protocol 'depth-dinov2' not found"):
