@@ -93,9 +93,10 @@ def _folder_for(config: ProbeConfig) -> Path:
     settings.
     """
     if config.results is not None:
-        if not _read_results(config.results):
+        if "configuration" not in _read_results(config.results):
             # Files of these names are replaced or deleted.
-            other = next((name for name in (*_TABLES, *PICTURES) if (config.results / name).exists()), None)
+            names = ("results.json", *_TABLES, *PICTURES)
+            other = next((name for name in names if (config.results / name).exists()), None)
             if other is not None:
                 raise InputError(
                     f"{config.results / other} exists and is not of a probe", hint="name another folder with -o"
@@ -128,7 +129,8 @@ def _read_results(folder: Path) -> dict[str, Any]:
 
 
 def _has_results(folder: Path) -> bool:
-    return bool(_read_results(folder).get("probes"))
+    content = _read_results(folder)
+    return bool(content.get("probes") or content.get("complete"))
 
 
 def _result_settings(config: ProbeConfig) -> dict[str, Any]:

@@ -230,15 +230,18 @@ def test_predict_follows_no_link_and_names_files_that_are_also_folders(made: Pat
     )
 
 
-def test_files_that_are_not_of_a_probe_stay(made: Path, tmp_path: Path) -> None:
-    for name in ("images.csv", "masks.png", "results.csv"):
-        (tmp_path / name).write_text("mine")
+@pytest.mark.parametrize("content", ["mine", '{"probes": [], "complete": false}'])
+def test_files_that_are_not_of_a_probe_stay(made: Path, tmp_path: Path, content: str) -> None:
+    for name in ("images.csv", "masks.png", "results.csv", "results.json"):
+        (tmp_path / name).write_text(content)
+    before = {path.name: path.read_text() for path in tmp_path.iterdir()}
     masks = made / "masks"
-    message = fails("probe", made / "out", "-p", "segmentation", "--masks", masks, "-o", tmp_path)
-    assert "results.csv exists and is not of a probe" in message
-    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == dict.fromkeys(
-        ("images.csv", "masks.png", "results.csv"), "mine"
-    )
+    for path in sorted(tmp_path.iterdir(), reverse=True):  # the one that is named is deleted, until none is left
+        message = fails("probe", made / "out", "-p", "segmentation", "--masks", masks, "-o", tmp_path)
+        assert "exists and is not of a probe" in message
+        assert {path.name: path.read_text() for path in tmp_path.iterdir()} == before
+        path.unlink()
+        del before[path.name]
 
 
 def test_an_interrupted_predict_can_be_repeated(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
