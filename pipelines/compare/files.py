@@ -1,4 +1,4 @@
-"""What a comparison prints and writes: its table, compare.json, tables, matrices and figures, and the page."""
+"""What a comparison prints and writes: its table, compare.json, tables, matrices and the page."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ _FORMAT = "layertap comparison"
 _PAGE_BYTES = 5_000_000  # of the page, at most, about; thumbnails take the rest
 _MEASURES = ("cka", "procrustes", "mutual_knn", "rsa")
 _SOMETIMES = (
-    "tasks.csv", "layers.csv", *(f"{measure}.csv" for measure in _MEASURES), "accuracy-speed.png", "alikeness.png",
+    "tasks.csv", "layers.csv", *(f"{measure}.csv" for measure in _MEASURES),
+    "accuracy-speed.png", "ranks.png", "alikeness.png",  # of earlier versions
 )  # fmt: skip
 
 
@@ -66,9 +67,7 @@ def mark_out(out: Path) -> None:
 
 
 def write_results(comparison: Comparison, out: Path) -> list[Path]:
-    """Write the results and figures, and return the files."""
-    from pipelines.compare.figures import draw
-
+    """Write the results, and return the files."""
     write_json(out / _RESULTS, {"format": _FORMAT, "complete": True, **as_json(comparison)})
     written = [out / _RESULTS]
 
@@ -96,7 +95,6 @@ def write_results(comparison: Comparison, out: Path) -> list[Path]:
             matrix = getattr(comparison.similarity, measure).tolist()
             lines_of = ([name, *row] for name, row in zip(names, matrix, strict=True))
             write_table(f"{measure}.csv", [measure, *names], lines_of)
-    written += draw(comparison, out)
     for name in _SOMETIMES:
         if out / name not in written:  # of an earlier run with other labels
             (out / name).unlink(missing_ok=True)
