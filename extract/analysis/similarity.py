@@ -11,12 +11,15 @@ from numpy.typing import NDArray
 
 from extract.analysis.probe.feature_matrix import FeatureRows, Source, mean_of
 from extract.analysis.probe.nearest_rows import nearest, overlap
-from extract.analysis.probe.representations import correlation, ranked_distances
 from extract.errors import InputError
+from extract.system.dissimilarities import dissimilarities
 
-__all__ = ["MOST_COLUMNS", "Alikeness", "FeatureSimilarity", "alikeness", "feature_similarity"]
+__all__ = [
+    "MOST_COLUMNS", "Alikeness", "FeatureSimilarity", "alikeness", "feature_similarity", "linear_cka", "rsa",
+]  # fmt: skip
 
 MEMORY_BYTES = 512 << 20
+_WORK_BYTES = 64 << 20  # of rows in double precision held at once for products of rows
 # Both take time that grows with the square of the number of images.
 _KNN_ROWS = 10_000
 _RSA_ROWS = 2_000
@@ -73,13 +76,8 @@ def feature_similarity(
         InputError: there are no features, their numbers of rows differ or are below 4, a feature is too wide, or k is
             not below the number of images.
     """
-    rows = [FeatureRows.of(feature) for feature in features]
-    if not rows:
-        raise InputError("there are no features to compare")
+    rows = _same_images(features)
     count = len(rows[0])
-    if any(len(other) != count for other in rows) or count < 4:
-        counts = ", ".join(str(len(feature)) for feature in rows)
-        raise InputError(f"features have {counts} rows; expected the same images, at least 4")
     if wide := [feature.width for feature in rows if feature.width > MOST_COLUMNS]:
         raise InputError(
             f"a feature has {wide[0]:,} values for an image; expected at most {MOST_COLUMNS:,}", hint="pool the layer"
@@ -90,9 +88,19 @@ def feature_similarity(
         raise InputError(f"k is {k}; expected 1 to {len(of_knn) - 1}")
     cka, procrustes, effective_rank = _products(rows, memory_bytes)
     shared = mutual_knn((feature.subset(of_knn).between(0, len(of_knn)) for feature in rows), k, memory_bytes)
-    distances = [ranked_distances(feature.subset(of_rsa)) for feature in rows]
-    rsa = _symmetric(len(rows), lambda i, j: correlation(distances[i], distances[j]))
+    distances = [_ranked_distances(feature.subset(of_rsa)) for feature in rows]
+    rsa = _symmetric(len(rows), lambda i, j: _correlation(distances[i], distances[j]))
     return FeatureSimilarity(cka, procrustes, shared, rsa, effective_rank, k, len(of_knn), len(of_rsa))
+
+
+def _same_images(features: Sequence[Source | FeatureRows]) -> list[FeatureRows]:
+    rows = [FeatureRows.of(feature) for feature in features]
+    if not rows:
+        raise InputError("there are no features to compare")
+    counts = [len(feature) for feature in rows]
+    if len(set(counts)) > 1 or counts[0] < 4:
+        raise InputError(f"features have {', '.join(map(str, counts))} rows; expected the same images, at least 4")
+    return rows
 
 
 Alikeness = FeatureSimilarity  # deprecated name
@@ -104,6 +112,40 @@ def alikeness(
     """Deprecated name of `feature_similarity`, with the same arguments, shapes and errors."""
     warnings.warn("alikeness is now called feature_similarity", DeprecationWarning, stacklevel=2)
     return feature_similarity(features, k=k, seed=seed, memory_bytes=memory_bytes)
+
+
+def linear_cka(x: Source | FeatureRows, y: Source | FeatureRows) -> float:
+    """Compute the linear centred kernel alignment (CKA) of two features of the same images.
+
+    It is 1 if one feature is a rotated and scaled copy of the other. Kornblith et al. 2019, with the unbiased HSIC
+    estimator of Song et al. 2012 (as in Nguyen, Raghu and Kornblith 2021): unrelated features give 0 even with more
+    columns than rows. The result may be slightly negative.
+
+    Args:
+        x: (N, D), or (N, *shape).
+        y: (N, E): the same images in the same order.
+
+    Raises:
+        InputError: the numbers of rows differ, or are below 4.
+    """
+    first, second = (_gram(rows) for rows in _same_images([x, y]))
+    scale = float(np.sqrt(np.vdot(first, first) * np.vdot(second, second)))
+    return float(np.vdot(first, second)) / scale if scale else float("nan")
+
+
+def rsa(x: Source | FeatureRows, y: Source | FeatureRows) -> float:
+    """Representational similarity analysis (RSA): rank correlation of the image distances in two features.
+
+    Kriegeskorte, Mur and Bandettini 2008: Spearman's correlation of 1 - Pearson's r between all pairs of images.
+
+    Args:
+        x: (N, D), or (N, *shape).
+        y: (N, E): the same images in the same order.
+
+    Raises:
+        InputError: the numbers of rows differ, or are below 4.
+    """
+    return _correlation(*(_ranked_distances(rows) for rows in _same_images([x, y])))
 
 
 def mutual_knn(features: Iterable[NDArray[np.float32]], k: int, memory_bytes: int = MEMORY_BYTES) -> Matrix:
@@ -186,3 +228,40 @@ def _exponential_of_entropy(singular: NDArray[np.float64]) -> float:
     shares = singular / singular.sum() if singular.sum() else singular
     shares = shares[shares > 0]
     return float(np.exp(-(shares * np.log(shares)).sum())) if len(shares) else 0.0
+
+
+def _gram(rows: FeatureRows) -> NDArray[np.float64]:
+    """Return the U-centred products (N, N) of the rows minus their mean, with a zero diagonal."""
+    count = len(rows)
+    mean = mean_of(rows)
+    gram = np.empty((count, count))
+    size = max(1, _WORK_BYTES // (8 * rows.width))
+    for first in range(0, count, size):
+        left = rows.between(first, min(first + size, count)) - mean
+        for second in range(0, first + 1, size):
+            right = rows.between(second, min(second + size, count)) - mean
+            products = left @ right.T
+            gram[first : first + len(left), second : second + len(right)] = products
+            gram[second : second + len(right), first : first + len(left)] = products.T
+    np.fill_diagonal(gram, 0)
+    # U-centring (Szekely and Rizzo 2014): the mean product of two U-centred matrices is the unbiased estimator.
+    sums = gram.sum(0) / (count - 2)
+    gram -= sums[:, None] + sums[None, :] - gram.sum() / ((count - 1) * (count - 2))
+    np.fill_diagonal(gram, 0)
+    return gram
+
+
+def _ranked_distances(rows: FeatureRows) -> NDArray[np.float64]:
+    """Return the ranks (N (N - 1) / 2,) of the distances of all pairs minus their mean; ties share a mean rank."""
+    count = len(rows)
+    distances = dissimilarities(rows.array())[np.triu_indices(count, 1)]
+    distances[np.isnan(distances)] = 1  # a row of equal values is related to none
+    _, position, counts = np.unique(distances, return_inverse=True, return_counts=True)
+    ranks = (np.cumsum(counts) - (counts + 1) / 2)[position]
+    return np.asarray(ranks - ranks.mean())
+
+
+def _correlation(first: NDArray[np.float64], second: NDArray[np.float64]) -> float:
+    """Return the correlation of two vectors whose mean is 0; NaN if one is constant."""
+    scale = float(np.linalg.norm(first) * np.linalg.norm(second))
+    return float(first @ second) / scale if scale else float("nan")

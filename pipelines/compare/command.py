@@ -47,8 +47,8 @@ def compare(ctx: click.Context, /, config: Path | None, as_json: bool, **flags: 
     """
     library("matplotlib", "figures", "layertap compare")
     from pipelines.compare.files import as_json as comparison_as_json
+    from pipelines.compare.files import print_comparison
     from pipelines.compare.job import compare as run_compare
-    from pipelines.compare.printed import print_comparison
 
     resolved = load_config(CompareConfig, config, given(flags))
     comparison, files = run_compare(resolved, lambda text: print_line(text, err=True))

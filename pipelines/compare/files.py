@@ -1,36 +1,51 @@
-"""The files of a comparison: compare.json, tables, matrices and figures."""
+"""What a comparison prints and writes: its table, compare.json, tables, matrices and the page."""
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, fields
+from datetime import UTC, datetime
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from extract.errors import InputError, LayertapError
-from extract.system.atomic_files import write_json
-from extract.system.json_files import read_json, without_nan
-from pipelines.compare.comparison import Comparison, Score, Task
-from pipelines.terminal.tables import table_file
+from PIL import Image
 
-__all__ = ["as_json", "check_out", "mark_out", "write_results"]
+from extract.analysis.probe.metrics import metric_name
+from extract.analysis.probe.significance_tests import LEVEL
+from extract.credentials import without_credentials
+from extract.errors import InputError, LayertapError
+from extract.store.format.dataset import DataSet
+from extract.store.reader import FeatureReader
+from extract.system.atomic_files import atomic_write, write_json
+from extract.system.json_files import read_json, without_nan
+from extract.system.optional_libraries import own_version
+from pipelines.compare.comparison import Compared, Comparison, Score, Task
+from pipelines.terminal.page.assembly import assembled
+from pipelines.terminal.page.thumbnail_sheets import LARGEST_PX, ThumbnailSheets, thumbnail_sheets
+from pipelines.terminal.pictures import Pictures
+from pipelines.terminal.tables import print_aligned, table_file
+from pipelines.terminal.text_output import printable
+
+__all__ = ["as_json", "check_out", "mark_out", "print_comparison", "write_page", "write_results"]
 
 _RESULTS = "compare.json"
 _FORMAT = "layertap comparison"
+_PAGE_BYTES = 5_000_000  # of the page, at most, about; thumbnails take the rest
 _MEASURES = ("cka", "procrustes", "mutual_knn", "rsa")
 _SOMETIMES = (
-    "tasks.csv", "layers.csv", *(f"{measure}.csv" for measure in _MEASURES), "accuracy-speed.png", "ranks.png",
-    "alikeness.png",
+    "tasks.csv", "layers.csv", *(f"{measure}.csv" for measure in _MEASURES),
+    "accuracy-speed.png", "ranks.png", "alikeness.png",  # of earlier versions
 )  # fmt: skip
 
 
 def check_out(out: Path) -> None:
-    """Check that a folder is new, empty, or of a comparison of all listed images.
+    """Check that a folder is new, empty, or of a comparison.
 
     Raises:
-        InputError: it holds other files, or the comparison of a sample, which earlier versions drew.
+        InputError: it holds other files.
     """
     if out.is_file():
         raise InputError(f"{out} is a file", hint="name a folder with -o")
@@ -42,11 +57,6 @@ def check_out(out: Path) -> None:
             content = read_json(out / _RESULTS)
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise InputError(f"{out} is not empty and not a comparison of layertap", hint="name another folder with -o")
-    if content.get("sample"):
-        raise InputError(
-            f"{out} compares a sample of the images that an earlier version drew for a given time",
-            hint="name another folder with -o, and --limit N for fewer images",
-        )
 
 
 def mark_out(out: Path) -> None:
@@ -57,9 +67,7 @@ def mark_out(out: Path) -> None:
 
 
 def write_results(comparison: Comparison, out: Path) -> list[Path]:
-    """Write the results and figures, and return the files."""
-    from pipelines.compare.figures import draw
-
+    """Write the results, and return the files."""
     write_json(out / _RESULTS, {"format": _FORMAT, "complete": True, **as_json(comparison)})
     written = [out / _RESULTS]
 
@@ -87,7 +95,6 @@ def write_results(comparison: Comparison, out: Path) -> list[Path]:
             matrix = getattr(comparison.similarity, measure).tolist()
             lines_of = ([name, *row] for name, row in zip(names, matrix, strict=True))
             write_table(f"{measure}.csv", [measure, *names], lines_of)
-    written += draw(comparison, out)
     for name in _SOMETIMES:
         if out / name not in written:  # of an earlier run with other labels
             (out / name).unlink(missing_ok=True)
@@ -123,3 +130,143 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
 def _task_as_json(task: Task) -> dict[str, Any]:
     names = {"n_test": "test_images", "chosen_on": "layers_chosen_on"}
     return {names.get(name, name): value for name, value in asdict(task).items()}
+
+
+def write_page(comparison: Comparison, out: Path, images: str) -> Path:
+    """Write the page, and return the file.
+
+    Args:
+        comparison: the comparison.
+        out: its folder, with the data sets.
+        images: location of the images.
+    """
+    path = out / "compare.html"
+    data: dict[str, Any] = _printable(as_json(comparison)) | {
+        "title": printable(without_credentials(images).rstrip("/").rpartition("/")[2] or "images"),
+        "written": datetime.now(UTC).isoformat(" ", "seconds"),
+        "version": own_version(),
+        "about_thumbnails": "",
+    }
+    disputed = [image for task in data["tasks"] for image in task["disputed"]]
+    for task in data["tasks"]:
+        task["metric_name"] = metric_name(task["metric"]).capitalize()
+        data["notes"] += [note if comparison.only_task else f"{task['name']}: {note}" for note in task["notes"]]
+    data["classes"] = []  # an image may have a class in each task
+    data["rows"] = {image["row"]: [image["path"], -1, ""] for image in disputed}
+    data["thumbnails"] = ThumbnailSheets().as_json()
+    script = (resources.files("pipelines.compare") / "compare.js").read_text(encoding="utf-8")
+    if disputed:
+        name = next(entry.name for entry in comparison.backbones if not entry.error)
+        sheets, data["about_thumbnails"] = _thumbnails(
+            comparison, out / name, images, _PAGE_BYTES - len(assembled("comparison", data, [script]))
+        )
+        data["thumbnails"] = sheets.as_json()
+    with atomic_write(path) as file:
+        file.write(assembled("comparison", data, [script]))
+    return path
+
+
+def _thumbnails(comparison: Comparison, data_set: Path, images: str, room: int) -> tuple[ThumbnailSheets, str]:
+    """Return thumbnails of the disputed images, and a note about missing ones."""
+    rows = list(dict.fromkeys(disputed.row for task in comparison.tasks for disputed in task.disputed))
+    with FeatureReader(data_set) as reader:
+        source = Pictures(reader, DataSet.open(data_set).images["root"], rows, images)
+        if source.why_not:
+            return ThumbnailSheets(), printable(f"No pictures: {source.why_not}")
+
+        def pictures() -> Iterator[tuple[int, Image.Image]]:
+            for row in rows:
+                picture, _ = source.picture(row, LARGEST_PX)
+                if picture is not None:
+                    yield row, picture
+
+        return thumbnail_sheets(pictures(), len(rows), room), ""
+
+
+def _printable(value: Any) -> Any:
+    """Return JSON-compatible data in which all texts can be printed."""
+    if isinstance(value, dict):
+        return {key: _printable(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_printable(item) for item in value]
+    return printable(value) if isinstance(value, str) else value
+
+
+def print_comparison(comparison: Comparison, echo: Callable[[str], None]) -> None:
+    """Print the table of the backbones."""
+    task = comparison.only_task
+    labelled = [] if task is None else [metric_name(task.metric), "", "behind", "p"]
+    if len(comparison.tasks) > 1:
+        labelled = ["rank", "p", *(printable(f"{task.name} {metric_name(task.metric)}") for task in comparison.tasks)]
+    rows = [["backbone", "layer", *labelled, "images/s", "1M images", "parameters", "width", "bytes",
+             "eff. rank", "alignment", "licence"]]  # fmt: skip
+    for entry in comparison.backbones:
+        if not entry.error:
+            rows.append([
+                printable(entry.name), printable(entry.layer), *_quality(comparison, entry), *_cost(entry),
+                _number(entry.effective_rank, ".1f"), _number(entry.alignment, ".2f"), printable(entry.licence or "-"),
+            ])  # fmt: skip
+    echo(_heading(comparison))
+    print_aligned(rows, "<<" + ">" * len(labelled) + ">>>>>>><", echo)
+    for entry in comparison.backbones:
+        if entry.error:
+            echo(f"{printable(entry.name)}: {printable(entry.error)}")
+    if comparison.tasks:
+        _print_meaning(comparison, echo)
+    if comparison.no_similarity_reason:
+        echo(f"features are not compared with each other: {printable(comparison.no_similarity_reason)}")
+    for note in comparison.notes:
+        echo(f"  {printable(note)}")
+    for task in comparison.tasks:
+        for note in task.notes:
+            echo(f"  {printable(note if comparison.only_task else f'{task.name}: {note}')}")
+
+
+def _heading(comparison: Comparison) -> str:
+    task = comparison.only_task
+    text = f"{comparison.n_images:,} images"
+    if not comparison.tasks:
+        return f"{text}, no labels"
+    of = f"{task.n_test:,} test images" if task else f"{len(comparison.tasks)} tasks"
+    return f"{text}, {of}, {comparison.protocol}"
+
+
+def _print_meaning(comparison: Comparison, echo: Callable[[str], None]) -> None:
+    """Print on what layers were chosen, how backbones were tested, and which are not distinguishable from the best."""
+    for chosen_on in sorted({task.chosen_on for task in comparison.tasks} - {""}):
+        echo(f"layers are chosen on {chosen_on}")
+    if sum(not entry.error for entry in comparison.backbones) == 1:
+        return
+    if comparison.critical_difference is None:
+        echo("p is corrected for all pairs of backbones (McNemar, Holm)")
+    else:
+        echo(
+            "rank is the average over the tasks, and p is corrected for all pairs of backbones (Nemenyi); ranks that "
+            f"differ by more than {comparison.critical_difference:.2f} are distinguishable (p below {LEVEL})"
+        )
+    best, *others = comparison.backbones
+    if same := [printable(entry.name) for entry in others if entry.is_distinguishable is False]:
+        echo(f"not distinguishable from {printable(best.name)}: {', '.join(same)}")
+
+
+def _quality(comparison: Comparison, entry: Compared) -> list[str]:
+    if not comparison.tasks:
+        return []
+    p = "" if entry.p is None else f"{entry.p:.3f}" if entry.p >= 0.001 else "<0.001"
+    if comparison.only_task is None:
+        values = [100 * task.scores[entry.name].value for task in comparison.tasks]
+        return [_number(entry.rank, ".2f"), p or "best", *(f"{value:.1f} %" for value in values)]
+    interval = f"({100 * (entry.low or 0):.1f} to {100 * (entry.high or 0):.1f})"
+    behind = "best" if entry.p is None else f"{100 * (entry.behind or 0):.1f}"
+    return [f"{100 * (entry.value or 0):.1f} %", interval, behind, p]
+
+
+def _cost(entry: Compared) -> list[str]:
+    rate = entry.images_per_s
+    hours = "-" if not rate else f"{1e6 / rate / 3600:.1f} h"
+    millions = "-" if entry.parameters is None else f"{entry.parameters / 1e6:.1f} M"
+    return [_number(rate, ",.0f"), hours, millions, _number(entry.width, ",d"), _number(entry.row_bytes, ",d")]
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None or math.isnan(value) else format(value, form)

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,32 +16,39 @@ import numpy as np
 from numpy.typing import NDArray
 
 from extract.analysis.probe.feature_matrix import FeatureRows
+from extract.analysis.probe.significance_tests import paired_tests, rank_test
 from extract.analysis.similarity import MOST_COLUMNS, feature_similarity
-from extract.backbones.sources import describe
+from extract.backbones.sources import describe, match_specs
 from extract.compute.backbone import Backbone, load_backbone
 from extract.credentials import text_without_credentials
 from extract.errors import InputError, LayertapError, UnknownNameError
 from extract.extraction.several import Member, MemberRun, extract_several
 from extract.images import Images, list_images
+from extract.images.csv_lists import read_table
 from extract.row_status import Status
 from extract.store.format.dataset import DataSet
 from extract.store.format.schemas import RUN
 from extract.store.reader import FeatureReader
 from extract.system.json_files import is_finite_number, read_json_lines
-from pipelines.compare.candidates import Candidate, candidates_of
-from pipelines.compare.comparison import Compared, Comparison
+from pipelines.compare.comparison import Compared, Comparison, Disputed, Score, Task
 from pipelines.compare.config import CompareConfig
-from pipelines.compare.files import check_out, mark_out, write_results
-from pipelines.compare.page import write_page
-from pipelines.compare.tasks import add_tasks
-from pipelines.probe.labelling import label_rows
+from pipelines.compare.files import check_out, mark_out, write_page, write_results
+from pipelines.probe.config import ProbeConfig
+from pipelines.probe.job import ProbedFeature, ProbeRun
+from pipelines.probe.labelling import Labelling, label_rows
+from pipelines.probe.report import probe_and_write
 from pipelines.terminal.graceful_stop import signals_held
 from pipelines.terminal.progress import Progress
 from pipelines.terminal.text_output import printable
 
-__all__ = ["compare", "forward_rate"]
+__all__ = ["Candidate", "candidates_of", "compare", "forward_rate"]
 
 _MOST_COMPARED = 60  # features that are compared with each other; of more, the best layer of each backbone
+_DISPUTED_IN_A_ROW = 6  # images that are shown
+_DISPUTED_ROWS = 6  # of them; divided among the tasks
+_RESERVED = ("probe",)  # folders of a comparison that are not data sets
+_COLUMNS = ("backbone", "weights", "name")
+_GLOB = re.compile(r"[*?\[]")
 
 
 def compare(config: CompareConfig, print_line: Callable[[str], None] | None) -> tuple[Comparison, list[Path]]:
@@ -85,7 +96,7 @@ def compare(config: CompareConfig, print_line: Callable[[str], None] | None) -> 
         comparison.notes.append(f"random weights: {', '.join(random)}")
     files = []
     if has_labels:
-        files += add_tasks(comparison, config, good, say)
+        files += _add_tasks(comparison, config, good, say)
     say("comparing features with each other")
     with contextlib.ExitStack() as stack:
         readers = {entry.name: stack.enter_context(FeatureReader(config.folder / entry.name)) for entry in good}
@@ -255,3 +266,215 @@ def forward_rate(out: Path) -> float | None:
                 rows += float(line.get("rows") or 0)
                 seconds += float(stages["forward"]) - prepared.pop(str(line["started"]), 0.0)
     return rows / seconds if rows and seconds > 0 else None
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A backbone to compare.
+
+    Attributes:
+        name: name of its data set, and in tables.
+        spec: spec of the backbone.
+        weights: name or file of weights, or "random"; None: the source's own.
+    """
+
+    name: str
+    spec: str
+    weights: str | None = None
+
+
+def candidates_of(specs: Sequence[str], table: Path | None) -> list[Candidate]:
+    """Return the candidates in order, without repeated ones.
+
+    Args:
+        specs: specs, or globs of specs.
+        table: CSV file with the column `backbone` and optionally `weights`, relative to the file, and `name`.
+
+    Raises:
+        InputError: the table cannot be used, two different candidates have the same name, or there are none.
+        UnknownNameError: no backbone matches a glob.
+    """
+    found = [_candidate(spec) for text in specs for spec in (match_specs(text) if _GLOB.search(text) else [text])]
+    found = list(dict.fromkeys(found + (_of_table(table) if table is not None else [])))
+    if not found:
+        raise InputError("there are no backbones to compare", hint="name each with -b, or a table with --from FILE.csv")
+    by_name: dict[str, Candidate] = {}
+    for candidate in found:
+        other = by_name.setdefault(candidate.name.lower(), candidate)  # some file systems ignore case
+        if other is not candidate:
+            raise InputError(
+                f"two backbones are called {printable(candidate.name)}: {printable(other.spec)} and "
+                f"{printable(candidate.spec)}",
+                hint="give each a name in the column `name` of --from FILE.csv",
+            )
+    return found
+
+
+def _candidate(spec: str, weights: str | None = None, name: str = "") -> Candidate:
+    if not name:
+        stem = "" if weights is None else f"-{Path(weights).stem}"
+        name = re.sub(r"[^\w.-]+", "-", spec + stem).strip("-.")
+    return Candidate(name, spec, weights)
+
+
+def _of_table(table: Path) -> list[Candidate]:
+    columns, lines = read_table(str(table), "backbone")
+    if unknown := [name for name in columns if name not in _COLUMNS]:
+        raise InputError(f"{table} has the column {printable(unknown[0])}; expected {', '.join(_COLUMNS)}")
+    found, empty = [], [""] * len(columns["backbone"])
+    for number, values in enumerate(zip(*(columns.get(column, empty) for column in _COLUMNS), strict=True)):
+        spec, weights, name = (str(value or "").strip() for value in values)
+        where = f"{table}, line {lines[number]}" if lines else f"{table}, row {number}"
+        if not spec:
+            raise InputError(f"{where}: no backbone")
+        if name and (not re.fullmatch(r"[\w.-]+", name) or name.startswith(".") or name.lower() in _RESERVED):
+            raise InputError(
+                f"{where}: the name {name!r} cannot be that of a folder; expected letters, digits, '-', '_' and '.'"
+            )
+        if weights and (table.parent / weights).is_file():
+            weights = str(table.parent / weights)
+        found.append(_candidate(spec, weights or None, name))
+    return found
+
+
+def _add_tasks(
+    comparison: Comparison, config: CompareConfig, good: Sequence[Compared], say: Callable[[str], None]
+) -> list[Path]:
+    """Probe all layers of all backbones in each task, and order the backbones, the best one first.
+
+    Args:
+        comparison: the comparison; gets the tasks.
+        config: configuration of the run.
+        good: the backbones that have features; get their scores or ranks.
+        say: receives a line about each step.
+
+    Returns:
+        the written files.
+    """
+    files: list[Path] = []
+    comparison.protocol = config.protocol
+    for name, labels in config.labels_of_tasks.items():
+        if config.tasks:
+            say(f"task      {name}")
+        task, written = _task(name, labels, config, [entry.name for entry in good], say)
+        comparison.tasks.append(task)
+        files += written
+    if (only := comparison.only_task) is not None:
+        for entry in good:
+            for key, value in vars(only.scores[entry.name]).items():
+                setattr(entry, key, value)
+        order = [*only.scores]
+    else:
+        order = _add_ranks(comparison, good)
+    place = {name: number for number, name in enumerate(order)}
+    comparison.backbones.sort(key=lambda entry: place.get(entry.name, len(place)))
+    return files
+
+
+def _add_ranks(comparison: Comparison, good: Sequence[Compared]) -> list[str]:
+    """Rank the backbones over all tasks; return their names, the best one first."""
+    # Metrics of different tasks cannot be averaged. The test of Nemenyi corrects for all pairs by itself, without the
+    # test of Friedman before it.
+    test = rank_test([[task.scores[entry.name].value for entry in good] for task in comparison.tasks])
+    best = int(test.ranks.argmin())
+    comparison.critical_difference = test.critical_difference if len(good) > 1 else None
+    for number, entry in enumerate(good):
+        entry.rank = float(test.ranks[number])
+        entry.p = None if number == best else float(test.p[best, number])
+        layers = Counter(task.scores[entry.name].layer for task in comparison.tasks)
+        entry.layer = layers.most_common(1)[0][0]
+    return [good[number].name for number in np.argsort(test.ranks, kind="stable").tolist()]
+
+
+def _task(
+    name: str, labels: str | None, config: CompareConfig, names: Sequence[str], say: Callable[[str], None]
+) -> tuple[Task, list[Path]]:
+    """Probe all layers of the named backbones, choose the best layer of each, and test their differences."""
+    results = config.folder / "probe" / name if config.tasks else config.folder / "probe"
+    probed = ProbeConfig(
+        out=[str(config.folder / backbone) for backbone in names], protocol=config.protocol, labels=labels,
+        test_fraction=config.test_fraction, seed=config.seed, device=config.device, results=results,
+    )  # fmt: skip
+    outcome, files = probe_and_write(probed, say)
+    best = {
+        backbone: outcome.best_of([feature for feature in outcome.probed if feature.data_set == backbone])
+        for backbone in names
+    }
+    metric = next(iter(best.values())).result.primary
+    scores = {}
+    for backbone, feature in best.items():
+        estimate, chosen_by = feature.result.metrics[metric], _known(feature.result.validation)
+        scores[backbone] = Score(feature.layer, estimate.value, estimate.low, estimate.high, chosen_by)
+    ranked = sorted(names, key=lambda backbone: scores[backbone].value, reverse=True)
+    rows, predicted = _on_common_images(outcome, {backbone: best[backbone] for backbone in ranked})
+    truth = _named(outcome.labellings[ranked[0]], outcome.labellings[ranked[0]].targets[rows])
+    # All pairs, not those with the best alone, which is the best partly by chance.
+    tests = paired_tests({backbone: row == truth for backbone, row in zip(ranked, predicted, strict=True)})
+    for other in ranked[1:]:
+        scores[other].behind = scores[ranked[0]].value - scores[other].value
+        scores[other].p = tests[ranked[0], other]
+    chosen_on = ""
+    notes = list(next(iter(outcome.labellings.values())).notes)
+    if len(outcome.probed) > len(names) and not outcome.by_validation:
+        notes.append("no images were left to choose layers on: the first layer of each backbone is taken")
+    elif len(outcome.probed) > len(names):
+        chosen_on = " or ".join(sorted({feature.result.chosen_on for feature in outcome.probed} - {""}))
+    most = _DISPUTED_IN_A_ROW * max(1, _DISPUTED_ROWS // max(1, len(config.tasks)))
+    return Task(
+        name, metric, len(rows), chosen_on, {backbone: scores[backbone] for backbone in ranked},
+        [_layer(feature) for feature in outcome.probed], _disputed(outcome, ranked, rows, predicted, most),
+        notes,
+    ), files  # fmt: skip
+
+
+def _layer(feature: ProbedFeature) -> dict[str, Any]:
+    result = feature.result
+    estimate = result.metrics[result.primary]
+    return {
+        "backbone": feature.data_set, "layer": feature.layer, "value": estimate.value, "low": estimate.low,
+        "high": estimate.high, "chosen_by": _known(result.validation),
+        "chosen": {result.swept: result.chosen} if result.swept else {},
+    }  # fmt: skip
+
+
+def _known(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _on_common_images(outcome: ProbeRun, best: dict[str, ProbedFeature]) -> tuple[NDArray[np.int64], NDArray[np.str_]]:
+    """Return the rows (n,) of the test images that all backbones have, and the predicted classes (backbones, n).
+
+    Classes are names: a backbone that fails on all training images of a class has other numbers of classes.
+    """
+    rows = {name: outcome.labellings[name].test for name in best}
+    common = reduce(np.intersect1d, rows.values())
+    predicted = []
+    for name, feature in best.items():
+        assert feature.result.predictions is not None
+        common_predictions = feature.result.predictions[np.isin(rows[name], common)]
+        predicted.append(_named(outcome.labellings[name], common_predictions))
+    return common, np.stack(predicted)
+
+
+def _named(labelling: Labelling, numbers: NDArray[np.int64]) -> NDArray[np.str_]:
+    """Return the names of classes from their numbers; those without training rows have the numbers -1, -2, ..."""
+    return np.array([*map(str, labelling.classes.tolist()), *reversed(labelling.unseen)], np.str_)[numbers]
+
+
+def _disputed(
+    outcome: ProbeRun, names: Sequence[str], rows: NDArray[np.int64], predicted: NDArray[np.str_], most: int
+) -> list[Disputed]:
+    """Return at most `most` images with the largest share of pairs of backbones that predict different classes."""
+    labelling, count = outcome.labellings[names[0]], len(names)
+    if count < 2:
+        return []
+    paths = dict(zip(labelling.test.tolist(), outcome.test_paths[names[0]], strict=True))
+    agreeing = sum((predicted == each).sum(0) - 1 for each in predicted) / (count * (count - 1))
+    order = [place for place in np.argsort(agreeing, kind="stable").tolist() if agreeing[place] < 1][:most]
+    return [
+        Disputed(
+            row := int(rows[place]), paths[row], str(_named(labelling, labelling.targets[row])),
+            float(1 - agreeing[place]), list(zip(names, predicted[:, place].tolist(), strict=True)),
+        )
+        for place in order
+    ]  # fmt: skip

@@ -19,7 +19,6 @@ from extract.analysis.probe.model import LinearProbe
 from extract.analysis.probe.probing import ProbeResult, probe
 from extract.analysis.probe.protocols import Labelled
 from extract.errors import InputError
-from extract.store.format.dataset import DataSet
 from extract.store.places.destination import data_set_at
 from extract.store.reader import FeatureReader
 from extract.system.urls import is_url
@@ -29,7 +28,7 @@ from pipelines.probe.labelling import Labelling, drop_leaks, label_rows
 from pipelines.probe.token_probes import Example, TokenProbes
 from pipelines.terminal.text_output import data_set_name
 
-__all__ = ["Comparison", "ProbeRun", "ProbedFeature", "arrays_of", "data_sets", "description_of", "run_probe"]
+__all__ = ["Comparison", "ProbeRun", "ProbedFeature", "arrays_of", "data_sets", "run_probe"]
 
 _NOT_SAVED = ("knn", "fewshot", "segmentation-knn")
 
@@ -280,23 +279,13 @@ def _comparisons(outcome: ProbeRun, readers: dict[str, FeatureReader]) -> Iterat
             yield Comparison((best.data_set, best.layer), (other.data_set, other.layer), *mcnemar(right, other_right))
 
 
-def description_of(dataset: DataSet, layers: Sequence[str]) -> dict[str, Any]:
-    """Return what the features of `layers` depend on, without the other features of the data set.
-
-    Raises:
-        InputError: the data set does not say what a feature is.
-    """
-    features = dataset.depends_on.get("features", {})
-    if missing := [name for name in layers if name not in features]:
-        raise InputError(f"{dataset.out} does not record what {missing[0]} is; its probe cannot be saved")
-    return {**dataset.depends_on, "features": {name: features[name] for name in layers}}
-
-
 def _save(probed: ProbedFeature, out: str, file: Path, more: Mapping[str, Any]) -> None:
     """Save the probe with all settings needed to compute the same features of other images, and `more` about it."""
     model, dataset = probed.result.model, data_set_at(out)
     assert model is not None
-    layers = list(probed.parts)
+    layers, features = list(probed.parts), dataset.depends_on.get("features", {})
+    if missing := [name for name in layers if name not in features]:
+        raise InputError(f"{dataset.out} does not record what {missing[0]} is; its probe cannot be saved")
     with FeatureReader(out) as reader:
         provenance = {key: reader.provenance.get(key) for key in ("backbone", "configuration", "versions")}
     about = {
@@ -305,7 +294,7 @@ def _save(probed: ProbedFeature, out: str, file: Path, more: Mapping[str, Any]) 
         "layers": layers,
         "poolings": [feature.attributes.get("pooling", "none") for name in layers
                      for feature in dataset.features if feature.name == name],
-        "depends_on": description_of(dataset, layers),
+        "depends_on": {**dataset.depends_on, "features": {name: features[name] for name in layers}},
         "provenance": provenance,
         "n_train": probed.result.n_train,
         "metrics": {name: metric.value for name, metric in probed.result.metrics.items()},

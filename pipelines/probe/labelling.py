@@ -24,8 +24,7 @@ __all__ = ["FILES", "SEPARATOR", "Labelling", "drop_leaks", "label_rows"]
 TEST_FRACTION = 0.2  # of each class, if a data set has no splits
 FILES = {"segmentation": "masks", "depth": "depth"}  # tasks whose targets are files -> option that names them
 SEPARATOR = "|"  # between the labels of a multilabel row
-_TINY_CLASS = 0.01  # of the median size of a class
-_NAMED = 3  # examples in a note
+_MOST_NOTES = 3  # on names of classes
 _MOST_CLASSES = 20  # more classes need two rows each on average; otherwise they are taken for names or ids of images
 
 
@@ -106,7 +105,7 @@ def label_rows(
             f"none of the {len(reader):,} rows has both features and a label: {_reasons(counts)}", hint=remedy
         )
     classes, targets = _targets(texts, used, task, labels or "the data set")
-    notes += _notes_on_classes(classes, targets[used], task)
+    notes += _notes_on_spellings(classes, task)
     names = np.array(splits)
     known_splits = set(names[used].tolist()) - {""}
     if test_fraction is not None or not known_splits:
@@ -207,31 +206,17 @@ def _targets(texts: Sequence[str | None], used: NDArray[np.bool_], task: str, wh
     return np.array(["target"]), values
 
 
-def _notes_on_classes(classes: NDArray[Any], targets: NDArray[Any], task: str) -> list[str]:
-    """Return notes on names of classes or labels that differ only by case or spaces, and on very small classes."""
-    if task == "regression" or task in FILES:
-        return []
-    notes, noun = [], "labels" if task == "multilabel" else "classes"
+def _notes_on_spellings(classes: NDArray[Any], task: str) -> list[str]:
+    """Return notes on the first names of classes or labels that differ only by case or spaces."""
     spellings: dict[str, list[str]] = {}
     for name in classes.tolist():
         spellings.setdefault(" ".join(name.casefold().split()), []).append(name)
-    if similar := [names for names in spellings.values() if len(names) > 1]:
-        groups = "groups" if len(similar) > 2 else "group"
-        more = f", and {len(similar) - 1} more such {groups}" if len(similar) > 1 else ""
-        notes.append(
-            f"the {noun} {' and '.join(repr(name) for name in similar[0])} differ only by case or spaces{more}; "
-            "if they mean the same, give them one spelling in a list of labels (--labels)"
-        )
-    if task == "classification":
-        sizes = np.bincount(targets, minlength=len(classes))
-        if len(tiny := np.flatnonzero(sizes < _TINY_CLASS * np.median(sizes))):
-            examples = ", ".join(f"{classes[i]!s} ({sizes[i]:,})" for i in tiny[:_NAMED])
-            more = f", and {len(tiny) - _NAMED} more" if len(tiny) > _NAMED else ""
-            notes.append(
-                f"classes with less than 1 % of the rows of a usual class ({int(np.median(sizes)):,}): {examples}"
-                f"{more}; are they spelled correctly?"
-            )
-    return notes
+    noun = "labels" if task == "multilabel" else "classes"
+    return [
+        f"the {noun} {' and '.join(map(repr, names))} differ only by case or spaces; if they mean the same, give them "
+        "one spelling in a list of labels (--labels)"
+        for names in spellings.values() if len(names) > 1
+    ][:_MOST_NOTES]  # fmt: skip
 
 
 def _groups(reader: FeatureReader) -> NDArray[np.int64]:

@@ -37,7 +37,9 @@ FORMATS = ("png", "pdf", "svg")
 _PERCENT = ("top1", "mIoU", "delta1")
 _IN_A_COLUMN = 20  # names in a legend column
 _PX = 384  # longer side of a drawn mask
-_UNLABELLED, _RIGHT, _WRONG = (np.array([grey] * 3, np.uint8) for grey in (255, 222, 30))
+_UNLABELLED = np.full(3, 255, np.uint8)  # colours of pixels in the map of errors
+_RIGHT = np.full(3, 222, np.uint8)
+_WRONG = np.full(3, 30, np.uint8)
 _MOST_NAMED = 40  # classes in the legend
 
 

@@ -50,7 +50,7 @@ def probe_and_write(config: ProbeConfig, say: Callable[[str], None]) -> tuple[Pr
     try:
         if config.save is not None:
             _check_file(config.save)
-        folder, created = _folder_for(config)
+        folder = _folder_for(config)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
@@ -60,11 +60,10 @@ def probe_and_write(config: ProbeConfig, say: Callable[[str], None]) -> tuple[Pr
     try:
         outcome = run_probe(config, say, lambda outcome: _write_results(outcome, folder))
     except BaseException:
-        if created and not _has_results(folder):  # a run without results leaves nothing behind
+        if not _has_results(folder):  # a run without results leaves no folder behind
             (folder / "results.json").unlink(missing_ok=True)
-            for path in created:
-                with contextlib.suppress(OSError):
-                    path.rmdir()
+            with contextlib.suppress(OSError):  # other files are in it
+                folder.rmdir()
         raise
     files = [folder / name for name in ("results.json", "results.csv")]
     if outcome.config.is_dense:
@@ -87,38 +86,37 @@ def _check_file(path: Path) -> None:
         pass
 
 
-def _folder_for(config: ProbeConfig) -> tuple[Path, list[Path]]:
-    """Return the folder of the results, and the folders that were created for it.
+def _folder_for(config: ProbeConfig) -> Path:
+    """Create the folder of the results, unless it exists.
 
     Without `config.results`, it is OUT/probe/PROTOCOL, or PROTOCOL-2 and so on, skipping folders with results of other
     settings.
     """
     if config.results is not None:
-        if not _read_results(config.results):
+        if "configuration" not in _read_results(config.results):
             # Files of these names are replaced or deleted.
-            other = next((name for name in (*_TABLES, *PICTURES) if (config.results / name).exists()), None)
+            names = ("results.json", *_TABLES, *PICTURES)
+            other = next((name for name in names if (config.results / name).exists()), None)
             if other is not None:
                 raise InputError(
                     f"{config.results / other} exists and is not of a probe", hint="name another folder with -o"
                 )
-        created = [path for path in (config.results, config.results.parent) if not path.exists()]
         config.results.mkdir(parents=True, exist_ok=True)
-        return config.results, created
+        return config.results
     if is_url(config.out[0]):
         raise InputError(
             f"{config.out[0]} is in a bucket", hint="name a folder on this machine for the results with -o"
         )
     parent = Path(config.out[0]) / "probe"
-    created = [] if parent.exists() else [parent]
     own_folder(parent)
     for number in itertools.count(1):
         folder = parent / (config.protocol + (f"-{number}" if number > 1 else ""))
         try:
             folder.mkdir()  # succeeds in only one of two concurrent runs
-            return folder, [folder, *created]
+            return folder
         except FileExistsError:
             if _read_results(folder).get("configuration") == _result_settings(config):
-                return own_folder(folder), created
+                return own_folder(folder)
     raise AssertionError("there is always a next number")
 
 
@@ -131,7 +129,8 @@ def _read_results(folder: Path) -> dict[str, Any]:
 
 
 def _has_results(folder: Path) -> bool:
-    return bool(_read_results(folder).get("probes"))
+    content = _read_results(folder)
+    return bool(content.get("probes") or content.get("complete"))
 
 
 def _result_settings(config: ProbeConfig) -> dict[str, Any]:

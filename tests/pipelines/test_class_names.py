@@ -16,7 +16,7 @@ from PIL import Image
 from extract import FeatureReader
 from extract.analysis.probe import LinearProbe
 from extract.store.merge import merge
-from pipelines.compare import tasks
+from pipelines.compare import job
 from pipelines.data_sets.report.probe_results import predictions_of, probes
 from pipelines.probe.job import ProbeRun
 from pipelines.probe.labelling import Labelling
@@ -138,9 +138,9 @@ def test_backbones_that_know_other_classes_are_compared_by_name() -> None:
     )
     predictions = {"one": [0, 1, 2, 2], "two": [0, 0, 1, 0]}
     best = {name: SimpleNamespace(result=SimpleNamespace(predictions=np.array(p))) for name, p in predictions.items()}
-    rows, predicted = tasks._on_common_images(cast(ProbeRun, outcome), cast(Any, best))
+    rows, predicted = job._on_common_images(cast(ProbeRun, outcome), cast(Any, best))
     assert predicted.tolist() == [["ant", "bee", "cat", "cat"], ["bee", "bee", "cat", "bee"]]
-    disputed = tasks._disputed(cast(ProbeRun, outcome), ["one", "two"], rows, predicted, 9)
+    disputed = job._disputed(cast(ProbeRun, outcome), ["one", "two"], rows, predicted, 9)
     assert [(one.path, one.label, one.predictions) for one in disputed] == [
         ("ant.png", "ant", [("one", "ant"), ("two", "bee")]), ("eel.png", "eel", [("one", "cat"), ("two", "bee")]),
     ]  # fmt: skip

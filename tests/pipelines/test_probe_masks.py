@@ -230,15 +230,18 @@ def test_predict_follows_no_link_and_names_files_that_are_also_folders(made: Pat
     )
 
 
-def test_files_that_are_not_of_a_probe_stay(made: Path, tmp_path: Path) -> None:
-    for name in ("images.csv", "masks.png", "results.csv"):
-        (tmp_path / name).write_text("mine")
+@pytest.mark.parametrize("content", ["mine", '{"probes": [], "complete": false}'])
+def test_files_that_are_not_of_a_probe_stay(made: Path, tmp_path: Path, content: str) -> None:
+    for name in ("images.csv", "masks.png", "results.csv", "results.json"):
+        (tmp_path / name).write_text(content)
+    before = {path.name: path.read_text() for path in tmp_path.iterdir()}
     masks = made / "masks"
-    message = fails("probe", made / "out", "-p", "segmentation", "--masks", masks, "-o", tmp_path)
-    assert "results.csv exists and is not of a probe" in message
-    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == dict.fromkeys(
-        ("images.csv", "masks.png", "results.csv"), "mine"
-    )
+    for path in sorted(tmp_path.iterdir(), reverse=True):  # the one that is named is deleted, until none is left
+        message = fails("probe", made / "out", "-p", "segmentation", "--masks", masks, "-o", tmp_path)
+        assert "exists and is not of a probe" in message
+        assert {path.name: path.read_text() for path in tmp_path.iterdir()} == before
+        path.unlink()
+        del before[path.name]
 
 
 def test_an_interrupted_predict_can_be_repeated(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -458,7 +461,7 @@ def write_depths(made: Path, folder: Path) -> Path:
 
 def test_depths_that_a_saved_probe_predicts_have_the_metrics_of_the_probe(made: Path, tmp_path: Path) -> None:
     depths, saved = write_depths(made, tmp_path / "depth"), tmp_path / "depth.safetensors"
-    result = layertap("probe", made / "out", "-p", "depth", "--depth", depths, "-l", "layer1", "--save", saved, "-o",
+    result = layertap("probe", made / "out", "-p", "depth", "--depth", depths, "-l", "layer2", "--save", saved, "-o",
                       tmp_path / "res")  # fmt: skip
     assert result.exit_code == 0, result.output
     result = layertap("predict", saved, made / "pictures" / "test", "-o", tmp_path / "predicted")
@@ -478,7 +481,7 @@ def test_depths_that_a_saved_probe_predicts_have_the_metrics_of_the_probe(made: 
     assert np.mean(errors) == pytest.approx(probed["metrics"]["rmse"]["value"], rel=1e-3)
     # What predict wrote is a table of depths.
     assert layertap("predict", saved, made / "pictures", "-o", tmp_path / "all").exit_code == 0
-    result = layertap("probe", made / "out", "-p", "depth", "--depth", tmp_path / "all" / "depths.csv", "-l", "layer1",
+    result = layertap("probe", made / "out", "-p", "depth", "--depth", tmp_path / "all" / "depths.csv", "-l", "layer2",
                       "-o", tmp_path / "again")  # fmt: skip
     assert result.exit_code == 0, result.output
     assert "holds no predicted masks" in fails("predict", masks_probe(made, tmp_path), made / "out", "-o",
@@ -522,7 +525,7 @@ def test_depths_that_hardly_differ_can_be_saved_and_predicted(made: Path, tmp_pa
         target = tmp_path / "depth" / path.relative_to(made / "masks").with_suffix(".npy")
         target.parent.mkdir(parents=True, exist_ok=True)
         np.save(target, 1e7 + np.where(mask == 255, 0, mask % 5))
-    result = layertap("probe", made / "out", "-p", "depth", "--depth", tmp_path / "depth", "-l", "layer1", "--save",
+    result = layertap("probe", made / "out", "-p", "depth", "--depth", tmp_path / "depth", "-l", "layer2", "--save",
                       tmp_path / "d.safetensors", "-o", tmp_path / "res")  # fmt: skip
     assert result.exit_code == 0, result.output
     assert layertap("predict", tmp_path / "d.safetensors", made / "out", "-o", tmp_path / "p").exit_code == 0
@@ -531,7 +534,8 @@ def test_depths_that_hardly_differ_can_be_saved_and_predicted(made: Path, tmp_pa
 @pytest.mark.usefixtures("figures")
 def test_depths_are_predicted(made: Path, tmp_path: Path) -> None:
     write_depths(made, tmp_path / "depth")
-    result = layertap("probe", made / "out", "-p", "depth", "--depth", tmp_path / "depth", "-o", tmp_path / "res")
+    result = layertap("probe", made / "out", "-p", "depth", "--depth", tmp_path / "depth", "-l", "layer2", "-o",
+                      tmp_path / "res")  # fmt: skip
     assert result.exit_code == 0, result.output
     assert "out: 30 rows, depth maps; 24 train, 6 test" in result.stdout
     assert "pixels of known depth lie outside the crop" in result.stdout
@@ -543,10 +547,16 @@ def test_depths_are_predicted(made: Path, tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "res").iterdir()} == {
         "results.json", "results.csv", "images.csv", "layers.png", "curve.png", "depths.png",
     }  # fmt: skip
-    near = layertap("probe", made / "out", "-p", "depth", "--depth", tmp_path / "depth", "-l", "layer1", "--max-depth",
-                    3000, "-o", tmp_path / "near")  # fmt: skip
-    assert near.exit_code == 0, near.output
-    assert results(tmp_path / "near")["probes"][0]["metrics"]["rmse"]["value"] < first["metrics"]["rmse"]["value"]
+
+
+def test_larger_depths_are_left_out_and_files_that_do_not_fit_are_refused(made: Path, tmp_path: Path) -> None:
+    of = ("probe", made / "out", "-p", "depth", "--depth", write_depths(made, tmp_path / "depth"), "-l", "layer2")
+    rmse = {}
+    for name, most in (("all", []), ("near", ["--max-depth", 3000])):
+        result = layertap(*of, *most, "-o", tmp_path / name)
+        assert result.exit_code == 0, result.output
+        rmse[name] = results(tmp_path / name)["probes"][0]["metrics"]["rmse"]["value"]
+    assert rmse["near"] < rmse["all"]
     Image.fromarray(np.ones((64, 40), np.uint16)).save(tmp_path / "depth" / "test" / "24.png")
     message = fails("probe", made / "out", "-p", "depth", "--depth", tmp_path / "depth")
     assert "test/24.png has 40 x 64 pixels" in message

@@ -8,6 +8,5 @@ result.model.predict(x_new)
 from extract.analysis.probe.model import LinearProbe
 from extract.analysis.probe.probing import ProbeResult, linear_probe
 from extract.analysis.probe.protocols import PROTOCOLS
-from extract.analysis.probe.representations import linear_cka, rsa
 
-__all__ = ["PROTOCOLS", "LinearProbe", "ProbeResult", "linear_cka", "linear_probe", "rsa"]
+__all__ = ["PROTOCOLS", "LinearProbe", "ProbeResult", "linear_probe"]

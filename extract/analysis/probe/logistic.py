@@ -23,9 +23,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from extract.analysis.probe.feature_matrix import FeatureRows
-from extract.analysis.probe.rows_along_axes import RowsAlongAxes, rows_along_axes
-from extract.compute.principal_axes import too_large
+from extract.analysis.probe.feature_matrix import FeatureRows, moments
+from extract.compute.principal_axes import RowBlocks, principal_axes, too_large
 from extract.system.torch_state import full_float32, limited_threads
 
 __all__ = ["MAX_ITERATIONS", "Fit", "LogisticRegression"]
@@ -49,6 +48,8 @@ _LEAST_ROWS = 512  # in a block; with fewer, reading the weights takes longer th
 _MOST_SHRINKS = 30  # of a step that does not decrease the objective enough
 _ENOUGH = 1e-4  # required share of the decrease promised by the slope (Nocedal and Wright, section 3.1)
 _ROUNDING = 1e-7  # relative rounding error of the objective in float32
+_FLATTEST = 1e-7  # of the largest variance; axes below it are rounding errors and are not stretched further
+_WIDEST = 6000  # columns for which principal axes are computed; wider features are scaled column by column
 # Multiplications of a pass over the rows for each thread, about 4 ms. On a busy machine of 2 cores, 240 rows took 16 s
 # of CPU with two threads, which spun most of the time, and take 1.0 s.
 _PER_THREAD = 100_000_000
@@ -114,7 +115,7 @@ class LogisticRegression:
         self._weight = None if sample_weight is None else torch.from_numpy(sample_weight[:, None]).to(self._device)
         self._targets, self._n_classes = torch.from_numpy(targets).to(self._device), n_classes
         with torch.inference_mode(), full_float32():
-            self._features = rows_along_axes(rows, self._device, self._memory_bytes)
+            self._features = _rows_along_axes(rows, self._device, self._memory_bytes)
 
     def fit(self, strengths: Sequence[float], max_iterations: int = MAX_ITERATIONS, until_settled: bool = False) -> Fit:
         """Minimise the objective for every strength.
@@ -195,7 +196,7 @@ class _Problem:
     C, W = (Z * s) along the axes, and the bias at the mean of the features is c * s.
     """
 
-    def __init__(self, features: RowsAlongAxes, targets: Tensor, n_classes: int, weights: Tensor | None):
+    def __init__(self, features: _RowsAlongAxes, targets: Tensor, n_classes: int, weights: Tensor | None):
         self.features, self.targets, self.weights = features, targets, weights
         self.device, self.count = targets.device, features.count
         self.n_outputs = n_classes if targets.ndim == 1 else targets.shape[1]
@@ -436,3 +437,74 @@ def _line_search(
         )
     new_point[short], new_value[short] = point[short], value[short]
     return new_point, new_value, new_gradient, ~short
+
+
+@dataclass(frozen=True)
+class _RowsAlongAxes:
+    """The rows, and the axes along which the variables lie.
+
+    Attributes:
+        rows: (N, D) rows to read in every pass; None if they are held.
+        held: (N, R) centred rows along the axes; None if they do not fit into memory or have no principal axes.
+        mean: (D,) of the rows.
+        axes: (R, D) orthonormal principal axes; None: the columns.
+        variances: (R,) of the rows along the axes, at least 1e-7 of the largest.
+        count: N.
+    """
+
+    rows: FeatureRows | None
+    held: Tensor | None
+    mean: Tensor
+    axes: Tensor | None
+    variances: Tensor
+    count: int
+
+    def blocks(self, size: int) -> Iterator[tuple[int, Tensor]]:
+        """Yield (first row, block) over all rows; a block is (n, R) if the rows are held, else (n, D)."""
+        if self.held is not None:
+            for start in range(0, self.count, size):
+                yield start, self.held[start : start + size]
+        elif self.rows is not None:
+            for first, array in self.rows.blocks():  # read large blocks, compute on small ones
+                block = torch.from_numpy(array).to(self.mean.device)
+                for start in range(0, len(block), size):
+                    yield first + start, block[start : start + size]
+
+    def along(self, weights: Tensor) -> Tensor:
+        """Convert weights along the axes (..., R) to weights of the columns (..., D)."""
+        return weights if self.axes is None else weights @ self.axes
+
+
+def _rows_along_axes(rows: FeatureRows, device: torch.device, memory_bytes: int) -> _RowsAlongAxes:
+    """Compute the principal axes of rows, and hold the rows along them if they fit.
+
+    Args:
+        rows: (N, D).
+        device: device to compute on.
+        memory_bytes: limit for the held rows.
+
+    Raises:
+        LayertapError: the features are too large for float32.
+    """
+    count, width = len(rows), rows.width
+    are_held = 4 * count * min(count, width) <= memory_bytes
+    source: Tensor | RowBlocks = rows
+    if count < width and are_held and 4 * rows.nbytes <= memory_bytes:
+        source = torch.from_numpy(rows.array())
+    elif width > _WIDEST:
+        mean, variances = (torch.from_numpy(values).float().to(device) for values in moments(rows))
+        return _RowsAlongAxes(rows, None, mean, None, _with_floor(variances), count)
+    fitted = principal_axes(source, device=device)
+    varying = fitted.squares > 0
+    varying[0] = True  # all rows are equal
+    mean, axes, variances = fitted.mean.float(), fitted.axes[varying], _with_floor(fitted.squares[varying] / count)
+    if not are_held:
+        return _RowsAlongAxes(rows, None, mean, axes, variances, count)
+    held = torch.empty(count, len(axes), device=device)
+    for start, array in rows.blocks():
+        held[start : start + len(array)] = (torch.from_numpy(array).to(device) - mean) @ axes.T
+    return _RowsAlongAxes(None, held, mean, axes, variances, count)
+
+
+def _with_floor(variances: Tensor) -> Tensor:
+    return torch.maximum(variances, _FLATTEST * variances.max()).float()

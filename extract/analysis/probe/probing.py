@@ -132,20 +132,8 @@ class ProbeResult:
 
     def _repr_html_(self) -> str:
         metrics = [[metric_name(metric), self._with_interval(metric)] for metric in self.metrics]
-        columns = [
-            [f"{value:,}" if name == "n" else f"{value:.3f}" for value in values]
-            for name, values in self.per_class.items()
-        ]
-        classes = [list(row) for row in zip(map(str, self.classes), *columns, strict=True)] if columns else []
-        notes = [f"{self.swept} {self.chosen:.3g}, chosen on {self.chosen_on}"] if self.swept and self.chosen_on else []
-        return html_summary(
-            repr(self),
-            [
-                Table(["metric", "value (95 % interval)"], metrics),
-                Table(["class", *self.per_class], classes, numbers=len(self.per_class), folded="Classes"),
-            ],
-            [*notes, *self.notes],
-        )
+        chosen = [f"{self.swept} {self.chosen:.3g}, chosen on {self.chosen_on}"] if self.swept else []
+        return html_summary(repr(self), [Table(["metric", "value (95 % interval)"], metrics)], [*chosen, *self.notes])
 
 
 def linear_probe(

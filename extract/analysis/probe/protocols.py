@@ -25,7 +25,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from extract.analysis.probe import notes as note
 from extract.analysis.probe.feature_matrix import FeatureRows, Scaling
 from extract.analysis.probe.logistic import Fit, LogisticRegression
 from extract.analysis.probe.model import LinearProbe
@@ -48,6 +47,7 @@ __all__ = ["PROTOCOLS", "SHOTS", "Fitted", "Labelled", "Protocol", "Settings"]
 SHOTS = (1, 2, 5, 10, 20)
 _KS = (10, 20, 100, 200)
 _REPEATS = 5  # draws of a few-shot probe
+_FEW_ROWS = 50  # to choose on; on fewer, the error of an accuracy exceeds 14 points
 _MOST_LEFT_OUT = 100  # rows a class that each draw predicts, besides the test rows
 
 
@@ -214,7 +214,7 @@ def knn(train: Labelled, val: Labelled | None, settings: Settings) -> Fitted:
         )
         return votes, None  # shares of votes are not probabilities: most are exactly 0
 
-    notes = note.on_few_rows(len(validation))
+    notes = _note_on_few_rows(len(validation))
     return Fitted(scores, len(neighbours), "k", k, curve, len(validation), chosen_on, threshold=0.5, notes=notes)
 
 
@@ -271,7 +271,7 @@ def ridge(train: Labelled, val: Labelled | None, settings: Settings) -> Fitted:
     scaling = Scaling.of(settings.scaling, all_rows.rows)
     weights, biases = fit_ridge(all_rows.rows.scaled(scaling), all_rows.targets, [alpha])
     model = LinearProbe(weights[0], biases[0], settings.classes, settings.task, scaling, has_probabilities=False)
-    notes = note.on_range("alpha", alpha, curve) + note.on_few_rows(len(validation)) + note.on_ties("alpha", curve)
+    notes = _note_on_range("alpha", alpha, curve) + _note_on_few_rows(len(validation)) + _note_on_ties("alpha", curve)
     return Fitted(_scorer(model), len(all_rows), "alpha", alpha, curve, len(validation), chosen_on, model, notes=notes)
 
 
@@ -484,12 +484,12 @@ def _refit(choice: _Choice, settings: Settings, strengths: NDArray[np.float64] |
     fit, model = _fitted(choice.all_rows, settings, chosen, until_settled=choice.folds)
     if swept == "lambda":
         curve, chosen = [(1 / c, value) for c, value in reversed(curve)], 1 / chosen
-    notes = note.on_scale(swept, fit.deviation, largest * len(choice.all_rows))
-    notes += note.on_range(swept, chosen, curve) + note.on_few_rows(choice.n_val)
+    notes = _note_on_scale(swept, fit.deviation, largest * len(choice.all_rows))
+    notes += _note_on_range(swept, chosen, curve) + _note_on_few_rows(choice.n_val)
     if not choice.folds:
-        notes += note.on_ties(swept, curve)
+        notes += _note_on_ties(swept, curve)
     if not fit.converged[0]:
-        notes.append(note.on_iterations(f"{swept} = {chosen:.3g}", int(fit.iterations[0]), bool(fit.separated[0])))
+        notes.append(_note_on_iterations(f"{swept} = {chosen:.3g}", int(fit.iterations[0]), bool(fit.separated[0])))
     return Fitted(
         _scorer(model), len(choice.all_rows), swept, chosen, curve, choice.n_val, choice.chosen_on, model,
         objective=float(fit.objectives[0]), notes=notes,
@@ -516,3 +516,46 @@ def _shuffle_by_class(
     order = np.argsort(targets, kind="stable")
     edges = np.searchsorted(targets[order], np.arange(1, n_classes))
     return [generator.permutation(rows) for rows in np.split(order, edges)]
+
+
+def _note_on_iterations(chosen: str, iterations: int, separated: bool) -> str:
+    """Return what it means that the final fit reached the limit of iterations."""
+    if separated:
+        return (
+            f"the classes of the training rows are separated completely: with {chosen} all of these rows are right, "
+            f"and further iterations than {iterations:,} would only make the probabilities more extreme"
+        )
+    return f"{chosen} had not converged after {iterations:,} iterations; --scaling standardise usually converges sooner"
+
+
+def _note_on_scale(swept: str, deviation: float, weight: float) -> list[str]:
+    """Return a note if even the weakest penalty exceeds the curvature of the loss, deviation^2 / 4, on every axis."""
+    if weight * deviation**2 / 4 >= 1:
+        return []
+    return [
+        f"the features vary so little (standard deviation {deviation:.1g}) that every {swept} keeps the weights near "
+        "zero; use --scaling standardise (scaling='standardise')"
+    ]
+
+
+def _note_on_range(swept: str, chosen: float, curve: Sequence[tuple[float, float]]) -> list[str]:
+    """Return a note if the chosen value is the first or the last."""
+    values = [value for value, _ in curve]
+    return [f"{swept} = {chosen:.3g} is at the end of its range"] if chosen in (min(values), max(values)) else []
+
+
+def _note_on_ties(swept: str, curve: Sequence[tuple[float, float]]) -> list[str]:
+    """Return a note if more than a third of the values are equally good on the validation rows."""
+    values = [value for _, value in curve]
+    n_equal = values.count(max(values))
+    if n_equal <= len(values) // 3 or len(values) < 3:
+        return []
+    return [
+        f"{n_equal} of {len(values)} values of {swept} are equally good on the validation rows; "
+        + ("the strongest penalty is chosen" if swept == "alpha" else "the value with the least log loss is chosen")
+    ]
+
+
+def _note_on_few_rows(count: int) -> list[str]:
+    """Return a note if the choice is made on fewer than 50 rows."""
+    return [f"chosen on only {count} rows"] if count < _FEW_ROWS else []

@@ -12,8 +12,8 @@ import pytest
 
 from extract import FeatureReader, Status, findings
 from extract.analysis.probe.feature_matrix import FeatureRows
-from extract.analysis.probe.label_errors import confident_classes, left_out_probabilities
 from extract.analysis.probe.strength_choice import stratified_folds
+from extract.analysis.row_findings import confident_classes, left_out_probabilities
 from extract.errors import UnknownNameError
 from extract.store.format.layout import StoredFeature, create_shard
 from extract.store.format.writer import ShardWriter

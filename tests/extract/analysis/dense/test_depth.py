@@ -12,6 +12,7 @@ from torch.nn.functional import interpolate
 
 from extract.analysis.dense import depth_probe
 from extract.analysis.dense.upsampling import DepthBins, cell_means
+from extract.analysis.probe import protocols
 from extract.errors import InputError, UnknownNameError
 from tests.extract.analysis.dense.test_segmentation import CHANNELS, CROP, GRID, IMAGES, TEST, TRAIN, token_array
 
@@ -33,11 +34,19 @@ def samples() -> tuple[Any, list[np.ndarray]]:
     return token_array(values.reshape(IMAGES, -1, CHANNELS).astype(np.float32)), depths
 
 
+@pytest.fixture
+def few_strengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The strength is chosen from three, in tests that are not about the choice."""
+    compare_all, three = protocols._compare_all, np.logspace(-4, 0, 3)
+    monkeypatch.setattr(protocols, "_coarse_to_fine", lambda compare: compare_all(compare, three))
+
+
 def known(depth: np.ndarray) -> np.ndarray:
     with np.errstate(invalid="ignore"):
         return (depth > 0) & (depth < np.inf)
 
 
+@pytest.mark.usefixtures("few_strengths")
 def test_metrics_are_means_over_images_by_their_definitions(samples: Any) -> None:
     tokens, depths = samples
     predicted: dict[int, np.ndarray] = {}
@@ -119,6 +128,7 @@ def test_depths_of_bins_are_means_weighted_by_scores(weighting: str) -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
+@pytest.mark.usefixtures("few_strengths")
 def test_larger_depths_neither_count_nor_are_predicted(samples: Any) -> None:
     tokens, depths = samples
     predicted: dict[int, np.ndarray] = {}
@@ -148,6 +158,7 @@ def test_wrong_arguments_are_refused(samples: Any, arguments: dict[str, Any], me
         depth_probe(samples[0], **how)
 
 
+@pytest.mark.usefixtures("few_strengths")
 def test_unknown_protocols_and_test_images_without_depths_are_refused(samples: Any) -> None:
     tokens, depths = samples
     with pytest.raises(UnknownNameError, match="protocol 'depth-dinov2' not found"):

@@ -17,7 +17,7 @@ from sklearn.preprocessing import StandardScaler, normalize
 from extract.analysis.probe import PROTOCOLS, linear_probe, protocols
 from extract.analysis.probe.feature_matrix import FeatureRows
 from extract.analysis.probe.logistic import LogisticRegression as Problem
-from extract.analysis.probe.notes import on_iterations
+from extract.analysis.probe.protocols import _note_on_iterations
 from extract.analysis.probe.strength_choice import stratified_folds
 from extract.errors import InputError, LayertapError
 from tests.benchmarks.strength_choice import compared
@@ -308,7 +308,9 @@ def test_streamed_features_give_what_held_ones_give(data):
     x, y, x_val, y_val, x_test, y_test = data
     for protocol in ("clip", "knn", "centroid"):
         held, streamed = (
-            linear_probe(x, y, x_test, y_test, x_val=x_val, y_val=y_val, protocol=protocol, memory_bytes=memory)
+            linear_probe(
+                x[:200], y[:200], x_test, y_test, x_val=x_val, y_val=y_val, protocol=protocol, memory_bytes=memory
+            )
             for memory in (1 << 30, 20_000)
         )
         assert streamed.value == pytest.approx(held.value, abs=0.0067), protocol
@@ -516,7 +518,7 @@ def test_separated_rows_stop_when_no_prediction_changes_any_more():
 
 
 def test_a_limit_of_iterations_on_separated_rows_is_explained():
-    separated, overlapping = (on_iterations("C = 1", 1000, value) for value in (True, False))
+    separated, overlapping = (_note_on_iterations("C = 1", 1000, value) for value in (True, False))
     assert "separated completely" in separated
     assert "not converged" not in separated
     assert "had not converged after 1,000 iterations; --scaling standardise" in overlapping
@@ -550,18 +552,11 @@ def test_labels_that_are_equally_good_are_chosen_by_log_loss_too():
     assert result.chosen > 10 * equal[0]
 
 
-def test_a_result_prints_as_a_line_and_in_a_notebook_as_tables(data):
+def test_a_result_prints_as_a_line_and_in_a_notebook_as_a_table(data):
     x_train, y_train, _, _, x_test, y_test = data
-    names = np.array(["ant", "bee", "<cat>", "dog", "elk"])
-    result = linear_probe(x_train, names[y_train], x_test, names[y_test], protocol="knn")
+    result = linear_probe(x_train, y_train, x_test, y_test, protocol="knn")
     top1 = result.metrics["top1"]
     line = f"{100 * top1.value:.1f} % ({100 * top1.low:.1f} to {100 * top1.high:.1f})"
     assert repr(result) == f"ProbeResult(knn: top-1 {line}, 400 train rows, 150 test rows)"
     page = HtmlReader(result._repr_html_())
     assert page.rows[:2] == [["metric", "value (95 % interval)"], ["top-1", line]]
-    by_class = {row[0]: row[1:] for row in page.rows[-5:]}
-    assert page.rows[-6] == ["class", "n", "recall", "precision", "f1"]
-    for name in names:
-        of_class = names[y_test] == name
-        recall = (result.classes[result.predictions] == name)[of_class].mean()
-        assert by_class[name][:2] == [str(of_class.sum()), f"{recall:.3f}"]
