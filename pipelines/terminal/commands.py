@@ -39,6 +39,7 @@ OLD_COMMANDS = {
     "status": "show --status",
     "watch": "sync --watch",
 }
+
 # Options that do not exist, and what to do instead.
 _START_AGAIN = "to start again, delete the output, or name another one with -o"
 GONE_OPTIONS = {
@@ -46,11 +47,8 @@ GONE_OPTIONS = {
     "--budget": "use --limit N, which takes the first N images",
     "--clobber": _START_AGAIN,
     "--force": _START_AGAIN,
-    "--layer": "use --layers",
     "--max-distortion": "extract.compute.distortion.measured_distortion measures what a projection changes",
-    "--output": "use --out",
     "--overwrite": _START_AGAIN,
-    "--picture": "use --pictures",
     "--restart": _START_AGAIN,
     "--results": "use --out",
     "--schedule": "`layertap sync CONFIG --schedule` runs passes at fixed times",
