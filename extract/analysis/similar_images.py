@@ -10,11 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from extract.analysis.dataset_diff import shared_images
 from extract.analysis.probe.feature_matrix import FeatureRows
 from extract.analysis.probe.nearest_rows import MEMORY_BYTES, Neighbours, nearest
-from extract.analysis.similarity import mutual_knn
-from extract.store.reader import FeatureArray, FeatureReader
+from extract.store.reader import FeatureArray
 
 __all__ = [
     "QUICK_PRODUCTS",
@@ -25,7 +23,6 @@ __all__ = [
     "map_neighbours",
     "near_duplicate_cosine",
     "outlier_cosine",
-    "shared_neighbours",
     "similar_images",
 ]
 
@@ -33,7 +30,6 @@ K = 10  # neighbours per image
 _FEWEST = 30  # nearest cosines from which a threshold of near-duplicates is computed
 _MODIFIED_Z = 3.5  # of outliers (Iglewicz and Hoaglin, "How to detect and handle outliers", 1993)
 QUICK_PRODUCTS = 5e11  # multiplications of a search: about 15 s on two cores
-_SHARED_ROWS = 2000  # images on which two data sets are compared, drawn at random
 
 
 @dataclass(frozen=True)
@@ -190,36 +186,3 @@ def _keys(hashes: NDArray[np.uint8], good: NDArray[np.int64]) -> tuple[NDArray[A
     """Return the hashes as sortable values, and the rows that have a hash."""
     hashed = good[hashes[good].any(1)]
     return np.ascontiguousarray(hashes[hashed]).view("V16").reshape(-1), hashed
-
-
-def shared_neighbours(
-    first: FeatureReader, second: FeatureReader, layers: list[tuple[str, str]], seed: int
-) -> tuple[int, list[tuple[str, str, float, float]]]:
-    """Compare the neighbours of images in two data sets.
-
-    Args:
-        first: reader of a data set.
-        second: reader of another data set.
-        layers: pairs of a layer of `first` and a layer of `second`.
-        seed: seed of the choice of images.
-
-    Returns:
-        the number of images in the comparison, and (layer, layer, share, chance) for each pair: the mean share of
-        the K nearest neighbours that are the same images, and the share expected for random neighbours.
-    """
-    first_rows, theirs = shared_images(first, second)
-    order = np.random.default_rng(seed).permutation(len(first_rows))[:_SHARED_ROWS]
-    first_rows, theirs = first_rows[order], theirs[order]
-    shares = []
-    if len(first_rows) > 1:
-        k = min(K, len(first_rows) - 1)
-        for layer, other_layer in layers:
-            features = _rows_of(first[layer], first_rows), _rows_of(second[other_layer], theirs)
-            shares.append((layer, other_layer, float(mutual_knn(features, k)[0, 1]), k / (len(first_rows) - 1)))
-    return len(first_rows), shares
-
-
-def _rows_of(array: FeatureArray, rows: NDArray[np.int64]) -> NDArray[np.float32]:
-    """Return different rows (N, D), in any order."""
-    ascending, places = np.unique(rows, return_inverse=True)
-    return FeatureRows.of(array, ascending).between(0, len(rows))[places]

@@ -36,7 +36,7 @@ def run_findings(
         UnknownNameError: the layer does not exist.
     """
     if output is not None:
-        check_file(output, (".csv",))
+        check_file(output, (".csv",), hint="as JSON: layertap findings OUT --json")
     with FeatureReader(out, check=isinstance(out, Path)) as reader:
         sizes = picture_sizes(reader, data_set_at(out).images["root"], images)
         table = findings(reader, layer, kinds=kinds or KINDS, picture_size=sizes)

@@ -44,13 +44,13 @@ def _look_options(model: type[LookConfig], metavars: dict[str, str]) -> Callable
 
 
 def _not_images(ctx: click.Context, param: click.Parameter, text: str) -> str:
-    if Path(text).exists():
+    if Path(text).is_dir():
         from extract.backbones.sources import SOURCES
 
         if text.partition("/")[0] not in SOURCES:
             names = [each.human_readable_name for each in ctx.command.params if isinstance(each, click.Argument)]
             expected = " ".join([ctx.command_path, *names])
-            raise InputError(f"{text} is a path; expected a backbone", hint=f"expected: {expected}")
+            raise InputError(f"{text} is a folder; expected a backbone", hint=f"expected: {expected}")
     return text
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -124,20 +124,20 @@ def _has_positions(feature: Feature) -> bool:
     return math.prod(n for n, axis in zip(feature.shape, feature.layout.axes, strict=True) if axis != "C") > 1
 
 
-def _maps(
-    backbone: Backbone, sample: Sample, feature: Feature
-) -> Iterator[tuple[Tensor, NDArray[np.uint8], list[int]]]:
-    """Yield maps (B, h, w, C), pixels and rows of each batch."""
-    layout, size = feature.layout, backbone.preprocessing.crop_px
+def _map(backbone: Backbone, feature: Feature, inputs: Tensor) -> Tensor:
+    """Return the maps (B, h, w, C) of a layer."""
+    values = attribution.activations_of(backbone, inputs, Choice([feature], []))[feature.name]
+    layout = feature.layout
+    return attribution.map_of(values, layout.axes, layout.prefix_tokens, backbone.preprocessing.crop_px)
+
+
+def _over_batches(sample: Sample, values_of: Callable[[Tensor], Tensor]) -> tuple[Tensor, NDArray[np.uint8], list[str]]:
+    """Return what a function of the inputs gives for all images, their pixels, and their names; for few images."""
+    values, pixels = [], []
     for batch in sample.batches():
-        values = attribution.activations_of(backbone, batch.inputs, Choice([feature], []))[feature.name]
-        yield attribution.map_of(values, layout.axes, layout.prefix_tokens, size), batch.pixels, batch.rows.tolist()
-
-
-def _all_maps(backbone: Backbone, sample: Sample, feature: Feature) -> tuple[Tensor, NDArray[np.uint8], list[str]]:
-    """Return maps, pixels and paths of all images in memory; for few images."""
-    maps, pixels, rows = zip(*_maps(backbone, sample, feature), strict=True)
-    return torch.cat(maps), np.concatenate(pixels), [sample.images.paths[row] for row in itertools.chain(*rows)]
+        values.append(values_of(batch.inputs))
+        pixels.append(batch.pixels)
+    return torch.cat(values), np.concatenate(pixels), [sample.name(i) for i in range(len(sample.decoded))]
 
 
 def _checked_channels(config: DrawConfig, count: int) -> list[int] | None:
@@ -148,7 +148,7 @@ def _checked_channels(config: DrawConfig, count: int) -> list[int] | None:
 
 def _feature_maps(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:
     for feature in _layers(config, backbone, last=False):
-        maps, pixels, names = _all_maps(backbone, sample, feature)
+        maps, pixels, names = _over_batches(sample, partial(_map, backbone, feature))
         chosen = _checked_channels(config, maps.shape[-1])
         values = maps.double().flatten(0, 2)
         spread = values.std(0, correction=0)
@@ -165,7 +165,7 @@ def _feature_maps(config: DrawConfig, backbone: Backbone, sample: Sample) -> Fig
 
 def _tokens(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:
     for feature in _layers(config, backbone, last=True):
-        maps, pixels, names = _all_maps(backbone, sample, feature)
+        maps, pixels, names = _over_batches(sample, partial(_map, backbone, feature))
         title = f"{_title(backbone, feature.name)}: main directions of all positions as red, green and blue"
         yield feature.name, draw_figures.side_by_side(pixels, attribution.principal_colours(maps), names, title)
 
@@ -173,9 +173,9 @@ def _tokens(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:
 def _top(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:
     for feature in _layers(config, backbone, last=True):
         peaks, rows = [], []
-        for maps, _, batch_rows in _maps(backbone, sample, feature):
-            peaks.append(maps.float().amax((1, 2)).numpy())
-            rows += batch_rows
+        for batch in sample.batches():
+            peaks.append(_map(backbone, feature, batch.inputs).float().amax((1, 2)).numpy())
+            rows += batch.rows.tolist()
         peak_values = np.concatenate(peaks)
         chosen = _checked_channels(config, peak_values.shape[1])
         if chosen is None:
@@ -187,9 +187,9 @@ def _top(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:
         shown_rows = sorted({row for images in best.values() for row in images})
         shown_sample = dataclasses.replace(sample, rows=shown_rows, decoded=[])
         shown: dict[int, tuple[NDArray[np.float32], NDArray[np.uint8]]] = {}
-        for maps, pixels, batch_rows in _maps(backbone, shown_sample, feature):
-            part = maps[..., chosen].float().numpy()
-            shown |= {row: (part[i], pixels[i]) for i, row in enumerate(batch_rows)}
+        for batch in shown_sample.batches():
+            part = _map(backbone, feature, batch.inputs)[..., chosen].float().numpy()
+            shown |= {row: (part[i], batch.pixels[i]) for i, row in enumerate(batch.rows.tolist())}
         yield feature.name, draw_figures.top_images(best, shown, _title(backbone, feature.name), len(rows))
 
 
@@ -225,39 +225,30 @@ def _as_map(values: Tensor, backbone: Backbone) -> Tensor:
     return maps.permute(0, 3, 1, 2)
 
 
-def _over_batches(
-    sample: Sample, values_of: Callable[[Tensor], NDArray[np.float32]]
-) -> tuple[NDArray[np.float32], NDArray[np.uint8], list[str]]:
-    """Return what a function of the inputs gives for all images, their pixels, and their names."""
-    values, pixels = [], []
-    for batch in sample.batches():
-        values.append(values_of(batch.inputs))
-        pixels.append(batch.pixels)
-    return np.concatenate(values), np.concatenate(pixels), [sample.name(i) for i in range(len(sample.decoded))]
-
-
 def _attention(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:
     named = named_layers(backbone.model)
     layers = [None] if config.layers is None else match_layers(named, config.layers, backbone.spec)
     source = "the class token" if backbone.class_token else "all patches"
     for layer in layers:
 
-        def heads(inputs: Tensor, layer: str | None = layer) -> NDArray[np.float32]:
+        def heads_of(inputs: Tensor, layer: str | None = layer) -> Tensor:
             last = attribution.attentions(backbone, inputs, layer)[-1]
-            return np.asarray(_as_map(_attention_by_patch(last, backbone), backbone).numpy())
+            return _as_map(_attention_by_patch(last, backbone), backbone)
 
+        heads, pixels, names = _over_batches(sample, heads_of)
         title = f"{_title(backbone, layer or 'last attention')}: attention of {source}"
-        yield layer or "", draw_figures.attention(*_over_batches(sample, heads), title)
+        yield layer or "", draw_figures.attention(heads.numpy(), pixels, names, title)
 
 
 def _rollout(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:
-    def rolled_out(inputs: Tensor) -> NDArray[np.float32]:
+    def rolled_out(inputs: Tensor) -> Tensor:
         rolled = torch.from_numpy(attribution.rollout(attribution.attentions(backbone, inputs)))[:, None]
-        maps = _as_map(_attention_by_patch(rolled, backbone), backbone)[:, 0].numpy()
-        return np.asarray(maps - maps.min((1, 2), keepdims=True))  # remove the share that every patch gets
+        maps = _as_map(_attention_by_patch(rolled, backbone), backbone)[:, 0]
+        return maps - maps.amin((1, 2), keepdim=True)  # remove the share that every patch gets
 
+    maps, pixels, names = _over_batches(sample, rolled_out)
     title = f"{_title(backbone, 'all layers')}: attention rollout, each map from its least to its largest value"
-    yield "", draw_figures.overlays(*_over_batches(sample, rolled_out), title)
+    yield "", draw_figures.overlays(maps.numpy(), pixels, names, title)
 
 
 def _gradcam(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:

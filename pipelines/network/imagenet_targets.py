@@ -75,32 +75,32 @@ def targets_of(
     # notation, so numbers, WordNet ids and labels are not mixed.
     if labels is None:
         names = [images.classes[label] if label >= 0 else None for label in images.labels.tolist()]
-        known, where = set(images.classes), "the classes of the images"
+        classes, where = set(images.classes), "the classes of the images"
     else:
         names, where = _of_file(images, labels), text_without_credentials(labels)
         remedy = "expected output numbers alone, WordNet ids alone, or label names of the network alone"
-        known = {name for name in names if name is not None}
-    ways = {way: found for way, found in _ways(backbone, known).items() if found}
-    if labels is not None and _NUMBERS in ways:
-        ways = {_NUMBERS: ways[_NUMBERS]}
-    if labels is None and len(ways.get(_LABELS, known)) < len(known):
-        del ways[_LABELS]  # names of folders may be labels by chance, such as `crane` beside `digger`
-    if labels is None and not ways:
-        if known and n_outputs(backbone):
-            shown = ", ".join(map(repr, sorted(known)[:_SHOWN])) + (", ..." if len(known) > _SHOWN else "")
+        classes = {name for name in names if name is not None}
+    notations = {notation: found for notation, found in _notations(backbone, classes).items() if found}
+    if labels is not None and _NUMBERS in notations:
+        notations = {_NUMBERS: notations[_NUMBERS]}
+    if labels is None and len(notations.get(_LABELS, classes)) < len(classes):
+        del notations[_LABELS]  # names of folders may be labels by chance, such as `crane` beside `digger`
+    if labels is None and not notations:
+        if classes and n_outputs(backbone):
+            shown = ", ".join(map(repr, sorted(classes)[:_SHOWN])) + (", ..." if len(classes) > _SHOWN else "")
             note = f"note: the classes of the images ({shown}) are not outputs of {backbone.spec}; these are unknown"
             print_line(note + (f": {remedy}" if remedy else ""), fg="yellow", err=True)
         return None
-    way, found = max(ways.items(), key=lambda item: len(item[1]), default=(_NUMBERS, {}))
-    if fault := _fault(known, way, ways, backbone.spec):
+    notation, found = max(notations.items(), key=lambda item: len(item[1]), default=(_NUMBERS, {}))
+    if fault := _fault(classes, notation, notations, backbone.spec):
         last = n_outputs(backbone) - 1
-        counted = f"the outputs are 0 to {last:,}; " if way == _NUMBERS and last >= 0 else ""
+        counted = f"the outputs are 0 to {last:,}; " if notation == _NUMBERS and last >= 0 else ""
         raise InputError(f"{where}: {fault}", hint=counted + remedy)
     numbers = [-1 if name is None else found[name][0] for name in names]
-    return Targets(np.array(numbers, np.int64), f"{where}, which are {way}")
+    return Targets(np.array(numbers, np.int64), f"{where}, which are {notation}")
 
 
-def _ways(backbone: Backbone, known: Set[str]) -> dict[str, dict[str, list[int]]]:
+def _notations(backbone: Backbone, classes: Set[str]) -> dict[str, dict[str, list[int]]]:
     """Return what classes may be, in words -> class -> its possible outputs; classes without any are left out."""
     width, labels = n_outputs(backbone), _output_labels(backbone)
     exact, folded = defaultdict[str, list[int]](list), defaultdict[str, list[int]](list)
@@ -109,23 +109,23 @@ def _ways(backbone: Backbone, known: Set[str]) -> dict[str, dict[str, list[int]]
             exact[spelling].append(number)
         for spelling in {_folded(label), _folded(_short(label))}:
             folded[spelling].append(number)
-    called = {name: exact.get(name) or folded.get(_folded(name), []) for name in known}
-    are_numbers = all(re.fullmatch(r"\d{1,18}", name, re.ASCII) for name in known)
+    called = {name: exact.get(name) or folded.get(_folded(name), []) for name in classes}
+    are_numbers = all(re.fullmatch(r"\d{1,18}", name, re.ASCII) for name in classes)
     ids = {name: number for number, name in enumerate(_imagenet())} if _is_imagenet(labels) else {}
     return {
-        _NUMBERS: {name: [int(name)] for name in known if are_numbers and (not width or int(name) < width)},
-        _IDS: {name: [ids[name]] for name in known if name in ids},
+        _NUMBERS: {name: [int(name)] for name in classes if are_numbers and (not width or int(name) < width)},
+        _IDS: {name: [ids[name]] for name in classes if name in ids},
         _LABELS: {name: outputs for name, outputs in called.items() if outputs},
     }
 
 
-def _fault(known: Set[str], way: str, ways: dict[str, dict[str, list[int]]], spec: str) -> str:
-    """Return why the outputs of classes read in one way are not certain; empty if they are."""
-    found, class_of = ways.get(way, {}), dict[int, str]()
-    complete = [outputs for outputs in ways.values() if len(outputs) == len(known)]
-    for name in sorted(known):
+def _fault(classes: Set[str], notation: str, notations: dict[str, dict[str, list[int]]], spec: str) -> str:
+    """Return why the outputs of classes read in one notation are not certain; empty if they are."""
+    found, class_of = notations.get(notation, {}), dict[int, str]()
+    complete = [outputs for outputs in notations.values() if len(outputs) == len(classes)]
+    for name in sorted(classes):
         if name not in found:
-            more = f", while {len(found):,} of {len(known):,} are {way}" if found else ""
+            more = f", while {len(found):,} of {len(classes):,} are {notation}" if found else ""
             return f"{name!r} is not an output of {spec}{more}"
         if len(found[name]) > 1:
             return f"{name!r} is the label of several outputs of {spec}: {', '.join(map(str, found[name]))}"

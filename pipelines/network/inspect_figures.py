@@ -21,7 +21,8 @@ __all__ = ["draw_inspection"]
 
 _BINS = 120
 _OUTER = 0.001  # fraction of a layer's values beyond each edge of a histogram
-_ROW_IN, _AROUND_IN = 0.19, 2.0  # height of a layer, and of the rest
+_ROW_IN = 0.19  # height of a layer
+_AROUND_IN = 2.0  # height of the rest
 _ROWS = 45  # layers of a page: the narrowest figure is then at most 1.5 times as high as wide
 
 

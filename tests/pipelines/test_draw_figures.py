@@ -93,7 +93,9 @@ def test_maps_of_constant_channels_are_grey_as_an_inspection_counts_them(net: Pa
     assert len(tiles) == 9  # eight channels, and the image beside them
 
 
-@pytest.mark.parametrize("count", [1, 8, 9, 17, 25, 32, 33, 57, 64])
+@pytest.mark.parametrize(
+    "count", [1, 9, 17, *(pytest.param(count, marks=pytest.mark.slow) for count in (8, 25, 32, 33, 57, 64))]
+)
 def test_no_channel_stands_alone_in_a_row_and_no_long_title_leaves_the_figure(count: int) -> None:
     maps, pixels = np.random.default_rng(0).normal(size=(1, 2, 2, count)), np.zeros((1, 4, 4, 3), np.uint8)
     channels = dict.fromkeys(range(count), False)

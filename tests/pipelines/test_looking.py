@@ -266,6 +266,7 @@ def test_ablation_by_layer_and_by_channel(net: Path, folder: Path, tmp_path: Pat
         (("-l", "conv1", "--channels", "a"), "expected numbers"),
         (("-l", "conv1", "--channels", "9"), "expected 0 to 7"),
         (("-l", "conv1", "--pictures", "a.jpg"), "ends in"),
+        (("-l", "conv1", "--pictures", "a.png", "--format", "pdf"), "--format pdf: the file is a.png"),
     ],
 )
 def test_wrong_words_for_an_ablation(net: Path, folder: Path, args: tuple[str, ...], says: str) -> None:

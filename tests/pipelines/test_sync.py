@@ -68,6 +68,7 @@ def test_sync_tells_what_it_did_and_everything_else_reads_it(config: Path, folde
 
 def test_status_tells_of_runs_rows_failures_and_disk(config: Path, folder: Path, tmp_path: Path) -> None:
     layertap("sync", config)
+    assert "stored row" not in layertap("status", tmp_path / "out").stdout  # nothing was deleted
     for name in ("ant/00.png", "ant/03.jpg", "ant/06.png"):
         (folder / name).unlink()
     (folder / "bee/bad.png").write_bytes(b"no picture")

@@ -94,7 +94,8 @@ def run_report(
         InputError: `out` is not a data set, the layer does not exist, or the file cannot be written.
         LayertapError: a library for a map is missing, or the data set cannot be read.
     """
-    output, written_to = (out / "report.html",) * 2 if output is None else (output, link_target(output))
+    written_to = out / "report.html" if output is None else link_target(output)
+    output = output or written_to
     if output.is_dir() or not output.resolve().parent.is_dir():
         problem = "it is a folder" if output.is_dir() else "no such folder"
         raise InputError(f"{output} cannot be written: {problem}")

@@ -97,7 +97,7 @@ def test_tasks_of_an_array_make_a_part_each_and_other_features_are_refused(folde
     with FeatureReader(out) as reader, alone(folder, tmp_path / "alone") as expected:
         assert_same(reader, expected)
     logs = [(out / f"runs-{part}-of-2.jsonl").read_text().splitlines() for part in range(2)]
-    assert [json.loads(lines[-1])["event"] for lines in logs] == ["ended", "ended"]
+    assert ["ended" in [json.loads(line)["event"] for line in lines] for lines in logs] == [True, True]
     with pytest.raises(InputError, match="stored_as: stored float32, now float16"):
         embed_shared(config(folder, out, shards_of="0/2", scratch=scratch, dtype="float16"))
     assert list(scratch.iterdir()) == []
