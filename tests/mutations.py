@@ -586,9 +586,9 @@ MUTATIONS = (
         ("test_a_run_is_bound_by_what_its_forward_waits_for_and_else_by_the_largest_stage",),
     ),
     Mutation(
-        "What waited behind a shard that killed its worker is lost.",
-        "                self._suspect.append(shard)\n",
-        "                pass\n",
+        "A shard that killed its worker is not built again.",
+        "            self._engine.submit(event.shard)  # after those that wait\n",
+        "            pass\n",
         ("test_each_shard_is_published_once_or_has_failed_three_times_whatever_ends_the_workers",),
     ),
     Mutation(
