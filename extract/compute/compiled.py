@@ -34,7 +34,7 @@ from extract.compute.sparse_projection import compute_alone
 from extract.compute.transfers import Pinned
 from extract.errors import LayertapError, first_line
 from extract.system.optional_libraries import library
-from extract.system.torch_state import limited_threads, lower_precision
+from extract.system.torch_state import lower_precision
 from extract.taps.record import Reduce, Site
 from extract.taps.taps import Variant, taps_of
 

@@ -29,7 +29,6 @@ from extract.errors import InputError, LayertapError
 from extract.images.image_list import labels_from_folders
 from extract.row_status import Status
 from extract.store.format.dataset import DataSet, shard_rows_for
-
 from extract.store.format.untrusted import dataset_in, open_untrusted
 from extract.store.format.version import RowTable, Version, pass_folder, table_path, write_table
 from extract.store.reader import FeatureReader

@@ -2,7 +2,7 @@
 
     python -m tests.benchmarks.ray_speed IMAGES [--images 2400] [--rounds 3]
 
-Each worker has a node of its own, pinned to one core. IMAGES is repeated, by links, to so many images, in twenty shards.
+Each worker has a node of its own, pinned to one core. IMAGES is repeated, by links, in twenty shards of so many images.
 One process with both cores runs in turn with them, for comparison; nothing is compiled.
 """
 
@@ -20,7 +20,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 from pipelines.embed.cluster import ray_tasks
