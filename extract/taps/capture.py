@@ -129,6 +129,7 @@ class Point:
     Attributes:
         module: the layer.
         calls: calls in progress, the innermost last: a layer may call itself.
+        hooks: number of its hooks of this block.
         is_counted_on_entry: whether a pre-hook counts the call. A layer that calls no others needs none.
     """
 
@@ -138,6 +139,7 @@ class Point:
     on_return: list[Step] = dataclasses.field(default_factory=list)
     on_leave: list[Step] = dataclasses.field(default_factory=list)
     calls: list[Call] = dataclasses.field(default_factory=list)
+    hooks: int = 0
     is_counted_on_entry: bool = True
 
 
@@ -299,7 +301,7 @@ class Capture:
         """Register the hooks of all points, and those of the model itself."""
         self.is_open = True
         for point in self._points.values():
-            module = point.module
+            module, others = point.module, len(self._handles)
             # Hooks of others may call the layer, too.
             point.is_counted_on_entry = not is_simple(module) or bool(
                 point.on_enter or point.on_receive or (point.on_return and point.on_leave) or any(hooks_of(module))
@@ -315,6 +317,7 @@ class Capture:
             if point.on_leave or not point.on_return:
                 hook = partial(self._leave, point, point.on_leave, True)
                 self.hook(module.register_forward_hook, hook, with_kwargs=True, always_call=True)
+            point.hooks = len(self._handles) - others
         self.hook(self._root.register_forward_pre_hook, self._begin, prepend=True)  # before its hooks as a layer
         self.hook(self._root.register_forward_hook, self._end)
         if self.on_let_go:

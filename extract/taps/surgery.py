@@ -48,6 +48,7 @@ class _Changes:
     Attributes:
         watched: (input, its copy) for each input whose gradient is watched.
         stand_ins: how tensors stand in for its inputs.
+        replaced: (site, input, what stands in for it, whether that follows it) of a layer that only reads its inputs.
         separated: copies of outputs, passed on in their place because their gradients are watched.
         received: if the output is edited, the tensors that the layer received, each with its version, which is None
             in inference mode.
@@ -55,6 +56,7 @@ class _Changes:
 
     watched: list[tuple[Tensor, Tensor]] = dataclasses.field(default_factory=list)
     stand_ins: list[StandIn] = dataclasses.field(default_factory=list)
+    replaced: list[tuple[Site, Tensor, Tensor, bool]] = dataclasses.field(default_factory=list)
     separated: list[Tensor] = dataclasses.field(default_factory=list)
     received: list[tuple[Tensor, int | None]] = dataclasses.field(default_factory=list)
 
@@ -144,14 +146,15 @@ class Surgery:
 
         # A layer that only reads its inputs does not write into them. It may return them.
         only_reads = is_simple(module) and not getattr(module, "inplace", False)
+        pass_on = partial(self._pass_on_input, point if only_reads else None)
         if input_edits:
-            point.on_enter.append(partial(self._edit, input_edits, self._pass_on_input))
+            point.on_enter.append(partial(self._edit, input_edits, pass_on))
         if output_edits and not only_reads:
             point.on_enter.append(partial(self._receive, output_edits))
         if grad_input:
             # After other hooks, which may replace the inputs.
             steps = point.on_receive if hooks_of(module)[0] else point.on_enter
-            steps.append(partial(self._watch_inputs, grad_input))
+            steps.append(partial(self._watch_inputs, grad_input, pass_on))
         if point.on_enter or point.on_receive:
             point.on_return.append(self._settle)
         if output_edits:
@@ -171,16 +174,26 @@ class Surgery:
             _changes(call).received = [(t, None if t.is_inference() else t._version) for t in tensors]
         return value
 
-    def _pass_on_input(self, call: Call, site: Site, given: Tensor, tensor: Tensor, follows: bool = False) -> Tensor:
-        """Pass a tensor on to a layer in place of one of its inputs."""
-        if (added := self._stand_in(site, given, tensor, follows=follows)) is not None:
-            _changes(call).stand_ins.append(added)
+    def _pass_on_input(
+        self, reader: Point | None, call: Call, site: Site, given: Tensor, tensor: Tensor, follows: bool = False
+    ) -> Tensor:
+        """Pass a tensor on to a layer in place of one of its inputs.
+
+        If the layer only reads its inputs, and nobody else has hooks on it, there can be no writes before its end.
+        """
+        changes = _changes(call)
+        if reader is not None and sum(map(len, hooks_of(reader.module))) == reader.hooks:
+            changes.replaced.append((site, given, tensor, follows))
+        elif (added := self._stand_in(site, given, tensor, follows=follows)) is not None:
+            changes.stand_ins.append(added)
         return tensor
 
-    def _watch_inputs(self, gradients: Requests, call: Call, value: Any) -> Any:
-        return map_tensors(value, partial(self._watched_input, gradients, call))
+    def _watch_inputs(self, gradients: Requests, pass_on: Callable[..., Tensor], call: Call, value: Any) -> Any:
+        return map_tensors(value, partial(self._watched_input, gradients, pass_on, call))
 
-    def _watched_input(self, gradients: Requests, call: Call, path: Path, tensor: Tensor) -> Tensor:
+    def _watched_input(
+        self, gradients: Requests, pass_on: Callable[..., Tensor], call: Call, path: Path, tensor: Tensor
+    ) -> Tensor:
         """Return a copy whose gradient is watched: that through this layer, since no other reads the copy."""
         if not (requests := _gradient_requests(gradients, call, path, tensor)):
             return tensor
@@ -195,16 +208,28 @@ class Surgery:
         except RuntimeError as error:  # one of several views of a tensor that was written to, which cannot be read
             raise StandInError(requests[0][0]) from error
         changes.watched.append((tensor, copy))
-        self._pass_on_input(call, requests[0][0], tensor, copy, follows=True)
+        pass_on(call, requests[0][0], tensor, copy, follows=True)
         self._on_gradient(copy, requests)
         return copy
 
     # Steps at the output.
 
     def _settle(self, call: Call, output: Any) -> Any:
-        """Follow writes into what a layer received in place of its inputs."""
-        for added in call.changes.stand_ins if call.changes is not None else ():
+        """Follow writes into what a layer received in place of its inputs, from where the model can make some."""
+        changes: _Changes | None = call.changes
+        if changes is None:
+            return output
+        for added in changes.stand_ins:
             added.catch_up()
+        if changes.replaced:
+            # What autograd has saved need not follow: a write into it is an error, or makes the gradients wrong.
+            readable = {memory_of(tensor) for _, tensor in tensors_in(output)}
+            for _, given, tensor, _ in reversed(changes.replaced):
+                if memory_of(tensor) in readable:
+                    readable.add(memory_of(given))
+            for site, given, tensor, follows in changes.replaced:
+                if memory_of(tensor) in readable:
+                    self._stand_in(site, given, tensor, follows=follows)
         return output
 
     def _edit_output(self, point: Point, edits: Requests, call: Call, output: Any) -> Any:
