@@ -18,7 +18,7 @@ from pipelines.compare.config import CompareConfig
 from pipelines.embed.config import EmbedConfig
 from pipelines.probe.config import ProbeConfig
 from pipelines.sync.config import ScheduleConfig, SyncConfig
-from pipelines.terminal.commands import OLD_COMMANDS, SHOW_ALL
+from pipelines.terminal.commands import OLD_COMMANDS, OLD_OPTIONS, SHOW_ALL
 from pipelines.terminal.config import keys_of
 
 if TYPE_CHECKING:
@@ -61,8 +61,10 @@ def command_line() -> Iterator[str]:
             rows = [(f"`{option}`", _cell(text)) for option, text in records]
             yield from _table(heading.lower(), "meaning", rows=rows)
     yield "## Names of earlier versions\n"
-    yield "These names of commands still work, and no help lists them.\n"
-    yield from _table("earlier", "today", rows=[(f"`{old}`", f"`{new}`") for old, new in OLD_COMMANDS.items()])
+    yield "These names of commands and options still work, and no help lists them.\n"
+    yield from _table(
+        "earlier", "today", rows=[(f"`{old}`", f"`{new}`") for old, new in {**OLD_COMMANDS, **OLD_OPTIONS}.items()]
+    )
 
 
 def configuration() -> Iterator[str]:

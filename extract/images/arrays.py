@@ -13,7 +13,7 @@ from PIL import Image
 
 from extract import defaults
 from extract.errors import InputError, LayertapError, first_line
-from extract.images.decoding import from_pixels
+from extract.images.decoding import conversion, from_pixels
 from extract.images.image_list import Images, labels_from_values
 from extract.images.sources import ImageSource
 from extract.system.similar_paths import did_you_mean
@@ -22,10 +22,7 @@ __all__ = ["list_array", "split_name"]
 
 _SUFFIXES = (".h5", ".hdf5")
 _PICTURE_BYTES = 1 << 31
-_TO_UINT8 = (
-    "store the pictures as they were before they were normalised; pixels from 0 to 1 become uint8 by "
-    "(x * 255).round().astype('uint8')"
-)
+_SCANNED = 1 << 26  # bytes at once
 _MOST_PACKED = 1100  # largest compression ratio accepted; deflate reaches at most 1,032
 _LABELS = ("label", "labels")  # names of an array beside the pictures with their classes, integers or text
 
@@ -109,7 +106,7 @@ def list_array(where: str) -> Images:
     if pictures.dtype != np.uint8 or not axes or 0 in shape[1:]:
         raise InputError(
             f"{where} is {pictures.dtype} {shape}; expected uint8 pictures, (N, H, W, 3), (N, 3, H, W) or (N, H, W)",
-            hint=_TO_UINT8 if axes and pictures.dtype != np.uint8 else "",
+            hint=_conversion(path, name, pictures) if axes and pictures.dtype.kind in "fiu" else "",
         )
     if math.prod(shape[1:]) > _PICTURE_BYTES or _stored(pictures) * _MOST_PACKED + (1 << 20) < math.prod(shape):
         raise InputError(f"{where} declares shape {shape}, but has only {_stored(pictures):,} bytes of data")
@@ -121,6 +118,21 @@ def list_array(where: str) -> Images:
         root + (f":{name}" if name else ""), [f"{row:0{digits}d}" for row in range(count)], *numbers, [""] * count,
         ArrayRows(root, name, axes),
     )  # fmt: skip
+
+
+def _conversion(path: str, name: str, pictures: Any) -> str:
+    """Return the line of Python that writes pictures of another type as uint8, or what else to do."""
+    if not math.prod(pictures.shape):
+        return ""
+    low, high = np.inf, -np.inf
+    rows = max(1, _SCANNED // (math.prod(pictures.shape[1:]) * pictures.dtype.itemsize))
+    for start in range(0, len(pictures), rows):
+        block = np.asarray(pictures[start : start + rows])
+        low, high = np.minimum(low, block.min()), np.maximum(high, block.max())  # keeps NaN
+    array, save = f"np.load({path!r})", f"np.save({path.removesuffix('.npy') + '_uint8.npy'!r}, {{}})"
+    if path.lower().endswith(_SUFFIXES):
+        array, save = f"file[{name!r}][:]", f"file = h5py.File({path!r}, 'a'); file[{name + '_uint8'!r}] = {{}}"
+    return conversion(array, save, float(low), float(high))
 
 
 def _stored(array: Any) -> int:

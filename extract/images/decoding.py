@@ -23,7 +23,7 @@ from extract.errors import MachineError, first_line, is_of_the_machine
 from extract.system.optional_libraries import pip_install
 
 __all__ = [
-    "ARRAY_SUFFIX", "IMAGE_SUFFIXES", "Jpeg", "check_decoders", "check_whole", "decode",
+    "ARRAY_SUFFIX", "IMAGE_SUFFIXES", "Jpeg", "PixelTypeError", "check_decoders", "check_whole", "conversion", "decode",
     "decode_partly", "from_pixels", "header_size", "pixels_of", "plain_jpeg", "to_picture", "too_dark",
 ]  # fmt: skip
 
@@ -94,6 +94,14 @@ _REPEATED = 16  # of a JPEG without end marker: bytes other than zero that fill 
 _BEHIND = 8  # of a JPEG without end marker: bytes that are not of the picture
 
 
+class PixelTypeError(ValueError):
+    """An array has pixels of another type than uint8; `what` says which, and `remedy` what to do."""
+
+    def __init__(self, what: str, remedy: str):
+        super().__init__(f"{what}; {remedy}")
+        self.what, self.remedy = what, remedy
+
+
 def decode(
     data: bytes,
     max_pixels: int = defaults.MAX_PIXELS,
@@ -118,6 +126,7 @@ def decode(
             with the perceptual intent.
 
     Raises:
+        PixelTypeError: the pixels of an array are not uint8.
         ValueError: the file is not an image, truncated, too large, of pixels without a known range (float, 32-bit or
             signed), or damaged, as far as its format has checks: PNG has checksums, JPEG has none; or `icc` is "srgb"
             and its colour profile is damaged.
@@ -143,7 +152,7 @@ def decode(
             _mend_transparency(image, data)
             picture = to_picture(image, orientation, icc)
             return picture if orientation == "exif" else _turned_back(picture, stored)
-    except MemoryError:
+    except (MemoryError, PixelTypeError):
         raise
     except Image.DecompressionBombError as error:
         size = re.search(r"\d+", str(error))
@@ -167,12 +176,30 @@ def _from_array(data: bytes, max_pixels: int) -> Image.Image:
     shape, by_columns, dtype = read_header(file, _ARRAY_HEADER_BYTES)
     is_last = len(shape) == 2 or (len(shape) == 3 and shape[2] in (1, 3, 4))
     is_first = len(shape) == 3 and shape[0] in (1, 3) and not is_last
-    if dtype != np.uint8 or 0 in shape or not (is_first or is_last):
+    if dtype.kind not in "fiu" or 0 in shape or not (is_first or is_last):
         raise ValueError(f"an array of {dtype} {shape}; expected uint8 (H, W, 3), (3, H, W) or (H, W)")
     if len(data) != file.tell() + math.prod(shape) * dtype.itemsize:
         raise ValueError(f"truncated: its array of {dtype} {shape} has another number of bytes")
     pixels = np.frombuffer(data, dtype, offset=file.tell()).reshape(shape, order="F" if by_columns else "C")
+    if dtype != np.uint8:
+        remedy = conversion("np.load(path)", "np.save(path, {})", float(pixels.min()), float(pixels.max()))
+        raise PixelTypeError(f"an array of {dtype} {shape}; expected uint8", remedy)
     return from_pixels(pixels.transpose(1, 2, 0) if is_first else pixels, max_pixels)
+
+
+def conversion(array: str, save: str, low: float, high: float) -> str:
+    """Return the Python that converts pixels to uint8, if they are in 0..1 or 0..255, otherwise what to do.
+
+    Args:
+        array: expression for the pixels.
+        save: statement that stores {}.
+        low: smallest pixel.
+        high: largest pixel.
+    """
+    if not (low >= 0 and high <= 255):  # also NaN
+        return f"its values are {low:.4g} to {high:.4g}: store the pictures as they were before they were normalised"
+    scaled = f"({array} * 255)" if high <= 1 else array
+    return save.replace("{}", f"{scaled}.round().astype('uint8')")
 
 
 def from_pixels(pixels: NDArray[np.uint8], max_pixels: int) -> Image.Image:

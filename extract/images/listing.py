@@ -22,7 +22,7 @@ from extract.images.archives import ARCHIVES, list_archives
 from extract.images.arrays import list_array, split_name
 from extract.images.csv_lists import TABLES, list_table
 from extract.images.datasets import PROTOCOL, is_in_memory, is_on_disk, list_hugging_face
-from extract.images.decoding import ARRAY_SUFFIX, IMAGE_SUFFIXES
+from extract.images.decoding import ARRAY_SUFFIX, IMAGE_SUFFIXES, PixelTypeError, decode
 from extract.images.image_list import Images, is_litter, labels_from_folders, pick_images
 from extract.images.plans import PLAN_FILE, open_plan
 from extract.images.sources import Chosen, Files, ImageSource, suffix_of
@@ -270,7 +270,20 @@ def list_folder(where: str) -> Images:
     if not paths:  # beside images, such files may be anything
         paths = [name for name in listed if name.lower().endswith(ARRAY_SUFFIX)]
         del left_out[ARRAY_SUFFIX]
-    return Images(root, paths, *labels_from_folders(paths), Files(base, paths), left_out=left_out)
+    source = Files(base, paths)
+    if paths and paths[0].lower().endswith(ARRAY_SUFFIX):
+        _check_first_array(source, where, paths[0])
+    return Images(root, paths, *labels_from_folders(paths), source, left_out=left_out)
+
+
+def _check_first_array(source: Files, where: str, name: str) -> None:
+    """Refuse a folder of arrays if the first has pixels of another type: the others are likely to have it, too."""
+    try:
+        decode(source.read(0)[0])
+    except PixelTypeError as error:
+        raise InputError(f"{where}: {name} is {error.what}", hint=f"for each file: {error.remedy}") from error
+    except (OSError, ValueError):
+        pass  # its row fails
 
 
 def check_exists(where: str) -> None:

@@ -6,6 +6,8 @@ import base64
 import csv
 import functools
 import io
+import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, astuple, fields
 from itertools import groupby
@@ -16,6 +18,7 @@ from extract.store.places.destination import data_set_at
 from extract.store.reader import FeatureReader
 from extract.system.atomic_files import link_target, write_whole
 from extract.system.csv_cells import safe_cell
+from extract.system.optional_libraries import library
 from pipelines.terminal.output_paths import check_file
 from pipelines.terminal.pictures import Pictures
 from pipelines.terminal.text_output import SHOWN, counted, printable
@@ -29,19 +32,19 @@ _COLUMNS = tuple(column.name for column in fields(Finding))
 def run_findings(
     out: Path | str, output: Path | None, layer: str | None, kinds: Sequence[str], images: str | None
 ) -> list[Finding]:
-    """Return the findings, and write them as CSV if `output` is given.
+    """Return the findings, and write them if `output` is given: as CSV, JSON or Parquet, by its suffix.
 
     Raises:
         InputError: `out` is not a data set, a layer must be named, or the file cannot be written.
         UnknownNameError: the layer does not exist.
     """
     if output is not None:
-        check_file(output, (".csv",), hint="as JSON: layertap findings OUT --json")
+        check_file(output, tuple(_WRITERS))
     with FeatureReader(out, check=isinstance(out, Path)) as reader:
         sizes = picture_sizes(reader, data_set_at(out).images["root"], images)
         table = findings(reader, layer, kinds=kinds or KINDS, picture_size=sizes)
     if output is not None:
-        write_whole(link_target(output), _csv(table))
+        write_whole(link_target(output), _WRITERS[output.suffix.lower()](table))
     return table
 
 
@@ -65,6 +68,28 @@ def _csv(table: Sequence[Finding]) -> bytes:
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(map(safe_cell, line) for line in [_COLUMNS, *map(astuple, table)])
     return text.getvalue().encode(errors="surrogateescape")
+
+
+def _json(table: Sequence[Finding]) -> bytes:
+    return json.dumps(as_json(table), indent=1).encode()
+
+
+def _parquet(table: Sequence[Finding]) -> bytes:
+    arrow, parquet = (library(name, "parquet", "Parquet") for name in ("pyarrow", "pyarrow.parquet"))
+    kinds = {"row": arrow.int64(), "score": arrow.float64(), "group": arrow.int64(), "keep": arrow.bool_()}
+    schema = arrow.schema([(name, kinds.get(name, arrow.string())) for name in _COLUMNS])
+    file = io.BytesIO()
+    lines = [{name: _as_utf8(value) for name, value in asdict(found).items()} for found in table]
+    parquet.write_table(arrow.Table.from_pylist(lines, schema), file)
+    return file.getvalue()
+
+
+def _as_utf8(value: object) -> object:
+    """Escape the bytes of a text that are not UTF-8, as the Parquet files of `layertap export` do."""
+    return os.fsencode(value).decode("utf-8", "backslashreplace") if isinstance(value, str) else value
+
+
+_WRITERS = {".csv": _csv, ".json": _json, ".parquet": _parquet}
 
 
 def print_findings(table: Sequence[Finding], echo: Callable[[str], None]) -> None:

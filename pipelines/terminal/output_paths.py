@@ -12,19 +12,18 @@ __all__ = ["PICTURES", "check_file", "check_folder"]
 PICTURES = (".png", ".svg", ".pdf")
 
 
-def check_file(path: Path, endings: Sequence[str] = (), hint: str = "") -> None:
+def check_file(path: Path, endings: Sequence[str] = ()) -> None:
     """Check that a file can be written.
 
     Args:
         path: path of the file; an existing file will be replaced.
         endings: permitted extensions; empty: any.
-        hint: what to do for another extension.
 
     Raises:
         InputError: the extension is not permitted, the path is a folder, or its parent folder does not exist.
     """
     if endings and path.suffix.lower() not in endings:
-        raise InputError(f"{path}: expected a file that ends in {', '.join(endings)}", hint=hint)
+        raise InputError(f"{path}: expected a file that ends in {', '.join(endings)}")
     if path.is_dir() or not path.parent.is_dir():
         raise InputError(f"{path} cannot be written: " + ("it is a folder" if path.is_dir() else "no such folder"))
 

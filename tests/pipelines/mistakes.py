@@ -86,8 +86,7 @@ IMAGES = (
             "split.csv: line 2: split 'dev'; expected train, val, test or an empty value"),
     Mistake("an HDF5 file has pixels as floats", "embed floats.h5 SMALL",
             "floats.h5 is float32 (4, 8, 8, 3); expected uint8 pictures, (N, H, W, 3), (N, 3, H, W) or (N, H, W)",
-            hint="store the pictures as they were before they were normalised; pixels from 0 to 1 become uint8 by "
-            "(x * 255).round().astype('uint8')"),
+            hint="file = h5py.File('floats.h5', 'a'); file['x_uint8'] = (file['x'][:] * 255).round().astype('uint8')"),
 )  # fmt: skip
 
 BACKBONES = (

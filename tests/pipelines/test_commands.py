@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import numpy as np
 import pytest
 import yaml
 
@@ -20,7 +21,7 @@ from extract import FeatureReader
 from extract.extraction.settings import HEADINGS, Heading
 from pipelines.cli import SECTIONS, main
 from pipelines.embed.config import EmbedConfig
-from pipelines.terminal.commands import GONE_OPTIONS, OLD_COMMANDS
+from pipelines.terminal.commands import GONE_OPTIONS, OLD_COMMANDS, OLD_OPTIONS
 from pipelines.terminal.config import keys_of
 from tests.pipelines.test_cli import SMALL, layertap
 from tests.pipelines.test_cli import fails as message_of_failure
@@ -136,8 +137,8 @@ def test_an_sbatch_file_is_printed_by_both_names(tmp_path: Path) -> None:
     text = layertap("embed", "--config", config, "--slurm", 16, "--gpus", 2, "--time", "1:00:00").stdout
     assert "#SBATCH --array=0-15\n" in text
     assert "#SBATCH --gpus-per-task=2\n" in text
-    assert layertap("slurm", config, "--slurm", 16, "--gpus", 2, "--time", "1:00:00").stdout == text
-    assert layertap("slurm", "--slurm", 16, "--gpus", 2, "--time", "1:00:00", config).stdout == text
+    assert layertap("slurm", config, "--tasks", 16, "--gpus", 2, "--time", "1:00:00").stdout == text
+    assert layertap("slurm", "--tasks", 16, "--gpus", 2, "--time", "1:00:00", config).stdout == text
     assert "IMAGES has no effect with --slurm" in fails("embed", "photos", "--config", config, "--slurm", 2)
     assert fails("embed", "--slurm", 2) == "--slurm needs a config file, which each task reads; add --config FILE"
 
@@ -189,6 +190,31 @@ def test_a_path_in_place_of_a_command_gets_the_command_for_images_or_for_a_data_
 
 
 # Options
+
+
+@pytest.mark.parametrize(
+    ("command", "old", "new"),
+    [("report", "--output", "--out"), ("report", "--layer", "--layers"), ("search", "--output", "--out"),
+     ("search", "--layer", "--layers"), ("export", "--output", "--out"), ("predict", "--output", "--out"),
+     ("probe", "--results", "--out"), ("probe", "--layer", "--layers"), ("inspect", "--picture", "--pictures"),
+     ("embed", "--tasks", "--slurm")],
+)  # fmt: skip
+def test_an_earlier_name_of_an_option_is_read_as_the_new_one_and_not_listed(command: str, old: str, new: str) -> None:
+    context = click.Context(main.commands[command])
+    parser = main.commands[command].make_parser(context)
+    for words in ([old, "7"], [f"{old}=7"]):
+        assert parser.parse_args(words)[0] == parser.parse_args([new, "7"])[0] != {}
+    assert not re.search(rf"{old}\b", layertap(command, "--help-all").stdout + layertap(command, "--help").stdout)
+    assert OLD_OPTIONS[old] == new
+
+
+def test_features_are_exported_to_the_same_file_by_both_names(out: Path, tmp_path: Path) -> None:
+    layertap("export", out, "--to", "npy", "--output", tmp_path / "a")
+    layertap("export", out, "--to", "npy", "--out", tmp_path / "b", "--layer", "embedding")
+    first, second = (np.load(tmp_path / name / "embedding.npy") for name in "ab")
+    np.testing.assert_array_equal(first, second)
+    with FeatureReader(out) as reader:
+        np.testing.assert_array_equal(first, reader["embedding"][:])
 
 
 def test_every_option_of_embed_stands_below_one_heading_of_its_field() -> None:
@@ -295,7 +321,7 @@ OTHERS = {
         "--signal", "--output", "--noheader", "--format", "--jobs",
     },
     "pipelines/sync/systemd.py": {"--now"},  # systemctl
-    "pipelines/terminal/commands.py": {*GONE_OPTIONS, "--help-all"},
+    "pipelines/terminal/commands.py": {*OLD_OPTIONS, *GONE_OPTIONS, "--help-all"},
 }  # fmt: skip
 OPTION = re.compile(r"(?<![\w./-])--[a-z][a-z-]*")
 

@@ -175,10 +175,12 @@ def test_confident_classes_follow_the_paper() -> None:
 
 
 def test_files_of_findings_open_in_other_tools(planted: FeatureReader, tmp_path: Path) -> None:
+    pandas = pytest.importorskip("pandas")
     out = planted.place_of(0)[0].parents[1]
     table = findings(planted)
-    result = layertap("findings", out, "-o", tmp_path / "f.csv")
-    assert result.exit_code == 0, result.output
+    for suffix in ("csv", "json", "parquet"):
+        result = layertap("findings", out, "-o", tmp_path / f"f.{suffix}")
+        assert result.exit_code == 0, result.output
     assert "near-duplicate: 3 images in 1 group" in result.stdout
     with (tmp_path / "f.csv").open(newline="") as file:
         lines = list(csv.DictReader(file))
@@ -187,7 +189,10 @@ def test_files_of_findings_open_in_other_tools(planted: FeatureReader, tmp_path:
     assert [float(line["score"]) for line in lines if line["score"]] == [
         row.score for row in table if row.score is not None
     ]
-    assert json.loads(layertap("findings", out, "--json").stdout) == [asdict(row) for row in table]
+    assert json.loads((tmp_path / "f.json").read_text()) == [asdict(row) for row in table]
+    frame = pandas.read_parquet(tmp_path / "f.parquet")
+    assert frame["path"].tolist() == [row.path for row in table]
+    assert frame["group"].dropna().tolist() == [row.group for row in table if row.group is not None]
     shown = layertap("findings", out, "--kind", "copy", "--json")
     assert [row["row"] for row in json.loads(shown.stdout)] == [4, 5]
-    assert "expected a file that ends in .csv" in fails("findings", out, "-o", tmp_path / "f.xls")
+    assert "expected a file that ends in .csv, .json, .parquet" in fails("findings", out, "-o", tmp_path / "f.xls")

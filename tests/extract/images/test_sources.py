@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import functools
+import gc
 import http.server
 import io
 import os
@@ -579,7 +580,7 @@ def test_an_array_that_is_no_picture_is_a_row_with_its_reason_and_is_never_unpic
         "j records": (saved(np.zeros((4, 5), [("a", "u1")])), "expected uint8 (H, W, 3)"),
         "k empty": (b"", "empty file"),
         "l text": (b"no array", "not an image in a known format"),
-        "m float": (saved(np.full((4, 5), 0.5)), "an array of float64 (4, 5); expected uint8"),
+        "m float": (saved(np.full((4, 5), 0.5)), "np.save(path, (np.load(path) * 255).round().astype('uint8'))"),
         "n large": (saved(np.zeros((50, 50), np.uint8)), "50x50 pixels; --max-pixels sets the limit"),
     }
     for name, (content, _) in contents.items():
@@ -591,6 +592,39 @@ def test_an_array_that_is_no_picture_is_a_row_with_its_reason_and_is_never_unpic
     for row, (name, (_, reason)) in enumerate(contents.items()):
         assert reason in batch.reasons.get(row, ""), name
     assert not (tmp_path / "unpickled").exists()
+
+
+@pytest.mark.parametrize(
+    ("scale", "line"),
+    [(1, "({} * 255).round().astype('uint8')"), (255, "{}.round().astype('uint8')"), (-1, ""), (np.nan, ""), (9e4, "")],
+)
+def test_arrays_of_floats_are_refused_with_the_line_that_converts_them(tmp_path: Path, scale: float, line: str) -> None:
+    pixels = np.stack([np.array(make_picture(i)) for i in range(3)])
+    floats = (pixels / 255 * scale).astype(np.float32)
+    (tmp_path / "folder").mkdir()
+    np.save(tmp_path / "folder/one.npy", floats[0])
+    np.save(tmp_path / "p.npy", floats)
+    with h5py.File(tmp_path / "p.h5", "w") as file:
+        file["group/x"] = floats
+    for name, array in (("folder", "np.load(path)"), ("p.npy", "np.load("), ("p.h5", "file['group/x'][:]")):
+        with pytest.raises(InputError, match="float32") as refused:
+            list_images(tmp_path / name)
+        code = refused.value.hint.removeprefix("for each file: ")
+        del refused  # its traceback has the open file
+        gc.collect()
+        if not line:
+            assert "store the pictures as they were before they were normalised" in code
+            continue
+        assert array in code
+        exec(code, {"np": np, "h5py": h5py, "path": tmp_path / "folder/one.npy"})  # as a user does
+    if line:
+        with h5py.File(tmp_path / "p.h5", "a") as file:
+            assert file["group/x_uint8"].dtype == np.uint8
+        for name in ("folder", "p_uint8.npy", "p.h5"):
+            images = list_images(tmp_path / name)
+            for row in range(len(images)):
+                picture = images.source.decode(images.source.read(row)[0], 10**6)
+                np.testing.assert_array_equal(np.array(picture), pixels[row])
 
 
 def test_pictures_behind_http(folder: Path, server: str) -> None:

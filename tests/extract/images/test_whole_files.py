@@ -1,4 +1,4 @@
-"""Files whose tail was never written, against sound files that look alike; see `decoding.check_whole`."""
+"""Files whose tail was never written, against sound files that look alike; see `check_whole`."""
 
 from __future__ import annotations
 
