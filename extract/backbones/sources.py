@@ -15,7 +15,7 @@ from extract import defaults
 from extract.backbones import from_hf, from_hub, from_open_clip, from_python, from_timm, from_torchvision
 from extract.backbones.backbone import Entry, LoadedBackbone, LoadRequest, quiet
 from extract.backbones.text_tower import TextTower
-from extract.backbones.weights import WeightsFile
+from extract.backbones.weights import WEIGHTS_FILES, WeightsFile
 from extract.errors import InputError, LayertapError, UnknownNameError, unknown_name
 
 __all__ = [
@@ -133,10 +133,17 @@ def unknown_spec(spec: str) -> UnknownNameError:
         note = f" ({SOURCES[source].note})" if SOURCES[source].note else ""
         listed = f"list them: layertap list {source}" if SOURCES[source].describe else ""
         return UnknownNameError(f"backbone {spec!r} has no name; expected {source}/NAME{note}", hint=listed)
-    if specs := _called(name if slash else spec):
-        hint = f"did you mean {' or '.join(specs)}?"
-    elif ".py:" in spec:
+    if spec.endswith(WEIGHTS_FILES):
+        problem, hint = "is a file of weights", "give it with --weights, and its network with -b SOURCE/NAME"
+        return UnknownNameError(f"backbone {spec!r} {problem}", hint=hint)
+    near = difflib.get_close_matches(source, SOURCES, n=1) if name else []
+    specs = _called(name if slash else spec)
+    if ".py:" in spec:
         hint = f"your own function is python/{spec}"
+    elif near and f"{near[0]}/{name}" not in specs:
+        hint = f"did you mean {near[0]}/{name}?"
+    elif specs:
+        hint = f"did you mean {' or '.join(specs)}?"
     elif name:
         hint = f"the sources are {', '.join(SOURCES)}; a model of the Hugging Face hub is hf/{spec}"
     else:

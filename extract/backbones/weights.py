@@ -26,11 +26,11 @@ from extract.errors import InputError, first_line
 from extract.system.similar_paths import did_you_mean
 
 __all__ = [
-    "UNSAFE", "LoadRequest", "Weights", "WeightsFile", "build_with_weights", "in_cache_of_hub", "in_cache_of_torch",
-    "is_named", "load_state", "tag_of", "weights_sha256",
+    "UNSAFE", "WEIGHTS_FILES", "LoadRequest", "Weights", "WeightsFile", "build_with_weights", "in_cache_of_hub",
+    "in_cache_of_torch", "is_named", "load_state", "tag_of", "weights_sha256",
 ]  # fmt: skip
 
-_FILES = (".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".tar")
+WEIGHTS_FILES = (".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".tar")
 
 # Keys under which training scripts store the state dict, in order of preference: averaged weights before raw weights,
 # as in timm; the teacher before the student, as in the evaluation of DINO.
@@ -141,7 +141,7 @@ def tag_of(request: LoadRequest, tag: str) -> str:
 
 def is_named(weights: str) -> bool:
     """Return whether `weights` is a name of published weights, that is, neither a file nor "random"."""
-    return not (weights == "random" or weights.endswith(_FILES) or os.sep in weights or Path(weights).is_file())
+    return not (weights == "random" or weights.endswith(WEIGHTS_FILES) or os.sep in weights or Path(weights).is_file())
 
 
 def build_with_weights(

@@ -47,6 +47,7 @@ def probe_and_write(config: ProbeConfig, say: Callable[[str], None]) -> tuple[Pr
         InputError: see `run_probe`; or a file cannot be written.
     """
     data_sets(config.out)
+    is_users_own = config.results is not None and config.results.exists()
     try:
         if config.save is not None:
             _check_file(config.save)
@@ -63,7 +64,8 @@ def probe_and_write(config: ProbeConfig, say: Callable[[str], None]) -> tuple[Pr
         if not _has_results(folder):  # a run without results leaves no folder behind
             (folder / "results.json").unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # other files are in it
-                folder.rmdir()
+                if not is_users_own:
+                    folder.rmdir()
         raise
     files = [folder / name for name in ("results.json", "results.csv")]
     if outcome.config.is_dense:

@@ -480,9 +480,6 @@ def test_data_sets_of_an_earlier_version_are_read_and_printed_without_credential
         assert any(MARK in path for path in reader.paths)
     run("show", out)
     run("status", out)
-    run("verify", out, "--sample", 3, "--images", where)
-    run("report", out, "--images", where, "-o", tmp_path / "report.html", "--map", "pca")
-    assert n_thumbnails(tmp_path / "report.html") > 0
     assert MARK not in merge([out], tmp_path / "merged").images["root"]
 
 
@@ -498,7 +495,6 @@ def test_a_data_set_with_a_parameter_that_is_now_a_credential_is_read_but_not_re
         run("embed", where, "-o", out, *SMALL)
     with FeatureReader(out) as reader:
         assert reader.paths == sorted(lines)
-    run("verify", out, "--sample", 3, "--images", where)  # its images are found
     message = run("embed", where, "-o", out, *SMALL, code=2)
     assert "names of the images (images.paths_xxh3)" in message
 

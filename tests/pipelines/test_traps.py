@@ -226,7 +226,7 @@ def test_other_options_without_effect_are_refused(tmp_path: Path) -> None:
     load_config(InspectConfig, None, {**look, "format": "svg", "pictures": tmp_path})
     of = ("timm/test_resnet", tmp_path, "-o", tmp_path / "figures")
     assert "--target is for gradcam, not for maps" in fails("draw", "maps", *of, "--target", 3)
-    assert "--channels is for maps, channels, top, not for gradcam" in fails("draw", "gradcam", *of, "--channels", 3)
+    assert "--channels is for maps, top, not for gradcam" in fails("draw", "gradcam", *of, "--channels", 3)
     assert not (tmp_path / "figures").exists()
     for flag in ("--images", "--backbone", "--weights"):
         assert f"{flag} is for computing rows again; add --sample N" in fails("verify", tmp_path, flag, "x")
