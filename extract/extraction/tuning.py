@@ -290,15 +290,16 @@ def fastest(plan: Plan, fixed: Collection[str] = (), on_measuring: Callable[[], 
     ways = {"exact": backbone.preprocessing.exact()}
     if decode == "fast" or (decode is None and ways["exact"].can_be_faster):
         ways["fast"] = ways["exact"].faster()
-    options = compute_options(backbone.device, n_images, precision=given.get("precision"), compile=given.get("compile"))
     has_many = n_images > _FAST_DECODING_PAYS_FROM * defaults.CORES
-    if _is_gpu(backbone.device):
+    is_gpu = _is_gpu(backbone.device)
+    if not is_gpu and not (has_many and "fast" in ways) and not _forwards_are_long(plan):
+        return Tuned([plain | given], [], "short")
+    options = compute_options(backbone.device, n_images, precision=given.get("precision"), compile=given.get("compile"))
+    if is_gpu:
         # A GPU waits for the cores that decode, if there is much to decode.
         decodings = list(reversed(ways)) if has_many else ["exact"]
         pairs = [(option, way) for option in options for way in decodings]
         return Tuned(_settings_of(pairs, given, float32_may_be_compiled=True), [], "ordered")
-    if not (has_many and "fast" in ways) and not _forwards_are_long(plan):
-        return Tuned([plain | given], [], "short")
     on_measuring()
     decode_s = {name: decode_seconds(images, way, settings.max_pixels, _LEAST_COMPARED) for name, way in ways.items()}
     on_cpu = backbone.device.type == "cpu"
@@ -348,8 +349,10 @@ def _forwards_are_long(plan: Plan) -> bool:
     """Return whether a job may gain by any option; eager forwards of two empty pictures tell how long it takes."""
     pictures = torch.zeros(2, *plan.backbone.preprocessing.crop_px, 3, dtype=torch.uint8)
     with open_forward(plan.backbone, plan.choice, "float32") as forward:
-        seconds = min(_timed_s(functools.partial(forward, pictures)) for _ in range(2))  # one may have been disturbed
-    return len(plan.images) * seconds / len(pictures) > _PAYS_FROM_S
+        for _ in range(2):  # the first may have been disturbed
+            if len(plan.images) * _timed_s(functools.partial(forward, pictures)) / len(pictures) <= _PAYS_FROM_S:
+                return False
+    return True
 
 
 def _timed_s(call: Callable[[], object]) -> float:
