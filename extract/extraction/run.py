@@ -48,6 +48,7 @@ from extract.system.urls import is_url
 
 __all__ = ["Arguments", "extract", "extract_features", "work_at", "work_of"]
 
+_PUBLISHERS = 2  # threads: the sha256 of a file takes longer than writing it
 _TRIED_S = 2.0  # to try images of a shard that had an I/O error; if a server is down, each takes seconds
 _SAMPLED = 16  # stored rows whose images are read again if their folder has another name than before
 
@@ -202,7 +203,7 @@ def extract(
             exits_refused(),
             contextlib.closing(loaded),
             ValidatedForward(plan, has_stored_rows, log_computation) as forward,
-            ThreadPoolExecutor(1, "publisher") as publisher,
+            ThreadPoolExecutor(_PUBLISHERS, "publisher") as publisher,
         ):
             batches = checked_batches(loaded, plan.images, on_note)
             if earlier is not None:
@@ -214,8 +215,8 @@ def extract(
                 publish = extract_shard(plan, shard, here, forward, summary, on_rows, stop, earlier)
                 if publish is None:
                     break
-                publishing.append(publisher.submit(publish))  # while the next shard is computed
-                if len(publishing) > 1:
+                publishing.append(publisher.submit(publish))  # while the next shards are computed
+                if len(publishing) > _PUBLISHERS:
                     _wait_until_published(publishing.popleft(), summary)
             while publishing:
                 _wait_until_published(publishing.popleft(), summary)
