@@ -175,10 +175,13 @@ def _work(pipe: Connection[Any, Any], start: Start, start_method: str) -> None:
         send(Message(text))
 
     try:
-        with store_warnings_to(say), start(say) as maker, contextlib.suppress(EOFError):
+        with store_warnings_to(say), start(say) as maker:
             send(Joined(platform.node(), maker.about))
             while True:
-                shard = pipe.recv()
+                try:
+                    shard = pipe.recv()
+                except (EOFError, ConnectionError):  # the first process has ended
+                    break
                 send(Done(shard, None if shard is None else maker.build(shard, on_rows)))
     except LayertapError as error:
         send(Failed(shard, str(error), error))

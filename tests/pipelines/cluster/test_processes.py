@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from extract.errors import InputError, LayertapError
-from pipelines.embed.cluster.processes import Done, Event, Failed, Joined, Message, Processes, Rows
+from pipelines.embed.cluster.processes import Done, Event, Failed, Joined, Message, Processes, Rows, Worker
 from pipelines.embed.cluster.shard_loop import ShardLoop
 from tests.pipelines.cluster.made_up import MadeUp
 
@@ -155,6 +155,12 @@ class Dies(MadeUp):
 def test_workers_that_die_before_they_are_ready_end_the_run(tmp_path: Path) -> None:
     with pytest.raises(LayertapError, match="no worker can be started: its process exited with code 7"):
         run(Dies(tmp_path), 3, workers=1)
+
+
+def test_the_end_of_a_file_in_a_shard_is_not_taken_for_the_end_of_the_run(tmp_path: Path) -> None:
+    worker = Worker(MadeUp(tmp_path, does={1: "meets a cut file"}))
+    worker.begin()
+    assert list(worker.build(1))[-1] == Failed(1, "EOFError: a cut file")
 
 
 class Unreadable(MadeUp):
