@@ -175,10 +175,13 @@ def _work(pipe: Connection[Any, Any], start: Start, start_method: str) -> None:
         send(Message(text))
 
     try:
-        with store_warnings_to(say), start(say) as maker, contextlib.suppress(EOFError):
+        with store_warnings_to(say), start(say) as maker:
             send(Joined(platform.node(), maker.about))
             while True:
-                shard = pipe.recv()
+                try:
+                    shard = pipe.recv()
+                except (EOFError, ConnectionError):  # the first process has ended
+                    break
                 send(Done(shard, None if shard is None else maker.build(shard, on_rows)))
     except LayertapError as error:
         send(Failed(shard, str(error), error))
@@ -199,20 +202,28 @@ class Worker:
         self._is_alive = False
 
     def begin(self) -> None:
-        """Start the process, unless it is alive."""
+        """Start the process, unless it is alive.
+
+        Raises:
+            OSError: the system has no room for a process.
+        """
         if self._is_alive:
             return
-        self._is_alive = True
         context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_work, args=(theirs, self._start, multiprocessing.get_start_method()))
+        pipe, theirs = context.Pipe()
+        process = context.Process(target=_work, args=(theirs, self._start, multiprocessing.get_start_method()))
         # A signal that comes before `_work` ignores it would end the process with a traceback. The process that tracks
         # resources starts first, because its start unblocks signals.
         resource_tracker.ensure_running()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-        self._process.start()
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        theirs.close()  # so that the pipe ends with the process
+        try:
+            process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            theirs.close()  # so that the pipe ends with the process
+        self._pipe = pipe
+        self._process = process
+        self._is_alive = True
 
     def build(self, shard: int | None) -> Iterator[Event]:
         """Have the process build a shard, and yield its events; the last is `Done` or `Failed`.
@@ -230,6 +241,8 @@ class Worker:
                 event = self._pipe.recv() if self._pipe in ready else Failed(shard, self._exit_reason())
             except (EOFError, OSError):
                 event = Failed(shard, self._exit_reason())
+            except Exception as error:  # the run would wait for this shard for ever
+                event = Failed(shard, f"its message cannot be read: {type(error).__name__}: {first_line(error)}")
             if isinstance(event, Failed):
                 event = event._replace(shard=shard)  # it may have ended before it heard of the shard
                 self.kill()
@@ -244,9 +257,10 @@ class Worker:
 
     def kill(self) -> None:
         """Kill the process: what it has stored is safe, and processes that decode images notice it and end."""
-        self._is_alive = False
-        self._process.kill()
-        self._process.join()
+        if self._is_alive:
+            self._process.kill()
+            self._process.join()
+            self._is_alive = False
 
 
 class Processes:
@@ -265,7 +279,8 @@ class Processes:
 
     def __enter__(self) -> Processes:
         for worker in self._workers:
-            worker.begin()
+            with contextlib.suppress(OSError):  # `_serve` tries again, and reports the error
+                worker.begin()
             threading.Thread(target=self._serve, args=(worker,), daemon=True).start()
         return self
 
@@ -278,10 +293,14 @@ class Processes:
     def _serve(self, worker: Worker) -> None:
         while True:
             shard = self._shards.get()
-            with self._beginning:
-                if self._has_ended:
-                    return
-                worker.begin()
+            try:
+                with self._beginning:
+                    if self._has_ended:
+                        return
+                    worker.begin()
+            except OSError as error:
+                self._events.put(Failed(shard, f"its process cannot be started: {error.strerror}"))
+                continue
             for event in worker.build(shard):
                 self._events.put(event)
 

@@ -21,8 +21,8 @@ class MadeUp:
     Attributes:
         out: the folder.
         takes_s: seconds for each.
-        does: shard -> what happens when it is made: "fails", "kills", "hangs", "dies after publishing", or "refuses"
-            (at the start).
+        does: shard -> what happens when it is made: "fails", "meets a cut file", "kills", "hangs", "dies after
+            publishing", or "refuses" (at the start).
     """
 
     out: Path
@@ -50,6 +50,8 @@ class _Making:
         does = self._made_up.does.get(shard, "")
         if does == "fails":
             raise ValueError("a bad shard")
+        if does == "meets a cut file":
+            raise EOFError("a cut file")
         if does == "kills":
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(600 if does == "hangs" else self._made_up.takes_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import random
 import signal
@@ -12,13 +13,14 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from extract.errors import InputError, LayertapError
-from pipelines.embed.cluster.processes import Done, Event, Failed, Joined, Message, Processes, Rows
+from pipelines.embed.cluster.processes import Done, Event, Failed, Joined, Message, Processes, Rows, Worker
 from pipelines.embed.cluster.shard_loop import ShardLoop
 from tests.pipelines.cluster.made_up import MadeUp
 
@@ -153,6 +155,51 @@ class Dies(MadeUp):
 def test_workers_that_die_before_they_are_ready_end_the_run(tmp_path: Path) -> None:
     with pytest.raises(LayertapError, match="no worker can be started: its process exited with code 7"):
         run(Dies(tmp_path), 3, workers=1)
+
+
+def test_the_end_of_a_file_in_a_shard_is_not_taken_for_the_end_of_the_run(tmp_path: Path) -> None:
+    worker = Worker(MadeUp(tmp_path, does={1: "meets a cut file"}))
+    worker.begin()
+    assert list(worker.build(1))[-1] == Failed(1, "EOFError: a cut file")
+
+
+class Unreadable(MadeUp):
+    """Sends what cannot be read at the other end."""
+
+    def __call__(self, say: Any) -> Any:
+        say(_NoNumber())
+        time.sleep(600)
+
+
+class _NoNumber:
+    def __reduce__(self) -> Any:
+        return int, ("no number",)
+
+
+def test_a_message_that_cannot_be_read_ends_the_attempt_and_the_worker(tmp_path: Path) -> None:
+    with pytest.raises(LayertapError, match="its message cannot be read: ValueError: invalid literal for int"):
+        run(Unreadable(tmp_path), 3, workers=1)
+
+
+def test_a_process_that_the_system_cannot_start_is_a_failed_attempt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, calls = SpawnProcess.start, []
+
+    def sometimes(process: SpawnProcess) -> None:
+        calls.append(process)
+        if len(calls) in (1, 2, 4):  # both at the beginning, and one of those that replace them
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        start(process)
+
+    monkeypatch.setattr(SpawnProcess, "start", sometimes)
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    loop, events = run(MadeUp(tmp_path, does={1: "dies after publishing"}), 4)
+    assert made(tmp_path) == list(range(4))
+    assert (loop.done, loop.failed) == (4, {})
+    why = "its process cannot be started: Resource temporarily unavailable"
+    assert why in [event.why for event in events if isinstance(event, Failed)]
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == blocked
 
 
 @pytest.mark.slow
