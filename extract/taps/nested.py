@@ -81,11 +81,13 @@ def _rebuilt(value: Any, parts: dict[str | int, Any]) -> Any:
     """Return a copy of a container with other parts.
 
     Raises:
-        InputError: a class of the model's own cannot be made with other parts.
+        InputError: a class of the model's own cannot be made with other parts, or is a tuple or list with attributes.
     """
     kind, items = type(value), list(parts.values())
     try:
         if isinstance(value, tuple | list):
+            if object.__getstate__(value):  # attributes beside the items, which may not fit others
+                raise _not_rebuilt(kind)
             rebuilt: Any = kind._make(items) if hasattr(kind, "_make") else kind(items)  # as named tuples
             if len(rebuilt) == len(items) and all(map(operator.is_, rebuilt, items)):
                 return rebuilt

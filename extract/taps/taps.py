@@ -26,7 +26,7 @@ import dataclasses
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self, cast, get_args
 
@@ -354,7 +354,7 @@ class Taps:
         """Register all hooks; closing `undo` removes them and restores the switches."""
         root = self._layers[""]
         modules = list(root.modules())
-        self._check_replaced(modules)
+        self._check_replaced(modules, self._requests)
         # Compiled code ignores hooks added later. What calls the model may be compiled, which the model does not know,
         # so all compiled code is off. Without the compiler, whose import takes a second, there is none.
         compiled = any("_orig_mod" in m._modules or m._compiled_call_impl is not None for m in [self._model, *modules])
@@ -381,16 +381,16 @@ class Taps:
         if of_parameters:
             ParameterGradients(capture, self._parameters, of_parameters, self._edited).register(root)
 
-    def _check_replaced(self, modules: list[nn.Module]) -> None:
-        """Check that the model still has all layers and parameters that are asked for.
+    def _check_replaced(self, modules: Iterable[nn.Module], requests: Sequence[Requested]) -> None:
+        """Check that the model, of these modules, still has all layers and parameters that are asked for.
 
         Raises:
             LayertapError: it has others since these `Taps` were made.
         """
         present = set(map(id, modules))
-        if any(request.layer in self._parameters for request in self._requests):
+        if any(request.layer in self._parameters for request in requests):
             present |= {id(parameter) for parameter in self._layers[""].parameters()}
-        for request in self._requests:
+        for request in requests:
             if id(self._layers.get(request.layer, self._parameters.get(request.layer))) not in present:
                 raise LayertapError(
                     f"layer {request.layer!r} was replaced by another after these Taps were made",
@@ -405,15 +405,18 @@ class Taps:
     def _check_edits(self, capture: Capture) -> None:
         """Check that every edit was applied in this block; that of a glob or a type, to at least one layer.
 
+        All layers that are edited must still be in the model: those put in their place inside the block have no edit.
+
         A result without the edit would be taken for one with it. `nn.MultiheadAttention` never calls the linear layer
         that it holds, so a glob need not reach each of its layers.
 
         Raises:
-            LayertapError: an edit was never applied, although no call of the model was interrupted.
+            LayertapError: an edit was never applied, or its layer was replaced, and no call of the model interrupted.
         """
         if capture.forward is not None and capture.forward.running:
             return
         edits = [request for request in self._requests if request.edit is not None]
+        self._check_replaced(self._layers[""].modules(), edits)
         effective = {_group(request) for request in edits if id(request) in self._edited}
         idle = [request for request in edits if id(request) not in self._edited]
         # Another thread that calls the model itself calls the same layers. The compiler traces those of this thread.

@@ -70,6 +70,37 @@ def test_an_edit_inside_a_class_that_cannot_be_made_again_is_refused(kind: Any) 
         taps(torch.ones(2))
 
 
+class Boxes(list):
+    """A list with an attribute, which a list of the same items lacks."""
+
+    def __init__(self, items: Any) -> None:
+        super().__init__(items)
+        self.size: Any = None
+
+
+class Slotted(list):
+    __slots__ = ("size",)
+
+
+class Pairs(tuple):
+    size: Any
+
+
+@pytest.mark.parametrize("kind", [Boxes, Slotted, Pairs])
+def test_an_edit_inside_a_sequence_with_attributes_is_refused(kind: Any) -> None:
+    class Returns(nn.Module):
+        def forward(self, x: Tensor):
+            value = kind([x, x + 1])
+            value.size = (7, 9)
+            return value
+
+    with torch.no_grad(), Taps(Returns(), "") as taps:
+        assert taps(torch.ones(2)).size == (7, 9)
+    refused = pytest.raises(InputError, match=f"a value inside {kind.__name__} is to be replaced")
+    with torch.no_grad(), refused, Taps(Returns()).edit("", lambda h: h * 10) as taps:
+        taps(torch.ones(2))
+
+
 def test_long_lists_of_numbers_are_not_walked_item_by_item(monkeypatch: pytest.MonkeyPatch) -> None:
     x, numbers = torch.ones(2), [*range(1000), 0.5, None, "a"]
     monkeypatch.setattr("extract.taps.nested.enumerate", lambda value: pytest.fail("walked"), raising=False)

@@ -8,6 +8,7 @@ import contextvars
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -337,3 +338,18 @@ def test_taps_of_what_was_replaced_are_refused(of: str) -> None:
         with pytest.raises(LayertapError, match=f"layer '{name}' was replaced .* make new Taps"), taps:
             taps(torch.randn(3, 4))
     assert not any(hooks for module in model.modules() for hooks in (module._forward_hooks, module._forward_pre_hooks))
+
+
+@pytest.mark.parametrize("asked", ["*", nn.Linear, "2", "*.weight"])
+def test_an_edit_of_a_layer_that_is_replaced_inside_the_block_is_refused(asked: Any) -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), torch.randn(3, 4)
+    what = "grad" if asked == "*.weight" else "output"
+    refused = pytest.raises(LayertapError, match="layer '2(.weight)?' was replaced .* make new Taps")
+    for calls_before in (0, 1):
+        with refused, Taps(model).edit(asked, lambda h: h * 2, what) as taps:
+            for _ in range(calls_before):
+                taps(x).sum().backward()
+            model[2] = nn.Linear(4, 2)
+            taps(x).sum().backward()
+    with Taps(model).edit(asked, lambda h: h * 2, what) as taps:
+        taps(x).sum().backward()
