@@ -258,9 +258,7 @@ def _predict_pixels(
             )
         files = _names(reader.paths, predicted)
         check_folder(folder)
-        if not holds_columns(
-            folder / predicted.table, [*_HEAD, predicted.column]
-        ):  # so that a run that is interrupted can be repeated
+        if not predicted.are_in(folder):  # so that a run that is interrupted can be repeated
             with table_file(folder / predicted.table) as write:
                 write([*_HEAD, predicted.column])
         with table_file(folder / predicted.table) as write:

@@ -105,4 +105,4 @@ def test_a_layer_that_is_too_wide_is_named(stimuli: Path, tmp_path: Path, monkey
     monkeypatch.setattr("pipelines.probe.layer_similarity.MOST_COLUMNS", 1)
     message = fails("probe", stimuli / "out", "--similarity", "-o", tmp_path / "res")
     assert "layer1 of out has " in message
-    assert "values for an image; --similarity takes at most 1\n" in message
+    assert "values for an image; --similarity takes at most 1; name" in message
