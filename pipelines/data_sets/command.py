@@ -118,7 +118,7 @@ def _kinds() -> Iterable[str]:
 
 @command(short_help="List copies, near-duplicates, outliers and suspect labels.")
 @click.argument("out", type=DATA_SET)
-@click.option("-o", "--out", "output", type=click.Path(path_type=Path), help="CSV file.")
+@click.option("-o", "--out", "output", type=click.Path(path_type=Path), help="File: .csv, .json or .parquet.")
 @click.option("-l", "--layers", "layer", help="Layer to compare images by. [default: embedding, or the only layer]")
 @click.option("--kind", "kinds", multiple=True, type=LateChoice(_kinds), help="What to look for. [default: all]")
 @click.option("--images", help="Location of the images, if they were moved; the largest of near-duplicates is kept.")

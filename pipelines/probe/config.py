@@ -15,6 +15,7 @@ from pipelines.terminal.config import FROZEN
 __all__ = ["LinearIsClip", "ProbeConfig"]
 
 T = TypeVar("T")
+_OF_SIMILARITY = {"out", "layers", "seed", "similarity", "format", "results", "device", "max_memory_mb"}
 # Results name the protocol of the literature.
 LinearIsClip = Annotated[T, BeforeValidator(lambda name: "clip" if name == "linear" else name)]
 
@@ -91,6 +92,9 @@ class ProbeConfig(BaseModel):
 
     @model_validator(mode="after")
     def _check_task(self) -> Self:
+        if self.similarity and (unused := sorted(self.model_fields_set - _OF_SIMILARITY)):
+            option = unused[0].replace("_", "-")
+            raise ValueError(f"--{option} is for probes, and --similarity compares layers in place of probing them")
         if self.multilabel and self.protocol == "ridge":
             raise ValueError("--multilabel: ridge predicts numbers, not labels")
         self._check_only("segmentation", ("masks", "class_names", "ignore_label"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 
 from extract.analysis.dataset_diff import distinct_images
 from extract.analysis.probe.feature_matrix import FeatureRows
-from extract.analysis.similarity import feature_similarity
+from extract.analysis.similarity import MOST_COLUMNS, feature_similarity
 from extract.errors import InputError
 from extract.store.reader import FeatureReader
 from extract.system.atomic_files import own_folder
@@ -22,12 +23,14 @@ from extract.system.urls import is_url
 from pipelines.probe.config import ProbeConfig
 from pipelines.probe.job import arrays_of, data_sets
 from pipelines.terminal.figures import add_matrix, add_words, drawable, matrix_inches, save_figure
-from pipelines.terminal.tables import print_aligned, table_file
+from pipelines.terminal.tables import holds_columns, print_aligned, table_file
 
 __all__ = ["LayerSimilarity", "compare_layers"]
 
 _MOST_IMAGES = 2_000  # drawn with the seed
 _MOST_PAIRS = 10  # that are printed
+_TABLE = "similarity.csv"
+_HEAD = ("data_set", "layer", "other_data_set", "other_layer", "linear_cka", "rsa")
 
 
 @dataclass(frozen=True)
@@ -80,13 +83,12 @@ class LayerSimilarity:
 
     def write(self, folder: Path, form: str) -> list[Path]:
         """Write similarity.csv, with a line for each pair, and the figure; return their paths."""
-        folder.mkdir(parents=True, exist_ok=True)
-        with table_file(folder / "similarity.csv") as write:
-            write(["data_set", "layer", "other_data_set", "other_layer", "linear_cka", "rsa"])
+        with table_file(folder / _TABLE) as write:
+            write([*_HEAD])
             for i, j in zip(*np.triu_indices(len(self.layers), 1), strict=True):
                 values = (repr(float(matrix[i, j])) for matrix in (self.cka, self.rsa))
                 write([*self.layers[i], *self.layers[j], *values])
-        return [folder / "similarity.csv", save_figure(self._figure(), folder / f"similarity.{form}")]
+        return [folder / _TABLE, save_figure(self._figure(), folder / f"similarity.{form}")]
 
     def _figure(self) -> Figure:
         names = [drawable(name) for name in self.names]
@@ -109,9 +111,11 @@ def compare_layers(config: ProbeConfig) -> tuple[LayerSimilarity, list[Path]]:
         the result, and the written files.
 
     Raises:
-        InputError: a path is not a data set, there is one layer only, or there are fewer than four common images.
+        InputError: a path is not a data set, there is one layer only, a layer is too wide, there are fewer than four
+            common images, or the results cannot be written.
         UnknownNameError: a layer does not exist.
     """
+    folder = _folder_for(config)
     with contextlib.ExitStack() as stack:
         readers = {
             name: stack.enter_context(FeatureReader(path, check=isinstance(path, Path)))
@@ -127,17 +131,41 @@ def compare_layers(config: ProbeConfig) -> tuple[LayerSimilarity, list[Path]]:
                 "--similarity compares layers, and there is one", hint="name more with -l, or two data sets"
             )
         rows = _common_rows(readers, config.seed)
+        for (name, layer), arrays in columns.items():
+            if (width := FeatureRows.of(arrays, rows[name][:1]).width) > MOST_COLUMNS:
+                raise InputError(
+                    f"{layer} of {name} has {width:,} values for an image; --similarity takes at most {MOST_COLUMNS:,}",
+                    hint="name narrower layers with -l, or compute it again with a pooling such as mean_map",
+                )
         features = [_in_order(arrays, rows[name]) for (name, _), arrays in columns.items()]
         count = len(features[0])
         found = feature_similarity(features, k=min(10, count - 1), seed=config.seed)
     result = LayerSimilarity(list(columns), count, found.cka, found.rsa)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise InputError(
+            f"results cannot be written to {error.filename or folder}: {error.strerror}",
+            hint="name another folder with -o",
+        ) from error
+    return result, result.write(folder, config.format)
+
+
+def _folder_for(config: ProbeConfig) -> Path:
+    """Return the folder of the results, after a check that it has no other files of their names."""
+    data_sets(config.out)
     folder = config.results
     if folder is None:
         if is_url(config.out[0]):
             raise InputError(f"{config.out[0]} is in a bucket", hint="name a folder for the results with -o")
-        own_folder(Path(config.out[0]) / "probe")
-        folder = Path(config.out[0]) / "probe" / "similarity"
-    return result, result.write(folder, config.format)
+        folder = own_folder(Path(config.out[0]) / "probe") / "similarity"
+    names = (_TABLE, f"similarity.{config.format}")
+    other = next((folder / name for name in names if (folder / name).exists()), None)
+    if other is not None and not holds_columns(folder / _TABLE, _HEAD):
+        raise InputError(f"{other} exists and is not of --similarity", hint="name another folder with -o")
+    return folder
 
 
 def _common_rows(readers: dict[str, FeatureReader], seed: int) -> dict[str, NDArray[np.int64]]:

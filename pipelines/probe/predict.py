@@ -36,7 +36,7 @@ from pipelines.probe.report import answer
 from pipelines.terminal.output_paths import check_folder
 from pipelines.terminal.pictures import Pictures
 from pipelines.terminal.progress import Progress
-from pipelines.terminal.tables import table_file
+from pipelines.terminal.tables import holds_columns, table_file
 from pipelines.terminal.text_output import counted, printable
 
 __all__ = ["run_predict"]
@@ -90,7 +90,7 @@ def run_predict(
     if pixels is not None:
         _check_pixel_folder(output, pixels)
         write = partial(_predict_pixels, predicted=pixels, images=pictures)
-    elif output.is_file() and not _holds(output, "predicted"):
+    elif output.is_file() and not holds_columns(output, [*_HEAD, "predicted"]):
         raise InputError(f"{output} already exists and holds no predictions", hint="name another file")
     elif output.is_dir():
         raise InputError(f"{output} cannot be written: it is a folder")
@@ -190,6 +190,10 @@ class _PixelTask:
     suffix: str
     pixels: Callable[[TokenArray, Tensor, tuple[int, int]], NDArray[Any]]
 
+    def are_in(self, folder: Path) -> bool:
+        """Return whether a folder has a table of such predictions."""
+        return holds_columns(folder / self.table, [*_HEAD, self.column])
+
 
 def _predicted_pixels(probe: LinearProbe) -> _PixelTask | None:
     """Return what a probe predicts for pixels; None for a probe of whole images.
@@ -221,21 +225,12 @@ def _check_pixel_folder(folder: Path, predicted: _PixelTask) -> None:
     Raises:
         InputError: they cannot.
     """
-    if folder.is_dir() and any(folder.iterdir()) and not _holds(folder / predicted.table, predicted.column):
+    if folder.is_dir() and any(folder.iterdir()) and not predicted.are_in(folder):
         raise InputError(f"{folder} already exists and holds no predicted {predicted.what}", hint="name another folder")
     if folder.exists() and not folder.is_dir():
         raise InputError(
             f"{folder} is a file; a probe of {predicted.what} writes a folder", hint="name a folder with -o"
         )
-
-
-def _holds(table: Path, column: str) -> bool:
-    """Return whether a file is a table of predictions, by its first line."""
-    try:
-        with table.open("rb") as file:
-            return f"{file.readline(1000).decode(errors='replace').strip()},".startswith(",".join([*_HEAD, column, ""]))
-    except OSError:
-        return False
 
 
 def _predict_pixels(
@@ -263,7 +258,7 @@ def _predict_pixels(
             )
         files = _names(reader.paths, predicted)
         check_folder(folder)
-        if not _holds(folder / predicted.table, predicted.column):  # so that a run that is interrupted can be repeated
+        if not predicted.are_in(folder):  # so that a run that is interrupted can be repeated
             with table_file(folder / predicted.table) as write:
                 write([*_HEAD, predicted.column])
         with table_file(folder / predicted.table) as write:

@@ -47,7 +47,7 @@ def probe_and_write(config: ProbeConfig, say: Callable[[str], None]) -> tuple[Pr
         InputError: see `run_probe`; or a file cannot be written.
     """
     data_sets(config.out)
-    is_users_own = config.results is not None and config.results.exists()
+    is_of_user = config.results is not None and config.results.is_dir()
     try:
         if config.save is not None:
             _check_file(config.save)
@@ -63,8 +63,8 @@ def probe_and_write(config: ProbeConfig, say: Callable[[str], None]) -> tuple[Pr
     except BaseException:
         if not _has_results(folder):  # a run without results leaves no folder behind
             (folder / "results.json").unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # other files are in it
-                if not is_users_own:
+            if not is_of_user:
+                with contextlib.suppress(OSError):  # other files are in it
                     folder.rmdir()
         raise
     files = [folder / name for name in ("results.json", "results.csv")]

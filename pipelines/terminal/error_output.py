@@ -22,6 +22,7 @@ _OTHER_WORDS = {
     "fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16", "hdf5": "h5", "npz": "npy",
     "channels": "maps (they show channels beside each image)",
     "csv": "npy (its rows.csv lists paths, labels and statuses) or parquet",
+    "segmentation-dinov3": "segmentation (trained heads are gone)", "depth-dinov3": "depth (trained heads are gone)",
 }  # fmt: skip
 
 _LONGEST_ARGUMENTS = 200  # characters of a message: a shell passes each file of a pattern

@@ -12,7 +12,7 @@ from typing import Any
 from extract.system.atomic_files import atomic_write
 from extract.system.csv_cells import safe_cell
 
-__all__ = ["print_aligned", "table_file"]
+__all__ = ["holds_columns", "print_aligned", "table_file"]
 
 
 @contextlib.contextmanager
@@ -28,6 +28,16 @@ def table_file(path: Path) -> Iterator[Callable[[list[Any]], Any]]:
         yield lambda row: writer.writerow(map(safe_cell, row))
         text.flush()
         text.detach()
+
+
+def holds_columns(path: Path, columns: Sequence[str]) -> bool:
+    """Return whether a file is a CSV table that starts with these columns, by its first line."""
+    try:
+        with path.open("rb") as file:
+            head = file.readline(1000).decode(errors="replace").strip()
+    except OSError:
+        return False
+    return f"{head},".startswith(",".join([*columns, ""]))
 
 
 def print_aligned(rows: Sequence[Sequence[str]], align: str, echo: Callable[[str], None]) -> None:

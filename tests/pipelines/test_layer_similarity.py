@@ -78,3 +78,31 @@ def test_what_cannot_be_compared_is_named(stimuli: Path, tmp_path: Path) -> None
     message = fails("probe", out, tmp_path / "other", "--similarity", "-o", tmp_path / "two")
     assert "0 images in common" in message
     assert not (tmp_path / "two").exists()
+
+
+def test_files_of_others_stay_and_a_place_that_cannot_be_written_is_named(stimuli: Path, tmp_path: Path) -> None:
+    command = ("probe", stimuli / "out", "--similarity", "-o")
+    for name in ("similarity.csv", "similarity.png"):
+        (tmp_path / name).write_text("mine")
+        assert f"{tmp_path / name} exists and is not of --similarity" in fails(*command, tmp_path)
+        assert (tmp_path / name).read_text() == "mine"
+        (tmp_path / name).unlink()
+    assert layertap(*command, tmp_path).exit_code == layertap(*command, tmp_path).exit_code == 0
+    (tmp_path / "file").write_text("mine")
+    assert f"results cannot be written to {tmp_path / 'file'}" in fails(*command, tmp_path / "file")
+
+
+@pytest.mark.parametrize(
+    "options", [["--save", "x.safetensors"], ["-p", "knn"], ["--labels", "l.csv"], ["--drop-leaks"]]
+)
+def test_options_of_probes_are_refused_beside_similarity(stimuli: Path, tmp_path: Path, options: list[str]) -> None:
+    message = fails("probe", stimuli / "out", "--similarity", "-o", tmp_path / "res", *options)
+    assert "is for probes, and --similarity compares layers in place of probing them" in message
+    assert not (tmp_path / "res").exists()
+
+
+def test_a_layer_that_is_too_wide_is_named(stimuli: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipelines.probe.layer_similarity.MOST_COLUMNS", 1)
+    message = fails("probe", stimuli / "out", "--similarity", "-o", tmp_path / "res")
+    assert "layer1 of out has " in message
+    assert "values for an image; --similarity takes at most 1; name" in message
