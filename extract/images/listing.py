@@ -281,7 +281,9 @@ def _check_first_array(source: Files, where: str, name: str) -> None:
     try:
         decode(source.read(0)[0])
     except PixelTypeError as error:
-        raise InputError(f"{where}: {name} is {error.what}", hint=f"for each file: {error.remedy}") from error
+        raise InputError(
+            f"{where}: {name} is {error.what}", hint=f"for each file of this type: {error.remedy}"
+        ) from error
     except (OSError, ValueError):
         pass  # its row fails
 

@@ -192,6 +192,9 @@ def load(out: Path, published: DataSet | None, now_ns: int) -> Records:
             records = Records(made_again="the table of the version is missing")
         assert published.version is not None
         records.last_pass = max([records.last_pass, *published.version.passes])
+        if records.made_again:
+            # The highest number is not known, and a pickled reader of a removed pass must not find another of its name.
+            records.last_pass += published.version.number
     known = set(records.passes)
     rows = [_rows_of(folder, published, now_ns) for number, folder in pass_folders(out).items() if number not in known]
     stored = np.concatenate([_empty(0), *rows])

@@ -609,7 +609,7 @@ def test_arrays_of_floats_are_refused_with_the_line_that_converts_them(tmp_path:
     for name, array in (("folder", "np.load(path)"), ("p.npy", "np.load("), ("p.h5", "file['group/x'][:]")):
         with pytest.raises(InputError, match="float32") as refused:
             list_images(tmp_path / name)
-        code = refused.value.hint.removeprefix("for each file: ")
+        code = refused.value.hint.removeprefix("for each file of this type: ")
         del refused  # its traceback has the open file
         gc.collect()
         if not line:

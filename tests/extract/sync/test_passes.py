@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -843,6 +844,22 @@ def test_a_reader_can_be_pickled_and_goes_on_with_its_version(home: Home) -> Non
         for column in (lambda: reader["fc"][:], lambda: reader["fc"][0], lambda: reader.status):
             with pytest.raises(InputError, match="was replaced or removed after the reader was opened"):
                 column()
+
+
+def test_a_pickled_reader_finds_no_other_pass_of_the_same_number_after_the_table_was_lost(home: Home) -> None:
+    home.sync()
+    home.write("a/new.ppm", 60)
+    home.sync()
+    with FeatureReader(home.out) as reader:
+        expected, frozen = reader["fc"][reader.paths.index("a/new.ppm")], pickle.dumps(reader)
+    (home.root / "a/new.ppm").unlink()
+    home.sync()
+    compact(home.out, max_dead=0)
+    shutil.rmtree(home.out / "versions")
+    home.write("a/new.ppm", 61)
+    home.sync()
+    with pickle.loads(frozen) as reader, contextlib.suppress(InputError):
+        np.testing.assert_array_equal(reader["fc"][reader.paths.index("a/new.ppm")], expected)
 
 
 @pytest.mark.slow
