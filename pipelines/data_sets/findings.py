@@ -100,6 +100,8 @@ def print_findings(table: Sequence[Finding], echo: Callable[[str], None]) -> Non
         rows = list(found)
         groups = {row.group for row in rows} - {None}
         echo(f"{kind}: {counted(len(rows), 'image')}" + (f" in {counted(len(groups), 'group')}" if groups else ""))
+        if kind == "suspect label":
+            echo("  many of these labels are right; the first are the most likely to be wrong")
         for row in rows[:SHOWN]:
             score = "" if row.score is None else f"{row.score:.4f}  "
             echo(f"  {score}{printable(row.path)}  {printable(_note(row))}")
