@@ -216,7 +216,7 @@ def extract(
                 if publish is None:
                     break
                 publishing.append(publisher.submit(publish))  # while the next shards are computed
-                if len(publishing) > _PUBLISHERS:
+                while len(publishing) > _PUBLISHERS or (publishing and publishing[0].done()):
                     _wait_until_published(publishing.popleft(), summary)
             while publishing:
                 _wait_until_published(publishing.popleft(), summary)

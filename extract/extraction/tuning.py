@@ -87,14 +87,12 @@ class Measured:
     Attributes:
         way: precision and engine of the forward.
         images_per_s: rate for images in memory; 0 if it was not timed.
-        start_s: seconds until the first images were computed, including compilation.
         why_not: why the option is refused; empty if it is accepted.
         why_not_fast: why it is refused with fast decoding; empty if it is accepted, or without fast decoding.
     """
 
     way: ComputeOption
     images_per_s: float = 0.0
-    start_s: float = 0.0
     why_not: str = ""
     why_not_fast: str = ""
 
@@ -186,11 +184,10 @@ def _tried(
     min_cosine: float,
 ) -> Measured:  # fmt: skip
     """Compare an option with the expected features, which eager float32 fills in, and time it."""
-    start, exact = time.perf_counter(), pictures["exact"]
+    exact = pictures["exact"]
     try:
         with open_forward(backbone, choice, "float32", option.precision, option.engine, len(exact)) as forward:
             features = forward(exact)
-            start_s = time.perf_counter() - start
             if option == PLAIN:
                 expected.update(features)
             least = None if option.precision == "float32" else min_cosine
@@ -209,7 +206,7 @@ def _tried(
         gc.collect()
         if backbone.device.type == "cuda":
             torch.cuda.empty_cache()
-    return Measured(option, len(exact) / seconds, start_s, why_not, why_not_fast)
+    return Measured(option, len(exact) / seconds, why_not, why_not_fast)
 
 
 def ranked(

@@ -93,10 +93,6 @@ class TokenArray:
             values[here] = tokens[positions[here] - start, len(self.prefix) + cells[here]]
         return values
 
-    def of_feature(self, feature: NDArray[Any]) -> NDArray[Any]:
-        """Return the tokens (per_image, C) of one more image, from its feature (*shape) as `reader[layer]` has it."""
-        return self._layout.split(feature[None])[0, len(self.prefix) :]
-
     def row(self, index: Any) -> Any:
         """Return the row in the reader of the image of each token; `index` as in `tokens[index]`."""
         return self.rows[numbers_of(index, len(self), "tokens") // self.per_image]
@@ -113,11 +109,6 @@ class TokenArray:
             InputError: the backbone's library resizes and crops in its own way.
         """
         return recorded_crop(self._preprocessing)
-
-    @property
-    def has_places(self) -> bool:
-        """Whether the places of tokens in pictures are known; see `boxes`."""
-        return "resize_px" in self._preprocessing
 
     def window(self, picture_px: tuple[int, int]) -> tuple[float, float, float, float]:
         """Return the part of a picture that all cells cover, which the crop left: left, top, right, bottom in pixels.
