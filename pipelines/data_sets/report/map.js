@@ -153,10 +153,12 @@ const addMap = () => {
     const scale = Math.min((wide - 2 * margin) / (high[0] - low[0] || 1), (tall - 2 * margin) / (high[1] - low[1] || 1));
     return {scale, x: wide / 2 - scale * (low[0] + high[0]) / 2, y: tall / 2 + scale * (low[1] + high[1]) / 2};
   };
-  // The map reaches from its place to the end of the first screen; if little is left of that, it fills one screen.
+  // The map reaches from its place to the end of the first screen; if little is left of that, it fills one screen. On a
+  // tall screen, it is no higher than three quarters of its width with the panel.
   const setHeight = () => {
     const top = area.getBoundingClientRect().top + window.scrollY, left = window.innerHeight - top - 12;
-    area.style.setProperty("--height", `${left > 380 ? left : Math.max(320, window.innerHeight - 180)}px`);
+    const height = Math.min(left > 380 ? left : Math.max(320, window.innerHeight - 180), 0.75 * area.clientWidth);
+    area.style.setProperty("--height", `${height}px`);
   };
   let base;
   const placeOf = (point) => [

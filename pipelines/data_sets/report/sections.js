@@ -44,7 +44,7 @@ const KINDS = {
   "copy": ["Copies", (n, groups) => `${plural(groups, "image")} ${groups === 1 ? "occurs" : "occur"} more than once`, "The bytes are the same."],
   "near-duplicate": ["Near-duplicates", (n, groups) => plural(groups, "group of near-duplicates", "groups of near-duplicates"), ""],
   "suspect label": ["Suspect labels", (n) => plural(n, "suspect label"),
-    "A probe that has not seen the image is confident of another class. The least credible labels come first."],
+    "A probe that has not seen the image is confident of another class. The least credible labels come first; many others are right."],
   "outlier": ["Outliers", (n) => plural(n, "outlier"), ""],
 };
 const {findings} = content;
