@@ -297,7 +297,7 @@ class ShardWriter:
             raise LayertapError(f"{self._part}: {pending} rows are still pending")
         ready = self._part
         try:
-            flush_to_disk(self._file)
+            synced = self._thread.submit(flush_to_disk, self._file)  # while the file is hashed, or packed
             if compress:
                 ready = self._final.with_name(self._final.name + ".packed.new")
                 self._pack(ready, compress)
@@ -305,6 +305,7 @@ class ShardWriter:
                 raise FileExistsError
             # The receipt comes first: a kill between the two would lose the reasons of failed rows.
             write_receipt(self._final, ready, self._shard, self._reasons, made)
+            synced.result()
             claim(ready, self._final)
             self._part.unlink(missing_ok=True)
             sync_folder(self._final.parent)
