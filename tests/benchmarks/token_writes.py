@@ -1,8 +1,9 @@
 """Shards of all tokens of 12 blocks, written and published: `python tests/benchmarks/token_writes.py [FOLDER]`.
 
-Five shards of 128 rows of 12 features (197, 768) in float32, 930 MB each: the bytes of a ViT-B/16. A raw write and
+Twelve shards of 128 rows of 12 features (197, 768) in float32, 930 MB each: the bytes of a ViT-B/16. A raw write and
 `fdatasync` of the same bytes, the writer with the hashes of its rows and files, shard after shard, and the same with
-each shard published in one of two threads while the next is written, as a run does. In turn, medians of the rates.
+each shard published in two threads while the next are written, as a run does. The ratio to the raw write of the same
+round: its median over the rounds, and the 95 % interval of this median.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ from extract.store.format.dataset import DataSet
 from extract.store.format.layout import RowNames, StoredFeature, create_shard
 from extract.store.format.writer import ShardWriter
 
-SHARDS, ROWS, BATCH, ROUNDS = 5, 128, 64, 3
+SHARDS = 12
+ROWS = 128
+BATCH = 64
+ROUNDS = 8
 VALUES = {
     f"blocks.{block}": np.random.default_rng(block).normal(size=(BATCH, 197, 768)).astype(np.float32)
     for block in range(12)
@@ -65,27 +69,32 @@ def stored(folder: Path, publishers: int) -> None:
 
 
 def main(place: Path) -> None:
-    """Measure, and print the rates."""
+    """Measure, and print the ratios."""
     ways = {
-        "raw write": raw,
         "written, then published": lambda folder: stored(folder, 0),
-        "published in a thread": lambda folder: stored(folder, 1),
-        "published in two": lambda folder: stored(folder, 2),
+        "published in two threads": lambda folder: stored(folder, 2),
+        "raw write": raw,
     }
-    rates: dict[str, list[float]] = {name: [] for name in ways}
+    ratios: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(ROUNDS):
-        for name, way in ways.items():
-            folder = place / f"{number} {name}"
+        seconds = {}
+        for name in list(ways)[:: 1 if number % 2 else -1]:
+            folder = place / name
             folder.mkdir()
             os.sync()
             start = time.perf_counter()
-            way(folder)
-            rates[name].append(GB / (time.perf_counter() - start))
+            ways[name](folder)
+            seconds[name] = time.perf_counter() - start
             shutil.rmtree(folder)
-    plain = statistics.median(rates["raw write"])
-    for name, measured in rates.items():
-        each = ", ".join(f"{rate:.2f}" for rate in measured)
-        print(f"{name:24} {statistics.median(measured) / plain:.2f} of the raw write  ({each} GB/s)", flush=True)
+        for name, spent in seconds.items():
+            ratios[name].append(seconds["raw write"] / spent)
+        rates = ", ".join(f"{name} {GB / spent:.2f} GB/s" for name, spent in seconds.items())
+        print(f"round {number}: {rates}", flush=True)
+    random = np.random.default_rng(0)
+    for name, measured in ratios.items():
+        medians = np.median(random.choice(measured, (2000, ROUNDS)), axis=1)
+        low, high = np.quantile(medians, [0.025, 0.975])
+        print(f"{name:24} {statistics.median(measured):.2f} of the raw write ({low:.2f} to {high:.2f})")
 
 
 if __name__ == "__main__":
