@@ -79,12 +79,9 @@ def _print_disk_error(error: OSError) -> None:
 
 
 def _with_home(argument: str) -> str:
-    match = re.match(r"--[^=]*=|-[A-Za-z](?=~)", argument)
-    option = match[0] if match else ""
-    try:
-        return option + with_home(argument.removeprefix(option))
-    except InputError as error:
-        raise click.UsageError(str(error)) from None
+    option = re.match(r"--[^=]*=|-[A-Za-z](?=~)|", argument)
+    assert option is not None
+    return option[0] + with_home(argument.removeprefix(option[0]))
 
 
 class _Commands(click.Group):
@@ -139,11 +136,11 @@ class _Commands(click.Group):
             raise InputError(f"{args[0]} is a path; expected a command", hint=f"layertap {name} {shlex.quote(args[0])}")
         return super().resolve_command(ctx, args)
 
+    @end_on_signals()
     def invoke(self, ctx: click.Context) -> Any:
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
                 stream.reconfigure(errors="backslashreplace")  # file names may have undecodable bytes
-        signals = end_on_signals()
         try:
             with exits_refused(), own_faults_refused(_DISK_ERRORS | _OPEN_FILES_ERRORS | {errno.ENOMEM}):
                 return super().invoke(ctx)
@@ -167,8 +164,6 @@ class _Commands(click.Group):
             terminated = isinstance(stop, Terminated)
             print_line("terminated" if terminated else "interrupted", err=True)
             ctx.exit(143 if terminated else 130)
-        finally:
-            signals.end()
 
 
 def _print_version(context: click.Context, parameter: click.Parameter, wanted: bool) -> None:

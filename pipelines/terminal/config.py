@@ -1,6 +1,6 @@
 """Configuration of the jobs: one frozen model per job, with the same keys in YAML as on the command line.
 
-A text that starts with `~/` or `~user/` is a path below a home folder, in a config file and on the command line: a
+A text that starts with `~/` is a path below the home folder, in a config file and on the command line: a
 shell expands neither the values of a file nor `--out=~/features`, and a folder called `~` may be removed with
 `rm -rf ~`. All texts are treated alike: a list of the keys that are paths would be forgotten by the next key. `./~`
 names a file called `~`.
@@ -27,7 +27,7 @@ from extract.errors import InputError, first_line, unknown_name
 from extract.extraction import settings
 from extract.extraction.settings import BACKBONE, IMAGES
 from extract.system.similar_paths import did_you_mean
-from pipelines.terminal.commands import GONE_OPTIONS, with_keys
+from pipelines.terminal.commands import GONE_OPTIONS
 
 __all__ = [
     "FROZEN",
@@ -52,10 +52,6 @@ _MOST_WORKERS = max(128, 4 * defaults.CORES)
 _SHORTER = {"greater than or equal to": "at least", "less than or equal to": "at most", "greater than": "more than"}
 
 _FIRST = ("images", "backbone", "backbones", "layers", "out", "weights")  # in help texts and pages of reference
-
-_HOME = re.compile(r"~[\w.-]*(/|$)")
-
-_OPTION = re.compile(r"--([a-z][a-z-]*)")
 
 # A device as PyTorch names it, or several; PyTorch itself takes seconds to import.
 _DEVICE = r"(auto|cpu|cuda|mps|xpu|hpu|mtia|xla)(:\d+)?"
@@ -241,15 +237,10 @@ def checked(model: type[Config], values: dict[str, Any], where: str = "", flags:
                 text = text.replace(long, short)
             if isinstance(refused, InputError):
                 text, hint = refused.message, refused.hint
-            options = _OPTION.finditer(f"{text} {hint}")
-            keys = [str(e["loc"][0])] if e["loc"] else [match[1].replace("-", "_") for match in options]
-            in_file = where and (not flags or any(key in values and key not in flags for key in keys))
-            if in_file:
-                text, hint = (
-                    with_keys(each, lambda key: key in model.model_fields and key not in flags) for each in (text, hint)
-                )
-            if e["loc"]:
-                name = ".".join(map(str, e["loc"])) if in_file else _as_typed(str(e["loc"][0]))
+            key = str(e["loc"][0]) if e["loc"] else ""
+            in_file = where and (not flags or (key in values and key not in flags))
+            if key:
+                name = ".".join(map(str, e["loc"])) if in_file else _as_typed(key)
                 text = f"{name}: {text}; got {e['input']!r}"
             lines.append(f"{where}: {text}" if in_file else text)
             hints.append(hint)
@@ -281,7 +272,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
         if not isinstance(content, dict):
             raise InputError(f"config file {path} has no keys; expected lines such as `images: photos`")
-        values: dict[str, Any] = _with_homes(content, f"config file {path}")
+        values: dict[str, Any] = _with_homes(content)
     except OSError as error:
         reason, hint = error.strerror, did_you_mean(path) if isinstance(error, FileNotFoundError) else ""
         if isinstance(error, IsADirectoryError):
@@ -308,33 +299,16 @@ def _problem(error: yaml.YAMLError | UnicodeDecodeError) -> str:
 
 
 def with_home(text: str) -> str:
-    """Return a text with a leading `~/` or `~user/` expanded; any other text unchanged.
-
-    Raises:
-        InputError: there is no such user.
-    """
-    if not _HOME.match(text):
+    """Return a text with a leading `~/` expanded; any other text unchanged."""
+    if text != "~" and not text.startswith("~/"):
         return text
-    expanded = os.path.expanduser(text)  # noqa: PTH111  Path would drop a final slash
-    if _HOME.match(expanded):
-        user, _, _ = text.partition("/")
-        raise InputError(f"{text}: no user has the home folder {user}", hint=f"write ./{text} for a file")
-    return expanded
+    return os.path.expanduser(text)  # noqa: PTH111  Path would drop a final slash
 
 
-def _with_homes(value: Any, where: str, key: str = "") -> Any:
-    """Return a value of a config file, in which every text is expanded by `with_home`.
-
-    Raises:
-        InputError: a text names the home folder of an unknown user.
-    """
+def _with_homes(value: Any) -> Any:
+    """Return a value of a config file, in which every text is expanded by `with_home`."""
     if isinstance(value, dict):
-        return {name: _with_homes(item, where, str(name)) for name, item in value.items()}
+        return {name: _with_homes(item) for name, item in value.items()}
     if isinstance(value, list):
-        return [_with_homes(item, where, key) for item in value]
-    if not isinstance(value, str):
-        return value
-    try:
-        return with_home(value)
-    except InputError as error:
-        raise InputError(f"{where}: {key}: {error.message}", hint=error.hint) from None
+        return [_with_homes(item) for item in value]
+    return with_home(value) if isinstance(value, str) else value

@@ -6,7 +6,6 @@ import difflib
 import os
 import shlex
 import textwrap
-from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -16,14 +15,6 @@ from pipelines.terminal.commands import GONE_OPTIONS, with_keys
 from pipelines.terminal.text_output import print_line, printable_lines
 
 __all__ = ["print_error", "print_usage_error"]
-
-# Words that other programs use, and what layertap has instead.
-_OTHER_WORDS = {
-    "fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16", "hdf5": "h5", "npz": "npy",
-    "channels": "maps (they show channels beside each image)",
-    "csv": "npy (its rows.csv lists paths, labels and statuses) or parquet",
-    "segmentation-dinov3": "segmentation (trained heads are gone)", "depth-dinov3": "depth (trained heads are gone)",
-}  # fmt: skip
 
 _LONGEST_ARGUMENTS = 200  # characters of a message: a shell passes each file of a pattern
 
@@ -62,7 +53,10 @@ def print_usage_error(error: click.ClickException) -> None:
         hint = _several_arguments(extra.removesuffix(")"), error.ctx)
         message = f"{start}({textwrap.shorten(extra, _LONGEST_ARGUMENTS, placeholder=' ...)')}"
     elif isinstance(error, click.BadParameter) and error.param and isinstance(error.param.type, click.Choice):
-        hint = _similar_choice(message.rpartition("' is not one of")[0].rpartition(": '")[2], error.param.type.choices)
+        word = message.rpartition("' is not one of")[0].rpartition(": '")[2]
+        # 0.5: fp16 is near float16
+        near = difflib.get_close_matches(word, error.param.type.choices, n=2, cutoff=0.5)
+        hint = f"did you mean {' or '.join(near)}?" if near else ""
     if not hint and isinstance(error, click.UsageError) and error.ctx is not None:
         hint = f"{error.ctx.command_path} --help lists arguments and options"
     print_error(message.rstrip("."), hint)
@@ -78,12 +72,6 @@ def _similar_name(error: click.NoSuchOption | click.exceptions.NoSuchCommand) ->
     return f"did you mean {' or '.join(near)}?" if near else ""
 
 
-def _similar_choice(word: str, choices: Sequence[str]) -> str:
-    other = _OTHER_WORDS.get(word.lower(), "")
-    near = [other] if other.partition(" ")[0] in choices else difflib.get_close_matches(word, choices, n=1)
-    return f"did you mean {near[0]}?" if near else ""
-
-
 def _several_arguments(extra: str, ctx: click.Context | None) -> str:
     """Return what to do about arguments that no parameter takes: a path with spaces, several files, or several values.
 
@@ -91,13 +79,9 @@ def _several_arguments(extra: str, ctx: click.Context | None) -> str:
         extra: the arguments.
         ctx: the command; it has read the arguments before them.
     """
-    taken = [str(value) for value in ctx.params.values() if isinstance(value, str | Path)] if ctx else []
-    for text in taken:
-        path = Path(text)
-        if ctx and ctx.info_name == "report":
-            return f"two data sets are compared by: layertap show {shlex.quote(text)} {shlex.quote(extra)}"
-        if os.path.exists(f"{text} {extra}"):  # noqa: PTH110  thousands of names are no error, as for Path
-            return f"quote a path with spaces: {shlex.quote(f'{text} {extra}')}"
+    for path in (Path(value) for value in (ctx.params.values() if ctx else ()) if isinstance(value, str | Path)):
+        if os.path.exists(f"{path} {extra}"):  # noqa: PTH110  thousands of names are no error, as for Path
+            return f"quote a path with spaces: {shlex.quote(f'{path} {extra}')}"
         if path.is_file() and path.suffix == Path(extra).suffix:
             return folder_or_list(path)
     return "quote a path with spaces; for several values, repeat the option: -l layer1 -l layer2"

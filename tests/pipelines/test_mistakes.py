@@ -31,7 +31,6 @@ FILES = {
     "key.yaml": "images: photos\nbacbone: timm/test_resnet\n",
     "type.yaml": "images: photos\nbatch_size: many\n",
     "broken.yaml": "images: photos\nbatch_size: [3\nworkers: 2\n",
-    "home.yaml": "images: photos\nout: ~nobody-here/features\n",
     "notes/a.txt": "x",
     "notes/b.docx": "x",
     "photos.tar.gz": "x",

@@ -48,7 +48,7 @@ def test_a_row_finds_its_copies_and_neighbours_and_not_itself(out: Path) -> None
     with FeatureReader(out) as reader:
         query, paths = reader["embedding"][0].astype(np.float64), reader.paths[:]
     content = found(out, 0, "-k", 4)
-    assert content["query"] == {"row": 0, "path": "ant/00.png", "text": None, "class": "ant", "note": ""}
+    assert content["query"] == {"row": 0, "path": "ant/00.png", "text": None, "class": "ant"}
     assert [one["row"] for one in content["results"]] == expected(out, query)[1:5]
     first = content["results"][0]
     assert (first["path"], first["cosine"], first["class"]) == ("cat/copy.png", 1.0, "cat")
@@ -88,7 +88,7 @@ def test_a_file_is_searched_with_features_computed_as_those_stored(out: Path, fo
     moved = tmp_path / "elsewhere.png"
     shutil.copy(folder / "ant" / "06.png", moved)
     content = found(out, moved, "-k", 3)
-    assert content["query"] == {"row": None, "path": str(moved), "text": None, "class": None, "note": ""}
+    assert content["query"] == {"row": None, "path": str(moved), "text": None, "class": None}
     assert content["results"][0]["path"] == "ant/06.png"
     assert content["results"][0]["cosine"] == pytest.approx(1, abs=1e-6)
     with FeatureReader(out) as reader:
@@ -96,12 +96,9 @@ def test_a_file_is_searched_with_features_computed_as_those_stored(out: Path, fo
         assert [one["row"] for one in content["results"]] == expected(out, reader["embedding"][row])[:3]
 
 
-def test_what_a_number_is_taken_for_is_told(out: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_number_is_a_row_and_not_a_file(out: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
-    content = found(out, "7")
-    assert content["query"]["row"] == 7
-    assert "a file has this name, too; to search for the file, write ./7" in content["query"]["note"]
-    assert "note: a file has this name, too" in layertap("search", out, "7").stdout
+    assert found(out, "7")["query"]["row"] == 7
     assert found(out, "./7")["results"][0]["path"] == "bee/07.jpg"
     assert found(out, "bee/04.png")["query"]["row"] is not None
 
