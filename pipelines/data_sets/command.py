@@ -36,8 +36,8 @@ def show(ctx: click.Context, /, out: Path | str, other: Path | None, status: boo
     the same if their bytes are the same, whatever their names are.
 
     The progress is shards, rows and rates by machine, read from the receipts of the shards alone. The passes of a data
-    set of `layertap sync` are listed with its rows, failing images and disk usage. Of a data set in a bucket,
-    the progress is printed.
+    set of `layertap sync` are listed with its rows, failing images and disk usage; the exit code is 1 if the last one
+    failed. Of a data set in a bucket, the progress is printed.
 
     \b
     layertap show outputs/photos
@@ -55,24 +55,27 @@ def show(ctx: click.Context, /, out: Path | str, other: Path | None, status: boo
         print_result(compare(first, other), as_json, diff_as_json, print_text)
         return
     if status or is_url(str(out)):
-        _print_progress(str(out), as_json)
+        _print_progress(ctx, str(out), as_json)
         return
     from pipelines.data_sets.show import describe, print_description
 
     content = describe(Path(out))
     print_result(content, as_json, dict, print_description)
     if not as_json and not content["complete"] and content["version"] is None:
-        _print_progress(str(out), as_json)
+        _print_progress(ctx, str(out), as_json)
 
 
-def _print_progress(out: str, as_json: bool) -> None:
+def _print_progress(ctx: click.Context, out: str, as_json: bool) -> None:
     from pipelines.data_sets.status import is_built_in_shards, print_progress, progress_of
     from pipelines.sync.status import describe_status, print_status
 
     if is_built_in_shards(out):
         print_result(progress_of(out), as_json, dict, print_progress)
-    else:
-        print_result(describe_status(Path(out)), as_json, dict, print_status)
+        return
+    content = describe_status(Path(out))
+    print_result(content, as_json, dict, print_status)
+    if content["runs"] and content["runs"][-1]["event"] == "failed":  # for monitoring: the last pass
+        ctx.exit(1)
 
 
 @command(short_help="Write an HTML page about a data set.")

@@ -18,7 +18,16 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import click
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    create_model,
+    field_validator,
+)
 from pydantic.fields import FieldInfo
 
 from extract import defaults
@@ -35,6 +44,7 @@ __all__ = [
     "DataSetKeys",
     "ExtractionKeys",
     "FeatureKeys",
+    "Seconds",
     "Words",
     "checked",
     "keys_of",
@@ -136,11 +146,7 @@ class BackboneConfig(BackboneKeys, DecodingKeys, BaseModel):
     @classmethod
     def _check_workers(cls, value: int) -> int:
         if value > _MOST_WORKERS:
-            cores = f"{defaults.CORES} core{'s' if defaults.CORES > 1 else ''}"
-            raise ValueError(
-                f"expected at most {_MOST_WORKERS} decoding processes on this machine, which has {cores}; each takes "
-                "some hundred MB"
-            )
+            raise ValueError(f"expected at most {_MOST_WORKERS} processes on this machine; each takes some hundred MB")
         return value
 
     @field_validator("mean", "std", mode="before")
@@ -187,6 +193,29 @@ def name_of(images: str) -> str:
         name = re.sub(r"\.(csv|tsv|parquet|tar|zip|npy|h5|hdf5)$", "", name, flags=re.IGNORECASE)
         name = re.sub(r"[-_.]*(\{[^{}]*\}|[*?]+|\[[^\]]*\])[-_.]*", "", name)
     return name or "images"
+
+
+_LONGEST_S = 86400.0 * 36500
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def _seconds(value: Any) -> Any:
+    """Return the seconds of text such as 90, 90s, 15m, 36h or 30d; other types are returned unchanged."""
+    if isinstance(value, str) and (match := re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhd]?)", value.strip(), re.ASCII)):
+        return float(match[1]) * _UNITS[match[2] or "s"]
+    if isinstance(value, str):
+        raise ValueError("expected seconds, or a time such as 90s, 15m, 36h or 30d")
+    return value
+
+
+def _finite(value: float) -> float:
+    """Return the value; raise ValueError if it is NaN or more than 36,500 days in seconds."""
+    if not value <= _LONGEST_S:
+        raise ValueError(f"expected at most {_LONGEST_S / 86400:.0f}d")
+    return value
+
+
+Seconds = Annotated[float, BeforeValidator(_seconds), AfterValidator(_finite)]  # as a key of a config: 90, 90s, 15m
 
 
 Config = TypeVar("Config", bound=BaseModel)

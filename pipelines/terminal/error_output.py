@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import shlex
 import textwrap
 from pathlib import Path
@@ -11,10 +12,16 @@ from pathlib import Path
 import click
 
 from extract.system.similar_paths import folder_or_list
-from pipelines.terminal.commands import GONE_OPTIONS, with_keys
+from pipelines.terminal.commands import GONE_OPTIONS
 from pipelines.terminal.text_output import print_line, printable_lines
 
 __all__ = ["print_error", "print_usage_error"]
+
+# An option in a message, and its value.
+_OPTION = re.compile(
+    r"`[^`]*`|layertap .*|"
+    r"(?<![\w./-])--([a-z][a-z-]*)( (?:FILE|FOLDER|N|[\d.]+|random|all|cpu|ray|processes|float\d+|exact|off|ignore)\b)?"
+)
 
 _LONGEST_ARGUMENTS = 200  # characters of a message: a shell passes each file of a pattern
 
@@ -30,12 +37,18 @@ def print_error(message: str, hint: str = "") -> None:
         command = command.commands.get(context.invoked_subcommand or "") if context else None
     if command:
         own = {name for parameter in command.params for name in parameter.opts}
-        message, hint = (
-            with_keys(text, lambda key: f"--{key.replace('_', '-')}" not in own) for text in (message, hint)
-        )
+        message, hint = (_OPTION.sub(lambda match: _as_key(match, own), text) for text in (message, hint))
     print_line(f"error: {message}", fg="red", err=True)
     if hint:
         click.echo(f"\n{click.style('hint:', fg='cyan')} {printable_lines(hint)}", err=True)
+
+
+def _as_key(match: re.Match[str], own: set[str]) -> str:
+    """Return a key of a config file (`workers: 2`) in place of an option that is not among `own`."""
+    key = (match[1] or "").replace("-", "_")
+    if not key or f"--{match[1]}" in own:
+        return match[0]
+    return f"`{key}:{match[2]}`" if match[2] else f"`{key}`"
 
 
 def print_usage_error(error: click.ClickException) -> None:

@@ -97,5 +97,6 @@ class Pictures:
             return None, "no such file"
         except (OSError, ValueError, LayertapError) as error:
             return None, first_line(error)
+        # A data set of a stranger may name any file of this machine, and users send pages with pictures to others.
         same = xxhash.xxh3_128_digest(data) == self._hashes[row].tobytes()
         return (data, "") if same else (None, "its file has changed")

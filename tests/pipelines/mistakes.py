@@ -197,8 +197,7 @@ OPTIONS = (
     Mistake("a batch that no memory holds", "embed photos --batch-size 99999999999999",
             "--batch-size: expected at most 100000; got 99999999999999"),
     Mistake("too many processes", "embed photos --workers 100000",
-            "--workers: expected at most ... decoding processes on this machine, which has ...; each takes some "
-            "hundred MB; got 100000"),
+            "--workers: expected at most ... processes on this machine; each takes some hundred MB; got 100000"),
     Mistake("an option without effect", "embed photos --address 10.0.0.1:6379",
             "--address is that of a Ray cluster", "add --engine ray"),
     Mistake("an option of several workers for one", "embed photos --cpus-per-worker 4",

@@ -208,7 +208,7 @@ def test_other_options_without_effect_are_refused(tmp_path: Path) -> None:
 def test_a_number_of_processes_far_above_the_cores_is_refused() -> None:
     most = max(128, 4 * defaults.CORES)
     assert load_config(EmbedConfig, None, {"images": "x", "workers": most}).workers == most
-    with pytest.raises(InputError, match=rf"workers: expected at most {most} .* has {defaults.CORES} core"):
+    with pytest.raises(InputError, match=f"workers: expected at most {most} processes"):
         load_config(EmbedConfig, None, {"images": "x", "workers": most + 1})
 
 

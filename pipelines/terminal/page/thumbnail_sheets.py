@@ -1,6 +1,7 @@
 """Thumbnails of a report: WebP images that hold up to 256 small pictures each.
 
-Thousands of small images in one page cost more in headers than in pixels, and a browser decodes them one by one.
+A WebP header and a data URL for each picture would take more than the pixels of a small picture, and a browser decodes 20
+sheets faster than 5,000 images.
 """
 
 from __future__ import annotations
