@@ -1,7 +1,7 @@
 """Thumbnails of a report: WebP images that hold up to 256 small pictures each.
 
-A WebP header and a data URL for each picture would take more than the pixels of a small picture, and a browser decodes 20
-sheets faster than 5,000 images.
+A WebP header and a data URL for each picture would take more than the pixels of a small picture, and a browser decodes
+20 sheets faster than 5,000 images.
 """
 
 from __future__ import annotations
