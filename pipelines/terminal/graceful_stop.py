@@ -105,6 +105,7 @@ def signals_held(notice: str = "finishing the batch in flight ...") -> Iterator[
         yield received  # only the main thread may set signal handlers
         return
     before: dict[int, Any] = {number: signal.signal(number, _HANDLER) for number in _SIGNALS}
+    outer = _HANDLER.held, _HANDLER.notice  # of a command that holds them around another
     _HANDLER.received_at, _HANDLER.held, _HANDLER.notice = -math.inf, received, notice
     try:
         yield received
@@ -115,6 +116,6 @@ def signals_held(notice: str = "finishing the batch in flight ...") -> Iterator[
             _raise(received[0])
         raise
     finally:
-        _HANDLER.held = None
+        _HANDLER.held, _HANDLER.notice = outer
         for number, handler in before.items():
             signal.signal(number, handler)
