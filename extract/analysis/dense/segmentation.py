@@ -19,7 +19,7 @@ from extract.store.tokens.token_array import TokenArray
 
 __all__ = ["Masks", "PixelCounts", "segmentation_metrics", "segmentation_probe"]
 
-_FEW_IMAGES = 100  # below, the coverage of mIoU was less than 0.92 in simulations (docs/benchmarks.md)
+_FEW_IMAGES = 100  # below, the coverage of mIoU was less than 0.92 in simulations (docs/intervals.md)
 
 
 class Masks(Protocol):

@@ -1,6 +1,6 @@
 """95 % intervals of metrics, for the random choice of test rows: exact for proportions, else by resampling.
 
-The coverage of each kind, by exact sums and by simulation, is in `docs/benchmarks.md`.
+The coverage of each kind, by exact sums and by simulation, is in `docs/intervals.md`.
 """
 
 from __future__ import annotations
