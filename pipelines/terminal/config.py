@@ -320,11 +320,10 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 def _problem(error: yaml.YAMLError | UnicodeDecodeError) -> str:
     """Return in one line what is wrong in a config file, and where."""
-    mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
-    if mark is None:
-        return first_line(error)
-    problem = getattr(error, "problem", None) or getattr(error, "context", None) or "it cannot be read"
-    return f"line {mark.line + 1}, column {mark.column + 1}: {problem}"
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark:
+        mark = error.problem_mark
+        return f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
+    return first_line(error)
 
 
 def with_home(text: str) -> str:

@@ -58,7 +58,11 @@ def print_usage_error(error: click.ClickException) -> None:
         return
     message, hint = error.format_message(), ""
     if isinstance(error, click.NoSuchOption | click.exceptions.NoSuchCommand):
-        message, hint = error.message, _similar_name(error)
+        name = error.option_name if isinstance(error, click.NoSuchOption) else error.command_name
+        known = {each.lstrip("-"): each for each in error.possibilities or ()}  # dashes would make all options similar
+        near = [each for word, each in known.items() if word.startswith(name.lstrip("-"))]
+        near = near or [known[word] for word in difflib.get_close_matches(name.lstrip("-"), known)]
+        message, hint = error.message, GONE_OPTIONS.get(name) or _did_you_mean(near)
     elif isinstance(error, click.MissingParameter):
         message = " ".join(message.split())  # click writes each choice on a line of its own
     elif message.startswith("Got unexpected extra argument") and isinstance(error, click.UsageError):
@@ -68,20 +72,13 @@ def print_usage_error(error: click.ClickException) -> None:
     elif isinstance(error, click.BadParameter) and error.param and isinstance(error.param.type, click.Choice):
         word = message.rpartition("' is not one of")[0].rpartition(": '")[2]
         # 0.5: fp16 is near float16
-        near = difflib.get_close_matches(word, error.param.type.choices, n=2, cutoff=0.5)
-        hint = f"did you mean {' or '.join(near)}?" if near else ""
+        hint = _did_you_mean(difflib.get_close_matches(word, error.param.type.choices, n=2, cutoff=0.5))
     if not hint and isinstance(error, click.UsageError) and error.ctx is not None:
         hint = f"{error.ctx.command_path} --help lists arguments and options"
     print_error(message.rstrip("."), hint)
 
 
-def _similar_name(error: click.NoSuchOption | click.exceptions.NoSuchCommand) -> str:
-    name = error.option_name if isinstance(error, click.NoSuchOption) else error.command_name
-    if name in GONE_OPTIONS:
-        return GONE_OPTIONS[name]
-    known = {each.lstrip("-"): each for each in error.possibilities or ()}
-    near = [each for word, each in known.items() if word.startswith(name.lstrip("-"))]
-    near = near or [known[word] for word in difflib.get_close_matches(name.lstrip("-"), known)]
+def _did_you_mean(near: list[str]) -> str:
     return f"did you mean {' or '.join(near)}?" if near else ""
 
 
