@@ -120,6 +120,15 @@ def test_the_protocols_that_can_be_named_are_those_that_there_are() -> None:
     assert flags == {*ProbeConfig.model_fields, "config", "as_json"}
 
 
+def test_the_kinds_and_formats_that_can_be_named_are_those_that_there_are() -> None:
+    from extract.analysis.row_findings import KINDS
+    from extract.store.export import FORMATS
+    from pipelines.data_sets import command
+
+    assert command._KINDS == KINDS
+    assert tuple(FORMATS) == command._FORMATS
+
+
 def test_every_key_of_the_configuration_is_a_flag() -> None:
     from pipelines.embed.config import EmbedConfig
 
