@@ -7,14 +7,12 @@ each pass of `sync`; the files of FAISS are read by code that trusts them.
 
 from __future__ import annotations
 
-import os
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from extract import defaults
 from extract.analysis.probe.nearest_rows import layer_to_search, nearest
@@ -142,18 +140,14 @@ def _row_of_query(reader: FeatureReader, query: str, out: Path | str) -> int | N
             raise InputError(f"{out} has no row {query}: {expected}")
         return int(query)
     for path in (query, without_credentials(query)):
-        if len(rows := np.flatnonzero(_equal(reader.paths, path))):
-            return int(rows[0])
+        row = next((row for row, stored in enumerate(reader.paths) if stored == path), None)
+        if row is not None:
+            return row
     if not Path(query).is_file():
         problem = "a folder; name one image" if Path(query).is_dir() else "not a row number, a path in it, or a file"
         example = f", or a path such as {printable(reader.paths[0])}" if len(reader) else ""
         raise InputError(f"{out}: {printable(query)} is {problem}", hint=f"name a row{example}")
     return None
-
-
-def _equal(paths: Sequence[str], query: str) -> NDArray[np.bool_]:
-    encoded = os.fsencode(query)
-    return np.fromiter((os.fsencode(path) == encoded for path in paths), np.bool_, len(paths))
 
 
 def print_results(content: dict[str, Any], echo: Callable[[str], None]) -> None:
