@@ -72,6 +72,7 @@ def test_a_mistake_gets_a_short_message_and_its_exit_code(
     if mistake.no_gpu and torch.cuda.is_available():
         pytest.skip("this machine has a CUDA device")
     monkeypatch.chdir(place)
+    monkeypatch.setattr(sys, "argv", ["layertap"])  # a hint repeats the command line, here that of pytest
     if mistake.without:
         monkeypatch.setitem(sys.modules, mistake.without, None)
     if mistake.offline:
