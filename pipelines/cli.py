@@ -58,16 +58,15 @@ _FIRST_COMMANDS = [
 
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
 _OPEN_FILES_ERRORS = {errno.EMFILE, errno.ENFILE}
+_MACHINE_ERRORS = _DISK_ERRORS | _OPEN_FILES_ERRORS | {errno.ENOMEM}
 
 
-def _print_memory_error(error: BaseException) -> None:
-    detail = f" ({first_line(error)})" if str(error) else ""
-    print_error(
-        f"out of memory{detail}; stored rows are safe", "free or add memory, or lower --workers and --batch-size"
-    )
-
-
-def _print_disk_error(error: OSError) -> None:
+def _print_machine_error(error: OSError | MemoryError) -> None:
+    if isinstance(error, MemoryError) or error.errno == errno.ENOMEM:
+        detail = f" ({first_line(error)})" if str(error) else ""
+        hint = "free or add memory, or lower --workers and --batch-size"
+        print_error(f"out of memory{detail}; stored rows are safe", hint)
+        return
     hint = ""
     if error.filename == STDOUT:
         hint = "write it to another file or disk"
@@ -79,12 +78,9 @@ def _print_disk_error(error: OSError) -> None:
 
 
 def _with_home(argument: str) -> str:
-    match = re.match(r"--[^=]*=|-[A-Za-z](?=~)", argument)
-    option = match[0] if match else ""
-    try:
-        return option + with_home(argument.removeprefix(option))
-    except InputError as error:
-        raise click.UsageError(str(error)) from None
+    option = re.match(r"--[^=]*=|-[A-Za-z](?=~)|", argument)
+    assert option is not None
+    return option[0] + with_home(argument.removeprefix(option[0]))
 
 
 class _Commands(click.Group):
@@ -139,36 +135,28 @@ class _Commands(click.Group):
             raise InputError(f"{args[0]} is a path; expected a command", hint=f"layertap {name} {shlex.quote(args[0])}")
         return super().resolve_command(ctx, args)
 
+    @end_on_signals()
     def invoke(self, ctx: click.Context) -> Any:
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
                 stream.reconfigure(errors="backslashreplace")  # file names may have undecodable bytes
-        signals = end_on_signals()
         try:
-            with exits_refused(), own_faults_refused(_DISK_ERRORS | _OPEN_FILES_ERRORS | {errno.ENOMEM}):
+            with exits_refused(), own_faults_refused(_MACHINE_ERRORS):
                 return super().invoke(ctx)
         except LayertapError as error:
             print_error(error.message, error.hint)
             ctx.exit(
                 4 if isinstance(error, LockedError) else 2 if isinstance(error, InputError | UnknownNameError) else 1
             )
-        except OSError as error:
-            if error.errno == errno.ENOMEM:
-                _print_memory_error(error)
-                ctx.exit(1)
-            if error.errno not in _DISK_ERRORS | _OPEN_FILES_ERRORS | {errno.ENAMETOOLONG}:
+        except (OSError, MemoryError) as error:
+            if isinstance(error, OSError) and error.errno not in _MACHINE_ERRORS | {errno.ENAMETOOLONG}:
                 raise
-            _print_disk_error(error)
-            ctx.exit(1)
-        except MemoryError as error:
-            _print_memory_error(error)
+            _print_machine_error(error)
             ctx.exit(1)
         except KeyboardInterrupt as stop:
             terminated = isinstance(stop, Terminated)
             print_line("terminated" if terminated else "interrupted", err=True)
             ctx.exit(143 if terminated else 130)
-        finally:
-            signals.end()
 
 
 def _print_version(context: click.Context, parameter: click.Parameter, wanted: bool) -> None:

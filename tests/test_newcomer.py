@@ -26,6 +26,7 @@ from extract.backbones.text_tower import TextTower
 from extract.backbones.weights import Weights
 from extract.compute.pooling import POOLINGS, Layout, Pooling
 from extract.store.export import FORMATS, Format, export
+from pipelines.data_sets import command as data_sets
 from tests.conftest import make_picture
 from tests.pipelines.test_cli import fails, layertap
 
@@ -210,6 +211,7 @@ def test_a_format_is_a_choice_with_a_place_and_its_files_are_written(
     assert "'jpg' is not one of 'h5', 'npy', 'parquet', 'mat', 'hf', 'rdm'\n" in refused
     monkeypatch.setitem(FORMATS, "txt", Format(to_text))
     monkeypatch.setitem(FORMATS, "texts", Format(to_texts, is_folder=True))
+    monkeypatch.setattr(data_sets.export.params[1].type, "choices", tuple(FORMATS))
     assert "--to [h5|npy|parquet|mat|hf|rdm|txt|texts]" in layertap("export", "--help").stdout
     for to in ("txt", "texts"):
         assert layertap("export", out, "--to", to).exit_code == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,14 @@ from extract.extraction.settings import ExtractionSettings
 from extract.system.optional_libraries import library
 from extract.system.urls import is_url
 from pipelines.terminal.commands import command
-from pipelines.terminal.options import BACKBONE_HELP, DATA_SET, FOLDER, LateChoice, json_flag, option, print_result
+from pipelines.terminal.options import BACKBONE_HELP, DATA_SET, FOLDER, json_flag, option, print_result
 from pipelines.terminal.text_output import print_line
 
 __all__ = ["export", "findings", "merge", "report", "search", "show", "verify"]
+
+# Names in modules that are slow to import: `extract.analysis.row_findings`, `extract.store.export`.
+_KINDS = ("failed", "copy across splits", "copy", "near-duplicate", "suspect label", "outlier")
+_FORMATS = ("h5", "npy", "parquet", "mat", "hf", "rdm")
 
 
 @command(short_help="Describe a data set and its progress, or compare it with another.")
@@ -33,8 +36,8 @@ def show(ctx: click.Context, /, out: Path | str, other: Path | None, status: boo
     the same if their bytes are the same, whatever their names are.
 
     The progress is shards, rows and rates by machine, read from the receipts of the shards alone. The passes of a data
-    set of `layertap sync` are listed with its rows, failing images and disk usage. Of a data set in a bucket,
-    the progress is printed.
+    set of `layertap sync` are listed with its rows, failing images and disk usage; the exit code is 1 if the last one
+    failed. Of a data set in a bucket, the progress is printed.
 
     \b
     layertap show outputs/photos
@@ -52,24 +55,27 @@ def show(ctx: click.Context, /, out: Path | str, other: Path | None, status: boo
         print_result(compare(first, other), as_json, diff_as_json, print_text)
         return
     if status or is_url(str(out)):
-        _print_progress(str(out), as_json)
+        _print_progress(ctx, str(out), as_json)
         return
     from pipelines.data_sets.show import describe, print_description
 
     content = describe(Path(out))
     print_result(content, as_json, dict, print_description)
     if not as_json and not content["complete"] and content["version"] is None:
-        _print_progress(str(out), as_json)
+        _print_progress(ctx, str(out), as_json)
 
 
-def _print_progress(out: str, as_json: bool) -> None:
+def _print_progress(ctx: click.Context, out: str, as_json: bool) -> None:
     from pipelines.data_sets.status import is_built_in_shards, print_progress, progress_of
     from pipelines.sync.status import describe_status, print_status
 
     if is_built_in_shards(out):
         print_result(progress_of(out), as_json, dict, print_progress)
-    else:
-        print_result(describe_status(Path(out)), as_json, dict, print_status)
+        return
+    content = describe_status(Path(out))
+    print_result(content, as_json, dict, print_status)
+    if content["runs"] and content["runs"][-1]["event"] == "failed":  # for monitoring: the last pass
+        ctx.exit(1)
 
 
 @command(short_help="Write an HTML page about a data set.")
@@ -110,17 +116,11 @@ def report(out: Path, **settings: Any) -> None:
     print_line(f"{written}, {written.stat().st_size / 1e6:.1f} MB; open it in a browser")
 
 
-def _kinds() -> Iterable[str]:
-    from extract.analysis.row_findings import KINDS  # imports torch
-
-    return KINDS
-
-
 @command(short_help="List copies, near-duplicates, outliers and suspect labels.")
 @click.argument("out", type=DATA_SET)
 @click.option("-o", "--out", "output", type=click.Path(path_type=Path), help="File: .csv, .json or .parquet.")
 @click.option("-l", "--layers", "layer", help="Layer to compare images by. [default: embedding, or the only layer]")
-@click.option("--kind", "kinds", multiple=True, type=LateChoice(_kinds), help="What to look for. [default: all]")
+@click.option("--kind", "kinds", multiple=True, type=click.Choice(_KINDS), help="What to look for. [default: all]")
 @click.option("--images", help="Location of the images, if they were moved; the largest of near-duplicates is kept.")
 @json_flag
 def findings(out: Path | str, as_json: bool, **settings: Any) -> None:
@@ -172,7 +172,7 @@ def search(out: Path | str, query: str | None, as_json: bool, **settings: Any) -
     from pipelines.data_sets import search as job
 
     results = job.run_search(out, query, **settings)
-    print_result(results, as_json, job.as_json, job.print_results)
+    print_result(results, as_json, dict, job.print_results)
     if settings["output"] and not as_json:
         print_line(f"written: {settings['output']}", err=True)
 
@@ -200,20 +200,14 @@ def verify(ctx: click.Context, /, out: Path, as_json: bool, **settings: Any) -> 
     from pipelines.data_sets import verify as job
 
     result = job.check(out, **settings)
-    print_result(result, as_json, job.as_json, job.print_check)
-    if result.faults:
+    print_result(result, as_json, dict, job.print_check)
+    if not result["ok"]:
         ctx.exit(1)
-
-
-def _formats() -> Iterable[str]:
-    from extract.store.export import FORMATS  # imports h5py
-
-    return FORMATS
 
 
 @command(short_help="Write files for other tools.")
 @click.argument("out", type=DATA_SET)
-@click.option("--to", type=LateChoice(_formats), required=True, help="Format.")
+@click.option("--to", type=click.Choice(_FORMATS), required=True, help="Format.")
 @click.option(
     "-o", "--out", "output", type=click.Path(path_type=Path), help="Output file or folder. [default: beside OUT]"
 )

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -49,13 +48,14 @@ def run_export(
         raise InputError(f"{out} is in a bucket", hint="name an output file on this machine with -o")
     if images is not None and thumbnails_px is None:
         raise InputError("--images is for thumbnails", hint="add --thumbnails PX")
-    with contextlib.ExitStack() as stack:
-        reader = stack.enter_context(FeatureReader(out))
+    with (
+        FeatureReader(out) as reader,
+        ThreadPoolExecutor(defaults.CORES) as pool,
+        Progress(len(reader), "rows") as progress,
+    ):
         pictures = None
         if thumbnails_px is not None:
-            root = data_set_at(out).images["root"]
-            pictures = stack.enter_context(_thumbnails(reader, root, thumbnails_px, images))
-        progress = stack.enter_context(Progress(len(reader), "rows"))
+            pictures = _thumbnails(reader, data_set_at(out).images["root"], thumbnails_px, images, pool)
         export(reader, path, to, layers or None, lambda rows: progress.advance(rows, False), pictures)
         names = ", ".join(layers or reader.layers)
         failed = int((reader.status != Status.OK).sum())
@@ -64,11 +64,10 @@ def run_export(
     return f"{path}: {counted(len(reader), 'row')} of {names}, {size / 1e6:,.1f} MB{nan}"
 
 
-@contextlib.contextmanager
 def _thumbnails(
-    reader: FeatureReader, root: str, side_px: int, images: str | None
-) -> Iterator[Callable[[int, int], Sequence[bytes | None]]]:
-    """Context manager: yield a function that returns JPEG thumbnails of the rows from START to STOP.
+    reader: FeatureReader, root: str, side_px: int, images: str | None, pool: ThreadPoolExecutor
+) -> Callable[[int, int], Sequence[bytes | None]]:
+    """Return a function that returns JPEG thumbnails of the rows from START to STOP.
 
     The thumbnail of an image that is missing or was changed is None.
 
@@ -77,6 +76,7 @@ def _thumbnails(
         root: location of the images as recorded in the data set.
         side_px: longest side.
         images: location that the user named; see `Pictures`.
+        pool: threads that read and shrink pictures.
 
     Raises:
         InputError: the images are not available.
@@ -101,5 +101,4 @@ def _thumbnails(
         picture.save(file, "JPEG", quality=_QUALITY)
         return file.getvalue()
 
-    with ThreadPoolExecutor(defaults.CORES) as pool:
-        yield lambda start, stop: list(pool.map(encoded, range(start, stop)))
+    return lambda start, stop: list(pool.map(encoded, range(start, stop)))

@@ -7,15 +7,12 @@ each pass of `sync`; the files of FAISS are read by code that trusts them.
 
 from __future__ import annotations
 
-import os
 import shlex
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from extract import defaults
 from extract.analysis.probe.nearest_rows import layer_to_search, nearest
@@ -28,66 +25,17 @@ from extract.store.reader import FeatureReader
 from extract.system.atomic_files import link_target
 from extract.system.torch_state import device_named
 from pipelines.terminal.output_paths import PICTURES, check_file
-from pipelines.terminal.pictures import Pictures
 from pipelines.terminal.text_output import counted, printable
 
-__all__ = ["Hit", "SearchResults", "as_json", "print_results", "run_search"]
-
-
-@dataclass(frozen=True)
-class Hit:
-    """A result of a search.
-
-    Attributes:
-        row: row of the data set.
-        cosine: cosine between its feature and the feature of the query.
-        path: path of its image.
-        name: name of its class; empty: unlabelled.
-        split: train, val, test or empty.
-    """
-
-    row: int
-    cosine: float
-    path: str
-    name: str
-    split: str
-
-
-@dataclass(frozen=True)
-class SearchResults:
-    """All results of a search.
-
-    Attributes:
-        out: the data set.
-        layer: layer whose features were compared.
-        query: query row; None if the query is a file or a text.
-        path: path of the query image; empty for a text.
-        text: query text; empty for an image.
-        name: name of the class of the query row; empty: unlabelled, a file or a text.
-        note: what else the query may mean; empty: nothing.
-        hits: results, nearest first.
-        searched: number of rows compared.
-        no_pictures: why the figure has no pictures; empty: it has, or no figure was requested.
-    """
-
-    out: Path | str
-    layer: str
-    query: int | None
-    path: str
-    text: str
-    name: str
-    note: str
-    hits: list[Hit]
-    searched: int
-    no_pictures: str = ""
+__all__ = ["print_results", "run_search"]
 
 
 def run_search(
     out: Path | str, query: str | None = None, *, text: str | None = None, k: int = 10, layer: str | None = None,
     itself: bool = False, backbone: str | None = None, weights: str | None = None, images: str | None = None,
     device: str = defaults.DEVICE, output: Path | None = None,
-) -> SearchResults:  # fmt: skip
-    """Search a data set, and draw the results if `output` is given.
+) -> dict[str, Any]:  # fmt: skip
+    """Search a data set, draw the results if `output` is given, and return them as JSON-compatible data.
 
     Args:
         out: folder or URL of the data set.
@@ -120,14 +68,14 @@ def run_search(
         )
     dataset = data_set_at(out)
     with FeatureReader(out, check=isinstance(out, Path)) as reader:
-        name, row, path, note = "embedding", None, "", ""
+        name, row, path = "embedding", None, ""
         if text is not None:
             if layer not in (None, name):
                 raise InputError(f"a text is compared with embeddings, not with {layer}", hint="leave out --layers")
             feature = features_of_text(dataset, reader.provenance, text, backbone, weights, device)
         elif query is not None:
             name = layer_to_search(reader.layers, layer, str(out))
-            row, note = _row_of_query(reader, query, out)
+            row = _row_of_query(reader, query, out)
             path = query if row is None else reader.paths[row]
             if row is None:
                 feature = features_of_file(dataset, reader.provenance, Path(query), backbone, weights, device)[name]
@@ -138,23 +86,42 @@ def run_search(
         without = None if row is None or itself else np.array([row])
         compared_on = "cpu" if device == "auto" else str(device_named(device))  # reading rows takes longer
         neighbours = nearest(reader[name], feature[None], k, among=good, without=without, device=compared_on)
-        hits = [
-            Hit(near, cosine, reader.paths[near], _class_of(reader, near), reader.splits[near])
-            for near, cosine in zip(neighbours.rows[0].tolist(), neighbours.cosines[0].tolist(), strict=True)
-            if near >= 0
-        ]
-        searched, class_name = len(good) - (without is not None), "" if row is None else _class_of(reader, row)
-        results = SearchResults(out, name, row, path, text or "", class_name, note, hits, searched)
+        found = zip(neighbours.rows[0].tolist(), neighbours.cosines[0].tolist(), strict=True)
+        results = {
+            "out": str(out),
+            "layer": name,
+            "query": {
+                "row": row,
+                "path": path or None,
+                "text": text,
+                "class": None if row is None else _class_of(reader, row),
+            },
+            "no_pictures": "",
+            "searched": len(good) - (without is not None),
+            "results": [
+                {
+                    "rank": rank,
+                    "row": near,
+                    "cosine": cosine,
+                    "path": reader.paths[near],
+                    "class": _class_of(reader, near),
+                    "split": reader.splits[near] or None,
+                }
+                for rank, (near, cosine) in enumerate(found, 1)
+                if near >= 0
+            ],
+        }
         if output is not None:
-            why_not = _draw(results, reader, dataset.images["root"], images, link_target(output))
-            results = replace(results, no_pictures=why_not)
+            from pipelines.data_sets.search_gallery import draw  # imports matplotlib
+
+            results["no_pictures"] = draw(results, reader, dataset.images["root"], images, link_target(output))
     return results
 
 
-def _class_of(reader: FeatureReader, row: int) -> str:
-    """Return the name of the class of a row; empty: unlabelled."""
+def _class_of(reader: FeatureReader, row: int) -> str | None:
+    """Return the name of the class of a row; None: unlabelled."""
     label = int(reader.labels[row])
-    return reader.classes[label] if label >= 0 else ""
+    return reader.classes[label] if label >= 0 else None
 
 
 def _check_good(reader: FeatureReader, row: int) -> None:
@@ -165,103 +132,44 @@ def _check_good(reader: FeatureReader, row: int) -> None:
         raise InputError(f"row {row} ({path}) has no features: {status.text}: {reason}")
 
 
-def _row_of_query(reader: FeatureReader, query: str, out: Path | str) -> tuple[int | None, str]:
-    """Return the row that a query names, None for a file; and a note on what else the query may mean."""
-    is_file = Path(query).is_file()
-    file = f"a file has this name, too; to search for the file, write ./{query}" if is_file else ""
+def _row_of_query(reader: FeatureReader, query: str, out: Path | str) -> int | None:
+    """Return the row that a query names, the first if several have its path; None for a file."""
     if query.isascii() and query.isdigit():
-        row = int(query)
-        if row >= len(reader):
+        if int(query) >= len(reader):
             expected = f"expected a row from 0 to {len(reader) - 1:,}" if len(reader) else "the data set is empty"
-            raise InputError(f"{out} has no row {row}: {expected}", hint=file)
-        return row, file
-    rows = np.flatnonzero(_equal(reader.paths, query))
-    if not len(rows):
-        rows = np.flatnonzero(_equal(reader.paths, without_credentials(query)))
-    if len(rows):
-        several = f"{len(rows)} rows have this path; the first row is used" if len(rows) > 1 else ""
-        return int(rows[0]), "; ".join(text for text in (several, file) if text)
-    if not is_file:
+            raise InputError(f"{out} has no row {query}: {expected}")
+        return int(query)
+    for path in (query, without_credentials(query)):
+        row = next((row for row, stored in enumerate(reader.paths) if stored == path), None)
+        if row is not None:
+            return row
+    if not Path(query).is_file():
         problem = "a folder; name one image" if Path(query).is_dir() else "not a row number, a path in it, or a file"
         example = f", or a path such as {printable(reader.paths[0])}" if len(reader) else ""
         raise InputError(f"{out}: {printable(query)} is {problem}", hint=f"name a row{example}")
-    return None, ""
+    return None
 
 
-def _equal(paths: Sequence[str], query: str) -> NDArray[np.bool_]:
-    encoded = os.fsencode(query)
-    return np.fromiter((os.fsencode(path) == encoded for path in paths), np.bool_, len(paths))
-
-
-def _draw(results: SearchResults, reader: FeatureReader, root: str, images: str | None, output: Path) -> str:
-    """Draw the results, and return why there are no pictures, or ""."""
-    from pipelines.data_sets.search_gallery import MOST_DRAWN, Tile, draw
-
-    rows = [hit.row for hit in results.hits] + ([] if results.query is None else [results.query])
-    pictures = Pictures(reader, root, rows, images)
-
-    def tile(row: int, heading: str, path: str, name: str) -> Tile:
-        picture, why = pictures.picture(row)
-        return Tile(picture, f"no picture:\n{why}", heading, path, name)
-
-    if results.text:
-        query = Tile(None, results.text, "query", "", "")
-    elif results.query is None:
-        query = Tile(pictures.of_file(Path(results.path)), "", "query", results.path, "")
-    else:
-        query = tile(results.query, "query", results.path, results.name)
-    shown = results.hits[:MOST_DRAWN]
-    title = f"Nearest by cosine of {results.layer}"
-    if len(shown) < len(results.hits):
-        title += f"; the first {len(shown)} of {len(results.hits)}"
-    draw(title, query, [tile(hit.row, f"{hit.cosine:.4f}", hit.path, hit.name) for hit in shown], output)
-    return pictures.why_not
-
-
-def print_results(results: SearchResults, echo: Callable[[str], None]) -> None:
+def print_results(content: dict[str, Any], echo: Callable[[str], None]) -> None:
     """Print the results."""
-    name = f"; class of the query: [{printable(results.name)}]" if results.name else ""
-    query = f"the file {results.path}" if results.query is None else f"row {results.query} ({printable(results.path)})"
-    if results.text:
-        query = f'the text "{printable(results.text)}"'
-    searched = counted(results.searched, "row")
-    echo(f"{results.out}: nearest to {query} by cosine of {results.layer}, among {searched}{name}")
-    if results.note:
-        echo(f"  note: {printable(results.note)}")
-    if results.no_pictures:
-        echo(f"  note: no pictures: {printable(results.no_pictures)}")
-    if not results.hits:
+    query, hits = content["query"], content["results"]
+    if query["text"]:
+        asked = f'the text "{printable(query["text"])}"'
+    elif query["row"] is None:
+        asked = f"the file {query['path']}"
+    else:
+        asked = f"row {query['row']} ({printable(query['path'])})"
+    of_class = f"; class of the query: [{printable(query['class'])}]" if query["class"] else ""
+    searched = counted(content["searched"], "row")
+    echo(f"{content['out']}: nearest to {asked} by cosine of {content['layer']}, among {searched}{of_class}")
+    if content["no_pictures"]:
+        echo(f"  note: no pictures: {printable(content['no_pictures'])}")
+    if not hits:
         echo("  no other row has features")
-    width = max((len(str(hit.row)) for hit in results.hits), default=0)
-    for rank, hit in enumerate(results.hits, 1):
-        name = f"  [{printable(hit.name)}]" if hit.name else ""
-        number = f"{rank:>{len(str(len(results.hits)))}}"
-        echo(f"  {number}  {hit.cosine:.6f}  row {hit.row:<{width}}  {printable(hit.path)}{name}")
-
-
-def as_json(results: SearchResults) -> dict[str, Any]:
-    """Return the results as JSON-compatible data."""
-    return {
-        "out": str(results.out),
-        "layer": results.layer,
-        "query": {
-            "row": results.query,
-            "path": results.path or None,
-            "text": results.text or None,
-            "class": results.name or None,
-            "note": results.note,
-        },
-        "no_pictures": results.no_pictures,
-        "searched": results.searched,
-        "results": [
-            {
-                "rank": rank,
-                "row": hit.row,
-                "cosine": hit.cosine,
-                "path": hit.path,
-                "class": hit.name or None,
-                "split": hit.split or None,
-            }
-            for rank, hit in enumerate(results.hits, 1)
-        ],
-    }
+    rank_width, row_width = (max((len(str(hit[key])) for hit in hits), default=0) for key in ("rank", "row"))
+    for hit in hits:
+        name = f"  [{printable(hit['class'])}]" if hit["class"] else ""
+        echo(
+            f"  {hit['rank']:>{rank_width}}  {hit['cosine']:.6f}  row {hit['row']:<{row_width}}  "
+            f"{printable(hit['path'])}{name}"
+        )

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from extract.errors import LayertapError
+from extract.errors import InputError, LayertapError
 from extract.row_status import Status
 from extract.store.format.dataset import DataSet
 from extract.store.places.destination import destination_of
@@ -28,7 +28,13 @@ _RECENT_S = 600.0  # period of the printed rate
 
 
 def is_built_in_shards(out: str) -> bool:
-    """Return whether `out` is a data set of `layertap embed` or a URL; data sets of `layertap sync` have passes."""
+    """Return whether `out` is a data set of `layertap embed` or a URL; data sets of `layertap sync` have passes.
+
+    Raises:
+        InputError: the folder is empty.
+    """
+    if not is_url(out) and Path(out).is_dir() and not {entry.name for entry in Path(out).iterdir()} - {".lock"}:
+        raise InputError(f"{out} has no shard yet", hint="a run that is starting loads its backbone first")
     return is_url(out) or ((Path(out) / "dataset.json").exists() and DataSet.open(Path(out)).version is None)
 
 

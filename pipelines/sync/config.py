@@ -16,8 +16,7 @@ from extract.extraction.settings import ExtractionSettings
 from extract.images.listing import is_plan
 from extract.sync.difference import Guards
 from pipelines.embed.config import FeaturesConfig
-from pipelines.terminal.config import FROZEN, Words, checked, read_yaml
-from pipelines.terminal.units import Seconds
+from pipelines.terminal.config import FROZEN, Seconds, Words, checked, read_yaml
 
 __all__ = ["ScheduleConfig", "SyncConfig", "SyncFile", "chosen", "load_sync_file"]
 

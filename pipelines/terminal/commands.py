@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -23,7 +22,6 @@ __all__ = [
     "Option",
     "command",
     "mode_of",
-    "with_keys",
 ]
 
 # Names of earlier versions, which work and which no help lists -> the names of today.
@@ -66,25 +64,7 @@ GONE_OPTIONS = {
     "--weights": "`layertap list` needs none; `layertap compare` reads them from the table of --from FILE.csv",
 }
 
-# An option in a message, and its value.
-_OPTION = re.compile(
-    r"`[^`]*`|layertap .*|"
-    r"(?<![\w./-])--([a-z][a-z-]*)( (?:FILE|FOLDER|N|[\d.]+|random|all|cpu|ray|processes|float\d+|exact|off|ignore)\b)?"
-)
-
 SHOW_ALL = "layertap.show_all"  # key of `Context.meta`: whether the help lists rare options
-
-
-def with_keys(text: str, is_key: Callable[[str], bool]) -> str:
-    """Return a message in which the options of which `is_key` holds are keys of a config file: `workers: 2`."""
-
-    def word(match: re.Match[str]) -> str:
-        key = (match[1] or "").replace("-", "_")
-        if not key or not is_key(key):
-            return match[0]
-        return f"`{key}:{match[2]}`" if match[2] else f"`{key}`"
-
-    return _OPTION.sub(word, text)
 
 
 class Option(click.Option):

@@ -1,6 +1,6 @@
 """Configuration of the jobs: one frozen model per job, with the same keys in YAML as on the command line.
 
-A text that starts with `~/` or `~user/` is a path below a home folder, in a config file and on the command line: a
+A text that starts with `~/` is a path below the home folder, in a config file and on the command line: a
 shell expands neither the values of a file nor `--out=~/features`, and a folder called `~` may be removed with
 `rm -rf ~`. All texts are treated alike: a list of the keys that are paths would be forgotten by the next key. `./~`
 names a file called `~`.
@@ -18,7 +18,16 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import click
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    create_model,
+    field_validator,
+)
 from pydantic.fields import FieldInfo
 
 from extract import defaults
@@ -27,7 +36,7 @@ from extract.errors import InputError, first_line, unknown_name
 from extract.extraction import settings
 from extract.extraction.settings import BACKBONE, IMAGES
 from extract.system.similar_paths import did_you_mean
-from pipelines.terminal.commands import GONE_OPTIONS, with_keys
+from pipelines.terminal.commands import GONE_OPTIONS
 
 __all__ = [
     "FROZEN",
@@ -35,6 +44,7 @@ __all__ = [
     "DataSetKeys",
     "ExtractionKeys",
     "FeatureKeys",
+    "Seconds",
     "Words",
     "checked",
     "keys_of",
@@ -52,10 +62,6 @@ _MOST_WORKERS = max(128, 4 * defaults.CORES)
 _SHORTER = {"greater than or equal to": "at least", "less than or equal to": "at most", "greater than": "more than"}
 
 _FIRST = ("images", "backbone", "backbones", "layers", "out", "weights")  # in help texts and pages of reference
-
-_HOME = re.compile(r"~[\w.-]*(/|$)")
-
-_OPTION = re.compile(r"--([a-z][a-z-]*)")
 
 # A device as PyTorch names it, or several; PyTorch itself takes seconds to import.
 _DEVICE = r"(auto|cpu|cuda|mps|xpu|hpu|mtia|xla)(:\d+)?"
@@ -140,11 +146,7 @@ class BackboneConfig(BackboneKeys, DecodingKeys, BaseModel):
     @classmethod
     def _check_workers(cls, value: int) -> int:
         if value > _MOST_WORKERS:
-            cores = f"{defaults.CORES} core{'s' if defaults.CORES > 1 else ''}"
-            raise ValueError(
-                f"expected at most {_MOST_WORKERS} decoding processes on this machine, which has {cores}; each takes "
-                "some hundred MB"
-            )
+            raise ValueError(f"expected at most {_MOST_WORKERS} processes on this machine; each takes some hundred MB")
         return value
 
     @field_validator("mean", "std", mode="before")
@@ -191,6 +193,29 @@ def name_of(images: str) -> str:
         name = re.sub(r"\.(csv|tsv|parquet|tar|zip|npy|h5|hdf5)$", "", name, flags=re.IGNORECASE)
         name = re.sub(r"[-_.]*(\{[^{}]*\}|[*?]+|\[[^\]]*\])[-_.]*", "", name)
     return name or "images"
+
+
+_LONGEST_S = 86400.0 * 36500
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def _seconds(value: Any) -> Any:
+    """Return the seconds of text such as 90, 90s, 15m, 36h or 30d; other types are returned unchanged."""
+    if isinstance(value, str) and (match := re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhd]?)", value.strip(), re.ASCII)):
+        return float(match[1]) * _UNITS[match[2] or "s"]
+    if isinstance(value, str):
+        raise ValueError("expected seconds, or a time such as 90s, 15m, 36h or 30d")
+    return value
+
+
+def _finite(value: float) -> float:
+    """Return the value; raise ValueError if it is NaN or more than 36,500 days in seconds."""
+    if not value <= _LONGEST_S:
+        raise ValueError(f"expected at most {_LONGEST_S / 86400:.0f}d")
+    return value
+
+
+Seconds = Annotated[float, BeforeValidator(_seconds), AfterValidator(_finite)]  # as a key of a config: 90, 90s, 15m
 
 
 Config = TypeVar("Config", bound=BaseModel)
@@ -241,15 +266,10 @@ def checked(model: type[Config], values: dict[str, Any], where: str = "", flags:
                 text = text.replace(long, short)
             if isinstance(refused, InputError):
                 text, hint = refused.message, refused.hint
-            options = _OPTION.finditer(f"{text} {hint}")
-            keys = [str(e["loc"][0])] if e["loc"] else [match[1].replace("-", "_") for match in options]
-            in_file = where and (not flags or any(key in values and key not in flags for key in keys))
-            if in_file:
-                text, hint = (
-                    with_keys(each, lambda key: key in model.model_fields and key not in flags) for each in (text, hint)
-                )
-            if e["loc"]:
-                name = ".".join(map(str, e["loc"])) if in_file else _as_typed(str(e["loc"][0]))
+            key = str(e["loc"][0]) if e["loc"] else ""
+            in_file = where and (not flags or (key in values and key not in flags))
+            if key:
+                name = ".".join(map(str, e["loc"])) if in_file else _as_typed(key)
                 text = f"{name}: {text}; got {e['input']!r}"
             lines.append(f"{where}: {text}" if in_file else text)
             hints.append(hint)
@@ -281,7 +301,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
         if not isinstance(content, dict):
             raise InputError(f"config file {path} has no keys; expected lines such as `images: photos`")
-        values: dict[str, Any] = _with_homes(content, f"config file {path}")
+        values: dict[str, Any] = _with_homes(content)
     except OSError as error:
         reason, hint = error.strerror, did_you_mean(path) if isinstance(error, FileNotFoundError) else ""
         if isinstance(error, IsADirectoryError):
@@ -300,41 +320,23 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 def _problem(error: yaml.YAMLError | UnicodeDecodeError) -> str:
     """Return in one line what is wrong in a config file, and where."""
-    mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
-    if mark is None:
-        return first_line(error)
-    problem = getattr(error, "problem", None) or getattr(error, "context", None) or "it cannot be read"
-    return f"line {mark.line + 1}, column {mark.column + 1}: {problem}"
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark:
+        mark = error.problem_mark
+        return f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
+    return first_line(error)
 
 
 def with_home(text: str) -> str:
-    """Return a text with a leading `~/` or `~user/` expanded; any other text unchanged.
-
-    Raises:
-        InputError: there is no such user.
-    """
-    if not _HOME.match(text):
+    """Return a text with a leading `~/` expanded; any other text unchanged."""
+    if text != "~" and not text.startswith("~/"):
         return text
-    expanded = os.path.expanduser(text)  # noqa: PTH111  Path would drop a final slash
-    if _HOME.match(expanded):
-        user, _, _ = text.partition("/")
-        raise InputError(f"{text}: no user has the home folder {user}", hint=f"write ./{text} for a file")
-    return expanded
+    return os.path.expanduser(text)  # noqa: PTH111  Path would drop a final slash
 
 
-def _with_homes(value: Any, where: str, key: str = "") -> Any:
-    """Return a value of a config file, in which every text is expanded by `with_home`.
-
-    Raises:
-        InputError: a text names the home folder of an unknown user.
-    """
+def _with_homes(value: Any) -> Any:
+    """Return a value of a config file, in which every text is expanded by `with_home`."""
     if isinstance(value, dict):
-        return {name: _with_homes(item, where, str(name)) for name, item in value.items()}
+        return {name: _with_homes(item) for name, item in value.items()}
     if isinstance(value, list):
-        return [_with_homes(item, where, key) for item in value]
-    if not isinstance(value, str):
-        return value
-    try:
-        return with_home(value)
-    except InputError as error:
-        raise InputError(f"{where}: {key}: {error.message}", hint=error.hint) from None
+        return [_with_homes(item) for item in value]
+    return with_home(value) if isinstance(value, str) else value

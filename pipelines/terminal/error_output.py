@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import shlex
 import textwrap
-from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
 from extract.system.similar_paths import folder_or_list
-from pipelines.terminal.commands import GONE_OPTIONS, with_keys
+from pipelines.terminal.commands import GONE_OPTIONS
 from pipelines.terminal.text_output import print_line, printable_lines
 
 __all__ = ["print_error", "print_usage_error"]
 
-# Words that other programs use, and what layertap has instead.
-_OTHER_WORDS = {
-    "fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16", "hdf5": "h5", "npz": "npy",
-    "channels": "maps (they show channels beside each image)",
-    "csv": "npy (its rows.csv lists paths, labels and statuses) or parquet",
-    "segmentation-dinov3": "segmentation (trained heads are gone)", "depth-dinov3": "depth (trained heads are gone)",
-}  # fmt: skip
+# An option in a message, and its value.
+_OPTION = re.compile(
+    r"`[^`]*`|layertap .*|"
+    r"(?<![\w./-])--([a-z][a-z-]*)( (?:FILE|FOLDER|N|[\d.]+|random|all|cpu|ray|processes|float\d+|exact|off|ignore)\b)?"
+)
 
 _LONGEST_ARGUMENTS = 200  # characters of a message: a shell passes each file of a pattern
 
@@ -39,12 +37,18 @@ def print_error(message: str, hint: str = "") -> None:
         command = command.commands.get(context.invoked_subcommand or "") if context else None
     if command:
         own = {name for parameter in command.params for name in parameter.opts}
-        message, hint = (
-            with_keys(text, lambda key: f"--{key.replace('_', '-')}" not in own) for text in (message, hint)
-        )
+        message, hint = (_OPTION.sub(lambda match: _as_key(match, own), text) for text in (message, hint))
     print_line(f"error: {message}", fg="red", err=True)
     if hint:
         click.echo(f"\n{click.style('hint:', fg='cyan')} {printable_lines(hint)}", err=True)
+
+
+def _as_key(match: re.Match[str], own: set[str]) -> str:
+    """Return a key of a config file (`workers: 2`) in place of an option that is not among `own`."""
+    key = (match[1] or "").replace("-", "_")
+    if not key or f"--{match[1]}" in own:
+        return match[0]
+    return f"`{key}:{match[2]}`" if match[2] else f"`{key}`"
 
 
 def print_usage_error(error: click.ClickException) -> None:
@@ -54,7 +58,11 @@ def print_usage_error(error: click.ClickException) -> None:
         return
     message, hint = error.format_message(), ""
     if isinstance(error, click.NoSuchOption | click.exceptions.NoSuchCommand):
-        message, hint = error.message, _similar_name(error)
+        name = error.option_name if isinstance(error, click.NoSuchOption) else error.command_name
+        known = {each.lstrip("-"): each for each in error.possibilities or ()}  # dashes would make all options similar
+        near = [each for word, each in known.items() if word.startswith(name.lstrip("-"))]
+        near = near or [known[word] for word in difflib.get_close_matches(name.lstrip("-"), known)]
+        message, hint = error.message, GONE_OPTIONS.get(name) or _did_you_mean(near)
     elif isinstance(error, click.MissingParameter):
         message = " ".join(message.split())  # click writes each choice on a line of its own
     elif message.startswith("Got unexpected extra argument") and isinstance(error, click.UsageError):
@@ -62,26 +70,16 @@ def print_usage_error(error: click.ClickException) -> None:
         hint = _several_arguments(extra.removesuffix(")"), error.ctx)
         message = f"{start}({textwrap.shorten(extra, _LONGEST_ARGUMENTS, placeholder=' ...)')}"
     elif isinstance(error, click.BadParameter) and error.param and isinstance(error.param.type, click.Choice):
-        hint = _similar_choice(message.rpartition("' is not one of")[0].rpartition(": '")[2], error.param.type.choices)
+        word = message.rpartition("' is not one of")[0].rpartition(": '")[2]
+        # 0.5: fp16 is near float16
+        hint = _did_you_mean(difflib.get_close_matches(word, error.param.type.choices, n=2, cutoff=0.5))
     if not hint and isinstance(error, click.UsageError) and error.ctx is not None:
         hint = f"{error.ctx.command_path} --help lists arguments and options"
     print_error(message.rstrip("."), hint)
 
 
-def _similar_name(error: click.NoSuchOption | click.exceptions.NoSuchCommand) -> str:
-    name = error.option_name if isinstance(error, click.NoSuchOption) else error.command_name
-    if name in GONE_OPTIONS:
-        return GONE_OPTIONS[name]
-    known = {each.lstrip("-"): each for each in error.possibilities or ()}
-    near = [each for word, each in known.items() if word.startswith(name.lstrip("-"))]
-    near = near or [known[word] for word in difflib.get_close_matches(name.lstrip("-"), known)]
+def _did_you_mean(near: list[str]) -> str:
     return f"did you mean {' or '.join(near)}?" if near else ""
-
-
-def _similar_choice(word: str, choices: Sequence[str]) -> str:
-    other = _OTHER_WORDS.get(word.lower(), "")
-    near = [other] if other.partition(" ")[0] in choices else difflib.get_close_matches(word, choices, n=1)
-    return f"did you mean {near[0]}?" if near else ""
 
 
 def _several_arguments(extra: str, ctx: click.Context | None) -> str:
@@ -91,13 +89,9 @@ def _several_arguments(extra: str, ctx: click.Context | None) -> str:
         extra: the arguments.
         ctx: the command; it has read the arguments before them.
     """
-    taken = [str(value) for value in ctx.params.values() if isinstance(value, str | Path)] if ctx else []
-    for text in taken:
-        path = Path(text)
-        if ctx and ctx.info_name == "report":
-            return f"two data sets are compared by: layertap show {shlex.quote(text)} {shlex.quote(extra)}"
-        if os.path.exists(f"{text} {extra}"):  # noqa: PTH110  thousands of names are no error, as for Path
-            return f"quote a path with spaces: {shlex.quote(f'{text} {extra}')}"
+    for path in (Path(value) for value in (ctx.params.values() if ctx else ()) if isinstance(value, str | Path)):
+        if os.path.exists(f"{path} {extra}"):  # noqa: PTH110  thousands of names are no error, as for Path
+            return f"quote a path with spaces: {shlex.quote(f'{path} {extra}')}"
         if path.is_file() and path.suffix == Path(extra).suffix:
             return folder_or_list(path)
     return "quote a path with spaces; for several values, repeat the option: -l layer1 -l layer2"

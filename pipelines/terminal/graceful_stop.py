@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import math
 import os
 import signal
@@ -28,64 +27,71 @@ class Terminated(KeyboardInterrupt):
     """Raised at SIGTERM, so that unfinished files are removed as after Ctrl-C."""
 
 
+class _Handler:
+    """Handler of SIGINT and SIGTERM in this process.
+
+    Attributes:
+        received_at: time of the last signal that took effect; -inf: none did in this command.
+        held: receives the number of the first signal; None: signals are not held.
+        notice: tells the user that a signal is held.
+        exiting: whether the process is about to exit.
+    """
+
+    def __init__(self) -> None:
+        self.received_at = -math.inf
+        self.held: list[int] | None = None
+        self.notice = ""
+        self.exiting = False
+        atexit.register(self._ignore_repeated)
+
+    def __call__(self, number: int, frame: FrameType | None = None) -> None:
+        if time.monotonic() - self.received_at < defaults.AT_ONCE_S:
+            return
+        self.received_at = time.monotonic()
+        if self.exiting:
+            os._exit(128 + number)
+        if self.held is None or self.held:
+            _raise(number)
+        self.held.append(number)
+        os.write(2, f"\n{self.notice}\n".encode())  # not print: the interrupted code may be printing
+
+    def _ignore_repeated(self) -> None:
+        """Ignore repeated signals while the interpreter is finalized: it would be killed, without its exit code."""
+        if self.received_at > -math.inf:
+            for number in _SIGNALS:
+                signal.signal(number, signal.SIG_IGN)
+
+
 def _raise(number: int) -> NoReturn:
     raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
 
 
-class _EndOnSignals:
-    """Handler of SIGINT and SIGTERM; see `end_on_signals`."""
-
-    received_at = -math.inf  # of the last signal that took effect, here or in `signals_held`
-
-    def __init__(self) -> None:
-        self._since, self._ends = time.monotonic(), False
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        if time.monotonic() - _EndOnSignals.received_at < defaults.AT_ONCE_S:
-            return
-        if self._ends:
-            os._exit(128 + number)
-        _EndOnSignals.received_at = time.monotonic()
-        _raise(number)
-
-    def end(self) -> None:
-        """After a signal, raise no more, because nothing would catch it: a further signal ends the process at once."""
-        self._ends = _EndOnSignals.received_at >= self._since
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_HANDLER = _Handler()
 
 
-def end_on_signals() -> _EndOnSignals:
-    """Make SIGTERM raise `Terminated`, and Ctrl-C KeyboardInterrupt; only in the main thread.
+@contextlib.contextmanager
+def end_on_signals() -> Iterator[None]:
+    """Context manager, or decorator: let SIGTERM raise `Terminated`, and Ctrl-C KeyboardInterrupt, in the main thread.
 
     Signals that count as one raise once, so that a repeated signal does not interrupt the removal of unfinished files.
-    A SIGINT that is ignored, as in a background job of a shell script, stays ignored.
-
-    Returns:
-        the handler; call its `end` when the process is about to exit.
+    A SIGINT that is ignored, as in a background job of a shell script, stays ignored. After the block, when the process
+    is about to exit, nothing would catch what is raised: a further signal ends the process at once.
     """
-    handler = _EndOnSignals()
-    _ignore_signals_at_the_end()
+    _HANDLER.received_at, _HANDLER.exiting = -math.inf, False
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, handler)
+        signal.signal(signal.SIGTERM, _HANDLER)
         if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-            signal.signal(signal.SIGINT, handler)
-    return handler
-
-
-@functools.cache  # once for each process, and early: other functions that run at the exit come before it
-def _ignore_signals_at_the_end() -> None:
-    """After a signal, ignore repeated ones while the interpreter is finalized: it would be killed, without its code."""
-
-    def ignore() -> None:
-        if _EndOnSignals.received_at >= 0:
-            for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, signal.SIG_IGN)
-
-    atexit.register(ignore)
+            signal.signal(signal.SIGINT, _HANDLER)
+    try:
+        yield
+    finally:
+        _HANDLER.exiting = _HANDLER.received_at > -math.inf
 
 
 @contextlib.contextmanager
 def signals_held(notice: str = "finishing the batch in flight ...") -> Iterator[list[int]]:
-    """Context manager: hold Ctrl-C and SIGTERM, and yield a list that receives their numbers.
+    """Context manager: hold Ctrl-C and SIGTERM, and yield a list that receives the number of the first.
 
     The caller stops soon, as `notice` tells the user. A second signal takes effect at once. Outside the main thread,
     signals are not held and the list stays empty.
@@ -95,26 +101,12 @@ def signals_held(notice: str = "finishing the batch in flight ...") -> Iterator[
             sent to them, too.
     """
     received: list[int] = []
-
     if threading.current_thread() is not threading.main_thread():
         yield received  # only the main thread may set signal handlers
         return
-
-    received_at: list[float] = []
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        if received_at and time.monotonic() - received_at[0] < defaults.AT_ONCE_S:
-            return
-        if received_at:
-            signal.signal(number, before[number])
-            os.kill(os.getpid(), number)
-            return
-        received_at.append(time.monotonic())
-        _EndOnSignals.received_at = received_at[0]
-        received.append(number)
-        os.write(2, f"\n{notice}\n".encode())  # not print: the interrupted code may be printing
-
-    before: dict[int, Any] = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    before: dict[int, Any] = {number: signal.signal(number, _HANDLER) for number in _SIGNALS}
+    outer = _HANDLER.held, _HANDLER.notice  # of a command that holds them around another
+    _HANDLER.received_at, _HANDLER.held, _HANDLER.notice = -math.inf, received, notice
     try:
         yield received
     except LayertapError as error:
@@ -124,5 +116,6 @@ def signals_held(notice: str = "finishing the batch in flight ...") -> Iterator[
             _raise(received[0])
         raise
     finally:
+        _HANDLER.held, _HANDLER.notice = outer
         for number, handler in before.items():
             signal.signal(number, handler)

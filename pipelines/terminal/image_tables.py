@@ -55,42 +55,6 @@ class ImageTable:
     notes: list[str]
 
 
-@dataclass(frozen=True)
-class _Attempt:
-    """A way to find the images that a row names.
-
-    Attributes:
-        by: it, in words.
-        names: path or id of each image.
-        key: name of an image -> what a row has to name.
-        forms: value of a row -> what it may name, in the order of preference.
-    """
-
-    by: str
-    names: Sequence[str]
-    key: Callable[[str], str]
-    forms: Callable[[str], Iterable[str]]
-
-    def images_of(self, values: Mapping[str, Sequence[str]]) -> dict[str, list[list[int]]]:
-        """Return the images of each row, for each column of values by which any row has an image."""
-        exact: dict[str, list[int]] = {}
-        folded: dict[str, list[int]] = {}
-        for image, name in enumerate(self.names):
-            key = self.key(name)
-            for spelling in {key, safe_cell(key)}:  # a table that layertap wrote has the escaped forms of a few names
-                exact.setdefault(spelling, []).append(image)
-            folded.setdefault(_folded(key), []).append(image)
-
-        def images(value: str) -> list[int]:
-            found = next((exact[form] for form in self.forms(value) if form in exact), None)
-            if found is None:
-                found = next((folded[form] for form in self.forms(_folded(value)) if form in folded), [])
-            return found
-
-        found = {column: [images(value) if value else [] for value in values[column]] for column in values}
-        return {column: rows for column, rows in found.items() if any(rows)}
-
-
 def read_image_table(
     where: str, column: str, noun: str, paths: Sequence[str], ids: Sequence[str] | None, root: str
 ) -> ImageTable:
@@ -178,24 +142,27 @@ def _joined(
     def stems_of(value: str) -> list[str]:
         return [form for path in paths_of(value) for form in (path, _stem(path))]
 
-    attempts = [
-        (_Attempt("by the path", paths, str, paths_of), values),
-        (_Attempt("by the path without suffix", paths, _stem, stems_of), values),
-        (_Attempt("by the file name", paths, _name, lambda value: [_name(value)]), values),
-        (_Attempt("by the name without suffix", paths, lambda path: _stem(_name(path)),
-                  lambda value: [_name(value), _stem(_name(value))]), values),
-    ]  # fmt: skip
+    # by what -> images, what a row has to name of one, and what the value of a row may name, in the order of preference
+    attempts: dict[str, tuple[Sequence[str], Callable[[str], str], Callable[[str], Iterable[str]]]] = {
+        "by the path": (paths, str, paths_of),
+        "by the path without suffix": (paths, _stem, stems_of),
+        "by the file name": (paths, _name, lambda value: [_name(value)]),
+        "by the name without suffix": (
+            paths, lambda path: _stem(_name(path)), lambda value: [_name(value), _stem(_name(value))],
+        ),
+    }  # fmt: skip
     if ids is not None and "id" in values:
-        attempts.insert(0, (_Attempt("by the id", ids, str, lambda value: [value]), {"id": values["id"]}))
-    for attempt, columns in attempts:
-        (first, rows), *others = [*attempt.images_of(columns).items()] or [("", [])]
+        attempts = {"by the id": (ids, str, lambda value: [value]), **attempts}
+    for by, (names, key, forms) in attempts.items():
+        columns = values if names is paths else {"id": values["id"]}
+        (first, rows), *others = _images_of(columns, names, key, forms).items() or [("", [])]
         if other := next((column for column, images in others if images != rows), None):
             raise InputError(
-                f"{where}: the columns {first!r} and {other!r} both name images {attempt.by}, but not the same ones",
+                f"{where}: the columns {first!r} and {other!r} both name images {by}, but not the same ones",
                 hint="rename the right one to 'path'",
             )
         if rows:
-            return attempt.by, attempt.names, first, rows
+            return by, names, first, rows
     if not values:
         raise InputError(f"{where}: no column names images", hint="add a column 'path'")
     examples = ", ".join(repr(printable(next(iter(column), "none"))) for column in [*values.values()][:_EXAMPLES])
@@ -203,6 +170,26 @@ def _joined(
         f"{where}: none of its {len(next(iter(values.values()))):,} values of {' or '.join(map(repr, values))} "
         f"names an image; the table has {examples}, the images have {printable(next(iter(paths), 'no images'))!r}"
     )
+
+
+def _images_of(
+    columns: Mapping[str, Sequence[str]], names: Sequence[str], key: Callable[[str], str],
+    forms: Callable[[str], Iterable[str]],
+) -> dict[str, list[list[int]]]:  # fmt: skip
+    """Return the images of each row, for each column by which any row has an image."""
+    exact: dict[str, list[int]] = {}
+    folded: dict[str, list[int]] = {}
+    for image, name in enumerate(map(key, names)):
+        for spelling in {name, safe_cell(name)}:  # a table that layertap wrote has the escaped forms of a few names
+            exact.setdefault(spelling, []).append(image)
+        folded.setdefault(_folded(name), []).append(image)
+
+    def images(value: str) -> list[int]:
+        spellings = ((exact, value), (folded, _folded(value)))
+        return next((images[form] for images, text in spellings for form in forms(text) if form in images), [])
+
+    joined = {column: [images(value) if value else [] for value in values] for column, values in columns.items()}
+    return {column: rows for column, rows in joined.items() if any(rows)}
 
 
 def _name(path: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -22,7 +22,6 @@ __all__ = [
     "BACKBONE_HELP",
     "DATA_SET",
     "FOLDER",
-    "LateChoice",
     "config_file",
     "given",
     "is_data_set",
@@ -44,23 +43,22 @@ BACKBONE_HELP = (
 
 
 class _DataSet(click.Path):
-    """Parameter type for a data set: a folder, or a URL, which is returned unchanged."""
+    """Parameter type for a data set: a folder, or a URL, which is returned unchanged if the command reads buckets."""
+
+    def __init__(self, reads_buckets: bool) -> None:
+        super().__init__(path_type=Path)
+        self._reads_buckets = reads_buckets
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        return value if is_url(str(value)) else super().convert(value, param, ctx)
-
-
-class _Folder(click.Path):
-    """Parameter type for a folder; the error for a URL names the commands that read buckets."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if is_url(str(value)):
-            raise InputError(
-                f"{value}: this command reads folders",
-                hint=f"copy the data set (aws s3 sync {value} FOLDER). Buckets are read by `layertap show --status`, "
-                f"`probe`, `search`, `export`, and in Python FeatureReader({str(value)!r})",
-            )
-        return super().convert(value, param, ctx)
+        if not is_url(str(value)):
+            return super().convert(value, param, ctx)
+        if self._reads_buckets:
+            return value
+        raise InputError(
+            f"{value}: this command reads folders",
+            hint=f"copy the data set (aws s3 sync {value} FOLDER). Buckets are read by `layertap show --status`, "
+            f"`probe`, `search`, `export`, and in Python FeatureReader({str(value)!r})",
+        )
 
 
 def is_data_set(text: str) -> bool:
@@ -68,29 +66,8 @@ def is_data_set(text: str) -> bool:
     return is_url(text) or (Path(text) / "dataset.json").is_file()
 
 
-class LateChoice(click.Choice):  # type: ignore[type-arg]  # generic since click 8.2
-    """A choice whose words are loaded late, since their module is slow to import.
-
-    Args:
-        words: returns the words; called when click prints the help or checks a value.
-    """
-
-    def __init__(self, words: Callable[[], Iterable[str]]) -> None:
-        self._words = words
-        super().__init__(())
-
-    @property
-    def choices(self) -> tuple[str, ...]:
-        """The permitted words."""
-        return tuple(self._words())
-
-    @choices.setter
-    def choices(self, words: Iterable[str]) -> None:
-        pass  # click assigns them when the command is declared
-
-
-DATA_SET = _DataSet(path_type=Path)
-FOLDER = _Folder(path_type=Path)
+DATA_SET = _DataSet(reads_buckets=True)
+FOLDER = _DataSet(reads_buckets=False)
 
 json_flag = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 config_file = click.option(
@@ -158,20 +135,16 @@ def given(flags: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in flags.items() if value not in (None, ())}
 
 
-def print_json(content: Any, indent: int | None = 1) -> None:
-    """Print a value as JSON; on one line if `indent` is None."""
-    print_out(json.dumps(content, indent=indent).replace("\x7f", "\\u007f"))  # the only control character that stays
+def print_json(content: Any) -> None:
+    """Print a value as JSON."""
+    print_out(json.dumps(content, indent=1).replace("\x7f", "\\u007f"))  # the only control character that stays
 
 
 def print_result(
-    result: Any,
-    as_json: bool,
-    to_json: Callable[[Any], Any],
-    print_text: Callable[[Any, Callable[[str], None]], None],
-    indent: int | None = 1,
+    result: Any, as_json: bool, to_json: Callable[[Any], Any], print_text: Callable[[Any, Callable[[str], None]], None]
 ) -> None:
     """Print the result of a command as JSON or as text."""
     if as_json:
-        print_json(to_json(result), indent)
+        print_json(to_json(result))
     else:
         print_text(result, print_line)

@@ -5,7 +5,7 @@
 Proportions: exact sums over the binomial distribution, for the interval that is used and for others. Other metrics:
 simulated test sets from populations whose true value is known. Chosen layers: `compare` on noise, a backbone with one
 layer and another with several, so that all are equally good. `--tables` writes the tables behind
-`docs/intervals.md`; `--choices PROTOCOL` computes one protocol of chosen layers alone, and adds it to RESULT.json.
+`docs/benchmarks.md`; `--choices PROTOCOL` computes one protocol of chosen layers alone, and adds it to RESULT.json.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ WIDTH = 16
 
 
 def of_choice(protocol: str, layers: int, classes: int, n: int, runs: int) -> dict[str, float]:
-    """Compare a backbone that has one layer of noise with one that has several; see `docs/intervals.md`."""
+    """Compare a backbone that has one layer of noise with one that has several; see `docs/benchmarks.md`."""
     targets, n_distinguishable, n_covered = np.arange(n) % classes, 0, 0
     with_draws = metrics.RESAMPLES, metrics._CALIBRATED_DRAWS
     metrics.RESAMPLES = metrics._CALIBRATED_DRAWS = 1  # of metrics that are not looked at
@@ -280,7 +280,7 @@ def table_of_choices(choices: dict[str, dict[str, dict[str, float]]]) -> list[di
 
 
 def tables(result: dict[str, Any]) -> dict[str, list[dict[str, str]]]:
-    """The tables behind `docs/intervals.md`.
+    """The tables behind `docs/benchmarks.md`.
 
     A proportion has the least coverage, and the largest mean width in units of the mean width of Wilson's interval. Any
     other metric has its coverage, and in brackets the share of the intervals with a remark. A choice has the share of

@@ -99,7 +99,9 @@ def test_a_whole_name_lists_layers_and_the_earlier_command_its_backbone() -> Non
     assert [entry["spec"] for entry in globs] == [f"torchvision/resnet1{depth}" for depth in ("01", "52", "8")]
 
 
-@pytest.mark.parametrize("spec", ["timm/test_resnet", "bundled/efficientnet_lite0"])
+@pytest.mark.parametrize(
+    "spec", ["timm/test_resnet", pytest.param("bundled/efficientnet_lite0", marks=pytest.mark.slow)]
+)
 def test_the_embedding_is_listed_first_among_the_layers_with_the_shape_that_embed_stores(
     spec: str, folder: Path, tmp_path: Path
 ) -> None:
@@ -154,6 +156,17 @@ def test_an_unfinished_data_set_shows_its_progress_in_words_and_not_in_json(out:
     assert "shards    0 of 1" in result.stdout
     assert "to resume, run `layertap embed` with the same arguments again" in result.stdout
     assert json.loads(layertap("show", out, "--json").stdout)["shards_finished"] == 0
+
+
+def test_the_status_of_an_empty_folder_and_of_a_failed_pass(tmp_path: Path) -> None:
+    (tmp_path / ".lock").touch()
+    assert fails("show", tmp_path, "--status").startswith(f"{tmp_path} has no shard yet; a run that is starting")
+    runs = [{"event": "failed", "started": "2026-11-28T02:30:00+00:00", "seconds": 1.5, "error": "no server"}]
+    for event, code in (("failed", 1), ("stopped", 0)):
+        runs.append({**runs[0], "event": event})
+        (tmp_path / "runs.jsonl").write_text("".join(json.dumps(run) + "\n" for run in runs))
+        result = layertap("show", tmp_path, "--status")
+        assert (result.exit_code, f"{event.upper() if code else event} after 1.5 s" in result.stdout) == (code, True)
 
 
 def test_options_of_another_mode_are_refused_with_what_to_do(out: Path, tmp_path: Path) -> None:

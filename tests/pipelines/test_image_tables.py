@@ -199,6 +199,6 @@ def test_all_commands_join_a_table_in_the_same_way(made: Path, tmp_path: Path) -
 
 def test_masks_of_a_table_are_joined_as_labels_are(made: Path, tmp_path: Path) -> None:
     assert layertap("embed", made / "pictures", "-o", tmp_path / "out", *SMALL, "-l", "layer4:tokens").exit_code == 0
-    result = layertap("probe", tmp_path / "out", "-p", "segmentation", "--masks", made / "slides.csv", "-o",
+    result = layertap("probe", tmp_path / "out", "-p", "segmentation-knn", "--masks", made / "slides.csv", "-o",
                       tmp_path / "res")  # fmt: skip
     assert "masks: column slide_id, by the name without suffix, 12 of 12 images" in result.stdout, result.output

@@ -31,7 +31,6 @@ FILES = {
     "key.yaml": "images: photos\nbacbone: timm/test_resnet\n",
     "type.yaml": "images: photos\nbatch_size: many\n",
     "broken.yaml": "images: photos\nbatch_size: [3\nworkers: 2\n",
-    "home.yaml": "images: photos\nout: ~nobody-here/features\n",
     "notes/a.txt": "x",
     "notes/b.docx": "x",
     "photos.tar.gz": "x",
@@ -73,6 +72,7 @@ def test_a_mistake_gets_a_short_message_and_its_exit_code(
     if mistake.no_gpu and torch.cuda.is_available():
         pytest.skip("this machine has a CUDA device")
     monkeypatch.chdir(place)
+    monkeypatch.setattr(sys, "argv", ["layertap"])  # a hint repeats the command line, here that of pytest
     if mistake.without:
         monkeypatch.setitem(sys.modules, mistake.without, None)
     if mistake.offline:

@@ -13,7 +13,6 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from extract import FeatureReader
-from extract.images.decoding import decode, decode_partly
 from pipelines.data_sets import search_gallery
 from tests.conftest import make_picture
 from tests.extract.store.rows import change_a_value
@@ -48,7 +47,7 @@ def test_a_row_finds_its_copies_and_neighbours_and_not_itself(out: Path) -> None
     with FeatureReader(out) as reader:
         query, paths = reader["embedding"][0].astype(np.float64), reader.paths[:]
     content = found(out, 0, "-k", 4)
-    assert content["query"] == {"row": 0, "path": "ant/00.png", "text": None, "class": "ant", "note": ""}
+    assert content["query"] == {"row": 0, "path": "ant/00.png", "text": None, "class": "ant"}
     assert [one["row"] for one in content["results"]] == expected(out, query)[1:5]
     first = content["results"][0]
     assert (first["path"], first["cosine"], first["class"]) == ("cat/copy.png", 1.0, "cat")
@@ -88,7 +87,7 @@ def test_a_file_is_searched_with_features_computed_as_those_stored(out: Path, fo
     moved = tmp_path / "elsewhere.png"
     shutil.copy(folder / "ant" / "06.png", moved)
     content = found(out, moved, "-k", 3)
-    assert content["query"] == {"row": None, "path": str(moved), "text": None, "class": None, "note": ""}
+    assert content["query"] == {"row": None, "path": str(moved), "text": None, "class": None}
     assert content["results"][0]["path"] == "ant/06.png"
     assert content["results"][0]["cosine"] == pytest.approx(1, abs=1e-6)
     with FeatureReader(out) as reader:
@@ -96,19 +95,14 @@ def test_a_file_is_searched_with_features_computed_as_those_stored(out: Path, fo
         assert [one["row"] for one in content["results"]] == expected(out, reader["embedding"][row])[:3]
 
 
-def test_what_a_number_is_taken_for_is_told(out: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_number_is_a_row_and_not_a_file(out: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
-    content = found(out, "7")
-    assert content["query"]["row"] == 7
-    assert "a file has this name, too; to search for the file, write ./7" in content["query"]["note"]
-    assert "note: a file has this name, too" in layertap("search", out, "7").stdout
+    assert found(out, "7")["query"]["row"] == 7
     assert found(out, "./7")["results"][0]["path"] == "bee/07.jpg"
     assert found(out, "bee/04.png")["query"]["row"] is not None
 
 
 def test_what_cannot_be_searched_for_is_told(out: Path, folder: Path, tmp_path: Path) -> None:
-    assert "has no row 99: expected a row from 0 to 13" in fails("search", out, 99)
-    assert "is not a row number, a path in it, or a file" in fails("search", out, "dog.png")
     assert "is a folder; name one image" in fails("search", out, folder)
     with FeatureReader(out) as reader:
         bad = reader.paths.index("bee/zz bad.jpg")
@@ -116,7 +110,6 @@ def test_what_cannot_be_searched_for_is_told(out: Path, folder: Path, tmp_path: 
     (tmp_path / "text.png").write_text("text")
     assert "text.png: decode error: not an image in a known format" in fails("search", out, tmp_path / "text.png")
     assert "layer 'embeding' not found" in fails("search", out, 0, "-l", "embeding")
-    assert "ends in .png, .svg, .pdf" in fails("search", out, 0, "-o", tmp_path / "x.bmp")
     assert "no such folder" in fails("search", out, 0, "-o", tmp_path / "none" / "x.png")
     assert "backbone 'timm/other' not found" in fails("search", out, folder / "ant" / "00.png", "-b", "timm/other")
 
@@ -191,18 +184,3 @@ def test_a_data_set_of_sync_is_searched_in_its_version(folder: Path, tmp_path: P
     assert "bee/renamed.jpg" in paths
     assert "bee/01.jpg" not in paths
     assert found(tmp_path / "out", folder / "bee" / "renamed.jpg")["results"][0]["path"] == "bee/renamed.jpg"
-
-
-def test_a_truncated_picture_can_partly_be_shown_and_nothing_can_of_a_text(tmp_path: Path) -> None:
-    make_picture(5, 300, 300).save(tmp_path / "a.jpg")
-    data = (tmp_path / "a.jpg").read_bytes()
-    with pytest.raises(ValueError, match="truncated"):
-        decode(data[: len(data) // 2])
-    part = decode_partly(data[: len(data) // 2], 1_000_000)
-    assert part is not None
-    whole, shown = np.asarray(decode(data)), np.asarray(part)
-    assert np.array_equal(whole[:64], shown[:64])
-    assert decode_partly(data, 1000) is None
-    assert decode_partly(b"text", 1000) is None
-    with pytest.raises(ValueError, match="truncated"):  # and it stays so for features
-        decode(data[: len(data) // 2])

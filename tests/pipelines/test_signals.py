@@ -118,3 +118,11 @@ def test_workers_that_die_of_a_signal_are_not_reported_as_short_of_memory(
     with pytest.raises(LayertapError, match="the disk is full"), signals_held():
         os.kill(os.getpid(), number)
         raise LayertapError("the disk is full")
+
+
+def test_signals_held_around_a_block_that_holds_them_are_held_after_it() -> None:
+    with signals_held() as outer:
+        with signals_held() as inner:
+            pass
+        os.kill(os.getpid(), signal.SIGINT)
+        assert (outer, inner) == ([signal.SIGINT], [])

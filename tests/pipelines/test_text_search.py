@@ -125,7 +125,7 @@ def test_a_text_finds_the_images_that_the_model_puts_nearest(
     picture = tmp_path / "found.png"
     result = layertap("search", out, "--text", TEXTS[0], "-k", 5, "--json", "-o", picture)
     content = json.loads(result.stdout)
-    assert content["query"] == {"row": None, "path": None, "text": TEXTS[0], "class": None, "note": ""}
+    assert content["query"] == {"row": None, "path": None, "text": TEXTS[0], "class": None}
     assert content["searched"] == 12
     assert [one["row"] for one in content["results"]] == np.argsort(-cosines)[:5].tolist()
     assert [one["cosine"] for one in content["results"]] == pytest.approx(np.sort(cosines)[::-1][:5], abs=1e-5)

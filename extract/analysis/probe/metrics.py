@@ -31,7 +31,7 @@ _PERCENT_METRICS = {"top1", "top5", "balanced_accuracy", "mIoU", "pixel_accuracy
 _BINS = 15  # of confidence, as in Guo et al. 2017
 
 
-# Below these numbers, the coverage of a bootstrap fell below 0.92 in simulations (docs/intervals.md).
+# Below these numbers, the coverage of a bootstrap fell below 0.92 in simulations (docs/benchmarks.md).
 _FEW_ERRORS = 20  # wrong rows: most draws miss the rare large losses
 _FEW_POSITIVES = 30  # test rows with a label
 _FEW_NUMBERS = 50  # test rows of a regression

@@ -8,7 +8,7 @@ tenth is less than 500 rows (`strength_choice`).
 
 By the metric on these rows, one of several layers can be chosen too. Protocols without a hyper-parameter compute it for
 this alone. If the test rows chose the layer, its interval would lie too high, and backbones with many layers would seem
-better (docs/intervals.md).
+better (docs/benchmarks.md).
 
 The papers choose the strength with the best accuracy on validation rows, and none specifies how to break ties. Here,
 ties go to the smallest log loss on these rows, then to the strongest penalty.

@@ -44,7 +44,8 @@ from extract.system.optional_libraries import own_version
 from extract.system.urls import is_url
 from pipelines.data_sets.findings import as_base64, picture_sizes
 from pipelines.data_sets.report.probe_results import Prediction, predictions_of, probes
-from pipelines.data_sets.show import describe
+from pipelines.data_sets.show import describe, print_description
+from pipelines.terminal.output_paths import check_file
 from pipelines.terminal.page.assembly import assembled, is_page
 from pipelines.terminal.page.thumbnail_sheets import LARGEST_PX, ThumbnailSheets, thumbnail_sheets
 from pipelines.terminal.pictures import Pictures
@@ -96,9 +97,7 @@ def run_report(
     """
     written_to = out / "report.html" if output is None else link_target(output)
     output = output or written_to
-    if output.is_dir() or not output.resolve().parent.is_dir():
-        problem = "it is a folder" if output.is_dir() else "no such folder"
-        raise InputError(f"{output} cannot be written: {problem}")
+    check_file(output)
     if output.is_file() and not is_page(_KIND, output):
         raise InputError(f"{output} already exists and is not a layertap report", hint="name another file")
     folder = resources.files("pipelines.data_sets.report")
@@ -159,14 +158,14 @@ class _ReportContent:
 
     def fill(self, maps: Sequence[str], probe_results: Sequence[Path], images: str | None) -> None:
         """Fill in everything except what `list_rows` and `add_thumbnails` add."""
-        described = self._described
+        described, lines = self._described, list[str]()
+        print_description(described, lines.append)
         self.data |= {
             "title": printable(data_set_name(str(Path(described["out"]).resolve()))),
             "version": own_version(),
             "written": datetime.now(UTC).isoformat(" ", "seconds"),
             "layer": printable(self._layer),
-            "facts": _facts(described),
-            "out": printable(described["out"]),
+            "description": lines,
             "backbone": printable(described.get("provenance", {}).get("backbone", "")),
             "counts": {
                 "rows": len(self._reader),
@@ -174,7 +173,6 @@ class _ReportContent:
                 "failed": len(self._failed),
                 "classes": len(self._reader.classes),
             },
-            "status": Counter(Status(code).text for code in self._reader.status.tolist()),
         }
         if not described["complete"]:
             self.data["notes"].append("The data set is unfinished: this page shows the rows that are done.")
@@ -387,7 +385,8 @@ class _ReportContent:
             room: bytes for all thumbnails.
         """
         self.data |= {"thumbnails": ThumbnailSheets().as_json(), "about_thumbnails": ""}
-        rows = list(self._thumbnail_rows)[: min(limit, _URL_THUMBNAILS) if is_url(images or root) else limit]
+        rows = [row for row in self._thumbnail_rows if row not in self._failed]
+        rows = rows[: min(limit, _URL_THUMBNAILS) if is_url(images or root) else limit]
         if not rows:
             self.data["about_thumbnails"] = "" if limit else "No thumbnails, as requested."
             return
@@ -400,15 +399,14 @@ class _ReportContent:
 
         def pictures() -> Iterator[tuple[int, Image.Image]]:
             for row in rows:
-                partial = row in self._failed
-                picture, why = (source.partial_picture(row), "") if partial else source.picture(row, LARGEST_PX)
-                if picture is not None:
-                    yield row, picture
-                elif not partial:
+                picture, why = source.picture(row, LARGEST_PX)
+                if picture is None:
                     missing[why] += 1
+                else:
+                    yield row, picture
 
         sheets = thumbnail_sheets(pictures(), len(rows), room)
-        shown = sum(row not in self._failed for row in sheets.tiles)
+        shown = len(sheets.tiles)
         about = f"{shown:,} of {len(self._good):,} images have a thumbnail on this page: the images in its lists, "
         about += "and as many randomly drawn points of the map as fit."
         if missing:
@@ -416,34 +414,6 @@ class _ReportContent:
             about += f" {sum(missing.values()):,} have none because their picture is not available ({why}: {count:,})."
         self.data["thumbnails"] = sheets.as_json()
         self.data["about_thumbnails"] = printable(about if shown < len(self._good) else "")
-
-
-def _facts(content: dict[str, Any]) -> list[list[str]]:
-    """Return (name, text) pairs from the description of `pipelines.data_sets.show.describe`."""
-    depends_on, provenance = content["depends_on"], content.get("provenance", {})
-    preprocessing = ", ".join(f"{name} {value}" for name, value in depends_on.get("preprocessing", {}).items())
-    configuration = provenance.get("configuration", {})
-    versions = ", ".join(f"{name} {number}" for name, number in provenance.get("versions", {}).items())
-    state = "complete" if content["complete"] else f"unfinished: {content['rows_done']:,} rows done"
-    if content["version"]:
-        state += f", version {content['version']}, synchronised with a folder"
-    pairs = [
-        ("Images", content["images"]["root"]),
-        ("Rows", f"{content['rows']:,}, {state}"),
-        ("Classes", f"{len(content['classes']):,}" if content.get("classes") else "none"),
-        ("Splits", ", ".join(f"{name} {count:,}" for name, count in content.get("splits", {}).items()) or "none"),
-        ("Backbone", provenance.get("backbone") or depends_on.get("architecture", "")),
-        ("Weights", f"{provenance.get('weights', '')}, sha256 {depends_on.get('weights_sha256', '')}"),
-        ("Preprocessing", preprocessing),
-        ("Set by the user", ", ".join(configuration.get("preprocessing") or {})),
-        ("Decoder", depends_on.get("decoder", "")),
-        ("Precision", depends_on.get("precision", "")),
-        ("Stored as", f"{depends_on.get('stored_as', '')}, {content['bytes'] / 1e6:,.1f} MB in all files"),
-        ("Computed", f"{provenance.get('started', '')} on {provenance.get('device', '')} with {versions}"),
-        ("Fingerprint", content["fingerprint"]),
-        ("Data set", content["out"]),
-    ]
-    return [[name, printable(str(text))] for name, text in pairs if text]
 
 
 def _in_several(table: Sequence[Finding], value: Callable[[Finding], str]) -> dict[str, int]:

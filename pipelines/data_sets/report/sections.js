@@ -312,11 +312,7 @@ const addLayers = (part) => {
 const addProvenance = () => {
   const part = addSection("Where it comes from", "provenance");
   if (content.about_thumbnails) add(part, "p", content.about_thumbnails, {class: "quiet"});
-  const list = add(addFolded(part, "Images, backbone and settings"), "dl", null, {class: "facts"});
-  for (const [what, how] of content.facts) {
-    add(list, "dt", what);
-    addName(add(list, "dd"), how);
-  }
+  add(addFolded(part, "Images, backbone and settings"), "pre", content.description.join("\n"));
   addLayers(addFolded(part, `Statistics of ${plural(content.layers.length, "layer")}`));
 };
 
