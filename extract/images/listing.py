@@ -88,19 +88,8 @@ def list_images(where: str | os.PathLike[str], limit: int | None = None, keep: S
 
 
 def is_plan(where: str | os.PathLike[str]) -> bool:
-    """Return whether a folder is a plan.
-
-    Raises:
-        InputError: it is a plan of an earlier version.
-    """
-    if os.path.isfile(os.path.join(where, PLAN_FILE)):  # noqa: PTH113, PTH118  False where the folder cannot be read
-        return True
-    if all(os.path.isfile(os.path.join(where, name)) for name in ("plan.json", "parts/000000.npz")):  # noqa: PTH113, PTH118
-        raise InputError(
-            f"{where} is a plan of an earlier version of layertap, which this version does not read",
-            hint="delete it, and list the images again: layertap embed --plan",
-        )
-    return False
+    """Return whether a folder is a plan; False for a folder that cannot be read."""
+    return os.path.isfile(os.path.join(where, PLAN_FILE))  # noqa: PTH113, PTH118
 
 
 def listed_again(dataset_root: str, paths: Sequence[str], images: str | None = None) -> Images:
