@@ -143,8 +143,8 @@ def open_array(path: str, name: str) -> Any:
     """Open an array without reading it."""
     try:
         if not path.lower().endswith(_SUFFIXES):
-            _check_npy(path)
-            return np.load(path, mmap_mode="r", allow_pickle=False)
+            # Not `np.load`, which advises to unpickle files of other kinds.
+            return np.lib.format.open_memmap(path, mode="r")
         import h5py
 
         file = h5py.File(path, "r", locking=False)
@@ -157,21 +157,6 @@ def open_array(path: str, name: str) -> Any:
     if data.external or data.is_virtual or data.file.filename != file.filename:
         raise InputError(f"{path}: data set {name!r} stores its data in other files")
     return data
-
-
-def _check_npy(path: str) -> None:
-    """Check that a file starts as an `.npy` file does: for others, NumPy advises to unpickle it, or returns no array.
-
-    Raises:
-        ValueError: it does not.
-        OSError: it cannot be read.
-    """
-    with open(path, "rb") as file:  # noqa: PTH123
-        start = file.read(len(np.lib.format.MAGIC_PREFIX))
-    if start.startswith(b"PK"):
-        raise ValueError("it is a zip file, such as .npz; save the array of pictures alone, with np.save")
-    if start != np.lib.format.MAGIC_PREFIX:
-        raise ValueError("it is not an .npy file" if start else "it is empty")
 
 
 def _names(path: str) -> list[str]:

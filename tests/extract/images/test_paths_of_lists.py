@@ -16,8 +16,9 @@ from pyarrow import parquet
 
 from extract import FeatureReader, extract_features, load_backbone
 from extract.errors import InputError
-from extract.images import list_images, listed_again, write_plan
+from extract.images import list_images, listed_again
 from extract.images.csv_lists import plain_path
+from extract.images.plan_writing import write_plan
 from tests.conftest import TINY_INPUT
 
 

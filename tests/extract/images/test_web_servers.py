@@ -24,7 +24,8 @@ from pyarrow import parquet
 
 from extract import extract_features, load_backbone
 from extract.errors import InputError, LayertapError
-from extract.images import Decoding, list_images, load_batches, write_plan
+from extract.images import Decoding, list_images, load_batches
+from extract.images.plan_writing import write_plan
 from extract.images.sources import Files
 from extract.row_status import Status
 from tests.conftest import TINY_INPUT, make_picture

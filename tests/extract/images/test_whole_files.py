@@ -13,7 +13,7 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image, ImageFilter, JpegImagePlugin
 
-from extract.images import decode
+from extract.images.decoding import decode
 from tests.conftest import make_picture
 
 END = b"\xff\xd9"
