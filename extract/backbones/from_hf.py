@@ -28,6 +28,7 @@ from extract.backbones.backbone import (
     TextTower,
     count_parameters,
     downloading,
+    quiet,
     too_long,
     without_weights,
 )
@@ -419,12 +420,11 @@ def _errors_of_library(spec: str) -> Iterator[None]:
 def _quiet(transformers: Any) -> Iterator[None]:
     """Context manager: suppress the library's progress bars and its report on keys, which this module makes itself."""
     log = transformers.utils.logging
-    verbosity, had_bars = log.get_verbosity(), log.is_progress_bar_enabled()
-    log.set_verbosity_error()
+    had_bars = log.is_progress_bar_enabled()
     log.disable_progress_bar()
     try:
-        yield
+        with quiet():
+            yield
     finally:
-        log.set_verbosity(verbosity)
         if had_bars:
             log.enable_progress_bar()

@@ -177,18 +177,16 @@ def _names(path: str) -> list[str]:
 
 
 def _only_pictures(path: str) -> str:
-    names, fitting, others = _names(path), list[str](), list[str]()
-    for name in names:
-        data = open_array(path, name)
-        if data.ndim == 4 and _axes(tuple(data.shape)):
-            (fitting if data.dtype == np.uint8 else others).append(name)
-    fitting = fitting or others  # others are refused, with the line that converts them
+    arrays = {name: open_array(path, name) for name in _names(path)}
+    pictures = [name for name, data in arrays.items() if data.ndim == 4 and _axes(tuple(data.shape))]
+    # Pictures of other types are refused, with the line that converts them.
+    fitting = [name for name in pictures if arrays[name].dtype == np.uint8] or pictures
     if len(fitting) == 1:
         return fitting[0]
     if fitting:
-        known = ", ".join(f"{path}:{name}" for name in fitting[:8])
-        raise InputError(f"{path} has several data sets of pictures", hint=f"give one by name: {known}")
-    seen = ", ".join(f"{name} {open_array(path, name).dtype} {open_array(path, name).shape}" for name in names[:8])
+        choices = ", ".join(f"{path}:{name}" for name in fitting[:8])
+        raise InputError(f"{path} has several data sets of pictures", hint=f"give one by name: {choices}")
+    seen = ", ".join(f"{name} {data.dtype} {data.shape}" for name, data in list(arrays.items())[:8])
     raise InputError(
         f"{path} has no data set of pictures, uint8 (N, H, W, 3) or (N, 3, H, W); it has {seen or 'no data sets'}",
     )

@@ -409,12 +409,9 @@ def files_behind(url: str) -> Iterator[str]:
 def no_images(where: str, left_out: Counter[str]) -> InputError:
     """Return the error for a place whose files are all counted in `left_out`, as none of them is an image."""
     kinds = ", ".join(f"{kind} {count}" for kind, count in left_out.most_common(5))
-    count = left_out.total()
-    seen = (
-        f"none of its {count:,} files is an image ({kinds})"
-        if count > 1
-        else f"its only file is not an image ({kinds})"
-    )
+    seen = f"none of its {left_out.total():,} files is an image ({kinds})"
+    if left_out.total() == 1:
+        seen = f"its only file is not an image ({kinds})"
     if not kinds:
         seen = "the folder is empty" if os.path.isdir(where) else "it is empty"  # noqa: PTH112
     hint = "images end in .jpg, .png, .tif, .webp and others" if kinds else ""

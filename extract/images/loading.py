@@ -641,7 +641,7 @@ class KeptBatches:
     """
 
     def __init__(self, file: BinaryIO, stop: Callable[[], bool] = lambda: False) -> None:
-        self._file, self._stop, self._end = file, stop, 0
+        self._file, self._stop = file, stop
         self._starts: dict[tuple[int, ...], int] = {}  # position in the file
 
     def load(self, images: Images, batches: Iterable[list[int]], decoding: Decoding) -> Generator[Batch, None, None]:
@@ -672,12 +672,10 @@ class KeptBatches:
 
     def _write(self, batch: Batch) -> None:
         without_tensor: Any = batch._replace(images=batch.images.cpu().numpy())  # type: ignore[arg-type]
-        content = memoryview(pickle.dumps(without_tensor, pickle.HIGHEST_PROTOCOL))
-        self._starts[tuple(batch.rows.tolist())] = self._end
+        self._starts[tuple(batch.rows.tolist())] = self._file.seek(0, os.SEEK_END)
         try:
-            while content:
-                written = os.pwrite(self._file.fileno(), content, self._end)
-                content, self._end = content[written:], self._end + written
+            with open(self._file.fileno(), "wb", closefd=False) as buffered:
+                pickle.dump(without_tensor, buffered, pickle.HIGHEST_PROTOCOL)
         except OSError as error:
             raise MachineError(
                 f"decoded images cannot be kept: {error.strerror}. Stored rows are safe",
