@@ -154,9 +154,17 @@ def downloading(
         # `LocalEntryNotFoundError` of some versions of the hub is also a ValueError.
         if isinstance(error, ValueError) and not isinstance(error, OSError):  # the hub answered with other content
             raise InputError(f"{request.spec}: {first_line(error)}") from error
-        raise LayertapError(
-            f"{item} of {request.spec} could not be downloaded: {unreachable or first_line(error)}", hint=remedy()
-        ) from error
+        reason = unreachable if unreachable and _is_missing_file(error) else first_line(error)
+        raise LayertapError(f"{item} of {request.spec} could not be downloaded: {reason}", hint=remedy()) from error
+
+
+def _is_missing_file(error: BaseException | None) -> bool:
+    """Return whether an error, or one that led to it, is about a file: not about its content."""
+    while error is not None:
+        if isinstance(error, OSError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def why_unreachable(url: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import itertools
 import operator
@@ -11,7 +12,7 @@ import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -243,7 +244,7 @@ def list_folder(where: str) -> Images:
     if is_url(where):
         base = where.rstrip("/")
         root = without_credentials(base)
-        names = files_behind(where)
+        names: Iterable[str] = sorted(_names_behind(where), key=os.fsencode)
     elif folder.is_file() and folder.suffix.lower() in IMAGE_SUFFIXES:
         root, paths = str(folder.parent.resolve()), [folder.name]
         return Images(root, paths, np.full(1, -1, np.int64), [], [""], Files(root, paths))
@@ -364,8 +365,34 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
         return False
 
 
+def _folder_behind(url: str) -> tuple[Any, str]:
+    """Return the file system of the URL of a folder, and its path there; refuse the URL of a web server."""
+    if is_http(url):  # HTTP has no listing, only pages made for people
+        raise InputError(
+            f"{url}: not a list or archive; the folders of a web server cannot be listed",
+            hint="write a list (.csv) with a column path that has the URL of each image, or download the folder",
+        )
+    return file_system(url)
+
+
+def _names_behind(url: str) -> Iterator[str]:
+    """Yield the names of all files below a URL, relative to it."""
+    fs, path = _folder_behind(url)
+    with _errors_of_listing(url):
+        names = fs.find(path) or fs.ls(path, detail=False)  # `find` returns nothing if no server answers
+    root = path.rstrip("/") + "/"
+    if not names:
+        raise InputError(f"{url}: no files there")
+    if list(map(str, names)) == [path]:
+        raise InputError(f"{url}: not a folder, list or archive")
+    for name in names:
+        relative = str(name).removeprefix(root).lstrip("/")
+        if not any(is_litter(part) for part in relative.split("/")):
+            yield relative
+
+
 def files_behind(url: str) -> Iterator[str]:
-    """Yield the names of all files below a URL, in byte order, folder by folder.
+    """Yield the names of all files below a URL, in byte order, folder by folder, as few as possible in memory.
 
     Hidden files and litter are skipped.
 
@@ -373,27 +400,16 @@ def files_behind(url: str) -> Iterator[str]:
         InputError: the URL has no files, or is not a folder, or is that of a web server.
         LayertapError: a folder cannot be listed, for example because the server does not answer.
     """
-    if is_http(url):  # HTTP has no listing, only pages made for people
-        raise InputError(
-            f"{url}: not a list or archive; the folders of a web server cannot be listed",
-            hint="write a list (.csv) with a column path that has the URL of each image, or download the folder",
-        )
-    fs, path = file_system(url)
+    fs, path = _folder_behind(url)
     root = path.rstrip("/")
 
     def look(folder: str) -> list[tuple[str, bool, None]]:
         here = f"{root}/{folder}".rstrip("/") if folder else path
         entries: list[tuple[str, bool]] = []
-        try:
+        with _errors_of_listing(f"{url}/{folder}".rstrip("/"), may_be_missing=folder != ""):  # removed meanwhile
             listed = fs.ls(here, detail=True)
             entries = [(str(item["name"]).rstrip("/"), item["type"] == "directory") for item in listed]
             fs.invalidate_cache(here)  # or the cache would keep every listing
-        except FileNotFoundError as error:
-            if not folder:  # others were removed meanwhile
-                raise InputError(f"{url}: no such folder or file") from error
-        except Exception as error:  # each protocol's library raises its own errors
-            where = f"{url}/{folder}".rstrip("/")
-            raise LayertapError(f"{where} cannot be listed: {type(error).__name__}: {first_line(error)}") from error
         if not folder and not entries:
             raise InputError(f"{url}: no files there")
         if not folder and entries == [(path, False)]:
@@ -404,6 +420,17 @@ def files_behind(url: str) -> Iterator[str]:
         return [(name, is_folder, None) for name, is_folder in names if name and not is_litter(name)]
 
     return (name for name, _ in in_byte_order(look))
+
+
+@contextlib.contextmanager
+def _errors_of_listing(where: str, may_be_missing: bool = False) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError as error:
+        if not may_be_missing:
+            raise InputError(f"{where}: no such folder or file") from error
+    except Exception as error:  # each protocol's library raises its own errors
+        raise LayertapError(f"{where} cannot be listed: {type(error).__name__}: {first_line(error)}") from error
 
 
 def no_images(where: str, left_out: Counter[str]) -> InputError:

@@ -199,7 +199,7 @@ def write_csv(path: Path, rows: list[Any], columns: list[str], delimiter: str = 
     kept=st.integers(1, 4),
     delimiter=st.sampled_from([",", ";", "\t"]),
     end=st.sampled_from(["\n", "\r\n", "\n\n"]),
-    encoding=st.sampled_from(["utf-8", "utf-8-sig", "utf-16"]),
+    encoding=st.sampled_from(["utf-8", "utf-8-sig"]),
 )
 @UNHURRIED
 def test_the_plan_of_a_list_is_its_list(
@@ -209,10 +209,6 @@ def test_the_plan_of_a_list_is_its_list(
     scratch = tmp_path_factory.mktemp("list")
     columns = columns[:kept] if "path" in columns[:kept] else ["path", *columns[:kept]]
     values = [[row[["path", "label", "split", "id"].index(name)] for name in columns] for row in rows]
-    if encoding == "utf-16":
-        values = [[value.encode(errors="replace").decode() if value else value for value in row] for row in values]
-        if len({row[columns.index("path")] for row in values}) < len(values):
-            return
     listed = write_csv(scratch / "list.csv", values, columns, delimiter, end)
     if encoding != "utf-8":
         listed.write_bytes(listed.read_bytes().decode(errors="surrogateescape").encode(encoding, "surrogateescape"))
