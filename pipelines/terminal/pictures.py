@@ -12,7 +12,7 @@ from PIL import Image
 from extract import defaults
 from extract.errors import InputError, LayertapError, first_line
 from extract.images import listed_again
-from extract.images.decoding import decode, decode_partly, header_size
+from extract.images.decoding import decode, header_size
 from extract.store.reader import FeatureReader
 from pipelines.terminal.text_output import printable
 
@@ -85,11 +85,6 @@ class Pictures:
             return decode(path.read_bytes(), self._max_pixels, orientation=self._orientation)
         except (ValueError, OSError) as error:
             raise InputError(f"{printable(str(path))} cannot be read: {first_line(error)}") from error
-
-    def partial_picture(self, row: int) -> Image.Image | None:
-        """Return the part of a failed row's picture that can be decoded; None if nothing can."""
-        data, _ = self._read(row)
-        return None if data is None else decode_partly(data, _MOST_PIXELS)
 
     def _read(self, row: int) -> tuple[bytes | None, str]:
         """Return the bytes from which a row was computed, or None and why they are missing."""

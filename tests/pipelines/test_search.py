@@ -13,7 +13,6 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from extract import FeatureReader
-from extract.images.decoding import decode, decode_partly
 from pipelines.data_sets import search_gallery
 from tests.conftest import make_picture
 from tests.extract.store.rows import change_a_value
@@ -191,18 +190,3 @@ def test_a_data_set_of_sync_is_searched_in_its_version(folder: Path, tmp_path: P
     assert "bee/renamed.jpg" in paths
     assert "bee/01.jpg" not in paths
     assert found(tmp_path / "out", folder / "bee" / "renamed.jpg")["results"][0]["path"] == "bee/renamed.jpg"
-
-
-def test_a_truncated_picture_can_partly_be_shown_and_nothing_can_of_a_text(tmp_path: Path) -> None:
-    make_picture(5, 300, 300).save(tmp_path / "a.jpg")
-    data = (tmp_path / "a.jpg").read_bytes()
-    with pytest.raises(ValueError, match="truncated"):
-        decode(data[: len(data) // 2])
-    part = decode_partly(data[: len(data) // 2], 1_000_000)
-    assert part is not None
-    whole, shown = np.asarray(decode(data)), np.asarray(part)
-    assert np.array_equal(whole[:64], shown[:64])
-    assert decode_partly(data, 1000) is None
-    assert decode_partly(b"text", 1000) is None
-    with pytest.raises(ValueError, match="truncated"):  # and it stays so for features
-        decode(data[: len(data) // 2])

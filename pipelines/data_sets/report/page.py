@@ -387,7 +387,8 @@ class _ReportContent:
             room: bytes for all thumbnails.
         """
         self.data |= {"thumbnails": ThumbnailSheets().as_json(), "about_thumbnails": ""}
-        rows = list(self._thumbnail_rows)[: min(limit, _URL_THUMBNAILS) if is_url(images or root) else limit]
+        rows = [row for row in self._thumbnail_rows if row not in self._failed]
+        rows = rows[: min(limit, _URL_THUMBNAILS) if is_url(images or root) else limit]
         if not rows:
             self.data["about_thumbnails"] = "" if limit else "No thumbnails, as requested."
             return
@@ -400,15 +401,14 @@ class _ReportContent:
 
         def pictures() -> Iterator[tuple[int, Image.Image]]:
             for row in rows:
-                partial = row in self._failed
-                picture, why = (source.partial_picture(row), "") if partial else source.picture(row, LARGEST_PX)
-                if picture is not None:
-                    yield row, picture
-                elif not partial:
+                picture, why = source.picture(row, LARGEST_PX)
+                if picture is None:
                     missing[why] += 1
+                else:
+                    yield row, picture
 
         sheets = thumbnail_sheets(pictures(), len(rows), room)
-        shown = sum(row not in self._failed for row in sheets.tiles)
+        shown = len(sheets.tiles)
         about = f"{shown:,} of {len(self._good):,} images have a thumbnail on this page: the images in its lists, "
         about += "and as many randomly drawn points of the map as fit."
         if missing:
