@@ -69,7 +69,7 @@ SOURCES: dict[str, BackboneSource] = {
     "bundled": BackboneSource(
         from_timm.load_bundled,
         runs_code=False,
-        names=from_timm.bundled_names,
+        names=lambda pattern: ["efficientnet_lite0"],
         describe=from_timm.describe_bundled,
         locate=from_timm.locate_bundled,
         note="included in the installation",

@@ -142,7 +142,8 @@ def decode(
             if image.format != "JPEG" or not data.endswith(_END_OF_JPEG):  # which nearly all files are
                 check_whole(data, image)
             if min_decode_px and image.format == "JPEG":
-                image.draft(None, _no_smaller(image.size, min_decode_px))  # scaled by the inverse DCT
+                shrunk = min_decode_px / min(image.size)  # by the inverse DCT
+                image.draft(None, (math.ceil(image.width * shrunk), math.ceil(image.height * shrunk)))
             stored = _orientation_of_tiff(image)
             # torchvision's decoder of JPEG on a CPU gave the same pixels in 920 of 920 files (all subsamplings,
             # progressive, grey, CMYK, restart markers), in 0.74 to 0.93 of the time. But the resize that libraries
@@ -299,12 +300,6 @@ def _opened(data: bytes, max_pixels: int) -> Iterator[Image.Image]:
         ) from error
     finally:
         Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES = before
-
-
-def _no_smaller(size: tuple[int, int], min_decode_px: int) -> tuple[int, int]:
-    """Return the size scaled so that its shorter side is `min_decode_px`."""
-    shrunk = min_decode_px / min(size)
-    return math.ceil(size[0] * shrunk), math.ceil(size[1] * shrunk)
 
 
 def _mend_transparency(image: Image.Image, data: bytes) -> None:
