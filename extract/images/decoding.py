@@ -87,8 +87,9 @@ _END_OF_CODESTREAM = b"\xff\xd9"
 # lossy WebP and optimised JPEG do for flat areas. A sound JPEG ends in its marker.
 _ZEROS = 16
 _COMPRESSED = ("AVIF", "HEIF", "WEBP")
-# LZW and PackBits are refused by Pillow. The tags of a sound file, which may lie behind its data, end in fewer zeros.
-_COMPRESSED_TIFF = ("jpeg", "tiff_adobe_deflate", "tiff_deflate")
+_COMPRESSION = 259  # TIFF 6.0 tag
+_JPEG_TABLES = 347  # TIFF Technical Note 2: from SOI to EOI; libtiff writes them behind the strips
+_LEAST_ZEROS_IN_TIFF = {7: 2, 8: _ZEROS, 32946: _ZEROS}  # JPEG, which ends in its marker; Deflate, with two numbers
 _REPEATED = 16  # of a JPEG without end marker: bytes other than zero that fill the tail
 _BEHIND = 8  # of a JPEG without end marker: bytes that are not of the picture
 
@@ -523,14 +524,28 @@ def check_whole(data: bytes, image: Image.Image) -> None:
         raise ValueError("truncated: the end of the codestream is missing")
     elif kind == "QOI" and data.endswith(b"\0\0") and _QOI_END not in data:
         raise ValueError("truncated: the end marker is missing")
-    elif kind in _COMPRESSED or (kind == "TIFF" and image.info.get("compression") in _COMPRESSED_TIFF):
-        _check_zeros(data, kind)
+    elif kind in _COMPRESSED:
+        _check_zeros(data, range(len(data.rstrip(b"\0")), len(data)), _ZEROS, kind)
+    elif kind == "TIFF" and data.endswith(b"\0\0"):
+        _check_tiff(data, getattr(image, "tag_v2", {}))
 
 
-def _check_zeros(data: bytes, kind: str | None) -> None:
-    """Raise ValueError if pixels come from the zeros at the end of a file, unless there are too few of them."""
-    zeros = range(len(data.rstrip(b"\0")), len(data))
-    if len(zeros) < _ZEROS or not _is_decoded(data, zeros, kind):
+def _check_tiff(data: bytes, tags: Any) -> None:
+    """Check the data of a compressed TIFF; its tags may lie behind them, and end in zeros."""
+    tables = tags.get(_JPEG_TABLES)
+    if isinstance(tables, bytes) and _END_OF_JPEG not in tables:
+        raise ValueError("truncated: its JPEG tables end in zeros")
+    stop = 0
+    for offsets, counts in ((273, 279), (324, 325)):  # TIFF 6.0 tags of strips, and of tiles
+        extents = zip(tags.get(offsets, ()), tags.get(counts, ()), strict=False)
+        stop = max([stop, *(int(offset) + int(count) for offset, count in extents)])
+    zeros = range(len(data.rstrip(b"\0")), min(len(data), stop))
+    _check_zeros(data, zeros, _LEAST_ZEROS_IN_TIFF.get(tags.get(_COMPRESSION), len(data)), "TIFF")
+
+
+def _check_zeros(data: bytes, zeros: range, least: int, kind: str) -> None:
+    """Raise ValueError if pixels come from zeros at these offsets, unless there are too few of them."""
+    if len(zeros) < least or not _is_decoded(data, zeros, kind):
         return
     # Flat areas of lossy WebP are zeros up to the last one; of a cut file, the decoder leaves some zeros unread.
     if kind != "WEBP" or not _is_decoded(data, zeros[-_ZEROS:], kind):

@@ -13,6 +13,7 @@ import signal
 import threading
 import time
 import traceback
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -415,7 +416,13 @@ def load_batches(
         MachineError: at once or while iterating; this machine cannot decode images.
     """
     check_decoders()
-    batch_size, workers = decoding.batch_size, decoding.workers if _may_start_processes() else 0
+    workers, batch_size = decoding.workers, decoding.batch_size
+    if workers and not _may_start_processes():
+        reason = "a worker of multiprocessing.Pool, of joblib or of a DataLoader may start no processes"
+        warnings.warn(
+            f"this process decodes the images itself, without {workers} worker processes: {reason}", stacklevel=2
+        )
+        workers = 0
     at_a_time = max(_LEAST_PIECE, -(-batch_size // _PIECES))
     sent: deque[_Sent] = deque()  # batches passed to the workers
     shared = None
