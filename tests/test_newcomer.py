@@ -18,11 +18,10 @@ import yaml
 from torch import nn
 
 from extract import FeatureReader, InputError, UnknownNameError, load_backbone, load_text_tower
-from extract.backbones.backbone import Entry, LoadedBackbone, LoadRequest
+from extract.backbones.backbone import Entry, LoadedBackbone, LoadRequest, TextTower
 from extract.backbones.loading import permitted
 from extract.backbones.preprocessing import Preprocessing
 from extract.backbones.sources import SOURCES, BackboneSource
-from extract.backbones.text_tower import TextTower
 from extract.backbones.weights import Weights
 from extract.compute.pooling import POOLINGS, Layout, Pooling
 from extract.store.export import FORMATS, Format, export

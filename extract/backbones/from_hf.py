@@ -25,13 +25,15 @@ from extract.backbones.backbone import (
     Entry,
     LoadedBackbone,
     LoadRequest,
+    TextTower,
     count_parameters,
     downloading,
+    quiet,
+    too_long,
     without_weights,
 )
 from extract.backbones.output_as_embedding import with_embedding
 from extract.backbones.preprocessing import IDENTITY, OVERRIDES, Preprocessing, from_hf, overridden
-from extract.backbones.text_tower import TextTower, too_long
 from extract.backbones.weights import (
     UNSAFE,
     Weights,
@@ -301,7 +303,10 @@ def _pretrained(spec: str, model_class: Any, location: _Location, config: Any) -
                 lambda: model_class.from_pretrained(location.name, add_pooling_layer=False, **options)
             )
             missing = sorted(info["missing_keys"])
-    problems = [*missing, *map(_mismatch, sorted(info["mismatched_keys"], key=str))]
+    mismatched = [
+        f"{name} is {tuple(stored)}, expected {tuple(own)}" for name, stored, own in sorted(info["mismatched_keys"])
+    ]
+    problems = [*missing, *mismatched]
     if problems:
         raise InputError(
             f"{spec}: {len(problems)} tensors of {type(model).__name__} are missing from the checkpoint or have "
@@ -311,13 +316,6 @@ def _pretrained(spec: str, model_class: Any, location: _Location, config: Any) -
     names = ", ".join(unused[:5]) + (", ..." if len(unused) > 5 else "")
     note = f"{len(unused)} tensors of the checkpoint are not used: {names}"
     return model, (note,) if unused else ()
-
-
-def _mismatch(entry: Any) -> str:
-    if not isinstance(entry, tuple):  # in earlier versions of the library
-        return f"{entry} has another shape"
-    name, stored, expected = entry
-    return f"{name} is {tuple(stored)}, expected {tuple(expected)}"
 
 
 def _classifier(model: Any) -> str | None:
@@ -422,12 +420,11 @@ def _errors_of_library(spec: str) -> Iterator[None]:
 def _quiet(transformers: Any) -> Iterator[None]:
     """Context manager: suppress the library's progress bars and its report on keys, which this module makes itself."""
     log = transformers.utils.logging
-    verbosity, had_bars = log.get_verbosity(), log.is_progress_bar_enabled()
-    log.set_verbosity_error()
+    had_bars = log.is_progress_bar_enabled()
     log.disable_progress_bar()
     try:
-        yield
+        with quiet():
+            yield
     finally:
-        log.set_verbosity(verbosity)
         if had_bars:
             log.enable_progress_bar()

@@ -14,14 +14,15 @@ from extract.backbones.backbone import (
     Entry,
     LoadedBackbone,
     LoadRequest,
+    TextTower,
     count_parameters,
     downloading,
     quiet,
+    too_long,
     without_weights,
 )
 from extract.backbones.output_as_embedding import WithEmbedding
 from extract.backbones.preprocessing import from_open_clip
-from extract.backbones.text_tower import TextTower, too_long
 from extract.backbones.weights import (
     Weights,
     WeightsFile,
@@ -65,15 +66,9 @@ def load(request: LoadRequest) -> LoadedBackbone:
         tower: Any
         with quiet():
             tower, loaded, _ = build_with_weights(request, lambda: _visual(open_clip.create_model(selection.name)))
-        tags = open_clip.list_pretrained_tags_by_model(selection.name)
-        defaults = {"quick_gelu": _is_quick(open_clip, selection.name), **tower.preprocess_cfg}
-        settings = [{**defaults, **_settings(open_clip, selection.name, tag)} for tag in tags]
-        if request.weights != "random" and any(setting != defaults for setting in settings):
-            notes = (
-                *notes,
-                f"the default preprocessing and activation function of {selection.name} are used; they differ between "
-                f"its published weights. For weights of OpenAI, use {selection.name}-quickgelu",
-            )
+        if request.weights != "random":
+            note = f"the preprocessing and activation function of {selection.name} are used"
+            notes = (*notes, f"{note}; for weights of OpenAI, use {selection.name}-quickgelu")
     else:
         tower = _visual(_downloaded(open_clip, request, selection))
         loaded = Weights(f"open_clip/{selection.name} {selection.tag}", weights_sha256(tower))
@@ -176,7 +171,7 @@ def _select(open_clip: Any, request: LoadRequest) -> _Selection:
         raise InputError(f"{spec}: no weights are named", hint=f"use {choices}{others}")
     if tag not in tags:
         raise unknown_name("weights", tag, tags, f"open_clip/{name}")
-    if not _settings(open_clip, name, tag)["quick_gelu"] or _is_quick(open_clip, name):
+    if not open_clip.get_pretrained_cfg(name, tag).get("quick_gelu", False) or _is_quick(open_clip, name):
         return _Selection(name, tag, False, f"open_clip/{name}", ())
     # open_clip itself runs the weights of OpenAI without QuickGELU under the plain name, and warns.
     note = f"{name} uses QuickGELU, because the weights {tag} were trained with QuickGELU"
@@ -206,12 +201,6 @@ def _embed(tower: Any, images: Tensor) -> Tensor:
     output = tower(images)
     embedding: Tensor = output[0] if isinstance(output, tuple) else output  # some towers return their tokens, too
     return embedding
-
-
-def _settings(open_clip: Any, name: str, tag: str) -> dict[str, Any]:
-    config = open_clip.get_pretrained_cfg(name, tag)
-    settings = {key: config[key] for key in ("mean", "std", "interpolation", "resize_mode") if key in config}
-    return {**settings, "quick_gelu": bool(config.get("quick_gelu", False))}
 
 
 def _is_quick(open_clip: Any, name: str) -> bool:

@@ -33,7 +33,7 @@ from extract.errors import InputError, unknown_name
 from extract.system.optional_libraries import installed_version
 from extract.taps.layer_names import named_layers
 
-__all__ = ["bundled_names", "describe", "describe_bundled", "load", "load_bundled", "locate", "locate_bundled", "names"]
+__all__ = ["describe", "describe_bundled", "load", "load_bundled", "locate", "locate_bundled", "names"]
 
 
 def load_bundled(request: LoadRequest) -> LoadedBackbone:
@@ -82,11 +82,6 @@ def locate(request: LoadRequest) -> WeightsFile:
         return WeightsFile(f"timm/{full_name}", in_cache_of_torch(url) if url else None, url)
     hub_name, _, revision = repository.partition("@")
     return WeightsFile(f"timm/{full_name}", in_cache_of_hub(hub_name, files, revision), url, from_hub=True)
-
-
-def bundled_names(pattern: str) -> list[str]:
-    """Return the name of the only bundled backbone."""
-    return ["efficientnet_lite0"]
 
 
 def names(pattern: str) -> list[str]:

@@ -8,10 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from extract.backbones.backbone import LoadedBackbone, LoadRequest
+from extract.backbones.backbone import LoadedBackbone, LoadRequest, TextTower
 from extract.backbones.preprocessing import check_normalisation, overridden
 from extract.backbones.sources import SOURCES, BackboneSource, unknown_spec
-from extract.backbones.text_tower import TextTower
 from extract.backbones.weights import WeightsFile
 from extract.errors import InputError, LayertapError, first_line
 from extract.system.foreign_code import described, exits_refused

@@ -354,7 +354,6 @@ def overridden(preprocessing: Preprocessing, given: Mapping[str, Any]) -> Prepro
     size, crop = given.get("size", preprocessing.resize_px), given.get("crop", preprocessing.crop_px)
     crop = (crop, crop) if isinstance(crop, int) else (int(crop[0]), int(crop[1]))
     size = size if isinstance(size, int) else (int(size[0]), int(size[1]))
-    check_normalisation(given)
     red, green, blue = map(float, given.get("mean", preprocessing.mean))
     mean = red, green, blue
     red, green, blue = map(float, given.get("std", preprocessing.std))

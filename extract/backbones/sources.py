@@ -10,11 +10,11 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 from extract import defaults
-from extract.backbones import from_hf, from_hub, from_open_clip, from_python, from_timm, from_torchvision
-from extract.backbones.backbone import Entry, LoadedBackbone, LoadRequest, quiet
-from extract.backbones.text_tower import TextTower
+from extract.backbones import from_hf, from_open_clip, from_timm, from_torchvision, user_code
+from extract.backbones.backbone import Entry, LoadedBackbone, LoadRequest, TextTower, quiet
 from extract.backbones.weights import WEIGHTS_FILES, WeightsFile
 from extract.errors import InputError, LayertapError, UnknownNameError, unknown_name
 
@@ -60,62 +60,44 @@ class BackboneSource:
     library: str = ""
 
 
+def _of_library(module: Any, **properties: Any) -> BackboneSource:
+    """Return the source of a library, for which a module has `load`, `names`, `describe` and `locate`."""
+    return BackboneSource(module.load, False, module.names, module.describe, module.locate, **properties)
+
+
 SOURCES: dict[str, BackboneSource] = {
     "bundled": BackboneSource(
         from_timm.load_bundled,
         runs_code=False,
-        names=from_timm.bundled_names,
+        names=lambda pattern: ["efficientnet_lite0"],
         describe=from_timm.describe_bundled,
         locate=from_timm.locate_bundled,
         note="included in the installation",
     ),
-    "torchvision": BackboneSource(
-        from_torchvision.load,
-        runs_code=False,
-        names=from_torchvision.names,
-        describe=from_torchvision.describe,
-        locate=from_torchvision.locate,
-        same_layers_at_random=True,
-    ),
-    "timm": BackboneSource(
-        from_timm.load,
-        runs_code=False,
-        names=from_timm.names,
-        describe=from_timm.describe,
-        locate=from_timm.locate,
-        note="a tag may follow, such as timm/resnet50.a1_in1k",
-        same_layers_at_random=True,
-    ),
-    "open_clip": BackboneSource(
-        from_open_clip.load,
-        runs_code=False,
-        names=from_open_clip.names,
-        describe=from_open_clip.describe,
-        locate=from_open_clip.locate,
+    "torchvision": _of_library(from_torchvision, same_layers_at_random=True),
+    "timm": _of_library(from_timm, note="a tag may follow, such as timm/resnet50.a1_in1k", same_layers_at_random=True),
+    "open_clip": _of_library(
+        from_open_clip,
         load_text_tower=from_open_clip.load_text_tower,
         library="open_clip_torch",
         note="a tag must follow, such as open_clip/ViT-B-32:openai",
         same_layers_at_random=True,
     ),
-    "hf": BackboneSource(
-        from_hf.load,
-        runs_code=False,
-        names=from_hf.names,
-        describe=from_hf.describe,
-        locate=from_hf.locate,
+    "hf": _of_library(
+        from_hf,
         load_text_tower=from_hf.load_text_tower,
         library="transformers",
         note="any vision model of the hub, such as hf/facebook/dinov2-base, or a folder; listed: the local cache",
         name_is_path=True,
     ),
     "hub": BackboneSource(
-        from_hub.load,
+        user_code.load_hub,
         runs_code=True,
         note="hub/OWNER/REPO:ENTRY or hub/FOLDER:ENTRY, such as hub/facebookresearch/dino:dino_vits16",
         name_is_path=True,
     ),
     "python": BackboneSource(
-        from_python.load,
+        user_code.load_python,
         runs_code=True,
         note="python/FILE.py:FACTORY, your own function that returns (model, transform)",
         name_is_path=True,

@@ -1,27 +1,33 @@
-"""Import Python code of users and hubs, separate from all other code. `loading.permitted` decides when it may run."""
+"""Backbones that code builds: `python/FILE.py:FACTORY` of a user, and `hub/REPOSITORY:ENTRY` of torch.hub.
+
+The code is imported separate from all other code. `extract.backbones.loading.permitted` decides when it may run.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import importlib.util
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from urllib.error import URLError
 
+import torch
 from torch import nn
 from torch.jit import ScriptModule
 
-from extract.backbones.backbone import LoadedBackbone
+from extract.backbones.backbone import LoadedBackbone, LoadRequest, downloading
 from extract.backbones.output_as_embedding import with_own_output
 from extract.backbones.preprocessing import OVERRIDES, Preprocessing, from_transform, overridden
-from extract.backbones.weights import LoadRequest, build_with_weights
+from extract.backbones.weights import build_with_weights, is_named
 from extract.errors import InputError, unknown_name
 from extract.system.foreign_code import described
 
-__all__ = ["backbone_of_code", "code_sha256", "function_from", "importing_from", "model_and_transform"]
+__all__ = ["function_from", "importing_from", "load_hub", "load_python", "stated_tokens"]
 
 # The preprocessing of DINO and DINOv2: `eval_linear.py` of facebookresearch/dino, `dinov2/data/transforms.py` of
 # facebookresearch/dinov2.
@@ -90,7 +96,7 @@ def function_from(path: Path, name: str, kind: str = "function") -> Callable[...
     return function
 
 
-def model_and_transform(
+def _model_and_transform(
     returned: object, what: str, expected: str, may_be_alone: bool = False
 ) -> tuple[nn.Module, Callable[..., Any] | None]:
     """Return the result of a user's function if it is (model, transform).
@@ -124,7 +130,7 @@ def _kind(value: object) -> str:
     return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
 
 
-def backbone_of_code(
+def _backbone_of_code(
     request: LoadRequest,
     build: Callable[[], tuple[nn.Module, Callable[..., Any] | None]],
     origin: str,
@@ -220,12 +226,148 @@ def stated_tokens(model: nn.Module, what: str) -> dict[str, Any]:
     }
 
 
-def code_sha256(folder: Path, files: Iterable[Path]) -> str:
+def _code_sha256(folder: Path, files: Iterable[Path]) -> str:
     """Return the sha256 over files of a folder, sorted by path: relative path, a zero byte, content, a zero byte."""
     digest = hashlib.sha256()
     for file in sorted(files):
         digest.update(f"{file.relative_to(folder)}\0".encode() + file.read_bytes() + b"\0")
     return digest.hexdigest()
+
+
+def load_python(request: LoadRequest) -> LoadedBackbone:
+    """Load FILE.py:FACTORY; weights: a file, or None for those of the factory.
+
+    The factory takes no arguments and returns the model and its preprocessing:
+
+        def factory():
+            model = MyNet()
+            model.load_state_dict(torch.load("weights.pth", weights_only=True))
+            return model, transform        # RGB picture -> (3, H, W) float32, the same in every call
+
+    A vision transformer states the number of tokens before its patch tokens, see `stated_tokens`. The code of the file
+    is run: name only files that you trust. This code, and that of the neighbouring files it imports, is part of the
+    fingerprint.
+
+    Raises:
+        InputError: the file cannot be imported, the factory fails or does not return (model, transform), or the request
+            asks for random weights or a missing head.
+        UnknownNameError: the file has no such factory.
+    """
+    name = request.name
+    if request.allow_missing_head:
+        raise InputError(
+            f"{request.spec}: the classifier layer is unknown, so --allow-missing-head is not supported",
+            hint="the factory must return a model without a classifier",
+        )
+    file, _, factory_name = name.rpartition(":")
+    path = Path(file).resolve()
+    if not factory_name.isidentifier() or path.suffix != ".py":
+        raise InputError(f"python/{name}: expected python/FILE.py:FACTORY")
+    if request.weights == "random":
+        raise InputError(f"python/{name}: the factory chooses the weights; --weights random is not supported")
+    where = f"{path}:{factory_name}()"
+    files = {path}
+    with importing_from(path.parent) as neighbours:
+        factory = function_from(path, factory_name, "factory")
+    files |= neighbours
+
+    def build() -> tuple[nn.Module, Callable[..., Any] | None]:
+        expected = "(model, transform), where the transform maps an RGB picture to a (3, H, W) float32 tensor"
+        with importing_from(path.parent) as neighbours:
+            try:
+                returned = factory()
+            except Exception as error:
+                raise InputError(f"{where} failed: {described(error)}") from error
+            built = _model_and_transform(returned, where, expected)
+        files.update(neighbours)
+        return built
+
+    return _backbone_of_code(
+        request,
+        build,
+        f"{path.name}:{factory_name}",
+        lambda: f"{path.name}:{factory_name} of code with sha256 {_code_sha256(path.parent, files)}",
+        f"python/{path}:{factory_name}",
+        model_name=f"the model of {where}",
+        transform_name=f"the transform of {where}",
+    )
+
+
+def load_hub(request: LoadRequest) -> LoadedBackbone:
+    """Load OWNER/REPO[:BRANCH]:ENTRY or FOLDER:ENTRY of torch.hub; weights: a file, or None for those of the entry.
+
+    An entry of `hubconf.py` returns the model, or a tuple of the model and its transform.
+    """
+    spec, weights = request.spec, request.weights
+    repository, _, entry = request.name.rpartition(":")
+    if not repository or not entry.isidentifier():
+        raise InputError(f"{spec}: expected hub/OWNER/REPO:ENTRY or hub/FOLDER:ENTRY")
+    local = Path(repository).expanduser().is_dir()
+    folder = str(Path(repository).expanduser().resolve())
+    if local and not (Path(folder) / "hubconf.py").is_file():
+        raise InputError(f"{spec}: {folder} has no hubconf.py")
+    if not local and repository.count("/") != 1:
+        raise InputError(f"{spec}: {repository} is not a folder, and not a repository OWNER/REPO or OWNER/REPO:BRANCH")
+    if weights is not None and is_named(weights):
+        raise InputError(f"{spec}: an entry loads its own weights; --weights must be a file, not {weights!r}")
+    if weights == "random":
+        raise InputError(f"{spec}: the entry chooses the weights; --weights random is not supported")
+    options: dict[str, Any] = {"source": "local"} if local else {"source": "github", "trust_repo": True}
+
+    def build() -> tuple[nn.Module, Callable[..., Any] | None]:
+        if local:
+            with importing_from(Path(folder)):
+                returned = _run(request, folder, entry, options)
+        else:
+            returned = downloading(
+                request, lambda: _run(request, repository, entry, options), lambda: _by_hand(repository)
+            )
+        return _model_and_transform(returned, spec, "a model, or a tuple (model, transform)", may_be_alone=True)
+
+    def title() -> str:
+        code = Path(folder) if local else _cached(repository)
+        name = Path(folder).name if local else repository
+        return f"{name}:{entry} of code with sha256 {_code_sha256(code, code.rglob('*.py'))}"
+
+    return _backbone_of_code(
+        request,
+        build,
+        f"hub/{repository}:{entry}",
+        title,
+        f"hub/{folder}:{entry}" if local else spec,
+        model_name=f"the model of {spec}",
+        transform_name=f"{spec}: the transform of the entry",
+    )
+
+
+def _run(request: LoadRequest, repository: str, entry: str, options: dict[str, Any]) -> Any:
+    hub: Any = torch.hub  # its functions have no type annotations
+    try:
+        return hub.load(repository, entry, skip_validation=True, verbose=False, **options)
+    except URLError:
+        raise
+    except Exception as error:  # third-party code may raise anything
+        if options["source"] == "github" and "internet connection" in str(error):
+            raise
+        if "Cannot find callable" in str(error):
+            folder = Path(repository) if options["source"] == "local" else _cached(repository)
+            code = (folder / "hubconf.py").read_text(encoding="utf-8", errors="replace")
+            known = re.findall(r"^def ([a-zA-Z]\w*)", code, re.MULTILINE)
+            raise unknown_name("entry", entry, known, f"hub/{request.name.rpartition(':')[0]}") from error
+        raise InputError(f"{request.spec} failed: {described(error)}") from error
+
+
+def _cached(repository: str) -> Path:
+    """Return the folder in torch.hub's cache for a repository: OWNER_REPO_BRANCH; the newest if BRANCH is not given."""
+    name, _, branch = repository.partition(":")
+    branches = [branch] if branch else ["main", "master"]
+    folders = [Path(torch.hub.get_dir()) / f"{name}_{branch}".replace("/", "_") for branch in branches]
+    existing = [folder for folder in folders if folder.is_dir()]
+    return max(existing, key=lambda folder: folder.stat().st_mtime) if existing else folders[0]
+
+
+def _by_hand(repository: str) -> str:
+    return f"clone the repository {repository.partition(':')[0]}, and name its folder: -b hub/FOLDER:ENTRY"
 
 
 def _is_of_library(module: ModuleType, folder: Path) -> bool:

@@ -374,22 +374,13 @@ def _check_has_values(name: str, value: object) -> None:
     """Check that an entry of a state dict is a dense tensor with values.
 
     Raises:
-        InputError: it is not; the message says what to do.
+        InputError: it is not.
     """
     if isinstance(value, Tensor) and is_lazy(value):
         raise InputError(
             f"{name} of the model has no shape yet: lazy layers get theirs from the first batch",
             hint="run one batch through the model before it is returned, such as model(torch.zeros(1, 3, 224, 224))",
         )
-    if not isinstance(value, Tensor):
-        raise InputError(f"{name} in the state dict of the model is a {type(value).__name__}; expected tensors only")
-    if value.is_meta:
-        raise InputError(f"{name} of the model is on the meta device, and has no values", hint="load the weights first")
-    if value.is_nested or value.layout is not torch.strided:
-        raise InputError(
-            f"{name} of the model is not a dense tensor, but {_layout(value)}", hint="store it as a dense tensor"
-        )
-
-
-def _layout(value: Tensor) -> str:
-    return "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
+    if not isinstance(value, Tensor) or value.is_meta or value.is_nested or value.layout is not torch.strided:
+        found = f"{value.layout} on {value.device}" if isinstance(value, Tensor) else type(value).__name__
+        raise InputError(f"{name} of the model is {found}; expected a dense tensor with values")

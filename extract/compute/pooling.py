@@ -534,10 +534,10 @@ def _recognise_tokens(
 ) -> Layout:
     height, width = input_px
     grids = {(height // size) * (width // size) for size in _PATCH_SIZES_PX} - {0, 1}
-    for counts in ({patches} if patches else set(), grids):  # the backbone's own number comes first
-        fits = [any(axis == count + prefix for count in counts for prefix in (0, prefix_tokens)) for axis in shape]
+    # The backbone's own number of patches comes first. A stated number of prefix tokens tells 65 tokens from 64 values.
+    for counts, prefix in [(counts, prefix) for counts in ({patches} - {None}, grids) for prefix in (prefix_tokens, 0)]:
+        fits = [axis - prefix in counts for axis in shape]
         if fits == [True, False]:
-            prefix = prefix_tokens if shape[0] - prefix_tokens in counts else 0
             grid = _grid_of(shape[0] - prefix, input_px)
             return Layout("tokens", "TC", prefix, class_token and prefix > 0, grid)
         if any(fits):

@@ -12,35 +12,27 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from extract.images.decoding import decode, to_picture
     from extract.images.image_list import Images
     from extract.images.listing import list_images, listed_again
     from extract.images.loading import Batch, Decoding, load_batches
-    from extract.images.plan_writing import write_plan
 
 # Imported on first use, so that listing a folder does not import torch.
 _HOMES = {
     "Batch": "loading",
     "Decoding": "loading",
     "Images": "image_list",
-    "decode": "decoding",
     "list_images": "listing",
     "listed_again": "listing",
     "load_batches": "loading",
-    "to_picture": "decoding",
-    "write_plan": "plan_writing",
 }
 
 __all__ = [
     "Batch",
     "Decoding",
     "Images",
-    "decode",
     "list_images",
     "listed_again",
     "load_batches",
-    "to_picture",
-    "write_plan",
 ]
 
 

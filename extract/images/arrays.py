@@ -143,8 +143,8 @@ def open_array(path: str, name: str) -> Any:
     """Open an array without reading it."""
     try:
         if not path.lower().endswith(_SUFFIXES):
-            _check_npy(path)
-            return np.load(path, mmap_mode="r", allow_pickle=False)
+            # Not `np.load`, which advises to unpickle files of other kinds.
+            return np.lib.format.open_memmap(path, mode="r")
         import h5py
 
         file = h5py.File(path, "r", locking=False)
@@ -157,21 +157,6 @@ def open_array(path: str, name: str) -> Any:
     if data.external or data.is_virtual or data.file.filename != file.filename:
         raise InputError(f"{path}: data set {name!r} stores its data in other files")
     return data
-
-
-def _check_npy(path: str) -> None:
-    """Check that a file starts as an `.npy` file does: for others, NumPy advises to unpickle it, or returns no array.
-
-    Raises:
-        ValueError: it does not.
-        OSError: it cannot be read.
-    """
-    with open(path, "rb") as file:  # noqa: PTH123
-        start = file.read(len(np.lib.format.MAGIC_PREFIX))
-    if start.startswith(b"PK"):
-        raise ValueError("it is a zip file, such as .npz; save the array of pictures alone, with np.save")
-    if start != np.lib.format.MAGIC_PREFIX:
-        raise ValueError("it is not an .npy file" if start else "it is empty")
 
 
 def _names(path: str) -> list[str]:
@@ -192,18 +177,16 @@ def _names(path: str) -> list[str]:
 
 
 def _only_pictures(path: str) -> str:
-    names, fitting, others = _names(path), list[str](), list[str]()
-    for name in names:
-        data = open_array(path, name)
-        if data.ndim == 4 and _axes(tuple(data.shape)):
-            (fitting if data.dtype == np.uint8 else others).append(name)
-    fitting = fitting or others  # others are refused, with the line that converts them
+    arrays = {name: open_array(path, name) for name in _names(path)}
+    pictures = [name for name, data in arrays.items() if data.ndim == 4 and _axes(tuple(data.shape))]
+    # Pictures of other types are refused, with the line that converts them.
+    fitting = [name for name in pictures if arrays[name].dtype == np.uint8] or pictures
     if len(fitting) == 1:
         return fitting[0]
     if fitting:
-        known = ", ".join(f"{path}:{name}" for name in fitting[:8])
-        raise InputError(f"{path} has several data sets of pictures", hint=f"give one by name: {known}")
-    seen = ", ".join(f"{name} {open_array(path, name).dtype} {open_array(path, name).shape}" for name in names[:8])
+        choices = ", ".join(f"{path}:{name}" for name in fitting[:8])
+        raise InputError(f"{path} has several data sets of pictures", hint=f"give one by name: {choices}")
+    seen = ", ".join(f"{name} {data.dtype} {data.shape}" for name, data in list(arrays.items())[:8])
     raise InputError(
         f"{path} has no data set of pictures, uint8 (N, H, W, 3) or (N, 3, H, W); it has {seen or 'no data sets'}",
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import contextlib
 import csv
 import io
@@ -15,8 +14,17 @@ from typing import Any, BinaryIO, NamedTuple
 
 from extract.credentials import parameters_without_credentials, without_credentials
 from extract.errors import InputError, LayertapError, first_line
-from extract.images.image_list import SPLITS, Images, label_text, labels_from_values
-from extract.images.kept_columns import Column, arrow_column, chosen_columns, text_column, values_at
+from extract.images.image_list import (
+    SPLITS,
+    Column,
+    Images,
+    arrow_column,
+    chosen_columns,
+    label_text,
+    labels_from_values,
+    text_column,
+    values_at,
+)
 from extract.images.sources import Files, read_remote
 from extract.system.optional_libraries import library
 from extract.system.similar_paths import did_you_mean
@@ -25,7 +33,6 @@ from extract.system.urls import is_http, is_url, without_query
 __all__ = [
     "TABLES",
     "Row",
-    "check_once",
     "file_and_column",
     "list_rows",
     "list_table",
@@ -90,7 +97,12 @@ def list_table(where: str, keep: Sequence[str] = ()) -> Images:
                 row = Row(
                     path, row.place, texts.setdefault(row.label, row.label), row.split, texts.setdefault(row.id, row.id)
                 )
-                check_once(where, rows.setdefault(path, row), row)
+                if (before := rows.setdefault(path, row)) is not row:
+                    note = "; credentials in URLs are not compared" if is_url(os.fsdecode(path)) else ""
+                    raise InputError(
+                        f"{_place(where, row.place)}: {os.fsdecode(path)} is already in {_place(where, before.place)}; "
+                        f"expected each path only once{note}"
+                    )
             for name, column in chosen.items():
                 parts[name].append(columns[column])
         places = [row.place for row in rows.values()]
@@ -161,20 +173,6 @@ def plain_path(path: str, where: str = "") -> str:
         elif folder not in ("", "."):
             kept.append(folder)
     return "/" * path.startswith("/") + "/".join([*kept, name])
-
-
-def check_once(where: str, before: Row, row: Row) -> None:
-    """Check that two rows, unless they are the same, do not have the same path.
-
-    Raises:
-        InputError: the paths are equal.
-    """
-    if before.path == row.path and before is not row:
-        first, second = sorted((before.place, row.place))
-        raise InputError(
-            f"{_place(where, second)}: {os.fsdecode(row.path)} is already in {_place(where, first)}; expected each "
-            "path only once" + ("; credentials in URLs are not compared" if is_url(os.fsdecode(row.path)) else "")
-        )
 
 
 def _place(where: str, place: int) -> str:
@@ -280,16 +278,6 @@ def _opened(where: str) -> Iterator[BinaryIO]:
         raise LayertapError(f"{where} cannot be read: {error.strerror or error}") from error
 
 
-def _text(file: BinaryIO) -> io.TextIOWrapper:
-    """Wrap a list as text; lines keep their ends, as `csv` requires."""
-    start = file.read(2)
-    file.seek(0)
-    if start in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):  # Excel's "Unicode text"
-        return io.TextIOWrapper(file, "utf-16", "replace", newline="")
-    # File names may have any bytes (surrogateescape); Excel writes a byte order mark (utf-8-sig).
-    return io.TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline="")
-
-
 class _CsvTable:
     """A table as text. `names`: name in lower case -> column; those of `once` are unique."""
 
@@ -380,7 +368,9 @@ def _opened_table(where: str, once: Collection[str]) -> Iterator[_CsvTable | _Pa
     """Context manager: open a table for reading; the column names of `once` are unique."""
     with _opened(where) as file:
         if not _is_parquet(where):
-            with _text(file) as text:
+            # File names may have any bytes (surrogateescape); Excel writes a byte order mark (utf-8-sig). Lines keep
+            # their ends, as `csv` requires.
+            with io.TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline="") as text:
                 yield _CsvTable(where, text, once)
             return
         pa = library("pyarrow", "parquet", f"{where}: Parquet")

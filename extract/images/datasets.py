@@ -22,8 +22,7 @@ from extract.credentials import without_credentials
 from extract.errors import InputError, first_line
 from extract.images.arrays import PixelRows
 from extract.images.csv_lists import plain_path
-from extract.images.image_list import SPLITS, Images, labels_from_values
-from extract.images.kept_columns import Column, arrow_column, chosen_columns, joined
+from extract.images.image_list import SPLITS, Column, Images, arrow_column, chosen_columns, joined, labels_from_values
 from extract.images.sources import UNKNOWN, Files, ImageSource
 from extract.system.optional_libraries import library
 from extract.system.similar_paths import did_you_mean

@@ -24,7 +24,7 @@ from extract.system.optional_libraries import pip_install
 
 __all__ = [
     "ARRAY_SUFFIX", "IMAGE_SUFFIXES", "Jpeg", "PixelTypeError", "check_decoders", "check_whole", "conversion", "decode",
-    "decode_partly", "from_pixels", "header_size", "pixels_of", "plain_jpeg", "to_picture", "too_dark",
+    "from_pixels", "header_size", "pixels_of", "plain_jpeg", "to_picture", "too_dark",
 ]  # fmt: skip
 
 # Formats that Pillow reads, except those that other programs must render (EPS, PDF, WMF, EMF), measurement data (FITS,
@@ -143,7 +143,8 @@ def decode(
             if image.format != "JPEG" or not data.endswith(_END_OF_JPEG):  # which nearly all files are
                 check_whole(data, image)
             if min_decode_px and image.format == "JPEG":
-                image.draft(None, _no_smaller(image.size, min_decode_px))  # scaled by the inverse DCT
+                shrunk = min_decode_px / min(image.size)  # by the inverse DCT
+                image.draft(None, (math.ceil(image.width * shrunk), math.ceil(image.height * shrunk)))
             stored = _orientation_of_tiff(image)
             # torchvision's decoder of JPEG on a CPU gave the same pixels in 920 of 920 files (all subsamplings,
             # progressive, grey, CMYK, restart markers), in 0.74 to 0.93 of the time. But the resize that libraries
@@ -251,26 +252,6 @@ def plain_jpeg(data: bytes, max_pixels: int, orientation: str, icc: str) -> Jpeg
         return None
 
 
-def decode_partly(data: bytes, max_pixels: int) -> Image.Image | None:
-    """Decode the readable part of a damaged or truncated file, for display only, never for a backbone.
-
-    Args:
-        data: content of the file.
-        max_pixels: a larger picture is not decoded.
-
-    Returns:
-        an upright RGB picture, grey or black where pixels are missing; None if nothing can be decoded.
-    """
-    try:
-        with _opened(data, max_pixels, truncated=True) as image:
-            image.load()
-            picture = to_picture(image)
-    except Exception:  # see `decode`
-        return None
-    pixels = np.asarray(picture)
-    return picture if (pixels != pixels[:1, :1]).any() else None  # a single colour: no pixel was decoded
-
-
 def header_size(data: bytes, orientation: str = defaults.ORIENTATION) -> tuple[int, int] | None:
     """Return (width, height) of a picture as `decode` would give it, from the file's header; None if unreadable."""
     try:
@@ -289,13 +270,12 @@ def pixels_of(data: bytes) -> int:
 
 
 @contextlib.contextmanager
-def _opened(data: bytes, max_pixels: int, truncated: bool = False) -> Iterator[Image.Image]:
+def _opened(data: bytes, max_pixels: int) -> Iterator[Image.Image]:
     """Context manager: open an image file with Pillow, whose process-wide settings are those of layertap inside.
 
     Args:
         data: content of the file.
         max_pixels: limit for each picture in the file, as in icons.
-        truncated: whether Pillow fills missing pixels of a truncated file with grey.
 
     Raises:
         ValueError: libtiff cannot decode the file. Pillow says "decoder error -2" of all such faults.
@@ -303,7 +283,7 @@ def _opened(data: bytes, max_pixels: int, truncated: bool = False) -> Iterator[I
     # Set for each file: many training scripts set LOAD_TRUNCATED_IMAGES, and another limit of pixels may be set. Pillow
     # raises an error above twice MAX_IMAGE_PIXELS, and warns above it.
     before = Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES
-    Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES = max_pixels / 2, truncated  # type: ignore[assignment]
+    Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES = max_pixels / 2, False  # type: ignore[assignment]
     image = None
     try:
         with warnings.catch_warnings():
@@ -321,12 +301,6 @@ def _opened(data: bytes, max_pixels: int, truncated: bool = False) -> Iterator[I
         ) from error
     finally:
         Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES = before
-
-
-def _no_smaller(size: tuple[int, int], min_decode_px: int) -> tuple[int, int]:
-    """Return the size scaled so that its shorter side is `min_decode_px`."""
-    shrunk = min_decode_px / min(size)
-    return math.ceil(size[0] * shrunk), math.ceil(size[1] * shrunk)
 
 
 def _mend_transparency(image: Image.Image, data: bytes) -> None:

@@ -12,7 +12,7 @@ import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -88,19 +88,8 @@ def list_images(where: str | os.PathLike[str], limit: int | None = None, keep: S
 
 
 def is_plan(where: str | os.PathLike[str]) -> bool:
-    """Return whether a folder is a plan.
-
-    Raises:
-        InputError: it is a plan of an earlier version.
-    """
-    if os.path.isfile(os.path.join(where, PLAN_FILE)):  # noqa: PTH113, PTH118  False where the folder cannot be read
-        return True
-    if all(os.path.isfile(os.path.join(where, name)) for name in ("plan.json", "parts/000000.npz")):  # noqa: PTH113, PTH118
-        raise InputError(
-            f"{where} is a plan of an earlier version of layertap, which this version does not read",
-            hint="delete it, and list the images again: layertap embed --plan",
-        )
-    return False
+    """Return whether a folder is a plan; False for a folder that cannot be read."""
+    return os.path.isfile(os.path.join(where, PLAN_FILE))  # noqa: PTH113, PTH118
 
 
 def listed_again(dataset_root: str, paths: Sequence[str], images: str | None = None) -> Images:
@@ -376,18 +365,19 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
         return False
 
 
-def _refuse_web_folder(url: str) -> None:
+def _folder_behind(url: str) -> tuple[Any, str]:
+    """Return the file system of the URL of a folder, and its path there; refuse the URL of a web server."""
     if is_http(url):  # HTTP has no listing, only pages made for people
         raise InputError(
             f"{url}: not a list or archive; the folders of a web server cannot be listed",
             hint="write a list (.csv) with a column path that has the URL of each image, or download the folder",
         )
+    return file_system(url)
 
 
 def _names_behind(url: str) -> Iterator[str]:
     """Yield the names of all files below a URL, relative to it."""
-    _refuse_web_folder(url)
-    fs, path = file_system(url)
+    fs, path = _folder_behind(url)
     with _errors_of_listing(url):
         names = fs.find(path) or fs.ls(path, detail=False)  # `find` returns nothing if no server answers
     root = path.rstrip("/") + "/"
@@ -402,7 +392,7 @@ def _names_behind(url: str) -> Iterator[str]:
 
 
 def files_behind(url: str) -> Iterator[str]:
-    """Yield the names of all files below a URL, in byte order, folder by folder.
+    """Yield the names of all files below a URL, in byte order, folder by folder, as few as possible in memory.
 
     Hidden files and litter are skipped.
 
@@ -410,8 +400,7 @@ def files_behind(url: str) -> Iterator[str]:
         InputError: the URL has no files, or is not a folder, or is that of a web server.
         LayertapError: a folder cannot be listed, for example because the server does not answer.
     """
-    _refuse_web_folder(url)
-    fs, path = file_system(url)
+    fs, path = _folder_behind(url)
     root = path.rstrip("/")
 
     def look(folder: str) -> list[tuple[str, bool, None]]:
@@ -447,12 +436,9 @@ def _errors_of_listing(where: str, may_be_missing: bool = False) -> Iterator[Non
 def no_images(where: str, left_out: Counter[str]) -> InputError:
     """Return the error for a place whose files are all counted in `left_out`, as none of them is an image."""
     kinds = ", ".join(f"{kind} {count}" for kind, count in left_out.most_common(5))
-    count = left_out.total()
-    seen = (
-        f"none of its {count:,} files is an image ({kinds})"
-        if count > 1
-        else f"its only file is not an image ({kinds})"
-    )
+    seen = f"none of its {left_out.total():,} files is an image ({kinds})"
+    if left_out.total() == 1:
+        seen = f"its only file is not an image ({kinds})"
     if not kinds:
         seen = "the folder is empty" if os.path.isdir(where) else "it is empty"  # noqa: PTH112
     hint = "images end in .jpg, .png, .tif, .webp and others" if kinds else ""

@@ -23,7 +23,7 @@ from multiprocessing import active_children, current_process, get_all_start_meth
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from types import FrameType, MappingProxyType
-from typing import Any, BinaryIO, NamedTuple, Protocol, cast
+from typing import Any, BinaryIO, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -54,7 +54,6 @@ __all__ = [
 ]
 
 _LOOK_S = 1  # between looks for dead workers; from a process closing its files to its exit
-_SILENT: set[Callable[..., None]] = set()  # handlers of SIGCHLD set here
 _SUSPECT = 32  # consecutive images with the same failure, unlikely to be their own; fewer may be dead links
 _GIVE_UP_S = 600  # without any image: a worker cannot send, or a file system hangs
 
@@ -81,34 +80,7 @@ _IO_ERRORS = {errno.EIO, errno.ENXIO, errno.ENODEV, errno.ESTALE, errno.ETIMEDOU
               errno.ENETDOWN, errno.ENETUNREACH, errno.EAGAIN, errno.EINTR}  # fmt: skip
 
 
-class Transform(Protocol):
-    """The part of a backbone's preprocessing that decoding needs."""
-
-    @property
-    def min_decode_px(self) -> int:
-        """See `extract.images.decoding.decode`."""
-
-    @property
-    def orientation(self) -> str:
-        """See `extract.images.decoding.decode`."""
-
-    @property
-    def icc(self) -> str:
-        """See `extract.images.decoding.decode`."""
-
-    @property
-    def shape(self) -> tuple[int, int, int] | None:
-        """See `Decoding`."""
-
-    @property
-    def device(self) -> str:
-        """See `Decoding`."""
-
-    def cpu_transform(self, picture: Image.Image) -> Tensor:
-        """Transform a decoded picture, in the process that decodes it."""
-
-    def transform_pixels(self, pixels: Tensor) -> Tensor:
-        """See `Decoding`."""
+_OF_PREPROCESSING = ("cpu_transform", "min_decode_px", "orientation", "icc", "shape", "device", "transform_pixels")
 
 
 @dataclass(frozen=True)
@@ -141,14 +113,11 @@ class Decoding:
 
     @classmethod
     def for_preprocessing(
-        cls, preprocessing: Transform, max_pixels: int, workers: int = 0, batch_size: int = defaults.BATCH_SIZE
+        cls, preprocessing: Any, max_pixels: int, workers: int = 0, batch_size: int = defaults.BATCH_SIZE
     ) -> Decoding:
-        """Return the settings for a backbone's preprocessing."""
-        return cls(
-            preprocessing.cpu_transform, preprocessing.min_decode_px, max_pixels, workers, batch_size,
-            preprocessing.orientation, preprocessing.icc, preprocessing.shape, preprocessing.device,
-            preprocessing.transform_pixels,
-        )  # fmt: skip
+        """Return the settings for a backbone's preprocessing (`extract.backbones.preprocessing.Preprocessing`)."""
+        parts = {name: getattr(preprocessing, name) for name in _OF_PREPROCESSING}
+        return cls(max_pixels=max_pixels, workers=workers, batch_size=batch_size, **parts)
 
 
 class Batch(NamedTuple):
@@ -449,11 +418,9 @@ def load_batches(
     check_decoders()
     workers, batch_size = decoding.workers, decoding.batch_size
     if workers and not _may_start_processes():
+        reason = "a worker of multiprocessing.Pool, of joblib or of a DataLoader may start no processes"
         warnings.warn(
-            f"this process decodes the images itself, without {workers} worker processes: a worker of "
-            "multiprocessing.Pool, of joblib or of a DataLoader may start no processes (a worker of "
-            "concurrent.futures.ProcessPoolExecutor may)",
-            stacklevel=2,
+            f"this process decodes the images itself, without {workers} worker processes: {reason}", stacklevel=2
         )
         workers = 0
     at_a_time = max(_LEAST_PIECE, -(-batch_size // _PIECES))
@@ -492,33 +459,15 @@ def load_batches(
         collate_fn=_collate,
         **with_workers,
     )
-    before = active_children()
+    before, handler = active_children(), signal.getsignal(signal.SIGCHLD)
     with _no_collection():
         pieces_found = iter(loader)
-    if workers:
-        _silence_deaths()
+    if workers and threading.current_thread() is threading.main_thread():  # only this thread sets and runs handlers
+        # PyTorch's handler would raise an error as soon as a worker dies, in any code that this thread runs: while it
+        # seals a shard, in a `finally`. `Batches` looks for dead workers while it waits.
+        signal.signal(signal.SIGCHLD, handler or signal.SIG_DFL)
     started = [process for process in active_children() if process not in before]
     return Batches(pieces_found, sent, started, complete)
-
-
-def _silence_deaths() -> None:
-    """Keep PyTorch's handler of SIGCHLD from raising an error as soon as a worker dies.
-
-    It would be raised in any code that the main thread runs at that moment: while it seals a shard, in a `finally`, in
-    another library. Such code cannot handle it: in nine runs with such a death on a busy machine, one ended with an
-    uncaught error. `Batches` looks for dead workers while it waits, and so does each other DataLoader, every 5 s.
-    """
-    handler = signal.getsignal(signal.SIGCHLD)
-    is_main = threading.current_thread() is threading.main_thread()  # only this thread sets and runs handlers
-    if not is_main or not callable(handler) or handler in _SILENT:
-        return
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        with contextlib.suppress(RuntimeError):
-            handler(number, frame)
-
-    _SILENT.add(handle)
-    signal.signal(signal.SIGCHLD, handle)
 
 
 def _may_start_processes() -> bool:
@@ -699,7 +648,7 @@ class KeptBatches:
     """
 
     def __init__(self, file: BinaryIO, stop: Callable[[], bool] = lambda: False) -> None:
-        self._file, self._stop, self._end = file, stop, 0
+        self._file, self._stop = file, stop
         self._starts: dict[tuple[int, ...], int] = {}  # position in the file
 
     def load(self, images: Images, batches: Iterable[list[int]], decoding: Decoding) -> Generator[Batch, None, None]:
@@ -730,12 +679,10 @@ class KeptBatches:
 
     def _write(self, batch: Batch) -> None:
         without_tensor: Any = batch._replace(images=batch.images.cpu().numpy())  # type: ignore[arg-type]
-        content = memoryview(pickle.dumps(without_tensor, pickle.HIGHEST_PROTOCOL))
-        self._starts[tuple(batch.rows.tolist())] = self._end
+        self._starts[tuple(batch.rows.tolist())] = self._file.seek(0, os.SEEK_END)
         try:
-            while content:
-                written = os.pwrite(self._file.fileno(), content, self._end)
-                content, self._end = content[written:], self._end + written
+            with open(self._file.fileno(), "wb", closefd=False) as buffered:
+                pickle.dump(without_tensor, buffered, pickle.HIGHEST_PROTOCOL)
         except OSError as error:
             raise MachineError(
                 f"decoded images cannot be kept: {error.strerror}. Stored rows are safe",

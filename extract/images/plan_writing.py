@@ -52,7 +52,6 @@ __all__ = ["write_plan"]
 
 GROUP_ROWS = 100_000  # a reader reads a group at once: 15 ms, 10 MB of text
 _REPORTED_ROWS = 50_000
-_CLASSES_BYTES = 1 << 25  # Parquet's readers limit the metadata of a file to 100 MB
 
 
 def write_plan(
@@ -158,10 +157,10 @@ def _rows_of_list(where: str) -> Iterator[Row]:
 
 
 class _Texts:
-    """Texts in one block of bytes, each with its end; the first `n_empty` are empty."""
+    """Texts in one block of bytes, each with its end."""
 
-    def __init__(self, n_empty: int = 0) -> None:
-        self._block, self._ends = bytearray(), array("q", [0]) * (n_empty + 1)
+    def __init__(self) -> None:
+        self._block, self._ends = bytearray(), array("q", [0])
 
     def append(self, text: bytes) -> None:
         self._block += text
@@ -178,25 +177,24 @@ class _Listed:
     """The rows of a listing, in its order, in columns.
 
     Attributes:
-        texts: "path", and "id" if a row has an id; see `Row`.
+        texts: "path" and, if a row has an id, "id"; see `Row`.
         codes: number of each row's label and split in `values`.
         values: (label, split) -> its number.
     """
 
     def __init__(self, rows: Iterator[Row], on_rows: Callable[[str, int], None]):
-        self.texts = {"path": _Texts()}
+        paths, ids, have_ids = _Texts(), _Texts(), False
         self.codes = array("i")
         self.values: dict[tuple[str | None, str], int] = {}
         for row in rows:
-            if row.id is not None and "id" not in self.texts:
-                self.texts["id"] = _Texts(len(self.codes))
-            if "id" in self.texts:
-                self.texts["id"].append((row.id or "").encode())
-            self.texts["path"].append(row.path)
+            paths.append(row.path)
+            ids.append((row.id or "").encode())
+            have_ids = have_ids or row.id is not None
             self.codes.append(self.values.setdefault((row.label, row.split), len(self.values)))
             if not len(self.codes) % _REPORTED_ROWS:
                 on_rows("listed", _REPORTED_ROWS)
         on_rows("listed", len(self.codes) % _REPORTED_ROWS)
+        self.texts = {"path": paths, "id": ids} if have_ids else {"path": paths}
 
 
 def _write(
@@ -212,14 +210,14 @@ def _write(
         on_rows: called with "written" and a number of rows.
 
     Raises:
-        InputError: a list has a path twice, or the names of the classes take more than `_CLASSES_BYTES`.
+        InputError: a list has a path twice.
     """
     import pyarrow as pa
     from pyarrow import compute, parquet
 
     texts = {name: column.as_arrow() for name, column in listed.texts.items()}
     order = compute.array_sort_indices(texts["path"])
-    classes, label_of, split_of = _classes(where, description["kind"], listed.values)
+    classes, label_of, split_of = _classes(description["kind"], listed.values)
     codes = np.frombuffer(listed.codes, np.int32)[order]
     numbers = {"label": label_of[codes], "split": split_of[codes]}
 
@@ -261,24 +259,14 @@ def _write(
 
 
 def _classes(
-    where: str, kind: str, values: Iterable[tuple[str | None, str]]
+    kind: str, values: Iterable[tuple[str | None, str]]
 ) -> tuple[list[str], NDArray[np.int32], NDArray[np.uint8]]:
-    """Return the classes, and the label and split of each of `values`, which are those of `_Listed`.
-
-    Raises:
-        InputError: the names of the classes take more than `_CLASSES_BYTES`.
-    """
+    """Return the classes, and the label and split of each of `values`, which are those of `_Listed`."""
     if kind == "folder":
         classes, split_level = classes_of_folders(folder or "" for folder, _ in values)
         values = [class_and_split(folder or "", split_level) for folder, _ in values]
     else:
         classes = classes_of_values({label for label, _ in values if label is not None})
-    if len(json.dumps(classes)) > _CLASSES_BYTES:
-        raise InputError(
-            f"{where}: {len(classes):,} classes, whose names take more than {_CLASSES_BYTES >> 20} MB; expected some "
-            "thousand",
-            hint="leave the column 'label' out, or list folders whose names are classes",
-        )
     number: dict[str | None, int] = {None: -1} | {name: i for i, name in enumerate(classes)}
     labels = np.array([number[label] for label, _ in values], np.int32)
     return classes, labels, np.array([SPLIT_CODES.index(split) for _, split in values], np.uint8)

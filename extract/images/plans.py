@@ -19,7 +19,7 @@ import contextlib
 import itertools
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,18 +44,23 @@ METADATA_XXH3 = b"layertap_plan_xxh3"
 COLUMNS = {"path": "binary", "label": "int32", "split": "uint8", "id": "binary"}
 SPLIT_CODES = ("", "train", "val", "test")
 
-_MOST_GROUP_BYTES = 1 << 30
-_XXH3 = Text("[0-9a-f]{32}", "a hash of 32 hexadecimal digits")
+_MOST_BYTES = 1 << 30  # of the description
+_READ: dict[str, Callable[[Any], Any]] = {
+    "path": os.fsdecode,
+    "label": int,
+    "split": SPLIT_CODES.__getitem__,
+    "id": bytes.decode,
+}
 _DESCRIPTION = {
     "version": int,
     "kind": Text("folder|list", "folder or list"),
     "root": str,
     "ends": [int],
     "classes": [str],
-    "splits": [Text("train|val|test", "train, val or test")],
+    "splits": [str],
     "left_out": {str: int},
-    "paths_xxh3": _XXH3,
-    "labels_xxh3": _XXH3,
+    "paths_xxh3": str,
+    "labels_xxh3": str,
 }
 
 
@@ -67,23 +72,23 @@ class PlanColumn(Sequence[Any]):
     Args:
         file: the file of the plan.
         name: name of the column.
-        ends: of each row group, the row behind its last.
+        starts: first row of each row group, and the number of rows.
         n_classes: number of classes.
         digest: hash of the description; a file that has replaced this one has another.
     """
 
-    def __init__(self, file: Path, name: str, ends: list[int], n_classes: int, digest: bytes):
-        self._file, self._name, self._ends, self._n_classes, self._digest = file, name, ends, n_classes, digest
+    def __init__(self, file: Path, name: str, starts: list[int], n_classes: int, digest: bytes):
+        self._file, self._name, self._starts, self._n_classes, self._digest = file, name, starts, n_classes, digest
         self._cached: tuple[int, list[Any]] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_cached": None}
 
     def __len__(self) -> int:
-        return self._ends[-1]
+        return self._starts[-1]
 
     def __iter__(self) -> Iterator[Any]:
-        return itertools.chain.from_iterable(map(self._group, range(len(self._ends))))
+        return itertools.chain.from_iterable(map(self._group, range(len(self._starts) - 1)))
 
     def __getitem__(self, rows: Any) -> Any:
         if isinstance(rows, slice | np.ndarray):
@@ -92,8 +97,8 @@ class PlanColumn(Sequence[Any]):
             return np.array(values, np.int64) if self._name == "label" else values
         if not 0 <= rows < len(self):
             raise IndexError(rows)
-        number = bisect.bisect(self._ends, rows)
-        return self._group(number)[rows - self._ends[number]]  # counted from the end of the group
+        number = bisect.bisect(self._starts, rows) - 1
+        return self._group(number)[rows - self._starts[number]]
 
     def _group(self, number: int) -> list[Any]:
         """Return the column in a row group.
@@ -102,28 +107,16 @@ class PlanColumn(Sequence[Any]):
             BrokenListError: the file is missing or damaged.
         """
         if self._cached is None or self._cached[0] != number:
-            with _opened(self._file, [self._name] if COLUMNS[self._name] == "binary" else []) as parquet:
+            with _opened(self._file) as parquet:
                 if parquet.metadata.metadata.get(METADATA_XXH3) != self._digest:
                     raise ValueError("it was replaced by another plan")
-                self._cached = number, self._read(parquet, number)
+                values = parquet.read_row_group(number, [self._name], use_threads=False).column(0).to_pylist()
+                if len(values) != self._starts[number + 1] - self._starts[number]:
+                    raise ValueError(f"row group {number} has {len(values):,} rows")
+                if self._name == "label" and not -1 <= min(values) <= max(values) < self._n_classes:
+                    raise ValueError("a label is out of range")
+                self._cached = number, list(map(_READ[self._name], values))
         return self._cached[1]
-
-    def _read(self, parquet: Any, number: int) -> list[Any]:
-        n_rows = self._ends[number] - (self._ends[number - 1] if number else 0)
-        column = _texts(parquet.read_row_group(number, [self._name], use_threads=False).column(0))
-        if column.null_count or str(column.type) != COLUMNS[self._name] or len(column) != n_rows:
-            nulls = f"{column.null_count:,} nulls"
-            raise ValueError(f"the column {self._name} is {len(column):,} of {n_rows:,} {column.type}, with {nulls}")
-        values = column.to_pylist()
-        if self._name == "path":
-            return list(map(os.fsdecode, values))
-        if self._name == "id":
-            return [value.decode() for value in values]
-        if self._name == "split":
-            return [SPLIT_CODES[value] for value in values]
-        if not -1 <= min(values) <= max(values) < self._n_classes:
-            raise ValueError("a label is out of range")
-        return list(values)
 
 
 def open_plan(where: str | os.PathLike[str]) -> Images:
@@ -136,24 +129,24 @@ def open_plan(where: str | os.PathLike[str]) -> Images:
     if not file.is_file():
         raise InputError(f"{file.parent} is not a plan: it has no {PLAN_FILE}")
     with _opened(file) as parquet:
-        metadata, names = parquet.metadata.metadata or {}, parquet.schema_arrow.names
+        metadata = parquet.metadata.metadata or {}
         content, digest = (metadata.get(key, b"") for key in (METADATA, METADATA_XXH3))
         if xxhash.xxh3_128_hexdigest(content).encode() != digest:
             raise ValueError("its description has another hash")
         if (version := parse_json(content, file).get("version")) != VERSION:
-            raise InputError(
-                f"{file} has version {version}, expected {VERSION}",
-                hint=f"delete the plan {file.parent}, and run `layertap embed --plan` again",
-            )
+            raise ValueError(f"it has version {version}, expected {VERSION}")
         description = parse_json(content, file, _DESCRIPTION)
         kind, root = description["kind"], description["root"]
-        ends = description["ends"]  # of each row group, the row behind its last
-        if not ends or ends != sorted({*ends} - {0}) or not COLUMNS.keys() - {"id"} <= set(names) <= COLUMNS.keys():
-            raise ValueError(f"it has {ends[-1:]} rows of the columns {', '.join(names)}")
         if "\0" in root or not (is_url(root) or root.startswith("/")):
             raise ValueError(f"its root is {root!r}")
+        types = {column.name: str(column.type) for column in parquet.schema_arrow}
+        if {"id": "binary"} | types != COLUMNS:
+            raise ValueError(f"it has the columns {types}")
+        starts = [0, *description["ends"]]
+        if len(starts) < 2 or starts != sorted({*starts}):
+            raise ValueError(f"its row groups end at {starts[1:]}")
     columns: dict[str, Any] = {
-        name: PlanColumn(file, name, ends, len(description["classes"]), digest) for name in names
+        name: PlanColumn(file, name, starts, len(description["classes"]), digest) for name in types
     }
     return Images(
         without_credentials(root),
@@ -168,41 +161,19 @@ def open_plan(where: str | os.PathLike[str]) -> Images:
     )
 
 
-def _texts(column: Any) -> Any:
-    """Return the texts of a column that was read as a dictionary and numbers; a column of other values unchanged.
-
-    The metadata of a file do not tell how large they are: a plan of 39 kB took 9.4 GB.
-
-    Raises:
-        ValueError: they are too large.
-    """
-    from pyarrow import compute, types
-
-    if not types.is_dictionary(column.type):
-        return column
-    sizes = [compute.binary_length(chunk.dictionary).take(chunk.indices) for chunk in column.chunks]
-    if (n_bytes := sum(compute.sum(size).as_py() or 0 for size in sizes)) > _MOST_GROUP_BYTES:
-        raise ValueError(f"a row group has {n_bytes:,} bytes of text")
-    return column.cast(column.type.value_type)
-
-
 @contextlib.contextmanager
-def _opened(file: Path, texts: Sequence[str] = ()) -> Iterator[Any]:
-    """Context manager: open the file of a plan; raise a BrokenListError for errors of the file and in the block.
-
-    Args:
-        file: the file.
-        texts: columns that are read as a dictionary and numbers.
-    """
+def _opened(file: Path) -> Iterator[Any]:
+    """Context manager: open the file of a plan; raise a BrokenListError for errors of the file and in the block."""
     arrow, parquet = (library(name, "parquet", f"the plan {file.parent}") for name in ("pyarrow", "pyarrow.parquet"))
-    # Without threads, which could still be running when an error ends the process.
-    options = {"pre_buffer": False, "page_checksum_verification": True, "read_dictionary": list(texts)}
+    # Without threads, which could still be running when an error ends the process. The names of the classes may take
+    # more than the 100 MB that readers permit otherwise.
+    options = {"pre_buffer": False, "page_checksum_verification": True, "thrift_string_size_limit": _MOST_BYTES}
     try:
         with os.fdopen(open_regular(file), "rb") as content, parquet.ParquetFile(content, **options) as opened:
             yield opened
     except InputError:
         raise
-    except (OSError, ValueError, LookupError, arrow.ArrowException) as error:
+    except (OSError, ValueError, LookupError, TypeError, arrow.ArrowException) as error:
         if isinstance(error, OSError) and error.errno:  # of the system; those of Arrow have no number
             raise BrokenListError(f"{file} cannot be read: {error.strerror}") from error
         raise BrokenListError(

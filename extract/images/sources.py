@@ -18,9 +18,9 @@ import numpy as np
 from PIL import Image
 
 from extract import defaults
-from extract.errors import InputError, LayertapError, first_line
+from extract.errors import InputError, LayertapError
 from extract.images.decoding import decode
-from extract.system.urls import file_system, http_status, is_http, is_missing, is_url, reference, server_answer
+from extract.system.urls import file_system, http_status, is_http, is_url, reference, server_answer
 
 __all__ = [
     "UNKNOWN",
@@ -124,17 +124,16 @@ class Files(ImageSource):
 
     def check_there(self) -> None:
         """See `ImageSource`."""
-        if self._base_is_remote:
-            fs, path = file_system(self._base)
-            there = _ask_server(self._base, lambda: bool(fs.exists(path)))
-            if not there and is_http(self._base):
-                there = _answers(fs, path)  # a list needs no page for its folder
-        else:
-            try:
+        try:
+            if self._base_is_remote:
+                fs, path = file_system(self._base)
+                # A web server has answered that an image is missing, and has no page for its folder.
+                there = is_http(self._base) or bool(fs.exists(path))
+            else:
                 with os.scandir(self._base) as entries:
                     there = any(True for _ in entries)  # an unmounted disk leaves an empty folder
-            except (OSError, ValueError):  # ValueError: a name with a null character
-                there = False
+        except Exception:  # of each protocol's library; ValueError: a name with a null character
+            there = False
         if not there:
             raise LayertapError(
                 f"{self._base} has vanished or is empty (an unmounted disk?). Stored rows are safe",
@@ -218,15 +217,6 @@ def suffix_of(where: str, expected: Collection[str]) -> str:
     return suffix
 
 
-def _answers(fs: Any, url: str) -> bool:
-    """Return whether a web server answers, if only that there is no such page, or that it may not be seen."""
-    try:
-        fs.cat_file(url, start=0, end=1)
-    except Exception as error:  # of aiohttp, and of fsspec
-        return is_missing(url, error) or 400 <= http_status(error) < 500
-    return True
-
-
 def _image_file(fs: Any, path: str) -> bytes:
     """Return the content of a remote file; of a file that is too large, no more than the limit is received."""
     if "http" in fs.protocol:
@@ -250,12 +240,3 @@ def _streamed(fs: Any, path: str) -> bytes:
             received += len(part)
             check_file_size(received)
     return b"".join(parts)
-
-
-def _ask_server(url: str, ask: Callable[[], bool]) -> bool:
-    try:
-        return ask()
-    except Exception as error:
-        raise LayertapError(
-            f"{url} does not answer: {first_line(error)}. Stored rows are safe", hint="run again when it answers"
-        ) from error

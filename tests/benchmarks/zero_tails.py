@@ -26,8 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from extract.images import decode
-from extract.images.decoding import check_whole
+from extract.images.decoding import check_whole, decode
 
 Pixels = NDArray[np.uint8]
 PICTURES = 60  # of IMAGES, encoded by each encoder

@@ -19,8 +19,9 @@ from extract.compute.feature_choice import choose_features
 from extract.errors import InputError
 from extract.extraction.pipeline import Summary
 from extract.extraction.validation import Computation
-from extract.images import list_images, write_plan
+from extract.images import list_images
 from extract.images.listing import is_plan
+from extract.images.plan_writing import write_plan
 from pipelines.embed import job
 from pipelines.embed.config import EmbedConfig, listed_images
 from pipelines.embed.job import EmbedResult, bottleneck, plan_of

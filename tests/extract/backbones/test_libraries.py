@@ -695,13 +695,13 @@ def test_a_hub_transform_has_one_name_however_its_folder_is_spelt(
 
 
 def test_the_code_of_a_repository_is_that_of_its_branch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from extract.backbones import from_hub
+    from extract.backbones import user_code
 
     monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
     for name in ("own_repo_v1", "own_repo_v2", "own_repo_main", "own_repo_extra_main"):
         (tmp_path / name).mkdir()
-    assert from_hub._cached("own/repo:v1").name == "own_repo_v1"
-    assert from_hub._cached("own/repo").name == "own_repo_main"
+    assert user_code._cached("own/repo:v1").name == "own_repo_v1"
+    assert user_code._cached("own/repo").name == "own_repo_main"
 
 
 def test_probabilities_are_no_embedding(tmp_path: Path) -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,10 +20,10 @@ NO_VECTOR = "not one vector for each picture"
 FAULTS = {
     "lazy": "has no shape yet: lazy layers get theirs from the first batch; run one batch through the model",
     "lazy_statistics": "has no shape yet",
-    "on_meta": "conv.bias of the model is on the meta device, and has no values",
-    "partly_on_meta": "unused.bias of the model is on the meta device",
-    "sparse_weights": "extra of the model is not a dense tensor, but sparse_coo",
-    "extra_state": "_extra_state in the state dict of the model is a dict; expected tensors only",
+    "on_meta": "conv.bias of the model is torch.strided on meta; expected a dense tensor with values",
+    "partly_on_meta": "unused.bias of the model is torch.strided on meta",
+    "sparse_weights": "extra of the model is torch.sparse_coo on cpu",
+    "extra_state": "_extra_state of the model is dict",
     "state_dict_fails": r"cannot be loaded: RuntimeError: no such luck \(.*contrived_models.py, line ",
     "no_state_dict": "cannot be loaded: AttributeError",
     "keys_of_two_types": "cannot be loaded: TypeError",
@@ -133,21 +132,16 @@ def test_an_exception_of_an_own_backbone_is_one_line(pictures: Path, tmp_path: P
     assert "Traceback" not in result.stderr
 
 
-@pytest.mark.parametrize(
-    "command", ["embed", *(pytest.param(name, marks=pytest.mark.slow) for name in ("layers", "inspect"))]
-)
+@pytest.mark.parametrize("command", ["embed", "layers", "inspect"])
 def test_the_exit_code_of_a_command_says_that_own_code_ended_it(command: str, pictures: Path, tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text("import argparse\n\nargparse.ArgumentParser().parse_args(['--help'])\n")
-    arguments = {
+    arguments: dict[str, list[Any]] = {
         "embed": [pictures, "-o", tmp_path / "out", "-b", f"python/{tmp_path / 'net.py'}:net"],
         "layers": [spec_of("exits")],
         "inspect": [spec_of("exits_in_the_first_batch"), pictures, "--device", "cpu"],
     }
-    ended = subprocess.run(
-        [sys.executable, "-m", "layertap", command, *map(str, arguments[command])],
-        capture_output=True, text=True, cwd=Path(__file__).parents[3],
-    )  # fmt: skip
-    assert ended.returncode == 2, ended.stderr
+    ended = layertap(command, *arguments[command])
+    assert ended.exit_code == 2, ended.output
     last, blank, hint = ended.stderr.splitlines()[-3:]
     assert "error: " in last
     assert not blank

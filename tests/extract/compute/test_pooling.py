@@ -243,6 +243,14 @@ def test_a_pooling_that_does_not_fit_is_refused(pooling: str, shape: tuple[int, 
         resolve_pooling(pooling, torch.zeros(1, *shape), recognise(shape, SQUARE, 1, class_token=True))
 
 
+def test_a_stated_number_of_prefix_tokens_tells_65_tokens_from_64_values() -> None:
+    square = (64, 64)
+    layout = recognise((65, 64), square, prefix_tokens=1, class_token=True)
+    assert (layout.kind, layout.prefix_tokens, layout.grid) == ("tokens", 1, (8, 8))
+    for shape, prefix_tokens in (((65, 64), 0), ((64, 65), 1), ((64, 64), 0), ((64, 64), 1)):
+        assert recognise(shape, square, prefix_tokens).reason == "tokens could be the last axis", shape
+
+
 def test_registers_are_no_class_token() -> None:
     layout = recognise((200, 8), SQUARE, prefix_tokens=4, class_token=False)
     with pytest.raises(InputError, match="which have no class token"):

@@ -17,8 +17,9 @@ from torchvision.transforms import v2
 
 from extract import FeatureReader, InputError, extract_features, load_backbone
 from extract.compute.backbone import Backbone
-from extract.images import list_images, listed_again, write_plan
+from extract.images import list_images, listed_again
 from extract.images.datasets import list_dataset
+from extract.images.plan_writing import write_plan
 from extract.store.format.dataset import DataSet
 from tests.extract.images.test_sources import files_of
 

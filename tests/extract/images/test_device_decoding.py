@@ -124,7 +124,7 @@ def rows_in(out: Path) -> dict[str, bytes]:
     return values | {name: reader.column(name)[:].tobytes() for name in ("status", "source_hash", "record_hash")}
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_pixels_are_those_of_each_file_decoded_alone_and_all_else_is_as_ever(
     photos: Path, tmp_path: Path, backbone: Any, doubled: list[int], workers: int
 ) -> None:
@@ -159,6 +159,7 @@ def test_pixels_are_those_of_each_file_decoded_alone_and_all_else_is_as_ever(
         extract_features(photos, out=tmp_path / "gpu", **settings(backbone))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("doubled")
 def test_a_run_that_was_stopped_and_resumed_gives_the_bytes_of_one_that_was_not(
     photos: Path, tmp_path: Path, backbone: Any

@@ -10,7 +10,8 @@ import torch
 from PIL import Image
 
 from extract.errors import InputError
-from extract.images import Decoding, decode, list_images, load_batches
+from extract.images import Decoding, list_images, load_batches
+from extract.images.decoding import decode
 from extract.row_status import Status
 from tests.conftest import make_picture
 

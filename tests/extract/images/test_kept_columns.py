@@ -16,7 +16,8 @@ from pyarrow import parquet
 
 from extract import FeatureReader, InputError, UnknownNameError, extract_features, load_backbone
 from extract.compute.backbone import Backbone
-from extract.images import list_images, write_plan
+from extract.images import list_images
+from extract.images.plan_writing import write_plan
 from extract.store.export import FORMATS, export
 from extract.store.merge import merge
 from extract.store.verify import verify

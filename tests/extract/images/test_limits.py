@@ -24,7 +24,8 @@ from torchvision.transforms import v2
 
 from extract import defaults
 from extract.backbones.preprocessing import Preprocessing, from_hf, from_transform
-from extract.images import Decoding, Images, decode, list_images, load_batches
+from extract.images import Decoding, Images, list_images, load_batches
+from extract.images.decoding import decode
 from extract.images.sources import TooLargeError, read_remote
 from extract.row_status import Status
 from tests.conftest import make_picture

@@ -16,8 +16,8 @@ from PIL import Image, ImageCms, ImageOps
 from extract import FeatureReader, extract_features, load_backbone
 from extract.errors import InputError, UnknownNameError
 from extract.extraction.reproduce import features_of_file, recheck
-from extract.images import Decoding, decode, list_images, load_batches
-from extract.images.decoding import header_size, too_dark
+from extract.images import Decoding, list_images, load_batches
+from extract.images.decoding import decode, header_size, too_dark
 from extract.store.format.dataset import DataSet
 from pipelines.cli import main
 from tests.conftest import TINY_INPUT, make_picture

@@ -16,8 +16,9 @@ from pyarrow import parquet
 
 from extract import FeatureReader, extract_features, load_backbone
 from extract.errors import InputError
-from extract.images import list_images, listed_again, write_plan
+from extract.images import list_images, listed_again
 from extract.images.csv_lists import plain_path
+from extract.images.plan_writing import write_plan
 from tests.conftest import TINY_INPUT
 
 
@@ -35,7 +36,7 @@ def test_two_spellings_of_a_path_are_the_same_image(folder: Path, other: str, re
         read(where)  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("distinct", [1, 20_000])
+@pytest.mark.parametrize("distinct", [1, pytest.param(20_000, marks=pytest.mark.slow)])
 def test_a_small_parquet_file_of_equal_paths_takes_little_memory(tmp_path: Path, distinct: int) -> None:
     """1,000,000 paths of 2,000 characters, of which Parquet stores only the different ones; measured by the kernel."""
     texts = pa.array([f"{i:05d}/" + "y" * 2000 for i in range(distinct)])

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from PIL import Image, ImageCms, ImageFile
 
 from extract import FeatureReader, Status, extract_features, load_backbone
-from extract.images import decode, list_images
+from extract.images import list_images
+from extract.images.decoding import decode
 from tests.conftest import TINY_INPUT, make_picture
 
 Pixels = NDArray[np.uint8]

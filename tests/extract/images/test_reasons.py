@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from extract.images import decode
+from extract.images.decoding import decode
 from tests.extract.images.test_whole_files import encoded, photo, tiff_with_its_tags_first, zero_tailed
 
 

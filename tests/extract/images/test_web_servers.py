@@ -24,8 +24,8 @@ from pyarrow import parquet
 
 from extract import extract_features, load_backbone
 from extract.errors import InputError, LayertapError
-from extract.images import Decoding, list_images, load_batches, write_plan
-from extract.images.sources import Files
+from extract.images import Decoding, list_images, load_batches
+from extract.images.plan_writing import write_plan
 from extract.row_status import Status
 from tests.conftest import TINY_INPUT, make_picture
 
@@ -307,18 +307,6 @@ def test_the_status_of_an_image_is_in_its_row(
         4: "the server answered 500 Internal Server Error, 3 times",
         5: "the server answered 503 Service Unavailable, 3 times",
     }
-
-
-@pytest.mark.parametrize(("status", "is_there"), [(404, True), (403, True), (503, False)])
-def test_a_list_needs_no_page_for_its_folder(tmp_path: Path, web: Server, status: int, is_there: bool) -> None:
-    """Servers of files seldom list folders; a missing image there is not a sign that the server has gone."""
-    web.answers["files"] = status
-    source = Files(f"{web.url}/files", ["a.jpg"], anywhere=True)
-    if is_there:
-        source.check_there()
-    else:
-        with pytest.raises(LayertapError, match="has vanished or is empty"):
-            source.check_there()
 
 
 def test_names_of_archives_that_start_paths_are_decoded(tmp_path: Path, web: Server, pictures: list[bytes]) -> None:

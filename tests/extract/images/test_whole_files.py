@@ -13,7 +13,7 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image, ImageFilter, JpegImagePlugin
 
-from extract.images import decode
+from extract.images.decoding import decode
 from tests.conftest import make_picture
 
 END = b"\xff\xd9"
@@ -263,6 +263,13 @@ def test_zeros_in_place_of_jpeg_tables_behind_the_strips_of_a_tiff_change_no_pix
     for count in range(2, 400):
         with contextlib.suppress(ValueError):
             assert np.array_equal(decode(data[:-count] + bytes(count)), whole), count
+
+
+@pytest.mark.parametrize("compression", ["tiff_adobe_deflate", "jpeg"])
+def test_a_profile_behind_the_data_of_a_tiff_may_end_in_zeros(compression: str) -> None:
+    data = encoded(photo(), "TIFF", compression=compression, icc_profile=bytes(60))
+    assert data.endswith(bytes(16))
+    assert np.array_equal(decode(data), pixels_of(data))
 
 
 @pytest.mark.parametrize("rows", [0, 40, pytest.param(300, marks=pytest.mark.slow)])

@@ -20,7 +20,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
 from extract.errors import LayertapError
 from extract.images import Decoding, list_images, load_batches
@@ -29,10 +28,11 @@ from extract.images.sources import Files
 
 
 @pytest.fixture(autouse=True)
-def handler() -> Iterator[Any]:
-    list(DataLoader([0], num_workers=1))  # PyTorch sets its handler once in the life of a process
-    before = signal.getsignal(signal.SIGCHLD)
-    yield before
+def no_handler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """PyTorch sets its handler once in the life of a process: each test begins as a new process does."""
+    monkeypatch.setattr("torch.utils.data._utils.signal_handling._SIGCHLD_handler_set", False)
+    before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    yield
     signal.signal(signal.SIGCHLD, before)
 
 

@@ -91,9 +91,9 @@ RIGHT = {
     **{suffix: {"weights of torch", "old weights of torch"} for suffix in (".pth", ".bin", ".ckpt")},
 }  # fmt: skip
 MESSAGES = {
-    ("npz", ".npy"): "it is a zip file, such as .npz; save the array of pictures alone, with np.save",
-    ("csv", ".npy"): "it is not an .npy file",
-    ("empty", ".npy"): "it is empty",
+    ("npz", ".npy"): "the magic string is not correct",
+    ("csv", ".npy"): "the magic string is not correct",
+    ("empty", ".npy"): "expected 8 bytes got 0",
     ("xlsx", ".csv"): "line 1 is not text; expected a table as text in UTF-8 (save a spreadsheet as CSV)",
     ("npy", ".h5"): "cannot be opened as HDF5",
     ("csv", ".parquet"): "is not a Parquet file",
