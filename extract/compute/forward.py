@@ -47,11 +47,6 @@ class Forward(ABC):
     images_at_once: int | None = None
     compiling_s: float = 0.0
 
-    @property
-    def copying_s(self) -> float:
-        """Seconds that this process has waited for copies to the device and back."""
-        return 0.0
-
     @abstractmethod
     def start(self, images: Tensor) -> Callable[[], Values]:
         """Start computing a batch; return a function that waits for its features, (B, *shape) each, and returns them.
@@ -81,11 +76,6 @@ class DeviceForward(Forward):
         self._to_device: Callable[[Tensor], Tensor]
         self._to_device = partial(Tensor.to, device=device) if transfers is None else transfers.to_device
         self.ahead = 0 if transfers is None else 1
-
-    @property
-    def copying_s(self) -> float:
-        """See `Forward`."""
-        return 0.0 if self._transfers is None else self._transfers.seconds
 
     def start(self, images: Tensor) -> Callable[[], Values]:
         """See `Forward`."""

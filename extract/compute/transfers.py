@@ -9,8 +9,6 @@ launches the next batch, and writes the previous one.
 
 from __future__ import annotations
 
-import itertools
-import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -24,8 +22,7 @@ __all__ = ["Gpu", "Pinned", "transfers_for"]
 # Per direction, so that images need not wait for features. PyTorch's own pool of pinned memory would keep as much as
 # was ever in transit at once, which is gigabytes for maps of many layers.
 RING_BYTES = 128 << 20
-_PIECES = 4  # of the ring: larger copies are split, so that one piece is filled while another is being copied
-_ALIGNED = 64
+_SLOTS = 32  # of the ring: larger copies are split, so that one slot is filled while others are being copied
 
 
 class Gpu:
@@ -57,25 +54,23 @@ class Gpu:
         compute.wait_stream(self._upward)
         uploaded.record_stream(compute)
 
-    def download(self, pinned: Tensor, tensor: Tensor) -> tuple[torch.cuda.Event, torch.cuda.Event]:
-        """Start copying to pinned memory, after all queued computations; return the events of its start and end."""
-        compute = torch.cuda.current_stream(self.device)
-        begin = self._event(compute)
+    def download(self, pinned: Tensor, tensor: Tensor) -> torch.cuda.Event:
+        """Start copying to pinned memory, after all queued computations; return the event of the end."""
         pinned.copy_(tensor, non_blocking=True)
-        return begin, self._event(compute)
+        return self._event(torch.cuda.current_stream(self.device))
 
     def _event(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
         # Blocking: a process that waits leaves its core to the decoding processes.
-        event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(stream)
         return event
 
 
 class _Copy(NamedTuple):
-    """A copy that may be in progress: its number, its start in the ring, and a function that completes it."""
+    """A copy that may be in progress: its number, its slot, and a function that completes it."""
 
     number: int
-    place: int
+    slot: Tensor
     end: Callable[[], None]
 
 
@@ -84,14 +79,13 @@ _Begin = Callable[[Tensor, Tensor, Tensor], Callable[[], None]]
 
 
 class _Ring:
-    """Pinned memory in which the place of the oldest copy is reused when that copy has ended."""
+    """Slots of pinned memory; that of the oldest copy is used again when the copy has ended."""
 
     def __init__(self, gpu: Gpu, size: int):
         self._gpu, self._size = gpu, size
-        self._memory: Tensor | None = None  # pinned on first use, because pinning is slow
-        self._next = 0  # start of the next copy, if it fits before the end
+        self._free: list[Tensor] = []
         self._copies: deque[_Copy] = deque()  # oldest first
-        self._numbers = itertools.count(1)
+        self._started = 0
 
     def copy(self, source: Tensor, target: Tensor, begin: _Begin) -> None:
         """Copy a tensor, in pieces that fit.
@@ -102,11 +96,16 @@ class _Ring:
             begin: starts copying a piece of the source, through pinned memory, to a piece of the target; returns a
                 function that waits until the copy has ended.
         """
-        size = self._size // _PIECES
+        size = self._size // _SLOTS
         for some, there in zip(torch.split(_bytes(source), size), torch.split(_bytes(target), size), strict=True):
-            pinned, place = self._place(len(some))
-            end = begin(some, pinned, there)
-            self._copies.append(_Copy(next(self._numbers), place, end))
+            if not self._free and not self._copies:  # on first use, because pinning is slow
+                self._free.extend(torch.split(self._gpu.pinned(self._size), size))
+            if not self._free:
+                self._end_oldest()
+            slot = self._free[-1]
+            end = begin(some, slot[: len(some)], there)
+            self._started += 1
+            self._copies.append(_Copy(self._started, self._free.pop(), end))
 
     @property
     def last(self) -> int:
@@ -118,31 +117,10 @@ class _Ring:
         while self._copies and self._copies[0].number <= number:
             self._end_oldest()
 
-    def _place(self, size: int) -> tuple[Tensor, int]:
-        """Reserve `size` bytes, waiting for the oldest copies if needed; return the memory and its start."""
-        if self._memory is None:
-            self._memory = self._gpu.pinned(self._size)
-        while not self._fits(size):
-            self._end_oldest()
-        start = self._next
-        self._next += -(-size // _ALIGNED) * _ALIGNED
-        return self._memory[start : start + size], start
-
-    def _fits(self, size: int) -> bool:
-        """Return whether `size` bytes are free after the newest copy or at the start of the ring; set `_next` to it."""
-        if not self._copies:
-            self._next = 0
-        elif (oldest := self._copies[0].place) >= self._next:  # the newest copies have wrapped to the start of the ring
-            return self._next + size <= oldest
-        elif self._next + size > self._size:
-            if size > oldest:
-                return False
-            self._next = 0
-        return True
-
     def _end_oldest(self) -> None:
         self._copies[0].end()
-        self._copies.popleft()  # last, so that a copy whose wait was interrupted does not count as ended
+        # Last, so that a copy whose wait was interrupted does not count as ended.
+        self._free.append(self._copies.popleft().slot)
 
 
 class Pinned:
@@ -154,15 +132,11 @@ class Pinned:
     Args:
         gpu: the device.
         size: bytes of each ring.
-
-    Attributes:
-        seconds: seconds spent copying, as far as this process waited.
     """
 
     def __init__(self, gpu: Gpu, size: int):
         self._gpu = gpu
         self._upward, self._downward = _Ring(gpu, size), _Ring(gpu, size)
-        self.seconds = 0.0
 
     def to_device(self, images: Tensor) -> Tensor:
         """Copy a batch to the device, unless it was decoded there."""
@@ -194,20 +168,14 @@ class Pinned:
         self._downward.wait(number)
 
     def _begin_upward(self, source: Tensor, pinned: Tensor, target: Tensor) -> Callable[[], None]:
-        before = time.perf_counter()
-        pinned.copy_(source)
-        self.seconds += time.perf_counter() - before
-        return self._gpu.upload(target, pinned).synchronize
+        return self._gpu.upload(target, pinned.copy_(source)).synchronize
 
     def _begin_downward(self, source: Tensor, pinned: Tensor, target: Tensor) -> Callable[[], None]:
-        return partial(self._arrive, *self._gpu.download(pinned, source), pinned, target)
+        return partial(self._arrive, self._gpu.download(pinned, source), pinned, target)
 
-    def _arrive(self, begin: torch.cuda.Event, end: torch.cuda.Event, pinned: Tensor, target: Tensor) -> None:
-        before = time.perf_counter()
+    def _arrive(self, end: torch.cuda.Event, pinned: Tensor, target: Tensor) -> None:
         end.synchronize()
-        waited = time.perf_counter() - before
         target.copy_(pinned)
-        self.seconds += min(waited, begin.elapsed_time(end) / 1e3) + time.perf_counter() - before - waited
 
 
 def _bytes(tensor: Tensor) -> Tensor:

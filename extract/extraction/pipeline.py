@@ -90,7 +90,7 @@ def extract_shard(
     Raises:
         LayertapError: a batch cannot be decoded, computed or stored. Batches before it are stored.
     """
-    before, began, copying_s = copy.deepcopy(summary), time.perf_counter(), forward.copying_s
+    before, began = copy.deepcopy(summary), time.perf_counter()
     stages, reported, blank = summary.stages, 0, blank_rows(plan.computed)
     # The first batch is read before the file of the shard is made: where no image can be read, no file is left.
     first = list(itertools.islice(batches, 1))  # empty if the rows of an unfinished shard are all stored
@@ -115,10 +115,6 @@ def extract_shard(
         stages["write"] += time.perf_counter() - asked
         _report_stored(writer, reported, on_rows)
         summary.count(writer.stored)
-        copied_s = forward.copying_s - copying_s
-        if copied_s > 0:  # on a GPU, inside the forwards
-            stages["forward"] -= copied_s
-            stages["copy"] = stages.get("copy", 0.0) + copied_s
         summary.images_at_once = forward.images_at_once
         if summary.stopped:
             return None
@@ -208,8 +204,8 @@ class Summary:
         duplicates: rows of this run that were copied, because an earlier row has an image with the same bytes.
         status: status -> number of rows of this run.
         seconds: time from the first image to the last receipt.
-        stages: seconds spent waiting for images, in the forward (with pooling), and writing; on a GPU also "copy": to
-            the GPU and back, as far as the run waited for it.
+        stages: seconds spent waiting for images, in the forward (with pooling and copies to the device and back), and
+            writing.
         write_wait_s: the part of "write" in which the next batch waited until the previous one was stored, without the
             time to complete and publish files.
         computation: how the features were computed; None if none were.
@@ -248,7 +244,7 @@ class Summary:
             "ended": datetime.now(UTC).isoformat(timespec="seconds"),
             "computed": self.computed - before.computed,
             "seconds": round(seconds, 3),
-            "stages": {stage: round(spent - before.stages.get(stage, 0.0), 3) for stage, spent in self.stages.items()},
+            "stages": {stage: round(spent - before.stages[stage], 3) for stage, spent in self.stages.items()},
         }
 
     def count(self, stored: Counter[int]) -> None:

@@ -81,11 +81,6 @@ class ValidatedForward(contextlib.ExitStack):
         self.chosen: Forward | None = None
 
     @property
-    def copying_s(self) -> float:
-        """See `Forward`."""
-        return 0.0 if self.chosen is None else self.chosen.copying_s
-
-    @property
     def images_at_once(self) -> int | None:
         """See `Forward`."""
         return None if self.chosen is None else self.chosen.images_at_once

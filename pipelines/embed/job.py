@@ -239,7 +239,7 @@ def _leaves_bfloat16_unused(outcome: EmbedResult) -> bool:
 
 
 def bottleneck(summary: Summary) -> str:
-    """Return the stage that limits the rate: "images", "forward", "write" or "copy".
+    """Return the stage that limits the rate: "images", "forward" or "write".
 
     Images are decoded and rows are written while the forward computes. So a forward that waits for images, or for the
     previous batch to be written, for more than 20 % of the time is limited by them, whatever its own share: a faster
@@ -248,7 +248,7 @@ def bottleneck(summary: Summary) -> str:
     """
     stages = summary.stages
     least_s = _WAITING_SHARE * sum(stages.values())
-    waits = {"images": stages["images"], "write": summary.write_wait_s, "copy": stages.get("copy", 0.0)}
+    waits = {"images": stages["images"], "write": summary.write_wait_s}
     longest = max(waits, key=waits.__getitem__)
     return longest if waits[longest] > least_s else max(("forward", "write"), key=stages.__getitem__)
 
@@ -258,8 +258,6 @@ def _advice(outcome: EmbedResult) -> str:
     stage = bottleneck(outcome.summary)
     if stage == "write":
         return "a faster disk, pooled layers, or --dtype float16"
-    if stage == "copy":
-        return "pooled layers, or --dtype float16"
     return _advice_on_images(outcome) if stage == "images" else _advice_on_forward(outcome)
 
 
