@@ -292,7 +292,7 @@ MUTATIONS = (
     ),
     Mutation(
         "A copy from the device is read before it has arrived.",
-        "        end.synchronize()\n",
+        "        arrived.synchronize()\n",
         "",
         ("test_every_copy_arrives_whole_whatever_the_order_in_which_they_are_made",),
     ),

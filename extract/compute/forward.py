@@ -52,7 +52,7 @@ class Forward(ABC):
         """Start computing a batch; return a function that waits for its features, (B, *shape) each, and returns them.
 
         The next batch may be started before the function is called, and a forward may outlive a shard that failed: the
-        function returns the features of its own batch. If a call was interrupted, it may be called again.
+        function returns the features of its own batch.
 
         Raises:
             LayertapError: the batch cannot be computed; also raised by the function.

@@ -1,7 +1,7 @@
 """The principal axes of a run: of its data set, of another data set or a file, or fitted to its images.
 
 A data set keeps its axes in the folder `axes`: a file for each layer and the poolings before the projection, named by
-its hash. `extract/compute/axes_projection.py` describes the format. The hash is an attribute of the feature and part of
+its hash. `extract/compute/principal_axes.py` describes the format. The hash is an attribute of the feature and part of
 the fingerprint, so the axes must be known before the first row. Several workers would fit them several times, on
 different CPUs to different bits. They therefore take axes that one process has fitted.
 """
@@ -18,11 +18,18 @@ import torch
 from numpy.typing import NDArray
 
 from extract.backbones import LoadedBackbone
-from extract.compute.axes_projection import AxesProjection, AxesSource, axes_in, axes_source, find_axes, write_axes
 from extract.compute.backends import open_forward
 from extract.compute.feature_choice import Choice, Feature
 from extract.compute.forward import Values
-from extract.compute.principal_axes import principal_axes
+from extract.compute.principal_axes import (
+    AxesProjection,
+    AxesSource,
+    axes_in,
+    axes_source,
+    find_axes,
+    principal_axes,
+    write_axes,
+)
 from extract.errors import InputError, LockedError
 from extract.extraction.settings import ExtractionSettings
 from extract.images import Decoding, Images, load_batches
@@ -133,14 +140,14 @@ def _fit(
     with _folder(Path(out)) as folder:
         activations = [np.empty((len(rows), _axes(feature).inputs), np.float32) for feature in firsts]
         count = 0
-        for numbers, values in _activations(firsts, images, rows, backbone, settings):
-            for feature, held in zip(firsts, activations, strict=True):
-                flat = values[feature.name].reshape(len(numbers), -1)
-                _check_finite(flat, numbers, feature, images)
-                held[count : count + len(numbers)] = flat
-            count += len(numbers)
+        for values in _activations(firsts, images, rows, backbone, settings):
+            flat = [values[feature.name].reshape(len(values[feature.name]), -1) for feature in firsts]
+            is_finite = np.all([np.isfinite(each).all(1) for each in flat], axis=0)
+            for each, held in zip(flat, activations, strict=True):
+                held[count : count + is_finite.sum()] = each[is_finite]
+            count += int(is_finite.sum())
         if count < len(rows):
-            on_fit(f"{len(rows) - count:,} of these images cannot be decoded, and are left out of the fit")
+            on_fit(f"{len(rows) - count:,} of these images have no finite activation, and are left out of the fit")
         for (source, features), held in zip(fits.items(), activations, strict=True):
             path = _written(features[0], source, held[:count], folder)
             for feature in features:
@@ -186,17 +193,6 @@ def _check_memory(features: list[Feature], n_images: int) -> None:
         )
 
 
-def _check_finite(values: NDArray[np.float32], rows: list[int], feature: Feature, images: Images) -> None:
-    good = np.isfinite(values).all(1)
-    if not good.all():
-        row = rows[int(np.argmin(good))]
-        raise InputError(
-            f"{feature.name}: the activation of {images.slice(row, row + 1).paths[0]} has a value that is NaN or "
-            "infinite, so axes cannot be fitted to it",
-            hint="remove the image, or choose another layer",
-        )
-
-
 @contextlib.contextmanager
 def _folder(out: Path) -> Iterator[Path]:
     """Context manager: the folder of axes in a locked data set that may not exist yet, without leftovers."""
@@ -216,10 +212,9 @@ def _folder(out: Path) -> Iterator[Path]:
 
 def _activations(
     features: list[Feature], images: Images, rows: list[int], backbone: LoadedBackbone, settings: ExtractionSettings
-) -> Iterator[tuple[list[int], Values]]:
-    """Yield rows and features, without the projection, of the images that can be decoded, batch by batch."""
-    before = [feature.poolings.fitted for feature in features]
-    choice = Choice([replace(each, poolings=pair[0]) for each, pair in zip(features, before, strict=True) if pair], [])
+) -> Iterator[Values]:
+    """Yield the features, without the projection, of the images that can be decoded, batch by batch."""
+    choice = Choice([replace(each, poolings=each.poolings.before_axes) for each in features], [])
     preprocessing = replace(backbone.preprocessing, fast=False)
     decoding = Decoding.for_preprocessing(
         preprocessing, settings.max_pixels, workers=settings.workers, batch_size=_BATCH
@@ -235,4 +230,4 @@ def _activations(
         for batch in stop_on_machine_errors(loaded, images.source):
             good = np.flatnonzero(batch.status == Status.OK).tolist()
             if good:
-                yield batch.rows[good].tolist(), forward(batch.select(good).images)
+                yield forward(batch.select(good).images)

@@ -307,14 +307,13 @@ def _identity(feature: Feature) -> str:
     return f"{text} axes {feature.principal_axes.sha256 or 'not fitted'}" if feature.principal_axes else text
 
 
-_DECODER = "pillow: EXIF orientation {orientation}, transparency over white"
-_ORIENTATIONS = {"exif": "applied", "ignore": "ignored"}
+_ORIENTATIONS = {"exif": "orientation applied", "ignore": "orientation ignored"}
 _TO_SRGB = "; ICC profiles converted to sRGB, perceptual"
 
 
 def _decoder(preprocessing: Preprocessing) -> str:
     """Return the decoder as named in the fingerprint; data sets without the options have the text of the defaults."""
-    text = _DECODER.format(orientation=_ORIENTATIONS[preprocessing.orientation])
+    text = f"pillow: EXIF {_ORIENTATIONS[preprocessing.orientation]}, transparency over white"
     text += _TO_SRGB if preprocessing.icc == "srgb" else ""
     if preprocessing.device:
         return text + "; JPEG files decoded by nvJPEG"
@@ -328,7 +327,7 @@ def how_decoded(depends_on: dict[str, Any]) -> dict[str, Any]:
         KeyError: the entry is missing.
     """
     decoder = str(depends_on["decoder"])
-    as_stored = decoder.startswith(_DECODER.format(orientation=_ORIENTATIONS["ignore"]))
+    as_stored = _ORIENTATIONS["ignore"] in decoder
     return {"orientation": "ignore" if as_stored else "exif", "icc": "srgb" if _TO_SRGB in decoder else "ignore"}
 
 

@@ -17,7 +17,6 @@ On an NVIDIA or AMD GPU nothing is timed: the order of the options is known, and
 from __future__ import annotations
 
 import functools
-import gc
 import math
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -31,8 +30,14 @@ from extract import defaults
 from extract.backbones.preprocessing import Preprocessing
 from extract.compute.agreement import agreement, refusal
 from extract.compute.backbone import Backbone
-from extract.compute.backends import WITH_WEIGHTS, default_engine, engine_for, open_forward
-from extract.compute.compiled import openvino_computes_in, sharing_graphs
+from extract.compute.backends import (
+    WITH_WEIGHTS,
+    default_engine,
+    engine_for,
+    open_forward,
+    openvino_computes_in,
+    sharing_graphs,
+)
 from extract.compute.feature_choice import Choice
 from extract.compute.forward import Values
 from extract.errors import InputError, first_line
@@ -49,15 +54,13 @@ __all__ = [
 # Seconds of the forwards of a job from which trying options pays. OpenVINO takes about 2.5 s to convert a graph, and
 # saves a third or more in bfloat16, about a tenth in float32. A run also computes its first batch twice.
 _PAYS_FROM_S = 25.0
-_OPENVINO_IN_FLOAT32_PAYS_FROM_S = 70.0
+_IN_FLOAT32_PAYS_FROM_S = 70.0
 # On a GPU, inductor takes 10 to 20 s, and saves 23 us for each image (resnet50 on an H200 in bfloat16, 15,545 and
 # 24,363 images/s; vit_b_16 was not faster). The number of images decides alone, so that nothing is timed. On a CPU it
 # is not tried: it takes 40 s, and `compile="auto"` takes it for jobs that are long enough.
 _INDUCTOR_PAYS_FROM_ON_GPU = 1_000_000
 _FAST_DECODING_PAYS_FROM = 1_000  # images per core, each of which saves 1 to 2 ms
-_HANDICAP = {"exact": 1.0, "fast": 1.03}  # of the estimated time, so that noise does not decide
-# Pictures that are compared on a CPU; on a GPU a batch.
-_COMPARED_PER_CORE = 4
+_COMPARED_PER_CORE = 4  # pictures
 _LEAST_COMPARED = 8
 
 
@@ -163,20 +166,18 @@ def forward_rates(
     all_compiled = all(option.engine != "eager" for option in options)  # as the user asks for
     with sharing_graphs():
         for option in dict.fromkeys([PLAIN, *options]):
-            if option.engine == "eager" or all_compiled or _tries(option, measured, n_images):
+            if option.engine == "eager" or all_compiled or _tries(option, list(measured.values()), n_images):
                 measured[option] = _tried(backbone, choice, option, pictures, expected, min_cosine)
     return measured[PLAIN], [measured[option] for option in options if option in measured]
 
 
-def _tries(option: ComputeOption, measured: dict[ComputeOption, Measured], n_images: float) -> bool:
-    """Return whether a compiled option is tried after the measured ones."""
-    best = max((each for each in measured.values() if not each.why_not), key=lambda each: each.images_per_s)
-    if option.precision == "float32" and best.way.engine == "openvino":  # in lower precision, which is faster
+def _tries(option: ComputeOption, measured: Sequence[Measured], n_images: float) -> bool:
+    """Return whether a compiled option may be faster than the measured ones by more than trying it takes."""
+    best = max((each for each in measured if not each.why_not), key=lambda each: each.images_per_s)
+    is_float32 = option.precision == "float32"
+    if is_float32 and best.way.engine == "openvino":  # in lower precision, which is faster
         return False
-    # Where lower precision is too inexact, its graph is there, and mostly saves as much.
-    has_graph = any(way.engine == "openvino" for way in measured)
-    is_cheap = option.precision != "float32" or has_graph
-    return n_images / best.images_per_s > (_PAYS_FROM_S if is_cheap else _OPENVINO_IN_FLOAT32_PAYS_FROM_S)
+    return n_images / best.images_per_s > (_IN_FLOAT32_PAYS_FROM_S if is_float32 else _PAYS_FROM_S)
 
 
 def _tried(
@@ -200,12 +201,6 @@ def _tried(
         if option == PLAIN:
             raise
         return Measured(option, why_not=first_line(error))
-    finally:
-        if option.engine == "inductor":
-            torch.compiler.reset()
-        gc.collect()
-        if backbone.device.type == "cuda":
-            torch.cuda.empty_cache()
     return Measured(option, len(exact) / seconds, why_not, why_not_fast)
 
 
@@ -214,7 +209,7 @@ def ranked(
 ) -> list[tuple[Measured, str]]:
     """Return the accepted options, each with its decoding of images, by the estimated time of an image, shortest first.
 
-    Fast decoding must save 3 %. The time of a start does not count: OpenVINO starts from the graph that it has.
+    The time of a start does not count: OpenVINO starts from the graph that it has.
 
     Args:
         tried: measured options.
@@ -238,7 +233,7 @@ def ranked(
     def image_s(accepted: tuple[Measured, str]) -> float:
         measured, way = accepted
         forward_s, decoding_s = 1 / measured.images_per_s, decode_s[way] / defaults.CORES
-        return (forward_s + decoding_s if on_cpu else max(forward_s, decoding_s)) * _HANDICAP[way]
+        return forward_s + decoding_s if on_cpu else max(forward_s, decoding_s)
 
     return sorted(good, key=image_s)
 
@@ -288,7 +283,7 @@ def fastest(plan: Plan, fixed: Collection[str] = (), on_measuring: Callable[[], 
     if decode == "fast" or (decode is None and ways["exact"].can_be_faster):
         ways["fast"] = ways["exact"].faster()
     has_many = n_images > _FAST_DECODING_PAYS_FROM * defaults.CORES
-    is_gpu = _is_gpu(backbone.device)
+    is_gpu, on_cpu = _is_gpu(backbone.device), backbone.device.type == "cpu"
     if not is_gpu and not (has_many and "fast" in ways) and not _forwards_are_long(plan):
         return Tuned([plain | given], [], "short")
     options = compute_options(backbone.device, n_images, precision=given.get("precision"), compile=given.get("compile"))
@@ -296,29 +291,25 @@ def fastest(plan: Plan, fixed: Collection[str] = (), on_measuring: Callable[[], 
         # A GPU waits for the cores that decode, if there is much to decode.
         decodings = list(reversed(ways)) if has_many else ["exact"]
         pairs = [(option, way) for option in options for way in decodings]
-        return Tuned(_settings_of(pairs, given, float32_may_be_compiled=True), [], "ordered")
+        return Tuned(_settings_of(pairs, given), [], "ordered")
     on_measuring()
     decode_s = {name: decode_seconds(images, way, settings.max_pixels, _LEAST_COMPARED) for name, way in ways.items()}
-    on_cpu = backbone.device.type == "cpu"
-    most = max(_COMPARED_PER_CORE * defaults.CORES, _LEAST_COMPARED) if on_cpu else n_images
-    pictures = decoded_in(images, list(ways.values()), settings.max_pixels, min(plan.batch_size, most))
+    count = min(plan.batch_size, max(_COMPARED_PER_CORE * defaults.CORES, _LEAST_COMPARED))
+    pictures = decoded_in(images, list(ways.values()), settings.max_pixels, count)
     _, tried = forward_rates(
         backbone, plan.choice, dict(zip(ways, pictures, strict=True)), options,
         min_cosine=settings.min_cosine, n_images=n_images,
     )  # fmt: skip
     pairs = [(measured.way, way) for measured, way in ranked(tried, decode_s, on_cpu=on_cpu, decode=decode)]
-    # Where no compiler was tried, the number of images decides whether float32 is compiled.
-    compiled = any(each.way.precision == "float32" and each.way.engine != "eager" for each in tried)
-    return Tuned(_settings_of(pairs, given, float32_may_be_compiled=not compiled), tried, "measured")
+    return Tuned(_settings_of(pairs, given), tried, "measured")
 
 
-def _settings_of(
-    pairs: Sequence[tuple[ComputeOption, str]], given: dict[str, Any], float32_may_be_compiled: bool
-) -> list[dict[str, Any]]:
+def _settings_of(pairs: Sequence[tuple[ComputeOption, str]], given: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the settings of options, each with a decoding, without repetitions."""
     settings: list[dict[str, Any]] = []
     for option, decode in pairs:
-        compile = "auto" if option == PLAIN and float32_may_be_compiled else option.compile
+        # The number of images decides whether float32 is compiled.
+        compile = "auto" if option == PLAIN else option.compile
         each = {"precision": option.precision, "compile": compile, "decode": decode} | given
         if each not in settings:
             settings.append(each)

@@ -8,8 +8,7 @@ from typing import Any
 
 from extract import defaults
 from extract.compute.backbone import Backbone
-from extract.compute.backends import default_engine
-from extract.compute.compiled import sharing_graphs
+from extract.compute.backends import default_engine, sharing_graphs
 from extract.errors import DisagreementError
 from extract.extraction.pipeline import Summary
 from extract.extraction.plan import Plan, existing_at, resolve

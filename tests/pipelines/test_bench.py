@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from extract import FeatureReader
-from extract.compute import compiled
+from extract.compute import backends
 from extract.extraction import tuning
 from extract.extraction.tuning import ComputeOption, Measured
 from pipelines.cli import main
@@ -59,15 +59,15 @@ def test_it_measures_decoding_the_forward_and_the_pipeline(
 @pytest.mark.slow
 @pytest.mark.usefixtures("openvino_in_bfloat16")
 def test_fast_measures_and_says_what_it_takes(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, exported = compiled.graph_of, []
-    monkeypatch.setattr(compiled, "graph_of", lambda *args: exported.append(1) or real(*args))
+    real, exported = backends.graph_of, []
+    monkeypatch.setattr(backends, "graph_of", lambda *args: exported.append(1) or real(*args))
     result = _run("embed", str(folder), *NET, "--fast", "-o", str(tmp_path / "out"), "--json")
     assert "float32, eager" in result.stderr
     assert "bfloat16, openvino" in result.stderr
     told = json.loads(result.stdout)
     assert told["status"] == {"ok": 12}
     assert len(exported) == 1  # for both precisions, and for the run
-    assert compiled._CONVERTED is None
+    assert backends._CONVERTED is None
     result = _run("embed", str(folder), *NET, "--fast", "-o", str(tmp_path / "out"))
     assert "is complete" in result.stdout
     assert "float32, eager" not in result.stderr

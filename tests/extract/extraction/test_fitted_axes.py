@@ -219,13 +219,13 @@ def test_fits_that_fail_leave_nothing_and_name_the_cause(
         bad = torch.arange(len(output))[:, None, None, None] == 5  # there are three in the trial forwards
         return torch.where(bad, torch.nan, output)
 
-    with (
-        backbone.model.get_submodule("layer1").register_forward_hook(poisoned),
-        pytest.raises(InputError, match=r"layer1: the activation of \S+\.(png|jpg) has a value that is NaN"),
-    ):
-        plan(folder, out=tmp_path / "nan", backbone=backbone, layers="layer1:pca5", fit_on=12)
-    for name in ("few", "nan"):
-        assert not list((tmp_path / name / "axes").iterdir())
+    settings, told = ExtractionSettings(layers="layer1:pca5", fit_on=12), list[str]()
+    with backbone.model.get_submodule("layer1").register_forward_hook(poisoned):
+        resolve(settings, list_images(folder), backbone, existing_at(tmp_path / "nan"), on_fit=told.append)
+    assert told[1] == "2 of these images have no finite activation, and are left out of the fit"
+    [path] = axes_in(tmp_path / "nan")
+    assert np.isfinite(load_file(path)["components"]).all()
+    assert not list((tmp_path / "few" / "axes").iterdir())
 
 
 @pytest.mark.slow
