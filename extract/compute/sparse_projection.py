@@ -158,12 +158,6 @@ class SparseProjection:
         rows, columns, positive = entries(self.inputs, self.outputs, self.seed)
         return rows, columns, np.where(positive, self._scale, -self._scale)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of R in the memory of all devices so far."""
-        tiles = [tile for on_device in self._tiles.values() for tile in on_device]
-        return sum(tile.inputs.nbytes + tile.starts.nbytes + tile.unused.nbytes for tile in tiles)
-
     def __call__(self, activation: Tensor) -> Tensor:
         """Project a batch: (B, ...) of any float type -> (B, K) float32, on its device, which may be "meta"."""
         if activation.is_meta:

@@ -91,20 +91,16 @@ class Measured:
         way: precision and engine of the forward.
         images_per_s: rate for images in memory; 0 if it was not timed.
         why_not: why the option is refused; empty if it is accepted.
-        why_not_fast: why it is refused with fast decoding; empty if it is accepted, or without fast decoding.
     """
 
     way: ComputeOption
     images_per_s: float = 0.0
     why_not: str = ""
-    why_not_fast: str = ""
 
     @property
     def remark(self) -> str:
         """Why it is refused, to be printed after its rate; empty if it is accepted."""
-        if self.why_not:
-            return f"  rejected: {self.why_not}"
-        return f"  fast decoding rejected: {self.why_not_fast}" if self.why_not_fast else ""
+        return f"  rejected: {self.why_not}" if self.why_not else ""
 
 
 def compute_options(
@@ -145,7 +141,7 @@ def _lower_precisions(device: torch.device) -> list[str]:
 def forward_rates(
     backbone: Backbone,
     choice: Choice,
-    pictures: dict[str, Tensor],
+    pictures: Tensor,
     options: Sequence[ComputeOption],
     *,
     min_cosine: float = defaults.MIN_COSINE,
@@ -156,9 +152,9 @@ def forward_rates(
     Args:
         backbone: loaded backbone.
         choice: features to compute.
-        pictures: "exact" and perhaps "fast" -> (B, ...) images decoded in this way, from `decoded_in`.
+        pictures: (B, ...) exactly decoded images, from `decoded_in`.
         options: from `compute_options`.
-        min_cosine: lowest accepted cosine of a feature in lower precision or of a fast decoded image.
+        min_cosine: lowest accepted cosine of a feature in lower precision.
         n_images: number of images of the job.
     """
     measured: dict[ComputeOption, Measured] = {}
@@ -181,27 +177,22 @@ def _tries(option: ComputeOption, measured: Sequence[Measured], n_images: float)
 
 
 def _tried(
-    backbone: Backbone, choice: Choice, option: ComputeOption, pictures: dict[str, Tensor], expected: Values,
-    min_cosine: float,
-) -> Measured:  # fmt: skip
+    backbone: Backbone, choice: Choice, option: ComputeOption, pictures: Tensor, expected: Values, min_cosine: float
+) -> Measured:
     """Compare an option with the expected features, which eager float32 fills in, and time it."""
-    exact = pictures["exact"]
     try:
-        with open_forward(backbone, choice, "float32", option.precision, option.engine, len(exact)) as forward:
-            features = forward(exact)
+        with open_forward(backbone, choice, "float32", option.precision, option.engine, len(pictures)) as forward:
+            features = forward(pictures)
             if option == PLAIN:
                 expected.update(features)
             least = None if option.precision == "float32" else min_cosine
             why_not = refusal(agreement(features, expected), least) or ""
-            why_not_fast = ""
-            if "fast" in pictures:
-                why_not_fast = refusal(agreement(forward(pictures["fast"]), expected), min_cosine) or ""
-            seconds = _timed_s(functools.partial(forward, exact))
+            seconds = _timed_s(functools.partial(forward, pictures))
     except Exception as error:  # a compiler may fail in any way
         if option == PLAIN:
             raise
         return Measured(option, why_not=first_line(error))
-    return Measured(option, len(exact) / seconds, why_not, why_not_fast)
+    return Measured(option, len(pictures) / seconds, why_not)
 
 
 def ranked(
@@ -209,7 +200,8 @@ def ranked(
 ) -> list[tuple[Measured, str]]:
     """Return the accepted options, each with its decoding of images, by the estimated time of an image, shortest first.
 
-    The time of a start does not count: OpenVINO starts from the graph that it has.
+    The time of a start does not count: OpenVINO starts from the graph that it has. The run compares fast
+    decoding.
 
     Args:
         tried: measured options.
@@ -220,14 +212,9 @@ def ranked(
     Raises:
         InputError: no option is accepted.
     """
-    good = [
-        (each, way)
-        for way in decode_s
-        for each in tried
-        if decode in (None, way) and not each.why_not and not (way == "fast" and each.why_not_fast)
-    ]
+    good = [(each, way) for way in decode_s for each in tried if decode in (None, way) and not each.why_not]
     if not good:
-        reasons = [f"{each.way}: {each.why_not or each.why_not_fast}" for each in tried]
+        reasons = [f"{each.way}: {each.why_not}" for each in tried]
         raise InputError("every requested compute option was rejected:\n  " + "\n  ".join(reasons))
 
     def image_s(accepted: tuple[Measured, str]) -> float:
@@ -295,11 +282,10 @@ def fastest(plan: Plan, fixed: Collection[str] = (), on_measuring: Callable[[], 
     on_measuring()
     decode_s = {name: decode_seconds(images, way, settings.max_pixels, _LEAST_COMPARED) for name, way in ways.items()}
     count = min(plan.batch_size, max(_COMPARED_PER_CORE * defaults.CORES, _LEAST_COMPARED))
-    pictures = decoded_in(images, list(ways.values()), settings.max_pixels, count)
+    (pictures,) = decoded_in(images, [ways["exact"]], settings.max_pixels, count)
     _, tried = forward_rates(
-        backbone, plan.choice, dict(zip(ways, pictures, strict=True)), options,
-        min_cosine=settings.min_cosine, n_images=n_images,
-    )  # fmt: skip
+        backbone, plan.choice, pictures, options, min_cosine=settings.min_cosine, n_images=n_images
+    )
     pairs = [(measured.way, way) for measured, way in ranked(tried, decode_s, on_cpu=on_cpu, decode=decode)]
     return Tuned(_settings_of(pairs, given), tried, "measured")
 

@@ -101,11 +101,7 @@ class ValidatedForward(contextlib.ExitStack):
             if len(images) > 1:
                 self._reference(images)
             return self.chosen(images)
-        try:
-            return self._first(images)
-        except BaseException:
-            self.close()  # a retry compares again
-            raise
+        return self._first(images)
 
     def _first(self, images: Tensor) -> Values:
         """Return the features of the first batch, and choose the forward of the run by them."""

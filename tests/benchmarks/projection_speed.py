@@ -57,7 +57,7 @@ def blocks_of_resnet50(rounds: int, batch: int) -> None:
         projected = choose_features(backbone, ["layer?.*:srp4096"])
         means = choose_features(backbone, ["layer?.*:mean_map"])
     matrices = {feature.poolings.steps[0].function.keywords["projection"] for feature in projected.features}
-    size = sum(matrix.nbytes for matrix in matrices)
+    size = sum(4 * len(matrix.matrix()[0]) for matrix in matrices)
     drawn_s = sum(timed(partial(SparseProjection(m.inputs, m.outputs, 1)._drawn, 1))[0] for m in matrices)
     print(f"{len(projected.features)} layers, {len(matrices)} matrices: {size / 1e6:.0f} MB, drawn in {drawn_s:.1f} s")
     for engine in ("eager", "openvino"):

@@ -187,7 +187,7 @@ def test_rows_are_those_of_a_run_that_waits(
     waits = extract(plan(mixed, out=tmp_path / "waits", **how))
     with on_a_gpu(seed) as made:
         ahead = extract(plan(mixed, out=tmp_path / "ahead", **how))
-    assert [len(one._downward._copies) for one in made] == [0]
+    assert [len(one._copies) for one in made] == [0]
     assert (ahead.computed, ahead.duplicates, ahead.status) == (waits.computed, waits.duplicates, waits.status)
     assert waits.duplicates > 5
     assert rows_in(tmp_path / "ahead") == rows_in(tmp_path / "waits")
@@ -225,7 +225,7 @@ def test_the_next_batch_is_begun_before_the_last_one_is_waited_for(
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
 def test_where_the_memory_is_short_no_row_is_lost(folder: Path, tmp_path: Path, backbone: Backbone, seed: int) -> None:
     def short_of_memory(module: Any, args: Any) -> None:
-        if len(args[0]) > 2 and len(sizes := made[0]._downward._copies) > 3:
+        if len(args[0]) > 2 and len(sizes := made[0]._copies) > 3:
             raise torch.OutOfMemoryError(f"CUDA out of memory, beside {len(sizes)} copies")
 
     how: Any = {"backbone": backbone, "layers": LAYERS, "workers": 0}
