@@ -32,7 +32,7 @@ from torch.export import ExportedProgram
 from extract import defaults
 from extract.backbones import LoadedBackbone
 from extract.compute.feature_choice import Choice
-from extract.compute.forward import DeviceForward, EagerForward, Forward, Values, forward_taps, joined
+from extract.compute.forward import DeviceForward, EagerForward, Forward, Values, joined
 from extract.compute.pooling import PoolingChain
 from extract.compute.sparse_projection import compute_alone
 from extract.compute.transfers import Pinned, transfers_for
@@ -47,6 +47,7 @@ from extract.system.torch_state import (
     lower_precision,
     tensor_float32,
 )
+from extract.taps.capture import copy_out
 from extract.taps.record import Reduce, Site
 from extract.taps.taps import Variant, taps_of
 
@@ -63,7 +64,6 @@ WITH_WEIGHTS = "bfloat16-weights"
 # efficientnet_lite0 had a least cosine of 0.920 to float32, below the limit of 0.999 that keeps features of several
 # runs comparable.
 
-_FIRST_CALLS = {"cpu": 1, "cuda": 2}  # inductor compiles in the first call; the second may record a CUDA graph
 # Images per inference request; few, so that activations stay in a core's cache, and no core waits for one that decodes.
 # Images/s on two cores, against all threads on a batch of 64: efficientnet_lite0 162 -> 203, ViT-S 18.4 -> 19.9,
 # resnet50 24.3 -> 23.8; beside two decoding workers, efficientnet_lite0 108 to 117 -> 141 to 167.
@@ -147,7 +147,10 @@ def open_forward(
         else:
             # It leaves the model unchanged. efficientnet_lite0 in bfloat16: least cosine 0.9982, converted 0.9974.
             lower = lower_precision(precision, backbone.device)
-            taps = forward_taps(backbone.model, transfers)
+            # With transfers, kept tensors are on their way to the CPU while the forward goes on. Compiled forwards of
+            # other backbones, and code of the user, stay compiled: they do not call this model.
+            keep = copy_out if transfers is None else functools.partial(copy_out, to_cpu=transfers.to_host)
+            taps = taps_of(backbone.model, Variant(keep, has_other_callers=False), stop=True)
             with torch.inference_mode(), lower, choice.kept_by(taps, getattr(torch, dtype)):
                 yield EagerForward(backbone, choice, taps, transfers)
 
@@ -203,16 +206,17 @@ class ByInductor(DeviceForward):
         return {name: self._to_host(values).numpy() for name, values in features.items()}
 
     def _compile(self, batch: Tensor) -> Callable[[Tensor], tuple[Tensor, ...]]:
-        before, device = time.perf_counter(), self._backbone.device.type
+        before = time.perf_counter()
         # With frozen weights, inductor chooses their layout and folds batch norm into convolutions. CUDA graphs avoid
         # kernel launches.
-        options: dict[str, Any] = {"triton.cudagraphs": True} if device == "cuda" else {"freezing": True}
+        on_gpu = self._backbone.device.type == "cuda"
+        options: dict[str, Any] = {"triton.cudagraphs": True} if on_gpu else {"freezing": True}
         function: Callable[[Tensor], tuple[Tensor, ...]]
         try:
             graph = graph_of(self._backbone, self._choice, self._precision, batch).module()
             function = torch.compile(graph, fullgraph=True, dynamic=False, options=options)
             with torch.no_grad():
-                for _ in range(_FIRST_CALLS.get(device, 1)):
+                for _ in range(2):  # inductor compiles in the first call; the second may record a CUDA graph
                     function(batch)
         except Exception as error:  # a compiler may fail in any way
             raise _cannot(self._backbone, "inductor", error) from error
@@ -323,12 +327,11 @@ def sharing_graphs() -> Iterator[dict[Any, Any]]:
     graphs, and may be cleared earlier. The model may not change inside.
     """
     global _CONVERTED
-    before = _CONVERTED
-    _CONVERTED = {} if before is None else before
+    _CONVERTED = {}
     try:
         yield _CONVERTED
     finally:
-        _CONVERTED = before
+        _CONVERTED = None
 
 
 def _pooled(outputs: Sequence[Tensor], following: dict[str, PoolingChain], dtype: torch.dtype) -> dict[str, Tensor]:

@@ -65,7 +65,6 @@ class Feature:
         poolings: from the activation to the feature.
         layout: layout of the activation.
         activation_shape: shape of the activation of one image, before pooling.
-        shape: shape of the feature of one image, as stored.
         source_dtype: dtype of the activation.
         automatic: whether `auto` chose the pooling.
     """
@@ -76,7 +75,6 @@ class Feature:
     poolings: PoolingChain
     layout: Layout
     activation_shape: tuple[int, ...]
-    shape: tuple[int, ...]
     source_dtype: str
     automatic: bool
 
@@ -84,6 +82,11 @@ class Feature:
     def pooling(self) -> str:
         """Names of the resolved poolings, never `auto`."""
         return self.poolings.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the feature of one image, as stored."""
+        return self.poolings.shape
 
     @property
     def is_whole(self) -> bool:
@@ -363,8 +366,7 @@ def _feature(backbone: LoadedBackbone, name: str, pooling: str, site: Site, tria
         poolings = resolve_pooling(pooling, values, layout, backbone.reads_class_token)
     except InputError as error:
         hint = _hint(backbone, shape) or error.hint
-        message = error.message if hint == error.hint else str(error)
-        raise InputError(f"layer {site.text()!r} of {backbone.spec}: {message}", hint=hint) from None
+        raise InputError(f"layer {site.text()!r} of {backbone.spec}: {error.message}", hint=hint) from None
     return Feature(
         name=name,
         site=site,
@@ -372,7 +374,6 @@ def _feature(backbone: LoadedBackbone, name: str, pooling: str, site: Site, tria
         poolings=poolings,
         layout=layout,
         activation_shape=shape,
-        shape=poolings.shape,
         source_dtype=str(values.dtype).removeprefix("torch."),
         automatic=pooling == "auto",
     )

@@ -33,7 +33,6 @@ __all__ = [
     "Layout",
     "Pooling",
     "PoolingChain",
-    "is_pooling",
     "pooling_names",
     "recognise",
     "reduction",
@@ -235,17 +234,12 @@ def _entry(name: str) -> tuple[Pooling, Numbers] | None:
     return None
 
 
-def is_pooling(name: str) -> bool:
-    """Return whether a name is that of a pooling."""
-    return name == "auto" or _entry(name) is not None
-
-
 def split_poolings(text: str) -> tuple[str, str]:
     """Split `LAYER[:POOLING]...` into the layer and its poolings; these are empty if the text has none."""
     layer, poolings = text, ""
     while True:
         rest, _, last = layer.rpartition(":")
-        if not rest or not is_pooling(last):
+        if not rest or (last != "auto" and _entry(last) is None):
             return layer, poolings
         layer, poolings = rest, f"{last}:{poolings}" if poolings else last
 

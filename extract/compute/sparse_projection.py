@@ -153,11 +153,6 @@ class SparseProjection:
         """The pooling that this is."""
         return f"srp{self.outputs}" + (f"s{self.seed}" if self.seed else "")
 
-    def matrix(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
-        """Return row, column and value of each entry of R that is not 0, as for `scipy.sparse.coo_array`."""
-        rows, columns, positive = entries(self.inputs, self.outputs, self.seed)
-        return rows, columns, np.where(positive, self._scale, -self._scale)
-
     def __call__(self, activation: Tensor) -> Tensor:
         """Project a batch: (B, ...) of any float type -> (B, K) float32, on its device, which may be "meta"."""
         if activation.is_meta:

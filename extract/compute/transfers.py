@@ -10,7 +10,6 @@ launches the next batch, and writes the previous one.
 from __future__ import annotations
 
 from collections import deque
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,15 +52,6 @@ class Gpu:
         return event
 
 
-class _Copy(NamedTuple):
-    """A copy to the CPU that may be in progress: its number, its slot of pinned memory, its target, and its end."""
-
-    number: int
-    slot: Tensor
-    target: Tensor
-    arrived: torch.cuda.Event
-
-
 class Pinned:
     """Copies to a GPU, and back through slots of pinned memory, of which each is used again when its copy has ended.
 
@@ -76,7 +66,8 @@ class Pinned:
     def __init__(self, gpu: Gpu, size: int):
         self._gpu, self._size = gpu, size
         self._free: list[Tensor] = []
-        self._copies: deque[_Copy] = deque()  # oldest first
+        # Copies to the CPU that may be in progress, oldest first: number, slot of pinned memory, target, and end.
+        self._copies: deque[tuple[int, Tensor, Tensor, torch.cuda.Event]] = deque()
         self._started = 0
 
     def to_device(self, images: Tensor) -> Tensor:
@@ -100,7 +91,7 @@ class Pinned:
 
     def wait(self, number: int) -> None:
         """Wait until this copy to the CPU, and all before it, have ended."""
-        while self._copies and self._copies[0].number <= number:
+        while self._copies and self._copies[0][0] <= number:
             self._end_oldest()
 
     def _start(self, source: Tensor, target: Tensor) -> None:
@@ -112,7 +103,7 @@ class Pinned:
                 self._end_oldest()
             slot = self._free.pop()
             self._started += 1
-            self._copies.append(_Copy(self._started, slot, there, self._gpu.download(slot[: len(some)], some)))
+            self._copies.append((self._started, slot, there, self._gpu.download(slot[: len(some)], some)))
 
     def _end_oldest(self) -> None:
         _, slot, target, arrived = self._copies.popleft()

@@ -579,7 +579,6 @@ def _provenance(
         "depends_on": depends_on,
         "configuration": {
             "images": images.root,
-            "layers": settings.layer_list,
             **backbone.asked,
             "weights": weights,
             **settings.recorded(),

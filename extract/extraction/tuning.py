@@ -17,6 +17,7 @@ On an NVIDIA or AMD GPU nothing is timed: the order of the options is known, and
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -28,23 +29,15 @@ from torch import Tensor
 
 from extract import defaults
 from extract.backbones.preprocessing import Preprocessing
-from extract.compute.agreement import agreement, refusal
 from extract.compute.backbone import Backbone
-from extract.compute.backends import (
-    WITH_WEIGHTS,
-    default_engine,
-    engine_for,
-    open_forward,
-    openvino_computes_in,
-    sharing_graphs,
-)
+from extract.compute.backends import WITH_WEIGHTS, default_engine, engine_for, open_forward, openvino_computes_in
 from extract.compute.feature_choice import Choice
-from extract.compute.forward import Values
+from extract.compute.forward import Values, agreement, refusal
 from extract.errors import InputError, first_line
 from extract.extraction.plan import Plan
 from extract.extraction.validation import FIRST_DECODED, decoded_alone, decoded_in
 from extract.images import Images
-from extract.system.torch_state import has_tensor_float32
+from extract.system.torch_state import has_tensor_float32, limited_threads
 
 __all__ = [
     "PLAIN", "ComputeOption", "Measured", "Tuned", "compute_options", "decode_seconds", "fastest", "forward_rates",
@@ -160,10 +153,9 @@ def forward_rates(
     measured: dict[ComputeOption, Measured] = {}
     expected: Values = {}
     all_compiled = all(option.engine != "eager" for option in options)  # as the user asks for
-    with sharing_graphs():
-        for option in dict.fromkeys([PLAIN, *options]):
-            if option.engine == "eager" or all_compiled or _tries(option, list(measured.values()), n_images):
-                measured[option] = _tried(backbone, choice, option, pictures, expected, min_cosine)
+    for option in dict.fromkeys([PLAIN, *options]):
+        if option.engine == "eager" or all_compiled or _tries(option, list(measured.values()), n_images):
+            measured[option] = _tried(backbone, choice, option, pictures, expected, min_cosine)
     return measured[PLAIN], [measured[option] for option in options if option in measured]
 
 
@@ -195,34 +187,17 @@ def _tried(
     return Measured(option, len(pictures) / seconds, why_not)
 
 
-def ranked(
-    tried: Sequence[Measured], decode_s: dict[str, float], *, on_cpu: bool, decode: str | None = None
-) -> list[tuple[Measured, str]]:
-    """Return the accepted options, each with its decoding of images, by the estimated time of an image, shortest first.
-
-    The time of a start does not count: OpenVINO starts from the graph that it has. The run compares fast
-    decoding.
-
-    Args:
-        tried: measured options.
-        decode_s: "exact" and perhaps "fast" -> seconds of a core to decode an image.
-        on_cpu: whether decoding and the forward share the cores.
-        decode: only options with this decoding; None: either.
+def ranked(tried: Sequence[Measured]) -> list[Measured]:
+    """Return the accepted options, the fastest first. Their starts do not count: OpenVINO starts from its graph.
 
     Raises:
         InputError: no option is accepted.
     """
-    good = [(each, way) for way in decode_s for each in tried if decode in (None, way) and not each.why_not]
+    good = [each for each in tried if not each.why_not]
     if not good:
         reasons = [f"{each.way}: {each.why_not}" for each in tried]
         raise InputError("every requested compute option was rejected:\n  " + "\n  ".join(reasons))
-
-    def image_s(accepted: tuple[Measured, str]) -> float:
-        measured, way = accepted
-        forward_s, decoding_s = 1 / measured.images_per_s, decode_s[way] / defaults.CORES
-        return forward_s + decoding_s if on_cpu else max(forward_s, decoding_s)
-
-    return sorted(good, key=image_s)
+    return sorted(good, key=lambda each: -each.images_per_s)
 
 
 @dataclass(frozen=True)
@@ -256,7 +231,7 @@ def fastest(plan: Plan, fixed: Collection[str] = (), on_measuring: Callable[[], 
         on_measuring: called before options are measured.
 
     Raises:
-        InputError: no option agrees, or an image cannot be decoded in any way.
+        InputError: no option agrees, or no image can be decoded.
     """
     settings, backbone, images = plan.settings, plan.backbone, plan.images
     plain = {"precision": "float32", "compile": "auto", "decode": "exact"}
@@ -265,41 +240,31 @@ def fastest(plan: Plan, fixed: Collection[str] = (), on_measuring: Callable[[], 
         return Tuned([plan.existing.made | given], [], "resumed")
     if any(feature.is_whole for feature in plan.choice.features):
         return Tuned([plain | given], [], "whole")
-    decode, n_images = given.get("decode"), len(images)
-    ways = {"exact": backbone.preprocessing.exact()}
-    if decode == "fast" or (decode is None and ways["exact"].can_be_faster):
-        ways["fast"] = ways["exact"].faster()
-    has_many = n_images > _FAST_DECODING_PAYS_FROM * defaults.CORES
-    is_gpu, on_cpu = _is_gpu(backbone.device), backbone.device.type == "cpu"
-    if not is_gpu and not (has_many and "fast" in ways) and not _forwards_are_long(plan):
+    n_images, exact = len(images), backbone.preprocessing.exact()
+    # Fast decoding saves time on each image: on a CPU in any case, and on a GPU, which waits for the cores that decode.
+    has_many = n_images > _FAST_DECODING_PAYS_FROM * defaults.CORES and exact.can_be_faster
+    decodings = ["fast", "exact"] if has_many and "decode" not in given else [given.get("decode", "exact")]
+    is_gpu = _is_gpu(backbone.device)
+    if not is_gpu and not (has_many and "fast" in decodings) and not _forwards_are_long(plan):
         return Tuned([plain | given], [], "short")
     options = compute_options(backbone.device, n_images, precision=given.get("precision"), compile=given.get("compile"))
-    if is_gpu:
-        # A GPU waits for the cores that decode, if there is much to decode.
-        decodings = list(reversed(ways)) if has_many else ["exact"]
-        pairs = [(option, way) for option in options for way in decodings]
-        return Tuned(_settings_of(pairs, given), [], "ordered")
-    on_measuring()
-    decode_s = {name: decode_seconds(images, way, settings.max_pixels, _LEAST_COMPARED) for name, way in ways.items()}
-    count = min(plan.batch_size, max(_COMPARED_PER_CORE * defaults.CORES, _LEAST_COMPARED))
-    (pictures,) = decoded_in(images, [ways["exact"]], settings.max_pixels, count)
-    _, tried = forward_rates(
-        backbone, plan.choice, pictures, options, min_cosine=settings.min_cosine, n_images=n_images
-    )
-    pairs = [(measured.way, way) for measured, way in ranked(tried, decode_s, on_cpu=on_cpu, decode=decode)]
-    return Tuned(_settings_of(pairs, given), tried, "measured")
-
-
-def _settings_of(pairs: Sequence[tuple[ComputeOption, str]], given: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the settings of options, each with a decoding, without repetitions."""
-    settings: list[dict[str, Any]] = []
-    for option, decode in pairs:
+    tried: list[Measured] = []
+    if not is_gpu:
+        on_measuring()
+        count = min(plan.batch_size, max(_COMPARED_PER_CORE * defaults.CORES, _LEAST_COMPARED))
+        (pictures,) = decoded_in(images, [exact], settings.max_pixels, count)
+        _, tried = forward_rates(
+            backbone, plan.choice, pictures, options, min_cosine=settings.min_cosine, n_images=n_images
+        )
+        options = [measured.way for measured in ranked(tried)]
+    chosen: list[dict[str, Any]] = []
+    for option, decode in itertools.product(options, decodings):
         # The number of images decides whether float32 is compiled.
         compile = "auto" if option == PLAIN else option.compile
         each = {"precision": option.precision, "compile": compile, "decode": decode} | given
-        if each not in settings:
-            settings.append(each)
-    return settings
+        if each not in chosen:
+            chosen.append(each)
+    return Tuned(chosen, tried, "ordered" if is_gpu else "measured")
 
 
 def _is_gpu(device: torch.device) -> bool:
@@ -310,23 +275,19 @@ def decode_seconds(
     images: Images, preprocessing: Preprocessing, max_pixels: int = defaults.MAX_PIXELS, count: int = FIRST_DECODED
 ) -> float:
     """Return the seconds of one core to decode an image, measured on the first `count`."""
-    threads, rows = torch.get_num_threads(), range(min(count, len(images)))
-    torch.set_num_threads(1)  # as in a worker
-    try:
+    rows = range(min(count, len(images)))
+    with limited_threads(1):  # as in a worker
         decoded_alone(images, preprocessing, max_pixels, rows[:1])  # the first time, libraries are imported
         return _timed_s(functools.partial(decoded_alone, images, preprocessing, max_pixels, rows)) / len(rows)
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _forwards_are_long(plan: Plan) -> bool:
     """Return whether a job may gain by any option; eager forwards of two empty pictures tell how long it takes."""
     pictures = torch.zeros(2, *plan.backbone.preprocessing.crop_px, 3, dtype=torch.uint8)
     with open_forward(plan.backbone, plan.choice, "float32") as forward:
-        for _ in range(2):  # the first may have been disturbed
-            if len(plan.images) * _timed_s(functools.partial(forward, pictures)) / len(pictures) <= _PAYS_FROM_S:
-                return False
-    return True
+        # Twice, as the first may have been disturbed.
+        seconds = min(_timed_s(functools.partial(forward, pictures)) for _ in range(2)) / len(pictures)
+    return len(plan.images) * seconds > _PAYS_FROM_S
 
 
 def _timed_s(call: Callable[[], object]) -> float:

@@ -124,7 +124,7 @@ def bench(
             rate = summary.computed / (summary.seconds - prepared_in_s)
             return PipelineRate(option, decode, len(some), rate)
 
-        best = ranked(tried, decode_s, on_cpu=loaded.device.type == "cpu")[0]
+        best = ranked(tried)[0], "fast" if "fast" in ways else "exact"
         pipelines = [pipeline(*each) for each in dict.fromkeys([(plain, "exact"), best])]
     return Bench(
         images or "noise, 500x375, as JPEG", backbone, str(loaded.device), defaults.CORES,

@@ -257,6 +257,8 @@ def _advice(outcome: EmbedResult) -> str:
     stage = bottleneck(outcome.summary)
     if stage == "write":
         return "a faster disk, pooled layers, or --dtype float16"
+    if stage == "copy":
+        return "pooled layers, or --dtype float16"
     return _advice_on_images(outcome) if stage == "images" else _advice_on_forward(outcome)
 
 

@@ -115,14 +115,14 @@ def test_where_nothing_fast_may_be_taken_it_says_why(
 
 @pytest.mark.usefixtures("measured_at_once")
 @pytest.mark.slow
-@pytest.mark.parametrize("decode", ["exact", "fast"])
+@pytest.mark.parametrize("fast_decoding_pays_from", [0, 1000])
 def test_where_the_first_batch_refuses_the_fastest_the_next_one_is_taken(
-    decode: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fast_decoding_pays_from: int, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fewer images are compared to find the fastest than in the run, which has the last word."""
     plain, lower = Measured(ComputeOption("float32", "eager"), 10.0), Measured(ComputeOption("bfloat16", "eager"), 20.0)
     monkeypatch.setattr(tuning, "forward_rates", lambda *_, **__: (plain, [plain, lower]))
-    monkeypatch.setattr(tuning, "ranked", lambda *_, **__: [(lower, decode), (plain, "exact")])
+    monkeypatch.setattr(tuning, "_FAST_DECODING_PAYS_FROM", fast_decoding_pays_from)
     flags = [str(folder), *NET, "--min-cosine", "1"]
     result = _run("embed", *flags, "--fast", "-o", str(tmp_path / "out"), "--json")
     assert "rejected: in bfloat16 (eager), embedding has a cosine of 0.99" in result.stderr
@@ -134,7 +134,7 @@ def test_where_the_first_batch_refuses_the_fastest_the_next_one_is_taken(
         assert found.fingerprint == expected.fingerprint
         assert np.array_equal(found["embedding"][:], expected["embedding"][:])
 
-    monkeypatch.setattr(tuning, "ranked", lambda *_, **__: [(lower, decode)])
+    monkeypatch.setattr(tuning, "forward_rates", lambda *_, **__: (plain, [lower]))
     result = CliRunner().invoke(main, ["embed", *flags, "--fast", "-o", str(tmp_path / "none")])
     assert result.exit_code == 1
     assert "at least 1.0 is required\n\nhint: use --precision float32 or" in result.stderr

@@ -24,7 +24,6 @@ from extract.extraction.tuning import (
     decode_seconds,
     fastest,
     forward_rates,
-    ranked,
 )  # fmt: skip
 from extract.extraction.validation import decoded_in
 from extract.images import list_images
@@ -56,12 +55,6 @@ def all_tried(monkeypatch: pytest.MonkeyPatch) -> None:
 def _tuned(folder: Path, out: Path, backbone: Any, **settings: Any) -> Tuned:
     """What is taken for a run with these settings, which stay."""
     return fastest(plan(folder, out=out, backbone=backbone, **settings), fixed=settings)
-
-
-def _order(*tried: Measured, exact: float = 0.0, fast: float = 0.0, **job: Any) -> list[Any]:
-    decode_s = {"exact": exact, "fast": fast} if fast else {"exact": exact}
-    found = ranked(tried, decode_s, on_cpu=True, **job)
-    return [(measured.way, decode) for measured, decode in found]
 
 
 def _tried(
@@ -227,14 +220,14 @@ def test_the_fastest_that_agrees_is_taken(
         Measured(BY_OPENVINO, 20.0),
     ]
     monkeypatch.setattr(tuning, "forward_rates", lambda *_, **__: (rates[0], rates))
-    monkeypatch.setattr(tuning, "decode_seconds", lambda images, way, *_: 0.0001 if way.fast else 10.0)
+    monkeypatch.setattr(tuning, "_FAST_DECODING_PAYS_FROM", 0)
     tuned = _tuned(folder, tmp_path / "out", backbone, min_cosine=0.9)
     assert [(each["precision"], each["compile"], each["decode"]) for each in tuned.settings] == [
         ("bfloat16", "off", "fast"),
-        ("float32", "openvino", "fast"),
-        ("float32", "auto", "fast"),
         ("bfloat16", "off", "exact"),
+        ("float32", "openvino", "fast"),
         ("float32", "openvino", "exact"),
+        ("float32", "auto", "fast"),
         ("float32", "auto", "exact"),
     ]
     assert (tuned.measured, tuned.source) == (rates, "measured")
@@ -266,26 +259,6 @@ def test_a_short_job_starts_at_once_and_is_exact(
     assert (tuned.settings, tuned.measured, tuned.source) == ([plain], [], "short")
     tuned = _tuned(folder, tmp_path / "out", backbone, precision="bfloat16", decode="fast", batch_size=8)
     assert tuned.settings == [{"precision": "bfloat16", "compile": "auto", "decode": "fast"}]
-
-
-def test_decoding_counts_and_shares_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decoding takes 40 or 20 ms of one of two cores, and a forward 10 or 5 ms of both."""
-    monkeypatch.setattr(tuning.defaults, "CORES", 2)
-    rates, seconds = (Measured(PLAIN, 100.0), Measured(LOWER_BY_OPENVINO, 200.0)), {"exact": 0.04, "fast": 0.02}
-    order = [
-        (LOWER_BY_OPENVINO, "fast"),  # 15 ms
-        (PLAIN, "fast"),  # 20 ms
-        (LOWER_BY_OPENVINO, "exact"),  # 25 ms
-        (PLAIN, "exact"),  # 30 ms
-    ]
-    assert _order(*rates, **seconds) == order
-
-
-def test_refused_options_and_other_decodings_are_not_taken() -> None:
-    tried = Measured(PLAIN, 10.0), Measured(LOWER, 20.0, why_not="embedding has a cosine of 0.998")
-    assert _order(*tried, exact=0.1, fast=0.001) == [(PLAIN, "fast"), (PLAIN, "exact")]
-    assert _order(*tried, exact=0.1, fast=0.001, decode="fast") == [(PLAIN, "fast")]
-    assert _order(*tried, exact=0.1, fast=0.001, decode="exact") == [(PLAIN, "exact")]
 
 
 @pytest.mark.usefixtures("all_tried")
