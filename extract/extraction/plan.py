@@ -236,10 +236,10 @@ def _load_axes(
     They are taken from `settings.axes`, or from an existing data set with rows. Otherwise they are fitted in
     eager float32 to `settings.fit_on` images, spread evenly over all images, and written to the folder of the data set.
 
-    A data set keeps its axes in the folder `axes`: a file for each layer and the poolings before the projection, named
-    by its hash. `extract/compute/principal_axes.py` describes the format. The hash is an attribute of the feature and
-    part of the fingerprint, so the axes must be known before the first row. Several workers would fit them several
-    times, on different CPUs to different bits. They therefore take axes that one process has fitted.
+    A data set keeps its axes in the folder `axes`, in a file for each feature, which is named by its hash.
+    `extract/compute/principal_axes.py` describes the format. The hash is an attribute of the feature and part of the
+    fingerprint, so the axes must be known before the first row. Several workers would fit them several times, on
+    different CPUs to different bits. They therefore take axes that one process has fitted.
 
     Args:
         choice: features; their axes are loaded.
