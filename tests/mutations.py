@@ -182,8 +182,8 @@ MUTATIONS = (
     ),
     Mutation(
         "Search and verify decode with the defaults, not as recorded.",
-        "**made, **decoded,",
-        "**made,",
+        "            **how_decoded(dataset.depends_on),\n",
+        "",
         ("test_commands_compute_again_as_it_is_recorded",),
     ),
     Mutation(
