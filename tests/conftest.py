@@ -99,9 +99,9 @@ def photos() -> Path:
 def openvino_in_bfloat16() -> None:
     """The test is skipped where OpenVINO is not installed, or the CPU has no instructions for bfloat16."""
     pytest.importorskip("openvino")
-    from extract.compute import compiled  # with torchvision, which many test files do without
+    from extract.compute import backends  # with torchvision, which many test files do without
 
-    if not compiled.openvino_computes_in("bfloat16"):
+    if not backends.openvino_computes_in("bfloat16"):
         pytest.skip("OpenVINO does not compute in bfloat16 on this CPU")
 
 

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 
 from extract import defaults
 from extract.backbones import LoadedBackbone, loading
-from extract.compute.axes_projection import axes_in, find_axes
 from extract.compute.backends import open_forward
 from extract.compute.feature_choice import choose_features
 from extract.compute.forward import check_rows
+from extract.compute.principal_axes import axes_in, find_axes
 from extract.errors import InputError
 from extract.images.pictures import Picture, as_picture, each_picture
 from extract.system.torch_state import evaluating, full_float32

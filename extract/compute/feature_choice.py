@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,7 +19,6 @@ from torch import Tensor
 from extract.backbones import LoadedBackbone
 from extract.backbones.output_as_embedding import WithEmbedding
 from extract.backbones.sources import SOURCES
-from extract.compute.axes_projection import AxesProjection, AxesSource
 from extract.compute.pooling import (
     Layout,
     PoolingChain,
@@ -29,6 +28,7 @@ from extract.compute.pooling import (
     resolve_pooling,
     split_poolings,
 )
+from extract.compute.principal_axes import AxesProjection, AxesSource
 from extract.compute.sparse_projection import values_for_distortion
 from extract.errors import InputError, LayertapError, UnknownNameError, first_line, unknown_name
 from extract.system.foreign_code import exits_refused
@@ -42,7 +42,6 @@ __all__ = [
     "WHOLE_TYPES",
     "Choice",
     "Feature",
-    "Following",
     "LayerShapes",
     "choose_features",
     "layer_shapes",
@@ -66,7 +65,6 @@ class Feature:
         poolings: from the activation to the feature.
         layout: layout of the activation.
         activation_shape: shape of the activation of one image, before pooling.
-        shape: shape of the feature of one image, as stored.
         source_dtype: dtype of the activation.
         automatic: whether `auto` chose the pooling.
     """
@@ -77,7 +75,6 @@ class Feature:
     poolings: PoolingChain
     layout: Layout
     activation_shape: tuple[int, ...]
-    shape: tuple[int, ...]
     source_dtype: str
     automatic: bool
 
@@ -85,6 +82,11 @@ class Feature:
     def pooling(self) -> str:
         """Names of the resolved poolings, never `auto`."""
         return self.poolings.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the feature of one image, as stored."""
+        return self.poolings.shape
 
     @property
     def is_whole(self) -> bool:
@@ -98,12 +100,11 @@ class Feature:
     @property
     def principal_axes(self) -> AxesProjection | None:
         """The principal axes that it is projected on, which may not be loaded yet; None if it is on none."""
-        return self.poolings.fitted[1] if self.poolings.fitted else None
+        return self.poolings.principal_axes
 
     def axes_source(self, backbone: LoadedBackbone, fit_on: int = 0, paths_xxh3: str = "") -> AxesSource:
         """Return what its principal axes are fitted on."""
-        assert self.poolings.fitted is not None
-        before, _ = self.poolings.fitted
+        before = self.poolings.before_axes
         return AxesSource(
             architecture=backbone.architecture,
             weights_sha256=backbone.weights.sha256,
@@ -129,20 +130,11 @@ class Choice:
         axes = [feature.principal_axes for feature in self.features if feature.principal_axes]
         return {each.sha256: each.path for each in axes if each.path}
 
-    def split(self) -> tuple[Choice, Following]:
-        """Return the part of the computation that compilers take, and what follows from its features."""
+    def split(self) -> tuple[Choice, dict[str, PoolingChain]]:
+        """Return the part of the computation that compilers take, and for each feature the poolings that follow."""
         parts = {feature.name: feature.poolings.split() for feature in self.features}
-        # OpenVINO refuses to return one tensor twice. Features that begin alike, such as projections with two seeds,
-        # share what the graph returns; so does a feature that has no more poolings.
-        returned = {(f.site, f.pooling): f.name for f in self.features if not parts[f.name][1].steps}
-        features, following = dict[str, Feature](), dict[str, tuple[str, PoolingChain]]()
-        for feature in self.features:
-            compiled, after = parts[feature.name]
-            pooling = compiled.name or "none"
-            name = returned.get((feature.site, pooling), f"{feature.site} {pooling}")
-            features[name] = replace(feature, name=name, poolings=compiled)
-            following[feature.name] = name, after
-        return Choice(list(features.values()), self.never_run), Following(following)
+        compiled = [replace(feature, poolings=parts[feature.name][0]) for feature in self.features]
+        return Choice(compiled, self.never_run), {name: following for name, (_, following) in parts.items()}
 
     def kept_by(self, taps: Taps, dtype: torch.dtype) -> Taps:
         """Add these features to `taps` and return it. Each site records a dict of features, pooled on the device."""
@@ -150,26 +142,6 @@ class Choice:
             features = {f.name: (f.rows, f.poolings) for f in self.features if f.site == site}
             taps.keep(site, reduce=reduction(features, dtype))
         return taps
-
-
-@dataclass(frozen=True)
-class Following:
-    """Computes features from those of a compiled graph.
-
-    Attributes:
-        poolings: feature -> feature of the graph, and the poolings that follow.
-    """
-
-    poolings: dict[str, tuple[str, PoolingChain]]
-
-    @property
-    def is_needed(self) -> bool:
-        """Whether a pooling follows."""
-        return any(chain.steps for _, chain in self.poolings.values())
-
-    def __call__(self, values: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-        """Compute the features of a batch: feature of the graph -> (B, ...), to feature -> (B, *shape) of a dtype."""
-        return {name: chain(values[of]).to(dtype) for name, (of, chain) in self.poolings.items()}
 
 
 @dataclass(frozen=True)
@@ -394,8 +366,7 @@ def _feature(backbone: LoadedBackbone, name: str, pooling: str, site: Site, tria
         poolings = resolve_pooling(pooling, values, layout, backbone.reads_class_token)
     except InputError as error:
         hint = _hint(backbone, shape) or error.hint
-        message = error.message if hint == error.hint else str(error)
-        raise InputError(f"layer {site.text()!r} of {backbone.spec}: {message}", hint=hint) from None
+        raise InputError(f"layer {site.text()!r} of {backbone.spec}: {error.message}", hint=hint) from None
     return Feature(
         name=name,
         site=site,
@@ -403,7 +374,6 @@ def _feature(backbone: LoadedBackbone, name: str, pooling: str, site: Site, tria
         poolings=poolings,
         layout=layout,
         activation_shape=shape,
-        shape=poolings.shape,
         source_dtype=str(values.dtype).removeprefix("torch."),
         automatic=pooling == "auto",
     )

@@ -1,25 +1,28 @@
-"""From a batch of images to features on the CPU: the interface of a forward, its checks, and eager PyTorch."""
+"""From a batch of images to features on the CPU: the interface of a forward, eager PyTorch, and checks of features."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from extract.backbones import LoadedBackbone
 from extract.compute.feature_choice import Choice
 from extract.compute.transfers import Pinned
 from extract.errors import InputError, LayertapError
-from extract.taps.copies import copy_out
-from extract.taps.taps import Taps, Variant, capture_of, taps_of
+from extract.taps.taps import Taps, capture_of
 
-__all__ = ["DeviceForward", "EagerForward", "Forward", "Values", "check_count", "check_rows", "forward_taps", "joined"]
+__all__ = [
+    "FULL_PRECISION", "Agreement", "DeviceForward", "EagerForward", "Forward", "Values", "agreement", "check_count",
+    "check_rows", "cosines", "deviation", "joined", "refusal",
+]  # fmt: skip
 
 _CHECKED_ALONE = 4  # pictures of the first batch; a layer that mixes up rows is unlikely to leave all in place
 # Tolerances for rounding between batches: relative to the same value in the checked pictures (float32 as computed, or
@@ -29,6 +32,8 @@ _OF_THE_SAME_VALUE = {"float32": 1e-3, "float16": 2e-3}
 _OF_THE_LARGEST = 1e-5
 # A picture differs if more than this part of the values that distinguish pictures exceed the tolerance.
 _DIFFERENT = 0.1
+
+FULL_PRECISION = 1e-5  # largest deviation of compiled float32 code, relative to the largest value
 
 # feature name -> (B, *shape), on the CPU
 Values = dict[str, NDArray[Any]]
@@ -47,17 +52,12 @@ class Forward(ABC):
     images_at_once: int | None = None
     compiling_s: float = 0.0
 
-    @property
-    def copying_s(self) -> float:
-        """Seconds that this process has waited for copies to the device and back."""
-        return 0.0
-
     @abstractmethod
     def start(self, images: Tensor) -> Callable[[], Values]:
         """Start computing a batch; return a function that waits for its features, (B, *shape) each, and returns them.
 
         The next batch may be started before the function is called, and a forward may outlive a shard that failed: the
-        function returns the features of its own batch. If a call was interrupted, it may be called again.
+        function returns the features of its own batch.
 
         Raises:
             LayertapError: the batch cannot be computed; also raised by the function.
@@ -82,11 +82,6 @@ class DeviceForward(Forward):
         self._to_device = partial(Tensor.to, device=device) if transfers is None else transfers.to_device
         self.ahead = 0 if transfers is None else 1
 
-    @property
-    def copying_s(self) -> float:
-        """See `Forward`."""
-        return 0.0 if self._transfers is None else self._transfers.seconds
-
     def start(self, images: Tensor) -> Callable[[], Values]:
         """See `Forward`."""
         parts = self._parts(images)
@@ -101,18 +96,6 @@ class DeviceForward(Forward):
     def _arrived(self, parts: list[Values], transfers: Pinned, last: int) -> Values:
         transfers.wait(last)
         return joined(parts)
-
-
-def forward_taps(model: nn.Module, transfers: Pinned | None) -> Taps:
-    """Return the taps of an eager forward. With transfers, they start copying kept tensors and do not wait for them."""
-    return taps_of(
-        model,
-        Variant(
-            copy_out if transfers is None else partial(copy_out, to_cpu=transfers.to_host),
-            has_other_callers=False,  # compiled forwards of other backbones, and code of the user, stay compiled
-        ),
-        stop=True,
-    )
 
 
 class EagerForward(DeviceForward):
@@ -206,3 +189,74 @@ def check_rows(forward: Forward, images: Tensor, features: Values) -> None:
                 "random weights do. Nothing of this batch was stored",
                 hint="choose other layers",
             )
+
+
+def cosines(rows: NDArray[Any], others: NDArray[Any]) -> NDArray[np.float64]:
+    """Return the (R,) cosines of pairs of flattened rows. Equal rows have cosine 1, even if both are zero.
+
+    Args:
+        rows: (R, *shape).
+        others: (R, *shape).
+    """
+    a, b = (values.reshape(len(values), -1).astype(np.float64) for values in (rows, others))
+    lengths = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
+    dots = np.einsum("rd,rd->r", a, b)
+    cosines: NDArray[np.float64] = np.divide(dots, lengths, out=np.zeros_like(dots), where=~(lengths <= 0))
+    cosines[(a == b).all(1)] = 1.0
+    return cosines
+
+
+def deviation(values: NDArray[Any], expected: NDArray[Any]) -> float:
+    """Return the largest difference, relative to the largest expected value (absolute if that is 0)."""
+    largest = float(np.abs(expected.astype(np.float64)).max(initial=0))
+    apart = float(np.abs(values.astype(np.float64) - expected.astype(np.float64)).max(initial=0))
+    return apart / largest if largest else apart
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Agreement of a feature with its reference; not finite if the feature is not finite where the reference is.
+
+    Attributes:
+        min_cosine: smallest cosine between an image's feature and its reference.
+        max_deviation: largest difference, relative to the largest value of the reference.
+    """
+
+    min_cosine: float
+    max_deviation: float
+
+
+def agreement(computed: Mapping[str, NDArray[Any]], plain: Mapping[str, NDArray[Any]]) -> dict[str, Agreement]:
+    """Compare features with reference features of the same images. Rows with a non-finite reference are ignored."""
+    agreements = {}
+    for name, values in plain.items():
+        cosine, apart, largest = 1.0, 0.0, 0.0
+        for expected, other in zip(values, computed[name], strict=True):  # row by row, since maps are large
+            if np.isfinite(expected).all():
+                cosine = float(np.minimum(cosine, cosines(other[None], expected[None])[0]))
+                apart = float(np.maximum(apart, np.abs(other.astype(np.float64) - expected).max(initial=0)))
+                largest = max(largest, float(np.abs(expected).max(initial=0)))
+        agreements[name] = Agreement(cosine, apart / largest if largest else apart)
+    return agreements
+
+
+def refusal(
+    agreements: Mapping[str, Agreement], min_cosine: float | None, reference: str = "eager float32"
+) -> str | None:
+    """Return why features do not agree with the reference; None if they do.
+
+    Args:
+        agreements: feature -> its agreement.
+        min_cosine: lowest accepted cosine, for other pixels or lower precision; None accepts only rounding
+            differences, up to `FULL_PRECISION`.
+        reference: what they were compared with.
+    """
+    for name, values in agreements.items():
+        if min_cosine is None and not values.max_deviation <= FULL_PRECISION:
+            return (
+                f"{name} is off by {values.max_deviation:.1e} of the largest value; "
+                f"at most {FULL_PRECISION:.0e} is rounding"
+            )
+        if min_cosine is not None and not values.min_cosine >= min_cosine:
+            return f"{name} has a cosine of {values.min_cosine:.6f} to {reference}; at least {min_cosine} is required"
+    return None

@@ -10,10 +10,12 @@ an activation and its layout, and gives another activation with another layout.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Literal
 
 from extract.errors import InputError, unknown_name
@@ -22,7 +24,8 @@ if TYPE_CHECKING:  # not at run time: the command line lists poolings without im
     import torch
     from torch import Tensor
 
-    from extract.compute.axes_projection import AxesProjection
+    from extract.compute.principal_axes import AxesProjection
+    from extract.compute.sparse_projection import SparseProjection
     from extract.taps.batch_axis import BatchAxis
 
 __all__ = [
@@ -30,7 +33,6 @@ __all__ = [
     "Layout",
     "Pooling",
     "PoolingChain",
-    "is_pooling",
     "pooling_names",
     "recognise",
     "reduction",
@@ -89,16 +91,21 @@ class PoolingStep:
         function: maps a batch of activations (B, ...) to (B, ...).
         layout: layout of its result.
         shape: shape of its result for one image.
-        compiles: see `Pooling`.
-        principal_axes: the axes of the projection, if it is one on such axes.
+        projection: what it projects by; None: it is no projection.
     """
 
     name: str
     function: Callable[[Tensor], Tensor]
     layout: Layout
     shape: tuple[int, ...]
-    compiles: bool
-    principal_axes: AxesProjection | None = None
+    projection: AxesProjection | SparseProjection | None
+
+    @property
+    def principal_axes(self) -> AxesProjection | None:
+        """The axes that it projects on; None if it projects on none."""
+        from extract.compute.principal_axes import AxesProjection
+
+        return self.projection if isinstance(self.projection, AxesProjection) else None
 
 
 @dataclass(frozen=True)
@@ -133,17 +140,21 @@ class PoolingChain:
         return activation
 
     @property
-    def fitted(self) -> tuple[PoolingChain, AxesProjection] | None:
-        """The poolings before a projection on principal axes, and the axes; None if there is no such projection."""
-        for number, step in enumerate(self.steps):
-            if step.principal_axes is not None:
-                return PoolingChain(self.steps[:number]), step.principal_axes
-        return None
+    def principal_axes(self) -> AxesProjection | None:
+        """The axes that one of the poolings projects on; None if none does."""
+        return next((step.principal_axes for step in self.steps if step.principal_axes), None)
+
+    @property
+    def before_axes(self) -> PoolingChain:
+        """The poolings before the projection on principal axes."""
+        return PoolingChain(tuple(takewhile(lambda step: step.principal_axes is None, self.steps)))
 
     def split(self) -> tuple[PoolingChain, PoolingChain]:
-        """Return the poolings that a compiler takes, and those that follow; either may have no steps."""
-        count = next((number for number, step in enumerate(self.steps) if not step.compiles), len(self.steps))
-        return PoolingChain(self.steps[:count]), PoolingChain(self.steps[count:])
+        """Return the poolings that a compiler takes, and those from a projection on; either may have no steps."""
+        # Inductor unrolls the hundreds of operations of a sparse projection. For 802,816 -> 4,096, OpenVINO takes 12 ms
+        # of CPU time, PyTorch 1 ms. The price is activations in memory; see `ByOpenVino`.
+        compiled = tuple(takewhile(lambda step: step.projection is None, self.steps))
+        return PoolingChain(compiled), PoolingChain(self.steps[len(compiled) :])
 
 
 def resolve_pooling(poolings: str, activation: Tensor, layout: Layout, reads_class_token: bool = False) -> PoolingChain:
@@ -195,7 +206,8 @@ def _automatic(layout: Layout, shape: Sequence[int], reads_class_token: bool) ->
 
 def _applied(name: str, layout: Layout, activation: Tensor) -> tuple[PoolingStep, Tensor]:
     """Return a pooling for activations like this one, and its result for this one."""
-    shape, arguments = tuple(activation.shape[1:]), dict[str, Any]()
+    shape = tuple(activation.shape[1:])
+    arguments: dict[str, Any] = {}
     match = _entry(name)
     if match is None:
         raise unknown_name("pooling", name, pooling_names())
@@ -205,13 +217,13 @@ def _applied(name: str, layout: Layout, activation: Tensor) -> tuple[PoolingStep
     if entry.arguments is not None:
         name, arguments = entry.arguments(numbers, layout, shape)
     function = partial(entry.function, layout=layout, **arguments)
-    pooled = function(activation if entry.compiles else activation.to("meta"))  # a projection would draw its matrix
-    axes = arguments["projection"] if entry.is_fitted else None
+    projection = arguments.get("projection")
+    pooled = function(activation.to("meta") if projection else activation)  # a projection would draw its matrix
     result = entry.result(layout)
     if result.kind == "map":
         rows, columns = (pooled.shape[axis] for axis in _positions(result))
         result = replace(result, grid=(rows, columns))
-    return PoolingStep(name, function, result, tuple(pooled.shape[1:]), entry.compiles, axes), pooled
+    return PoolingStep(name, function, result, tuple(pooled.shape[1:]), projection), pooled
 
 
 def _entry(name: str) -> tuple[Pooling, Numbers] | None:
@@ -222,17 +234,12 @@ def _entry(name: str) -> tuple[Pooling, Numbers] | None:
     return None
 
 
-def is_pooling(name: str) -> bool:
-    """Return whether a name is that of a pooling."""
-    return name == "auto" or _entry(name) is not None
-
-
 def split_poolings(text: str) -> tuple[str, str]:
     """Split `LAYER[:POOLING]...` into the layer and its poolings; these are empty if the text has none."""
     layer, poolings = text, ""
     while True:
         rest, _, last = layer.rpartition(":")
-        if not rest or not is_pooling(last):
+        if not rest or (last != "auto" and _entry(last) is None):
             return layer, poolings
         layer, poolings = rest, f"{last}:{poolings}" if poolings else last
 
@@ -298,9 +305,7 @@ def _mean(x: Tensor, axes: list[int]) -> Tensor:
 
 def _deviation(x: Tensor, axes: list[int]) -> Tensor:
     """Return the standard deviation, dividing by the number of positions: a map of one position has 0."""
-    import torch
-
-    return (x.float() if x.dtype in (torch.float16, torch.bfloat16) else x).std(axes, correction=0)
+    return (x.float() if x.element_size() < 4 else x).std(axes, correction=0)
 
 
 def _generalised_mean(x: Tensor, layout: Layout, power: float) -> Tensor:
@@ -351,13 +356,7 @@ def _grid_arguments(numbers: Numbers, layout: Layout, shape: tuple[int, ...]) ->
     return name, {"size": size}
 
 
-def _project(x: Tensor, layout: Layout, projection: Callable[[Tensor], Tensor]) -> Tensor:
-    return projection(x)
-
-
 def _projection_arguments(numbers: Numbers, layout: Layout, shape: tuple[int, ...]) -> Named:
-    import math
-
     from extract.compute.sparse_projection import sparse_projection
 
     if numbers[0] is None:
@@ -367,28 +366,14 @@ def _projection_arguments(numbers: Numbers, layout: Layout, shape: tuple[int, ..
 
 
 def _axes_arguments(numbers: Numbers, layout: Layout, shape: tuple[int, ...]) -> Named:
-    import math
-
-    from extract.compute.axes_projection import AxesProjection
+    from extract.compute.principal_axes import AxesProjection
 
     axes = AxesProjection(math.prod(shape), int(numbers[1] or 0), bool(numbers[0]))
     return axes.name, {"projection": axes}
 
 
-def _same(layout: Layout) -> Layout:
-    return layout
-
-
 def _as_map(layout: Layout) -> Layout:
     return Layout("map", "HWC" if layout.kind == "tokens" else layout.axes)
-
-
-def _as_channels(layout: Layout) -> Layout:
-    return Layout("vector", "C")
-
-
-def _flattened(layout: Layout) -> Layout:
-    return Layout("vector", layout.axes)
 
 
 def _tokens(x: Tensor, layout: Layout) -> Tensor:
@@ -396,10 +381,6 @@ def _tokens(x: Tensor, layout: Layout) -> Tensor:
     if layout.kind == "tokens":
         return x
     return x.flatten(1, 2) if layout.axes == "HWC" else x.flatten(2).transpose(1, 2)
-
-
-def _as_tokens(layout: Layout) -> Layout:
-    return replace(layout, kind="tokens", axes="TC")
 
 
 @dataclass(frozen=True)
@@ -414,19 +395,14 @@ class Pooling:
         form: regular expression of the name, if numbers are part of it, with a group for each.
         arguments: maps the numbers, the layout and the shape of an image's activation to the name with all numbers and
             the arguments of `function`; raises `InputError` if they do not fit.
-        compiles: whether compilers take it. Otherwise PyTorch computes it, and the poolings after it, from what the
-            compiled graph returns.
-        is_fitted: whether it computes only after it was fitted to images; until then, only its shape is known.
     """
 
     function: Callable[..., Tensor]
     kind: Literal["map", "tokens", "positions"] | None
     needs_class_token: bool = False
-    result: Callable[[Layout], Layout] = _as_channels
+    result: Callable[[Layout], Layout] = lambda layout: Layout("vector", "C")
     form: str = ""
     arguments: Callable[[Numbers, Layout, tuple[int, ...]], Named] | None = None
-    compiles: bool = True
-    is_fitted: bool = False
 
     def fits(self, layout: Layout) -> bool:
         """Return whether it fits activations of a layout."""
@@ -452,8 +428,12 @@ def _class_token_and_mean(x: Tensor, layout: Layout) -> Tensor:
 
 # To add a pooling, add its entry: checks, error messages, help and stored attributes read this table.
 POOLINGS: dict[str, Pooling] = {
-    "none": Pooling(lambda x, layout: x, None, result=_same),
-    "flatten": Pooling(lambda x, layout: x.flatten(1) if x.ndim > 1 else x[:, None], None, result=_flattened),
+    "none": Pooling(lambda x, layout: x, None, result=lambda layout: layout),
+    "flatten": Pooling(
+        lambda x, layout: x.flatten(1) if x.ndim > 1 else x[:, None],
+        None,
+        result=lambda layout: Layout("vector", layout.axes),
+    ),
     "mean_map": Pooling(lambda x, layout: _mean(x, _positions(layout)), "map"),
     "max_map": Pooling(lambda x, layout: x.amax(_positions(layout)), "map"),
     "std_map": Pooling(lambda x, layout: _deviation(x, _positions(layout)), "map"),
@@ -465,24 +445,19 @@ POOLINGS: dict[str, Pooling] = {
     "gem[P]": Pooling(
         _generalised_mean, "positions", form=r"gem(\d+(?:\.\d+)?)?", arguments=_generalised_mean_arguments
     ),
-    "tokens": Pooling(_tokens, "positions", result=_as_tokens),
+    "tokens": Pooling(_tokens, "positions", result=lambda layout: replace(layout, kind="tokens", axes="TC")),
     "gridG": Pooling(_grid, "positions", result=_as_map, form=r"grid([1-9]\d{0,3})", arguments=_grid_arguments),
-    # Inductor unrolls its hundreds of operations. For 802,816 -> 4,096, OpenVINO takes 12 ms of CPU time, PyTorch 1 ms.
-    # The price is activations in memory; see `ByOpenVino`.
     "srp[K][sSEED]": Pooling(
-        _project,
+        lambda x, layout, projection: projection(x),
         None,
         form=r"srp([1-9]\d{0,7})?(?:s(0|[1-9]\d{0,9}))?",
         arguments=_projection_arguments,
-        compiles=False,
     ),
     "pca[w]K": Pooling(
-        _project,
+        lambda x, layout, projection: projection(x),
         None,
         form=r"pca(w)?([1-9]\d{0,5})",
         arguments=_axes_arguments,
-        compiles=False,
-        is_fitted=True,
     ),
 }
 

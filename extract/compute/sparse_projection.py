@@ -64,11 +64,12 @@ def entries(inputs: int, outputs: int, seed: int) -> tuple[NDArray[np.int64], ND
         row and column of each entry, and whether it is positive.
     """
     total, words = inputs * outputs, np.random.PCG64([seed, 0])
-    gaps = _Gaps(inputs)
+    longer = _longer_gaps(inputs)
     parts: list[NDArray[np.int64]] = []
     last = -1
     while last < total - 1:
-        parts.append(last + np.cumsum(gaps.of(words.random_raw(_DRAWN))))
+        gaps = 1 + len(longer) - np.searchsorted(longer, words.random_raw(_DRAWN), side="right").astype(np.int64)
+        parts.append(last + np.cumsum(gaps))
         last = int(parts[-1][-1])
     places = np.concatenate(parts)
     places = places[: np.searchsorted(places, total)]
@@ -78,37 +79,19 @@ def entries(inputs: int, outputs: int, seed: int) -> tuple[NDArray[np.int64], ND
     return rows, columns, positive
 
 
-class _Gaps:
-    """Gaps between entries of R, of geometric distribution, from random words of 64 bits.
+def _longer_gaps(inputs: int) -> NDArray[np.uint64]:
+    """Return 2**64 * P(gap > g) for each g >= 1, rounded down, ascending, without those that are 0.
 
-    A gap is 1, and 1 more for each g >= 1 whose 2**64 * P(gap > g), rounded down, is above the word. The upper bits of
-    a word find most gaps in a table; the others are found by a binary search.
+    Gaps between entries of R have a geometric distribution. From a random word of 64 bits, a gap is 1, and 1 more for
+    each of these numbers that is above the word.
     """
-
-    _BITS = 16
-
-    def __init__(self, inputs: int):
-        one = 1 << 128
-        remaining = zero = one - math.isqrt((1 << 256) // inputs)  # 2**128 * P(an entry is 0)
-        longer = []
-        while remaining >> 64:
-            longer.append(remaining >> 64)
-            remaining = remaining * zero >> 128
-        self._longer = np.array(longer[::-1], np.uint64)  # ascending
-        first = np.arange(1 << self._BITS, dtype=np.uint64) << np.uint64(64 - self._BITS)
-        last = first | np.uint64((1 << 64 - self._BITS) - 1)
-        self._by_bits = self._searched(first)  # the gap of the first word with these upper bits
-        self._by_bits[self._by_bits != self._searched(last)] = 0  # 0: the words have several gaps
-
-    def of(self, words: NDArray[np.uint64]) -> NDArray[np.int64]:
-        """Return the gap of each word."""
-        gaps: NDArray[np.int64] = self._by_bits[words >> np.uint64(64 - self._BITS)]
-        several = np.flatnonzero(gaps == 0)
-        gaps[several] = self._searched(words[several])
-        return gaps
-
-    def _searched(self, words: NDArray[np.uint64]) -> NDArray[np.int64]:
-        return 1 + len(self._longer) - np.searchsorted(self._longer, words, side="right").astype(np.int64)
+    one = 1 << 128
+    remaining = zero = one - math.isqrt((1 << 256) // inputs)  # 2**128 * P(an entry is 0)
+    longer = []
+    while remaining >> 64:
+        longer.append(remaining >> 64)
+        remaining = remaining * zero >> 128
+    return np.array(longer[::-1], np.uint64)
 
 
 @dataclass(frozen=True)
@@ -169,17 +152,6 @@ class SparseProjection:
     def name(self) -> str:
         """The pooling that this is."""
         return f"srp{self.outputs}" + (f"s{self.seed}" if self.seed else "")
-
-    def matrix(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
-        """Return row, column and value of each entry of R that is not 0, as for `scipy.sparse.coo_array`."""
-        rows, columns, positive = entries(self.inputs, self.outputs, self.seed)
-        return rows, columns, np.where(positive, self._scale, -self._scale)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of R in the memory of all devices so far."""
-        tiles = [tile for on_device in self._tiles.values() for tile in on_device]
-        return sum(tile.inputs.nbytes + tile.starts.nbytes + tile.unused.nbytes for tile in tiles)
 
     def __call__(self, activation: Tensor) -> Tensor:
         """Project a batch: (B, ...) of any float type -> (B, K) float32, on its device, which may be "meta"."""

@@ -9,23 +9,17 @@ launches the next batch, and writes the previous one.
 
 from __future__ import annotations
 
-import itertools
-import time
 from collections import deque
-from collections.abc import Callable
-from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 __all__ = ["Gpu", "Pinned", "transfers_for"]
 
-# Per direction, so that images need not wait for features. PyTorch's own pool of pinned memory would keep as much as
-# was ever in transit at once, which is gigabytes for maps of many layers.
-RING_BYTES = 128 << 20
-_PIECES = 4  # of the ring: larger copies are split, so that one piece is filled while another is being copied
-_ALIGNED = 64
+# For features. PyTorch's own pool of pinned memory would keep as much as was ever in transit at once, which is
+# gigabytes for maps of many layers.
+PINNED_BYTES = 128 << 20
+_SLOTS = 32  # of the memory: larger copies are split, so that one slot is read while others are being filled
 
 
 class Gpu:
@@ -36,178 +30,86 @@ class Gpu:
         self.device = torch.device(device.type, number)
         self._upward: torch.cuda.Stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
 
+    def upload(self, images: Tensor) -> Tensor:
+        """Start copying a batch to the GPU; later computations wait for it."""
+        with torch.cuda.stream(self._upward):  # PyTorch keeps the pinned copy until it has arrived
+            on_gpu = images.pin_memory().to(self.device, non_blocking=True)
+        compute = torch.cuda.current_stream(self.device)
+        compute.wait_stream(self._upward)
+        on_gpu.record_stream(compute)
+        return on_gpu
+
     def pinned(self, size: int) -> Tensor:
         """Allocate (size,) uint8 memory that the GPU can access directly."""
         return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
 
-    def empty_like(self, images: Tensor) -> Tensor:
-        """Allocate GPU memory for `upload`."""
-        with torch.cuda.stream(self._upward):  # memory that this stream can fill at once, during any computation
-            return torch.empty(images.shape, dtype=images.dtype, device=self.device)
-
-    def upload(self, to: Tensor, pinned: Tensor) -> torch.cuda.Event:
-        """Start copying pinned memory to the GPU; return the event of the end."""
-        with torch.cuda.stream(self._upward):
-            to.copy_(pinned, non_blocking=True)
-        return self._event(self._upward)
-
-    def use(self, uploaded: Tensor) -> None:
-        """Make later computations wait for the copies, and keep the memory until they are done."""
-        compute = torch.cuda.current_stream(self.device)
-        compute.wait_stream(self._upward)
-        uploaded.record_stream(compute)
-
-    def download(self, pinned: Tensor, tensor: Tensor) -> tuple[torch.cuda.Event, torch.cuda.Event]:
-        """Start copying to pinned memory, after all queued computations; return the events of its start and end."""
-        compute = torch.cuda.current_stream(self.device)
-        begin = self._event(compute)
+    def download(self, pinned: Tensor, tensor: Tensor) -> torch.cuda.Event:
+        """Start copying to pinned memory, after all queued computations; return the event of the end."""
         pinned.copy_(tensor, non_blocking=True)
-        return begin, self._event(compute)
-
-    def _event(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
         # Blocking: a process that waits leaves its core to the decoding processes.
-        event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
-        event.record(stream)
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self.device))
         return event
 
 
-class _Copy(NamedTuple):
-    """A copy that may be in progress: its number, its start in the ring, and a function that completes it."""
-
-    number: int
-    place: int
-    end: Callable[[], None]
-
-
-# (piece of a tensor, pinned memory for it, its target) -> function that waits until it is copied there
-_Begin = Callable[[Tensor, Tensor, Tensor], Callable[[], None]]
-
-
-class _Ring:
-    """Pinned memory in which the place of the oldest copy is reused when that copy has ended."""
-
-    def __init__(self, gpu: Gpu, size: int):
-        self._gpu, self._size = gpu, size
-        self._memory: Tensor | None = None  # pinned on first use, because pinning is slow
-        self._next = 0  # start of the next copy, if it fits before the end
-        self._copies: deque[_Copy] = deque()  # oldest first
-        self._numbers = itertools.count(1)
-
-    def copy(self, source: Tensor, target: Tensor, begin: _Begin) -> None:
-        """Copy a tensor, in pieces that fit.
-
-        Args:
-            source: contiguous tensor.
-            target: contiguous tensor of the same size.
-            begin: starts copying a piece of the source, through pinned memory, to a piece of the target; returns a
-                function that waits until the copy has ended.
-        """
-        size = self._size // _PIECES
-        for some, there in zip(torch.split(_bytes(source), size), torch.split(_bytes(target), size), strict=True):
-            pinned, place = self._place(len(some))
-            end = begin(some, pinned, there)
-            self._copies.append(_Copy(next(self._numbers), place, end))
-
-    @property
-    def last(self) -> int:
-        """Number of the last copy that was started; 0 if all have ended."""
-        return self._copies[-1].number if self._copies else 0
-
-    def wait(self, number: int) -> None:
-        """Wait until this copy, and all before it, have ended."""
-        while self._copies and self._copies[0].number <= number:
-            self._end_oldest()
-
-    def _place(self, size: int) -> tuple[Tensor, int]:
-        """Reserve `size` bytes, waiting for the oldest copies if needed; return the memory and its start."""
-        if self._memory is None:
-            self._memory = self._gpu.pinned(self._size)
-        while not self._fits(size):
-            self._end_oldest()
-        start = self._next
-        self._next += -(-size // _ALIGNED) * _ALIGNED
-        return self._memory[start : start + size], start
-
-    def _fits(self, size: int) -> bool:
-        """Return whether `size` bytes are free after the newest copy or at the start of the ring; set `_next` to it."""
-        if not self._copies:
-            self._next = 0
-        elif (oldest := self._copies[0].place) >= self._next:  # the newest copies have wrapped to the start of the ring
-            return self._next + size <= oldest
-        elif self._next + size > self._size:
-            if size > oldest:
-                return False
-            self._next = 0
-        return True
-
-    def _end_oldest(self) -> None:
-        self._copies[0].end()
-        self._copies.popleft()  # last, so that a copy whose wait was interrupted does not count as ended
-
-
 class Pinned:
-    """Copies through two rings of pinned memory, one for each direction.
+    """Copies to a GPU, and back through slots of pinned memory, of which each is used again when its copy has ended.
 
-    Pinned memory is therefore bounded, however large the features of a batch are. When a ring is full, this process
+    Pinned memory is therefore bounded, however large the features of a batch are. When no slot is free, this process
     waits for the GPU, so features do not accumulate on the GPU either.
 
     Args:
         gpu: the device.
-        size: bytes of each ring.
-
-    Attributes:
-        seconds: seconds spent copying, as far as this process waited.
+        size: bytes of all slots.
     """
 
     def __init__(self, gpu: Gpu, size: int):
-        self._gpu = gpu
-        self._upward, self._downward = _Ring(gpu, size), _Ring(gpu, size)
-        self.seconds = 0.0
+        self._gpu, self._size = gpu, size
+        self._free: list[Tensor] = []
+        # Copies to the CPU that may be in progress, oldest first: number, slot of pinned memory, target, and end.
+        self._copies: deque[tuple[int, Tensor, Tensor, torch.cuda.Event]] = deque()
+        self._started = 0
 
     def to_device(self, images: Tensor) -> Tensor:
         """Copy a batch to the device, unless it was decoded there."""
-        if images.device.type == "cuda":
-            return images
         with torch.inference_mode(False):
-            given = images.contiguous()
-            on_gpu = self._gpu.empty_like(given)
-            self._upward.copy(given, on_gpu, self._begin_upward)
-            self._gpu.use(on_gpu)
-        return on_gpu
+            return images if images.device.type == "cuda" else self._gpu.upload(images)
 
     def to_host(self, tensor: Tensor) -> Tensor:
         """Start copying a tensor to the CPU; `wait` completes the copy. The device may change the tensor meanwhile."""
         with torch.inference_mode(False), torch.no_grad():
             kept = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
             if tensor.device == self._gpu.device:
-                self._downward.copy(tensor.contiguous(), kept, self._begin_downward)
+                self._start(_bytes(tensor.contiguous()), _bytes(kept))
             else:  # the model is spread over several devices
                 kept.copy_(tensor)
         return kept
 
     def last_started(self) -> int:
-        """Return the number of the last copy to the CPU that was started; 0 if all have ended."""
-        return self._downward.last
+        """Return the number of the last copy to the CPU that was started."""
+        return self._started
 
     def wait(self, number: int) -> None:
         """Wait until this copy to the CPU, and all before it, have ended."""
-        self._downward.wait(number)
+        while self._copies and self._copies[0][0] <= number:
+            self._end_oldest()
 
-    def _begin_upward(self, source: Tensor, pinned: Tensor, target: Tensor) -> Callable[[], None]:
-        before = time.perf_counter()
-        pinned.copy_(source)
-        self.seconds += time.perf_counter() - before
-        return self._gpu.upload(target, pinned).synchronize
+    def _start(self, source: Tensor, target: Tensor) -> None:
+        size = self._size // _SLOTS
+        for some, there in zip(torch.split(source, size), torch.split(target, size), strict=True):
+            if not self._free and not self._copies:  # on first use, because pinning is slow
+                self._free.extend(torch.split(self._gpu.pinned(self._size), size))
+            if not self._free:
+                self._end_oldest()
+            slot = self._free.pop()
+            self._started += 1
+            self._copies.append((self._started, slot, there, self._gpu.download(slot[: len(some)], some)))
 
-    def _begin_downward(self, source: Tensor, pinned: Tensor, target: Tensor) -> Callable[[], None]:
-        return partial(self._arrive, *self._gpu.download(pinned, source), pinned, target)
-
-    def _arrive(self, begin: torch.cuda.Event, end: torch.cuda.Event, pinned: Tensor, target: Tensor) -> None:
-        before = time.perf_counter()
-        end.synchronize()
-        waited = time.perf_counter() - before
-        target.copy_(pinned)
-        self.seconds += min(waited, begin.elapsed_time(end) / 1e3) + time.perf_counter() - before - waited
+    def _end_oldest(self) -> None:
+        _, slot, target, arrived = self._copies.popleft()
+        arrived.synchronize()
+        target.copy_(slot[: len(target)])
+        self._free.append(slot)
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -218,4 +120,4 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 def transfers_for(device: torch.device) -> Pinned | None:
     """Return the asynchronous transfers for a device; None if it is not a GPU, and copies are synchronous."""
-    return Pinned(Gpu(device), RING_BYTES) if device.type == "cuda" else None
+    return Pinned(Gpu(device), PINNED_BYTES) if device.type == "cuda" else None

@@ -37,7 +37,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from extract.compute.forward import Values, check_count
-from extract.extraction.added_layers import EarlierRows
 from extract.extraction.plan import Plan
 from extract.extraction.validation import Computation, ValidatedForward
 from extract.images import Batch, Images
@@ -69,7 +68,7 @@ def extract_shard(
     summary: Summary,
     on_rows: Callable[[int, bool], None] | None = None,
     stop: Callable[[], bool] | None = None,
-    earlier: EarlierRows | None = None,
+    beside: Callable[..., Any] | None = None,
 ) -> Callable[[], object] | None:
     """Compute the rows of one shard, and store each batch while the next is computed.
 
@@ -81,23 +80,23 @@ def extract_shard(
         summary: updated with the rows and times; `stopped` if the run was asked to stop. Then the shard can be resumed.
         on_rows: called with the number of rows stored since the last call, and False.
         stop: called after each batch is decoded; True stops the run after the batches in progress are stored.
-        earlier: the rows to which layers are added; None: all layers are computed.
+        beside: gives the stored features of rows to which layers are added; None: all layers are computed.
 
     Returns:
         A function that publishes the shard and closes its file, in any thread: hashing a file of 1 GB takes as long as
         writing it. None if the run was stopped.
 
     Raises:
-        LayertapError: a batch cannot be decoded, computed or stored. Batches before it are stored.
+        LayertapError: a batch cannot be decoded, computed or stored. Batches that were complete before it are stored.
     """
-    before, began, copying_s = copy.deepcopy(summary), time.perf_counter(), forward.copying_s
+    before, began = copy.deepcopy(summary), time.perf_counter()
     stages, reported, blank = summary.stages, 0, blank_rows(plan.computed)
     # The first batch is read before the file of the shard is made: where no image can be read, no file is left.
     first = list(itertools.islice(batches, 1))  # empty if the rows of an unfinished shard are all stored
     stages["images"] += time.perf_counter() - began
     batches = itertools.chain((first.pop() for _ in range(len(first))), batches)  # and not held any longer
     with contextlib.ExitStack() as opened:
-        writer = opened.enter_context(open_part(plan, work, earlier))
+        writer = opened.enter_context(open_part(plan, work, beside))
         for batch, features in _computed(batches, Duplicates(writer), forward, summary, stop):
             rows = rows_of(batch.unique, features, blank)
             asked = time.perf_counter()
@@ -115,10 +114,6 @@ def extract_shard(
         stages["write"] += time.perf_counter() - asked
         _report_stored(writer, reported, on_rows)
         summary.count(writer.stored)
-        copied_s = forward.copying_s - copying_s
-        if copied_s > 0:  # on a GPU, inside the forwards
-            stages["forward"] -= copied_s
-            stages["copy"] = stages.get("copy", 0.0) + copied_s
         summary.images_at_once = forward.images_at_once
         if summary.stopped:
             return None
@@ -152,7 +147,7 @@ class ShardWork:
 
 
 @contextlib.contextmanager
-def open_part(plan: Plan, work: ShardWork, earlier: EarlierRows | None) -> Iterator[ShardWriter]:
+def open_part(plan: Plan, work: ShardWork, beside: Callable[..., Any] | None) -> Iterator[ShardWriter]:
     """Context manager: yield the writer of a shard; create its file if it does not exist.
 
     After an error, a new file without stored rows is removed.
@@ -161,7 +156,6 @@ def open_part(plan: Plan, work: ShardWork, earlier: EarlierRows | None) -> Itera
     is_new = not part.exists()
     if is_new:
         _create_part(plan, work, part)
-    beside = earlier.beside if earlier else None
     writer = ShardWriter(plan.dataset, work.shard, work.revision, sync_s=plan.settings.sync_s, beside=beside)
     try:
         with writer:
@@ -208,8 +202,8 @@ class Summary:
         duplicates: rows of this run that were copied, because an earlier row has an image with the same bytes.
         status: status -> number of rows of this run.
         seconds: time from the first image to the last receipt.
-        stages: seconds spent waiting for images, in the forward (with pooling), and writing; on a GPU also "copy": to
-            the GPU and back, as far as the run waited for it.
+        stages: seconds spent waiting for images, in the forward (with pooling and copies to the device and back), and
+            writing.
         write_wait_s: the part of "write" in which the next batch waited until the previous one was stored, without the
             time to complete and publish files.
         computation: how the features were computed; None if none were.
@@ -248,7 +242,7 @@ class Summary:
             "ended": datetime.now(UTC).isoformat(timespec="seconds"),
             "computed": self.computed - before.computed,
             "seconds": round(seconds, 3),
-            "stages": {stage: round(spent - before.stages.get(stage, 0.0), 3) for stage, spent in self.stages.items()},
+            "stages": {stage: round(spent - before.stages[stage], 3) for stage, spent in self.stages.items()},
         }
 
     def count(self, stored: Counter[int]) -> None:
@@ -265,36 +259,21 @@ def _computed(
     summary: Summary,
     stop: Callable[[], bool] | None,
 ) -> Iterator[tuple[Split, Values]]:
-    """Decode batches and yield them with their features, each while the device computes the next one.
-
-    If a batch cannot be decoded or computed, or the run is interrupted, the batches before it are yielded first.
-    """
+    """Decode batches and yield them with their features, each while the device computes the next one."""
     stages, computing = summary.stages, deque[tuple[Split, Callable[[], Values]]]()
-    try:
-        while not summary.stopped:
-            asked = time.perf_counter()
-            decoded = next(batches, None)
-            arrived = time.perf_counter()
-            stages["images"] += arrived - asked
-            if decoded is None:
-                break
-            batch = duplicates.split(decoded)
-            computing.append((batch, _started(batch.unique.images, forward)))
-            stages["forward"] += time.perf_counter() - arrived
-            if forward.chosen is None or len(computing) > forward.chosen.ahead:
-                yield _oldest(computing, stages)
-            summary.stopped = stop is not None and stop()
-    except GeneratorExit:
-        raise
-    except BaseException as error:  # including Ctrl-C
-        while computing:
-            try:
-                finished = _oldest(computing, stages)
-            except Exception as later:  # the first error is the one to report
-                error.add_note(f"some batches before it could not be stored: {later}")
-                break
-            yield finished
-        raise
+    while not summary.stopped:
+        asked = time.perf_counter()
+        decoded = next(batches, None)
+        arrived = time.perf_counter()
+        stages["images"] += arrived - asked
+        if decoded is None:
+            break
+        batch = duplicates.split(decoded)
+        computing.append((batch, _started(batch.unique.images, forward)))
+        stages["forward"] += time.perf_counter() - arrived
+        if forward.chosen is None or len(computing) > forward.chosen.ahead:
+            yield _oldest(computing, stages)
+        summary.stopped = stop is not None and stop()
     while computing:
         yield _oldest(computing, stages)
 
@@ -312,13 +291,8 @@ def _started(images: Tensor, forward: ValidatedForward) -> Callable[[], Values]:
 def _oldest(computing: deque[tuple[Split, Callable[[], Values]]], stages: dict[str, float]) -> tuple[Split, Values]:
     """Wait for the features of the batch that was started first, and return both."""
     asked = time.perf_counter()
-    batch, features = computing[0]
-    try:
-        values = features()
-    except Exception:
-        computing.popleft()
-        raise
-    computing.popleft()  # last, so that after an interrupted wait the batch is waited for again
+    batch, features = computing.popleft()
+    values = features()
     stages["forward"] += time.perf_counter() - asked
     return batch, values
 

@@ -1,37 +1,56 @@
-"""Resolve a run before it computes: settings, images, a backbone and the data set that exists become one `Plan`."""
+"""Resolve a run before it computes: settings, images, backbone, existing data set and axes become one `Plan`."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from extract import defaults
+from extract.backbones import LoadedBackbone
 from extract.backbones.preprocessing import Preprocessing
 from extract.backbones.sources import SOURCES
 from extract.compute.backbone import Backbone
-from extract.compute.backends import WITH_WEIGHTS, engine_for
+from extract.compute.backends import WITH_WEIGHTS, engine_for, open_forward
 from extract.compute.feature_choice import Choice, Feature, choose_features, with_projection_sizes
-from extract.errors import InputError, LayertapError
-from extract.extraction.fitted_axes import load_axes
+from extract.compute.forward import Values
+from extract.compute.principal_axes import (
+    AxesProjection,
+    AxesSource,
+    axes_in,
+    axes_source,
+    find_axes,
+    principal_axes,
+    write_axes,
+)
+from extract.errors import InputError, LayertapError, LockedError
 from extract.extraction.settings import ExtractionSettings
-from extract.images import Decoding, Images
+from extract.images import Decoding, Images, load_batches
+from extract.images.loading import stop_on_machine_errors
+from extract.row_status import Status
 from extract.store.format.dataset import UNFINISHED_HINT, DataSet, check_usable, shard_rows_for
-from extract.store.format.kept_axes import AXES_HASH
-from extract.store.format.layout import StoredFeature
+from extract.store.format.kept_axes import AXES_HASH, axes_file, recorded_axes
+from extract.store.format.layout import AXES_FOLDER, AXES_NAMES, StoredFeature
 from extract.store.places.bucket import Bucket
 from extract.store.row_selection import read_one_version
+from extract.system.atomic_files import discard, locked, own_folder
 from extract.system.optional_libraries import installed_version, own_version
 from extract.system.torch_state import evaluating, full_float32
 from extract.system.urls import is_url
 
 __all__ = ["Existing", "Plan", "asked_of", "default_batch_size", "existing_at", "how_decoded", "how_made", "resolve"]
+
+FIT_BYTES = 4 << 30  # of activations, axes, and the matrix whose eigenvectors they are
+_FIT_BATCH = 8  # images in a forward of the fit: whole activations of more take much memory
 
 
 @dataclass(frozen=True)
@@ -176,14 +195,14 @@ def resolve(
 ) -> Plan:
     """Choose the features of the layers by trial forwards, and describe the data set that a run writes.
 
-    Nothing is written, except principal axes that are fitted for a pooling `pcaK`; see `load_axes`.
+    Nothing is written, except principal axes that are fitted for a pooling `pcaK`; see `_load_axes`.
 
     Args:
         settings: settings of the run.
         images: listed images.
         backbone: loaded backbone.
         existing: from `existing_at`.
-        on_fit: see `load_axes`.
+        on_fit: see `_load_axes`.
 
     Raises:
         InputError, UnknownNameError, LayertapError: see `extract_features`.
@@ -200,16 +219,192 @@ def resolve(
     engine = _engine(settings, backbone, existing)
     with evaluating(backbone.model), full_float32():
         choice = choose_features(backbone, layers)
-    if any(feature.principal_axes for feature in choice.features):
-        stored = existing.dataset if existing.has_rows else None
-        load_axes(choice, images, backbone, existing.out, settings, stored, on_fit)
-    for feature in choice.features if existing.layers else ():
-        if feature.principal_axes and not feature.principal_axes.sha256:
-            raise InputError(
-                f"{feature.name}: {feature.pooling} needs principal axes, which are not fitted while layers are added",
-                hint="fit them with `layertap embed` into another folder, then add --axes with that folder",
-            )
+    _load_axes(choice, images, backbone, existing, settings, on_fit)
     return _plan(settings, images, backbone, existing, engine, choice)
+
+
+def _load_axes(
+    choice: Choice,
+    images: Images,
+    backbone: LoadedBackbone,
+    existing: Existing,
+    settings: ExtractionSettings,
+    on_fit: Callable[[str], None],
+) -> None:
+    """Load the axes of every feature that is projected on some and has none yet.
+
+    They are taken from `settings.axes`, or from an existing data set with rows. Otherwise they are fitted in
+    eager float32 to `settings.fit_on` images, spread evenly over all images, and written to the folder of the data set.
+
+    A data set keeps its axes in the folder `axes`, in a file for each feature, which is named by its hash.
+    `extract/compute/principal_axes.py` describes the format. The hash is an attribute of the feature and part of the
+    fingerprint, so the axes must be known before the first row. Several workers would fit them several times, on
+    different CPUs to different bits. They therefore take axes that one process has fitted.
+
+    Args:
+        choice: features; their axes are loaded.
+        images: listed images.
+        backbone: loaded backbone.
+        existing: what is at the place of the data set.
+        settings: settings of the run.
+        on_fit: called with a line of text before axes are fitted.
+
+    Raises:
+        InputError: axes are missing, are of other activations, or cannot be fitted.
+        LockedError: another process writes to the folder, or has written rows there meanwhile.
+        LayertapError: the disk is full, or a file cannot be read.
+    """
+    stored = existing.dataset if existing.has_rows else None
+    fits: list[_ToFit] = []
+    for feature in choice.features:
+        axes = feature.principal_axes
+        if axes is None or axes.sha256:
+            continue
+        source = feature.axes_source(backbone, settings.fit_on or 0, images.paths_xxh3)
+        if settings.axes is not None:
+            axes.load(find_axes(feature.name, source, axes_in(Path(settings.axes))))
+        elif stored is not None and not is_url(existing.out):
+            path = _recorded(stored, feature, source, settings.fit_on)
+            if path is None and existing.layers:
+                raise _not_fitted(feature)
+            if path is None:
+                return  # other features are stored there, which the check of the folder refuses
+            axes.load(path)
+        else:
+            fits.append((feature, axes, source))
+    if fits:
+        _fit(fits, images, backbone, existing.out, settings, on_fit)
+
+
+def _recorded(existing: DataSet, feature: Feature, wanted: AxesSource, fit_on: int | None) -> Path | None:
+    """Return the file that a data set with rows has recorded for a feature; None if it has no such axes.
+
+    Raises:
+        InputError: the file is missing or was changed, or its axes were fitted to another number of these images.
+    """
+    attributes = next((stored.attributes for stored in existing.features if stored.name == feature.name), {})
+    recorded = attributes.get(AXES_HASH)
+    if recorded not in recorded_axes(existing) or attributes.get("pooling") != feature.pooling:
+        return None
+    path = axes_file(existing, recorded)
+    source = axes_source(path)
+    if source.differences(wanted):
+        return None
+    if fit_on is not None and source.fit_on != fit_on and source.paths_xxh3 == wanted.paths_xxh3:
+        raise InputError(
+            f"{existing.out}: the axes of {feature.name} were fitted on {source.fit_on:,} images, not {fit_on:,}",
+            hint=f"use --fit-on {source.fit_on}, or choose another output folder",
+        )
+    return path
+
+
+# A feature, the axes that it is projected on, which have no values yet, and what they are fitted on.
+_ToFit = tuple[Feature, AxesProjection, AxesSource]
+
+
+def _fit(
+    fits: list[_ToFit], images: Images, backbone: LoadedBackbone, out: str, settings: ExtractionSettings,
+    on_fit: Callable[[str], None],
+) -> None:  # fmt: skip
+    """Fit the axes of each feature, write them into the folder of the data set, and load them."""
+    features = [feature for feature, _, _ in fits]
+    if settings.fit_on is None or is_url(out):
+        raise _not_fitted(features[0])
+    rows = np.linspace(0, len(images) - 1, min(settings.fit_on, len(images))).round().astype(np.int64).tolist()
+    _check_memory(fits, len(rows))
+    on_fit(f"fitting the axes of {', '.join(feature.name for feature in features)} to {len(rows):,} images ...")
+    with _folder(Path(out)) as folder:
+        activations = [np.empty((len(rows), axes.inputs), np.float32) for _, axes, _ in fits]
+        count = 0
+        for values in _activations(features, images, rows, backbone, settings):
+            flat = [values[feature.name].reshape(len(values[feature.name]), -1) for feature in features]
+            is_finite = np.all([np.isfinite(each).all(1) for each in flat], axis=0)
+            for each, held in zip(flat, activations, strict=True):
+                held[count : count + is_finite.sum()] = each[is_finite]
+            count += int(is_finite.sum())
+        if count < len(rows):
+            on_fit(f"{len(rows) - count:,} of these images have no finite activation, and are left out of the fit")
+        for (feature, axes, source), held in zip(fits, activations, strict=True):
+            axes.load(_written(feature.name, axes.outputs, source, held[:count], folder))
+            on_fit(f"{feature.name}: {axes.outputs:,} axes explain {axes.explained:.1%} of the variance")
+
+
+def _not_fitted(feature: Feature) -> InputError:
+    return InputError(
+        f"{feature.name}: {feature.pooling} needs principal axes, and this run does not fit any",
+        hint="fit them with `layertap embed` in one process into another folder, then add --axes with that folder",
+    )
+
+
+def _written(name: str, n_axes: int, source: AxesSource, activations: NDArray[np.float32], folder: Path) -> Path:
+    """Fit the axes of a feature to activations (N, n), and write them."""
+    n_images = len(activations)
+    if n_images <= n_axes:
+        raise InputError(
+            f"{name}: {n_axes:,} axes need at least {n_axes + 1:,} images to fit, and there are {n_images:,}",
+            hint="use fewer axes, a larger --fit-on, or more images",
+        )
+    fitted = principal_axes(torch.from_numpy(activations), n_axes)
+    if fitted.n_varying < n_axes:
+        raise InputError(
+            f"{name}: the {n_images:,} images vary along {fitted.n_varying:,} axes only, not {n_axes:,}",
+            hint=f"use pca{max(1, fitted.n_varying)} or less, or fit on more different images",
+        )
+    return write_axes(folder, fitted, replace(source, images=n_images))
+
+
+def _check_memory(fits: list[_ToFit], n_images: int) -> None:
+    """Check that the activations, the axes, and the largest matrix and its eigenvectors fit into `FIT_BYTES`."""
+    widest, axes, _ = max(fits, key=lambda fit: fit[1].inputs)
+    held = sum(4 * axes.inputs * (n_images + axes.outputs) for _, axes, _ in fits)
+    needed = held + 16 * min(axes.inputs, n_images) ** 2
+    if needed > FIT_BYTES:
+        raise InputError(
+            f"{widest.name}: axes of {axes.inputs:,} values fitted on {n_images:,} images take {needed / 1e9:,.1f} GB "
+            f"of memory; at most {FIT_BYTES / 1e9:.1f} GB are used",
+            hint=f"pool before the projection, such as {widest.name}:grid4:pca64, use srp in place of pca, which is "
+            "not fitted, or a smaller --fit-on",
+        )
+
+
+@contextlib.contextmanager
+def _folder(out: Path) -> Iterator[Path]:
+    """Context manager: the folder of axes in a locked data set that may not exist yet, without leftovers."""
+    check_usable(out)
+    out.mkdir(parents=True, exist_ok=True)
+    with locked(out):
+        # `existing` was read before the folder was locked: the axes of rows that were stored meanwhile stay.
+        if (out / "dataset.json").exists() and DataSet.open(out).has_rows:
+            raise LockedError(f"another process has written rows to {out}", hint="run again to resume them")
+        folder = own_folder(out / AXES_FOLDER)
+        # Of fits that were interrupted, or whose data set has no rows: it is replaced.
+        for left in folder.iterdir():
+            if AXES_NAMES.match(left.name):
+                discard(left)
+        yield folder
+
+
+def _activations(
+    features: list[Feature], images: Images, rows: list[int], backbone: LoadedBackbone, settings: ExtractionSettings
+) -> Iterator[Values]:
+    """Yield the features, without the projection, of the images that can be decoded, batch by batch."""
+    choice = Choice([replace(each, poolings=each.poolings.before_axes) for each in features], [])
+    preprocessing = replace(backbone.preprocessing, fast=False)
+    decoding = Decoding.for_preprocessing(
+        preprocessing, settings.max_pixels, workers=settings.workers, batch_size=_FIT_BATCH
+    )
+    batches = [rows[start : start + _FIT_BATCH] for start in range(0, len(rows), _FIT_BATCH)]
+    loaded = load_batches(images, batches, decoding)
+    with (
+        contextlib.closing(loaded),
+        evaluating(backbone.model),
+        full_float32(),
+        open_forward(backbone, choice, "float32") as forward,
+    ):
+        for batch in stop_on_machine_errors(loaded, images.source):
+            good = np.flatnonzero(batch.status == Status.OK).tolist()
+            if good:
+                yield forward(batch.select(good).images)
 
 
 def _plan(
@@ -307,14 +502,13 @@ def _identity(feature: Feature) -> str:
     return f"{text} axes {feature.principal_axes.sha256 or 'not fitted'}" if feature.principal_axes else text
 
 
-_DECODER = "pillow: EXIF orientation {orientation}, transparency over white"
-_ORIENTATIONS = {"exif": "applied", "ignore": "ignored"}
+_ORIENTATIONS = {"exif": "orientation applied", "ignore": "orientation ignored"}
 _TO_SRGB = "; ICC profiles converted to sRGB, perceptual"
 
 
 def _decoder(preprocessing: Preprocessing) -> str:
     """Return the decoder as named in the fingerprint; data sets without the options have the text of the defaults."""
-    text = _DECODER.format(orientation=_ORIENTATIONS[preprocessing.orientation])
+    text = f"pillow: EXIF {_ORIENTATIONS[preprocessing.orientation]}, transparency over white"
     text += _TO_SRGB if preprocessing.icc == "srgb" else ""
     if preprocessing.device:
         return text + "; JPEG files decoded by nvJPEG"
@@ -328,7 +522,7 @@ def how_decoded(depends_on: dict[str, Any]) -> dict[str, Any]:
         KeyError: the entry is missing.
     """
     decoder = str(depends_on["decoder"])
-    as_stored = decoder.startswith(_DECODER.format(orientation=_ORIENTATIONS["ignore"]))
+    as_stored = _ORIENTATIONS["ignore"] in decoder
     return {"orientation": "ignore" if as_stored else "exif", "icc": "srgb" if _TO_SRGB in decoder else "ignore"}
 
 
@@ -385,7 +579,6 @@ def _provenance(
         "depends_on": depends_on,
         "configuration": {
             "images": images.root,
-            "layers": settings.layer_list,
             **backbone.asked,
             "weights": weights,
             **settings.recorded(),

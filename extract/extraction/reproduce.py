@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from extract import defaults
 from extract.backbones import load_text_tower
 from extract.backbones.loading import permitted
-from extract.compute.agreement import deviation
 from extract.compute.backbone import Backbone, load_backbone
 from extract.compute.backends import open_forward
+from extract.compute.forward import deviation
 from extract.errors import InputError
 from extract.extraction.pipeline import StoredRows, blank_rows, rows_of
 from extract.extraction.plan import Existing, Plan, asked_of, how_decoded, how_made, resolve
@@ -61,31 +61,30 @@ def recorded_plan(
             the recorded backbone runs code.
         LayertapError: see `load_backbone`.
     """
-    layers, spec, asked = _recorded_arguments(dataset, provenance, weights)
-    max_pixels = provenance["configuration"].get("max_pixels", defaults.MAX_PIXELS)
-    try:
-        made, decoded = how_made(dataset.depends_on), how_decoded(dataset.depends_on)
-    except KeyError as error:
-        raise InputError(f"{dataset.out} does not record how it was computed: it has no {error}") from error
-    if made["compile"] == "openvino" and device == "auto":
+    spec, asked, recorded = _recorded(dataset, provenance, weights)
+    if recorded["compile"] == "openvino" and device == "auto":
         device = "cpu"
     if not isinstance(backbone, Backbone):
         backbone = load_backbone(permitted(spec, backbone, dataset.out, asked["weights"]), device=device, **asked)
-    made["compile"] = made["compile"].replace("auto", "off")
-    settings = ExtractionSettings(
-        layers=layers, workers=workers, max_pixels=max_pixels, distortion=None, fit_on=None, **made, **decoded,
-        dtype=dataset.depends_on.get("stored_as", dataset.features[0].dtype),
-    )  # fmt: skip
+    recorded["compile"] = recorded["compile"].replace("auto", "off")
+    settings = ExtractionSettings(workers=workers, distortion=None, fit_on=None, **recorded)
     return resolve(settings, images, backbone, Existing(str(dataset.out), dataset, has_rows=True))
 
 
-def _recorded_arguments(
+def _recorded(
     dataset: DataSet, provenance: dict[str, Any], weights: str | None
-) -> tuple[list[str], str, dict[str, Any]]:
-    """Return the recorded layers, backbone spec and `load_backbone` arguments of a data set."""
+) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """Return the recorded backbone spec, `load_backbone` arguments and settings of a data set."""
     configuration = provenance.get("configuration", {})
     try:
-        return list(configuration["layers"]), str(provenance["backbone"]), asked_of(configuration, weights)
+        settings = {
+            "layers": list(configuration["layers"]),
+            "max_pixels": configuration.get("max_pixels", defaults.MAX_PIXELS),
+            "dtype": dataset.depends_on.get("stored_as", dataset.features[0].dtype),
+            **how_made(dataset.depends_on),
+            **how_decoded(dataset.depends_on),
+        }
+        return str(provenance["backbone"]), asked_of(configuration, weights), settings
     except (KeyError, TypeError, ValueError) as error:
         raise InputError(f"{dataset.out} does not record how it was computed: its provenance has no {error}") from error
 
@@ -125,7 +124,7 @@ def features_of_text(
         raise InputError(
             f"texts are compared with embeddings, but {dataset.out} has none", hint="extract them with -l embedding"
         )
-    _, spec, asked = _recorded_arguments(dataset, provenance, weights)
+    spec, asked, _ = _recorded(dataset, provenance, weights)
     tower = load_text_tower(
         permitted(spec, backbone, dataset.out, asked["weights"]),
         weights=asked["weights"],

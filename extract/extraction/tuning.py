@@ -17,7 +17,7 @@ On an NVIDIA or AMD GPU nothing is timed: the order of the options is known, and
 from __future__ import annotations
 
 import functools
-import gc
+import itertools
 import math
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -29,17 +29,15 @@ from torch import Tensor
 
 from extract import defaults
 from extract.backbones.preprocessing import Preprocessing
-from extract.compute.agreement import agreement, refusal
 from extract.compute.backbone import Backbone
-from extract.compute.backends import WITH_WEIGHTS, default_engine, engine_for, open_forward
-from extract.compute.compiled import openvino_computes_in, sharing_graphs
+from extract.compute.backends import WITH_WEIGHTS, default_engine, engine_for, open_forward, openvino_computes_in
 from extract.compute.feature_choice import Choice
-from extract.compute.forward import Values
+from extract.compute.forward import Values, agreement, refusal
 from extract.errors import InputError, first_line
 from extract.extraction.plan import Plan
 from extract.extraction.validation import FIRST_DECODED, decoded_alone, decoded_in
 from extract.images import Images
-from extract.system.torch_state import has_tensor_float32
+from extract.system.torch_state import has_tensor_float32, limited_threads
 
 __all__ = [
     "PLAIN", "ComputeOption", "Measured", "Tuned", "compute_options", "decode_seconds", "fastest", "forward_rates",
@@ -49,15 +47,13 @@ __all__ = [
 # Seconds of the forwards of a job from which trying options pays. OpenVINO takes about 2.5 s to convert a graph, and
 # saves a third or more in bfloat16, about a tenth in float32. A run also computes its first batch twice.
 _PAYS_FROM_S = 25.0
-_OPENVINO_IN_FLOAT32_PAYS_FROM_S = 70.0
+_IN_FLOAT32_PAYS_FROM_S = 70.0
 # On a GPU, inductor takes 10 to 20 s, and saves 23 us for each image (resnet50 on an H200 in bfloat16, 15,545 and
 # 24,363 images/s; vit_b_16 was not faster). The number of images decides alone, so that nothing is timed. On a CPU it
 # is not tried: it takes 40 s, and `compile="auto"` takes it for jobs that are long enough.
 _INDUCTOR_PAYS_FROM_ON_GPU = 1_000_000
 _FAST_DECODING_PAYS_FROM = 1_000  # images per core, each of which saves 1 to 2 ms
-_HANDICAP = {"exact": 1.0, "fast": 1.03}  # of the estimated time, so that noise does not decide
-# Pictures that are compared on a CPU; on a GPU a batch.
-_COMPARED_PER_CORE = 4
+_COMPARED_PER_CORE = 4  # pictures
 _LEAST_COMPARED = 8
 
 
@@ -88,20 +84,16 @@ class Measured:
         way: precision and engine of the forward.
         images_per_s: rate for images in memory; 0 if it was not timed.
         why_not: why the option is refused; empty if it is accepted.
-        why_not_fast: why it is refused with fast decoding; empty if it is accepted, or without fast decoding.
     """
 
     way: ComputeOption
     images_per_s: float = 0.0
     why_not: str = ""
-    why_not_fast: str = ""
 
     @property
     def remark(self) -> str:
         """Why it is refused, to be printed after its rate; empty if it is accepted."""
-        if self.why_not:
-            return f"  rejected: {self.why_not}"
-        return f"  fast decoding rejected: {self.why_not_fast}" if self.why_not_fast else ""
+        return f"  rejected: {self.why_not}" if self.why_not else ""
 
 
 def compute_options(
@@ -142,7 +134,7 @@ def _lower_precisions(device: torch.device) -> list[str]:
 def forward_rates(
     backbone: Backbone,
     choice: Choice,
-    pictures: dict[str, Tensor],
+    pictures: Tensor,
     options: Sequence[ComputeOption],
     *,
     min_cosine: float = defaults.MIN_COSINE,
@@ -153,94 +145,59 @@ def forward_rates(
     Args:
         backbone: loaded backbone.
         choice: features to compute.
-        pictures: "exact" and perhaps "fast" -> (B, ...) images decoded in this way, from `decoded_in`.
+        pictures: (B, ...) exactly decoded images, from `decoded_in`.
         options: from `compute_options`.
-        min_cosine: lowest accepted cosine of a feature in lower precision or of a fast decoded image.
+        min_cosine: lowest accepted cosine of a feature in lower precision.
         n_images: number of images of the job.
     """
     measured: dict[ComputeOption, Measured] = {}
     expected: Values = {}
     all_compiled = all(option.engine != "eager" for option in options)  # as the user asks for
-    with sharing_graphs():
-        for option in dict.fromkeys([PLAIN, *options]):
-            if option.engine == "eager" or all_compiled or _tries(option, measured, n_images):
-                measured[option] = _tried(backbone, choice, option, pictures, expected, min_cosine)
+    for option in dict.fromkeys([PLAIN, *options]):
+        if option.engine == "eager" or all_compiled or _tries(option, list(measured.values()), n_images):
+            measured[option] = _tried(backbone, choice, option, pictures, expected, min_cosine)
     return measured[PLAIN], [measured[option] for option in options if option in measured]
 
 
-def _tries(option: ComputeOption, measured: dict[ComputeOption, Measured], n_images: float) -> bool:
-    """Return whether a compiled option is tried after the measured ones."""
-    best = max((each for each in measured.values() if not each.why_not), key=lambda each: each.images_per_s)
-    if option.precision == "float32" and best.way.engine == "openvino":  # in lower precision, which is faster
+def _tries(option: ComputeOption, measured: Sequence[Measured], n_images: float) -> bool:
+    """Return whether a compiled option may be faster than the measured ones by more than trying it takes."""
+    best = max((each for each in measured if not each.why_not), key=lambda each: each.images_per_s)
+    is_float32 = option.precision == "float32"
+    if is_float32 and best.way.engine == "openvino":  # in lower precision, which is faster
         return False
-    # Where lower precision is too inexact, its graph is there, and mostly saves as much.
-    has_graph = any(way.engine == "openvino" for way in measured)
-    is_cheap = option.precision != "float32" or has_graph
-    return n_images / best.images_per_s > (_PAYS_FROM_S if is_cheap else _OPENVINO_IN_FLOAT32_PAYS_FROM_S)
+    return n_images / best.images_per_s > (_IN_FLOAT32_PAYS_FROM_S if is_float32 else _PAYS_FROM_S)
 
 
 def _tried(
-    backbone: Backbone, choice: Choice, option: ComputeOption, pictures: dict[str, Tensor], expected: Values,
-    min_cosine: float,
-) -> Measured:  # fmt: skip
+    backbone: Backbone, choice: Choice, option: ComputeOption, pictures: Tensor, expected: Values, min_cosine: float
+) -> Measured:
     """Compare an option with the expected features, which eager float32 fills in, and time it."""
-    exact = pictures["exact"]
     try:
-        with open_forward(backbone, choice, "float32", option.precision, option.engine, len(exact)) as forward:
-            features = forward(exact)
+        with open_forward(backbone, choice, "float32", option.precision, option.engine, len(pictures)) as forward:
+            features = forward(pictures)
             if option == PLAIN:
                 expected.update(features)
             least = None if option.precision == "float32" else min_cosine
             why_not = refusal(agreement(features, expected), least) or ""
-            why_not_fast = ""
-            if "fast" in pictures:
-                why_not_fast = refusal(agreement(forward(pictures["fast"]), expected), min_cosine) or ""
-            seconds = _timed_s(functools.partial(forward, exact))
+            seconds = _timed_s(functools.partial(forward, pictures))
     except Exception as error:  # a compiler may fail in any way
         if option == PLAIN:
             raise
         return Measured(option, why_not=first_line(error))
-    finally:
-        if option.engine == "inductor":
-            torch.compiler.reset()
-        gc.collect()
-        if backbone.device.type == "cuda":
-            torch.cuda.empty_cache()
-    return Measured(option, len(exact) / seconds, why_not, why_not_fast)
+    return Measured(option, len(pictures) / seconds, why_not)
 
 
-def ranked(
-    tried: Sequence[Measured], decode_s: dict[str, float], *, on_cpu: bool, decode: str | None = None
-) -> list[tuple[Measured, str]]:
-    """Return the accepted options, each with its decoding of images, by the estimated time of an image, shortest first.
-
-    Fast decoding must save 3 %. The time of a start does not count: OpenVINO starts from the graph that it has.
-
-    Args:
-        tried: measured options.
-        decode_s: "exact" and perhaps "fast" -> seconds of a core to decode an image.
-        on_cpu: whether decoding and the forward share the cores.
-        decode: only options with this decoding; None: either.
+def ranked(tried: Sequence[Measured]) -> list[Measured]:
+    """Return the accepted options, the fastest first. Their starts do not count: OpenVINO starts from its graph.
 
     Raises:
         InputError: no option is accepted.
     """
-    good = [
-        (each, way)
-        for way in decode_s
-        for each in tried
-        if decode in (None, way) and not each.why_not and not (way == "fast" and each.why_not_fast)
-    ]
+    good = [each for each in tried if not each.why_not]
     if not good:
-        reasons = [f"{each.way}: {each.why_not or each.why_not_fast}" for each in tried]
+        reasons = [f"{each.way}: {each.why_not}" for each in tried]
         raise InputError("every requested compute option was rejected:\n  " + "\n  ".join(reasons))
-
-    def image_s(accepted: tuple[Measured, str]) -> float:
-        measured, way = accepted
-        forward_s, decoding_s = 1 / measured.images_per_s, decode_s[way] / defaults.CORES
-        return (forward_s + decoding_s if on_cpu else max(forward_s, decoding_s)) * _HANDICAP[way]
-
-    return sorted(good, key=image_s)
+    return sorted(good, key=lambda each: -each.images_per_s)
 
 
 @dataclass(frozen=True)
@@ -274,7 +231,7 @@ def fastest(plan: Plan, fixed: Collection[str] = (), on_measuring: Callable[[], 
         on_measuring: called before options are measured.
 
     Raises:
-        InputError: no option agrees, or an image cannot be decoded in any way.
+        InputError: no option agrees, or no image can be decoded.
     """
     settings, backbone, images = plan.settings, plan.backbone, plan.images
     plain = {"precision": "float32", "compile": "auto", "decode": "exact"}
@@ -283,46 +240,31 @@ def fastest(plan: Plan, fixed: Collection[str] = (), on_measuring: Callable[[], 
         return Tuned([plan.existing.made | given], [], "resumed")
     if any(feature.is_whole for feature in plan.choice.features):
         return Tuned([plain | given], [], "whole")
-    decode, n_images = given.get("decode"), len(images)
-    ways = {"exact": backbone.preprocessing.exact()}
-    if decode == "fast" or (decode is None and ways["exact"].can_be_faster):
-        ways["fast"] = ways["exact"].faster()
-    has_many = n_images > _FAST_DECODING_PAYS_FROM * defaults.CORES
+    n_images, exact = len(images), backbone.preprocessing.exact()
+    # Fast decoding saves time on each image: on a CPU in any case, and on a GPU, which waits for the cores that decode.
+    has_many = n_images > _FAST_DECODING_PAYS_FROM * defaults.CORES and exact.can_be_faster
+    decodings = ["fast", "exact"] if has_many and "decode" not in given else [given.get("decode", "exact")]
     is_gpu = _is_gpu(backbone.device)
-    if not is_gpu and not (has_many and "fast" in ways) and not _forwards_are_long(plan):
+    if not is_gpu and not (has_many and "fast" in decodings) and not _forwards_are_long(plan):
         return Tuned([plain | given], [], "short")
     options = compute_options(backbone.device, n_images, precision=given.get("precision"), compile=given.get("compile"))
-    if is_gpu:
-        # A GPU waits for the cores that decode, if there is much to decode.
-        decodings = list(reversed(ways)) if has_many else ["exact"]
-        pairs = [(option, way) for option in options for way in decodings]
-        return Tuned(_settings_of(pairs, given, float32_may_be_compiled=True), [], "ordered")
-    on_measuring()
-    decode_s = {name: decode_seconds(images, way, settings.max_pixels, _LEAST_COMPARED) for name, way in ways.items()}
-    on_cpu = backbone.device.type == "cpu"
-    most = max(_COMPARED_PER_CORE * defaults.CORES, _LEAST_COMPARED) if on_cpu else n_images
-    pictures = decoded_in(images, list(ways.values()), settings.max_pixels, min(plan.batch_size, most))
-    _, tried = forward_rates(
-        backbone, plan.choice, dict(zip(ways, pictures, strict=True)), options,
-        min_cosine=settings.min_cosine, n_images=n_images,
-    )  # fmt: skip
-    pairs = [(measured.way, way) for measured, way in ranked(tried, decode_s, on_cpu=on_cpu, decode=decode)]
-    # Where no compiler was tried, the number of images decides whether float32 is compiled.
-    compiled = any(each.way.precision == "float32" and each.way.engine != "eager" for each in tried)
-    return Tuned(_settings_of(pairs, given, float32_may_be_compiled=not compiled), tried, "measured")
-
-
-def _settings_of(
-    pairs: Sequence[tuple[ComputeOption, str]], given: dict[str, Any], float32_may_be_compiled: bool
-) -> list[dict[str, Any]]:
-    """Return the settings of options, each with a decoding, without repetitions."""
-    settings: list[dict[str, Any]] = []
-    for option, decode in pairs:
-        compile = "auto" if option == PLAIN and float32_may_be_compiled else option.compile
+    tried: list[Measured] = []
+    if not is_gpu:
+        on_measuring()
+        count = min(plan.batch_size, max(_COMPARED_PER_CORE * defaults.CORES, _LEAST_COMPARED))
+        (pictures,) = decoded_in(images, [exact], settings.max_pixels, count)
+        _, tried = forward_rates(
+            backbone, plan.choice, pictures, options, min_cosine=settings.min_cosine, n_images=n_images
+        )
+        options = [measured.way for measured in ranked(tried)]
+    chosen: list[dict[str, Any]] = []
+    for option, decode in itertools.product(options, decodings):
+        # The number of images decides whether float32 is compiled.
+        compile = "auto" if option == PLAIN else option.compile
         each = {"precision": option.precision, "compile": compile, "decode": decode} | given
-        if each not in settings:
-            settings.append(each)
-    return settings
+        if each not in chosen:
+            chosen.append(each)
+    return Tuned(chosen, tried, "ordered" if is_gpu else "measured")
 
 
 def _is_gpu(device: torch.device) -> bool:
@@ -333,23 +275,19 @@ def decode_seconds(
     images: Images, preprocessing: Preprocessing, max_pixels: int = defaults.MAX_PIXELS, count: int = FIRST_DECODED
 ) -> float:
     """Return the seconds of one core to decode an image, measured on the first `count`."""
-    threads, rows = torch.get_num_threads(), range(min(count, len(images)))
-    torch.set_num_threads(1)  # as in a worker
-    try:
+    rows = range(min(count, len(images)))
+    with limited_threads(1):  # as in a worker
         decoded_alone(images, preprocessing, max_pixels, rows[:1])  # the first time, libraries are imported
         return _timed_s(functools.partial(decoded_alone, images, preprocessing, max_pixels, rows)) / len(rows)
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _forwards_are_long(plan: Plan) -> bool:
     """Return whether a job may gain by any option; eager forwards of two empty pictures tell how long it takes."""
     pictures = torch.zeros(2, *plan.backbone.preprocessing.crop_px, 3, dtype=torch.uint8)
     with open_forward(plan.backbone, plan.choice, "float32") as forward:
-        for _ in range(2):  # the first may have been disturbed
-            if len(plan.images) * _timed_s(functools.partial(forward, pictures)) / len(pictures) <= _PAYS_FROM_S:
-                return False
-    return True
+        # Twice, as the first may have been disturbed.
+        seconds = min(_timed_s(functools.partial(forward, pictures)) for _ in range(2)) / len(pictures)
+    return len(plan.images) * seconds > _PAYS_FROM_S
 
 
 def _timed_s(call: Callable[[], object]) -> float:

@@ -16,15 +16,13 @@ import numpy as np
 from torch import Tensor
 
 from extract.backbones.preprocessing import Preprocessing
-from extract.compute.agreement import Agreement, agreement, refusal
 from extract.compute.backends import default_engine, open_forward
-from extract.compute.forward import Forward, Values, check_rows
+from extract.compute.forward import Agreement, Forward, Values, agreement, check_rows, refusal
 from extract.errors import DisagreementError, InputError, LayertapError, first_line
 from extract.extraction.plan import Plan
 from extract.images import Batch, Decoding, Images, load_batches
 from extract.row_status import Status
 from extract.store.format.value_types import decoded, encoded, read_as
-from extract.system.json_files import Text, read_json_lines
 
 __all__ = ["FIRST_DECODED", "Computation", "ValidatedForward", "decoded_alone", "decoded_in"]
 
@@ -81,11 +79,6 @@ class ValidatedForward(contextlib.ExitStack):
         self.chosen: Forward | None = None
 
     @property
-    def copying_s(self) -> float:
-        """See `Forward`."""
-        return 0.0 if self.chosen is None else self.chosen.copying_s
-
-    @property
     def images_at_once(self) -> int | None:
         """See `Forward`."""
         return None if self.chosen is None else self.chosen.images_at_once
@@ -107,16 +100,12 @@ class ValidatedForward(contextlib.ExitStack):
             if len(images) > 1:
                 self._reference(images)
             return self.chosen(images)
-        try:
-            return self._first(images)
-        except BaseException:
-            self.close()  # a retry compares again
-            raise
+        return self._first(images)
 
     def _first(self, images: Tensor) -> Values:
         """Return the features of the first batch, and choose the forward of the run by them."""
         plan, began = self._plan, time.perf_counter()
-        engine, why_eager = _engine(plan, self._has_stored_rows)
+        engine, why_eager = _engine(plan)
         computation = Computation(engine, why_eager)
         is_reference = (engine, plan.settings.precision) == ("eager", "float32")
         expected = {} if is_reference else self._reference(images)
@@ -246,30 +235,18 @@ def _with_remedies(error: LayertapError, engine: str, precision: str) -> Disagre
     return DisagreementError(reason, " or ".join(remedies))
 
 
-def _engine(plan: Plan, has_stored_rows: bool) -> tuple[str, str]:
+def _engine(plan: Plan) -> tuple[str, str]:
     """Return the engine, and why it is not a compiler.
 
-    "auto" decides by the size of the whole data set. A resumed run takes the engine of the stored rows, so it gives the
-    same bytes as an uninterrupted run.
+    "auto" decides by the size of the whole data set, so a resumed run gives the same bytes as an uninterrupted run.
     """
     if plan.engine != "auto":
         return plan.engine, ""
     # Compiled programs are not kept on disk: it saved 2 s of a start, and needed a digest of all operators and weights.
     best = default_engine(plan.backbone.device, plan.settings.precision)
-    if has_stored_rows and (stored := _engine_of_stored_rows(plan)):
-        return stored, "as the stored rows" if stored == "eager" else ""
     if plan.dataset.n_rows >= _PAYS_FROM[best]:
         return best, ""
     return "eager", f"compiling pays from {_PAYS_FROM[best]:,} images"
-
-
-def _engine_of_stored_rows(plan: Plan) -> str | None:
-    """Return the engine of the last run that computed rows; None if no log names it."""
-    engine = None
-    shape = {"event": Text("computing"), "computation": {"engine": Text("eager|openvino|inductor")}}
-    for event in read_json_lines(plan.dataset.out / "runs.jsonl", shape):
-        engine = event["computation"]["engine"]
-    return engine
 
 
 def decoded_in(

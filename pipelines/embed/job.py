@@ -8,8 +8,7 @@ from typing import Any
 
 from extract import defaults
 from extract.compute.backbone import Backbone
-from extract.compute.backends import default_engine
-from extract.compute.compiled import sharing_graphs
+from extract.compute.backends import default_engine, sharing_graphs
 from extract.errors import DisagreementError
 from extract.extraction.pipeline import Summary
 from extract.extraction.plan import Plan, existing_at, resolve
@@ -239,7 +238,7 @@ def _leaves_bfloat16_unused(outcome: EmbedResult) -> bool:
 
 
 def bottleneck(summary: Summary) -> str:
-    """Return the stage that limits the rate: "images", "forward", "write" or "copy".
+    """Return the stage that limits the rate: "images", "forward" or "write".
 
     Images are decoded and rows are written while the forward computes. So a forward that waits for images, or for the
     previous batch to be written, for more than 20 % of the time is limited by them, whatever its own share: a faster
@@ -248,7 +247,7 @@ def bottleneck(summary: Summary) -> str:
     """
     stages = summary.stages
     least_s = _WAITING_SHARE * sum(stages.values())
-    waits = {"images": stages["images"], "write": summary.write_wait_s, "copy": stages.get("copy", 0.0)}
+    waits = {"images": stages["images"], "write": summary.write_wait_s}
     longest = max(waits, key=waits.__getitem__)
     return longest if waits[longest] > least_s else max(("forward", "write"), key=stages.__getitem__)
 

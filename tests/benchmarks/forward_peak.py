@@ -85,7 +85,7 @@ def main() -> None:
                 choice = choose_features(backbone, defaults.LAYERS)
             (pictures,) = decoded_in(images, [backbone.preprocessing], defaults.MAX_PIXELS)
             options = compute_options(backbone.device)
-            for measured in forward_rates(backbone, choice, {"exact": pictures}, options)[1]:
+            for measured in forward_rates(backbone, choice, pictures, options)[1]:
                 key = spec, str(measured.way)
                 rates[key] = max(rates[key], measured.images_per_s)
             print(f"round {number + 1}: {spec}", file=sys.stderr, flush=True)

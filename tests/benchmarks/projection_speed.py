@@ -20,7 +20,7 @@ import torch
 from extract.compute.backbone import load_backbone
 from extract.compute.backends import open_forward
 from extract.compute.feature_choice import choose_features
-from extract.compute.sparse_projection import SparseProjection
+from extract.compute.sparse_projection import SparseProjection, entries
 from extract.system.torch_state import evaluating, full_float32
 
 
@@ -57,7 +57,7 @@ def blocks_of_resnet50(rounds: int, batch: int) -> None:
         projected = choose_features(backbone, ["layer?.*:srp4096"])
         means = choose_features(backbone, ["layer?.*:mean_map"])
     matrices = {feature.poolings.steps[0].function.keywords["projection"] for feature in projected.features}
-    size = sum(matrix.nbytes for matrix in matrices)
+    size = sum(4 * len(entries(m.inputs, m.outputs, m.seed)[0]) for m in matrices)
     drawn_s = sum(timed(partial(SparseProjection(m.inputs, m.outputs, 1)._drawn, 1))[0] for m in matrices)
     print(f"{len(projected.features)} layers, {len(matrices)} matrices: {size / 1e6:.0f} MB, drawn in {drawn_s:.1f} s")
     for engine in ("eager", "openvino"):
@@ -70,10 +70,10 @@ def blocks_of_resnet50(rounds: int, batch: int) -> None:
 
 def one_matrix(rounds: int, batch: int) -> None:
     projection = SparseProjection(802_816, 4096, 0)
-    rows, columns, values = projection.matrix()
+    rows, columns, positive = entries(802_816, 4096, 0)
     starts = torch.searchsorted(torch.from_numpy(rows), torch.arange(4097))
-    entries = torch.from_numpy(values).float()
-    plain = torch.sparse_csr_tensor(starts, torch.from_numpy(columns), entries, (4096, 802_816), check_invariants=True)
+    values = torch.where(torch.from_numpy(positive), projection._scale, -projection._scale).float()
+    plain = torch.sparse_csr_tensor(starts, torch.from_numpy(columns), values, (4096, 802_816), check_invariants=True)
     x = torch.randn(batch, 802_816, generator=torch.Generator().manual_seed(0))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

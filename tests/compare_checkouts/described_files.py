@@ -34,7 +34,7 @@ VARYING_KEYS = re.compile(
 )
 # Sizes and hashes of whole files, which contain times.
 FILE_KEYS = {"size", "sha256", "ratio"}
-STAGES = {"images", "forward", "write", "copy"}
+STAGES = {"images", "forward", "write"}
 
 # Texts that are different in each run. The order matters.
 VARYING_TEXTS: list[tuple[str, str]] = [

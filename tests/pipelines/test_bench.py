@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from extract import FeatureReader
-from extract.compute import compiled
+from extract.compute import backends
 from extract.extraction import tuning
 from extract.extraction.tuning import ComputeOption, Measured
 from pipelines.cli import main
@@ -59,15 +59,15 @@ def test_it_measures_decoding_the_forward_and_the_pipeline(
 @pytest.mark.slow
 @pytest.mark.usefixtures("openvino_in_bfloat16")
 def test_fast_measures_and_says_what_it_takes(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, exported = compiled.graph_of, []
-    monkeypatch.setattr(compiled, "graph_of", lambda *args: exported.append(1) or real(*args))
+    real, exported = backends.graph_of, []
+    monkeypatch.setattr(backends, "graph_of", lambda *args: exported.append(1) or real(*args))
     result = _run("embed", str(folder), *NET, "--fast", "-o", str(tmp_path / "out"), "--json")
     assert "float32, eager" in result.stderr
     assert "bfloat16, openvino" in result.stderr
     told = json.loads(result.stdout)
     assert told["status"] == {"ok": 12}
     assert len(exported) == 1  # for both precisions, and for the run
-    assert compiled._CONVERTED is None
+    assert backends._CONVERTED is None
     result = _run("embed", str(folder), *NET, "--fast", "-o", str(tmp_path / "out"))
     assert "is complete" in result.stdout
     assert "float32, eager" not in result.stderr
@@ -115,14 +115,14 @@ def test_where_nothing_fast_may_be_taken_it_says_why(
 
 @pytest.mark.usefixtures("measured_at_once")
 @pytest.mark.slow
-@pytest.mark.parametrize("decode", ["exact", "fast"])
+@pytest.mark.parametrize("fast_decoding_pays_from", [0, 1000])
 def test_where_the_first_batch_refuses_the_fastest_the_next_one_is_taken(
-    decode: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fast_decoding_pays_from: int, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fewer images are compared to find the fastest than in the run, which has the last word."""
     plain, lower = Measured(ComputeOption("float32", "eager"), 10.0), Measured(ComputeOption("bfloat16", "eager"), 20.0)
     monkeypatch.setattr(tuning, "forward_rates", lambda *_, **__: (plain, [plain, lower]))
-    monkeypatch.setattr(tuning, "ranked", lambda *_, **__: [(lower, decode), (plain, "exact")])
+    monkeypatch.setattr(tuning, "_FAST_DECODING_PAYS_FROM", fast_decoding_pays_from)
     flags = [str(folder), *NET, "--min-cosine", "1"]
     result = _run("embed", *flags, "--fast", "-o", str(tmp_path / "out"), "--json")
     assert "rejected: in bfloat16 (eager), embedding has a cosine of 0.99" in result.stderr
@@ -134,7 +134,7 @@ def test_where_the_first_batch_refuses_the_fastest_the_next_one_is_taken(
         assert found.fingerprint == expected.fingerprint
         assert np.array_equal(found["embedding"][:], expected["embedding"][:])
 
-    monkeypatch.setattr(tuning, "ranked", lambda *_, **__: [(lower, decode)])
+    monkeypatch.setattr(tuning, "forward_rates", lambda *_, **__: (plain, [lower]))
     result = CliRunner().invoke(main, ["embed", *flags, "--fast", "-o", str(tmp_path / "none")])
     assert result.exit_code == 1
     assert "at least 1.0 is required\n\nhint: use --precision float32 or" in result.stderr

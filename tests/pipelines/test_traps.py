@@ -216,8 +216,8 @@ def test_a_number_of_processes_far_above_the_cores_is_refused() -> None:
 # What a run was bound by
 
 
-def summary_of(images: float, forward: float, write: float, wait: float = 0.0, copy: float | None = None) -> Summary:
-    stages = {"images": images, "forward": forward, "write": write} | ({} if copy is None else {"copy": copy})
+def summary_of(images: float, forward: float, write: float, wait: float = 0.0) -> Summary:
+    stages = {"images": images, "forward": forward, "write": write}
     return Summary(n_rows=1, computed=1, seconds=sum(stages.values()), stages=stages, write_wait_s=wait)
 
 
@@ -231,7 +231,6 @@ def summary_of(images: float, forward: float, write: float, wait: float = 0.0, c
         (summary_of(30, 60, 10), "images"),  # decoding cannot keep up with the forward
         (summary_of(19, 61, 20), "forward"),
         (summary_of(30, 30, 40, wait=35), "write"),
-        (summary_of(5, 60, 5, copy=30), "copy"),
         (summary_of(0, 0, 0), "forward"),
     ],
 )

@@ -7,7 +7,7 @@ A data set is a folder:
     shards/000000.json    its receipt: size, sha256, rows by status, label and split, why rows failed
     shards/000001.h5.part a shard being written, or left by an interrupted run
     shards/000002-r1.h5   a finished shard that was rewritten to fill failed rows; -r2: a second time
-    axes/HASH.safetensors principal axes of features with a pooling pcaK (extract/compute/axes_projection.py)
+    axes/HASH.safetensors principal axes of features with a pooling pcaK (extract/compute/principal_axes.py)
 
 A shard is plain HDF5 (superblock 3, HDF5 1.10 or later) with rows in path order:
 

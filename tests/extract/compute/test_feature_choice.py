@@ -78,16 +78,11 @@ def test_poolings_follow_each_other_and_projections_have_seeds_in_their_names(re
         choose_features(resnet, ["layer1:srp64:grid4"])
 
 
-def test_features_of_the_compiled_graph_are_shared_by_projections_of_one_tensor(resnet: Backbone) -> None:
-    choice = choose_features(
-        resnet, ["layer1:srp64", "layer1:srp64s1", "layer1:grid4:srp8", "layer2", "layer2:srp8", "layer2:none"]
-    )
-    compiled, following = choice.split()
-    assert [(f.name, f.pooling) for f in compiled.features] == [
-        ("layer1 none", ""), ("layer1 grid4", "grid4"), ("layer2:mean_map", "mean_map"), ("layer2:none", "none"),
-    ]  # fmt: skip
-    assert following.is_needed
-    assert not choose_features(resnet, ["layer1", "layer2"]).split()[1].is_needed
+def test_projections_and_what_follows_them_are_not_compiled(resnet: Backbone) -> None:
+    compiled, following = choose_features(resnet, ["layer1:srp64", "layer1:grid4:srp8:srp4", "layer2"]).split()
+    assert {feature.name: (feature.pooling, following[feature.name].name) for feature in compiled.features} == {
+        "layer1:srp64": ("", "srp64"), "layer1:grid4:srp8:srp4": ("grid4", "srp8:srp4"), "layer2": ("mean_map", ""),
+    }  # fmt: skip
 
 
 def test_poolings_of_tokens_are_those_of_the_model_without_special_tokens() -> None:

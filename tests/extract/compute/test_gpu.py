@@ -12,7 +12,7 @@ import torch
 from extract import extract_features, load_backbone
 from extract.analysis.probe import linear_probe
 from extract.compute import transfers
-from extract.compute.agreement import agreement
+from extract.compute.forward import agreement
 from extract.images.device_decoding import JpegDecoder
 from tests.conftest import make_picture
 
@@ -55,12 +55,14 @@ def net():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("compile", "ring"), [("off", transfers.RING_BYTES), ("off", 1 << 18), ("inductor", 1 << 22)])
+@pytest.mark.parametrize(
+    ("compile", "ring"), [("off", transfers.PINNED_BYTES), ("off", 1 << 18), ("inductor", 1 << 22)]
+)
 def test_none_of_100_000_rows_is_another_or_half_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compile: str, ring: int
 ) -> None:
     """The maps of a 1x1 convolution, which a ReLU writes over, against the same by numpy; later layers keep it busy."""
-    monkeypatch.setattr(transfers, "RING_BYTES", ring)
+    monkeypatch.setattr(transfers, "PINNED_BYTES", ring)
     (tmp_path / "nets.py").write_text(CODE)
     pictures = np.random.default_rng(0).integers(0, 256, (100_000, 16, 16, 3), np.uint8)
     np.save(tmp_path / "pictures.npy", pictures)

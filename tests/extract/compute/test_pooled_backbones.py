@@ -8,15 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import transformers
-from scipy.sparse import csr_array
 
-from extract.compute.agreement import FULL_PRECISION
 from extract.compute.backbone import Backbone, load_backbone
 from extract.compute.backends import open_forward
 from extract.compute.feature_choice import choose_features
+from extract.compute.forward import FULL_PRECISION
 from extract.compute.sparse_projection import SparseProjection
 from extract.system.torch_state import evaluating
 from tests.extract.compute.test_backends import _pictures
+from tests.extract.compute.test_sparse_projection import matrix_of
 
 ENGINES = [
     "eager",
@@ -34,8 +34,7 @@ def computed(backbone: Backbone, engine: str, layers: list[str]) -> dict[str, np
 
 def projected(values: np.ndarray, outputs: int, seed: int) -> np.ndarray:
     rows = values.reshape(len(values), -1)
-    lines, columns, entries = SparseProjection(rows.shape[1], outputs, seed).matrix()
-    return rows @ csr_array((entries, (lines, columns)), shape=(outputs, rows.shape[1])).T
+    return rows @ matrix_of(SparseProjection(rows.shape[1], outputs, seed)).T
 
 
 def halves(maps: np.ndarray) -> np.ndarray:

@@ -278,7 +278,7 @@ def test_every_pooling_is_computed_in_16_bits_too() -> None:
         layout = recognise(shape, SQUARE, 1, patches=49, class_token=True)
         x = torch.randn(3, *shape, generator=generator).bfloat16()
         for name in (key.replace("[P]", "").replace("gridG", "grid3").replace("[K][sSEED]", "20") for key in POOLINGS):
-            if name == "pca[w]K":  # computes after a fit only; `test_axes_projection.py` has it in 16 bits
+            if name == "pca[w]K":  # computes after a fit only; `test_principal_axes.py` has it in 16 bits
                 continue
             try:
                 chain = resolve_pooling(name, x, layout)

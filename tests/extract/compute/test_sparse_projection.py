@@ -22,8 +22,10 @@ LARGE = (14358, 5811539496, 7269)
 
 
 def matrix_of(projection: SparseProjection) -> csr_array:
-    rows, columns, values = projection.matrix()
-    return csr_array((values, (rows, columns)), shape=(projection.outputs, projection.inputs))
+    rows, columns, positive = entries(projection.inputs, projection.outputs, projection.seed)
+    scale = math.sqrt(math.sqrt(projection.inputs) / projection.outputs)
+    shape = projection.outputs, projection.inputs
+    return csr_array((np.where(positive, scale, -scale), (rows, columns)), shape=shape)
 
 
 def by_hand(inputs: int, outputs: int, seed: int) -> list[tuple[int, int, bool]]:
@@ -162,11 +164,13 @@ def test_layers_of_equal_size_share_a_matrix_while_it_is_in_use() -> None:
 
 def test_a_matrix_takes_four_bytes_for_each_entry_and_input_without_one() -> None:
     projection = SparseProjection(200_704, 1024, 0)
-    assert projection.nbytes == 0  # drawn on the first call
+    assert projection._tiles == {}  # drawn on the first call
     projection(torch.zeros(1, 200_704))
-    _, columns, _ = projection.matrix()
+    [tiles] = projection._tiles.values()
+    kept = sum(each.inputs.nbytes + each.starts.nbytes + each.unused.nbytes for each in tiles)
+    _, columns, _ = entries(200_704, 1024, 0)
     entries_and_starts = len(columns) + 7 * (2 * 1024 + 1)
-    assert projection.nbytes == 4 * (entries_and_starts + 200_704 - len(np.unique(columns)))
+    assert kept == 4 * (entries_and_starts + 200_704 - len(np.unique(columns)))
 
 
 def test_other_types_are_projected_in_float32() -> None:

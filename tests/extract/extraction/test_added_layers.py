@@ -355,7 +355,7 @@ def test_layers_are_added_to_complete_rows_of_the_same_backbone_only(
         embed(photos, out, other, NEW, add=True)
     with pytest.raises(InputError, match="precision: stored float32, now bfloat16"):
         embed(photos, out, backbone, NEW, add=True, precision="bfloat16")
-    with pytest.raises(InputError, match="principal axes, which are not fitted while layers are added"):
+    with pytest.raises(InputError, match="needs principal axes, and this run does not fit any"):
         embed(photos, out, backbone, ["4:pca2"], add=True)
     with pytest.raises(InputError, match="features.0: stored 0 mean_map"):
         embed(photos, out, backbone, ["0:max_map"], add=True)

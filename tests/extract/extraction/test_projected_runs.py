@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from scipy.sparse import csr_array
 from sklearn.random_projection import johnson_lindenstrauss_min_dim
 
 from extract import InputError, LayertapError, extract_features
@@ -16,6 +15,7 @@ from extract.compute.backbone import Backbone, load_backbone
 from extract.compute.sparse_projection import SparseProjection
 from extract.extraction.reproduce import recheck
 from extract.extraction.run import extract
+from tests.extract.compute.test_sparse_projection import matrix_of
 from tests.pipelines.test_cli import fails, layertap
 from tests.planning import BY_COMMAND, NET, plan
 
@@ -33,8 +33,7 @@ def test_stored_rows_are_the_projections_of_the_whole_layer(folder: Path, tmp_pa
     for name, values, seed in (("layer1:srp50s2", whole, 2), ("layer1:grid4:srp20", grid, 0)):
         values = values.reshape(len(values), -1)
         outputs = reader[name].shape[1]
-        rows, columns, entries = SparseProjection(values.shape[1], outputs, seed).matrix()
-        expected = values @ csr_array((entries, (rows, columns)), shape=(outputs, values.shape[1])).T
+        expected = values @ matrix_of(SparseProjection(values.shape[1], outputs, seed)).T
         assert np.abs(reader[name][:] - expected).max() <= 1e-5 * np.abs(expected).max()
     assert reader["layer1:grid4:srp20"].attributes["pooling"] == "grid4:srp20"
     assert reader["layer1:srp50s2"].attributes["axes"] == "C"

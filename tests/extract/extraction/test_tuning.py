@@ -12,7 +12,7 @@ import torch
 
 from extract import FeatureReader, InputError, extract_features, load_backbone
 from extract.compute import backends
-from extract.compute.compiled import openvino_computes_in
+from extract.compute.backends import openvino_computes_in
 from extract.compute.feature_choice import choose_features
 from extract.extraction import tuning
 from extract.extraction.tuning import (
@@ -24,7 +24,6 @@ from extract.extraction.tuning import (
     decode_seconds,
     fastest,
     forward_rates,
-    ranked,
 )  # fmt: skip
 from extract.extraction.validation import decoded_in
 from extract.images import list_images
@@ -58,26 +57,20 @@ def _tuned(folder: Path, out: Path, backbone: Any, **settings: Any) -> Tuned:
     return fastest(plan(folder, out=out, backbone=backbone, **settings), fixed=settings)
 
 
-def _order(*tried: Measured, exact: float = 0.0, fast: float = 0.0, **job: Any) -> list[Any]:
-    decode_s = {"exact": exact, "fast": fast} if fast else {"exact": exact}
-    found = ranked(tried, decode_s, on_cpu=True, **job)
-    return [(measured.way, decode) for measured, decode in found]
-
-
 def _tried(
     monkeypatch: pytest.MonkeyPatch, backbone: Any, n_images: int, rates: dict[ComputeOption, float],
-    refused: tuple[ComputeOption, ...] = (), options: tuple[ComputeOption, ...] = (),
+    options: tuple[ComputeOption, ...] = (),
 ) -> list[ComputeOption]:  # fmt: skip
     """Return the options that a job tries, if they have these rates."""
     tried: list[ComputeOption] = []
 
     def measured(backbone: Any, choice: Any, option: ComputeOption, *_: Any) -> Measured:
         tried.append(option)
-        return Measured(option, rates[option], why_not="a cosine" if option in refused else "")
+        return Measured(option, rates[option])
 
     monkeypatch.setattr(tuning, "_tried", measured)
     forward_rates(
-        backbone, None, {"exact": torch.zeros(8)}, options or (PLAIN, LOWER_BY_OPENVINO, BY_OPENVINO),
+        backbone, None, torch.zeros(8), options or (PLAIN, LOWER_BY_OPENVINO, BY_OPENVINO),
         n_images=n_images,
     )  # fmt: skip
     return tried
@@ -190,14 +183,6 @@ def test_a_compiler_is_tried_if_the_job_may_gain_more_than_its_preparation_takes
     assert _tried(monkeypatch, backbone, 200, rates, options=(BY_OPENVINO,)) == [PLAIN, BY_OPENVINO]  # as asked for
 
 
-def test_where_lower_precision_is_too_inexact_its_graph_is_tried_in_float32(
-    backbone: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rates = {PLAIN: 20.0, LOWER_BY_OPENVINO: 45.0, BY_OPENVINO: 22.0}
-    refused = (LOWER_BY_OPENVINO,)
-    assert _tried(monkeypatch, backbone, 600, rates, refused) == [PLAIN, LOWER_BY_OPENVINO, BY_OPENVINO]
-
-
 @pytest.mark.slow
 @openvino
 @pytest.mark.usefixtures("all_tried")
@@ -206,8 +191,7 @@ def test_ways_that_do_not_agree_or_fail_are_not_to_be_taken(
 ) -> None:
     with evaluating(backbone.model):
         choice = choose_features(backbone, ["embedding"])
-    ways = {"exact": backbone.preprocessing, "fast": backbone.preprocessing.faster()}
-    pictures = dict(zip(ways, decoded_in(list_images(folder), list(ways.values()), 10**6, 6), strict=True))
+    (pictures,) = decoded_in(list_images(folder), [backbone.preprocessing], 10**6, 6)
     slow = ComputeOption("float32", "inductor")
 
     def no_compiler(*_: object, **__: object) -> None:
@@ -220,7 +204,6 @@ def test_ways_that_do_not_agree_or_fail_are_not_to_be_taken(
     assert reference == plain
     assert (plain.why_not, compiled.why_not) == ("", "")
     assert plain.images_per_s > 0 < compiled.images_per_s
-    assert "at least 1.0 is required" in plain.why_not_fast
     assert "at least 1.0 is required" in lower.why_not
     assert failed.images_per_s == 0.0
     assert failed.why_not == "timm/test_resnet cannot be compiled by inductor: no C++ compiler"
@@ -234,33 +217,24 @@ def test_the_fastest_that_agrees_is_taken(
         Measured(PLAIN, 10.0),
         Measured(LOWER, 10**6),
         Measured(LOWER_BY_OPENVINO, 10**7, why_not="embedding has a cosine of 0.9 to eager float32"),
-        Measured(BY_OPENVINO, 20.0, why_not_fast="a cosine"),
+        Measured(BY_OPENVINO, 20.0),
     ]
     monkeypatch.setattr(tuning, "forward_rates", lambda *_, **__: (rates[0], rates))
-    monkeypatch.setattr(tuning, "decode_seconds", lambda images, way, *_: 0.0001 if way.fast else 10.0)
+    monkeypatch.setattr(tuning, "_FAST_DECODING_PAYS_FROM", 0)
     tuned = _tuned(folder, tmp_path / "out", backbone, min_cosine=0.9)
     assert [(each["precision"], each["compile"], each["decode"]) for each in tuned.settings] == [
         ("bfloat16", "off", "fast"),
-        ("float32", "off", "fast"),
         ("bfloat16", "off", "exact"),
+        ("float32", "openvino", "fast"),
         ("float32", "openvino", "exact"),
-        ("float32", "off", "exact"),
+        ("float32", "auto", "fast"),
+        ("float32", "auto", "exact"),
     ]
     assert (tuned.measured, tuned.source) == (rates, "measured")
     reader = extract_features(
         folder, out=tmp_path / "out", backbone=backbone, progress=False, min_cosine=0.9, **tuned.settings[0]
     )
     assert np.isfinite(reader["embedding"][:]).all()
-
-
-@pytest.mark.usefixtures("all_tried")
-def test_where_no_compiler_was_tried_the_number_of_images_decides(
-    folder: Path, tmp_path: Path, backbone: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plain, compiled = Measured(PLAIN, 10.0), Measured(BY_OPENVINO, 5.0)
-    for tried, compile in (([plain], "auto"), ([plain, compiled], "off")):
-        monkeypatch.setattr(tuning, "forward_rates", lambda *_, tried=tried, **__: (plain, tried))
-        assert _tuned(folder, tmp_path / "out", backbone, decode="exact").settings[0]["compile"] == compile
 
 
 def test_a_data_set_is_gone_on_with_as_it_began(
@@ -285,30 +259,6 @@ def test_a_short_job_starts_at_once_and_is_exact(
     assert (tuned.settings, tuned.measured, tuned.source) == ([plain], [], "short")
     tuned = _tuned(folder, tmp_path / "out", backbone, precision="bfloat16", decode="fast", batch_size=8)
     assert tuned.settings == [{"precision": "bfloat16", "compile": "auto", "decode": "fast"}]
-
-
-def test_decoding_counts_and_shares_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decoding takes 40 or 20 ms of one of two cores, and a forward 10 or 5 ms of both."""
-    monkeypatch.setattr(tuning.defaults, "CORES", 2)
-    rates, seconds = (Measured(PLAIN, 100.0), Measured(LOWER_BY_OPENVINO, 200.0)), {"exact": 0.04, "fast": 0.02}
-    order = [
-        (LOWER_BY_OPENVINO, "fast"),  # 15 ms
-        (PLAIN, "fast"),  # 20 ms
-        (LOWER_BY_OPENVINO, "exact"),  # 25 ms
-        (PLAIN, "exact"),  # 30 ms
-    ]
-    assert _order(*rates, **seconds) == order
-
-
-def test_fast_decoding_must_save_something() -> None:
-    assert _order(Measured(PLAIN, 100.0), exact=1e-5, fast=1e-6)[0] == (PLAIN, "exact")
-
-
-def test_decoding_and_precision_must_agree_together() -> None:
-    tried = Measured(PLAIN, 10.0), Measured(LOWER, 20.0, why_not_fast="embedding has a cosine of 0.998")
-    assert _order(*tried, exact=0.1, fast=0.001) == [(LOWER, "exact"), (PLAIN, "fast"), (PLAIN, "exact")]
-    assert _order(*tried, exact=0.1, fast=0.001, decode="fast") == [(PLAIN, "fast")]
-    assert (PLAIN, "fast") not in _order(*tried, exact=0.1, fast=0.001, decode="exact")
 
 
 @pytest.mark.usefixtures("all_tried")
