@@ -104,16 +104,21 @@ def test_the_embedding_is_listed_first_among_the_layers_with_the_shape_that_embe
     spec: str, folder: Path, tmp_path: Path
 ) -> None:
     random = ["--weights", "random"] if spec.startswith("timm/") else []
-    layertap("embed", folder, "-o", tmp_path / "out", "-b", spec, *random, "--limit", 2, "--workers", 0)
+    layertap("embed", folder, "-o", tmp_path / "out", "-b", spec, *random, "--limit", 1, "--workers", 0)
     with FeatureReader(tmp_path / "out") as reader:
         width = reader["embedding"].shape[1]
     rows = json.loads(layertap("list", spec, "--json").stdout)
     assert (rows[0]["name"], rows[0]["shapes"], rows[0]["bytes"]) == ("embedding", {"": [width]}, 4 * width)
     assert [row["name"] for row in rows].count("embedding") == 1
+
+
+def test_the_embedding_is_chosen_as_a_layer_is() -> None:
+    spec = "timm/test_resnet"
+    rows = json.loads(layertap("list", spec, "--json").stdout)
     assert json.loads(layertap("list", spec, "embedding", "--json").stdout) == rows[:1]
     assert "embedding" not in layertap("list", spec, rows[1]["name"]).stdout
     (first, *_) = json.loads(layertap("list", spec, "--bytes", 10, "--json").stdout)["layers"]
-    assert (first["name"], first["poolings"]["none"]["bytes"]) == ("embedding", 40 * width)
+    assert (first["name"], first["poolings"]["none"]["bytes"]) == ("embedding", 10 * rows[0]["bytes"])
 
 
 def test_what_is_listed_of_layers_needs_one_backbone() -> None:

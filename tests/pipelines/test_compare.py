@@ -21,7 +21,6 @@ from extract.analysis.similarity import feature_similarity
 from layertap import compare as layertap_compare
 from pipelines.compare import job
 from pipelines.compare.job import Candidate, candidates_of, forward_rate
-from pipelines.probe import probe_figures
 from tests.pipelines.test_cli import fails, layertap
 
 COLOURS = ((200, 60, 60), (60, 60, 200), (60, 170, 60))
@@ -55,11 +54,6 @@ def compared(made: Path) -> Path:
     assert "timm-nothing is left out: backbone 'timm/nothing' not found" in result.stderr
     assert "timm-nothing: backbone 'timm/nothing' not found" in result.stdout
     return made / "out"
-
-
-@pytest.fixture(autouse=True)
-def _figures_of_probes_are_made_but_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe_figures, "save_figure", lambda figure, path: path)
 
 
 def results(out: Path) -> dict[str, Any]:

@@ -18,7 +18,6 @@ from PIL import ExifTags, Image
 from extract.analysis.probe import protocols
 from extract.analysis.probe.model import LinearProbe
 from pipelines.probe import predict as predicting
-from pipelines.probe import probe_figures
 from tests.pipelines.test_cli import SMALL, fails, layertap
 
 COLOURS = ((128, 128, 128), (220, 40, 40), (40, 60, 220))
@@ -60,21 +59,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _figures_are_made_but_not_drawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if "figures" not in request.fixturenames:
-        monkeypatch.setattr(probe_figures, "save_figure", lambda figure, path: path)
-
-
-@pytest.fixture(autouse=True)
 def _few_strengths(monkeypatch: pytest.MonkeyPatch) -> None:
     """The strength of a probe is chosen from three. The tests of protocols choose as users do."""
     compare_all, three = protocols._compare_all, np.logspace(-4, 0, 3)
     monkeypatch.setattr(protocols, "_coarse_to_fine", lambda compare: compare_all(compare, three))
-
-
-@pytest.fixture
-def figures() -> None:
-    """For tests in which figures are drawn."""
 
 
 def segment(made: Path, *options: Any, out: Path | None = None, masks: Any = None) -> Any:
