@@ -105,6 +105,15 @@ def openvino_in_bfloat16() -> None:
         pytest.skip("OpenVINO does not compute in bfloat16 on this CPU")
 
 
+@pytest.fixture
+def few_strengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The strength of a probe is chosen from three, in tests that are not about the choice."""
+    from extract.analysis.probe import protocols
+
+    compare_all, three = protocols._compare_all, np.logspace(-4, 0, 3)
+    monkeypatch.setattr(protocols, "_coarse_to_fine", lambda compare: compare_all(compare, three))
+
+
 # Preprocessing for tests that need a network and not its pictures: its forward takes a sixth of the time.
 TINY_INPUT = {"size": 64, "crop": 64}
 

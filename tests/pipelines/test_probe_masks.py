@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 from PIL import ExifTags, Image
 
-from extract.analysis.probe import protocols
 from extract.analysis.probe.model import LinearProbe
 from pipelines.probe import predict as predicting
 from tests.pipelines.test_cli import SMALL, fails, layertap
@@ -23,6 +22,7 @@ from tests.pipelines.test_cli import SMALL, fails, layertap
 COLOURS = ((128, 128, 128), (220, 40, 40), (40, 60, 220))
 SIZE = (80, 64)  # width, height
 COUNT, N_TEST = 30, 6
+pytestmark = pytest.mark.usefixtures("few_strengths")
 
 
 def write_images(root: Path) -> None:
@@ -56,13 +56,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
                       "layer2:tokens", "-l", "embedding")  # fmt: skip
     assert result.exit_code == 0
     return root
-
-
-@pytest.fixture(autouse=True)
-def _few_strengths(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The strength of a probe is chosen from three. The tests of protocols choose as users do."""
-    compare_all, three = protocols._compare_all, np.logspace(-4, 0, 3)
-    monkeypatch.setattr(protocols, "_coarse_to_fine", lambda compare: compare_all(compare, three))
 
 
 def segment(made: Path, *options: Any, out: Path | None = None, masks: Any = None) -> Any:
