@@ -180,16 +180,15 @@ def forked(work: Callable[[], None], log: Path, kill_after_s: float | None = Non
 
 
 def embed(images: Path, out: str, *more: str) -> None:
-    """Run `layertap embed` in this process; its worker is forked, which saves the imports, and has one core."""
+    """Run `layertap embed` in this process; its worker is forked, which saves the imports, and has one thread."""
     import multiprocessing
 
     import layertap
+    from extract import defaults
 
     words = [str(word) for pair in SETTINGS.items() for word in pair]
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, [random.choice(sorted(os.sched_getaffinity(0)))])
     fork = multiprocessing.get_context("fork")
-    with mock.patch("multiprocessing.get_context", return_value=fork):
+    with mock.patch("multiprocessing.get_context", return_value=fork), mock.patch.object(defaults, "CORES", 1):
         sys.argv = ["layertap", "embed", str(images), "-o", out, *words, *more]
         layertap.main()
 
