@@ -17,6 +17,7 @@ from pathlib import Path
 # when it is loaded: threads of two processes that wait for each other on two cores take ten times the computation.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # for commands that set the number of threads themselves
 
 import hypothesis
 import numpy as np
