@@ -17,6 +17,7 @@ from pathlib import Path
 # when it is loaded: threads of two processes that wait for each other on two cores take ten times the computation.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # for commands that set the number of threads themselves
 
 import hypothesis
 import numpy as np
@@ -103,6 +104,15 @@ def openvino_in_bfloat16() -> None:
 
     if not backends.openvino_computes_in("bfloat16"):
         pytest.skip("OpenVINO does not compute in bfloat16 on this CPU")
+
+
+@pytest.fixture
+def few_strengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The strength of a probe is chosen from three, in tests that are not about the choice."""
+    from extract.analysis.probe import protocols
+
+    compare_all, three = protocols._compare_all, np.logspace(-4, 0, 3)
+    monkeypatch.setattr(protocols, "_coarse_to_fine", lambda compare: compare_all(compare, three))
 
 
 # Preprocessing for tests that need a network and not its pictures: its forward takes a sixth of the time.

@@ -87,7 +87,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         make_picture(i).save(path)
     make_picture(11).save(place / "cat.jpg")
     for out, layers in (("photos", "embedding"), ("photos-tokens", "blocks.4:tokens")):
-        extract_features(str(place / "photos"), out=place / "outputs" / out, layers=layers, progress=False)
+        extract_features(str(place / "photos"), out=place / "outputs" / out, layers=layers, workers=0, progress=False)
     return place
 
 

@@ -106,7 +106,7 @@ def test_the_embedding_is_listed_first_among_the_layers_with_the_shape_that_embe
     spec: str, folder: Path, tmp_path: Path
 ) -> None:
     random = ["--weights", "random"] if spec.startswith("timm/") else []
-    layertap("embed", folder, "-o", tmp_path / "out", "-b", spec, *random, "--limit", 2, "--workers", 0)
+    layertap("embed", folder, "-o", tmp_path / "out", "-b", spec, *random, "--limit", 1, "--workers", 0)
     with FeatureReader(tmp_path / "out") as reader:
         width = reader["embedding"].shape[1]
     rows = json.loads(layertap("list", spec, "--json").stdout)

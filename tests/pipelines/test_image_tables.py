@@ -197,6 +197,7 @@ def test_all_commands_join_a_table_in_the_same_way(made: Path, tmp_path: Path) -
         assert "line 2 ('slide_1') and line 3 ('/b/slide_1.svs') belong to the same image" in message
 
 
+@pytest.mark.usefixtures("few_strengths")
 def test_masks_of_a_table_are_joined_as_labels_are(made: Path, tmp_path: Path) -> None:
     assert layertap("embed", made / "pictures", "-o", tmp_path / "out", *SMALL, "-l", "layer4:tokens").exit_code == 0
     result = layertap("probe", tmp_path / "out", "-p", "segmentation-knn", "--masks", made / "slides.csv", "-o",

@@ -49,18 +49,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.fixture
-def figures() -> None:
-    """For tests in which figures are drawn."""
-
-
-@pytest.fixture(autouse=True)
-def _figures_are_made_but_not_drawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawing takes longer than the probes do."""
-    if "figures" not in request.fixturenames:
-        monkeypatch.setattr(probe_figures, "save_figure", lambda figure, path: path)
-
-
 def results(folder: Path) -> dict:
     return json.loads((folder / "results.json").read_text())
 

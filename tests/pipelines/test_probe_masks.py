@@ -15,15 +15,14 @@ import numpy as np
 import pytest
 from PIL import ExifTags, Image
 
-from extract.analysis.probe import protocols
 from extract.analysis.probe.model import LinearProbe
 from pipelines.probe import predict as predicting
-from pipelines.probe import probe_figures
 from tests.pipelines.test_cli import SMALL, fails, layertap
 
 COLOURS = ((128, 128, 128), (220, 40, 40), (40, 60, 220))
 SIZE = (80, 64)  # width, height
 COUNT, N_TEST = 30, 6
+pytestmark = pytest.mark.usefixtures("few_strengths")
 
 
 def write_images(root: Path) -> None:
@@ -57,24 +56,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
                       "layer2:tokens", "-l", "embedding")  # fmt: skip
     assert result.exit_code == 0
     return root
-
-
-@pytest.fixture(autouse=True)
-def _figures_are_made_but_not_drawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if "figures" not in request.fixturenames:
-        monkeypatch.setattr(probe_figures, "save_figure", lambda figure, path: path)
-
-
-@pytest.fixture(autouse=True)
-def _few_strengths(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The strength of a probe is chosen from three. The tests of protocols choose as users do."""
-    compare_all, three = protocols._compare_all, np.logspace(-4, 0, 3)
-    monkeypatch.setattr(protocols, "_coarse_to_fine", lambda compare: compare_all(compare, three))
-
-
-@pytest.fixture
-def figures() -> None:
-    """For tests in which figures are drawn."""
 
 
 def segment(made: Path, *options: Any, out: Path | None = None, masks: Any = None) -> Any:

@@ -515,14 +515,14 @@ def test_the_process_makes_passes_logs_them_and_stops_in_order(folder: Path, tmp
 @pytest.mark.slow
 def test_a_process_that_slept_makes_one_pass(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    config = write(tmp_path / "s.yaml", images=str(folder), out=str(out), schedule={"every": "8s"}, **SMALL)
+    config = write(tmp_path / "s.yaml", images=str(folder), out=str(out), schedule={"every": "5s"}, **SMALL)
     process = run_schedule(config, tmp_path / "log")
     try:
         until(lambda: len(runs_of(out)) >= 2)  # the second is quick
         count = len(runs_of(out))
         time.sleep(2)  # the pass ends
         process.send_signal(signal.SIGSTOP)
-        time.sleep(20)  # two are due
+        time.sleep(12)  # two are due
         assert len(runs_of(out)) == count
         process.send_signal(signal.SIGCONT)
         until(lambda: len(runs_of(out)) == count + 1)

@@ -114,7 +114,9 @@ def test_many_layers_in_one_pass_equal_a_direct_call_with_a_cloning_hook(
     photos: Path, tmp_path: Path, lite0: Backbone, truth: dict[str, np.ndarray]
 ) -> None:
     layers = ["blocks.*", "conv_stem:none", "global_pool", "classifier"]
-    with extract_features(photos, out=tmp_path / "out", backbone=lite0, layers=layers, progress=False) as reader:
+    with extract_features(
+        photos, out=tmp_path / "out", backbone=lite0, layers=layers, workers=0, progress=False
+    ) as reader:
         assert reader.layers == [*(f"blocks.{i}" for i in range(7)), "conv_stem", "global_pool", "classifier"]
         for i in range(7):
             assert close(reader[f"blocks.{i}"][:], truth[f"blocks.{i}"].mean((2, 3)))
@@ -130,7 +132,7 @@ def test_kept_activations_are_those_before_the_inplace_relu(folder: Path, tmp_pa
     squeezenet = load_backbone("torchvision/squeezenet1_1", weights="random", device="cpu")
     layers = ["features.0:none", "features.1:none"]
     with extract_features(
-        folder, out=tmp_path / "s", backbone=squeezenet, layers=layers, limit=3, progress=False
+        folder, out=tmp_path / "s", backbone=squeezenet, layers=layers, limit=3, workers=0, progress=False
     ) as reader:
         before, after = reader["features.0"][:], reader["features.1"][:]
         assert before.shape == (3, 64, 111, 111)
@@ -143,7 +145,7 @@ def test_kept_activations_of_a_resnet_are_those_before_the_inplace_relu(folder: 
     resnet = load_backbone("torchvision/resnet18", weights="random", device="cpu")
     layers = ["layer3:none", "bn1:max_map", "bn1:none"]
     with extract_features(
-        folder, out=tmp_path / "r", backbone=resnet, layers=layers, limit=3, progress=False
+        folder, out=tmp_path / "r", backbone=resnet, layers=layers, limit=3, workers=0, progress=False
     ) as reader:
         assert reader["layer3"].shape == (3, 256, 14, 14)
         assert reader["bn1:none"][:].min() < 0
@@ -165,7 +167,7 @@ def test_results_do_not_depend_on_shards(folder: Path, tmp_path: Path, small: Ba
 
 
 def test_plain_h5py_reads_what_was_written(folder: Path, tmp_path: Path, small: Backbone) -> None:
-    extract_features(folder, out=tmp_path / "out", backbone=small, layers="layer4", progress=False)
+    extract_features(folder, out=tmp_path / "out", backbone=small, layers="layer4", workers=0, progress=False)
     with h5py.File(tmp_path / "out" / "shards" / "000000.h5") as file:
         assert file["features/layer4"].shape == (12, small.model.fc.in_features)
         assert file["features/layer4"].attrs["pooling"] == "mean_map"
@@ -177,7 +179,7 @@ def test_broken_files_are_rows_with_a_status_and_nan(folder: Path, tmp_path: Pat
     (folder / "ant" / "00.png").write_bytes(b"")
     (folder / "bee" / "01.jpg").write_bytes((folder / "bee" / "01.jpg").read_bytes()[:-200])
     (folder / "cat" / "gone.jpg").symlink_to(tmp_path / "nothing")
-    reader = extract_features(folder, out=tmp_path / "out", backbone=small, batch_size=5, progress=False)
+    reader = extract_features(folder, out=tmp_path / "out", backbone=small, batch_size=5, workers=0, progress=False)
     expected = [Status.OK] * 13
     expected[0], expected[4], expected[12] = Status.DECODE_ERROR, Status.DECODE_ERROR, Status.MISSING
     assert reader.status.tolist() == expected
@@ -194,7 +196,7 @@ def test_a_folder_of_nothing_but_broken_files_is_a_data_set_of_failures(tmp_path
     (tmp_path / "in").mkdir()
     for i in range(3):
         (tmp_path / "in" / f"{i}.jpg").write_bytes(b"broken")
-    reader = extract_features(tmp_path / "in", out=tmp_path / "out", backbone=small, progress=False)
+    reader = extract_features(tmp_path / "in", out=tmp_path / "out", backbone=small, workers=0, progress=False)
     assert reader.status.tolist() == [Status.DECODE_ERROR] * 3
     assert np.isnan(reader["embedding"][:]).all()
 
@@ -216,11 +218,13 @@ def test_values_that_are_not_finite_have_a_status(tmp_path: Path, small: Backbon
     Image.new("RGB", (8, 8)).save(tmp_path / "in" / "0.png")
     make_picture(1).save(tmp_path / "in" / "1.png")
     spiky = Backbone(**{**small.__dict__, "model": Spiky(), "classifier": None})
-    plain = extract_features(tmp_path / "in", out=tmp_path / "a", backbone=spiky, layers="out", progress=False)
+    plain = extract_features(
+        tmp_path / "in", out=tmp_path / "a", backbone=spiky, layers="out", workers=0, progress=False
+    )
     assert plain.status.tolist() == [Status.NOT_FINITE, Status.OK]
     assert plain["out"][0].tolist() == [np.inf] * 4  # as computed
     half = extract_features(
-        tmp_path / "in", out=tmp_path / "b", backbone=spiky, layers="out", dtype="float16", progress=False
+        tmp_path / "in", out=tmp_path / "b", backbone=spiky, layers="out", dtype="float16", workers=0, progress=False
     )
     assert half.status.tolist() == [Status.NOT_FINITE] * 2
     assert "the largest float16 is 65504" in half.failures[1][3]
@@ -243,7 +247,7 @@ def test_the_model_is_handed_back_as_it_came(folder: Path, tmp_path: Path, small
     flags = {name: module.training for name, module in model.named_modules()}
     state = {name: value.clone() for name, value in model.state_dict().items()}
     try:
-        trained = extract_features(folder, out=tmp_path / "a", backbone=small, progress=False)
+        trained = extract_features(folder, out=tmp_path / "a", backbone=small, workers=0, progress=False)
         assert {name: module.training for name, module in model.named_modules()} == flags
         assert not any(p.requires_grad for p in model.conv1.parameters())
         assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
@@ -251,12 +255,12 @@ def test_the_model_is_handed_back_as_it_came(folder: Path, tmp_path: Path, small
     finally:
         model.eval()
         model.conv1.requires_grad_(True)
-    frozen = extract_features(folder, out=tmp_path / "b", backbone=small, progress=False)
+    frozen = extract_features(folder, out=tmp_path / "b", backbone=small, workers=0, progress=False)
     assert np.array_equal(trained["embedding"][:], frozen["embedding"][:])  # batch norm in eval mode both times
 
 
 def test_provenance_says_what_the_numbers_come_from(folder: Path, tmp_path: Path, small: Backbone) -> None:
-    provenance = extract_features(folder, out=tmp_path / "out", backbone=small, progress=False).provenance
+    provenance = extract_features(folder, out=tmp_path / "out", backbone=small, workers=0, progress=False).provenance
     assert provenance["backbone"] == "timm/test_resnet"
     assert provenance["weights"] == "random (seed 0)"
     assert provenance["depends_on"]["weights_sha256"] == small.weights.sha256
@@ -567,7 +571,9 @@ def test_numbers_below_their_least_or_not_whole_are_refused(
 
 def test_where_the_memory_is_short_batches_are_halved_and_no_row_is_lost(folder: Path, tmp_path: Path) -> None:
     backbone = load_backbone("timm/test_resnet", weights="random", device="cpu", preprocessing=TINY_INPUT)
-    expected = extract_features(folder, out=tmp_path / "whole", backbone=backbone, progress=False)["embedding"][:]
+    expected = extract_features(folder, out=tmp_path / "whole", backbone=backbone, workers=0, progress=False)[
+        "embedding"
+    ][:]
     sizes: list[int] = []
 
     def short_of_memory(module: Any, args: Any) -> None:

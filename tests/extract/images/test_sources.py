@@ -119,17 +119,17 @@ def test_the_same_pictures_in_every_form_are_the_same_rows(
 
 @pytest.mark.slow
 def test_photos_give_identical_features_in_every_form(photos: Path, tmp_path: Path) -> None:
-    """Two hundred photos as folder, CSV, Parquet, tar, two tars, zip and memory://."""
+    """Fifty photos as folder, CSV, Parquet, tar, two tars, zip and memory://."""
     local = tmp_path / "photos"
-    for name, data in files_of(photos).items():
+    for name, data in list(files_of(photos).items())[::4]:
         (local / name).parent.mkdir(parents=True, exist_ok=True)
         (local / name).write_bytes(data)
     backbone = load_backbone("bundled/efficientnet_lite0", device="cpu")
-    extract = functools.partial(extract_features, backbone=backbone, batch_size=50, workers=2, progress=False)
+    extract = functools.partial(extract_features, backbone=backbone, batch_size=20, workers=2, progress=False)
     with extract(local, out=tmp_path / "out") as reader:
         expected, paths, labels = reader["embedding"][:], reader.paths[:], reader.labels
         assert (reader.status == Status.OK).all()
-    assert len(paths) == 200
+    assert len(paths) == 50
     for form in FORMS:
         (tmp_path / form.__name__).mkdir()
         with extract(form(local, tmp_path / form.__name__), out=tmp_path / f"out-{form.__name__}") as reader:

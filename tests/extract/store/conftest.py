@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import shutil
 import uuid
 from collections.abc import Iterator
@@ -26,7 +27,12 @@ def complete(_complete: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[Proxy]:
-    with served() as proxy:
+    """The server, and clients that parse the descriptions of services once, not once each."""
+    from botocore.loaders import JSONFileLoader
+
+    loaded = functools.cache(JSONFileLoader().load_file)
+    with pytest.MonkeyPatch.context() as patch, served() as proxy:
+        patch.setattr(JSONFileLoader, "load_file", lambda self, path: loaded(path))
         yield proxy
 
 

@@ -1,7 +1,7 @@
 """Write, resume and read data sets in a bucket whose server fails: `python tests/extract/store/throttling.py [COUNT]
 [--seed SEED] [--scale SCALE]`.
 
-Each run embeds 24 pictures into 12 shards in a new bucket of a server that gives pages of 10 names. Half of the runs
+Each run embeds 12 pictures into 6 shards in a new bucket of a server that gives pages of 5 names. Half of the runs
 are killed at a random moment. The command is repeated until the data set is complete, and then everything is read with
 an empty cache. A command that fails must name the URL and the reason, without a traceback. In the end the features
 must be equal to the bit to those of a run on the local disk, and the bucket must have the expected objects.
@@ -34,7 +34,7 @@ from unittest import mock
 ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT))
 
-IMAGES, SHARD_ROWS, PAGE = 24, 2, 10
+IMAGES, SHARD_ROWS, PAGE = 12, 2, 5
 SETTINGS = {
     "-b": "timm/test_resnet", "--weights": "random", "--workers": 0, "--compile": "off", "--device": "cpu",
     "--size": 64, "--crop": 64, "--shard-rows": SHARD_ROWS, "--batch-size": 1, "-l": "layer4:none",
@@ -180,16 +180,15 @@ def forked(work: Callable[[], None], log: Path, kill_after_s: float | None = Non
 
 
 def embed(images: Path, out: str, *more: str) -> None:
-    """Run `layertap embed` in this process; its worker is forked, which saves the imports, and has one core."""
+    """Run `layertap embed` in this process; its worker is forked, which saves the imports, and has one thread."""
     import multiprocessing
 
     import layertap
+    from extract import defaults
 
     words = [str(word) for pair in SETTINGS.items() for word in pair]
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, [random.choice(sorted(os.sched_getaffinity(0)))])
     fork = multiprocessing.get_context("fork")
-    with mock.patch("multiprocessing.get_context", return_value=fork):
+    with mock.patch("multiprocessing.get_context", return_value=fork), mock.patch.object(defaults, "CORES", 1):
         sys.argv = ["layertap", "embed", str(images), "-o", out, *words, *more]
         layertap.main()
 
@@ -203,7 +202,7 @@ def read(out: str, result: Path) -> None:
     with FeatureReader(out) as reader:
         order = np.random.default_rng(0).permutation(len(reader))
         features = np.empty((len(reader), *reader[reader.layers[0]].shape[1:]), np.float32)
-        for rows in np.split(order, 6):
+        for rows in np.split(order, 4):
             features[rows] = reader[reader.layers[0]][rows]
         np.savez(result, features=features, paths=np.array(reader.paths[:]), status=np.array(reader.status))
 
@@ -267,8 +266,8 @@ def run(
     requests.update(server.ask(bucket=bucket))
     requests.clear()
     kill_after_s = chance.uniform(0.2, lasts_s) if chance.random() < 0.5 else None
-    killed = repeated("embed", lambda: embed(images, out, "--scratch", str(folder / "tmp")), kill_after_s, 80)
-    repeated("read", lambda: read(out, folder / "read.npz"), None, 40)
+    killed = repeated("embed", lambda: embed(images, out, "--scratch", str(folder / "tmp")), kill_after_s, 40)
+    repeated("read", lambda: read(out, folder / "read.npz"), None, 20)
     requests.update(server.ask())
     with np.load(folder / "read.npz") as result:
         for name in ("features", "paths", "status"):

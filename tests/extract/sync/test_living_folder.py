@@ -261,7 +261,7 @@ STATISTICS = {"sequences": 0, "passes": 0, "kills": 0, "damages": 0}
 
 
 @pytest.mark.parametrize(
-    "count", [3, pytest.param(50, marks=pytest.mark.slow), pytest.param(160, marks=pytest.mark.soak)]
+    "count", [3, pytest.param(30, marks=pytest.mark.slow), pytest.param(160, marks=pytest.mark.soak)]
 )
 def test_after_each_pass_the_data_set_is_what_a_fresh_extraction_gives(count: int) -> None:
     threads = torch.get_num_threads()

@@ -63,8 +63,8 @@ def test_it_is_what_all_cosines_in_float64_give(data: st.DataObject, width: int,
     same(neighbours, brute(bank, queries, k, among, without), exact=True)
 
 
-@settings(max_examples=60, deadline=None)
-@given(seed=st.integers(0, 2**32), width=st.sampled_from([3, 64, 1000]))
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 2**32), width=st.sampled_from([3, 64, 300]))
 def test_rows_that_float32_cannot_tell_apart_are_told_apart(seed: int, width: int) -> None:
     generator = np.random.default_rng(seed)
     centre = generator.normal(size=width)

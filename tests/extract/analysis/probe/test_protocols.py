@@ -220,6 +220,7 @@ def test_a_layer_is_judged_by_the_best_metric_on_the_rows_for_the_strength(data,
     assert result.validation == max(value for _, value in result.curve)
 
 
+@pytest.mark.usefixtures("few_strengths")
 def test_few_shot_predicts_training_rows_that_were_not_drawn(data, monkeypatch):
     x, y, _, _, x_test, y_test = data
     monkeypatch.setattr(protocols, "SHOTS", (5,))
@@ -251,6 +252,7 @@ def test_few_shot_draws_nested_rows_of_each_class_and_tells_mean_and_spread(data
     assert (five.value, five.high) == (pytest.approx(means[2]), pytest.approx(five.value + np.hypot(of_draws, of_rows)))
 
 
+@pytest.mark.usefixtures("few_strengths")
 def test_few_shot_draws_by_its_seed(data, monkeypatch):
     x, y, _, _, x_test, y_test = data
     monkeypatch.setattr(protocols, "SHOTS", (1,))
