@@ -520,8 +520,8 @@ MUTATIONS = (
     ),
     Mutation(
         "A damaged table is not written again.",
-        "    if records.made_again:\n        records.changed = True",
-        "    if records.made_again:\n        records.changed = False",
+        "            records.changed = True\n",
+        "            records.changed = False\n",
         ("test_what_is_missing_of_the_data_set_is_made_again",),
     ),
     Mutation(

@@ -27,15 +27,16 @@ from extract.sync.records import NO_HASH, Records, locate
 from extract.sync.scan import NO_FILE, ScannedFile
 from extract.system.atomic_files import open_regular
 
-__all__ = ["Difference", "Guards", "Resolved", "ScannedFolder", "StoppedError", "compare", "difference", "hashes_of",
+__all__ = ["Difference", "Guards", "Resolved", "ScannedFolder", "StoppedError", "compare", "difference",
            "is_settled", "time_before"]  # fmt: skip
 
 _S = 1_000_000_000  # nanoseconds
 # A file system may record times in steps of 2 s (FAT); a file that changes twice within a step looks unchanged. git
 # treats its index in the same way.
 _STEP_NS = 2 * _S
-_UNREAD_S = 3600.0  # a file that could not be read is retried after this time, or sooner if retry_after_s is shorter
-
+# A file that could not be read is retried after this time, or sooner if retry_after_s is shorter. Passes that follow
+# each other faster load no backbone for it.
+_UNREAD_S = 60.0
 
 MOVED = b"moved"  # in place of the hash of a file that has changed since it was scanned
 _THREADS = 8  # they spend their time waiting for the disk or the server
@@ -167,11 +168,10 @@ def compare(files: Iterable[ScannedFile], records: Records, guards: Guards, now_
 
 
 def _is_due(array: NDArray[Any], guards: Guards, scanned_ns: int) -> NDArray[np.bool_]:
-    """(N,) whether each record has failed and is due for a retry; one with an I/O error always is."""
-    retry_before_ns = time_before(scanned_ns, guards.retry_after_s)
+    """(N,) whether each record has failed and is due for a retry."""
     unread = (array["hash"] == NO_HASH) & (array["size"] >= 0)
-    tried_before_ns = np.where(unread, max(retry_before_ns, time_before(scanned_ns, _UNREAD_S)), retry_before_ns)
-    is_due = (array["status"] == Status.IO_ERROR) | (array["tried_ns"] < tried_before_ns)
+    retry_after_s = np.where(unread, min(guards.retry_after_s, _UNREAD_S), guards.retry_after_s)
+    is_due = array["tried_ns"] < scanned_ns - retry_after_s * _S
     return is_due & (array["status"] != Status.OK)  # type: ignore[no-any-return]
 
 
@@ -192,16 +192,10 @@ def difference(
     """
     array, scanned_ns = records.array, scanned.scanned_ns
     retry_before_ns = time_before(scanned_ns, guards.retry_after_s)
-    unread_before_ns = max(retry_before_ns, time_before(scanned_ns, _UNREAD_S))
     settle_ns = int(guards.settle_s * _S)
     recent = range(scanned_ns - settle_ns + 1, scanned.ended_ns + settle_ns) if settle_ns else range(0)
-    candidates: list[Candidate] = []
-    waiting = 0
-    for candidate in _without_unreadable(root, array, scanned.candidates, unread_before_ns):
-        if _may_be_being_written(candidate, recent):
-            waiting += 1
-        else:
-            candidates.append(candidate)
+    candidates = [candidate for candidate in scanned.candidates if not _may_be_being_written(candidate, recent)]
+    waiting = len(scanned.candidates) - len(candidates)
     stored = {candidate.file.path: candidate.record for candidate in candidates if candidate.record is not None}
     resolved, todo, moved = _match_by_hash(root, array, candidates, retry_before_ns, stop)
     gone = array["hash"][scanned.gone]
@@ -226,20 +220,6 @@ def difference(
     retried = sum((old := stored.get(file.path)) is not None and array["status"][old] != Status.OK for file in todo)
     vanished = len(gone) - renamed + int(dangling)
     return Difference(resolved, todo, waiting, moved, stored, added, changed, renamed, int(retried), vanished)
-
-
-def _without_unreadable(
-    root: str, array: NDArray[Any], candidates: list[Candidate], unread_before_ns: int
-) -> list[Candidate]:
-    """Drop files with a recent I/O error that still cannot be read, so that no model is loaded for them."""
-    unread = [
-        candidate.file
-        for candidate in candidates
-        if candidate.unchanged and array["status"][candidate.record] == Status.IO_ERROR
-        and array["tried_ns"][candidate.record] >= unread_before_ns
-    ]  # fmt: skip
-    still_unreadable = {file for file, content in zip(unread, hashes_of(root, unread), strict=True) if content is None}
-    return [candidate for candidate in candidates if candidate.file not in still_unreadable]
 
 
 def _may_be_being_written(candidate: Candidate, recent: range) -> bool:
@@ -268,7 +248,7 @@ def _match_by_hash(
     may_be_stored = (sizes >= 0) & np.isin(sizes, array["size"][list(by_hash.values())])
     to_hash = [file for file, may_be in zip(files, may_be_stored.tolist(), strict=True) if may_be]
     todo = [file for file, may_be in zip(files, may_be_stored.tolist(), strict=True) if not may_be]
-    for file, content in zip(to_hash, hashes_of(root, to_hash), strict=True):
+    for file, content in zip(to_hash, _hashes_of(root, to_hash), strict=True):
         if stop():
             raise StoppedError
         record = by_hash.get(content) if content is not None else None  # none is stored under MOVED
@@ -305,7 +285,7 @@ def time_before(now_ns: int, seconds: float) -> int:
     return now_ns - int(seconds * _S)
 
 
-def hashes_of(root: str, files: Sequence[ScannedFile]) -> Iterator[bytes | None]:
+def _hashes_of(root: str, files: Sequence[ScannedFile]) -> Iterator[bytes | None]:
     """Yield the xxh3-128 of each file's bytes; `MOVED` if it has changed since the scan, None if it cannot be read."""
     with ThreadPoolExecutor(_THREADS) as threads:
         for start in range(0, len(files), _AHEAD):
