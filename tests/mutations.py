@@ -436,8 +436,8 @@ MUTATIONS = (
     ),
     Mutation(
         "The rows of an interrupted pass are not known.",
-        "    arrays.append(stored[is_new])",
-        "    arrays.append(stored[:0])",
+        "np.concatenate([records.array, stored[is_new]])",
+        "np.concatenate([records.array, stored[:0]])",
         ("test_the_rows_of_an_interrupted_first_pass_survive_an_error_of_the_settings",),
     ),
     Mutation(

@@ -1,8 +1,8 @@
 """Build shards as tasks on a Ray cluster, which places them on nodes, also on nodes that join.
 
 A task builds one shard. Ray runs one task after another in the same process, which keeps the loaded backbone. Retries
-are those of `ShardLoop`: it counts the attempts at a shard, and names the reason of each. Images and features never
-pass through Ray.
+are those of the driver: it counts the attempts at a shard, and names the reason of each. Images and features never pass
+through Ray.
 """
 
 from __future__ import annotations

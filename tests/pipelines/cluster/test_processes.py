@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 
 from extract.errors import InputError, LayertapError
+from pipelines.embed.cluster.driver import ShardLoop
 from pipelines.embed.cluster.processes import Done, Event, Failed, Joined, Message, Processes, Rows, Worker
-from pipelines.embed.cluster.shard_loop import ShardLoop
 from tests.pipelines.cluster.made_up import MadeUp
 
 
@@ -208,7 +208,7 @@ def test_workers_end_when_the_first_process_is_killed(does: str, tmp_path: Path)
     code = f"""
 from pathlib import Path
 from pipelines.embed.cluster.processes import Processes
-from pipelines.embed.cluster.shard_loop import ShardLoop
+from pipelines.embed.cluster.driver import ShardLoop
 from tests.pipelines.cluster.made_up import MadeUp
 if __name__ == "__main__":
     does = dict.fromkeys(range(6, 10_000), {does!r})
