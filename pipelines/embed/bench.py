@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,8 +95,8 @@ def bench(
     ways = {"exact": loaded.preprocessing}
     if loaded.preprocessing.can_be_faster:
         ways["fast"] = loaded.preprocessing.faster()
-    with _images(images) as where, temporary_folder(Path(tempfile.gettempdir()) / "layertap-bench") as folder:
-        image_list = list_images(where)
+    with temporary_folder(Path(tempfile.gettempdir()) / "layertap-bench") as folder:
+        image_list = list_images(images or _write_noise(folder / "images"))
         with evaluating(loaded.model), full_float32():
             choice = choose_features(loaded, list(layers))
         if projected := [feature for feature in choice.features if feature.principal_axes]:
@@ -133,20 +132,14 @@ def bench(
     )  # fmt: skip
 
 
-@contextlib.contextmanager
-def _images(images: str | None) -> Iterator[str]:
-    """Context manager: yield the location of the images; if None is given, write noise to a temporary folder."""
-    if images is not None:
-        yield images
-        return
-    with temporary_folder(Path(tempfile.gettempdir()) / "layertap-bench") as temporary:
-        folder = temporary / "images"
-        folder.mkdir()
-        for number in range(_SYNTHETIC):
-            noise = np.random.default_rng(number).integers(0, 256, (75, 100, 3)).astype(np.uint8)
-            picture = Image.fromarray(noise).resize((500, 375), Image.Resampling.BICUBIC)
-            picture.save(folder / f"{number:03d}.jpg", quality=90)
-        yield str(folder)
+def _write_noise(folder: Path) -> str:
+    """Write pictures of noise, and return their folder."""
+    folder.mkdir()
+    for number in range(_SYNTHETIC):
+        noise = np.random.default_rng(number).integers(0, 256, (75, 100, 3)).astype(np.uint8)
+        picture = Image.fromarray(noise).resize((500, 375), Image.Resampling.BICUBIC)
+        picture.save(folder / f"{number:03d}.jpg", quality=90)
+    return str(folder)
 
 
 def print_bench(result: Bench, echo: Callable[[str], None]) -> None:
