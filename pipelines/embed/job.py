@@ -183,20 +183,16 @@ def describe_computation(computation: Computation, precision: str) -> str:
     text = f"computed  by {_ENGINES[computation.engine]}, in {precision}"
     if computation.why:
         text += f" ({computation.why})"
-    for other, compared in (
-        ("eager float32 on the first batch", computation.agreement),
-        ("eager float32 and exact decoding on the first few images", computation.decoding),
+    for reference, compared in (
+        ("compared with eager float32 on the first batch", computation.agreement),
+        ("compared with eager float32 and exact decoding on the first few images", computation.decoding),
+        ("as stored, compared with the values", computation.storage),
     ):
         for name, agreement in compared.items():
             text += (
-                f"\n          {name}: compared with {other}, minimum cosine {agreement.min_cosine:.6f}, "
+                f"\n          {name}: {reference}, minimum cosine {agreement.min_cosine:.6f}, "
                 f"difference at most {agreement.max_deviation:.1e} of the largest value"
             )
-    for name, agreement in computation.storage.items():
-        text += (
-            f"\n          {name}: as stored, minimum cosine to the values {agreement.min_cosine:.6f}, "
-            f"difference at most {agreement.max_deviation:.1e} of the largest"
-        )
     return text
 
 
