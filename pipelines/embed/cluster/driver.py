@@ -1,4 +1,4 @@
-"""Run `layertap embed` with several workers: one progress, one log and one summary for all.
+"""Run `layertap embed` with several workers: one progress and one summary for all.
 
 The first process loads no backbone and lists no images: it learns the data set from the first worker that joins. It
 needs no GPU, and the fingerprint is that of the device that computes.
@@ -7,12 +7,10 @@ needs no GPU, and the fingerprint is that of the device that computes.
 from __future__ import annotations
 
 import contextlib
-import json
 import shutil
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
 
@@ -24,9 +22,9 @@ from extract.store.format.dataset import BUILDING, DataSet
 from extract.store.format.receipt import read_receipt
 from extract.store.places.destination import destination_of
 from extract.store.reader import FeatureReader
-from extract.system.atomic_files import append_line, locked
+from extract.system.atomic_files import locked
 from extract.system.urls import is_url
-from pipelines.embed.cluster.processes import Done, Event, Failed, Joined, Message, Processes, Rows, starts_of
+from pipelines.embed.cluster.processes import Done, Event, Failed, Message, Processes, Rows, starts_of
 from pipelines.embed.cluster.ray_tasks import RayTasks, ray_tasks_of
 from pipelines.embed.config import EmbedConfig, check_output
 from pipelines.terminal.graceful_stop import signals_held
@@ -118,7 +116,7 @@ class ShardLoop:
 
 
 class SharedRun:
-    """A run with several workers: prints their events on stderr, and logs them as lines of JSON.
+    """A run with several workers: prints their events on stderr. The receipts of shards say who built them.
 
     Attributes:
         config: configuration of the job.
@@ -148,7 +146,6 @@ class SharedRun:
         # Tasks of an array share the folder; a bucket has no locks.
         self._is_alone = config.shards_of is None and not is_url(config.place)
         self._printed: set[str] = set()
-        self._started = datetime.now(UTC).isoformat(timespec="seconds")
         self._counted: Counter[int] = Counter()  # shard in progress -> rows in the progress bar
 
     @property
@@ -172,7 +169,6 @@ class SharedRun:
             self.loop.build(self._begin(), lambda: bool(received))
             self.seconds = time.monotonic() - start
             self._place.clean()
-            self._note("ended", seconds=round(self.seconds, 3), rows=self.hosts.total())
             if self._is_alone and self.is_complete:
                 shutil.rmtree(self.config.folder / BUILDING, ignore_errors=True)
         if received and not self.is_complete:
@@ -188,27 +184,20 @@ class SharedRun:
         number, count = map(int, (self.config.shards_of or "0/1").split("/"))
         missing = [shard for shard in range(number, dataset.n_shards, count) if shard not in published]
         self.dataset, self.published_before, self.requested = dataset, len(published), len(missing)
-        self._print_plan()
-        self._note("started", engine=self.config.engine or "processes", shards=self.requested)
+        features = ", ".join(f"{feature.name} {feature.shape}" for feature in dataset.features)
+        shards = f"{dataset.n_shards:,}; {len(published):,} are published, {len(missing):,} are to be built"
+        self._progress.say(f"images    {dataset.n_rows:,} in {printable(dataset.images['root'])}")
+        self._progress.say(f"features  {features}")
+        self._progress.say(f"shards    {shards}" + (f" by this task ({number}/{count})" if count > 1 else ""))
         self._progress.expect(dataset.n_rows)
         self._progress.advance(sum(len(dataset.shard_range(shard)) for shard in published), True)
         return missing
-
-    def _print_plan(self) -> None:
-        dataset, share = self.dataset, self.config.shards_of
-        features = ", ".join(f"{feature.name} {feature.shape}" for feature in dataset.features)
-        shards = f"{dataset.n_shards:,}; {self.published_before:,} are published, {self.requested:,} are to be built"
-        self._progress.say(f"images    {dataset.n_rows:,} in {printable(dataset.images['root'])}")
-        self._progress.say(f"features  {features}")
-        self._progress.say(f"shards    {shards}" + (f" by this task ({share})" if share else ""))
 
     def _report(self, event: Event) -> None:
         if isinstance(event, Message):
             if event.text not in self._printed:
                 self._printed.add(event.text)
                 self._progress.say(event.text)
-        elif isinstance(event, Joined):
-            self._progress.say(f"a worker on {event.host}, {event.about}")
         elif isinstance(event, Rows):
             self._count(event.shard, event.stored, event.resumed)
         elif isinstance(event, Failed):
@@ -231,14 +220,6 @@ class SharedRun:
         """Advance the bar by the rows of a shard that are not in it yet: a shard may be begun several times."""
         self._progress.advance(max(0, stored - self._counted[shard]), resumed)
         self._counted[shard] = max(stored, self._counted[shard])
-
-    def _note(self, event: str, **content: Any) -> None:
-        """Add a line to the log; objects in a bucket cannot be appended to."""
-        if is_url(self.config.place):
-            return
-        share = self.config.shards_of
-        log = self.config.folder / ("runs.jsonl" if share is None else f"runs-{share.replace('/', '-of-')}.jsonl")
-        append_line(log, json.dumps({"event": event, "started": self._started, **content}))
 
 
 def embed_shared(config: EmbedConfig) -> SharedRun:
