@@ -13,7 +13,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ from extract.sync.records import NO_HASH, Records, locate
 from extract.sync.scan import NO_FILE, ScannedFile
 from extract.system.atomic_files import open_regular
 
-__all__ = ["Difference", "Guards", "Resolved", "ScannedFolder", "StoppedError", "compare", "difference",
+__all__ = ["Difference", "Guards", "Report", "Resolved", "ScannedFolder", "StoppedError", "compare", "difference",
            "is_settled", "time_before"]  # fmt: skip
 
 _S = 1_000_000_000  # nanoseconds
@@ -60,6 +60,43 @@ class Guards:
     max_vanish: float = 0.2
     retry_after_s: float = 7 * 86400.0
     keep_gone_s: float = 30 * 86400.0
+
+
+@dataclass
+class Report:
+    """Result of a pass, in numbers of files.
+
+    Attributes:
+        added, changed, renamed, deleted: compared with the previous version. A copy of a stored image counts as added,
+            but is not computed.
+        unchanged: files with unchanged content, including files whose times have changed.
+        failed: rows of the new version without valid features.
+        waiting: files left for the next pass because they may still be being written.
+        computed: images that went through the backbone, or would have in a dry run.
+        rows: rows of the data set.
+        version: number of the published version; 0 if there is none.
+        seconds: duration of the pass.
+        unreadable: path below the folder that could not be read -> reason; the rows of its files do not change.
+        stopped: whether the pass was stopped on request.
+        dry_run: whether the report describes what a pass would do.
+        notes: messages for the user.
+    """
+
+    added: int = 0
+    changed: int = 0
+    renamed: int = 0
+    deleted: int = 0
+    unchanged: int = 0
+    failed: int = 0
+    waiting: int = 0
+    computed: int = 0
+    rows: int = 0
+    version: int = 0
+    seconds: float = 0.0
+    unreadable: dict[str, str] = field(default_factory=dict)
+    stopped: bool = False
+    dry_run: bool = False
+    notes: list[str] = field(default_factory=list)
 
 
 class StoppedError(Exception):
@@ -112,22 +149,14 @@ class Difference:
     Attributes:
         resolved: examined files whose features are stored.
         todo: files to compute.
-        waiting: number of files that may still be being written.
-        moved: number of files that have changed since the scan.
         stored: path -> index of its record, for the examined files.
-        added, changed, renamed: numbers of files in `resolved`.
         retried: number of files in `todo` whose rows had failed.
         vanished: number of files of the data set that no longer exist and were not renamed, or are dangling links now.
     """
 
     resolved: list[Resolved]
     todo: list[ScannedFile]
-    waiting: int
-    moved: int
     stored: dict[bytes, int]
-    added: int
-    changed: int
-    renamed: int
     retried: int
     vanished: int
 
@@ -176,15 +205,16 @@ def _is_due(array: NDArray[Any], guards: Guards, scanned_ns: int) -> NDArray[np.
 
 
 def difference(
-    root: str, records: Records, scanned: ScannedFolder, guards: Guards, stop: Callable[[], bool] = lambda: False
+    root: str, records: Records, scanned: ScannedFolder, guards: Guards, report: Report, stop: Callable[[], bool]
 ) -> Difference:
-    """Return what the scanned folder has and the data set has not.
+    """Return what the scanned folder has and the data set has not, and count it in a report.
 
     Args:
         root: the folder.
         records: the records.
         scanned: the folder, compared with the records.
         guards: how long a file must be unchanged, and when a failed file is retried.
+        report: receives the numbers of files that need no computation, by what has happened to them.
         stop: called for each hashed file; True stops the pass.
 
     Raises:
@@ -195,22 +225,22 @@ def difference(
     settle_ns = int(guards.settle_s * _S)
     recent = range(scanned_ns - settle_ns + 1, scanned.ended_ns + settle_ns) if settle_ns else range(0)
     candidates = [candidate for candidate in scanned.candidates if not _may_be_being_written(candidate, recent)]
-    waiting = len(scanned.candidates) - len(candidates)
     stored = {candidate.file.path: candidate.record for candidate in candidates if candidate.record is not None}
     resolved, todo, moved = _match_by_hash(root, array, candidates, retry_before_ns, stop)
+    report.waiting = len(scanned.candidates) - len(candidates) + moved
     gone = array["hash"][scanned.gone]
     gone_hashes = Counter(gone.tolist())
     gone_hashes.pop(NO_HASH.item(), None)
-    added = changed = renamed = 0
     for entry in resolved:
         content, old = array["hash"][entry.record].item(), stored.get(entry.file.path)
         if old is None and gone_hashes[content] > 0:
             gone_hashes[content] -= 1
-            renamed += 1
+            report.renamed += 1
         elif old is None:
-            added += 1
+            report.added += 1
         elif array["hash"][old].item() != content:
-            changed += 1
+            report.changed += 1
+    report.deleted = len(gone) - report.renamed
     # A dangling link whose target was an image counts as a vanished file.
     dangling = sum(
         candidate.file.size == NO_FILE and candidate.record is not None
@@ -218,8 +248,7 @@ def difference(
         for candidate in candidates
     )  # fmt: skip
     retried = sum((old := stored.get(file.path)) is not None and array["status"][old] != Status.OK for file in todo)
-    vanished = len(gone) - renamed + int(dangling)
-    return Difference(resolved, todo, waiting, moved, stored, added, changed, renamed, int(retried), vanished)
+    return Difference(resolved, todo, stored, int(retried), report.deleted + int(dangling))
 
 
 def _may_be_being_written(candidate: Candidate, recent: range) -> bool:

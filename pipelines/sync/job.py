@@ -14,7 +14,8 @@ from stat import S_ISREG
 from typing import TYPE_CHECKING, Any
 
 from extract.errors import InputError, LayertapError, LockedError, UnknownNameError, first_line
-from extract.sync.passes import Pass, Report
+from extract.sync.difference import Report
+from extract.sync.passes import Pass
 from extract.system.atomic_files import append_line, write_whole
 from pipelines.embed.config import FeaturesConfig
 from pipelines.sync.config import SyncConfig

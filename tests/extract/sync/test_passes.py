@@ -31,8 +31,8 @@ from extract.store.format.version import table_path
 from extract.store.verify import repair, verify
 from extract.sync import scan as scanning
 from extract.sync.compaction import compact, passes_to_compact
-from extract.sync.difference import Guards
-from extract.sync.passes import Report, VanishedError
+from extract.sync.difference import Guards, Report
+from extract.sync.passes import VanishedError
 from extract.sync.records import locate
 from extract.sync.scan import Scan, ScannedFile
 from tests.extract.sync.changes import write_as_changes
