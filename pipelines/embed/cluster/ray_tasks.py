@@ -106,22 +106,17 @@ def ray_tasks_of(config: EmbedConfig) -> Iterator[RayTasks]:
                 hint="start a cluster (`ray start --head`), name its --address, or use --address local",
             ) from error
         try:
-            resources = resources_of(config, _nodes(ray))
+            resources = resources_of(config, [node["Resources"] for node in ray.nodes() if node["Alive"]])
             print_line(f"a worker takes {resources['num_cpus']} cores and {resources['num_gpus']:g} GPUs", err=True)
             yield RayTasks(ray, resources, start_of_task(config, resources))
         finally:
             ray.shutdown()
 
 
-def _nodes(ray: Any) -> list[dict[str, float]]:
-    """Return the resources of each live node."""
-    return [{"CPU": 0.0, "GPU": 0.0} | node["Resources"] for node in ray.nodes() if node["Alive"]]
-
-
 def resources_of(config: EmbedConfig, nodes: Sequence[dict[str, float]]) -> dict[str, float]:
     """Return what a task takes: by default a GPU with its share of the cores, or all cores of the smallest node."""
-    with_cpu = [node for node in nodes if node["CPU"] >= 1]
-    with_gpu = [node for node in with_cpu if node["GPU"] >= 1 and config.device != "cpu"]
+    with_cpu = [node for node in nodes if node.get("CPU", 0) >= 1]
+    with_gpu = [node for node in with_cpu if node.get("GPU", 0) >= 1 and config.device != "cpu"]
     shares = [node["CPU"] // (node["GPU"] * config.workers_per_gpu) for node in with_gpu]
     cores = config.cpus_per_worker or max(1, min(shares or [node["CPU"] for node in with_cpu], default=1))
     return {"num_cpus": int(cores), "num_gpus": 1 / config.workers_per_gpu if with_gpu else 0}
