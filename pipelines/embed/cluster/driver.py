@@ -184,7 +184,7 @@ class SharedRun:
         number, count = map(int, (self.config.shards_of or "0/1").split("/"))
         missing = [shard for shard in range(number, dataset.n_shards, count) if shard not in published]
         self.dataset, self.published_before, self.requested = dataset, len(published), len(missing)
-        features = ", ".join(f"{feature.name} {feature.shape}" for feature in dataset.features)
+        features = ", ".join(f"{feature.name} ({', '.join(map(str, feature.shape))})" for feature in dataset.features)
         shards = f"{dataset.n_shards:,}; {len(published):,} are published, {len(missing):,} are to be built"
         self._progress.say(f"images    {dataset.n_rows:,} in {printable(dataset.images['root'])}")
         self._progress.say(f"features  {features}")
