@@ -18,32 +18,15 @@ from pipelines.terminal.commands import command
 from pipelines.terminal.config import checked
 from pipelines.terminal.text_output import print_line
 
-__all__ = ["READING", "demo", "demo_config", "demo_probe", "demo_report", "write_digits"]
+__all__ = ["demo"]
 
-READING = """\
+_READING = """\
 from layertap import FeatureReader
 reader = FeatureReader("{out}")
 x, y = reader["embedding"][:], reader.labels"""
 
 
-def demo_config(folder: Path) -> EmbedConfig:
-    """Return the configuration of `embed`."""
-    return checked(EmbedConfig, {"images": folder / "digits", "out": folder / "features"})
-
-
-def demo_probe(folder: Path) -> ProbeConfig:
-    """Return the configuration of `probe`."""
-    return ProbeConfig(out=[str(folder / "features")], results=folder / "probe")
-
-
-def demo_report(folder: Path) -> Path:
-    """Write the report and return its path."""
-    from pipelines.data_sets.report import run_report
-
-    return run_report(folder / "features", probe_results=[folder / "probe"])
-
-
-def write_digits(folder: Path) -> int:
+def _write_digits(folder: Path) -> int:
     """Write the digits as `folder/<digit>/<number>.png`, unless they exist, and return their number.
 
     Raises:
@@ -72,17 +55,20 @@ def demo(ctx: click.Context, out: Path) -> None:
     """
     for module in ("sklearn", "threadpoolctl", "matplotlib"):
         library(module, "demo", "layertap demo")
+    from pipelines.data_sets.report import run_report
     from pipelines.embed.job import embed, print_summary
     from pipelines.probe.report import print_outcome, probe_and_write
 
-    config = demo_config(out)
-    print_line(f"{write_digits(Path(config.images)):,} digits in {config.images}", err=True)
+    config = checked(EmbedConfig, {"images": out / "digits", "out": out / "features"})
+    print_line(f"{_write_digits(out / 'digits'):,} digits in {config.images}", err=True)
     outcome = embed(config)
     print_summary(outcome, print_line)
     if outcome.signal:
         ctx.exit(128 + outcome.signal)
-    probe_outcome, files = probe_and_write(demo_probe(out), lambda text: print_line(text, err=True))
+    probe_config = ProbeConfig(out=[str(out / "features")], results=out / "probe")
+    probe_outcome, files = probe_and_write(probe_config, lambda text: print_line(text, err=True))
     print_outcome(probe_outcome, print_line)
     print_line("figures: " + ", ".join(str(file) for file in files if file.suffix == ".png"))
-    print_line(f"report, to be opened in a browser: {demo_report(out)}")
-    print_line("To read the features:\n\n" + READING.format(out=config.folder))
+    report = run_report(out / "features", probe_results=[out / "probe"])
+    print_line(f"report, to be opened in a browser: {report}")
+    print_line("To read the features:\n\n" + _READING.format(out=config.folder))

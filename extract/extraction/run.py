@@ -14,6 +14,7 @@ import functools
 import itertools
 import os
 import shutil
+import threading
 import time
 import warnings
 from collections import deque
@@ -206,7 +207,7 @@ def extract(
             exits_refused(),
             contextlib.closing(loaded),
             ValidatedForward(plan, has_stored_rows, log_computation) as forward,
-            ThreadPoolExecutor(_PUBLISHERS, "publisher") as publisher,
+            _publishers() as publisher,
         ):
             batches = checked_batches(loaded, plan.images, on_note)
             if earlier is not None:
@@ -233,6 +234,23 @@ def extract(
             ended = {"rows": summary.computed, "seconds": summary.seconds, "stages": summary.stages}
             dataset.add_run({"event": "ended", "started": plan.provenance["started"], **ended})
     return summary
+
+
+@contextlib.contextmanager
+def _publishers() -> Iterator[ThreadPoolExecutor]:
+    """Context manager: yield threads that publish shards.
+
+    All start before there is a shard to publish: the pool does not wait for a thread during whose start Ctrl-C came,
+    and the shard would be published after the lock is released.
+    """
+    with ThreadPoolExecutor(_PUBLISHERS, "publisher") as publisher:
+        started = threading.Event()
+        try:
+            for _ in range(_PUBLISHERS):
+                publisher.submit(started.wait)
+        finally:
+            started.set()
+        yield publisher
 
 
 def _wait_until_published(publishing: Future[object], summary: Summary) -> None:

@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 
 from extract import defaults
-from extract.backbones.preprocessing import Preprocessing
 from extract.compute.backbone import Backbone
 from extract.errors import LayertapError, LockedError, MachineError
 from extract.extraction.plan import Plan, existing_at, resolve
@@ -200,24 +199,12 @@ def _survey(images: Images, member: Member, run: MemberRun) -> _Surveyed:
         "weights": backbone.weights.source,
         "random": backbone.weights.random,
     }
-    bytes_of_pixel = 3 if _is_plain(backbone.preprocessing) else 12
-    return _Surveyed(
-        _decoding_of(member.name, backbone.preprocessing),
-        shard_rows_for(planned.dataset.features),
-        int(np.prod(backbone.preprocessing.crop_px)) * bytes_of_pixel,
-    )
-
-
-def _is_plain(preprocessing: Preprocessing) -> bool:
-    """Return whether images are decoded to uint8, and normalised later."""
-    return preprocessing.library_transform is None
-
-
-def _decoding_of(name: str, preprocessing: Preprocessing) -> Hashable:
-    """Return what decoded images depend on; a library's own transform is not shared with other members."""
-    if not _is_plain(preprocessing):
-        return name
-    return replace(preprocessing, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
+    decoding: Hashable = replace(backbone.preprocessing, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
+    bytes_of_pixel = 3  # images are decoded to uint8, and normalised later
+    if backbone.preprocessing.library_transform is not None:  # which is not shared with other members
+        decoding, bytes_of_pixel = member.name, 12
+    image_bytes = int(np.prod(backbone.preprocessing.crop_px)) * bytes_of_pixel
+    return _Surveyed(decoding, shard_rows_for(planned.dataset.features), image_bytes)
 
 
 def _rows_of_stored_shards(member: Member) -> int | None:
@@ -242,6 +229,5 @@ def _is_finished(out: Path, shard: int) -> bool:
     """Return whether a shard is published and not to be written again."""
     if not (out / "dataset.json").is_file():
         return False
-    dataset = DataSet.open(out)
-    where = dataset.shard_files()[shard]
+    where = DataSet.open(out).shard_files()[shard]
     return where.published is not None and where.part is None

@@ -6,7 +6,7 @@ import os
 import shutil
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -91,18 +91,15 @@ def compact_passes(
     out: Path, records: Records, published: DataSet, max_dead: float, unused_before_ns: int
 ) -> tuple[Compacted, DataSet]:
     """Implement `compact` for a caller that holds the lock; return the result and the published data set."""
-    total = Compacted()
+    done: list[Compacted] = []
     sizes = _sizes_of_passes(records, unused_before_ns)
     full_rows = shard_rows_for(published.features)
     chosen = passes_to_compact(sizes, max_dead, full_rows)
     small = [number for number in chosen if sizes[number][0] < full_rows]
     for passes in filter(None, [small, *([number] for number in chosen if number not in small)]):
-        compacted = rewrite(out, records, passes, unused_before_ns)
-        total = Compacted(
-            total.passes + compacted.passes, total.rows + compacted.rows, total.removed + compacted.removed
-        )
+        done.append(rewrite(out, records, passes, unused_before_ns))
         published = publish(out, published.images["root"], records, published) or published
-    return total, published
+    return Compacted(*(sum(column) for column in zip(*map(astuple, done), strict=True))), published
 
 
 def _sizes_of_passes(records: Records, unused_before_ns: int) -> dict[int, tuple[int, int]]:
@@ -155,9 +152,7 @@ def _copy_rows(out: Path, kept: NDArray[Any], passes: Sequence[int], number: int
         if len(rows):
             positions = at[there]
             paths = [os.fsdecode(name) or reader.paths[i] for name, i in zip(names, positions.tolist(), strict=True)]
-            compressions = sorted({compression for compression, _ in reader.compression.values()})
-            compress = compressions[0] if compressions and compressions[0] in COMPRESSIONS else None
-            _write(pass_folder(out, number), reader, positions, paths, passes, compress)
+            _write(pass_folder(out, number), reader, positions, paths, passes)
     place, has_row = locate(rows, wanted)
     moved = kept[has_row]
     moved["pass"], moved["row"] = number, place[has_row]
@@ -165,14 +160,11 @@ def _copy_rows(out: Path, kept: NDArray[Any], passes: Sequence[int], number: int
 
 
 def _write(
-    folder: Path,
-    reader: FeatureReader,
-    source: NDArray[np.int64],
-    paths: list[str],
-    passes: Sequence[int],
-    compress: str | None,
+    folder: Path, reader: FeatureReader, source: NDArray[np.int64], paths: list[str], passes: Sequence[int]
 ) -> None:
     """Write rows of a reader as a pass."""
+    compressions = sorted({compression for compression, _ in reader.compression.values()})
+    compress = compressions[0] if compressions and compressions[0] in COMPRESSIONS else None
     old_dataset = DataSet.open(folder.with_name(f"{passes[0]:06d}"))
     images = {
         "root": old_dataset.images["root"],

@@ -13,7 +13,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,15 +27,16 @@ from extract.sync.records import NO_HASH, Records, locate
 from extract.sync.scan import NO_FILE, ScannedFile
 from extract.system.atomic_files import open_regular
 
-__all__ = ["Difference", "Guards", "Resolved", "ScannedFolder", "StoppedError", "compare", "difference", "hashes_of",
+__all__ = ["Difference", "Guards", "Report", "Resolved", "ScannedFolder", "StoppedError", "compare", "difference",
            "is_settled", "time_before"]  # fmt: skip
 
 _S = 1_000_000_000  # nanoseconds
 # A file system may record times in steps of 2 s (FAT); a file that changes twice within a step looks unchanged. git
 # treats its index in the same way.
 _STEP_NS = 2 * _S
-_UNREAD_S = 3600.0  # a file that could not be read is retried after this time, or sooner if retry_after_s is shorter
-
+# A file that could not be read is retried after this time, or sooner if retry_after_s is shorter. Passes that follow
+# each other faster load no backbone for it.
+_UNREAD_S = 60.0
 
 MOVED = b"moved"  # in place of the hash of a file that has changed since it was scanned
 _THREADS = 8  # they spend their time waiting for the disk or the server
@@ -59,6 +60,43 @@ class Guards:
     max_vanish: float = 0.2
     retry_after_s: float = 7 * 86400.0
     keep_gone_s: float = 30 * 86400.0
+
+
+@dataclass
+class Report:
+    """Result of a pass, in numbers of files.
+
+    Attributes:
+        added, changed, renamed, deleted: compared with the previous version. A copy of a stored image counts as added,
+            but is not computed.
+        unchanged: files with unchanged content, including files whose times have changed.
+        failed: rows of the new version without valid features.
+        waiting: files left for the next pass because they may still be being written.
+        computed: images that went through the backbone, or would have in a dry run.
+        rows: rows of the data set.
+        version: number of the published version; 0 if there is none.
+        seconds: duration of the pass.
+        unreadable: path below the folder that could not be read -> reason; the rows of its files do not change.
+        stopped: whether the pass was stopped on request.
+        dry_run: whether the report describes what a pass would do.
+        notes: messages for the user.
+    """
+
+    added: int = 0
+    changed: int = 0
+    renamed: int = 0
+    deleted: int = 0
+    unchanged: int = 0
+    failed: int = 0
+    waiting: int = 0
+    computed: int = 0
+    rows: int = 0
+    version: int = 0
+    seconds: float = 0.0
+    unreadable: dict[str, str] = field(default_factory=dict)
+    stopped: bool = False
+    dry_run: bool = False
+    notes: list[str] = field(default_factory=list)
 
 
 class StoppedError(Exception):
@@ -111,22 +149,14 @@ class Difference:
     Attributes:
         resolved: examined files whose features are stored.
         todo: files to compute.
-        waiting: number of files that may still be being written.
-        moved: number of files that have changed since the scan.
         stored: path -> index of its record, for the examined files.
-        added, changed, renamed: numbers of files in `resolved`.
         retried: number of files in `todo` whose rows had failed.
         vanished: number of files of the data set that no longer exist and were not renamed, or are dangling links now.
     """
 
     resolved: list[Resolved]
     todo: list[ScannedFile]
-    waiting: int
-    moved: int
     stored: dict[bytes, int]
-    added: int
-    changed: int
-    renamed: int
     retried: int
     vanished: int
 
@@ -167,24 +197,24 @@ def compare(files: Iterable[ScannedFile], records: Records, guards: Guards, now_
 
 
 def _is_due(array: NDArray[Any], guards: Guards, scanned_ns: int) -> NDArray[np.bool_]:
-    """(N,) whether each record has failed and is due for a retry; one with an I/O error always is."""
-    retry_before_ns = time_before(scanned_ns, guards.retry_after_s)
+    """(N,) whether each record has failed and is due for a retry."""
     unread = (array["hash"] == NO_HASH) & (array["size"] >= 0)
-    tried_before_ns = np.where(unread, max(retry_before_ns, time_before(scanned_ns, _UNREAD_S)), retry_before_ns)
-    is_due = (array["status"] == Status.IO_ERROR) | (array["tried_ns"] < tried_before_ns)
+    retry_after_s = np.where(unread, min(guards.retry_after_s, _UNREAD_S), guards.retry_after_s)
+    is_due = array["tried_ns"] < scanned_ns - retry_after_s * _S
     return is_due & (array["status"] != Status.OK)  # type: ignore[no-any-return]
 
 
 def difference(
-    root: str, records: Records, scanned: ScannedFolder, guards: Guards, stop: Callable[[], bool] = lambda: False
+    root: str, records: Records, scanned: ScannedFolder, guards: Guards, report: Report, stop: Callable[[], bool]
 ) -> Difference:
-    """Return what the scanned folder has and the data set has not.
+    """Return what the scanned folder has and the data set has not, and count it in a report.
 
     Args:
         root: the folder.
         records: the records.
         scanned: the folder, compared with the records.
         guards: how long a file must be unchanged, and when a failed file is retried.
+        report: receives the numbers of files that need no computation, by what has happened to them.
         stop: called for each hashed file; True stops the pass.
 
     Raises:
@@ -192,31 +222,25 @@ def difference(
     """
     array, scanned_ns = records.array, scanned.scanned_ns
     retry_before_ns = time_before(scanned_ns, guards.retry_after_s)
-    unread_before_ns = max(retry_before_ns, time_before(scanned_ns, _UNREAD_S))
     settle_ns = int(guards.settle_s * _S)
     recent = range(scanned_ns - settle_ns + 1, scanned.ended_ns + settle_ns) if settle_ns else range(0)
-    candidates: list[Candidate] = []
-    waiting = 0
-    for candidate in _without_unreadable(root, array, scanned.candidates, unread_before_ns):
-        if _may_be_being_written(candidate, recent):
-            waiting += 1
-        else:
-            candidates.append(candidate)
+    candidates = [candidate for candidate in scanned.candidates if not _may_be_being_written(candidate, recent)]
     stored = {candidate.file.path: candidate.record for candidate in candidates if candidate.record is not None}
     resolved, todo, moved = _match_by_hash(root, array, candidates, retry_before_ns, stop)
+    report.waiting = len(scanned.candidates) - len(candidates) + moved
     gone = array["hash"][scanned.gone]
     gone_hashes = Counter(gone.tolist())
     gone_hashes.pop(NO_HASH.item(), None)
-    added = changed = renamed = 0
     for entry in resolved:
         content, old = array["hash"][entry.record].item(), stored.get(entry.file.path)
         if old is None and gone_hashes[content] > 0:
             gone_hashes[content] -= 1
-            renamed += 1
+            report.renamed += 1
         elif old is None:
-            added += 1
+            report.added += 1
         elif array["hash"][old].item() != content:
-            changed += 1
+            report.changed += 1
+    report.deleted = len(gone) - report.renamed
     # A dangling link whose target was an image counts as a vanished file.
     dangling = sum(
         candidate.file.size == NO_FILE and candidate.record is not None
@@ -224,22 +248,7 @@ def difference(
         for candidate in candidates
     )  # fmt: skip
     retried = sum((old := stored.get(file.path)) is not None and array["status"][old] != Status.OK for file in todo)
-    vanished = len(gone) - renamed + int(dangling)
-    return Difference(resolved, todo, waiting, moved, stored, added, changed, renamed, int(retried), vanished)
-
-
-def _without_unreadable(
-    root: str, array: NDArray[Any], candidates: list[Candidate], unread_before_ns: int
-) -> list[Candidate]:
-    """Drop files with a recent I/O error that still cannot be read, so that no model is loaded for them."""
-    unread = [
-        candidate.file
-        for candidate in candidates
-        if candidate.unchanged and array["status"][candidate.record] == Status.IO_ERROR
-        and array["tried_ns"][candidate.record] >= unread_before_ns
-    ]  # fmt: skip
-    still_unreadable = {file for file, content in zip(unread, hashes_of(root, unread), strict=True) if content is None}
-    return [candidate for candidate in candidates if candidate.file not in still_unreadable]
+    return Difference(resolved, todo, stored, int(retried), report.deleted + int(dangling))
 
 
 def _may_be_being_written(candidate: Candidate, recent: range) -> bool:
@@ -268,7 +277,7 @@ def _match_by_hash(
     may_be_stored = (sizes >= 0) & np.isin(sizes, array["size"][list(by_hash.values())])
     to_hash = [file for file, may_be in zip(files, may_be_stored.tolist(), strict=True) if may_be]
     todo = [file for file, may_be in zip(files, may_be_stored.tolist(), strict=True) if not may_be]
-    for file, content in zip(to_hash, hashes_of(root, to_hash), strict=True):
+    for file, content in zip(to_hash, _hashes_of(root, to_hash), strict=True):
         if stop():
             raise StoppedError
         record = by_hash.get(content) if content is not None else None  # none is stored under MOVED
@@ -305,7 +314,7 @@ def time_before(now_ns: int, seconds: float) -> int:
     return now_ns - int(seconds * _S)
 
 
-def hashes_of(root: str, files: Sequence[ScannedFile]) -> Iterator[bytes | None]:
+def _hashes_of(root: str, files: Sequence[ScannedFile]) -> Iterator[bytes | None]:
     """Yield the xxh3-128 of each file's bytes; `MOVED` if it has changed since the scan, None if it cannot be read."""
     with ThreadPoolExecutor(_THREADS) as threads:
         for start in range(0, len(files), _AHEAD):

@@ -30,6 +30,7 @@ from extract.store.format.version import pass_folder
 from extract.sync.compaction import compact_passes, rewrite
 from extract.sync.difference import (
     Guards,
+    Report,
     Resolved,
     ScannedFolder,
     StoppedError,
@@ -45,7 +46,7 @@ from extract.system.atomic_files import kept, locked, own_folder
 if TYPE_CHECKING:
     from extract.extraction.plan import Plan
 
-__all__ = ["Pass", "Report", "VanishedError"]
+__all__ = ["Pass", "VanishedError"]
 
 _RECHECKED = 16  # stored rows that are computed again when library versions have changed
 _MAX_DEAD = 0.5  # share of dead rows above which a pass is rewritten without them
@@ -56,43 +57,6 @@ _OURS = {".lock", "passes", "versions", "runs.jsonl", "schedule.json", "probe", 
 
 class VanishedError(LayertapError):
     """So many files are gone that the folder itself is probably unavailable."""
-
-
-@dataclass
-class Report:
-    """Result of a pass, in numbers of files.
-
-    Attributes:
-        added, changed, renamed, deleted: compared with the previous version. A copy of a stored image counts as added,
-            but is not computed.
-        unchanged: files with unchanged content, including files whose times have changed.
-        failed: rows of the new version without valid features.
-        waiting: files left for the next pass because they may still be being written.
-        computed: images that went through the backbone, or would have in a dry run.
-        rows: rows of the data set.
-        version: number of the published version; 0 if there is none.
-        seconds: duration of the pass.
-        unreadable: path below the folder that could not be read -> reason; the rows of its files do not change.
-        stopped: whether the pass was stopped on request.
-        dry_run: whether the report describes what a pass would do.
-        notes: messages for the user.
-    """
-
-    added: int = 0
-    changed: int = 0
-    renamed: int = 0
-    deleted: int = 0
-    unchanged: int = 0
-    failed: int = 0
-    waiting: int = 0
-    computed: int = 0
-    rows: int = 0
-    version: int = 0
-    seconds: float = 0.0
-    unreadable: dict[str, str] = field(default_factory=dict)
-    stopped: bool = False
-    dry_run: bool = False
-    notes: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -308,8 +272,8 @@ class Pass:
             VanishedError: too many files are gone.
             StoppedError: the pass was stopped on request.
         """
-        folder_changes = difference(self.root, records, scanned, self.guards, self.stop)
         report = self.report
+        folder_changes = difference(self.root, records, scanned, self.guards, report, self.stop)
         n_files, n_gone = records.n_files, int(scanned.gone.sum())
         if folder_changes.vanished > self.guards.max_vanish * n_files and not self.force:
             raise VanishedError(
@@ -317,11 +281,6 @@ class Pass:
                 f"{self.guards.max_vanish:.0%} (max_vanish); is the disk mounted? Nothing was changed",
                 hint="`layertap sync CONFIG --force` confirms the deletion",
             )
-        report.added = folder_changes.added
-        report.changed = folder_changes.changed
-        report.renamed = folder_changes.renamed
-        report.deleted = n_gone - folder_changes.renamed
-        report.waiting = folder_changes.waiting + folder_changes.moved
         todo = folder_changes.todo
         if self.dry_run:
             report.computed = len(todo)

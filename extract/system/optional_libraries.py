@@ -9,7 +9,7 @@ from typing import Any
 
 from extract.errors import LayertapError
 
-__all__ = ["extras", "installed_version", "library", "own_version", "pip_install", "requirements"]
+__all__ = ["installed_version", "library", "own_version", "pip_install", "requirements"]
 
 _PROJECT = "layertap"
 _PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
@@ -64,17 +64,6 @@ def requirements(extra: str = "") -> list[str]:
     marker = f'extra == "{extra}"'
     of_extra = [line for line in declared if (marker in line.replace("-", "_") if extra else "extra ==" not in line)]
     return [line.partition(";")[0].strip() for line in of_extra]
-
-
-def extras() -> list[str]:
-    """Return the extras of this project for users, without those that combine others or serve its development."""
-    from importlib import metadata  # 15 ms, which every command would pay
-
-    try:
-        names = _checkout().get("optional-dependencies") or metadata.metadata(_PROJECT).get_all("Provides-Extra")
-    except metadata.PackageNotFoundError:  # the folders were copied without pyproject.toml and metadata
-        names = None
-    return [extra for extra in names or () if extra not in ("demo", "docs", "test")]
 
 
 def installed_version(distribution: str) -> str | None:

@@ -12,8 +12,9 @@ from typing import Any, Literal
 
 from extract import defaults
 from extract.errors import LayertapError, first_line
-from extract.system.optional_libraries import extras, installed_version, own_version, pip_install, requirements
+from extract.system.optional_libraries import installed_version, own_version, pip_install, requirements
 from extract.system.urls import is_url
+from pipelines.terminal.config import name_of
 from pipelines.terminal.text_output import counted, printable
 
 __all__ = ["Line", "Section", "as_json", "examine", "print_report", "problems_of"]
@@ -65,27 +66,23 @@ def examine(images: str | None, backbone: str | None, out: str | None) -> list[S
     """
     listed = []
     if images is not None:
-        listed = [_run("images", lambda facts: check_images(images, facts))]
+        listed = [_run("images", check_images, images)]
         if "count" not in listed[0].facts and not is_url(images) and not Path(images).exists():
             return listed  # a misspelt path; the default output would be named after it
-    sections = [
+    out = out or str(Path("outputs") / (name_of(images) if images is not None else "NAME"))
+    return [
         _run("versions", check_versions),
         _run("devices", check_devices),
-        _run("optional libraries", check_libraries),
         *listed,
-        _run("backbone", lambda facts: check_backbone(backbone or defaults.BACKBONE, facts)),
+        _run("backbone", check_backbone, backbone or defaults.BACKBONE),
+        _run("output", check_output, out),
     ]
-    if out is None:
-        from pipelines.terminal.config import name_of
-
-        out = str(Path("outputs") / (name_of(images) if images is not None else "NAME"))
-    return [*sections, _run("output", lambda facts: check_output(out, facts))]
 
 
-def _run(title: str, check: Callable[[dict[str, Any]], Iterator[Line]]) -> Section:
+def _run(title: str, check: Callable[..., Iterator[Line]], *what: str) -> Section:
     section = Section(title)
     try:
-        section.lines.extend(check(section.facts))
+        section.lines.extend(check(*what, section.facts))
     except LayertapError as error:
         section.lines.append(Line(error.message, "wrong", error.hint))
     except OSError as error:
@@ -105,8 +102,7 @@ def as_json(sections: list[Section]) -> dict[str, Any]:
     """Return the report as JSON-compatible data."""
     problems = [asdict(line) for line in problems_of(sections)]
     content = {
-        section.title.replace(" ", "_"): {**section.facts, "lines": [asdict(line) for line in section.lines]}
-        for section in sections
+        section.title: {**section.facts, "lines": [asdict(line) for line in section.lines]} for section in sections
     }
     return {"ok": not problems, "problems": problems, **content}
 
@@ -165,11 +161,8 @@ def check_devices(facts: dict[str, Any]) -> Iterator[Line]:
         try:
             free, total = torch.cuda.mem_get_info(number)
         except RuntimeError as error:  # another process may have taken the GPU for itself, or all of its memory
-            yield Line(
-                f"cuda:{number} {name} cannot be used: {first_line(error)}",
-                "wrong",
-                "use another GPU: `layertap embed --device cuda:N`",
-            )
+            hint = "use another GPU: `layertap embed --device cuda:N`"
+            yield Line(f"cuda:{number} {name} cannot be used: {first_line(error)}", "wrong", hint)
             continue
         gpus.append({"device": f"cuda:{number}", "name": name, "memory_bytes": total, "free_bytes": free})
         yield Line(f"cuda:{number} {name}, {free / 1e9:,.1f} of {total / 1e9:,.1f} GB free")
@@ -177,24 +170,9 @@ def check_devices(facts: dict[str, Any]) -> Iterator[Line]:
         gpus.append({"device": "mps", "name": "Apple"})
         yield Line("mps, the GPU of this computer")
     if not torch.cuda.is_available() and Path("/dev/nvidiactl").exists():
-        yield Line(
-            f"PyTorch, built for CUDA {torch.version.cuda}, cannot use the NVIDIA GPU of this machine",
-            "wrong",
-            "install a build of PyTorch for the CUDA version of the driver (nvidia-smi prints it)",
-        )
-
-
-def check_libraries(facts: dict[str, Any]) -> Iterator[Line]:
-    """Report which optional libraries are installed, by extra, and how to install the others; none is needed here."""
-    for extra in extras():
-        versions: dict[str, Any] = {}
-        faults = [_installed(requirement, versions) for requirement in requirements(extra)]
-        missing = ", ".join(f"{name} {fault}" for name, fault in faults if fault)
-        facts[extra] = {"versions": versions, "installed": not missing}
-        if missing:
-            yield Line(f"{extra}: {missing}; {pip_install(extra)}", "note")
-        else:
-            yield Line(f"{extra}: " + ", ".join(f"{name} {version}" for name, version in versions.items()))
+        hint = "install a build of PyTorch for the CUDA version of the driver (nvidia-smi prints it)"
+        built = f"PyTorch, built for CUDA {torch.version.cuda}"
+        yield Line(f"{built}, cannot use the NVIDIA GPU of this machine", "wrong", hint)
 
 
 def check_images(where: str, facts: dict[str, Any]) -> Iterator[Line]:
@@ -210,9 +188,6 @@ def check_images(where: str, facts: dict[str, Any]) -> Iterator[Line]:
     images = list_images(where)
     facts.update(root=images.root, count=len(images))
     yield Line(f"{counted(len(images), 'image')} in {printable(images.root)}")
-    if images.left_out:
-        kinds = ", ".join(f"{printable(kind)} {count:,}" for kind, count in images.left_out.most_common(5))
-        yield Line(f"{images.left_out.total():,} other files are left out ({kinds})", "note")
     path = printable(images.slice(0, 1).paths[0])
     try:
         facts["size"] = images.source.decode(images.source.read(0)[0], defaults.MAX_PIXELS).size

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,34 +19,17 @@ from extract.errors import InputError
 from extract.extraction.plan import default_batch_size, existing_at, resolve
 from extract.extraction.run import extract
 from extract.extraction.settings import ExtractionSettings
-from extract.extraction.tuning import ComputeOption, Measured, compute_options, decode_seconds, forward_rates, ranked
+from extract.extraction.tuning import Measured, compute_options, decode_seconds, forward_rates, ranked
 from extract.extraction.validation import decoded_in
 from extract.images import list_images
 from extract.system.atomic_files import temporary_folder
 from extract.system.torch_state import evaluating, full_float32
 
-__all__ = ["Bench", "PipelineRate", "as_json", "bench", "print_bench"]
+__all__ = ["Bench", "as_json", "bench", "print_bench"]
 
 _DECODED = 64  # images
 _SYNTHETIC = 256  # images
 _PIPELINE_S = 20.0  # approximate time of a run of the whole pipeline
-
-
-@dataclass(frozen=True)
-class PipelineRate:
-    """Rate of a run of the whole pipeline.
-
-    Attributes:
-        way: how the forward was computed.
-        decode: "exact" or "fast".
-        images: number of images.
-        images_per_s: rate over all images, without the time for comparing and compiling.
-    """
-
-    way: ComputeOption
-    decode: str
-    images: int
-    images_per_s: float
 
 
 @dataclass(frozen=True)
@@ -61,7 +43,8 @@ class Bench:
         cores: cores of this machine that may be used.
         decode: "exact" and "fast" -> rate of a core.
         forward: rate of each option for batches in memory.
-        pipelines: the plain option, and the fastest option that agrees with it.
+        pipelines: of the plain option, and of the fastest option that agrees with it: the option (`way`), `decode`, the
+            number of `images`, and `images_per_s`, without the time for comparing and compiling.
     """
 
     images: str
@@ -70,7 +53,7 @@ class Bench:
     cores: int
     decode: dict[str, float]
     forward: list[Measured]
-    pipelines: list[PipelineRate]
+    pipelines: list[dict[str, Any]]
 
 
 def bench(
@@ -96,8 +79,8 @@ def bench(
     ways = {"exact": loaded.preprocessing}
     if loaded.preprocessing.can_be_faster:
         ways["fast"] = loaded.preprocessing.faster()
-    with _images(images) as where, temporary_folder(Path(tempfile.gettempdir()) / "layertap-bench") as folder:
-        image_list = list_images(where)
+    with temporary_folder(Path(tempfile.gettempdir()) / "layertap-bench") as folder:
+        image_list = list_images(images or _write_noise(folder / "images"))
         with evaluating(loaded.model), full_float32():
             choice = choose_features(loaded, list(layers))
         if projected := [feature for feature in choice.features if feature.principal_axes]:
@@ -112,7 +95,7 @@ def bench(
         say("forward")
         plain, tried = forward_rates(loaded, choice, pictures, compute_options(loaded.device))
 
-        def pipeline(measured: Measured, decode: str) -> PipelineRate:
+        def pipeline(measured: Measured, decode: str) -> dict[str, Any]:
             option = measured.way
             say(f"the whole pipeline: {option}, {decode} decoding")
             way: dict[str, Any] = {"decode": decode, "precision": option.precision, "compile": option.compile}
@@ -122,7 +105,7 @@ def bench(
             summary = extract(resolve(settings, some, loaded, out))
             prepared_in_s = summary.computation.prepared_in_s if summary.computation else 0.0
             rate = summary.computed / (summary.seconds - prepared_in_s)
-            return PipelineRate(option, decode, len(some), rate)
+            return {"way": option, "decode": decode, "images": len(some), "images_per_s": rate}
 
         best = ranked(tried)[0], "fast" if "fast" in ways else "exact"
         pipelines = [pipeline(*each) for each in dict.fromkeys([(plain, "exact"), best])]
@@ -132,20 +115,14 @@ def bench(
     )  # fmt: skip
 
 
-@contextlib.contextmanager
-def _images(images: str | None) -> Iterator[str]:
-    """Context manager: yield the location of the images; if None is given, write noise to a temporary folder."""
-    if images is not None:
-        yield images
-        return
-    with temporary_folder(Path(tempfile.gettempdir()) / "layertap-bench") as temporary:
-        folder = temporary / "images"
-        folder.mkdir()
-        for number in range(_SYNTHETIC):
-            noise = np.random.default_rng(number).integers(0, 256, (75, 100, 3)).astype(np.uint8)
-            picture = Image.fromarray(noise).resize((500, 375), Image.Resampling.BICUBIC)
-            picture.save(folder / f"{number:03d}.jpg", quality=90)
-        yield str(folder)
+def _write_noise(folder: Path) -> str:
+    """Write pictures of noise, and return their folder."""
+    folder.mkdir()
+    for number in range(_SYNTHETIC):
+        noise = np.random.default_rng(number).integers(0, 256, (75, 100, 3)).astype(np.uint8)
+        picture = Image.fromarray(noise).resize((500, 375), Image.Resampling.BICUBIC)
+        picture.save(folder / f"{number:03d}.jpg", quality=90)
+    return str(folder)
 
 
 def print_bench(result: Bench, echo: Callable[[str], None]) -> None:
@@ -157,9 +134,9 @@ def print_bench(result: Bench, echo: Callable[[str], None]) -> None:
         rate_text = f"{measured.images_per_s:9.1f}" if measured.images_per_s else "        -"
         echo(f"  forward, {measured.way!s:19} {rate_text}{measured.remark}")
     for pipeline in result.pipelines:
-        way = pipeline.way
-        flags = f"--precision {way.precision} --compile {way.compile} --decode {pipeline.decode}"
-        echo(f"  pipeline, {pipeline.images:,} images {pipeline.images_per_s:9.1f}  {flags}")
+        way = pipeline["way"]
+        flags = f"--precision {way.precision} --compile {way.compile} --decode {pipeline['decode']}"
+        echo(f"  pipeline, {pipeline['images']:,} images {pipeline['images_per_s']:9.1f}  {flags}")
 
 
 def as_json(result: Bench) -> dict[str, Any]:

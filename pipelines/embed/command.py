@@ -114,7 +114,7 @@ def _write_plan(images: str | None, out: str | None, as_json: bool) -> None:
     except KeyboardInterrupt:
         print_line(f"\nstopped: no plan was written. To list the images again:\n  {command_line()}", err=True)
         raise
-    print_result(planned, as_json, plan_job.as_json, plan_job.print_plan)
+    print_result(planned, as_json, dict, plan_job.print_plan)
 
 
 def _print_sbatch(config: Path | str | None, **settings: Any) -> None:

@@ -23,8 +23,9 @@ __all__ = ["EmbedConfig", "FeaturesConfig", "check_output", "listed_images"]
 class FeaturesConfig(BackboneConfig, DataSetKeys):
     """Features, and how to compute and store them: the keys that `embed` and `sync` share."""
 
-    out: Annotated[Path | None, OUTPUT] = Field(
-        None, description="Folder of the data set. [default: outputs/<name of IMAGES>]"
+    out: Annotated[str | None, OUTPUT] = Field(
+        None,
+        description="Folder of the data set; `embed` also takes s3://BUCKET/NAME. [default: outputs/<name of IMAGES>]",
     )
     strict: Annotated[bool, SAFETY] = Field(False, description="Exit with code 3 if a row failed.")
 
@@ -55,16 +56,13 @@ class FeaturesConfig(BackboneConfig, DataSetKeys):
 
     @property
     def folder(self) -> Path:
-        """Folder of the data set."""
-        return self.out or Path("outputs") / name_of(self.images)
+        """Folder of the data set, if it is not in a bucket."""
+        return Path(self.out) if self.out else Path("outputs") / name_of(self.images)
 
 
 class EmbedConfig(FeaturesConfig, ExtractionKeys):
     """Configuration of `layertap embed`."""
 
-    out: Annotated[str | None, OUTPUT] = Field(  # type: ignore[assignment]
-        None, description="Folder of the data set, or s3://BUCKET/NAME. [default: outputs/<name of IMAGES>]"
-    )
     fast: Annotated[bool, SPEED] = Field(
         False,
         description="Use the fastest precision, compile and decode that agree; not for short jobs.",
@@ -113,11 +111,6 @@ class EmbedConfig(FeaturesConfig, ExtractionKeys):
     def place(self) -> str:
         """Folder or URL of the data set."""
         return self.out if self.out and is_url(self.out) else str(self.folder)
-
-    @property
-    def folder(self) -> Path:
-        """Folder of the data set, if `place` is not a URL."""
-        return Path(self.out) if self.out else Path("outputs") / name_of(self.images)
 
     @property
     def is_shared(self) -> bool:

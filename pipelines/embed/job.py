@@ -8,7 +8,7 @@ from typing import Any
 
 from extract import defaults
 from extract.compute.backbone import Backbone
-from extract.compute.backends import default_engine, sharing_graphs
+from extract.compute.backends import sharing_graphs
 from extract.errors import DisagreementError
 from extract.extraction.pipeline import Summary
 from extract.extraction.plan import Plan, existing_at, resolve
@@ -17,7 +17,6 @@ from extract.extraction.tuning import fastest
 from extract.extraction.validation import Computation
 from extract.images import Images
 from extract.store.reader import FeatureReader
-from extract.system.optional_libraries import pip_install
 from extract.system.torch_state import has_tensor_float32
 from pipelines.embed.config import EmbedConfig, listed_images
 from pipelines.terminal.backbone import backbone_of
@@ -30,6 +29,15 @@ __all__ = ["EmbedResult", "bottleneck", "describe_computation", "embed", "plan_o
 _COUNTED = 100_000  # images whose classes are counted before a run: their labels are held in memory
 _WAITING_SHARE = 0.2  # of the time: a forward that waits longer is limited by what it waits for
 _BOTTLENECK_MIN_S = 10.0  # in shorter runs, starting takes most of the time, and no bottleneck is printed
+
+# Stage that limits the rate -> what would make the run faster.
+_ADVICE = {
+    "images": "more cores, --workers up to their number, or --decode fast",
+    "forward": "--fast, or a faster device",
+    "write": "a faster disk, pooled layers, or --dtype float16",
+}
+# After --fast, which has tried the other options.
+_ADVICE_WHEN_TUNED = _ADVICE | {"images": "more cores, and --workers up to their number", "forward": "a faster device"}
 
 
 @dataclass(frozen=True)
@@ -174,20 +182,16 @@ def describe_computation(computation: Computation, precision: str) -> str:
     text = f"computed  by {_ENGINES[computation.engine]}, in {precision}"
     if computation.why:
         text += f" ({computation.why})"
-    for other, compared in (
-        ("eager float32 on the first batch", computation.agreement),
-        ("eager float32 and exact decoding on the first few images", computation.decoding),
+    for reference, compared in (
+        ("compared with eager float32 on the first batch", computation.agreement),
+        ("compared with eager float32 and exact decoding on the first few images", computation.decoding),
+        ("as stored, compared with the values", computation.storage),
     ):
         for name, agreement in compared.items():
             text += (
-                f"\n          {name}: compared with {other}, minimum cosine {agreement.min_cosine:.6f}, "
+                f"\n          {name}: {reference}, minimum cosine {agreement.min_cosine:.6f}, "
                 f"difference at most {agreement.max_deviation:.1e} of the largest value"
             )
-    for name, agreement in computation.storage.items():
-        text += (
-            f"\n          {name}: as stored, minimum cosine to the values {agreement.min_cosine:.6f}, "
-            f"difference at most {agreement.max_deviation:.1e} of the largest"
-        )
     return text
 
 
@@ -220,7 +224,8 @@ def print_summary(outcome: EmbedResult, echo: Callable[[str], None]) -> None:
             echo(f"{copies} with the bytes of another: computed once, stored for each row")
         echo(f"{summary.seconds:.1f} s, {summary.images_per_s:.1f} images/s; time went to {shares}")
         if summary.seconds >= _BOTTLENECK_MIN_S:
-            echo(f"bound by {bottleneck(summary)}: {_advice(outcome)}")
+            stage = bottleneck(summary)
+            echo(f"bound by {stage}: {(_ADVICE_WHEN_TUNED if outcome.tuned else _ADVICE)[stage]}")
         if _leaves_bfloat16_unused(outcome):
             echo("float32 on this GPU; bfloat16 would be about 4 times as fast: --precision bfloat16, or --fast")
     else:
@@ -250,43 +255,6 @@ def bottleneck(summary: Summary) -> str:
     waits = {"images": stages["images"], "write": summary.write_wait_s}
     longest = max(waits, key=waits.__getitem__)
     return longest if waits[longest] > least_s else max(("forward", "write"), key=stages.__getitem__)
-
-
-def _advice(outcome: EmbedResult) -> str:
-    """Return what would make the run faster."""
-    stage = bottleneck(outcome.summary)
-    if stage == "write":
-        return "a faster disk, pooled layers, or --dtype float16"
-    if stage == "copy":
-        return "pooled layers, or --dtype float16"
-    return _advice_on_images(outcome) if stage == "images" else _advice_on_forward(outcome)
-
-
-def _advice_on_images(outcome: EmbedResult) -> str:
-    settings, preprocessing = outcome.plan.settings, outcome.plan.backbone.preprocessing
-    if settings.workers < defaults.CORES:
-        return f"raise --workers ({settings.workers} of {defaults.CORES} cores)"
-    faster = preprocessing.can_be_faster and not preprocessing.fast and not outcome.tuned
-    return "--decode fast, or more cores" if faster else "more cores"
-
-
-def _advice_on_forward(outcome: EmbedResult) -> str:
-    plan = outcome.plan
-    on_cpu = plan.backbone.device.type == "cpu"
-    computation = outcome.summary.computation or Computation()
-    if computation.engine == "eager" and not computation.failed:
-        engine = default_engine(plan.backbone.device, plan.settings.precision)
-        if on_cpu and plan.settings.precision == "float32" and engine == "inductor":
-            return f"{pip_install('openvino')} for a faster forward, or a GPU"
-        if computation.why:  # the run was too short for a compiler
-            return "more cores, or a GPU" if on_cpu else "a larger --batch-size"
-        if not outcome.tuned:
-            return "--compile on, or --fast"
-    if plan.settings.precision == "float32" and not outcome.tuned:
-        return "--fast, which tries lower precision" + (", or a GPU" if on_cpu else "")
-    if on_cpu:
-        return "more cores, or a GPU" if outcome.tuned else "a GPU"
-    return "the device is busy; a larger --batch-size may help"
 
 
 def summary_as_json(outcome: EmbedResult) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -13,7 +14,9 @@ from stat import S_ISREG
 from typing import TYPE_CHECKING, Any
 
 from extract.errors import InputError, LayertapError, LockedError, UnknownNameError, first_line
-from extract.sync.passes import Pass, Report
+from extract.sync.difference import Report
+from extract.sync.passes import Pass
+from extract.system.atomic_files import append_line, write_whole
 from pipelines.embed.config import FeaturesConfig
 from pipelines.sync.config import SyncConfig
 from pipelines.terminal.error_output import print_error
@@ -148,10 +151,6 @@ def _run_entry(synced: SyncResult, started: datetime, seconds: float) -> dict[st
 
 def add_run(out: Path, run: dict[str, Any]) -> None:
     """Add a line to `runs.jsonl`; when the file exceeds 2,000 lines, keep the last 1,000."""
-    import json
-
-    from extract.system.atomic_files import append_line, write_whole
-
     path = out / "runs.jsonl"
     append_line(path, json.dumps(run))
     lines = path.read_bytes().splitlines(keepends=True)
@@ -159,21 +158,13 @@ def add_run(out: Path, run: dict[str, Any]) -> None:
         write_whole(path, b"".join(lines[-_RUNS_KEPT:]))
 
 
-class PassReporter:
+class PassReporter(contextlib.ExitStack):
     """Context manager for each pass: load the backbone when it is needed, and print progress on stderr."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._backbone: Backbone | None = None
         self._loaded_settings: dict[str, Any] = {}  # settings with which it was loaded
-        self._progress: Any = None
-
-    def __enter__(self) -> PassReporter:
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        if self._progress is not None:
-            self._progress.__exit__(*error)
-            self._progress = None
 
     def plan(self, config: SyncConfig, images: Images, folder: Path) -> Plan:
         """Return the plan of computing features of images into a folder."""
@@ -191,8 +182,7 @@ class PassReporter:
         from pipelines.terminal.progress import Progress
 
         print_line(f"computing {counted(count, 'image')} with {plan.backbone.spec} on {plan.backbone.device}", err=True)
-        self.__exit__(None, None, None)
-        self._progress = Progress(count).__enter__()
+        self._progress = self.enter_context(Progress(count))
         self._precision = plan.settings.precision
 
     def on_rows(self, rows: int, resumed: bool) -> None:
@@ -216,22 +206,19 @@ def print_synced(synced: SyncResult, echo: Callable[[str], None]) -> None:
     for note in report.notes:
         print_line(f"note: {out}: {note}", fg="yellow", err=True)
     for path, why in report.unreadable.items():
-        text = f"{out}: {path} cannot be read ({why}); its rows are kept"
-        print_line(text, fg="red", err=True)
+        print_line(f"{out}: {path} cannot be read ({why}); its rows are kept", fg="red", err=True)
     if report.stopped:
         echo(f"{out}: stopped; what was computed is stored, and the next pass continues")
         return
     counts = {name: getattr(report, name) for name in ("added", "changed", "renamed", "deleted", "failed", "unchanged")}
     text = ", ".join(f"{count:,} {name}" for name, count in counts.items())
-    settle = synced.config.settle
-    waiting = (
-        f", {report.waiting:,} wait for the next pass: they changed in the last {settle:g} s" if report.waiting else ""
-    )
+    if report.waiting:
+        settle = synced.config.settle
+        text += f", {report.waiting:,} wait for the next pass: they changed in the last {settle:g} s"
     images = counted(report.computed, "image")
     done = f"at most {images} to be computed" if report.dry_run else f"{images} computed"  # copies are found by hash
-    computed = f"; {done}" if report.computed else ""
-    rows = counted(report.rows, "row")
-    echo(f"{out}: version {report.version}, {rows}: {text}{waiting}{computed}, {report.seconds:.1f} s")
+    text += f"; {done}" if report.computed else ""
+    echo(f"{out}: version {report.version}, {counted(report.rows, 'row')}: {text}, {report.seconds:.1f} s")
 
 
 def as_json(synced: SyncResult) -> dict[str, Any]:

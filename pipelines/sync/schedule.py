@@ -187,7 +187,9 @@ class PassRunner:
         self._path = file.path
         self._on_failure = file.required_schedule.on_failure
         self._state = file.data_sets[0].folder / "schedule.json"
-        self._reported = _read_state(self._state)  # the failure that was reported last; empty: it has ended
+        self._reported = ""  # the failure that was reported last; empty: it has ended
+        with contextlib.suppress(OSError):
+            self._reported = self._state.read_text("utf-8", "replace")
         self._command = command or (*LAYERTAP, "sync", str(file.path), "--json")
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -265,15 +267,6 @@ class PassRunner:
                 log.error("command %d of on_failure failed: %s", number, type(error).__name__)
                 have_succeeded = False
         return have_succeeded
-
-
-def _read_state(path: Path) -> str:
-    """Return what `PassRunner` has remembered; empty if nothing, or if an earlier version wrote the file."""
-    try:
-        text = path.read_text("utf-8", "replace")
-    except OSError:
-        return ""
-    return text if text.startswith("[") else ""
 
 
 def _failure(code: int, data_sets: list[dict[str, Any]]) -> str:

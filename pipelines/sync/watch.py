@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import gc
 import os
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,6 @@ _FULL_PASS_S = 3600.0  # interval of full passes: changes may go unreported
 _RETRY_S = 60.0  # after which a pass that failed is repeated
 _SCAN_MS = 2000  # between scans of a folder that cannot be watched
 _CHECK_MS = 1000  # interval of checks whether a pass is due, and whether the folder was replaced
-_GONE_S = 5.0  # after which a missing folder is tried again
 # File systems whose servers or other clients change files unnoticed by this machine's kernel.
 _SILENT = (
     "nfs", "cifs", "smb", "9p", "fuse", "afs", "ceph", "lustre", "gpfs", "virtiofs", "vboxsf", "prl_fs", "beegfs",
@@ -50,56 +48,68 @@ def watch(configs: Sequence[SyncConfig], on_synced: Callable[[SyncResult], None]
         LayertapError: the library watchfiles is not installed.
     """
     watchfiles: Any = library("watchfiles", "watch", "layertap sync --watch")
-    stop, woken = threading.Event(), threading.Event()
     with signals_held() as received:
-        followed = [_Followed(watchfiles, config, stop, woken) for config in configs]
-        try:
-            while not received:
-                for data_set in followed:
-                    if not received and data_set.is_due():
-                        data_set.run_pass(on_synced, received)
-                woken.wait(_CHECK_MS / 1000)
-                woken.clear()
-        finally:
-            stop.set()
+        followed = [_Followed(watchfiles, config, _CHECK_MS // len(configs)) for config in configs]
+        while not received:
             for data_set in followed:
-                data_set.thread.join(_CHECK_MS / 1000 * 3)
+                data_set.look()
+                if not received and data_set.is_due():
+                    data_set.run_pass(on_synced, received)
     return received[0]
 
 
 class _Followed:
-    """A data set, and a thread that records whether something below its folder has changed.
+    """A data set, and whether something below its folder has changed.
 
     Args:
-        watchfiles: the library.
+        watchfiles: the library. Its own threads collect changes, also while a pass runs.
         config: configuration of the data set.
-        stop: ends the thread when it is set.
-        woken: set when something has changed.
+        look_ms: for how long a look waits for changes.
+
+    Attributes:
+        has_changed: whether something has changed since the last pass began.
     """
 
-    def __init__(self, watchfiles: Any, config: SyncConfig, stop: threading.Event, woken: threading.Event):
-        self._watchfiles, self._config, self._stop, self._woken = watchfiles, config, stop, woken
-        self._changed = threading.Event()
+    def __init__(self, watchfiles: Any, config: SyncConfig, look_ms: int):
+        self._watchfiles, self._config, self._look_ms = watchfiles, config, max(1, look_ms)
         self._reporter = PassReporter()
         self._due = self._rests_until = 0.0
-        self.thread = threading.Thread(target=self._watch, daemon=True)
-        self.thread.start()
+        self._changes: Iterator[set[tuple[Any, str]]] | None = None
+        self._root: tuple[int, int] | None = None
+        self.has_changed = False
+        self._polls = not reports_changes(Path(config.root))
+        if self._polls:
+            self._print_polling("its file system does not report changes")
+
+    def look(self) -> None:
+        """Wait for changes for a moment."""
+        try:
+            if self._changes is None:
+                self._changes, self._root = self._watched(), _identity(self._config.root)
+                next(self._changes)
+                self.has_changed = True  # a change before all folders were watched was not reported
+            elif any(not is_litter(path.rpartition("/")[2]) for _, path in next(self._changes)):
+                self.has_changed = True
+            if _identity(self._config.root) != self._root:  # a disk was unmounted, or the folder was replaced
+                self._changes, self.has_changed = None, True
+        except (OSError, RuntimeError) as error:
+            self._changes = None
+            if self._polls or isinstance(error, FileNotFoundError):  # the passes report it
+                time.sleep(self._look_ms / 1000)
+                return
+            reason = first_line(error).partition(" (Error {")[0]  # watchfiles appends a representation
+            remedy = " (to watch the folder, raise fs.inotify.max_user_watches)" if "limit" in reason else ""
+            self._print_polling(f"{reason}{remedy}")
+            self._polls = True
 
     def is_due(self) -> bool:
         """Return whether a pass should run now, because something has changed or the last pass is long ago."""
         now = time.monotonic()
-        return now >= self._rests_until and (self.take_change() or now >= self._due)
-
-    def take_change(self) -> bool:
-        """Return whether something has changed below the folder since the last call."""
-        has_changed = self._changed.is_set()
-        if has_changed:  # otherwise, a change that is reported now would be lost
-            self._changed.clear()
-        return has_changed
+        return now >= self._rests_until and (self.has_changed or now >= self._due)
 
     def run_pass(self, on_synced: Callable[[SyncResult], None], received: list[int]) -> None:
         """Run a pass; add a signal that arrives to `received`."""
-        began = time.monotonic()
+        began, self.has_changed = time.monotonic(), False
         (result,), number = sync_all([self._config], reporter=self._reporter)
         gc.collect()  # the command raises the threshold of full collections, and this process runs for long
         if number:
@@ -118,51 +128,23 @@ class _Followed:
         # A pass is followed by a rest of the same length: long passes take at most half of the time.
         self._due, self._rests_until = ended + wait, ended + (ended - began)
 
-    def _watch(self) -> None:
-        """Follow the folder until `stop` is set."""
-        polls = not reports_changes(Path(self._config.root))
-        if polls:
-            self._print_polling("its file system does not report changes")
-        while not self._stop.is_set():
-            try:
-                root, is_first = _identity(self._config.root), True
-                for changes in self._reports(polls):
-                    has_moved = _identity(self._config.root) != root  # a disk was unmounted, or the folder was replaced
-                    if changes or is_first or has_moved:  # a change before all folders were watched was not reported
-                        self._changed.set()
-                        self._woken.set()
-                    is_first = False
-                    if has_moved:
-                        break
-            except FileNotFoundError:  # the passes report it
-                self._stop.wait(_GONE_S)
-            except (OSError, RuntimeError) as error:
-                if polls:
-                    self._stop.wait(_GONE_S)
-                    continue
-                reason = first_line(error).partition(" (Error {")[0]  # watchfiles appends a representation
-                remedy = " (to watch the folder, raise fs.inotify.max_user_watches)" if "limit" in reason else ""
-                self._print_polling(f"{reason}{remedy}")
-                polls = True
-
     def _print_polling(self, why: str) -> None:
         where = f"{self._config.images} cannot be watched"
         print_line(f"{where}: {why}. The folder is scanned every few seconds", err=True)
 
-    def _reports(self, polls: bool) -> Any:
-        """Return an iterator over the changes of about a second each, sets of (kind, path)."""
+    def _watched(self) -> Any:
+        """Return an iterator over the changes since it was asked last, as sets of (kind, path)."""
         return self._watchfiles.watch(
             self._config.root,
-            watch_filter=lambda change, path: not is_litter(path.rpartition("/")[2]),
-            stop_event=self._stop,
-            force_polling=polls,
+            # A filter of the library would wait for more changes when it has dropped all.
+            watch_filter=None,
+            force_polling=self._polls,
             poll_delay_ms=_SCAN_MS,
-            rust_timeout=_CHECK_MS,
+            rust_timeout=self._look_ms,
             yield_on_timeout=True,
-            raise_interrupt=False,
             # A tree with a folder that cannot be read is scanned. Ignoring the error would end the watch of the tree at
             # that folder, and would also hide the error at the limit of watches.
-            ignore_permission_denied=polls,
+            ignore_permission_denied=self._polls,
         )
 
 

@@ -23,8 +23,8 @@ from pathlib import Path
 from unittest import mock
 
 from pipelines.embed.cluster import ray_tasks
+from pipelines.embed.cluster.driver import ShardLoop
 from pipelines.embed.cluster.ray_tasks import ray_tasks_of
-from pipelines.embed.cluster.shard_loop import ShardLoop
 from pipelines.embed.config import EmbedConfig
 from tests.pipelines.cluster.made_up import MadeUp
 

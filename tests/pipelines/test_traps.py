@@ -18,7 +18,6 @@ from extract import defaults, load_backbone
 from extract.compute.feature_choice import choose_features
 from extract.errors import InputError
 from extract.extraction.pipeline import Summary
-from extract.extraction.validation import Computation
 from extract.images import list_images
 from extract.images.listing import is_plan
 from extract.images.plan_writing import write_plan
@@ -253,20 +252,14 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> EmbedResult:
     return EmbedResult(plan, summary_of(0, 1, 0), [], {}, 0)
 
 
-@pytest.mark.parametrize("summary", [summary_of(0, 9, 1), summary_of(9, 9, 1), summary_of(0, 1, 9)])
-def test_a_run_with_fast_is_not_advised_to_use_what_it_has_tried(outcome: EmbedResult, summary: Summary) -> None:
-    advice = job._advice(replace(outcome, summary=summary, tuned=True))
-    assert advice
-    for tried in ("--fast", "--compile", "--decode"):
-        assert tried not in advice
-
-
-def test_a_run_without_fast_is_advised_to_use_it(outcome: EmbedResult, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job, "default_engine", lambda device, precision: "openvino")
-    assert "--fast" in job._advice(outcome)
-    short = Computation(why="compiling pays from 1,000 images")
-    assert job._advice(replace(outcome, summary=replace(outcome.summary, computation=short))) == "more cores, or a GPU"
-    assert "--decode fast" in job._advice(replace(outcome, summary=summary_of(9, 9, 1)))
+def test_a_run_with_fast_is_not_advised_to_use_what_it_has_tried(outcome: EmbedResult) -> None:
+    for summary in (summary_of(0, 9, 1), summary_of(9, 9, 1), summary_of(0, 1, 9)):
+        for tuned in (False, True):
+            lines: list[str] = []
+            job.print_summary(replace(outcome, summary=summary, tuned=tuned), lines.append)
+            (advice,) = [line for line in lines if line.startswith(f"bound by {bottleneck(summary)}: ")]
+            tried = [flag for flag in ("--fast", "--compile", "--decode") if flag in advice]
+            assert bool(tried) == (not tuned and bottleneck(summary) != "write")
 
 
 def test_the_result_of_a_fast_run_says_so(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

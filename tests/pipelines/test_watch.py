@@ -9,8 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
-import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,28 +43,24 @@ def config(folder: Path, tmp_path: Path) -> SyncConfig:
 
 
 @pytest.fixture
-def changes(config: SyncConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def changes(config: SyncConfig, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Starts to look for changes, with a library."""
     monkeypatch.setattr(watching, "_SCAN_MS", 50)
-    monkeypatch.setattr(watching, "_GONE_S", 0.05)
-    monkeypatch.setattr(watching, "_CHECK_MS", 200)
-    stop, begun = threading.Event(), []
-
-    def begin(library: Any) -> Any:
-        begun.append(watching._Followed(library, config, stop, threading.Event()))
-        return begun[0]
-
-    yield begin
-    stop.set()
-    for one in begun:
-        one.thread.join(10)
+    return lambda library: watching._Followed(library, config, 100)
 
 
-def settled(changes: Any) -> None:
+def wait_for_change(seen: Any) -> None:
+    """Look until something has changed, and take note of it, as a pass does."""
+    _until(lambda: seen.look() or seen.has_changed, 20)
+    seen.has_changed = False
+
+
+def settled(seen: Any) -> None:
     """Wait until what was there at the beginning has been reported."""
-    _until(lambda: changes.take_change(), 20)
-    time.sleep(0.5)
-    changes.take_change()
+    wait_for_change(seen)
+    for _ in range(3):
+        seen.look()
+    seen.has_changed = False
 
 
 LIMIT = OSError(
@@ -87,13 +81,14 @@ def test_what_the_kernel_refuses_to_watch_is_scanned_and_that_is_said(
     assert why in told
     assert "Error {" not in told
     make_picture(90).save(folder / "bee" / "new.png")
-    _until(lambda: seen.take_change(), 20)
+    wait_for_change(seen)
     (folder / "bee" / "new.png").rename(folder / "ant" / "new.png")
-    _until(lambda: seen.take_change(), 20)
-    time.sleep(0.3)
-    assert not seen.take_change()  # nothing has changed since
+    wait_for_change(seen)
+    for _ in range(3):
+        seen.look()
+    assert not seen.has_changed  # nothing has changed since
     shutil.move(folder, folder.with_name("away"))
-    _until(lambda: seen.take_change(), 20)
+    wait_for_change(seen)
 
 
 def test_a_folder_that_takes_the_place_of_another_is_followed(changes: Any, folder: Path) -> None:
@@ -102,15 +97,15 @@ def test_a_folder_that_takes_the_place_of_another_is_followed(changes: Any, fold
     settled(seen)
     folder.rename(folder.with_name("away"))
     shutil.copytree(folder.with_name("away"), folder)
-    _until(lambda: seen.take_change(), 20)
+    wait_for_change(seen)
     settled(seen)
     make_picture(90).save(folder / "bee" / "new.png")
-    _until(lambda: seen.take_change(), 20)
+    wait_for_change(seen)
 
 
 def test_what_changed_before_all_folders_were_watched_is_looked_for(changes: Any) -> None:
     seen = changes(watchfiles)
-    _until(lambda: seen.take_change(), 20)
+    wait_for_change(seen)
 
 
 def can_limit_watches() -> bool:
@@ -135,7 +130,7 @@ def test_beyond_the_limit_of_watches_changes_are_seen_within_seconds(folder: Pat
             _until(lambda: _rows(tmp_path / "out") == 52)
             for number in (37, 3):
                 make_picture(300 + number).save(folder / f"class-{number:02d}" / "1.png")
-                _until(lambda expected=53 if number == 37 else 54: _rows(tmp_path / "out") == expected, 20)
+                _until(lambda expected=53 if number == 37 else 54: _rows(tmp_path / "out") == expected)
             process.send_signal(signal.SIGINT)
             _, errors = process.communicate(timeout=30)
         finally:
@@ -159,10 +154,10 @@ def test_a_tree_of_2000_folders_and_a_burst_of_5000_files_are_followed(tmp_path:
         try:
             _until(lambda: _rows(out) == 1, 60)
             make_picture(2).save(root / "1999" / "0.png")
-            _until(lambda: _rows(out) == 2, 30)
+            _until(lambda: _rows(out) == 2)
             (root / "1000" / "new" / "nested").mkdir(parents=True)
             make_picture(3).save(root / "1000" / "new" / "nested" / "0.png")
-            _until(lambda: _rows(out) == 3, 30)
+            _until(lambda: _rows(out) == 3)
             for number in range(5000):
                 shutil.copyfile(picture, root / f"{number % 2000:04d}" / f"{number}-copy.png")
             _until(lambda: _rows(out) == 5003, 240)

@@ -1,4 +1,4 @@
-"""Run `layertap embed` with several workers: one progress, one log and one summary for all.
+"""Run `layertap embed` with several workers: one progress and one summary for all.
 
 The first process loads no backbone and lists no images: it learns the data set from the first worker that joins. It
 needs no GPU, and the fingerprint is that of the device that computes.
@@ -7,37 +7,116 @@ needs no GPU, and the fingerprint is that of the device that computes.
 from __future__ import annotations
 
 import contextlib
-import json
 import shutil
 import time
-from collections import Counter
-from collections.abc import Callable
-from datetime import UTC, datetime
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Self
 
 import click
 
+from extract.errors import DisagreementError, InputError, LayertapError
 from extract.images.listing import check_exists, kind_of
 from extract.store.format.dataset import BUILDING, DataSet
 from extract.store.format.receipt import read_receipt
 from extract.store.places.destination import destination_of
 from extract.store.reader import FeatureReader
-from extract.system.atomic_files import append_line, locked
+from extract.system.atomic_files import locked
 from extract.system.urls import is_url
-from pipelines.embed.cluster.processes import Event, Failed, Joined, Message, Processes, Rows, starts_of
+from pipelines.embed.cluster.processes import Done, Event, Failed, Message, Processes, Rows, starts_of
 from pipelines.embed.cluster.ray_tasks import RayTasks, ray_tasks_of
-from pipelines.embed.cluster.shard_loop import ShardLoop
 from pipelines.embed.config import EmbedConfig, check_output
 from pipelines.terminal.graceful_stop import signals_held
 from pipelines.terminal.progress import Progress
 from pipelines.terminal.text_output import command_line, counted, print_failures, print_remedy, printable
 
-__all__ = ["SharedRun", "as_json", "embed_shared", "exit_code", "print_shared"]
+__all__ = ["ShardLoop", "SharedRun", "as_json", "embed_shared", "exit_code", "print_shared"]
+
+
+_TICK_S = 1.0
+_JOIN_S = 1800.0  # wait for the first worker: a cluster that grows on demand takes minutes
+_ATTEMPTS = 3  # at a shard
+_HOPELESS = 10  # shards of which an attempt failed since the last one that was built: the cause is not in the shards
+
+
+class ShardLoop:
+    """The shards of a run: how many are published, and how often each has failed.
+
+    Args:
+        engine: builds shards, in any order and several at once.
+        on_event: called with each event.
+
+    Attributes:
+        done: number of published shards.
+        attempts: number of attempts that failed or were lost with their worker, at any shard.
+        failed: shard -> why each attempt failed, for shards that were given up.
+    """
+
+    def __init__(self, engine: Processes | RayTasks, on_event: Callable[[Event], None] = lambda event: None):
+        self._engine, self._on_event = engine, on_event
+        self._reasons: defaultdict[int | None, list[str]] = defaultdict(list)  # why each attempt at a shard failed
+        self._failing: set[int | None] = set()  # shards of which an attempt failed since the last one that was built
+        self._left: set[int | None] = set()
+        self.done = self.attempts = 0
+        self.failed: dict[int, list[str]] = {}
+
+    def join(self, stop: Callable[[], bool] = lambda: False) -> bool:
+        """Wait until a worker is ready and has created or opened the data set; return False if stopped before.
+
+        Raises:
+            LayertapError: the configuration is wrong, or no worker can be started.
+        """
+        end = time.monotonic() + _JOIN_S
+        self.build([None], lambda: stop() or time.monotonic() > end)
+        if self._left and not stop():
+            raise LayertapError(f"no worker joined within {_JOIN_S / 60:.0f} minutes")
+        return not self._left
+
+    def build(self, shards: Iterable[int | None], stop: Callable[[], bool] = lambda: False) -> None:
+        """Have the shards built; `stop` is called about once a second, and ends it with True.
+
+        Raises:
+            LayertapError: the configuration is wrong, or all attempts fail.
+        """
+        self._left = set(shards)
+        for shard in shards:
+            self._engine.submit(shard)
+        while self._left and not stop():
+            for event in self._engine.events(_TICK_S):
+                if isinstance(event, Failed):
+                    self._attempt_failed(event)
+                elif isinstance(event, Done):
+                    self._left.discard(event.shard)
+                    self._failing.clear()
+                    self.done += event.shard is not None
+                self._on_event(event)
+
+    def _attempt_failed(self, event: Failed) -> None:
+        # Errors of the configuration appear before the first shard is published, on all workers: one message is enough.
+        is_of_user = event.shard is None or isinstance(event.error, InputError | DisagreementError)
+        if event.error is not None and is_of_user and not self.done:
+            raise event.error
+        reasons = self._reasons[event.shard]
+        reasons.append(event.why)
+        self.attempts += 1
+        self._failing.add(event.shard)
+        if len(self._failing) >= _HOPELESS:
+            raise LayertapError(
+                f"{_HOPELESS} shards failed, and none was built between them. The last error: {event.why}",
+                hint="fix the cause, and run the command again; published shards are safe",
+            )
+        if len(reasons) < _ATTEMPTS:
+            self._engine.submit(event.shard)  # after those that wait
+        elif event.shard is None:
+            raise LayertapError(f"no worker can be started: {event.why}")
+        else:
+            self.failed[event.shard] = reasons
+            self._left.discard(event.shard)
 
 
 class SharedRun:
-    """A run with several workers: prints their events on stderr, and logs them as lines of JSON.
+    """A run with several workers: prints their events on stderr. The receipts of shards say who built them.
 
     Attributes:
         config: configuration of the job.
@@ -67,8 +146,6 @@ class SharedRun:
         # Tasks of an array share the folder; a bucket has no locks.
         self._is_alone = config.shards_of is None and not is_url(config.place)
         self._printed: set[str] = set()
-        self._joined: list[Joined] = []
-        self._started = datetime.now(UTC).isoformat(timespec="seconds")
         self._counted: Counter[int] = Counter()  # shard in progress -> rows in the progress bar
 
     @property
@@ -92,7 +169,6 @@ class SharedRun:
             self.loop.build(self._begin(), lambda: bool(received))
             self.seconds = time.monotonic() - start
             self._place.clean()
-            self._note("ended", seconds=round(self.seconds, 3), rows=self.hosts.total())
             if self._is_alone and self.is_complete:
                 shutil.rmtree(self.config.folder / BUILDING, ignore_errors=True)
         if received and not self.is_complete:
@@ -108,34 +184,20 @@ class SharedRun:
         number, count = map(int, (self.config.shards_of or "0/1").split("/"))
         missing = [shard for shard in range(number, dataset.n_shards, count) if shard not in published]
         self.dataset, self.published_before, self.requested = dataset, len(published), len(missing)
-        self._print_plan()
-        self._note("started", engine=self.config.engine or "processes", shards=self.requested)
-        for joined in self._joined:
-            self._note("joined", host=joined.host, device=joined.about)
+        features = ", ".join(f"{feature.name} ({', '.join(map(str, feature.shape))})" for feature in dataset.features)
+        shards = f"{dataset.n_shards:,}; {len(published):,} are published, {len(missing):,} are to be built"
+        self._progress.say(f"images    {dataset.n_rows:,} in {printable(dataset.images['root'])}")
+        self._progress.say(f"features  {features}")
+        self._progress.say(f"shards    {shards}" + (f" by this task ({number}/{count})" if count > 1 else ""))
         self._progress.expect(dataset.n_rows)
         self._progress.advance(sum(len(dataset.shard_range(shard)) for shard in published), True)
         return missing
 
-    def _print_plan(self) -> None:
-        dataset, share = self.dataset, self.config.shards_of
-        lines = [f"images    {dataset.n_rows:,} in {printable(dataset.images['root'])}, in {dataset.n_shards:,} shards"]
-        for number, feature in enumerate(dataset.features):
-            shape = ", ".join(map(str, feature.shape))
-            source = f"{feature.attributes.get('layer', '')}, {feature.attributes.get('pooling', '')}"
-            lines.append(f"{'' if number else 'features':10}{feature.name} ({shape}) from {source}")
-        if self.published_before or share:
-            counts = f"{self.published_before:,} are published, {self.requested:,} are to be built"
-            lines.append(f"shards    {counts}{f'; this task builds the shards of {share}' if share else ''}")
-        self._progress.say("\n".join(lines))
-
     def _report(self, event: Event) -> None:
         if isinstance(event, Message):
-            self._say_once(event.text)
-        elif isinstance(event, Joined):
-            self._joined.append(event)
-            self._progress.say(f"a worker on {event.host}, {event.about}")
-            if self.requested:
-                self._note("joined", host=event.host, device=event.about)
+            if event.text not in self._printed:
+                self._printed.add(event.text)
+                self._progress.say(event.text)
         elif isinstance(event, Rows):
             self._count(event.shard, event.stored, event.resumed)
         elif isinstance(event, Failed):
@@ -153,25 +215,11 @@ class SharedRun:
             self.status.update(receipt["status"])
             made = receipt.get("made", {})
             self.hosts[made.get("host", "")] += made.get("computed", 0)
-            self._note("shard", shard=shard, made=made)
-
-    def _say_once(self, text: str) -> None:
-        if text not in self._printed:
-            self._printed.add(text)
-            self._progress.say(text)
 
     def _count(self, shard: int, stored: int, resumed: bool) -> None:
         """Advance the bar by the rows of a shard that are not in it yet: a shard may be begun several times."""
         self._progress.advance(max(0, stored - self._counted[shard]), resumed)
         self._counted[shard] = max(stored, self._counted[shard])
-
-    def _note(self, event: str, **content: Any) -> None:
-        """Add a line to the log; objects in a bucket cannot be appended to."""
-        if is_url(self.config.place):
-            return
-        share = self.config.shards_of
-        log = self.config.folder / ("runs.jsonl" if share is None else f"runs-{share.replace('/', '-of-')}.jsonl")
-        append_line(log, json.dumps({"event": event, "started": self._started, **content}))
 
 
 def embed_shared(config: EmbedConfig) -> SharedRun:

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from extract.extraction.shard_maker import ShardMaker
 
 __all__ = [
-    "Done", "Embed", "Event", "Failed", "Joined", "Message", "Processes", "Rows", "Start", "Worker",
-    "exit_with_parent", "starts_of",
+    "Done", "Embed", "Event", "Failed", "Message", "Processes", "Rows", "Start", "Worker", "exit_with_parent",
+    "starts_of",
 ]  # fmt: skip
 
 _EXIT_S = 60.0  # for a process whose pipe has ended
@@ -42,13 +42,6 @@ _ROWS_EVERY_S = 0.5
 _PARENT_EVERY_S = 1.0
 # Ctrl-C, and the SIGTERM of a service manager, reach all processes; only the first process acts on them.
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-
-class Joined(NamedTuple):
-    """A worker is ready; the machine, and the device that computes."""
-
-    host: str
-    about: str
 
 
 class Message(NamedTuple):
@@ -80,7 +73,7 @@ class Failed(NamedTuple):
     error: LayertapError | None = None
 
 
-Event = Joined | Message | Rows | Done | Failed
+Event = Message | Rows | Done | Failed
 
 
 # Called in a worker, with a function for messages; must be picklable. Yields what builds shards: a `ShardMaker`.
@@ -176,7 +169,7 @@ def _work(pipe: Connection[Any, Any], start: Start, start_method: str) -> None:
 
     try:
         with store_warnings_to(say), start(say) as maker:
-            send(Joined(platform.node(), maker.about))
+            say(f"a worker on {platform.node()}, {maker.about}")
             while True:
                 try:
                     shard = pipe.recv()

@@ -1,8 +1,8 @@
 """Build shards as tasks on a Ray cluster, which places them on nodes, also on nodes that join.
 
 A task builds one shard. Ray runs one task after another in the same process, which keeps the loaded backbone. Retries
-are those of `ShardLoop`: it counts the attempts at a shard, and names the reason of each. Images and features never
-pass through Ray.
+are those of the driver: it counts the attempts at a shard, and names the reason of each. Images and features never pass
+through Ray.
 """
 
 from __future__ import annotations
@@ -106,22 +106,17 @@ def ray_tasks_of(config: EmbedConfig) -> Iterator[RayTasks]:
                 hint="start a cluster (`ray start --head`), name its --address, or use --address local",
             ) from error
         try:
-            resources = resources_of(config, _nodes(ray))
+            resources = resources_of(config, [node["Resources"] for node in ray.nodes() if node["Alive"]])
             print_line(f"a worker takes {resources['num_cpus']} cores and {resources['num_gpus']:g} GPUs", err=True)
             yield RayTasks(ray, resources, start_of_task(config, resources))
         finally:
             ray.shutdown()
 
 
-def _nodes(ray: Any) -> list[dict[str, float]]:
-    """Return the resources of each live node."""
-    return [{"CPU": 0.0, "GPU": 0.0} | node["Resources"] for node in ray.nodes() if node["Alive"]]
-
-
 def resources_of(config: EmbedConfig, nodes: Sequence[dict[str, float]]) -> dict[str, float]:
     """Return what a task takes: by default a GPU with its share of the cores, or all cores of the smallest node."""
-    with_cpu = [node for node in nodes if node["CPU"] >= 1]
-    with_gpu = [node for node in with_cpu if node["GPU"] >= 1 and config.device != "cpu"]
+    with_cpu = [node for node in nodes if node.get("CPU", 0) >= 1]
+    with_gpu = [node for node in with_cpu if node.get("GPU", 0) >= 1 and config.device != "cpu"]
     shares = [node["CPU"] // (node["GPU"] * config.workers_per_gpu) for node in with_gpu]
     cores = config.cpus_per_worker or max(1, min(shares or [node["CPU"] for node in with_cpu], default=1))
     return {"num_cpus": int(cores), "num_gpus": 1 / config.workers_per_gpu if with_gpu else 0}

@@ -26,23 +26,16 @@ def as_sbatch(
         tasks: number of tasks.
         gpus: GPUs per task; 0: none.
         cpus: cores per task.
-        time: time limit of each task in SLURM's format; None: the partition's limit.
+        time: time limit of each task in SLURM's format, which sbatch checks; None: the partition's limit.
         partition: partition; None: the default partition.
 
     Raises:
-        InputError: the configuration is wrong or cannot run as an array, or `time` or `partition` is malformed.
+        InputError: the configuration is wrong or cannot run as an array.
     """
     config = load_config(EmbedConfig, path, {})
     if config.engine == "ray" or config.shards_of:
         key = "engine: ray" if config.engine == "ray" else "shards_of"
         raise InputError(f"{path}: an array assigns the shards to its tasks", hint=f"remove {key}")
-    # "man sbatch", --time
-    if time is not None and not re.fullmatch(
-        r"(\d+-)?\d+(:\d+){0,2}|UNLIMITED|INFINITE", time, re.ASCII | re.IGNORECASE
-    ):
-        raise InputError(f"--time {time!r}: expected a limit in SLURM's format, such as 04:00:00, 90 (minutes) or 2-12")
-    if partition is not None and not re.fullmatch(r"[\w,.-]+", partition, re.ASCII):
-        raise InputError(f"--partition {partition!r}: expected the name of a partition")
     name = re.sub(r"[^\w.-]", "-", config.folder.name, flags=re.ASCII)
     lines = [
         f"--job-name=layertap-{name}",

@@ -32,6 +32,7 @@ from extract.extraction.run import extract, work_of
 from extract.images import Batch, Decoding, list_images, load_batches
 from extract.store.format.dataset import DataSet
 from extract.store.format.writer import ShardWriter
+from extract.system.atomic_files import holder
 from tests.conftest import TINY_INPUT, make_picture
 from tests.planning import NET, plan
 
@@ -504,6 +505,32 @@ def test_a_finished_shard_is_published_while_the_next_is_computed(
     assert summary.stages["write"] >= 0.4  # the run waited for it
     with FeatureReader(tmp_path / "out") as reader:
         assert (reader.status == Status.OK).tolist() == [True] * 12
+
+
+def test_ctrl_c_while_a_publisher_starts_leaves_no_shard_that_is_published_without_the_lock(
+    folder: Path, tmp_path: Path, small: Backbone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish, start = ShardWriter.publish, threading.Thread.start
+    holders: list[str] = []
+    publishers: list[threading.Thread] = []
+
+    def slowly(self: ShardWriter, *args: Any) -> Path:
+        time.sleep(0.3)
+        holders.append(holder(tmp_path / "out"))
+        return publish(self, *args)
+
+    def interrupted(self: threading.Thread) -> None:
+        start(self)
+        if self.name.startswith("publisher"):
+            publishers.append(self)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(ShardWriter, "publish", slowly)
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        extract(plan(folder, out=tmp_path / "out", backbone=small, workers=0, batch_size=2, shard_rows=3))
+    publishers[0].join(10)
+    assert "" not in holders
 
 
 def test_a_shard_that_cannot_be_published_ends_the_run_after_the_next_ones_are_published(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import gc
 import os
 import weakref
@@ -36,8 +37,16 @@ def loader(spec: str, **changes: Any) -> Callable[[], Backbone]:
     return lambda: load_backbone(spec, weights="random", device="cpu", **changes)
 
 
+@functools.cache
+def loaded(spec: str) -> Backbone:
+    """A backbone that the tests share."""
+    return loader(spec)()
+
+
 def members(out: Path, **changes: Any) -> list[Member]:
-    return [Member(name, out / name, loader(spec), settings(**changes)) for name, spec in SPECS.items()]
+    return [
+        Member(name, out / name, functools.partial(loaded, spec), settings(**changes)) for name, spec in SPECS.items()
+    ]
 
 
 @pytest.fixture
@@ -61,7 +70,7 @@ def test_features_are_those_of_separate_runs(folder: Path, tmp_path: Path) -> No
     for name, spec in SPECS.items():
         out = tmp_path / "alone" / name
         alone = extract_features(
-            folder, out=out, backbone=loader(spec)(), layers="embedding", batch_size=2, workers=0, compile="off",
+            folder, out=out, backbone=loaded(spec), layers="embedding", batch_size=2, workers=0, compile="off",
             progress=False,
         )  # fmt: skip
         with alone, FeatureReader(tmp_path / "together" / name) as together:
@@ -92,14 +101,14 @@ def test_one_backbone_is_in_memory_at_a_time(folder: Path, tmp_path: Path) -> No
     models: list[weakref.ref[Any]] = []
 
     def load(spec: str) -> Callable[[], Backbone]:
-        def loaded() -> Backbone:
+        def load_one() -> Backbone:
             gc.collect()
             alive.append(sum(model() is not None for model in models))
             backbone = loader(spec)()
             models.append(weakref.ref(backbone.model))
             return backbone
 
-        return loaded
+        return load_one
 
     several = [Member(name, tmp_path / name, load(spec), settings()) for name, spec in SPECS.items()]
     extract_several(list_images(folder), several, tmp_path)
@@ -167,7 +176,7 @@ def test_data_sets_may_have_shards_of_other_sizes(folder: Path, tmp_path: Path) 
     images = list_images(folder)
     for name, rows in {"resnet": 4, "vit": 6}.items():
         extract_features(
-            folder, out=tmp_path / name, backbone=loader(SPECS[name])(), layers="embedding", batch_size=2, workers=0,
+            folder, out=tmp_path / name, backbone=loaded(SPECS[name]), layers="embedding", batch_size=2, workers=0,
             compile="off", shard_rows=rows, progress=False,
         )  # fmt: skip
     new: list[str] = []

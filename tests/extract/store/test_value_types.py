@@ -90,7 +90,7 @@ def test_a_data_set_of_each_type_is_read_as_float32(folder: Path, tmp_path: Path
     out = tmp_path / "out"
     layers = [text for layer in LAYERS for text in ("-l", layer)]
     shown = layertap("embed", folder, *BY_COMMAND, *layers, "--dtype", kind, "--shard-rows", 5, "-o", out)
-    assert "layer4: as stored, minimum cosine to the values 0.99" in shown.stderr
+    assert "layer4: as stored, compared with the values, minimum cosine 0.99" in shown.stderr
     [computing] = [event for line in (out / "runs.jsonl").read_text().splitlines()
                    if (event := json.loads(line))["event"] == "computing"]  # fmt: skip
     assert 0 < computing["computation"]["storage"]["layer4"]["max_deviation"] <= ROUNDING[kind] * 1.01

@@ -16,8 +16,8 @@ from extract.extraction.plan import Plan
 from extract.extraction.run import extract
 from extract.images import list_images
 from extract.store.format.dataset import DataSet
-from extract.sync.difference import Guards
-from extract.sync.passes import Pass, Report
+from extract.sync.difference import Guards, Report
+from extract.sync.passes import Pass
 from tests.planning import plan
 
 CODE = """

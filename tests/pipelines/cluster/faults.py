@@ -205,7 +205,7 @@ def check(out: Path, expected: FeatureReader, told: str) -> None:
         assert np.array_equal(np.isnan(values), np.isnan(wanted))
         assert np.nanmax(np.abs(values - wanted)) <= 1e-5 * np.nanmax(np.abs(wanted))
     shards = range(-(-IMAGES // SHARD_ROWS))
-    names = {".lock", "dataset.json", "runs.jsonl"} | {f"{n:06d}.{kind}" for n in shards for kind in ("h5", "json")}
+    names = {".lock", "dataset.json"} | {f"{n:06d}.{kind}" for n in shards for kind in ("h5", "json")}
     assert {path.name for path in out.rglob("*") if path.is_file()} == names
 
 
