@@ -7,6 +7,7 @@ many, within the limit of open files.
 from __future__ import annotations
 
 import contextlib
+import os
 import resource
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -22,10 +23,11 @@ from numpy.typing import NDArray
 from extract.errors import InputError, LayertapError, LockedError
 from extract.row_status import Status
 from extract.store.format.dataset import UNFINISHED_HINT, DataSet
-from extract.store.format.layout import Identity, RowNames, StoredFeature
+from extract.store.format.layout import Identity, StoredFeature
 from extract.store.format.receipt import reasons_in, reasons_of
 from extract.store.format.row_hash import wrong_rows
 from extract.store.format.shard import Shard
+from extract.store.format.version import RowTable
 from extract.store.places.bucket import Bucket
 from extract.store.places.shard_cache import RemoteFile, ShardCache
 from extract.system.atomic_files import allow_more_files, count_open_files
@@ -146,7 +148,7 @@ class RowSelection:
         file: the shard. For a shard in a bucket, it has the features; it is downloaded on first use.
         rows: (N,), their numbers in the data set, ascending.
         chosen: (N,) int64, their numbers in the shard; None for all rows of the shard, in order.
-        names: paths, labels, splits and classes; None to read them from the shard.
+        names: of a version, its table, with paths, labels and splits of these rows; None to read them from the shard.
         without_features: of a shard in a bucket: everything but the features.
         receipt: of a shard in a bucket: content of its receipt.
     """
@@ -154,7 +156,7 @@ class RowSelection:
     file: ShardFile
     rows: range | NDArray[np.int64]
     chosen: NDArray[np.int64] | None = None
-    names: RowNames | None = None
+    names: RowTable | None = None
     without_features: ShardFile | None = None
     receipt: Mapping[str, Any] | None = None
 
@@ -190,7 +192,8 @@ class RowSelection:
     def texts(self, name: str, start: int, stop: int) -> list[str]:
         """Return the path, split, id or text of a kept column of some of the rows."""
         if self.names is not None:
-            return list({"path": self.names.paths, "split": self.names.splits}[name][start:stop])
+            column = {"path": self.names.paths, "split": self.names.splits}[name]
+            return [os.fsdecode(text) for text in column[start:stop].tolist()]
         return self.shard.text(name, slice(start, stop) if self.chosen is None else self.chosen[start:stop])
 
     @property
@@ -354,7 +357,7 @@ def _select_from_version(dataset: DataSet, partial: bool, open_shards: OpenShard
             chosen = table.rows[first:last] - shard_start
             if chosen[-1] >= n_rows:
                 raise InputError(f"{path} has no row {chosen[-1]}, to which the version refers")
-            names = RowNames(table.paths[first:last], table.labels[first:last], table.splits[first:last], table.classes)
+            names = table.between(first, last)
             all_rows = len(chosen) == n_rows and bool((chosen == np.arange(n_rows)).all())
             yield RowSelection(file, range(first, last), None if all_rows else chosen, names)
 

@@ -112,7 +112,7 @@ def _verify_version(dataset: DataSet, on_rows: Callable[[int], None]) -> Verific
         verification.faults += [replace(fault, file=f"{name}/{fault.file}") for fault in pass_verification.faults]
     try:
         table = dataset.version_rows()
-        if xxhash.xxh3_128_hexdigest(b"\0".join(sorted(map(os.fsencode, table.paths)))) != dataset.images["paths_xxh3"]:
+        if xxhash.xxh3_128_hexdigest(b"\0".join(sorted(table.paths.tolist()))) != dataset.images["paths_xxh3"]:
             verification.faults.append(Fault("the paths of the version do not match dataset.json", Remedy.NONE))
         if not verification.faults:
             with FeatureReader(dataset.out) as reader:
@@ -132,8 +132,9 @@ def _rows_of_other_images(out: Path, reader: FeatureReader, table: RowTable) -> 
         differ = (table.hashes[start:stop] != reader.column("source_hash", slice(start, stop))).any(1)
         for row in (start + np.flatnonzero(differ)).tolist():
             path, shard, its_row = reader.place_of(row)
+            image = os.fsdecode(table.paths[row])
             what = "has the features of another image; to repair it, delete the folder versions and run `layertap sync`"
-            yield Fault(what, Remedy.NONE, shard, path.relative_to(out).as_posix(), its_row, table.paths[row])
+            yield Fault(what, Remedy.NONE, shard, path.relative_to(out).as_posix(), its_row, image)
 
 
 def _verify_shards(dataset: DataSet, on_rows: Callable[[int], None]) -> Verification:

@@ -233,7 +233,7 @@ def _files_of(table: RowTable, stored: NDArray[Any]) -> tuple[NDArray[Any], NDAr
     at, there = locate(row_numbers(stored), table.passes << 40 | table.rows)
     if table.hashes is not None and len(stored):  # a file whose row belongs to another image is examined as a new one
         there &= stored["hash"][at] == _as_hashes(table.hashes)
-    paths = np.array([os.fsencode(path) for path in table.paths], "S")[there]
+    paths = table.paths[there]
     files = _empty(len(paths), max(1, paths.itemsize))
     for name in _TYPES:
         files[name] = stored[name][at[there]]

@@ -329,6 +329,8 @@ def test_a_killed_download_leaves_nothing_that_is_read(proxy: Proxy, url: str, s
         time.sleep(0.01)
     run.kill()
     run.wait()
+    for left in cache_folder().glob("*.new"):
+        os.utime(left, (0, 0))
     proxy.forget()
     with FeatureReader(url) as reader:
         assert np.array_equal(reader["vector"][:], VALUES["vector"])
