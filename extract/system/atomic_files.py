@@ -28,7 +28,6 @@ import fcntl
 import json
 import os
 import re
-import resource
 import secrets
 import shutil
 import socket
@@ -45,14 +44,12 @@ from extract.errors import InputError, LayertapError, LockedError
 __all__ = [
     "TOKEN",
     "allocate",
-    "allow_more_files",
     "append_line",
     "atomic_write",
     "bytes_below",
     "check_own_folders",
     "check_regular",
     "claim",
-    "count_open_files",
     "discard",
     "flush_to_disk",
     "holder",
@@ -76,7 +73,6 @@ __all__ = [
 
 TOKEN = r"[0-9a-f]{12}-[0-9a-f]{8}"  # RANDOM, as a regular expression
 _FULL_SYNC = getattr(fcntl, "F_FULLFSYNC", None)
-_UNKNOWN_OPEN_FILES = 256
 _MAY_BE_UNLOCKED_S = 60
 
 _HELD: set[tuple[int, Path]] = set()  # (pid, folder) of held locks; a forked process inherits the set, not the locks
@@ -404,15 +400,6 @@ def bytes_below(folder: Path) -> int:
     return total
 
 
-def allow_more_files(count: int) -> None:
-    """Raise this process's limit on open files if `count` more would exceed it; each memory map keeps one open."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = count_open_files() + count + 64
-    if soft != resource.RLIM_INFINITY and needed > soft:
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (needed if hard == -1 else min(needed, hard), hard))
-
-
 def allocate(descriptor: int, size: int) -> None:
     """Give a file its size and its space on the disk; on macOS only its size.
 
@@ -435,14 +422,6 @@ def flush_to_disk(descriptor: int) -> None:
             fcntl.fcntl(descriptor, _FULL_SYNC)
             return
     os.fsync(descriptor)
-
-
-def count_open_files() -> int:
-    """Return the number of files that this process has open; an estimate if the system does not report it (macOS)."""
-    try:
-        return len(os.listdir("/proc/self/fd"))  # noqa: PTH208
-    except OSError:
-        return _UNKNOWN_OPEN_FILES
 
 
 @contextlib.contextmanager
