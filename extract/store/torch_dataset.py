@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -12,20 +12,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from extract.store.feature_array import numbers_of
+
+if TYPE_CHECKING:
+    from extract.store.reader import FeatureReader
+
 __all__ = ["FeatureDataset"]
-
-
-class LabelledFeatures(Protocol):
-    """Source of the samples, such as `extract.store.reader.FeatureReader`.
-
-    Attributes:
-        labels: (N,) int64, label of each row.
-    """
-
-    @property
-    def labels(self) -> NDArray[np.int64]: ...
-
-    def __getitem__(self, layer: str) -> Any: ...
 
 
 class FeatureDataset(Dataset[tuple[Any, int]]):
@@ -60,7 +52,7 @@ class FeatureDataset(Dataset[tuple[Any, int]]):
 
     def __init__(
         self,
-        reader: LabelledFeatures,
+        reader: FeatureReader,
         layers: str | Sequence[str],
         rows: NDArray[np.int64],
         transform: Callable[[Any], Any] | None = None,
@@ -91,17 +83,9 @@ class FeatureDataset(Dataset[tuple[Any, int]]):
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Any, int]]:
         """Return the samples at these positions, read in one batch."""
-        positions = np.asarray(indices)
-        if positions.size and positions.dtype.kind not in "iu":
-            raise IndexError(
-                f"samples are chosen by positions, got {positions.dtype}; np.flatnonzero gives those of a mask"
-            )
-        positions = positions.astype(np.int64)
-        if (outside := positions[(positions < -len(self)) | (positions >= len(self))]).size:
-            raise IndexError(
-                f"sample {outside[0]} is out of range for {len(self)} samples; rows of the reader are no positions: "
-                "choose samples by the dataset's own labels and rows"
-            )
+        if np.asarray(indices).dtype == bool:
+            raise IndexError("samples are chosen by positions, got a mask; np.flatnonzero gives its positions")
+        positions = numbers_of(indices, len(self), "samples")  # rows of the reader may be out of their range
         columns = {layer: torch.from_numpy(self._reader[layer][self.rows[positions]]) for layer in self._layers}
         labels = self.labels[positions].tolist()
         samples = []

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import re
 import secrets
@@ -35,7 +34,7 @@ from extract.store.format.dataset import DataSet
 from extract.store.format.kept_axes import keep_axes
 from extract.store.format.receipt import read_receipt, reasons_in, receipt_bytes, receipt_of, size_and_hash
 from extract.store.format.schemas import RECEIPT
-from extract.system.atomic_files import check_own_folders, discard, flush_to_disk, own_folder, sync_folder
+from extract.system.atomic_files import check_own_folders, discard, flush_to_disk, own_folder, sync_folder, write_json
 from extract.system.json_files import read_json
 
 __all__ = ["SharedFolder"]
@@ -117,16 +116,20 @@ class SharedFolder:
             LayertapError: such a receipt cannot be read or renamed.
         """
         dataset, published = self.dataset, set(self.published().tolist())
-        for copy in dataset.shards.glob("*.copy"):
+        for copy in dataset.shards.glob("*.copy*"):
             if not copy.name[:6].isdigit() or int(copy.name[:6]) not in published:
                 continue
             stem, separator, _ = copy.name.partition(".json.")
             final = copy.with_name(f"{stem}.h5")
-            is_receipt = bool(separator) and not copy.is_symlink()  # a receipt is a file of the data set itself
-            if is_receipt and final.exists() and not final.with_suffix(".json").exists():
-                _adopt_receipt(copy, final, len(dataset.shard_range(int(copy.name[:6]))))
-            else:
-                discard(copy)
+            try:
+                if separator and final.exists() and not copy.is_symlink():  # a receipt is a file of the data set itself
+                    n_rows = len(dataset.shard_range(int(copy.name[:6])))
+                    self._ensure_receipt(final, read_json(copy, RECEIPT, receipt_bytes(n_rows)))
+            except (FileNotFoundError, InputError):
+                pass  # another worker was first; or the copy is incomplete
+            except OSError as error:
+                raise LayertapError(f"cannot write the receipt of {final}: {error.strerror or error}") from error
+            discard(copy)
 
     @property
     def dataset(self) -> DataSet:
@@ -162,7 +165,7 @@ class SharedFolder:
         try:
             if not final.exists():
                 try:
-                    _write_new(receipt_copy, receipt)
+                    write_json(receipt_copy, receipt, tidy=False)
                     try:
                         _link(path, final)
                     except OSError as error:
@@ -190,7 +193,10 @@ class SharedFolder:
         return False
 
     def _ensure_receipt(self, final: Path, own_receipt: dict[str, Any]) -> None:
-        """Write the receipt of a shard whose publisher was killed before; an existing receipt is not overwritten."""
+        """Write the receipt of a shard whose publisher was killed before; an existing receipt is not overwritten.
+
+        Rows fail for the same reasons on each worker, so the reasons come from any receipt of the shard.
+        """
         receipt_path = final.with_suffix(".json")
         if receipt_path.exists():
             return
@@ -198,35 +204,13 @@ class SharedFolder:
             content = receipt_of(final, shard, reasons_in(own_receipt))
         temporary = receipt_path.with_name(f"{receipt_path.name}.{_own_name()}.copy")
         try:
-            _write_new(temporary, content)
+            write_json(temporary, content, tidy=False)
             _link(temporary, receipt_path)
         except (FileExistsError, FileNotFoundError):
             if not receipt_path.exists():
                 raise
         finally:
             discard(temporary)
-
-
-def _write_new(path: Path, receipt: dict[str, Any]) -> None:
-    """Write a receipt under a temporary name and sync it to the disk."""
-    with path.open("x", encoding="utf-8") as file:
-        json.dump(receipt, file, indent=1)
-        file.write("\n")
-        file.flush()
-        flush_to_disk(file.fileno())
-
-
-def _adopt_receipt(copy: Path, final: Path, n_rows: int) -> None:
-    """Give a receipt its name if it is that of the published shard `final`; otherwise it stays."""
-    try:
-        receipt = read_json(copy, RECEIPT, receipt_bytes(n_rows))
-        if size_and_hash(final).items() <= receipt.items():
-            _link(copy, final.with_suffix(".json"))
-            discard(copy)
-    except (FileExistsError, FileNotFoundError, InputError):
-        pass  # another worker was first; or the copy is incomplete
-    except OSError as error:
-        raise LayertapError(f"cannot write {final.with_suffix('.json')}: {error.strerror or error}") from error
 
 
 def _copy(path: Path, copy: Path, receipt: dict[str, Any]) -> None:
