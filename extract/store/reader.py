@@ -390,7 +390,8 @@ class FeatureReader:
         """
         from extract.store.torch_dataset import FeatureDataset
 
-        return FeatureDataset(self, layers, self._good_rows(split), transform, unlabelled)
+        arrays = self[layers] if isinstance(layers, str) else {layer: self[layer] for layer in layers}
+        return FeatureDataset(arrays, self.labels, self._good_rows(split), transform, unlabelled)
 
     def tokens(self, layer: str, *, split: str | None = None) -> TokenArray:
         """Return the tokens of the rows with status ok: positions of maps, or patch tokens; see `TokenArray`.
