@@ -1,4 +1,4 @@
-"""Merge several data sets with the same fingerprint."""
+"""Merge several data sets with the same fingerprint, and copy rows of a reader into another data set."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ import xxhash
 from numpy.typing import NDArray
 
 from extract.errors import InputError, LockedError
+from extract.row_status import Status
 from extract.store.format.dataset import DataSet, shard_rows_for
 from extract.store.format.kept_axes import copy_axes
-from extract.store.format.layout import RowNames
+from extract.store.format.layout import RowNames, create_shard, row_bytes
+from extract.store.format.shard import BLOCK_BYTES, runs
 from extract.store.format.untrusted import need_libraries
+from extract.store.format.writer import SOURCE, ShardWriter
 from extract.store.reader import FeatureReader
-from extract.store.row_copying import copy_rows
 from extract.store.text_column import TextColumn
 
-__all__ = ["merge"]
+__all__ = ["copy_rows", "merge"]
 
 
 def merge(
@@ -161,3 +163,53 @@ def _check_same_rows(merged: DataSet, reader: FeatureReader, rows: NDArray[np.in
 def _existing_shard_rows(out: Path) -> int | None:
     """Return `shard_rows` of the existing data set; None if there is none."""
     return DataSet.open(out).shard_rows if (out / "dataset.json").exists() else None
+
+
+def copy_rows(
+    reader: FeatureReader,
+    source: NDArray[np.int64],
+    dataset: DataSet,
+    names: Callable[[range], RowNames],
+    provenance: dict[str, Any],
+    compress: str | None = None,
+    on_rows: Callable[[int, bool], None] = lambda rows, stored: None,
+) -> None:
+    """Fill a data set, whose folder exists and is locked, with rows of a reader; a repeated call resumes the copy.
+
+    Args:
+        reader: source of the rows.
+        source: (N,) int64, the row of the reader for each row of the data set.
+        dataset: the data set to fill.
+        names: returns paths, labels, splits, classes, ids and kept columns of a range of its rows.
+        provenance: provenance of its shards.
+        compress: see `ShardWriter.publish`.
+        on_rows: called with a number of rows, and whether they were already stored (True) or copied now (False).
+
+    Raises:
+        InputError: a row does not match its hashes.
+        LayertapError: the disk is full or cannot be written to.
+    """
+    reasons = {row: why for row, _, _, why in reader.failures}
+    at_once = max(1, BLOCK_BYTES // max(1, row_bytes(dataset.features)))
+    for shard, files in enumerate(dataset.shard_files()):
+        row_range = dataset.shard_range(shard)
+        if files.published is not None and files.part is None:
+            on_rows(len(row_range), True)
+            continue
+        if files.part is None:
+            path = dataset.path(shard, part=True)
+            create_shard(path, dataset.features, dataset.identity(shard), names(row_range), provenance)
+        with ShardWriter(dataset, shard, files.part or 0) as writer:
+            writer.check()
+            todo = np.flatnonzero(writer.status == Status.PENDING)
+            on_rows(len(row_range) - len(todo), True)
+            for start, stop in runs(todo, at_once):
+                rows = np.arange(row_range.start + start, row_range.start + stop)
+                features = reader.checked(source[rows])
+                columns = {name: reader.column(name)[source[rows]] for name in SOURCE}
+                writer.write(rows, features, reader.status[source[rows]], columns)
+                on_rows(stop - start, False)
+            origins = source[row_range.start : row_range.stop].tolist()
+            pairs = zip(row_range, origins, strict=True)
+            writer.give_reasons({row: reasons[origin] for row, origin in pairs if origin in reasons})
+            writer.publish(compress)
