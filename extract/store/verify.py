@@ -248,10 +248,7 @@ def _faults_of_receipt(shard: Shard, name: str, row_faults: Collection[Fault]) -
     except FileNotFoundError:
         return [Fault("is missing", Remedy.RECEIPT, number, receipt_name)]
     except LayertapError as error:
-        path = shard.path.with_suffix(".json")
-        what = str(error).removeprefix(f"{path} ")
-        if path.exists() and not path.is_file():
-            return [Fault(f"{what}; remove it, and --repair writes a receipt", Remedy.NONE, number, receipt_name)]
+        what = str(error).removeprefix(f"{shard.path.with_suffix('.json')} ")
         return [Fault(f"{what}; --repair writes it again", Remedy.RECEIPT, number, receipt_name)]
     expected = {**vars(shard.identity), **size_and_hash(shard.path)}
     if not row_faults:

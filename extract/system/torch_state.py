@@ -211,15 +211,11 @@ _DEVICES = "auto, cpu, cuda, cuda:N or mps"
 
 def _why_unusable(device: torch.device, error: Exception | None = None) -> tuple[str, str]:
     """Return in one line why a device cannot be used, and what can be; the second may be empty."""
-    instead = "use cpu, or leave out --device"
     if device.type == "cuda" and not torch.cuda.is_available():
         built = "PyTorch was installed without CUDA" if torch.version.cuda is None else "or its driver is missing"
-        return f"this machine has no CUDA device ({built})", instead
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        last = torch.cuda.device_count() - 1
-        return f"this machine has only {'cuda:0' if not last else f'cuda:0 to cuda:{last}'}", ""
-    if device.type == "mps":
-        return "this machine has no MPS device, the GPU of an Apple computer", instead
+        return f"this machine has no CUDA device ({built})", "use cpu, or leave out --device"
+    if device.type == "cuda" and (device.index or 0) >= (count := torch.cuda.device_count()):
+        return f"this machine has {count} CUDA devices, counted from cuda:0", ""
     if error and device.type in ("cpu", "cuda"):
         return first_line(error), ""
-    return f"PyTorch cannot use it on this machine; expected {_DEVICES}", ""
+    return f"PyTorch cannot use it on this machine; expected {_DEVICES}", "use cpu, or leave out --device"

@@ -226,10 +226,8 @@ class TokenArray:
         Raises:
             InputError: there are no tokens, or `at_most` is below 1.
         """
-        if at_most < 1:
-            raise InputError(f"at_most is {at_most}; it must be at least 1")
-        if not len(self):
-            raise InputError("there are no tokens: no image has the status ok")
+        if at_most < 1 or not len(self):
+            raise InputError(f"at_most is {at_most}, and there are {len(self):,} tokens; both must be at least 1")
         count = min(len(self), int(at_most))
         images = -(-count // self.per_image)
         rows = np.sort(np.random.default_rng(seed).choice(self.rows, images, replace=False))

@@ -126,7 +126,7 @@ HOSTILE: list[tuple[Callable[[h5py.File], object], str]] = [
     (lambda f: f.create_dataset("columns/age", data=np.zeros(10), chunks=(5,)), "/columns/age has shape .10,., chunks"),
     (lambda f: f.create_dataset("columns/age", data=np.zeros(10, "f4")), "/columns/age is float32; expected fixed"),
     (lambda f: f.create_dataset("columns/age", data=np.zeros(10, "i4,i4")), "'age' holds neither"),
-    (lambda f: f.create_dataset("columns", data=np.zeros(10)), "'columns' is a dataset"),
+    (lambda f: f.create_dataset("columns", data=np.zeros(10)), "'columns' is not a group"),
     (lambda f: f.create_group("columns").__setitem__("age", h5py.SoftLink("/label")), "'age' is a soft or external"),
     (lambda f: f.__setitem__("columns", h5py.SoftLink("/features")), "'columns' is a soft or external link"),
     (lambda f: f.__delitem__("label"), "it has no 'label'"),

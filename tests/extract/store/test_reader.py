@@ -564,7 +564,7 @@ def test_a_shard_with_other_features_is_named(complete: Path, tmp_path: Path) ->
     content = json.loads(described.read_text())
     content["features"][0]["shape"] = [7]
     described.write_text(json.dumps(content))
-    with pytest.raises(LayertapError, match=r"its feature 'vector' is \(\(6,\), 'float32'\), expected \(\(7,\)"):
+    with pytest.raises(LayertapError, match=r"its 'features.vector' is \(\(6,\), 'float32'\), expected \(\(7,\)"):
         FeatureReader(complete)
 
 
