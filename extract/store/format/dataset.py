@@ -456,7 +456,7 @@ class DataSet:
             "features": [asdict(feature) for feature in self.features],
             "images": self.images,
             "shard_rows": self.shard_rows,
-            **({"version": self.version.content()} if self.version else {}),
+            **({"version": asdict(self.version)} if self.version else {}),
         }
 
     def _differences(self, other: DataSet) -> list[str]:

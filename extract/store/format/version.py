@@ -73,10 +73,6 @@ class Version:
             raise ValueError("a number of its version is out of range")
         return version
 
-    def content(self) -> dict[str, Any]:
-        """Return the entry for `dataset.json`."""
-        return {"number": self.number, "rows_xxh3": self.rows_xxh3, "passes": list(self.passes)}
-
 
 def pass_folder(out: Path, number: int) -> Path:
     """Return the folder of the data set that one pass computed."""

@@ -131,7 +131,7 @@ HOSTILE: list[tuple[Callable[[h5py.File], object], str]] = [
     (lambda f: f.__setitem__("columns", h5py.SoftLink("/features")), "'columns' is a soft or external link"),
     (lambda f: f.__delitem__("label"), "it has no 'label'"),
     (lambda f: f["features"].__delitem__("vector") or f["features"].__delitem__("map:none"), "it has 0 features"),
-    (lambda f: f.__delitem__("features") or f.__setitem__("features", np.zeros(3)), "'features' is a dataset"),
+    (lambda f: f.__delitem__("features") or f.__setitem__("features", np.zeros(3)), "'features' is not a group"),
     (lambda f: f.attrs.__delitem__("n_rows"), "its attributes are missing or have other types"),
     (lambda f: f.attrs.__setitem__("n_rows", "ten"), "its attributes are missing or have other types"),
     (lambda f: f.attrs.__setitem__("n_rows", 0), "out of range: .*'n_rows': 0"),
