@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 
 from extract import FeatureReader, InputError, LayertapError, Status
 from extract.store.format.dataset import DataSet
+from extract.store.format.layout import RowNames
 from extract.store.format.receipt import read_receipt
 from extract.store.format.writer import ShardWriter, copy_shard
 from extract.store.places import objects as remote
@@ -20,8 +22,17 @@ from extract.store.places.shard_cache import cache_folder
 from extract.store.verify import verify
 from extract.system.json_files import read_json
 from tests.extract.store.bucket_server import Proxy, direct, first
-from tests.extract.store.rows import SHARD_ROWS, VALUES, complete_data_set, create, created, data_set, write
-from tests.pipelines.test_cli import SMALL, layertap
+from tests.extract.store.rows import (
+    ROWS,
+    SHARD_ROWS,
+    VALUES,
+    complete_data_set,
+    create,
+    created,
+    data_set,
+    names_of,
+    write,
+)
 
 PUBLISH = """
 import json
@@ -408,11 +419,11 @@ def test_a_bucket_is_read_while_it_is_written(place: str, tmp_path: Path) -> Non
         FeatureReader(f"{place}/shards/000001.h5")
 
 
-def test_kept_columns_are_read_from_a_bucket(url: str, folder: Path) -> None:
-    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.png"))
-    lines = [f"{name},the {name}" for name in names]
-    (folder / "list.csv").write_text("\n".join(["path,caption", *lines]))
-    result = layertap("embed", folder / "list.csv", "-o", url, "--keep", "caption", "--shard-rows", 5, *SMALL)
-    assert result.exit_code == 0, result.output
+def test_kept_columns_are_read_from_a_bucket(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def with_captions(shard_rows: range) -> RowNames:
+        return replace(names_of(shard_rows), columns={"caption": [f"the {row}" for row in shard_rows]})
+
+    monkeypatch.setattr("tests.extract.store.rows.names_of", with_captions)
+    published(complete_data_set(tmp_path / "one", shard_rows=SHARD_ROWS), url)
     with FeatureReader(url) as reader:
-        assert reader.columns["caption"] == [f"the {name}" for name in names]
+        assert reader.columns["caption"] == [f"the {row}" for row in range(ROWS)]
