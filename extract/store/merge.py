@@ -63,6 +63,7 @@ def merge(
     with FeatureReader(list(sources)) as reader:
         if reader.fingerprint != datasets[0].fingerprint:
             raise LockedError(f"layers were added to {sources[0]} meanwhile", hint="run again")
+        existing_rows = DataSet.open(out).shard_rows if (out / "dataset.json").exists() else None
         root, paths, rows = _sorted_by_path(reader, datasets, sources)
         merged = DataSet(
             out,
@@ -77,7 +78,7 @@ def merge(
                     key=lambda source: str(source["root"]),
                 ),
             },
-            min(shard_rows or _existing_shard_rows(out) or shard_rows_for(datasets[0].features), len(paths)),
+            min(shard_rows or existing_rows or shard_rows_for(datasets[0].features), len(paths)),
         )
         if merged.check() is not None:
             _check_same_rows(merged, reader, rows)
@@ -158,11 +159,6 @@ def _check_same_rows(merged: DataSet, reader: FeatureReader, rows: NDArray[np.in
                 f"{merged.out}: the stored row of {path} differs from the data sets to merge",
                 hint="merge into a new folder",
             )
-
-
-def _existing_shard_rows(out: Path) -> int | None:
-    """Return `shard_rows` of the existing data set; None if there is none."""
-    return DataSet.open(out).shard_rows if (out / "dataset.json").exists() else None
 
 
 def copy_rows(

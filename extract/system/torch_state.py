@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -141,16 +140,10 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _TRIM_THRESHOLD_BYTES, _MMAP_THRESHOLD_BYTES = 64 << 20, 32 << 20
 
 
-def _glibc() -> ctypes.CDLL | None:
-    try:
-        return ctypes.CDLL("libc.so.6") if sys.platform == "linux" else None
-    except OSError:
-        return None
-
-
 def _keep_freed_memory() -> Callable[[], None]:
-    libc = _glibc()
-    if libc is None:
+    try:
+        libc = ctypes.CDLL("libc.so.6")
+    except OSError:  # another C library, another system
         return lambda: None
     libc.mallopt(_MMAP_THRESHOLD, 1 << 30)
     libc.mallopt(_TRIM_THRESHOLD, (1 << 31) - 1)

@@ -32,9 +32,9 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from extract.errors import InputError, LayertapError, first_line
+from extract.errors import InputError, LayertapError
 from extract.store.format.checked_file import hdf5_on_disk
-from extract.store.format.untrusted import Refuse, dataset_in
+from extract.store.format.untrusted import Refuse, dataset_in, open_untrusted
 from extract.system.atomic_files import atomic_write, open_regular, own_folder
 
 __all__ = ["HASH_BYTES", "RowTable", "Version", "hash_of", "pass_folder", "read_rows", "table_path", "write_table"]
@@ -177,7 +177,7 @@ def read_rows(out: Path, version: Version, n_rows: int) -> RowTable:
     try:
         if hash_of(path) != version.rows_xxh3:
             raise InputError(f"{path} is damaged: its hash does not match dataset.json", hint=_REPAIR)
-        with os.fdopen(open_regular(path), "rb") as raw, h5py.File(raw, "r") as file:
+        with path.open("rb") as raw, open_untrusted(path, str(path)) as file:
             mapped = mmap.mmap(raw.fileno(), 0, access=mmap.ACCESS_READ)
             for name, kind in {**_COLUMNS, **({_HASHES: "u"} if _HASHES in file else {})}.items():
                 data = dataset_in(file.id, name, refuse)
@@ -190,14 +190,10 @@ def read_rows(out: Path, version: Version, n_rows: int) -> RowTable:
                 if data.size:
                     column = np.frombuffer(mapped, data.dtype, data.size, data.id.get_offset()).reshape(data.shape)
                 columns[name] = column.astype(np.int64, copy=False) if kind == "i" else column
-    except (FileNotFoundError, LayertapError):
+    except FileNotFoundError:
         raise
     except OSError as error:
-        if error.errno:
-            raise LayertapError(f"cannot read {path}: {error.strerror}") from error
-        raise InputError(f"{path} is damaged: {first_line(error)}") from error
-    except Exception as error:  # h5py raises errors of many types on malformed files
-        raise InputError(f"{path} is damaged: {first_line(error)}") from error
+        raise LayertapError(f"cannot read {path}: {error.strerror}") from error
     _check(columns, refuse)
     passes = columns["pass"]
     if len(passes) != n_rows:

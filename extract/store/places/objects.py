@@ -97,10 +97,6 @@ class ObjectInfo:
     put: str = ""
 
 
-class _CutShortError(OSError):
-    """The store returned fewer bytes than requested."""
-
-
 def names(url: str) -> dict[str, int]:
     """Return name -> size of each object below a URL; names are relative to the URL.
 
@@ -189,7 +185,7 @@ def read_range(url: str, start: int, stop: int) -> bytes:
         fs, path = _at(url)
         content = bytes(fs.cat_file(path, start=start, end=stop, **_limit(fs, stop - start)))
         if len(content) != stop - start:
-            raise _CutShortError(f"received {len(content):,} of {stop - start:,} bytes from byte {start:,}")
+            raise EOFError(f"received {len(content):,} of {stop - start:,} bytes from byte {start:,}")
         return content
 
     return _request_with_retries(url, "read", send)

@@ -17,10 +17,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import re
 import secrets
 import shutil
-import socket
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -74,7 +72,7 @@ class SharedFolder:
                         hint="delete it, or choose another output folder",
                     )
                 own_folder(self.out / "shards")
-                temporary = description.with_name(f"{description.name}.{_own_name()}.new")
+                temporary = description.with_name(f"{description.name}.{secrets.token_hex(8)}.new")
                 try:
                     shared.write(temporary)
                     _link(temporary, description)
@@ -159,7 +157,7 @@ class SharedFolder:
             LayertapError: the folder cannot be written to (the shard stays in `path`), or `path` is damaged.
         """
         final = self.dataset.shards / path.name
-        own_name = _own_name()
+        own_name = secrets.token_hex(8)
         copy = final.with_name(f"{final.name}.{own_name}.copy")
         receipt_copy = final.with_name(f"{final.stem}.json.{own_name}.copy")
         try:
@@ -202,7 +200,7 @@ class SharedFolder:
             return
         with self.dataset.open_shard(int(own_receipt["shard"]), final) as shard:
             content = receipt_of(final, shard, reasons_in(own_receipt))
-        temporary = receipt_path.with_name(f"{receipt_path.name}.{_own_name()}.copy")
+        temporary = receipt_path.with_name(f"{receipt_path.name}.{secrets.token_hex(8)}.copy")
         try:
             write_json(temporary, content, tidy=False)
             _link(temporary, receipt_path)
@@ -248,8 +246,3 @@ def _link(path: Path, name: Path) -> None:
             hint="let one machine write there, or choose an output folder on another file system",
         ) from error
     sync_folder(name.parent)
-
-
-def _own_name() -> str:
-    """Return a name that no other process on any machine uses, now or later."""
-    return f"{re.sub(r'[^A-Za-z0-9-]', '-', socket.gethostname())}-{os.getpid()}-{secrets.token_hex(4)}"
