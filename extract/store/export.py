@@ -1,7 +1,7 @@
 """Export features to files for other tools: HDF5, NumPy arrays, Parquet, MATLAB, a Hugging Face folder, or RDMs.
 
 An export is written to a temporary folder and moved to its path when complete. What a killed export has left is removed
-by the next one to the same path; see `extract.system.atomic_files`. At most 64 MB of features are held in memory at
+by a later one to the same path; see `extract.system.atomic_files`. At most 64 MB of features are held in memory at
 once, and the labels and the status of all rows.
 """
 

@@ -8,8 +8,8 @@ process:
   when the process ends, however it ends. A process id would not do: ids are used again, and two containers, or two
   machines that share a file system, can use the same id at the same time.
 - Where the file system has no locks, nothing is removed.
-- What was changed in the last minute stays: its process may be about to lock it. On NFS, where a flock does not exclude
-  its own process, this also protects the temporary files of this process.
+- What was changed in the last ten minutes stays: its process may be about to lock it. On NFS, where a flock does not
+  exclude its own process, this also protects what other threads of this process write.
 - RANDOM is unique, so a name is never used twice, and nobody can place a link there beforehand.
 
 Only regular files and folders of this user that have exactly such a name are removed. Some network file systems give
@@ -73,7 +73,7 @@ __all__ = [
 
 TOKEN = r"[0-9a-f]{12}-[0-9a-f]{8}"  # RANDOM, as a regular expression
 _FULL_SYNC = getattr(fcntl, "F_FULLFSYNC", None)
-_MAY_BE_UNLOCKED_S = 60
+_MAY_BE_UNLOCKED_S = 600
 
 _HELD: set[tuple[int, Path]] = set()  # (pid, folder) of held locks; a forked process inherits the set, not the locks
 _HELD_GUARD = threading.Lock()

@@ -136,8 +136,10 @@ def limited_threads(most: int) -> Iterator[None]:
 
 
 # glibc's mallopt parameters (malloc.h), and the largest values that its dynamic adjustment can reach (mallopt(3)).
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-_TRIM_THRESHOLD_BYTES, _MMAP_THRESHOLD_BYTES = 64 << 20, 32 << 20
+_TRIM_THRESHOLD = -1
+_TRIM_THRESHOLD_BYTES = 64 << 20
+_MMAP_THRESHOLD = -3
+_MMAP_THRESHOLD_BYTES = 32 << 20
 
 
 def _keep_freed_memory() -> Callable[[], None]:

@@ -255,7 +255,6 @@ class Shard:
         Raises:
             LayertapError: the file cannot be read, or a library for the compression is missing.
         """
-        self.need_libraries()
         largest, smallest = max(self.chunks.values()), min(self.chunks.values())
         at_most = max(1, BLOCK_BYTES // max(1, row_bytes(self.features)))
         if at_most > largest:
@@ -335,7 +334,7 @@ class Shard:
 
     def _unpack(self, name: str, start: int, stop: int) -> NDArray[Any]:
         """Return rows of a compressed feature."""
-        self.need_libraries()
+        need_libraries(self.compression[name])
         if self._guard[0] != os.getpid():  # forked, perhaps while another thread held the lock
             self._guard = os.getpid(), threading.Lock()
         with self._guard[1]:
@@ -355,15 +354,6 @@ class Shard:
                     f"{self.name} is damaged: rows {start} to {stop - 1} of {name!r} cannot be decompressed"
                 ) from error
             return values
-
-    def need_libraries(self) -> None:
-        """Import the libraries for the compressed features.
-
-        Raises:
-            LayertapError: a library is not installed.
-        """
-        for compression in self.compression.values():
-            need_libraries(compression)
 
     # Columns beside the features
 

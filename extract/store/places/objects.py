@@ -48,7 +48,9 @@ __all__ = ["ObjectInfo", "download", "info", "names", "put", "put_file", "read",
 
 T = TypeVar("T")
 
-_S3, _GOOGLE, _MEMORY = {"s3", "s3a"}, {"gs", "gcs"}, {"memory"}
+_S3 = {"s3", "s3a"}
+_GOOGLE = {"gs", "gcs"}
+_MEMORY = {"memory"}
 
 # With 30 % of 503, the 12 attempts of a minute fail for one request in two million; 5 attempts, for one in 400. A
 # listing of 30 pages, of 15,000 shards, is one request: with 10 % of 503, it fails in 9 of 10 runs.
@@ -68,7 +70,8 @@ _AT_ONCE = 8  # requests for pieces of one object
 _PUT_BYTES = 5 << 30  # limit of S3 for one request (Amazon S3 user guide, "Uploading objects")
 
 # Metadata of each object: its sha256, and an id of the request that created it, by which a writer recognises its own.
-_SHA256, _PUT = "layertap-sha256", "layertap-put"
+_SHA256 = "layertap-sha256"
+_PUT = "layertap-put"
 
 _IN_MEMORY = threading.Lock()  # makes the check for existence and the write atomic
 
