@@ -19,10 +19,10 @@ from extract.store.format.dataset import DataSet, ShardFiles
 from extract.store.format.kept_axes import axes_file, recorded_axes
 from extract.store.format.receipt import checked_receipt, counts_of, reasons_of, size_and_hash, write_receipt
 from extract.store.format.row_hash import checked
-from extract.store.format.shard import MEDIA_ERRORS, Shard
+from extract.store.format.shard import MEDIA_ERRORS, Shard, copy_shard
 from extract.store.format.value_types import finite_rows
 from extract.store.format.version import RowTable, pass_folder
-from extract.store.format.writer import ShardWriter, copy_shard
+from extract.store.format.writer import ShardWriter
 from extract.store.reader import FeatureReader
 from extract.store.row_selection import read_one_version
 from extract.system.atomic_files import sync_folder

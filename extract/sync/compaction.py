@@ -18,8 +18,8 @@ from extract.errors import InputError
 from extract.store.format.dataset import DataSet, remove_strays, shard_rows_for
 from extract.store.format.kept_axes import copy_axes
 from extract.store.format.layout import RowNames
+from extract.store.format.shard import COMPRESSIONS
 from extract.store.format.version import pass_folder
-from extract.store.format.writer import COMPRESSIONS
 from extract.store.merge import copy_rows
 from extract.store.reader import FeatureReader
 from extract.sync.records import Records, load, locate, publish, row_numbers

@@ -1,4 +1,4 @@
-"""Write a shard: batch by batch into the `.part` file, then publish it under its final name; or copy a shard."""
+"""Write a shard: batch by batch into the `.part` file, then publish it under its final name."""
 
 from __future__ import annotations
 
@@ -13,25 +13,22 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import h5py
 import numpy as np
 from numpy.typing import NDArray
 
 from extract import defaults
-from extract.errors import InputError, LayertapError, LockedError, unknown_name
+from extract.errors import InputError, LayertapError, LockedError
 from extract.row_status import Status
 from extract.store.format.dataset import DataSet
-from extract.store.format.layout import COLUMNS, ROW_DATA, RowNames, chunk_rows, new_shard_file, preallocated
+from extract.store.format.layout import ROW_DATA
 from extract.store.format.receipt import write_receipt
 from extract.store.format.row_hash import hash_records, hash_rows, wrong_rows
-from extract.store.format.shard import Shard, runs
-from extract.store.format.untrusted import FILTERS, need_libraries
+from extract.store.format.shard import Shard, copy_shard, runs
 from extract.store.format.value_types import encoded
 from extract.system.atomic_files import claim, discard, flush_to_disk, open_own, sync_folder
 
-__all__ = ["COMPRESSIONS", "SOURCE", "ShardWriter", "copy_shard"]
+__all__ = ["SOURCE", "ShardWriter"]
 
-COMPRESSIONS = tuple(FILTERS.values())
 SOURCE = ("source_size", "source_mtime_ns", "source_hash")  # columns that describe the image file of each row
 
 
@@ -340,73 +337,3 @@ class ShardWriter:
                 f"the rows are safe in {self._part.name}",
                 hint="run again without compression",
             )
-
-
-def copy_shard(
-    shard: Shard, path: Path, *, compress: str | None = None, pending: NDArray[np.int64] | None = None
-) -> None:
-    """Write a copy of a shard, complete or not at all.
-
-    Args:
-        shard: the shard to copy.
-        path: path of the copy; a file of that name is replaced.
-        compress: "gzip", "lzf" or "blosc2"; None writes a plain copy, whose rows can be changed.
-        pending: rows, relative to the shard, that are pending in the copy. Rows that cannot be read are pending, too.
-
-    Raises:
-        UnknownNameError: no such compression.
-        LayertapError: the disk is full or cannot be written to, or a library for the compression is missing.
-    """
-    n_rows = len(shard)
-    layouts = [
-        _packed((chunk_rows(feature, n_rows), *feature.kept_shape), compress)
-        if compress
-        else preallocated((chunk_rows(feature, n_rows), *feature.kept_shape))
-        for feature in shard.features
-    ]
-    keep = np.ones(n_rows, bool)
-    keep[[] if pending is None else pending] = False
-    with new_shard_file(path, shard.features, layouts, shard.identity, _names_of(shard), shard.provenance) as file:
-        for start, stop, block in shard.blocks(np.flatnonzero(keep)):
-            if block is None:
-                keep[start:stop] = False
-                continue
-            for name, values in block.items():
-                file["features"][name][start:stop] = values
-        for name, *_ in ROW_DATA:
-            values = shard.column(name)
-            values[~keep] = 0  # a status of 0 is pending
-            file[name][...] = values
-
-
-def _names_of(shard: Shard) -> RowNames:
-    """Return what is known of all rows before their features are computed."""
-    ids = shard.text("id") if shard.has_ids else None
-    columns = {
-        name.removeprefix(f"/{COLUMNS}/"): shard.text(name) if dtype.kind == "S" else shard.column(name)
-        for name, dtype in shard.kept_columns.items()
-    }
-    return RowNames(shard.text("path"), shard.column("label"), shard.text("split"), shard.text("classes"), ids, columns)
-
-
-def _packed(chunks: tuple[int, ...], compress: str) -> Any:
-    """Return creation properties: shuffle, compression, and a checksum that is verified before decompression."""
-    properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-    properties.set_chunk(chunks)
-    properties.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-    if compress == "blosc2":
-        need_libraries(compress)
-        import hdf5plugin
-
-        options = hdf5plugin.Blosc2(cname="zstd", clevel=5, filters=hdf5plugin.Blosc2.SHUFFLE)
-        properties.set_filter(options.filter_id, h5py.h5z.FLAG_MANDATORY, options.filter_options)
-    elif compress in COMPRESSIONS:
-        properties.set_shuffle()
-        if compress == "gzip":
-            properties.set_deflate(4)
-        else:
-            properties.set_filter(h5py.h5z.FILTER_LZF, h5py.h5z.FLAG_OPTIONAL)
-    else:
-        raise unknown_name("compression", compress, COMPRESSIONS)
-    properties.set_fletcher32()
-    return properties

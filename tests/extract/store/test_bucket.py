@@ -15,7 +15,8 @@ from extract import FeatureReader, InputError, LayertapError, Status
 from extract.store.format.dataset import DataSet
 from extract.store.format.layout import RowNames
 from extract.store.format.receipt import read_receipt
-from extract.store.format.writer import ShardWriter, copy_shard
+from extract.store.format.shard import copy_shard
+from extract.store.format.writer import ShardWriter
 from extract.store.places import objects as remote
 from extract.store.places.bucket import Bucket
 from extract.store.places.shard_cache import cache_folder

@@ -24,7 +24,8 @@ from torch.utils.data import DataLoader, Subset
 from extract import FeatureReader, InputError, LayertapError, Status, UnknownNameError
 from extract.store.format.dataset import DataSet
 from extract.store.format.layout import RowNames, create_shard
-from extract.store.format.writer import ShardWriter, copy_shard
+from extract.store.format.shard import copy_shard
+from extract.store.format.writer import ShardWriter
 from tests.extract.html_reader import HtmlReader
 from tests.extract.store.rows import (
     PATHS,
