@@ -23,7 +23,7 @@ from extract.store.format.dataset import DataSet
 from extract.store.format.layout import ROW_DATA
 from extract.store.format.receipt import write_receipt
 from extract.store.format.row_hash import hash_records, hash_rows, wrong_rows
-from extract.store.format.shard import Shard, copy_shard, runs
+from extract.store.format.shard import Shard, copy_shard
 from extract.store.format.value_types import encoded
 from extract.system.atomic_files import claim, discard, flush_to_disk, open_own, sync_folder
 
@@ -91,6 +91,9 @@ class ShardWriter:
             raise
         self._offsets, self._paths = self._shard.offsets, self._shard.column("path")
         self._features = {feature.name: feature for feature in self._shard.features}
+        # Worked out once: no batch needs the modules of layouts and types, unless its features are encoded.
+        self._kept = {name: (feature.kept_shape, feature.kept_dtype) for name, feature in self._features.items()}
+        self._encoded = {each.name: each.dtype for each in self._shard.features if each.dtype != each.value_dtype}
         self.first_row = self._shard.identity.first_row
         self.status: NDArray[np.uint8] = self._shard.column("status")
         self.stored: Counter[int] = Counter()
@@ -164,11 +167,12 @@ class ShardWriter:
         """
         if features.keys() != self._features.keys() and not (self._beside and features.keys() < self._features.keys()):
             raise ValueError(f"got features {sorted(features)}, expected {sorted(self._features)} as in the file")
-        features = {name: encoded(values, self._features[name].dtype) for name, values in features.items()}
+        types = {name: dtype for name, dtype in self._encoded.items() if name in features}
+        features = dict(features) | {name: encoded(features[name], dtype) for name, dtype in types.items()}
         for name, values in features.items():
-            shape, dtype = (len(rows), *self._features[name].kept_shape), self._features[name].kept_dtype
-            if values.shape != shape or values.dtype != dtype:
-                raise ValueError(f"{name}: got {values.shape} {values.dtype}, expected {shape} {dtype}")
+            shape, dtype = self._kept[name]
+            if values.shape != (len(rows), *shape) or values.dtype != dtype:
+                raise ValueError(f"{name}: got {values.shape} {values.dtype}, expected {(len(rows), *shape)} {dtype}")
         local = self._local(rows)
         self.flush()
         self._queued.append(self._thread.submit(self._store, local, features, status, source, reasons or {}))
@@ -256,10 +260,12 @@ class ShardWriter:
 
     def _put(self, name: str, rows: NDArray[np.int64], values: NDArray[Any]) -> None:
         """Write values in place; `rows` are ascending rows of the shard, and neighbours are written together."""
-        done = 0
-        for start, stop in runs(rows):
-            content = np.ascontiguousarray(values[done : done + stop - start]).reshape(-1).view(np.uint8).data
-            offset, done = self._offsets[name] + start * (len(content) // (stop - start)), done + stop - start
+        if not len(rows):
+            return
+        breaks = np.flatnonzero(np.diff(rows) != 1) + 1
+        for start, neighbours in zip(rows[[0, *breaks]].tolist(), np.split(values, breaks), strict=True):
+            content = np.ascontiguousarray(neighbours).reshape(-1).view(np.uint8).data
+            offset = self._offsets[name] + start * (len(content) // len(neighbours))
             while content:
                 written = os.pwrite(self._file, content, offset)
                 content, offset = content[written:], offset + written
