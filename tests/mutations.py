@@ -380,8 +380,8 @@ MUTATIONS = (
     ),
     Mutation(
         "A merged data set has paths in order, and features out of order.",
-        "return cls(root, [paths[row] for row in order], np.array(order, np.int64))",
-        "return cls(root, [paths[row] for row in order], np.arange(len(order)))",
+        "return root, [paths[row] for row in order], np.array(order, np.int64)",
+        "return root, [paths[row] for row in order], np.arange(len(order))",
         ("test_two_data_sets_become_one_sorted_by_path",),
     ),
     Mutation(

@@ -42,8 +42,8 @@ from extract.extraction.validation import Computation, ValidatedForward
 from extract.images import Batch, Images
 from extract.images.loading import stop_on_machine_errors
 from extract.row_status import Status
-from extract.store.format.copying import copy_shard
 from extract.store.format.layout import RowNames, StoredFeature, create_shard
+from extract.store.format.shard import copy_shard
 from extract.store.format.writer import ShardWriter
 
 __all__ = [

@@ -65,7 +65,8 @@ def batches(
     if shuffle == "rows":
         windows = _windows_of_rows(array, random.permutation(rows), room)
     elif shuffle == "chunks":
-        windows = _shuffled([pieces[i] for i in random.permutation(len(pieces))], room, random)
+        shuffled = fitting([pieces[i] for i in random.permutation(len(pieces))], room)
+        windows = ((window, random.permutation(sum(map(len, window)))) for window in shuffled)
     else:
         room = min(room, max(largest, _IN_ORDER_BYTES // max(1, array.row_bytes)))
         windows = ((window, np.arange(sum(map(len, window)))) for window in fitting(pieces, room))
@@ -89,12 +90,6 @@ def fitting(pieces: list[NDArray[np.int64]], room: int) -> Iterator[list[NDArray
         size += len(piece)
     if window:
         yield window
-
-
-def _shuffled(pieces: list[NDArray[np.int64]], room: int, random: np.random.Generator) -> Iterator[_Window]:
-    """Yield as many pieces at a time as fit in the buffer, with their rows shuffled."""
-    for window in fitting(pieces, room):
-        yield window, random.permutation(sum(map(len, window)))
 
 
 def _windows_of_rows(array: FeatureArray, rows: NDArray[np.int64], room: int) -> Iterator[_Window]:

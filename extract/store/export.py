@@ -1,7 +1,7 @@
 """Export features to files for other tools: HDF5, NumPy arrays, Parquet, MATLAB, a Hugging Face folder, or RDMs.
 
 An export is written to a temporary folder and moved to its path when complete. What a killed export has left is removed
-by the next one to the same path; see `extract.system.atomic_files`. At most 64 MB of features are held in memory at
+by a later one to the same path; see `extract.system.atomic_files`. At most 64 MB of features are held in memory at
 once, and the labels and the status of all rows.
 """
 
@@ -28,7 +28,7 @@ from extract.store.format.checked_file import hdf5_on_disk
 from extract.store.format.layout import ROW_DATA, Identity, RowNames, StoredFeature, new_shard_file, preallocated
 from extract.store.format.row_hash import hash_records, hash_rows
 from extract.store.format.shard import BLOCK_BYTES
-from extract.store.hugging_face import HuggingFaceFolder
+from extract.store.hugging_face import SPLITS, card_of, schema_of
 from extract.store.reader import ArrowRows, FeatureReader, RowPictures
 from extract.system.atomic_files import (
     claim,
@@ -199,11 +199,22 @@ def _to_parquet(
 def _to_hugging_face(
     reader: FeatureReader, path: Path, names: Sequence[str], on_rows: _OnRows, pictures: RowPictures | None
 ) -> None:
-    with HuggingFaceFolder(reader, names, reader.fingerprint, path, pictures) as folder:
+    """Write Parquet files for each split, and a card. Without splits, all rows are `train`."""
+    parquet = library("pyarrow.parquet", "datasets", "a dataset folder of Hugging Face")
+    rows = ArrowRows(reader, names, pictures)
+    schema, has_splits, files = schema_of(reader, rows), any(reader.splits), dict[str, Any]()
+    (path / "data").mkdir(parents=True)
+    with contextlib.ExitStack() as stack:
         for start, stop, block in _blocks(reader, _PICTURES_AT_ONCE if pictures else _ROWS_AT_ONCE):
-            folder.write(start, stop, [block[name] for name in names])
+            batch = rows.batch(start, stop, [block[name] for name in names])
+            splits = np.array([SPLITS[split] if has_splits else "train" for split in reader.splits[start:stop]])
+            for split in np.unique(splits).tolist():
+                if split not in files:
+                    file = path / "data" / f"{split}-00000.parquet"
+                    files[split] = stack.enter_context(parquet.ParquetWriter(file, schema))
+                files[split].write_batch(batch.take(np.flatnonzero(splits == split)))
             on_rows(stop - start)
-        folder.write_card()
+    (path / "README.md").write_text(card_of(reader, names, sorted(files)), encoding="utf-8")
 
 
 def _to_mat(reader: FeatureReader, path: Path, names: Sequence[str], on_rows: _OnRows) -> None:

@@ -121,7 +121,7 @@ class FeatureArray:
     @property
     def row_bytes(self) -> int:
         """Bytes of one row of values in memory."""
-        return self._feature.row_bytes if not self._is_encoded else math.prod(self.shape[1:]) * self.dtype.itemsize
+        return math.prod(self.shape[1:]) * self.dtype.itemsize
 
     @property
     def stored_dtype(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -310,21 +311,17 @@ class FeatureReader:
     @property
     def compression(self) -> dict[str, tuple[str, float]]:
         """Feature -> (gzip, lzf or blosc2; compression ratio), for compressed features."""
-        stored, filters = Counter[str](), dict[str, str]()
+        stored, plain, filters = Counter[str](), Counter[str](), dict[str, str]()
         for selection in self._selections:
             shard = selection.shard
             # Of a shard in a bucket, only the receipt has them until its features are downloaded.
             packed = shard.stored_bytes or (selection.receipt or {}).get("compression", {}).get("bytes", {})
             for feature in self._features:
-                plain = feature.row_bytes * len(shard)
-                stored[feature.name] += packed.get(feature.name, plain) if feature.name in shard.compression else plain
+                n_bytes = feature.row_bytes * len(shard)
+                plain[feature.name] += n_bytes
+                stored[feature.name] += packed.get(feature.name, n_bytes)
             filters |= shard.compression
-        n_rows = sum(selection.file.n_rows for selection in self._selections)
-        return {
-            feature.name: (filters[feature.name], feature.row_bytes * n_rows / max(1, stored[feature.name]))
-            for feature in self._features
-            if feature.name in filters
-        }
+        return {name: (filters[name], plain[name] / max(1, stored[name])) for name in self.layers if name in filters}
 
     def checked(self, rows: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
         """Return layer -> all features of rows as they are kept, verified so that copies do not hide damage.
@@ -390,7 +387,8 @@ class FeatureReader:
         """
         from extract.store.torch_dataset import FeatureDataset
 
-        return FeatureDataset(self, layers, self._good_rows(split), transform, unlabelled)
+        arrays = self[layers] if isinstance(layers, str) else {layer: self[layer] for layer in layers}
+        return FeatureDataset(arrays, self.labels, self._good_rows(split), transform, unlabelled)
 
     def tokens(self, layer: str, *, split: str | None = None) -> TokenArray:
         """Return the tokens of the rows with status ok: positions of maps, or patch tokens; see `TokenArray`.
@@ -416,15 +414,13 @@ class FeatureReader:
         Raises:
             InputError: there are none.
         """
-        names, why = [], InputError("")
+        names = []
         for name in self.layers:
-            try:
+            with contextlib.suppress(InputError):
                 self.tokens(name)
                 names.append(name)
-            except InputError as error:
-                why = error
         if not names:
-            raise InputError(f"{self._name} has no feature with tokens: {why.message}", hint=why.hint)
+            self.tokens(self.layers[0])  # raises the reason
         return names
 
     def _good_rows(self, split: str | None) -> NDArray[np.int64]:

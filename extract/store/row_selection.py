@@ -7,6 +7,8 @@ many, within the limit of open files.
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
 import resource
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -22,13 +24,13 @@ from numpy.typing import NDArray
 from extract.errors import InputError, LayertapError, LockedError
 from extract.row_status import Status
 from extract.store.format.dataset import UNFINISHED_HINT, DataSet
-from extract.store.format.layout import Identity, RowNames, StoredFeature
+from extract.store.format.layout import Identity, StoredFeature
 from extract.store.format.receipt import reasons_in, reasons_of
 from extract.store.format.row_hash import wrong_rows
 from extract.store.format.shard import Shard
+from extract.store.format.version import RowTable
 from extract.store.places.bucket import Bucket
 from extract.store.places.shard_cache import RemoteFile, ShardCache
-from extract.system.atomic_files import allow_more_files, count_open_files
 
 __all__ = ["OpenShards", "OpenedDataSet", "RowSelection", "ShardFile", "open_selections", "read_one_version"]
 
@@ -40,7 +42,6 @@ _ATTEMPTS = 5  # to read a data set while new versions are published
 OPENED_AT_ONCE = 64
 _AT_ONCE = 8  # shards of a bucket that are opened at the same time
 _MOST = 30_000  # open shards: Linux allows a process 65,530 memory maps (vm.max_map_count)
-_OTHER_FILES = 128  # handles that are left to the rest of the process
 
 
 class OpenShards:
@@ -51,9 +52,8 @@ class OpenShards:
     """
 
     def __init__(self, most: int = _MOST) -> None:
-        self._limit = most
+        self._most = most
         self._open: OrderedDict[ShardFile, None] = OrderedDict()  # in the order in which they were opened
-        self._most = 0  # 0: not known yet
         self._is_closed = False
 
     def open(self, file: ShardFile, read: Callable[[], Shard]) -> Shard:
@@ -63,11 +63,10 @@ class OpenShards:
         """
         if self._is_closed:
             raise LayertapError(f"{file.name} is closed")
-        if not self._most:
-            self._most = min(self._limit, _most_open_shards())
+        most = min(self._most, _most_open_shards())
         shard = read()
         with contextlib.suppress(KeyError):  # another thread has closed the last one
-            while len(self._open) >= self._most:
+            while len(self._open) >= most:
                 first, _ = self._open.popitem(last=False)
                 first.hold(None)
         file.hold(shard)  # before another thread may close it
@@ -80,7 +79,7 @@ class OpenShards:
         self._open.clear()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_open": OrderedDict(), "_most": 0}
+        return {**vars(self), "_open": OrderedDict()}
 
 
 class ShardFile:
@@ -129,13 +128,16 @@ class ShardFile:
         return {**vars(self), "_shard": None}
 
 
+@functools.cache
 def _most_open_shards() -> int:
-    """Return how many shards may be open, after the limit of open files was raised as far as permitted."""
-    allow_more_files(_MOST)
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY:
-        return _MOST
-    return max(1, min(_MOST, soft - count_open_files() - _OTHER_FILES))
+    """Return how many shards may be open: half of this process's limit of open files, which is raised for them."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = 2 * _MOST if hard == resource.RLIM_INFINITY else min(2 * _MOST, hard)
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+            soft = limit
+    return max(1, min(limit, soft) // 2) if soft != resource.RLIM_INFINITY else _MOST
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,7 @@ class RowSelection:
         file: the shard. For a shard in a bucket, it has the features; it is downloaded on first use.
         rows: (N,), their numbers in the data set, ascending.
         chosen: (N,) int64, their numbers in the shard; None for all rows of the shard, in order.
-        names: paths, labels, splits and classes; None to read them from the shard.
+        names: of a version, its table, with paths, labels and splits of these rows; None to read them from the shard.
         without_features: of a shard in a bucket: everything but the features.
         receipt: of a shard in a bucket: content of its receipt.
     """
@@ -154,7 +156,7 @@ class RowSelection:
     file: ShardFile
     rows: range | NDArray[np.int64]
     chosen: NDArray[np.int64] | None = None
-    names: RowNames | None = None
+    names: RowTable | None = None
     without_features: ShardFile | None = None
     receipt: Mapping[str, Any] | None = None
 
@@ -190,7 +192,8 @@ class RowSelection:
     def texts(self, name: str, start: int, stop: int) -> list[str]:
         """Return the path, split, id or text of a kept column of some of the rows."""
         if self.names is not None:
-            return list({"path": self.names.paths, "split": self.names.splits}[name][start:stop])
+            column = {"path": self.names.paths, "split": self.names.splits}[name]
+            return [os.fsdecode(text) for text in column[start:stop].tolist()]
         return self.shard.text(name, slice(start, stop) if self.chosen is None else self.chosen[start:stop])
 
     @property
@@ -295,13 +298,14 @@ def read_one_version(
     """
     for _ in range(_ATTEMPTS):
         dataset = DataSet.open(out)
-        shards = dataset.shards
+        shards, files = dataset.shards, dataset.shard_files()
         try:
             result = read(dataset)
             if is_usable(result) or _is_current(dataset, shards):
                 return result
         except LayertapError:
-            if _is_current(dataset, shards):
+            # A shard that has just been published or rewritten has another name; a listing can miss it meanwhile.
+            if _is_current(dataset, shards) and dataset.shard_files() == files:
                 raise
         except FileNotFoundError as error:
             if _is_current(dataset, shards):
@@ -348,13 +352,11 @@ def _select_from_version(dataset: DataSet, partial: bool, open_shards: OpenShard
             if first == last:
                 continue
             path = pass_dataset.path(shard, shard_files[shard].published or 0)
-            file = ShardFile(str(path), n_rows, bind(_open_finished, pass_dataset, shard, path), open_shards)
-            if at_once:
-                _ = file.shard
+            file = _finished(pass_dataset, shard, path, open_shards, at_once)
             chosen = table.rows[first:last] - shard_start
             if chosen[-1] >= n_rows:
                 raise InputError(f"{path} has no row {chosen[-1]}, to which the version refers")
-            names = RowNames(table.paths[first:last], table.labels[first:last], table.splits[first:last], table.classes)
+            names = table.between(first, last)
             all_rows = len(chosen) == n_rows and bool((chosen == np.arange(n_rows)).all())
             yield RowSelection(file, range(first, last), None if all_rows else chosen, names)
 
@@ -365,6 +367,15 @@ def _select_stored(file: ShardFile, first_row: int, partial: bool) -> RowSelecti
     if len(stored) == file.n_rows:
         return RowSelection(file, range(first_row, first_row + file.n_rows))
     return RowSelection(file, first_row + stored, stored)
+
+
+def _finished(dataset: DataSet, shard: int, path: Path, open_shards: OpenShards, at_once: bool) -> ShardFile:
+    """Return a finished shard, which is opened `at_once` or on first use."""
+    read = bind(_open_finished, dataset, shard, path)
+    file = ShardFile(str(path), len(dataset.shard_range(shard)), read, open_shards)
+    if at_once:
+        _ = file.shard
+    return file
 
 
 def _open_finished(dataset: DataSet, shard: int, path: Path) -> Shard:
@@ -407,10 +418,6 @@ def _open_again(path: Path, identity: Identity) -> Shard:
 def _select_from_files(dataset: DataSet, partial: bool, open_shards: OpenShards) -> Iterator[RowSelection]:
     """Yield the rows of the shards of a data set that can be read."""
     shard_files = dataset.shard_files()
-    if not partial and any(files.published is None for files in shard_files):
-        shard_files = dataset.shard_files()  # a listing can miss a file that is renamed at the same time
-    if at_once := len(shard_files) <= OPENED_AT_ONCE:
-        allow_more_files(len(shard_files))
     for shard, files in enumerate(shard_files):
         rows, path = dataset.shard_range(shard), dataset.current(shard, files)
         if files.published is None and not partial:
@@ -420,20 +427,13 @@ def _select_from_files(dataset: DataSet, partial: bool, open_shards: OpenShards)
             )
         if path is None:
             continue
-        if files.published is not None and not at_once:
-            read = bind(_open_finished, dataset, shard, path)
-            yield RowSelection(ShardFile(str(path), len(rows), read, open_shards), rows)
-            continue
-        try:
+        if files.published is not None:
+            at_once = len(shard_files) <= OPENED_AT_ONCE
+            yield RowSelection(_finished(dataset, shard, path, open_shards, at_once), rows)
+        else:
             opened = dataset.open_shard(shard, path)
-        except InputError:
-            # The shard may just have been published or rewritten, which gives it another name.
-            current = dataset.current(shard, dataset.shard_files()[shard])
-            if current is None or current == path:
-                raise
-            opened = dataset.open_shard(shard, current)
-        file = ShardFile(opened.name, len(rows), bind(_open_again, opened.path, opened.identity), open_shards, opened)
-        yield _select_stored(file, rows.start, partial)
+            read = bind(_open_again, path, opened.identity)
+            yield _select_stored(ShardFile(opened.name, len(rows), read, open_shards, opened), rows.start, partial)
 
 
 def _stored_rows(shard: Shard, partial: bool) -> NDArray[np.int64]:

@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 from torch.utils.data import Dataset
 
+from extract.store.feature_array import FeatureArray, numbers_of
+
 __all__ = ["FeatureDataset"]
-
-
-class LabelledFeatures(Protocol):
-    """Source of the samples, such as `extract.store.reader.FeatureReader`.
-
-    Attributes:
-        labels: (N,) int64, label of each row.
-    """
-
-    @property
-    def labels(self) -> NDArray[np.int64]: ...
-
-    def __getitem__(self, layer: str) -> Any: ...
 
 
 class FeatureDataset(Dataset[tuple[Any, int]]):
@@ -47,8 +35,8 @@ class FeatureDataset(Dataset[tuple[Any, int]]):
     or spawned.
 
     Args:
-        reader: source of the rows.
-        layers: one name, for samples with a tensor (*shape); or several names, for samples with a dict of tensors.
+        arrays: a feature, for samples with a tensor (*shape); or layer -> feature, for samples with a dict of tensors.
+        labels: (N,) int64, label of each row of the reader.
         rows: rows of the reader to take, int64.
         transform: applied to the features of each sample.
         unlabelled: whether also to take rows without a class beside rows with one.
@@ -60,18 +48,14 @@ class FeatureDataset(Dataset[tuple[Any, int]]):
 
     def __init__(
         self,
-        reader: LabelledFeatures,
-        layers: str | Sequence[str],
+        arrays: FeatureArray | Mapping[str, FeatureArray],
+        labels: NDArray[np.int64],
         rows: NDArray[np.int64],
         transform: Callable[[Any], Any] | None = None,
         unlabelled: bool = False,
     ):
-        self._reader = reader
-        self._layers = [layers] if isinstance(layers, str) else list(layers)
-        self._single = isinstance(layers, str)
-        for layer in self._layers:
-            reader[layer]  # raises here for an unknown name, not in a worker
-        has_class = reader.labels[rows] >= 0
+        self._arrays, self._transform = arrays, transform
+        has_class = labels[rows] >= 0
         if not unlabelled and has_class.any() and not has_class.all():
             message = (
                 f"{np.count_nonzero(~has_class):,} of {len(rows):,} rows have no class and are left out; "
@@ -80,8 +64,7 @@ class FeatureDataset(Dataset[tuple[Any, int]]):
             warnings.warn(message, stacklevel=3)  # at the call of `reader.dataset`
             rows = rows[has_class]
         self.rows = rows
-        self.labels: NDArray[np.int64] = reader.labels[rows]
-        self._transform = transform
+        self.labels: NDArray[np.int64] = labels[rows]
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -91,23 +74,14 @@ class FeatureDataset(Dataset[tuple[Any, int]]):
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Any, int]]:
         """Return the samples at these positions, read in one batch."""
-        positions = np.asarray(indices)
-        if positions.size and positions.dtype.kind not in "iu":
-            raise IndexError(
-                f"samples are chosen by positions, got {positions.dtype}; np.flatnonzero gives those of a mask"
-            )
-        positions = positions.astype(np.int64)
-        if (outside := positions[(positions < -len(self)) | (positions >= len(self))]).size:
-            raise IndexError(
-                f"sample {outside[0]} is out of range for {len(self)} samples; rows of the reader are no positions: "
-                "choose samples by the dataset's own labels and rows"
-            )
-        columns = {layer: torch.from_numpy(self._reader[layer][self.rows[positions]]) for layer in self._layers}
-        labels = self.labels[positions].tolist()
-        samples = []
-        for i, label in enumerate(labels):
-            features: Tensor | dict[str, Tensor] = {layer: column[i] for layer, column in columns.items()}
-            if self._single:
-                features = columns[self._layers[0]][i]
-            samples.append((self._transform(features) if self._transform else features, label))
-        return samples
+        if np.asarray(indices).dtype == bool:
+            raise IndexError("samples are chosen by positions, got a mask; np.flatnonzero gives its positions")
+        positions = numbers_of(indices, len(self), "samples")  # rows of the reader may be out of their range
+        rows, labels = self.rows[positions], self.labels[positions].tolist()
+        samples: Iterable[Any]
+        if isinstance(self._arrays, FeatureArray):
+            samples = torch.from_numpy(self._arrays[rows])
+        else:
+            columns = [torch.from_numpy(array[rows]) for array in self._arrays.values()]
+            samples = (dict(zip(self._arrays, values, strict=True)) for values in zip(*columns, strict=True))
+        return list(zip(map(self._transform, samples) if self._transform else samples, labels, strict=True))

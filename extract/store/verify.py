@@ -15,12 +15,11 @@ from numpy.typing import NDArray
 
 from extract.errors import InputError, LayertapError
 from extract.row_status import Status
-from extract.store.format.copying import copy_shard
 from extract.store.format.dataset import DataSet, ShardFiles
 from extract.store.format.kept_axes import axes_file, recorded_axes
 from extract.store.format.receipt import checked_receipt, counts_of, reasons_of, size_and_hash, write_receipt
 from extract.store.format.row_hash import checked
-from extract.store.format.shard import MEDIA_ERRORS, Shard
+from extract.store.format.shard import MEDIA_ERRORS, Shard, copy_shard
 from extract.store.format.value_types import finite_rows
 from extract.store.format.version import RowTable, pass_folder
 from extract.store.format.writer import ShardWriter
@@ -112,7 +111,7 @@ def _verify_version(dataset: DataSet, on_rows: Callable[[int], None]) -> Verific
         verification.faults += [replace(fault, file=f"{name}/{fault.file}") for fault in pass_verification.faults]
     try:
         table = dataset.version_rows()
-        if xxhash.xxh3_128_hexdigest(b"\0".join(sorted(map(os.fsencode, table.paths)))) != dataset.images["paths_xxh3"]:
+        if xxhash.xxh3_128_hexdigest(b"\0".join(sorted(table.paths.tolist()))) != dataset.images["paths_xxh3"]:
             verification.faults.append(Fault("the paths of the version do not match dataset.json", Remedy.NONE))
         if not verification.faults:
             with FeatureReader(dataset.out) as reader:
@@ -132,8 +131,9 @@ def _rows_of_other_images(out: Path, reader: FeatureReader, table: RowTable) -> 
         differ = (table.hashes[start:stop] != reader.column("source_hash", slice(start, stop))).any(1)
         for row in (start + np.flatnonzero(differ)).tolist():
             path, shard, its_row = reader.place_of(row)
+            image = os.fsdecode(table.paths[row])
             what = "has the features of another image; to repair it, delete the folder versions and run `layertap sync`"
-            yield Fault(what, Remedy.NONE, shard, path.relative_to(out).as_posix(), its_row, table.paths[row])
+            yield Fault(what, Remedy.NONE, shard, path.relative_to(out).as_posix(), its_row, image)
 
 
 def _verify_shards(dataset: DataSet, on_rows: Callable[[int], None]) -> Verification:
@@ -248,10 +248,7 @@ def _faults_of_receipt(shard: Shard, name: str, row_faults: Collection[Fault]) -
     except FileNotFoundError:
         return [Fault("is missing", Remedy.RECEIPT, number, receipt_name)]
     except LayertapError as error:
-        path = shard.path.with_suffix(".json")
-        what = str(error).removeprefix(f"{path} ")
-        if path.exists() and not path.is_file():
-            return [Fault(f"{what}; remove it, and --repair writes a receipt", Remedy.NONE, number, receipt_name)]
+        what = str(error).removeprefix(f"{shard.path.with_suffix('.json')} ")
         return [Fault(f"{what}; --repair writes it again", Remedy.RECEIPT, number, receipt_name)]
     expected = {**vars(shard.identity), **size_and_hash(shard.path)}
     if not row_faults:

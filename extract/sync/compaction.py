@@ -15,13 +15,13 @@ import xxhash
 from numpy.typing import NDArray
 
 from extract.errors import InputError
-from extract.store.format.copying import COMPRESSIONS
 from extract.store.format.dataset import DataSet, remove_strays, shard_rows_for
 from extract.store.format.kept_axes import copy_axes
 from extract.store.format.layout import RowNames
+from extract.store.format.shard import COMPRESSIONS
 from extract.store.format.version import pass_folder
+from extract.store.merge import copy_rows
 from extract.store.reader import FeatureReader
-from extract.store.row_copying import copy_rows
 from extract.sync.records import Records, load, locate, publish, row_numbers
 from extract.system.atomic_files import locked
 

@@ -8,6 +8,8 @@ process:
   when the process ends, however it ends. A process id would not do: ids are used again, and two containers, or two
   machines that share a file system, can use the same id at the same time.
 - Where the file system has no locks, nothing is removed.
+- What was changed in the last ten minutes stays: its process may be about to lock it. On NFS, where a flock does not
+  exclude its own process, this also protects what other threads of this process write.
 - RANDOM is unique, so a name is never used twice, and nobody can place a link there beforehand.
 
 Only regular files and folders of this user that have exactly such a name are removed. Some network file systems give
@@ -26,12 +28,12 @@ import fcntl
 import json
 import os
 import re
-import resource
 import secrets
 import shutil
 import socket
 import stat
 import threading
+import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -42,14 +44,12 @@ from extract.errors import InputError, LayertapError, LockedError
 __all__ = [
     "TOKEN",
     "allocate",
-    "allow_more_files",
     "append_line",
     "atomic_write",
     "bytes_below",
     "check_own_folders",
     "check_regular",
     "claim",
-    "count_open_files",
     "discard",
     "flush_to_disk",
     "holder",
@@ -73,11 +73,7 @@ __all__ = [
 
 TOKEN = r"[0-9a-f]{12}-[0-9a-f]{8}"  # RANDOM, as a regular expression
 _FULL_SYNC = getattr(fcntl, "F_FULLFSYNC", None)
-_UNKNOWN_OPEN_FILES = 256
-
-# Temporary files and folders of this process. They are not tried: on NFS, a flock is a POSIX lock, which does not
-# exclude its own process, and is released when any descriptor of the file is closed.
-_OWN: set[str] = set()
+_MAY_BE_UNLOCKED_S = 600
 
 _HELD: set[tuple[int, Path]] = set()  # (pid, folder) of held locks; a forked process inherits the set, not the locks
 _HELD_GUARD = threading.Lock()
@@ -92,17 +88,13 @@ def temporary_file(path: Path) -> Iterator[tuple[BinaryIO, Path]]:
     Raises:
         OSError: the file cannot be created.
     """
-    while True:
-        temporary = path.with_name(f"{_base(path.name)}.{_token()}.new")
-        with _own(temporary), temporary.open("xb") as file:
-            if not _claimed(file.fileno()):
-                continue  # another process took it for a leftover before it was locked
-            try:
-                yield file, temporary
-            finally:
-                with contextlib.suppress(OSError):
-                    temporary.unlink()
-            return
+    temporary = path.with_name(f"{_base(path.name)}.{_token()}.new")
+    with temporary.open("xb") as file:
+        _lock_temporary(file.fileno())
+        try:
+            yield file, temporary
+        finally:
+            discard(temporary)
 
 
 @contextlib.contextmanager
@@ -116,31 +108,20 @@ def temporary_folder(path: Path) -> Iterator[Path]:
         OSError: the folder cannot be created.
     """
     remove_leftovers(path)
-    while True:
-        folder = path.with_name(f".{_base(path.name)}.{_token()}.new")
-        with _own(folder):
-            folder.mkdir(mode=0o700)
-            try:
-                with contextlib.ExitStack() as at_the_end:
-                    try:
-                        lock = at_the_end.enter_context((folder / "lock").open("a+b"))
-                    except FileNotFoundError:
-                        continue  # another process took it for a leftover before it was locked
-                    if not _claimed(lock.fileno()):
-                        continue
-                    yield folder
-                    return
-            finally:
-                shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _own(temporary: Path) -> Iterator[None]:
-    _OWN.add(temporary.name)
+    folder = path.with_name(f".{_base(path.name)}.{_token()}.new")
+    folder.mkdir(mode=0o700)
     try:
-        yield
+        with (folder / "lock").open("a+b") as lock:
+            _lock_temporary(lock.fileno())
+            yield folder
     finally:
-        _OWN.discard(temporary.name)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _lock_temporary(descriptor: int) -> None:
+    """Lock a file that this process has just created, unless the file system has no locks."""
+    with contextlib.suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def is_temporary(path: Path) -> bool:
@@ -153,7 +134,7 @@ def remove_leftovers(path: Path) -> None:
     name = re.compile(rf"\.?{re.escape(_base(path.name))}\.{TOKEN}\.new")
     with contextlib.suppress(OSError), os.scandir(path.parent) as entries:
         for entry in entries:
-            if entry.name.endswith(".new") and name.fullmatch(entry.name) and entry.name not in _OWN:
+            if entry.name.endswith(".new") and name.fullmatch(entry.name):
                 with contextlib.suppress(OSError):
                     _remove_if_left(Path(entry.path))
 
@@ -168,6 +149,8 @@ def _remove_if_left(path: Path) -> None:
     is_folder = stat.S_ISDIR(status.st_mode)
     if not (is_folder or stat.S_ISREG(status.st_mode)) or status.st_uid != os.geteuid():
         return
+    if time.time() - status.st_mtime < _MAY_BE_UNLOCKED_S:
+        return
     # In a folder without `lock`, its process was killed before it created the lock, or another one while it removed the
     # folder. NFS locks only files that are open for writing.
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | (os.O_CREAT if is_folder else 0)
@@ -180,20 +163,6 @@ def _remove_if_left(path: Path) -> None:
             path.unlink()
     finally:
         os.close(descriptor)
-
-
-def _claimed(descriptor: int) -> bool:
-    """Lock a file that this process has just created; return False if another process locked or removed it first.
-
-    Where the file system has no locks, return True: no process can lock it, so none removes it.
-    """
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
-    return os.fstat(descriptor).st_nlink > 0
 
 
 def _base(name: str) -> str:
@@ -274,12 +243,7 @@ def open_unfollowed(path: Path, flags: int) -> int:
     """
     check_regular(path)
     # O_NONBLOCK: do not wait for a pipe that has replaced the file.
-    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        check_regular(path)
-        raise InputError(f"{path} is not a regular file; nothing was written")
-    return descriptor
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
 
 
 def append_line(path: Path, line: str) -> None:
@@ -431,15 +395,6 @@ def bytes_below(folder: Path) -> int:
     return total
 
 
-def allow_more_files(count: int) -> None:
-    """Raise this process's limit on open files if `count` more would exceed it; each memory map keeps one open."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = count_open_files() + count + 64
-    if soft != resource.RLIM_INFINITY and needed > soft:
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (needed if hard == -1 else min(needed, hard), hard))
-
-
 def allocate(descriptor: int, size: int) -> None:
     """Give a file its size and its space on the disk; on macOS only its size.
 
@@ -462,14 +417,6 @@ def flush_to_disk(descriptor: int) -> None:
             fcntl.fcntl(descriptor, _FULL_SYNC)
             return
     os.fsync(descriptor)
-
-
-def count_open_files() -> int:
-    """Return the number of files that this process has open; an estimate if the system does not report it (macOS)."""
-    try:
-        return len(os.listdir("/proc/self/fd"))  # noqa: PTH208
-    except OSError:
-        return _UNKNOWN_OPEN_FILES
 
 
 @contextlib.contextmanager

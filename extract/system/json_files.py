@@ -25,7 +25,7 @@ import math
 import os
 import re
 import reprlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -49,11 +49,6 @@ __all__ = [
 JSON_BYTES = 1 << 26  # far more than a description, or the log of a thousand runs
 _DEPTH = 64  # functions that print or compare the content are recursive
 _LARGEST = (1 << 63) - 1
-
-# A place in the content: an entry of an object is its name; an item of a list, or of an object with any names, is a
-# tuple of its index or name. It becomes text only in an error, because receipts have thousands of values.
-_Place = tuple[Any, ...]
-_A_NAME = object()
 
 
 @dataclass(frozen=True)
@@ -159,7 +154,7 @@ def parse_json(content: bytes, name: Path | str, shape: Any = dict) -> dict[str,
     if content.count(b"[") + content.count(b"{") > _DEPTH and _is_deep(parsed):
         raise InputError(f"{name} is damaged: its content is nested more than {_DEPTH} deep")
     if not isinstance(parsed, dict):
-        raise InputError(f"{name} is damaged: {_fault(parsed, dict, ())}")
+        raise InputError(f"{name} is damaged: it is {_brief(parsed)}, expected an object")
     check_shape(parsed, name, shape)
     return parsed
 
@@ -170,8 +165,9 @@ def check_shape(content: dict[str, Any], name: Path | str, shape: Any) -> None:
     Raises:
         InputError: the content has another shape.
     """
-    if fault := _fault(content, shape, ()):
-        raise InputError(f"{name} is damaged: {fault}")
+    if fault := _fault(content, shape):
+        place, problem = fault
+        raise InputError(f"{name} is damaged: {place[1:] or 'it'} {problem}")
 
 
 def _is_deep(content: Any) -> bool:
@@ -182,59 +178,46 @@ def _is_deep(content: Any) -> bool:
     return bool(level)
 
 
-def _fault(value: Any, shape: Any, where: _Place) -> str | None:
-    """Return in what a value differs from a shape; None if it does not. `where` is the value's place in the content."""
+def _fault(value: Any, shape: Any) -> tuple[str, str] | None:
+    """Return where a value differs from a shape, such as ".'features'[0].'name'", and how; None if it does not."""
+    if isinstance(shape, tuple):
+        faults = [_fault(value, option) for option in shape]
+        return None if None in faults else faults[0]
+    if isinstance(shape, list):
+        return _fault(value, list) or _fault_in_members(enumerate(value), shape[0])
+    if isinstance(shape, dict):
+        return _fault(value, dict) or _fault_in_object(value, shape)
     if shape is int:
         fits, expected = type(value) is int and 0 <= value <= _LARGEST, "a whole number from 0"
     elif isinstance(shape, Text):
         fits, expected = shape.fits(value), shape.name
-    elif isinstance(shape, tuple):
-        faults = [_fault(value, option, where) for option in shape]
-        return None if None in faults else faults[0]
-    elif isinstance(shape, list):
-        return _fault(value, list, where) or _first_fault(value, shape[0], where)
-    elif isinstance(shape, dict):
-        return _fault(value, dict, where) or _fault_in_object(value, shape, where)
     elif shape is float:
         fits, expected = is_finite_number(value), "a finite number"
     else:
         fits, expected = value is None if shape is None else isinstance(value, shape), _NAMES.get(shape, "a value")
-    return None if fits else f"{_name_of(where)} is {_brief(value)}, expected {expected}"
+    return None if fits else ("", f"is {_brief(value)}, expected {expected}")
 
 
-def _first_fault(values: list[Any], shape: Any, where: _Place) -> str | None:
-    faults = (_fault(value, shape, (*where, (i,))) for i, value in enumerate(values))
-    return next((fault for fault in faults if fault), None)
-
-
-def _fault_in_object(content: dict[str, Any], shape: dict[Any, Any], where: _Place) -> str | None:
-    for name, inner in shape.items():
-        if isinstance(name, str):
-            key = name.removesuffix("?")
-            if key in content:
-                fault = _fault(content[key], inner, (*where, key))
-            else:
-                fault = None if key != name else f"{_name_of(where)} has no {key!r}"
-        else:
-            faults = (_fault(key, name, (*where, _A_NAME)) or _fault(each, inner, (*where, (key,)))
-                      for key, each in content.items())  # fmt: skip
-            fault = next((fault for fault in faults if fault), None)
-        if fault:
-            return fault
+def _fault_in_members(members: Iterable[tuple[Any, Any]], shape: Any) -> tuple[str, str] | None:
+    for index, value in members:
+        if fault := _fault(value, shape):
+            return f"[{_brief(index)}]{fault[0]}", fault[1]
     return None
 
 
-def _name_of(where: _Place) -> str:
-    """Return a place in the content as text: 'features'[0].'name'."""
-    text = "it"
-    for part in where:
-        if part is _A_NAME:
-            text = f"a name in {text}"
-        elif isinstance(part, tuple):
-            text += f"[{_brief(part[0])}]"
-        else:
-            text = repr(part) if text == "it" else f"{text}.{part!r}"
-    return text
+def _fault_in_object(content: dict[str, Any], shape: dict[Any, Any]) -> tuple[str, str] | None:
+    for name, inner in shape.items():
+        if not isinstance(name, str):
+            if wrong := next((key for key in content if _fault(key, name)), None):
+                return "", f"has the name {_brief(wrong)}, expected {_NAMES.get(name) or name.name}"
+            if fault := _fault_in_members(content.items(), inner):
+                return fault
+        elif (key := name.removesuffix("?")) in content:
+            if fault := _fault(content[key], inner):
+                return f".{key!r}{fault[0]}", fault[1]
+        elif key == name:
+            return "", f"has no {key!r}"
+    return None
 
 
 def is_finite_number(value: Any) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -137,20 +136,16 @@ def limited_threads(most: int) -> Iterator[None]:
 
 
 # glibc's mallopt parameters (malloc.h), and the largest values that its dynamic adjustment can reach (mallopt(3)).
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-_TRIM_THRESHOLD_BYTES, _MMAP_THRESHOLD_BYTES = 64 << 20, 32 << 20
-
-
-def _glibc() -> ctypes.CDLL | None:
-    try:
-        return ctypes.CDLL("libc.so.6") if sys.platform == "linux" else None
-    except OSError:
-        return None
+_TRIM_THRESHOLD = -1
+_TRIM_THRESHOLD_BYTES = 64 << 20
+_MMAP_THRESHOLD = -3
+_MMAP_THRESHOLD_BYTES = 32 << 20
 
 
 def _keep_freed_memory() -> Callable[[], None]:
-    libc = _glibc()
-    if libc is None:
+    try:
+        libc = ctypes.CDLL("libc.so.6")
+    except OSError:  # another C library, another system
         return lambda: None
     libc.mallopt(_MMAP_THRESHOLD, 1 << 30)
     libc.mallopt(_TRIM_THRESHOLD, (1 << 31) - 1)
@@ -211,15 +206,11 @@ _DEVICES = "auto, cpu, cuda, cuda:N or mps"
 
 def _why_unusable(device: torch.device, error: Exception | None = None) -> tuple[str, str]:
     """Return in one line why a device cannot be used, and what can be; the second may be empty."""
-    instead = "use cpu, or leave out --device"
     if device.type == "cuda" and not torch.cuda.is_available():
         built = "PyTorch was installed without CUDA" if torch.version.cuda is None else "or its driver is missing"
-        return f"this machine has no CUDA device ({built})", instead
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        last = torch.cuda.device_count() - 1
-        return f"this machine has only {'cuda:0' if not last else f'cuda:0 to cuda:{last}'}", ""
-    if device.type == "mps":
-        return "this machine has no MPS device, the GPU of an Apple computer", instead
+        return f"this machine has no CUDA device ({built})", "use cpu, or leave out --device"
+    if device.type == "cuda" and (device.index or 0) >= (count := torch.cuda.device_count()):
+        return f"this machine has {count} CUDA devices, counted from cuda:0", ""
     if error and device.type in ("cpu", "cuda"):
         return first_line(error), ""
-    return f"PyTorch cannot use it on this machine; expected {_DEVICES}", ""
+    return f"PyTorch cannot use it on this machine; expected {_DEVICES}", "use cpu, or leave out --device"

@@ -549,5 +549,5 @@ def test_larger_depths_are_left_out_and_files_that_do_not_fit_are_refused(made: 
 def test_a_data_set_without_tokens_is_refused(made: Path, tmp_path: Path) -> None:
     assert layertap("embed", made / "pictures", "-o", tmp_path / "out", *SMALL, "-l", "embedding").exit_code == 0
     message = fails("probe", tmp_path / "out", "-p", "segmentation", "--masks", made / "masks")
-    assert "has no feature with tokens" in message
+    assert "has no tokens: " in message
     assert "LAYER:tokens" in message

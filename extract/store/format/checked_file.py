@@ -38,14 +38,6 @@ class Seekable(io.RawIOBase):
     def __init__(self, size: int):
         self._size, self._position = size, 0
 
-    def readable(self) -> bool:
-        """See `io.RawIOBase`."""
-        return True
-
-    def seekable(self) -> bool:
-        """See `io.RawIOBase`."""
-        return True
-
     def tell(self) -> int:
         """See `io.RawIOBase`."""
         return self._position
@@ -120,10 +112,6 @@ class _CheckedFile(Seekable):
         self.error: OSError | None = None
         self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | flags, 0o666)
         super().__init__(os.fstat(self._descriptor).st_size)
-
-    def writable(self) -> bool:
-        """See `io.RawIOBase`."""
-        return True
 
     def readinto(self, buffer: Any) -> int:
         """See `io.RawIOBase`; after an error, bytes are zero."""

@@ -37,7 +37,7 @@ from typing import Any
 from extract.credentials import without_credentials
 from extract.errors import InputError, LayertapError, LockedError, OtherFeaturesError
 from extract.row_status import Status
-from extract.store.format.differences import differences, shortened
+from extract.store.format.differences import changes, differences
 from extract.store.format.layout import (
     AXES_FOLDER,
     AXES_NAMES,
@@ -196,13 +196,9 @@ class DataSet:
         for shard, revision, part, _ in self.files():
             revisions = parts if part else published
             revisions[shard] = max(revision, revisions.get(shard, 0))
-        per_shard = []
-        for shard in range(self.n_shards):
-            final, writing = published.get(shard), parts.get(shard)
-            if writing is not None and final is not None and writing <= final:
-                writing = None
-            per_shard.append(ShardFiles(final, writing))
-        return per_shard
+        # A part of the published revision, or of an earlier one, is what a killed run left.
+        writing = {shard: part for shard, part in parts.items() if part > published.get(shard, -1)}
+        return [ShardFiles(published.get(shard), writing.get(shard)) for shard in range(self.n_shards)]
 
     def current(self, shard: int, files: ShardFiles) -> Path | None:
         """Return the file with the rows of a shard: the finished file, otherwise the part; None if there is neither."""
@@ -244,7 +240,7 @@ class DataSet:
         opened = Shard(path)
         try:
             self.check_shard(shard, opened)
-        except BaseException:
+        except InputError:
             opened.close()
             raise
         return opened
@@ -255,18 +251,11 @@ class DataSet:
         Raises:
             InputError: the file is another shard, or has other features.
         """
-        for name, value in vars(self.identity(shard)).items():
-            if (actual := getattr(opened.identity, name)) != value:
-                raise InputError(
-                    f"{opened.name} is not shard {shard} of this data set: its {name!r} is {shortened(actual)}, "
-                    f"expected {shortened(value)}"
-                )
-        expected, actual_features = feature_types(self.features), feature_types(opened.features)
-        if actual_features != expected:
-            different = [name for name in expected | actual_features if expected.get(name) != actual_features.get(name)]
+        actual = {**vars(opened.identity), "features": feature_types(opened.features)}
+        expected = {**vars(self.identity(shard)), "features": feature_types(self.features)}
+        for name, is_now, must_be in changes(actual, expected):
             raise InputError(
-                f"{opened.name} is not shard {shard} of this data set: its feature {different[0]!r} is "
-                f"{actual_features.get(different[0], 'missing')}, expected {expected.get(different[0], 'none')}"
+                f"{opened.name} is not shard {shard} of this data set: its {name!r} is {is_now}, expected {must_be}"
             )
 
     @classmethod
@@ -369,11 +358,10 @@ class DataSet:
             )
         # `embed` would assign classes by the folders of the merged data set; the sources may have named them otherwise.
         if ("merged_from" in existing.images) != ("merged_from" in self.images) and not replaceable:
-            if "merged_from" in existing.images:
-                raise InputError(
-                    f"{location} holds a merged data set", hint="merge again to resume, or choose another output folder"
-                )
-            raise InputError(f"{location} holds a data set that was not merged", hint="choose another output folder")
+            raise InputError(
+                f"{location} holds a data set of another command; merged data sets are apart from others",
+                hint="run the command that created it, or choose another output folder",
+            )
         changed = existing._differences(self)
         if changed and not replaceable:
             raise OtherFeaturesError(
@@ -468,7 +456,7 @@ class DataSet:
             "features": [asdict(feature) for feature in self.features],
             "images": self.images,
             "shard_rows": self.shard_rows,
-            **({"version": self.version.content()} if self.version else {}),
+            **({"version": asdict(self.version)} if self.version else {}),
         }
 
     def _differences(self, other: DataSet) -> list[str]:
@@ -505,9 +493,6 @@ class DataSet:
                 complete[shard] = self._is_complete(shard, self.path(shard, last))
             if complete[shard]:
                 path.unlink() if part else self.withdraw(path)
-        for receipt in self.shards.glob("*-r*.json"):  # the shard was removed by hand
-            if not receipt.with_suffix(".h5").exists() and not receipt.with_suffix(".h5.part").exists():
-                receipt.unlink()
 
     def _is_complete(self, shard: int, path: Path) -> bool:
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["changes", "differences", "shortened"]
+__all__ = ["changes", "differences"]
 
 
 # Dotted key -> its meaning, for keys that a user of the command line does not know.
@@ -25,7 +25,7 @@ def changes(old: dict[str, Any], new: dict[str, Any]) -> list[tuple[str, Any, An
     return list(_changed(old, new))
 
 
-def shortened(value: Any) -> Any:
+def _shortened(value: Any) -> Any:
     """Return a value for a message: the start of a hash, any other value unchanged."""
     return value[:12] + "..." if isinstance(value, str) and len(value) in (32, 64) else value
 
@@ -35,4 +35,4 @@ def _changed(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, Any, Any]
         for name in dict.fromkeys([*old, *new]):
             yield from _changed(old.get(name, "nothing"), new.get(name, "nothing"), f"{key}.{name}" if key else name)
     elif old != new:
-        yield key, shortened(old), shortened(new)
+        yield key, _shortened(old), _shortened(new)

@@ -43,7 +43,8 @@ def hash_rows(features: Mapping[str, NDArray[Any]]) -> NDArray[np.uint64]:
     n_rows = len(columns[0])
     flat = [column.reshape(n_rows, -1).view(np.uint8) for column in columns] if n_rows else []
     if len(flat) == 1:
-        return _hash_each(flat[0])
+        digest: Any = xxhash.xxh3_64_intdigest  # its type stub does not accept arrays as buffers
+        return np.fromiter(map(digest, flat[0]), np.uint64, n_rows)
     hashes = np.empty(n_rows, np.uint64)
     for row in range(n_rows):
         state = xxhash.xxh3_64()
@@ -78,12 +79,6 @@ def hash_records(paths: Sequence[bytes], columns: Mapping[str, NDArray[Any]]) ->
         np.uint64,
         n_rows,
     )
-
-
-def _hash_each(rows: NDArray[np.uint8]) -> NDArray[np.uint64]:
-    """Return the xxh3-64 of each row: (R, bytes) -> (R,)."""
-    digest: Any = xxhash.xxh3_64_intdigest  # its type stub does not accept arrays as buffers
-    return np.fromiter(map(digest, rows), np.uint64, len(rows))
 
 
 def wrong_rows(shard: Shard, rows: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -1,4 +1,6 @@
-"""One shard, open for reading, with rows as they are kept. Files are not trusted: each is checked before it is used.
+"""One shard, open for reading, with rows as they are kept, and copies of it.
+
+Files are not trusted: each is checked before it is used.
 
 HDF5 reports the offsets of all datasets once. Uncompressed datasets are then read through a memory map, which is as
 fast as `np.load`, needs no lock, and can be shared between threads and across a fork; HDF5 takes 14 times as long for a
@@ -25,19 +27,23 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from extract.errors import InputError, LayertapError, first_line
+from extract.errors import InputError, LayertapError, first_line, unknown_name
 from extract.store.format.checked_file import Seekable
 from extract.store.format.layout import (
     COLUMNS,
     ROW_DATA,
+    RowNames,
     StoredFeature,
     chunk_rows,
+    new_shard_file,
     plain_offset,
+    preallocated,
     read_header,
     row_bytes,
 )
 from extract.store.format.schemas import PROVENANCE
 from extract.store.format.untrusted import (
+    FILTERS,
     Refuse,
     StoredDataset,
     attributes_of,
@@ -52,8 +58,9 @@ from extract.store.format.untrusted import (
 from extract.store.format.value_types import STORED_TYPES, value_type_of
 from extract.system.json_files import parse_json
 
-__all__ = ["BLOCK_BYTES", "MEDIA_ERRORS", "Shard", "runs"]
+__all__ = ["BLOCK_BYTES", "COMPRESSIONS", "MEDIA_ERRORS", "Shard", "copy_shard", "runs"]
 
+COMPRESSIONS = tuple(FILTERS.values())
 _FEATURES = 10_000  # limit for one file
 _TEXT_BYTES = 1 << 24  # limit for the provenance
 _CHUNK_BYTES = 1 << 26  # limit for a chunk of more than one row
@@ -255,7 +262,6 @@ class Shard:
         Raises:
             LayertapError: the file cannot be read, or a library for the compression is missing.
         """
-        self.need_libraries()
         largest, smallest = max(self.chunks.values()), min(self.chunks.values())
         at_most = max(1, BLOCK_BYTES // max(1, row_bytes(self.features)))
         if at_most > largest:
@@ -335,7 +341,7 @@ class Shard:
 
     def _unpack(self, name: str, start: int, stop: int) -> NDArray[Any]:
         """Return rows of a compressed feature."""
-        self.need_libraries()
+        need_libraries(self.compression[name])
         if self._guard[0] != os.getpid():  # forked, perhaps while another thread held the lock
             self._guard = os.getpid(), threading.Lock()
         with self._guard[1]:
@@ -355,15 +361,6 @@ class Shard:
                     f"{self.name} is damaged: rows {start} to {stop - 1} of {name!r} cannot be decompressed"
                 ) from error
             return values
-
-    def need_libraries(self) -> None:
-        """Import the libraries for the compressed features.
-
-        Raises:
-            LayertapError: a library is not installed.
-        """
-        for compression in self.compression.values():
-            need_libraries(compression)
 
     # Columns beside the features
 
@@ -456,3 +453,73 @@ def _equal_ranges(values: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
     """Yield the half-open ranges of equal values in a sorted array: [4, 4, 7] -> (0, 2), (2, 3)."""
     edges = [0, *(np.flatnonzero(np.diff(values)) + 1).tolist(), len(values)]
     yield from ((a, b) for a, b in itertools.pairwise(edges) if a < b)
+
+
+def copy_shard(
+    shard: Shard, path: Path, *, compress: str | None = None, pending: NDArray[np.int64] | None = None
+) -> None:
+    """Write a copy of a shard, complete or not at all.
+
+    Args:
+        shard: the shard to copy.
+        path: path of the copy; a file of that name is replaced.
+        compress: "gzip", "lzf" or "blosc2"; None writes a plain copy, whose rows can be changed.
+        pending: rows, relative to the shard, that are pending in the copy. Rows that cannot be read are pending, too.
+
+    Raises:
+        UnknownNameError: no such compression.
+        LayertapError: the disk is full or cannot be written to, or a library for the compression is missing.
+    """
+    n_rows = len(shard)
+    layouts = [
+        _packed((chunk_rows(feature, n_rows), *feature.kept_shape), compress)
+        if compress
+        else preallocated((chunk_rows(feature, n_rows), *feature.kept_shape))
+        for feature in shard.features
+    ]
+    keep = np.ones(n_rows, bool)
+    keep[[] if pending is None else pending] = False
+    with new_shard_file(path, shard.features, layouts, shard.identity, _names_of(shard), shard.provenance) as file:
+        for start, stop, block in shard.blocks(np.flatnonzero(keep)):
+            if block is None:
+                keep[start:stop] = False
+                continue
+            for name, values in block.items():
+                file["features"][name][start:stop] = values
+        for name, *_ in ROW_DATA:
+            values = shard.column(name)
+            values[~keep] = 0  # a status of 0 is pending
+            file[name][...] = values
+
+
+def _names_of(shard: Shard) -> RowNames:
+    """Return what is known of all rows before their features are computed."""
+    ids = shard.text("id") if shard.has_ids else None
+    columns = {
+        name.removeprefix(f"/{COLUMNS}/"): shard.text(name) if dtype.kind == "S" else shard.column(name)
+        for name, dtype in shard.kept_columns.items()
+    }
+    return RowNames(shard.text("path"), shard.column("label"), shard.text("split"), shard.text("classes"), ids, columns)
+
+
+def _packed(chunks: tuple[int, ...], compress: str) -> Any:
+    """Return creation properties: shuffle, compression, and a checksum that is verified before decompression."""
+    properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    properties.set_chunk(chunks)
+    properties.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+    if compress == "blosc2":
+        need_libraries(compress)
+        import hdf5plugin
+
+        options = hdf5plugin.Blosc2(cname="zstd", clevel=5, filters=hdf5plugin.Blosc2.SHUFFLE)
+        properties.set_filter(options.filter_id, h5py.h5z.FLAG_MANDATORY, options.filter_options)
+    elif compress in COMPRESSIONS:
+        properties.set_shuffle()
+        if compress == "gzip":
+            properties.set_deflate(4)
+        else:
+            properties.set_filter(h5py.h5z.FILTER_LZF, h5py.h5z.FLAG_OPTIONAL)
+    else:
+        raise unknown_name("compression", compress, COMPRESSIONS)
+    properties.set_fletcher32()
+    return properties

@@ -184,8 +184,7 @@ def _member(parent: h5g.GroupID, name: str, kind: type, words: str, refuse: Refu
         raise refuse(f"{name!r} is a soft or external link")
     child = h5o.open(parent, encoded)
     if not isinstance(child, kind):
-        found = {h5g.GroupID: "group", h5d.DatasetID: "dataset"}.get(type(child), "datatype")
-        raise refuse(f"{name!r} is a {found}; expected a {words}")
+        raise refuse(f"{name!r} is not a {words}")
     return child
 
 

@@ -19,12 +19,11 @@ from numpy.typing import NDArray
 from extract import defaults
 from extract.errors import InputError, LayertapError, LockedError
 from extract.row_status import Status
-from extract.store.format.copying import copy_shard
 from extract.store.format.dataset import DataSet
 from extract.store.format.layout import ROW_DATA
 from extract.store.format.receipt import write_receipt
 from extract.store.format.row_hash import hash_records, hash_rows, wrong_rows
-from extract.store.format.shard import Shard
+from extract.store.format.shard import Shard, copy_shard
 from extract.store.format.value_types import encoded
 from extract.system.atomic_files import claim, discard, flush_to_disk, open_own, sync_folder
 
@@ -91,12 +90,10 @@ class ShardWriter:
             os.close(self._file)
             raise
         self._offsets, self._paths = self._shard.offsets, self._shard.column("path")
-        self._row_data = {name: np.dtype(dtype) for name, _, dtype in ROW_DATA}
         self._features = {feature.name: feature for feature in self._shard.features}
+        # Worked out once: no batch needs the modules of layouts and types, unless its features are encoded.
         self._kept = {name: (feature.kept_shape, feature.kept_dtype) for name, feature in self._features.items()}
-        self._encoded = {
-            name: feature.dtype for name, feature in self._features.items() if feature.dtype != feature.value_dtype
-        }
+        self._encoded = {each.name: each.dtype for each in self._shard.features if each.dtype != each.value_dtype}
         self.first_row = self._shard.identity.first_row
         self.status: NDArray[np.uint8] = self._shard.column("status")
         self.stored: Counter[int] = Counter()
@@ -176,7 +173,7 @@ class ShardWriter:
             shape, dtype = self._kept[name]
             if values.shape != (len(rows), *shape) or values.dtype != dtype:
                 raise ValueError(f"{name}: got {values.shape} {values.dtype}, expected {(len(rows), *shape)} {dtype}")
-        local = self._local(rows, source, status)
+        local = self._local(rows)
         self.flush()
         self._queued.append(self._thread.submit(self._store, local, features, status, source, reasons or {}))
 
@@ -187,11 +184,8 @@ class ShardWriter:
             rows: (R,) int64, ascending, rows of the data set.
             origins: (R,) int64, the stored or queued rows of this shard to copy features, status and reason from.
             source: see `write`.
-
-        Raises:
-            ValueError: a column is missing or has another length.
         """
-        local, origins = self._local(rows, source), np.asarray(origins, np.int64) - self.first_row
+        local, origins = self._local(rows), np.asarray(origins, np.int64) - self.first_row
         self._queued.append(self._thread.submit(self._store_copies, local, origins, source))
 
     def flush(self) -> None:
@@ -203,15 +197,11 @@ class ShardWriter:
         while self._queued:
             self._queued.pop(0).result()
 
-    def _local(
-        self, rows: NDArray[np.int64], source: Mapping[str, NDArray[Any]], *columns: NDArray[Any]
-    ) -> NDArray[np.int64]:
-        """Convert rows of the data set to rows of the shard, after checking them and the lengths of the columns."""
+    def _local(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Convert rows of the data set to rows of the shard, after checking them."""
         local = np.asarray(rows, np.int64) - self.first_row
         if len(local) and not (local[0] >= 0 and local[-1] < len(self.status) and (np.diff(local) > 0).all()):
             raise ValueError(f"rows {rows} are not ascending rows of this shard")
-        if sorted(source) != sorted(SOURCE) or any(len(column) != len(rows) for column in (*columns, *source.values())):
-            raise ValueError(f"expected status and {', '.join(SOURCE)}, with {len(rows)} values each")
         return local
 
     def _store_copies(
@@ -239,7 +229,8 @@ class ShardWriter:
         if self._beside is not None:
             others, status, reasons = self._beside(local + self.first_row, status, reasons)
             features = {**features, **others}
-        columns = {name: np.asarray(values, self._row_data[name]) for name, values in source.items()}
+        dtypes = {name: dtype for name, _, dtype in ROW_DATA}
+        columns = {name: np.asarray(source[name], dtypes[name]) for name in SOURCE}
         columns |= {"row_hash": hash_rows(features), "status": np.asarray(status, np.uint8)}
         columns["record_hash"] = hash_records(self._paths[local].tolist(), columns)
         places = {f"/features/{name}": values for name, values in features.items()}

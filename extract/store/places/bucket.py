@@ -80,17 +80,19 @@ class Bucket:
             LayertapError: the store does not answer.
         """
         name = f"{self.url}/dataset.json"
-        try:
-            content = objects.read(name)
-        except FileNotFoundError as error:
-            raise InputError(f"{self.url} is not a layertap data set: it has no dataset.json") from error
-        dataset = DataSet.from_content(parse_json(content, name), Path(self.url), name)
+        dataset = DataSet.from_content(parse_json(self._description(), name), Path(self.url), name)
         if dataset.version:
             raise InputError(
                 f"{self.url} is a data set of `layertap sync`, which can only be read from a folder",
                 hint="copy it to a local disk",
             )
         return dataset
+
+    def _description(self) -> bytes:
+        try:
+            return objects.read(f"{self.url}/dataset.json")
+        except FileNotFoundError as error:
+            raise InputError(f"{self.url} is not a layertap data set: it has no dataset.json") from error
 
     def existing(self) -> DataSet | None:
         """Return `dataset`, or None if there is none."""
@@ -142,19 +144,13 @@ class Bucket:
             InputError: there is no `dataset.json`.
             LayertapError: the server or the library silently ignores the condition, or the store does not answer.
         """
-        name = f"{self.url}/dataset.json"
-        if not self._is_safe:
-            try:
-                content = objects.read(name)
-            except FileNotFoundError as error:
-                raise InputError(f"{self.url} is not a layertap data set: it has no dataset.json") from error
-            if objects.put(name, content):
-                raise LayertapError(
-                    f"{self.url}: this server, or the library for it, ignores If-None-Match: * and overwrites existing "
-                    "objects; several writers would damage each other's shards",
-                    hint="use another server, or update the library",
-                )
-            self._is_safe = True
+        if not self._is_safe and objects.put(f"{self.url}/dataset.json", self._description()):
+            raise LayertapError(
+                f"{self.url}: this server, or the library for it, ignores If-None-Match: * and overwrites existing "
+                "objects; several writers would damage each other's shards",
+                hint="use another server, or update the library",
+            )
+        self._is_safe = True
 
     def clean(self) -> None:
         """Do nothing: an object appears whole, under its own name."""
@@ -243,13 +239,10 @@ class Bucket:
             return False
         ours = objects.put_file(url, path, sha256)
         uploaded = objects.info(url)
-        if uploaded is None:
+        if uploaded is None or (ours and uploaded.size != size):
             raise LayertapError(
-                f"{url} was removed after the upload", hint="run again when no other program uses the bucket"
-            )
-        if ours and uploaded.size != size:
-            raise LayertapError(
-                f"{url} has {uploaded.size:,} bytes after the upload, expected {size:,}", hint="remove it and run again"
+                f"{url} was removed or changed after the upload",
+                hint="remove it, and run again when no other program uses the bucket",
             )
         if not ours and (uploaded.size != size or uploaded.sha256 != sha256):
             if objects.info(receipt_url) is not None:

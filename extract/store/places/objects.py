@@ -1,7 +1,7 @@
 """Objects in a bucket: the only module that calls a store's library for data sets.
 
-Supported are `s3://BUCKET/NAME` and `gs://BUCKET/NAME`, and `memory://` for tests within one process. Other protocols
-are refused because their libraries cannot create an object atomically only if it does not exist.
+Supported are `s3://BUCKET/NAME` and `gs://BUCKET/NAME`. Other protocols are refused because their libraries cannot
+create an object atomically only if it does not exist.
 
 The libraries find the credentials: for S3 in `AWS_ACCESS_KEY_ID` and `AWS_SECRET_ACCESS_KEY`, `~/.aws/credentials`,
 `AWS_PROFILE`, or the role of the machine; for Google in `GOOGLE_APPLICATION_CREDENTIALS`, or in the files of `gcloud`.
@@ -17,7 +17,7 @@ that only this module decides; those of gcsfs cannot be disabled and come on top
 
 obstore 0.12.1 retries as well and would save about 200 lines, but its threads do not survive a fork (the first request
 of a forked `DataLoader` worker never returns), its errors have no status or code as values, and it does not read
-`~/.aws/config`. Names of s3fs and fsspec that are used here: `call_s3`, `split_path`, `retries`, `async_impl`,
+`~/.aws/config`. Names of s3fs and fsspec that are used here: `call_s3`, `split_path`, `retries`,
 `timeout=`.
 """
 
@@ -31,7 +31,6 @@ import itertools
 import logging
 import random
 import re
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable
@@ -48,7 +47,8 @@ __all__ = ["ObjectInfo", "download", "info", "names", "put", "put_file", "read",
 
 T = TypeVar("T")
 
-_S3, _GOOGLE, _MEMORY = {"s3", "s3a"}, {"gs", "gcs"}, {"memory"}
+_S3 = {"s3", "s3a"}
+_GOOGLE = {"gs", "gcs"}
 
 # With 30 % of 503, the 12 attempts of a minute fail for one request in two million; 5 attempts, for one in 400. A
 # listing of 30 pages, of 15,000 shards, is one request: with 10 % of 503, it fails in 9 of 10 runs.
@@ -68,9 +68,8 @@ _AT_ONCE = 8  # requests for pieces of one object
 _PUT_BYTES = 5 << 30  # limit of S3 for one request (Amazon S3 user guide, "Uploading objects")
 
 # Metadata of each object: its sha256, and an id of the request that created it, by which a writer recognises its own.
-_SHA256, _PUT = "layertap-sha256", "layertap-put"
-
-_IN_MEMORY = threading.Lock()  # makes the check for existence and the write atomic
+_SHA256 = "layertap-sha256"
+_PUT = "layertap-put"
 
 _log = logging.getLogger("layertap.store")
 _reports: dict[tuple[str, int], object] = {}  # bucket and minute -> mark of the request that has logged a warning
@@ -97,10 +96,6 @@ class ObjectInfo:
     put: str = ""
 
 
-class _CutShortError(OSError):
-    """The store returned fewer bytes than requested."""
-
-
 def names(url: str) -> dict[str, int]:
     """Return name -> size of each object below a URL; names are relative to the URL.
 
@@ -111,7 +106,7 @@ def names(url: str) -> dict[str, int]:
     def send() -> dict[str, int]:
         fs, path = _at(url)
         start = f"{path.rstrip('/')}/"
-        found = fs.find(path, detail=True, **_limit(fs, 1 << 30))  # a million names take thousands of requests
+        found = fs.find(path, detail=True, **_limit(1 << 30))  # a million names take thousands of requests
         objects = {name: int(entry["size"]) for name, entry in found.items() if entry.get("type", "file") == "file"}
         # A name that ends with a slash is a folder, which consoles and some programs create.
         return {
@@ -137,10 +132,10 @@ def info(url: str) -> ObjectInfo | None:
         fs, path = _at(url)
         if _protocol(url) in _S3:
             bucket, key, _ = fs.split_path(path)
-            head = fs.call_s3("head_object", Bucket=bucket, Key=key, **_limit(fs))
+            head = fs.call_s3("head_object", Bucket=bucket, Key=key, **_limit())
             metadata = head.get("Metadata", {})
             return ObjectInfo(int(head["ContentLength"]), metadata.get(_SHA256, ""), metadata.get(_PUT, ""))
-        entry = fs.info(path, **_limit(fs))
+        entry = fs.info(path, **_limit())
         metadata = entry.get("metadata") or {}
         if entry["type"] != "file":
             return None
@@ -187,9 +182,9 @@ def read_range(url: str, start: int, stop: int) -> bytes:
 
     def send() -> bytes:
         fs, path = _at(url)
-        content = bytes(fs.cat_file(path, start=start, end=stop, **_limit(fs, stop - start)))
+        content = bytes(fs.cat_file(path, start=start, end=stop, **_limit(stop - start)))
         if len(content) != stop - start:
-            raise _CutShortError(f"received {len(content):,} of {stop - start:,} bytes from byte {start:,}")
+            raise EOFError(f"received {len(content):,} of {stop - start:,} bytes from byte {start:,}")
         return content
 
     return _request_with_retries(url, "read", send)
@@ -219,7 +214,7 @@ def _put(url: str, content: bytes | Path, size: int, sha256: str) -> bool:
 
     def send() -> None:
         fs, path = _at(url, _STORED_S)
-        limit = _limit(fs, size, _STORED_S)
+        limit = _limit(size, _STORED_S)
         if _protocol(url) in _S3:
             # One request instead of a multipart upload: the object is complete or absent, the server verifies its
             # sha256, and a killed writer leaves no parts behind, which would cost storage.
@@ -231,16 +226,10 @@ def _put(url: str, content: bytes | Path, size: int, sha256: str) -> bool:
                     "put_object", Bucket=bucket, Key=key, Body=body, Metadata=metadata, ChecksumSHA256=digest,
                     IfNoneMatch="*", **limit,
                 )  # fmt: skip
-        elif _protocol(url) in _GOOGLE:
-            if isinstance(content, bytes):
-                fs.pipe_file(path, content, mode="create", metadata=metadata, **limit)
-            else:
-                fs.put_file(str(content), path, mode="create", metadata=metadata, **limit)
+        elif isinstance(content, bytes):
+            fs.pipe_file(path, content, mode="create", metadata=metadata, **limit)
         else:
-            with _IN_MEMORY:
-                if fs.exists(path):
-                    raise FileExistsError(url)
-                fs.pipe_file(path, content if isinstance(content, bytes) else content.read_bytes())
+            fs.put_file(str(content), path, mode="create", metadata=metadata, **limit)
 
     try:
         _request_with_retries(url, "written", send)
@@ -292,8 +281,6 @@ def _at(url: str, answer_s: float | None = None) -> tuple[Any, str]:
             "retries": {"total_max_attempts": 1},
             "max_pool_connections": _CONNECTIONS,
         }
-    elif protocol in _MEMORY:
-        settings = {}
     elif protocol not in _GOOGLE:
         raise InputError(
             f"{url}: data sets cannot be stored on {protocol}://, which cannot create an object only if it does not "
@@ -306,9 +293,9 @@ def _at(url: str, answer_s: float | None = None) -> tuple[Any, str]:
     return fs, path
 
 
-def _limit(fs: Any, size: int = 0, answer_s: float | None = None) -> dict[str, float]:
+def _limit(size: int = 0, answer_s: float | None = None) -> dict[str, float]:
     """Return the time limit of a request that transfers `size` bytes, for calls that run in fsspec's own thread."""
-    return {"timeout": _CONNECT_S + (answer_s or _ANSWER_S) + size / _SLOWEST} if fs.async_impl else {}
+    return {"timeout": _CONNECT_S + (answer_s or _ANSWER_S) + size / _SLOWEST}
 
 
 def _request_with_retries(url: str, participle: str, send: Callable[[], T]) -> T:

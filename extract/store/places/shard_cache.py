@@ -15,6 +15,7 @@ that is open stays readable. Other users cannot write to the folder: a file in i
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import os
@@ -87,11 +88,18 @@ class ShardCache:
 
     def __init__(self, cache_bytes: int = CACHE_BYTES):
         self.cache_bytes, self.folder = int(cache_bytes), cache_folder()
-        if problem := _problem_with(self.folder):
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            status = self.folder.stat()
+            if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+                raise PermissionError(errno.EPERM, "other users can write to it")
+            if not os.access(self.folder, os.W_OK):
+                raise PermissionError(errno.EROFS, "it is read-only")
+        except OSError as error:
             raise LayertapError(
-                f"{self.folder}, for copies of shards of buckets, cannot be used: {problem}",
+                f"{self.folder}, for copies of shards of buckets, cannot be used: {error.strerror}",
                 hint="set XDG_CACHE_HOME to another folder",
-            )
+            ) from error
 
     def __reduce__(self) -> tuple[object, ...]:
         return ShardCache, (self.cache_bytes,)
@@ -170,18 +178,6 @@ class ShardCache:
                 break
             discard(path)
             total -= size
-
-
-def _problem_with(folder: Path) -> str | None:
-    """Return why a folder cannot be the cache; None if it can."""
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = folder.stat()
-    except OSError as error:
-        return error.strerror or str(error)
-    if status.st_uid != os.geteuid() or status.st_mode & 0o022:
-        return "other users can write to it"
-    return None if os.access(folder, os.W_OK) else "it is read-only"
 
 
 def _download(file: RemoteFile, path: Path) -> Shard:

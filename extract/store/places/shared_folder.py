@@ -16,12 +16,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
-import re
 import secrets
 import shutil
-import socket
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -35,7 +32,7 @@ from extract.store.format.dataset import DataSet
 from extract.store.format.kept_axes import keep_axes
 from extract.store.format.receipt import read_receipt, reasons_in, receipt_bytes, receipt_of, size_and_hash
 from extract.store.format.schemas import RECEIPT
-from extract.system.atomic_files import check_own_folders, discard, flush_to_disk, own_folder, sync_folder
+from extract.system.atomic_files import check_own_folders, discard, flush_to_disk, own_folder, sync_folder, write_json
 from extract.system.json_files import read_json
 
 __all__ = ["SharedFolder"]
@@ -75,7 +72,7 @@ class SharedFolder:
                         hint="delete it, or choose another output folder",
                     )
                 own_folder(self.out / "shards")
-                temporary = description.with_name(f"{description.name}.{_own_name()}.new")
+                temporary = description.with_name(f"{description.name}.{secrets.token_hex(8)}.new")
                 try:
                     shared.write(temporary)
                     _link(temporary, description)
@@ -117,16 +114,20 @@ class SharedFolder:
             LayertapError: such a receipt cannot be read or renamed.
         """
         dataset, published = self.dataset, set(self.published().tolist())
-        for copy in dataset.shards.glob("*.copy"):
+        for copy in dataset.shards.glob("*.copy*"):
             if not copy.name[:6].isdigit() or int(copy.name[:6]) not in published:
                 continue
             stem, separator, _ = copy.name.partition(".json.")
             final = copy.with_name(f"{stem}.h5")
-            is_receipt = bool(separator) and not copy.is_symlink()  # a receipt is a file of the data set itself
-            if is_receipt and final.exists() and not final.with_suffix(".json").exists():
-                _adopt_receipt(copy, final, len(dataset.shard_range(int(copy.name[:6]))))
-            else:
-                discard(copy)
+            try:
+                if separator and final.exists() and not copy.is_symlink():  # a receipt is a file of the data set itself
+                    n_rows = len(dataset.shard_range(int(copy.name[:6])))
+                    self._ensure_receipt(final, read_json(copy, RECEIPT, receipt_bytes(n_rows)))
+            except (FileNotFoundError, InputError):
+                pass  # another worker was first; or the copy is incomplete
+            except OSError as error:
+                raise LayertapError(f"cannot write the receipt of {final}: {error.strerror or error}") from error
+            discard(copy)
 
     @property
     def dataset(self) -> DataSet:
@@ -156,13 +157,13 @@ class SharedFolder:
             LayertapError: the folder cannot be written to (the shard stays in `path`), or `path` is damaged.
         """
         final = self.dataset.shards / path.name
-        own_name = _own_name()
+        own_name = secrets.token_hex(8)
         copy = final.with_name(f"{final.name}.{own_name}.copy")
         receipt_copy = final.with_name(f"{final.stem}.json.{own_name}.copy")
         try:
             if not final.exists():
                 try:
-                    _write_new(receipt_copy, receipt)
+                    write_json(receipt_copy, receipt, tidy=False)
                     try:
                         _link(path, final)
                     except OSError as error:
@@ -190,43 +191,24 @@ class SharedFolder:
         return False
 
     def _ensure_receipt(self, final: Path, own_receipt: dict[str, Any]) -> None:
-        """Write the receipt of a shard whose publisher was killed before; an existing receipt is not overwritten."""
+        """Write the receipt of a shard whose publisher was killed before; an existing receipt is not overwritten.
+
+        Rows fail for the same reasons on each worker, so the reasons come from any receipt of the shard.
+        """
         receipt_path = final.with_suffix(".json")
         if receipt_path.exists():
             return
         with self.dataset.open_shard(int(own_receipt["shard"]), final) as shard:
             content = receipt_of(final, shard, reasons_in(own_receipt))
-        temporary = receipt_path.with_name(f"{receipt_path.name}.{_own_name()}.copy")
+        temporary = receipt_path.with_name(f"{receipt_path.name}.{secrets.token_hex(8)}.copy")
         try:
-            _write_new(temporary, content)
+            write_json(temporary, content, tidy=False)
             _link(temporary, receipt_path)
         except (FileExistsError, FileNotFoundError):
             if not receipt_path.exists():
                 raise
         finally:
             discard(temporary)
-
-
-def _write_new(path: Path, receipt: dict[str, Any]) -> None:
-    """Write a receipt under a temporary name and sync it to the disk."""
-    with path.open("x", encoding="utf-8") as file:
-        json.dump(receipt, file, indent=1)
-        file.write("\n")
-        file.flush()
-        flush_to_disk(file.fileno())
-
-
-def _adopt_receipt(copy: Path, final: Path, n_rows: int) -> None:
-    """Give a receipt its name if it is that of the published shard `final`; otherwise it stays."""
-    try:
-        receipt = read_json(copy, RECEIPT, receipt_bytes(n_rows))
-        if size_and_hash(final).items() <= receipt.items():
-            _link(copy, final.with_suffix(".json"))
-            discard(copy)
-    except (FileExistsError, FileNotFoundError, InputError):
-        pass  # another worker was first; or the copy is incomplete
-    except OSError as error:
-        raise LayertapError(f"cannot write {final.with_suffix('.json')}: {error.strerror or error}") from error
 
 
 def _copy(path: Path, copy: Path, receipt: dict[str, Any]) -> None:
@@ -264,8 +246,3 @@ def _link(path: Path, name: Path) -> None:
             hint="let one machine write there, or choose an output folder on another file system",
         ) from error
     sync_folder(name.parent)
-
-
-def _own_name() -> str:
-    """Return a name that no other process on any machine uses, now or later."""
-    return f"{re.sub(r'[^A-Za-z0-9-]', '-', socket.gethostname())}-{os.getpid()}-{secrets.token_hex(4)}"

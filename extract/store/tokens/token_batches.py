@@ -143,7 +143,7 @@ def token_batches(
         room = min(room, max(largest, _IN_ORDER_BYTES // image_bytes))
     windows = list(fitting(pieces, min(room, _MOST_TOKENS // (layout.count + len(layout.prefix)))))
     seeds = (how.seed, how.rank, how.worker) if how.shuffle else None
-    return _batches(_Reading(array, layout, seeds), windows, how.batch_size, how.start)
+    return _batches(array, layout, seeds, windows, how.batch_size, how.start)
 
 
 def _between(pieces: list[NDArray[np.int64]], start: int, stop: int, seed: int | None) -> list[NDArray[np.int64]]:
@@ -164,20 +164,6 @@ def _between(pieces: list[NDArray[np.int64]], start: int, stop: int, seed: int |
     return chosen
 
 
-class _Filled(NamedTuple):
-    """Tokens of a window.
-
-    Attributes:
-        tokens: (M, C), tokens of its images and perhaps of others.
-        places: (T,), place of each token in `tokens`, in the order of the pass.
-        rows: (M,) images of `tokens`, as rows.
-    """
-
-    tokens: NDArray[Any]
-    places: NDArray[np.int32]
-    rows: NDArray[np.int64]
-
-
 class _Reading:
     """Reads windows into two buffers in turn.
 
@@ -185,44 +171,49 @@ class _Reading:
         array: the feature.
         layout: where the tokens of a row are.
         seeds: seeds of the order; None for the stored order.
+        images: images of the largest window.
     """
 
-    def __init__(self, array: FeatureArray, layout: TokenLayout, seeds: tuple[int, ...] | None):
-        self.array, self.layout, self._seeds = array, layout, seeds
-        self.in_row = layout.count + len(layout.prefix)  # tokens of a row
-        self._buffers: list[NDArray[Any]] = []
+    def __init__(self, array: FeatureArray, layout: TokenLayout, seeds: tuple[int, ...] | None, images: int):
+        self._array, self._layout, self._seeds = array, layout, seeds
+        self._in_row = layout.count + len(layout.prefix)  # tokens of a row
+        self._buffers = [np.empty((images, self._in_row, layout.channels), array.dtype) for _ in range(2)]
 
-    def allocate(self, images: int) -> None:
-        """Allocate the buffers, for windows of up to this number of images."""
-        shape = (images, self.in_row, self.layout.channels)
-        self._buffers = [np.empty(shape, self.array.dtype) for _ in range(2)]
+    def fill(
+        self, number: int, pieces: list[NDArray[np.int64]]
+    ) -> tuple[NDArray[Any], NDArray[np.int32], NDArray[np.int64]]:
+        """Read the window with this number in the epoch, and choose the order of its tokens.
 
-    def fill(self, number: int, pieces: list[NDArray[np.int64]]) -> _Filled:
-        """Read the window with this number in the epoch, and choose the order of its tokens."""
+        Returns:
+            (M, C) tokens of its images and perhaps of others, (T,) places of its tokens among them, in the order of the
+            pass, and the images as rows.
+        """
         buffer, filled = self._buffers[number % 2], 0
-        prefetch(self.array, pieces)
+        prefetch(self._array, pieces)
         for piece in pieces:
-            self._read(piece, buffer[filled : filled + len(piece)])
+            space = buffer[filled : filled + len(piece)]
+            if self._layout.channels_first:
+                space[...] = self._layout.split(read_piece(self._array, piece))
+            else:
+                read_piece(self._array, piece, space.reshape(len(piece), *self._array.shape[1:]))  # a view
             filled += len(piece)
-        first = np.arange(filled, dtype=np.int32) * self.in_row
-        places: NDArray[np.int32] = np.add.outer(first, np.arange(len(self.layout.prefix), self.in_row, dtype=np.int32))
-        places = places.reshape(-1)
+        first = np.arange(filled, dtype=np.int32) * self._in_row
+        places = np.add.outer(first, np.arange(len(self._layout.prefix), self._in_row, dtype=np.int32)).reshape(-1)
         if self._seeds is not None:
             np.random.default_rng([*self._seeds, 1 + number]).shuffle(places)
-        return _Filled(buffer.reshape(-1, self.layout.channels), places, np.concatenate(pieces))
-
-    def _read(self, piece: NDArray[np.int64], space: NDArray[Any]) -> None:
-        if self.layout.channels_first:
-            space[...] = self.layout.split(read_piece(self.array, piece))
-        else:
-            read_piece(self.array, piece, space.reshape(len(piece), *self.array.shape[1:]))  # a view
+        return buffer.reshape(-1, self._layout.channels), places, np.concatenate(pieces)
 
 
 def _batches(
-    reading: _Reading, windows: list[list[NDArray[np.int64]]], batch_size: int, start: int
+    array: FeatureArray,
+    layout: TokenLayout,
+    seeds: tuple[int, ...] | None,
+    windows: list[list[NDArray[np.int64]]],
+    batch_size: int,
+    start: int,
 ) -> Iterator[TokenBatch]:
     """Yield the tokens of the windows in batches, which may span several windows, from batch number `start`."""
-    per_image, channels = reading.layout.count, reading.layout.channels
+    per_image, prefix = layout.count, len(layout.prefix)
     skipped, first = start * batch_size, 0
     images_of = [sum(map(len, pieces)) for pieces in windows]
     while first < len(windows) and images_of[first] * per_image <= skipped:
@@ -230,28 +221,28 @@ def _batches(
         first += 1
     if first == len(windows):
         return
-    reading.allocate(max(images_of[first:]))
+    reading = _Reading(array, layout, seeds, max(images_of[first:]))
     remaining = sum(images_of[first:]) * per_image - skipped
     batch, filled = None, 0
     with ThreadPoolExecutor(1, "layertap-tokens") as thread:
         following = thread.submit(reading.fill, first, windows[first])
         for number in range(first, len(windows)):
-            window = following.result()
+            window_tokens, window_places, window_rows = following.result()
             if number + 1 < len(windows):
                 following = thread.submit(reading.fill, number + 1, windows[number + 1])
             done = skipped if number == first else 0
-            while done < len(window.places):
+            while done < len(window_places):
                 if batch is None:
                     size = min(batch_size, remaining)
-                    values = np.empty((size, channels), reading.array.dtype)
+                    values = np.empty((size, layout.channels), array.dtype)
                     batch, filled = TokenBatch(values, np.empty(size, np.int64), np.empty(size, np.int64)), 0
-                taken = min(len(batch.rows) - filled, len(window.places) - done)
-                places, part = window.places[done : done + taken], slice(filled, filled + taken)
+                taken = min(len(batch.rows) - filled, len(window_places) - done)
+                places, part = window_places[done : done + taken], slice(filled, filled + taken)
                 # "clip" writes directly into `out` (NumPy, "take").
-                np.take(window.tokens, places, axis=0, out=batch.values[part], mode="clip")
-                images, tokens = np.divmod(places, reading.in_row)
-                batch.rows[part] = window.rows[images]
-                batch.cells[part] = tokens - len(reading.layout.prefix)
+                np.take(window_tokens, places, axis=0, out=batch.values[part], mode="clip")
+                images, tokens = np.divmod(places, per_image + prefix)
+                batch.rows[part] = window_rows[images]
+                batch.cells[part] = tokens - prefix
                 done, filled = done + taken, filled + taken
                 if filled == len(batch.rows):
                     remaining -= filled

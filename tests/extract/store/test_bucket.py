@@ -5,15 +5,17 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from extract import FeatureReader, InputError, LayertapError, Status
-from extract.store.format.copying import copy_shard
 from extract.store.format.dataset import DataSet
+from extract.store.format.layout import RowNames
 from extract.store.format.receipt import read_receipt
+from extract.store.format.shard import copy_shard
 from extract.store.format.writer import ShardWriter
 from extract.store.places import objects as remote
 from extract.store.places.bucket import Bucket
@@ -21,8 +23,17 @@ from extract.store.places.shard_cache import cache_folder
 from extract.store.verify import verify
 from extract.system.json_files import read_json
 from tests.extract.store.bucket_server import Proxy, direct, first
-from tests.extract.store.rows import SHARD_ROWS, VALUES, complete_data_set, create, created, data_set, write
-from tests.pipelines.test_cli import SMALL, layertap
+from tests.extract.store.rows import (
+    ROWS,
+    SHARD_ROWS,
+    VALUES,
+    complete_data_set,
+    create,
+    created,
+    data_set,
+    names_of,
+    write,
+)
 
 PUBLISH = """
 import json
@@ -68,76 +79,68 @@ def copied(url: str, out: Path) -> DataSet:
     return DataSet.open(out)
 
 
-@pytest.fixture(params=["s3", "memory"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    if request.param == "memory":
-        return f"memory://buckets/{tmp_path.name}"
-    server_url: str = request.getfixturevalue("url")
-    return server_url
-
-
-def test_a_copy_of_the_bucket_is_the_data_set(place: str, complete: Path, tmp_path: Path) -> None:
+def test_a_copy_of_the_bucket_is_the_data_set(url: str, complete: Path, tmp_path: Path) -> None:
     data = DataSet.open(complete)
-    bucket = Bucket(place + "/")
+    bucket = Bucket(url + "/")
     assert bucket.open_or_create(data) is None
     assert bucket.published().tolist() == []
     for shard in (2, 0):
         assert bucket.publish(data.path(shard), receipt_of(data.path(shard)))
     assert bucket.published().tolist() == [0, 2]
     assert bucket.publish(data.path(1), receipt_of(data.path(1)))
-    copy = copied(place, tmp_path / "copy")
+    copy = copied(url, tmp_path / "copy")
     assert verify(copy.out).faults == []
     for path in (complete / "shards").iterdir():
         assert (copy.out / "shards" / path.name).read_bytes() == path.read_bytes()
     assert read_json(copy.out / "dataset.json") == read_json(complete / "dataset.json")
 
 
-def test_a_second_writer_finds_what_is_there(place: str, complete: Path) -> None:
+def test_a_second_writer_finds_what_is_there(url: str, complete: Path) -> None:
     data = DataSet.open(complete)
-    published(data, place)
-    again = Bucket(place)
+    published(data, url)
+    again = Bucket(url)
     assert again.open_or_create(data) == data
-    before = remote.names(place)
+    before = remote.names(url)
     for shard in range(data.n_shards):
         assert not again.publish(data.path(shard), receipt_of(data.path(shard)))
-    assert remote.names(place) == before
+    assert remote.names(url) == before
 
 
-def test_another_data_set_is_refused_and_nothing_gives_way(place: str, tmp_path: Path) -> None:
+def test_another_data_set_is_refused_and_nothing_gives_way(url: str, tmp_path: Path) -> None:
     data = data_set(tmp_path / "one")
-    Bucket(place).open_or_create(data)  # it has no shard
-    before = remote.read(f"{place}/dataset.json")
+    Bucket(url).open_or_create(data)  # it has no shard
+    before = remote.read(f"{url}/dataset.json")
     for change, message in (
         ({"depends_on": {"weights": "v"}}, "weights: stored w, now v"),
         ({"shard_rows": 9}, "shard_rows: stored 10, now 9"),
         ({"images": {"root": "/", "count": 23, "paths_xxh3": "other"}}, "images.paths_xxh3"),
-        ({"images": {**data.images, "merged_from": []}}, "a data set that was not merged"),
+        ({"images": {**data.images, "merged_from": []}}, "a data set of another command"),
     ):
         with pytest.raises(InputError, match=message):
-            Bucket(place).open_or_create(data_set(tmp_path / "two", **change))
-    assert Bucket(place).open_or_create(data_set(tmp_path / "moved", images={**data.images, "root": "/else"}))
-    assert remote.read(f"{place}/dataset.json") == before
+            Bucket(url).open_or_create(data_set(tmp_path / "two", **change))
+    assert Bucket(url).open_or_create(data_set(tmp_path / "moved", images={**data.images, "root": "/else"}))
+    assert remote.read(f"{url}/dataset.json") == before
 
 
-def test_other_objects_are_refused(place: str, tmp_path: Path) -> None:
-    remote.put(f"{place}/notes.txt", b"")
+def test_other_objects_are_refused(url: str, tmp_path: Path) -> None:
+    remote.put(f"{url}/notes.txt", b"")
     with pytest.raises(InputError, match="is not empty and not a layertap data set"):
-        Bucket(place).open_or_create(data_set(tmp_path / "out"))
-    for call in (lambda: Bucket(place).dataset, lambda: FeatureReader(place)):
+        Bucket(url).open_or_create(data_set(tmp_path / "out"))
+    for call in (lambda: Bucket(url).dataset, lambda: FeatureReader(url)):
         with pytest.raises(InputError, match="is not a layertap data set: it has no dataset.json"):
             call()
     with pytest.raises(InputError, match="is not a location in a bucket"):
         Bucket("outputs/photos")
 
 
-def test_a_data_set_that_follows_a_folder_is_refused(place: str, complete: Path) -> None:
+def test_a_data_set_that_follows_a_folder_is_refused(url: str, complete: Path) -> None:
     content = read_json(complete / "dataset.json")
     version = {"number": 1, "rows_xxh3": "", "passes": [1]}
-    remote.put(f"{place}/dataset.json", json.dumps({**content, "version": version}).encode())
+    remote.put(f"{url}/dataset.json", json.dumps({**content, "version": version}).encode())
     with pytest.raises(InputError, match="is a data set of `layertap sync`, which can only be read from a folder"):
-        FeatureReader(place)
+        FeatureReader(url)
     with pytest.raises(InputError, match="is a data set of `layertap sync`"):
-        Bucket(place).open_or_create(DataSet.open(complete))
+        Bucket(url).open_or_create(DataSet.open(complete))
 
 
 def test_a_server_that_leaves_out_the_condition_is_found_out(proxy: Proxy, url: str, complete: Path) -> None:
@@ -158,30 +161,30 @@ def test_a_server_that_leaves_out_the_condition_is_found_out(proxy: Proxy, url: 
 # Between the object and its receipt
 
 
-def test_our_own_file_without_a_receipt_is_published(place: str, complete: Path) -> None:
+def test_our_own_file_without_a_receipt_is_published(url: str, complete: Path) -> None:
     data = DataSet.open(complete)
-    bucket = Bucket(place)
+    bucket = Bucket(url)
     bucket.open_or_create(data)
     receipt = receipt_of(data.path(0))
-    remote.put_file(f"{place}/shards/000000.h5", data.path(0), str(receipt["sha256"]))
+    remote.put_file(f"{url}/shards/000000.h5", data.path(0), str(receipt["sha256"]))
     assert bucket.published().tolist() == []
     assert bucket.publish(data.path(0), receipt)
-    assert json.loads(remote.read(f"{place}/shards/000000.json")) == receipt
+    assert json.loads(remote.read(f"{url}/shards/000000.json")) == receipt
 
 
 @pytest.mark.slow
-def test_another_writers_whole_shard_is_published_with_a_receipt_of_its_own(place: str, tmp_path: Path) -> None:
+def test_another_writers_whole_shard_is_published_with_a_receipt_of_its_own(url: str, tmp_path: Path) -> None:
     """The other one was killed; its file differs in its provenance, and in a row that failed."""
     ours = complete_data_set(tmp_path / "ours", failed=(2, 3))
     theirs = complete_data_set(tmp_path / "theirs", "gzip", failed=(3,))
-    bucket = Bucket(place)
+    bucket = Bucket(url)
     bucket.open_or_create(ours)
-    remote.put_file(f"{place}/shards/000000.h5", theirs.path(0), str(receipt_of(theirs.path(0))["sha256"]))
+    remote.put_file(f"{url}/shards/000000.h5", theirs.path(0), str(receipt_of(theirs.path(0))["sha256"]))
     assert bucket.publish(ours.path(0), receipt_of(ours.path(0)))
     expected = receipt_of(theirs.path(0))
-    assert json.loads(remote.read(f"{place}/shards/000000.json")) == expected
+    assert json.loads(remote.read(f"{url}/shards/000000.json")) == expected
     assert expected["reasons"] == {"3": "row 3 failed"}
-    with FeatureReader(place, partial=True) as reader:
+    with FeatureReader(url, partial=True) as reader:
         assert reader.status.tolist() == [1, 1, 1, 2, *[1] * 6]
         assert reader.failures == [(3, reader.paths[3], "decode error", "row 3 failed")]
     assert [path.name for path in ours.path(0).parent.iterdir() if "new" in path.name] == []
@@ -189,7 +192,7 @@ def test_another_writers_whole_shard_is_published_with_a_receipt_of_its_own(plac
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["text", "cut", "row", "pending", "other shard", "other data set"])
-def test_what_is_no_whole_shard_is_left_and_named(place: str, tmp_path: Path, kind: str) -> None:
+def test_what_is_no_whole_shard_is_left_and_named(url: str, tmp_path: Path, kind: str) -> None:
     data = complete_data_set(tmp_path / "ours", failed=(1,))
     other = complete_data_set(tmp_path / "other")
     content = bytearray(other.path(0).read_bytes())
@@ -208,22 +211,22 @@ def test_what_is_no_whole_shard_is_left_and_named(place: str, tmp_path: Path, ki
         content = bytearray(other.path(1).read_bytes())
     else:
         content = bytearray(complete_data_set(tmp_path / "x", depends_on={"weights": "v"}).path(0).read_bytes())
-    bucket = Bucket(place)
+    bucket = Bucket(url)
     bucket.open_or_create(data)
-    remote.put(f"{place}/shards/000000.h5", bytes(content))
-    with pytest.raises(LayertapError, match=f"{place}/shards/000000.h5 has no receipt and is not a complete shard"):
+    remote.put(f"{url}/shards/000000.h5", bytes(content))
+    with pytest.raises(LayertapError, match=f"{url}/shards/000000.h5 has no receipt and is not a complete shard"):
         bucket.publish(data.path(0), receipt_of(data.path(0)))
-    assert remote.names(f"{place}/shards") == {"000000.h5": len(content)}
-    assert remote.read(f"{place}/shards/000000.h5") == content
+    assert remote.names(f"{url}/shards") == {"000000.h5": len(content)}
+    assert remote.read(f"{url}/shards/000000.h5") == content
 
 
-def test_a_file_that_is_not_that_of_its_receipt_is_not_published(place: str, complete: Path) -> None:
+def test_a_file_that_is_not_that_of_its_receipt_is_not_published(url: str, complete: Path) -> None:
     data = DataSet.open(complete)
-    bucket = Bucket(place)
+    bucket = Bucket(url)
     bucket.open_or_create(data)
     with pytest.raises(InputError, match=r"000000.h5 has .* bytes, its receipt says"):
         bucket.publish(data.path(0), receipt_of(data.path(1)) | {"size": 12})
-    assert remote.names(f"{place}/shards") == {}
+    assert remote.names(f"{url}/shards") == {}
 
 
 @pytest.mark.slow
@@ -376,46 +379,46 @@ def test_a_shard_of_another_data_set_is_refused(proxy: Proxy, url: str, complete
 
 
 @pytest.mark.slow
-def test_the_last_revision_with_a_receipt_is_read(place: str, tmp_path: Path) -> None:
+def test_the_last_revision_with_a_receipt_is_read(url: str, tmp_path: Path) -> None:
     data = complete_data_set(tmp_path / "out", failed=(12,))
-    published(data, place)
+    published(data, url)
     with data.open_shard(1, data.path(1)) as shard:
         copy_shard(shard, data.path(1, 1, part=True), pending=np.array([2]))
-    with FeatureReader(place) as reader:
+    with FeatureReader(url) as reader:
         assert reader.status[12] == Status.DECODE_ERROR
     with ShardWriter(data, 1, 1) as writer:
         write(writer, [12])
         writer.publish()
-    remote.put(f"{place}/shards/000001-r2.h5", b"without a receipt")
-    assert Bucket(place).publish(data.path(1, 1), receipt_of(data.path(1, 1)))
-    assert Bucket(place).published().tolist() == [0, 1, 2]
-    with FeatureReader(place) as reader:
+    remote.put(f"{url}/shards/000001-r2.h5", b"without a receipt")
+    assert Bucket(url).publish(data.path(1, 1), receipt_of(data.path(1, 1)))
+    assert Bucket(url).published().tolist() == [0, 1, 2]
+    with FeatureReader(url) as reader:
         assert reader.status.tolist() == [1] * 23
         assert np.array_equal(reader["vector"][:], VALUES["vector"])
 
 
-def test_a_bucket_is_read_while_it_is_written(place: str, tmp_path: Path) -> None:
+def test_a_bucket_is_read_while_it_is_written(url: str, tmp_path: Path) -> None:
     data = data_set(tmp_path / "out")
     data.open_or_create()
-    Bucket(place).open_or_create(data)
-    with FeatureReader(place, partial=True) as reader:
+    Bucket(url).open_or_create(data)
+    with FeatureReader(url, partial=True) as reader:
         assert len(reader) == 0
         assert reader["vector"][:].shape == (0, 6)
     with ShardWriter(*created(data, 1)) as writer:
         write(writer, list(range(10, 20)))
         writer.publish()
-    Bucket(place).publish(data.path(1), receipt_of(data.path(1)))
-    with FeatureReader(place, partial=True) as reader:
+    Bucket(url).publish(data.path(1), receipt_of(data.path(1)))
+    with FeatureReader(url, partial=True) as reader:
         assert reader.rows.tolist() == list(range(10, 20))
     with pytest.raises(InputError, match="000001.h5 is a shard; in a bucket, only whole data sets are read; name the"):
-        FeatureReader(f"{place}/shards/000001.h5")
+        FeatureReader(f"{url}/shards/000001.h5")
 
 
-def test_kept_columns_are_read_from_a_bucket(url: str, folder: Path) -> None:
-    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.png"))
-    lines = [f"{name},the {name}" for name in names]
-    (folder / "list.csv").write_text("\n".join(["path,caption", *lines]))
-    result = layertap("embed", folder / "list.csv", "-o", url, "--keep", "caption", "--shard-rows", 5, *SMALL)
-    assert result.exit_code == 0, result.output
+def test_kept_columns_are_read_from_a_bucket(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def with_captions(shard_rows: range) -> RowNames:
+        return replace(names_of(shard_rows), columns={"caption": [f"the {row}" for row in shard_rows]})
+
+    monkeypatch.setattr("tests.extract.store.rows.names_of", with_captions)
+    published(complete_data_set(tmp_path / "one", shard_rows=SHARD_ROWS), url)
     with FeatureReader(url) as reader:
-        assert reader.columns["caption"] == [f"the {name}" for name in names]
+        assert reader.columns["caption"] == [f"the {row}" for row in range(ROWS)]

@@ -15,8 +15,7 @@ import pytest
 from extract import FeatureReader, LayertapError
 from extract.store.export import export
 from extract.store.format import checked_file
-from extract.store.format.copying import copy_shard
-from extract.store.format.shard import Shard
+from extract.store.format.shard import Shard, copy_shard
 from tests.extract.store.rows import PATHS, create, data_set
 
 

@@ -61,17 +61,7 @@ def test_a_listing_has_more_names_than_a_page_and_is_never_stale(
     assert len(remote.names(f"{url}/shards")) == 26
 
 
-@pytest.mark.parametrize("url", ["memory://test-remote/set"])
-def test_in_memory_it_is_the_same(url: str, tmp_path: Path) -> None:
-    name = f"{url}/{tmp_path.name}"
-    assert remote.put(name, b"one")
-    assert not remote.put(name, b"two")
-    assert remote.read(name) == b"one"
-    assert remote.names(url)[tmp_path.name] == 3
-    assert remote.info(f"{name}-not") is None
-
-
-@pytest.mark.parametrize("url", ["file:///tmp/x", "https://example.org/x", "ftp://host/x"])
+@pytest.mark.parametrize("url", ["memory://x/y", "file:///tmp/x", "https://example.org/x", "ftp://host/x"])
 def test_stores_that_cannot_create_only_where_there_is_none_are_refused(url: str) -> None:
     with pytest.raises(InputError, match="cannot create an object only if it does not exist; use s3:// or gs://"):
         remote.put(url, b"")

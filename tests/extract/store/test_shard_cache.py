@@ -54,15 +54,12 @@ def empty_cache() -> None:
 
 @pytest.fixture(params=[None, "gzip", "lzf", "blosc2"])
 def readers(
-    request: pytest.FixtureRequest, tmp_path: Path, small: None
+    request: pytest.FixtureRequest, tmp_path: Path, small: None, url: str
 ) -> Iterator[tuple[FeatureReader, FeatureReader]]:
     data = complete_data_set(tmp_path / "out", request.param, failed=(7,))
-    url = f"memory://property/{tmp_path.name}"
     published(data, url)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-        with FeatureReader(data.out) as local, FeatureReader(url) as in_bucket:
-            yield local, in_bucket
+    with FeatureReader(data.out) as local, FeatureReader(url) as in_bucket:
+        yield local, in_bucket
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -222,11 +219,7 @@ def test_an_object_that_is_gone_or_another_one_is_told(proxy: Proxy, url: str, c
     assert kept() == []
 
 
-def test_empty_objects_with_receipts_that_say_so_are_told(
-    complete: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    url = f"memory://empty/{tmp_path.name}"
+def test_empty_objects_with_receipts_that_say_so_are_told(complete: Path, url: str) -> None:
     remote.put(f"{url}/dataset.json", (complete / "dataset.json").read_bytes())
     for shard in range(3):
         receipt = {**receipt_of(DataSet.open(complete).path(shard)), "size": 0}
@@ -297,10 +290,9 @@ print(ShardCache().open(file, with_features=True).read("vector", 3, 4)[0].tolist
 
 
 def test_rows_are_opened_while_the_whole_shard_is_downloaded(
-    complete: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    complete: Path, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    data, url = DataSet.open(complete), f"memory://meanwhile/{tmp_path.name}"
+    data = DataSet.open(complete)
     published(data, url)
     file = RemoteFile(f"{url}/shards/000000.h5", receipt_of(data.path(0)))
     original, waits = shard_cache._download, []
@@ -329,6 +321,8 @@ def test_a_killed_download_leaves_nothing_that_is_read(proxy: Proxy, url: str, s
         time.sleep(0.01)
     run.kill()
     run.wait()
+    for left in cache_folder().glob("*.new"):
+        os.utime(left, (0, 0))
     proxy.forget()
     with FeatureReader(url) as reader:
         assert np.array_equal(reader["vector"][:], VALUES["vector"])

@@ -105,8 +105,8 @@ from pathlib import Path
 from extract.store.places import shared_folder
 from extract.system.json_files import read_json
 step = getattr(shared_folder, {step!r})
-def killed(*given):
-    step(*given)
+def killed(*given, **options):
+    step(*given, **options)
     os.kill(os.getpid(), signal.SIGKILL)
 if {elsewhere}:
     link = os.link
@@ -122,7 +122,7 @@ shared_folder.SharedFolder(Path({str(out)!r})).publish(path, read_json(path.with
     assert subprocess.run([sys.executable, "-c", code]).returncode == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("step", ["_write_new", "_copy", "_link"])
+@pytest.mark.parametrize("step", ["write_json", "_copy", "_link"])
 def test_killed_at_any_step_another_can_publish_and_nothing_stays_behind(
     tmp_path: Path, built: DataSet, step: str
 ) -> None:

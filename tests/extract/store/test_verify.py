@@ -14,10 +14,9 @@ import pytest
 import xxhash
 
 from extract import FeatureReader, InputError, LayertapError, LockedError, Status
-from extract.store.format.copying import copy_shard
 from extract.store.format.dataset import DataSet
 from extract.store.format.layout import ROW_DATA, RowNames, StoredFeature, create_shard
-from extract.store.format.shard import Shard
+from extract.store.format.shard import Shard, copy_shard
 from extract.store.format.writer import ShardWriter
 from extract.store.verify import Fault, Remedy, repair, verify
 from tests.extract.store.rows import PATHS, ROWS, VALUES, change, complete_data_set, created, data_set, no_files, write

@@ -95,7 +95,8 @@ def test_an_import_that_fails_names_purpose_package_and_command(monkeypatch: pyt
 def test_every_extra_that_the_code_names_exists() -> None:
     named = set()
     for path in [*(ROOT / "extract").rglob("*.py"), *(ROOT / "pipelines").rglob("*.py")]:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        code = path.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(code)) if "library(" in code or "pip_install(" in code else ():
             if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
                 continue
             position = {"library": 1, "pip_install": 0}.get(node.func.id)
@@ -141,10 +142,19 @@ def not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metadata, "version", version)
 
 
+VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+
+
 @pytest.mark.usefixtures("not_installed")
-def test_a_checkout_that_is_not_installed_knows_its_version(tmp_path: Path, folder: Path) -> None:
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
-    assert CliRunner().invoke(main, ["--version"], prog_name="layertap").output == f"layertap, version {version}\n"
+def test_a_checkout_that_is_not_installed_knows_its_version() -> None:
+    assert CliRunner().invoke(main, ["--version"], prog_name="layertap").output == f"layertap, version {VERSION}\n"
+    assert own_version() == VERSION
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("not_installed")
+def test_commands_of_a_checkout_that_is_not_installed_store_its_version(tmp_path: Path, folder: Path) -> None:
+    version = VERSION
     out = str(tmp_path / "out")
     small = ["-b", "timm/test_resnet", "--weights", "random", "--size", "64", "--crop", "64", "--workers", "0"]
     assert CliRunner().invoke(main, ["embed", str(folder), "-o", out, *small]).exit_code == 0
