@@ -13,8 +13,7 @@ from typing import Any
 
 from PIL import Image
 
-from extract.analysis.probe.metrics import metric_name
-from extract.analysis.probe.significance_tests import LEVEL
+from extract.analysis.probe.metrics import LEVEL, metric_name
 from extract.credentials import without_credentials
 from extract.errors import InputError, LayertapError
 from extract.store.format.dataset import DataSet

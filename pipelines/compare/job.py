@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from extract.analysis.probe.feature_matrix import FeatureRows
-from extract.analysis.probe.significance_tests import paired_tests, rank_test
+from extract.analysis.probe.metrics import paired_tests, rank_test
 from extract.analysis.similarity import MOST_COLUMNS, feature_similarity
 from extract.backbones.sources import describe, match_specs
 from extract.compute.backbone import Backbone, load_backbone

@@ -13,8 +13,8 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 
 from extract.analysis.probe.feature_matrix import FeatureRows
-from extract.analysis.probe.intervals import Estimate
 from extract.analysis.probe.memory import free_bytes
+from extract.analysis.probe.metrics import Estimate
 from extract.analysis.probe.probing import ProbeResult, probe_device
 from extract.analysis.probe.protocols import PROTOCOLS, Fitted, Labelled, Scorer, Settings
 from extract.errors import InputError, unknown_name

@@ -11,8 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from extract.analysis.dense.dense_probe import DEPTH, DenseProbe, pixels_of_image, scores_of_images
 from extract.analysis.dense.upsampling import DepthBins, cell_means
-from extract.analysis.probe.intervals import Estimate
-from extract.analysis.probe.metrics import resampled
+from extract.analysis.probe.metrics import Estimate, resampled
 from extract.analysis.probe.probing import ProbeResult
 from extract.analysis.probe.protocols import Fitted
 from extract.errors import InputError

@@ -11,8 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from extract.analysis.dense.dense_probe import SEGMENTATION, DenseProbe, pixels_of_image, scores_of_images
 from extract.analysis.dense.upsampling import predicted_mask
-from extract.analysis.probe.intervals import Estimate
-from extract.analysis.probe.metrics import resampled
+from extract.analysis.probe.metrics import Estimate, resampled
 from extract.analysis.probe.probing import MOST_IN_A_TABLE, ProbeResult
 from extract.errors import InputError
 from extract.store.tokens.token_array import TokenArray

@@ -13,13 +13,14 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 
 from extract.analysis.probe.feature_matrix import FeatureRows, Source
-from extract.analysis.probe.intervals import Estimate, exact_proportion
 from extract.analysis.probe.memory import free_bytes
 from extract.analysis.probe.metrics import (
+    Estimate,
     average_precision,
     by_class,
     classification_metrics,
     confusion_of,
+    exact_proportion,
     format_metric,
     metric_name,
     multilabel_metrics,
