@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from extract.analysis.dense.dense_probe import DEPTH, SEGMENTATION
+from extract.analysis.dense import DEPTH, SEGMENTATION
 from extract.analysis.probe.metrics import format_metric, metric_name
 from extract.analysis.probe.model import LinearProbe
 from extract.analysis.probe.protocols import PROTOCOLS

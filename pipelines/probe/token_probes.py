@@ -11,9 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from extract.analysis.dense.dense_probe import with_validation
-from extract.analysis.dense.depth import depth_probe
-from extract.analysis.dense.segmentation import segmentation_probe
+from extract.analysis.dense import depth_probe, segmentation_probe, with_validation
 from extract.analysis.probe.probing import ProbeResult
 from extract.errors import InputError
 from extract.store.reader import FeatureReader

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import beta, binom
 
-from extract.analysis.dense.segmentation import PixelCounts, segmentation_metrics
+from extract.analysis.dense import PixelCounts, segmentation_metrics
 from extract.analysis.probe import metrics, protocols
 from extract.analysis.probe.feature_matrix import FeatureRows
 from extract.analysis.probe.metrics import LEVEL, exact_proportion, paired_tests

@@ -489,7 +489,7 @@ def test_depths_that_a_saved_probe_predicts_have_the_metrics_of_the_probe(made: 
                                                tmp_path / "all")  # fmt: skip
 
 
-BINS = {"depths": [1.0, 2.0, 3.0], "weighting": "relu", "largest": 3.0}
+BINS = {"depths": [1.0, 2.0, 3.0], "weighting": "softmax", "largest": 3.0}
 
 
 @pytest.mark.parametrize(
