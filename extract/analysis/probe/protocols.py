@@ -25,11 +25,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from extract.analysis.probe.feature_matrix import FeatureRows, Scaling
+from extract.analysis.probe.feature_matrix import FeatureRows, Scaling, mean_of
 from extract.analysis.probe.logistic import Fit, LogisticRegression
 from extract.analysis.probe.model import LinearProbe
 from extract.analysis.probe.nearest_rows import neighbour_shares
-from extract.analysis.probe.ridge import fit_ridge
 from extract.analysis.probe.strength_choice import (
     ENOUGH_ROWS,
     N_FOLDS,
@@ -42,7 +41,7 @@ from extract.analysis.probe.strength_choice import (
 )
 from extract.errors import InputError
 
-__all__ = ["PROTOCOLS", "SHOTS", "Fitted", "Labelled", "Protocol", "Settings"]
+__all__ = ["PROTOCOLS", "SHOTS", "Fitted", "Labelled", "Protocol", "Settings", "fit_ridge"]
 
 SHOTS = (1, 2, 5, 10, 20)
 _KS = (10, 20, 100, 200)
@@ -271,7 +270,7 @@ def ridge(train: Labelled, val: Labelled | None, settings: Settings) -> Fitted:
     scaling = Scaling.of(settings.scaling, all_rows.rows)
     weights, biases = fit_ridge(all_rows.rows.scaled(scaling), all_rows.targets, [alpha])
     model = LinearProbe(weights[0], biases[0], settings.classes, settings.task, scaling, has_probabilities=False)
-    notes = _note_on_range("alpha", alpha, curve) + _note_on_few_rows(len(validation)) + _note_on_ties("alpha", curve)
+    notes = _note_on_range("alpha", alpha, curve) + _note_on_few_rows(len(validation))
     return Fitted(_scorer(model), len(all_rows), "alpha", alpha, curve, len(validation), chosen_on, model, notes=notes)
 
 
@@ -397,14 +396,10 @@ def _choice(train: Labelled, val: Labelled | None, settings: Settings) -> _Choic
 def _on_validation(train: Labelled, val: Labelled, chosen_on: str, settings: Settings) -> _Choice:
     problem, scaling = _problem(train, settings)
     rows = val.rows.scaled(scaling)
-    top = -math.inf
 
     def compare(strengths: Sequence[float]) -> list[ValidationScore]:
-        nonlocal top
         fit = problem.fit(strengths)
-        results = score_on_validation(fit.weights, fit.biases, rows, val.targets, settings.task, top)
-        top = max([top, *(result.value for result in results)])
-        return results
+        return score_on_validation(fit.weights, fit.biases, rows, val.targets, settings.task)
 
     return _Choice(compare, train + val, len(val), chosen_on)
 
@@ -486,8 +481,6 @@ def _refit(choice: _Choice, settings: Settings, strengths: NDArray[np.float64] |
         curve, chosen = [(1 / c, value) for c, value in reversed(curve)], 1 / chosen
     notes = _note_on_scale(swept, fit.deviation, largest * len(choice.all_rows))
     notes += _note_on_range(swept, chosen, curve) + _note_on_few_rows(choice.n_val)
-    if not choice.folds:
-        notes += _note_on_ties(swept, curve)
     if not fit.converged[0]:
         notes.append(_note_on_iterations(f"{swept} = {chosen:.3g}", int(fit.iterations[0]), bool(fit.separated[0])))
     return Fitted(
@@ -544,18 +537,55 @@ def _note_on_range(swept: str, chosen: float, curve: Sequence[tuple[float, float
     return [f"{swept} = {chosen:.3g} is at the end of its range"] if chosen in (min(values), max(values)) else []
 
 
-def _note_on_ties(swept: str, curve: Sequence[tuple[float, float]]) -> list[str]:
-    """Return a note if more than a third of the values are equally good on the validation rows."""
-    values = [value for _, value in curve]
-    n_equal = values.count(max(values))
-    if n_equal <= len(values) // 3 or len(values) < 3:
-        return []
-    return [
-        f"{n_equal} of {len(values)} values of {swept} are equally good on the validation rows; "
-        + ("the strongest penalty is chosen" if swept == "alpha" else "the value with the least log loss is chosen")
-    ]
-
-
 def _note_on_few_rows(count: int) -> list[str]:
     """Return a note if the choice is made on fewer than 50 rows."""
     return [f"chosen on only {count} rows"] if count < _FEW_ROWS else []
+
+
+_WIDEST_RIDGE = 8_000  # largest min(N, D), the side of the matrix whose eigenvectors are computed
+_MOST_RIDGE_BYTES = 8 << 30  # largest size of the rows in double precision, if N < D
+
+
+def fit_ridge(
+    rows: FeatureRows, targets: NDArray[np.float64], alphas: Sequence[float]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Minimise |X w + b - y|^2 + alpha |w|^2, the objective of scikit-learn's `Ridge(alpha)`, for every alpha.
+
+    One eigendecomposition serves all alphas.
+
+    Args:
+        rows: (N, D), read in two passes.
+        targets: (N, K).
+        alphas: M values above zero.
+
+    Returns:
+        (M, K, D) weights and (M, K) biases, in double precision: float32 cannot count the seconds of a year.
+
+    Raises:
+        InputError: N and D both exceed 8,000; or N < D and the rows exceed 8 GiB in double precision.
+    """
+    count, width = len(rows), rows.width
+    if min(count, width) > _WIDEST_RIDGE or (count < width and 8 * count * width > _MOST_RIDGE_BYTES):
+        raise InputError(
+            f"ridge regression of {count:,} rows of {width:,} values needs too much memory",
+            hint=f"any number of rows is possible with at most {_WIDEST_RIDGE:,} values a row: store the layer with a "
+            "pooling",
+        )
+    mean = mean_of(rows)
+    mean_target = targets.mean(0)
+    centred_targets = targets - mean_target
+    if count < width:
+        # w = X^T (X X^T + alpha)^-1 y, which is equal by the push-through identity.
+        centred = rows.between(0, count).astype(np.float64) - mean
+        values, vectors = np.linalg.eigh(centred @ centred.T)
+        projected, backward = vectors.T @ centred_targets, centred.T @ vectors
+    else:
+        moments, products = np.zeros((width, width)), np.zeros((width, targets.shape[1]))
+        for start, block in rows.blocks():
+            centred_block = block - mean
+            moments += centred_block.T @ centred_block
+            products += centred_block.T @ centred_targets[start : start + len(block)]
+        values, backward = np.linalg.eigh(moments)
+        projected = backward.T @ products
+    weights = np.stack([(backward @ (projected / (np.maximum(values, 0) + alpha)[:, None])).T for alpha in alphas])
+    return weights, mean_target - weights @ mean

@@ -13,7 +13,7 @@ and Friedman 2009, section 7.10).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -57,8 +57,7 @@ class ValidationScore(NamedTuple):
 
     Attributes:
         value: the primary metric.
-        log_loss: in nats; 0 for regression; infinite if not computed, as on validation rows for all values but the
-            best.
+        log_loss: in nats; 0 for regression.
         margin: values that are at most this much smaller than this one, if it is the best, count as equal.
     """
 
@@ -148,10 +147,9 @@ def _log_loss(scores: NDArray[Any], targets: NDArray[Any], task: str) -> float:
 
 
 def score_on_validation(
-    weights: NDArray[Any], biases: NDArray[Any], rows: FeatureRows, targets: NDArray[Any], task: str,
-    at_least: float = -math.inf,
-) -> list[ValidationScore]:  # fmt: skip
-    """Evaluate probes on validation rows.
+    weights: NDArray[Any], biases: NDArray[Any], rows: FeatureRows, targets: NDArray[Any], task: str
+) -> list[ValidationScore]:
+    """Evaluate probes on validation rows, some probes at a time.
 
     Args:
         weights: (M, K, D) for M strengths.
@@ -159,28 +157,20 @@ def score_on_validation(
         rows: (N, D), scaled.
         targets: classes, labels or numbers of the rows.
         task: "classification", "multilabel" or "regression".
-        at_least: the log loss is computed only for the best value, and only if that value reaches this limit.
     """
-    values = np.array(_measure_each(weights, biases, rows, task, lambda scores: primary(scores, targets, task)))
-    losses = np.full(len(values), math.inf)
-    tied = np.flatnonzero(values == np.nanmax([at_least, *values]))
-    losses[tied] = _measure_each(weights[tied], biases[tied], rows, task, lambda own: _log_loss(own, targets, task))
-    values[np.isnan(values)], losses[np.isnan(losses)] = -math.inf, math.inf
-    return [ValidationScore(value, loss) for value, loss in zip(values.tolist(), losses.tolist(), strict=True)]
-
-
-def _measure_each(
-    weights: NDArray[Any], biases: NDArray[Any], rows: FeatureRows, task: str, measure: Callable[[NDArray[Any]], float]
-) -> list[float]:
-    """Apply `measure` to the scores (N, K) of each of M probes, some probes at a time."""
     k = weights.shape[1]
     at_once = max(1, _SCORES // (k * len(rows)))
-    measures = []
+    results = []
     for first in range(0, len(weights), at_once):
         chunk, shift = weights[first : first + at_once], biases[first : first + at_once]
         scores = np.empty((len(rows), len(chunk), k), chunk.dtype)
         for start, block in rows.blocks():
             products = (block @ chunk.reshape(-1, chunk.shape[2]).T).reshape(-1, len(chunk), k)
             scores[start : start + len(block)] = products + shift
-        measures += [measure(_two_columns(scores[:, i], task)) for i in range(len(chunk))]
-    return measures
+        for i in range(len(chunk)):
+            own = _two_columns(scores[:, i], task)
+            value, loss = primary(own, targets, task), _log_loss(own, targets, task)
+            results.append(
+                ValidationScore(-math.inf if math.isnan(value) else value, math.inf if math.isnan(loss) else loss)
+            )
+    return results
