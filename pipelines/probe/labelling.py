@@ -95,14 +95,14 @@ def label_rows(
     if task == "classification":
         texts = [None if text == "-1" else text for text in texts]  # -1 is unlabelled, as in a list of images
     labelled = np.array([text is not None for text in texts], bool)
-    counts = {"rows": len(reader), "failed": int((~good).sum()), "unlabelled": int((good & ~labelled).sum())}
+    counts = {"rows": len(reader.paths), "failed": int((~good).sum()), "unlabelled": int((good & ~labelled).sum())}
     used = good & labelled
     if not used.any():
         remedy = "name a table of labels: --labels FILE.csv" if labels is None and counts["unlabelled"] else ""
         if task in FILES and labels is not None:
             remedy = _where_files_are_expected(reader, labels, FILES[task])
         raise InputError(
-            f"none of the {len(reader):,} rows has both features and a label: {_reasons(counts)}", hint=remedy
+            f"none of the {len(reader.paths):,} rows has both features and a label: {_reasons(counts)}", hint=remedy
         )
     classes, targets = _targets(texts, used, task, labels or "the data set")
     names = np.array(splits)
