@@ -1,4 +1,4 @@
-"""Probe tokens with masks or depth maps: their sizes and crops, the probe of a layer, and examples of it."""
+"""Probe tokens with masks or depth maps: these files, their sizes, classes and crops, the probe of a layer, examples."""
 
 from __future__ import annotations
 

@@ -460,11 +460,13 @@ def _folds_in_words(folds: NDArray[np.int64]) -> str:
 
 
 def _problem(train: Labelled, settings: Settings) -> tuple[LogisticRegression, Scaling]:
-    scaling = Scaling.of(settings.scaling, train.rows)
+    scaling, weights = Scaling.of(settings.scaling, train.rows), None
+    if settings.balanced:
+        counts = np.bincount(train.targets)
+        weights = (len(train) / (np.count_nonzero(counts) * counts[train.targets])).astype(np.float32)
     problem = LogisticRegression(
         train.rows.scaled(scaling), train.targets, len(settings.classes),
-        sample_weight=_balanced_weights(train.targets, len(settings.classes)) if settings.balanced else None,
-        device=settings.device, memory_bytes=settings.memory_bytes,
+        sample_weight=weights, device=settings.device, memory_bytes=settings.memory_bytes,
     )  # fmt: skip
     return problem, scaling
 
@@ -523,11 +525,6 @@ def _scorer(model: LinearProbe) -> Scorer:
         return values, model.probabilities(values)
 
     return scores
-
-
-def _balanced_weights(targets: NDArray[np.int64], n_classes: int) -> NDArray[np.float32]:
-    counts = np.bincount(targets, minlength=n_classes)
-    return (len(targets) / (np.count_nonzero(counts) * counts[targets])).astype(np.float32)
 
 
 def _shuffle_by_class(
