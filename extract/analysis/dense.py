@@ -21,11 +21,7 @@ from extract.analysis.probe.protocols import PROTOCOLS, Fitted, Labelled, Scorer
 from extract.errors import InputError, unknown_name
 from extract.store.tokens.token_array import TokenArray
 
-__all__ = [
-    "DEPTH", "SEGMENTATION", "DepthBins", "PixelCounts", "cell_means", "depth_probe",
-    "predicted_mask", "scores_of_images", "segmentation_metrics", "segmentation_probe", "upsampled",
-    "with_validation",
-]  # fmt: skip
+__all__ = ["DEPTH", "SEGMENTATION", "depth_probe", "segmentation_probe"]
 
 _MOST_TOKENS = 500_000  # that a classifier is fitted on
 _IMAGES = 64  # scored at once
@@ -60,16 +56,6 @@ DEPTH = {
         "clip", "standardise", "logistic regression of tokens to 16 bins of depth, and the mean of the bins"
     ),
 }
-
-
-class PixelMaps(Protocol):
-    """Masks or depth maps by the number of their image, such as a list of arrays."""
-
-    def __getitem__(self, image: int, /) -> NDArray[Any]:
-        """Return (H, W) numbers of classes from 0, negative for no label; or depths in any unit.
-
-        A depth that is not above zero, or is not finite, is not known.
-        """
 
 
 class DenseProbe:
@@ -438,9 +424,16 @@ class DepthBins:
 _FEW_IMAGES = 100  # below, the coverage of mIoU was less than 0.92 in simulations (docs/intervals.md)
 
 
+class Masks(Protocol):
+    """Masks of images, such as a list of arrays."""
+
+    def __getitem__(self, image: int, /) -> NDArray[Any]:
+        """Return (H, W) numbers of classes from 0; a negative number means no label."""
+
+
 def segmentation_probe(
     tokens: TokenArray | Sequence[TokenArray],
-    masks: PixelMaps,
+    masks: Masks,
     train: ArrayLike,
     test: ArrayLike,
     *,
@@ -630,9 +623,16 @@ _COLUMNS = ("n", "rmse", "abs_rel", "delta1")
 _BINS = 16
 
 
+class DepthMaps(Protocol):
+    """Depths of images, such as a list of arrays."""
+
+    def __getitem__(self, image: int, /) -> NDArray[Any]:
+        """Return (H, W) depths in any unit; 0, a negative number, NaN or infinity means unknown."""
+
+
 def depth_probe(
     tokens: TokenArray | Sequence[TokenArray],
-    depths: PixelMaps,
+    depths: DepthMaps,
     train: ArrayLike,
     test: ArrayLike,
     *,

@@ -1,4 +1,4 @@
-"""Probe tokens with masks or depth maps: these files, their sizes, classes and crops, the probe of a layer, examples."""
+"""Probe tokens with masks or depth maps: the files, their sizes, classes and crops; the probe of a layer; examples."""
 
 from __future__ import annotations
 
