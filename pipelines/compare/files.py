@@ -34,10 +34,7 @@ _RESULTS = "compare.json"
 _FORMAT = "layertap comparison"
 _PAGE_BYTES = 5_000_000  # of the page, at most, about; thumbnails take the rest
 _MEASURES = ("cka", "procrustes", "mutual_knn", "rsa")
-_SOMETIMES = (
-    "tasks.csv", "layers.csv", *(f"{measure}.csv" for measure in _MEASURES),
-    "accuracy-speed.png", "ranks.png", "alikeness.png",  # of earlier versions
-)  # fmt: skip
+_SOMETIMES = ("tasks.csv", "layers.csv", *(f"{measure}.csv" for measure in _MEASURES))
 
 
 def check_out(out: Path) -> None:

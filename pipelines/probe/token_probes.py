@@ -241,7 +241,7 @@ def examine(
         total, lost = total + of_image, lost + outside
         mostly += outside > of_image / 2
     if not total:
-        raise InputError(files.none_message, hint=files.none_hint)
+        raise InputError(f"there are no {files.pixels} in the files")
     why = pictures.why_not
     notes = [f"sizes are not compared with those of the images: {printable(why)}"] if why else []
     if lost > _NOTED * total:
@@ -258,8 +258,6 @@ class DepthFiles:
     """
 
     pixels = "pixels of known depth"
-    none_message = "no pixel of the depth maps has a positive depth"
-    none_hint = ""
 
     def __init__(self, names: Mapping[int, str]):
         self._names = names
@@ -283,8 +281,6 @@ class MaskFiles:
     """
 
     pixels = "labelled pixels"
-    none_message = "no pixel of the masks has a class"
-    none_hint = "does --ignore-label name the right labels?"
 
     def __init__(self, names: Mapping[int, str], ignored: Sequence[int], named: Mapping[int, str] | None):
         self._names, self._ignored = names, np.array([*ignored, _VOID], np.int64)
