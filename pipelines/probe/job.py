@@ -225,19 +225,20 @@ def data_sets(paths: Sequence[str]) -> dict[str, Path | str]:
     return dict(zip(names, locations, strict=True))
 
 
-def folder_of_results(config: ProbeConfig) -> Path:
-    """Create the folder of results in the first data set, unless it exists, and return it.
+def folder_of_results(config: ProbeConfig, name: str) -> Path:
+    """Return the folder OUT/probe/NAME in the first data set, which need not exist.
 
     Raises:
-        InputError: the data set is in a bucket, or the folder cannot be written to, or is a symbolic link.
+        InputError: the data set is in a bucket, OUT/probe cannot be written to, or a folder is a symbolic link.
     """
     if is_url(config.out[0]):
         raise InputError(
             f"{config.out[0]} is in a bucket", hint="name a folder on this machine for the results with -o"
         )
-    folder = Path(config.out[0]) / "probe"
-    check_writable(folder)
-    return own_folder(folder)
+    parent = Path(config.out[0]) / "probe"
+    check_writable(parent)
+    folder = own_folder(parent) / name
+    return own_folder(folder) if folder.exists() else folder
 
 
 def check_writable(folder: Path) -> None:

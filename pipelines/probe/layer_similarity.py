@@ -139,7 +139,7 @@ def compare_layers(config: ProbeConfig) -> tuple[LayerSimilarity, list[Path]]:
 def _folder_for(config: ProbeConfig) -> Path:
     """Return the folder of the results, after a check that it has no other files of their names."""
     data_sets(config.out)
-    folder = config.results or folder_of_results(config) / "similarity"
+    folder = config.results or folder_of_results(config, "similarity")
     names = (_TABLE, f"similarity.{config.format}")
     other = next((folder / name for name in names if (folder / name).exists()), None)
     if other is not None and not holds_columns(folder / _TABLE, _HEAD):

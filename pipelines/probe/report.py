@@ -90,8 +90,9 @@ def _folder_for(config: ProbeConfig) -> Path:
             if (other := next((folder / name for name in names if (folder / name).exists()), None)) is not None:
                 raise InputError(f"{other} exists and is not of a probe", hint="name another folder with -o")
         return folder
-    parent, settings = folder_of_results(config), _result_settings(config)
-    folders = (parent / (f"{config.protocol}-{n}" if n > 1 else config.protocol) for n in itertools.count(1))
+    names = (f"{config.protocol}-{number}" if number > 1 else config.protocol for number in itertools.count(1))
+    folders = (folder_of_results(config, name) for name in names)
+    settings = _result_settings(config)
     return next(
         folder for folder in folders
         if not (folder / "results.json").exists() or _read_results(folder).get("configuration") == settings

@@ -367,6 +367,16 @@ def test_results_of_other_settings_are_not_written_over(made, tmp_path):
         assert str(tmp_path / "out" / "probe" / folder / "results.json") in result.stderr
 
 
+@pytest.mark.parametrize("options", [["-p", "knn"], ["--similarity"]])
+def test_a_folder_of_results_that_is_a_link_out_of_the_data_set_is_refused(made, tmp_path, options):
+    shutil.copytree(made / "out", tmp_path / "out")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "out" / "probe").mkdir()
+    (tmp_path / "out" / "probe" / options[-1].strip("-")).symlink_to(tmp_path / "elsewhere")
+    assert "is a link to" in fails("probe", tmp_path / "out", *options)
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
 def test_an_interruption_leaves_the_results_of_the_layers_that_are_done(made, tmp_path, monkeypatch):
     layertap("probe", made / "out", "-p", "knn", "-o", tmp_path / "res")
     assert results(tmp_path / "res")["complete"]
