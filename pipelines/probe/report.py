@@ -47,13 +47,13 @@ def probe_and_write(config: ProbeConfig, say: Callable[[str], None]) -> tuple[Pr
     data_sets(config.out)
     if config.save is not None:
         _check_file(config.save)
+    is_of_user = config.results is not None and config.results.exists()
     folder = _folder_for(config)
-    is_new = not folder.exists()
     check_writable(folder)
     try:
         outcome = run_probe(config, say, lambda outcome: _write_results(outcome, folder))
     except BaseException:
-        if is_new:  # a run without results leaves no folder behind
+        if not is_of_user:  # a run without results leaves no folder behind
             with contextlib.suppress(OSError):  # there are results
                 folder.rmdir()
         raise
@@ -77,10 +77,10 @@ def _check_file(path: Path) -> None:
 
 
 def _folder_for(config: ProbeConfig) -> Path:
-    """Return the folder of the results, which need not exist.
+    """Return the folder of the results.
 
-    Without `config.results`, it is OUT/probe/PROTOCOL, or PROTOCOL-2 and so on, skipping folders with results of other
-    settings.
+    Without `config.results`, it is OUT/probe/PROTOCOL, or PROTOCOL-2 and so on, skipping folders that have no results
+    of these settings: those of other settings, and of other runs that have just begun.
     """
     folder = config.results
     if folder is not None:
@@ -90,13 +90,15 @@ def _folder_for(config: ProbeConfig) -> Path:
             if (other := next((folder / name for name in names if (folder / name).exists()), None)) is not None:
                 raise InputError(f"{other} exists and is not of a probe", hint="name another folder with -o")
         return folder
-    names = (f"{config.protocol}-{number}" if number > 1 else config.protocol for number in itertools.count(1))
-    folders = (folder_of_results(config, name) for name in names)
-    settings = _result_settings(config)
-    return next(
-        folder for folder in folders
-        if not (folder / "results.json").exists() or _read_results(folder).get("configuration") == settings
-    )  # fmt: skip
+    for number in itertools.count(1):
+        folder = folder_of_results(config, f"{config.protocol}-{number}" if number > 1 else config.protocol)
+        try:
+            folder.mkdir()  # succeeds in only one of two concurrent runs
+            return folder
+        except FileExistsError:
+            if _read_results(folder).get("configuration") == _result_settings(config):
+                return folder
+    raise AssertionError("there is always a next number")
 
 
 def _read_results(folder: Path) -> dict[str, Any]:

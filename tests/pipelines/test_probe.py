@@ -361,8 +361,8 @@ def test_unlabelled_test_images_leave_val_to_test_on(tmp_path):
 
 def test_results_of_other_settings_are_not_written_over(made, tmp_path):
     shutil.copytree(made / "out", tmp_path / "out")
-    (tmp_path / "out" / "probe" / "centroid").mkdir(parents=True)  # of a run that was killed before its first result
-    for layer, folder in (("layer4", "centroid"), ("layer1", "centroid-2"), ("layer4", "centroid")):
+    (tmp_path / "out" / "probe" / "centroid-2").mkdir(parents=True)  # another run has just taken it
+    for layer, folder in (("layer4", "centroid"), ("layer1", "centroid-3"), ("layer4", "centroid")):
         result = layertap("probe", tmp_path / "out", "-p", "centroid", "-l", layer)
         assert str(tmp_path / "out" / "probe" / folder / "results.json") in result.stderr
 
