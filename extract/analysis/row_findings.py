@@ -9,8 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import torch
@@ -358,7 +356,7 @@ def similar_images(
         seed: seed of the choice of queries, if not all images can be queries.
         max_products: limit for the number of multiplications.
     """
-    among = _first_of_each(hashes, good)
+    among = good[np.unique(image_numbers(hashes, good), return_index=True)[1]]
     width = max(1, int(np.prod(array.shape[1:])))
     count = int(min(len(among), max(1, max_products / max(1, len(among) * width))))
     queries = among
@@ -395,28 +393,15 @@ def _neighbours_of(array: FeatureArray, queries: NDArray[np.int64], among: NDArr
 
 def copies(hashes: NDArray[np.uint8], good: NDArray[np.int64]) -> list[list[int]]:
     """Return the rows of images with the same bytes: a list for each repeated image, longest first."""
-    keys, hashed = _keys(hashes, good)
-    order = np.argsort(keys, kind="stable")
-    edges = np.flatnonzero(np.concatenate([[True], keys[order][1:] != keys[order][:-1], [True]]))
-    groups = [hashed[order[start:stop]].tolist() for start, stop in pairwise(edges) if stop - start > 1]
+    numbers = image_numbers(hashes, good)
+    order = np.argsort(numbers, kind="stable")
+    of_images = np.split(good[order], np.flatnonzero(np.diff(numbers[order])) + 1)
+    groups = [rows.tolist() for rows in of_images if len(rows) > 1]
     return sorted(groups, key=lambda group: (-len(group), group))
 
 
 def image_numbers(hashes: NDArray[np.uint8], rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the number (N,) of the image of each row, from 0; rows with the same bytes have the same number."""
-    numbers = np.arange(len(rows))
-    for group in copies(hashes, rows):
-        numbers[np.searchsorted(rows, group)] = np.searchsorted(rows, group[0])
-    return np.unique(numbers, return_inverse=True)[1]
-
-
-def _first_of_each(hashes: NDArray[np.uint8], good: NDArray[np.int64]) -> NDArray[np.int64]:
-    keys, hashed = _keys(hashes, good)
-    _, first = np.unique(keys, return_index=True)
-    return np.sort(np.concatenate([hashed[first], np.setdiff1d(good, hashed)]))
-
-
-def _keys(hashes: NDArray[np.uint8], good: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[np.int64]]:
-    """Return the hashes as sortable values, and the rows that have a hash."""
-    hashed = good[hashes[good].any(1)]
-    return np.ascontiguousarray(hashes[hashed]).view("V16").reshape(-1), hashed
+    """Return the number (N,) of the image of each row, from 0, by its first row; rows with the same bytes share one."""
+    keys = np.ascontiguousarray(hashes[rows]).view("V16").reshape(-1)
+    _, first, numbers = np.unique(keys, return_index=True, return_inverse=True)
+    return np.unique(first[numbers], return_inverse=True)[1]
