@@ -13,19 +13,7 @@ from extract.analysis.similarity import (
 )
 
 __all__ = [
-    "DEPTH",
-    "MOST_COLUMNS",
-    "PROTOCOLS",
-    "SEGMENTATION",
-    "Alikeness",
-    "FeatureSimilarity",
-    "LinearProbe",
-    "ProbeResult",
-    "alikeness",
-    "depth_probe",
-    "feature_similarity",
-    "linear_cka",
-    "linear_probe",
-    "rsa",
+    "DEPTH", "MOST_COLUMNS", "PROTOCOLS", "SEGMENTATION", "Alikeness", "FeatureSimilarity", "LinearProbe",
+    "ProbeResult", "alikeness", "depth_probe", "feature_similarity", "linear_cka", "linear_probe", "rsa",
     "segmentation_probe",
-]
+]  # fmt: skip

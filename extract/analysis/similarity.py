@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import combinations_with_replacement
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +20,6 @@ __all__ = [
 ]  # fmt: skip
 
 MEMORY_BYTES = 512 << 20
-_WORK_BYTES = 64 << 20  # of rows in double precision held at once for products of rows
 # Both take time that grows with the square of the number of images.
 _KNN_ROWS = 10_000
 _RSA_ROWS = 2_000
@@ -179,49 +179,32 @@ def _products(rows: Sequence[FeatureRows], memory_bytes: int) -> tuple[Matrix, M
     means = [mean_of(each) for each in rows]
     hsic, nuclear, lengths = np.zeros((features, features)), np.eye(features), np.zeros(features)
     effective_rank = np.zeros(features)
-    for i, others in _tiles([each.width for each in rows], memory_bytes // 2):
-        products = [np.zeros((rows[i].width, rows[j].width)) for j in others]
-        norms = np.zeros((len(others), 3))  # sums of |x|^2 |y|^2, |x|^2 and |y|^2
-        width = rows[i].width + max(rows[j].width for j in others)
-        step = max(1, memory_bytes // (4 * 8 * width))
+    for i, j in combinations_with_replacement(range(features), 2):
+        product = np.zeros((rows[i].width, rows[j].width))
+        both = of_i = of_j = 0.0  # sums of |x|^2 |y|^2, |x|^2 and |y|^2
+        step = max(1, memory_bytes // (4 * 8 * (rows[i].width + rows[j].width)))
         for start in range(0, count, step):
             stop = min(start + step, count)
-            x = rows[i].between(start, stop) - means[i]
-            of_x = np.einsum("nd,nd->n", x, x)
-            for number, j in enumerate(others):
-                y = x if j == i else rows[j].between(start, stop) - means[j]
-                of_y = np.einsum("nd,nd->n", y, y)
-                products[number] += x.T @ y
-                norms[number] += of_x @ of_y, of_x.sum(), of_y.sum()
-        for product, (both, of_i, of_j), j in zip(products, norms.tolist(), others, strict=True):
-            # The unbiased estimator of Song et al. 2012 times n (n - 3), for K = X X^T and L = Y Y^T without their
-            # diagonals: tr(K L) = |X^T Y|^2 - both, and the rows of K sum to -|x|^2, since X is centred.
-            hsic[i, j] = hsic[j, i] = (
-                np.vdot(product, product) - both * count / (count - 2) + of_i * of_j / ((count - 1) * (count - 2))
-            )
-            if i == j:
-                singular = np.sqrt(np.linalg.eigvalsh(product).clip(0))
-                lengths[i], effective_rank[i] = np.sqrt(of_i), _exponential_of_entropy(singular)
-            else:
-                nuclear[i, j] = nuclear[j, i] = np.linalg.svd(product, compute_uv=False).sum()
+            x, y = (rows[k].between(start, stop) - means[k] for k in (i, j))
+            of_x, of_y = (np.einsum("nd,nd->n", block, block) for block in (x, y))
+            product += x.T @ y
+            both, of_i, of_j = both + float(of_x @ of_y), of_i + float(of_x.sum()), of_j + float(of_y.sum())
+        # The unbiased estimator of Song et al. 2012 times n (n - 3), for K = X X^T and L = Y Y^T without their
+        # diagonals: tr(K L) = |X^T Y|^2 - both, and the rows of K sum to -|x|^2, since X is centred.
+        hsic[i, j] = hsic[j, i] = (
+            np.vdot(product, product) - both * count / (count - 2) + of_i * of_j / ((count - 1) * (count - 2))
+        )
+        if i == j:
+            singular = np.sqrt(np.linalg.eigvalsh(product).clip(0))
+            lengths[i], effective_rank[i] = np.sqrt(of_i), _exponential_of_entropy(singular)
+        else:
+            nuclear[i, j] = nuclear[j, i] = np.linalg.svd(product, compute_uv=False).sum()
     with np.errstate(invalid="ignore", divide="ignore"):
         scale = np.sqrt(np.diag(hsic).clip(0))
         cka, procrustes = hsic / np.outer(scale, scale), nuclear / np.outer(lengths, lengths)
     np.fill_diagonal(procrustes, np.where(lengths > 0, 1.0, np.nan))
     cka, procrustes = (np.where(np.isfinite(matrix), matrix, np.nan) for matrix in (cka, procrustes))
     return cka, procrustes, effective_rank
-
-
-def _tiles(widths: Sequence[int], most_bytes: int) -> Iterator[tuple[int, list[int]]]:
-    """Yield (i, several j >= i), so that the products of a feature i with the features j fit into memory."""
-    for i, width in enumerate(widths):
-        others: list[int] = []
-        for j in range(i, len(widths)):
-            if others and 8 * width * sum(widths[other] for other in [*others, j]) > most_bytes:
-                yield i, others
-                others = []
-            others.append(j)
-        yield i, others
 
 
 def _exponential_of_entropy(singular: NDArray[np.float64]) -> float:
@@ -233,16 +216,8 @@ def _exponential_of_entropy(singular: NDArray[np.float64]) -> float:
 def _gram(rows: FeatureRows) -> NDArray[np.float64]:
     """Return the U-centred products (N, N) of the rows minus their mean, with a zero diagonal."""
     count = len(rows)
-    mean = mean_of(rows)
-    gram = np.empty((count, count))
-    size = max(1, _WORK_BYTES // (8 * rows.width))
-    for first in range(0, count, size):
-        left = rows.between(first, min(first + size, count)) - mean
-        for second in range(0, first + 1, size):
-            right = rows.between(second, min(second + size, count)) - mean
-            products = left @ right.T
-            gram[first : first + len(left), second : second + len(right)] = products
-            gram[second : second + len(right), first : first + len(left)] = products.T
+    centred = rows.array() - mean_of(rows)
+    gram = centred @ centred.T
     np.fill_diagonal(gram, 0)
     # U-centring (Szekely and Rizzo 2014): the mean product of two U-centred matrices is the unbiased estimator.
     sums = gram.sum(0) / (count - 2)

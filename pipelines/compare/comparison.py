@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from extract.analysis.probe.significance_tests import LEVEL
+from extract.analysis.probe.metrics import LEVEL
 from extract.analysis.similarity import FeatureSimilarity
 
 __all__ = ["Compared", "Comparison", "Disputed", "Score", "Task"]

@@ -13,8 +13,7 @@ from typing import Any
 
 from PIL import Image
 
-from extract.analysis.probe.metrics import metric_name
-from extract.analysis.probe.significance_tests import LEVEL
+from extract.analysis.probe.metrics import LEVEL, metric_name
 from extract.credentials import without_credentials
 from extract.errors import InputError, LayertapError
 from extract.store.format.dataset import DataSet
@@ -35,10 +34,7 @@ _RESULTS = "compare.json"
 _FORMAT = "layertap comparison"
 _PAGE_BYTES = 5_000_000  # of the page, at most, about; thumbnails take the rest
 _MEASURES = ("cka", "procrustes", "mutual_knn", "rsa")
-_SOMETIMES = (
-    "tasks.csv", "layers.csv", *(f"{measure}.csv" for measure in _MEASURES),
-    "accuracy-speed.png", "ranks.png", "alikeness.png",  # of earlier versions
-)  # fmt: skip
+_SOMETIMES = ("tasks.csv", "layers.csv", *(f"{measure}.csv" for measure in _MEASURES))
 
 
 def check_out(out: Path) -> None:

@@ -10,13 +10,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from extract.analysis.probe.feature_matrix import FeatureRows
-from extract.analysis.probe.significance_tests import paired_tests, rank_test
+from extract.analysis.probe.metrics import paired_tests, rank_test
 from extract.analysis.similarity import MOST_COLUMNS, feature_similarity
 from extract.backbones.sources import describe, match_specs
 from extract.compute.backbone import Backbone, load_backbone
@@ -133,31 +134,23 @@ def _check_labels(config: CompareConfig, images: Images) -> None:
     Raises:
         InputError: see `label_rows`; or there is only one class.
     """
-    rows = cast(FeatureReader, _Unread(images, config.images))
+    listed, count = images.slice(0, len(images)), len(images)
+    # What `label_rows` reads of a data set, as if all images had features, and all of them different bytes.
+    unread: Any = SimpleNamespace(
+        paths=listed.paths,
+        ids=listed.ids,
+        labels=listed.labels,
+        splits=listed.splits,
+        classes=images.classes,
+        status=np.full(count, Status.OK, np.uint8),
+        provenance={"configuration": {"images": config.images}},
+        column=lambda name: np.arange(2 * count, dtype=np.uint64).view(np.uint8).reshape(-1, 16),
+    )
     for labels in config.labels_of_tasks.values():
-        labelling = label_rows(rows, labels, test_fraction=config.test_fraction, seed=config.seed)
+        labelling = label_rows(unread, labels, test_fraction=config.test_fraction, seed=config.seed)
         if len(labelling.classes) < 2:
             where = "the images have" if labels is None else f"{text_without_credentials(labels)} has"
             raise InputError(f"{where} only 1 class; a probe needs at least two")
-
-
-class _Unread:
-    """What `label_rows` reads of a data set, as if its images had features, and all of them different bytes."""
-
-    def __init__(self, images: Images, given: str):
-        listed = images.slice(0, len(images))
-        self.paths, self.ids, self.labels, self.splits = listed.paths, listed.ids, listed.labels, listed.splits
-        self.classes = images.classes
-        self.status: NDArray[np.uint8] = np.full(len(images), Status.OK, np.uint8)
-        self.provenance: dict[str, Any] = {"configuration": {"images": given}}
-
-    def __len__(self) -> int:
-        return len(self.paths)
-
-    def column(self, name: str) -> NDArray[np.uint8]:
-        """Return a different hash for each row."""
-        numbers = np.arange(2 * len(self), dtype=np.uint64)
-        return numbers.view(np.uint8).reshape(-1, 16)
 
 
 def _member(config: CompareConfig, candidate: Candidate) -> Member:
@@ -196,21 +189,15 @@ def _compared(config: CompareConfig, candidate: Candidate, run: MemberRun) -> Co
     if run.error is None and not run.complete:
         entry.error = "its data set is not complete"
     if run.complete:
-        entry.error = _why_no_features(config.folder / candidate.name)
+        with FeatureReader(config.folder / candidate.name) as reader:
+            if not (reader.status == Status.OK).any():
+                _, _, status, reason = reader.failures[0]
+                entry.error = f"no image has features: {status}: {reason}"
         entry.images_per_s = forward_rate(config.folder / candidate.name)
         if candidate.weights is None:
             with contextlib.suppress(LayertapError):  # of a source that states no licence
                 entry.licence = describe(candidate.spec).licence
     return entry
-
-
-def _why_no_features(out: Path) -> str:
-    """Return why no row of a data set has features; empty: some have."""
-    with FeatureReader(out) as reader:
-        if (reader.status == Status.OK).any():
-            return ""
-        _, _, status, reason = reader.failures[0]
-        return f"no image has features: {status}: {reason}"
 
 
 def _add_similarity(comparison: Comparison, good: Sequence[Compared], readers: dict[str, FeatureReader]) -> None:

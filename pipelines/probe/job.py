@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from extract.analysis.probe.protocols import Labelled
 from extract.errors import InputError
 from extract.store.places.destination import data_set_at
 from extract.store.reader import FeatureReader
+from extract.system.atomic_files import own_folder
 from extract.system.urls import is_url
 from extract.taps.layer_names import match_layers
 from pipelines.probe.config import ProbeConfig
@@ -28,7 +30,10 @@ from pipelines.probe.labelling import Labelling, drop_leaks, label_rows
 from pipelines.probe.token_probes import Example, TokenProbes
 from pipelines.terminal.text_output import data_set_name
 
-__all__ = ["Comparison", "ProbeRun", "ProbedFeature", "arrays_of", "data_sets", "run_probe"]
+__all__ = [
+    "Comparison", "ProbeRun", "ProbedFeature", "arrays_of", "check_writable", "data_sets", "folder_of_results",
+    "run_probe",
+]  # fmt: skip
 
 _NOT_SAVED = ("knn", "fewshot", "segmentation-knn")
 
@@ -130,7 +135,7 @@ def run_probe(
     Args:
         config: configuration of the run.
         say: receives a line about each step.
-        on_result: called with the results so far: before the first layer, after each layer, and at the end.
+        on_result: called with the results so far: after each layer, and at the end.
 
     Raises:
         InputError: a path is not a data set, labels are missing, or the protocol does not fit the labels or `save`.
@@ -180,7 +185,6 @@ def _probe_all(
             labelling = token_probes[name].labelling
         outcome.labellings[name] = labelling
         outcome.test_paths[name] = [reader.paths[row] for row in labelling.test.tolist()]
-    on_result(outcome)
     for number, ((name, parts), arrays) in enumerate(columns.items(), 1):
         layer = "+".join(parts)
         say(f"probing {layer}" + (f" of {name}" if len(readers) > 1 else "") + f" ({number} of {len(columns)})")
@@ -219,6 +223,39 @@ def data_sets(paths: Sequence[str]) -> dict[str, Path | str]:
         names = list(paths)
     locations = [path.rstrip("/") if is_url(path) else Path(path) for path in paths]
     return dict(zip(names, locations, strict=True))
+
+
+def folder_of_results(config: ProbeConfig, name: str) -> Path:
+    """Return the folder OUT/probe/NAME in the first data set, which need not exist.
+
+    Raises:
+        InputError: the data set is in a bucket, OUT/probe cannot be written to, or a folder is a symbolic link.
+    """
+    if is_url(config.out[0]):
+        raise InputError(
+            f"{config.out[0]} is in a bucket", hint="name a folder on this machine for the results with -o"
+        )
+    parent = Path(config.out[0]) / "probe"
+    check_writable(parent)
+    folder = own_folder(parent) / name
+    return own_folder(folder) if folder.exists() else folder
+
+
+def check_writable(folder: Path) -> None:
+    """Create a folder, unless it exists, and check that files can be written to it.
+
+    Raises:
+        InputError: they cannot.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise InputError(
+            f"results cannot be written to {error.filename or folder}: {error.strerror}",
+            hint="name another folder with -o",
+        ) from error
 
 
 def arrays_of(config: ProbeConfig, reader: FeatureReader, where: str) -> dict[tuple[str, ...], list[Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -12,19 +12,19 @@ from numpy.typing import NDArray
 
 from extract.analysis.dataset_diff import image_hashes
 from extract.errors import InputError
-from extract.images.csv_lists import file_and_column
+from extract.images.csv_lists import TABLES, file_and_column, plain_path
 from extract.images.image_list import labels_from_values
 from extract.row_status import Status
 from extract.store.reader import FeatureReader
-from pipelines.probe.pixel_files import files_of_rows, is_table_of_files, where_files_are_expected
 from pipelines.terminal.image_tables import read_image_table, without_fractions
+from pipelines.terminal.text_output import printable
 
 __all__ = ["FILES", "SEPARATOR", "Labelling", "drop_leaks", "label_rows"]
 
 TEST_FRACTION = 0.2  # of each class, if a data set has no splits
 FILES = {"segmentation": "masks", "depth": "depth"}  # tasks whose targets are files -> option that names them
+_SUFFIXES = (".png", ".tif", ".tiff", ".bmp", ".npy")  # of masks and depth maps
 SEPARATOR = "|"  # between the labels of a multilabel row
-_MOST_NOTES = 3  # on names of classes
 _MOST_CLASSES = 20  # more classes need two rows each on average; otherwise they are taken for names or ids of images
 
 
@@ -74,7 +74,7 @@ def label_rows(
     Args:
         reader: reader of the data set.
         labels: FILE or FILE:COLUMN, see `read_image_table`; None: the classes of the data set. For
-            segmentation and depth, see `files_of_rows`.
+            segmentation and depth, see `_files_of_rows`.
         task: "classification"; "multilabel": a row has any number of labels, separated by |; "regression",
             "segmentation" or "depth".
         test_fraction: fraction of each class to draw for testing; None: the data set's splits, or 0.2 without splits.
@@ -87,25 +87,24 @@ def label_rows(
     if labels is None:
         names_of_classes = [*reader.classes, None]  # label -1 gives the last item, None
         texts, splits = [names_of_classes[label] for label in reader.labels.tolist()], list(reader.splits)
-    elif task in FILES and not is_table_of_files(labels):
-        texts, splits = files_of_rows(reader, labels, FILES[task]), list(reader.splits)
+    elif task in FILES and not _is_table_of_files(labels):
+        texts, splits = _files_of_rows(reader, labels, FILES[task]), list(reader.splits)
     else:
         texts, splits, notes = _from_file(reader, labels, task)
     good, groups = reader.status == Status.OK, _groups(reader)
     if task == "classification":
         texts = [None if text == "-1" else text for text in texts]  # -1 is unlabelled, as in a list of images
     labelled = np.array([text is not None for text in texts], bool)
-    counts = {"rows": len(reader), "failed": int((~good).sum()), "unlabelled": int((good & ~labelled).sum())}
+    counts = {"rows": len(reader.paths), "failed": int((~good).sum()), "unlabelled": int((good & ~labelled).sum())}
     used = good & labelled
     if not used.any():
         remedy = "name a table of labels: --labels FILE.csv" if labels is None and counts["unlabelled"] else ""
         if task in FILES and labels is not None:
-            remedy = where_files_are_expected(reader, labels, FILES[task])
+            remedy = _where_files_are_expected(reader, labels, FILES[task])
         raise InputError(
-            f"none of the {len(reader):,} rows has both features and a label: {_reasons(counts)}", hint=remedy
+            f"none of the {len(reader.paths):,} rows has both features and a label: {_reasons(counts)}", hint=remedy
         )
     classes, targets = _targets(texts, used, task, labels or "the data set")
-    notes += _notes_on_spellings(classes, task)
     names = np.array(splits)
     known_splits = set(names[used].tolist()) - {""}
     if test_fraction is not None or not known_splits:
@@ -173,6 +172,51 @@ def _from_file(reader: FeatureReader, labels: str, task: str) -> tuple[list[str 
     return texts, list(reader.splits) if table.splits is None else table.splits, table.notes
 
 
+def _is_table_of_files(where: str) -> bool:
+    """Return whether files are named in a table: FILE.csv or FILE.csv:COLUMN."""
+    return any(ending in where.lower() for ending in TABLES) and not Path(where).is_dir()
+
+
+def _files_of_rows(reader: FeatureReader, where: str, option: str) -> list[str | None]:
+    """Return the file of each row in a folder; None for no file.
+
+    A file has the path of its image with another suffix: photos/a/1.jpg has masks/a/1.png.
+
+    Raises:
+        InputError: `where` is not a folder, or an image has two files.
+    """
+    folder = Path(where)
+    if not folder.is_dir():
+        if where.lower().endswith(".json"):
+            raise InputError(
+                f"--{option} {where}: COCO files are not read",
+                hint="write a PNG of labels for each image, by `annToMask` of pycocotools (docs/guides/tokens.md)",
+            )
+        expected = "expected a folder, or a table FILE.csv[:COLUMN] of files"
+        raise InputError(f"--{option} {where}: {expected if folder.exists() else 'no such folder'}")
+    files: dict[str, Path] = {}
+    for path in sorted(folder.rglob("*")):
+        if path.suffix.lower() in _SUFFIXES and not path.name.startswith("."):
+            stem = _without_suffix(path.relative_to(folder).as_posix())
+            if stem in files:
+                raise InputError(f"{files[stem]} and {path} belong to the same image; remove one of them")
+            files[stem] = path
+    in_folder = [files.get(_without_suffix(plain_path(path))) for path in reader.paths]
+    return [None if path is None else str(path) for path in in_folder]
+
+
+def _where_files_are_expected(reader: FeatureReader, where: str, option: str) -> str:
+    """Return the place of the first image's file, for an error about files of which none belongs to a row."""
+    if _is_table_of_files(where):
+        return ""
+    example = printable(str(Path(where) / _without_suffix(plain_path(reader.paths[0]))))
+    return f"for the first image, {example}.png is expected; a table (--{option} FILE.csv) may name other files"
+
+
+def _without_suffix(path: str) -> str:
+    return str(PurePosixPath(path.lstrip("/")).with_suffix("")) if PurePosixPath(path).name else path
+
+
 def _targets(texts: Sequence[str | None], used: NDArray[np.bool_], task: str, where: str) -> tuple[Any, NDArray[Any]]:
     rows = np.flatnonzero(used).tolist()
     if task == "classification":
@@ -204,19 +248,6 @@ def _targets(texts: Sequence[str | None], used: NDArray[np.bool_], task: str, wh
         if not np.isfinite(values[row, 0]):
             raise InputError(f"{where}: the label {texts[row]!r} is not a number; the protocol ridge predicts numbers")
     return np.array(["target"]), values
-
-
-def _notes_on_spellings(classes: NDArray[Any], task: str) -> list[str]:
-    """Return notes on the first names of classes or labels that differ only by case or spaces."""
-    spellings: dict[str, list[str]] = {}
-    for name in classes.tolist():
-        spellings.setdefault(" ".join(name.casefold().split()), []).append(name)
-    noun = "labels" if task == "multilabel" else "classes"
-    return [
-        f"the {noun} {' and '.join(map(repr, names))} differ only by case or spaces; if they mean the same, give them "
-        "one spelling in a list of labels (--labels)"
-        for names in spellings.values() if len(names) > 1
-    ][:_MOST_NOTES]  # fmt: skip
 
 
 def _groups(reader: FeatureReader) -> NDArray[np.int64]:

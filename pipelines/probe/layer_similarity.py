@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,13 +14,11 @@ from numpy.typing import NDArray
 
 from extract.analysis.dataset_diff import distinct_images
 from extract.analysis.probe.feature_matrix import FeatureRows
-from extract.analysis.similarity import MOST_COLUMNS, feature_similarity
+from extract.analysis.similarity import feature_similarity
 from extract.errors import InputError
 from extract.store.reader import FeatureReader
-from extract.system.atomic_files import own_folder
-from extract.system.urls import is_url
 from pipelines.probe.config import ProbeConfig
-from pipelines.probe.job import arrays_of, data_sets
+from pipelines.probe.job import arrays_of, check_writable, data_sets, folder_of_results
 from pipelines.terminal.figures import add_matrix, add_words, drawable, matrix_inches, save_figure
 from pipelines.terminal.tables import holds_columns, print_aligned, table_file
 
@@ -131,36 +128,18 @@ def compare_layers(config: ProbeConfig) -> tuple[LayerSimilarity, list[Path]]:
                 "--similarity compares layers, and there is one", hint="name more with -l, or two data sets"
             )
         rows = _common_rows(readers, config.seed)
-        for (name, layer), arrays in columns.items():
-            if (width := FeatureRows.of(arrays, rows[name][:1]).width) > MOST_COLUMNS:
-                raise InputError(
-                    f"{layer} of {name} has {width:,} values for an image; --similarity takes at most {MOST_COLUMNS:,}",
-                    hint="name narrower layers with -l, or compute it again with a pooling such as mean_map",
-                )
         features = [_in_order(arrays, rows[name]) for (name, _), arrays in columns.items()]
         count = len(features[0])
         found = feature_similarity(features, k=min(10, count - 1), seed=config.seed)
     result = LayerSimilarity(list(columns), count, found.cka, found.rsa)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise InputError(
-            f"results cannot be written to {error.filename or folder}: {error.strerror}",
-            hint="name another folder with -o",
-        ) from error
+    check_writable(folder)
     return result, result.write(folder, config.format)
 
 
 def _folder_for(config: ProbeConfig) -> Path:
     """Return the folder of the results, after a check that it has no other files of their names."""
     data_sets(config.out)
-    folder = config.results
-    if folder is None:
-        if is_url(config.out[0]):
-            raise InputError(f"{config.out[0]} is in a bucket", hint="name a folder for the results with -o")
-        folder = own_folder(Path(config.out[0]) / "probe") / "similarity"
+    folder = config.results or folder_of_results(config, "similarity")
     names = (_TABLE, f"similarity.{config.format}")
     other = next((folder / name for name in names if (folder / name).exists()), None)
     if other is not None and not holds_columns(folder / _TABLE, _HEAD):

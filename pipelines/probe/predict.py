@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from extract.analysis.dense.dense_probe import scores_of_images
-from extract.analysis.dense.upsampling import DepthBins, predicted_mask
+from extract.analysis.dense import DepthBins, predicted_mask, scores_of_images
 from extract.analysis.probe.feature_matrix import FeatureRows
 from extract.analysis.probe.model import LinearProbe
 from extract.backbones.loading import permitted

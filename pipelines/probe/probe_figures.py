@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from extract.analysis.probe.metrics import metric_name
 from extract.analysis.probe.probing import PRIMARY
-from extract.analysis.probe.strength_choice import standard_error
+from extract.analysis.probe.protocols import standard_error
 from pipelines.probe.job import ProbedFeature, ProbeRun
 from pipelines.terminal.figures import (
     COLOURS,

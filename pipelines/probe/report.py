@@ -5,24 +5,22 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from extract.analysis.dense.dense_probe import DEPTH, SEGMENTATION
+from extract.analysis.dense import DEPTH, SEGMENTATION
 from extract.analysis.probe.metrics import format_metric, metric_name
 from extract.analysis.probe.model import LinearProbe
 from extract.analysis.probe.protocols import PROTOCOLS
 from extract.credentials import text_without_credentials
 from extract.errors import InputError
-from extract.system.atomic_files import own_folder, write_json
+from extract.system.atomic_files import write_json
 from extract.system.json_files import read_json, without_nan
 from extract.system.optional_libraries import own_version
-from extract.system.urls import is_url
 from pipelines.probe.config import ProbeConfig
-from pipelines.probe.job import ProbedFeature, ProbeRun, data_sets, run_probe
+from pipelines.probe.job import ProbedFeature, ProbeRun, check_writable, data_sets, folder_of_results, run_probe
 from pipelines.probe.labelling import SEPARATOR
 from pipelines.probe.probe_figures import PICTURES, draw
 from pipelines.terminal.tables import print_aligned, table_file
@@ -47,25 +45,17 @@ def probe_and_write(config: ProbeConfig, say: Callable[[str], None]) -> tuple[Pr
         InputError: see `run_probe`; or a file cannot be written.
     """
     data_sets(config.out)
-    is_of_user = config.results is not None and config.results.is_dir()
-    try:
-        if config.save is not None:
-            _check_file(config.save)
-        folder = _folder_for(config)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise InputError(
-            f"results cannot be written to {error.filename}: {error.strerror}", hint="name another folder with -o"
-        ) from error
+    if config.save is not None:
+        _check_file(config.save)
+    is_of_user = config.results is not None and config.results.exists()
+    folder = _folder_for(config)
+    check_writable(folder)
     try:
         outcome = run_probe(config, say, lambda outcome: _write_results(outcome, folder))
     except BaseException:
-        if not _has_results(folder):  # a run without results leaves no folder behind
-            (folder / "results.json").unlink(missing_ok=True)
-            if not is_of_user:
-                with contextlib.suppress(OSError):  # other files are in it
-                    folder.rmdir()
+        if not is_of_user:  # a run without results leaves no folder behind
+            with contextlib.suppress(OSError):  # there are results
+                folder.rmdir()
         raise
     files = [folder / name for name in ("results.json", "results.csv")]
     if outcome.config.is_dense:
@@ -83,42 +73,31 @@ def _check_file(path: Path) -> None:
         raise InputError(f"--save {path}: expected the name of a file that ends in .safetensors")
     if path.exists():
         LinearProbe.load(path)  # raises unless it is a probe: other files are not overwritten
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=path.parent):
-        pass
+    check_writable(path.parent)
 
 
 def _folder_for(config: ProbeConfig) -> Path:
-    """Create the folder of the results, unless it exists.
+    """Return the folder of the results.
 
-    Without `config.results`, it is OUT/probe/PROTOCOL, or PROTOCOL-2 and so on, skipping folders with results of other
-    settings.
+    Without `config.results`, it is OUT/probe/PROTOCOL, or PROTOCOL-2 and so on, skipping folders that have no results
+    of these settings: those of other settings, and of other runs that have just begun.
     """
-    if config.results is not None:
-        if "configuration" not in _read_results(config.results):
+    folder = config.results
+    if folder is not None:
+        if "configuration" not in _read_results(folder):
             # Files of these names are replaced or deleted.
             names = ("results.json", *_TABLES, *PICTURES)
-            other = next((name for name in names if (config.results / name).exists()), None)
-            if other is not None:
-                raise InputError(
-                    f"{config.results / other} exists and is not of a probe", hint="name another folder with -o"
-                )
-        config.results.mkdir(parents=True, exist_ok=True)
-        return config.results
-    if is_url(config.out[0]):
-        raise InputError(
-            f"{config.out[0]} is in a bucket", hint="name a folder on this machine for the results with -o"
-        )
-    parent = Path(config.out[0]) / "probe"
-    own_folder(parent)
+            if (other := next((folder / name for name in names if (folder / name).exists()), None)) is not None:
+                raise InputError(f"{other} exists and is not of a probe", hint="name another folder with -o")
+        return folder
     for number in itertools.count(1):
-        folder = parent / (config.protocol + (f"-{number}" if number > 1 else ""))
+        folder = folder_of_results(config, f"{config.protocol}-{number}" if number > 1 else config.protocol)
         try:
             folder.mkdir()  # succeeds in only one of two concurrent runs
             return folder
         except FileExistsError:
             if _read_results(folder).get("configuration") == _result_settings(config):
-                return own_folder(folder)
+                return folder
     raise AssertionError("there is always a next number")
 
 
@@ -128,11 +107,6 @@ def _read_results(folder: Path) -> dict[str, Any]:
         return read_json(folder / "results.json")
     except (InputError, FileNotFoundError, NotADirectoryError):
         return {}
-
-
-def _has_results(folder: Path) -> bool:
-    content = _read_results(folder)
-    return bool(content.get("probes") or content.get("complete"))
 
 
 def _result_settings(config: ProbeConfig) -> dict[str, Any]:
@@ -272,10 +246,6 @@ def _probe_as_json(feature: ProbedFeature) -> dict[str, Any]:
 
 def _write_results(outcome: ProbeRun, folder: Path) -> None:
     """Write results.json and results.csv atomically; delete predictions and figures of an earlier run."""
-    if not outcome.probed:
-        if not _has_results(folder):  # reserve the folder; an earlier run's results stay until there are new results
-            write_json(folder / "results.json", as_json(outcome))
-        return
     if len(outcome.probed) == 1 and not outcome.complete:
         for name in (*_TABLES[1:], *PICTURES):
             (folder / name).unlink(missing_ok=True)

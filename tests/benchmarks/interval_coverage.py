@@ -20,13 +20,12 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import beta, binom
 
-from extract.analysis.dense.segmentation import PixelCounts, segmentation_metrics
+from extract.analysis.dense import PixelCounts, segmentation_metrics
 from extract.analysis.probe import metrics, protocols
 from extract.analysis.probe.feature_matrix import FeatureRows
-from extract.analysis.probe.intervals import exact_proportion
+from extract.analysis.probe.metrics import LEVEL, exact_proportion, paired_tests
 from extract.analysis.probe.probing import probe
 from extract.analysis.probe.protocols import Labelled
-from extract.analysis.probe.significance_tests import LEVEL, paired_tests
 from pipelines.probe.config import ProbeConfig
 from pipelines.probe.job import ProbedFeature, ProbeRun
 

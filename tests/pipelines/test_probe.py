@@ -7,8 +7,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -249,22 +247,6 @@ def test_labels_that_do_not_fit_are_explained(made, tmp_path, lines, labels, mes
     assert message in fails("probe", made / "out", "--labels", labels.format(file), "-o", tmp_path)
 
 
-def test_classes_that_differ_by_case_or_spaces_are_named(made, tmp_path):
-    with FeatureReader(made / "out") as reader:
-        paths = reader.paths[:]
-    names = ["ant" if "ant" in path else "bee" if "bee" in path else "red cat" for path in paths]
-    names[0], names[1], names[-1] = "Ant", "ANT", "Red  cat"
-    file = labels_file(tmp_path / "labels.csv", [["path", "label"], *zip(paths, names, strict=True)])
-    result = layertap("probe", made / "out", "-l", "layer4", "-p", "centroid", "--labels", file, "-o", tmp_path / "res")
-    for names in ("'ANT' and 'Ant' and 'ant'", "'Red  cat' and 'red cat'"):
-        assert (
-            f"the classes {names} differ only by case or spaces; if they mean the same, give them one spelling in a "
-            "list of labels (--labels)" in result.stdout
-        )
-    plain = layertap("probe", made / "out", "-l", "layer4", "-p", "centroid", "-o", tmp_path / "res")
-    assert "differ only by case" not in plain.stdout
-
-
 def test_figures_hold_their_curves_with_intervals_also_of_one_layer_and_say_n(made, tmp_path, monkeypatch):
     figures = {}
     monkeypatch.setattr(probe_figures, "save_figure", lambda figure, path: figures.setdefault(path.name, figure))
@@ -373,6 +355,16 @@ def test_results_of_other_settings_are_not_written_over(made, tmp_path):
         assert str(tmp_path / "out" / "probe" / folder / "results.json") in result.stderr
 
 
+@pytest.mark.parametrize("options", [["-p", "knn"], ["--similarity"]])
+def test_a_folder_of_results_that_is_a_link_out_of_the_data_set_is_refused(made, tmp_path, options):
+    shutil.copytree(made / "out", tmp_path / "out")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "out" / "probe").mkdir()
+    (tmp_path / "out" / "probe" / options[-1].strip("-")).symlink_to(tmp_path / "elsewhere")
+    assert "is a link to" in fails("probe", tmp_path / "out", *options)
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
 def test_an_interruption_leaves_the_results_of_the_layers_that_are_done(made, tmp_path, monkeypatch):
     layertap("probe", made / "out", "-p", "knn", "-o", tmp_path / "res")
     assert results(tmp_path / "res")["complete"]
@@ -449,24 +441,6 @@ def test_names_that_are_formulas_elsewhere_are_drawn_as_they_are(tmp_path):
     result = layertap("probe", tmp_path / "$x_$", "-p", "knn", "-o", tmp_path / "res")
     assert result.exit_code == 0
     assert "confusion.png" in result.stderr
-
-
-@pytest.mark.slow
-def test_a_run_that_is_killed_before_its_first_result_leaves_its_folder_to_the_next(made, tmp_path, monkeypatch):
-    shutil.copytree(made / "out", tmp_path / "out")
-    code = (
-        "import os, signal, sys\n"
-        "from pipelines.probe import job\n"
-        "job.probe = lambda *args, **settings: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "from pipelines.cli import main\n"
-        "main(sys.argv[1:])\n"
-    )
-    command = [sys.executable, "-c", code, "probe", str(tmp_path / "out"), "-p", "centroid"]
-    assert subprocess.run(command, capture_output=True).returncode == -9
-    assert results(tmp_path / "out/probe/centroid") | {"probes": []} == results(tmp_path / "out/probe/centroid")
-    assert layertap("probe", tmp_path / "out", "-p", "centroid").exit_code == 0
-    assert [path.name for path in (tmp_path / "out/probe").iterdir()] == ["centroid"]
-    assert results(tmp_path / "out/probe/centroid")["complete"]
 
 
 def test_folders_of_the_users_own_stay_and_so_do_results_until_there_are_new_ones(made, tmp_path, monkeypatch):

@@ -20,7 +20,7 @@ from PIL import Image
 
 from extract import FeatureReader, Status, findings
 from extract.analysis.probe import metrics
-from extract.analysis.similar_images import near_duplicate_cosine
+from extract.analysis.row_findings import near_duplicate_cosine
 from extract.store.format.layout import StoredFeature, create_shard
 from extract.store.format.writer import ShardWriter
 from pipelines.data_sets import report as report_room

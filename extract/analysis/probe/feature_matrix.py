@@ -15,7 +15,6 @@ from extract.errors import InputError
 __all__ = ["FeatureRows", "Scaling", "Source", "mean_of", "moments"]
 
 _BLOCK_BYTES = 16 << 20  # of features read at once
-_PICKED = 64  # sparse rows read before `forget` releases them and the pages around them that the kernel has mapped
 _SPARSE = 4  # rows are read one by one if they span more than this many times their number
 
 
@@ -83,7 +82,7 @@ class _ArrayRows:
             elif last - first <= _SPARSE * len(index):
                 values = source[first:last][index - first]
             else:
-                values = _sparse_rows(source, index)
+                values = source[index]
             blocks.append(np.asarray(values).reshape(len(index), -1))
             if forget := getattr(source, "forget", None):  # keeps a memory map from filling the memory
                 forget(first, last)
@@ -203,17 +202,6 @@ class FeatureRows:
                 row = start + int(np.flatnonzero(~np.isfinite(block).all(1))[0])
                 raise InputError(f"row {row} of the features contains NaN or infinity", hint="leave out such rows")
             yield start, block
-
-
-def _sparse_rows(source: Source, index: NDArray[np.int64]) -> NDArray[Any]:
-    """Read rows that lie far apart."""
-    values = []
-    for start in range(0, len(index), _PICKED):
-        chunk = index[start : start + _PICKED]
-        values.append(np.asarray(source[chunk]))
-        if forget := getattr(source, "forget", None):
-            forget(int(chunk[0]), int(chunk[-1]) + 1)
-    return np.concatenate(values)
 
 
 def _numpy(tensor: torch.Tensor) -> NDArray[Any]:

@@ -117,12 +117,11 @@ class LogisticRegression:
         with torch.inference_mode(), full_float32():
             self._features = _rows_along_axes(rows, self._device, self._memory_bytes)
 
-    def fit(self, strengths: Sequence[float], max_iterations: int = MAX_ITERATIONS, until_settled: bool = False) -> Fit:
+    def fit(self, strengths: Sequence[float], until_settled: bool = False) -> Fit:
         """Minimise the objective for every strength.
 
         Args:
             strengths: values of C, in any order.
-            max_iterations: maximum number of steps for each C.
             until_settled: whether to stop on separated rows too, after 50 consecutive steps that gained less than 1e-6
                 nats per row each. No row changed its class during these steps; the optimum may be a thousand steps
                 away.
@@ -137,7 +136,7 @@ class LogisticRegression:
             for chunk in self._chunks(np.asarray(strengths, np.float64)[order], problem):
                 whole = torch.zeros_like(chunk, dtype=torch.int64)
                 with limited_threads(problem.threads(len(chunk))):
-                    best, scales, *others = _minimise(problem, chunk, whole, max_iterations, until_settled)
+                    best, scales, *others = _minimise(problem, chunk, whole, until_settled)
                 solved.append([tensor.cpu().numpy() for tensor in (*problem.solution(best, scales), *others)])
         weights, biases, objectives, iterations, converged, separated = (
             np.concatenate(column)[place] for column in zip(*solved, strict=True)
@@ -168,7 +167,7 @@ class LogisticRegression:
                 fold = torch.arange(n_folds * draws, device=self._device).repeat(len(chunk))
                 fits = chunk.repeat_interleave(n_folds * draws)
                 with limited_threads(problem.threads(len(fits))):
-                    best, scales, *_ = _minimise(problem, fits, fold, MAX_ITERATIONS, until_settled=True)
+                    best, scales, *_ = _minimise(problem, fits, fold, until_settled=True)
                 scores = problem.left_out_scores(best, scales, fold_of, n_folds)
                 yield from scores.cpu().numpy()
 
@@ -322,16 +321,13 @@ def _loss(scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return loss, by_scores
 
 
-def _minimise(
-    problem: _Problem, strengths: Tensor, fold: Tensor, max_iterations: int, until_settled: bool = False
-) -> tuple[Tensor, ...]:
+def _minimise(problem: _Problem, strengths: Tensor, fold: Tensor, until_settled: bool) -> tuple[Tensor, ...]:
     """Run L-BFGS for all fits side by side, with separate steps; converged fits are left out of further passes.
 
     Args:
         problem: the objective.
         strengths: (M,) values of C.
         fold: (M,) columns of the weights of rows.
-        max_iterations: maximum number of steps for each fit.
         until_settled: see `LogisticRegression.fit`.
 
     Returns:
@@ -350,7 +346,7 @@ def _minimise(
     point, value = best.clone(), objectives.clone()
     steps: list[Tensor] = []
     changes: list[Tensor] = []
-    for _ in range(max_iterations):
+    for _ in range(MAX_ITERATIONS):
         direction = -_times_inverse_hessian(gradient, steps, changes)
         slope = (direction * gradient).sum(1, dtype=torch.float64)
         # Compare with the gain too: at a small C, it is a small part of the objective, but decides the predictions.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -155,7 +155,7 @@ class LinearProbe:
             if isinstance(error, InputError):
                 raise
             raise InputError(f"{path} cannot be read as a probe: {error}") from error
-        for problem in _inconsistencies(probe):
+        if problem := _inconsistency(probe):
             raise InputError(f"{path} is not a valid probe: {problem}")
         if expected is not None and expected != _sha256(tensors, text):
             raise InputError(f"{path} is damaged: its content does not match its checksum")
@@ -171,41 +171,36 @@ def _sha256(tensors: Mapping[str, NDArray[Any]], text: Mapping[str, str]) -> str
     return digest.hexdigest()
 
 
-def _inconsistencies(probe: LinearProbe) -> Iterator[str]:
-    """Yield the inconsistencies of a probe read from a file."""
+def _inconsistency(probe: LinearProbe) -> str:
+    """Return what is wrong with a probe that was read from a file; empty: nothing."""
+    classes, coef = probe.classes_, probe.coef_
+    columns = [array for array in (probe.scaling.mean, probe.scaling.scale) if array is not None]
+    expected_dtype = np.dtype(np.float64 if probe.task == "regression" else np.float32)
     if probe.task not in _TASKS or probe.scaling.name not in ("none", "l2", "standardise"):
-        yield f"unknown task {probe.task!r} or scaling {probe.scaling.name!r}"
-    if probe.classes_.dtype.kind not in "Uif" or len(set(probe.classes_.ravel().tolist())) < probe.classes_.size:
-        yield "its classes are not distinct names or numbers"
-        return
-    if probe.classes_.ndim != 1 or not isinstance(probe.about, dict):
-        yield "its classes are not a list, or its metadata are not a mapping"
-        return
+        return f"unknown task {probe.task!r} or scaling {probe.scaling.name!r}"
+    if classes.ndim != 1 or classes.dtype.kind not in "Uif" or len(set(classes.tolist())) < len(classes):
+        return "its classes are not a list of distinct names or numbers"
+    if not isinstance(probe.about, dict):
+        return "its metadata are not a mapping"
     if probe.has_probabilities and probe.task == "regression":
-        yield "has_probabilities is true; a regression has none"
-    if probe.classes_.dtype.kind == "f" and not np.isfinite(probe.classes_).all():
-        yield "a class is NaN or infinite"
-    expected_dtype = np.float64 if probe.task == "regression" else np.float32
-    if (
-        probe.coef_.ndim != 2
-        or 0 in probe.coef_.shape
-        or probe.intercept_.shape != probe.coef_.shape[:1]
-        or {probe.coef_.dtype, probe.intercept_.dtype} != {np.dtype(expected_dtype)}
-    ):
-        yield f"its weights are not {np.dtype(expected_dtype)} of shapes (K, D) and (K,)"
-        return
-    columns: Sequence[Any] = [array for array in (probe.scaling.mean, probe.scaling.scale) if array is not None]
+        return "has_probabilities is true; a regression has none"
+    if coef.ndim != 2 or 0 in coef.shape or probe.intercept_.shape != coef.shape[:1]:
+        return "its weights are not of shapes (K, D) and (K,)"
+    if {coef.dtype, probe.intercept_.dtype} != {expected_dtype}:
+        return f"its weights are not {expected_dtype}"
     if len(columns) != (2 if probe.scaling.name == "standardise" else 0):
-        yield "the statistics of its scaling are missing"
-    if any(array.shape != probe.coef_.shape[1:] for array in columns):
-        yield "its scaling and its weights have different widths"
-    expected = 2 if probe._one_score else len(probe.coef_)
-    if probe.classes_.shape != (expected,):
-        yield f"it has {len(probe.classes_)} classes, but weights for {expected}"
-    if not all(np.isfinite(array).all() for array in (probe.coef_, probe.intercept_, *columns)):
-        yield "a weight or a statistic of its scaling is not finite"
+        return "the statistics of its scaling are missing"
+    if any(array.shape != coef.shape[1:] for array in columns):
+        return "its scaling and its weights have different widths"
+    expected = 2 if probe._one_score else len(coef)
+    if len(classes) != expected:
+        return f"it has {len(classes)} classes, but weights for {expected}"
+    numbers = [coef, probe.intercept_, *columns, *([classes] if classes.dtype.kind == "f" else [])]
+    if not all(np.isfinite(array).all() for array in numbers):
+        return "a class, a weight or a statistic of its scaling is not finite"
     if probe.scaling.scale is not None and not (probe.scaling.scale > 0).all():
-        yield "a standard deviation of its scaling is not above zero"
+        return "a standard deviation of its scaling is not above zero"
+    return ""
 
 
 def _logistic(scores: NDArray[np.float32]) -> NDArray[np.float32]:

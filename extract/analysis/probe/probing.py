@@ -13,13 +13,14 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 
 from extract.analysis.probe.feature_matrix import FeatureRows, Source
-from extract.analysis.probe.intervals import Estimate, exact_proportion
 from extract.analysis.probe.memory import free_bytes
 from extract.analysis.probe.metrics import (
+    Estimate,
     average_precision,
     by_class,
     classification_metrics,
     confusion_of,
+    exact_proportion,
     format_metric,
     metric_name,
     multilabel_metrics,
@@ -204,7 +205,7 @@ def linear_probe(
 
     return probe(
         labelled("train", x_train, encoded[0]),
-        None if x_val is None or encoded[1] is None else labelled("val", x_val, encoded[1]),
+        None if x_val is None or encoded[1] is None or not len(encoded[1]) else labelled("val", x_val, encoded[1]),
         labelled("test", x_test, encoded[2]),
         classes, task, protocol=protocol, scaling=scaling, balanced=class_weight == "balanced", seed=seed,
         device=device, memory_bytes=memory_bytes,
@@ -251,10 +252,6 @@ def probe(
         raise unknown_name("scaling", scaling, SCALINGS)
     if balanced and (task != "classification" or protocol in ("knn", "centroid")):
         raise InputError(f"class weights need logistic regression of classes; {protocol} for {task} has none")
-    if val is not None and not len(val):
-        val = None
-    if not len(test) or not len(train):
-        raise InputError(f"{len(train):,} training rows and {len(test):,} test rows; expected at least one of each")
     if task == "regression" and (constant := np.flatnonzero(np.ptp(train.targets, axis=0) == 0)).size:
         name, value = classes[constant[0]], train.targets[0, constant[0]]
         raise InputError(f"{name} is {value:g} in all training rows; regression needs different values")
@@ -337,8 +334,7 @@ def _evaluate(fitted: Fitted, test: Labelled, settings: Settings, protocol: str)
     )  # fmt: skip
 
 
-# The 0.975 quantile of Student's t for 1 to 9 degrees of freedom (any table; NIST/SEMATECH e-Handbook, 1.3.6.7.2).
-_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+_T = 2.776  # 0.975 quantile of Student's t for 4 degrees of freedom, those of five draws
 
 
 def _over_draws(values: list[float], n_test: int) -> Estimate:
@@ -347,7 +343,7 @@ def _over_draws(values: list[float], n_test: int) -> Estimate:
     All draws are tested on the same rows. The two are independent, so the squares of their half widths add up.
     """
     mean = float(np.mean(values))
-    half = _T[len(values) - 2] * float(np.std(values, ddof=1)) / len(values) ** 0.5 if len(values) > 1 else float("nan")
+    half = _T * float(np.std(values, ddof=1)) / len(values) ** 0.5
     of_rows = exact_proportion(mean, n_test)
     low, high = math.hypot(half, mean - of_rows.low), math.hypot(half, of_rows.high - mean)
     return Estimate(mean, max(0.0, mean - low), min(1.0, mean + high), "Student's t of draws, and Clopper-Pearson")
@@ -391,18 +387,16 @@ def _encode_targets(
             "y_train holds fractions; expected whole class numbers", hint="for numbers, use protocol='ridge'"
         )
     classes = np.unique(train)
+    number_of = {value: number for number, value in enumerate(classes.tolist())}
     encoded: list[NDArray[Any] | None] = []
     for name, array in (("val", val), ("test", test)):
         if array is None:
             encoded.append(None)
             continue
-        indices = np.full(len(array), -1)
-        if (array.dtype.kind in "US") == (classes.dtype.kind in "US"):
-            nearest = np.minimum(np.searchsorted(classes, array), len(classes) - 1)
-            indices = np.where(classes[nearest] == array, nearest, -1)
         # -1, -2, ...: one number for each class missing from training.
-        missing_number = np.unique(array[indices < 0], return_inverse=True)[1]
-        indices[indices < 0] = -1 - missing_number
+        missing = sorted(set(array.tolist()) - set(number_of))
+        numbers_of = number_of | {value: -1 - number for number, value in enumerate(missing)}
+        indices = np.array([numbers_of[value] for value in array.tolist()], np.int64)
         if name == "val" and (indices < 0).any():
             raise InputError(f"y_val has the class {array[indices < 0][0].item()!r}, which y_train does not have")
         if not (indices >= 0).any() and len(array):

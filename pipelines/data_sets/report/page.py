@@ -25,11 +25,13 @@ from extract.analysis.feature_statistics import statistics_of
 from extract.analysis.probe.feature_matrix import FeatureRows
 from extract.analysis.probe.nearest_rows import layer_to_search
 from extract.analysis.projection import axes_of_sample, project, tsne, umap
-from extract.analysis.row_findings import KINDS, Finding, findings
-from extract.analysis.similar_images import (
+from extract.analysis.row_findings import (
+    KINDS,
     QUICK_PRODUCTS,
+    Finding,
     K,
     SimilarImages,
+    findings,
     map_neighbours,
     near_duplicate_cosine,
     outlier_cosine,

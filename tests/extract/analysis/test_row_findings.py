@@ -12,7 +12,7 @@ import pytest
 
 from extract import FeatureReader, Status, findings
 from extract.analysis.probe.feature_matrix import FeatureRows
-from extract.analysis.probe.strength_choice import stratified_folds
+from extract.analysis.probe.protocols import stratified_folds
 from extract.analysis.row_findings import confident_classes, left_out_probabilities
 from extract.errors import UnknownNameError
 from extract.store.format.layout import StoredFeature, create_shard

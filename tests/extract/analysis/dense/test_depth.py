@@ -10,8 +10,7 @@ import torch
 from sklearn.linear_model import LogisticRegression
 from torch.nn.functional import interpolate
 
-from extract.analysis.dense import depth_probe
-from extract.analysis.dense.upsampling import DepthBins, cell_means
+from extract.analysis.dense import DepthBins, cell_means, depth_probe
 from extract.analysis.probe import protocols
 from extract.errors import InputError, UnknownNameError
 from tests.extract.analysis.dense.test_segmentation import CHANNELS, CROP, GRID, IMAGES, TEST, TRAIN, token_array
@@ -117,14 +116,13 @@ def test_means_of_cells_are_those_of_their_known_pixels(samples: Any) -> None:
             assert np.isnan(found[row, column])
 
 
-@pytest.mark.parametrize("weighting", ["softmax", "relu"])
-def test_depths_of_bins_are_means_weighted_by_scores(weighting: str) -> None:
+def test_depths_of_bins_are_means_weighted_by_scores() -> None:
     tokens = token_array(np.zeros((1, 24, CHANNELS), np.float32))
     scores, depths = torch.randn(16, *GRID), torch.linspace(0.5, 10, 16)
-    weights = scores.softmax(0) if weighting == "softmax" else scores.clamp(min=0) + 0.1
+    weights = scores.softmax(0)
     of_cells = ((weights * depths[:, None, None]).sum(0) / weights.sum(0)).clamp(max=8)
     expected = interpolate(of_cells[None, None], size=CROP, mode="bilinear", align_corners=False)[0, 0]
-    found = DepthBins(depths.numpy(), weighting, 8.0).predicted(tokens, scores, (48, 32))
+    found = DepthBins(depths.numpy(), 8.0).predicted(tokens, scores, (48, 32))
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.nn.functional import interpolate
 
-from extract.analysis.dense import SEGMENTATION, dense_probe, segmentation_probe, upsampling
-from extract.analysis.dense.upsampling import predicted_mask, upsampled
+from extract.analysis import dense
+from extract.analysis.dense import SEGMENTATION, predicted_mask, segmentation_probe, upsampled
 from extract.errors import InputError, UnknownNameError
 from extract.store.tokens.token_array import TokenArray
 from extract.store.tokens.token_layout import TokenLayout
@@ -51,7 +51,7 @@ def samples() -> tuple[TokenArray, list[np.ndarray]]:
 
 @pytest.fixture(autouse=True)
 def several_bands(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upsampling, "_BAND_VALUES", 500)
+    monkeypatch.setattr(dense, "_BAND_VALUES", 500)
 
 
 @pytest.mark.parametrize("scale", [1, 2])
@@ -66,7 +66,7 @@ def test_a_picture_of_the_shape_of_the_crop_is_upsampled_as_by_pytorch(samples: 
 
 @pytest.mark.parametrize("band_values", [1, 500, 1 << 24])
 def test_pixels_outside_the_crop_have_no_values(monkeypatch: pytest.MonkeyPatch, band_values: int) -> None:
-    monkeypatch.setattr(upsampling, "_BAND_VALUES", band_values)
+    monkeypatch.setattr(dense, "_BAND_VALUES", band_values)
     tokens = token_array(np.zeros((1, 24, CHANNELS), np.float32), resize=(64, 64))
     values = torch.randn(3, *GRID)
     expected = np.full((3, 64, 64), np.nan, np.float32)
@@ -149,7 +149,7 @@ def test_two_classes_and_little_memory_give_the_same_as_much(samples: Any, proto
 
 
 def test_many_tokens_are_sampled(samples: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dense_probe, "_MOST_TOKENS", 200)
+    monkeypatch.setattr(dense, "_MOST_TOKENS", 200)
     result = segmentation_probe(*samples, TRAIN, TEST)
     assert result.notes[1] == "200 of them are drawn, with seed 0"
     assert result.metrics["pixel_accuracy"].value > 0.6

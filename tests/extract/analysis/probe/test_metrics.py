@@ -7,12 +7,13 @@ import pytest
 from scipy.stats import beta, binomtest
 from sklearn import metrics as reference
 
-from extract.analysis.probe.intervals import effective_rows, exact_proportion
 from extract.analysis.probe.metrics import (
     average_precision,
     by_class,
     classification_metrics,
     confusion_of,
+    effective_rows,
+    exact_proportion,
     expected_calibration_error,
     mcnemar,
     multilabel_metrics,

@@ -57,14 +57,14 @@ def test_features_of_another_width_are_refused(fitted):
         (lambda t, m: (t, {**m, "task": "magic"}), "unknown task"),
         (lambda t, m: (t, {**m, "has_probabilities": "3"}), "has_probabilities is 3; expected true or false"),
         (lambda t, m: (t, {**m, "has_probabilities": "null"}), "has_probabilities is None; expected true or false"),
-        (lambda t, m: (t, {**m, "classes": "[1, 2, NaN]"}), "a class is NaN"),
-        (lambda t, m: (t, {**m, "classes": '["a", "b", 3]', "about": "[]"}), "metadata are not a mapping"),
+        (lambda t, m: (t, {**m, "classes": "[1, 2, NaN]"}), "a class, a weight or a statistic"),
+        (lambda t, m: (t, {**m, "about": "[]"}), "metadata are not a mapping"),
         (
             lambda t, m: (
                 {**t, "coef": t["coef"][:0].copy(), "intercept": t["intercept"][:0].copy()},
                 {**m, "classes": "[]"},
             ),
-            "weights are not float32 of shapes",
+            "weights are not of shapes",
         ),
         (
             lambda t, m: ({k: v.astype(np.float64) for k, v in t.items()}, {**m, "task": "regression"}),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy.stats import binom, binomtest
 
-from extract.analysis.probe.significance_tests import holm, paired_tests
+from extract.analysis.probe.metrics import holm, paired_tests
 
 DRAWS = 1000
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from extract.analysis.probe.significance_tests import rank_test, ranks_of
+from extract.analysis.probe.metrics import rank_test, ranks_of
 
 # AUC of four decision trees on fourteen data sets: Table 6 of Demsar (2006), with its average ranks.
 AUC = """

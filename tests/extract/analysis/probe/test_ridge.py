@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from sklearn.linear_model import Ridge
 
-from extract.analysis.probe import ridge
+from extract.analysis.probe import protocols
 from extract.analysis.probe.feature_matrix import FeatureRows
-from extract.analysis.probe.ridge import fit_ridge
+from extract.analysis.probe.protocols import fit_ridge
 from extract.errors import InputError
 
 
@@ -28,6 +28,6 @@ def test_weights_are_those_of_scikit_learn_for_every_alpha(n, d):
 
 
 def test_what_needs_too_large_a_matrix_is_refused(monkeypatch):
-    monkeypatch.setattr(ridge, "_WIDEST", 10)
+    monkeypatch.setattr(protocols, "_WIDEST_RIDGE", 10)
     with pytest.raises(InputError, match="store the layer with a pooling"):
         fit_ridge(FeatureRows.of(np.ones((20, 30), np.float32)), np.ones((20, 1)), [1.0])
