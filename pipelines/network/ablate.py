@@ -90,7 +90,7 @@ def ablate(config: AblateConfig) -> AblationResult:
         _write_csv(link_target(config.csv), result)
         ablated.written.append(config.csv)
     if picture is not None:
-        from pipelines.network.ablate_figures import draw_ablation
+        from pipelines.network.figures import draw_ablation
         from pipelines.terminal.figures import drawable, save_figure
 
         parts = "layer" if channels is None else f"channel of {drawable(', '.join(layers), 60)}"

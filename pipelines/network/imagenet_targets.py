@@ -50,9 +50,7 @@ def n_outputs(backbone: Backbone) -> int:
     return int(getattr(head, "out_features", 0) or getattr(head, "out_channels", 0))
 
 
-def targets_of(
-    backbone: Backbone, images: Images, labels: str | None = None, remedy: str = "give --labels FILE.csv"
-) -> Targets | None:
+def targets_of(backbone: Backbone, images: Images, labels: str | None = None) -> Targets | None:
     """Return the true output of each image; None if the classes of the images are no outputs, which a note says.
 
     The output is found by what a class is called, never by its position: all classes are WordNet ids (n01440764, the
@@ -64,7 +62,6 @@ def targets_of(
         images: images with their classes.
         labels: FILE.csv[:COLUMN], see `read_image_table`; replaces the classes of the images. Whole numbers in it are
             output numbers, also if the network has labels that are numbers.
-        remedy: what to do if the classes of the images do not fit; may be empty.
 
     Raises:
         InputError: the file does not fit the images, or its labels do not fit the backbone; or a class of the images
@@ -75,7 +72,7 @@ def targets_of(
     # notation, so numbers, WordNet ids and labels are not mixed.
     if labels is None:
         names = [images.classes[label] if label >= 0 else None for label in images.labels.tolist()]
-        classes, where = set(images.classes), "the classes of the images"
+        classes, where, remedy = set(images.classes), "the classes of the images", "give --labels FILE.csv"
     else:
         names, where = _of_file(images, labels), text_without_credentials(labels)
         remedy = "expected output numbers alone, WordNet ids alone, or label names of the network alone"
@@ -89,7 +86,7 @@ def targets_of(
         if classes and n_outputs(backbone):
             shown = ", ".join(map(repr, sorted(classes)[:_SHOWN])) + (", ..." if len(classes) > _SHOWN else "")
             note = f"note: the classes of the images ({shown}) are not outputs of {backbone.spec}; these are unknown"
-            print_line(note + (f": {remedy}" if remedy else ""), fg="yellow", err=True)
+            print_line(f"{note}: {remedy}", fg="yellow", err=True)
         return None
     notation, found = max(notations.items(), key=lambda item: len(item[1]), default=(_NUMBERS, {}))
     if fault := _fault(classes, notation, notations, backbone.spec):
@@ -103,19 +100,16 @@ def targets_of(
 def _notations(backbone: Backbone, classes: Set[str]) -> dict[str, dict[str, list[int]]]:
     """Return what classes may be, in words -> class -> its possible outputs; classes without any are left out."""
     width, labels = n_outputs(backbone), _output_labels(backbone)
-    exact, folded = defaultdict[str, list[int]](list), defaultdict[str, list[int]](list)
+    outputs_of = defaultdict[str, list[int]](list)
     for number, label in enumerate(labels):
-        for spelling in {label, _short(label)}:
-            exact[spelling].append(number)
         for spelling in {_folded(label), _folded(_short(label))}:
-            folded[spelling].append(number)
-    called = {name: exact.get(name) or folded.get(_folded(name), []) for name in classes}
+            outputs_of[spelling].append(number)
     are_numbers = all(re.fullmatch(r"\d{1,18}", name, re.ASCII) for name in classes)
     ids = {name: number for number, name in enumerate(_imagenet())} if _is_imagenet(labels) else {}
     return {
         _NUMBERS: {name: [int(name)] for name in classes if are_numbers and (not width or int(name) < width)},
         _IDS: {name: [ids[name]] for name in classes if name in ids},
-        _LABELS: {name: outputs for name, outputs in called.items() if outputs},
+        _LABELS: {name: outputs_of[_folded(name)] for name in classes if _folded(name) in outputs_of},
     }
 
 

@@ -86,7 +86,7 @@ def inspect(config: InspectConfig) -> InspectionResult:
         _write_csv(link_target(config.csv), inspection)
         written.append(config.csv)
     if config.pictures is not None:
-        from pipelines.network.inspect_figures import draw_inspection
+        from pipelines.network.figures import draw_inspection
 
         written += draw_inspection(inspection, backbone.spec, config.pictures, config.format)
     failed = {sample.images.paths[row]: reason for row, reason in sample.failed.items()}

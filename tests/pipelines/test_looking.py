@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from extract.analysis.network.inspection import inspect_model
 from pipelines.cli import main
-from pipelines.network import inspect_figures
+from pipelines.network import figures
 from pipelines.network.image_sample import evenly
 from tests.conftest import make_picture
 
@@ -149,24 +149,22 @@ def drawn_inspection(
         net.add_module("encoder_of_a_network_whose_layers_have_very_long_names_0_" + f"{number:03d}", nn.ReLU())
     inspection = inspect_model(nn.Sequential(nn.Conv2d(3, 3, 1), net), [(torch.randn(4, 3, 4, 4), None)],
                                loss=lambda output, _: output.square().sum())  # fmt: skip
-    figures: dict[str, Figure] = {}
-    monkeypatch.setattr(
-        inspect_figures, "save_figure", lambda figure, path: figures.setdefault(path.name, copy.deepcopy(figure))
-    )
-    inspect_figures.draw_inspection(inspection, backbone, folder, "png")
-    return figures
+    drawn: dict[str, Figure] = {}
+    monkeypatch.setattr(figures, "save_figure", lambda figure, path: drawn.setdefault(path.name, copy.deepcopy(figure)))
+    figures.draw_inspection(inspection, backbone, folder, "png")
+    return drawn
 
 
 @pytest.mark.parametrize("count", [1, 11, pytest.param(120, marks=pytest.mark.slow)])
 def test_figures_of_an_inspection_name_each_layer_once_inside_pages_of_little_height(
     count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    figures = drawn_inspection(count, tmp_path, monkeypatch, "python/" + "x" * 80)
+    drawn = drawn_inspection(count, tmp_path, monkeypatch, "python/" + "x" * 80)
     pages = -(-(count + 1) // 45)
-    assert len(figures) == 4 * pages
+    assert len(drawn) == 4 * pages
     for kind in ("activations", "gradients", "gradient-flow", "layers"):
         names = []
-        for name, figure in figures.items():
+        for name, figure in drawn.items():
             if not name.startswith(kind + ("-" if pages > 1 else ".")):
                 continue
             assert figure.get_size_inches()[1] <= 1.5 * figure.get_size_inches()[0]
@@ -195,7 +193,7 @@ def test_a_histogram_that_is_cut_says_where_and_how_much(tmp_path: Path, monkeyp
     net = nn.Sequential(*[nn.Tanh() for _ in range(19)], Wide())
     pictures = torch.randn(8, 3, 8, 8)
     inspection = inspect_model(net, [pictures])
-    figure = inspect_figures._activations(inspection)
+    figure = figures._activations(inspection)
     far = figure.axes[0].get_xlim()[1]
     with torch.no_grad():
         outside = float((net(pictures).abs() > far).float().mean())
