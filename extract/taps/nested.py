@@ -9,15 +9,14 @@ from __future__ import annotations
 import copy
 import dataclasses
 import operator
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from extract.errors import InputError
 
-__all__ = ["Path", "is_several", "map_tensors", "tensors_in", "unread"]
+__all__ = ["Path", "is_several", "map_tensors", "tensors_in"]
 
 Path = tuple[str | int, ...]
 _MANY = 16
@@ -39,19 +38,6 @@ def tensors_in(value: Any, within: tuple[str, ...] = (), path: Path = ()) -> Ite
     for key, part in _parts(value):
         if not within or str(key) == within[0]:
             yield from tensors_in(part, within[1:], (*path, key))
-
-
-def unread(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield (path, object) for sets, deques and objects with floating-point tensors which `tensors_in` leaves out."""
-    if isinstance(value, Tensor | nn.Module | type):
-        return
-    for key, part in (parts := _parts(value)):
-        yield from unread(part, (*path, key))
-    if not parts:
-        attributes = vars(value).values() if type(value).__dictoffset__ else ()
-        held = value if isinstance(value, set | frozenset | deque) else attributes
-        if any(isinstance(part, Tensor) and part.is_floating_point() for part in held):
-            yield path, value
 
 
 def map_tensors(value: Any, function: Callable[[Path, Tensor], Tensor], path: Path = ()) -> Any:

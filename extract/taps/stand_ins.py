@@ -20,7 +20,7 @@ from extract.taps.functions import Write, follow_write
 from extract.taps.record import Site
 from extract.taps.torch_internals import StorageWeakRef, is_shared, memory_of
 
-__all__ = ["StandIn", "StandInError", "StandIns", "originals", "stands_in"]
+__all__ = ["StandIn", "StandInError", "StandIns", "originals"]
 
 
 class StandIns:
@@ -190,11 +190,6 @@ def _stand_in(tensor: Tensor) -> StandIn | None:
     """Return how this tensor stands in for another one, if it does."""
     found = _STAND_INS.get(id(tensor))
     return found if found is not None and found.tensor is tensor else None
-
-
-def stands_in(tensor: Tensor) -> bool:
-    """Whether a tensor stands in for another one."""
-    return _stand_in(tensor) is not None
 
 
 def originals(tensor: Tensor) -> Iterator[Tensor]:

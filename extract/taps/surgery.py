@@ -11,7 +11,6 @@ is what is asked for, the gradient through this layer only. So gradients of para
 from __future__ import annotations
 
 import dataclasses
-import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,13 +21,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from extract.errors import InputError, LayertapError
-from extract.taps.capture import UNKNOWN, Call, Capture, CopyOut, Point, copy_out, frames_of, in_backward, is_simple
+from extract.errors import LayertapError
+from extract.taps.capture import UNKNOWN, Call, Capture, CopyOut, Point, frames_of, in_backward, is_simple
 from extract.taps.copies import copied, edited_by, overlaps_itself
 from extract.taps.functions import Listener, Write, follow_write, operation_name, unwatch, unwatched, watch, write_into
-from extract.taps.nested import Path, is_several, map_tensors, tensors_in, unread
+from extract.taps.nested import Path, is_several, map_tensors, tensors_in
 from extract.taps.record import Requested, Site, has_prefix
-from extract.taps.stand_ins import StandIn, StandInError, StandIns, originals, stands_in
+from extract.taps.stand_ins import StandIn, StandInError, StandIns, originals
 from extract.taps.torch_internals import (
     StorageWeakRef,
     engine_code,
@@ -233,16 +232,11 @@ class Surgery:
         return output
 
     def _edit_output(self, point: Point, edits: Requests, call: Call, output: Any) -> Any:
-        if _is_new(output) and not stands_in(output):
-            return self._edit(edits, self._pass_on_new, call, output)
         received = call.changes.received if call.changes is not None else []
         written = [tensor for tensor, version in received if version is None or tensor._version != version]
         # Inference mode counts no writes: a layer that calls others may have written nothing into what it returns.
         is_certain = is_simple(point.module) or not torch.is_inference_mode_enabled()
         return self._edit(edits, partial(self._pass_on_output, written, is_certain), call, output)
-
-    def _pass_on_new(self, call: Call, site: Site, given: Tensor, edited: Tensor) -> Tensor:
-        return edited
 
     def _pass_on_output(
         self, written: Sequence[Tensor], is_certain: bool, call: Call, site: Site, given: Tensor, edited: Tensor
@@ -318,12 +312,6 @@ class Surgery:
         """Edit the tensors in a value, and return what the model continues with."""
         if isinstance(value, Tensor):
             return self._edited(edits, pass_on, call, {}, (), value)
-        for path, part in unread(value):
-            for site, _ in edits.of(call.number, path):
-                raise InputError(
-                    f"{site} is a {type(part).__name__} that holds tensors, which edits do not reach",
-                    hint="name the tensors to edit, each by its site",
-                )
         return map_tensors(value, partial(self._edited, edits, pass_on, call, {}))
 
     def _edited(
@@ -341,10 +329,9 @@ class Surgery:
             return tensor
         key = (id(tensor), *[id(request) for _, request in requests])
         if key not in edited:
-            result, may_change = tensor, pass_on == self._pass_on_new
+            result = tensor
             for site, request in requests:
-                result = self._capture.call_users(edited_by, result, request.edit, site, may_change)
-                may_change = True
+                result = self._capture.call_users(edited_by, result, request.edit, site, result is not tensor)
                 self._edited_requests.add(id(request))
             # The id of `tensor` is a key as long as it lives.
             edited[key] = tensor, pass_on(call, requests[0][0], tensor, result)
@@ -420,36 +407,6 @@ def _gradient_requests(gradients: Requests, call: Call, path: Path, tensor: Tens
     if call.number == UNKNOWN:
         return [(site, request) for site, request in requests if request.edit is not None]
     return requests
-
-
-def _is_new(output: Any) -> bool:
-    """Whether a step, which calls this first of all, has the only reference to the output of its layer."""
-    if type(output) is not Tensor or sys.getrefcount(output) > _references_of_new_output():
-        return False
-    return not (output._is_view() or is_saved(output) or is_shared(output))
-
-
-@functools.cache
-def _references_of_new_output() -> int:
-    """Return how many references Python itself has to an output where `_is_new` counts them."""
-    counted: list[int] = []
-
-    def count(output: Any) -> None:
-        counted.append(sys.getrefcount(output))
-
-    def step(edits: None, call: Call, output: Any) -> Any:
-        count(output)
-        return output
-
-    probe = nn.ReLU()
-    capture = Capture(probe, lambda calls, text: None, (), None, None, copy_out, True, unwatched)
-    capture.point(probe).on_return.append(partial(step, None))
-    capture.register()
-    with unwatched():
-        for _ in range(3):  # a debugger may hold one of them
-            probe(torch.zeros(1))
-    capture.close()
-    return min(counted)
 
 
 class ParameterGradients:

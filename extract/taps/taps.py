@@ -189,7 +189,7 @@ class Taps:
             fn: a function of one tensor that returns a tensor of the same shape, dtype and device; see `extract.edits`.
                 It receives a copy, which it may change. If a layer takes or returns several tensors, `fn` is applied to
                 each floating-point tensor in its tuples, lists, mappings and dataclasses; a `Site` selects one of them.
-                One in a set, deque or another object is an error.
+                One in a set, deque or another object is not reached.
             what: `"output"`, `"input"`, `"grad"`: the gradient with respect to the output, or `"grad_input"`: with
                 respect to the inputs, through this layer only.
             call: edit only this call of the layer in each forward; None edits all calls.

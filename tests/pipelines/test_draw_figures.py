@@ -57,9 +57,7 @@ def test_grad_cam_gives_the_class_and_its_probability(net: Path, folder: Path) -
     assert "relu2: Grad-CAM of the predicted class of each image; " in title
 
 
-@pytest.mark.parametrize(
-    ("target", "says"), [(None, "of the predicted class of each image"), (1, "of class 1; ")]
-)
+@pytest.mark.parametrize(("target", "says"), [(None, "of the predicted class of each image"), (1, "of class 1; ")])
 def test_the_title_of_grad_cam_says_whose_class_it_is(net: Path, folder: Path, target: int | None, says: str) -> None:
     config = DrawConfig(backbone=f"python/{net}:make", images=str(folder), workers=0, sample=1, device="cpu",
                         layers=["conv1"], target=target)  # fmt: skip

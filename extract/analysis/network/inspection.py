@@ -14,7 +14,6 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,9 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from extract.analysis.network.activation_statistics import Statistics, summarise
-from extract.analysis.network.findings import findings_of
-from extract.analysis.network.plain_modules import pairs_of
-from extract.analysis.network.reports import (
+from extract.analysis.network.findings import (
     AttentionReport,
     Evidence,
     Finding,
@@ -33,8 +30,10 @@ from extract.analysis.network.reports import (
     ParameterReport,
     RunningStatistics,
     TensorReport,
+    findings_of,
     layer_table,
 )
+from extract.analysis.network.plain_modules import pairs_of
 from extract.compute.backbone import Backbone
 from extract.compute.pooling import recognise
 from extract.errors import InputError, LayertapError
@@ -106,23 +105,6 @@ class _TensorPlan:
     def summary(self, value: Tensor) -> dict[str, Tensor]:
         images = value[None] if self.rows is None else self.rows.by_image(value)
         return summarise(images, self.positions, self.bounds)
-
-
-class _CachedSummary:
-    """A reduction that caches its last result and reuses it for the same tensor.
-
-    Containers, and layers that do nothing in eval mode, return the output of the layer before them. The tensor is held,
-    so that no other tensor can get the same memory address.
-    """
-
-    def __init__(self) -> None:
-        self._last: tuple[Any, Tensor, dict[str, Tensor]] | None = None
-
-    def __call__(self, plan: _TensorPlan, value: Tensor) -> dict[str, Tensor]:
-        key = (value.data_ptr(), value.shape, value.stride(), value._version, plan)
-        if self._last is None or self._last[0] != key:
-            self._last = (key, value, plan.summary(value))
-        return self._last[2]
 
 
 def inspect_model(
@@ -243,9 +225,9 @@ class _Recorder:
         )  # fmt: skip
 
     def _taps(self) -> Taps:
-        taps, cached_summary = Taps(self._model, stop=not self._with_gradients), _CachedSummary()
+        taps = Taps(self._model, stop=not self._with_gradients)
         for site, plan in self._plans.items():
-            taps.keep(site, reduce=partial(cached_summary, plan))
+            taps.keep(site, reduce=plan.summary)
         for site in self._gradient_sites:
             taps.keep(_gradient_of(site), reduce=self._plans[site].summary)
         for layer in dict.fromkeys(site.layer for site in self._plans):
