@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from extract import InputError, Site, Taps
+from extract import InputError, LayertapError, Site, Taps
 from extract.taps.nested import map_tensors, tensors_in
 
 
@@ -131,7 +131,7 @@ def test_an_edit_of_tensors_that_it_does_not_reach_never_takes_effect(container)
     model, x = nn.Sequential(Beside(container)), torch.ones(2)
     with (
         torch.no_grad(),
-        pytest.raises(LayertapError, match="the edit of 0:b never took effect"),
+        pytest.raises(LayertapError, match="the edit of 0 never took effect"),
         Taps(model).edit("0:b", lambda h: h + 1) as taps,
     ):
         taps(x)
