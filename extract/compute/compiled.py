@@ -36,7 +36,7 @@ from extract.errors import LayertapError, first_line
 from extract.system.optional_libraries import library
 from extract.system.torch_state import lower_precision
 from extract.taps.record import Reduce, Site
-from extract.taps.taps import Variant, taps_of
+from extract.taps.taps import taps_of
 
 __all__ = ["ByInductor", "ByOpenVino", "graph_of", "openvino", "openvino_computes_in", "sharing_graphs"]
 
@@ -289,7 +289,9 @@ class _Features(nn.Module):
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
         """Return the features of a batch."""
-        with self._lower, self._choice.kept_by(taps_of(self.model, _TRACED), self._dtype) as taps:
+        # The export itself is the call of the model.
+        traced = taps_of(self.model, copy_out=_traced_copy, has_other_callers=False)
+        with self._lower, self._choice.kept_by(traced, self._dtype) as taps:
             taps(self._to_input(images))
             return tuple(taps.record[feature.site][feature.name] for feature in self._choice.features)
 
@@ -300,6 +302,3 @@ def _traced_copy(tensor: Tensor, reduce: Reduce | None, site: Site) -> dict[str,
     # Two layers may return one tensor, and OpenVINO refuses a graph with one tensor as two outputs: `movedim` makes
     # another of the same values. Copies, because the model may write into the tensor later.
     return {name: part.clone() for name, part in reduce(tensor.detach().movedim(0, 0)).items()}
-
-
-_TRACED = Variant(_traced_copy, has_other_callers=False)  # the export itself is the call of the model

@@ -17,7 +17,7 @@ from extract.compute.feature_choice import Choice
 from extract.compute.transfers import Pinned
 from extract.errors import InputError, LayertapError
 from extract.taps.capture import copy_out
-from extract.taps.taps import Taps, Variant, capture_of, taps_of
+from extract.taps.taps import Taps, capture_of, taps_of
 
 __all__ = ["DeviceForward", "EagerForward", "Forward", "Values", "check_count", "check_rows", "forward_taps", "joined"]
 
@@ -107,10 +107,8 @@ def forward_taps(model: nn.Module, transfers: Pinned | None) -> Taps:
     """Return the taps of an eager forward. With transfers, they start copying kept tensors and do not wait for them."""
     return taps_of(
         model,
-        Variant(
-            copy_out if transfers is None else partial(copy_out, to_cpu=transfers.to_host),
-            has_other_callers=False,  # compiled forwards of other backbones, and code of the user, stay compiled
-        ),
+        copy_out=copy_out if transfers is None else partial(copy_out, to_cpu=transfers.to_host),
+        has_other_callers=False,  # compiled forwards of other backbones, and code of the user, stay compiled
         stop=True,
     )
 

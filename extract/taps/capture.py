@@ -244,7 +244,7 @@ class Capture:
             by `run_until_kept` ends. None: forwards run to their end.
         on_record: see `Taps`.
         copy_out: reduces and copies a kept tensor.
-        has_other_callers: see `Variant`.
+        has_other_callers: see `taps_of`.
         unheard: context manager: hides what layertap itself computes from those who watch functions.
 
     Attributes:

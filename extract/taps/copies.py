@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +11,7 @@ from torch import Tensor
 
 from extract.errors import InputError
 from extract.taps.record import Site
-from extract.taps.torch_internals import is_in_functorch, is_saved, is_shared
+from extract.taps.torch_internals import is_in_functorch
 
 __all__ = ["copied", "dense_copy", "edited_by", "overlaps_itself"]
 
@@ -133,14 +131,4 @@ def edited_by(tensor: Tensor, edit: Callable[[Tensor], Tensor], site: Site, may_
         raise InputError(
             f"the edit of {site} returned {returned}; expected, as given, {tuple(shape)} {dtype} on {device}"
         )
-    is_new = type(result) is Tensor and sys.getrefcount(result) <= _references_of_new_result()
-    if not is_new or result._is_view() or is_saved(result) or is_shared(result):
-        result = copied(result)
-    return _with_attributes(result, tensor)
-
-
-@functools.cache
-def _references_of_new_result() -> int:
-    """Return how many references Python itself has to a new tensor where `edited_by` counts them."""
-    result = torch.zeros(1)
-    return sys.getrefcount(result)
+    return _with_attributes(copied(result), tensor)

@@ -82,14 +82,13 @@ def inspect(ctx: click.Context, /, as_json: bool, **flags: Any) -> None:
     """
     if flags["pictures"] is not None:
         library("matplotlib", "figures", "--pictures")
-    if mode_of(ctx, {"edit": (("channels",), (*AblateConfig.model_fields, "as_json"))}) == "edit":
-        from pipelines.network import ablate
-
-        ablated = ablate.ablate(checked(AblateConfig, given(flags)))
-        print_result(ablated, as_json, ablate.as_json, ablate.print_ablated)
-        return
+    mode = mode_of(ctx, {"edit": (("channels",), (*AblateConfig.model_fields, "as_json"))})
     from pipelines.network import inspect as job
 
+    if mode == "edit":
+        ablated = job.ablate(checked(AblateConfig, given(flags)))
+        print_result(ablated, as_json, job.ablation_as_json, job.print_ablated)
+        return
     inspected = job.inspect(checked(InspectConfig, given(flags)))
     print_result(inspected, as_json, job.as_json, job.print_inspection)
     if inspected.written and not as_json:

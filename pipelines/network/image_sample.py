@@ -78,7 +78,7 @@ class Sample:
                 self.failed |= batch.reasons
                 if len(decoded_rows):
                     inputs = preprocessing.to_input(batch.images.to(self.backbone.device))
-                    yield SampleBatch(inputs, decoded_rows, _pixels(batch.images, self.backbone))
+                    yield SampleBatch(inputs, decoded_rows, _pixels(batch.images))
         if not self.decoded:
             row, reason = next(iter(self.failed.items()))
             first = f"{printable(self.images.paths[row])}: {printable(reason)}"
@@ -112,19 +112,14 @@ def sample_of(config: LookConfig, backbone: Backbone) -> Sample:
     return Sample(sampled, len(images), backbone, rows, config)
 
 
-def _pixels(prepared: Tensor, backbone: Backbone) -> NDArray[np.uint8]:
+def _pixels(prepared: Tensor) -> NDArray[np.uint8]:
     """Return (B, H, W, 3) uint8 pixels of prepared images.
 
-    Outputs of a library's transform are scaled back by mean and std, or else from each image's minimum and maximum.
+    Outputs of a library's transform are scaled from the minimum and maximum of each image.
     """
     if prepared.dtype == torch.uint8:
         return prepared.numpy()
     low, high = prepared.amin((1, 2, 3), keepdim=True), prepared.amax((1, 2, 3), keepdim=True)
-    if prepared.shape[1] == 3 and (means := backbone.preprocessing.mean):
-        mean, std = (torch.tensor(values).view(3, 1, 1) for values in (means, backbone.preprocessing.std))
-        unscaled = prepared * std + mean
-        if bool(((unscaled > -0.01) & (unscaled < 1.01)).all()):
-            low, high, prepared = torch.tensor(0.0), torch.tensor(1.0), unscaled
     scaled = (prepared - low) / (high - low).clamp(min=1e-12)
     pixels: NDArray[np.uint8] = (scaled * 255).round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).numpy()
     return pixels

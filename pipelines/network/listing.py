@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from extract.backbones.sources import SOURCES, Entry, describe, list_sources, match_specs
 from extract.compute.backbone import Backbone, load_backbone
 from extract.compute.feature_choice import EMBEDDING, LayerShapes, layer_shapes
 from extract.errors import InputError
 from extract.images import list_images
+from extract.taps.batch_axis import Trial
 from extract.taps.layer_names import match_layers, named_layers
-from extract.taps.layer_table import LayerRow, layer_table
+from extract.taps.record import Site
+from extract.taps.taps import Taps
 from pipelines.terminal.tables import print_aligned
 
 __all__ = [
-    "POOLINGS_SHOWN", "LayerBytes", "as_json", "bytes_as_json", "entries", "layer_bytes", "list_layers", "print_bytes",
-    "print_entries", "print_sources", "print_table", "sources",
+    "POOLINGS_SHOWN", "LayerRow", "as_json", "bytes_as_json", "entries", "layer_bytes", "layer_table", "list_layers",
+    "print_bytes", "print_entries", "print_sources", "print_table", "sources",
 ]  # fmt: skip
 
 POOLINGS_SHOWN = ("none", "auto", "grid4", "srp4096")
@@ -63,6 +66,111 @@ def print_entries(entries: Iterator[Entry], echo: Callable[[str], None]) -> None
         parameters = "-" if entry.parameters is None else f"{entry.parameters:,}"
         numbers = f"{entry.width or '-':>6} {size:>9} {parameters:>14}"
         echo(f"{entry.spec:48} {numbers}  {licence:16} {weights}".rstrip())
+
+
+@dataclass
+class LayerRow:
+    """One layer, or one function called in a layer's forward.
+
+    Attributes:
+        name: name for `Taps`.
+        type: class of the module, or "function".
+        shapes: part of the output -> shape for one image in the first call; the shape for all pictures if the rows are
+            not the images. For a function, the shape of its first tensor.
+        bytes: size of all output tensors for one image, over all calls; tensors whose rows are not the images do not
+            count.
+        calls: number of calls in a forward.
+        parameters: number of parameters in the layer and its submodules.
+        notes: facts to know before using its values.
+    """
+
+    name: str
+    type: str
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    bytes: int = 0
+    calls: int = 0
+    parameters: int = 0
+    notes: list[str] = field(default_factory=list)
+
+
+def layer_table(
+    model: nn.Module, pictures: Tensor, names: Sequence[str], *, operations: bool = False
+) -> list[LayerRow]:
+    """Run a few pictures and return one row per layer.
+
+    Args:
+        model: in eval mode.
+        pictures: (B, 3, H, W), all different, at least 2.
+        names: names of layers.
+        operations: also list functions called in the layers' own forwards, as `LAYER/FUNCTION`.
+    """
+    named = named_layers(model)
+    trial = Trial(model, pictures, [(name, "output") for name in names])
+    sites: dict[str, list[Site]] = {}
+    for site in trial.record.sites.values():
+        sites.setdefault(site.layer, []).append(site)
+    rows = []
+    for name in names:
+        module = named[name]
+        row = LayerRow(name, type(module).__name__, parameters=sum(p.numel() for p in module.parameters()))
+        row.calls = len({site.call for site in sites.get(name, [])})
+        for site in sites.get(name, []):
+            _describe(row, trial, site)
+        if not row.calls:
+            row.notes.append(_why_silent(named, name))
+        elif row.calls > 1:
+            row.notes.append(f"runs {row.calls} times: {name}#0 to {name}#{row.calls - 1}")
+        rows.append(row)
+    return rows + (_operations(model, pictures[:1], names) if operations else [])
+
+
+def _describe(row: LayerRow, trial: Trial, site: Site) -> None:
+    value = trial.record[site]
+    part = ".".join(map(str, site.path))
+    try:
+        where = trial.rows(site)
+    except InputError as error:
+        note = str(error).split(": ", 1)[-1]
+        shape = tuple(value.shape)
+    else:
+        by_image = where.by_image(value)
+        shape, row.bytes = tuple(by_image.shape[1:]), row.bytes + by_image[0].numel() * by_image.element_size()
+        note = f"the batch is on axis {where.axis}" if where.axis else ""
+        note = f"{where.per_image} rows per image" if where.per_image > 1 else note
+    if site.call == 0:
+        row.shapes[part] = shape
+    note = f"{part}: {note}" if note and part else note
+    if note and note not in row.notes:
+        row.notes.append(note)
+
+
+def _why_silent(named: dict[str, nn.Module], name: str) -> str:
+    if isinstance(named.get(name.rpartition(".")[0]), nn.MultiheadAttention):
+        return "never called: nn.MultiheadAttention uses its weights directly"
+    return "never called, or returns no tensor"
+
+
+def _operations(model: nn.Module, picture: Tensor, names: Sequence[str]) -> list[LayerRow]:
+    """Return a row for each function that returns tensors, called by these layers or by the model itself."""
+    named = named_layers(model)
+    # Functions inside torch.nn modules such as nn.Conv2d add nothing to the row of the layer.
+    callers = ["", *[name for name in names if not type(named[name]).__module__.startswith("torch.nn.")]]
+    taps = Taps(model, [f"{name}/*" for name in callers], reduce=_bytes_and_shape)
+    with torch.no_grad(), taps:
+        taps(picture)
+    rows: dict[str, LayerRow] = {}
+    for site, value in taps.record.by_site.items():
+        size, *shape = value.tolist()
+        row = rows.setdefault(site.layer, LayerRow(site.layer, "function", {"": tuple(shape)}))
+        row.calls, row.bytes = site.call + 1, row.bytes + size
+    for row in rows.values():
+        if row.calls > 1:
+            row.notes.append(f"called {row.calls} times: {row.name}#0 to {row.name}#{row.calls - 1}")
+    return list(rows.values())
+
+
+def _bytes_and_shape(tensor: Tensor) -> Tensor:
+    return torch.tensor([tensor.numel() * tensor.element_size(), *tensor.shape[1:]])
 
 
 def as_json(rows: Iterator[Entry] | Sequence[LayerRow]) -> list[dict[str, Any]]:
@@ -117,21 +225,11 @@ def print_table(rows: Sequence[LayerRow], echo: Callable[[str], None]) -> None:
     print_aligned(cells, "<<<>><", echo)
 
 
-@dataclass(frozen=True)
-class LayerBytes:
-    """What layers would take on disk.
-
-    Attributes:
-        images: number of images.
-        layers: the layers, with the shapes that poolings give.
-    """
-
-    images: int
-    layers: list[LayerShapes]
+LayerBytes = tuple[int, list[LayerShapes]]  # number of images, and layers with the shapes that poolings give
 
 
 def layer_bytes(spec: str, patterns: Sequence[str], images: str) -> LayerBytes:
-    """Return the sizes of a backbone's layers. Some made-up pictures are computed; none of the images is read.
+    """Return what a backbone's layers take on disk. Some made-up pictures are computed; none of the images is read.
 
     Args:
         spec: spec of the backbone.
@@ -149,13 +247,14 @@ def layer_bytes(spec: str, patterns: Sequence[str], images: str) -> LayerBytes:
     layers = layer_shapes(backbone, patterns, POOLINGS_SHOWN)
     if not patterns:
         layers = _embedding(backbone) + [layer for layer in layers if layer.name != EMBEDDING]
-    return LayerBytes(count, layers)
+    return count, layers
 
 
 def bytes_as_json(sizes: LayerBytes) -> dict[str, Any]:
     """Return the sizes as JSON-compatible data."""
+    images, layers = sizes
     return {
-        "images": sizes.images,
+        "images": images,
         "dtype": "float32",
         "layers": [
             {
@@ -165,41 +264,37 @@ def bytes_as_json(sizes: LayerBytes) -> dict[str, Any]:
                         "pooling": name,
                         "shape": list(shape),
                         "bytes_per_image": _VALUE_BYTES * math.prod(shape),
-                        "bytes": _VALUE_BYTES * math.prod(shape) * sizes.images,
+                        "bytes": _VALUE_BYTES * math.prod(shape) * images,
                     }
                     for pooling, (name, shape) in layer.poolings.items()
                 },
                 "reason": layer.reason,
             }
-            for layer in sizes.layers
+            for layer in layers
         ],
     }
 
 
 def print_bytes(sizes: LayerBytes, echo: Callable[[str], None]) -> None:
     """Print a table: for each layer and pooling, the bytes of an image and of all images."""
+    images, layers = sizes
     cells = [["layer", "shape", *(title for pooling in POOLINGS_SHOWN for title in (pooling, "in all"))]]
-    totals = dict.fromkeys(POOLINGS_SHOWN, 0)
-    for layer in sizes.layers:
+    for layer in layers:
         row = [layer.name, "x".join(map(str, layer.poolings["none"][1])) if layer.poolings else "-"]
         for pooling in POOLINGS_SHOWN:
-            if pooling not in layer.poolings:
+            if pooling in layer.poolings:
+                size = _VALUE_BYTES * math.prod(layer.poolings[pooling][1])
+                row += [_text(size), _text(size * images)]
+            else:
                 row += ["-", "-"]
-                continue
-            size = _VALUE_BYTES * math.prod(layer.poolings[pooling][1])
-            totals[pooling] += size
-            row += [_text(size), _text(size * sizes.images)]
         cells.append(row)
-    if len(sizes.layers) > 1:
-        sums = [text for size in totals.values() for text in (_text(size), _text(size * sizes.images))]
-        cells.append(["all that fit", "", *sums])
     print_aligned(cells, "<<" + ">" * 2 * len(POOLINGS_SHOWN), echo)
     echo(
-        f"{sizes.images:,} images in float32, without compression; `layertap embed --dtype float16` takes half, int8 a "
+        f"{images:,} images in float32, without compression; `layertap embed --dtype float16` takes half, int8 a "
         "quarter. -: it does not fit"
     )
     reasons: dict[str, list[str]] = {}
-    for layer in sizes.layers:
+    for layer in layers:
         if layer.reason:
             reasons.setdefault(layer.reason, []).append(layer.name)
     for reason, names in reasons.items():
