@@ -98,7 +98,10 @@ class Taps:
     ):
         _check_model(model)
         self._model, self._stop, self._on_record = model, stop, on_record
-        self._copy_out, self._has_other_callers, self._replaces = copy_out, True, True  # see `taps_of`
+        # See `taps_of`.
+        self._copy_out: CopyOut = copy_out
+        self._has_other_callers = True
+        self._replaces = True
         self._layers = {"": unwrap(model), **named_layers(model)}
         self._parameters = named_parameters(model)
         self._requests: list[Requested] = []

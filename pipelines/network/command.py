@@ -95,10 +95,10 @@ def inspect(ctx: click.Context, /, as_json: bool, **flags: Any) -> None:
         print_line("written: " + ", ".join(map(str, inspected.written)), err=True)
 
 
-@command(short_help="Draw activations, attention, Grad-CAM and filters.")
+@command(short_help="Draw activations, attention and Grad-CAM.")
 @click.argument(
     "kind",
-    type=click.Choice(["maps", "top", "filters", "attention", "rollout", "gradcam", "tokens"]),
+    type=click.Choice(["maps", "top", "attention", "rollout", "gradcam", "tokens"]),
 )
 @_look_options(DrawConfig, {"channels": "0,3,17", "target": "CLASS", "out": "FOLDER"})
 def draw(kind: str, **flags: Any) -> None:
@@ -107,7 +107,6 @@ def draw(kind: str, **flags: Any) -> None:
     \b
     maps       channels of a layer, beside the image
     top        the images with the largest values of a channel
-    filters    filters of the first convolution
     attention  attention of the class token, head by head
     rollout    attention rollout through all layers
     gradcam    evidence for a class, over the image

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from extract.analysis.network import attribution
 from extract.analysis.network.activation_statistics import are_constant
@@ -34,6 +34,7 @@ from pipelines.network.imagenet_targets import class_name
 from pipelines.terminal.backbone import backbone_of
 from pipelines.terminal.figures import drawable, save_figure
 from pipelines.terminal.output_paths import check_folder
+from pipelines.terminal.text_output import print_line
 
 __all__ = ["KINDS", "draw"]
 
@@ -191,19 +192,6 @@ def _top(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:
         yield feature.name, figures.top_images(best, shown, _title(backbone, feature.name), len(rows))
 
 
-def _filters(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:
-    named = named_layers(backbone.model)
-    first = [name for name, module in named.items() if isinstance(module, nn.Conv2d)][:1]
-    layers = first if config.layers is None else match_layers(named, config.layers, backbone.spec)
-    if not layers:
-        raise InputError(f"{backbone.spec} has no convolution")
-    for name in layers:
-        weight = getattr(named[name], "weight", None)
-        if not isinstance(weight, Tensor) or weight.ndim != 4:
-            raise InputError(f"layer {name!r}: expected a 2D convolution, got {type(named[name]).__name__}")
-        yield name, figures.filters(weight.detach().cpu().float().numpy(), _title(backbone, name))
-
-
 def _attention_by_patch(weights: Tensor, backbone: Backbone) -> Tensor:
     """Return (B, heads, patches): attention of the class token or, without a class token, the mean over all patches.
 
@@ -282,13 +270,19 @@ def _gradcam_layers(config: DrawConfig, backbone: Backbone) -> Sequence[str]:
     usual = attribution.first_with_grad_cam(backbone, grey, candidates)
     if usual is None:
         raise InputError(f"no layer of {backbone.spec} gives maps or patches on which class scores depend")
+    if not backbone.prefix_tokens and _features_of(backbone, [usual])[-1].layout.kind == "map":
+        # Perhaps an own transformer that does not state its class token: then only its first convolution gives a map.
+        stated = dataclasses.replace(backbone, prefix_tokens=1, class_token=True)
+        norm = attribution.first_with_grad_cam(stated, grey, attribution.normalisations(backbone.model))
+        if norm is not None and _features_of(stated, [norm])[-1].layout.kind == "tokens":
+            note = f"note: {usual} is drawn; {norm} is better, if your model says: self.num_prefix_tokens = 1"
+            print_line(note, fg="yellow", err=True)
     return [usual]
 
 
 KINDS: dict[str, Callable[[DrawConfig, Backbone, Sample], Figures]] = {
     "maps": _feature_maps,
     "top": _top,
-    "filters": _filters,
     "attention": _attention,
     "rollout": _rollout,
     "gradcam": _gradcam,

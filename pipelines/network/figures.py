@@ -22,7 +22,7 @@ from pipelines.terminal.figures import COLOURS, drawable, new_figure, save_figur
 
 __all__ = [
     "CHANNELS_IN_A_ROW", "MOST_CHANNELS", "attention", "draw_ablation", "draw_inspection", "drawable_layer",
-    "feature_maps", "filters", "overlays", "side_by_side", "top_images",
+    "feature_maps", "overlays", "side_by_side", "top_images",
 ]  # fmt: skip
 
 Pixels = NDArray[np.uint8]  # (N, H, W, 3)
@@ -32,7 +32,6 @@ CHANNELS_IN_A_ROW = 8
 MOST_CHANNELS = 64  # for a single image: 8 rows of 8
 _TILE_IN = 1.5
 _MOST_HEADS = 8
-_MOST_FILTERS = 256
 _LINE_IN = 0.17  # height of a line of a title
 _LETTERS_PER_IN = 12  # of a title
 _CAPTION_LETTERS_PER_IN = 20
@@ -205,28 +204,6 @@ def top_images(
                         for size, length in zip(values.shape, (height, width), strict=True))  # fmt: skip
                 tile.contour(x, y, share, [0.5], colors="white", linewidths=0.8)
             tile.set_title(f"channel {channel}: {high:.3g}" if column == 0 else f"{high:.3g}", fontsize=6.5, pad=2)
-    return figure
-
-
-def filters(weights: Floats, title: str) -> Figure:
-    """Draw the filters (O, I, h, w) of a convolution: in colour if I is 3, else those of the first input channel.
-
-    All filters share a scale; grey is zero.
-    """
-    count = min(_MOST_FILTERS, len(weights))
-    columns = min(16, count)
-    colour = weights.shape[1] == 3
-    shown = "in colour" if colour else "of input 0"
-    size = "x".join(map(str, weights.shape[2:]))
-    largest = float(np.abs(weights).max()) or 1.0
-    title += f": {count} of {len(weights)} filters, {size}, {shown}; grey: 0, range ±{largest:.2g}"
-    figure, tiles = _grid(-(-count // columns), columns, title, 0.7)
-    for number, (tile, weight) in enumerate(zip(tiles.flat, weights[:count], strict=False)):
-        tile.set_title(str(number), fontsize=5, pad=1)
-        if colour:
-            tile.imshow(0.5 + 0.5 * weight.transpose(1, 2, 0) / largest, interpolation="nearest")
-        else:
-            tile.imshow(weight[0], cmap="gray", vmin=-largest, vmax=largest, interpolation="nearest")
     return figure
 
 

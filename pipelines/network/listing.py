@@ -93,9 +93,7 @@ class LayerRow:
     notes: list[str] = field(default_factory=list)
 
 
-def layer_table(
-    model: nn.Module, pictures: Tensor, names: Sequence[str], *, operations: bool = False
-) -> list[LayerRow]:
+def layer_table(model: nn.Module, pictures: Tensor, names: Sequence[str], *, operations: bool) -> list[LayerRow]:
     """Run a few pictures and return one row per layer.
 
     Args:

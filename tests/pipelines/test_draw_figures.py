@@ -34,11 +34,6 @@ def test_images_that_do_not_excite_a_channel_are_left_out_and_no_part_is_black()
     assert not outline.contains_point((4, 4))
 
 
-def test_filters_have_numbers() -> None:
-    figure = figures.filters(np.random.default_rng(0).normal(size=(20, 3, 3, 3)), "conv")
-    assert [tile.get_title() for tile in figure.axes[:20]] == [str(number) for number in range(20)]
-
-
 def test_grad_cam_gives_the_class_and_its_probability(net: Path, folder: Path) -> None:
     config = DrawConfig(backbone=f"python/{net}:make", images=str(folder), workers=0, sample=6, device="cpu")
     backbone = backbone_of(config)

@@ -203,7 +203,7 @@ def test_a_histogram_that_is_cut_says_where_and_how_much(tmp_path: Path, monkeyp
     assert float(label.partition("at most ")[2].partition("%")[0]) == pytest.approx(100 * outside, abs=1)
 
 
-@pytest.mark.parametrize("kind", ["maps", "top", "filters", "tokens"])
+@pytest.mark.parametrize("kind", ["maps", "top", "tokens"])
 def test_each_kind_of_picture_is_drawn(net: Path, folder: Path, tmp_path: Path, kind: str) -> None:
     output = run("draw", kind, f"python/{net}:make", folder, "-o", tmp_path / "p", "--workers", 0,
                  "--sample", 4)  # fmt: skip
@@ -230,6 +230,39 @@ def test_what_cannot_be_drawn_is_refused(net: Path, folder: Path) -> None:
     assert "no attention" in run("draw", "rollout", *of, code=2)
     assert "'conv9'" in run("draw", "maps", *of, "-l", "conv9", code=2)
     assert "expected a number of images, or all" in run("draw", "maps", *of, "--sample", "0", code=2)
+
+
+def test_grad_cam_of_an_own_transformer_names_the_layer_that_its_class_token_would_give(tmp_path: Path) -> None:
+    make_picture(3).save(tmp_path / "one.png")
+    own = tmp_path / "own.py"
+    own.write_text("""
+import timm
+from torch import nn
+from torchvision import transforms
+
+class Own(nn.Module):
+    def __init__(self, stated):
+        super().__init__()
+        self.vit = timm.create_model("test_vit")
+        if stated:
+            self.num_prefix_tokens = 1
+
+    def forward(self, x):
+        return self.vit(x)
+
+def make(stated=False):
+    return Own(stated), transforms.Compose([transforms.Resize((160, 160)), transforms.ToTensor()])
+
+def stated():
+    return make(True)
+""")
+    of = (tmp_path / "one.png", "--workers", 0, "-o", tmp_path / "p")
+    output = run("draw", "gradcam", f"python/{own}:make", *of)
+    assert "vit.patch_embed is drawn; vit.blocks.5.norm1 is better" in output
+    assert "num_prefix_tokens = 1" in output
+    output = run("draw", "gradcam", f"python/{own}:stated", *of)
+    assert "note" not in output
+    assert (tmp_path / "p" / "gradcam-vit.blocks.5.norm1.png").is_file()
 
 
 @pytest.mark.slow
