@@ -16,7 +16,7 @@ from extract.backbones import LoadedBackbone
 from extract.compute.feature_choice import Choice
 from extract.compute.transfers import Pinned
 from extract.errors import InputError, LayertapError
-from extract.taps.capture import copy_out
+from extract.taps.copies import copy_out
 from extract.taps.taps import Taps, capture_of, taps_of
 
 __all__ = ["DeviceForward", "EagerForward", "Forward", "Values", "check_count", "check_rows", "forward_taps", "joined"]

@@ -8,7 +8,8 @@ outputs through steps: functions of (call, value) that return what the model con
     on_return   its output, before other hooks see it
     on_leave    its output, as the model receives it; outputs are kept here
 
-The steps in this module keep values and change nothing. `surgery` adds those of edits and gradients.
+The steps in this module keep values and change nothing. `surgery` adds those of edits and gradients. `copies` copies
+values to the CPU. `scope` says which calls belong to the block.
 
 Only calls in the thread of the block count, between the pre-hook and the hook of the model. Where activation
 checkpointing computes a layer again in the backward pass, edits are applied again, and no values are kept.
@@ -16,58 +17,29 @@ checkpointing computes a layer again in the backward pass, edits are applied aga
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 import sys
 import threading
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_dynamo_compiling
 from torch.utils.hooks import RemovableHandle
 
 from extract.errors import InputError
-from extract.taps.copies import dense_copy
+from extract.taps.copies import CopyOut
 from extract.taps.nested import Path, tensors_in
-from extract.taps.record import Record, Reduce, Requested, Site, What
-from extract.taps.torch_internals import (
-    computes_tangents,
-    graph_task,
-    has_dispatch_modes,
-    has_function_modes,
-    hooks_of,
-    inference_mode,
-    is_in_functorch,
-    not_traced,
-)
+from extract.taps.record import Record, Requested, Site, What
+from extract.taps.scope import OTHER_THREAD, ModelBoundHook, Scope, frames_of, in_backward
+from extract.taps.torch_internals import graph_task, has_dispatch_modes, hooks_of
 
-__all__ = [
-    "OTHER_THREAD",
-    "TRACED",
-    "UNKNOWN",
-    "Call",
-    "Capture",
-    "CopyOut",
-    "ModelBoundHook",
-    "ModelCall",
-    "Point",
-    "Step",
-    "as_kept",
-    "copy_out",
-    "frames_of",
-    "in_backward",
-    "is_simple",
-    "number_again",
-]
+__all__ = ["UNKNOWN", "Call", "Capture", "ModelCall", "Point", "Step", "as_kept", "is_simple"]
 
-TRACED = "in code that PyTorch's compiler traces, such as a branch of torch.cond"
-OTHER_THREAD = "in another thread than the model"
 UNKNOWN = -1  # number of a call where it is not known which call a backward pass repeats
 
 
@@ -117,9 +89,7 @@ class Call:
     changes: Any = None
 
 
-_NOTHING = contextlib.nullcontext()
 Step = Callable[[Call, Any], Any]
-CopyOut = Callable[[Tensor, Reduce | None, Site], Any]
 
 
 @dataclasses.dataclass(eq=False)
@@ -143,96 +113,6 @@ class Point:
     is_counted_on_entry: bool = True
 
 
-def copy_out(
-    tensor: Tensor, reduce: Reduce | None, site: Site, to_cpu: Callable[[Tensor], Tensor] | None = None
-) -> Any:
-    """Reduce a tensor on its device, then copy the result to the CPU.
-
-    Args:
-        tensor: on the device of the model.
-        reduce: see `Taps.keep`.
-        site: the site of the tensor, for errors.
-        to_cpu: copies a dense tensor to the CPU, possibly asynchronously; None makes a blocking copy.
-    """
-    if reduce is None and not torch.is_inference_mode_enabled():
-        attached = tensor.requires_grad or computes_tangents()
-        return _copied(tensor.detach() if attached else tensor, site, to_cpu)
-    # Copies made in inference mode could not be used in training later. This guard is what `torch.inference_mode` uses;
-    # the latter takes as long as the copy of a small tensor.
-    with inference_mode(False):
-        value = tensor.detach()
-        if reduce is None:
-            return _copied(value, site, to_cpu)
-        with torch.no_grad():
-            try:
-                value = reduce(value)
-            except Exception as error:
-                shape = "" if tensor.is_nested else f" of shape {tuple(tensor.shape)}"
-                error.add_note(f"while reducing {site}{shape}")
-                raise
-            if isinstance(value, dict):
-                return {name: _copied(part, site, to_cpu) for name, part in value.items()}
-            return _copied(value, site, to_cpu)
-
-
-def _copied(value: Any, site: Site, to_cpu: Callable[[Tensor], Tensor] | None) -> Tensor:
-    """Return a contiguous, dense copy on the CPU that owns its memory."""
-    return (
-        value.clone()
-        if type(value) is Tensor and to_cpu is None and _is_plain(value)
-        else dense_copy(value, site, to_cpu)
-    )
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """Whether `clone` gives what `dense_copy` returns."""
-    return (
-        tensor.is_cpu
-        and tensor.dtype is torch.float32
-        and tensor.layout is torch.strided
-        and not tensor.is_nested
-        and not is_in_functorch(tensor)
-        and tensor.is_contiguous()
-    )
-
-
-class ModelBoundHook:
-    """Hook that does nothing in a copied or pickled model, nor where PyTorch's compiler traces a module.
-
-    The compiler traces what `torch.cond` or FlexAttention run, for example, and the code of hooks there; it fails on
-    what it cannot translate. This module then runs without its hooks.
-
-    Args:
-        hook: the hook.
-        unseen: receives the id of each module whose call the compiler has traced, with this as the reason.
-    """
-
-    __slots__ = ("hook", "unseen")
-
-    def __init__(self, hook: Callable[..., Any], unseen: dict[int, str]):
-        self.hook, self.unseen = hook, unseen
-
-    def __call__(self, module: nn.Module, *args: Any) -> Any:
-        """Call the hook, or note that the compiler traces the call."""
-        if is_dynamo_compiling():  # true for the compiler alone, which does not call the function
-            return _note(self, module)
-        return self.hook(module, *args)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Such a file can be loaded where layertap is not installed. A handle, when it is loaded, keeps the numbers of
-        # these hooks from those registered there: for a number, PyTorch remembers whether a hook takes keywords.
-        return partial, (contextlib.nullcontext.__exit__, contextlib.nullcontext(), RemovableHandle(OrderedDict()))
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        return partial(contextlib.nullcontext.__exit__, contextlib.nullcontext())
-
-
-@not_traced
-def _note(hook: ModelBoundHook, module: nn.Module) -> None:
-    if not torch.compiler.is_exporting():  # an export is no call of the model
-        hook.unseen[id(module)] = TRACED
-
-
 class Capture:
     """One `with` block over a model: its hooks, and the record of the last call of the model.
 
@@ -245,11 +125,10 @@ class Capture:
         on_record: see `Taps`.
         copy_out: reduces and copies a kept tensor.
         has_other_callers: see `taps_of`.
-        unheard: context manager: hides what layertap itself computes from those who watch functions.
+        unheard: see `Scope`.
 
     Attributes:
-        thread: the thread of the block.
-        is_open: whether the block has begun and not ended; hooked tensors may outlive it.
+        scope: says which calls belong to the block.
         forward: the running call of the model, or the last one.
         on_end: called with the output of a forward when it ends.
         on_let_go: called when what a forward holds is to be freed, also after an exception.
@@ -269,15 +148,11 @@ class Capture:
     ):
         self._root, self._explain, self._requested = root, explain, requested
         self._to_keep, self._on_record = to_keep, on_record
-        self._copy_out, self._has_other_callers, self._unheard = copy_out, has_other_callers, unheard
+        self._copy_out, self._has_other_callers = copy_out, has_other_callers
+        self.scope = Scope(unheard)
         self._points: dict[int, Point] = {}
         self._handles: list[RemovableHandle] = []
         self._stoppable = False  # the forward runs inside `run_until_kept`, which catches _Stop
-        self._users_functions = 0  # functions of the user that are running, one called by another
-        self.thread = threading.get_ident()
-        # All asyncio tasks of a loop run in one thread: while one waits in its block, others may call the model.
-        self._task = _current_task()  # None: the block is of all tasks
-        self.is_open = False
         self.forward: ModelCall | None = None
         self.on_end: list[Callable[[Any], None]] = []
         self.on_let_go: list[Callable[[], None]] = []
@@ -299,7 +174,7 @@ class Capture:
 
     def register(self) -> None:
         """Register the hooks of all points, and those of the model itself."""
-        self.is_open = True
+        self.scope.is_open = True
         for point in self._points.values():
             module, others = point.module, len(self._handles)
             # Hooks of others may call the layer, too.
@@ -325,7 +200,7 @@ class Capture:
 
     def close(self) -> None:
         """Remove all hooks."""
-        self.is_open = False
+        self.scope.is_open = False
         for handle in self._handles:
             handle.remove()
         self.let_go()
@@ -360,57 +235,25 @@ class Capture:
         forward = self.forward
         if forward is not None and not forward.running and not forward.handed_on and self._on_record is not None:
             forward.handed_on = True
-            self.call_users(self._on_record, forward.record)
-
-    def call_users(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a `reduce`, an edit or an `on_record`; what it calls is no call of the model.
-
-        `reduce=lambda h: model.head(h)` would otherwise be recorded as a call of `head`.
-        """
-        with self._unheard() if has_function_modes() else _NOTHING:
-            self._users_functions += 1
-            try:
-                return function(*args)
-            finally:
-                self._users_functions -= 1
-
-    # Whose call it is.
-
-    @property
-    def counts_calls(self) -> bool:
-        """Whether calls of the model in this thread and asyncio task are recorded now."""
-        is_ours = self.is_open and threading.get_ident() == self.thread and not self._users_functions
-        return is_ours and self.is_of_this_task
-
-    @property
-    def is_of_this_task(self) -> bool:
-        """Whether this asyncio task opened the block; true in other threads."""
-        return self._task is None or self.thread != threading.get_ident() or self._task is _current_task()
+            self.scope.call_users(self._on_record, forward.record)
 
     def running(self) -> ModelCall | None:
         """Return the forward that is running in this thread, or None."""
         forward = self.forward
-        if forward is None or not forward.running or self._users_functions or threading.get_ident() != self.thread:
+        if forward is None or not forward.running or not self.scope.counts_layers():
             return None
         # A backward pass inside the forward may recompute checkpointed layers, which does not count as a call.
-        return forward if graph_task() == -1 and self.is_open else None  # `in_backward()`, but faster
+        return forward if graph_task() == -1 else None  # `in_backward()`, but faster
 
     def computing(self) -> ModelCall | None:
         """Return the forward that is running, or some of whose layers a backward pass computes again; or None."""
         if not in_backward():
             return self.running()
-        is_ours = self.is_in_our_thread() and not self._users_functions and self.is_of_this_task
-        return self.forward if is_ours else None
-
-    def is_in_our_thread(self) -> bool:
-        """Whether a hook was called for the thread of the block; backward passes on a GPU run in another thread."""
-        if self.thread == threading.get_ident():
-            return self.is_open
-        return self.is_open and torch.cuda.is_initialized() and in_backward()  # type: ignore[no-untyped-call]
+        return self.forward if self.scope.counts_repeated() else None
 
     def pass_over(self, module: nn.Module) -> None:
         """Remember that another thread calls a layer while a forward is running."""
-        is_other = self.is_open and threading.get_ident() != self.thread
+        is_other = self.scope.is_open and threading.get_ident() != self.scope.thread
         if is_other and self.forward is not None and self.forward.running and not in_backward():
             self.unseen.setdefault(id(module), OTHER_THREAD)
 
@@ -421,7 +264,7 @@ class Capture:
 
     def begin(self, caller: FrameType) -> None:
         """Complete the last record and start a new one; `caller` is the function that calls the model's hooks."""
-        if in_backward() or not self.counts_calls:
+        if in_backward() or not self.scope.counts_models():
             return
         if self._has_other_callers and torch.compiler.is_exporting() and has_dispatch_modes():
             return  # of this thread: the exported program would contain the hooks, and the record no values
@@ -448,7 +291,7 @@ class Capture:
                 self._to_keep |= forward.kept
 
     def _finish(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self.is_in_our_thread() and not self._is_inside_forward():
+        if self.scope.is_in_our_thread() and not self._is_inside_forward():
             self.let_go()
 
     # The hooks of layers. PyTorch calls a hook without keyword arguments if another thread removes it meanwhile; such a
@@ -460,17 +303,18 @@ class Capture:
             number = forward.calls.get(key := id(module), 0)
             forward.calls[key] = number + 1
             return Call(number, forward)
-        again = self.computing()
-        return Call(number_again(again.calls, id(module)) if again else None, None)
+        if again := self.computing():
+            return Call(0 if again.calls[id(module)] == 1 else UNKNOWN, None)
+        return Call(None, None)
 
     def _enter(self, point: Point, module: nn.Module, args: Any, kwargs: Any = None) -> Any:
-        if not self.is_in_our_thread():
+        if not self.scope.is_in_our_thread():
             return self.pass_over(module)
         point.calls.append(self._call(module))
         return self._pass_arguments(point, point.on_enter, module, args, kwargs) if point.on_enter else None
 
     def _pass_arguments(self, point: Point, steps: list[Step], module: nn.Module, args: Any, kwargs: Any = None) -> Any:
-        if not self.is_in_our_thread() or not point.calls or kwargs is None or point.calls[-1].number is None:
+        if not self.scope.is_in_our_thread() or not point.calls or kwargs is None or point.calls[-1].number is None:
             return None
         value = {**dict(enumerate(args)), **kwargs}
         passed = self._pass(steps, point.calls[-1], value)
@@ -479,7 +323,7 @@ class Capture:
         return tuple([passed[i] for i in range(len(args))]), {name: passed[name] for name in kwargs}
 
     def _leave(self, point: Point, steps: list[Step], is_last: bool, module: nn.Module, args: Any, *rest: Any) -> Any:
-        if not self.is_in_our_thread():
+        if not self.scope.is_in_our_thread():
             return None if point.is_counted_on_entry else self.pass_over(module)
         if not point.is_counted_on_entry:
             call = self._call(module)
@@ -495,7 +339,7 @@ class Capture:
 
     def _pass(self, steps: list[Step], call: Call, value: Any) -> Any:
         """Pass a value through steps, which do not hear of each other's functions."""
-        with self._unheard() if has_function_modes() else _NOTHING:
+        with self.scope.quiet():
             for step in steps:
                 value = step(call, value)
         return value
@@ -531,11 +375,11 @@ class Capture:
                 raise InputError(
                     f"{site} cannot be kept live in inference mode, which has no graph", hint="use torch.no_grad()"
                 )
-            record._keep_live(site, tensor if request.reduce is None else self.call_users(request.reduce, tensor))
+            record._keep_live(site, tensor if request.reduce is None else self.scope.call_users(request.reduce, tensor))
         elif request.reduce is None:
             record.by_site[site] = self._copy_out(tensor, None, site)
         else:
-            record.by_site[site] = self.call_users(self._copy_out, tensor, request.reduce, site)
+            record.by_site[site] = self.scope.call_users(self._copy_out, tensor, request.reduce, site)
 
 
 def _tensors(value: Any, within: tuple[str, ...]) -> Iterable[tuple[Path, Tensor]]:
@@ -550,23 +394,6 @@ def as_kept(layer: str, requests: Iterable[Requested]) -> list[tuple[Requested, 
     return [(request, Site(layer, 0, (), request.what)) for request in requests]
 
 
-def number_again(calls: Counter[Any], key: Any) -> int:
-    """Return the number of a call that a backward pass repeats, 0 if there was one call in the forward."""
-    return 0 if calls[key] == 1 else UNKNOWN
-
-
-def in_backward() -> bool:
-    """Whether this thread is inside a backward pass; the same test as in `torch.utils.checkpoint`."""
-    return graph_task() != -1
-
-
-def frames_of(frame: FrameType | None) -> Iterator[FrameType]:
-    """Yield a frame and those of its callers."""
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
 def is_simple(module: nn.Module) -> bool:
     """Whether a layer is one of PyTorch's own, as it is, and calls no layers.
 
@@ -575,10 +402,3 @@ def is_simple(module: nn.Module) -> bool:
     """
     kind = type(module).__module__
     return kind.startswith("torch.nn.modules.") and "forward" not in vars(module) and not any(module.children())
-
-
-def _current_task() -> asyncio.Task[Any] | None:
-    try:
-        return asyncio.current_task()
-    except RuntimeError:  # no event loop runs
-        return None

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from extract.errors import InputError, LayertapError
-from extract.taps.capture import TRACED, Call, Capture, as_kept, frames_of, in_backward
+from extract.taps.capture import Call, Capture, as_kept
 from extract.taps.functions import (
     Listener,
     attention_weights,
@@ -26,6 +26,7 @@ from extract.taps.functions import (
 )
 from extract.taps.nested import tensors_in
 from extract.taps.record import Requested
+from extract.taps.scope import TRACED, frames_of, in_backward
 from extract.taps.surgery import Requests, Surgery
 from extract.taps.torch_internals import has_function_modes
 

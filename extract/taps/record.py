@@ -266,10 +266,8 @@ class Record(Mapping[str, Any]):
         return "Record(\n" + "\n".join(rows) + "\n)"
 
 
-def _loaded(
-    by_site: dict[Site, Any], requested: Sequence[Requested] = (), missing: Mapping[str, str] | None = None
-) -> Record:
+def _loaded(by_site: dict[Site, Any], requested: Sequence[Requested], missing: Mapping[str, str]) -> Record:
     """Return a pickled record; of values that are absent, it knows why those named are."""
-    record = Record((missing or {}).get, requested)
+    record = Record(missing.get, requested)
     record.by_site.update(by_site)
     return record

@@ -22,11 +22,12 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from extract.errors import LayertapError
-from extract.taps.capture import UNKNOWN, Call, Capture, CopyOut, Point, frames_of, in_backward, is_simple
-from extract.taps.copies import copied, edited_by, overlaps_itself
+from extract.taps.capture import UNKNOWN, Call, Capture, Point, is_simple
+from extract.taps.copies import CopyOut, copied, edited_by, overlaps_itself
 from extract.taps.functions import Listener, Write, follow_write, operation_name, unwatch, unwatched, watch, write_into
 from extract.taps.nested import Path, is_several, map_tensors, tensors_in
 from extract.taps.record import Requested, Site, has_prefix
+from extract.taps.scope import frames_of, in_backward
 from extract.taps.stand_ins import StandIn, StandInError, StandIns, originals
 from extract.taps.torch_internals import (
     StorageWeakRef,
@@ -331,7 +332,7 @@ class Surgery:
         if key not in edited:
             result = tensor
             for site, request in requests:
-                result = self._capture.call_users(edited_by, result, request.edit, site, result is not tensor)
+                result = self._capture.scope.call_users(edited_by, result, request.edit, site, result is not tensor)
                 self._edited_requests.add(id(request))
             # The id of `tensor` is a key as long as it lives.
             edited[key] = tensor, pass_on(call, requests[0][0], tensor, result)
@@ -361,14 +362,14 @@ class Surgery:
 
         def edit_and_keep(gradient: Tensor) -> Tensor | None:
             capture = opened()
-            if capture is None or not capture.is_open:
+            if capture is None or not capture.scope.is_open:
                 return None
             for site, edit, request in edits:
-                gradient = capture.call_users(edited_by, gradient, edit, site)
+                gradient = capture.scope.call_users(edited_by, gradient, edit, site)
                 edited_requests.add(request)
             if keeps and (kept := record()) is not None:
                 for site, reduce in keeps:
-                    kept.by_site[site] = capture.call_users(copy_out, gradient, reduce, site)
+                    kept.by_site[site] = capture.scope.call_users(copy_out, gradient, reduce, site)
             return gradient if edits else None
 
         tensor.register_hook(edit_and_keep)  # type: ignore[no-untyped-call]
@@ -446,12 +447,12 @@ class ParameterGradients:
 
     def _on_gradient(self, request: Requested, gradient: Tensor) -> Tensor | None:
         capture, site = self._capture, Site(request.layer, what="grad")
-        if not capture.is_in_our_thread() or not capture.is_of_this_task:
+        if not capture.scope.is_in_our_thread() or not capture.scope.is_of_this_task():
             return None
         # A pass inside another one: PyTorch does not say so; the stacks do. On a GPU, the passes have two threads.
         passes = [
             frame
-            for top in dict.fromkeys((sys._getframe(), sys._current_frames().get(capture.thread)))
+            for top in dict.fromkeys((sys._getframe(), sys._current_frames().get(capture.scope.thread)))
             for frame in frames_of(top)
             if frame.f_code is engine_code
         ]
@@ -464,7 +465,7 @@ class ParameterGradients:
             )
         if request.edit is not None:
             self._edited.add(id(request))
-            edited: Tensor = capture.call_users(edited_by, gradient, request.edit, site)
+            edited: Tensor = capture.scope.call_users(edited_by, gradient, request.edit, site)
             return edited
         if capture.forward is not None:
             with unwatched():

@@ -34,12 +34,14 @@ import torch
 from torch import nn
 
 from extract.errors import InputError, LayertapError, UnknownNameError, unknown_name
-from extract.taps.capture import OTHER_THREAD, TRACED, Capture, CopyOut, ModelCall, copy_out
+from extract.taps.capture import Capture, ModelCall
+from extract.taps.copies import CopyOut, copy_out
 from extract.taps.edits import Edit
 from extract.taps.function_calls import FunctionCalls
 from extract.taps.functions import unwatched
 from extract.taps.layer_names import match_layers, named_layers, named_parameters, unwrap
 from extract.taps.record import Record, Reduce, Requested, Site, What, split_text
+from extract.taps.scope import OTHER_THREAD, TRACED
 from extract.taps.surgery import ParameterGradients, Surgery
 from extract.taps.torch_internals import COMPILED_CODE_OFF
 
@@ -262,7 +264,7 @@ class Taps:
 
     @property
     def _is_open(self) -> bool:
-        return self._capture is not None and self._capture.is_open
+        return self._capture is not None and self._capture.scope.is_open
 
     def __enter__(self) -> Self:
         if self._is_open:
@@ -292,7 +294,7 @@ class Taps:
         """Call the model and return its output, or None with `stop=True`."""
         if self._capture is None or not self._is_open:
             raise LayertapError("call Taps inside its `with` block")
-        if not self._stop or not self._capture.counts_calls:
+        if not self._stop or not self._capture.scope.counts_models():
             return self._model(*args, **kwargs)
         self._capture.run_until_kept(self._model, args, kwargs)
         return None

@@ -35,9 +35,9 @@ from extract.analysis.network.activation_statistics import Statistics, summarise
 from extract.analysis.network.inspection import does_something, positions_of
 from extract.errors import InputError, LayertapError
 from extract.system.csv_cells import safe_cell
-from extract.taps.capture import ModelBoundHook
 from extract.taps.layer_names import match_layers, named_layers, named_parameters, unwrap
 from extract.taps.record import Record
+from extract.taps.scope import ModelBoundHook
 from extract.taps.taps import Taps, capture_of, taps_of
 
 __all__ = ["ActivationMonitor", "Alarm", "GradientMonitor"]

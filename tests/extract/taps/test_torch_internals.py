@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from extract.taps import torch_internals as internals
-from extract.taps.capture import frames_of
+from extract.taps.scope import frames_of
 
 X = torch.arange(4.0)
 
