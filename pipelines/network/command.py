@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +140,7 @@ _GLOB = re.compile(r"[*?\[]")
     "--bytes",
     "images",
     metavar="IMAGES",
-    help="Print what the layers of IMAGES, or of a number of images, take on disk: whole and pooled.",
+    help="Print the bytes of the layers of IMAGES, or of a number of images, in float32 and without pooling.",
 )
 @json_flag
 def list_(
@@ -179,12 +179,9 @@ def list_(
 
 
 def _list_layers(backbone: str, patterns: tuple[str, ...], ops: bool, images: str | None, as_json: bool) -> None:
-    if images is not None and ops:
-        raise click.UsageError("--bytes lists layers only; functions cannot be stored: leave out --ops")
     from pipelines.network import listing
 
-    if images is not None:
-        sizes = listing.layer_bytes(backbone, patterns, images)
-        print_result(sizes, as_json, listing.bytes_as_json, listing.print_bytes)
-        return
-    print_result(listing.list_layers(backbone, patterns, operations=ops), as_json, listing.as_json, listing.print_table)
+    count = None if images is None else listing.count_of(images)
+    rows = listing.list_layers(backbone, patterns, operations=ops)
+    to_json = listing.as_json if count is None else partial(listing.bytes_as_json, count=count)
+    print_result(rows, as_json, to_json, partial(listing.print_table, count=count))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from extract.backbones.sources import SOURCES, Entry, describe, list_sources, match_specs
 from extract.compute.backbone import Backbone, load_backbone
-from extract.compute.feature_choice import EMBEDDING, LayerShapes, layer_shapes
+from extract.compute.feature_choice import EMBEDDING, choose_features
 from extract.errors import InputError
 from extract.images import list_images
 from extract.taps.batch_axis import Trial
@@ -22,11 +22,10 @@ from extract.taps.taps import Taps
 from pipelines.terminal.tables import print_aligned
 
 __all__ = [
-    "POOLINGS_SHOWN", "LayerRow", "as_json", "bytes_as_json", "entries", "layer_bytes", "layer_table", "list_layers",
-    "print_bytes", "print_entries", "print_sources", "print_table", "sources",
+    "LayerRow", "as_json", "bytes_as_json", "count_of", "entries", "layer_table", "list_layers", "print_entries",
+    "print_sources", "print_table", "sources",
 ]  # fmt: skip
 
-POOLINGS_SHOWN = ("none", "auto", "grid4", "srp4096")
 _VALUE_BYTES = 4  # float32, the default of `embed`
 _SHOWN = 4  # names of weights per line
 _MOST_BUILT = 100
@@ -176,6 +175,11 @@ def as_json(rows: Iterator[Entry] | Sequence[LayerRow]) -> list[dict[str, Any]]:
     return [asdict(row) for row in rows]
 
 
+def bytes_as_json(rows: Sequence[LayerRow], count: int) -> list[dict[str, Any]]:
+    """Return layers as JSON-compatible data, with the bytes of a number of images."""
+    return [row | {"images": count, "bytes_in_all": row["bytes"] * count} for row in as_json(rows)]
+
+
 def _loaded(spec: str) -> Backbone:
     """Load a backbone to look at its layers.
 
@@ -191,112 +195,51 @@ def list_layers(spec: str, patterns: Sequence[str], *, operations: bool) -> list
     backbone = _loaded(spec)
     pictures = torch.randn(2, 3, *backbone.preprocessing.crop_px, generator=torch.Generator().manual_seed(0))
     named = named_layers(backbone.model)
-    shapes = [] if EMBEDDING in named else _embedding(backbone)
-    names = [EMBEDDING] * len(shapes) + sorted(named, key=lambda name: name != EMBEDDING)
+    embedding = [] if EMBEDDING in named else _embedding(backbone)
+    names = [EMBEDDING] * len(embedding) + sorted(named, key=lambda name: name != EMBEDDING)
     if patterns:
         names = match_layers(names, patterns, spec)
-    inputs = []
-    for layer in shapes if EMBEDDING in names else []:
-        _, shape = layer.poolings["none"]
-        note = f"input of {backbone.classifier}; `embed` computes it"
-        inputs.append(LayerRow(EMBEDDING, "input", {"": shape}, _VALUE_BYTES * math.prod(shape), 1, notes=[note]))
+    inputs = embedding if EMBEDDING in names else []
     layers = [name for name in names if name in named]
     return inputs + layer_table(backbone.model, pictures, layers, operations=operations)
 
 
-def _embedding(backbone: Backbone) -> list[LayerShapes]:
-    """Return the shapes of the embedding of a backbone; nothing if it has none."""
+def _embedding(backbone: Backbone) -> list[LayerRow]:
+    """Return the row of the embedding of a backbone; nothing if it has none."""
     try:
-        return layer_shapes(backbone, [EMBEDDING], POOLINGS_SHOWN)
+        (feature,) = choose_features(backbone, [EMBEDDING]).features
     except InputError:
         return []
+    note = f"input of {backbone.classifier}; `embed` computes it"
+    size = _VALUE_BYTES * math.prod(feature.shape)
+    return [LayerRow(EMBEDDING, "input", {"": feature.shape}, size, 1, notes=[note])]
 
 
-def print_table(rows: Sequence[LayerRow], echo: Callable[[str], None]) -> None:
-    """Print the table: name, type, output shape of an image, its bytes, parameters, notes."""
-    cells = [("layer", "type", "shape", "bytes", "parameters", "notes")]
+def print_table(rows: Sequence[LayerRow], echo: Callable[[str], None], count: int | None = None) -> None:
+    """Print the table: name, type, output shape of an image, its bytes, parameters, notes.
+
+    With a number of images, the bytes are those of all of them in float32.
+    """
+    cells = [("layer", "type", "shape", "bytes" if count is None else f"{count:,} images", "parameters", "notes")]
     for row in rows:
         shapes = ", ".join(
             (f"{part} " if part else "") + "x".join(map(str, shape)) for part, shape in row.shapes.items()
         )
-        cells.append((row.name, row.type, shapes, f"{row.bytes:,}", f"{row.parameters:,}", "; ".join(row.notes)))
+        size = f"{row.bytes:,}" if count is None else _text(row.bytes * count)
+        cells.append((row.name, row.type, shapes, size, f"{row.parameters:,}", "; ".join(row.notes)))
     print_aligned(cells, "<<<>><", echo)
 
 
-LayerBytes = tuple[int, list[LayerShapes]]  # number of images, and layers with the shapes that poolings give
-
-
-def layer_bytes(spec: str, patterns: Sequence[str], images: str) -> LayerBytes:
-    """Return what a backbone's layers take on disk. Some made-up pictures are computed; none of the images is read.
-
-    Args:
-        spec: spec of the backbone.
-        patterns: names and globs of layers; empty means every layer.
-        images: a number of images; or anything that `embed` takes, whose images are counted.
+def count_of(images: str) -> int:
+    """Return a number of images, or that of anything that `embed` takes; none of the images is read.
 
     Raises:
-        UnknownNameError: a pattern matches no layer.
         InputError: there are no images.
     """
     count = int(images) if images.isascii() and images.isdigit() else len(list_images(images))
     if count < 1:
         raise InputError("--bytes is 0; expected a number of images, or a folder or list of images")
-    backbone = _loaded(spec)
-    layers = layer_shapes(backbone, patterns, POOLINGS_SHOWN)
-    if not patterns:
-        layers = _embedding(backbone) + [layer for layer in layers if layer.name != EMBEDDING]
-    return count, layers
-
-
-def bytes_as_json(sizes: LayerBytes) -> dict[str, Any]:
-    """Return the sizes as JSON-compatible data."""
-    images, layers = sizes
-    return {
-        "images": images,
-        "dtype": "float32",
-        "layers": [
-            {
-                "name": layer.name,
-                "poolings": {
-                    pooling: {
-                        "pooling": name,
-                        "shape": list(shape),
-                        "bytes_per_image": _VALUE_BYTES * math.prod(shape),
-                        "bytes": _VALUE_BYTES * math.prod(shape) * images,
-                    }
-                    for pooling, (name, shape) in layer.poolings.items()
-                },
-                "reason": layer.reason,
-            }
-            for layer in layers
-        ],
-    }
-
-
-def print_bytes(sizes: LayerBytes, echo: Callable[[str], None]) -> None:
-    """Print a table: for each layer and pooling, the bytes of an image and of all images."""
-    images, layers = sizes
-    cells = [["layer", "shape", *(title for pooling in POOLINGS_SHOWN for title in (pooling, "in all"))]]
-    for layer in layers:
-        row = [layer.name, "x".join(map(str, layer.poolings["none"][1])) if layer.poolings else "-"]
-        for pooling in POOLINGS_SHOWN:
-            if pooling in layer.poolings:
-                size = _VALUE_BYTES * math.prod(layer.poolings[pooling][1])
-                row += [_text(size), _text(size * images)]
-            else:
-                row += ["-", "-"]
-        cells.append(row)
-    print_aligned(cells, "<<" + ">" * 2 * len(POOLINGS_SHOWN), echo)
-    echo(
-        f"{images:,} images in float32, without compression; `layertap embed --dtype float16` takes half, int8 a "
-        "quarter. -: it does not fit"
-    )
-    reasons: dict[str, list[str]] = {}
-    for layer in layers:
-        if layer.reason:
-            reasons.setdefault(layer.reason, []).append(layer.name)
-    for reason, names in reasons.items():
-        echo(f"not stored: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}: {reason}")
+    return count
 
 
 def _text(size: float) -> str:
