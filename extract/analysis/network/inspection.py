@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -42,8 +42,7 @@ from extract.system.torch_state import evaluating, full_float32, keeping_freed_m
 from extract.taps.batch_axis import BatchAxis, Trial
 from extract.taps.layer_names import match_layers, named_layers, named_parameters
 from extract.taps.record import Record, Site
-from extract.taps.stand_ins import StandInError
-from extract.taps.taps import Taps
+from extract.taps.taps import Taps, taps_of
 
 __all__ = ["Inspection", "Loss", "does_something", "inspect_model", "positions_of"]
 
@@ -186,7 +185,6 @@ class _Recorder:
         self._squares: dict[tuple[str, int], NDArray[np.float64]] = {}
         self.inputs = InputReport()
         self._with_gradients = with_gradients
-        self._gradient_sites = _gradient_sites(model, self._plans, inputs) if with_gradients else []
 
     def run(
         self, batches: Iterable[tuple[Tensor, Any]], loss: Loss | None, on_batch: Callable[[int], None]
@@ -225,11 +223,13 @@ class _Recorder:
         )  # fmt: skip
 
     def _taps(self) -> Taps:
-        taps = Taps(self._model, stop=not self._with_gradients)
+        # Without copies in place of outputs, a network that writes into them in place is inspected, too. A view that it
+        # writes into has no gradient then.
+        taps = taps_of(self._model, replaces=False, stop=not self._with_gradients)
         for site, plan in self._plans.items():
             taps.keep(site, reduce=plan.summary)
-        for site in self._gradient_sites:
-            taps.keep(_gradient_of(site), reduce=self._plans[site].summary)
+            if self._with_gradients:
+                taps.keep(_gradient_of(site), reduce=plan.summary)
         for layer in dict.fromkeys(site.layer for site in self._plans):
             taps.keep(layer, "input", reduce=_sum_of_squares)
         return taps
@@ -292,22 +292,6 @@ def _attentions(model: nn.Module, inputs: Tensor) -> list[AttentionReport]:
 
 def _gradient_of(site: Site) -> Site:
     return replace(site, what="grad")
-
-
-def _gradient_sites(model: nn.Module, plans: Mapping[Site, _TensorPlan], inputs: Tensor) -> list[Site]:
-    """Return the tensors whose gradients can be recorded: those that the model does not write to through an alias."""
-    sites = list(plans)
-    while True:
-        taps = Taps(model)
-        for site in sites:
-            taps.keep(_gradient_of(site))
-        try:
-            with with_gradients(), taps:
-                taps(inputs[:1].clone().requires_grad_(inputs.is_floating_point()).clone())
-        except StandInError as error:
-            sites = [site for site in sites if _gradient_of(site) != error.site]
-        else:
-            return sites
 
 
 def _sum_of_squares(value: Tensor) -> Tensor:

@@ -343,13 +343,8 @@ class GradientMonitor(_Monitor):
 
 def _norm(gradient: Tensor) -> dict[str, Tensor]:
     """Return the L2 norm of the finite values, and the number of others; parameters are too large for statistics."""
-    norm = torch.linalg.vector_norm(gradient.float())
-    not_finite = torch.zeros((), dtype=torch.int64)
-    if not 1e-15 < float(norm) < 1e15:  # squares may have overflowed or underflowed
-        wide = gradient.double()
-        finite = wide.isfinite()
-        norm, not_finite = torch.where(finite, wide, 0.0).norm(), (~finite).sum()
-    return {"norm": norm, "not_finite": not_finite}
+    finite = gradient.isfinite()
+    return {"norm": gradient.double().where(finite, 0.0).norm(), "not_finite": (~finite).sum()}
 
 
 def _statistics(tensors: Mapping[str, Tensor]) -> Statistics:
