@@ -29,8 +29,7 @@ from extract.taps.layer_names import match_layers, named_layers
 from extract.taps.taps import Taps
 from pipelines.network import figures
 from pipelines.network.config import DrawConfig
-from pipelines.network.image_sample import Sample, sample_of
-from pipelines.network.imagenet_targets import class_name
+from pipelines.network.image_sample import Sample, class_name, sample_of
 from pipelines.terminal.backbone import backbone_of
 from pipelines.terminal.figures import drawable, save_figure
 from pipelines.terminal.output_paths import check_folder

@@ -33,8 +33,7 @@ from extract.taps import edits
 from extract.taps.edits import Edit
 from extract.taps.layer_names import match_layers, named_layers
 from pipelines.network.config import AblateConfig, InspectConfig
-from pipelines.network.image_sample import Sample, sample_of
-from pipelines.network.imagenet_targets import n_outputs, targets_of
+from pipelines.network.image_sample import Sample, n_outputs, sample_of, targets_of
 from pipelines.terminal.backbone import backbone_of
 from pipelines.terminal.output_paths import PICTURES, check_file, check_folder
 from pipelines.terminal.progress import Progress

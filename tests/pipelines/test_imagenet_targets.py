@@ -21,7 +21,7 @@ from extract.compute.backbone import Backbone, load_backbone
 from extract.errors import InputError
 from extract.images import Images
 from pipelines.cli import main
-from pipelines.network.imagenet_targets import class_name, targets_of
+from pipelines.network.image_sample import class_name, targets_of
 
 NUMBERED = [str(number) for number in range(11)]  # "10" sorts before "2"
 
