@@ -309,8 +309,8 @@ class Taps:
         hint = "if it is compiled: compile it before the block, and open the block outside of compiled functions"
         forward = self._forward
         if forward is None:
-            seen = self._capture is None or not self._capture.unseen
-            raise LayertapError(f"nothing recorded yet: {_NOT_CALLED}", hint="" if seen else hint)
+            is_unseen = self._capture is not None and bool(self._capture.unseen)
+            raise LayertapError(f"nothing recorded yet: {_NOT_CALLED}", hint=hint if is_unseen else "")
         if forward.running:
             raise LayertapError("the last forward of the model did not finish; it left no record", hint=hint)
         return forward.record

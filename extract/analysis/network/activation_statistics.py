@@ -82,8 +82,10 @@ def summarise(values: Tensor, positions: Sequence[int], bounds: tuple[float, flo
 
 def _moments(values: Tensor, bounds: tuple[float, float] | None) -> tuple[NDArray[Any], ...]:
     """Compute the columns `_COLUMNS` of values (B, C, positions)."""
-    if not values.shape[2]:
-        values = values.new_full((*values.shape[:2], 1), torch.nan)
+    if not values.numel():
+        empty, none = np.zeros(values.shape[:2]), np.zeros(len(values), np.int64)
+        count_of_none = empty.astype(np.int64)
+        return count_of_none, empty, empty, empty + np.inf, empty - np.inf, count_of_none, none, none
     near_a_bound = torch.zeros(values.shape[:2]) if bounds is None else _near(values, bounds).sum(2)
     low, high = values.amin(2), values.amax(2)
     count = torch.full(low.shape, values.shape[2], device=values.device)
