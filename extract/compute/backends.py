@@ -49,7 +49,7 @@ from extract.system.torch_state import (
 )
 from extract.taps.copies import copy_out
 from extract.taps.record import Reduce, Site
-from extract.taps.taps import Variant, taps_of
+from extract.taps.taps import taps_of
 
 __all__ = [
     "WITH_WEIGHTS", "default_engine", "engine_for", "graph_of", "open_forward", "openvino_computes_in",
@@ -150,7 +150,7 @@ def open_forward(
             # With transfers, kept tensors are on their way to the CPU while the forward goes on. Compiled forwards of
             # other backbones, and code of the user, stay compiled: they do not call this model.
             keep = copy_out if transfers is None else functools.partial(copy_out, to_cpu=transfers.to_host)
-            taps = taps_of(backbone.model, Variant(keep, has_other_callers=False), stop=True)
+            taps = taps_of(backbone.model, copy_out=keep, has_other_callers=False, stop=True)
             with torch.inference_mode(), lower, choice.kept_by(taps, getattr(torch, dtype)):
                 yield EagerForward(backbone, choice, taps, transfers)
 
@@ -393,7 +393,9 @@ class _Features(nn.Module):
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
         """Return the features of a batch."""
-        with self._lower, self._choice.kept_by(taps_of(self.model, _TRACED), torch.float32) as taps:
+        # The export itself is the call of the model.
+        taps = taps_of(self.model, copy_out=_traced_copy, has_other_callers=False)
+        with self._lower, self._choice.kept_by(taps, torch.float32) as taps:
             taps(self._to_input(images))
             return tuple(taps.record[feature.site][feature.name] for feature in self._choice.features)
 
@@ -404,6 +406,3 @@ def _traced_copy(tensor: Tensor, reduce: Reduce | None, site: Site) -> dict[str,
     # Two features may be one tensor, and OpenVINO refuses a graph with one tensor as two outputs: `movedim` makes
     # another of the same values. Copies, because the model may write into the tensor later.
     return {name: part.movedim(0, 0).clone() for name, part in reduce(tensor.detach()).items()}
-
-
-_TRACED = Variant(_traced_copy, has_other_callers=False)  # the export itself is the call of the model

@@ -6,7 +6,6 @@ to which image. A layer whose rows cannot be assigned to images is refused.
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -42,9 +41,7 @@ __all__ = [
     "WHOLE_TYPES",
     "Choice",
     "Feature",
-    "LayerShapes",
     "choose_features",
-    "layer_shapes",
     "with_projection_sizes",
 ]
 
@@ -197,56 +194,6 @@ def choose_features(backbone: LoadedBackbone, layers: Sequence[str]) -> Choice:
     if len({feature.name for feature in named}) < len(named):
         raise InputError(f"{backbone.spec} has a layer called {EMBEDDING!r}", hint="extract it in a separate run")
     return Choice(named, list(never_run))
-
-
-@dataclass(frozen=True)
-class LayerShapes:
-    """Shapes of what could be stored of a layer, for one image.
-
-    Attributes:
-        name: name of the layer, with its call or path where it has several tensors.
-        poolings: pooling as asked for -> its resolved name and its shape; without those that do not fit.
-        reason: why nothing of the layer can be stored; otherwise empty.
-    """
-
-    name: str
-    poolings: dict[str, tuple[str, tuple[int, ...]]]
-    reason: str = ""
-
-
-def layer_shapes(backbone: LoadedBackbone, layers: Sequence[str], poolings: Sequence[str]) -> list[LayerShapes]:
-    """Return what each pooling gives for each layer that runs, in the order of computation. Nothing is pooled.
-
-    Args:
-        backbone: backbone in eval mode on its device.
-        layers: names and globs as in `choose_features`, without poolings; empty means every layer.
-        poolings: names, such as `none` or `grid4:srp512`.
-
-    Raises:
-        UnknownNameError: a layer or pooling does not exist.
-        InputError: see `choose_features`.
-    """
-    layer_names = named_layers(backbone.model)
-    every = [_Request(name, "", "none", by_glob=True) for name in layer_names]
-    requests = [request for text in layers for request in _parse(backbone, layer_names, text)] or every
-    trial, has_grids = _trial(backbone, requests), _has_grids(backbone)
-    names = {site: name for name, site in trial.record.sites.items()}
-    sites = dict.fromkeys((site, request.what) for request in requests for site in _sites_of(trial.record, request))
-    shapes = []
-    for site, what in sites:
-        name = EMBEDDING if what == "input" else names[site]
-        try:
-            _, values, layout = _by_image(backbone, site, trial, has_grids)
-        except InputError as error:
-            shapes.append(LayerShapes(name, {}, error.message))
-            continue
-        fitting = {}
-        for pooling in poolings:
-            with contextlib.suppress(InputError):
-                chain = resolve_pooling(pooling, values.to("meta"), layout, backbone.reads_class_token)
-                fitting[pooling] = chain.name, chain.shape
-        shapes.append(LayerShapes(name, fitting))
-    return shapes
 
 
 def with_projection_sizes(layers: Sequence[str], images: int, distortion: float | None) -> list[str]:

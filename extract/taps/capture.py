@@ -124,7 +124,7 @@ class Capture:
             by `run_until_kept` ends. None: forwards run to their end.
         on_record: see `Taps`.
         copy_out: reduces and copies a kept tensor.
-        has_other_callers: see `Variant`.
+        has_other_callers: see `taps_of`.
         unheard: see `Scope`.
 
     Attributes:

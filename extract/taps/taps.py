@@ -45,33 +45,21 @@ from extract.taps.scope import OTHER_THREAD, TRACED
 from extract.taps.surgery import ParameterGradients, Surgery
 from extract.taps.torch_internals import COMPILED_CODE_OFF
 
-__all__ = ["Taps", "Variant", "capture_of", "taps_of"]
+__all__ = ["Taps", "capture_of", "taps_of"]
 
 _SHOWN = 20  # requests in `repr(taps)`, and names in an error
 _FROZEN = (
     "with all before it frozen, let the inputs require gradients, or edit the layer first: "
     "edit(layer, lambda h: h.requires_grad_())"
 )
+_NOT_CALLED = (
+    "the model itself was not called inside the `with` block, in its thread and asyncio task (model.forward(...), "
+    "other methods and single layers do not count, compiled or not)"
+)
 _EDITABLE = ("output", "input", "grad", "grad_input")
 
 # Names, globs, text forms of a site, or types of layers; or a site.
 Layers = str | type[nn.Module] | Site | Sequence[str | type[nn.Module]]
-
-
-@dataclasses.dataclass(frozen=True)
-class Variant:
-    """How the taps of layertap's own code differ from those of its users.
-
-    Attributes:
-        copy_out: reduces and copies a kept tensor.
-        has_other_callers: whether other code calls the model, which may compile or export it.
-        replaces: whether the model may receive a copy of an output in its place, where a gradient hook on the output
-            is not safe.
-    """
-
-    copy_out: CopyOut = copy_out
-    has_other_callers: bool = True
-    replaces: bool = True
 
 
 class Taps:
@@ -112,7 +100,10 @@ class Taps:
     ):
         _check_model(model)
         self._model, self._stop, self._on_record = model, stop, on_record
-        self._variant = Variant()
+        # See `taps_of`.
+        self._copy_out: CopyOut = copy_out
+        self._has_other_callers = True
+        self._replaces = True
         self._layers = {"": unwrap(model), **named_layers(model)}
         self._parameters = named_parameters(model)
         self._requests: list[Requested] = []
@@ -289,8 +280,8 @@ class Taps:
             requested,
             self._to_keep if self._stop else None,
             self._on_record,
-            self._variant.copy_out,
-            self._variant.has_other_callers,
+            self._copy_out,
+            self._has_other_callers,
             unwatched,
         )
         with contextlib.ExitStack() as undo:
@@ -318,11 +309,8 @@ class Taps:
         hint = "if it is compiled: compile it before the block, and open the block outside of compiled functions"
         forward = self._forward
         if forward is None:
-            raise LayertapError(
-                "nothing recorded yet: the model itself must be called inside the `with` block, in its thread and "
-                "asyncio task (model.forward(...), other methods and single layers do not count, compiled or not)",
-                hint=hint if self._capture is not None and self._capture.unseen else "",
-            )
+            is_unseen = self._capture is not None and bool(self._capture.unseen)
+            raise LayertapError(f"nothing recorded yet: {_NOT_CALLED}", hint=hint if is_unseen else "")
         if forward.running:
             raise LayertapError("the last forward of the model did not finish; it left no record", hint=hint)
         return forward.record
@@ -360,7 +348,7 @@ class Taps:
         # Compiled code ignores hooks added later. What calls the model may be compiled, which the model does not know,
         # so all compiled code is off. Without the compiler, whose import takes a second, there is none.
         compiled = any("_orig_mod" in m._modules or m._compiled_call_impl is not None for m in [self._model, *modules])
-        if compiled or ("torch._dynamo" in sys.modules and self._variant.has_other_callers):
+        if compiled or ("torch._dynamo" in sys.modules and self._has_other_callers):
             undo.enter_context(COMPILED_CODE_OFF.active())
 
         requests = sorted(self._requests, key=lambda request: request.edit is None)  # edits come before keeps
@@ -368,7 +356,7 @@ class Taps:
         of_layers = [request for request in requests if request.layer not in self._parameters]
         surgery = None
         if any(_is_of_function(request) or _changes_layer(request) for request in of_layers):
-            surgery = Surgery(capture, self._edited, self._variant.copy_out, self._variant.replaces)
+            surgery = Surgery(capture, self._edited, self._copy_out, self._replaces)
             FunctionCalls(capture, surgery, self._layers, of_layers).register()
         requests_of: dict[int, tuple[nn.Module, list[Requested]]] = {}
         for request in of_layers:
@@ -432,24 +420,11 @@ class Taps:
         idle = [request for request in idle if _group(request) not in effective]
         if not idle:
             return
-        names = _names(idle)
-        if capture.forward is None:
-            raise LayertapError(
-                f"the edit of {names} never took effect: the model itself was not called inside the `with` block, in "
-                "its thread and asyncio task (model.forward(...), other methods, single layers and steps compiled "
-                "before do not count)"
-            )
-        if all(request.what in ("grad", "grad_input") for request in idle):
-            raise LayertapError(
-                f"the edit of the gradient of {names} never took effect: no gradient reached it inside the `with` "
-                "block",
-                hint="call backward() inside the block, on a loss that depends on it, and do not freeze it"
-                + (f"; {_FROZEN}" if any(request.layer in self._layers for request in idle) else ""),
-            )
-        raise LayertapError(
-            f"the edit of {names} never took effect: no matching call returned a floating-point tensor "
-            "before the model returned"
-        )
+        reason: str | None = _NOT_CALLED
+        if capture.forward is not None:
+            calls = capture.forward.calls
+            reason = _reason_absent(idle[0].text(), idle[:1], self._layers, calls, capture.unseen)
+        raise LayertapError(f"the edit of {_names(idle)} never took effect: {reason}")
 
 
 def _is_of_function(request: Requested) -> bool:
@@ -487,7 +462,7 @@ def _reason_absent(
 
     Args:
         text: text form of a site.
-        requests: what is kept of its layer.
+        requests: what is kept of its layer, or edited.
         layers: layers of the model when the `Taps` were made.
         calls: id of a module -> number of its calls in the forward.
         unseen: see `Capture.unseen`.
@@ -530,15 +505,32 @@ def _reason_absent(
         return f"{layer} ran {count} times in this forward; there is no call {call}, since the first is 0"
     verb, path = "returned" if asked[0].what == "output" else "received", path or asked[0].path
     where = f" at path {'.'.join(path)} (to pool, pass a function as `reduce`)" if path else ""
-    return f"{layer} ran, but {verb} no tensor{where}"
+    kind = "tensor" if asked[0].edit is None else "floating-point tensor"
+    return f"{layer} ran, but {verb} no {kind}{where}"
 
 
 def taps_of(
-    model: nn.Module, variant: Variant, *, stop: bool = False, on_record: Callable[[Record], None] | None = None
+    model: nn.Module,
+    *,
+    copy_out: CopyOut = copy_out,
+    has_other_callers: bool = True,
+    replaces: bool = True,
+    stop: bool = False,
+    on_record: Callable[[Record], None] | None = None,
 ) -> Taps:
-    """Return `Taps` for layertap's own code, which differ from those of its users."""
+    """Return `Taps` for layertap's own code, which may differ from those of its users.
+
+    Args:
+        model: see `Taps`.
+        copy_out: reduces and copies a kept tensor.
+        has_other_callers: whether other code calls the model, which may compile or export it.
+        replaces: whether the model may receive a copy of an output in its place, where a gradient hook on the output
+            is not safe.
+        stop: see `Taps`.
+        on_record: see `Taps`.
+    """
     taps = Taps(model, stop=stop, on_record=on_record)
-    taps._variant = variant
+    taps._copy_out, taps._has_other_callers, taps._replaces = copy_out, has_other_callers, replaces
     return taps
 
 

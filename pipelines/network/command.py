@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -82,24 +82,23 @@ def inspect(ctx: click.Context, /, as_json: bool, **flags: Any) -> None:
     """
     if flags["pictures"] is not None:
         library("matplotlib", "figures", "--pictures")
-    if mode_of(ctx, {"edit": (("channels",), (*AblateConfig.model_fields, "as_json"))}) == "edit":
-        from pipelines.network import ablate
-
-        ablated = ablate.ablate(checked(AblateConfig, given(flags)))
-        print_result(ablated, as_json, ablate.as_json, ablate.print_ablated)
-        return
+    mode = mode_of(ctx, {"edit": (("channels",), (*AblateConfig.model_fields, "as_json"))})
     from pipelines.network import inspect as job
 
+    if mode == "edit":
+        ablated = job.ablate(checked(AblateConfig, given(flags)))
+        print_result(ablated, as_json, job.ablation_as_json, job.print_ablated)
+        return
     inspected = job.inspect(checked(InspectConfig, given(flags)))
     print_result(inspected, as_json, job.as_json, job.print_inspection)
     if inspected.written and not as_json:
         print_line("written: " + ", ".join(map(str, inspected.written)), err=True)
 
 
-@command(short_help="Draw activations, attention, Grad-CAM and filters.")
+@command(short_help="Draw activations, attention and Grad-CAM.")
 @click.argument(
     "kind",
-    type=click.Choice(["maps", "top", "filters", "attention", "rollout", "gradcam", "tokens"]),
+    type=click.Choice(["maps", "top", "attention", "rollout", "gradcam", "tokens"]),
 )
 @_look_options(DrawConfig, {"channels": "0,3,17", "target": "CLASS", "out": "FOLDER"})
 def draw(kind: str, **flags: Any) -> None:
@@ -108,7 +107,6 @@ def draw(kind: str, **flags: Any) -> None:
     \b
     maps       channels of a layer, beside the image
     top        the images with the largest values of a channel
-    filters    filters of the first convolution
     attention  attention of the class token, head by head
     rollout    attention rollout through all layers
     gradcam    evidence for a class, over the image
@@ -142,7 +140,7 @@ _GLOB = re.compile(r"[*?\[]")
     "--bytes",
     "images",
     metavar="IMAGES",
-    help="Print what the layers of IMAGES, or of a number of images, take on disk: whole and pooled.",
+    help="Print the bytes of the layers of IMAGES, or of a number of images, in float32 and without pooling.",
 )
 @json_flag
 def list_(
@@ -181,12 +179,9 @@ def list_(
 
 
 def _list_layers(backbone: str, patterns: tuple[str, ...], ops: bool, images: str | None, as_json: bool) -> None:
-    if images is not None and ops:
-        raise click.UsageError("--bytes lists layers only; functions cannot be stored: leave out --ops")
     from pipelines.network import listing
 
-    if images is not None:
-        sizes = listing.layer_bytes(backbone, patterns, images)
-        print_result(sizes, as_json, listing.bytes_as_json, listing.print_bytes)
-        return
-    print_result(listing.list_layers(backbone, patterns, operations=ops), as_json, listing.as_json, listing.print_table)
+    count = None if images is None else listing.count_of(images)
+    rows = listing.list_layers(backbone, patterns, operations=ops)
+    to_json = listing.as_json if count is None else partial(listing.bytes_as_json, count=count)
+    print_result(rows, as_json, to_json, partial(listing.print_table, count=count))

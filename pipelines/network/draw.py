@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from extract.analysis.network import attribution
 from extract.analysis.network.activation_statistics import are_constant
@@ -27,10 +27,9 @@ from extract.errors import InputError, LayertapError
 from extract.system.torch_state import evaluating, full_float32
 from extract.taps.layer_names import match_layers, named_layers
 from extract.taps.taps import Taps
-from pipelines.network import draw_figures
+from pipelines.network import figures
 from pipelines.network.config import DrawConfig
-from pipelines.network.image_sample import Sample, sample_of
-from pipelines.network.imagenet_targets import Targets, class_name, targets_of
+from pipelines.network.image_sample import Sample, class_name, sample_of
 from pipelines.terminal.backbone import backbone_of
 from pipelines.terminal.figures import drawable, save_figure
 from pipelines.terminal.output_paths import check_folder
@@ -42,7 +41,6 @@ _SAMPLED = 256  # default number of images of `top`
 _TOP_COUNT = 8  # images per channel, and channels
 _MOST_IMAGES = 64  # in a figure that shows every image
 _MOST_TILES = 600
-_MARKS = {True: "✓ ", False: "✗ "}
 
 
 def draw(kind: str, config: DrawConfig) -> list[Path]:
@@ -74,7 +72,7 @@ Figures = Iterator[tuple[str, Figure]]  # layer, figure
 
 
 def _title(backbone: Backbone, layer: str) -> str:
-    return f"{drawable(backbone.spec, 60)}, {draw_figures.drawable_layer(layer, 60)}"
+    return f"{drawable(backbone.spec, 60)}, {figures.drawable_layer(layer, 60)}"
 
 
 def _layers(config: DrawConfig, backbone: Backbone, *, last: bool) -> list[Feature]:
@@ -154,20 +152,20 @@ def _feature_maps(config: DrawConfig, backbone: Backbone, sample: Sample) -> Fig
         spread = values.std(0, correction=0)
         constant = are_constant(values.amin(0).numpy(), values.amax(0).numpy(), spread.numpy())
         if chosen is None:
-            count = draw_figures.MOST_CHANNELS if len(maps) == 1 else draw_figures.CHANNELS_IN_A_ROW
+            count = figures.MOST_CHANNELS if len(maps) == 1 else figures.CHANNELS_IN_A_ROW
             chosen = sorted(spread.nan_to_num(0).argsort(descending=True, stable=True)[:count].tolist())
         if len(maps) * len(chosen) > _MOST_TILES:
             raise InputError(f"{len(chosen)} channels of {len(maps)} images: a figure has at most {_MOST_TILES} tiles")
         channels = {channel: bool(constant[channel]) for channel in chosen}
         shown, title = maps[..., list(channels)].float().numpy(), _title(backbone, feature.name)
-        yield feature.name, draw_figures.feature_maps(shown, channels, pixels, names, title)
+        yield feature.name, figures.feature_maps(shown, channels, pixels, names, title)
 
 
 def _tokens(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:
     for feature in _layers(config, backbone, last=True):
         maps, pixels, names = _over_batches(sample, partial(_map, backbone, feature))
         title = f"{_title(backbone, feature.name)}: main directions of all positions as red, green and blue"
-        yield feature.name, draw_figures.side_by_side(pixels, attribution.principal_colours(maps), names, title)
+        yield feature.name, figures.side_by_side(pixels, attribution.principal_colours(maps), names, title)
 
 
 def _top(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:
@@ -190,20 +188,7 @@ def _top(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:
         for batch in shown_sample.batches():
             part = _map(backbone, feature, batch.inputs)[..., chosen].float().numpy()
             shown |= {row: (part[i], batch.pixels[i]) for i, row in enumerate(batch.rows.tolist())}
-        yield feature.name, draw_figures.top_images(best, shown, _title(backbone, feature.name), len(rows))
-
-
-def _filters(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:
-    named = named_layers(backbone.model)
-    first = [name for name, module in named.items() if isinstance(module, nn.Conv2d)][:1]
-    layers = first if config.layers is None else match_layers(named, config.layers, backbone.spec)
-    if not layers:
-        raise InputError(f"{backbone.spec} has no convolution")
-    for name in layers:
-        weight = getattr(named[name], "weight", None)
-        if not isinstance(weight, Tensor) or weight.ndim != 4:
-            raise InputError(f"layer {name!r}: expected a 2D convolution, got {type(named[name]).__name__}")
-        yield name, draw_figures.filters(weight.detach().cpu().float().numpy(), _title(backbone, name))
+        yield feature.name, figures.top_images(best, shown, _title(backbone, feature.name), len(rows))
 
 
 def _attention_by_patch(weights: Tensor, backbone: Backbone) -> Tensor:
@@ -237,7 +222,7 @@ def _attention(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figure
 
         heads, pixels, names = _over_batches(sample, heads_of)
         title = f"{_title(backbone, layer or 'last attention')}: attention of {source}"
-        yield layer or "", draw_figures.attention(heads.numpy(), pixels, names, title)
+        yield layer or "", figures.attention(heads.numpy(), pixels, names, title)
 
 
 def _rollout(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:
@@ -248,11 +233,10 @@ def _rollout(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:
 
     maps, pixels, names = _over_batches(sample, rolled_out)
     title = f"{_title(backbone, 'all layers')}: attention rollout, each map from its least to its largest value"
-    yield "", draw_figures.overlays(maps.numpy(), pixels, names, title)
+    yield "", figures.overlays(maps.numpy(), pixels, names, title)
 
 
 def _gradcam(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:
-    truth = _truth(backbone, sample)
     maps = defaultdict[str, list[NDArray[np.float32]]](list)
     pixels, names, captions = [], [], []
     layers = _gradcam_layers(config, backbone)
@@ -266,32 +250,13 @@ def _gradcam(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:
             scores = scores_of(backbone.model(batch.inputs))
             shares = scores.softmax(1).cpu().numpy()[np.arange(len(classes)), classes]
         for row, number, share in zip(batch.rows.tolist(), classes.tolist(), shares, strict=True):
-            mark = "" if truth is None or truth.numbers[row] < 0 else _MARKS[bool(truth.numbers[row] == number)]
             names.append(sample.images.paths[row])
             percent = "under 1" if share < 0.005 else f"{100 * share:.0f}"
-            captions.append(f"{mark}{class_name(backbone, number)}, {percent}\u00a0%")
-    named = "" if config.target is None else class_name(backbone, config.target)
-    if len(captions) == 1:
-        of = captions[0].lstrip("✓✗ ") if named else f"the predicted class, {captions[0].lstrip('✓✗ ')}"
-    else:
-        of = named or "the predicted class of each image"
+            captions.append(f"{class_name(backbone, number)}, {percent}\u00a0%")
+    of = "the predicted class of each image" if config.target is None else class_name(backbone, config.target)
     for layer, parts in maps.items():
         title = f"{_title(backbone, layer)}: Grad-CAM of {of}; each map is scaled to its own maximum"
-        if truth is not None:
-            title += "; ✓: the true class, ✗: another"
-        yield layer, draw_figures.overlays(np.concatenate(parts), np.concatenate(pixels), names, title, captions)
-
-
-def _truth(backbone: Backbone, sample: Sample) -> Targets | None:
-    """Return the true classes, and print what they are; None if they are not certain: the figure is right without."""
-    try:
-        truth = targets_of(backbone, sample.images, remedy="")
-    except InputError as error:
-        print_line(f"note: the true classes are not marked: {error.message}", fg="yellow", err=True)
-        return None
-    if truth is not None:
-        print_line(f"true classes: {truth.source}", err=True)
-    return truth
+        yield layer, figures.overlays(np.concatenate(parts), np.concatenate(pixels), names, title, captions)
 
 
 def _gradcam_layers(config: DrawConfig, backbone: Backbone) -> Sequence[str]:
@@ -304,13 +269,19 @@ def _gradcam_layers(config: DrawConfig, backbone: Backbone) -> Sequence[str]:
     usual = attribution.first_with_grad_cam(backbone, grey, candidates)
     if usual is None:
         raise InputError(f"no layer of {backbone.spec} gives maps or patches on which class scores depend")
+    if not backbone.prefix_tokens and _features_of(backbone, [usual])[-1].layout.kind == "map":
+        # Perhaps an own transformer that does not state its class token: then only its first convolution gives a map.
+        stated = dataclasses.replace(backbone, prefix_tokens=1, class_token=True)
+        norm = attribution.first_with_grad_cam(stated, grey, attribution.normalisations(backbone.model))
+        if norm is not None and _features_of(stated, [norm])[-1].layout.kind == "tokens":
+            note = f"note: {usual} is drawn; {norm} is better, if your model says: self.num_prefix_tokens = 1"
+            print_line(note, fg="yellow", err=True)
     return [usual]
 
 
 KINDS: dict[str, Callable[[DrawConfig, Backbone, Sample], Figures]] = {
     "maps": _feature_maps,
     "top": _top,
-    "filters": _filters,
     "attention": _attention,
     "rollout": _rollout,
     "gradcam": _gradcam,

@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from extract.backbones.sources import SOURCES, Entry, describe, list_sources, match_specs
 from extract.compute.backbone import Backbone, load_backbone
-from extract.compute.feature_choice import EMBEDDING, LayerShapes, layer_shapes
+from extract.compute.feature_choice import EMBEDDING, choose_features
 from extract.errors import InputError
 from extract.images import list_images
+from extract.taps.batch_axis import Trial
 from extract.taps.layer_names import match_layers, named_layers
-from extract.taps.layer_table import LayerRow, layer_table
+from extract.taps.record import Site
+from extract.taps.taps import Taps
 from pipelines.terminal.tables import print_aligned
 
 __all__ = [
-    "POOLINGS_SHOWN", "LayerBytes", "as_json", "bytes_as_json", "entries", "layer_bytes", "list_layers", "print_bytes",
-    "print_entries", "print_sources", "print_table", "sources",
+    "LayerRow", "as_json", "bytes_as_json", "count_of", "entries", "layer_table", "list_layers", "print_entries",
+    "print_sources", "print_table", "sources",
 ]  # fmt: skip
 
-POOLINGS_SHOWN = ("none", "auto", "grid4", "srp4096")
 _VALUE_BYTES = 4  # float32, the default of `embed`
 _SHOWN = 4  # names of weights per line
 _MOST_BUILT = 100
@@ -65,9 +67,117 @@ def print_entries(entries: Iterator[Entry], echo: Callable[[str], None]) -> None
         echo(f"{entry.spec:48} {numbers}  {licence:16} {weights}".rstrip())
 
 
+@dataclass
+class LayerRow:
+    """One layer, or one function called in a layer's forward.
+
+    Attributes:
+        name: name for `Taps`.
+        type: class of the module, or "function".
+        shapes: part of the output -> shape for one image in the first call; the shape for all pictures if the rows are
+            not the images. For a function, the shape of its first tensor.
+        bytes: size of all output tensors for one image, over all calls; tensors whose rows are not the images do not
+            count.
+        calls: number of calls in a forward.
+        parameters: number of parameters in the layer and its submodules.
+        notes: facts to know before using its values.
+    """
+
+    name: str
+    type: str
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    bytes: int = 0
+    calls: int = 0
+    parameters: int = 0
+    notes: list[str] = field(default_factory=list)
+
+
+def layer_table(model: nn.Module, pictures: Tensor, names: Sequence[str], *, operations: bool) -> list[LayerRow]:
+    """Run a few pictures and return one row per layer.
+
+    Args:
+        model: in eval mode.
+        pictures: (B, 3, H, W), all different, at least 2.
+        names: names of layers.
+        operations: also list functions called in the layers' own forwards, as `LAYER/FUNCTION`.
+    """
+    named = named_layers(model)
+    trial = Trial(model, pictures, [(name, "output") for name in names])
+    sites: dict[str, list[Site]] = {}
+    for site in trial.record.sites.values():
+        sites.setdefault(site.layer, []).append(site)
+    rows = []
+    for name in names:
+        module = named[name]
+        row = LayerRow(name, type(module).__name__, parameters=sum(p.numel() for p in module.parameters()))
+        row.calls = len({site.call for site in sites.get(name, [])})
+        for site in sites.get(name, []):
+            _describe(row, trial, site)
+        if not row.calls:
+            row.notes.append(_why_silent(named, name))
+        elif row.calls > 1:
+            row.notes.append(f"runs {row.calls} times: {name}#0 to {name}#{row.calls - 1}")
+        rows.append(row)
+    return rows + (_operations(model, pictures[:1], names) if operations else [])
+
+
+def _describe(row: LayerRow, trial: Trial, site: Site) -> None:
+    value = trial.record[site]
+    part = ".".join(map(str, site.path))
+    try:
+        where = trial.rows(site)
+    except InputError as error:
+        note = str(error).split(": ", 1)[-1]
+        shape = tuple(value.shape)
+    else:
+        by_image = where.by_image(value)
+        shape, row.bytes = tuple(by_image.shape[1:]), row.bytes + by_image[0].numel() * by_image.element_size()
+        note = f"the batch is on axis {where.axis}" if where.axis else ""
+        note = f"{where.per_image} rows per image" if where.per_image > 1 else note
+    if site.call == 0:
+        row.shapes[part] = shape
+    note = f"{part}: {note}" if note and part else note
+    if note and note not in row.notes:
+        row.notes.append(note)
+
+
+def _why_silent(named: dict[str, nn.Module], name: str) -> str:
+    if isinstance(named.get(name.rpartition(".")[0]), nn.MultiheadAttention):
+        return "never called: nn.MultiheadAttention uses its weights directly"
+    return "never called, or returns no tensor"
+
+
+def _operations(model: nn.Module, picture: Tensor, names: Sequence[str]) -> list[LayerRow]:
+    """Return a row for each function that returns tensors, called by these layers or by the model itself."""
+    named = named_layers(model)
+    # Functions inside torch.nn modules such as nn.Conv2d add nothing to the row of the layer.
+    callers = ["", *[name for name in names if not type(named[name]).__module__.startswith("torch.nn.")]]
+    taps = Taps(model, [f"{name}/*" for name in callers], reduce=_bytes_and_shape)
+    with torch.no_grad(), taps:
+        taps(picture)
+    rows: dict[str, LayerRow] = {}
+    for site, value in taps.record.by_site.items():
+        size, *shape = value.tolist()
+        row = rows.setdefault(site.layer, LayerRow(site.layer, "function", {"": tuple(shape)}))
+        row.calls, row.bytes = site.call + 1, row.bytes + size
+    for row in rows.values():
+        if row.calls > 1:
+            row.notes.append(f"called {row.calls} times: {row.name}#0 to {row.name}#{row.calls - 1}")
+    return list(rows.values())
+
+
+def _bytes_and_shape(tensor: Tensor) -> Tensor:
+    return torch.tensor([tensor.numel() * tensor.element_size(), *tensor.shape[1:]])
+
+
 def as_json(rows: Iterator[Entry] | Sequence[LayerRow]) -> list[dict[str, Any]]:
     """Return entries or layers as JSON-compatible data."""
     return [asdict(row) for row in rows]
+
+
+def bytes_as_json(rows: Sequence[LayerRow], count: int) -> list[dict[str, Any]]:
+    """Return layers as JSON-compatible data, with the bytes of a number of images."""
+    return [row | {"images": count, "bytes_in_all": row["bytes"] * count} for row in as_json(rows)]
 
 
 def _loaded(spec: str) -> Backbone:
@@ -85,125 +195,51 @@ def list_layers(spec: str, patterns: Sequence[str], *, operations: bool) -> list
     backbone = _loaded(spec)
     pictures = torch.randn(2, 3, *backbone.preprocessing.crop_px, generator=torch.Generator().manual_seed(0))
     named = named_layers(backbone.model)
-    shapes = [] if EMBEDDING in named else _embedding(backbone)
-    names = [EMBEDDING] * len(shapes) + sorted(named, key=lambda name: name != EMBEDDING)
+    embedding = [] if EMBEDDING in named else _embedding(backbone)
+    names = [EMBEDDING] * len(embedding) + sorted(named, key=lambda name: name != EMBEDDING)
     if patterns:
         names = match_layers(names, patterns, spec)
-    inputs = []
-    for layer in shapes if EMBEDDING in names else []:
-        _, shape = layer.poolings["none"]
-        note = f"input of {backbone.classifier}; `embed` computes it"
-        inputs.append(LayerRow(EMBEDDING, "input", {"": shape}, _VALUE_BYTES * math.prod(shape), 1, notes=[note]))
+    inputs = embedding if EMBEDDING in names else []
     layers = [name for name in names if name in named]
     return inputs + layer_table(backbone.model, pictures, layers, operations=operations)
 
 
-def _embedding(backbone: Backbone) -> list[LayerShapes]:
-    """Return the shapes of the embedding of a backbone; nothing if it has none."""
+def _embedding(backbone: Backbone) -> list[LayerRow]:
+    """Return the row of the embedding of a backbone; nothing if it has none."""
     try:
-        return layer_shapes(backbone, [EMBEDDING], POOLINGS_SHOWN)
+        (feature,) = choose_features(backbone, [EMBEDDING]).features
     except InputError:
         return []
+    note = f"input of {backbone.classifier}; `embed` computes it"
+    size = _VALUE_BYTES * math.prod(feature.shape)
+    return [LayerRow(EMBEDDING, "input", {"": feature.shape}, size, 1, notes=[note])]
 
 
-def print_table(rows: Sequence[LayerRow], echo: Callable[[str], None]) -> None:
-    """Print the table: name, type, output shape of an image, its bytes, parameters, notes."""
-    cells = [("layer", "type", "shape", "bytes", "parameters", "notes")]
+def print_table(rows: Sequence[LayerRow], echo: Callable[[str], None], count: int | None = None) -> None:
+    """Print the table: name, type, output shape of an image, its bytes, parameters, notes.
+
+    With a number of images, the bytes are those of all of them in float32.
+    """
+    cells = [("layer", "type", "shape", "bytes" if count is None else f"{count:,} images", "parameters", "notes")]
     for row in rows:
         shapes = ", ".join(
             (f"{part} " if part else "") + "x".join(map(str, shape)) for part, shape in row.shapes.items()
         )
-        cells.append((row.name, row.type, shapes, f"{row.bytes:,}", f"{row.parameters:,}", "; ".join(row.notes)))
+        size = f"{row.bytes:,}" if count is None else _text(row.bytes * count)
+        cells.append((row.name, row.type, shapes, size, f"{row.parameters:,}", "; ".join(row.notes)))
     print_aligned(cells, "<<<>><", echo)
 
 
-@dataclass(frozen=True)
-class LayerBytes:
-    """What layers would take on disk.
-
-    Attributes:
-        images: number of images.
-        layers: the layers, with the shapes that poolings give.
-    """
-
-    images: int
-    layers: list[LayerShapes]
-
-
-def layer_bytes(spec: str, patterns: Sequence[str], images: str) -> LayerBytes:
-    """Return the sizes of a backbone's layers. Some made-up pictures are computed; none of the images is read.
-
-    Args:
-        spec: spec of the backbone.
-        patterns: names and globs of layers; empty means every layer.
-        images: a number of images; or anything that `embed` takes, whose images are counted.
+def count_of(images: str) -> int:
+    """Return a number of images, or that of anything that `embed` takes; none of the images is read.
 
     Raises:
-        UnknownNameError: a pattern matches no layer.
         InputError: there are no images.
     """
     count = int(images) if images.isascii() and images.isdigit() else len(list_images(images))
     if count < 1:
         raise InputError("--bytes is 0; expected a number of images, or a folder or list of images")
-    backbone = _loaded(spec)
-    layers = layer_shapes(backbone, patterns, POOLINGS_SHOWN)
-    if not patterns:
-        layers = _embedding(backbone) + [layer for layer in layers if layer.name != EMBEDDING]
-    return LayerBytes(count, layers)
-
-
-def bytes_as_json(sizes: LayerBytes) -> dict[str, Any]:
-    """Return the sizes as JSON-compatible data."""
-    return {
-        "images": sizes.images,
-        "dtype": "float32",
-        "layers": [
-            {
-                "name": layer.name,
-                "poolings": {
-                    pooling: {
-                        "pooling": name,
-                        "shape": list(shape),
-                        "bytes_per_image": _VALUE_BYTES * math.prod(shape),
-                        "bytes": _VALUE_BYTES * math.prod(shape) * sizes.images,
-                    }
-                    for pooling, (name, shape) in layer.poolings.items()
-                },
-                "reason": layer.reason,
-            }
-            for layer in sizes.layers
-        ],
-    }
-
-
-def print_bytes(sizes: LayerBytes, echo: Callable[[str], None]) -> None:
-    """Print a table: for each layer and pooling, the bytes of an image and of all images."""
-    cells = [["layer", "shape", *(title for pooling in POOLINGS_SHOWN for title in (pooling, "in all"))]]
-    totals = dict.fromkeys(POOLINGS_SHOWN, 0)
-    for layer in sizes.layers:
-        row = [layer.name, "x".join(map(str, layer.poolings["none"][1])) if layer.poolings else "-"]
-        for pooling in POOLINGS_SHOWN:
-            if pooling not in layer.poolings:
-                row += ["-", "-"]
-                continue
-            size = _VALUE_BYTES * math.prod(layer.poolings[pooling][1])
-            totals[pooling] += size
-            row += [_text(size), _text(size * sizes.images)]
-        cells.append(row)
-    if len(sizes.layers) > 1:
-        sums = [text for size in totals.values() for text in (_text(size), _text(size * sizes.images))]
-        cells.append(["all that fit", "", *sums])
-    print_aligned(cells, "<<" + ">" * 2 * len(POOLINGS_SHOWN), echo)
-    echo(
-        f"{sizes.images:,} images in float32, without compression; `layertap embed --dtype float16` takes half, int8 a "
-        "quarter. -: it does not fit"
-    )
-    reasons: dict[str, list[str]] = {}
-    for layer in sizes.layers:
-        if layer.reason:
-            reasons.setdefault(layer.reason, []).append(layer.name)
-    for reason, names in reasons.items():
-        echo(f"not stored: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}: {reason}")
+    return count
 
 
 def _text(size: float) -> str:

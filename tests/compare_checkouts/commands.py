@@ -519,7 +519,6 @@ def _commands() -> Iterator[Command]:
     for kind, backbone in (
         ("maps", "timm/test_resnet"),
         ("top", "timm/test_resnet"),
-        ("filters", "timm/test_resnet"),
         ("gradcam", "timm/test_resnet"),
         ("attention", "timm/test_vit"),
         ("rollout", "timm/test_vit"),

@@ -114,8 +114,8 @@ def test_the_embedding_is_listed_first_among_the_layers_with_the_shape_that_embe
     assert [row["name"] for row in rows].count("embedding") == 1
     assert json.loads(layertap("list", spec, "embedding", "--json").stdout) == rows[:1]
     assert "embedding" not in layertap("list", spec, rows[1]["name"]).stdout
-    (first, *_) = json.loads(layertap("list", spec, "--bytes", 10, "--json").stdout)["layers"]
-    assert (first["name"], first["poolings"]["none"]["bytes"]) == ("embedding", 40 * width)
+    (first, *_) = json.loads(layertap("list", spec, "--bytes", 10, "--json").stdout)
+    assert (first["name"], first["bytes_in_all"]) == ("embedding", 40 * width)
 
 
 def test_what_is_listed_of_layers_needs_one_backbone() -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from extract.analysis.network.inspection import inspect_model
 from pipelines.cli import main
-from pipelines.network import inspect_figures
+from pipelines.network import figures
 from pipelines.network.image_sample import evenly
 from tests.conftest import make_picture
 
@@ -149,24 +149,22 @@ def drawn_inspection(
         net.add_module("encoder_of_a_network_whose_layers_have_very_long_names_0_" + f"{number:03d}", nn.ReLU())
     inspection = inspect_model(nn.Sequential(nn.Conv2d(3, 3, 1), net), [(torch.randn(4, 3, 4, 4), None)],
                                loss=lambda output, _: output.square().sum())  # fmt: skip
-    figures: dict[str, Figure] = {}
-    monkeypatch.setattr(
-        inspect_figures, "save_figure", lambda figure, path: figures.setdefault(path.name, copy.deepcopy(figure))
-    )
-    inspect_figures.draw_inspection(inspection, backbone, folder, "png")
-    return figures
+    drawn: dict[str, Figure] = {}
+    monkeypatch.setattr(figures, "save_figure", lambda figure, path: drawn.setdefault(path.name, copy.deepcopy(figure)))
+    figures.draw_inspection(inspection, backbone, folder, "png")
+    return drawn
 
 
 @pytest.mark.parametrize("count", [1, 11, pytest.param(120, marks=pytest.mark.slow)])
 def test_figures_of_an_inspection_name_each_layer_once_inside_pages_of_little_height(
     count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    figures = drawn_inspection(count, tmp_path, monkeypatch, "python/" + "x" * 80)
+    drawn = drawn_inspection(count, tmp_path, monkeypatch, "python/" + "x" * 80)
     pages = -(-(count + 1) // 45)
-    assert len(figures) == 4 * pages
+    assert len(drawn) == 4 * pages
     for kind in ("activations", "gradients", "gradient-flow", "layers"):
         names = []
-        for name, figure in figures.items():
+        for name, figure in drawn.items():
             if not name.startswith(kind + ("-" if pages > 1 else ".")):
                 continue
             assert figure.get_size_inches()[1] <= 1.5 * figure.get_size_inches()[0]
@@ -195,7 +193,7 @@ def test_a_histogram_that_is_cut_says_where_and_how_much(tmp_path: Path, monkeyp
     net = nn.Sequential(*[nn.Tanh() for _ in range(19)], Wide())
     pictures = torch.randn(8, 3, 8, 8)
     inspection = inspect_model(net, [pictures])
-    figure = inspect_figures._activations(inspection)
+    figure = figures._activations(inspection)
     far = figure.axes[0].get_xlim()[1]
     with torch.no_grad():
         outside = float((net(pictures).abs() > far).float().mean())
@@ -205,7 +203,7 @@ def test_a_histogram_that_is_cut_says_where_and_how_much(tmp_path: Path, monkeyp
     assert float(label.partition("at most ")[2].partition("%")[0]) == pytest.approx(100 * outside, abs=1)
 
 
-@pytest.mark.parametrize("kind", ["maps", "top", "filters", "tokens"])
+@pytest.mark.parametrize("kind", ["maps", "top", "tokens"])
 def test_each_kind_of_picture_is_drawn(net: Path, folder: Path, tmp_path: Path, kind: str) -> None:
     output = run("draw", kind, f"python/{net}:make", folder, "-o", tmp_path / "p", "--workers", 0,
                  "--sample", 4)  # fmt: skip
@@ -232,6 +230,39 @@ def test_what_cannot_be_drawn_is_refused(net: Path, folder: Path) -> None:
     assert "no attention" in run("draw", "rollout", *of, code=2)
     assert "'conv9'" in run("draw", "maps", *of, "-l", "conv9", code=2)
     assert "expected a number of images, or all" in run("draw", "maps", *of, "--sample", "0", code=2)
+
+
+def test_grad_cam_of_an_own_transformer_names_the_layer_that_its_class_token_would_give(tmp_path: Path) -> None:
+    make_picture(3).save(tmp_path / "one.png")
+    own = tmp_path / "own.py"
+    own.write_text("""
+import timm
+from torch import nn
+from torchvision import transforms
+
+class Own(nn.Module):
+    def __init__(self, stated):
+        super().__init__()
+        self.vit = timm.create_model("test_vit")
+        if stated:
+            self.num_prefix_tokens = 1
+
+    def forward(self, x):
+        return self.vit(x)
+
+def make(stated=False):
+    return Own(stated), transforms.Compose([transforms.Resize((160, 160)), transforms.ToTensor()])
+
+def stated():
+    return make(True)
+""")
+    of = (tmp_path / "one.png", "--workers", 0, "-o", tmp_path / "p")
+    output = run("draw", "gradcam", f"python/{own}:make", *of)
+    assert "vit.patch_embed is drawn; vit.blocks.5.norm1 is better" in output
+    assert "num_prefix_tokens = 1" in output
+    output = run("draw", "gradcam", f"python/{own}:stated", *of)
+    assert "note" not in output
+    assert (tmp_path / "p" / "gradcam-vit.blocks.5.norm1.png").is_file()
 
 
 @pytest.mark.slow

@@ -51,7 +51,7 @@ COMMANDS = {
     "list timm/test_resnet layer1": "layer1",
     f"inspect timm/test_resnet P --weights random --sample 4 -l layer1 {FAST}": "layer1",
     f"inspect timm/test_resnet P --weights random --sample 4 -l layer1 --pictures T/inside {FAST}": "layer1",
-    f"draw filters timm/test_resnet P --weights random --sample 2 -o T/drawn {FAST}": "T/drawn",
+    f"draw maps timm/test_resnet P --weights random --sample 2 -o T/drawn {FAST}": "T/drawn",
     f"inspect timm/test_resnet P --edit zero --weights random --sample 4 -l layer1 {FAST}": "layer1",
     "list": "torchvision",
     "list bundled/*": "efficientnet_lite0",

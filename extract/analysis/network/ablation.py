@@ -114,7 +114,7 @@ def ablation(
             on_forward(len(inputs))
             for (layer, channel), total in zip(edited_parts, totals, strict=True):
                 parts = [feature for feature in choice.features if feature.site.layer == layer]
-                changes = [(part.site, _adapt(_edit_for(edit, part), part, channel, number)) for part in parts]
+                changes = [(part.site, _adapt(edit, part, channel, number)) for part in parts]
                 edited = _forward(backbone, inputs, choice.features, embedding, gives_classes, changes)
                 total.add(edited, unedited, targets)
                 on_forward(len(inputs))
@@ -190,14 +190,9 @@ def _edited_parts(features: Sequence[Feature], channels: Sequence[int] | None) -
         yield from ((layer, channel) for channel in dict.fromkeys(channels))
 
 
-def _edit_for(edit: Edit | Mapping[str, Edit], feature: Feature) -> Edit:
-    if not isinstance(edit, Mapping):
-        return edit
-    return edit[feature.name] if feature.name in edit else edit[feature.site.layer]
-
-
-def _adapt(edit: Edit, feature: Feature, channel: int | None, seed: int) -> Edit:
+def _adapt(edits: Edit | Mapping[str, Edit], feature: Feature, channel: int | None, seed: int) -> Edit:
     """Adapt an edit to a layer's output: move the images to axis 0, and change only the given channel."""
+    edit = edits.get(feature.name) or edits[feature.site.layer] if isinstance(edits, Mapping) else edits
 
     def apply(value: Tensor) -> Tensor:
         images = feature.rows.by_image(value)

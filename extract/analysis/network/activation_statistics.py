@@ -57,7 +57,7 @@ def summarise(values: Tensor, positions: Sequence[int], bounds: tuple[float, flo
     Args:
         values: (B, ...) floating point, images on axis 0, at most one axis of channels.
         positions: the axes that are neither images nor channels.
-        bounds: bounds of the function that computed the values, infinite on an unbounded side; None: unbounded.
+        bounds: bounds of the function that computed the values; None: unbounded.
 
     Raises:
         InputError: `values` have another dtype or other axes.
@@ -71,72 +71,48 @@ def summarise(values: Tensor, positions: Sequence[int], bounds: tuple[float, flo
     values = values.detach()
     if values.dtype in (torch.float16, torch.bfloat16):
         values = values.float()
-    n_channels = values.shape[channels[0]] if channels else 1
     parts, bins = [], np.zeros(_BINS, np.int64)
     for chunk in torch.split(values, max(1, _AT_ONCE // max(1, values[:1].numel()))):
-        parts.append(_moments(chunk, positions, n_channels, bounds))
+        by_channel = chunk.movedim(channels[0], 1) if channels else chunk[:, None]
+        parts.append(_moments(by_channel.flatten(2) if positions else by_channel[..., None], bounds))
         bins += _histogram(chunk)
     columns = dict(zip(_COLUMNS, map(np.concatenate, zip(*parts, strict=True)), strict=True)) | {"bins": bins}
     return {name: torch.from_numpy(column) for name, column in columns.items()}
 
 
-def _moments(
-    values: Tensor, positions: Sequence[int], n_channels: int, bounds: tuple[float, float] | None
-) -> tuple[NDArray[Any], ...]:
-    """Compute the columns `_COLUMNS`."""
-    shape, n_images = (-1, n_channels), len(values)
-    per_channel = values[0].numel() // max(1, n_channels) if n_images else 0
+def _moments(values: Tensor, bounds: tuple[float, float] | None) -> tuple[NDArray[Any], ...]:
+    """Compute the columns `_COLUMNS` of values (B, C, positions)."""
     if not values.numel():
-        empty = np.zeros((n_images, n_channels))
-        none = np.zeros(n_images, np.int64)
-        count = empty.astype(np.int64)
-        return count, empty, empty, empty + np.inf, empty - np.inf, count, none, none
-    axes = list(positions)
-    if axes:
-        rough_mean = values.mean(axes, keepdim=True)
-        low, high = values.amin(axes), values.amax(axes)
-        deviations = values - rough_mean
-        # The mean is rounded; its error is removed from the sums below.
-        first, second = deviations.sum(axes), deviations.square_().sum(axes)
-    else:
-        rough_mean = low = high = values
-        first = second = torch.zeros_like(values)
-    tensors = (rough_mean, first, second, low, high)
-    numbers = [tensor.reshape(shape).cpu().numpy().astype(np.float64) for tensor in tensors]
-    mean = numbers[0] + numbers[1] / per_channel
-    m2 = np.maximum(numbers[2] - numbers[1] ** 2 / per_channel, 0)
-    low_, high_ = numbers[3], numbers[4]
-    count = np.full(mean.shape, per_channel, np.int64)
-    nan = np.zeros(n_images, np.int64)
-    infinite = np.zeros(n_images, np.int64)
-    size = np.maximum(np.abs(low_), np.abs(high_)).max(1)
-    for i in np.flatnonzero(~((size == 0) | ((size > _SMALL) & (size < _LARGE)))):
-        image = values[i : i + 1].cpu().double().numpy()
-        columns = _image_in_float64(image, tuple(axes))
-        count[i], mean[i], m2[i], low_[i], high_[i] = (column.reshape(n_channels) for column in columns)
-        nan[i], infinite[i] = np.isnan(image).sum(), np.isinf(image).sum()
-    near_a_bound = np.zeros(mean.shape, np.int64)
-    if bounds is not None:
-        near_a_bound = _count_near_bounds(values, axes, bounds).reshape(shape).cpu().numpy().astype(np.int64)
-    return count, mean, m2, low_, high_, near_a_bound, nan, infinite
+        empty, none = np.zeros(values.shape[:2]), np.zeros(len(values), np.int64)
+        count_of_none = empty.astype(np.int64)
+        return count_of_none, empty, empty, empty + np.inf, empty - np.inf, count_of_none, none, none
+    near_a_bound = torch.zeros(values.shape[:2]) if bounds is None else _near(values, bounds).sum(2)
+    low, high = values.amin(2), values.amax(2)
+    count = torch.full(low.shape, values.shape[2], device=values.device)
+    nan, infinite, finite = torch.zeros(len(values)), torch.zeros(len(values)), None
+    size = torch.maximum(low.abs(), high.abs()).amax(1)  # NaN if a value is
+    if not bool(((size == 0) | ((size > _SMALL) & (size < _LARGE))).all()):
+        values = values.double()
+        nan, infinite, finite = values.isnan().sum((1, 2)), values.isinf().sum((1, 2)), values.isfinite()
+        low, high = values.where(finite, torch.inf).amin(2), values.where(finite, -torch.inf).amax(2)
+        count, values = finite.sum(2), values.where(finite, 0.0)
+    at_least_one = count.clamp(min=1)
+    rough_mean = values.sum(2) / at_least_one
+    deviations = values - rough_mean[..., None]
+    if finite is not None:
+        deviations = deviations.where(finite, 0.0)
+    # The mean is rounded; its error is removed from the sums.
+    first, second = deviations.sum(2).double(), deviations.square_().sum(2).double()
+    mean, m2 = rough_mean.double() + first / at_least_one, (second - first**2 / at_least_one).clamp(min=0)
+    whole = [column.long() for column in (near_a_bound, nan, infinite)]
+    return tuple(column.cpu().numpy() for column in (count, mean, m2, low.double(), high.double(), *whole))
 
 
-def _image_in_float64(values: NDArray[np.float64], axes: tuple[int, ...]) -> tuple[NDArray[Any], ...]:
-    """Return count, mean, M2, low and high of the finite values of one image; slow and safe from overflow."""
-    finite = np.isfinite(values)
-    count = finite.sum(axes, keepdims=True)
-    with np.errstate(over="ignore", invalid="ignore"):
-        # Divide before summing: the sum of values near the end of the range would overflow.
-        mean = (np.where(finite, values, 0.0) / np.maximum(count, 1)).sum(axes, keepdims=True)
-        m2 = (np.where(finite, values - mean, 0.0) ** 2).sum(axes)
-    return count, mean, m2, np.where(finite, values, np.inf).min(axes), np.where(finite, values, -np.inf).max(axes)
-
-
-def _count_near_bounds(values: Tensor, axes: list[int], bounds: tuple[float, float]) -> Tensor:
+def _near(values: Tensor, bounds: tuple[float, float]) -> Tensor:
+    """Return whether each value is saturated."""
     low, high = bounds
-    margin = _NEAR_A_BOUND * (high - low if np.isfinite(high - low) else abs(high if np.isfinite(high) else low))
-    near = (values <= low + margin) | (values >= high - margin)
-    return near.sum(axes) if axes else near.long()
+    margin = _NEAR_A_BOUND * (high - low)
+    return (values <= low + margin) | (values >= high - margin)
 
 
 def _histogram(values: Tensor) -> NDArray[np.int64]:

@@ -1,4 +1,4 @@
-"""Findings in the statistics of layers: report the layer at fault, without the consequences in other layers.
+"""Reports of inputs, tensors and parameters, and findings in them: the layers at fault, without the consequences.
 
 A fault in one layer shows in many: channels fed by a dead channel are often dead too, all values after a NaN are NaN,
 and no gradient reaches the layers before a saturated layer. `CAUSES` lists the causes, each a function of the recorded
@@ -10,13 +10,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from extract.analysis.network.reports import AttentionReport, Evidence, Finding, ParameterReport, TensorReport
+from extract.analysis.network.activation_statistics import Statistics, summarise
 
-__all__ = ["CAUSES", "findings_of"]
+__all__ = [
+    "CAUSES", "AttentionReport", "Evidence", "Finding", "InputReport", "ParameterReport", "RunningStatistics",
+    "TensorReport", "findings_of", "layer_table",
+]  # fmt: skip
+
+_SHOWN_LAYERS = 3  # names of further layers in the text of a finding
+_ONE_HOT = 0.99  # weight of an attention on one token
+_EQUAL = 1e-3  # inputs that differ by less than this part of the largest value are equal
 
 # Inputs normalised by mean and standard deviation have negative values, and a root mean square of about 1.
 _NORMALISED_RMS = (0.3, 3.0)
@@ -54,6 +65,227 @@ _ONE_HOT_QUERIES = 0.9
 _UNIFORM = 1e-3
 # Below 100 units in the last place of float32 (6e-8), differences between inputs are rounding errors.
 _LOST = 1e-5
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A problem, at the layer where it starts.
+
+    Attributes:
+        kind: "not finite", "equal inputs", "input scale", "running statistics", "exploding", "saturated attention",
+            "uniform attention", "saturated", "zero weight", "dead", "vanishing", "vanishing gradients",
+            "exploding gradients", "frozen" or "no gradient".
+        layer: layer where the problem starts; "input" if it is outside the network.
+        text: description of the problem.
+        grave: whether the network is unlikely to work; otherwise the finding is for information.
+        layers: further layers that have the same problem or are affected by it, in the order of computation.
+    """
+
+    kind: str
+    layer: str
+    text: str
+    grave: bool = True
+    layers: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        more = len(self.layers) - _SHOWN_LAYERS
+        names = ", ".join(self.layers[:_SHOWN_LAYERS]) + (f" and {more:,} more" if more > 0 else "")
+        return f"{self.layer}: {self.text}" + (f" ({names})" if names else "")
+
+
+@dataclass
+class InputReport:
+    """Values of the model's input.
+
+    Attributes:
+        count: number of images.
+        shape: shape of one image.
+        broken: positions of images with values that are not finite.
+        values: statistics of all values; of whole numbers other than uint8 pixels, such as tokens, there are none.
+    """
+
+    count: int = 0
+    shape: tuple[int, ...] = ()
+    broken: list[int] = field(default_factory=list)
+    values: Statistics = field(default_factory=Statistics)
+    _first: Tensor | None = None
+    _differ: bool = False
+
+    def add(self, inputs: Tensor) -> None:
+        """Add a batch (B, ...)."""
+        first_image, self.shape = self.count, tuple(inputs.shape[1:])
+        self.count += len(inputs)
+        inputs = inputs.float() if inputs.dtype == torch.uint8 else inputs
+        if not inputs.is_floating_point():
+            self._differ = True
+            return
+        summary = summarise(inputs.reshape(len(inputs), -1), [1])
+        self.values.add(summary)
+        self.broken += (first_image + (summary["nan"] + summary["infinite"]).nonzero().flatten()).tolist()
+        if self._first is None:
+            self._first = inputs[:1].detach().clone()
+        if not self._differ and not self.broken and self._first.shape[1:] == self.shape:
+            limit = _EQUAL * max(abs(self.values.min), abs(self.values.max))
+            self._differ = float((inputs.detach() - self._first).abs().max()) > limit
+        else:
+            self._differ = True
+
+    @property
+    def equal(self) -> bool:
+        """Whether there are several images, all equal up to rounding."""
+        return self.count > 1 and not self._differ
+
+
+@dataclass(frozen=True)
+class RunningStatistics:
+    """What the inputs of a batch normalisation were in training.
+
+    Attributes:
+        std: (C,) square root of the running variance, with the constant that avoids division by zero.
+        zero: share of the channels whose running variance is zero.
+        initial: whether no batch has changed the running statistics.
+    """
+
+    std: NDArray[np.float64]
+    zero: float
+    initial: bool
+
+    @classmethod
+    def of(cls, module: nn.Module) -> RunningStatistics | None:
+        """Return the statistics of a batch normalisation; None for other layers, and without running statistics."""
+        if not isinstance(module, _BatchNorm) or module.running_var is None or module.running_mean is None:
+            return None
+        mean, variance = (values.double().cpu().numpy() for values in (module.running_mean, module.running_var))
+        initial = bool((mean == 0).all() and (variance == 1).all())
+        with np.errstate(invalid="ignore"):
+            return cls(np.sqrt(variance + module.eps), float((variance == 0).mean()), initial)
+
+
+@dataclass
+class TensorReport:
+    """Inspection results for one output tensor of a layer.
+
+    Attributes:
+        name: text form of the tensor's site.
+        layer: name of the layer.
+        type: class name of the module.
+        leaf: whether the layer contains no other inspected layer.
+        by_image: whether the rows were proved to be the images; otherwise each batch counts as one image.
+        shape: shape of one image's activation, or of the whole batch's if not `by_image`.
+        activations: statistics of the tensor.
+        input_rms: root mean square of the layer's input; NaN without finite floating-point values.
+        gradients: statistics of the loss gradient with respect to the tensor; None if not requested or not computed.
+        bounded: whether the layer is a function with known bounds, such as a sigmoid.
+        zero_weight: whether the layer's weight is zero, as in some layers before training.
+        running: running statistics, if the layer is a batch normalisation.
+    """
+
+    name: str
+    layer: str
+    type: str
+    leaf: bool
+    by_image: bool
+    shape: tuple[int, ...]
+    activations: Statistics = field(default_factory=Statistics)
+    input_rms: float = math.nan
+    gradients: Statistics | None = None
+    bounded: bool = False
+    zero_weight: bool = False
+    running: RunningStatistics | None = None
+
+    @property
+    def variation(self) -> float:
+        """Standard deviation within channels divided by the root mean square: how much the tensor depends on inputs."""
+        numbers = self.activations
+        if not numbers.total or not numbers.rms:
+            return 0.0 if numbers.total else math.nan
+        return math.sqrt(float(numbers.m2.sum()) / numbers.total) / numbers.rms
+
+    @property
+    def norm_ratio(self) -> float:
+        """Root mean square of the output divided by that of the input."""
+        return self.activations.rms / self.input_rms if self.input_rms else math.nan
+
+    @property
+    def gradient_norm(self) -> float:
+        """L2 norm of an image's gradient, as root mean square over images."""
+        if self.gradients is None or not self.gradients.images:
+            return math.nan
+        return self.gradients.rms * math.sqrt(self.gradients.total / self.gradients.images)
+
+
+@dataclass
+class ParameterReport:
+    """Inspection results for one parameter.
+
+    Attributes:
+        name: full name, including the layer.
+        layer: name of the layer that owns the parameter.
+        norm: L2 norm.
+        trainable: whether the parameter requires gradients.
+        reached: whether the loss depends on the parameter.
+        gradient_norm: L2 norm of the gradient of a batch's loss, as root mean square over the batches with finite
+            gradients.
+    """
+
+    name: str
+    layer: str
+    norm: float
+    trainable: bool
+    reached: bool = False
+    gradient_norm: float = math.nan
+
+    @property
+    def gradient_to_weight(self) -> float:
+        """Gradient norm divided by the parameter norm."""
+        return self.gradient_norm / self.norm if self.norm else math.nan
+
+
+@dataclass(frozen=True)
+class AttentionReport:
+    """Attention weights of one layer, over all heads and queries of some images.
+
+    Attributes:
+        layer: layer that computes the attention.
+        keys: number of tokens that a query may attend to.
+        largest: mean over queries of the largest weight, from 1 / keys to 1.
+        one_hot: share of the queries with nearly all weight on one token.
+        deviation: largest deviation of a weight from 1 / keys, times the number of keys.
+    """
+
+    layer: str
+    keys: int
+    largest: float
+    one_hot: float
+    deviation: float
+
+    @classmethod
+    def of(cls, layer: str, weights: Tensor) -> AttentionReport:
+        """Summarise weights (B, heads, T, S)."""
+        keys, largest = weights.shape[-1], weights.amax(-1)
+        return cls(layer, keys, float(largest.mean()), float((largest > _ONE_HOT).float().mean()),
+                   float((weights * keys - 1).abs().max()))  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """All that findings are made from.
+
+    Attributes:
+        tensors: in the order of computation.
+        parameters: parameters with their gradients; empty without a loss.
+        inputs: values of the model's input.
+        attentions: attention layers, in the order of computation.
+        never_ran: requested layers that did not run.
+        name_of: function that returns the name of the image at a position.
+    """
+
+    tensors: Sequence[TensorReport]
+    parameters: Sequence[ParameterReport] = ()
+    inputs: InputReport = field(default_factory=InputReport)
+    attentions: Sequence[AttentionReport] = ()
+    never_ran: Sequence[str] = ()
+    name_of: Callable[[int], str] = lambda position: f"image {position}"
 
 
 def findings_of(evidence: Evidence) -> list[Finding]:
@@ -111,9 +343,8 @@ def input_scale(evidence: Evidence, explained: set[str]) -> list[Finding]:
         return []
     if any(tensor.norm_ratio > _GROWTH_BEFORE for tensor in tensors[: misfit.position]):
         return []  # a layer before the batch normalisation is at fault
-    text = (
-        f"{now}{looks_like}; the values at {tensors[misfit.position].name} vary {misfit.ratio_in_words} as in training"
-    )
+    change = f"the values at {tensors[misfit.position].name} vary {misfit.ratio:,.3g} times as much as in training"
+    text = f"{now}{looks_like}; {change}"
     return [Finding("input scale", "input", text, layers=affected)]
 
 
@@ -131,9 +362,7 @@ def not_finite(evidence: Evidence, explained: set[str]) -> list[Finding]:
             where = f"first in {evidence.name_of(new[0])}" if tensor.by_image else f"first in batch {new[0]}"
             after = evidence.tensors[position + 1 :]
             behind = tuple(other.name for other in after if other.activations.nan + other.activations.infinite)
-            affected = _affected(len(behind), len(after))
-            text = f"{' and '.join(kinds)} values, {where}{affected}"
-            findings.append(Finding("not finite", tensor.name, text, layers=behind))
+            findings.append(Finding("not finite", tensor.name, f"{' and '.join(kinds)} values, {where}", layers=behind))
             if not tensor.by_image:
                 break  # it is unknown in which images values behind it are new
     return findings
@@ -154,10 +383,6 @@ class Misfit:
     first_position: int
     ratio: float
     variance_is_zero: bool
-
-    @property
-    def ratio_in_words(self) -> str:
-        return f"{self.ratio:,.3g} times as much"
 
 
 def first_misfit(tensors: Sequence[TensorReport]) -> Misfit | None:
@@ -214,10 +439,10 @@ def distortions(evidence: Evidence, explained: set[str]) -> list[Finding]:
         text = f"its running variance is zero, so its output is {misfit.ratio:,.0f} times too large"
     else:
         text = (
-            f"the values that it normalises vary {misfit.ratio_in_words} as its running variance says: the running "
-            "variance, or the layers before it, have changed since training"
+            f"the values that it normalises vary {misfit.ratio:,.3g} times as much as its running variance says: the "
+            "running variance, or the layers before it, have changed since training"
         )
-    return [Finding("running statistics", tensor.name, text + _affected(len(behind), len(behind)), layers=behind)]
+    return [Finding("running statistics", tensor.name, text, layers=behind)]
 
 
 def _exploding(tensors: Sequence[TensorReport], explained: set[str]) -> list[Finding]:
@@ -248,38 +473,32 @@ def _exploding(tensors: Sequence[TensorReport], explained: set[str]) -> list[Fin
         text = f"its outputs are {gains[position]:,.0f} times larger than its inputs"
         if others:
             text = f"{text}; the median of the other {tensor.type} layers is {typical:.2g}"
-        text = f"{text}{_affected(len(behind), len(tensors) - position - 1)}"
         names = tuple(other.name for other in behind)
         known.update(names)
         findings.append(Finding("exploding", tensor.name, text, layers=names))
     return findings
 
 
-def one_hot_attention(evidence: Evidence, explained: set[str]) -> list[Finding]:
-    """Find attention in which each query attends to a single token: its softmax is saturated and passes no gradient."""
-    sick = [report for report in evidence.attentions if report.one_hot >= _ONE_HOT_QUERIES and report.keys > 1]
-    return _attention("saturated attention", sick, evidence, explained,
-                      "{0.one_hot:.0%} of the queries attend to a single one of {0.keys:,} tokens")  # fmt: skip
+def unusable_attention(evidence: Evidence, explained: set[str]) -> list[Finding]:
+    """Find attention to a single token, whose softmax passes no gradient, and attention that is a mean of all tokens.
 
-
-def uniform_attention(evidence: Evidence, explained: set[str]) -> list[Finding]:
-    """Find attention that is a plain mean of all tokens."""
-    sick = [report for report in evidence.attentions if report.deviation < _UNIFORM and report.keys > 1]
-    return _attention("uniform attention", sick, evidence, explained,
-                      "all queries attend to all {0.keys:,} tokens equally")  # fmt: skip
-
-
-def _attention(
-    kind: str, sick: Sequence[AttentionReport], evidence: Evidence, explained: set[str], text: str
-) -> list[Finding]:
-    if not sick or sick[0].layer in explained or "input" in explained:
-        return []
-    also = f"; the same in {len(sick) - 1:,} other layers" if len(sick) > 1 else ""
-    others = tuple(report.layer for report in sick[1:])
-    # Layers inside are affected: the projection of a uniform attention has constant queries and keys.
-    outer = tuple(f"{report.layer}." for report in sick)
-    inside = tuple(tensor.name for tensor in evidence.tensors if tensor.layer.startswith(outer))
-    return [Finding(kind, sick[0].layer, text.format(sick[0]) + also, layers=(*others, *inside))]
+    Of each kind, the first layer is a finding, with all others.
+    """
+    findings: list[Finding] = []
+    reports = [report for report in evidence.attentions if report.keys > 1 and "input" not in explained]
+    for kind, sick, text in (
+        ("saturated attention", [report for report in reports if report.one_hot >= _ONE_HOT_QUERIES],
+         "{0.one_hot:.0%} of the queries attend to a single one of {0.keys:,} tokens"),
+        ("uniform attention", [report for report in reports if report.deviation < _UNIFORM],
+         "all queries attend to all {0.keys:,} tokens equally"),
+    ):  # fmt: skip
+        if sick and sick[0].layer not in explained:
+            # Layers inside are affected: the projection of a uniform attention has constant queries and keys.
+            inside = tuple(f"{report.layer}." for report in sick)
+            affected = [tensor.name for tensor in evidence.tensors if tensor.layer.startswith(inside)]
+            others = (*(report.layer for report in sick[1:]), *affected)
+            findings.append(Finding(kind, sick[0].layer, text.format(sick[0]), layers=others))
+    return findings
 
 
 def saturated_units(evidence: Evidence, explained: set[str]) -> list[Finding]:
@@ -296,8 +515,7 @@ def saturated_units(evidence: Evidence, explained: set[str]) -> list[Finding]:
         return []
     first, units = sick[0]
     text = f"{units:,} of {first.activations.channels:,} units are saturated: their values stay near the bounds"
-    also = f"; the same in {len(sick) - 1:,} layers after it" if len(sick) > 1 else ""
-    return [Finding("saturated", first.name, text + also, layers=tuple(tensor.name for tensor, _ in sick[1:]))]
+    return [Finding("saturated", first.name, text, layers=tuple(tensor.name for tensor, _ in sick[1:]))]
 
 
 def zero_weights(evidence: Evidence, explained: set[str]) -> list[Finding]:
@@ -308,7 +526,6 @@ def zero_weights(evidence: Evidence, explained: set[str]) -> list[Finding]:
             continue
         text, behind = "its weight is zero: no signal passes", evidence.tensors[position + 1 :]
         if behind and all(_is_lost(other) for other in behind):
-            text += _affected(len(behind), len(behind))
             return [*findings, Finding("zero weight", tensor.name, text, layers=tuple(each.name for each in behind))]
         findings.append(Finding("zero weight", tensor.name, f"{text}; usual before training", grave=False))
     return findings
@@ -388,7 +605,6 @@ def vanishing_signal(evidence: Evidence, explained: set[str]) -> list[Finding]:
     if len(behind) < 2 or explained & {tensor.name for tensor in behind}:
         return []
     text = f"from here on, the values vary with the input by less than 1/{1 / _LOST:,.0f} of their size"
-    text = f"{text}{_affected(len(behind) - 1, len(behind) - 1)}"
     return [Finding("vanishing", behind[0].name, text, layers=tuple(tensor.name for tensor in behind[1:]))]
 
 
@@ -402,15 +618,6 @@ def _lost_at_the_end(tensors: Sequence[TensorReport]) -> list[TensorReport]:
 def _is_lost(tensor: TensorReport) -> bool:
     """Return whether a tensor is the same for all of several images, up to rounding."""
     return tensor.activations.images >= _VALUES_FOR_CONSTANT and tensor.variation < _LOST
-
-
-def _affected(count: int, behind: int) -> str:
-    """Return a sentence about the layers behind, to be added to a text; empty if none of them is affected."""
-    if not count:
-        return ""
-    if count == behind:
-        return f". All {behind:,} layers after it are affected" if behind > 1 else ". The layer after it is affected"
-    return f". {count:,} of the {behind:,} layers after it are affected"
 
 
 def _with_gradients(evidence: Evidence) -> list[TensorReport]:
@@ -476,8 +683,7 @@ def frozen_layers(evidence: Evidence, explained: set[str]) -> list[Finding]:
     frozen = [parameter for parameter in evidence.parameters if not parameter.trainable]
     if not frozen or len(frozen) == len(evidence.parameters):
         return []
-    names, verb = _parameters_of_first(frozen)
-    return _by_layer("frozen", frozen, f"frozen: {names} do{verb} not require gradients")
+    return _by_layer("frozen", frozen, "without requires_grad while others have it")
 
 
 def layers_without_gradient(evidence: Evidence, explained: set[str]) -> list[Finding]:
@@ -486,23 +692,15 @@ def layers_without_gradient(evidence: Evidence, explained: set[str]) -> list[Fin
     if not unused:
         return []
     if unused[0].layer in evidence.never_ran:
-        return _by_layer("no gradient", unused, "the layer never runs, so it gets no gradient")
-    names, verb = _parameters_of_first(unused)
-    has, it = ("has", "it") if verb else ("have", "them")
-    text = f"{names} {has} no gradient: in eval mode, the loss does not depend on {it}"
-    return _by_layer("no gradient", unused, text)
-
-
-def _parameters_of_first(parameters: Sequence[ParameterReport]) -> tuple[str, str]:
-    """Return the names of the parameters of the first layer, and the ending of a verb for them."""
-    names = [parameter.name.rpartition(".")[2] for parameter in parameters if parameter.layer == parameters[0].layer]
-    return " and ".join(names), "es" if len(names) == 1 else ""
+        return _by_layer("no gradient", unused, "without gradient: the layer never runs")
+    return _by_layer("no gradient", unused, "without gradient: in eval mode, the loss does not depend on it")
 
 
 def _by_layer(kind: str, parameters: Sequence[ParameterReport], text: str) -> list[Finding]:
+    """Return a finding that names the parameters of the first layer, and the other layers."""
     first, *others = dict.fromkeys(parameter.layer for parameter in parameters)
-    also = f"; the same in {len(others):,} other layers" if others else ""
-    return [Finding(kind, first, text + also, grave=False, layers=tuple(others))]
+    names = [parameter.name.rpartition(".")[2] for parameter in parameters if parameter.layer == first]
+    return [Finding(kind, first, f"{' and '.join(names)} {text}", grave=False, layers=tuple(others))]
 
 
 # Each returns its findings, given the names of the layers that earlier findings explain. Without causes, 31 ReLUs with
@@ -514,8 +712,7 @@ CAUSES: tuple[Callable[[Evidence, set[str]], list[Finding]], ...] = (
     input_scale,
     not_finite,
     distortions,  # explosions, and running statistics that do not fit
-    one_hot_attention,
-    uniform_attention,
+    unusable_attention,
     saturated_units,
     zero_weights,
     dead_channels,
@@ -525,3 +722,19 @@ CAUSES: tuple[Callable[[Evidence, set[str]], list[Finding]], ...] = (
     frozen_layers,
     layers_without_gradient,
 )
+
+
+def layer_table(tensors: Sequence[TensorReport]) -> list[list[str]]:
+    """Return the table of layers as text: the heads, then a row for each tensor. The first three columns are words."""
+    with_gradients = any(report.gradients is not None for report in tensors)
+    head = ["layer", "type", "shape", "mean", "std", "min", "median", "max", "zeros", "dead", "out/in"]
+    rows = [head + (["grad norm"] if with_gradients else [])]
+    for report in tensors:
+        shape, numbers = "x".join(map(str, report.shape)), report.activations
+        values = (numbers.mean, numbers.std, numbers.min, numbers.quantile(0.5), numbers.max)
+        row = [report.name, report.type, shape, *(f"{value:.3g}" for value in values), f"{numbers.zeros:.0%}",
+               f"{len(numbers.dead)}/{numbers.channels}" if report.by_image else "-",
+               f"{report.norm_ratio:.2g}" if math.isfinite(report.norm_ratio) else "-"]  # fmt: skip
+        gradient = f"{report.gradient_norm:.2e}" if math.isfinite(report.gradient_norm) else "-"
+        rows.append(row + ([gradient] if with_gradients else []))
+    return rows

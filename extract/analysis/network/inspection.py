@@ -12,9 +12,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,9 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from extract.analysis.network.activation_statistics import Statistics, summarise
-from extract.analysis.network.findings import findings_of
-from extract.analysis.network.plain_modules import pairs_of
-from extract.analysis.network.reports import (
+from extract.analysis.network.findings import (
     AttentionReport,
     Evidence,
     Finding,
@@ -33,8 +30,10 @@ from extract.analysis.network.reports import (
     ParameterReport,
     RunningStatistics,
     TensorReport,
+    findings_of,
     layer_table,
 )
+from extract.analysis.network.plain_modules import pairs_of
 from extract.compute.backbone import Backbone
 from extract.compute.pooling import recognise
 from extract.errors import InputError, LayertapError
@@ -43,8 +42,7 @@ from extract.system.torch_state import evaluating, full_float32, keeping_freed_m
 from extract.taps.batch_axis import BatchAxis, Trial
 from extract.taps.layer_names import match_layers, named_layers, named_parameters
 from extract.taps.record import Record, Site
-from extract.taps.stand_ins import StandInError
-from extract.taps.taps import Taps
+from extract.taps.taps import Taps, taps_of
 
 __all__ = ["Inspection", "Loss", "does_something", "inspect_model", "positions_of"]
 
@@ -106,23 +104,6 @@ class _TensorPlan:
     def summary(self, value: Tensor) -> dict[str, Tensor]:
         images = value[None] if self.rows is None else self.rows.by_image(value)
         return summarise(images, self.positions, self.bounds)
-
-
-class _CachedSummary:
-    """A reduction that caches its last result and reuses it for the same tensor.
-
-    Containers, and layers that do nothing in eval mode, return the output of the layer before them. The tensor is held,
-    so that no other tensor can get the same memory address.
-    """
-
-    def __init__(self) -> None:
-        self._last: tuple[Any, Tensor, dict[str, Tensor]] | None = None
-
-    def __call__(self, plan: _TensorPlan, value: Tensor) -> dict[str, Tensor]:
-        key = (value.data_ptr(), value.shape, value.stride(), value._version, plan)
-        if self._last is None or self._last[0] != key:
-            self._last = (key, value, plan.summary(value))
-        return self._last[2]
 
 
 def inspect_model(
@@ -204,7 +185,6 @@ class _Recorder:
         self._squares: dict[tuple[str, int], NDArray[np.float64]] = {}
         self.inputs = InputReport()
         self._with_gradients = with_gradients
-        self._gradient_sites = _gradient_sites(model, self._plans, inputs) if with_gradients else []
 
     def run(
         self, batches: Iterable[tuple[Tensor, Any]], loss: Loss | None, on_batch: Callable[[int], None]
@@ -243,11 +223,13 @@ class _Recorder:
         )  # fmt: skip
 
     def _taps(self) -> Taps:
-        taps, cached_summary = Taps(self._model, stop=not self._with_gradients), _CachedSummary()
+        # Without copies in place of outputs, a network that writes into them in place is inspected, too. A view that it
+        # writes into has no gradient then.
+        taps = taps_of(self._model, replaces=False, stop=not self._with_gradients)
         for site, plan in self._plans.items():
-            taps.keep(site, reduce=partial(cached_summary, plan))
-        for site in self._gradient_sites:
-            taps.keep(_gradient_of(site), reduce=self._plans[site].summary)
+            taps.keep(site, reduce=plan.summary)
+            if self._with_gradients:
+                taps.keep(_gradient_of(site), reduce=plan.summary)
         for layer in dict.fromkeys(site.layer for site in self._plans):
             taps.keep(layer, "input", reduce=_sum_of_squares)
         return taps
@@ -310,22 +292,6 @@ def _attentions(model: nn.Module, inputs: Tensor) -> list[AttentionReport]:
 
 def _gradient_of(site: Site) -> Site:
     return replace(site, what="grad")
-
-
-def _gradient_sites(model: nn.Module, plans: Mapping[Site, _TensorPlan], inputs: Tensor) -> list[Site]:
-    """Return the tensors whose gradients can be recorded: those that the model does not write to through an alias."""
-    sites = list(plans)
-    while True:
-        taps = Taps(model)
-        for site in sites:
-            taps.keep(_gradient_of(site))
-        try:
-            with with_gradients(), taps:
-                taps(inputs[:1].clone().requires_grad_(inputs.is_floating_point()).clone())
-        except StandInError as error:
-            sites = [site for site in sites if _gradient_of(site) != error.site]
-        else:
-            return sites
 
 
 def _sum_of_squares(value: Tensor) -> Tensor:

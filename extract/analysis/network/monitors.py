@@ -38,7 +38,7 @@ from extract.system.csv_cells import safe_cell
 from extract.taps.layer_names import match_layers, named_layers, named_parameters, unwrap
 from extract.taps.record import Record
 from extract.taps.scope import ModelBoundHook
-from extract.taps.taps import Taps, Variant, capture_of, taps_of
+from extract.taps.taps import Taps, capture_of, taps_of
 
 __all__ = ["ActivationMonitor", "Alarm", "GradientMonitor"]
 
@@ -151,8 +151,8 @@ class _Monitor:
         if self.step % self._every == 0:
             tensors = [value for value in args if isinstance(value, Tensor)]
             self._input_shape = tuple(tensors[0].shape) if tensors else ()
-            variant = Variant(replaces=False)  # no tensor of the training is replaced by a copy
-            taps = self._taps = taps_of(self._model, variant, on_record=partial(self._on_record, self.step))
+            # No tensor of the training is replaced by a copy.
+            taps = self._taps = taps_of(self._model, replaces=False, on_record=partial(self._on_record, self.step))
             self._request(taps)
             taps.__enter__()
             if module is unwrap(module):  # hooks added now are not called for this module in this forward
@@ -343,13 +343,8 @@ class GradientMonitor(_Monitor):
 
 def _norm(gradient: Tensor) -> dict[str, Tensor]:
     """Return the L2 norm of the finite values, and the number of others; parameters are too large for statistics."""
-    norm = torch.linalg.vector_norm(gradient.float())
-    not_finite = torch.zeros((), dtype=torch.int64)
-    if not 1e-15 < float(norm) < 1e15:  # squares may have overflowed or underflowed
-        wide = gradient.double()
-        finite = wide.isfinite()
-        norm, not_finite = torch.where(finite, wide, 0.0).norm(), (~finite).sum()
-    return {"norm": norm, "not_finite": not_finite}
+    finite = gradient.isfinite()
+    return {"norm": gradient.double().where(finite, 0.0).norm(), "not_finite": (~finite).sum()}
 
 
 def _statistics(tensors: Mapping[str, Tensor]) -> Statistics:

@@ -314,7 +314,7 @@ def test_an_error_about_many_layers_names_twenty_of_them() -> None:
 
 def test_an_edit_of_a_gradient_that_never_came_is_an_error() -> None:
     model = net()
-    message = "the edit of the gradient of 0 never took effect"
+    message = "the edit of 0 never took effect: no gradient reached"
     with pytest.raises(LayertapError, match=message), Taps(model).edit("0", clip(1e-4), "grad") as taps:
         y = taps(X)
     (1000 * y).sum().backward()
@@ -322,9 +322,7 @@ def test_an_edit_of_a_gradient_that_never_came_is_an_error() -> None:
         taps(X).detach()
     model[0].weight.requires_grad = False
     with (
-        pytest.raises(
-            LayertapError, match=r"the edit of the gradient of 0\.weight never took effect.*do not freeze it"
-        ),
+        pytest.raises(LayertapError, match=r"the edit of 0\.weight never took effect: no gradient reached parameter"),
         Taps(model).edit("0.weight", clip(1e-4), "grad") as taps,
     ):
         taps(X).sum().backward()

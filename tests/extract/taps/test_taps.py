@@ -132,7 +132,7 @@ def test_nothing_is_recorded_before_the_model_itself_is_called() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     with Taps(model, "0") as taps:
         model[0](torch.ones(1, 4))
-        with pytest.raises(LayertapError, match="model itself must be called"):
+        with pytest.raises(LayertapError, match="model itself was not called"):
             _ = taps.record
 
 

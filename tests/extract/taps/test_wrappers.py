@@ -377,7 +377,7 @@ def test_a_compiled_method_forward_is_no_call_of_the_model() -> None:
     forward = torch.compile(model.forward, backend="eager")
     with Taps(model, "0") as taps:
         forward(X)
-        with pytest.raises(LayertapError, match="model itself must be called .* do not count, compiled or not"):
+        with pytest.raises(LayertapError, match="model itself was not called .* do not count, compiled or not"):
             taps.record["0"]
 
 
@@ -677,7 +677,7 @@ def test_layers_run_past_the_model_are_not_recorded_and_that_is_said() -> None:
     with torch.no_grad(), Taps(model, "blocks.1") as taps:
         model.forward_features(images)
         with pytest.raises(
-            LayertapError, match=r"model itself must be called .* other methods and single layers do not"
+            LayertapError, match=r"model itself was not called .* other methods and single layers do not"
         ):
             _ = taps.record
 

@@ -167,8 +167,10 @@ def test_the_histogram_counts_what_numpy_counts() -> None:
 def test_nothing_gives_nan_and_no_error() -> None:
     statistics = Statistics()
     assert np.isnan([statistics.mean, statistics.std, statistics.min, statistics.quantile(0.5)]).all()
-    statistics.add(summarise(torch.zeros(0, 3, 2, 2), [2, 3]))
-    assert statistics.total == 0
+    for shape in ((0, 3, 2, 2), (2, 3, 0, 2), (2, 0, 2, 2)):
+        statistics = Statistics()
+        statistics.add(summarise(torch.zeros(shape), [2, 3]))
+        assert (statistics.images, statistics.total, statistics.nan) == (shape[0], 0, 0)
 
 
 def test_what_cannot_be_summed_up_is_refused() -> None:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from extract.analysis.network.findings import AttentionReport, Finding, InputReport
 from extract.analysis.network.inspection import inspect_model
-from extract.analysis.network.reports import AttentionReport, Finding, InputReport
 from tests.extract.analysis.network.planted_faults import chain, noise
 
 
@@ -38,11 +38,10 @@ def test_an_explosion_names_its_gain_that_of_other_layers_and_all_layers_behind_
     own = gains.pop(f"conv{depth}")
     said = finding.text.split()
     assert float(said[3].replace(",", "")) == pytest.approx(own, rel=1e-3)
-    assert f"the median of the other Conv2d layers is {np.median([*gains.values()]):.2g}. " in finding.text
+    assert finding.text.endswith(f"the median of the other Conv2d layers is {np.median([*gains.values()]):.2g}")
     behind = [name for name, _ in model.named_children()]
     behind = behind[behind.index(f"conv{depth}") + 1 :]
     assert finding.layers == tuple(behind)
-    assert finding.text.endswith(f"All {len(behind)} layers after it are affected")
     assert str(finding).endswith(f"(relu{depth}, {behind[1]}, {behind[2]} and {len(behind) - 3} more)")
 
 
@@ -53,7 +52,6 @@ def test_a_normalisation_limits_the_layers_that_an_explosion_affects() -> None:
         model[1].weight *= 1e5
     [finding] = inspect_model(model, [torch.randn(64, 8)]).findings
     assert (finding.kind, finding.layer, finding.layers) == ("exploding", "1", ("2",))
-    assert "1 of the 3 layers after it are affected" in finding.text
 
 
 def test_the_text_of_a_finding_names_all_of_a_few_layers() -> None:
@@ -119,7 +117,6 @@ def test_inputs_that_were_never_normalised_are_not_blamed_for_a_layer(layer: int
     [finding] = inspect_model(model, [torch.rand(64, 3, 8, 8)]).findings
     assert (finding.kind, finding.layer) == (kind, str(layer))
     assert finding.layers == tuple("1234"[layer:])
-    assert finding.text.endswith("affected") == bool(finding.layers)
 
 
 def test_running_statistics_that_fit_are_no_finding_on_any_scale() -> None:
@@ -150,7 +147,7 @@ def test_layers_that_never_run_are_one_finding() -> None:
     model.get_submodule("conv1").spare = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     [finding] = inspect_model(model, noise(), loss=F.cross_entropy).findings
     assert (finding.kind, finding.layer, finding.layers) == ("no gradient", "conv1.spare.0", ("conv1.spare.1",))
-    assert finding.text.startswith("the layer never runs")
+    assert finding.text.endswith("the layer never runs")
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])

@@ -1,16 +1,16 @@
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torchvision import models
 
-from extract.errors import UnknownNameError
-from extract.taps.layer_table import LayerRow, layer_table
+from extract.taps.layer_names import named_layers
+from pipelines.network.listing import LayerRow, layer_table
 
 
 def table(model: nn.Module, *layers: str, size: int = 64, operations: bool = False) -> dict[str, LayerRow]:
-    rows = layer_table(model.eval(), torch.randn(2, 3, size, size), layers or None, operations=operations)
+    names = layers or list(named_layers(model))
+    rows = layer_table(model.eval(), torch.randn(2, 3, size, size), names, operations=operations)
     return {row.name: row for row in rows}
 
 
@@ -59,12 +59,6 @@ def test_notes_tell_where_a_hook_cannot_be_trusted() -> None:
     assert notes["attn.out_proj"] == ["never called: nn.MultiheadAttention uses its weights directly"]
     assert rows["lstm"].shapes == {"0": (64, 5), "1.0": (1, 5), "1.1": (1, 5)}
     assert rows["windows"].shapes == {"": (4, 3, 32, 32)}
-
-
-def test_patterns_choose_layers_and_a_miss_names_the_nearest() -> None:
-    assert list(table(models.resnet18(), "layer?", "fc")) == ["layer1", "layer2", "layer3", "layer4", "fc"]
-    with pytest.raises(UnknownNameError, match="'layr1' not found"):
-        table(models.resnet18(), "layr1")
 
 
 def test_the_model_is_left_as_it_was() -> None:
