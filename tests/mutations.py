@@ -10,11 +10,12 @@ is a text of the source code and its replacement. The text is looked for in all 
 and tests are named by their functions, so that both may move to other files. A text that is not found exactly once is
 an error. The exit code is 1 if a fault was not noticed, and 2 if a fault or a test cannot be found.
 
-Two faults are not noticed by the tests that they name:
+Three faults are not noticed by the tests that they name:
 
 * The status of a row is written before its features. Hashes find such a row when the run is resumed, so the order in
   which columns are written is a second line of defence.
 * A small file is renamed before its content is on the disk. No test looks at the `fsync` of small files.
+* A search leaves out rows that float32 puts behind the last one found. No test of `search` needs the margin.
 """
 
 from __future__ import annotations
@@ -540,6 +541,12 @@ MUTATIONS = (
         "            if _is_timeout(error):\n                _report",
         "            if False:\n                _report",
         ("test_a_silent_server_is_reported_after_the_first_request_and_once_for_all",),
+    ),
+    Mutation(
+        "A search leaves out rows that float32 puts behind the last one found.",
+        "        near = (cosines >= (least - margin)[:, None]) & good",
+        "        near = (cosines >= least[:, None]) & good",
+        ("test_it_is_what_all_cosines_in_float64_give", "test_rows_that_float32_cannot_tell_apart_are_told_apart"),
     ),
     Mutation(
         "A row that does not find itself loses its nearest neighbour instead of the last.",

@@ -86,10 +86,16 @@ def test_lengths_that_float32_cannot_square_do_not_matter() -> None:
 
 def test_where_all_rows_are_equal_the_first_are_nearest() -> None:
     bank = np.full((3000, 6), 0.1, np.float32)
-    neighbours = nearest(bank, bank[:40], 5, without=np.arange(40))
+    neighbours = nearest(bank, bank[:40], 5, without=np.arange(40))  # more candidates than are computed pair by pair
     assert neighbours.rows[10].tolist() == [0, 1, 2, 3, 4]
     assert neighbours.rows[2].tolist() == [0, 1, 3, 4, 5]
     assert (neighbours.cosines == 1).all()
+
+
+def test_many_candidates_are_computed_at_once_and_give_the_same() -> None:
+    generator = np.random.default_rng(1)
+    bank = (1 + 1e-6 * generator.normal(size=(2000, 5))).astype(np.float32)
+    same(nearest(bank, bank[:50], 7), brute(bank, bank[:50], 7))
 
 
 def test_a_query_of_zeros_is_equally_near_to_everything() -> None:
