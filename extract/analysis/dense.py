@@ -421,7 +421,7 @@ class DepthBins:
         return DepthBins(np.array(numbers[1:], np.float32), numbers[0])
 
 
-_FEW_IMAGES = 100  # below, the coverage of mIoU was less than 0.92 in simulations (docs/intervals.md)
+_FEW_IMAGES = 100  # below, the coverage of mIoU was less than 0.92 in simulations (docs/benchmarks.md)
 
 
 class Masks(Protocol):

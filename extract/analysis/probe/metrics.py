@@ -1,7 +1,7 @@
 """Metrics of predictions, their 95 % intervals for the random choice of test rows, and tests of their differences.
 
 Intervals are exact for proportions; others are by resampling. The coverage of each kind, by exact sums and by
-simulation, is in `docs/intervals.md`.
+simulation, is in `docs/benchmarks.md`.
 """
 
 from __future__ import annotations
