@@ -20,6 +20,7 @@ __all__ = [
 ]  # fmt: skip
 
 MEMORY_BYTES = 512 << 20
+_WORK_BYTES = 64 << 20  # of rows in double precision held at once for products of rows
 # Both take time that grows with the square of the number of images.
 _KNN_ROWS = 10_000
 _RSA_ROWS = 2_000
@@ -216,8 +217,16 @@ def _exponential_of_entropy(singular: NDArray[np.float64]) -> float:
 def _gram(rows: FeatureRows) -> NDArray[np.float64]:
     """Return the U-centred products (N, N) of the rows minus their mean, with a zero diagonal."""
     count = len(rows)
-    centred = rows.array() - mean_of(rows)
-    gram = centred @ centred.T
+    mean = mean_of(rows)
+    gram = np.empty((count, count))
+    size = max(1, _WORK_BYTES // (8 * rows.width))
+    for first in range(0, count, size):
+        left = rows.between(first, min(first + size, count)) - mean
+        for second in range(0, first + 1, size):
+            right = rows.between(second, min(second + size, count)) - mean
+            products = left @ right.T
+            gram[first : first + len(left), second : second + len(right)] = products
+            gram[second : second + len(right), first : first + len(left)] = products.T
     np.fill_diagonal(gram, 0)
     # U-centring (Szekely and Rizzo 2014): the mean product of two U-centred matrices is the unbiased estimator.
     sums = gram.sum(0) / (count - 2)

@@ -27,6 +27,8 @@ _SUFFIXES = (".png", ".tif", ".tiff", ".bmp", ".npy")  # of masks and depth maps
 SEPARATOR = "|"  # between the labels of a multilabel row
 _MOST_CLASSES = 20  # more classes need two rows each on average; otherwise they are taken for names or ids of images
 
+_MOST_NOTES = 3  # on names of classes
+
 
 @dataclass(frozen=True)
 class Labelling:
@@ -105,6 +107,7 @@ def label_rows(
             f"none of the {len(reader.paths):,} rows has both features and a label: {_reasons(counts)}", hint=remedy
         )
     classes, targets = _targets(texts, used, task, labels or "the data set")
+    notes += _notes_on_spellings(classes, task)
     names = np.array(splits)
     known_splits = set(names[used].tolist()) - {""}
     if test_fraction is not None or not known_splits:
@@ -248,6 +251,19 @@ def _targets(texts: Sequence[str | None], used: NDArray[np.bool_], task: str, wh
         if not np.isfinite(values[row, 0]):
             raise InputError(f"{where}: the label {texts[row]!r} is not a number; the protocol ridge predicts numbers")
     return np.array(["target"]), values
+
+
+def _notes_on_spellings(classes: NDArray[Any], task: str) -> list[str]:
+    """Return notes on the first names of classes or labels that differ only by case or spaces."""
+    spellings: dict[str, list[str]] = {}
+    for name in classes.tolist():
+        spellings.setdefault(" ".join(name.casefold().split()), []).append(name)
+    noun = "labels" if task == "multilabel" else "classes"
+    return [
+        f"the {noun} {' and '.join(map(repr, names))} differ only by case or spaces; if they mean the same, give them "
+        "one spelling in a list of labels (--labels)"
+        for names in spellings.values() if len(names) > 1
+    ][:_MOST_NOTES]  # fmt: skip
 
 
 def _groups(reader: FeatureReader) -> NDArray[np.int64]:

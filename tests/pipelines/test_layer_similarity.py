@@ -99,3 +99,10 @@ def test_options_of_probes_are_refused_beside_similarity(stimuli: Path, tmp_path
     message = fails("probe", stimuli / "out", "--similarity", "-o", tmp_path / "res", *options)
     assert "is for probes, and --similarity compares layers in place of probing them" in message
     assert not (tmp_path / "res").exists()
+
+
+def test_a_layer_that_is_too_wide_is_named(stimuli: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipelines.probe.layer_similarity.MOST_COLUMNS", 1)
+    message = fails("probe", stimuli / "out", "--similarity", "-o", tmp_path / "res")
+    assert "layer1 of out has " in message
+    assert "values for an image; --similarity takes at most 1; name" in message

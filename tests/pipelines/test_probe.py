@@ -247,6 +247,22 @@ def test_labels_that_do_not_fit_are_explained(made, tmp_path, lines, labels, mes
     assert message in fails("probe", made / "out", "--labels", labels.format(file), "-o", tmp_path)
 
 
+def test_classes_that_differ_by_case_or_spaces_are_named(made, tmp_path):
+    with FeatureReader(made / "out") as reader:
+        paths = reader.paths[:]
+    names = ["ant" if "ant" in path else "bee" if "bee" in path else "red cat" for path in paths]
+    names[0], names[1], names[-1] = "Ant", "ANT", "Red  cat"
+    file = labels_file(tmp_path / "labels.csv", [["path", "label"], *zip(paths, names, strict=True)])
+    result = layertap("probe", made / "out", "-l", "layer4", "-p", "centroid", "--labels", file, "-o", tmp_path / "res")
+    for names in ("'ANT' and 'Ant' and 'ant'", "'Red  cat' and 'red cat'"):
+        assert (
+            f"the classes {names} differ only by case or spaces; if they mean the same, give them one spelling in a "
+            "list of labels (--labels)" in result.stdout
+        )
+    plain = layertap("probe", made / "out", "-l", "layer4", "-p", "centroid", "-o", tmp_path / "res")
+    assert "differ only by case" not in plain.stdout
+
+
 def test_figures_hold_their_curves_with_intervals_also_of_one_layer_and_say_n(made, tmp_path, monkeypatch):
     figures = {}
     monkeypatch.setattr(probe_figures, "save_figure", lambda figure, path: figures.setdefault(path.name, figure))

@@ -22,9 +22,9 @@ from extract.system.torch_state import full_float32
 __all__ = ["MEMORY_BYTES", "Neighbours", "layer_to_search", "nearest", "overlap"]
 
 # Why no index: on 1 million x 256, FAISS's flat index takes 0.2 s for one query and 4.8 s for 100, after 1.2 s to fill
-# it, in 2.1 GB; this takes 1.9 and 3.5 s of CPU, reading included. HNSW and IVF sometimes answer wrongly, would be
+# it, in 2.1 GB; this takes 1.2 and 3.7 s, in 0.7 GB, reading included. HNSW and IVF sometimes answer wrongly, would be
 # built again after each `sync`, and are read by code that trusts their files. `export --to npy` serves FAISS.
-# Candidates by products in float32, with the cosines of these alone in float64, took half of the CPU and 40 lines.
+# All cosines in float64, without candidates, take 2.5 (a hundred queries) to 5 times (one query) as long.
 MEMORY_BYTES = 256 << 20
 _QUERIES = 1024  # compared at once
 TEMPERATURE = 0.07  # from DINO's eval_knn.py and DINOv2's eval/knn.py
