@@ -22,6 +22,7 @@ __all__ = [
     "UnknownNameError",
     "first_line",
     "is_of_the_machine",
+    "separated_by_commas",
     "unknown_name",
 ]
 
@@ -130,3 +131,14 @@ def unknown_name(kind: str, name: str, known: Iterable[str], where: str = "", hi
         shown = known[:8]
         message += "; available: " + ", ".join(map(repr, shown)) + (", ..." if len(known) > len(shown) else "")
     return UnknownNameError(message, hint=hint)
+
+
+def separated_by_commas(text: str, where: str) -> InputError | None:
+    """Return an error if a text holds several layers, separated by commas, each perhaps with a pooling; else None."""
+    if "," not in text or "[" in text:  # [1,2] is part of a pattern
+        return None
+    each = " ".join(f"-l {part.strip()}" for part in text.split(",") if part.strip())
+    return InputError(
+        f"layer {text!r} of {where}: a name has no commas",
+        hint=f"name each layer by itself ({each}; in a list, one item each)",
+    )

@@ -152,7 +152,7 @@ def test_one_image_passes_at_most_ten_files_with_twenty_changes_from_one_to_anot
     assert len(files) <= 10, sorted(files)
     assert len(changes) <= 20, sorted(changes)
     # Something was traced: the ends of the path, and the hook between them.
-    assert {"images/loading.py", "taps/capture.py", "store/format/row_hash.py"} <= files
+    assert {"images/loading.py", "taps/capture.py", "store/format/writer.py"} <= files
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from extract.compute.forward import cosines, deviation
+from extract.compute.agreement import cosines, deviation
 from extract.row_status import Status
 from extract.store.format.dataset import DataSet
 from extract.store.format.differences import changes

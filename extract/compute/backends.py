@@ -47,7 +47,7 @@ from extract.system.torch_state import (
     lower_precision,
     tensor_float32,
 )
-from extract.taps.copies import copy_out
+from extract.taps.capture import copy_out
 from extract.taps.record import Reduce, Site
 from extract.taps.taps import taps_of
 

@@ -29,10 +29,10 @@ from extract.compute.pooling import (
 )
 from extract.compute.principal_axes import AxesProjection, AxesSource
 from extract.compute.sparse_projection import values_for_distortion
-from extract.errors import InputError, LayertapError, UnknownNameError, first_line, unknown_name
+from extract.errors import InputError, LayertapError, UnknownNameError, first_line, separated_by_commas, unknown_name
 from extract.system.foreign_code import exits_refused
 from extract.taps.batch_axis import BatchAxis, Trial
-from extract.taps.layer_names import is_glob, match_layers, named_layers, separated_by_commas
+from extract.taps.layer_names import is_glob, match_layers, named_layers
 from extract.taps.record import Record, Site, What, split_text
 from extract.taps.taps import Taps
 

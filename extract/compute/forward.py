@@ -1,10 +1,9 @@
-"""From a batch of images to features on the CPU: the interface of a forward, eager PyTorch, and checks of features."""
+"""From a batch of images to features on the CPU: the interface of a forward, and eager PyTorch."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,10 +18,7 @@ from extract.compute.transfers import Pinned
 from extract.errors import InputError, LayertapError
 from extract.taps.taps import Taps, capture_of
 
-__all__ = [
-    "FULL_PRECISION", "Agreement", "DeviceForward", "EagerForward", "Forward", "Values", "agreement", "check_count",
-    "check_rows", "cosines", "deviation", "joined", "refusal",
-]  # fmt: skip
+__all__ = ["DeviceForward", "EagerForward", "Forward", "Values", "check_count", "check_rows", "joined"]
 
 _CHECKED_ALONE = 4  # pictures of the first batch; a layer that mixes up rows is unlikely to leave all in place
 # Tolerances for rounding between batches: relative to the same value in the checked pictures (float32 as computed, or
@@ -32,8 +28,6 @@ _OF_THE_SAME_VALUE = {"float32": 1e-3, "float16": 2e-3}
 _OF_THE_LARGEST = 1e-5
 # A picture differs if more than this part of the values that distinguish pictures exceed the tolerance.
 _DIFFERENT = 0.1
-
-FULL_PRECISION = 1e-5  # largest deviation of compiled float32 code, relative to the largest value
 
 # feature name -> (B, *shape), on the CPU
 Values = dict[str, NDArray[Any]]
@@ -189,74 +183,3 @@ def check_rows(forward: Forward, images: Tensor, features: Values) -> None:
                 "random weights do. Nothing of this batch was stored",
                 hint="choose other layers",
             )
-
-
-def cosines(rows: NDArray[Any], others: NDArray[Any]) -> NDArray[np.float64]:
-    """Return the (R,) cosines of pairs of flattened rows. Equal rows have cosine 1, even if both are zero.
-
-    Args:
-        rows: (R, *shape).
-        others: (R, *shape).
-    """
-    a, b = (values.reshape(len(values), -1).astype(np.float64) for values in (rows, others))
-    lengths = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
-    dots = np.einsum("rd,rd->r", a, b)
-    cosines: NDArray[np.float64] = np.divide(dots, lengths, out=np.zeros_like(dots), where=~(lengths <= 0))
-    cosines[(a == b).all(1)] = 1.0
-    return cosines
-
-
-def deviation(values: NDArray[Any], expected: NDArray[Any]) -> float:
-    """Return the largest difference, relative to the largest expected value (absolute if that is 0)."""
-    largest = float(np.abs(expected.astype(np.float64)).max(initial=0))
-    apart = float(np.abs(values.astype(np.float64) - expected.astype(np.float64)).max(initial=0))
-    return apart / largest if largest else apart
-
-
-@dataclass(frozen=True)
-class Agreement:
-    """Agreement of a feature with its reference; not finite if the feature is not finite where the reference is.
-
-    Attributes:
-        min_cosine: smallest cosine between an image's feature and its reference.
-        max_deviation: largest difference, relative to the largest value of the reference.
-    """
-
-    min_cosine: float
-    max_deviation: float
-
-
-def agreement(computed: Mapping[str, NDArray[Any]], plain: Mapping[str, NDArray[Any]]) -> dict[str, Agreement]:
-    """Compare features with reference features of the same images. Rows with a non-finite reference are ignored."""
-    agreements = {}
-    for name, values in plain.items():
-        cosine, apart, largest = 1.0, 0.0, 0.0
-        for expected, other in zip(values, computed[name], strict=True):  # row by row, since maps are large
-            if np.isfinite(expected).all():
-                cosine = float(np.minimum(cosine, cosines(other[None], expected[None])[0]))
-                apart = float(np.maximum(apart, np.abs(other.astype(np.float64) - expected).max(initial=0)))
-                largest = max(largest, float(np.abs(expected).max(initial=0)))
-        agreements[name] = Agreement(cosine, apart / largest if largest else apart)
-    return agreements
-
-
-def refusal(
-    agreements: Mapping[str, Agreement], min_cosine: float | None, reference: str = "eager float32"
-) -> str | None:
-    """Return why features do not agree with the reference; None if they do.
-
-    Args:
-        agreements: feature -> its agreement.
-        min_cosine: lowest accepted cosine, for other pixels or lower precision; None accepts only rounding
-            differences, up to `FULL_PRECISION`.
-        reference: what they were compared with.
-    """
-    for name, values in agreements.items():
-        if min_cosine is None and not values.max_deviation <= FULL_PRECISION:
-            return (
-                f"{name} is off by {values.max_deviation:.1e} of the largest value; "
-                f"at most {FULL_PRECISION:.0e} is rounding"
-            )
-        if min_cosine is not None and not values.min_cosine >= min_cosine:
-            return f"{name} has a cosine of {values.min_cosine:.6f} to {reference}; at least {min_cosine} is required"
-    return None

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from extract import defaults
 from extract.backbones import load_text_tower
 from extract.backbones.loading import permitted
+from extract.compute.agreement import deviation
 from extract.compute.backbone import Backbone, load_backbone
 from extract.compute.backends import open_forward
-from extract.compute.forward import deviation
 from extract.errors import InputError
 from extract.extraction.pipeline import StoredRows, blank_rows, rows_of
 from extract.extraction.plan import Existing, Plan, asked_of, how_decoded, how_made, resolve

@@ -44,8 +44,7 @@ from extract.store.format.dataset import BUILDING, DataSet, ShardFiles
 from extract.store.format.kept_axes import keep_axes
 from extract.store.format.layout import row_bytes
 from extract.store.format.receipt import read_receipt
-from extract.store.format.row_hash import hash_rows
-from extract.store.format.writer import ShardWriter
+from extract.store.format.writer import ShardWriter, hash_rows
 from extract.store.reader import FeatureReader
 from extract.system.foreign_code import exits_refused
 from extract.system.urls import is_url

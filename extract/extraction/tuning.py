@@ -29,10 +29,11 @@ from torch import Tensor
 
 from extract import defaults
 from extract.backbones.preprocessing import Preprocessing
+from extract.compute.agreement import agreement, refusal
 from extract.compute.backbone import Backbone
 from extract.compute.backends import WITH_WEIGHTS, default_engine, engine_for, open_forward, openvino_computes_in
 from extract.compute.feature_choice import Choice
-from extract.compute.forward import Values, agreement, refusal
+from extract.compute.forward import Values
 from extract.errors import InputError, first_line
 from extract.extraction.plan import Plan
 from extract.extraction.validation import FIRST_DECODED, decoded_alone, decoded_in

@@ -16,8 +16,9 @@ import numpy as np
 from torch import Tensor
 
 from extract.backbones.preprocessing import Preprocessing
+from extract.compute.agreement import Agreement, agreement, refusal
 from extract.compute.backends import default_engine, open_forward
-from extract.compute.forward import Agreement, Forward, Values, agreement, check_rows, refusal
+from extract.compute.forward import Forward, Values, check_rows
 from extract.errors import DisagreementError, InputError, LayertapError, first_line
 from extract.extraction.plan import Plan
 from extract.images import Batch, Decoding, Images, load_batches

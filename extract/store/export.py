@@ -26,8 +26,8 @@ from extract.errors import InputError, LayertapError, unknown_name
 from extract.row_status import Status
 from extract.store.format.checked_file import hdf5_on_disk
 from extract.store.format.layout import ROW_DATA, Identity, RowNames, StoredFeature, new_shard_file, preallocated
-from extract.store.format.row_hash import hash_records, hash_rows
 from extract.store.format.shard import BLOCK_BYTES
+from extract.store.format.writer import hash_records, hash_rows
 from extract.store.hugging_face import SPLITS, card_of, schema_of
 from extract.store.reader import ArrowRows, FeatureReader, RowPictures
 from extract.system.atomic_files import (

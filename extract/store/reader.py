@@ -21,7 +21,7 @@ from extract.row_status import Status
 from extract.store.batches import Shuffle, batches
 from extract.store.feature_array import FeatureArray, RowIndex
 from extract.store.format.layout import ROW_DATA, StoredFeature, feature_types
-from extract.store.format.row_hash import hash_records, hash_rows
+from extract.store.format.writer import hash_records, hash_rows
 from extract.store.places.shard_cache import CACHE_BYTES, ShardCache
 from extract.store.row_selection import OpenShards, RowSelection, open_selections
 from extract.store.text_column import TextColumn

@@ -26,9 +26,9 @@ from extract.row_status import Status
 from extract.store.format.dataset import UNFINISHED_HINT, DataSet
 from extract.store.format.layout import Identity, StoredFeature
 from extract.store.format.receipt import reasons_in, reasons_of
-from extract.store.format.row_hash import wrong_rows
 from extract.store.format.shard import Shard
 from extract.store.format.version import RowTable
+from extract.store.format.writer import wrong_rows
 from extract.store.places.bucket import Bucket
 from extract.store.places.shard_cache import RemoteFile, ShardCache
 

@@ -18,11 +18,10 @@ from extract.row_status import Status
 from extract.store.format.dataset import DataSet, ShardFiles
 from extract.store.format.kept_axes import axes_file, recorded_axes
 from extract.store.format.receipt import checked_receipt, counts_of, reasons_of, size_and_hash, write_receipt
-from extract.store.format.row_hash import checked
 from extract.store.format.shard import MEDIA_ERRORS, Shard, copy_shard
 from extract.store.format.value_types import finite_rows
 from extract.store.format.version import RowTable, pass_folder
-from extract.store.format.writer import ShardWriter
+from extract.store.format.writer import ShardWriter, checked
 from extract.store.reader import FeatureReader
 from extract.store.row_selection import read_one_version
 from extract.system.atomic_files import sync_folder
@@ -248,7 +247,10 @@ def _faults_of_receipt(shard: Shard, name: str, row_faults: Collection[Fault]) -
     except FileNotFoundError:
         return [Fault("is missing", Remedy.RECEIPT, number, receipt_name)]
     except LayertapError as error:
-        what = str(error).removeprefix(f"{shard.path.with_suffix('.json')} ")
+        path = shard.path.with_suffix(".json")
+        what = str(error).removeprefix(f"{path} ")
+        if path.exists() and not path.is_file():
+            return [Fault(f"{what}; remove it, and --repair writes a receipt", Remedy.NONE, number, receipt_name)]
         return [Fault(f"{what}; --repair writes it again", Remedy.RECEIPT, number, receipt_name)]
     expected = {**vars(shard.identity), **size_and_hash(shard.path)}
     if not row_faults:

@@ -5,8 +5,8 @@ and the row that has their features. The record of a file has its path; that of 
 
 The records are columns of the table of the published version, and are written with it (`publish`). So they are whole,
 their hash is in `dataset.json`, and they belong to this version. What a pass has computed and not published is in its
-folder, where the next pass finds it. Without a readable table, the records are made again from all passes: each file is
-then a new one, which is read once, and finds its features by its hash.
+folder, where the next pass finds it. Without a readable table, the records are made again from all passes; then each
+file is read once.
 
 All records are in memory as one array, about 120 bytes each.
 """
@@ -30,7 +30,7 @@ from extract.images.image_list import labels_from_folders
 from extract.row_status import Status
 from extract.store.format.dataset import DataSet, shard_rows_for
 from extract.store.format.untrusted import dataset_in, open_untrusted
-from extract.store.format.version import Version, pass_folder, table_path, write_table
+from extract.store.format.version import RowTable, Version, pass_folder, table_path, write_table
 from extract.store.reader import FeatureReader
 from extract.system.atomic_files import discard
 from extract.system.json_files import parse_json
@@ -181,10 +181,11 @@ def load(out: Path, published: DataSet | None, now_ns: int) -> Records:
     Raises:
         LayertapError: a file of the data set cannot be read.
     """
-    records = Records()
+    records, table = Records(), None
     if published is not None:
         try:
-            records = _read(published, len(published.version_rows().paths))
+            table = published.version_rows()
+            records = _read(published, len(table.paths))
         except InputError as error:
             records = Records(made_again=error.message)
         except FileNotFoundError:
@@ -194,17 +195,23 @@ def load(out: Path, published: DataSet | None, now_ns: int) -> Records:
         if records.made_again:
             # The highest number is not known, and a pickled reader of a removed pass must not find another of its name.
             records.last_pass += published.version.number
-            records.changed = True
     known = set(records.passes)
     rows = [_rows_of(folder, published, now_ns) for number, folder in pass_folders(out).items() if number not in known]
     stored = np.concatenate([_empty(0), *rows])
+    arrays = [records.array]
+    if records.made_again:
+        records.changed = True
+        if table is not None:
+            files, used = _files_of(table, stored)
+            arrays, stored = [files], stored[~used]
     stored = stored[stored["status"] == Status.OK]
-    hashes = set(records.array["hash"].tolist()) if len(stored) else set()
+    hashes = set(arrays[0]["hash"].tolist()) if len(stored) else set()
     is_new = np.zeros(len(stored), bool)
     for i, content in reversed(list(enumerate(stored["hash"].tolist()))):  # of a rewritten pass, the new rows
         is_new[i] = content not in hashes
         hashes.add(content)
-    records.array = _sorted(np.concatenate([records.array, stored[is_new]]))
+    arrays.append(stored[is_new])
+    records.array = _sorted(np.concatenate(arrays))
     return records
 
 
@@ -216,6 +223,24 @@ def _rows_of(folder: Path, published: DataSet | None, now_ns: int) -> NDArray[An
     except InputError:  # its images are computed again
         pass
     return _empty(0)
+
+
+def _files_of(table: RowTable, stored: NDArray[Any]) -> tuple[NDArray[Any], NDArray[np.bool_]]:
+    """Return records of the files of a table without them, and which of the stored rows they need.
+
+    They are not settled, so that each file is examined once.
+    """
+    at, there = locate(row_numbers(stored), table.passes << 40 | table.rows)
+    if table.hashes is not None and len(stored):  # a file whose row belongs to another image is examined as a new one
+        there &= stored["hash"][at] == _as_hashes(table.hashes)
+    paths = table.paths[there]
+    files = _empty(len(paths), max(1, paths.itemsize))
+    for name in _TYPES:
+        files[name] = stored[name][at[there]]
+    files["path"] = paths
+    used = np.zeros(len(stored), bool)
+    used[at[there]] = True
+    return files, used
 
 
 def _read(published: DataSet, n_rows: int) -> Records:

@@ -20,7 +20,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -31,14 +30,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from extract.errors import InputError
-from extract.taps.copies import CopyOut
+from extract.taps.copies import dense_copy
+from extract.taps.live import versions_of
 from extract.taps.nested import Path, tensors_in
-from extract.taps.record import Record, Requested, Site, What
-from extract.taps.scope import OTHER_THREAD, ModelBoundHook, Scope, frames_of, in_backward
-from extract.taps.torch_internals import graph_task, has_dispatch_modes, hooks_of
+from extract.taps.record import Record, Reduce, Requested, Site, What
+from extract.taps.scope import ModelBoundHook, Scope, frames_of, in_backward, is_simple
+from extract.taps.torch_internals import (
+    computes_tangents,
+    graph_task,
+    has_dispatch_modes,
+    hooks_of,
+    inference_mode,
+    is_in_functorch,
+)
 
-__all__ = ["UNKNOWN", "Call", "Capture", "ModelCall", "Point", "Step", "as_kept", "is_simple"]
+__all__ = ["UNKNOWN", "Call", "Capture", "CopyOut", "ModelCall", "Point", "Step", "as_kept", "copy_out"]
 
 UNKNOWN = -1  # number of a call where it is not known which call a backward pass repeats
 
@@ -90,6 +96,7 @@ class Call:
 
 
 Step = Callable[[Call, Any], Any]
+CopyOut = Callable[[Tensor, Reduce | None, Site], Any]
 
 
 @dataclasses.dataclass(eq=False)
@@ -113,6 +120,59 @@ class Point:
     is_counted_on_entry: bool = True
 
 
+def copy_out(
+    tensor: Tensor, reduce: Reduce | None, site: Site, to_cpu: Callable[[Tensor], Tensor] | None = None
+) -> Any:
+    """Reduce a tensor on its device, then copy the result to the CPU.
+
+    Args:
+        tensor: on the device of the model.
+        reduce: see `Taps.keep`.
+        site: the site of the tensor, for errors.
+        to_cpu: copies a dense tensor to the CPU, possibly asynchronously; None makes a blocking copy.
+    """
+    if reduce is None and not torch.is_inference_mode_enabled():
+        attached = tensor.requires_grad or computes_tangents()
+        return _copied(tensor.detach() if attached else tensor, site, to_cpu)
+    # Copies made in inference mode could not be used in training later. This guard is what `torch.inference_mode` uses;
+    # the latter takes as long as the copy of a small tensor.
+    with inference_mode(False):
+        value = tensor.detach()
+        if reduce is None:
+            return _copied(value, site, to_cpu)
+        with torch.no_grad():
+            try:
+                value = reduce(value)
+            except Exception as error:
+                shape = "" if tensor.is_nested else f" of shape {tuple(tensor.shape)}"
+                error.add_note(f"while reducing {site}{shape}")
+                raise
+            if isinstance(value, dict):
+                return {name: _copied(part, site, to_cpu) for name, part in value.items()}
+            return _copied(value, site, to_cpu)
+
+
+def _copied(value: Any, site: Site, to_cpu: Callable[[Tensor], Tensor] | None) -> Tensor:
+    """Return a contiguous, dense copy on the CPU that owns its memory."""
+    return (
+        value.clone()
+        if type(value) is Tensor and to_cpu is None and _is_plain(value)
+        else dense_copy(value, site, to_cpu)
+    )
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether `clone` gives what `dense_copy` returns."""
+    return (
+        tensor.is_cpu
+        and tensor.dtype is torch.float32
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+        and not is_in_functorch(tensor)
+        and tensor.is_contiguous()
+    )
+
+
 class Capture:
     """One `with` block over a model: its hooks, and the record of the last call of the model.
 
@@ -132,7 +192,6 @@ class Capture:
         forward: the running call of the model, or the last one.
         on_end: called with the output of a forward when it ends.
         on_let_go: called when what a forward holds is to be freed, also after an exception.
-        unseen: id of each module of which hooks have missed a call -> where it ran.
     """
 
     def __init__(
@@ -156,7 +215,6 @@ class Capture:
         self.forward: ModelCall | None = None
         self.on_end: list[Callable[[Any], None]] = []
         self.on_let_go: list[Callable[[], None]] = []
-        self.unseen: dict[int, str] = {}
 
     def point(self, module: nn.Module) -> Point:
         """Return the point of a layer, for steps that are added before `register`."""
@@ -170,7 +228,7 @@ class Capture:
 
     def hook(self, register: Callable[..., RemovableHandle], function: Callable[..., Any], **options: Any) -> None:
         """Register a hook until the end of the block."""
-        self._handles.append(register(ModelBoundHook(function, self.unseen), **options))
+        self._handles.append(register(ModelBoundHook(function, self.scope.unseen), **options))
 
     def register(self) -> None:
         """Register the hooks of all points, and those of the model itself."""
@@ -251,12 +309,6 @@ class Capture:
             return self.running()
         return self.forward if self.scope.counts_repeated() else None
 
-    def pass_over(self, module: nn.Module) -> None:
-        """Remember that another thread calls a layer while a forward is running."""
-        is_other = self.scope.is_open and threading.get_ident() != self.scope.thread
-        if is_other and self.forward is not None and self.forward.running and not in_backward():
-            self.unseen.setdefault(id(module), OTHER_THREAD)
-
     # The hooks of the model.
 
     def _begin(self, module: nn.Module, args: Any) -> None:
@@ -309,7 +361,7 @@ class Capture:
 
     def _enter(self, point: Point, module: nn.Module, args: Any, kwargs: Any = None) -> Any:
         if not self.scope.is_in_our_thread():
-            return self.pass_over(module)
+            return self.scope.pass_over(module, self.forward)
         point.calls.append(self._call(module))
         return self._pass_arguments(point, point.on_enter, module, args, kwargs) if point.on_enter else None
 
@@ -324,7 +376,7 @@ class Capture:
 
     def _leave(self, point: Point, steps: list[Step], is_last: bool, module: nn.Module, args: Any, *rest: Any) -> Any:
         if not self.scope.is_in_our_thread():
-            return None if point.is_counted_on_entry else self.pass_over(module)
+            return None if point.is_counted_on_entry else self.scope.pass_over(module, self.forward)
         if not point.is_counted_on_entry:
             call = self._call(module)
         elif point.calls:
@@ -371,11 +423,8 @@ class Capture:
     def keep_tensor(self, record: Record, site: Site, request: Requested, tensor: Tensor) -> None:
         """Copy a tensor into the record, or keep the tensor itself."""
         if request.live:
-            if request.reduce is None and tensor.is_inference():
-                raise InputError(
-                    f"{site} cannot be kept live in inference mode, which has no graph", hint="use torch.no_grad()"
-                )
-            record._keep_live(site, tensor if request.reduce is None else self.scope.call_users(request.reduce, tensor))
+            value = tensor if request.reduce is None else self.scope.call_users(request.reduce, tensor)
+            record.by_site[site], record.live[site] = value, versions_of(value, site, request.reduce is not None)
         elif request.reduce is None:
             record.by_site[site] = self._copy_out(tensor, None, site)
         else:
@@ -392,13 +441,3 @@ def _tensors(value: Any, within: tuple[str, ...]) -> Iterable[tuple[Path, Tensor
 def as_kept(layer: str, requests: Iterable[Requested]) -> list[tuple[Requested, Site]]:
     """Return requests for values of a layer, with the site of a tensor of its first call; see `Capture.keep_values`."""
     return [(request, Site(layer, 0, (), request.what)) for request in requests]
-
-
-def is_simple(module: nn.Module) -> bool:
-    """Whether a layer is one of PyTorch's own, as it is, and calls no layers.
-
-    Its calls can be counted at their end. Others may call themselves, and would be numbered in the order in which they
-    end. PyTorch's own call of a hook takes more than a microsecond.
-    """
-    kind = type(module).__module__
-    return kind.startswith("torch.nn.modules.") and "forward" not in vars(module) and not any(module.children())

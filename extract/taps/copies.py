@@ -12,68 +12,13 @@ import torch
 from torch import Tensor
 
 from extract.errors import InputError
-from extract.taps.record import Reduce, Site
-from extract.taps.torch_internals import computes_tangents, inference_mode, is_in_functorch, is_saved, is_shared
+from extract.taps.record import Site
+from extract.taps.torch_internals import is_in_functorch, is_saved, is_shared
 
-__all__ = ["CopyOut", "copied", "copy_out", "edited_by", "overlaps_itself"]
-
-CopyOut = Callable[[Tensor, Reduce | None, Site], Any]
+__all__ = ["copied", "dense_copy", "edited_by", "overlaps_itself"]
 
 
-def copy_out(
-    tensor: Tensor, reduce: Reduce | None, site: Site, to_cpu: Callable[[Tensor], Tensor] | None = None
-) -> Any:
-    """Reduce a tensor on its device, then copy the result to the CPU.
-
-    Args:
-        tensor: on the device of the model.
-        reduce: see `Taps.keep`.
-        site: the site of the tensor, for errors.
-        to_cpu: copies a dense tensor to the CPU, possibly asynchronously; None makes a blocking copy.
-    """
-    if reduce is None and not torch.is_inference_mode_enabled():
-        attached = tensor.requires_grad or computes_tangents()
-        return _copied(tensor.detach() if attached else tensor, site, to_cpu)
-    # Copies made in inference mode could not be used in training later. This guard is what `torch.inference_mode` uses;
-    # the latter takes as long as the copy of a small tensor.
-    with inference_mode(False):
-        value = tensor.detach()
-        if reduce is None:
-            return _copied(value, site, to_cpu)
-        with torch.no_grad():
-            try:
-                value = reduce(value)
-            except Exception as error:
-                shape = "" if tensor.is_nested else f" of shape {tuple(tensor.shape)}"
-                error.add_note(f"while reducing {site}{shape}")
-                raise
-            if isinstance(value, dict):
-                return {name: _copied(part, site, to_cpu) for name, part in value.items()}
-            return _copied(value, site, to_cpu)
-
-
-def _copied(value: Any, site: Site, to_cpu: Callable[[Tensor], Tensor] | None) -> Tensor:
-    """Return a contiguous, dense copy on the CPU that owns its memory."""
-    return (
-        value.clone()
-        if type(value) is Tensor and to_cpu is None and _is_plain(value)
-        else _dense_copy(value, site, to_cpu)
-    )
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """Whether `clone` gives what `_dense_copy` returns."""
-    return (
-        tensor.is_cpu
-        and tensor.dtype is torch.float32
-        and tensor.layout is torch.strided
-        and not tensor.is_nested
-        and not is_in_functorch(tensor)
-        and tensor.is_contiguous()
-    )
-
-
-def _dense_copy(value: Any, site: Site, to_cpu: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+def dense_copy(value: Any, site: Site, to_cpu: Callable[[Tensor], Tensor] | None = None) -> Tensor:
     """Return a contiguous, dense copy on the CPU that owns its memory, and warn of infinite float16 values.
 
     Args:

@@ -112,11 +112,11 @@ class FunctionCalls:
         elif self._capture.running():
             if not has_function_modes():
                 # A mode is off inside the functions that it watches: torch.cond is one.
-                self._capture.unseen[id(module)] = TRACED
+                self._capture.scope.unseen[id(module)] = TRACED
             # The frame of the module's call, which PyTorch's function `inner` is called in.
             self._running_layers().append((names, sys._getframe(3)))
         else:
-            self._capture.pass_over(module)
+            self._capture.scope.pass_over(module, self._capture.forward)
 
     def _check_not_edited(self, names: list[str]) -> None:
         """Check that no edits are lost where a backward pass computes a layer again: functions are not watched there.

@@ -12,17 +12,9 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from extract.errors import InputError, LayertapError, unknown_name
+from extract.errors import InputError, LayertapError, separated_by_commas, unknown_name
 
-__all__ = [
-    "INSIDE",
-    "is_glob",
-    "match_layers",
-    "named_layers",
-    "named_parameters",
-    "separated_by_commas",
-    "unwrap",
-]
+__all__ = ["INSIDE", "is_glob", "match_layers", "named_layers", "named_parameters", "unwrap"]
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -102,17 +94,6 @@ def _unknown_layer(pattern: str, names: Sequence[str], where: str) -> LayertapEr
     if not pattern.strip():
         return InputError(f"a layer name is empty; expected a layer of {where}, or a pattern such as '*'", hint=listed)
     return separated_by_commas(pattern, where) or unknown_name("layer", pattern, names, where, listed)
-
-
-def separated_by_commas(text: str, where: str) -> InputError | None:
-    """Return an error if a text holds several layers, separated by commas, each perhaps with a pooling; else None."""
-    if "," not in text or "[" in text:  # [1,2] is part of a pattern
-        return None
-    each = " ".join(f"-l {part.strip()}" for part in text.split(",") if part.strip())
-    return InputError(
-        f"layer {text!r} of {where}: a name has no commas",
-        hint=f"name each layer by itself ({each}; in a list, one item each)",
-    )
 
 
 def _parts_match(name: list[str], pattern: list[str]) -> bool:

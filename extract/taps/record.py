@@ -11,8 +11,9 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from extract.errors import InputError, LayertapError, UnknownNameError, unknown_name
+from extract.errors import InputError, UnknownNameError, unknown_name
 from extract.taps.layer_names import is_glob, match_layers
+from extract.taps.live import Versions, check_unchanged
 from extract.taps.nested import Path
 
 __all__ = ["Record", "Reduce", "Requested", "Site", "What", "split_text"]
@@ -123,6 +124,7 @@ class Record(Mapping[str, Any]):
         why_absent: returns why a text names no value; None if it was never requested.
         requested: what was to be kept.
         by_site: the values by their sites. The hooks store them here.
+        live: site of each value that is kept with its graph -> see `versions_of`.
     """
 
     why_absent: Callable[[str], str | None]
@@ -130,8 +132,7 @@ class Record(Mapping[str, Any]):
     by_site: dict[Site, Any] = dataclasses.field(default_factory=dict, init=False)
     _sites: dict[str, Site] = dataclasses.field(default_factory=dict, init=False)  # see `sites`
     _sites_of: dict[str, list[Site]] = dataclasses.field(default_factory=dict, init=False)  # by layer, made with it
-    # Site -> live tensors and their versions.
-    _live: dict[Site, list[tuple[Tensor, int]]] = dataclasses.field(default_factory=dict, init=False)
+    live: dict[Site, Versions] = dataclasses.field(default_factory=dict, init=False)
 
     @property
     def sites(self) -> dict[str, Site]:
@@ -149,20 +150,6 @@ class Record(Mapping[str, Any]):
                     hint="look them up by their sites: record.by_site",
                 )
         return self._sites
-
-    def _keep_live(self, site: Site, value: Any) -> None:
-        """Keep a tensor, or what it was reduced to, with its graph.
-
-        `torch.autograd.grad` with respect to a layer needs the tensor itself. A later layer may write into it.
-        """
-        tensors = list(value.values()) if isinstance(value, dict) else [value]
-        for tensor in tensors:
-            if not isinstance(tensor, Tensor):
-                raise InputError(
-                    f"the reduction of {site} returned {type(tensor).__name__}; expected a tensor or a dict of tensors"
-                )
-        self.by_site[site] = value
-        self._live[site] = [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
 
     @property
     def missing(self) -> dict[str, str]:
@@ -250,14 +237,9 @@ class Record(Mapping[str, Any]):
         raise unknown_name("kept tensor", text, self, "this record", hint)
 
     def _value(self, site: Site) -> Any:
-        value = self.by_site[site]
-        if any(tensor._version != version for tensor, version in self._live.get(site, ())):
-            raise LayertapError(
-                f"{site} was changed in place after it was kept live: a later layer wrote into it",
-                hint="keep a copy with its graph, keep(..., live=True, reduce=torch.clone), or make that layer work "
-                "out of place",
-            )
-        return value
+        if site in self.live:
+            check_unchanged(self.live[site], site)
+        return self.by_site[site]
 
     def __repr__(self) -> str:
         values = ((name, self.by_site[site]) for name, site in self.sites.items())

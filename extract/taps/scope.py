@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from extract.taps.torch_internals import graph_task, has_function_modes, not_traced
 
-__all__ = ["OTHER_THREAD", "TRACED", "ModelBoundHook", "Scope", "frames_of", "in_backward"]
+__all__ = ["OTHER_THREAD", "TRACED", "ModelBoundHook", "Scope", "frames_of", "in_backward", "is_simple"]
 
 TRACED = "in code that PyTorch's compiler traces, such as a branch of torch.cond"
 OTHER_THREAD = "in another thread than the model"
@@ -35,6 +35,7 @@ class Scope:
         thread: the thread of the block.
         is_open: whether the block has begun and not ended; hooked tensors may outlive it.
         unheard: see above.
+        unseen: id of each module of which hooks have missed a call -> where it ran.
     """
 
     def __init__(self, unheard: Callable[[], contextlib.AbstractContextManager[None]]):
@@ -44,6 +45,7 @@ class Scope:
         self._users_functions = 0  # functions of the user that are running, one called by another
         self.is_open = False
         self.unheard = unheard
+        self.unseen: dict[int, str] = {}
 
     def quiet(self) -> contextlib.AbstractContextManager[None]:
         """Context manager: hide what layertap computes; costs nothing where nobody watches functions."""
@@ -83,6 +85,12 @@ class Scope:
             return self.is_open
         return self.is_open and torch.cuda.is_initialized() and in_backward()  # type: ignore[no-untyped-call]
 
+    def pass_over(self, module: nn.Module, forward: Any) -> None:
+        """Remember that another thread calls a layer while `forward`, a call of the model, is running."""
+        is_other = self.is_open and threading.get_ident() != self.thread
+        if is_other and forward is not None and forward.running and not in_backward():
+            self.unseen.setdefault(id(module), OTHER_THREAD)
+
 
 def _current_task() -> asyncio.Task[Any] | None:
     try:
@@ -101,6 +109,16 @@ def frames_of(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
+
+
+def is_simple(module: nn.Module) -> bool:
+    """Whether a layer is one of PyTorch's own, as it is, and calls no layers.
+
+    Its calls can be counted at their end. Others may call themselves, and would be numbered in the order in which they
+    end. PyTorch's own call of a hook takes more than a microsecond.
+    """
+    kind = type(module).__module__
+    return kind.startswith("torch.nn.modules.") and "forward" not in vars(module) and not any(module.children())
 
 
 class ModelBoundHook:

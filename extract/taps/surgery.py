@@ -23,12 +23,12 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from extract.errors import InputError, LayertapError
-from extract.taps.capture import UNKNOWN, Call, Capture, Point, is_simple
-from extract.taps.copies import CopyOut, copied, copy_out, edited_by, overlaps_itself
+from extract.taps.capture import UNKNOWN, Call, Capture, CopyOut, Point, copy_out
+from extract.taps.copies import copied, edited_by, overlaps_itself
 from extract.taps.functions import Listener, Write, follow_write, operation_name, unwatch, unwatched, watch, write_into
 from extract.taps.nested import Path, is_several, map_tensors, tensors_in, unread
 from extract.taps.record import Requested, Site, has_prefix
-from extract.taps.scope import frames_of, in_backward
+from extract.taps.scope import frames_of, in_backward, is_simple
 from extract.taps.stand_ins import StandIn, StandInError, StandIns, originals, stands_in
 from extract.taps.torch_internals import (
     StorageWeakRef,

@@ -34,8 +34,7 @@ import torch
 from torch import nn
 
 from extract.errors import InputError, LayertapError, UnknownNameError, unknown_name
-from extract.taps.capture import Capture, ModelCall
-from extract.taps.copies import CopyOut, copy_out
+from extract.taps.capture import Capture, CopyOut, ModelCall, copy_out
 from extract.taps.edits import Edit
 from extract.taps.function_calls import FunctionCalls
 from extract.taps.functions import unwatched
@@ -309,7 +308,7 @@ class Taps:
         hint = "if it is compiled: compile it before the block, and open the block outside of compiled functions"
         forward = self._forward
         if forward is None:
-            is_unseen = self._capture is not None and bool(self._capture.unseen)
+            is_unseen = self._capture is not None and bool(self._capture.scope.unseen)
             raise LayertapError(f"nothing recorded yet: {_NOT_CALLED}", hint=hint if is_unseen else "")
         if forward.running:
             raise LayertapError("the last forward of the model did not finish; it left no record", hint=hint)
@@ -389,7 +388,7 @@ class Taps:
 
     def _why_absent(self, calls: Counter[int | str], text: str) -> str | None:
         name = split_text(text, self._layers)[0].partition("/")[0]
-        unseen = self._capture.unseen if self._capture is not None else {}
+        unseen = self._capture.scope.unseen if self._capture is not None else {}
         return _reason_absent(text, self._kept_of.get(name, ()), self._layers, calls, unseen)
 
     def _check_edits(self, capture: Capture) -> None:
@@ -414,7 +413,7 @@ class Taps:
             (OTHER_THREAD, idle, ""),
             (TRACED, edits, "without gradients, open the block under torch.compiler.set_stance('force_eager')"),
         ):
-            missed = [r for r in asked if capture.unseen.get(id(self._layers.get(r.layer))) == where]
+            missed = [r for r in asked if capture.scope.unseen.get(id(self._layers.get(r.layer))) == where]
             if missed := [request for request in missed if request.call is None or request in idle]:
                 raise LayertapError(f"the edit of {_names(missed)} never took effect: it ran {where}", hint=hint)
         idle = [request for request in idle if _group(request) not in effective]
@@ -423,7 +422,7 @@ class Taps:
         reason: str | None = _NOT_CALLED
         if capture.forward is not None:
             calls = capture.forward.calls
-            reason = _reason_absent(idle[0].text(), idle[:1], self._layers, calls, capture.unseen)
+            reason = _reason_absent(idle[0].text(), idle[:1], self._layers, calls, capture.scope.unseen)
         raise LayertapError(f"the edit of {_names(idle)} never took effect: {reason}")
 
 
@@ -465,7 +464,7 @@ def _reason_absent(
         requests: what is kept of its layer, or edited.
         layers: layers of the model when the `Taps` were made.
         calls: id of a module -> number of its calls in the forward.
-        unseen: see `Capture.unseen`.
+        unseen: see `Scope.unseen`.
     """
     layer, call, path, what = split_text(text, layers)
     name, slash, operation = layer.partition("/")

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torchvision import models
 
 from extract import InputError, Taps
-from extract.taps import copies
+from extract.taps import capture
 from extract.taps.batch_axis import BatchAxis, Trial
 from extract.taps.surgery import Surgery
 from tests.census.comparison import Report, compare
@@ -129,7 +129,7 @@ def test_the_census_has_nets_on_which_naive_hooks_fail() -> None:
 
 
 def test_the_census_notices_taps_that_do_not_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copies, "_copied", lambda value, site, to_cpu: value)
+    monkeypatch.setattr(capture, "_copied", lambda value, site, to_cpu: value)
     report = compare(*built("timm/test_resnet"), Report())
     assert report.wrong["outputs"] > 10
 

@@ -14,8 +14,7 @@ import pytest
 
 from extract import FeatureReader
 from extract.store.format.receipt import size_and_hash
-from extract.store.format.row_hash import hash_records
-from extract.store.format.writer import ShardWriter
+from extract.store.format.writer import ShardWriter, hash_records
 from extract.system.csv_cells import exact_text
 from pipelines.probe.labelling import label_rows
 from tests.conftest import make_picture

@@ -36,8 +36,8 @@ from extract.row_status import Status
 from extract.store.format.dataset import UNFINISHED_HINT, DataSet, stem_of
 from extract.store.format.layout import AXES_FOLDER
 from extract.store.format.receipt import reasons_in, receipt_bytes, receipt_of
-from extract.store.format.row_hash import wrong_rows
 from extract.store.format.schemas import RECEIPT
+from extract.store.format.writer import wrong_rows
 from extract.store.places import objects
 from extract.store.places.shard_cache import RemoteFile
 from extract.system.atomic_files import discard

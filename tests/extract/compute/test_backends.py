@@ -19,9 +19,9 @@ from PIL import Image
 
 from extract import FeatureReader, extract_features, load_backbone
 from extract.compute import backends
+from extract.compute.agreement import FULL_PRECISION, agreement, refusal
 from extract.compute.backends import ByOpenVino, engine_for, open_forward
 from extract.compute.feature_choice import choose_features
-from extract.compute.forward import FULL_PRECISION, agreement, refusal
 from extract.errors import DisagreementError, InputError, LayertapError
 from extract.extraction import validation as first_batch
 from extract.extraction.reproduce import recheck

@@ -12,7 +12,7 @@ import torch
 from extract import extract_features, load_backbone
 from extract.analysis.probe import linear_probe
 from extract.compute import transfers
-from extract.compute.forward import agreement
+from extract.compute.agreement import agreement
 from extract.images.device_decoding import JpegDecoder
 from tests.conftest import make_picture
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import transformers
 
+from extract.compute.agreement import FULL_PRECISION
 from extract.compute.backbone import Backbone, load_backbone
 from extract.compute.backends import open_forward
 from extract.compute.feature_choice import choose_features
-from extract.compute.forward import FULL_PRECISION
 from extract.compute.sparse_projection import SparseProjection
 from extract.system.torch_state import evaluating
 from tests.extract.compute.test_backends import _pictures

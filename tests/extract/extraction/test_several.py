@@ -190,7 +190,7 @@ def test_a_full_disk_ends_the_run(folder: Path, tmp_path: Path, monkeypatch: pyt
     def full(*_: Any) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(os, "pwrite", full)
+    monkeypatch.setattr("extract.images.loading.pickle.dump", full)
     with pytest.raises(MachineError, match="decoded images cannot be kept: No space left"):
         extract_several(list_images(folder), members(tmp_path), tmp_path)
     monkeypatch.undo()

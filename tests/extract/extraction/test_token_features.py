@@ -14,9 +14,9 @@ import transformers
 from PIL import Image, ImageOps
 
 from extract import FeatureReader, InputError, extract_features, load_backbone
+from extract.compute.agreement import FULL_PRECISION
 from extract.compute.backbone import Backbone
 from extract.compute.feature_choice import choose_features
-from extract.compute.forward import FULL_PRECISION
 from extract.compute.pooling import Layout
 from extract.system.torch_state import evaluating
 

@@ -10,7 +10,7 @@ from PIL import Image
 
 from extract import FeatureReader, extract_features
 from extract.analysis.dataset_diff import Similarity, compare
-from extract.compute.forward import cosines, deviation
+from extract.compute.agreement import cosines, deviation
 from extract.errors import InputError
 from tests.conftest import TINY_INPUT, make_picture
 

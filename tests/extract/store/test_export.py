@@ -18,8 +18,8 @@ from extract import FeatureReader, InputError, LayertapError, UnknownNameError
 from extract.store import export as export_module
 from extract.store.export import _variables, export
 from extract.store.format.layout import StoredFeature
-from extract.store.format.row_hash import wrong_rows
 from extract.store.format.shard import Shard
+from extract.store.format.writer import wrong_rows
 from extract.store.hugging_face import _CARD
 from extract.system.atomic_files import claim
 from tests.extract.store.rows import PATHS, ROWS, VALUES, change, complete_data_set

@@ -565,7 +565,8 @@ def test_records_that_are_no_use_are_made_again_without_computing(home: Home, da
     report = home.sync()
     for each in (dry, report):
         assert "made again from the passes" in each.notes[0]
-        assert (each.added, each.changed, each.computed, each.rows) == (11, 0, 1, 11)  # each file is a new one
+        assert (each.added, each.changed, each.unchanged, each.rows) == (1, 0, 10, 11)
+    assert report.computed == 1
     assert not (home.out / "manifest.sqlite").exists()
     same_as_fresh(home.root, home.out)
     assert home.sync().notes == []
@@ -676,6 +677,19 @@ def test_rows_that_verify_finds_damaged_are_computed_again(home: Home) -> None:
     assert report.computed == 1
     assert verify(home.out).faults == []
     same_as_fresh(home.root, home.out)
+
+
+def test_guards_hold_when_the_records_were_lost(home: Home) -> None:
+    home.settings["guards"] = Guards(settle_s=0)
+    home.sync()
+    change_table(home.out, without_records)
+    for i in range(0, 10, 2):
+        (home.root / f"a/{i}.ppm").unlink()
+    with pytest.raises(VanishedError, match="5 of 10 images are gone"):
+        home.sync()
+    assert len(home.paths()) == 10
+    report = home.sync(force=True)
+    assert (report.deleted, report.added, report.changed, report.unchanged, report.computed) == (5, 0, 0, 5, 0)
 
 
 def test_a_pass_is_never_given_the_number_of_another(home: Home) -> None:
