@@ -8,8 +8,8 @@ outputs through steps: functions of (call, value) that return what the model con
     on_return   its output, before other hooks see it
     on_leave    its output, as the model receives it; outputs are kept here
 
-The steps in this module keep values and change nothing. `surgery` adds those of edits and gradients. `copies` copies
-values to the CPU. `scope` says which calls belong to the block.
+The steps in this module keep values and change nothing. `surgery` adds those of edits and gradients. `copies` has the
+copies of unusual tensors. `scope` says which calls belong to the block.
 
 Only calls in the thread of the block count, between the pre-hook and the hook of the model. Where activation
 checkpointing computes a layer again in the backward pass, edits are applied again, and no values are kept.
