@@ -290,9 +290,9 @@ def test_a_setting_is_added_in_two_files(folder: Path, tmp_path: Path) -> None:
         ),
         (
             "extraction/plan.py",
-            "preprocessing = replace(backbone.preprocessing, ",
+            "preprocessing = replace(backbone.preprocessing, orientation",
             "std = tuple(x / settings.brightness for x in backbone.preprocessing.std)\n"
-            "    preprocessing = replace(backbone.preprocessing, std=std, ",
+            "    preprocessing = replace(backbone.preprocessing, std=std, orientation",
         ),
     ):
         text = (tmp_path / "extract" / path).read_text()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
@@ -143,7 +144,6 @@ def check_output(config: EmbedConfig) -> None:
         InputError: it cannot.
     """
     from extract.store.format.dataset import check_usable
-    from extract.system.atomic_files import temporary_folder
 
     if is_url(config.place):
         return
@@ -153,8 +153,9 @@ def check_output(config: EmbedConfig) -> None:
         return
     place = next(parent for parent in folder.parents if parent.exists())
     try:
-        with temporary_folder(place / "layertap"):  # permissions do not tell whether folders can be created
-            pass
+        Path(
+            tempfile.mkdtemp(prefix=".layertap-", dir=place)
+        ).rmdir()  # permissions do not tell whether this can be done
     except OSError as error:
         raise InputError(
             f"{config.folder}: the folder cannot be created in {place}: {error.strerror}",

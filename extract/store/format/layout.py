@@ -54,6 +54,7 @@ it hung on 4 (HDF5 2.0; of an older file format, it crashed on 7 and hung on 3).
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -402,6 +403,8 @@ def _range_of(data: h5py.Dataset) -> tuple[int, int]:
         stops.append(chunk.byte_offset + chunk.size)
 
     data.id.chunk_iter(note)
+    if not starts:  # HDF5 could not read where the chunks are, and does not say so
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
     return min(starts), max(stops)
 
 

@@ -653,7 +653,7 @@ def test_open_clip_weights_run_with_the_activation_they_were_trained_with(
     assert backbone.notes == ("ViT-B-32 uses QuickGELU, because the weights openai were trained with QuickGELU",)
     assert backbone.architecture == "open_clip/ViT-B-32 with QuickGELU"
     file = load_backbone("open_clip/ViT-B-32", weights=str(tmp_path / "w.pt"), device="cpu")
-    assert "For weights of OpenAI, use ViT-B-32-quickgelu" in " ".join(file.notes)
+    assert "for weights of OpenAI, use ViT-B-32-quickgelu" in " ".join(file.notes)
 
 
 @pytest.mark.parametrize("source", ["hub", "python"])
