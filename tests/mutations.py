@@ -430,8 +430,8 @@ MUTATIONS = (
     ),
     Mutation(
         "The rows of an interrupted pass are not known.",
-        "np.concatenate([records.array, stored[is_new]])",
-        "np.concatenate([records.array, stored[:0]])",
+        "    arrays.append(stored[is_new])",
+        "    arrays.append(stored[:0])",
         ("test_the_rows_of_an_interrupted_first_pass_survive_an_error_of_the_settings",),
     ),
     Mutation(
@@ -514,8 +514,8 @@ MUTATIONS = (
     ),
     Mutation(
         "A damaged table is not written again.",
-        "            records.changed = True\n",
-        "            records.changed = False\n",
+        "    if records.made_again:\n        records.changed = True",
+        "    if records.made_again:\n        records.changed = False",
         ("test_what_is_missing_of_the_data_set_is_made_again",),
     ),
     Mutation(
