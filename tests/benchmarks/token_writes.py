@@ -26,7 +26,7 @@ from extract.store.format.writer import ShardWriter
 SHARDS = 12
 ROWS = 128
 BATCH = 64
-ROUNDS = 8
+ROUNDS = 6
 VALUES = {
     f"blocks.{block}": np.random.default_rng(block).normal(size=(BATCH, 197, 768)).astype(np.float32)
     for block in range(12)
