@@ -202,7 +202,7 @@ def _to_hugging_face(
     """Write Parquet files for each split, and a card. Without splits, all rows are `train`."""
     parquet = library("pyarrow.parquet", "datasets", "a dataset folder of Hugging Face")
     rows = ArrowRows(reader, names, pictures)
-    schema, has_splits, files = schema_of(reader, rows), any(reader.splits), dict[str, Any]()
+    schema, has_splits, files = schema_of(reader, rows, pictures is not None), any(reader.splits), dict[str, Any]()
     (path / "data").mkdir(parents=True)
     with contextlib.ExitStack() as stack:
         for start, stop, block in _blocks(reader, _PICTURES_AT_ONCE if pictures else _ROWS_AT_ONCE):

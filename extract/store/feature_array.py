@@ -90,8 +90,8 @@ def numbers_of(index: Any, count: int, noun: str) -> NDArray[np.int64]:
         return np.flatnonzero(numbers)
     if isinstance(index, tuple) or numbers.ndim > 1 or (numbers.size and numbers.dtype.kind not in "iu"):
         raise IndexError(f"expected an int, a slice, a list of ints or a mask, got {index!r}")
-    if numbers.size and (int(numbers.min()) < -count or int(numbers.max()) >= count):
-        raise IndexError(f"{noun} {numbers.min()} to {numbers.max()} are out of range for {count} {noun}")
+    if numbers.size and (outside := numbers[(numbers < -count) | (numbers >= count)]).size:
+        raise IndexError(f"{outside.flat[0]} is out of range for {count} {noun}")
     numbers = numbers.astype(np.int64)
     return np.asarray(np.where(numbers < 0, numbers + count, numbers))
 

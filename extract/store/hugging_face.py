@@ -53,8 +53,10 @@ whether the image could be decoded; otherwise the features are NaN. `label` is -
 """
 
 
-def schema_of(reader: FeatureReader, rows: ArrowRows) -> Any:
+def schema_of(reader: FeatureReader, rows: ArrowRows, has_pictures: bool) -> Any:
     """Return the schema of rows, with the types of Hugging Face in its metadata: labels are those of `classes`.
+
+    With pictures, those are in the column `image`.
 
     Raises:
         LayertapError: the library is not installed.
@@ -63,7 +65,7 @@ def schema_of(reader: FeatureReader, rows: ArrowRows) -> Any:
     features = datasets.Features.from_arrow_schema(rows.schema.remove_metadata())
     if reader.classes:
         features["label"] = datasets.ClassLabel(names=reader.classes)
-    if "image" in rows.schema.names:
+    if has_pictures:
         features["image"] = datasets.Image()
     depends_on = reader.provenance.get("depends_on")
     if isinstance(depends_on, dict) and isinstance(depends_on.get("architecture"), str):

@@ -384,9 +384,12 @@ class FeatureReader:
 
         Raises:
             UnknownNameError: no such layer or split.
+            InputError: no layer is named.
         """
         from extract.store.torch_dataset import FeatureDataset
 
+        if not layers:
+            raise InputError("a dataset needs at least one layer")
         arrays = self[layers] if isinstance(layers, str) else {layer: self[layer] for layer in layers}
         return FeatureDataset(arrays, self.labels, self._good_rows(split), transform, unlabelled)
 

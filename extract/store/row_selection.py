@@ -7,7 +7,6 @@ many, within the limit of open files.
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import resource
 from collections import OrderedDict
@@ -41,6 +40,8 @@ _ATTEMPTS = 5  # to read a data set while new versions are published
 # Of others, damage is reported before any work is done. A missing shard is an error at once, always.
 OPENED_AT_ONCE = 64
 _AT_ONCE = 8  # shards of a bucket that are opened at the same time
+_OTHER_FILES = 128  # handles that are left to the rest of the process
+_UNKNOWN_OPEN_FILES = 256
 _MOST = 30_000  # open shards: Linux allows a process 65,530 memory maps (vm.max_map_count)
 
 
@@ -53,6 +54,7 @@ class OpenShards:
 
     def __init__(self, most: int = _MOST) -> None:
         self._most = most
+        self._limit: int | None = None  # not known yet
         self._open: OrderedDict[ShardFile, None] = OrderedDict()  # in the order in which they were opened
         self._is_closed = False
 
@@ -63,10 +65,11 @@ class OpenShards:
         """
         if self._is_closed:
             raise LayertapError(f"{file.name} is closed")
-        most = min(self._most, _most_open_shards())
+        if self._limit is None:
+            self._limit = min(self._most, _most_open_shards())
         shard = read()
         with contextlib.suppress(KeyError):  # another thread has closed the last one
-            while len(self._open) >= most:
+            while len(self._open) >= self._limit:
                 first, _ = self._open.popitem(last=False)
                 first.hold(None)
         file.hold(shard)  # before another thread may close it
@@ -79,7 +82,7 @@ class OpenShards:
         self._open.clear()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_open": OrderedDict()}
+        return {**vars(self), "_open": OrderedDict(), "_limit": None}
 
 
 class ShardFile:
@@ -128,16 +131,21 @@ class ShardFile:
         return {**vars(self), "_shard": None}
 
 
-@functools.cache
 def _most_open_shards() -> int:
-    """Return how many shards may be open: half of this process's limit of open files, which is raised for them."""
+    """Return how many more shards may be open, after the limit of open files was raised as far as permitted."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = 2 * _MOST if hard == resource.RLIM_INFINITY else min(2 * _MOST, hard)
     if soft != resource.RLIM_INFINITY and soft < limit:
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
             soft = limit
-    return max(1, min(limit, soft) // 2) if soft != resource.RLIM_INFINITY else _MOST
+    if soft == resource.RLIM_INFINITY:
+        return _MOST
+    try:
+        count = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    except OSError:  # macOS
+        count = _UNKNOWN_OPEN_FILES
+    return max(1, min(_MOST, soft - count - _OTHER_FILES))
 
 
 @dataclass(frozen=True)

@@ -74,9 +74,15 @@ class FeatureDataset(Dataset[tuple[Any, int]]):
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Any, int]]:
         """Return the samples at these positions, read in one batch."""
-        if np.asarray(indices).dtype == bool:
+        positions = np.asarray(indices)  # of a tuple, too: batch samplers may give them
+        if positions.dtype == bool:
             raise IndexError("samples are chosen by positions, got a mask; np.flatnonzero gives its positions")
-        positions = numbers_of(indices, len(self), "samples")  # rows of the reader may be out of their range
+        try:
+            positions = numbers_of(positions, len(self), "samples")
+        except IndexError as error:
+            raise IndexError(
+                f"{error}; rows of the reader are no positions: choose by dataset.rows and .labels"
+            ) from None
         rows, labels = self.rows[positions], self.labels[positions].tolist()
         samples: Iterable[Any]
         if isinstance(self._arrays, FeatureArray):

@@ -1,15 +1,15 @@
 """Write files atomically, lock folders, remove what killed processes left, and distrust the files of a data set.
 
 A file is written as `NAME.RANDOM.new`, a folder as `.NAME.RANDOM.new`, both beside NAME. A process that is killed
-leaves them. The next process that writes to NAME removes them. To tell a leftover from the temporary file of a living
-process:
+leaves them. A process that writes to NAME ten minutes later removes them. To tell a leftover from the temporary file of
+a living process:
 
 - The process that writes holds a lock (flock) on the file, or on the file `lock` in the folder. The kernel releases it
   when the process ends, however it ends. A process id would not do: ids are used again, and two containers, or two
   machines that share a file system, can use the same id at the same time.
 - Where the file system has no locks, nothing is removed.
 - What was changed in the last ten minutes stays: its process may be about to lock it. On NFS, where a flock does not
-  exclude its own process, this also protects what other threads of this process write.
+  exclude its own process, this also protects what other threads of this process write, for as long.
 - RANDOM is unique, so a name is never used twice, and nobody can place a link there beforehand.
 
 Only regular files and folders of this user that have exactly such a name are removed. Some network file systems give
@@ -202,9 +202,9 @@ def atomic_write(path: Path, *, tidy: bool = True) -> Iterator[BinaryIO]:
     """
     if os.path.lexists(path) and not (path.is_file() or path.is_symlink()):
         raise InputError(f"{path} is not a regular file", hint="choose another output file")
+    if tidy:
+        remove_leftovers(path)
     with temporary_file(path) as (file, temporary):
-        if tidy:
-            remove_leftovers(path)
         yield file
         file.flush()
         flush_to_disk(file.fileno())
@@ -243,7 +243,12 @@ def open_unfollowed(path: Path, flags: int) -> int:
     """
     check_regular(path)
     # O_NONBLOCK: do not wait for a pipe that has replaced the file.
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        check_regular(path)
+        raise InputError(f"{path} is not a regular file; nothing was written")
+    return descriptor
 
 
 def append_line(path: Path, line: str) -> None:

@@ -208,8 +208,8 @@ def _fault_in_members(members: Iterable[tuple[Any, Any]], shape: Any) -> tuple[s
 def _fault_in_object(content: dict[str, Any], shape: dict[Any, Any]) -> tuple[str, str] | None:
     for name, inner in shape.items():
         if not isinstance(name, str):
-            if wrong := next((key for key in content if _fault(key, name)), None):
-                return "", f"has the name {_brief(wrong)}, expected {_NAMES.get(name) or name.name}"
+            if wrong := [key for key in content if _fault(key, name)]:
+                return "", f"has the name {_brief(wrong[0])}, expected {_NAMES.get(name) or name.name}"
             if fault := _fault_in_members(content.items(), inner):
                 return fault
         elif (key := name.removesuffix("?")) in content:

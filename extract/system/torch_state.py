@@ -210,7 +210,9 @@ def _why_unusable(device: torch.device, error: Exception | None = None) -> tuple
         built = "PyTorch was installed without CUDA" if torch.version.cuda is None else "or its driver is missing"
         return f"this machine has no CUDA device ({built})", "use cpu, or leave out --device"
     if device.type == "cuda" and (device.index or 0) >= (count := torch.cuda.device_count()):
-        return f"this machine has {count} CUDA devices, counted from cuda:0", ""
+        return f"the number of CUDA devices on this machine is {count}, and they are counted from cuda:0", ""
+    if device.type == "mps":
+        return "this machine has no MPS device, the GPU of an Apple computer", "use cpu, or leave out --device"
     if error and device.type in ("cpu", "cuda"):
         return first_line(error), ""
     return f"PyTorch cannot use it on this machine; expected {_DEVICES}", "use cpu, or leave out --device"

@@ -52,7 +52,8 @@ def drawable_layer(name: str, longest: int = 28) -> str:
 def write_title(figure: Figure, title: str) -> None:
     """Write a title over a figure in as many lines as its width needs, and make the figure higher by all but one."""
     width, height = figure.get_size_inches()
-    lines = textwrap.wrap(title, max(20, int(_LETTERS_PER_IN * width)))
+    letters = max(20, int(_LETTERS_PER_IN * width))
+    lines = [line for part in title.split("\n") for line in textwrap.wrap(part, letters)]
     figure.set_size_inches(width, height + _LINE_IN * (len(lines) - 1))
     figure.suptitle("\n".join(lines), fontsize=9)
 
@@ -229,7 +230,7 @@ def draw_inspection(inspection: Inspection, backbone: str, folder: Path, suffix:
         for page, first in enumerate(range(0, count, rows), 1):
             last = min(first + rows, count)
             figure.axes[0].set_ylim(last - 0.5, first - 0.5)  # all pages have the range of values of all layers
-            part = f"; layers {first + 1} to {last} of {count}" if pages > 1 else ""
+            part = f"\nlayers {first + 1} to {last} of {count}" if pages > 1 else ""
             figure.set_size_inches(size[0], _AROUND_IN + _ROW_IN * rows)
             write_title(figure, f"{source}: {title}{part}")
             written.append(save_figure(figure, folder / f"{name}{f'-{page}' if pages > 1 else ''}.{suffix}"))

@@ -410,11 +410,12 @@ def test_memory_does_not_grow_with_the_number_of_images(tmp_path: Path) -> None:
             "run_report(Path(sys.argv[1]), maps=['pca'])\n"
             "print(re.search(r'VmHWM:\\s+(\\d+)', Path('/proc/self/status').read_text())[1])"
         )
-        found = subprocess.run([sys.executable, "-c", code, out], check=True, capture_output=True, text=True)
+        one = os.environ | {"OMP_NUM_THREADS": "1"}  # threads add memory that differs from run to run
+        found = subprocess.run([sys.executable, "-c", code, out], env=one, check=True, capture_output=True, text=True)
         peaks[rows] = int(found.stdout.split()[-1]) / 1000
         shutil.rmtree(out)
     print(f"peak memory, MB: {peaks}")
-    assert peaks[100_000] < peaks[20_000] + 80  # the features are 205 MB
+    assert peaks[100_000] < peaks[20_000] + 120  # the features are 164 MB more
 
 
 def test_the_page_writes_the_same_metrics_as_percentages_as_the_terminal() -> None:

@@ -359,7 +359,7 @@ class DataSet:
         # `embed` would assign classes by the folders of the merged data set; the sources may have named them otherwise.
         if ("merged_from" in existing.images) != ("merged_from" in self.images) and not replaceable:
             raise InputError(
-                f"{location} holds a data set of another command; merged data sets are apart from others",
+                f"{location} {'is' if 'merged_from' in existing.images else 'is not'} a merged data set",
                 hint="run the command that created it, or choose another output folder",
             )
         changed = existing._differences(self)
@@ -493,6 +493,9 @@ class DataSet:
                 complete[shard] = self._is_complete(shard, self.path(shard, last))
             if complete[shard]:
                 path.unlink() if part else self.withdraw(path)
+        for receipt in self.shards.glob("*-r*.json"):  # the shard was removed by hand
+            if not receipt.with_suffix(".h5").exists() and not receipt.with_suffix(".h5.part").exists():
+                receipt.unlink()
 
     def _is_complete(self, shard: int, path: Path) -> bool:
         try:

@@ -149,8 +149,8 @@ class RowTable:
     def between(self, start: int, stop: int) -> RowTable:
         """Return a range of the rows, without the hashes."""
         part = slice(start, stop)
-        labels, passes, rows = self.labels[part], self.passes[part], self.rows[part]
-        return RowTable(self.paths[part], labels, self.splits[part], self.classes, passes, rows)
+        paths, labels, splits = self.paths[part], self.labels[part], self.splits[part]
+        return RowTable(paths, labels, splits, self.classes, self.passes[part], self.rows[part])
 
 
 def read_rows(out: Path, version: Version, n_rows: int) -> RowTable:
@@ -177,8 +177,9 @@ def read_rows(out: Path, version: Version, n_rows: int) -> RowTable:
     try:
         if hash_of(path) != version.rows_xxh3:
             raise InputError(f"{path} is damaged: its hash does not match dataset.json", hint=_REPAIR)
-        with path.open("rb") as raw, open_untrusted(path, str(path)) as file:
-            mapped = mmap.mmap(raw.fileno(), 0, access=mmap.ACCESS_READ)
+        with path.open("rb") as raw:  # not in `open_untrusted`: what the system cannot map is not damaged
+            mapped = mmap.mmap(raw.fileno(), 0, access=mmap.ACCESS_READ) if path.stat().st_size else b""
+        with open_untrusted(path, str(path)) as file:
             for name, kind in {**_COLUMNS, **({_HASHES: "u"} if _HASHES in file else {})}.items():
                 data = dataset_in(file.id, name, refuse)
                 inner = (HASH_BYTES,) if name == _HASHES else ()

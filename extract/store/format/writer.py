@@ -29,14 +29,15 @@ from extract.errors import InputError, LayertapError, LockedError
 from extract.row_status import Status
 from extract.store.format.dataset import DataSet
 from extract.store.format.layout import ROW_DATA
-from extract.store.format.receipt import write_receipt
+from extract.store.format.receipt import receipt_of
 from extract.store.format.shard import Shard, copy_shard
 from extract.store.format.value_types import encoded
-from extract.system.atomic_files import claim, discard, flush_to_disk, open_own, sync_folder
+from extract.system.atomic_files import claim, discard, flush_to_disk, open_own, sync_folder, write_json
 
 __all__ = ["SOURCE", "ShardWriter", "checked", "hash_records", "hash_rows", "wrong_rows"]
 
 SOURCE = ("source_size", "source_mtime_ns", "source_hash")  # columns that describe the image file of each row
+_SOURCE_TYPES = {name: np.dtype(dtype) for name, _, dtype in ROW_DATA if name in SOURCE}
 
 Checked = tuple[int, int, dict[str, NDArray[Any]] | None, NDArray[np.bool_]]
 
@@ -178,7 +179,7 @@ class ShardWriter:
             reasons: row -> why it failed, for the receipt.
 
         Raises:
-            ValueError: a feature or column is missing, or does not have the file's shape or dtype.
+            ValueError: a feature is missing, or does not have the file's shape or dtype.
             LayertapError: the previous batch could not be written; neither batch is stored.
         """
         if features.keys() != self._features.keys() and not (self._beside and features.keys() < self._features.keys()):
@@ -245,8 +246,7 @@ class ShardWriter:
         if self._beside is not None:
             others, status, reasons = self._beside(local + self.first_row, status, reasons)
             features = {**features, **others}
-        dtypes = {name: dtype for name, _, dtype in ROW_DATA}
-        columns = {name: np.asarray(source[name], dtypes[name]) for name in SOURCE}
+        columns = {name: np.asarray(source[name], dtype) for name, dtype in _SOURCE_TYPES.items()}
         columns |= {"row_hash": hash_rows(features), "status": np.asarray(status, np.uint8)}
         columns["record_hash"] = hash_records(self._paths[local].tolist(), columns)
         places = {f"/features/{name}": values for name, values in features.items()}
@@ -311,8 +311,9 @@ class ShardWriter:
             if self._final.exists():
                 raise FileExistsError
             # The receipt comes first: a kill between the two would lose the reasons of failed rows.
-            write_receipt(self._final, ready, self._shard, self._reasons, made)
+            receipt = receipt_of(ready, self._shard, self._reasons, made)
             synced.result()
+            write_json(self._final.with_suffix(".json"), receipt, tidy=False)
             claim(ready, self._final)
             self._part.unlink(missing_ok=True)
             sync_folder(self._final.parent)

@@ -242,7 +242,7 @@ class Bucket:
         if uploaded is None or (ours and uploaded.size != size):
             raise LayertapError(
                 f"{url} was removed or changed after the upload",
-                hint="remove it, and run again when no other program uses the bucket",
+                hint="remove it if it is there, and run again when no other program uses the bucket",
             )
         if not ours and (uploaded.size != size or uploaded.sha256 != sha256):
             if objects.info(receipt_url) is not None:

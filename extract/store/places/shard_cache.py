@@ -163,16 +163,17 @@ class ShardCache:
 
     def _remove_least_recent(self) -> None:
         """Remove the files that were opened least recently, until the others are within the bound."""
-        files = []
+        files, unfinished = [], 0
         with os.scandir(self.folder) as entries:
             for entry in entries:
                 with contextlib.suppress(FileNotFoundError):
                     if _NAME.fullmatch(entry.name):
                         status = entry.stat(follow_symlinks=False)
                         files.append((status.st_mtime_ns, status.st_blocks * 512, Path(entry.path)))
-                    elif is_temporary(Path(entry.path)):
+                    elif is_temporary(Path(entry.path)):  # of a download that runs, or was killed
                         remove_leftovers(self.folder / ".".join(entry.name.split(".")[:2]))
-        total = sum(size for _, size, _ in files)
+                        unfinished += entry.stat(follow_symlinks=False).st_blocks * 512
+        total = unfinished + sum(size for _, size, _ in files)
         for _, size, path in sorted(files):
             if total <= self.cache_bytes:
                 break

@@ -108,10 +108,10 @@ class SharedFolder:
     def clean(self) -> None:
         """Remove copies of published shards and receipts, left by workers that were killed or were not first.
 
-        The receipt of a worker that was killed after it published its shard gets its name.
+        A published shard without a receipt, whose publisher was killed, gets one from such a copy.
 
         Raises:
-            LayertapError: such a receipt cannot be read or renamed.
+            LayertapError: the receipt cannot be written.
         """
         dataset, published = self.dataset, set(self.published().tolist())
         for copy in dataset.shards.glob("*.copy*"):
@@ -190,16 +190,21 @@ class SharedFolder:
             discard(receipt_copy)
         return False
 
-    def _ensure_receipt(self, final: Path, own_receipt: dict[str, Any]) -> None:
+    def _ensure_receipt(self, final: Path, receipt: dict[str, Any]) -> None:
         """Write the receipt of a shard whose publisher was killed before; an existing receipt is not overwritten.
 
-        Rows fail for the same reasons on each worker, so the reasons come from any receipt of the shard.
+        Args:
+            final: the published shard.
+            receipt: of any worker, since rows fail for the same reasons on each. How the shard was made is taken from
+                it only if its file is the published one.
         """
         receipt_path = final.with_suffix(".json")
         if receipt_path.exists():
             return
-        with self.dataset.open_shard(int(own_receipt["shard"]), final) as shard:
-            content = receipt_of(final, shard, reasons_in(own_receipt))
+        with self.dataset.open_shard(int(receipt["shard"]), final) as shard:
+            content = receipt_of(final, shard, reasons_in(receipt))
+        if "made" in receipt and content["sha256"] == receipt["sha256"]:
+            content["made"] = receipt["made"]
         temporary = receipt_path.with_name(f"{receipt_path.name}.{secrets.token_hex(8)}.copy")
         try:
             write_json(temporary, content, tidy=False)

@@ -226,18 +226,24 @@ class TokenArray:
         Raises:
             InputError: there are no tokens, or `at_most` is below 1.
         """
-        if at_most < 1 or not len(self):
-            raise InputError(f"at_most is {at_most}, and there are {len(self):,} tokens; both must be at least 1")
+        if at_most < 1:
+            raise InputError(f"at_most is {at_most}; it must be at least 1")
+        if not len(self):
+            raise InputError("there are no tokens: no image has the status ok")
         count = min(len(self), int(at_most))
         images = -(-count // self.per_image)
         rows = np.sort(np.random.default_rng(seed).choice(self.rows, images, replace=False))
         total, squares, norms, n = np.zeros(self.shape[1]), np.zeros(self.shape[1]), 0.0, 0
+        shift: NDArray[np.float64] | None = None  # near the mean, so that squares do not cancel
         measured = TokenPass(max(1, _MEASURED_BYTES // (8 * max(1, self.shape[1]))))
         for batch in token_batches(self._array, self._layout, rows, measured):
             values = batch.values.astype(np.float64)
             norms += float(np.sqrt((values * values).sum(1)).sum())
+            shift = values.mean(0) if shift is None else shift
+            values -= shift
             total += values.sum(0)
             squares += (values * values).sum(0)
             n += len(values)
+        assert shift is not None
         deviations = np.sqrt(np.maximum(squares / n - (total / n) ** 2, 0))
-        return TokenStatistics(total / n, deviations, norms / n, n)
+        return TokenStatistics(shift + total / n, deviations, norms / n, n)

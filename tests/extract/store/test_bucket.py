@@ -114,7 +114,7 @@ def test_another_data_set_is_refused_and_nothing_gives_way(url: str, tmp_path: P
         ({"depends_on": {"weights": "v"}}, "weights: stored w, now v"),
         ({"shard_rows": 9}, "shard_rows: stored 10, now 9"),
         ({"images": {"root": "/", "count": 23, "paths_xxh3": "other"}}, "images.paths_xxh3"),
-        ({"images": {**data.images, "merged_from": []}}, "a data set of another command"),
+        ({"images": {**data.images, "merged_from": []}}, "is not a merged data set"),
     ):
         with pytest.raises(InputError, match=message):
             Bucket(url).open_or_create(data_set(tmp_path / "two", **change))

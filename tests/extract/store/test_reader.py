@@ -435,8 +435,12 @@ def test_positions_that_a_torch_data_set_does_not_have_are_refused(tmp_path: Pat
     data = complete_data_set(tmp_path / "out", failed=(0,))
     with FeatureReader(data.out) as reader:
         dataset = reader.dataset("vector")
-        with pytest.raises(IndexError, match="out of range for 22 samples"):
+        with pytest.raises(IndexError, match=f"{ROWS - 1} is out of range for 22 samples; rows of the reader"):
             list(DataLoader(Subset(dataset, [0, ROWS - 1]), 2))
+        batches = DataLoader(dataset, batch_sampler=[(0, 1), (2, 3)])  # type: ignore[arg-type]
+        assert [len(labels) for _, labels in batches] == [2, 2]
+        with pytest.raises(InputError, match="at least one layer"):
+            reader.dataset([])
         for mask in (reader.labels == 1, torch.from_numpy(reader.labels == 1)):
             with pytest.raises(IndexError, match="chosen by positions, got a mask"):
                 list(DataLoader(Subset(dataset, mask), 2))  # type: ignore[arg-type]
@@ -498,6 +502,23 @@ print(FeatureReader({str(out)!r})["vector"][:].shape)
     for limit in (code, code.replace("4096", "22")):  # which may be raised, or not
         run = subprocess.run([sys.executable, "-c", limit], capture_output=True, text=True)
         assert run.stdout.strip() == f"({ROWS}, 6)", run.stderr
+
+
+@pytest.mark.slow
+def test_two_readers_share_the_limit_of_open_files(tmp_path: Path) -> None:
+    out = complete_data_set(tmp_path / "out", shard_rows=1).out
+    code = f"""
+import resource
+import extract.store.row_selection as row_selection
+from extract import FeatureReader
+row_selection.OPENED_AT_ONCE = row_selection._OTHER_FILES = 0
+readers = [FeatureReader({str(out)!r}) for _ in range(2)]
+resource.setrlimit(resource.RLIMIT_NOFILE, (45, 45))
+held = [reader["vector"][:] for reader in readers]
+print([values.shape for values in held])
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.stdout.strip() == f"[({ROWS}, 6), ({ROWS}, 6)]", run.stderr
 
 
 def test_arrays_outlive_their_reader(complete: Path) -> None:

@@ -5,8 +5,10 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -15,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from extract import FeatureReader, LayertapError, Status
+from extract.store.format import writer as writing
 from extract.store.format.dataset import DataSet
 from extract.store.format.layout import RowNames, StoredFeature, create_shard
 from extract.store.format.shard import Shard, runs
@@ -97,6 +100,32 @@ def test_a_published_shard_always_has_its_receipt(tmp_path: Path, monkeypatch: p
     with ShardWriter(data, 0) as writer:
         assert data.path(0).with_suffix(".json").exists() or writer.publish()
     assert data.path(0).with_suffix(".json").exists()
+
+
+def test_a_shard_has_its_receipt_and_name_only_when_its_rows_are_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = data_set(tmp_path / "out")
+    data.open_or_create()
+    events: list[str] = []
+
+    def noted(name: str) -> Callable[..., Any]:
+        function = getattr(writing, name)
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            if name == "flush_to_disk":
+                time.sleep(0.2)  # longer than hashing takes
+            events.append(name)
+            return function(*arguments, **options)
+
+        return call
+
+    for name in ("flush_to_disk", "write_json", "claim"):
+        monkeypatch.setattr(writing, name, noted(name))
+    with ShardWriter(*created(data, 0)) as writer:
+        write(writer, list(range(10)))
+        writer.publish()
+    assert events == ["flush_to_disk", "write_json", "claim"]
 
 
 def test_where_there_are_no_hard_links_a_shard_is_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import multiprocessing
 import os
@@ -690,6 +691,19 @@ def test_guards_hold_when_the_records_were_lost(home: Home) -> None:
     assert len(home.paths()) == 10
     report = home.sync(force=True)
     assert (report.deleted, report.added, report.changed, report.unchanged, report.computed) == (5, 0, 0, 5, 0)
+
+
+def test_a_table_that_the_system_cannot_map_is_not_damaged(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    home.sync()
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("extract.store.format.version.mmap.mmap", fail)
+        with pytest.raises(LayertapError, match="cannot read .*Cannot allocate memory"):
+            home.sync()
+    assert home.sync().notes == []
 
 
 def test_a_pass_is_never_given_the_number_of_another(home: Home) -> None:

@@ -35,6 +35,7 @@ SHAPE = {"a": {"b": [int]}, "c?": (str, None), "d?": {str: float}, "e?": {Text("
         ({"a": {"b": []}, "d": {"x": float("nan")}}, "'d'[\"x\"] is NaN, expected a finite number"),
         ({"a": {"b": []}, "d": {"x": 10**400}}, "'d'[\"x\"] is a number of 1,329 bits, expected a finite number"),
         ({"a": {"b": []}, "e": {"x": True}}, "'e' has the name \"x\", expected a number"),
+        ({"a": {"b": []}, "e": {"": 1}}, "'e' has the name \"\", expected a number"),
         ({"a": {"b": []}, "f": "0001-01-01"}, "'f' is \"0001-01-01\", expected a time such as 2026-01-31T12:00:00+00"),
         ([1, 2], "it is a list of 2, expected an object"),
     ],

@@ -3,6 +3,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -176,3 +177,13 @@ def test_long_names_get_a_shorter_temporary_name(tmp_path: Path, name: str) -> N
     assert all(map(is_temporary, tmp_path.iterdir()))
     write_json(tmp_path / name, {})
     assert names(tmp_path) == [name]
+
+
+def test_a_file_is_written_where_a_lock_does_not_exclude_its_own_process_and_clocks_differ(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(atomic_files.fcntl, "flock", lambda *_: None)  # as on NFS, in one process
+    now = time.time()
+    monkeypatch.setattr(atomic_files.time, "time", lambda: now + 3600)
+    write_json(tmp_path / "x.json", {"a": 1})
+    assert names(tmp_path) == ["x.json"]
