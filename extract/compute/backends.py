@@ -352,8 +352,15 @@ def openvino() -> Any:
     Raises:
         LayertapError: OpenVINO is not installed.
     """
-    sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]  # as if it were not installed
-    return library("openvino", "openvino", "compile=openvino")
+    telemetry = "openvino_telemetry"
+    before = sys.modules.get(telemetry)
+    sys.modules[telemetry] = None  # type: ignore[assignment]  # as if it were not installed
+    try:
+        return library("openvino", "openvino", "compile=openvino")
+    finally:
+        del sys.modules[telemetry]  # another library may use it
+        if before is not None:
+            sys.modules[telemetry] = before
 
 
 @functools.cache

@@ -19,7 +19,7 @@ __all__ = ["Gpu", "Pinned", "transfers_for"]
 # For features. PyTorch's own pool of pinned memory would keep as much as was ever in transit at once, which is
 # gigabytes for maps of many layers.
 PINNED_BYTES = 128 << 20
-_SLOTS = 32  # of the memory: larger copies are split, so that one slot is read while others are being filled
+_SLOTS = 256  # of the memory: a copy takes one at least; larger ones are split, so that one is read while others fill
 
 
 class Gpu:

@@ -87,7 +87,8 @@ def extract_shard(
         writing it. None if the run was stopped.
 
     Raises:
-        LayertapError: a batch cannot be decoded, computed or stored. Batches that were complete before it are stored.
+        LayertapError: a batch cannot be decoded, computed or stored. Batches before it are stored, but perhaps for the
+            last one, which was computed while another was stored.
     """
     before, began = copy.deepcopy(summary), time.perf_counter()
     stages, reported, blank = summary.stages, 0, blank_rows(plan.computed)

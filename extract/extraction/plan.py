@@ -255,7 +255,7 @@ def _load_axes(
         LayertapError: the disk is full, or a file cannot be read.
     """
     stored = existing.dataset if existing.has_rows else None
-    fits: list[_ToFit] = []
+    fits: _Fits = {}
     for feature in choice.features:
         axes = feature.principal_axes
         if axes is None or axes.sha256:
@@ -271,7 +271,7 @@ def _load_axes(
                 return  # other features are stored there, which the check of the folder refuses
             axes.load(path)
         else:
-            fits.append((feature, axes, source))
+            fits.setdefault(source, []).append((feature, axes))
     if fits:
         _fit(fits, images, backbone, existing.out, settings, on_fit)
 
@@ -298,35 +298,39 @@ def _recorded(existing: DataSet, feature: Feature, wanted: AxesSource, fit_on: i
     return path
 
 
-# A feature, the axes that it is projected on, which have no values yet, and what they are fitted on.
-_ToFit = tuple[Feature, AxesProjection, AxesSource]
+# What axes are fitted on -> the features that are projected on some of them, and their axes without values.
+_Fits = dict[AxesSource, list[tuple[Feature, AxesProjection]]]
 
 
 def _fit(
-    fits: list[_ToFit], images: Images, backbone: LoadedBackbone, out: str, settings: ExtractionSettings,
+    fits: _Fits, images: Images, backbone: LoadedBackbone, out: str, settings: ExtractionSettings,
     on_fit: Callable[[str], None],
 ) -> None:  # fmt: skip
-    """Fit the axes of each feature, write them into the folder of the data set, and load them."""
-    features = [feature for feature, _, _ in fits]
+    """Fit axes to each activation, write them into the folder of the data set, and load them."""
+    widest = [max(sharing, key=lambda each: each[1].outputs) for sharing in fits.values()]  # the one with the most axes
+    features = [feature for feature, _ in widest]
     if settings.fit_on is None or is_url(out):
         raise _not_fitted(features[0])
     rows = np.linspace(0, len(images) - 1, min(settings.fit_on, len(images))).round().astype(np.int64).tolist()
-    _check_memory(fits, len(rows))
+    _check_memory(widest, len(rows))
     on_fit(f"fitting the axes of {', '.join(feature.name for feature in features)} to {len(rows):,} images ...")
     with _folder(Path(out)) as folder:
-        activations = [np.empty((len(rows), axes.inputs), np.float32) for _, axes, _ in fits]
-        count = 0
+        activations = [np.empty((len(rows), axes.inputs), np.float32) for _, axes in widest]
+        counts = [0] * len(features)
         for values in _activations(features, images, rows, backbone, settings):
-            flat = [values[feature.name].reshape(len(values[feature.name]), -1) for feature in features]
-            is_finite = np.all([np.isfinite(each).all(1) for each in flat], axis=0)
-            for each, held in zip(flat, activations, strict=True):
-                held[count : count + is_finite.sum()] = each[is_finite]
-            count += int(is_finite.sum())
-        if count < len(rows):
-            on_fit(f"{len(rows) - count:,} of these images have no finite activation, and are left out of the fit")
-        for (feature, axes, source), held in zip(fits, activations, strict=True):
-            axes.load(_written(feature.name, axes.outputs, source, held[:count], folder))
-            on_fit(f"{feature.name}: {axes.outputs:,} axes explain {axes.explained:.1%} of the variance")
+            for i, feature in enumerate(features):
+                flat = values[feature.name].reshape(len(values[feature.name]), -1)
+                finite = flat[np.isfinite(flat).all(1)]
+                activations[i][counts[i] : counts[i] + len(finite)] = finite
+                counts[i] += len(finite)
+        for i, (source, sharing) in enumerate(fits.items()):
+            feature, most = widest[i]
+            path = _written(feature.name, most.outputs, source, activations[i][: counts[i]], folder)
+            for _, axes in sharing:
+                axes.load(path)
+            left_out = len(rows) - counts[i]
+            note = f"; {left_out:,} of the images have no finite activation, and are left out" if left_out else ""
+            on_fit(f"{feature.name}: {most.outputs:,} axes explain {most.explained:.1%} of the variance{note}")
 
 
 def _not_fitted(feature: Feature) -> InputError:
@@ -353,16 +357,16 @@ def _written(name: str, n_axes: int, source: AxesSource, activations: NDArray[np
     return write_axes(folder, fitted, replace(source, images=n_images))
 
 
-def _check_memory(fits: list[_ToFit], n_images: int) -> None:
+def _check_memory(fits: list[tuple[Feature, AxesProjection]], n_images: int) -> None:
     """Check that the activations, the axes, and the largest matrix and its eigenvectors fit into `FIT_BYTES`."""
-    widest, axes, _ = max(fits, key=lambda fit: fit[1].inputs)
-    held = sum(4 * axes.inputs * (n_images + axes.outputs) for _, axes, _ in fits)
+    widest, axes = max(fits, key=lambda fit: fit[1].inputs)
+    held = sum(4 * axes.inputs * (n_images + axes.outputs) for _, axes in fits)
     needed = held + 16 * min(axes.inputs, n_images) ** 2
     if needed > FIT_BYTES:
         raise InputError(
             f"{widest.name}: axes of {axes.inputs:,} values fitted on {n_images:,} images take {needed / 1e9:,.1f} GB "
             f"of memory; at most {FIT_BYTES / 1e9:.1f} GB are used",
-            hint=f"pool before the projection, such as {widest.name}:grid4:pca64, use srp in place of pca, which is "
+            hint=f"pool before the projection, such as {widest.site}:grid4:pca64, use srp in place of pca, which is "
             "not fitted, or a smaller --fit-on",
         )
 

@@ -86,7 +86,7 @@ def _recorded(
         }
         return str(provenance["backbone"]), asked_of(configuration, weights), settings
     except (KeyError, TypeError, ValueError) as error:
-        raise InputError(f"{dataset.out} does not record how it was computed: its provenance has no {error}") from error
+        raise InputError(f"{dataset.out} does not record how it was computed: it has no {error}") from error
 
 
 def computed_rows(plan: Plan, batches: Sequence[list[int]]) -> Generator[tuple[Batch, StoredRows], None, None]:

@@ -189,7 +189,7 @@ def _tried(
 
 
 def ranked(tried: Sequence[Measured]) -> list[Measured]:
-    """Return the accepted options, the fastest first. Their starts do not count: OpenVINO starts from its graph.
+    """Return the accepted options, the fastest first; starts do not count, since `sharing_graphs` keeps graphs.
 
     Raises:
         InputError: no option is accepted.
@@ -258,10 +258,11 @@ def fastest(plan: Plan, fixed: Collection[str] = (), on_measuring: Callable[[], 
             backbone, plan.choice, pictures, options, min_cosine=settings.min_cosine, n_images=n_images
         )
         options = [measured.way for measured in ranked(tried)]
+    # Where no compiler was tried, the number of images decides whether float32 is compiled.
+    is_compiled_slower = any(each.way.precision == "float32" and each.way.engine != "eager" for each in tried)
     chosen: list[dict[str, Any]] = []
     for option, decode in itertools.product(options, decodings):
-        # The number of images decides whether float32 is compiled.
-        compile = "auto" if option == PLAIN else option.compile
+        compile = "auto" if option == PLAIN and not is_compiled_slower else option.compile
         each = {"precision": option.precision, "compile": compile, "decode": decode} | given
         if each not in chosen:
             chosen.append(each)

@@ -101,7 +101,11 @@ class ValidatedForward(contextlib.ExitStack):
             if len(images) > 1:
                 self._reference(images)
             return self.chosen(images)
-        return self._first(images)
+        try:
+            return self._first(images)
+        except BaseException:
+            self.close()  # what a retry opens would be added to it
+            raise
 
     def _first(self, images: Tensor) -> Values:
         """Return the features of the first batch, and choose the forward of the run by them."""

@@ -480,8 +480,10 @@ def _reason_absent(
     layer = f"layer {name!r}" if name else "the model"
     if name in layers and (where := unseen.get(id(layers[name]))) and not calls.get(id(layers[name])):
         return f"{layer} ran {where}, where nothing is recorded"
-    if slash:
-        return f"no function {operation!r} was called in the forward of layer {name!r}"
+    count = calls.get(f"{name}/{operation}" if slash else id(layers.get(name)), 0)
+    if slash and not count:
+        return f"no function {operation!r} was called in the forward of {layer}"
+    layer = f"function {operation!r} of {layer}" if slash else layer
     if name not in layers:
         return (
             f"no gradient reached parameter {name!r}: call backward() inside the `with` block, on a loss that depends "
@@ -494,17 +496,20 @@ def _reason_absent(
         )
     if all(request.what == "attention" for request in asked):
         return f"{layer} computed no attention that layertap recognises"
-    parent, count = layers.get(name.rpartition(".")[0]), calls.get(id(layers[name]), 0)
-    if not count and isinstance(parent, nn.MultiheadAttention):
+    if not count and isinstance(layers.get(name.rpartition(".")[0]), nn.MultiheadAttention):
         return f"{layer} never runs: nn.MultiheadAttention uses its weights without calling it"
     if not count:
         return f"{layer} did not run in this forward"
     call = asked[0].call if call is None else call
     if call is not None and call >= count:
-        return f"{layer} ran {count} times in this forward; there is no call {call}, since the first is 0"
+        times = f"{count} time{'s' * (count > 1)}"
+        return f"{layer} ran {times} in this forward; there is no call {call}, since the first is 0"
     verb, path = "returned" if asked[0].what == "output" else "received", path or asked[0].path
-    where = f" at path {'.'.join(path)} (to pool, pass a function as `reduce`)" if path else ""
-    kind = "tensor" if asked[0].edit is None else "floating-point tensor"
+    where = f" at path {'.'.join(path)}" if path else ""
+    if asked[0].edit is None:
+        kind, where = "tensor", where and f"{where} (to pool, pass a function as `reduce`)"
+    else:
+        kind = "floating-point tensor"
     return f"{layer} ran, but {verb} no {kind}{where}"
 
 

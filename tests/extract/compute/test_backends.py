@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib.util
 import itertools
@@ -219,10 +220,10 @@ choice = choose_features(backbone, ["embedding"])
 pictures = torch.zeros(2, *backbone.preprocessing.crop_px, 3, dtype=torch.uint8)
 with open_forward(backbone, choice, "float32", "float32", "openvino", 2) as forward:
     forward(pictures)
-print("openvino" in sys.modules, sys.modules["openvino_telemetry"])
+print("openvino" in sys.modules, "openvino_telemetry" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
-    assert (done.returncode, done.stdout) == (0, "True None\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "True False\n"), done.stderr
 
 
 @pytest.mark.slow
@@ -554,6 +555,28 @@ def test_a_model_that_insists_on_float32_is_refused_in_words(folder: Path, tmp_p
     backbone = load_backbone(f"python/{tmp_path}/nets.py:net", device="cpu")
     with pytest.raises(DisagreementError, match="the model cannot compute in bfloat16-weights: .*; use --precision"):
         extract_features(folder, out=tmp_path / "o", backbone=backbone, layers="fc", precision="bfloat16-weights")
+
+
+def test_a_first_batch_that_is_refused_leaves_no_forward_open(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backbone = load_backbone("timm/test_resnet", weights="random", device="cpu")
+    planned = plan(folder, out=tmp_path / "out", backbone=backbone, precision="bfloat16", min_cosine=1.0)
+    is_open = set[int]()
+
+    @contextlib.contextmanager
+    def counted(*args: Any) -> Any:
+        with open_forward(*args) as forward:
+            is_open.add(id(forward))
+            yield forward
+            is_open.remove(id(forward))
+
+    monkeypatch.setattr(first_batch, "open_forward", counted)
+    with evaluating(backbone.model), first_batch.ValidatedForward(planned, False, print) as forward:
+        for _ in range(3):  # each shard tries again
+            with pytest.raises(DisagreementError, match="at least 1.0 is required"):
+                forward.validated(_pictures(backbone, 4))
+            assert not is_open
 
 
 @pytest.mark.slow

@@ -56,13 +56,13 @@ def net():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("compile", "ring"), [("off", transfers.PINNED_BYTES), ("off", 1 << 18), ("inductor", 1 << 22)]
+    ("compile", "pinned"), [("off", transfers.PINNED_BYTES), ("off", 1 << 18), ("inductor", 1 << 22)]
 )
 def test_none_of_100_000_rows_is_another_or_half_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compile: str, ring: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compile: str, pinned: int
 ) -> None:
     """The maps of a 1x1 convolution, which a ReLU writes over, against the same by numpy; later layers keep it busy."""
-    monkeypatch.setattr(transfers, "PINNED_BYTES", ring)
+    monkeypatch.setattr(transfers, "PINNED_BYTES", pinned)
     (tmp_path / "nets.py").write_text(CODE)
     pictures = np.random.default_rng(0).integers(0, 256, (100_000, 16, 16, 3), np.uint8)
     np.save(tmp_path / "pictures.npy", pictures)

@@ -57,6 +57,7 @@ def test_rows_are_those_of_scikit_learn_for_all_ways_to_ask_for_them(folder: Pat
     assert reader["layer1:pca5"].attributes["pooling"] == "pca5"
     hashes = {name: reader[name].attributes.get("principal_axes") for name in layers}
     assert hashes["layer1:none"] is None
+    assert hashes["layer1:pca5"] == hashes["layer1:pcaw3"]  # one fit of one activation
     names = {f"{sha256[:16]}.safetensors" for sha256 in hashes.values() if sha256}
     assert {path.name for path in axes_in(tmp_path / "out")} == names
     with h5py.File(tmp_path / "out" / "shards" / "000000.h5") as file:
@@ -218,12 +219,13 @@ def test_fits_that_fail_leave_nothing_and_name_the_cause(
         bad = torch.arange(len(output))[:, None, None, None] == 5  # there are three in the trial forwards
         return torch.where(bad, torch.nan, output)
 
-    settings, told = ExtractionSettings(layers="layer1:pca5", fit_on=12), list[str]()
+    settings, told = ExtractionSettings(layers=["layer1:pca5", "conv1:grid2:pca2"], fit_on=12), list[str]()
     with backbone.model.get_submodule("layer1").register_forward_hook(poisoned):
         resolve(settings, list_images(folder), backbone, existing_at(tmp_path / "nan"), on_fit=told.append)
-    assert told[1] == "2 of these images have no finite activation, and are left out of the fit"
-    [path] = axes_in(tmp_path / "nan")
-    assert np.isfinite(load_file(path)["components"]).all()
+    assert told[1].endswith("of the variance; 2 of the images have no finite activation, and are left out")
+    assert told[2].endswith("; 1 of the images have no finite activation, and are left out")
+    for path in axes_in(tmp_path / "nan"):
+        assert np.isfinite(load_file(path)["components"]).all()
     assert not list((tmp_path / "few" / "axes").iterdir())
 
 

@@ -227,14 +227,24 @@ def test_the_fastest_that_agrees_is_taken(
         ("bfloat16", "off", "exact"),
         ("float32", "openvino", "fast"),
         ("float32", "openvino", "exact"),
-        ("float32", "auto", "fast"),
-        ("float32", "auto", "exact"),
+        ("float32", "off", "fast"),
+        ("float32", "off", "exact"),
     ]
     assert (tuned.measured, tuned.source) == (rates, "measured")
     reader = extract_features(
         folder, out=tmp_path / "out", backbone=backbone, progress=False, min_cosine=0.9, **tuned.settings[0]
     )
     assert np.isfinite(reader["embedding"][:]).all()
+
+
+@pytest.mark.usefixtures("all_tried")
+def test_where_no_compiler_was_tried_the_number_of_images_decides(
+    folder: Path, tmp_path: Path, backbone: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, compiled = Measured(PLAIN, 10.0), Measured(BY_OPENVINO, 5.0)
+    for tried, compile in (([plain], "auto"), ([plain, compiled], "off")):
+        monkeypatch.setattr(tuning, "forward_rates", lambda *_, tried=tried, **__: (plain, tried))
+        assert _tuned(folder, tmp_path / "out", backbone, decode="exact").settings[0]["compile"] == compile
 
 
 def test_a_data_set_is_gone_on_with_as_it_began(

@@ -312,6 +312,18 @@ def test_an_error_about_many_layers_names_twenty_of_them() -> None:
         pass
 
 
+def test_an_edit_that_took_no_effect_says_how_often_its_layer_or_function_ran() -> None:
+    model = net()
+    for layers, what, message in (
+        ("0/linear#2", "output", "function 'linear' of layer '0' ran 1 time in this forward; there is no call 2"),
+        ("0/relu", "output", "no function 'relu' was called in the forward of layer '0'"),
+        ("0/linear", "grad", "no gradient reached function 'linear' of layer '0'"),
+        ("0#1", "output", "layer '0' ran 1 time in this forward; there is no call 1"),
+    ):
+        with pytest.raises(LayertapError, match=message), Taps(model).edit(layers, scale(0.0), what) as taps:
+            taps(X)
+
+
 def test_an_edit_of_a_gradient_that_never_came_is_an_error() -> None:
     model = net()
     message = "the edit of 0 never took effect: no gradient reached"
