@@ -289,7 +289,7 @@ def test_merge_of_two_halves_is_the_whole(folder: Path, tmp_path: Path) -> None:
             assert np.allclose(found[path], expected, rtol=1e-4, atol=1e-6)
         assert merged.classes == whole.classes
     assert "is in" in fails("merge", tmp_path / "a", tmp_path / "a", "-o", tmp_path / "twice")
-    assert "holds a data set of another command" in fails("embed", half, "-o", tmp_path / "all", *SMALL, *LAYERS)
+    assert "all is a merged data set" in fails("embed", half, "-o", tmp_path / "all", *SMALL, *LAYERS)
     assert "is not empty" in fails("merge", tmp_path / "a", tmp_path / "b", "-o", folder)
     assert not (folder / ".lock").exists()
 

@@ -152,7 +152,7 @@ def mixed(folder: Path) -> Path:
 
 
 @contextlib.contextmanager
-def on_a_gpu(seed: int, ring: int = 8192) -> Iterator[list[Pinned]]:
+def on_a_gpu(seed: int, ring: int = 65_536) -> Iterator[list[Pinned]]:
     """Every forward inside has a made-up GPU; their transfers are in the list."""
     made: list[Pinned] = []
 
