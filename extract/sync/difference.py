@@ -22,6 +22,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from extract.errors import InputError
+from extract.images.sources import TooLargeError, check_file_size
 from extract.row_status import Status
 from extract.sync.records import NO_HASH, Records, locate
 from extract.sync.scan import NO_FILE, ScannedFile
@@ -34,8 +35,7 @@ _S = 1_000_000_000  # nanoseconds
 # A file system may record times in steps of 2 s (FAT); a file that changes twice within a step looks unchanged. git
 # treats its index in the same way.
 _STEP_NS = 2 * _S
-# A file that could not be read is retried after this time, or sooner if retry_after_s is shorter. Passes that follow
-# each other faster load no backbone for it.
+# A file that could not be read is looked at again after this time, or sooner if retry_after_s is shorter.
 _UNREAD_S = 60.0
 
 MOVED = b"moved"  # in place of the hash of a file that has changed since it was scanned
@@ -224,10 +224,11 @@ def difference(
     retry_before_ns = time_before(scanned_ns, guards.retry_after_s)
     settle_ns = int(guards.settle_s * _S)
     recent = range(scanned_ns - settle_ns + 1, scanned.ended_ns + settle_ns) if settle_ns else range(0)
-    candidates = [candidate for candidate in scanned.candidates if not _may_be_being_written(candidate, recent)]
+    readable = _without_unreadable(root, array, scanned.candidates)
+    candidates = [candidate for candidate in readable if not _may_be_being_written(candidate, recent)]
     stored = {candidate.file.path: candidate.record for candidate in candidates if candidate.record is not None}
     resolved, todo, moved = _match_by_hash(root, array, candidates, retry_before_ns, stop)
-    report.waiting = len(scanned.candidates) - len(candidates) + moved
+    report.waiting = len(readable) - len(candidates) + moved
     gone = array["hash"][scanned.gone]
     gone_hashes = Counter(gone.tolist())
     gone_hashes.pop(NO_HASH.item(), None)
@@ -249,6 +250,17 @@ def difference(
     )  # fmt: skip
     retried = sum((old := stored.get(file.path)) is not None and array["status"][old] != Status.OK for file in todo)
     return Difference(resolved, todo, stored, int(retried), report.deleted + int(dangling))
+
+
+def _without_unreadable(root: str, array: NDArray[Any], candidates: list[Candidate]) -> list[Candidate]:
+    """Drop files that could not be read and still cannot: for them no backbone is loaded, and no pass fails."""
+    unread = [
+        candidate.file
+        for candidate in candidates
+        if candidate.unchanged and candidate.file.size >= 0 and array["hash"][candidate.record] == NO_HASH
+    ]
+    unreadable = {file for file, content in zip(unread, _hashes_of(root, unread), strict=True) if content is None}
+    return [candidate for candidate in candidates if candidate.file not in unreadable]
 
 
 def _may_be_being_written(candidate: Candidate, recent: range) -> bool:
@@ -323,10 +335,11 @@ def _hashes_of(root: str, files: Sequence[ScannedFile]) -> Iterator[bytes | None
 
 def _hash_of(root: str, file: ScannedFile) -> bytes | None:
     try:
+        check_file_size(file.size)
         with os.fdopen(open_regular(Path(root, os.fsdecode(file.path))), "rb", buffering=0) as opened:
             digest = hashlib.file_digest(opened, xxhash.xxh3_128)
             file_stat = os.fstat(opened.fileno())  # after the last byte, so that it shows every change before that
-    except (InputError, OSError):
+    except (InputError, OSError, TooLargeError):
         return None
     changed = (file_stat.st_size, file_stat.st_mtime_ns, file_stat.st_ctime_ns) != file[1:]
     return MOVED if changed else digest.digest()

@@ -15,6 +15,7 @@ import pytest
 from extract import FeatureReader, Status
 from extract.images import decoding
 from extract.images.sources import Files, UnreachableError
+from extract.sync import difference
 from tests.conftest import make_picture
 from tests.pipelines.test_cli import SMALL, fails, layertap
 from tests.pipelines.test_sync import SMALL as SYNC
@@ -280,3 +281,40 @@ def test_sync_tries_an_image_with_an_io_error_again_after_a_minute(
     monkeypatch.setattr("extract.sync.difference._UNREAD_S", 0)
     assert layertap("sync", config).exit_code == 0
     assert statuses(tmp_path / "out") == ["ok"] * 12
+
+
+def test_sync_follows_a_folder_with_images_that_cannot_be_read(
+    folder: Path, tmp_path: Path, failing: dict[str, Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Computed alone, two of them would look like a broken disk, and end each pass before it stores anything."""
+    hash_of, out = difference._hash_of, tmp_path / "out"
+    monkeypatch.setattr(
+        difference, "_hash_of", lambda root, file: None if os.fsdecode(file.path) in failing else hash_of(root, file)
+    )
+    monkeypatch.setattr(difference, "_UNREAD_S", 0)
+    config = write(tmp_path / "sync.yaml", images=str(folder), out=str(out), **SYNC)
+    for path in sorted((folder / "bee").iterdir())[:2]:
+        failing[f"bee/{path.name}"] = OSError(errno.EIO, os.strerror(errno.EIO))
+    assert layertap("sync", config).exit_code == 0
+    assert statuses(out).count("io error") == 2
+    (folder / "ant" / "00.png").unlink()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("pipelines.sync.job.PassReporter.plan", lambda *_: pytest.fail("a backbone was loaded"))
+        assert layertap("sync", config).exit_code == 0
+    assert (len(statuses(out)), statuses(out).count("io error")) == (11, 2)
+    failing.clear()
+    assert layertap("sync", config).exit_code == 0
+    assert statuses(out) == ["ok"] * 11
+
+
+def test_sync_does_not_compute_an_image_file_that_is_too_large_again(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    large = max(folder.rglob("*.*"), key=lambda path: path.stat().st_size)
+    monkeypatch.setattr("extract.defaults.MAX_FILE_BYTES", large.stat().st_size - 1)
+    monkeypatch.setattr(difference, "_UNREAD_S", 0)
+    config = write(tmp_path / "sync.yaml", images=str(folder), out=str(tmp_path / "out"), **SYNC)
+    assert layertap("sync", config).exit_code == 0
+    assert statuses(tmp_path / "out").count("decode error") == 1
+    monkeypatch.setattr("pipelines.sync.job.PassReporter.plan", lambda *_: pytest.fail("a backbone was loaded"))
+    assert layertap("sync", config).exit_code == 0
