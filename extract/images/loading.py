@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
+from torch.utils.data._utils import signal_handling
 
 from extract import defaults
 from extract.credentials import text_without_credentials
@@ -459,15 +460,24 @@ def load_batches(
         collate_fn=_collate,
         **with_workers,
     )
-    before, handler = active_children(), signal.getsignal(signal.SIGCHLD)
+    before = active_children()
+    handler: Any = signal.getsignal(signal.SIGCHLD)
     with _no_collection():
         pieces_found = iter(loader)
     if workers and threading.current_thread() is threading.main_thread():  # only this thread sets and runs handlers
         # PyTorch's handler would raise an error as soon as a worker dies, in any code that this thread runs: while it
         # seals a shard, in a `finally`. `Batches` looks for dead workers while it waits.
+        if getattr(handler, "__module__", "") == signal_handling.__name__:  # of an earlier DataLoader of the caller
+            handler = partial(_without_deaths, handler)
         signal.signal(signal.SIGCHLD, handler or signal.SIG_DFL)
     started = [process for process in active_children() if process not in before]
     return Batches(pieces_found, sent, started, complete)
+
+
+def _without_deaths(handler: Callable[[int, FrameType | None], None], number: int, frame: FrameType | None) -> None:
+    """Run PyTorch's handler of SIGCHLD without its error. Each DataLoader also looks for dead workers every 5 s."""
+    with contextlib.suppress(RuntimeError):
+        handler(number, frame)
 
 
 def _may_start_processes() -> bool:

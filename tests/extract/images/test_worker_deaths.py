@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from extract.errors import LayertapError
 from extract.images import Decoding, list_images, load_batches
@@ -74,6 +75,13 @@ def test_it_is_told_at_the_next_batch_and_not_before(folder: Path, monkeypatch: 
         next(batches)
     batches.close()
     a_child_dies()
+
+
+def test_it_is_not_told_in_between_to_a_program_that_has_used_a_loader_of_its_own(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    list(DataLoader([0], num_workers=1))  # PyTorch sets its handler, which stays
+    test_it_is_told_at_the_next_batch_and_not_before(folder, monkeypatch)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
