@@ -304,7 +304,10 @@ def _pretrained(spec: str, model_class: Any, location: _Location, config: Any) -
             )
             missing = sorted(info["missing_keys"])
     mismatched = [
-        f"{name} is {tuple(stored)}, expected {tuple(own)}" for name, stored, own in sorted(info["mismatched_keys"])
+        f"{entry} has another shape"  # transformers 4 gives the names alone
+        if isinstance(entry, str)
+        else f"{entry[0]} is {tuple(entry[1])}, expected {tuple(entry[2])}"
+        for entry in sorted(info["mismatched_keys"])
     ]
     problems = [*missing, *mismatched]
     if problems:

@@ -67,8 +67,9 @@ def load(request: LoadRequest) -> LoadedBackbone:
         with quiet():
             tower, loaded, _ = build_with_weights(request, lambda: _visual(open_clip.create_model(selection.name)))
         if request.weights != "random":
-            note = f"the preprocessing and activation function of {selection.name} are used"
-            notes = (*notes, f"{note}; for weights of OpenAI, use {selection.name}-quickgelu")
+            quick = f"{selection.name}-quickgelu"
+            remedy = f"; for weights of OpenAI, use {quick}" if quick in open_clip.list_models() else ""
+            notes = (*notes, f"the preprocessing and activation function of {selection.name} are used{remedy}")
     else:
         tower = _visual(_downloaded(open_clip, request, selection))
         loaded = Weights(f"open_clip/{selection.name} {selection.tag}", weights_sha256(tower))

@@ -9,6 +9,7 @@ import textwrap
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,6 +26,7 @@ from torchvision import models
 from torchvision.transforms import v2
 
 from extract import extract_features, load_backbone
+from extract.backbones import from_hf
 from extract.errors import InputError, LayertapError, UnknownNameError
 from tests.conftest import make_picture
 
@@ -323,6 +325,17 @@ def test_the_commit_of_a_model_of_the_hub_is_recorded(tmp_path: Path, monkeypatc
 
 
 # What goes wrong
+
+
+def test_tensors_of_another_shape_are_named_whether_the_library_gives_their_shapes_or_not() -> None:
+    """transformers 4 gives names, transformers 5 also the stored and the expected shape."""
+    shapes = torch.Size([2]), torch.Size([3])
+    for entry, told in (("bias", "bias has another shape"), (("bias", *shapes), "bias is .2,., expected .3,")):
+        info = {"missing_keys": [], "unexpected_keys": [], "mismatched_keys": [entry]}
+        model_class = SimpleNamespace(from_pretrained=lambda *_, info=info, **__: (torch.nn.Identity(), info))
+        location: Any = SimpleNamespace(load=lambda load: load(), name="x", options={})
+        with pytest.raises(InputError, match=told):
+            from_hf._pretrained("hf/x", model_class, location, None)
 
 
 def test_the_pooler_of_a_checkpoint_without_one_is_not_drawn_at_random(tmp_path: Path) -> None:
@@ -654,6 +667,8 @@ def test_open_clip_weights_run_with_the_activation_they_were_trained_with(
     assert backbone.architecture == "open_clip/ViT-B-32 with QuickGELU"
     file = load_backbone("open_clip/ViT-B-32", weights=str(tmp_path / "w.pt"), device="cpu")
     assert "for weights of OpenAI, use ViT-B-32-quickgelu" in " ".join(file.notes)
+    file = load_backbone("open_clip/ViT-B-32-quickgelu", weights=str(tmp_path / "w.pt"), device="cpu")
+    assert "OpenAI" not in " ".join(file.notes)  # there is no ViT-B-32-quickgelu-quickgelu
 
 
 @pytest.mark.parametrize("source", ["hub", "python"])
