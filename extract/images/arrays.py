@@ -150,7 +150,9 @@ def open_array(path: str, name: str) -> Any:
         file = h5py.File(path, "r", locking=False)
         data = file.get(name)
     except (OSError, ValueError, RuntimeError, KeyError, EOFError) as error:
-        raise InputError(f"{path} cannot be read as an array: {first_line(error)}") from error
+        is_npy = isinstance(error, ValueError) and not path.lower().endswith(_SUFFIXES)
+        hint = "an .npy file has one array of pictures, as np.save writes it" if is_npy else ""
+        raise InputError(f"{path} cannot be read as an array: {first_line(error)}", hint=hint) from error
     if not isinstance(data, h5py.Dataset):
         known = [f"{path}:{known_name}" for known_name in _names(path)]
         raise InputError(f"{path} has no data set {name!r}; it has {', '.join(known) or 'none'}")

@@ -18,7 +18,7 @@ import numpy as np
 from PIL import Image
 
 from extract import defaults
-from extract.errors import InputError, LayertapError
+from extract.errors import InputError, LayertapError, first_line
 from extract.images.decoding import decode
 from extract.system.urls import file_system, http_status, is_http, is_url, reference, server_answer
 
@@ -124,6 +124,7 @@ class Files(ImageSource):
 
     def check_there(self) -> None:
         """See `ImageSource`."""
+        why = "an unmounted disk?"
         try:
             if self._base_is_remote:
                 fs, path = file_system(self._base)
@@ -132,11 +133,11 @@ class Files(ImageSource):
             else:
                 with os.scandir(self._base) as entries:
                     there = any(True for _ in entries)  # an unmounted disk leaves an empty folder
-        except Exception:  # of each protocol's library; ValueError: a name with a null character
-            there = False
+        except Exception as error:  # of each protocol's library; ValueError: a name with a null character
+            there, why = False, first_line(error) if self._base_is_remote else why
         if not there:
             raise LayertapError(
-                f"{self._base} has vanished or is empty (an unmounted disk?). Stored rows are safe",
+                f"{self._base} has vanished or is empty ({why}). Stored rows are safe",
                 hint="run again when it is back",
             )
 

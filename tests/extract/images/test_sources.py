@@ -15,6 +15,7 @@ import threading
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import fsspec
 import h5py
@@ -633,10 +634,16 @@ def test_urls_that_lead_nowhere_are_errors(tmp_path: Path) -> None:
         list_images("memory://a/b.npy")
 
 
-def test_a_memory_folder_that_vanishes_stops_the_run(folder: Path, tmp_path: Path) -> None:
+def test_a_memory_folder_that_vanishes_stops_the_run(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     where = as_memory(folder, tmp_path)
     found = list_images(where)
     found.source.check_there()
+    memory = type(fsspec.filesystem("memory"))
+    with monkeypatch.context() as patched, pytest.raises(LayertapError, match=r"\(the token has expired\)"):
+        patched.setattr(memory, "exists", Mock(side_effect=PermissionError("the token has expired")))
+        found.source.check_there()
     fsspec.filesystem("memory").rm(f"/{tmp_path.name}", recursive=True)
     with pytest.raises(LayertapError, match="has vanished"):
         found.source.check_there()

@@ -91,9 +91,10 @@ RIGHT = {
     **{suffix: {"weights of torch", "old weights of torch"} for suffix in (".pth", ".bin", ".ckpt")},
 }  # fmt: skip
 MESSAGES = {
-    ("npz", ".npy"): "the magic string is not correct",
-    ("csv", ".npy"): "the magic string is not correct",
-    ("empty", ".npy"): "expected 8 bytes got 0",
+    **dict.fromkeys(
+        [("npz", ".npy"), ("csv", ".npy"), ("empty", ".npy")],
+        "; an .npy file has one array of pictures, as np.save writes it",
+    ),
     ("xlsx", ".csv"): "line 1 is not text; expected a table as text in UTF-8 (save a spreadsheet as CSV)",
     ("npy", ".h5"): "cannot be opened as HDF5",
     ("csv", ".parquet"): "is not a Parquet file",
