@@ -54,6 +54,8 @@ class SyncConfig(FeaturesConfig):
     def _check_folders(self) -> Self:
         if "://" in self.images:
             raise ValueError("images: sync follows a folder on this machine, not a URL")
+        if "://" in (self.out or ""):
+            raise ValueError("out: sync writes to a folder on this machine, not to a URL")
         if is_plan(self.images):
             raise InputError(f"images: {self.images} is a plan, which does not change", hint="name the folder itself")
         if self.folder.resolve().is_relative_to(Path(self.images).resolve()):

@@ -163,6 +163,7 @@ def test_a_second_sync_at_once_exits_with_4_and_names_the_first(config: Path, tm
     [
         ({"imagse": "x"}, "key 'imagse' not found"),
         ({"images": "s3://bucket/x"}, "a folder on this machine, not a URL"),
+        ({"images": "x", "out": "s3://bucket/x"}, "sync writes to a folder on this machine, not to a URL"),
         ({"images": "x", "out": "x/out"}, "lies inside x"),
         ({"images": "x", "settle": "5 parsecs"}, "expected seconds, or a time such as 90s"),
         ({"images": "x", "max_vanish": 2}, "max_vanish"),
