@@ -186,7 +186,7 @@ def _files_of_rows(reader: FeatureReader, where: str, option: str) -> list[str |
     A file has the path of its image with another suffix: photos/a/1.jpg has masks/a/1.png.
 
     Raises:
-        InputError: `where` is not a folder, or an image has two files.
+        InputError: `where` is not a folder, or an image has two files, or two images have the same.
     """
     folder = Path(where)
     if not folder.is_dir():
@@ -204,6 +204,14 @@ def _files_of_rows(reader: FeatureReader, where: str, option: str) -> list[str |
             if stem in files:
                 raise InputError(f"{files[stem]} and {path} belong to the same image; remove one of them")
             files[stem] = path
+    image_of: dict[Path, str] = {}
+    for name in map(plain_path, reader.paths):
+        file = files.get(_without_suffix(name))
+        if file is not None and image_of.setdefault(file, name) != name:
+            raise InputError(
+                f"{printable(str(file))} belongs to two images, {printable(image_of[file])} and {printable(name)}",
+                hint="name the file of each image in a table FILE.csv",
+            )
     in_folder = [files.get(_without_suffix(plain_path(path))) for path in reader.paths]
     return [None if path is None else str(path) for path in in_folder]
 

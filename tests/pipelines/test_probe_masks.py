@@ -336,6 +336,18 @@ def test_masks_may_have_16_bits_or_a_palette_or_half_the_pixels(made: Path, tmp_
     assert found["mIoU"]["value"] == pytest.approx(expected["mIoU"]["value"], abs=0.02)
 
 
+def test_two_images_with_one_mask_are_refused(made: Path, tmp_path: Path) -> None:
+    for name in ("a/1.jpg", "a/1.png", "b/1.png"):
+        (tmp_path / "images" / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", SIZE, (len(name), 2 * len(name), ord(name[0]))).save(tmp_path / "images" / name)
+    out = tmp_path / "out"
+    assert layertap("embed", tmp_path / "images", "-o", out, *SMALL, "-l", "layer1:tokens").exit_code == 0
+    (tmp_path / "masks" / "a").mkdir(parents=True)
+    Image.new("L", SIZE).save(tmp_path / "masks" / "a" / "1.png")
+    message = fails("probe", out, "-p", "segmentation", "--masks", tmp_path / "masks")
+    assert "belongs to two images, a/1.jpg and a/1.png" in message
+
+
 @pytest.mark.parametrize("content", [b"PK\x03\x04abc", b"\x93NUMPY\x01\x00\x76\x00{'descr", b"", b"no array"])
 def test_damaged_arrays_are_refused_by_name(made: Path, tmp_path: Path, content: bytes) -> None:
     shutil.copytree(made / "masks", tmp_path / "damaged")
