@@ -92,7 +92,7 @@ def _moments(values: Tensor, bounds: tuple[float, float] | None) -> tuple[NDArra
     nan, infinite, finite = torch.zeros(len(values)), torch.zeros(len(values)), None
     size = torch.maximum(low.abs(), high.abs()).amax(1)  # NaN if a value is
     if not bool(((size == 0) | ((size > _SMALL) & (size < _LARGE))).all()):
-        values = values.double()
+        values = values.cpu().double()  # mps has no double precision
         nan, infinite, finite = values.isnan().sum((1, 2)), values.isinf().sum((1, 2)), values.isfinite()
         low, high = values.where(finite, torch.inf).amin(2), values.where(finite, -torch.inf).amax(2)
         count, values = finite.sum(2), values.where(finite, 0.0)
@@ -102,10 +102,13 @@ def _moments(values: Tensor, bounds: tuple[float, float] | None) -> tuple[NDArra
     if finite is not None:
         deviations = deviations.where(finite, 0.0)
     # The mean is rounded; its error is removed from the sums.
-    first, second = deviations.sum(2).double(), deviations.square_().sum(2).double()
-    mean, m2 = rough_mean.double() + first / at_least_one, (second - first**2 / at_least_one).clamp(min=0)
-    whole = [column.long() for column in (near_a_bound, nan, infinite)]
-    return tuple(column.cpu().numpy() for column in (count, mean, m2, low.double(), high.double(), *whole))
+    mean, first, second, low, high = (
+        column.cpu().double() for column in (rough_mean, deviations.sum(2), deviations.square_().sum(2), low, high)
+    )
+    count, at_least_one = count.cpu(), at_least_one.cpu()
+    mean, m2 = mean + first / at_least_one, (second - first**2 / at_least_one).clamp(min=0)
+    columns = (count, mean, m2, low, high, *(column.long().cpu() for column in (near_a_bound, nan, infinite)))
+    return tuple(column.numpy() for column in columns)
 
 
 def _near(values: Tensor, bounds: tuple[float, float]) -> Tensor:

@@ -343,8 +343,13 @@ class GradientMonitor(_Monitor):
 
 def _norm(gradient: Tensor) -> dict[str, Tensor]:
     """Return the L2 norm of the finite values, and the number of others; parameters are too large for statistics."""
-    finite = gradient.isfinite()
-    return {"norm": gradient.double().where(finite, 0.0).norm(), "not_finite": (~finite).sum()}
+    values = gradient.coalesce().values() if gradient.is_sparse else gradient
+    norm, not_finite = torch.linalg.vector_norm(values.float()), torch.zeros((), dtype=torch.int64)
+    if not 1e-15 < float(norm) < 1e15:  # squares may have overflowed or underflowed
+        wide = values.cpu().double()  # mps has no double precision
+        finite = wide.isfinite()
+        norm, not_finite = wide.where(finite, 0.0).norm(), (~finite).sum()
+    return {"norm": norm, "not_finite": not_finite}
 
 
 def _statistics(tensors: Mapping[str, Tensor]) -> Statistics:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from extract.analysis.feature_statistics import statistics_of
 from extract.analysis.network.activation_statistics import Statistics, summarise
+from extract.analysis.network.monitors import _norm
 from extract.analysis.probe.feature_matrix import FeatureRows
 from extract.errors import InputError
 from extract.store.reader import FeatureReader
@@ -162,6 +164,32 @@ def test_the_histogram_counts_what_numpy_counts() -> None:
     edges = np.array([-16.0, -4, -1, -0.25, 0, 0.25, 1, 4, 16])  # edges of bins of bfloat16
     counts = added(values, [2, 3], [20]).histogram(edges)
     np.testing.assert_array_equal(counts, np.histogram(values.numpy(), edges)[0])
+
+
+class OfMps(Tensor):
+    """A tensor that is not in double precision until it is on the CPU, as on mps."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_function__(function, types, args, kwargs or {})
+        if function is Tensor.cpu:
+            return result.as_subclass(Tensor)
+        if isinstance(result, Tensor) and result.dtype == torch.float64:
+            raise TypeError("Cannot convert a MPS Tensor to float64 dtype")
+        return result
+
+
+@pytest.mark.parametrize("factor", [1.0, 1e-30, 1e30, float("inf")])
+def test_a_device_without_double_precision_gives_the_same_numbers(factor: float) -> None:
+    values = torch.randn(3, 4, 5)
+    values[1, 2, 3] *= factor
+    of_mps = values.as_subclass(OfMps)
+    with pytest.raises(TypeError, match="float64"):
+        of_mps.double()
+    for name, column in summarise(values, [2], (-1.0, 1.0)).items():
+        np.testing.assert_array_equal(summarise(of_mps, [2], (-1.0, 1.0))[name], column, name)
+    for name, number in _norm(values).items():
+        assert float(_norm(of_mps)[name]) == float(number)
 
 
 def test_nothing_gives_nan_and_no_error() -> None:

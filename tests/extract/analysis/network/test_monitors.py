@@ -121,6 +121,17 @@ def test_gradients_are_those_of_autograd() -> None:
             assert by_name[name, "output"]["norm"] == pytest.approx(float(output.grad.norm()), rel=1e-5)
 
 
+def test_gradients_may_be_sparse() -> None:
+    model = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 2))
+    with GradientMonitor(model) as monitor:
+        model(torch.tensor([3, 5, 3])).sum().backward()
+    gradient = model[0].weight.grad
+    assert isinstance(gradient, Tensor)
+    assert gradient.is_sparse
+    (row,) = [row for row in monitor.rows if (row["layer"], row["of"]) == ("0", "weight")]
+    assert row["norm"] == pytest.approx(float(gradient.to_dense().norm()))
+
+
 def test_activations_are_those_of_a_copying_hook() -> None:
     model, rows = net(), []
     kept: dict[str, np.ndarray] = {}
