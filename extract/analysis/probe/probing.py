@@ -203,10 +203,9 @@ def linear_probe(
             raise InputError(f"x_{name} has {len(rows):,} rows, but y_{name} has {len(y):,}")
         return Labelled(rows, y)
 
+    validation = None if x_val is None or encoded[1] is None else labelled("val", x_val, encoded[1])
     return probe(
-        labelled("train", x_train, encoded[0]),
-        None if x_val is None or encoded[1] is None or not len(encoded[1]) else labelled("val", x_val, encoded[1]),
-        labelled("test", x_test, encoded[2]),
+        labelled("train", x_train, encoded[0]), validation or None, labelled("test", x_test, encoded[2]),
         classes, task, protocol=protocol, scaling=scaling, balanced=class_weight == "balanced", seed=seed,
         device=device, memory_bytes=memory_bytes,
     )  # fmt: skip

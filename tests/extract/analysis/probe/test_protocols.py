@@ -353,6 +353,7 @@ def test_classes_are_of_any_kind_and_unknown_ones_count_as_wrong(data):
         ({"class_weight": "balanced", "protocol": "knn"}, "class weights need logistic regression"),
         ({"y_train": np.zeros(400, int)}, "at least two"),
         ({"y_train": np.zeros(399, int)}, "x_train has 400 rows, but y_train has 399"),
+        ({"x_val": np.zeros((5, 20)), "y_val": np.zeros(0, int)}, "x_val has 5 rows, but y_val has 0"),
         ({"y_train": np.linspace(0, 1, 400)}, "protocol='ridge'"),
         ({"x_test": np.ones((150, 3), np.float32)}, "rows have different widths"),
         ({"x_val": np.ones((3, 24), np.float32)}, "give both x_val and y_val, or neither"),
