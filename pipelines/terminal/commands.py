@@ -14,6 +14,7 @@ from extract.extraction.settings import HEADINGS
 from pipelines.terminal.text_output import print_line
 
 __all__ = [
+    "GONE_KINDS",
     "GONE_OPTIONS",
     "OLD_COMMANDS",
     "OLD_OPTIONS",
@@ -62,6 +63,10 @@ GONE_OPTIONS = {
     "--verbose": "commands print notes and progress on stderr; `layertap doctor` prints versions and devices",
     "--watch": "to follow a folder, `layertap sync CONFIG --watch`; the progress: `watch layertap show OUT --status`",
     "--weights": "`layertap list` needs none; `layertap compare` reads them from the table of --from FILE.csv",
+}
+GONE_KINDS = {  # of `draw`
+    "channels": "use maps, which shows channels beside the images",
+    "filters": "`layertap inspect` names filters that do nothing",
 }
 
 SHOW_ALL = "layertap.show_all"  # key of `Context.meta`: whether the help lists rare options

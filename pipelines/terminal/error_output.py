@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 
 from extract.system.similar_paths import folder_or_list
-from pipelines.terminal.commands import GONE_OPTIONS
+from pipelines.terminal.commands import GONE_KINDS, GONE_OPTIONS
 from pipelines.terminal.text_output import print_line, printable_lines
 
 __all__ = ["print_error", "print_usage_error"]
@@ -73,6 +73,8 @@ def print_usage_error(error: click.ClickException) -> None:
         word = message.rpartition("' is not one of")[0].rpartition(": '")[2]
         # 0.5: fp16 is near float16
         hint = _did_you_mean(difflib.get_close_matches(word, error.param.type.choices, n=2, cutoff=0.5))
+        if error.param.name == "kind":
+            hint = GONE_KINDS.get(word, hint)
     if not hint and isinstance(error, click.UsageError) and error.ctx is not None:
         hint = f"{error.ctx.command_path} --help lists arguments and options"
     print_error(message.rstrip("."), hint)

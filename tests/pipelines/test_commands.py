@@ -21,7 +21,7 @@ from extract import FeatureReader
 from extract.extraction.settings import HEADINGS, Heading
 from pipelines.cli import SECTIONS, main
 from pipelines.embed.config import EmbedConfig
-from pipelines.terminal.commands import GONE_OPTIONS, OLD_COMMANDS, OLD_OPTIONS
+from pipelines.terminal.commands import GONE_KINDS, GONE_OPTIONS, OLD_COMMANDS, OLD_OPTIONS
 from pipelines.terminal.config import keys_of
 from tests.pipelines.test_cli import SMALL, layertap
 from tests.pipelines.test_cli import fails as message_of_failure
@@ -259,6 +259,11 @@ def test_rare_options_are_listed_by_help_all_alone_and_work() -> None:
 def test_an_option_that_does_not_exist_gets_a_hint(option: str, hint: str) -> None:
     words = [] if option == "--verbose" else ["list"] if option == "--weights" else ["embed", "photos"]
     assert fails(*words, option) == f"No such option '{option}'; {hint}"
+
+
+@pytest.mark.parametrize(("kind", "hint"), GONE_KINDS.items())
+def test_a_picture_that_is_no_longer_drawn_gets_a_hint(kind: str, hint: str) -> None:
+    assert fails("draw", kind, "timm/test_resnet", "photos").endswith(f"; {hint}")
 
 
 def test_the_version_is_printed_under_each_of_its_names() -> None:
