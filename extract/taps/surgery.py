@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -47,7 +48,7 @@ class _Changes:
     """What edits and gradients remember of one call of a layer.
 
     Attributes:
-        watched: (input, its copy) for each input whose gradient is watched.
+        watched: inputs whose gradients are watched, and their copies: stand-ins hold both weakly.
         stand_ins: how tensors stand in for its inputs.
         replaced: (site, input, what stands in for it, whether that follows it) of a layer that only reads its inputs.
         separated: copies of outputs, passed on in their place because their gradients are watched.
@@ -55,7 +56,7 @@ class _Changes:
             in inference mode.
     """
 
-    watched: list[tuple[Tensor, Tensor]] = dataclasses.field(default_factory=list)
+    watched: list[Tensor] = dataclasses.field(default_factory=list)
     stand_ins: list[StandIn] = dataclasses.field(default_factory=list)
     replaced: list[tuple[Site, Tensor, Tensor, bool]] = dataclasses.field(default_factory=list)
     separated: list[Tensor] = dataclasses.field(default_factory=list)
@@ -190,26 +191,25 @@ class Surgery:
         return tensor
 
     def _watch_inputs(self, gradients: Requests, pass_on: Callable[..., Tensor], call: Call, value: Any) -> Any:
-        return map_tensors(value, partial(self._watched_input, gradients, pass_on, call))
+        times = Counter(id(tensor) for _, tensor in tensors_in(value))
+        return map_tensors(value, partial(self._watched_input, gradients, pass_on, call, times))
 
     def _watched_input(
-        self, gradients: Requests, pass_on: Callable[..., Tensor], call: Call, path: Path, tensor: Tensor
-    ) -> Tensor:
+        self, gradients: Requests, pass_on: Callable[..., Tensor], call: Call, times: Counter[int], path: Path,
+        tensor: Tensor,
+    ) -> Tensor:  # fmt: skip
         """Return a copy whose gradient is watched: that through this layer, since no other reads the copy."""
         if not (requests := _gradient_requests(gradients, call, path, tensor)):
             return tensor
         # A view is not enough: if the layer writes into it in place, autograd builds its node again, without the hook.
-        changes = _changes(call)
-        for given, copy in changes.watched:
-            if given is tensor:  # a tensor that is passed twice has one gradient, which is edited once
-                self._on_gradient(copy, [(site, request) for site, request in requests if request.edit is None])
-                return copy
         try:
             copy = copied(tensor)
         except RuntimeError as error:  # one of several views of a tensor that was written to, which cannot be read
             raise StandInError(requests[0][0]) from error
-        changes.watched.append((tensor, copy))
-        pass_on(call, requests[0][0], tensor, copy, follows=True)
+        _changes(call).watched += tensor, copy
+        # A tensor that is passed twice has a copy, and a gradient, for each argument. A write into it is refused, since
+        # autograd may have saved the other copy.
+        pass_on(call, requests[0][0], tensor, copy, follows=times[id(tensor)] == 1)
         self._on_gradient(copy, requests)
         return copy
 

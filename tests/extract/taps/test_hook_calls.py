@@ -144,10 +144,10 @@ def test_gradients_of_networks_whose_identities_stand_before_in_place_layers(nam
     assert len(taps.record) > 50
 
 
-def test_the_gradient_of_a_tensor_that_is_passed_twice_is_edited_once() -> None:
+def test_a_tensor_that_is_passed_twice_has_a_gradient_for_each_argument() -> None:
     class Add(nn.Module):
         def forward(self, a: Tensor, b: Tensor) -> Tensor:
-            return a + b
+            return a + 2 * b
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -159,9 +159,38 @@ def test_the_gradient_of_a_tensor_that_is_passed_twice_is_edited_once() -> None:
             return self.add(h, h)
 
     x = X.clone().requires_grad_()
-    with Taps(Model()).edit("add", lambda g: 10 * g, "grad_input") as taps:
+    with Taps(Model()).edit("add", lambda g: 10 * g, "grad_input").keep("add", "grad_input") as taps:
         taps(x).sum().backward()
-    assert (x.grad == 20).all()
+    assert (x.grad == 30).all()
+    assert [taps.record[f"add:{number}@grad_input"].unique().item() for number in (0, 1)] == [10, 20]
+    with (
+        Taps(Model()).edit("add:0", torch.zeros_like, "grad_input").edit("add:1", lambda g: 3 * g, "grad_input") as taps
+    ):
+        taps(x).sum().backward()
+    assert (x.grad == 36).all()
+    with Taps(Model()).keep("add:1", "grad_input") as taps:
+        taps(x).sum().backward()
+    assert (taps.record["add:1@grad_input"] == 2).all()
+
+
+def test_gradients_of_the_arguments_of_attention_are_those_of_three_tensors() -> None:
+    class Attends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attn = nn.MultiheadAttention(8, 2, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = 1 * x
+            return self.attn(h, h, h)[0]
+
+    model, x = Attends(), torch.randn(2, 3, 8)
+    leaves = [x.clone().requires_grad_() for _ in range(3)]
+    model.attn(*leaves)[0].square().sum().backward()
+    with Taps(model).keep("attn", "grad_input") as taps:
+        taps(x.clone().requires_grad_()).square().sum().backward()
+    for number, leaf in enumerate(leaves):
+        assert leaf.grad is not None
+        torch.testing.assert_close(taps.record[f"attn:{number}@grad_input"], leaf.grad)
 
 
 def test_attentions_are_counted_once_for_several_requests() -> None:
