@@ -152,13 +152,14 @@ class _Request:
     by_glob: bool = False
 
 
-def choose_features(backbone: LoadedBackbone, layers: Sequence[str]) -> Choice:
+def choose_features(backbone: LoadedBackbone, layers: Sequence[str], *, in_order: bool = False) -> Choice:
     """Resolve layer arguments against a backbone.
 
     Args:
         backbone: backbone in eval mode on its device.
         layers: `LAYER[:POOLING]...` each. LAYER is a name, a glob, a name with a call (`relu#1`) or a path (`lstm:0`),
             or `embedding`. Several poolings follow each other. The default is `auto`.
+        in_order: give the features in the order of the network, in place of that of `layers`: figures show them so.
 
     Raises:
         UnknownNameError: a layer or pooling does not exist.
@@ -191,6 +192,9 @@ def choose_features(backbone: LoadedBackbone, layers: Sequence[str]) -> Choice:
         replace(feature, name=f"{feature.name}:{feature.pooling}") if poolings[site] > 1 else feature
         for (site, _), feature in features.items()
     ]
+    if in_order:
+        places = {name: place for place, name in enumerate(layer_names)}
+        named.sort(key=lambda feature: places[feature.site.layer])
     if len({feature.name for feature in named}) < len(named):
         raise InputError(f"{backbone.spec} has a layer called {EMBEDDING!r}", hint="extract it in a separate run")
     return Choice(named, list(never_run))

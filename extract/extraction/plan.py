@@ -218,7 +218,7 @@ def resolve(
     backbone = _decoding(replace(backbone, preprocessing=preprocessing), settings.decode)
     engine = _engine(settings, backbone, existing)
     with evaluating(backbone.model), full_float32():
-        choice = choose_features(backbone, layers)
+        choice = choose_features(backbone, layers, in_order=bool(existing.layers))
     _load_axes(choice, images, backbone, existing, settings, on_fit)
     return _plan(settings, images, backbone, existing, engine, choice)
 

@@ -102,6 +102,7 @@ def test_a_row_that_is_not_finite_in_an_old_layer_keeps_its_status_and_reason(
     assert content(tmp_path / "added") == content(tmp_path / "all")
     with FeatureReader(tmp_path / "added") as reader:
         assert set(reader.status.tolist()) == {Status.NOT_FINITE, Status.DECODE_ERROR}
+        assert reader.layers == ["0", "4"]  # in the order of the network
 
 
 def at_each_call(monkeypatch: pytest.MonkeyPatch, look: Callable[[], None]) -> None:
