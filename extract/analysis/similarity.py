@@ -101,7 +101,20 @@ def _same_images(features: Sequence[Source | FeatureRows]) -> list[FeatureRows]:
     counts = [len(feature) for feature in rows]
     if len(set(counts)) > 1 or counts[0] < 4:
         raise InputError(f"features have {', '.join(map(str, counts))} rows; expected the same images, at least 4")
+    if any(map(_is_dissimilarity_matrix, rows)):
+        raise InputError(
+            "expected features (N, D), got the dissimilarity matrix (N, N) of images",
+            hint="compare two matrices by scipy.stats.spearmanr(one[pairs], other[pairs]), with "
+            "pairs = np.triu_indices(N, 1); reader.rdm(layer) is that of a layer",
+        )
     return rows
+
+
+def _is_dissimilarity_matrix(rows: FeatureRows) -> bool:
+    if rows.width != len(rows):
+        return False
+    values = rows.between(0, len(rows))
+    return bool(values.any() and not values.diagonal().any() and (values == values.T).all())
 
 
 Alikeness = FeatureSimilarity  # deprecated name
@@ -144,7 +157,7 @@ def rsa(x: Source | FeatureRows, y: Source | FeatureRows) -> float:
         y: (N, E): the same images in the same order.
 
     Raises:
-        InputError: the numbers of rows differ, or are below 4.
+        InputError: the numbers of rows differ, or are below 4, or one is a dissimilarity matrix.
     """
     return _correlation(*(_ranked_distances(rows) for rows in _same_images([x, y])))
 

@@ -161,7 +161,9 @@ def _common_rows(readers: dict[str, FeatureReader], seed: int) -> dict[str, NDAr
         rows_of[name] = dict(zip(hashes.tolist(), rows.tolist(), strict=True))
     common = sorted(set.intersection(*(set(rows) for rows in rows_of.values())))
     if len(common) < 4:
-        raise InputError(f"the data sets have {len(common)} images in common; --similarity needs at least 4")
+        raise InputError(
+            f"the data sets have {len(common)} images in common, by their bytes; --similarity needs at least 4"
+        )
     drawn = np.random.default_rng(seed).permutation(len(common))[:_MOST_IMAGES]
     return {name: np.array([rows[common[i]] for i in drawn], np.int64) for name, rows in rows_of.items()}
 

@@ -84,3 +84,7 @@ def test_other_numbers_of_images_are_refused():
         linear_cka(features(5, 2, 0), features(6, 2, 0))
     with pytest.raises(InputError, match="at least 4"):
         rsa(features(3, 2, 0), features(3, 2, 0))
+    one = squareform(pdist(features(9, 2, 0)))
+    for similarity in (rsa, linear_cka):
+        with pytest.raises(InputError, match=r"expected features \(N, D\), got the dissimilarity matrix .*spearmanr"):
+            similarity(features(9, 5, 0), one)
