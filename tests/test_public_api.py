@@ -99,7 +99,8 @@ extract.extract_features(images: str | os.PathLike[str] | extract.images.dataset
         FeatureReader
 extract.findings(reader: FeatureReader, layer: str | None = None, *, kinds: Collection[str] = ('failed', 'copy
         across splits', 'copy', 'near-duplicate', 'suspect label', 'outlier'), seed: int = 0, picture_size:
-        Callable[[int], tuple[int, int] | None] = ..., neighbours: SimilarImages | None = None) -> list[Finding]
+        Callable[[int], tuple[int, int] | None] | None = None, neighbours: SimilarImages | None = None) ->
+        list[Finding]
 extract.inspect_model(model: Backbone | nn.Module, batches: Iterable[Any], layers: str | Sequence[str] | None =
         None, *, loss: Loss | None = None, on_batch: Callable[[int], None] = ..., name_of: Callable[[int], str]
         = ...) -> Inspection

@@ -77,7 +77,7 @@ def findings(
     *,
     kinds: Collection[str] = KINDS,
     seed: int = 0,
-    picture_size: Callable[[int], tuple[int, int] | None] = lambda row: None,
+    picture_size: Callable[[int], tuple[int, int] | None] | None = None,
     neighbours: SimilarImages | None = None,
 ) -> list[Finding]:
     """Return the findings about the images of a data set, by kind, the most certain first.
@@ -85,7 +85,8 @@ def findings(
         pandas.DataFrame(findings(reader))
 
     Copies have the same bytes; those in several splits are a kind of their own, since they spoil a probe. Of each set
-    of copies or near-duplicates, the largest picture is the one to keep if sizes are known, else the first row.
+    of copies or near-duplicates, one is to keep: of near-duplicates, the largest picture if `picture_size` tells the
+    size of each, else the largest file; of equals, the first row.
     Near-duplicates are unusually near, and outliers unusually far from their tenth neighbour, in this data set. Suspect
     labels are found by confident learning, with probabilities of probes that have not seen the image. Classes with less
     than five images are not judged.
@@ -95,7 +96,8 @@ def findings(
         layer: layer by which images are compared; None: `embedding`, or the only layer.
         kinds: what to look for; copies and failed images need no features.
         seed: seed of the folds of the probe.
-        picture_size: row -> (width, height) of its picture, or None if it is not known.
+        picture_size: row -> (width, height) of its picture, or None if it is not known. The images are not read here;
+            `layertap findings` reads them.
         neighbours: result of `similar_images` for this layer; None: it is computed for all images.
 
     Raises:
@@ -130,7 +132,10 @@ def findings(
 
 
 def _near_duplicates(
-    reader: FeatureReader, similar: SimilarImages, picture_size: Callable[[int], tuple[int, int] | None], first: int
+    reader: FeatureReader,
+    similar: SimilarImages,
+    picture_size: Callable[[int], tuple[int, int] | None] | None,
+    first: int,
 ) -> list[Finding]:
     """Return near-duplicates; the number of the first group is `first`, that with the nearest pair."""
     threshold = near_duplicate_cosine(similar.nearest)
@@ -147,12 +152,13 @@ def _near_duplicates(
         best.setdefault(left, (right, cosine))
         best.setdefault(right, (left, cosine))
     meaning = f"cosine to the other image; near-duplicates have at least {threshold:.4f}"
-    table = []
+    table, file_sizes = [], reader.column("source_size")
     from_nearest = sorted(members.values(), key=lambda places: -max(best[place][1] for place in places))
     for number, group in enumerate(from_nearest, first):
-        sizes = [picture_size(int(rows[place])) for place in group]
-        pixels = [0 if size is None or None in sizes else size[0] * size[1] for size in sizes]
-        keep = group[pixels.index(max(pixels))]
+        sizes = [picture_size(int(rows[place])) if picture_size else None for place in group]
+        known = [size[0] * size[1] for size in sizes if size is not None]
+        largest = known if len(known) == len(group) else file_sizes[rows[group]].tolist()
+        keep = group[largest.index(max(largest))]
         for place in sorted(group, key=lambda place: place != keep):
             row, (other, cosine) = int(rows[place]), best[place]
             paths = reader.paths[row], reader.paths[int(rows[other])]

@@ -134,7 +134,8 @@ def findings(out: Path | str, as_json: bool, **settings: Any) -> None:
     """
     from pipelines.data_sets import findings as job
 
-    print_result(job.run_findings(out, **settings), as_json, job.as_json, job.print_findings)
+    table = job.run_findings(out, **settings, say=lambda text: print_line(text, err=True))
+    print_result(table, as_json, job.as_json, job.print_findings)
     if settings["output"] and not as_json:
         print_line(f"written: {settings['output']}", err=True)
 

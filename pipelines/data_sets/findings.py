@@ -12,8 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, astuple, fields
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from extract.analysis.row_findings import KINDS, Finding, findings
+from extract.errors import InputError
 from extract.store.places.destination import data_set_at
 from extract.store.reader import FeatureReader
 from extract.system.atomic_files import link_target, write_whole
@@ -23,35 +25,61 @@ from pipelines.terminal.output_paths import check_file
 from pipelines.terminal.pictures import Pictures
 from pipelines.terminal.text_output import SHOWN, counted, printable
 
-__all__ = ["as_base64", "as_json", "picture_sizes", "print_findings", "run_findings"]
+__all__ = ["as_base64", "as_json", "findings_by_pictures", "print_findings", "run_findings"]
 
 
 _COLUMNS = tuple(column.name for column in fields(Finding))
 
 
 def run_findings(
-    out: Path | str, output: Path | None, layer: str | None, kinds: Sequence[str], images: str | None
+    out: Path | str,
+    output: Path | None,
+    layer: str | None,
+    kinds: Sequence[str],
+    images: str | None,
+    say: Callable[[str], None],
 ) -> list[Finding]:
     """Return the findings, and write them if `output` is given: as CSV, JSON or Parquet, by its suffix.
 
     Raises:
-        InputError: `out` is not a data set, a layer must be named, or the file cannot be written.
+        InputError: `out` is not a data set, a layer must be named, the images are not in `images`, or the file cannot
+            be written.
         UnknownNameError: the layer does not exist.
     """
     if output is not None:
         check_file(output, tuple(_WRITERS))
     with FeatureReader(out, check=isinstance(out, Path)) as reader:
-        sizes = picture_sizes(reader, data_set_at(out).images["root"], images)
-        table = findings(reader, layer, kinds=kinds or KINDS, picture_size=sizes)
+        root = data_set_at(out).images["root"]
+        pictures = functools.cache(lambda: Pictures(reader, root, range(len(reader)), images))
+        if images is not None and pictures().why_not:
+            raise InputError(pictures().why_not)
+        table = findings_by_pictures(reader, pictures, say, layer=layer, kinds=kinds or KINDS)
     if output is not None:
         write_whole(link_target(output), _WRITERS[output.suffix.lower()](table))
     return table
 
 
-def picture_sizes(reader: FeatureReader, root: str, images: str | None) -> Callable[[int], tuple[int, int] | None]:
-    """Return a function of a row that returns the size of its picture; the images are listed on its first use."""
-    pictures = functools.cache(lambda: Pictures(reader, root, range(len(reader)), images))
-    return lambda row: pictures().size(row)
+def findings_by_pictures(
+    reader: FeatureReader, pictures: Callable[[], Pictures], say: Callable[[str], None], **how: Any
+) -> list[Finding]:
+    """Return the findings, by the sizes of the pictures; say how many of these cannot be read, and what follows.
+
+    Args:
+        reader: the data set.
+        pictures: returns the pictures of all rows; not called if there are no near-duplicates.
+        say: receives the line.
+        how: further arguments of `findings`.
+    """
+    size = functools.cache(lambda row: pictures().size(row))
+    table = findings(reader, picture_size=size, **how)
+    rows = [found.row for found in table if found.kind == "near-duplicate"]
+    if unread := [row for row in rows if size(row) is None]:
+        why = pictures().why_not or f"{pictures().picture(unread[0])[1]}; name their place: --images FOLDER"
+        say(printable(
+            f"{len(unread):,} of {counted(len(rows), 'picture')} of near-duplicates cannot be read; of each such group, "
+            f"the largest file is to keep, not the largest picture: {why}"
+        ))  # fmt: skip
+    return table
 
 
 def as_json(table: Sequence[Finding]) -> list[dict[str, object]]:

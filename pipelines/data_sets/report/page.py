@@ -7,6 +7,7 @@ and drew no pictures as points.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,7 +32,6 @@ from extract.analysis.row_findings import (
     Finding,
     K,
     SimilarImages,
-    findings,
     map_neighbours,
     near_duplicate_cosine,
     outlier_cosine,
@@ -44,7 +44,7 @@ from extract.store.reader import FeatureReader
 from extract.system.atomic_files import atomic_write, link_target
 from extract.system.optional_libraries import own_version
 from extract.system.urls import is_url
-from pipelines.data_sets.findings import as_base64, picture_sizes
+from pipelines.data_sets.findings import as_base64, findings_by_pictures
 from pipelines.data_sets.report.probe_results import Prediction, predictions_of, probes
 from pipelines.data_sets.show import describe, print_description
 from pipelines.terminal.output_paths import check_file
@@ -207,9 +207,10 @@ class _ReportContent:
             kinds.remove("suspect label")
             self.data["notes"].append("Suspect labels would take minutes here; `layertap findings` looks for them.")
         self._say("looking for copies, outliers and suspect labels")
-        sizes = picture_sizes(self._reader, self._dataset.images["root"], images)
-        table = findings(
-            self._reader, self._layer, kinds=kinds, seed=self._seed, picture_size=sizes, neighbours=neighbours
+        root, rows = self._dataset.images["root"], range(len(self._reader))
+        pictures = functools.cache(lambda: Pictures(self._reader, root, rows, images))
+        table = findings_by_pictures(
+            self._reader, pictures, self._say, layer=self._layer, kinds=kinds, seed=self._seed, neighbours=neighbours
         )
         listed = [found for _, of_kind in groupby(table, attrgetter("kind")) for found in [*of_kind][:_LISTED]]
         places = {path: row for row, path in ((found.row, found.path) for found in listed)}

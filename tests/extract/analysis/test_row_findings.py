@@ -25,13 +25,15 @@ NOISE = np.random.default_rng(0)
 
 def stored(out: Path, values: np.ndarray, classes: list[str], labels: list[int], paths: list[str], splits: list[str],
            images: list[int]) -> FeatureReader:  # fmt: skip
-    """A data set of features; `images` are the numbers of images, equal for copies; a negative number is a failure."""
+    """A data set of features; `images` are the numbers of images, equal for copies; a negative number is a failure. The
+    file of row 12 is the largest."""
     features = [StoredFeature("embedding", (values.shape[1],), "float32", {"layer": "x", "pooling": "none"})]
     data = data_set(out, features=features, images={"root": "/nowhere", "count": len(values), "paths_xxh3": ""},
                     shard_rows=len(values))  # fmt: skip
     data.open_or_create()
     create_shard(data.path(0, part=True), features, data.identity(0), RowNames(paths, labels, splits, classes), {})
     files = no_files(len(values))
+    files["source_size"][12] = 1
     files["source_hash"][:] = np.array(
         [[abs(image) % 250 + 1, abs(image) // 250, *[7] * 14] for image in images], np.uint8
     )
@@ -69,7 +71,7 @@ def test_planted_faults_are_found_and_nothing_else(planted: FeatureReader) -> No
     table = findings(planted)
     found = {kind: [row.row for row in table if row.kind == kind] for kind in dict.fromkeys(row.kind for row in table)}
     assert found == {
-        "failed": [119], "copy across splits": [60, 61], "copy": [4, 5], "near-duplicate": [10, 11, 12],
+        "failed": [119], "copy across splits": [60, 61], "copy": [4, 5], "near-duplicate": [12, 10, 11],
         "suspect label": [20], "outlier": [30],
     }  # fmt: skip
     by_row = {row.row: row for row in table}
@@ -82,7 +84,7 @@ def test_planted_faults_are_found_and_nothing_else(planted: FeatureReader) -> No
     )
     assert by_row[4].group == by_row[5].group != by_row[60].group
     assert (by_row[20].label, by_row[20].suggested) == ("ant", "bee")
-    assert [by_row[row].keep for row in (10, 11, 12)] == [True, False, False]
+    assert [by_row[row].keep for row in (10, 11, 12)] == [False, False, True]
 
 
 def test_scores_are_those_of_numpy(planted: FeatureReader) -> None:
@@ -111,13 +113,13 @@ def test_groups_of_near_duplicates_stand_from_the_nearest(tmp_path: Path) -> Non
     assert table == [(0, 0, True), (0, 10, False), (0, 11, False), (1, 1, True), (1, 20, False)]
 
 
-def test_the_largest_picture_of_a_group_is_the_one_to_keep(planted: FeatureReader) -> None:
+def test_the_largest_picture_of_a_group_is_the_one_to_keep_else_the_largest_file(planted: FeatureReader) -> None:
     sizes = {10: (30, 30), 11: (20, 60), 12: (31, 30)}
     kept = [found for found in findings(planted, kinds=["near-duplicate"], picture_size=sizes.get) if found.keep]
     assert [found.row for found in kept] == [11]
-    del sizes[12]  # not all sizes are known
+    del sizes[12]  # not all sizes are known: the largest file
     kept = [found for found in findings(planted, kinds=["near-duplicate"], picture_size=sizes.get) if found.keep]
-    assert [found.row for found in kept] == [10]
+    assert [found.row for found in kept] == [12]
 
 
 def test_images_without_any_relation_have_no_outliers(tmp_path: Path) -> None:
@@ -182,6 +184,9 @@ def test_files_of_findings_open_in_other_tools(planted: FeatureReader, tmp_path:
         result = layertap("findings", out, "-o", tmp_path / f"f.{suffix}")
         assert result.exit_code == 0, result.output
     assert "near-duplicate: 3 images in 1 group" in result.stdout
+    assert "3 of 3 pictures of near-duplicates cannot be read" in result.stderr  # their keep is by the size of the file
+    assert "the images are not in /nowhere any more; name their place: --images FOLDER" in result.stderr
+    assert "the images are not in nowhere" in fails("findings", out, "--images", "nowhere")
     with (tmp_path / "f.csv").open(newline="") as file:
         lines = list(csv.DictReader(file))
     assert [line["kind"] for line in lines] == [row.kind for row in table]
