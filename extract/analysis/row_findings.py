@@ -7,7 +7,7 @@ in Dataset Labels", 2021), by the probabilities of probes that have not seen the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -25,11 +25,12 @@ from extract.row_status import Status
 from extract.store.reader import FeatureArray, FeatureReader
 
 __all__ = [
-    "KINDS", "QUICK_PRODUCTS", "Finding", "K", "SimilarImages", "confident_classes", "copies", "findings",
-    "left_out_probabilities", "map_neighbours", "near_duplicate_cosine", "outlier_cosine", "similar_images",
+    "KINDS", "LABELS_DIFFER", "QUICK_PRODUCTS", "Finding", "K", "SimilarImages", "confident_classes", "copies",
+    "findings", "left_out_probabilities", "map_neighbours", "near_duplicate_cosine", "outlier_cosine", "similar_images",
 ]  # fmt: skip
 
 KINDS = ("failed", "copy across splits", "copy", "near-duplicate", "suspect label", "outlier")
+LABELS_DIFFER = "; the labels differ"  # end of the meaning of a group of copies or near-duplicates
 _BY_FEATURES = KINDS[3:]
 # Penalties, from the strongest, which takes the fewest steps. On 6,000 embeddings of CIFAR-10, the protocol `clip` took
 # 146 s of CPU, most of it for penalties below 1, which are far from the best; this takes 22 s.
@@ -52,7 +53,8 @@ class Finding:
         path: path of the image.
         other_path: the image that it is a copy or near-duplicate of; empty for other kinds.
         score: how certain or severe it is; None for failed images.
-        meaning: what the score means; for a failed image, the reason.
+        meaning: what the score means, and whether the images of the group have several labels; for a failed image, the
+            reason.
         group: number of the set of copies or near-duplicates; None for other kinds.
         keep: whether this image of its group is the one to keep; None for other kinds.
         label: the image's class; empty if it has none.
@@ -85,11 +87,11 @@ def findings(
         pandas.DataFrame(findings(reader))
 
     Copies have the same bytes; those in several splits are a kind of their own, since they spoil a probe. Of each set
-    of copies or near-duplicates, one is to keep: of near-duplicates, the largest picture if `picture_size` tells the
-    size of each, else the largest file; of equals, the first row.
-    Near-duplicates are unusually near, and outliers unusually far from their tenth neighbour, in this data set. Suspect
-    labels are found by confident learning, with probabilities of probes that have not seen the image. Classes with less
-    than five images are not judged.
+    of copies or near-duplicates, one is to keep: one whose label is not suspect, if suspect labels are looked for; of
+    near-duplicates, the largest picture if `picture_size` tells the size of each, else the largest file; of equals, the
+    first row. Near-duplicates are unusually near, and outliers unusually far from their tenth neighbour, in this data
+    set. Suspect labels are found by confident learning, with probabilities of probes that have not seen the image.
+    Classes with less than five images are not judged.
 
     Args:
         reader: the data set.
@@ -111,24 +113,34 @@ def findings(
         Finding("failed", row, path, meaning=f"{status}: {reason}") for row, path, status, reason in reader.failures
     ]
     good, hashes = np.flatnonzero(reader.status == Status.OK), reader.column("source_hash")
+    suspect_labels = list[Finding]()
+    if len(good) and not set(kinds).isdisjoint(_BY_FEATURES):
+        array = reader[layer_to_search(reader.layers, layer, "the data set")]
+        labelled = good[reader.labels[good] >= 0]
+        if "suspect label" in kinds and len(labelled):
+            suspect_labels = _suspect_labels(reader, FeatureRows.of(array, labelled), labelled, seed)
+    suspects = {found.row for found in suspect_labels}
     n_groups = 0
     for number, group in enumerate(copies(hashes, good)):
         n_groups, kind = number + 1, "copy across splits" if len({reader.splits[row] for row in group}) > 1 else "copy"
+        group = sorted(group, key=suspects.__contains__)
         others = [group[1], *[group[0]] * (len(group) - 1)]
+        meaning = "the bytes are the same" + _differing(reader, group)
         for row, other in zip(group, others, strict=True):
             paths = reader.paths[row], reader.paths[other]
-            table.append(Finding(kind, row, *paths, 1.0, "the bytes are the same", number, row == group[0]))
-    if len(good) and not set(kinds).isdisjoint(_BY_FEATURES):
-        array = reader[layer_to_search(reader.layers, layer, "the data set")]
-        if "near-duplicate" in kinds or "outlier" in kinds:
-            similar = neighbours or similar_images(array, hashes, good, seed)
-            table += _near_duplicates(reader, similar, picture_size, n_groups) + _outliers(reader, similar)
-        labelled = good[reader.labels[good] >= 0]
-        if "suspect label" in kinds and len(labelled):
-            table += _suspect_labels(reader, FeatureRows.of(array, labelled), labelled, seed)
+            table.append(Finding(kind, row, *paths, 1.0, meaning, number, row == group[0]))
+    if len(good) and ("near-duplicate" in kinds or "outlier" in kinds):
+        similar = neighbours or similar_images(array, hashes, good, seed)
+        table += _near_duplicates(reader, similar, picture_size, n_groups, suspects) + _outliers(reader, similar)
+    table += suspect_labels
     class_of = [*reader.classes, ""]
     table = [replace(found, label=class_of[reader.labels[found.row]]) for found in table if found.kind in kinds]
     return sorted(table, key=lambda found: KINDS.index(found.kind))
+
+
+def _differing(reader: FeatureReader, rows: Sequence[int]) -> str:
+    """Return the end of the meaning of a group: `LABELS_DIFFER` if its rows have several labels."""
+    return LABELS_DIFFER if len(np.unique(reader.labels[rows])) > 1 else ""
 
 
 def _near_duplicates(
@@ -136,6 +148,7 @@ def _near_duplicates(
     similar: SimilarImages,
     picture_size: Callable[[int], tuple[int, int] | None] | None,
     first: int,
+    suspects: set[int],
 ) -> list[Finding]:
     """Return near-duplicates; the number of the first group is `first`, that with the nearest pair."""
     threshold = near_duplicate_cosine(similar.nearest)
@@ -158,11 +171,13 @@ def _near_duplicates(
         sizes = [picture_size(int(rows[place])) if picture_size else None for place in group]
         known = [size[0] * size[1] for size in sizes if size is not None]
         largest = known if len(known) == len(group) else file_sizes[rows[group]].tolist()
-        keep = group[largest.index(max(largest))]
+        ranks = [(int(rows[place]) not in suspects, size) for place, size in zip(group, largest, strict=True)]
+        keep = group[ranks.index(max(ranks))]
+        differing = _differing(reader, rows[group].tolist())
         for place in sorted(group, key=lambda place: place != keep):
             row, (other, cosine) = int(rows[place]), best[place]
             paths = reader.paths[row], reader.paths[int(rows[other])]
-            table.append(Finding("near-duplicate", row, *paths, cosine, meaning, number, place == keep))
+            table.append(Finding("near-duplicate", row, *paths, cosine, meaning + differing, number, place == keep))
     return table
 
 

@@ -14,7 +14,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from extract.analysis.row_findings import KINDS, Finding, findings
+from extract.analysis.row_findings import KINDS, LABELS_DIFFER, Finding, findings
 from extract.errors import InputError
 from extract.store.places.destination import data_set_at
 from extract.store.reader import FeatureReader
@@ -76,7 +76,7 @@ def findings_by_pictures(
     if unread := [row for row in rows if size(row) is None]:
         why = pictures().why_not or f"{pictures().picture(unread[0])[1]}; name their place: --images FOLDER"
         say(printable(
-            f"{len(unread):,} of {counted(len(rows), 'picture')} of near-duplicates cannot be read; of each such group, "
+            f"{len(unread):,} of {counted(len(rows), 'picture')} of near-duplicates cannot be read; of each such group "
             f"the largest file is to keep, not the largest picture: {why}"
         ))  # fmt: skip
     return table
@@ -142,4 +142,5 @@ def _note(row: Finding) -> str:
         return f"[{row.label}] is probably [{row.suggested}]"
     if row.group is None:
         return row.meaning
-    return f"group {row.group}" + (", to keep" if row.keep else "")
+    differ = f", labels differ: [{row.label}]" if row.meaning.endswith(LABELS_DIFFER) else ""
+    return f"group {row.group}" + (", to keep" if row.keep else "") + differ

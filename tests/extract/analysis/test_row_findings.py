@@ -122,6 +122,23 @@ def test_the_largest_picture_of_a_group_is_the_one_to_keep_else_the_largest_file
     assert [found.row for found in kept] == [12]
 
 
+def test_the_image_to_keep_is_one_whose_label_is_not_suspect(tmp_path: Path) -> None:
+    """Rows 3 and 40 are copies, 8 and 50 nearly the same; all four look like the second class."""
+    noise = np.random.default_rng(1)
+    x = np.repeat(noise.normal(size=(2, 32)) * 2, 30, 0) + noise.normal(size=(60, 32)) * 0.9
+    x[3], x[8] = x[40], x[50] + 0.05 * noise.normal(size=32)
+    images = [40 if i == 3 else i for i in range(60)]
+    paths, labels = [f"{i}.png" for i in range(60)], [0] * 30 + [1] * 30
+    reader = stored(tmp_path / "out", x, ["ant", "bee"], labels, paths, [""] * 60, images)
+    groups = [found for found in findings(reader) if found.group is not None]
+    assert [(found.kind, found.row, found.keep) for found in groups] == [
+        ("copy", 40, True), ("copy", 3, False), ("near-duplicate", 50, True), ("near-duplicate", 8, False)
+    ]  # fmt: skip
+    assert all(found.meaning.endswith("; the labels differ") for found in groups)
+    assert "40.png  group 0, to keep, labels differ: [bee]" in layertap("findings", tmp_path / "out").stdout
+    assert [found.row for found in findings(reader, kinds=["copy"])] == [3, 40]  # suspect labels are not looked for
+
+
 def test_images_without_any_relation_have_no_outliers(tmp_path: Path) -> None:
     x = NOISE.normal(size=(200, 300))
     paths, labels = [f"{i}.png" for i in range(200)], list(range(200))
