@@ -120,7 +120,13 @@ def report(out: Path, **settings: Any) -> None:
 @click.argument("out", type=DATA_SET)
 @click.option("-o", "--out", "output", type=click.Path(path_type=Path), help="File: .csv, .json or .parquet.")
 @click.option("-l", "--layers", "layer", help="Layer to compare images by. [default: embedding, or the only layer]")
-@click.option("--kind", "kinds", multiple=True, type=click.Choice(_KINDS), help="What to look for. [default: all]")
+@click.option(
+    "--kind",
+    "kinds",
+    multiple=True,
+    type=click.Choice(_KINDS),
+    help="What to look for; may be repeated. [default: all]",
+)
 @click.option("--images", help="Location of the images, if they were moved; the largest of near-duplicates is kept.")
 @json_flag
 def findings(out: Path | str, as_json: bool, **settings: Any) -> None:

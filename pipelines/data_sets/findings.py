@@ -76,7 +76,7 @@ def findings_by_pictures(
     if unread := [row for row in rows if size(row) is None]:
         why = pictures().why_not or f"{pictures().picture(unread[0])[1]}; name their place: --images FOLDER"
         say(printable(
-            f"{len(unread):,} of {counted(len(rows), 'picture')} of near-duplicates cannot be read; of each such group "
+            f"{len(unread):,} of {counted(len(rows), 'picture')} of near-duplicates cannot be read; of such a group, "
             f"the largest file is to keep, not the largest picture: {why}"
         ))  # fmt: skip
     return table

@@ -75,6 +75,8 @@ def print_usage_error(error: click.ClickException) -> None:
         hint = _did_you_mean(difflib.get_close_matches(word, error.param.type.choices, n=2, cutoff=0.5))
         if error.param.name == "kind":
             hint = GONE_KINDS.get(word, hint)
+        if error.param.name == "kinds" and word.startswith("dup"):  # of `findings`
+            hint = _did_you_mean(["copy", "near-duplicate"])
     if not hint and isinstance(error, click.UsageError) and error.ctx is not None:
         hint = f"{error.ctx.command_path} --help lists arguments and options"
     print_error(message.rstrip("."), hint)

@@ -176,6 +176,10 @@ OPTIONS = (
     Mistake("a value that does not exist", "embed photos --dtype int4",
             "Invalid value for '--dtype': 'int4' is not one of 'float32', 'float16', 'bfloat16', 'int8'",
             hint="did you mean int8?"),
+    Mistake("a value that is the name of two", "findings outputs/photos --kind duplicates",
+            "Invalid value for '--kind': 'duplicates' is not one of 'failed', 'copy across splits', 'copy', "
+            "'near-duplicate', 'suspect label', 'outlier'",
+            hint="did you mean copy or near-duplicate?"),
     Mistake("a value that has another name", "embed photos --dtype fp16",
             "Invalid value for '--dtype': 'fp16' is not one of 'float32', 'float16', 'bfloat16', 'int8'",
             hint="did you mean float16 or bfloat16?"),

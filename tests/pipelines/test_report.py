@@ -74,7 +74,7 @@ def hostile_images(root: Path) -> Path:
     with (root / "list.csv").open("w", newline="", encoding="utf-8", errors="surrogateescape") as file:
         write = csv.writer(file).writerow
         write(["path", "label"])
-        for i, name in enumerate([*names, "copy.png", "cut.jpg", "<svg onload=window.done=3>.jpg"]):
+        for i, name in enumerate([*names, "cut.jpg", "copy.png", "<svg onload=window.done=3>.jpg"]):
             write([name, CLASSES[i % 3]])
     return root / "list.csv"
 
@@ -373,7 +373,7 @@ def of_every_kind(folder: Path, tmp_path: Path) -> dict[str, str]:
         "one": "Too few images to tell",
         "unlabelled": "No thumbnails: the images are not in /nowhere any more",
         "many classes": "970 other classes are grey",
-        "maps": "There is no layer `embedding`; images are compared by the last layer, layer3.",
+        "maps": "There is no layer embedding; images are compared by the last layer, layer3.",
     }
 
 

@@ -98,6 +98,8 @@ def test_names_are_text_and_do_nothing(browser: Any, hostile_page: tuple[Path, d
     titles = view.evaluate("[...document.querySelectorAll('[title]')].map((element) => element.title).join(' ')")
     assert IMAGE_NAME in titles
     assert "<svg onload=window.done=3>.jpg" in text
+    assert f"copy.png [{CLASSES[1]}]" in view.locator(".pair", has_text="copies, in several classes").text_content()
+    assert "`layertap" not in text  # marks of code are not drawn
     for name in CLASSES[:2]:
         assert name in text
     assert "\\u202e" in titles  # a character that turns the line around is shown as its code

@@ -153,7 +153,7 @@ class _ReportContent:
         layers = self._reader.layers
         if layer is None and "embedding" not in layers and len(layers) > 1:
             self.data["notes"].append(
-                printable(f"There is no layer `embedding`; images are compared by the last layer, {layers[-1]}.")
+                printable(f"There is no layer embedding; images are compared by the last layer, {layers[-1]}.")
             )
             return layers[-1]
         return layer_to_search(layers, layer, self._described["out"])
@@ -205,7 +205,7 @@ class _ReportContent:
         width = math.prod(self._reader[self._layer].shape[1:])
         if len(self._good) * width * len(np.unique(labels)) > _PROBED_VALUES:
             kinds.remove("suspect label")
-            self.data["notes"].append("Suspect labels would take minutes here; `layertap findings` looks for them.")
+            self.data["notes"].append("Suspect labels would take minutes here; layertap findings looks for them.")
         self._say("looking for copies, outliers and suspect labels")
         root, rows = self._dataset.images["root"], range(len(self._reader))
         pictures = functools.cache(lambda: Pictures(self._reader, root, rows, images))

@@ -180,7 +180,7 @@ const addNeighbourSection = () => {
   const part = addSection("Neighbours");
   add(part, "p", `Images are compared by the cosine of their ${content.layer}: 1 is the same direction. Of images with the same bytes, only the first is compared.`);
   if (queries < among)
-    add(part, "p", `Neighbours of ${count(queries)} randomly drawn images were searched among all ${count(among)}; near-duplicates and outliers are of these ${count(queries)} images only. \`layertap findings\` searches all.`);
+    add(part, "p", `Neighbours of ${count(queries)} randomly drawn images were searched among all ${count(among)}; near-duplicates and outliers are of these ${count(queries)} images only. layertap findings searches all.`);
   if (byClass && classes.length > 1)
     addTable(part, `How many of the ${k} nearest images have the same class`, [
       ["Class", "text", (item) => className(item.label)],
@@ -202,7 +202,7 @@ const addKind = (part, kind) => {
   add(part, "h3", title, {id: anchorOf(kind)});
   const isGroup = rows[0][5] !== null, units = isGroup ? new Set(rows.map((row) => row[5])).size : rows.length;
   const inAll = isGroup ? findings.groups[kind] : all, shown = Math.min(units, FIRST);
-  add(part, "p", [about, kind === "failed" || kind.startsWith("copy") ? "" : `Score: ${rows[0][4]}.`,
+  add(part, "p", [about, kind === "failed" || kind.startsWith("copy") ? "" : `Score: ${rows[0][4].replace("; the labels differ", "")}.`,
     isGroup ? `${plural(all, "image")} in ${plural(inAll, "group")}${across(kind)}.` : `${plural(all, "image")}.`,
     inAll > shown ? `The first ${shown} are shown; the table below names ${rows.length < all ? `the first ${count(rows.length)}` : "all"}.` : ""].filter(Boolean).join(" "));
   if (kind === "failed") {
@@ -227,7 +227,11 @@ const addKind = (part, kind) => {
     const list = add(element, "ul", null, {class: "strip"});
     for (const [, row, , , , , keep] of members.slice(0, kind.startsWith("copy") ? 1 : 4)) addCard(list, row, keep ? ["keep"] : []);
     const others = members.slice(kind.startsWith("copy") ? 1 : 4), names = add(element, "p", null, {class: "quiet"});
-    for (const [, row] of others.slice(0, 8)) { addName(names, shortPath(row)); names.append(" "); }
+    for (const [, row] of others.slice(0, 8)) {
+      addName(names, shortPath(row)).title = pathOf(row);
+      if (several(labelOf)) { names.append(" ["); addName(names, className(labelOf(row)) || "no class"); names.append("]"); }
+      names.append(" ");
+    }
     if (others.length > 8) names.append(`and ${count(others.length - 8)} more`);
   }
 };
@@ -247,7 +251,7 @@ const addFindings = () => {
   if (!all) return;
   const controls = add(part, "div", null, {class: "controls"});
   addButton(controls, "Save findings as CSV", () => savedAs("findings.csv", Uint8Array.from(atob(findings.csv), (character) => character.charCodeAt(0)), "text/csv"));
-  add(controls, "span", `${plural(all, "finding")}${findings.saved < all ? `, of which ${count(findings.saved)} are saved` : ""}. \`layertap findings -o FILE\` writes all.`, {class: "quiet"});
+  add(controls, "span", `${plural(all, "finding")}${findings.saved < all ? `, of which ${count(findings.saved)} are saved` : ""}. layertap findings -o FILE writes all.`, {class: "quiet"});
   addTable(addFolded(part, "All findings in a table"), "All findings", [
     ["Kind", "text", (row) => row[0]], ["Path", "text", (row) => pathOf(row[1])], ["Score", "number", (row) => row[3], (row) => row[3] === null ? null : row[3].toFixed(4)],
     ["Class", "text", (row) => className(labelOf(row[1]))], ["Suggested", "text", (row) => row[7]],
