@@ -22,6 +22,7 @@ from extract.system.atomic_files import atomic_write, write_json
 from extract.system.json_files import read_json, without_nan
 from extract.system.optional_libraries import own_version
 from pipelines.compare.comparison import Compared, Comparison, Score, Task
+from pipelines.terminal.output_paths import check_folder
 from pipelines.terminal.page.assembly import assembled
 from pipelines.terminal.page.thumbnail_sheets import LARGEST_PX, ThumbnailSheets, thumbnail_sheets
 from pipelines.terminal.pictures import Pictures
@@ -57,7 +58,7 @@ def check_out(out: Path) -> None:
 
 def mark_out(out: Path) -> None:
     """Create the folder of a comparison, and mark it, so that an interrupted run can be resumed."""
-    out.mkdir(parents=True, exist_ok=True)
+    check_folder(out)
     if not (out / _RESULTS).exists():
         write_json(out / _RESULTS, {"format": _FORMAT, "complete": False})
 

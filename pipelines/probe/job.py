@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,11 +27,11 @@ from extract.taps.layer_names import match_layers
 from pipelines.probe.config import ProbeConfig
 from pipelines.probe.labelling import Labelling, drop_leaks, label_rows
 from pipelines.probe.token_probes import Example, TokenProbes
+from pipelines.terminal.output_paths import check_folder
 from pipelines.terminal.text_output import data_set_name
 
 __all__ = [
-    "Comparison", "ProbeRun", "ProbedFeature", "arrays_of", "check_writable", "data_sets", "folder_of_results",
-    "run_probe",
+    "Comparison", "ProbeRun", "ProbedFeature", "arrays_of", "data_sets", "folder_of_results", "run_probe",
 ]  # fmt: skip
 
 _NOT_SAVED = ("knn", "fewshot", "segmentation-knn")
@@ -236,26 +235,9 @@ def folder_of_results(config: ProbeConfig, name: str) -> Path:
             f"{config.out[0]} is in a bucket", hint="name a folder on this machine for the results with -o"
         )
     parent = Path(config.out[0]) / "probe"
-    check_writable(parent)
+    check_folder(parent)
     folder = own_folder(parent) / name
     return own_folder(folder) if folder.exists() else folder
-
-
-def check_writable(folder: Path) -> None:
-    """Create a folder, unless it exists, and check that files can be written to it.
-
-    Raises:
-        InputError: they cannot.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise InputError(
-            f"results cannot be written to {error.filename or folder}: {error.strerror}",
-            hint="name another folder with -o",
-        ) from error
 
 
 def arrays_of(config: ProbeConfig, reader: FeatureReader, where: str) -> dict[tuple[str, ...], list[Any]]:

@@ -18,8 +18,9 @@ from extract.analysis.similarity import MOST_COLUMNS, feature_similarity
 from extract.errors import InputError
 from extract.store.reader import FeatureReader
 from pipelines.probe.config import ProbeConfig
-from pipelines.probe.job import arrays_of, check_writable, data_sets, folder_of_results
+from pipelines.probe.job import arrays_of, data_sets, folder_of_results
 from pipelines.terminal.figures import add_matrix, add_words, drawable, matrix_inches, save_figure
+from pipelines.terminal.output_paths import check_folder
 from pipelines.terminal.tables import holds_columns, print_aligned, table_file
 
 __all__ = ["LayerSimilarity", "compare_layers"]
@@ -138,7 +139,7 @@ def compare_layers(config: ProbeConfig) -> tuple[LayerSimilarity, list[Path]]:
         count = len(features[0])
         found = feature_similarity(features, k=min(10, count - 1), seed=config.seed)
     result = LayerSimilarity(list(columns), count, found.cka, found.rsa)
-    check_writable(folder)
+    check_folder(folder)
     return result, result.write(folder, config.format)
 
 

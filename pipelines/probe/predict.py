@@ -95,6 +95,7 @@ def run_predict(
         raise InputError(f"{output} cannot be written: it is a folder")
     if not output.parent.is_dir():
         raise InputError(f"{output} cannot be written: no such folder")
+    check_folder(output if output.is_dir() else link_target(output).parent)
     if (Path(images) / "dataset.json").is_file():
         dataset = DataSet.open(Path(images))
         return write(probe, Path(images), _same_features(path, described, fitted_on, dataset, images), output)

@@ -20,9 +20,10 @@ from extract.system.atomic_files import write_json
 from extract.system.json_files import read_json, without_nan
 from extract.system.optional_libraries import own_version
 from pipelines.probe.config import ProbeConfig
-from pipelines.probe.job import ProbedFeature, ProbeRun, check_writable, data_sets, folder_of_results, run_probe
+from pipelines.probe.job import ProbedFeature, ProbeRun, data_sets, folder_of_results, run_probe
 from pipelines.probe.labelling import SEPARATOR
 from pipelines.probe.probe_figures import PICTURES, draw
+from pipelines.terminal.output_paths import check_folder
 from pipelines.terminal.tables import print_aligned, table_file
 from pipelines.terminal.text_output import SHOWN, counted, printable
 
@@ -49,7 +50,7 @@ def probe_and_write(config: ProbeConfig, say: Callable[[str], None]) -> tuple[Pr
         _check_file(config.save)
     is_of_user = config.results is not None and config.results.exists()
     folder = _folder_for(config)
-    check_writable(folder)
+    check_folder(folder)
     try:
         outcome = run_probe(config, say, lambda outcome: _write_results(outcome, folder))
     except BaseException:
@@ -73,7 +74,7 @@ def _check_file(path: Path) -> None:
         raise InputError(f"--save {path}: expected the name of a file that ends in .safetensors")
     if path.exists():
         LinearProbe.load(path)  # raises unless it is a probe: other files are not overwritten
-    check_writable(path.parent)
+    check_folder(path.parent)
 
 
 def _folder_for(config: ProbeConfig) -> Path:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from extract.errors import InputError
+from extract.system.atomic_files import link_target
 
 __all__ = ["PICTURES", "check_file", "check_folder"]
 
@@ -20,21 +22,26 @@ def check_file(path: Path, endings: Sequence[str] = ()) -> None:
         endings: permitted extensions; empty: any.
 
     Raises:
-        InputError: the extension is not permitted, the path is a folder, or its parent folder does not exist.
+        InputError: the extension is not permitted, the path is a folder, or its parent folder takes no files.
     """
     if endings and path.suffix.lower() not in endings:
         raise InputError(f"{path}: expected a file that ends in {', '.join(endings)}")
     if path.is_dir() or not path.parent.is_dir():
         raise InputError(f"{path} cannot be written: " + ("it is a folder" if path.is_dir() else "no such folder"))
+    check_folder(link_target(path).parent)
 
 
 def check_folder(path: Path) -> None:
-    """Create a folder if it does not exist.
+    """Create a folder if it does not exist, and check that files can be created in it.
 
     Raises:
-        InputError: the path is a file, or the folder cannot be created.
+        InputError: they cannot.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):  # permissions do not tell
+            pass
     except OSError as error:
-        raise InputError(f"{path}: the folder cannot be created: {error.strerror}") from error
+        raise InputError(
+            f"results cannot be written to {path}: {error.strerror}", hint="name a place in another folder"
+        ) from error

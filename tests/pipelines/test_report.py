@@ -310,6 +310,7 @@ def test_a_file_that_is_no_report_is_not_written_over(hostile: Path, tmp_path: P
     assert "mine.html already exists and is not a layertap report" in fails_to_report(hostile, "-o", mine)
     assert mine.read_text() == "<p>mine</p>"
     assert "no such folder" in fails_to_report(hostile, "-o", tmp_path / "none" / "page.html")
+    assert "results cannot be written to /proc: " in fails_to_report(hostile, "-o", "/proc/page.html")
     assert "layer 'x' not found" in fails_to_report(hostile, "-l", "x")
     report(hostile)
     report(hostile)  # its own, it does write over

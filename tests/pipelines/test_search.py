@@ -111,6 +111,7 @@ def test_what_cannot_be_searched_for_is_told(out: Path, folder: Path, tmp_path: 
     assert "text.png: decode error: not an image in a known format" in fails("search", out, tmp_path / "text.png")
     assert "layer 'embeding' not found" in fails("search", out, 0, "-l", "embeding")
     assert "no such folder" in fails("search", out, 0, "-o", tmp_path / "none" / "x.png")
+    assert "cannot be written to /proc: " in fails("search", out, 0, "-o", "/proc/x.png")
     assert "backbone 'timm/other' not found" in fails("search", out, folder / "ant" / "00.png", "-b", "timm/other")
 
 
