@@ -40,6 +40,8 @@ __all__ = [
     "split_poolings",
 ]
 
+_NUMBER = r"0|[1-9]\d{0,17}"  # in the name of a pooling, whose `arguments` check its range
+
 # "Any square" would average T x T attention matrices, and XCiT's channels x channels. No table of models is needed: the
 # axes of a map shrink in proportion to the input.
 _STRIDES_PX = (1, 2, 4, 8, 14, 16, 32, 64)  # of maps; a square matrix of another size, such as T x T, is not a map
@@ -349,9 +351,9 @@ def _grid_arguments(numbers: Numbers, layout: Layout, shape: tuple[int, ...]) ->
         count = shape[0] - layout.prefix_tokens
         raise InputError(f"{name} does not fit {count:,} patch tokens, whose grid is not known", hint="use mean_tokens")
     sides = layout.grid or tuple(side for side, axis in zip(shape, layout.axes, strict=True) if axis in "HW")
-    if size > min(sides):
+    if not 1 <= size <= min(sides):
         raise InputError(
-            f"{name} does not fit a grid of {sides[0]} x {sides[1]} positions", hint=f"use grid{min(sides)} or less"
+            f"{name} does not fit a grid of {sides[0]} x {sides[1]} positions", hint=f"use grid1 to grid{min(sides)}"
         )
     return name, {"size": size}
 
@@ -446,17 +448,17 @@ POOLINGS: dict[str, Pooling] = {
         _generalised_mean, "positions", form=r"gem(\d+(?:\.\d+)?)?", arguments=_generalised_mean_arguments
     ),
     "tokens": Pooling(_tokens, "positions", result=lambda layout: replace(layout, kind="tokens", axes="TC")),
-    "gridG": Pooling(_grid, "positions", result=_as_map, form=r"grid([1-9]\d{0,3})", arguments=_grid_arguments),
+    "gridG": Pooling(_grid, "positions", result=_as_map, form=rf"grid({_NUMBER})", arguments=_grid_arguments),
     "srp[K][sSEED]": Pooling(
         lambda x, layout, projection: projection(x),
         None,
-        form=r"srp([1-9]\d{0,7})?(?:s(0|[1-9]\d{0,9}))?",
+        form=rf"srp({_NUMBER})?(?:s(0|[1-9]\d{{0,9}}))?",
         arguments=_projection_arguments,
     ),
     "pca[w]K": Pooling(
         lambda x, layout, projection: projection(x),
         None,
-        form=r"pca(w)?([1-9]\d{0,5})",
+        form=rf"pca(w)?({_NUMBER})",
         arguments=_axes_arguments,
     ),
 }

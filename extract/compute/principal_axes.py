@@ -197,7 +197,7 @@ class AxesProjection:
         explained: part of the variance of the images of the fit that lies along the axes; NaN before `load`.
 
     Raises:
-        InputError: K is larger than n.
+        InputError: K is 0 or larger than n.
     """
 
     def __init__(self, inputs: int, outputs: int, whiten: bool):
@@ -205,9 +205,9 @@ class AxesProjection:
         self.path: Path | None = None
         self.sha256 = ""
         self.explained = math.nan
-        if outputs > inputs:
+        if not 1 <= outputs <= inputs:
             raise InputError(
-                f"{self.name} of {inputs:,} values: there are no more axes than values",
+                f"{self.name} of {inputs:,} values: there are at least 1 and no more axes than values",
                 hint=f"use K up to {inputs:,}, or none",
             )
         self._on: dict[torch.device, tuple[Tensor, Tensor]] = {}

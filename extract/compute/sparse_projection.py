@@ -131,13 +131,13 @@ class SparseProjection:
         seed: seed of R.
 
     Raises:
-        InputError: K is larger than n, or R has 2**31 entries or more.
+        InputError: K is 0 or larger than n, or R has 2**31 entries or more.
     """
 
     def __init__(self, inputs: int, outputs: int, seed: int):
-        if outputs > inputs:
+        if not 1 <= outputs <= inputs:
             raise InputError(
-                f"srp{outputs} of {inputs:,} values: a projection cannot have more values than the activation",
+                f"srp{outputs} of {inputs:,} values: a projection has at least 1 and no more values than the activation",
                 hint=f"use srpK with K up to {inputs:,}, or none",
             )
         if max(inputs, outputs * (math.isqrt(inputs) + 1) * 2) >= 1 << 31:

@@ -96,7 +96,7 @@ def has_prefix(path: Path, start: tuple[str, ...]) -> bool:
     return tuple(map(str, path[: len(start)])) == start
 
 
-_TEXT = re.compile(r"(?P<layer>[^#:@]*)(?:#(?P<call>\d+))?(?::(?P<path>[^@]*))?(?:@(?P<what>\w+))?")
+_TEXT = re.compile(r"(?P<layer>[^#:@]*)(?:#(?P<call>\d+))?(?::(?P<path>[^@]+))?(?:@(?P<what>\w+))?")
 
 
 def split_text(text: str, names: Container[str]) -> tuple[str, int | None, tuple[str, ...], str | None]:

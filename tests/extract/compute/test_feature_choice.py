@@ -304,6 +304,7 @@ def test_a_part_of_a_tuple_can_be_named(net: Backbone) -> None:
         ("plain:mean_mpa", r"':mean_mpa' after layer 'plain' is neither a pooling \(auto, .* nor .* \(plain\)"),
         ("lstm:2", r"nor one of its tensors \(lstm:0, lstm:1.0, lstm:1.1\)"),
         ("plain#1", "'#1' after layer 'plain'"),
+        ("plain:", "layer 'plain:' not found in net; nearest: 'plain'"),
     ],
 )
 def test_names_that_do_not_exist(net: Backbone, layer: str, message: str) -> None:
