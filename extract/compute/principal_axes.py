@@ -207,7 +207,7 @@ class AxesProjection:
         self.explained = math.nan
         if not 1 <= outputs <= inputs:
             raise InputError(
-                f"{self.name} of {inputs:,} values: there are at least 1 and no more axes than values",
+                f"{self.name} of {inputs:,} values: there are 1 to {inputs:,} axes",
                 hint=f"use K up to {inputs:,}, or none",
             )
         self._on: dict[torch.device, tuple[Tensor, Tensor]] = {}

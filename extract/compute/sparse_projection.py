@@ -137,7 +137,7 @@ class SparseProjection:
     def __init__(self, inputs: int, outputs: int, seed: int):
         if not 1 <= outputs <= inputs:
             raise InputError(
-                f"srp{outputs} of {inputs:,} values: a projection has at least 1 and no more values than the activation",
+                f"srp{outputs} of {inputs:,} values: a projection has 1 to {inputs:,} values",
                 hint=f"use srpK with K up to {inputs:,}, or none",
             )
         if max(inputs, outputs * (math.isqrt(inputs) + 1) * 2) >= 1 << 31:

@@ -291,6 +291,19 @@ def _as_typed(key: str) -> str:
     return key
 
 
+class _Loader(yaml.SafeLoader):
+    """A loader that refuses a key that is given twice; the others take the last."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                raise yaml.MarkedYAMLError(problem=f"the key {key.value!r} is given twice", problem_mark=key.start_mark)
+            seen.add(key.value if isinstance(key, yaml.ScalarNode) else key)
+        return node
+
+
 def read_yaml(path: Path) -> dict[str, Any]:
     """Return the keys and values of a config file.
 
@@ -298,7 +311,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         InputError: the file cannot be read, or is not a YAML mapping.
     """
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
         if not isinstance(content, dict):
             raise InputError(f"config file {path} has no keys; expected lines such as `images: photos`")
         values: dict[str, Any] = _with_homes(content)

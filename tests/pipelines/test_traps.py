@@ -121,6 +121,7 @@ def test_aliases_of_a_config_file_are_expanded(tmp_path: Path) -> None:
         ),
         ("images: 'photos\n", "line 2, column 1: found unexpected end of stream"),
         ("images: a: b\n", "line 1, column 10: mapping values are not allowed here"),
+        ("images: a\nsize: 8\nimages: b\n", "line 3, column 1: the key 'images' is given twice"),
         ("images: *x\n", "line 1, column 9: found undefined alias"),
         ("images: !!python/name:os.system\n", "line 1, column 9: could not determine a constructor"),
     ],
