@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -92,8 +93,11 @@ def embed(
         outcome = embed(resolved, images)
     except OtherFeaturesError as error:
         can_add = error.only_layers and not resolved.add_layers
-        more = ["--add-layers"] if can_add else ["-o", f"{resolved.place}-2"]
-        raise InputError(error.message, hint=command_line(*more)) from error
+        other = ["-o", f"{resolved.place}-2"]
+        hint = command_line(*["--add-layers"] if can_add else other)
+        if resolved.out and not can_add:  # a second -o would stand beside the first
+            hint = f"choose another output folder: {shlex.join(other)}"
+        raise InputError(error.message, hint=hint) from error
     print_result(outcome, as_json, summary_as_json, print_summary)
     if outcome.signal:
         ctx.exit(128 + outcome.signal)

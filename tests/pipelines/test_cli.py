@@ -197,6 +197,8 @@ def test_an_output_of_another_fingerprint_is_told_and_kept(folder: Path, tmp_pat
     assert "holds other features" in text
     assert "weights_sha256: " in text
     assert "features.layer1: stored nothing, now " in text
+    assert f"choose another output folder: -o {tmp_path / 'out'}-2" in text
+    assert "--add-layers" not in fails("embed", folder, "-o", tmp_path / "out", *SMALL, "-l", "layer1:pca2")
     assert (tmp_path / "out" / "shards" / "000000.h5").read_bytes() == before
 
 

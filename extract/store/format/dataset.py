@@ -373,11 +373,12 @@ class DataSet:
         return not changed
 
     def _differs_in_layers(self, existing: DataSet) -> bool:
-        """Whether a data set is complete, and differs in features only, which have other names."""
+        """Whether a data set is complete, and differs in features only, which have other names and no axes to fit."""
         of_both = {feature.name for feature in self.features} & {feature.name for feature in existing.features}
         parts = [dataset.with_features(of_both) for dataset in (self, existing)]
         is_complete = all(files.published is not None and files.part is None for files in existing.shard_files())
-        return is_complete and not parts[0]._differences(parts[1])
+        needs_axes = any("axes not fitted" in text for text in self.depends_on.get("features", {}).values())
+        return is_complete and not needs_axes and not parts[0]._differences(parts[1])
 
     def with_features(self, names: Container[str]) -> DataSet:
         """Return a description without the features that have other names."""
