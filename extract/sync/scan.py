@@ -80,7 +80,8 @@ class Scan:
 
     def _on_unreadable(self, folder: str, error: OSError) -> None:
         if not folder:
-            raise LayertapError(f"cannot read folder {self.root}: {error.strerror}") from error
+            hint = "is the disk mounted?" if isinstance(error, _GONE) else ""
+            raise LayertapError(f"cannot read folder {self.root}: {error.strerror}", hint=hint) from error
         if not isinstance(error, _GONE):  # else it was deleted during the scan
             self.unreadable[folder] = error.strerror or str(error)
 

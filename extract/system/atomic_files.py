@@ -507,7 +507,7 @@ def _lock(file: TextIO, kind: int, out: Path) -> None:
         file.seek(0)
         raise LockedError(
             f"{out} is locked by {file.read().strip() or 'another process'}",
-            hint="wait until that process ends, or choose another output folder",
+            hint="wait until that process ends",
         ) from error
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shlex
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -12,6 +13,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from stat import S_ISREG
 from typing import TYPE_CHECKING, Any
+
+import click
 
 from extract.errors import InputError, LayertapError, LockedError, UnknownNameError, first_line
 from extract.sync.difference import Report
@@ -201,7 +204,8 @@ def print_synced(synced: SyncResult, echo: Callable[[str], None]) -> None:
     out, report = synced.config.folder, synced.report
     if report is None:
         assert synced.error is not None
-        print_error(synced.error.message, synced.error.hint)
+        config = click.get_current_context().params["config_path"]
+        print_error(synced.error.message, synced.error.hint.replace("sync CONFIG", f"sync {shlex.quote(config)}"))
         return
     for note in report.notes:
         print_line(f"note: {out}: {note}", fg="yellow", err=True)

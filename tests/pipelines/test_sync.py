@@ -124,6 +124,7 @@ def test_one_folder_that_fails_does_not_keep_the_others_from_their_pass(folder: 
     (tmp_path / "one").mkdir()
     result = layertap("sync", config, "--json")
     assert "is the disk mounted?" in result.stderr
+    assert f"`layertap sync {config} --force` confirms" in result.stderr
     assert [one["exit_code"] for one in json.loads(result.stdout)] == [1, 1, 0]
     assert "one data set" in fails("sync", config, "--force")
     assert layertap("sync", config, "--force", "--only", tmp_path / "out-one").exit_code == 0

@@ -33,7 +33,7 @@ def test_a_folder_that_is_kept_is_not_locked_by_a_writer_and_the_other_way_round
         with pytest.raises(LockedError, match="another thread"), kept(tmp_path):
             pass
     with kept(tmp_path):
-        refused = f"LockedError {tmp_path} is locked by another process; wait until that process ends, or "
+        refused = f"LockedError {tmp_path} is locked by another process; wait until that process ends"
         assert in_another_process("locked", tmp_path).startswith(refused)
         assert in_another_process("kept", tmp_path) == ""
     assert in_another_process("locked", tmp_path) == ""
