@@ -20,7 +20,7 @@ from extract.errors import InputError, LayertapError, unknown_name
 from extract.row_status import Status
 from extract.store.batches import Shuffle, batches
 from extract.store.feature_array import FeatureArray, RowIndex
-from extract.store.format.layout import ROW_DATA, StoredFeature, feature_types
+from extract.store.format.layout import REPAIR_HINT, ROW_DATA, StoredFeature, feature_types
 from extract.store.format.writer import hash_records, hash_rows
 from extract.store.places.shard_cache import CACHE_BYTES, ShardCache
 from extract.store.row_selection import OpenShards, RowSelection, open_selections
@@ -336,7 +336,7 @@ class FeatureReader:
             row = int(rows[np.flatnonzero(~agree)[0]])
             raise InputError(
                 f"row {row} ({self.paths[row]}) of {self._name} is damaged: it does not match its hashes",
-                hint="run `layertap verify --repair`, then `layertap embed` or `layertap sync`",
+                hint=REPAIR_HINT,
             )
         return features
 

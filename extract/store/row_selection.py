@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from extract.errors import InputError, LayertapError, LockedError
 from extract.row_status import Status
 from extract.store.format.dataset import UNFINISHED_HINT, DataSet
-from extract.store.format.layout import Identity, StoredFeature
+from extract.store.format.layout import REPAIR_HINT, Identity, StoredFeature
 from extract.store.format.receipt import reasons_in, reasons_of
 from extract.store.format.shard import Shard
 from extract.store.format.version import RowTable
@@ -461,7 +461,7 @@ def _stored_rows(shard: Shard, partial: bool) -> NDArray[np.int64]:
     if len(stored) < len(shard) and not is_part:
         raise InputError(
             f"{shard.name} is damaged: {len(shard) - len(stored)} rows are pending in a finished file",
-            hint="run `layertap verify --repair`, then the command that created the data set",
+            hint=REPAIR_HINT,
         )
     if len(stored) < len(shard) and not partial:
         raise LayertapError(

@@ -183,7 +183,7 @@ def _check_shard(dataset: DataSet, number: int, files: ShardFiles, verification:
         cause = error.__cause__
         if not isinstance(error, InputError) and not (isinstance(cause, OSError) and cause.errno in MEDIA_ERRORS):
             raise  # not a fault of the file: too many open files, a missing library
-        verification.faults.append(Fault(str(error).removeprefix(f"{path} "), _remedy_of(path), number, name))
+        verification.faults.append(Fault(error.message.removeprefix(f"{path} "), _remedy_of(path), number, name))
         return None
     try:
         faults = [*_faults_of_rows(shard, name, verification.rows)]

@@ -31,7 +31,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from extract.errors import InputError, LayertapError
+from extract.errors import InputError, LayertapError, first_line
 from extract.system.atomic_files import open_regular
 
 __all__ = [
@@ -150,7 +150,8 @@ def parse_json(content: bytes, name: Path | str, shape: Any = dict) -> dict[str,
         if re.search(rb"\\u[dD][89a-fA-F]", content):
             os.fsencode(json.dumps(parsed, ensure_ascii=False))
     except (ValueError, RecursionError) as error:  # RecursionError: [[[[...
-        raise InputError(f"{name} is damaged: {type(error).__name__}: {error}") from error
+        problem = f"it is not JSON: {first_line(error)}" if content.strip() else "it is empty"
+        raise InputError(f"{name} is damaged: {problem}") from error
     if content.count(b"[") + content.count(b"{") > _DEPTH and _is_deep(parsed):
         raise InputError(f"{name} is damaged: its content is nested more than {_DEPTH} deep")
     if not isinstance(parsed, dict):

@@ -80,6 +80,7 @@ __all__ = [
     "FORMAT",
     "FORMAT_VERSION",
     "READABLE_VERSIONS",
+    "REPAIR_HINT",
     "ROW_DATA",
     "VERSIONS_TEXT",
     "WHOLE_TYPES",
@@ -104,6 +105,7 @@ FORMAT_VERSION = 1  # of files that are written
 READABLE_VERSIONS = (1,)  # every version that was ever written: its data sets stay readable
 CHANGES_VERSION = 2  # of a `dataset.json` whose version has a table of changes; its shards are of the versions above
 VERSIONS_TEXT = " or ".join(map(str, READABLE_VERSIONS))
+REPAIR_HINT = "run `layertap verify OUT --repair`, then the command that created the data set"
 WHOLE_TYPES = ("int32", "int64")  # of features that are whole numbers
 
 # Chunks of 0.5 to 1 MB, full width: measured on (80k, 1280) float16, such chunks write at disk speed and read at
@@ -436,7 +438,7 @@ def read_header(raw: BinaryIO, path: Path | str) -> list[tuple[int, int]]:
     """
     fixed, row_data, fixed_xxh3 = read_layout(raw, path)
     if fixed_xxh3 != _hash_fixed(raw, fixed):
-        raise InputError(f"{path} is damaged: its paths, labels or structure do not match their hash")
+        raise InputError(f"{path} is damaged: its paths, labels or structure do not match their hash", hint=REPAIR_HINT)
     return row_data
 
 
@@ -462,7 +464,7 @@ def read_layout(raw: BinaryIO, path: Path | str) -> tuple[list[tuple[int, int]],
         content = json.loads(head[title.end() : header_bytes].rstrip(b"\0"))
         expected, ranges = content["size"], [(int(first), int(stop)) for first, stop in content["row_data"]]
         if size != expected:
-            raise InputError(f"{path} is damaged: it has {size:,} bytes, expected {expected:,}")
+            raise InputError(f"{path} is damaged: it has {size:,} bytes, expected {expected:,}", hint=REPAIR_HINT)
         edges = [header_bytes, *(edge for byte_range in ranges for edge in byte_range), size]
         if edges != sorted(edges) or size - sum(stop - first for first, stop in ranges) > 2 * _FIXED_BYTES:
             raise ValueError
@@ -470,7 +472,9 @@ def read_layout(raw: BinaryIO, path: Path | str) -> tuple[list[tuple[int, int]],
     except InputError:
         raise
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-        raise InputError(f"{path} is damaged: its first {header_bytes} bytes are not a valid header") from None
+        raise InputError(
+            f"{path} is damaged: its first {header_bytes} bytes are not a valid header", hint=REPAIR_HINT
+        ) from None
 
 
 def _between(header_bytes: int, size: int, row_data: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -31,6 +31,7 @@ from extract.errors import InputError, LayertapError, first_line, unknown_name
 from extract.store.format.checked_file import Seekable
 from extract.store.format.layout import (
     COLUMNS,
+    REPAIR_HINT,
     ROW_DATA,
     RowNames,
     StoredFeature,
@@ -358,7 +359,8 @@ class Shard:
                 values: NDArray[Any] = self._packed[1]["features"][name][start:stop]
             except OSError as error:
                 raise InputError(
-                    f"{self.name} is damaged: rows {start} to {stop - 1} of {name!r} cannot be decompressed"
+                    f"{self.name} is damaged: rows {start} to {stop - 1} of {name!r} cannot be decompressed",
+                    hint=REPAIR_HINT,
                 ) from error
             return values
 

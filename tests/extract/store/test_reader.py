@@ -596,7 +596,7 @@ def test_pending_rows_are_not_read(complete: Path) -> None:
     for path in (complete, shard):
         with pytest.raises(
             LayertapError,
-            match="000002.h5 is damaged: 1 rows are pending in a finished file; run `layertap verify --repair`",
+            match="000002.h5 is damaged: 1 rows are pending in a finished file; run `layertap verify OUT --repair`",
         ):
             FeatureReader(path)
 

@@ -785,7 +785,7 @@ def test_a_damaged_row_does_not_stop_passes(tmp_path: Path, monkeypatch: pytest.
                 file["features/fc"][0] += 1
     assert report.rows == 9
     assert "cannot be compacted" in report.notes[0]
-    assert "`layertap verify --repair`" in report.notes[0]
+    assert "`layertap verify OUT --repair`" in report.notes[0]
     known = {f"{number:06d}" for number in DataSet.open(home.out).version.passes}  # type: ignore[union-attr]
     assert {folder.name for folder in (home.out / "passes").iterdir()} == known
     repair(verify(home.out))

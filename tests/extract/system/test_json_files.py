@@ -52,8 +52,10 @@ def test_a_fault_is_named(content: Any, fault: str | None) -> None:
 
 def test_bytes_of_a_path_are_text_and_half_a_pair_is_not() -> None:
     assert parse_json(b'{"a": "\\udcff \\ud83d\\ude00"}', "x") == {"a": "\udcff \U0001f600"}
-    with pytest.raises(InputError, match="x is damaged: UnicodeEncodeError"):
+    with pytest.raises(InputError, match="x is damaged: it is not JSON: "):
         parse_json(b'{"a": "\\ud800"}', "x")
+    with pytest.raises(InputError, match="x is damaged: it is empty"):
+        parse_json(b"", "x")
 
 
 def test_a_log_is_read_without_its_damaged_lines(tmp_path: Path) -> None:
