@@ -113,6 +113,11 @@ def load_backbone(
             be read safely.
         LayertapError: the weights cannot be downloaded, or a library or the device is missing.
     """
+    if not isinstance(spec, str):
+        raise InputError(
+            f"the backbone is a {type(spec).__name__}; expected a spec, or what load_backbone returns",
+            hint="return your own module and its transform from a function in a file: python/FILE.py:FUNCTION",
+        )
     loaded = loading.load(
         spec,
         weights=weights,

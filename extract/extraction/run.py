@@ -28,6 +28,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from extract import defaults
+from extract.backbones import LoadedBackbone
 from extract.compute.backbone import Backbone, load_backbone
 from extract.compute.forward import Values
 from extract.errors import InputError, LayertapError
@@ -101,7 +102,7 @@ def extract_features(arguments: Arguments) -> FeatureReader:
             f"{out}: from Python, features are written to a folder",
             hint=f"`layertap embed -o {out}` builds shards and publishes them there",
         )
-    if isinstance(backbone, str):
+    if not isinstance(backbone, LoadedBackbone):
         backbone = load_backbone(
             backbone, preprocessing=arguments.preprocessing, **values_of(BackboneSettings, arguments)
         )

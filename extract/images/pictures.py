@@ -12,7 +12,7 @@ from PIL import Image
 from torch import Tensor
 
 from extract.errors import InputError
-from extract.images.decoding import to_picture
+from extract.images.decoding import conversion, to_picture
 
 __all__ = ["Picture", "as_picture", "each_picture"]
 
@@ -49,7 +49,13 @@ def as_picture(picture: Any, given: str) -> Image.Image:
         picture = picture[:, :, 0] if picture.ndim == 3 and picture.shape[2] == 1 else picture
     if isinstance(picture, np.ndarray):
         if picture.dtype != np.uint8:
-            raise InputError(f"{given} is an array of {picture.dtype}; expected uint8, 0 to 255")
+            is_numeric = picture.dtype.kind in "fiu" and picture.size
+            raise InputError(
+                f"{given} is an array of {picture.dtype}; expected uint8, 0 to 255",
+                hint=conversion("pictures", "pictures = {}", float(picture.min()), float(picture.max()))
+                if is_numeric
+                else "",
+            )
         if picture.ndim not in (2, 3) or (picture.ndim == 3 and picture.shape[2] not in (3, 4)) or not picture.size:
             raise InputError(f"{given} is an array of shape {picture.shape}; expected (H, W, 3) or (H, W)")
         picture = Image.fromarray(np.ascontiguousarray(picture))

@@ -88,7 +88,7 @@ def test_no_pictures_give_no_rows(backbone: Backbone) -> None:
 
 @pytest.mark.parametrize(
     ("given", "message"),
-    [(np.zeros((8, 8, 3)), "picture 0 is an array of float64; expected uint8"),
+    [(np.zeros((8, 8, 3)), r"picture 0 is an array of float64; .*; pictures = .pictures \* 255..round"),
      (np.zeros((8, 8, 5), "u1"), r"picture 0 is an array of shape \(8, 8, 5\)"),
      (np.zeros((0, 8, 3), "u1"), r"picture 0 is an array of shape \(0, 8, 3\)"),
      (torch.zeros(8, 8, 3, dtype=torch.uint8), r"picture 0 is a tensor of shape \(8, 8, 3\); expected \(3, H, W\)"),
@@ -100,6 +100,12 @@ def test_no_pictures_give_no_rows(backbone: Backbone) -> None:
 def test_what_is_no_picture_is_refused(backbone: Backbone, given: object, message: str) -> None:
     with pytest.raises(InputError, match=message):
         backbone.features(given, "layer4")  # type: ignore[arg-type]
+
+
+def test_a_module_of_ones_own_is_refused_with_the_way_to_pass_it(folder: Path, tmp_path: Path) -> None:
+    for given in (torch.nn.Flatten(), (torch.nn.Flatten(), None)):
+        with pytest.raises(InputError, match="expected a spec, or what load_backbone returns; .*python/FILE.py"):
+            extract_features(folder, out=tmp_path / "out", backbone=given)  # type: ignore[arg-type]
 
 
 def test_a_truncated_file_is_named(backbone: Backbone, tmp_path: Path) -> None:
