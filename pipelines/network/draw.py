@@ -29,7 +29,7 @@ from extract.taps.layer_names import match_layers, named_layers
 from extract.taps.taps import Taps
 from pipelines.network import figures
 from pipelines.network.config import DrawConfig
-from pipelines.network.image_sample import Sample, class_name, sample_of
+from pipelines.network.image_sample import Sample, class_name, n_outputs, sample_of
 from pipelines.terminal.backbone import backbone_of
 from pipelines.terminal.figures import drawable, save_figure
 from pipelines.terminal.output_paths import check_folder
@@ -53,6 +53,9 @@ def draw(kind: str, config: DrawConfig) -> list[Path]:
         raise InputError(f"--target is for gradcam, not for {kind}", hint="leave it out")
     check_folder(config.out)
     backbone = backbone_of(config)
+    last = n_outputs(backbone) - 1
+    if config.target is not None and config.target > last >= 0:
+        raise InputError(f"--target {config.target}: expected a class from 0 to {last}")
     if kind == "top" and "sample" not in config.model_fields_set:
         config = config.model_copy(update={"sample": _SAMPLED})
     sample = sample_of(config, backbone)

@@ -59,7 +59,8 @@ __all__ = [
 _MOST_WORKERS = max(128, 4 * defaults.CORES)
 
 # Pydantic's words for limits, and ours.
-_SHORTER = {"greater than or equal to": "at least", "less than or equal to": "at most", "greater than": "more than"}
+_SHORTER = {"greater than or equal to": "at least", "less than or equal to": "at most", "greater than": "more than",
+            ", unable to parse string as a number": ""}  # fmt: skip
 
 _FIRST = ("images", "backbone", "backbones", "layers", "out", "weights")  # in help texts and pages of reference
 
@@ -131,7 +132,8 @@ class BackboneConfig(BackboneKeys, DecodingKeys, BaseModel):
     def _parse_size(cls, value: Any) -> Any:
         if isinstance(value, str) and (match := re.fullmatch(r"(\d+)(?:x(\d+))?", value, re.ASCII)):
             value = int(match[1]) if match[2] is None else [int(match[1]), int(match[2])]
-        if value is not None and (isinstance(value, str) or (isinstance(value, list) and len(value) != 2)):
+        pixels = value if isinstance(value, list) else [value, value]
+        if value is not None and (isinstance(value, str) or len(pixels) != 2 or 0 in pixels):
             raise ValueError("expected pixels, such as 256 or 256x320")
         return value
 
@@ -264,6 +266,8 @@ def checked(model: type[Config], values: dict[str, Any], where: str = "", flags:
             text, hint = e["msg"].removeprefix("Value error, ").replace("Input should be", "expected"), ""
             for long, short in _SHORTER.items():
                 text = text.replace(long, short)
+            if str(e["input"]).endswith("%"):
+                hint = "write a share as a number, such as 0.2"
             if isinstance(refused, InputError):
                 text, hint = refused.message, refused.hint
             key = str(e["loc"][0]) if e["loc"] else ""

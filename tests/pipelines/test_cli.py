@@ -218,6 +218,7 @@ def test_outputs_that_cannot_be_written(folder: Path, tmp_path: Path) -> None:
         ('images: ""', "expected a path that is not empty"),
         ('images: "a\\0b"', "expected a path that is not empty"),
         ("images: x\nlimit: true", "limit: expected a valid integer"),
+        ("images: x\nsize: 0", "size: expected pixels, such as 256 or 256x320; got 0"),
     ],
 )
 def test_wrong_config_files(tmp_path: Path, content: str, message: str) -> None:

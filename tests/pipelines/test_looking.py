@@ -362,6 +362,8 @@ def test_attention_of_each_layer_and_refusals(folder: Path, tmp_path: Path) -> N
     assert "leave out -l" in run("draw", "rollout", *of, "-l", "blocks.0.attn", code=2)
     relu = ("torchvision/resnet18", folder, *few, "-l", "layer1.0.relu")
     run("draw", "gradcam", *relu, "-o", tmp_path / "r")
+    wrong = run("draw", "gradcam", *relu, "-o", tmp_path / "r", "--target", 5000, code=2)
+    assert "--target 5000: expected a class from 0 to 999" in wrong
     assert len(list((tmp_path / "r").iterdir())) == 2
     run("draw", "maps", *relu, "-o", tmp_path / "q")
     assert len(list((tmp_path / "q").iterdir())) == 2

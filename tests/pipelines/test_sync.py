@@ -166,6 +166,7 @@ def test_a_second_sync_at_once_exits_with_4_and_names_the_first(config: Path, tm
         ({"images": "s3://bucket/x"}, "a folder on this machine, not a URL"),
         ({"images": "x", "out": "s3://bucket/x"}, "sync writes to a folder on this machine, not to a URL"),
         ({"images": "x", "out": "x/out"}, "lies inside x"),
+        ({"images": "x", "max_vanish": "20%"}, "max_vanish: expected a valid number; got '20%'; write a share as"),
         ({"images": "x", "settle": "5 parsecs"}, "expected seconds, or a time such as 90s"),
         ({"images": "x", "max_vanish": 2}, "max_vanish"),
         ({"images": "x", "keep_gone": float("inf")}, "expected at most 36500d"),
