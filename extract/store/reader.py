@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import os
+import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -116,7 +117,8 @@ class FeatureReader:
                     features, fingerprint = opened.features, opened.fingerprint
                 elif opened.fingerprint != fingerprint or feature_types(opened.features) != feature_types(features):
                     raise InputError(
-                        f"{source} and {paths[0]} have different fingerprints; their features cannot be combined"
+                        f"{source} and {paths[0]} have different fingerprints; their features cannot be combined",
+                        hint=f"`layertap show {shlex.join([str(paths[0]), str(source)])}` compares them",
                     )
                 more = {feature.name: feature.attributes for feature in opened.features}  # than earlier versions store
                 features = [replace(each, attributes={**more[each.name], **each.attributes}) for each in features]

@@ -678,6 +678,7 @@ def test_code_that_a_probe_names_is_not_run_unless_the_user_names_it_too(made, t
 def test_predict_refuses_what_is_no_probe_or_no_place(made, kept, tmp_path):
     error = fails("predict", made / "out" / "dataset.json", made / "out", "-o", tmp_path / "x.csv")
     assert "cannot be read as a probe" in error
+    assert "`layertap probe --save`" in error
     assert "no such folder" in fails("predict", kept, made / "out", "-o", tmp_path / "no" / "x.csv")
     assert "cannot be written to /proc: " in fails("predict", kept, made / "out", "-o", "/proc/x.csv")
     assert "nowhere" in fails("predict", kept, tmp_path / "nowhere", "-o", tmp_path / "x.csv")

@@ -152,9 +152,8 @@ class LinearProbe:
         except FileNotFoundError as error:
             raise InputError(f"{path}: no such file") from error
         except (SafetensorError, OSError, KeyError, ValueError, TypeError, RecursionError) as error:
-            if isinstance(error, InputError):
-                raise
-            raise InputError(f"{path} cannot be read as a probe: {error}") from error
+            problem = error.message if isinstance(error, InputError) else f"{path} cannot be read as a probe: {error}"
+            raise InputError(problem, hint="name a file that `layertap probe --save` has written") from error
         if problem := _inconsistency(probe):
             raise InputError(f"{path} is not a valid probe: {problem}")
         if expected is not None and expected != _sha256(tensors, text):

@@ -75,7 +75,7 @@ def test_an_image_in_both_is_named(tmp_path: Path) -> None:
 
 def test_other_fingerprints_and_unfinished_sets_are_refused(sources: list[Path], tmp_path: Path) -> None:
     other = complete_data_set(tmp_path / "other", depends_on={"weights": "v"})
-    with pytest.raises(InputError, match="have different fingerprints"):
+    with pytest.raises(InputError, match="have different fingerprints.*`layertap show .*zoo .*other` compares them"):
         merge([sources[0], other.out], tmp_path / "all")
     with pytest.raises(InputError, match="zoo is one of the data sets to merge"):
         merge(sources, sources[0])
