@@ -511,7 +511,7 @@ def test_two_readers_share_the_limit_of_open_files(tmp_path: Path) -> None:
 import resource
 import extract.store.row_selection as row_selection
 from extract import FeatureReader
-row_selection.OPENED_AT_ONCE = row_selection._OTHER_FILES = 0
+row_selection.OPENED_AT_ONCE, row_selection._OTHER_FILES = 0, 8
 readers = [FeatureReader({str(out)!r}) for _ in range(2)]
 resource.setrlimit(resource.RLIMIT_NOFILE, (45, 45))
 held = [reader["vector"][:] for reader in readers]
