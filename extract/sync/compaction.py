@@ -84,7 +84,10 @@ def compact(out: Path, max_dead: float) -> Compacted:
             raise InputError(
                 f"{out}: the records of files are lost: {records.made_again}", hint="run `layertap sync` to repair it"
             )
-        return compact_passes(out, records, published, max_dead, now_ns)[0]
+        compacted, published = compact_passes(out, records, published, max_dead, now_ns)
+        if not records.changed:
+            publish(out, published.images["root"], records, published)  # deletes what an earlier run could not delete
+        return compacted
 
 
 def compact_passes(

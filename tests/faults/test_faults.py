@@ -209,13 +209,15 @@ def content_of(out: Path) -> dict[str, Any]:
         return {path.name: path.read_bytes() for path in out.iterdir()}
     assert verify(out).faults == []
     files = (path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file())
-    # A sync that is interrupted may take a number. Files that were put aside are no part of the data set.
-    names = sorted(re.sub(r"^(versions|passes)/\d{6}", r"\1/N", name) for name in files if "damaged" not in name)
+    # A sync that is interrupted may take a number. Files that were put aside are no part of the data set. Where rows
+    # cannot be read, `repair` has them computed again, as a new revision of their shard.
+    number = r"(?<=^versions/)\d{6}|(?<=^passes/)\d{6}|(?<=/\d{6})-r\d+"
+    names = sorted(re.sub(number, "", name) for name in files if "damaged" not in name)
     with FeatureReader(out) as reader:
         features = {name: np.asarray(reader[name][:]).tobytes() for name in reader.layers}
         return {
             # Not the log of a pass: rows that a failed pass stored are moved to a new one, which computes nothing.
-            "names": [name for name in names if name not in (".lock", "passes/N/runs.jsonl")],
+            "names": [name for name in names if name not in (".lock", "passes//runs.jsonl")],
             "features": features, "paths": reader.paths[:],
             "status": reader.status.tolist(), "labels": reader.labels.tolist(), "failures": reader.failures,
         }  # fmt: skip
