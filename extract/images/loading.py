@@ -32,7 +32,6 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
-from torch.utils.data._utils import signal_handling
 
 from extract import defaults
 from extract.credentials import text_without_credentials
@@ -467,7 +466,7 @@ def load_batches(
     if workers and threading.current_thread() is threading.main_thread():  # only this thread sets and runs handlers
         # PyTorch's handler would raise an error as soon as a worker dies, in any code that this thread runs: while it
         # seals a shard, in a `finally`. `Batches` looks for dead workers while it waits.
-        if getattr(handler, "__module__", "") == signal_handling.__name__:  # of an earlier DataLoader of the caller
+        if getattr(handler, "__module__", "").startswith("torch.utils.data."):  # of an earlier DataLoader of the caller
             handler = partial(_without_deaths, handler)
         signal.signal(signal.SIGCHLD, handler or signal.SIG_DFL)
     started = [process for process in active_children() if process not in before]
