@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import nn
 
 from extract.backbones import LoadedBackbone
 from extract.backbones.output_as_embedding import WithEmbedding
@@ -165,8 +165,8 @@ def choose_features(backbone: LoadedBackbone, layers: Sequence[str], *, in_order
         UnknownNameError: a layer or pooling does not exist.
         InputError: a layer never runs, its rows are not the images, or the pooling does not fit.
     """
-    layer_names = named_layers(backbone.model)
-    requests = [request for text in layers for request in _parse(backbone, layer_names, text)]
+    modules = named_layers(backbone.model)
+    requests = [request for text in layers for request in _parse(backbone, modules, text)]
     trial, has_grids = _trial(backbone, requests), _has_grids(backbone)
     record = trial.record
     names = {site: name for name, site in record.sites.items()}
@@ -180,7 +180,13 @@ def choose_features(backbone: LoadedBackbone, layers: Sequence[str], *, in_order
             never_run[request.layer] = None
         for site in sites:
             name = EMBEDDING if request.what == "input" else names[site]
-            feature = _feature(backbone, name, request.pooling, site, trial, has_grids)
+            try:
+                feature = _feature(backbone, name, request.pooling, site, modules[site.layer], trial, has_grids)
+            except InputError as error:
+                if not sites[1:] or request.by_glob:
+                    raise
+                tensors = ", ".join(other.text() for other in sites)
+                raise InputError(error.message, hint=f"{error.hint}; or choose among its tensors: {tensors}") from None
             features.setdefault((site, feature.pooling), feature)
     ran = {site.layer for site in record.sites.values()}
     if not features and (wrong := [request for request in requests if request.part and request.layer in ran]):
@@ -193,7 +199,7 @@ def choose_features(backbone: LoadedBackbone, layers: Sequence[str], *, in_order
         for (site, _), feature in features.items()
     ]
     if in_order:
-        places = {name: place for place, name in enumerate(layer_names)}
+        places = {name: place for place, name in enumerate(modules)}
         named.sort(key=lambda feature: places[feature.site.layer])
     if len({feature.name for feature in named}) < len(named):
         raise InputError(f"{backbone.spec} has a layer called {EMBEDDING!r}", hint="extract it in a separate run")
@@ -282,10 +288,13 @@ def _absent(backbone: LoadedBackbone, record: Record, request: _Request) -> Laye
     )
 
 
-def _hint(backbone: LoadedBackbone, shape: tuple[int, ...]) -> str:
-    """Return how a user's own model says where the patches begin in tokens of a shape (T, C)."""
+def _hint(backbone: LoadedBackbone, layout: Layout | None, pooling: str) -> str:
+    """Return how a user's own model says that tokens precede the patch tokens, if that may help."""
     source = SOURCES.get(backbone.spec.partition("/")[0])
-    if len(shape) != 2 or source is None or not source.runs_code or backbone.prefix_tokens:
+    if layout is None or source is None or not source.runs_code or backbone.prefix_tokens:
+        return ""
+    may_have_more = layout.kind == "tokens" and pooling.startswith("cls_token")
+    if not may_have_more and "number of patches" not in layout.reason:
         return ""
     return "if tokens precede the patch tokens, set their number as model.num_prefix_tokens"
 
@@ -295,28 +304,37 @@ def _has_grids(backbone: LoadedBackbone) -> bool:
     return all(type(module).__name__ not in ("Hiera", "HieraEncoder") for module in backbone.model.modules())
 
 
-def _by_image(backbone: LoadedBackbone, site: Site, trial: Trial, has_grids: bool) -> tuple[BatchAxis, Tensor, Layout]:
-    """Return the position of the images in a tensor of the trial, the tensor as (B, *shape), and its layout.
-
-    Raises:
-        InputError: its rows are not the images.
-    """
-    rows = trial.rows(site)
-    values = rows.by_image(trial.record[site])
+def _recognised(shape: Sequence[int], backbone: LoadedBackbone, module: nn.Module, has_grids: bool) -> Layout:
+    """Return the layout of the activation of one image of a layer."""
+    is_2d = type(module).__module__.startswith("torch.nn.") and type(module).__name__.endswith("2d")  # as Conv2d
     layout = recognise(
-        values.shape[1:], backbone.preprocessing.crop_px, backbone.prefix_tokens, backbone.patches, backbone.class_token
+        shape,
+        backbone.preprocessing.crop_px,
+        backbone.prefix_tokens,
+        backbone.patches,
+        backbone.class_token,
+        channels_first=is_2d,
     )
-    return rows, values, layout if has_grids else replace(layout, grid=None)
+    return layout if has_grids else replace(layout, grid=None)
 
 
-def _feature(backbone: LoadedBackbone, name: str, pooling: str, site: Site, trial: Trial, has_grids: bool) -> Feature:
-    shape: tuple[int, ...] = ()
+def _feature(
+    backbone: LoadedBackbone,
+    name: str,
+    pooling: str,
+    site: Site,
+    module: nn.Module,
+    trial: Trial,
+    has_grids: bool,
+) -> Feature:
+    layout: Layout | None = None
     try:
-        rows, values, layout = _by_image(backbone, site, trial, has_grids)
-        shape = tuple(values.shape[1:])
+        rows = trial.rows(site)
+        values = rows.by_image(trial.record[site])
+        layout = _recognised(values.shape[1:], backbone, module, has_grids)
         poolings = resolve_pooling(pooling, values, layout, backbone.reads_class_token)
     except InputError as error:
-        hint = _hint(backbone, shape) or error.hint
+        hint = _hint(backbone, layout, pooling) or error.hint
         raise InputError(f"layer {site.text()!r} of {backbone.spec}: {error.message}", hint=hint) from None
     return Feature(
         name=name,
@@ -324,7 +342,7 @@ def _feature(backbone: LoadedBackbone, name: str, pooling: str, site: Site, tria
         rows=rows,
         poolings=poolings,
         layout=layout,
-        activation_shape=shape,
+        activation_shape=tuple(values.shape[1:]),
         source_dtype=str(values.dtype).removeprefix("torch."),
         automatic=pooling == "auto",
     )

@@ -475,12 +475,13 @@ def recognise(
     prefix_tokens: int = 0,
     patches: int | None = None,
     class_token: bool = False,
+    channels_first: bool = False,
 ) -> Layout:
     """Recognise positions and channels in the activation of one image.
 
     The two axes of a map are the input size over one stride: (7, 7) for a (224, 224) input, (7, 14) for (224, 448).
-    If both (C, H, W) and (H, W, C) fit, as in (56, 56, 56), the layout is unknown. Tokens are recognised by their
-    number: a grid of patches, with or without the backbone's prefix tokens.
+    If both (C, H, W) and (H, W, C) fit, as in (56, 56, 56), the layout is unknown unless `channels_first`. Tokens are
+    recognised by their number: a grid of patches, with or without the backbone's prefix tokens.
 
     Args:
         shape: shape of the activation of one image, without the batch axis.
@@ -488,6 +489,7 @@ def recognise(
         prefix_tokens: number of tokens before the patch tokens.
         patches: number of patches of the input, if known.
         class_token: whether the first prefix token is a class token.
+        channels_first: whether the channels of a map are known to be its first axis.
     """
     shape = tuple(shape)
     if len(shape) <= 1:
@@ -496,7 +498,7 @@ def recognise(
         return _recognise_tokens(shape, input_px, prefix_tokens, patches, class_token)
     if len(shape) == 3:
         first, last = _is_grid(shape[1:], input_px), _is_grid(shape[:2], input_px)
-        if first and last:
+        if first and last and not channels_first:
             return Layout("unknown", reason="channels could be the first axis or the last")
         if first:
             return Layout("map", "CHW", grid=(shape[1], shape[2]))

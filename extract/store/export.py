@@ -54,6 +54,7 @@ def export(
     layers: Sequence[str] | None = None,
     on_rows: _OnRows = lambda rows: None,
     pictures: RowPictures | None = None,
+    metric: str | None = None,
 ) -> None:
     """Write features, with path, label and status of each row.
 
@@ -64,9 +65,10 @@ def export(
         layers: layers to write; None writes all.
         on_rows: called with the number of rows written since the last call.
         pictures: pictures for a column `image`, in a format that has one; see `ArrowRows`.
+        metric: of the dissimilarities in `rdm`; None is "correlation", see `FeatureReader.rdm`.
 
     Raises:
-        UnknownNameError: no such layer or format.
+        UnknownNameError: no such layer, format or metric.
         InputError: `path` exists, there are no rows, a row does not match its hashes, or the format cannot use the name
             of a layer, or has no pictures.
         LayertapError: the disk is full or cannot be written to, or a library is missing.
@@ -78,9 +80,12 @@ def export(
     if pictures is not None and not FORMATS[to].has_pictures:
         able = ", ".join(name for name, each in FORMATS.items() if each.has_pictures)
         raise InputError(f"the format {to} has no pictures; formats with pictures: {able}")
+    if metric is not None and to != "rdm":
+        raise InputError(f"the format {to} has no dissimilarities", hint="--metric is for --to rdm")
     names = list(dict.fromkeys(layers or reader.layers))
     for name in names:
         reader[name]
+    further = [pictures] if FORMATS[to].has_pictures else [metric] if metric is not None else []
     remove_leftovers(path)  # also if the export was complete when its process was killed
     try:
         if os.path.lexists(path):
@@ -90,7 +95,7 @@ def export(
         path.parent.mkdir(parents=True, exist_ok=True)
         with temporary_folder(path) as folder:
             output = folder / "export"
-            FORMATS[to].write(reader, output, names, on_rows, *([pictures] if FORMATS[to].has_pictures else []))
+            FORMATS[to].write(reader, output, names, on_rows, *further)
             for file in [output, *output.rglob("*")]:
                 if file.is_dir():
                     sync_folder(file)
@@ -157,19 +162,19 @@ def _to_npy(reader: FeatureReader, path: Path, names: Sequence[str], on_rows: _O
             on_rows(stop - start)
 
 
-def _to_rdm(reader: FeatureReader, path: Path, names: Sequence[str], on_rows: _OnRows) -> None:
+def _to_rdm(
+    reader: FeatureReader, path: Path, names: Sequence[str], on_rows: _OnRows, metric: str = "correlation"
+) -> None:
     """Write the dissimilarity matrix of each layer, see `FeatureReader.rdm`, as NAME.npy and NAME.mat, and rows.csv."""
     path.mkdir()
     _write_rows(reader, path / "rows.csv")
     for name in names:
-        matrix = reader.rdm(name)
+        matrix = reader.rdm(name, metric)
         np.save(path / f"{name}.npy", matrix)
         with _matlab_file(path / f"{name}.mat") as file:
             _set_matlab_class(file.create_dataset("rdm", data=matrix), "double")  # symmetric: no axes to reverse
             _set_matlab_class(file.create_dataset("status", data=reader.status[None]), "uint8")
-    for start, stop, _ in _blocks(
-        reader
-    ):  # rows match their hashes; after the matrices, which are refused for many rows
+    for start, stop, _ in _blocks(reader):  # checks hashes; after the matrices, which are refused for many rows
         on_rows(stop - start)
 
 
@@ -304,7 +309,7 @@ class Format:
     """An export format.
 
     Attributes:
-        write: writes some layers of a reader to a path: (reader, path, layers, on_rows), and pictures if it has them.
+        write: writes some layers of a reader to a path: (reader, path, layers, on_rows), and the pictures or metric.
         is_folder: whether the path is a folder of several files.
         has_pictures: whether there may be pictures.
     """

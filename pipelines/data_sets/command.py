@@ -18,9 +18,11 @@ from pipelines.terminal.text_output import print_line
 
 __all__ = ["export", "findings", "merge", "report", "search", "show", "verify"]
 
-# Names in modules that are slow to import: `extract.analysis.row_findings`, `extract.store.export`.
+# Names in modules that are slow to import: `extract.analysis.row_findings`, `extract.store.export`,
+# `extract.system.dissimilarities`.
 _KINDS = ("failed", "copy across splits", "copy", "near-duplicate", "suspect label", "outlier")
 _FORMATS = ("h5", "npy", "parquet", "mat", "hf", "rdm")
+_METRICS = ("correlation", "cosine", "euclidean")
 
 
 @command(short_help="Describe a data set and its progress, or compare it with another.")
@@ -224,12 +226,19 @@ def verify(ctx: click.Context, /, out: Path, as_json: bool, **settings: Any) -> 
     help="Add a column `image` of thumbnails of at most PX pixels a side, in Parquet and Hugging Face folders.",
 )  # fmt: skip
 @click.option("--images", help="Location of the images, if they were moved or are behind a URL; for --thumbnails.")
+@click.option("--metric", type=click.Choice(_METRICS), help="Dissimilarity in rdm. [default: correlation]")
 def export(
-    out: Path | str, to: str, output: Path | None, layers: tuple[str, ...], thumbnails: int | None, images: str | None
+    out: Path | str,
+    to: str,
+    output: Path | None,
+    layers: tuple[str, ...],
+    thumbnails: int | None,
+    images: str | None,
+    metric: str | None,
 ) -> None:
     """Write the data set OUT as plain files for other tools: HDF5, NumPy, Parquet, MATLAB or a Hugging Face folder.
 
-    With rdm, write the dissimilarity matrix of the images (RDM) in each layer: 1 - Pearson's r of each pair.
+    With rdm, write the dissimilarity matrix of the images (RDM) in each layer: by default 1 - Pearson's r of each pair.
 
     \b
     layertap export outputs/photos --to parquet      # outputs/photos.parquet: pandas, DuckDB, embedding-atlas
@@ -238,7 +247,7 @@ def export(
     """
     from pipelines.data_sets.export import run_export
 
-    print_line(run_export(out, to, output, layers, thumbnails, images))
+    print_line(run_export(out, to, output, layers, thumbnails, images, metric))
 
 
 @command(short_help="Join data sets into one.")

@@ -25,7 +25,7 @@ _QUALITY = 85  # of JPEG
 
 def run_export(
     out: Path | str, to: str, output: Path | None, layers: Sequence[str], thumbnails_px: int | None = None,
-    images: str | None = None,
+    images: str | None = None, metric: str | None = None,
 ) -> str:  # fmt: skip
     """Run the job and return a summary.
 
@@ -36,6 +36,7 @@ def run_export(
         layers: layers to export; empty: all.
         thumbnails_px: longest side of thumbnails; None: no thumbnails.
         images: location of the images, for thumbnails; None: the recorded one.
+        metric: of the dissimilarities in `rdm`; None is "correlation".
 
     Raises:
         InputError: `out` is not a data set, a layer does not exist, or the output cannot be written.
@@ -56,7 +57,7 @@ def run_export(
         pictures = None
         if thumbnails_px is not None:
             pictures = _thumbnails(reader, data_set_at(out).images["root"], thumbnails_px, images, pool)
-        export(reader, path, to, layers or None, lambda rows: progress.advance(rows, False), pictures)
+        export(reader, path, to, layers or None, lambda rows: progress.advance(rows, False), pictures, metric)
         names = ", ".join(layers or reader.layers)
         failed = int((reader.status != Status.OK).sum())
     size = sum(file.stat().st_size for file in [path, *path.rglob("*")] if file.is_file())

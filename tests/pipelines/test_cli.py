@@ -123,8 +123,10 @@ def test_the_protocols_that_can_be_named_are_those_that_there_are() -> None:
 def test_the_kinds_and_formats_that_can_be_named_are_those_that_there_are() -> None:
     from extract.analysis.row_findings import KINDS
     from extract.store.export import FORMATS
+    from extract.system.dissimilarities import METRICS
     from pipelines.data_sets import command
 
+    assert command._METRICS == METRICS
     assert command._KINDS == KINDS
     assert tuple(FORMATS) == command._FORMATS
 

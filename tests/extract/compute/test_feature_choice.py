@@ -295,6 +295,20 @@ def test_rows_of_swin_windows_and_sequence_first_attention() -> None:
 
 def test_a_part_of_a_tuple_can_be_named(net: Backbone) -> None:
     assert chosen(net, "lstm:0:mean_tokens") == {"lstm:0": ("mean_tokens", (5,))}
+    with pytest.raises(InputError, match=r"'lstm:1.0' .*; or choose among its tensors: lstm:0, lstm:1.0, lstm:1.1$"):
+        choose_features(net, ["lstm"])
+
+
+def test_channels_come_first_after_a_convolution_where_the_shape_does_not_tell(net: Backbone) -> None:
+    cube = nn.Sequential(nn.Conv2d(3, 28, 8, stride=8), nn.Identity()).eval()
+    backbone = replace(net, model=cube)
+    images = torch.rand(2, 3, 224, 224)
+    feature = choose_features(backbone, ["0"]).features[0]
+    assert (feature.pooling, feature.layout.axes) == ("mean_map", "CHW")
+    with torch.no_grad():
+        torch.testing.assert_close(feature.poolings(cube(images)), cube(images).mean((2, 3)))
+    with pytest.raises(InputError, match="channels could be the first axis or the last"):
+        choose_features(backbone, ["1"])
 
 
 @pytest.mark.parametrize(

@@ -140,6 +140,10 @@ def test_matrices_of_dissimilarity(reader: FeatureReader, tmp_path: Path) -> Non
         assert [(row["path"], row["status"]) for row in csv.DictReader(text)] == list(zip(PATHS, STATUS, strict=True))
     with pytest.raises(UnknownNameError, match="layer 'nothing' not found"):
         reader.rdm("nothing")
+    export(reader, tmp_path / "b", "rdm", ["vector"], metric="cosine")
+    np.testing.assert_array_equal(np.load(tmp_path / "b" / "vector.npy"), reader.rdm("vector", "cosine"))
+    with pytest.raises(InputError, match="the format npy has no dissimilarities; --metric is for --to rdm"):
+        export(reader, tmp_path / "c", "npy", metric="cosine")
 
 
 def test_hugging_face(reader: FeatureReader, tmp_path: Path) -> None:
