@@ -56,6 +56,7 @@ _ABOVE_OTHERS = 100.0
 # and pixels of 0 to 255 give 78 to 125. Later ones also depend on what is seen.
 _FIRST_MISFIT = 3.0
 _LATER_MISFIT = 10.0
+_SHIFT = 2.0  # distance of their mean to the running mean, in running standard deviations
 _IMAGES_FOR_MISFIT = 20  # the values of few images vary less
 _LAYERS_BACK = 8  # where the input of a layer is looked for
 _SAME_SIZE = 2e-3  # relative; sizes of inputs are summed in float32
@@ -72,9 +73,9 @@ class Finding:
     """A problem, at the layer where it starts.
 
     Attributes:
-        kind: "not finite", "equal inputs", "input scale", "running statistics", "exploding", "saturated attention",
-            "uniform attention", "saturated", "zero weight", "dead", "vanishing", "vanishing gradients",
-            "exploding gradients", "frozen" or "no gradient".
+        kind: "not finite", "equal inputs", "input scale", "training mode", "random", "running statistics", "exploding",
+            "saturated attention", "uniform attention", "saturated", "zero weight", "dead", "vanishing",
+            "probabilities", "vanishing gradients", "exploding gradients", "frozen" or "no gradient".
         layer: layer where the problem starts; "input" if it is outside the network.
         text: description of the problem.
         grave: whether the network is unlikely to work; otherwise the finding is for information.
@@ -141,11 +142,13 @@ class RunningStatistics:
     """What the inputs of a batch normalisation were in training.
 
     Attributes:
+        mean: (C,) running mean.
         std: (C,) square root of the running variance, with the constant that avoids division by zero.
         zero: share of the channels whose running variance is zero.
         initial: whether no batch has changed the running statistics.
     """
 
+    mean: NDArray[np.float64]
     std: NDArray[np.float64]
     zero: float
     initial: bool
@@ -158,7 +161,7 @@ class RunningStatistics:
         mean, variance = (values.double().cpu().numpy() for values in (module.running_mean, module.running_var))
         initial = bool((mean == 0).all() and (variance == 1).all())
         with np.errstate(invalid="ignore"):
-            return cls(np.sqrt(variance + module.eps), float((variance == 0).mean()), initial)
+            return cls(mean, np.sqrt(variance + module.eps), float((variance == 0).mean()), initial)
 
 
 @dataclass
@@ -278,6 +281,9 @@ class Evidence:
         attentions: attention layers, in the order of computation.
         never_ran: requested layers that did not run.
         name_of: function that returns the name of the image at a position.
+        in_training: layers in training mode although the model is in eval mode.
+        random: first tensor that differs in two forwards of the same inputs; empty if none does.
+        loss_takes_probabilities: whether the loss is the cross-entropy of outputs that are probabilities already.
     """
 
     tensors: Sequence[TensorReport]
@@ -286,6 +292,9 @@ class Evidence:
     attentions: Sequence[AttentionReport] = ()
     never_ran: Sequence[str] = ()
     name_of: Callable[[int], str] = lambda position: f"image {position}"
+    in_training: Sequence[str] = ()
+    random: str = ""
+    loss_takes_probabilities: bool = False
 
 
 def findings_of(evidence: Evidence) -> list[Finding]:
@@ -341,11 +350,43 @@ def input_scale(evidence: Evidence, explained: set[str]) -> list[Finding]:
     misfit = first_misfit(tensors)
     if misfit is None or misfit.variance_is_zero or misfit.position != misfit.first_position or normalised:
         return []
+    if not misfit.varies_otherwise:
+        return []
     if any(tensor.norm_ratio > _GROWTH_BEFORE for tensor in tensors[: misfit.position]):
         return []  # a layer before the batch normalisation is at fault
     change = f"the values at {tensors[misfit.position].name} vary {misfit.ratio:,.3g} times as much as in training"
     text = f"{now}{looks_like}; {change}"
     return [Finding("input scale", "input", text, layers=affected)]
+
+
+def in_training_mode(evidence: Evidence, explained: set[str]) -> list[Finding]:
+    """Find layers that were in training mode while the model was in eval mode; the inspection ran them in eval mode."""
+    if not evidence.in_training:
+        return []
+    first, *others = evidence.in_training
+    text = "in training mode while the model is in eval mode: outside of this inspection it computes other values"
+    return [Finding("training mode", first, text, layers=tuple(others))]
+
+
+def random_outputs(evidence: Evidence, explained: set[str]) -> list[Finding]:
+    """Find that two forwards of the same inputs differ."""
+    if not evidence.random:
+        return []
+    text = (
+        "its output differs in two forwards of the same inputs in eval mode, as with "
+        "F.dropout without training=self.training"
+    )
+    return [Finding("random", evidence.random, text)]
+
+
+def initial_statistics(evidence: Evidence, explained: set[str]) -> list[Finding]:
+    """Find batch normalisations whose running statistics are those before training, while others have others."""
+    normalising = [tensor for tensor in evidence.tensors if tensor.running is not None]
+    initial = [tensor.name for tensor in normalising if tensor.running is not None and tensor.running.initial]
+    if not initial or len(initial) == len(normalising) or initial[0] in explained:
+        return []
+    text = "its running statistics are those before training (mean 0, variance 1), unlike those of other layers"
+    return [Finding("running statistics", initial[0], text, layers=tuple(initial[1:]))]
 
 
 def not_finite(evidence: Evidence, explained: set[str]) -> list[Finding]:
@@ -376,17 +417,25 @@ class Misfit:
         position: its position among the tensors.
         first_position: position of the first batch normalisation that can be judged.
         ratio: standard deviation of its inputs divided by that of training, as median over channels.
+        shift: distance of their mean to that of training, in standard deviations of training, as median over channels.
         variance_is_zero: whether the running variance of most channels is zero.
     """
 
     position: int
     first_position: int
     ratio: float
+    shift: float
     variance_is_zero: bool
+
+    @property
+    def varies_otherwise(self) -> bool:
+        """Whether the standard deviation is not that of training."""
+        limit = _FIRST_MISFIT if self.position == self.first_position else _LATER_MISFIT
+        return self.variance_is_zero or not 1 / limit <= self.ratio <= limit
 
 
 def first_misfit(tensors: Sequence[TensorReport]) -> Misfit | None:
-    """Return the first batch normalisation whose inputs do not have the running variance, so unlike in training."""
+    """Return the first batch normalisation whose inputs do not have the running statistics, so unlike in training."""
     first: int | None = None
     for position, tensor in enumerate(tensors):
         running = tensor.running
@@ -397,15 +446,15 @@ def first_misfit(tensors: Sequence[TensorReport]) -> Misfit | None:
             continue
         with np.errstate(divide="ignore", invalid="ignore"):
             ratios = given.activations.channel_std / running.std
+            shifts = np.abs(given.activations.channel_mean - running.mean) / running.std
         alive = np.isfinite(ratios) & (ratios > 0)
         if 2 * alive.sum() < len(alive):
             continue
         first = position if first is None else first
-        ratio = float(np.median(ratios[alive]))
-        limit = _FIRST_MISFIT if position == first else _LATER_MISFIT
-        zero = running.zero > 0.5
-        if zero or not 1 / limit <= ratio <= limit:
-            return Misfit(position, first, ratio, zero)
+        ratio, shift = float(np.median(ratios[alive])), float(np.median(shifts[alive]))
+        misfit = Misfit(position, first, ratio, shift, running.zero > 0.5)
+        if misfit.varies_otherwise or shift > _SHIFT:
+            return misfit
     return None
 
 
@@ -429,13 +478,20 @@ def distortions(evidence: Evidence, explained: set[str]) -> list[Finding]:
     misfit = first_misfit(tensors)
     if misfit is None or tensors[misfit.position].name in explained:
         return explosions
+    if any(tensor.zero_weight for tensor in tensors[: misfit.position]):
+        return explosions  # `zero_weights` names the layer that changes what follows
     tensor = tensors[misfit.position]
     before = {other.name for other in tensors[: misfit.position]}
     earlier = [finding for finding in explosions if finding.layer in before]
     if earlier:
         return earlier
     behind = tuple(other.name for other in tensors[misfit.position + 1 :])
-    if misfit.variance_is_zero:
+    if not misfit.varies_otherwise:
+        text = (
+            f"the mean of the values that it normalises is {misfit.shift:,.2g} standard deviations from its running "
+            "mean: the running mean, or the layers before it, have changed since training"
+        )
+    elif misfit.variance_is_zero:
         text = f"its running variance is zero, so its output is {misfit.ratio:,.0f} times too large"
     else:
         text = (
@@ -678,6 +734,14 @@ def exploding_gradients(evidence: Evidence, explained: set[str]) -> list[Finding
     return [Finding("exploding gradients", tensor.name, text, layers=names)]
 
 
+def probabilities(evidence: Evidence, explained: set[str]) -> list[Finding]:
+    """Find that the loss takes the softmax of outputs that are probabilities already."""
+    if not evidence.loss_takes_probabilities:
+        return []
+    text = "the outputs are probabilities, and cross-entropy takes their softmax again: leave out the model's softmax"
+    return [Finding("probabilities", evidence.tensors[-1].name, text)]
+
+
 def frozen_layers(evidence: Evidence, explained: set[str]) -> list[Finding]:
     """Find parameters that do not require gradients while others do."""
     frozen = [parameter for parameter in evidence.parameters if not parameter.trainable]
@@ -710,12 +774,16 @@ CAUSES: tuple[Callable[[Evidence, set[str]], list[Finding]], ...] = (
     broken_inputs,
     equal_inputs,
     input_scale,
+    in_training_mode,
+    random_outputs,
     not_finite,
+    initial_statistics,
     distortions,  # explosions, and running statistics that do not fit
     unusable_attention,
     saturated_units,
     zero_weights,
     dead_channels,
+    probabilities,
     vanishing_gradients,
     exploding_gradients,
     vanishing_signal,

@@ -20,6 +20,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
 
 from extract.analysis.network.activation_statistics import Statistics, summarise
 from extract.analysis.network.findings import (
@@ -49,6 +52,8 @@ __all__ = ["Inspection", "Loss", "does_something", "inspect_model", "positions_o
 Loss = Callable[[Any, Any], Tensor]  # (model output, targets or None) -> scalar
 
 _TRIAL_INPUTS = 3
+_RANDOM = 1e-3  # of the largest value; differences of two forwards up to it may be rounding
+_SUM_OF_ONE = 1e-4  # relative error of sums of probabilities, and of the loss
 _IDLE = (
     nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.ModuleList, nn.ModuleDict,
 )  # fmt: skip
@@ -131,6 +136,7 @@ def inspect_model(
             loss is not one number that depends on the model's output.
     """
     model = model.model if isinstance(model, Backbone) else model
+    in_training = _in_training(model)
     with contextlib.ExitStack() as settings:
         for setting in (evaluating(model), full_float32(), keeping_freed_memory()):
             settings.enter_context(setting)
@@ -141,8 +147,9 @@ def inspect_model(
         attentions = _attentions(model, first[0])
         inspection = recorder.run(itertools.chain([first], pairs), loss, on_batch)
     evidence = Evidence(
-        inspection.tensors, inspection.parameters, recorder.inputs, attentions, inspection.never_ran, name_of
-    )
+        inspection.tensors, inspection.parameters, recorder.inputs, attentions, inspection.never_ran, name_of,
+        in_training, recorder.random, recorder.loss_takes_probabilities,
+    )  # fmt: skip
     inspection.findings = findings_of(evidence)
     return inspection
 
@@ -156,6 +163,22 @@ def _distinct_layers(model: nn.Module) -> list[str]:
     return list(first.values())
 
 
+def _in_training(model: nn.Module) -> list[str]:
+    """Return the layers that compute otherwise in training mode, and are in it although the model is in eval mode."""
+    if model.training:
+        return []
+    return [
+        name
+        for name, module in named_layers(model).items()
+        if module.training
+        and (
+            isinstance(module, _BatchNorm)
+            or (isinstance(module, _DropoutNd) and module.p > 0)
+            or type(module).__name__ in ("DropPath", "StochasticDepth")
+        )
+    ]
+
+
 def does_something(module: nn.Module) -> bool:
     """Return whether a layer is called and changes its input in eval mode."""
     return not isinstance(module, _IDLE) and type(module).__name__ not in _IDLE_NAMES
@@ -167,7 +190,7 @@ class _Recorder:
     def __init__(self, model: nn.Module, names: Sequence[str], inputs: Tensor, *, with_gradients: bool):
         self._model = model
         self._names = names
-        self._plans = _tensor_plans(model, names, inputs)
+        self._plans, self.random = _tensor_plans(model, names, inputs)
         if not self._plans:
             hint = "" if names else "; the model is a single layer: wrap the model, nn.Sequential(model)"
             raise InputError(f"the model has no layer that returns a floating-point tensor{hint}")
@@ -184,6 +207,7 @@ class _Recorder:
         # (layer, call) -> sum of squares of the input's finite values, and their number
         self._squares: dict[tuple[str, int], NDArray[np.float64]] = {}
         self.inputs = InputReport()
+        self.loss_takes_probabilities = False
         self._with_gradients = with_gradients
 
     def run(
@@ -256,6 +280,7 @@ class _Recorder:
             wanted = [*trainable.values(), *([inputs] if inputs.requires_grad else [])]
             computed = torch.autograd.grad(value.reshape(()), wanted, allow_unused=True)
         gradients = {name: g for name, g in zip(trainable, computed[: len(trainable)], strict=True) if g is not None}
+        self.loss_takes_probabilities = _is_loss_of_probabilities(output, targets, value)
         return float(value.detach()), gradients
 
     def _add(self, record: Record, first_image: int) -> None:
@@ -273,6 +298,20 @@ class _Recorder:
             if site.what == "input":
                 total = self._squares.setdefault((site.layer, site.call), np.zeros(2))
                 total += record[site].numpy()
+
+
+def _is_loss_of_probabilities(output: Any, targets: Any, value: Tensor) -> bool:
+    """Return whether the outputs are probabilities, and a loss is the cross-entropy of them as if they were logits."""
+    if not isinstance(output, Tensor) or output.ndim != 2 or not isinstance(targets, Tensor):
+        return False
+    output = output.detach()
+    if len(output[0]) < 2 or bool((output < 0).any()) or bool(((output.sum(1) - 1).abs() > _SUM_OF_ONE).any()):
+        return False
+    known = torch.where(targets >= 0, targets, output.argmax(1)) if targets.ndim == 1 else targets
+    try:
+        return math.isclose(float(F.cross_entropy(output, known)), float(value.detach()), rel_tol=_SUM_OF_ONE)
+    except (RuntimeError, IndexError, ValueError):  # targets of another loss
+        return False
 
 
 def _attentions(model: nn.Module, inputs: Tensor) -> list[AttentionReport]:
@@ -308,20 +347,22 @@ def _sum_of_squares(value: Tensor) -> Tensor:
     return torch.tensor([square, count], dtype=torch.float64)
 
 
-def _tensor_plans(model: nn.Module, names: Sequence[str], inputs: Tensor) -> dict[Site, _TensorPlan]:
-    """Return each floating-point output of these layers, in order, and how to summarise it, from a trial forward."""
+def _tensor_plans(model: nn.Module, names: Sequence[str], inputs: Tensor) -> tuple[dict[Site, _TensorPlan], str]:
+    """Return each floating-point output of these layers, in order, and how to summarise it, from trial forwards.
+
+    Also the first output that differs in two forwards of the same inputs; empty if none does.
+    """
     trial_inputs = inputs[:_TRIAL_INPUTS].detach().clone()  # a model may write to its input
     wanted = [(name, "output") for name in names]
     trial: Trial | None = None
     if len(trial_inputs) > 1:
         with contextlib.suppress(LayertapError):
             trial = Trial(model, trial_inputs, wanted)  # type: ignore[arg-type]
-    if trial is None:
-        with torch.no_grad(), Taps(model, list(names)) as taps:
-            taps(trial_inputs)
-            record = taps.record
-    else:
-        record = trial.record
+    with torch.no_grad(), Taps(model, list(names)) as taps:
+        taps(trial_inputs.clone())
+        record = again = taps.record
+        taps(trial_inputs)
+        again = taps.record
     named, plans = named_layers(model), {}
     for site in record.sites.values():
         value = record[site]
@@ -335,7 +376,16 @@ def _tensor_plans(model: nn.Module, names: Sequence[str], inputs: Tensor) -> dic
         extra = 1 if rows is None or rows.per_image > 1 else 0
         positions = positions_of(shape, inputs.shape, extra)
         plans[site] = _TensorPlan(rows, shape[1:], positions, _bounds_of(named[site.layer]))
-    return plans
+    return plans, next((str(site) for site in plans if _differ(record, again, site)), "")
+
+
+def _differ(record: Record, again: Record, site: Site) -> bool:
+    if site not in again.sites.values() or record[site].shape != again[site].shape:
+        return True
+    one, other = record[site].double().cpu(), again[site].double().cpu()
+    finite = one.isfinite() & other.isfinite()
+    largest = float(one[finite].abs().max()) if finite.any() else 0.0
+    return bool(((one - other).abs()[finite] > _RANDOM * largest).any())
 
 
 def positions_of(shape: Sequence[int], inputs: Sequence[int], extra: int = 0) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ import csv
 import math
 import sys
 import warnings
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -56,6 +56,7 @@ _SLOW = 1e-7
 _USUAL_UPDATE = 1e-3
 _FAST_LOOKS = 3  # consecutive monitored steps
 _WILD = 3.0  # in one step: the weights of before are lost, and the network may be dead after it
+_UNMOVED_LOOKS = 3  # consecutive monitored steps in which a parameter with a gradient did not change
 _SLOW_LOOKS = 5  # monitored steps since the start; at its end, a schedule may lower the learning rate to zero
 
 Rows = list[dict[str, Any]]
@@ -68,7 +69,7 @@ class Alarm:
 
     Attributes:
         step: step in which the problem was detected.
-        kind: "not finite", "dead", "exploding" or "learning rate".
+        kind: "not finite", "dead", "exploding", "learning rate" or "not updated".
         layer: first layer with the problem in the order of computation; for gradients, the layer nearest to the loss;
             "optimizer" for a learning rate.
         text: description of the problem.
@@ -113,6 +114,7 @@ class _Monitor:
         self._input_shape: tuple[int, ...] = ()
         self._handle: RemovableHandle | None = None
         self._earlier_sizes: dict[str, list[float]] = defaultdict(list)
+        self._unmoved: Counter[str] = Counter()  # parameter -> consecutive monitored steps without a change
         self._updates: list[float] = []  # median update of the weights in each monitored step
         self._active: set[tuple[str, str]] = set()  # (kind, layer) of alarms that persist
         self.step = 0
@@ -331,6 +333,13 @@ class GradientMonitor(_Monitor):
         if not weights or not self._changed:
             return  # the optimizer has not run, as while gradients are accumulated
         self._updates.append(median(weights))
+        for row in rows:
+            name = f"{row['layer']}.{row['of']}".removeprefix(".")
+            stays = row["norm"] > 0 and row["update"] == 0 and self._updates[-1] > _SLOW
+            self._unmoved[name] = self._unmoved[name] + 1 if stays else 0
+            if self._unmoved[name] >= _UNMOVED_LOOKS:
+                text = f"no step changes {row['of']}, which has a gradient; does the optimizer have it?"
+                yield "not updated", row["layer"], text
         usual = f"the rule of thumb is {_USUAL_UPDATE:g}; is the learning rate too"
         repeated = len(self._updates) >= _FAST_LOOKS and min(self._updates[-_FAST_LOOKS:]) > _FAST
         if repeated or self._updates[-1] > _WILD:

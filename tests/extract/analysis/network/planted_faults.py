@@ -342,6 +342,20 @@ def amplify(model: nn.Sequential, depth: int) -> None:
     setattr(model, f"relu{depth}", nn.Sequential(OrderedDict(relu=relu, amplify=Amplify())))
 
 
+def shift_mean(model: nn.Module, layer: str) -> None:
+    norm = model.get_submodule(layer)
+    norm.running_mean += 3 * norm.running_var.sqrt()  # type: ignore[operator, union-attr]
+
+
+class AlwaysDropout(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(x)  # as if training
+
+
+def put_behind(model: nn.Module, layer: str, module: nn.Module) -> None:
+    setattr(model, layer, nn.Sequential(OrderedDict(inner=model.get_submodule(layer), dropout=module)))
+
+
 def add_spare(model: nn.Sequential) -> None:
     model.get_submodule("conv3").spare = nn.Linear(4, 4)
 
@@ -481,6 +495,24 @@ def faults() -> list[Fault]:
     for net in ("plain", "batch norm", "transformer"):
         add(f"black pictures into {net}", "equal inputs", "input",
             lambda net=net: names_of(trained(net), photos(lambda pixels: (0 * pixels - MEAN) / STD)))  # fmt: skip
+    for i in (0, 2, 4):
+        layer = f"bn{i}"
+        add_to_trained("training mode", "training mode", "batch norm", layer,
+                       lambda m, layer: m.get_submodule(layer).train(), layer)  # fmt: skip
+        add_to_trained("running mean + 3 deviations", "running statistics", "batch norm", layer, shift_mean, layer)
+        add_to_trained("initial statistics", "running statistics", "batch norm", layer,
+                       lambda m, layer: m.get_submodule(layer).reset_running_stats(), layer)  # fmt: skip
+    for i in (0, 3):
+        add(f"dropout behind relu{i} in training mode", "training mode", f"relu{i}.dropout",
+            lambda i=i: in_trained("batch norm", lambda m: put_behind(m, f"relu{i}", nn.Dropout(0.5)), F.cross_entropy)
+            )  # fmt: skip
+        add(f"dropout behind relu{i} in both modes", "random", f"relu{i}.dropout",
+            lambda i=i: in_trained("batch norm", lambda m: put_behind(m, f"relu{i}", AlwaysDropout()), F.cross_entropy)
+            )  # fmt: skip
+    add("softmax before cross-entropy", "probabilities", "fc",
+        lambda: in_trained("batch norm", lambda m: put_behind(m, "fc", nn.Softmax(1)), F.cross_entropy))  # fmt: skip
+    add("first layer not in the optimiser", "not updated", "conv0",
+        lambda: with_rate(lambda p: torch.optim.SGD(list(p)[2:], 0.01)), False)  # fmt: skip
     add("Adam, learning rate 1", "learning rate", "optimizer",
         lambda: with_rate(lambda p: torch.optim.Adam(p, 1.0)), False)  # fmt: skip
     add("SGD, learning rate 100", "learning rate", "optimizer",
@@ -538,6 +570,7 @@ def bundled() -> Names:
 
 HEALTHY: dict[str, Callable[[], Names]] = {
     **{f"trained {name}": functools.partial(after_training, name) for name in TRAINED},
+    "trained batch norm in training mode": lambda: names_of(trained("batch norm").train(), photos()),
     "bundled efficientnet_lite0": bundled,
     "torchvision resnet18": lambda: at_random(lambda: torchvision_model("resnet18")),
     "torchvision mobilenet_v2": lambda: at_random(lambda: torchvision_model("mobilenet_v2")),
