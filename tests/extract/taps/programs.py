@@ -25,8 +25,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from benchmarks.census.values import tensors_of
 from extract import LayertapError, Taps
-from tests.census.values import tensors_of
 from tests.extract.taps.program_writer import Program, program, shrink
 
 Mode = Literal["no_grad", "grad"]

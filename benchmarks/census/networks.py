@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.census.values import digest, tensors_of
-from tests.census.weights import shake
+from benchmarks.census.values import digest, tensors_of
+from benchmarks.census.weights import shake
 
 LIBRARIES = ("timm", "torchvision", "transformers")
 SIZES = (32, 64, 96, 128, 160, 192, 224, 256)
@@ -44,6 +44,12 @@ class Network:
     @property
     def key(self) -> str:
         return f"{self.library}/{self.name}"
+
+
+def named(key: str) -> Network:
+    """Return the network LIBRARY/NAME, without its family."""
+    library, _, name = key.partition("/")
+    return Network(library, name, "")
 
 
 def networks(library: str) -> list[Network]:

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.census.gradients import Backward, NoGradientError, agree, backward, twin_gradients
+from benchmarks.census.rows import compare_rows
+from benchmarks.census.values import Path, Place, digest, names_of, state_of, tensors_of, values_by_bare_hooks
 from extract import Taps
 from extract.errors import LayertapError
 from extract.taps.stand_ins import StandInError
-from tests.census.gradients import Backward, NoGradientError, agree, backward, twin_gradients
-from tests.census.rows import compare_rows
-from tests.census.values import Path, Place, digest, names_of, state_of, tensors_of, values_by_bare_hooks
 
 # Where a layer returns its input, Taps pass a copy on, and autograd sums the gradients of the readers in another order.
 SUMMED_DIFFERENTLY = 1e-5  # relative to the largest gradient of the tensor

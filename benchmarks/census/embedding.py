@@ -12,12 +12,12 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from benchmarks.census.comparison import Report, reason_of
+from benchmarks.census.gradients import agree
+from benchmarks.census.networks import Network, NotRunError, transformers_config
+from benchmarks.census.weights import shake
 from extract import Backbone, extract_features, load_backbone
 from extract.errors import LayertapError
-from tests.census.comparison import Report, reason_of
-from tests.census.gradients import agree
-from tests.census.networks import Network, NotRunError, transformers_config
-from tests.census.weights import shake
 from tests.conftest import make_picture
 
 # timm's forward_head(pre_logits=True) leaves out the norm in the head; the embedding is the input of the classifier.

@@ -1,6 +1,6 @@
 """Whether looking at a network, or an edit that changes nothing, changes its outputs, gradients or buffers by a bit.
 
-    python -m tests.census.unchanged [GLOB]    # a line for each network of the slow census, and the sums
+    python -m benchmarks.census.unchanged [GLOB]    # a line for each of 40 networks, and the sums
 
 Layers that a request is refused for are left out, counted, and the others are tried again.
 """
@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.census.gradients import NoGradientError, agree, backward
+from benchmarks.census.networks import Network, named, prepare
+from benchmarks.census.values import digest, names_of, tensors_of
 from extract import LayertapError, Taps
-from tests.census.gradients import NoGradientError, agree, backward
-from tests.census.networks import Network, prepare
-from tests.census.values import digest, names_of, tensors_of
 
 REQUESTS: dict[str, Callable[[Taps, list[str]], Taps]] = {
     "keep output and input": lambda taps, names: taps.keep(names).keep(names, "input"),
@@ -32,6 +32,20 @@ REQUESTS: dict[str, Callable[[Taps, list[str]], Taps]] = {
     "edit output": lambda taps, names: taps.edit(names, lambda h: h * 1),
     "edit input": lambda taps, names: taps.edit(names, lambda h: h, "input"),
 }
+# The smallest of many kinds.
+NETWORKS = (
+    "timm/coat_tiny", "timm/convnext_atto", "timm/crossvit_tiny_240", "timm/cs3darknet_focus_s", "timm/dla46x_c",
+    "timm/edgenext_xx_small", "timm/efficientvit_b0", "timm/ese_vovnet19b_slim_dw", "timm/fastvit_t8",
+    "timm/gcvit_xxtiny", "timm/ghostnet_050", "timm/levit_128s", "timm/mambaout_femto", "timm/mobilenetv3_small_100",
+    "timm/mobilevit_xxs", "timm/pvt_v2_b0", "timm/regnety_002", "timm/repghostnet_050", "timm/resnet18",
+    "timm/starnet_s050", "timm/swin_tiny_patch4_window7_224", "timm/tf_efficientnet_lite0",
+    "timm/vit_tiny_patch16_224", "timm/xcit_nano_12_p16_224",
+    "torchvision/convnext_tiny", "torchvision/densenet121", "torchvision/efficientnet_b0", "torchvision/googlenet",
+    "torchvision/inception_v3", "torchvision/lraspp_mobilenet_v3_large", "torchvision/mnasnet0_5",
+    "torchvision/mobilenet_v2", "torchvision/regnet_y_400mf", "torchvision/resnet50", "torchvision/swin_t",
+    "torchvision/vgg16_bn", "transformers/MobileViTModel", "transformers/PvtV2Backbone",
+    "transformers/SegformerModel", "transformers/SwiftFormerModel",
+)  # fmt: skip
 # A copy of an input or output sums the gradients of its readers in another order.
 SUMMED_DIFFERENTLY = 1e-5  # relative to the largest gradient of the tensor
 MOST_REFUSALS = 100  # of one request; each costs a forward
@@ -185,13 +199,11 @@ def _layer_in(message: str, names: list[str]) -> str | None:
 
 def main() -> None:
     """Run the command."""
-    from tests.census.test_census import SLOW, network
-
     torch.set_num_threads(1)
     pattern, total = (sys.argv[1:] or ["*"])[0], Tally()
-    for key in SLOW:
+    for key in NETWORKS:
         if fnmatchcase(key, pattern):
-            tally = judge(network(key))
+            tally = judge(named(key))
             print(f"{key}: {tally.line()}", *tally.wrong, sep="\n    ", flush=True)
             total.add(tally)
     print(f"all: {total.line()}")

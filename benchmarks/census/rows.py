@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from benchmarks.census.gradients import agree
+from benchmarks.census.values import names_of
 from extract import Taps
 from extract.errors import InputError
 from extract.taps.batch_axis import BatchAxis, Trial
 from extract.taps.record import Record, Site
-from tests.census.gradients import agree
-from tests.census.values import names_of
 
 if TYPE_CHECKING:
-    from tests.census.comparison import Report
+    from benchmarks.census.comparison import Report
 
 MOST_LAYERS = 60
 # Largest difference, relative to the largest value: batches of other sizes are rounded otherwise, layer after layer.

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from tests.census.values import Path, Place, digest, names_of, tensors_of
+from benchmarks.census.values import Path, Place, digest, names_of, tensors_of
 
 
 class NoGradientError(Exception):

@@ -1,6 +1,6 @@
 """Write the page of the documentation from the results of a census.
 
-python -m tests.census.page tests/census/results.jsonl > docs/census.md
+python -m benchmarks.census.page benchmarks/census/results.jsonl > docs/census.md
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def page(about: dict[str, Any], results: list[Result]) -> str:
         f"{sum(wrong.values()):,} values are wrong. A bare hook that keeps `output.detach().cpu()` has "
         f"{numbers['wrong calls of naive hooks']:,} calls wrong.",
         "",
-        "The result of each network is a line of `tests/census/results.jsonl`.",
+        "The result of each network is a line of `benchmarks/census/results.jsonl`.",
         "",
         f"The libraries have {total:,} families of networks for pictures. Of {len(tried - families):,}, no network ran "
         "(the table below gives the reasons)"
@@ -94,8 +94,8 @@ def page(about: dict[str, Any], results: list[Result]) -> str:
         "layers have no effect." + (f" {about['note']}" if "note" in about else ""),
         "",
         "```bash",
-        "python -m tests.census OUT.jsonl --families    # all families; without --families every network",
-        "python -m tests.census.page OUT.jsonl > docs/census.md",
+        "python -m benchmarks.census OUT.jsonl --families    # all families; without --families every network",
+        "python -m benchmarks.census.page OUT.jsonl > docs/census.md",
         "```",
         "",
         "## What was compared",

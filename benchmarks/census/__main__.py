@@ -1,10 +1,10 @@
 """Compare layertap with references on every network of timm, torchvision and transformers; resumable.
 
-    python -m tests.census OUT.jsonl [--library timm] [--families] [--only GLOB] [--limit N]
+    python -m benchmarks.census OUT.jsonl [--library timm] [--families] [--only GLOB] [--limit N]
 
 Each network runs in a process of its own, with limits on time and memory; a line of OUT.jsonl holds its numbers.
 Networks that have a line are skipped, and the smallest come first. `--families` takes the smallest network of each
-family that runs. `python -m tests.census.page OUT.jsonl` writes the page of the documentation.
+family that runs. `python -m benchmarks.census.page OUT.jsonl` writes the page of the documentation.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ import torch
 import torchvision
 import transformers
 
-from tests.census.comparison import Report, compare
-from tests.census.embedding import compare_embedding
-from tests.census.networks import (
+from benchmarks.census.comparison import Report, compare
+from benchmarks.census.embedding import compare_embedding
+from benchmarks.census.networks import (
     LIBRARIES,
     MOST_PARAMETERS,
     Network,
@@ -38,14 +38,14 @@ from tests.census.networks import (
     networks,
     prepare,
 )
-from tests.census.processes import LimitError, run_limited
+from benchmarks.census.processes import LimitError, run_limited
 
 MOST_MEMBERS = 4  # of a family, tried one after the other until one runs
 
 
 def main() -> None:
     """Run the command."""
-    parser = argparse.ArgumentParser(prog="python -m tests.census", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.census", description=__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("--library", choices=LIBRARIES)
     parser.add_argument("--families", action="store_true", help="the smallest network of each family")
