@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from torchvision import models
 
 from extract import InputError, LayertapError, Site, Taps
 from extract.taps.edits import ablate, clamp, clip, freeze, mix, noise, prune, replace, scale, smooth
+from tests.extract.taps.networks import Net, hooks_in, linear, same
 
 H = torch.randn(4, 3, 5, 5, generator=torch.Generator().manual_seed(0))
 PERMUTATION = torch.tensor([2, 0, 3, 1])
@@ -55,14 +56,14 @@ def smallest_zeroed(h: Tensor) -> Tensor:
         (ablate("mean", channels=[0, 1, 2]), mean_over_batch),
         (mix(PERMUTATION, 0.7), lambda h: torch.stack([0.7 * h[i] + 0.3 * h[j] for i, j in enumerate([2, 0, 3, 1])])),
         (prune(0.3), smallest_zeroed),
-        (prune(0), lambda h: h),
+        (prune(0), same),
         (prune(1), torch.zeros_like),
         (clip(0.5), lambda g: torch.where(g > 0.5, 0.5, torch.where(g < -0.5, -0.5, g))),
         (clip(2.0, "norm"), lambda g: g * 2 / (g**2).sum().sqrt()),
         (clip(1e6, "norm"), lambda g: g),
     ],
 )
-def test_a_verb_is_its_formula(verb, formula) -> None:
+def test_a_verb_is_its_formula(verb: Callable[[Tensor], Tensor], formula: Callable[[Tensor], Tensor]) -> None:
     conv = nn.Conv2d(3, 3, 1)
     model = nn.Sequential(nn.Identity(), nn.ReLU(), conv)
     with torch.no_grad(), Taps(model, ["0"]).edit("0", verb) as taps:
@@ -116,36 +117,22 @@ def test_freeze_gives_every_parameter_its_setting_back() -> None:
     assert [p.requires_grad for p in model.parameters()] == before
 
 
-class Doubled(nn.Module):
-    """ResNet-18 with the doubling of layer2 written into its forward."""
-
-    def __init__(self, net: models.ResNet) -> None:
-        super().__init__()
-        self.net = net
-
-    def forward(self, x: Tensor) -> Tensor:
-        n = self.net
-        x = n.layer1(n.maxpool(n.relu(n.bn1(n.conv1(x)))))
-        x = n.layer4(n.layer3(2 * n.layer2(x)))
-        return n.fc(torch.flatten(n.avgpool(x), 1))
-
-
 def test_doubling_a_layer_is_doubling_written_into_forward() -> None:
     torch.manual_seed(0)
-    edited = models.resnet18().eval()
-    written = Doubled(copy.deepcopy(edited))
-    x = torch.randn(2, 3, 64, 64)
-    with Taps(edited).edit("layer2", scale(2)) as taps:
+    edited = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.Conv2d(8, 4, 3), nn.BatchNorm2d(4),
+        nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(64, 5),
+    ).eval()  # fmt: skip
+    written, x = copy.deepcopy(edited), torch.randn(2, 3, 8, 8)
+    with Taps(edited).edit("3", scale(2)) as taps:
         logits = taps(x)
         logits.square().sum().backward()
-    expected = written(x)
+    expected = written[4:](2 * written[:4](x))
     expected.square().sum().backward()
     assert torch.equal(logits, expected)
-    assert logits.std() > 0
-    for (name, ours), theirs in zip(edited.named_parameters(), written.net.parameters(), strict=True):
+    assert not torch.allclose(written(x), expected)
+    for (name, ours), theirs in zip(edited.named_parameters(), written.parameters(), strict=True):
         assert torch.allclose(ours.grad, theirs.grad, rtol=1e-5, atol=1e-6 * float(theirs.grad.abs().max())), name
-    plain = copy.deepcopy(written.net)
-    assert not torch.allclose(plain(x), expected)
 
 
 def test_edits_by_call_by_input_and_in_order() -> None:
@@ -191,18 +178,11 @@ def test_an_edit_cannot_reach_the_tensors_of_others() -> None:
 
 
 def test_an_edit_cannot_reach_memory_that_numpy_owns() -> None:
-    class Table(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = np.ones((2, 3), np.float32)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.from_numpy(self.table)
-
-    model, mine = nn.Sequential(Table()), np.full((2, 3), -1, np.float32)
+    mine, theirs = np.full((2, 3), -1, np.float32), np.ones((2, 3), np.float32)
+    model = nn.Sequential(Net(lambda self, x: torch.from_numpy(theirs)))
     with torch.no_grad(), Taps(model, ["0"]).edit("0", lambda h: h.mul_(2)) as taps:
         assert (taps(H) == 2).all()
-    assert (model[0].table == 1).all()
+    assert (theirs == 1).all()
     model = nn.Sequential(nn.Identity(), nn.ReLU(inplace=True))
     with torch.no_grad(), Taps(model).edit("0", lambda h: torch.from_numpy(mine)) as taps:
         assert (taps(torch.ones(2, 3)) == 0).all()
@@ -210,18 +190,14 @@ def test_an_edit_cannot_reach_memory_that_numpy_owns() -> None:
 
 
 @pytest.mark.parametrize("what", ["output", "input"])
-def test_what_the_model_writes_into_an_edited_tensor_reaches_the_tensor_that_it_replaces(what) -> None:
-    class Shortcut(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.identity = nn.Identity()
+def test_what_the_model_writes_into_an_edited_tensor_reaches_the_tensor_that_it_replaces(what: Any) -> None:
+    def shortcut(model: Net, x: Tensor) -> Tensor:
+        h = x * 1
+        return F.relu(model.identity(h), inplace=True) + h  # both are what relu returns
 
-        def forward(self, x: Tensor) -> Tensor:
-            h = x * 1
-            return F.relu(self.identity(h), inplace=True) + h  # both are what relu returns
-
+    model = Net(shortcut, identity=nn.Identity())
     x = torch.randn(2, 3)
-    with torch.no_grad(), Taps(Shortcut()).edit("identity", lambda h: h * 3, what) as taps:
+    with torch.no_grad(), Taps(model).edit("identity", lambda h: h * 3, what) as taps:
         assert torch.equal(taps(x), 2 * F.relu(3 * x))
 
 
@@ -233,11 +209,11 @@ def test_what_the_model_writes_into_an_edited_tensor_reaches_the_tensor_that_it_
         (lambda h: None, "returned NoneType; it must return a tensor"),
     ],
 )
-def test_an_edit_that_changes_shape_or_dtype_is_refused(edit, message: str) -> None:
+def test_an_edit_that_changes_shape_or_dtype_is_refused(edit: Any, message: str) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     with pytest.raises(InputError, match=message), Taps(model).edit("0", edit) as taps:
         taps(torch.ones(2, 4))
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert hooks_in(model) == 0
 
 
 def test_an_edit_that_is_not_a_function_is_refused_when_it_is_given() -> None:
@@ -256,16 +232,15 @@ def test_an_edit_that_raises_names_the_layer_and_leaves_nothing_behind() -> None
     with pytest.raises(ZeroDivisionError) as raised, Taps(model).edit("1", lambda h: h / (1 // 0)) as taps:
         taps(torch.ones(2, 4))
     assert raised.value.__notes__ == ["while editing 1 of shape (2, 4)"]
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert hooks_in(model) == 0
 
 
 def test_functions_without_a_module_can_be_edited() -> None:
-    net = models.resnet18().eval()
-    x = torch.randn(1, 3, 64, 64)
-    with torch.no_grad(), Taps(net, "layer1.0/add").edit("layer1.0/add", ablate()).keep("layer1.0") as taps:
-        taps(x)
-    assert (taps.record["layer1.0/add"] == 0).all()
-    assert (taps.record["layer1.0"] == 0).all()
+    block = Net(lambda self, x: torch.relu_(self.conv(x) + x), conv=nn.Conv2d(3, 3, 1))
+    with torch.no_grad(), Taps(nn.Sequential(block), "0/add").edit("0/add", ablate()).keep("0") as taps:
+        taps(torch.randn(1, 3, 4, 4))
+    assert (taps.record["0/add"] == 0).all()
+    assert (taps.record["0"] == 0).all()
 
 
 @pytest.mark.parametrize(("make", "message"), [
@@ -273,7 +248,7 @@ def test_functions_without_a_module_can_be_edited() -> None:
     (lambda: prune(1.5), "prune fraction 1.5"),
     (lambda: clip(1, "max"), "by 'max'"),
 ])  # fmt: skip
-def test_wrong_settings(make, message: str) -> None:
+def test_wrong_settings(make: Callable[[], Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         make()
 
@@ -286,42 +261,66 @@ def net() -> nn.Sequential:
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("what", ["output", "input", "grad"])
-@pytest.mark.parametrize("elsewhere", ["forward", "layer", "thread", "nothing"])
-def test_an_edit_of_a_model_that_was_not_called_is_an_error(what, elsewhere: str) -> None:
+@pytest.mark.parametrize(
+    ("what", "called"),
+    [("output", "forward"), ("grad", "forward"), ("input", "layer"), ("grad", "thread"), ("output", "nothing")],
+)
+def test_an_edit_of_a_model_that_was_not_called_is_an_error(what: Any, called: str) -> None:
     model = net()
-
-    def run(use) -> None:
-        if use == "forward":
-            model.forward(X).sum().backward()
-        elif use == "layer":
-            model[0](X).sum().backward()
-        elif use == "thread":
-            with ThreadPoolExecutor(1) as pool:
-                pool.submit(lambda: model(X).sum().backward()).result()
-
     message = "the edit of 0 never took effect: the model itself was not called"
     with pytest.raises(LayertapError, match=message), Taps(model).edit("0", scale(0.0), what):
-        run(elsewhere)
+        if called == "forward":
+            model.forward(X).sum().backward()
+        elif called == "layer":
+            model[0](X)
+        elif called == "thread":
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(lambda: model(X).sum().backward()).result()
 
 
 def test_an_error_about_many_layers_names_twenty_of_them() -> None:
     model = nn.Sequential(*(nn.Identity() for _ in range(50)))
     message = r"^the edit of 0, 1, .*, 19 and 30 more never took effect"
-    with pytest.raises(LayertapError, match=message), Taps(model).edit("*", lambda h: h):
+    with pytest.raises(LayertapError, match=message), Taps(model).edit("*", same):
         pass
 
 
-def test_an_edit_that_took_no_effect_says_how_often_its_layer_or_function_ran() -> None:
-    model = net()
-    for layers, what, message in (
-        ("0/linear#2", "output", "function 'linear' of layer '0' ran 1 time in this forward; there is no call 2"),
-        ("0/relu", "output", "no function 'relu' was called in the forward of layer '0'"),
-        ("0/linear", "grad", "no gradient reached function 'linear' of layer '0'"),
-        ("0#1", "output", "layer '0' ran 1 time in this forward; there is no call 1"),
-    ):
-        with pytest.raises(LayertapError, match=message), Taps(model).edit(layers, scale(0.0), what) as taps:
-            taps(X)
+@pytest.mark.parametrize(
+    ("layers", "what", "reason"),
+    [
+        ("0.self_attn.out_proj", "output", r"layer '0\.self_attn\.out_proj' never runs"),
+        ("0.linear1:7", "output", "layer '0.linear1' ran, but returned no floating-point tensor at path 7"),
+        ("1/linear#2", "output", "function 'linear' of layer '1' ran 1 time in this forward; there is no call 2"),
+        ("1/relu", "output", "no function 'relu' was called in the forward of layer '1'"),
+        ("1/linear", "grad", "no gradient reached function 'linear' of layer '1'"),
+        ("1#1", "output", "layer '1' ran 1 time in this forward; there is no call 1"),
+    ],
+)
+def test_an_edit_that_takes_no_effect_says_why(layers: str, what: Any, reason: str) -> None:
+    model = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), nn.Linear(8, 2)).eval()
+    refused = pytest.raises(LayertapError, match=f"never took effect: {reason}")
+    with refused, Taps(model).edit(layers, same, what) as taps:
+        taps(torch.randn(1, 3, 8))
+
+
+def test_an_edit_of_a_glob_or_type_need_not_reach_every_layer() -> None:
+    model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    for layers in (nn.Linear, "**"):  # self_attn.out_proj is never called
+        with torch.no_grad(), Taps(model).edit(layers, same) as taps:
+            taps(torch.randn(1, 3, 8))
+
+
+def test_an_edit_has_to_take_effect_in_each_block_and_for_each_call_that_is_asked_for() -> None:
+    one, other = linear(2, 2), linear(2, 2)
+    model = Net(lambda self, x: self.one(x) if len(x) == 1 else self.other(x), one=one, other=other)
+    taps = Taps(model).edit("one", torch.zeros_like)
+    with taps:
+        assert not taps(torch.ones(1, 2)).any()
+    with pytest.raises(LayertapError, match="the edit of one never took effect"), taps:
+        taps(torch.ones(2, 2))
+    twice = Taps(model).edit("one", torch.zeros_like).edit("one", torch.zeros_like, call=1)
+    with pytest.raises(LayertapError, match="the edit of one never took effect"), twice:
+        twice(torch.ones(1, 2))
 
 
 def test_an_edit_of_a_gradient_that_never_came_is_an_error() -> None:
@@ -370,33 +369,24 @@ def test_values_that_other_hooks_replaced_are_kept() -> None:
     torch.testing.assert_close(taps.record["0"], expected.detach())  # registered later: it replaces what is kept
 
 
-class Statements(nn.Module):
-    """Uses layers and functions for what they write into their argument."""
+WAYS: dict[str, Callable[[Any, Tensor], Any]] = {
+    "layer": lambda model, y: model.relu(y),
+    "function": lambda model, y: F.relu(y, inplace=True),
+    "positional": lambda model, y: F.relu(y, True),
+    "method": lambda model, y: y.relu_(),
+    "operator": lambda model, y: y.__iadd__(0).relu_(),
+}
 
-    def __init__(self, way: str):
-        super().__init__()
-        torch.manual_seed(0)
-        self.linear, self.way = nn.Linear(4, 4), way
-        self.relu = nn.ReLU(inplace=True)
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.linear(x)
-        if self.way == "layer":
-            self.relu(y)
-        elif self.way == "layer, used":
-            y = self.relu(y)
-        elif self.way == "function":
-            F.relu(y, inplace=True)
-        elif self.way == "positional":
-            F.relu(y, True)
-        elif self.way == "method":
-            y.relu_()
-        elif self.way == "method, used":
-            y = y.relu_()
-        else:
-            y += 0
-            y.relu_()
-        return y
+def statements(way: str) -> Net:
+    """A model that uses a layer or function for what it writes into its argument; "used": for what it returns, too."""
+
+    def forward(model: Net, x: Tensor) -> Tensor:
+        y: Tensor = model.linear(x)
+        result: Tensor = WAYS[way.removesuffix(", used")](model, y)
+        return result if way.endswith("used") else y
+
+    return Net(forward, linear=linear(), relu=nn.ReLU(inplace=True))
 
 
 @pytest.mark.parametrize("mode", ["grad", "no_grad", "inference"])
@@ -406,7 +396,7 @@ class Statements(nn.Module):
 def test_an_edit_of_what_works_in_place_takes_effect_where_the_result_is_not_used_or_is_refused(
     way: str, mode: str
 ) -> None:
-    model = Statements(way)
+    model = statements(way)
     context = {"grad": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode}[mode]
     site = "relu" if way.startswith("layer") else "/relu"
     is_refused = mode == "grad" and "used" not in way  # autograd has saved the tensor that would be changed
@@ -426,35 +416,18 @@ def test_an_edit_of_what_works_in_place_takes_effect_where_the_result_is_not_use
 @pytest.mark.parametrize("way", ["layer", "layer, used"])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_an_edit_of_an_in_place_layer_that_a_checkpoint_recomputes_is_refused(way: str, reentrant: bool) -> None:
-    class Checkpoints(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.part = nn.Sequential(Statements(way), nn.Linear(4, 4))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return checkpoint(self.part, x, use_reentrant=reentrant)
-
+    part = nn.Sequential(statements(way), nn.Linear(4, 4))
+    model = Net(lambda self, x: checkpoint(self.part, x, use_reentrant=reentrant), part=part)
     refused = pytest.raises(LayertapError, match=r"part\.0\.relu is not available")
-    with refused, Taps(Checkpoints()).edit("part.0.relu", scale(3.0)) as taps:
+    with refused, Taps(model).edit("part.0.relu", scale(3.0)) as taps:
         taps(X.clone().requires_grad_()).square().sum().backward()
 
 
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("in_place", [False, True])
-def test_an_edit_reaches_a_shortcut_as_the_layers_writes_do_or_is_refused(in_place: bool, mode) -> None:
-    class Shortcut(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear, self.inner = (
-                nn.Linear(4, 4),
-                nn.Sequential(nn.ReLU(inplace=True) if in_place else nn.Identity()),
-            )
-
-        def forward(self, x: Tensor) -> Tensor:
-            h = self.linear(x)
-            return h + self.inner(h)
-
-    model = Shortcut()
+def test_an_edit_reaches_a_shortcut_as_the_layers_writes_do_or_is_refused(in_place: bool, mode: Any) -> None:
+    inner = nn.Sequential(nn.ReLU(inplace=True) if in_place else nn.Identity())
+    model = Net(lambda self, x: (h := self.linear(x)) + self.inner(h), linear=linear(), inner=inner)
     h = model.linear(X)
     # Autograd has saved what would be changed; inference mode does not tell whether the layer has written.
     is_refused = mode is torch.inference_mode or (in_place and mode is torch.enable_grad)
@@ -464,22 +437,14 @@ def test_an_edit_reaches_a_shortcut_as_the_layers_writes_do_or_is_refused(in_pla
 
 
 def test_an_edit_of_a_layer_that_returns_its_argument_leaves_the_argument() -> None:
-    class Residual(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.drop = nn.Dropout()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x + self.drop(x)
-
-    model = Residual().eval()
+    model = Net(lambda self, x: x + self.drop(x), drop=nn.Dropout()).eval()
     with Taps(model).edit("drop", scale(3.0)) as taps:
         assert torch.equal(taps(X), X + 3 * X)
 
 
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
-def test_inputs_are_edited_in_every_mode(mode) -> None:
-    model = Statements("layer")
+def test_inputs_are_edited_in_every_mode(mode: Any) -> None:
+    model = statements("layer")
     with mode(), Taps(model).edit("relu", scale(-1.0), "input") as taps:
         y = taps(X).clone()
     plain = F.linear(X, model.linear.weight, model.linear.bias)
@@ -487,16 +452,8 @@ def test_inputs_are_edited_in_every_mode(mode) -> None:
 
 
 def test_a_layer_or_parameter_with_two_names_is_edited_once() -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a = self.b = nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.b(self.a(x))
-
-    torch.manual_seed(0)
-    model = Twice()
+    layer = linear()
+    model = Net(lambda self, x: self.b(self.a(x)), a=layer, b=layer)
     with Taps(model).edit("?", scale(2.0)) as taps:
         assert torch.equal(taps(X), 2 * model.a(2 * model.a(X)))
     tied = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -509,30 +466,14 @@ def test_a_layer_or_parameter_with_two_names_is_edited_once() -> None:
     torch.testing.assert_close(tied[0].weight.grad, 0.5 * expected)
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.linear(x)
-        h = h * h + h
-        return torch.tanh(h)
-
-
-class Checkpointed(nn.Module):
-    def __init__(self, reentrant: bool):
-        super().__init__()
-        self.b, self.reentrant = Block(), reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.b, x, use_reentrant=self.reentrant)
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_an_edit_of_a_function_in_a_layer_that_a_checkpoint_recomputes_is_refused(reentrant: bool) -> None:
-    model = Checkpointed(reentrant)
+    def block(layer: Net, x: Tensor) -> Tensor:
+        h = layer.linear(x)
+        return torch.tanh(h * h + h)
+
+    block_net = Net(block, linear=linear())
+    model = Net(lambda self, x: checkpoint(self.b, x, use_reentrant=reentrant), b=block_net)
     refused = pytest.raises(LayertapError, match="a function of layer 'b' is edited, and checkpointing computes")
     with refused, Taps(model).edit("b/add", scale(3.0)) as taps:
         taps(X.clone().requires_grad_()).sum().backward()
@@ -543,25 +484,16 @@ def test_an_edit_of_a_function_in_a_layer_that_a_checkpoint_recomputes_is_refuse
 
 
 def test_functions_that_a_backward_pass_calls_are_not_edited() -> None:
-    class Doubled(torch.autograd.Function):
+    class Identity(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, x):
+        def forward(ctx: Any, x: Tensor) -> Tensor:
             return x * 1.0
 
         @staticmethod
-        def backward(ctx, gradient):
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
             return torch.mul(gradient, 1.0)
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.b = nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return Doubled.apply(self.b(x)) * 2.0
-
-    torch.manual_seed(0)
-    model = Model()
+    model = Net(lambda self, x: Identity.apply(self.b(x)) * 2.0, b=linear())
     with Taps(model).edit("/mul", scale(10.0)) as taps:
         taps(X).sum().backward()
     expected = torch.autograd.grad((20.0 * model.b(X)).sum(), model.b.weight)[0]
@@ -569,72 +501,57 @@ def test_functions_that_a_backward_pass_calls_are_not_edited() -> None:
 
 
 def test_a_tensor_in_several_places_is_edited_once() -> None:
-    class Twice(nn.Module):
-        def forward(self, x: Tensor, *, again: Tensor | None = None):
-            return [x, {"same": x, "other": x + 1}]
-
+    twice = Net(lambda self, x, *, again=None: [x, {"same": x, "other": x + 1}])
     x, draws = torch.zeros(3), []
 
     def add_noise(h: Tensor) -> Tensor:
         draws.append(torch.randn_like(h))
         return h + draws[-1]
 
-    with torch.no_grad(), Taps(Twice(), "").edit("", add_noise) as taps:
+    with torch.no_grad(), Taps(twice, "").edit("", add_noise) as taps:
         first, parts = taps(x)
     assert len(draws) == 2
     assert first is parts["same"]
     assert torch.equal(first, draws[0])
     assert torch.equal(parts["other"], 1 + draws[1])
     assert torch.equal(taps.record[":0"], taps.record[":1.same"])
-    with torch.no_grad(), Taps(Twice()).edit(Site("", 0, (0,)), add_noise) as taps:
+    with torch.no_grad(), Taps(twice).edit(Site("", 0, (0,)), add_noise) as taps:
         first, parts = taps(x)
     assert not torch.equal(first, parts["same"])  # only the first place was asked for
     assert not parts["same"].any()
     draws.clear()
-    with torch.no_grad(), Taps(Twice()).edit("", add_noise, "input") as taps:
+    with torch.no_grad(), Taps(twice).edit("", add_noise, "input") as taps:
         taps(x, again=x)
     assert len(draws) == 1
 
 
 def test_tensors_made_when_a_mapping_is_read_are_edited_each() -> None:
-    class Lazy(Mapping):
+    class Lazy(Mapping[str, Tensor]):
         def __init__(self, value: float) -> None:
             self.value, self.edited = value, None
 
         def __getitem__(self, key: str) -> Tensor:
             return torch.full((4,), float(self.value)) if self.edited is None else self.edited
 
-        def __setitem__(self, key: str, value: Tensor) -> None:
+        def __setitem__(self, key: str, value: Any) -> None:
             self.edited = value
 
-        def __iter__(self):
+        def __iter__(self) -> Iterator[str]:
             return iter("k")
 
         def __len__(self) -> int:
             return 1
 
-    class Returns(nn.Module):
-        def forward(self, x: Tensor):
-            return [Lazy(1), Lazy(2), Lazy(3)]
-
-    with torch.no_grad(), Taps(Returns()).edit("", lambda h: h * 10) as taps:
+    model = Net(lambda self, x: [Lazy(1), Lazy(2), Lazy(3)])
+    with torch.no_grad(), Taps(model).edit("", lambda h: h * 10) as taps:
         assert [float(part["k"][0]) for part in taps(torch.zeros(1))] == [10, 20, 30]
 
 
 @pytest.mark.parametrize("what", ["edit", "grad", "grad_input"])
 def test_looking_at_a_slice_leaves_every_bit_of_the_output(what: str) -> None:
-    class Slices(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.act = nn.GELU()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.act(x.split(20, -1)[0])
-
-    torch.manual_seed(0)
-    model, x = Slices(), torch.randn(64, 41, requires_grad=True)
+    model, x = Net(lambda self, x: self.act(x.split(20, -1)[0]), act=nn.GELU()), torch.randn(64, 41, requires_grad=True)
     expected = model(x)
     taps = Taps(model)
-    taps = taps.edit("act", lambda h: h).edit("act", lambda h: h, "input") if what == "edit" else taps.keep("act", what)
+    taps = taps.edit("act", same).edit("act", same, "input") if what == "edit" else taps.keep("act", what)
     with taps:
         assert torch.equal(taps(x), expected)

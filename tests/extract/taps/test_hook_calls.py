@@ -5,26 +5,22 @@ from __future__ import annotations
 import contextlib
 import gc
 import weakref
+from typing import Any
 
 import pytest
-import timm
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from extract import LayertapError, Taps
+from tests.extract.taps.networks import Net, linear, same
 
 X = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
 
 
 def two_layers() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 4), nn.Identity())
-
-
-def same(h: Tensor) -> Tensor:
-    return h
+    return nn.Sequential(linear(), nn.Identity())
 
 
 @pytest.mark.parametrize("changed_by", ["outer edit", "hook", "pre-hook"])
@@ -41,22 +37,16 @@ def test_the_gradient_is_that_of_the_value_that_is_kept(changed_by: str) -> None
     assert (taps.record[site] == 1).all()
 
 
-class InPlace(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.linear, self.relu = nn.Linear(4, 4), nn.ReLU(inplace=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.linear(x)
-        self.relu(y)
-        return y
+def relu_for_its_writes(model: Net, x: Tensor) -> Tensor:
+    y: Tensor = model.linear(x)
+    model.relu(y)
+    return y
 
 
 @pytest.mark.parametrize("inner", ["output", "input", "grad_input"])
 @pytest.mark.parametrize("outer", ["output", "input", "grad_input"])
-def test_what_a_layer_writes_reaches_the_model_through_several_taps(outer, inner) -> None:
-    model, x = InPlace(), X.clone().requires_grad_()
+def test_what_a_layer_writes_reaches_the_model_through_several_taps(outer: Any, inner: Any) -> None:
+    model, x = Net(relu_for_its_writes, linear=linear(), relu=nn.ReLU(inplace=True)), X.clone().requires_grad_()
     plain = model(x)
     expected = torch.autograd.grad(plain.sum(), model.linear.weight)[0]
     refused = pytest.raises(LayertapError, match="relu is not available")
@@ -97,19 +87,12 @@ class Interrupted(nn.Module):
         return (x.relu() * 2) ** 2
 
 
-class Recomputed(nn.Module):
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.part, self.linear, self.reentrant = Interrupted(), nn.Linear(4, 4), reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(lambda h: self.part(self.linear(h)), x, use_reentrant=self.reentrant)
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_an_interrupted_backward_pass_leaves_modes_as_they_were_and_can_be_repeated(reentrant: bool) -> None:
-    model, x = Recomputed(reentrant), X.clone().requires_grad_()
+    def forward(model: Net, x: Tensor) -> Any:
+        return checkpoint(lambda h: model.part(model.linear(h)), x, use_reentrant=reentrant)
+
+    model, x = Net(forward, part=Interrupted(), linear=linear()), X.clone().requires_grad_()
     with Taps(model).edit("part", lambda h: 5 * h) as taps:
         with pytest.raises(KeyboardInterrupt):
             taps(x).sum().backward()
@@ -126,64 +109,24 @@ def test_an_interrupted_backward_pass_leaves_modes_as_they_were_and_can_be_repea
     torch.testing.assert_close(gradient, model.linear.weight.grad)
 
 
-@pytest.mark.parametrize("name", ["test_byobnet", "test_nfnet"])
-def test_gradients_of_networks_whose_identities_stand_before_in_place_layers(name: str) -> None:
-    torch.manual_seed(0)
-    model = timm.create_model(name, num_classes=4).eval()
-    x = torch.randn(2, *model.default_cfg["input_size"])
-    plain = model(x)
-    plain.sum().backward()
-    expected = [parameter.grad.clone() for parameter in model.parameters()]
-    model.zero_grad()
-    with Taps(model).keep("**", "grad") as taps:
-        y = taps(x)
-        y.sum().backward()
-    assert torch.equal(y, plain)
-    for parameter, gradient in zip(model.parameters(), expected, strict=True):
-        assert torch.equal(parameter.grad, gradient)
-    assert len(taps.record) > 50
-
-
 def test_a_tensor_that_is_passed_twice_has_a_gradient_for_each_argument() -> None:
-    class Add(nn.Module):
-        def forward(self, a: Tensor, b: Tensor) -> Tensor:
-            return a + 2 * b
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.add = Add()
-
-        def forward(self, x: Tensor) -> Tensor:
-            h = x * 1
-            return self.add(h, h)
-
+    model = Net(lambda self, x: self.add(h := x * 1, h), add=Net(lambda self, a, b: a + 2 * b))
     x = X.clone().requires_grad_()
-    with Taps(Model()).edit("add", lambda g: 10 * g, "grad_input").keep("add", "grad_input") as taps:
+    with Taps(model).edit("add", lambda g: 10 * g, "grad_input").keep("add", "grad_input") as taps:
         taps(x).sum().backward()
     assert (x.grad == 30).all()
     assert [taps.record[f"add:{number}@grad_input"].unique().item() for number in (0, 1)] == [10, 20]
-    with (
-        Taps(Model()).edit("add:0", torch.zeros_like, "grad_input").edit("add:1", lambda g: 3 * g, "grad_input") as taps
-    ):
+    with Taps(model).edit("add:0", torch.zeros_like, "grad_input").edit("add:1", lambda g: 3 * g, "grad_input") as taps:
         taps(x).sum().backward()
     assert (x.grad == 36).all()
-    with Taps(Model()).keep("add:1", "grad_input") as taps:
+    with Taps(model).keep("add:1", "grad_input") as taps:
         taps(x).sum().backward()
     assert (taps.record["add:1@grad_input"] == 2).all()
 
 
 def test_gradients_of_the_arguments_of_attention_are_those_of_three_tensors() -> None:
-    class Attends(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attn = nn.MultiheadAttention(8, 2, batch_first=True)
-
-        def forward(self, x: Tensor) -> Tensor:
-            h = 1 * x
-            return self.attn(h, h, h)[0]
-
-    model, x = Attends(), torch.randn(2, 3, 8)
+    model = Net(lambda self, x: self.attn(h := 1 * x, h, h)[0], attn=nn.MultiheadAttention(8, 2, batch_first=True))
+    x = torch.randn(2, 3, 8)
     leaves = [x.clone().requires_grad_() for _ in range(3)]
     model.attn(*leaves)[0].square().sum().backward()
     with Taps(model).keep("attn", "grad_input") as taps:
@@ -194,12 +137,11 @@ def test_gradients_of_the_arguments_of_attention_are_those_of_three_tensors() ->
 
 
 def test_attentions_are_counted_once_for_several_requests() -> None:
-    class Attends(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            F.scaled_dot_product_attention(x, x, x)
-            return F.scaled_dot_product_attention(3 * x, x, x)
+    def attend(layer: nn.Module, x: Tensor) -> Tensor:
+        F.scaled_dot_product_attention(x, x, x)
+        return F.scaled_dot_product_attention(3 * x, x, x)
 
-    model, x = nn.Sequential(Attends()), torch.randn(1, 1, 3, 4)
+    model, x = nn.Sequential(Net(attend)), torch.randn(1, 1, 3, 4)
     with Taps(model).keep("0", "attention") as taps:
         taps(x)
     both = taps.record
@@ -210,30 +152,30 @@ def test_attentions_are_counted_once_for_several_requests() -> None:
 
 
 def test_nothing_of_a_forward_stays_alive() -> None:
-    model, alive = two_layers(), []
-    with Taps(model).keep("0", live=True).keep("0", "grad") as taps:
+    model, kept = two_layers(), []
+    with Taps(model).keep("0", live=True).keep("0", "grad").keep("1", "grad") as taps:
         for _ in range(3):
-            taps(X).sum().backward()
-            alive.append(weakref.ref(taps.record["0"]))
+            output = taps(X)
+            output.sum().backward()
+            kept.append(weakref.ref(taps.record["0"]))
+        finished = weakref.ref(output)
+        del output
+        gc.collect()
+        assert finished() is None
     del taps, model
     gc.collect()
-    assert [tensor() for tensor in alive] == [None, None, None]
+    assert [tensor() for tensor in kept] == [None, None, None]
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_frames_of_an_interrupted_forward_are_freed(error: type[BaseException]) -> None:
-    class Fails(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            raise error
+    def fail(model: Net, x: Tensor) -> None:
+        raise error
 
     class Local:
         pass
 
-    taps = Taps(Fails(), "linear").keep("linear/linear")
+    taps = Taps(Net(fail, linear=linear()), "linear").keep("linear/linear")
 
     def training() -> weakref.ref[Local]:
         local = Local()
@@ -246,19 +188,15 @@ def test_frames_of_an_interrupted_forward_are_freed(error: type[BaseException]) 
     assert local() is None
 
 
-class Fails(nn.Module):
-    error: type[BaseException] | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.error is not None:
-            raise self.error
-        return x * 2
-
-
 @pytest.mark.parametrize("error", [None, ValueError, KeyboardInterrupt])
 def test_what_an_edited_layer_received_is_freed_when_it_ends(error: type[BaseException] | None) -> None:
-    model, received = nn.Sequential(nn.Linear(4, 4), Fails(), nn.Linear(4, 4)), []
-    model[1].error = error
+    def double(layer: nn.Module, x: Tensor) -> Tensor:
+        if error is not None:
+            raise error
+        return x * 2
+
+    received: list[Any] = []
+    model = nn.Sequential(nn.Linear(4, 4), Net(double), nn.Linear(4, 4))
     model[1].register_forward_pre_hook(lambda module, args: received.append(weakref.ref(args[0])))
     model[2].register_forward_pre_hook(lambda module, args: received.append(received[0]()))
     taps = Taps(model).edit("1", same)
@@ -270,24 +208,19 @@ def test_what_an_edited_layer_received_is_freed_when_it_ends(error: type[BaseExc
 
 
 def test_a_model_that_stops_its_own_network_is_stopped_by_taps_around_it() -> None:
-    class Stops(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net, self.ended = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)), 0
+    def first_two(model: Net, x: Tensor) -> Tensor:
+        with Taps(model.net, stop=True).keep("1", live=True) as taps:
+            taps(x)
+            output: Tensor = taps.record["1"]
+        model.ended.append(1)
+        return output
 
-        def forward(self, x: Tensor) -> Tensor:
-            with Taps(self.net, stop=True).keep("1", live=True) as taps:
-                taps(x)
-                output: Tensor = taps.record["1"]
-            self.ended += 1
-            return output
-
-    model = Stops()
+    model = Net(first_two, net=nn.Sequential(linear(), linear(), linear()), ended=[])
     with torch.no_grad(), Taps(model, "net.0", stop=True) as taps:
         for _ in range(3):
             taps(X)
             assert torch.equal(taps.record["net.0"], model.net[0].forward(X))
-    assert model.ended == 1  # the first forward runs to its end
+    assert model.ended == [1]  # the first forward runs to its end
 
 
 def test_calls_are_numbered_in_the_order_in_which_they_start_also_where_a_hook_calls_the_layer() -> None:
@@ -306,39 +239,20 @@ def test_calls_are_numbered_in_the_order_in_which_they_start_also_where_a_hook_c
 
 
 def test_functions_that_write_no_values_or_return_none_are_left_alone() -> None:
-    class Model(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            y = x * 1
-            y[0] = 1
-            y.unsqueeze_(0)
-            return y.squeeze_(0) + 1
+    def forward(model: nn.Module, x: Tensor) -> Tensor:
+        y = x * 1
+        y[0] = 1
+        y.unsqueeze_(0)
+        return y.squeeze_(0) + 1
 
-    with Taps(Model()).edit("/*", same) as taps:
-        assert torch.equal(taps(X), Model()(X))
-
-
-def test_an_edit_of_a_glob_or_type_need_not_reach_every_layer() -> None:
-    model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
-    x = torch.randn(1, 3, 8)
-    for layers in (nn.Linear, "**"):  # self_attn.out_proj is never called
-        with torch.no_grad(), Taps(model).edit(layers, same) as taps:
-            taps(x)
-    idle = pytest.raises(LayertapError, match=r"the edit of self_attn\.out_proj never took effect")
-    with idle, torch.no_grad(), Taps(model).edit("self_attn.out_proj", same) as taps:
-        taps(x)
+    model = Net(forward)
+    with Taps(model).edit("/*", same) as taps:
+        assert torch.equal(taps(X), forward(model, X))
 
 
 @pytest.mark.parametrize("what", ["grad", "grad_input"])
-def test_gradients_where_autograd_is_off_are_none(what) -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return checkpoint(self.layer, x, use_reentrant=True)
-
-    model = Model()
+def test_gradients_where_autograd_is_off_are_none(what: Any) -> None:
+    model = Net(lambda self, x: checkpoint(self.layer, x, use_reentrant=True), layer=linear())
     with Taps(model).keep("layer", what) as taps:
         taps(X.clone().requires_grad_()).sum().backward()
     assert len(taps.record) == 1
@@ -348,17 +262,11 @@ def test_gradients_where_autograd_is_off_are_none(what) -> None:
 
 
 def test_several_parts_and_calls_of_one_layer_are_edited_by_one_call_of_edit() -> None:
-    class Calls(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.cell, self.twice = nn.LSTMCell(4, 4), nn.Identity()
+    def forward(model: Net, x: Tensor) -> Tensor:
+        h, c = model.cell(x)
+        return torch.stack([model.twice(h), model.twice(c), model.twice(x)])
 
-        def forward(self, x: Tensor) -> Tensor:
-            h, c = self.cell(x)
-            return torch.stack([self.twice(h), self.twice(c), self.twice(x)])
-
-    model = Calls()
+    model = Net(forward, cell=nn.LSTMCell(4, 4), twice=nn.Identity())
     h, c = model.cell(X)
     with torch.no_grad(), Taps(model).edit(["cell:0", "cell:1", "twice#0", "twice#2"], lambda v: v + 1) as taps:
         torch.testing.assert_close(taps(X), torch.stack([h + 2, c + 1, X + 1]))
@@ -382,26 +290,19 @@ def test_taps_that_are_closed_out_of_order_leave_the_modes_of_others() -> None:
     assert torch._C._len_torch_function_stack() == 0
 
 
-class Gives(nn.Module):
-    """Returns a new tensor, or one that something else can read."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.how, self.held = how, Tensor()
-        self.register_buffer("buffer", torch.ones(2, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = x * 2
-        held = {"held": y, "view held": y[0], "alias held": y.detach()}.get(self.how)
-        if held is not None:
-            self.held = held
-        return {"input": x, "buffer": self.buffer, "view": y[:]}.get(self.how, y)
+def give(layer: Net, x: Tensor) -> Tensor:
+    """Return a new tensor, or one that something else can read."""
+    y = x * 2
+    held = {"held": y, "view held": y[0], "alias held": y.detach()}.get(layer.how)
+    if held is not None:
+        layer.held = held
+    return {"input": x, "buffer": layer.buffer, "view": y[:]}.get(layer.how, y)
 
 
 @pytest.mark.parametrize("how", ["new", "held", "view held", "alias held", "input", "buffer", "view"])
 def test_functions_are_watched_only_behind_an_edited_output_that_other_code_can_read(how: str) -> None:
     modes: list[int] = []
-    model = nn.Sequential(Gives(how), nn.Identity())
+    model = nn.Sequential(Net(give, how=how, held=None, buffer=torch.ones(2, 4)), nn.Identity())
     model[1].register_forward_pre_hook(lambda *_: modes.append(torch._C._len_torch_function_stack()))
     with torch.no_grad(), Taps(model).edit("0", same) as taps:
         taps(X.clone())
@@ -410,42 +311,27 @@ def test_functions_are_watched_only_behind_an_edited_output_that_other_code_can_
 
 
 def test_a_device_that_the_model_chooses_meanwhile_is_left_where_it_was_chosen() -> None:
-    class Chooses(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.identity = nn.Identity()
+    def choose(model: Net, x: Tensor) -> Tensor:
+        with torch.device("meta"):
+            x = model.identity(x)  # functions are watched from here on
+            assert torch.empty(2).is_meta
+        return x + torch.ones(4)
 
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.device("meta"):
-                x = self.identity(x)  # functions are watched from here on
-                assert torch.empty(2).is_meta
-            return x + torch.ones(4)
-
-    with torch.no_grad(), Taps(Chooses()).edit("identity", same) as taps:
+    with torch.no_grad(), Taps(Net(choose, identity=nn.Identity())).edit("identity", same) as taps:
         assert torch.equal(taps(X), X + 1)
     assert not torch.empty(2).is_meta
 
 
 @pytest.mark.parametrize("write", ["h.data.mul_(2)", "h.detach().mul_(2)", "h.mul_(2)"])
 def test_a_write_that_autograd_does_not_see_is_repeated_unseen(write: str) -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.identity = nn.Identity()
+    def forward(model: Net, x: Tensor) -> Tensor:
+        y = x * 1
+        exec(write, {"h": model.identity(y)})
+        return y * y
 
-        def forward(self, x: Tensor) -> Tensor:
-            y = x * 1
-            h = self.identity(y)
-            exec(write, {"h": h})
-            return y * y
-
-    def gradient() -> Tensor:
-        x = X.clone().requires_grad_()
-        return torch.autograd.grad(Model()(x).sum(), x)[0]
-
-    expected = gradient()
-    x = X.clone().requires_grad_()
-    with Taps(Model()).keep("identity", "grad_input") as taps:
+    model, x = Net(forward, identity=nn.Identity()), X.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(model(x).sum(), x)
+    with Taps(model).keep("identity", "grad_input") as taps:
         assert torch.equal(torch.autograd.grad(taps(x).sum(), x)[0], expected)
 
 
@@ -464,26 +350,19 @@ class Doubles(torch.autograd.Function):
 
 
 @pytest.mark.parametrize(("verb", "what"), [("keep", "grad_input"), ("edit", "input"), ("edit", "output")])
-def test_a_function_of_the_users_that_works_in_place_reaches_both_tensors_with_its_gradient(verb, what) -> None:
-    class Doubling(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return Doubles.apply(x)
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.doubling = Doubling()
-
-        def forward(self, x: Tensor) -> Tensor:
-            h = x * 1
-            self.doubling(h)
-            return h * h
+def test_a_function_of_the_users_that_works_in_place_reaches_both_tensors_with_its_gradient(
+    verb: str, what: Any
+) -> None:
+    def forward(model: Net, x: Tensor) -> Tensor:
+        h = x * 1
+        model.doubling(h)
+        return h * h
 
     def gradient() -> tuple[Tensor, Tensor]:
         x = X.clone().requires_grad_()
         return (y := taps(x)).detach(), torch.autograd.grad(y.sum(), x)[0]
 
-    model = Model()
+    model = Net(forward, doubling=Net(lambda self, x: Doubles.apply(x)))
     with Taps(model) as taps:
         plain = gradient()
     taps = Taps(model)
@@ -494,21 +373,10 @@ def test_a_function_of_the_users_that_works_in_place_reaches_both_tensors_with_i
 
 
 def test_layers_inside_torch_func_and_those_that_return_sparse_tensors_are_edited() -> None:
-    class Mapped(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.func.vmap(self.linear)(x)
-
-    class Sparse(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x.to_sparse()
-
-    model = Mapped()
+    model = Net(lambda self, x: torch.func.vmap(self.linear)(x), linear=linear())
+    sparse = nn.Sequential(Net(lambda self, x: x.to_sparse()))
     for grad in (False, True):
         with torch.set_grad_enabled(grad), Taps(model).edit("linear", lambda h: 3 * h) as taps:
             assert torch.allclose(taps(X), 3 * model.linear.forward(X))
-        with torch.set_grad_enabled(grad), Taps(nn.Sequential(Sparse())).edit("0", lambda h: 3 * h) as taps:
+        with torch.set_grad_enabled(grad), Taps(sparse).edit("0", lambda h: 3 * h) as taps:
             assert torch.equal(taps(X).to_dense(), 3 * X)
