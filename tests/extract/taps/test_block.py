@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from extract import Record, Taps
+from tests.extract.taps.networks import Net
 
 
-class Residual(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks, self.head = nn.ModuleList(nn.Linear(4, 4) for _ in range(3)), nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
+def residual() -> Net:
+    def forward(model: Net, x: Tensor) -> Any:
+        for block in model.blocks:
             x = x + torch.tanh(block(x))
-        return self.head(x)
+        return model.head(x)
+
+    return Net(forward, blocks=nn.ModuleList(nn.Linear(4, 4) for _ in range(3)), head=nn.Linear(4, 2))
 
 
 @pytest.mark.parametrize("stop", [False, True])
 def test_layers_that_a_reduction_calls_are_no_calls_of_the_model(stop: bool) -> None:
-    model, x, found = Residual(), torch.randn(3, 4), []
+    model, x, found = residual(), torch.randn(3, 4), []
     handle = model.blocks[1].register_forward_hook(lambda module, args, output: found.append(output))
     with torch.no_grad():
         expected = model(x)
@@ -43,7 +43,7 @@ def test_layers_that_a_reduction_calls_are_no_calls_of_the_model(stop: bool) -> 
 
 
 def test_edits_miss_the_layers_that_the_users_own_functions_call() -> None:
-    model, x, records = Residual(), torch.randn(3, 4), []
+    model, x, records = residual(), torch.randn(3, 4), []
 
     def with_layers(h: Tensor) -> Tensor:
         model(torch.ones(1, 4)), model.head(h)
@@ -65,7 +65,7 @@ def test_edits_miss_the_layers_that_the_users_own_functions_call() -> None:
 
 
 def test_layers_that_an_edit_of_a_gradient_calls_are_not_edited() -> None:
-    model, x, seen = Residual(), torch.randn(3, 4), []
+    model, x, seen = residual(), torch.randn(3, 4), []
 
     def look(gradient: Tensor) -> Tensor:
         seen.append(model.head(gradient))
@@ -77,7 +77,7 @@ def test_layers_that_an_edit_of_a_gradient_calls_are_not_edited() -> None:
 
 
 def test_taps_inside_an_edit_record_what_the_edit_calls() -> None:
-    model, other, x = Residual(), Residual(), torch.randn(3, 4)
+    model, other, x = residual(), residual(), torch.randn(3, 4)
     inner = Taps(other, "blocks.0")
 
     def edit(h: Tensor) -> Tensor:
@@ -93,7 +93,7 @@ def test_taps_inside_an_edit_record_what_the_edit_calls() -> None:
 
 
 def test_a_call_in_another_thread_is_not_stopped_and_returns_the_output() -> None:
-    model, x, outputs = Residual(), torch.randn(3, 4), []
+    model, x, outputs = residual(), torch.randn(3, 4), []
     with torch.no_grad(), Taps(model, "blocks.0", stop=True) as taps:
         thread = threading.Thread(target=lambda: outputs.append(taps(x)))
         thread.start()

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import math
+from typing import Any
 
 import pytest
-import timm
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torchvision import models
 
 from extract import InputError, LayertapError, Taps, UnknownNameError
+from tests.extract.taps.networks import Net, linear
 
 
 class Functions(nn.Module):
@@ -42,16 +42,17 @@ def test_functions_are_kept_by_readable_names() -> None:
 
 
 def test_functions_are_kept_inside_the_layer_that_calls_them() -> None:
-    net, x = models.resnet18().eval(), torch.randn(1, 3, 64, 64)
-    with torch.no_grad(), Taps(net, ["layer1.0/add", "/flatten", "layer1.?.bn2"]).keep("layer1.0", "input") as taps:
-        taps(x)
+    inner = Net(lambda self, x: self.linear(x) + x, linear=linear())
+    model, x = Net(lambda self, x: self.inner(x).flatten(), inner=nn.Sequential(inner)), torch.randn(3, 4)
+    with torch.no_grad(), Taps(model, ["inner.0/add", "/flatten", "inner.?.linear"]) as taps:
+        output = taps(x)
     record = taps.record
-    assert torch.allclose(record["layer1.0/add#0"], record["layer1.0.bn2"] + record["layer1.0:0@input"])
-    assert record["/flatten"].shape == (1, 512)
-    with Taps(net, "layer1/add") as taps:
+    assert torch.allclose(record["inner.0/add"], record["inner.0.linear"] + x)
+    assert torch.equal(record["/flatten"], output)
+    with Taps(model, "inner/add") as taps:
         taps(x)
-        with pytest.raises(UnknownNameError, match="no function 'add' was called in the forward of layer 'layer1'"):
-            taps.record["layer1/add"]
+        with pytest.raises(UnknownNameError, match="no function 'add' was called in the forward of layer 'inner'"):
+            taps.record["inner/add"]
 
 
 def test_gradients_of_functions() -> None:
@@ -78,7 +79,7 @@ def test_our_own_work_is_not_seen_as_the_models() -> None:
 # Attention, against the explicit softmax
 
 
-def vit_weights(attention: nn.Module, x: Tensor) -> Tensor:
+def vit_weights(attention: Any, x: Tensor) -> Tensor:
     """timm's attention, written out: softmax(q k^T / sqrt(d))."""
     q, k, _ = attention.qkv(x).unflatten(-1, (3, attention.num_heads, -1)).permute(2, 0, 3, 1, 4)
     return (attention.q_norm(q) @ attention.k_norm(k).transpose(-2, -1) / math.sqrt(q.shape[-1])).softmax(-1)
@@ -86,23 +87,26 @@ def vit_weights(attention: nn.Module, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_attention_of_timm_vision_transformers(fused: bool) -> None:
-    model = timm.create_model("vit_tiny_patch16_224", img_size=64).eval()
+    timm = pytest.importorskip("timm")
+    model = timm.create_model("test_vit", img_size=64).eval()
     for block in model.blocks:
         block.attn.fused_attn = fused
-    x = torch.randn(2, 3, 64, 64)
+    layer, x = f"blocks.{len(model.blocks) - 1}.attn", torch.randn(2, 3, 64, 64)
     with torch.no_grad():
         plain = model(x)
-        with Taps(model).keep(["blocks.3.attn", "blocks.11.attn"], "attention").keep("blocks.11.attn", "input") as taps:
+        with Taps(model).keep(["blocks.0.attn", layer], "attention").keep(layer, "input") as taps:
             output = taps(x)
-        weights = taps.record["blocks.11.attn@attention"]
-        expected = vit_weights(model.blocks[11].attn, taps.record["blocks.11.attn@input"])
+        weights = taps.record[f"{layer}@attention"]
+        expected = vit_weights(model.get_submodule(layer), taps.record[f"{layer}@input"])
     assert torch.equal(output, plain)
-    assert weights.shape == (2, 3, 17, 17)
+    assert weights.shape == (2, 2, 17, 17)
     assert (weights - expected).abs().max() < 1e-5
-    assert "blocks.3.attn@attention" in taps.record
+    assert "blocks.0.attn@attention" in taps.record
 
 
 def test_attention_of_torchvision_vision_transformers() -> None:
+    from torchvision import models
+
     model = models.VisionTransformer(32, 8, 2, 4, 48, 96).eval()
     x = torch.randn(2, 3, 32, 32)
     layer = "encoder.layers.encoder_layer_1.self_attention"
@@ -143,18 +147,15 @@ def test_attention_with_masks_scales_and_groups(case: str) -> None:
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, 4, 5, 8, generator=generator) for _ in range(3))
     mask = torch.randn(5, 5, generator=generator)
-    options = {
+    options: Any = {
         "bool mask": {"attn_mask": mask > -1}, "float mask": {"attn_mask": mask}, "causal": {"is_causal": True},
         "scale": {"scale": 0.7}, "grouped": {"enable_gqa": True},
     }[case]  # fmt: skip
     if case == "grouped":
         k, v = k[:, :2], v[:, :2]
 
-    class Attention(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return F.scaled_dot_product_attention(q, k, v, **options)
-
-    with torch.no_grad(), Taps(nn.Sequential(Attention())).keep("0", "attention") as taps:
+    attention = Net(lambda self, x: F.scaled_dot_product_attention(q, k, v, **options))
+    with torch.no_grad(), Taps(nn.Sequential(attention)).keep("0", "attention") as taps:
         output = taps(torch.zeros(1))
     weights = taps.record["0@attention"]
     values = v.repeat_interleave(2, 1) if case == "grouped" else v
@@ -167,11 +168,8 @@ def test_attention_under_autocast_is_computed_in_float32_and_masked_queries_look
     mask = torch.ones(4, 4, dtype=torch.bool)
     mask[2] = False
 
-    class Attention(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return F.scaled_dot_product_attention(q, k, k, attn_mask=mask)
-
-    with torch.autocast("cpu", torch.bfloat16), Taps(nn.Sequential(Attention())).keep("0", "attention") as taps:
+    model = nn.Sequential(Net(lambda self, x: F.scaled_dot_product_attention(q, k, k, attn_mask=mask)))
+    with torch.autocast("cpu", torch.bfloat16), Taps(model).keep("0", "attention") as taps:
         taps(q)
     weights = taps.record["0@attention"]
     expected = (q.double() @ k.double().transpose(-2, -1) / math.sqrt(8)).softmax(-1)
@@ -188,48 +186,32 @@ def test_a_layer_without_attention_says_so() -> None:
             taps.record["0@attention"]
 
 
-class PerceptualFeature(nn.Module):
+def perceptual_feature(layer: Net, x: Tensor) -> Any:
     """Stops its inner network by the `BaseException` of `Taps(stop=True)`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        with Taps(self.net, stop=True).keep("1", live=True) as taps:
-            taps(x)
-            first = taps.record["1"]
-            taps(x * 2)
-            return first + taps.record["1"]
+    with Taps(layer.inner, stop=True).keep("1", live=True) as taps:
+        taps(x)
+        first = taps.record["1"]
+        taps(x * 2)
+        return first + taps.record["1"]
 
 
-class CatchesAnInterrupt(nn.Module):
+def catch_an_interrupt(layer: Net, x: Tensor, inside: bool = False) -> Tensor:
     """Calls itself, and catches what leaves the inner call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Identity()
-
-    def forward(self, x: Tensor, inside: bool = False) -> Tensor:
-        if inside:
-            self.inner(x)
-            raise KeyboardInterrupt
-        with contextlib.suppress(KeyboardInterrupt):
-            self(x, inside=True)
-        return torch.sigmoid(x)
+    if inside:
+        layer.inner(x)
+        raise KeyboardInterrupt
+    with contextlib.suppress(KeyboardInterrupt):
+        layer(x, inside=True)
+    return torch.sigmoid(x)
 
 
-@pytest.mark.parametrize(("layer", "function"), [(PerceptualFeature, "add"), (CatchesAnInterrupt, "sigmoid")])
-def test_functions_are_those_of_their_layer_after_an_exception_that_pytorch_tells_no_hook_of(layer, function) -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.f, self.out = layer(), nn.Linear(4, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.out(torch.tanh(self.f(x)))
-
-    model, x = Net(), torch.randn(3, 4)
+@pytest.mark.parametrize(("forward", "function"), [(perceptual_feature, "add"), (catch_an_interrupt, "sigmoid")])
+def test_functions_are_those_of_their_layer_after_an_exception_that_pytorch_tells_no_hook_of(
+    forward: Any, function: str
+) -> None:
+    layer = Net(forward, inner=nn.Sequential(linear(), nn.ReLU(), linear()))
+    model = Net(lambda self, x: self.out(torch.tanh(self.f(x))), f=layer, out=linear(4, 2))
+    x = torch.randn(3, 4)
     with torch.no_grad():
         expected = model.f(x)
         with Taps(model).keep("/tanh").keep(f"**/{function}").edit("/tanh", lambda h: h * 2) as taps:
@@ -240,13 +222,12 @@ def test_functions_are_those_of_their_layer_after_an_exception_that_pytorch_tell
 
 
 def test_an_edit_of_a_function_that_writes_into_a_given_tensor_is_refused() -> None:
-    class Writes(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            buffer = torch.empty_like(x * 2)
-            torch.mul(x, 3.0, out=buffer)
-            return buffer + 1
+    def forward(model: Net, x: Tensor) -> Tensor:
+        buffer = torch.empty_like(x * 2)
+        torch.mul(x, 3.0, out=buffer)
+        return buffer + 1
 
-    model, x = Writes(), torch.ones(2, 2)
+    model, x = Net(forward), torch.ones(2, 2)
     with torch.no_grad(), Taps(model).keep("/mul").edit("/mul", lambda h: h * 0, call=0) as taps:
         assert torch.equal(taps(x), model(x))
         assert torch.equal(taps.record["/mul#1"], x * 3)

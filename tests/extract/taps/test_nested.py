@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from extract import InputError, Site, Taps
 from extract.taps.nested import map_tensors, tensors_in
+from tests.extract.taps.networks import Net
 
 
 class Pair(tuple):
@@ -58,15 +59,12 @@ def test_results_of_torch_and_packed_sequences_are_rebuilt() -> None:
 
 @pytest.mark.parametrize("kind", [Pair, lambda a, b: MappingProxyType({"a": a, "b": b})])
 def test_an_edit_inside_a_class_that_cannot_be_made_again_is_refused(kind: Any) -> None:
-    class Returns(nn.Module):
-        def forward(self, x: Tensor):
-            return kind(x, x + 1)
-
-    with torch.no_grad(), Taps(Returns(), "") as taps:
+    model = Net(lambda self, x: kind(x, x + 1))
+    with torch.no_grad(), Taps(model, "") as taps:
         taps(torch.ones(2))
     assert [value.tolist() for value in taps.record.values()] == [[1, 1], [2, 2]]
     refused = pytest.raises(InputError, match="a value inside (Pair|mappingproxy) is to be replaced")
-    with torch.no_grad(), refused, Taps(Returns()).edit("", lambda h: h * 10) as taps:
+    with torch.no_grad(), refused, Taps(model).edit("", lambda h: h * 10) as taps:
         taps(torch.ones(2))
 
 
@@ -88,16 +86,16 @@ class Pairs(tuple):
 
 @pytest.mark.parametrize("kind", [Boxes, Slotted, Pairs])
 def test_an_edit_inside_a_sequence_with_attributes_is_refused(kind: Any) -> None:
-    class Returns(nn.Module):
-        def forward(self, x: Tensor):
-            value = kind([x, x + 1])
-            value.size = (7, 9)
-            return value
+    def forward(model: nn.Module, x: Tensor) -> Any:
+        value = kind([x, x + 1])
+        value.size = (7, 9)
+        return value
 
-    with torch.no_grad(), Taps(Returns(), "") as taps:
+    model = Net(forward)
+    with torch.no_grad(), Taps(model, "") as taps:
         assert taps(torch.ones(2)).size == (7, 9)
     refused = pytest.raises(InputError, match=f"a value inside {kind.__name__} is to be replaced")
-    with torch.no_grad(), refused, Taps(Returns()).edit("", lambda h: h * 10) as taps:
+    with torch.no_grad(), refused, Taps(model).edit("", lambda h: h * 10) as taps:
         taps(torch.ones(2))
 
 
@@ -117,18 +115,10 @@ class Holder:
         self.held = x
 
 
-class Beside(nn.Module):
-    def __init__(self, container: Any) -> None:
-        super().__init__()
-        self.container = container
-
-    def forward(self, x: Tensor) -> dict[str, Any]:
-        return {"a": x * 2, "b": self.container(x * 3)}
-
-
 @pytest.mark.parametrize("container", [lambda x: {x}, lambda x: collections.deque([x]), Holder])
-def test_an_edit_beside_tensors_that_it_does_not_reach_is_refused(container) -> None:
-    model, x = nn.Sequential(Beside(container)), torch.ones(2)
+def test_an_edit_beside_tensors_that_it_does_not_reach_is_refused(container: Any) -> None:
+    model = nn.Sequential(Net(lambda self, x: {"a": x * 2, "b": container(x * 3)}))
+    x = torch.ones(2)
     for layers in ("0", "0:b"):
         with (
             torch.no_grad(),
@@ -142,11 +132,8 @@ def test_an_edit_beside_tensors_that_it_does_not_reach_is_refused(container) -> 
 
 
 def test_tensors_whose_names_are_the_same_are_refused_and_have_their_sites() -> None:
-    class Keys(nn.Module):
-        def forward(self, x: Tensor) -> dict[Any, Any]:
-            return {0: x, "0": x * 2, "a.b": x * 3, "a": {"b": x * 4}}
-
-    model, x = nn.Sequential(Keys()), torch.ones(2)
+    model = nn.Sequential(Net(lambda self, x: {0: x, "0": x * 2, "a.b": x * 3, "a": {"b": x * 4}}))
+    x = torch.ones(2)
     with torch.no_grad(), Taps(model, "0") as taps:
         taps(x)
     for look in (dict, list, lambda record: record["0:0"], lambda record: record.select("*")):

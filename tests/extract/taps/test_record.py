@@ -2,43 +2,35 @@
 
 from __future__ import annotations
 
-import pickle
+import gc
+import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from extract import Site, Taps, UnknownNameError
+from tests.extract.taps.networks import Net, linear, same
+
+X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
 
 
-class Branches(nn.Module):
+def branches() -> Net:
     """`used` runs twice, `unused` never, `items` returns a generator, `lost` runs and returns no tensor."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.unused = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.items, self.lost = Items(), Lost()
+    def forward(model: Net, x: Tensor) -> Any:
+        model.lost(x)
+        return sum(model.items(model.used(model.used(x))), torch.zeros(()))
 
-    def forward(self, x: Tensor) -> Tensor:
-        self.lost(x)
-        return sum(self.items(self.used(self.used(x))), torch.zeros(()))
-
-
-class Items(nn.Module):
-    def forward(self, x: Tensor):
-        return (row for row in x)
-
-
-class Lost(nn.Module):
-    def forward(self, x: Tensor) -> None:
-        return None
+    items, lost = Net(lambda self, x: (row for row in x)), Net(lambda self, x: None)
+    return Net(forward, used=linear(), unused=linear(), items=items, lost=lost)
 
 
 def test_a_record_says_what_is_missing_and_why() -> None:
-    names = ["used", "unused", "items", "lost", "used#2", "used:3"]
-    with torch.no_grad(), Taps(Branches(), names[:4]).keep("items", "input").keep("used", "input", call=2) as taps:
-        taps(torch.randn(3, 4))
+    with torch.no_grad(), Taps(branches(), ["used", "unused", "items", "lost"]).keep("used", "input", call=2) as taps:
+        taps(X)
     assert taps.record.missing == {
         "unused": "layer 'unused' did not run in this forward",
         "items": "layer 'items' ran, but returned no tensor",
@@ -51,28 +43,21 @@ def test_a_record_says_what_is_missing_and_why() -> None:
             taps.record[text]
 
 
-def test_a_path_that_no_output_has_is_missing() -> None:
-    with torch.no_grad(), Taps(Branches(), ["used:3"]) as taps:
-        taps(torch.randn(3, 4))
-    reason = "layer 'used' ran, but returned no tensor at path 3 (to pool, pass a function as `reduce`)"
-    assert taps.record.missing == {"used:3": reason}
-
-
 def test_layers_of_a_glob_that_did_not_run_are_not_missing() -> None:
-    with torch.no_grad(), Taps(Branches(), "*") as taps:
-        taps(torch.randn(3, 4))
+    with torch.no_grad(), Taps(branches(), "*") as taps:
+        taps(X)
     assert list(taps.record) == ["used#0", "used#1"]
     assert taps.record.missing == {}
 
 
 def test_the_input_is_no_answer_where_the_output_was_asked_for() -> None:
-    with torch.no_grad(), Taps(Branches(), "items").keep("items", "input") as taps:
-        taps(torch.randn(3, 4))
+    with torch.no_grad(), Taps(branches(), "items").keep("items", "input") as taps:
+        taps(X)
     assert taps.record["items@input"].shape == (3, 4)
     with pytest.raises(UnknownNameError, match="'items' ran, but returned no tensor"):
         taps.record["items"]
-    with torch.no_grad(), Taps(Branches()).keep("items", "input") as taps:
-        taps(torch.randn(3, 4))
+    with torch.no_grad(), Taps(branches()).keep("items", "input") as taps:
+        taps(X)
     assert taps.record["items"].shape == (3, 4)
 
 
@@ -94,49 +79,46 @@ def test_values_are_selected_by_a_glob() -> None:
 
 
 def test_functions_are_selected_by_a_glob() -> None:
-    class Adds(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return (x + 1).relu() + x
-
-    with torch.no_grad(), Taps(nn.Sequential(Adds(), Adds()), "*/add") as taps:
-        taps(torch.randn(3, 4))
+    adds = Net(lambda self, x: (x + 1).relu() + x)
+    with torch.no_grad(), Taps(nn.Sequential(adds, Net(adds.compute)), "*/add") as taps:
+        taps(X)
     assert list(taps.record.select("*/add")) == ["0/add#0", "0/add#1", "1/add#0", "1/add#1"]
     assert list(taps.record.select("1/*")) == ["1/add#0", "1/add#1"]
     assert list(taps.record.select("**/*#1")) == ["0/add#1", "1/add#1"]
     assert list(taps.record.select("1/add#1")) == ["1/add#1"]
     with torch.no_grad(), Taps(nn.Sequential(nn.LSTM(4, 4)), "*") as taps:
-        taps(torch.randn(3, 4))
+        taps(X)
     assert list(taps.record.select("*:1")) == ["0:1.0", "0:1.1"]
 
 
-def test_a_loaded_record_still_says_what_is_missing(tmp_path: Path) -> None:
-    with torch.no_grad(), Taps(Branches(), ["used", "unused"]) as taps:
-        taps(torch.randn(3, 4))
-    loaded = pickle.loads(pickle.dumps(taps.record))
-    assert loaded.missing == taps.record.missing
-    assert repr(loaded) == repr(taps.record)
-    with pytest.raises(UnknownNameError, match="'unused' did not run"):
-        loaded["unused"]
-    again = pickle.loads(pickle.dumps(loaded))
-    assert again.missing == loaded.missing
-    assert torch.equal(again["used#1"], taps.record["used#1"])
-
-
-def test_a_record_that_outlives_its_taps_and_model_answers() -> None:
-    taps = Taps(Branches(), ["used", "unused"])
-    with torch.no_grad(), taps:
-        taps(torch.randn(3, 4))
-    record = taps.record
-    del taps
-    assert list(record.missing) == ["unused"]
-    with pytest.raises(UnknownNameError, match="unused"):
-        record["unused"]
+def test_a_loaded_record_and_one_that_outlives_its_model_say_what_is_missing(tmp_path: Path) -> None:
+    model = nn.Sequential(branches())
+    alive = weakref.ref(model)
+    with torch.no_grad(), Taps(model, ["0.used", "0.unused"]) as taps:
+        taps(X)
+    record = loaded = taps.record
+    for _ in range(2):
+        torch.save(loaded, tmp_path / "record.pt")
+        loaded = torch.load(tmp_path / "record.pt", weights_only=False)
+        assert list(loaded) == ["0.used#0", "0.used#1"]
+        assert all(torch.equal(loaded[name], record[name]) for name in record)
+        assert loaded.missing == {"0.unused": "layer '0.unused' did not run in this forward"}
+        assert repr(loaded) == repr(record)
+        with pytest.raises(UnknownNameError, match="'0.unused' did not run"):
+            loaded["0.unused"]
+    del model, taps
+    gc.collect()
+    assert alive() is None
+    assert list(record) == list(loaded)
+    assert list(record.missing) == ["0.unused"]
+    with pytest.raises(UnknownNameError, match="0.unused"):
+        record["0.unused"]
 
 
 def test_taps_say_what_they_keep_and_edit() -> None:
-    taps = Taps(Branches(), ["used", "/add"]).keep("", "input").edit("unused", lambda h: h, "grad", call=1)
+    taps = Taps(branches(), ["used", "/add"]).keep("", "input").edit("unused", same, "grad", call=1)
     assert repr(taps).splitlines() == [
-        "Taps(Branches)",
+        "Taps(Net)",
         "  keep used",
         "  keep /add",
         "  keep @input",
@@ -147,28 +129,28 @@ def test_taps_say_what_they_keep_and_edit() -> None:
 
 
 def test_a_function_or_another_call_asked_for_does_not_hide_the_input() -> None:
-    class Adds(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x + 1
-
-    x = torch.randn(3, 4)
-    with torch.no_grad(), Taps(nn.Sequential(Adds()), "0/add").keep("0", "input") as taps:
+    model, x = nn.Sequential(Net(lambda self, x: x + 1)), X
+    with torch.no_grad(), Taps(model, "0/add").keep("0", "input") as taps:
         taps(x)
     assert torch.equal(taps.record["0"], x)
-    with torch.no_grad(), Taps(nn.Sequential(Adds())).keep("0", call=5).keep("0", "input") as taps:
+    with torch.no_grad(), Taps(model).keep("0", call=5).keep("0", "input") as taps:
         taps(x)
     assert torch.equal(taps.record["0"], x)
     assert list(taps.record.missing) == ["0#5"]
 
 
 def test_reasons_are_those_of_the_call_and_path_that_is_looked_up() -> None:
-    with torch.no_grad(), Taps(Branches()).keep("used", call=0).keep("used", call=3) as taps:
-        taps(torch.randn(3, 4))
+    with torch.no_grad(), Taps(branches()).keep("used", call=0).keep("used", call=3) as taps:
+        taps(X)
     assert taps.record.missing == {
         "used#3": "layer 'used' ran 2 times in this forward; there is no call 3, since the first is 0"
     }
-    with torch.no_grad(), Taps(Branches(), "used") as taps:
-        taps(torch.randn(3, 4))
+    with torch.no_grad(), Taps(branches(), "used") as taps:
+        taps(X)
+    with torch.no_grad(), Taps(branches(), ["used:3"]) as paths:
+        paths(X)
+    reason = "layer 'used' ran, but returned no tensor at path 3 (to pool, pass a function as `reduce`)"
+    assert paths.record.missing == {"used:3": reason}
     for text, reason in (("used#5", "there is no call 5"), ("used#0:7", "returned no tensor at path 7")):
         with pytest.raises(UnknownNameError, match=reason):
             taps.record[text]
@@ -179,7 +161,7 @@ def test_reasons_are_those_of_the_call_and_path_that_is_looked_up() -> None:
 def test_a_glob_of_layers_selects_neither_functions_nor_the_model() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     with torch.no_grad(), Taps(model, ["", "*", "1/*"]) as taps:
-        taps(torch.randn(3, 4))
+        taps(X)
     assert list(taps.record.select("*")) == list(taps.record.select("**")) == ["0", "1"]
     assert list(taps.record.select("**/*")) == ["1/relu"]
     assert list(taps.record.select("")) == [""]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,9 @@ from torch import distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from extract import InputError, LayertapError, Taps, UnknownNameError
+from tests.extract.taps.networks import Net, hooks_in, linear
+
+X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
 
 
 def test_asyncio_tasks_on_one_model_see_their_own_forwards() -> None:
@@ -37,107 +40,79 @@ def test_asyncio_tasks_on_one_model_see_their_own_forwards() -> None:
         return await asyncio.gather(*(task(torch.randn(3, 4)) for _ in range(3)))
 
     assert asyncio.run(all_tasks()) == [(True, True)] * 3
-    assert not model[0]._forward_hooks
+    assert hooks_in(model) == 0
 
 
-def test_an_edit_of_one_task_does_not_change_what_another_computes() -> None:
-    model, x = nn.Sequential(nn.Linear(4, 4)), torch.randn(3, 4)
-    expected = model(x)
+def in_two_tasks(taps: Taps, tapped: Callable[[Taps], Any], other: Callable[[], Any]) -> tuple[Any, Any]:
+    """What a task with a block returns before and after another task runs, and what that returns."""
 
-    async def edits(opened: asyncio.Event, done: asyncio.Event) -> Tensor:
-        with Taps(model).edit("0", lambda h: h * 0) as taps:
+    async def with_block(opened: asyncio.Event, done: asyncio.Event) -> Any:
+        with taps:
+            tapped(taps)
             opened.set()
             await done.wait()
-            return taps(x)
+            return tapped(taps)
 
-    async def plain(opened: asyncio.Event, done: asyncio.Event) -> Tensor:
+    async def without(opened: asyncio.Event, done: asyncio.Event) -> Any:
         await opened.wait()
-        output = model(x)
+        output = other()
         done.set()
         return output
 
-    async def both() -> list[Tensor]:
+    async def both() -> Any:
         opened, done = asyncio.Event(), asyncio.Event()
-        return await asyncio.gather(edits(opened, done), plain(opened, done))
+        return await asyncio.gather(with_block(opened, done), without(opened, done))
 
-    edited, other = asyncio.run(both())
+    first, second = asyncio.run(both())
+    return first, second
+
+
+def test_an_edit_of_one_task_does_not_change_what_another_computes() -> None:
+    model = nn.Sequential(linear())
+    expected = model(X)
+    edited, other = in_two_tasks(Taps(model).edit("0", lambda h: h * 0), lambda taps: taps(X), lambda: model(X))
     assert not edited.any()
     assert torch.equal(other, expected)
 
 
-def test_a_task_created_inside_a_block_is_not_recorded_by_it() -> None:
-    model, x = nn.Sequential(nn.Linear(4, 4)), torch.ones(1, 4)
-
-    async def inner() -> None:
-        model(x)
-
-    async def outer() -> None:
-        with Taps(model, ["0"]) as taps:
-            await asyncio.create_task(inner())
-            with pytest.raises(LayertapError, match="thread and asyncio task"):
-                assert taps.record
-            taps(x)
-        assert torch.equal(taps.record["0"], model(x))
-
-    asyncio.run(outer())
-
-
 def test_a_backward_pass_of_one_task_is_not_edited_again_for_another() -> None:
-    class Part(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
+    def forward(model: Net, x: Tensor) -> Any:
+        return checkpoint(lambda h: model.linear(h).tanh(), x, use_reentrant=False)
 
-        def forward(self, x: Tensor) -> Tensor:
-            return checkpoint(lambda h: self.linear(h).tanh(), x, use_reentrant=False)
+    model = Net(forward, linear=linear())
+    (expected,) = torch.autograd.grad(model(X).sum(), model.linear.weight)
 
-    model, x = Part(), torch.randn(3, 4)
-    (expected,) = torch.autograd.grad(model(x).sum(), model.linear.weight)
+    def gradient() -> Tensor:
+        return torch.autograd.grad(model(X).sum(), model.linear.weight)[0]
 
-    async def edits(opened: asyncio.Event, done: asyncio.Event) -> None:
-        with Taps(model).edit("linear", lambda h: h * 3) as taps:
-            taps(x)
-            opened.set()
-            await done.wait()
-
-    async def plain(opened: asyncio.Event, done: asyncio.Event) -> Tensor:
-        await opened.wait()
-        gradient = torch.autograd.grad(model(x).sum(), model.linear.weight)[0]
-        done.set()
-        return gradient
-
-    async def both() -> list[Tensor]:
-        opened, done = asyncio.Event(), asyncio.Event()
-        return await asyncio.gather(edits(opened, done), plain(opened, done))
-
-    assert torch.equal(asyncio.run(both())[1], expected)
+    _, other = in_two_tasks(Taps(model).edit("linear", lambda h: h * 3), lambda taps: taps(X), gradient)
+    assert torch.equal(other, expected)
 
 
-def test_taps_of_another_task_say_that_the_task_is_another() -> None:
-    model = nn.Sequential(nn.Linear(4, 4))
+def test_a_task_created_inside_a_block_or_before_it_is_not_recorded_by_it() -> None:
+    model = nn.Sequential(linear())
 
-    async def called() -> None:
-        model(torch.randn(3, 4))
+    async def call(event: asyncio.Event) -> None:
+        await event.wait()
+        model(X)
 
     async def outer() -> None:
         event = asyncio.Event()
-
-        async def waits() -> None:
-            await event.wait()
-            await called()
-
-        task = asyncio.create_task(waits())
-        with Taps(model, "0") as taps:
+        before = asyncio.create_task(call(event))
+        with Taps(model, ["0"]) as taps:
             event.set()
-            await task
-            with pytest.raises(LayertapError, match="thread and asyncio task"):
-                taps.record  # noqa: B018
+            for task in (before, asyncio.create_task(call(event))):
+                await task
+                with pytest.raises(LayertapError, match="thread and asyncio task"):
+                    assert taps.record
+            taps(X)
+        assert torch.equal(taps.record["0"], model(X))
 
     asyncio.run(outer())
 
 
 def test_a_block_that_no_task_opened_is_of_all_tasks() -> None:
-    model, x = nn.Sequential(nn.Linear(4, 4)), torch.randn(3, 4)
+    model, x = nn.Sequential(nn.Linear(4, 4)), X
 
     async def work() -> None:
         model(x)
@@ -152,7 +127,7 @@ def test_a_block_that_no_task_opened_is_of_all_tasks() -> None:
     model(x)
     assert torch.equal(taps.record["0"], model(x))
     taps.__exit__(None, None, None)
-    assert not model[0]._forward_hooks
+    assert hooks_in(model) == 0
 
 
 @contextlib.contextmanager
@@ -168,13 +143,12 @@ def one_process(folder: Path) -> Iterator[None]:
 def test_tensors_spread_over_processes_are_kept_reduced(tmp_path: Path) -> None:
     tensors = pytest.importorskip("torch.distributed.tensor")
 
-    class Spreads(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return tensors.distribute_tensor(x, mesh, [tensors.Shard(0)])
+    def spread(layer: nn.Module, x: Tensor) -> Any:
+        return tensors.distribute_tensor(x, mesh, [tensors.Shard(0)])
 
     with one_process(tmp_path):
         mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
-        model, x = nn.Sequential(Spreads()), torch.randn(3, 4)
+        model, x = nn.Sequential(Net(spread)), torch.randn(3, 4)
         with torch.no_grad(), Taps(model, "0") as taps, pytest.raises(InputError, match=r"to_local\(\).*full_tensor"):
             taps(x)
         for whole in (lambda t: t.full_tensor(), lambda t: t.to_local()):
@@ -197,56 +171,13 @@ def test_parameters_that_fsdp_shards_have_no_gradient_for_hooks_and_that_is_said
             taps.record["0.weight@grad"]
 
 
-class CompiledMethod(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.fast = torch.compile(self.tail, backend="eager")
-
-    def tail(self, x: Tensor) -> Tensor:
-        return self.two(x)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fast(self.one(x))
-
-
-class CompiledForward(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    @torch.compile(backend="eager")
-    def forward(self, x: Tensor) -> Tensor:
-        return self.two(self.one(x))
-
-
-@pytest.mark.parametrize("make", [CompiledMethod, CompiledForward, lambda: nn.Sequential(CompiledForward())])
-def test_layers_in_compiled_methods_are_kept_and_edited(make) -> None:
-    torch.compiler.reset()
-    model, x = make(), torch.randn(3, 4)
-    inner = model[0] if isinstance(model, nn.Sequential) else model
-    with torch.no_grad():
-        model(x)  # compiled
-        with Taps(model).edit("**", lambda h: h / 2).keep(nn.Linear) as taps:
-            output = taps(x)
-        one = inner.one(x) / 2
-        two = inner.two(one) / 2
-    assert torch.equal(output, two / 2 if inner is not model else two)
-    assert [value.tolist() for value in taps.record.values()] == [one.tolist(), two.tolist()]
-
-
-class StartsAThread(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.unused = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with ThreadPoolExecutor(1) as pool:
-            return self.a(x) + pool.submit(self.b, x).result()
+def start_a_thread(model: Net, x: Tensor) -> Tensor:
+    with ThreadPoolExecutor(1) as pool:
+        return model.a(x) + pool.submit(model.b, x).result()
 
 
 def test_layers_that_a_thread_of_the_model_calls_are_told() -> None:
-    model, x = StartsAThread(), torch.randn(3, 4)
+    model, x = Net(start_a_thread, a=linear(), b=linear(), unused=linear()), X
     for taps in (
         Taps(model).edit("*", lambda h: h / 2),
         Taps(model).edit(nn.Linear, lambda h: h / 2, "input"),
@@ -263,25 +194,18 @@ def test_layers_that_a_thread_of_the_model_calls_are_told() -> None:
         ]
 
 
-class Generates(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Iterator[Tensor]:
-        yield self.a(x)
-        yield self.b(x)
+def generate(model: Net, x: Tensor) -> Iterator[Tensor]:
+    yield model.a(x)
+    yield model.b(x)
 
 
-class Waits(Generates):
-    async def forward(self, x: Tensor) -> list[Tensor]:
-        return [self.a(x), self.b(x)]
+async def wait(model: Net, x: Tensor) -> list[Tensor]:
+    return list(generate(model, x))
 
 
-@pytest.mark.parametrize(
-    ("model", "run"), [(Generates(), list), (Waits(), asyncio.run)], ids=["a generator", "a coroutine"]
-)
-def test_of_a_model_whose_code_runs_after_its_call_nothing_is_recorded_or_edited(model: nn.Module, run) -> None:
+@pytest.mark.parametrize(("forward", "run"), [(generate, list), (wait, asyncio.run)])
+def test_of_a_model_whose_code_runs_after_its_call_nothing_is_recorded_or_edited(forward: Any, run: Any) -> None:
+    model = Net(forward, a=linear(), b=linear())
     with Taps(model, ["a", "b/linear"]) as taps:
         assert torch.equal(run(taps(torch.ones(2, 4)))[0], model.a(torch.ones(2, 4)))
     for name in ("a", "b/linear"):
