@@ -7,7 +7,6 @@ that sums are exact and have the same bits in any order.
 from __future__ import annotations
 
 import functools
-import inspect
 import random
 import re
 from collections.abc import Callable, Iterator
@@ -18,14 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.extract.taps import program_layers
+from tests.extract.taps.program_layers import LIBRARY
 
 SHAPES = "fhu"  # 4x4, 2x4, and 4x2x2
-_LIBRARY = {
-    name: cls
-    for name, cls in vars(program_layers).items()
-    if isinstance(cls, type) and cls.__module__ == program_layers.__name__
-}
+_LIBRARY: dict[str, Any] = {"nn": nn, "torch": torch, "F": F}
+exec("\n".join(LIBRARY.values()), _LIBRARY)
 
 
 @dataclass(frozen=True)
@@ -183,8 +179,7 @@ class Program:
     @property
     def listing(self) -> str:
         """The whole program, for a reader."""
-        used = {base for name, cls in _LIBRARY.items() if re.search(rf"\b{name}\(", self.text) for base in cls.__mro__}
-        library = [inspect.getsource(cls) for cls in _LIBRARY.values() if cls in used]
+        library = [text for name, text in LIBRARY.items() if re.search(rf"\b{name}\(", self.text)]
         return "\n".join([*library, f"{self.text}# {self.inputs}" + ("; model.train()" if self.training else "")])
 
     @property
@@ -212,7 +207,7 @@ class Program:
 
     @functools.cached_property
     def _namespace(self) -> dict[str, Any]:
-        namespace = {**_LIBRARY, "nn": nn, "torch": torch, "F": F}
+        namespace = dict(_LIBRARY)
         exec(compile(self.text, f"<case {self.number}>", "exec"), namespace)
         return namespace
 
