@@ -183,24 +183,6 @@ class Program:
         return "\n".join([*library, f"{self.text}# {self.inputs}" + ("; model.train()" if self.training else "")])
 
     @property
-    def tidy(self) -> Program:
-        """The same program with its layers and variables numbered from 0."""
-        bodies = []
-        for body in self.bodies:
-            names: dict[str, str] = {}
-            for letter, name in re.findall(r"\b([vl])(\d+)\b", body.text()):
-                names.setdefault(letter + name, f"{letter}{sum(known[0] == letter for known in names)}")
-
-            def rename(text: str, names: dict[str, str] = names) -> str:
-                return re.sub(r"\b[vl]\d+\b", lambda match: names.get(match[0], match[0]), text)
-
-            made = tuple((rename(name), rename(how)) for name, how in body.made if name.partition(".")[0] in names)
-            bodies.append(
-                replace(body, made=made, statements=tuple(map(rename, body.statements)), returned=rename(body.returned))
-            )
-        return replace(self, bodies=tuple(bodies))
-
-    @property
     def tests_identity(self) -> bool:
         """Whether it does what nobody can notice who passes another tensor on: `is`, and writes through NumPy."""
         return " is " in self.text or "IsLast(" in self.text or "WritesNumpy(" in self.text

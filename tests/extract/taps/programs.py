@@ -390,8 +390,6 @@ class Tally:
         programs: dict[str, tuple[Program, Mode, str | None]] = {}
         for one, mode, only, result in self.failed[:most]:
             small = shrink(one, still_fails(self.request, mode, only, result))
-            if self.request.of is not None and still_fails(self.request, mode, only, result)(small.tidy):
-                small = small.tidy
             found[small.listing] += 1
             programs.setdefault(small.listing, (small, mode, only))
         for listing, number in found.most_common():
@@ -441,8 +439,6 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="number of the first one")
     parser.add_argument("--case", type=int, help="print this program, and try it")
     parser.add_argument("--request", default="", help="regular expression of requests, such as 'keep.*input$'")
-    parser.add_argument("--shrink", type=int, default=20, help="programs of each request that are shrunk")
-    parser.add_argument("--show", type=int, default=3, help="smallest programs of each request that are printed")
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -460,7 +456,7 @@ def main() -> None:
     print("\n".join(f"    {count:4} {reason}" for reason, count in invalid.most_common()))
     for tally in tallies:
         if tally.failed or tally.reasons:
-            print("\n" + tally.text(options.shrink, options.show))
+            print("\n" + tally.text())
 
 
 if __name__ == "__main__":

@@ -56,9 +56,14 @@ COMPILED: dict[str, Callable[..., Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("backend", "called"), [("eager", False), ("eager", True), pytest.param("inductor", True, marks=pytest.mark.slow)]
+    ("what", "backend", "called"),
+    [
+        *((what, "eager", True) for what in COMPILED),
+        ("a wrapper that taps are given", "eager", False),
+        ("its own forward", "eager", False),
+        *(pytest.param(what, "inductor", True, marks=pytest.mark.slow) for what in COMPILED),
+    ],
 )
-@pytest.mark.parametrize("what", COMPILED)
 def test_compiled_code_that_calls_the_model_is_seen_through(what: str, backend: str, called: bool) -> None:
     expected, plain = net()[0](X), net()(X)
     torch.compiler.reset()
@@ -187,7 +192,13 @@ class Traced(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("how", "grad"), [("cond", True), ("while_loop", False), ("compile", True), ("flex_attention", False)]
+    ("how", "grad"),
+    [
+        ("cond", True),
+        ("compile", True),
+        ("flex_attention", False),
+        pytest.param("while_loop", False, marks=pytest.mark.slow),
+    ],
 )
 def test_code_that_the_compiler_traces_computes_the_same_inside_the_block(how: str, grad: bool) -> None:
     torch.compiler.reset()
