@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -13,14 +13,13 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from extract import Backbone, extract_features, load_backbone
-from extract.compute.feature_choice import choose_features
 from extract.errors import InputError
-from extract.extraction.run import extract
 from extract.taps.batch_axis import BatchAxis
 from tests.extract.taps.batch_axes import find_batch_axis
 from tests.extract.taps.networks import Net, linear
-from tests.planning import plan
+
+if TYPE_CHECKING:
+    from extract import Backbone
 
 SIZE = 32
 
@@ -104,6 +103,9 @@ def test_networks_that_amplify_rounding_mix_pictures_or_are_random_are_refused(s
 @pytest.mark.slow
 def test_efficientnetv2_with_random_weights_is_not_taken_for_one_that_mixes_pictures() -> None:
     """How much rounding differs between batches depends on the machine and the number of threads."""
+    from extract import load_backbone
+    from extract.compute.feature_choice import choose_features
+
     backbone = load_backbone("timm/efficientnetv2_rw_t", weights="random", device="cpu")
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
@@ -156,6 +158,8 @@ MIXES = {
 
 def backbone_and_pictures(folder: Path, how: str, values: Sequence[int]) -> tuple[Backbone, Path]:
     """A network that does something to the pictures of a batch (see `MIXES`), and pictures of these brightnesses."""
+    from extract import load_backbone
+
     mix = MIXES.get(how, "return self.inside(h)")
     (folder / "net.py").write_text(FILE.format(mix=mix, large="large" in how))
     pictures = folder / "pictures"
@@ -182,6 +186,8 @@ def test_what_only_real_pictures_show_is_refused(tmp_path: Path, how: str) -> No
 def test_what_only_real_pictures_show_is_refused_before_anything_is_stored(
     tmp_path: Path, how: str, dtype: Any
 ) -> None:
+    from extract import extract_features
+
     backbone, pictures = backbone_and_pictures(tmp_path, how, VALUES)
     arguments = {"out": tmp_path / "out", "backbone": backbone, "layers": ["inside"], "workers": 0, "progress": False}
     with pytest.raises(InputError, match=r"inside .*(first batch|rows for a batch)"):
@@ -190,6 +196,8 @@ def test_what_only_real_pictures_show_is_refused_before_anything_is_stored(
 
 
 def test_the_first_batch_of_several_pictures_is_checked_where_the_first_was_of_one(tmp_path: Path) -> None:
+    from extract import extract_features
+
     backbone, pictures = backbone_and_pictures(tmp_path, "sorts", VALUES)
     for path in sorted(pictures.iterdir())[:3]:
         path.write_bytes(b"no picture")  # a batch of four has one picture
@@ -199,6 +207,8 @@ def test_the_first_batch_of_several_pictures_is_checked_where_the_first_was_of_o
 
 
 def test_layers_that_treat_each_picture_by_itself_pass_in_every_order(tmp_path: Path) -> None:
+    from extract import extract_features
+
     backbone, pictures = backbone_and_pictures(tmp_path, "", [200, 10, 120, 60, 10, 10, 10])  # some hardly differ
     with extract_features(
         pictures, out=tmp_path / "out", backbone=backbone, layers=["inside"], workers=0, progress=False
@@ -242,6 +252,9 @@ def test_rows_that_are_no_whole_images_are_refused() -> None:
 
 
 def test_batches_of_one_picture_are_computed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from extract.extraction.run import extract
+    from tests.planning import plan
+
     backbone, pictures = backbone_and_pictures(tmp_path, "", VALUES[:5])
     planned = plan(pictures, out=tmp_path / "out", backbone=backbone, layers=["inside"], workers=0, batch_size=1)
     forwards = []
