@@ -93,17 +93,20 @@ class CompiledMethod(nn.Module):
         return self.fast(self.one(x))
 
 
-class CompiledForward(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+def compiled_forward() -> nn.Module:
+    class CompiledForward(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
 
-    @torch.compile(backend="eager")
-    def forward(self, x: Tensor) -> Tensor:
-        return self.two(self.one(x))
+        @torch.compile(backend="eager")  # which imports the compiler
+        def forward(self, x: Tensor) -> Tensor:
+            return self.two(self.one(x))
+
+    return nn.Sequential(CompiledForward())
 
 
-@pytest.mark.parametrize("make", [CompiledMethod, lambda: nn.Sequential(CompiledForward())])
+@pytest.mark.parametrize("make", [CompiledMethod, compiled_forward])
 def test_layers_in_compiled_methods_are_kept_and_edited(make: Callable[[], Any]) -> None:
     torch.compiler.reset()
     model = make()
