@@ -101,7 +101,7 @@ def test_gradients_of_every_layer_equal_the_out_of_place_twins() -> None:
             assert first, (key, call)
             found = taps.record[first[0]]
             assert torch.allclose(found, gradients[0], rtol=1e-5, atol=1e-5 * float(gradients[0].abs().max())), key
-            checked += 1
+            checked += bool(found.any())
     assert checked > 50
 
 
