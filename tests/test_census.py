@@ -23,7 +23,7 @@ from benchmarks.census.page import page, read
 from benchmarks.census.processes import LimitError, run_limited
 from benchmarks.census.unchanged import NETWORKS, REQUESTS, judge, judge_model
 from benchmarks.census.weights import shake
-from extract import InputError, Taps
+from extract import InputError, Taps, load_backbone
 from extract.taps import capture
 from extract.taps.batch_axis import BatchAxis, Trial
 from extract.taps.surgery import Surgery
@@ -46,7 +46,8 @@ MOST_REFUSED = 0.01  # of layers and requests
 def tiny_swin() -> nn.Module:
     from torchvision import models
 
-    return models.SwinTransformer([2, 2], 16, [1, 1], [2, 2], [4, 4], num_classes=10)
+    swin: nn.Module = models.SwinTransformer([2, 2], 16, [1, 1], [2, 2], [4, 4], num_classes=10)
+    return swin
 
 
 def tiny_detector() -> nn.Module:
@@ -103,10 +104,9 @@ def test_the_stored_embedding_is_that_of_the_library(tmp_path: Path, monkeypatch
     (tmp_path / "same").mkdir()
     compare_embedding(named("timm/test_vit"), tmp_path / "same", report)
     assert (report.numbers["embeddings"], report.wrong["embeddings"]) == (4, 0)
-    load = embedding.load_backbone
 
     def load_with_another_mean(*args: Any, **options: Any) -> Any:
-        backbone = load(*args, **options)
+        backbone = load_backbone(*args, **options)
         other = dataclasses.replace(backbone.preprocessing, mean=(0.3, 0.4, 0.5))
         return dataclasses.replace(backbone, preprocessing=other)
 

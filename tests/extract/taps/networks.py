@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,10 @@ class Net(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.compute(self, *args, **kwargs)
+
+    if TYPE_CHECKING:  # its layers may be of any class
+
+        def __getattr__(self, name: str) -> Any: ...
 
 
 def linear(inputs: int = 4, outputs: int = 4, seed: int = 0) -> nn.Linear:

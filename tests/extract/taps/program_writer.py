@@ -143,7 +143,8 @@ class Body:
     returned: str
 
     def text(self) -> str:
-        used, made = "\n".join((*self.statements, self.returned)), []
+        used = "\n".join((*self.statements, self.returned))
+        made: list[str] = []
         for name, how in reversed(self.made):
             if re.search(rf"self\.{name.partition('.')[0]}\b", used):
                 made.insert(0, f"        self.{name} = {how}")
@@ -204,7 +205,7 @@ class Program:
 
     def make_inputs(self, leaf: Tensor, plain: Tensor) -> list[Tensor]:
         """Return the inputs of one call of the model, from a leaf of autograd and another tensor, both (4, 4)."""
-        values = {"leaf": leaf, "plain": plain, "torch": torch}
+        values: dict[str, Any] = {"leaf": leaf, "plain": plain, "torch": torch}
         exec(self.inputs, values)
         return [values[name] for name in self.bodies[-1].arguments.split(", ")]
 
