@@ -19,6 +19,13 @@ from tests.extract.taps.networks import Net, linear, same
 X = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
 
 
+@pytest.fixture(autouse=True, scope="module")
+def quick_garbage_collections() -> None:
+    """Leave what other tests have imported and made out of the garbage collections of these."""
+    gc.collect()
+    gc.freeze()
+
+
 def two_layers() -> nn.Sequential:
     return nn.Sequential(linear(), nn.Identity())
 
