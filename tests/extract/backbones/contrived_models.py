@@ -1,9 +1,10 @@
-"""Factories of models and transforms that have a fault, each in another place."""
+"""Models and transforms of a user that have a fault, each in another place; and what a refusal of each must say."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 from torchvision import transforms
 
 transform = transforms.Compose([transforms.Resize((32, 32)), transforms.ToTensor()])
-Pair = tuple[Any, Any]
+Factory = Callable[[], Any]
+NO_VECTOR = "not one vector for each picture"
 
 
 class Net(nn.Module):
@@ -27,21 +29,6 @@ class Net(nn.Module):
         return self.conv(x).mean((2, 3))
 
 
-def _net_with(**methods: Any) -> Net:
-    made: Net = type("Own", (Net,), methods)()
-    return made
-
-
-def _net_with_output(change: Callable[[Tensor], Any]) -> Net:
-    return _net_with(forward=lambda self, x: change(Net.forward(self, x)))
-
-
-def _net_with_buffer(value: Tensor) -> Net:
-    net = Net()
-    net.register_buffer("extra", value)
-    return net
-
-
 def _fail(*arguments: Any, **named: Any) -> Any:
     raise RuntimeError("no such luck")
 
@@ -50,334 +37,84 @@ def _none(*arguments: Any, **named: Any) -> None:
     return None
 
 
-# Layers and weights
+def _net(**methods: Any) -> Factory:
+    """A factory of a network with methods of its own."""
+    return lambda: (type("Own", (Net,), methods)(), transform)
 
 
-def lazy() -> Pair:
-    return nn.Sequential(nn.LazyConv2d(8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten()), transform
+def _output(change: Callable[[Tensor], Any]) -> Factory:
+    return _net(forward=lambda self, x: change(Net.forward(self, x)))
 
 
-def lazy_but_run_once() -> Pair:
-    model = lazy()[0]
-    model(torch.zeros(1, 3, 32, 32))
-    return model, transform
+def _pixels(change: Callable[[Tensor], Any]) -> Factory:
+    return lambda: (Net(), lambda picture: change(transform(picture)))
 
 
-def lazy_statistics() -> Pair:
-    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.LazyBatchNorm2d(), nn.AdaptiveAvgPool2d(1), nn.Flatten()), transform
+def _model(make: Callable[[], Any]) -> Factory:
+    return lambda: (make(), transform)
 
 
-def on_meta() -> Pair:
+def _with_buffer(value: Tensor) -> Net:
+    net = Net()
+    net.register_buffer("extra", value)
+    return net
+
+
+def _on_meta() -> Net:
     with torch.device("meta"):
-        return Net(), transform
+        return Net()
 
 
-def partly_on_meta() -> Pair:
+def _partly_on_meta() -> Net:
     model = Net()
     model.unused = nn.Linear(2, 2, device="meta")
-    return model, transform
+    return model
 
 
-def sparse_weights() -> Pair:
-    return _net_with_buffer(torch.eye(3).to_sparse()), transform
+def _lazy(run_once: bool = False) -> nn.Module:
+    model = nn.Sequential(nn.LazyConv2d(8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    if run_once:
+        model(torch.zeros(1, 3, 32, 32))
+    return model
 
 
-def conjugated_weights() -> Pair:
-    return _net_with_buffer(torch.eye(3).to(torch.complex64).conj()), transform
-
-
-def extra_state() -> Pair:
-    return _net_with(get_extra_state=lambda self: {"a": 1}, set_extra_state=_none), transform
-
-
-def state_dict_fails() -> Pair:
-    return _net_with(state_dict=_fail), transform
-
-
-def no_state_dict() -> Pair:
-    return _net_with(state_dict=_none), transform
-
-
-def keys_of_two_types() -> Pair:
-    return _net_with(state_dict=lambda self: {1: torch.zeros(2), "a": torch.zeros(2)}), transform
-
-
-def half() -> Pair:
-    return Net().half(), transform
-
-
-# Methods of the module
-
-
-def eval_returns_none() -> Pair:
-    return _net_with(eval=_none), transform
-
-
-def eval_returns_none_but_works() -> Pair:
-    return _net_with(eval=lambda self: _none(nn.Module.eval(self))), transform
-
-
-def eval_fails() -> Pair:
-    return _net_with(eval=_fail), transform
-
-
-def train_returns_none() -> Pair:
-    return _net_with(train=_none), transform
-
-
-def train_without_mode() -> Pair:
-    return _net_with(train=lambda self: self), transform
-
-
-def to_returns_none() -> Pair:
-    return _net_with(to=_none), transform
-
-
-def names_fail() -> Pair:
-    return _net_with(named_modules=_fail), transform
-
-
-def no_names() -> Pair:
-    return _net_with(named_modules=_none), transform
-
-
-def no_forward() -> Pair:
-    return nn.Module(), transform
-
-
-def scripted() -> Pair:
-    return torch.jit.script(nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten())), transform
-
-
-def traced() -> Pair:
-    return torch.jit.trace(nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten()), torch.zeros(1, 3, 32, 32)), transform
-
-
-def exported() -> Pair:
+def _exported() -> Any:
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten()).eval()
-    return torch.export.export(model, (torch.zeros(2, 3, 32, 32),)).module(), transform
+    return torch.export.export(model, (torch.zeros(2, 3, 32, 32),))
 
 
-def exported_program() -> Pair:
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten()).eval()
-    return torch.export.export(model, (torch.zeros(2, 3, 32, 32),)), transform
+def _from(number: int, act: Callable[[], Any]) -> Factory:
+    """A network that does something else from a forward on; loading takes one, and the trial five."""
+
+    def forward(self: Any, x: Tensor) -> Any:
+        y = Net.forward(self, x)
+        return act() if self.forwards >= number else y
+
+    return _net(forward=forward)
 
 
-# Outputs
-
-
-def output_none() -> Pair:
-    return _net_with_output(_none), transform
-
-
-def output_text() -> Pair:
-    return _net_with_output(lambda y: "text"), transform
-
-
-def output_empty_list() -> Pair:
-    return _net_with_output(lambda y: []), transform
-
-
-def output_numpy() -> Pair:
-    return _net_with_output(lambda y: y.numpy()), transform
-
-
-def output_generator() -> Pair:
-    return _net_with_output(lambda y: (value for value in y)), transform
-
-
-def output_sparse() -> Pair:
-    return _net_with_output(lambda y: y.to_sparse()), transform
-
-
-def output_nested() -> Pair:
-    return _net_with_output(lambda y: torch.nested.nested_tensor(list(y))), transform
-
-
-def output_meta() -> Pair:
-    return _net_with_output(lambda y: y.to("meta")), transform
-
-
-def output_integers() -> Pair:
-    return _net_with_output(lambda y: y.long()), transform
-
-
-def output_complex() -> Pair:
-    return _net_with_output(lambda y: y.to(torch.complex64)), transform
-
-
-def output_empty() -> Pair:
-    return _net_with_output(lambda y: y[:, :0]), transform
-
-
-def output_one_number() -> Pair:
-    return _net_with_output(lambda y: y.mean()), transform
-
-
-def output_fails() -> Pair:
-    return _net_with_output(_fail), transform
-
-
-class _FailsFrom(Net):
-    def __init__(self, number: int, fail: Callable[[], Any] = _fail):
-        super().__init__()
-        self.number, self.fail = number, fail
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = super().forward(x)
-        return self.fail() if self.forwards >= self.number else y
-
-
-def fails_at_the_second_forward() -> Pair:
-    return _FailsFrom(2), transform
-
-
-def fails_in_the_first_batch() -> Pair:
-    return _FailsFrom(7), transform
-
-
-def reads_a_file_in_the_first_batch() -> Pair:
-    return _FailsFrom(7, lambda: open("no-such-file")), transform  # noqa: PTH123
-
-
-def needs_batches() -> Pair:
-    return _net_with(forward=lambda self, x: _fail() if len(x) == 1 else Net.forward(self, x)), transform
-
-
-# What a factory takes and returns
-
-
-def a_class() -> Pair:
-    return Net, transform
-
-
-def a_class_of_a_transform() -> Pair:
-    return Net(), transforms.ToTensor
-
-
-def needs_an_argument(width: int) -> Pair:
-    return Net(), transform
-
-
-def returns_nothing() -> None:
-    return None
-
-
-def returns_three() -> Any:
-    return Net(), transform, 3
-
-
-def returns_a_list() -> Any:
-    return [Net(), transform]
-
-
-def returns_in_the_other_order() -> Pair:
-    return transform, Net()
-
-
-def returns_no_transform() -> Pair:
-    return Net(), None
-
-
-async def a_coroutine() -> Pair:
-    return Net(), transform
-
-
-def calls_itself() -> Pair:
+def calls_itself() -> Any:
     return calls_itself()
 
 
-not_callable = 3
+def needs_an_argument(width: int) -> Any:
+    return Net(), transform
 
 
-# Transforms
+async def a_coroutine() -> Any:
+    return Net(), transform
 
 
-def _with_pixels(change: Callable[[Tensor], Any]) -> Pair:
-    return Net(), lambda picture: change(transform(picture))
+class OwnError(Exception):
+    pass
 
 
-def pixels_numpy() -> Pair:
-    return _with_pixels(lambda x: x.numpy())
+def _raise_own() -> Any:
+    raise OwnError("enough")
 
 
-def pixels_none() -> Pair:
-    return _with_pixels(_none)
-
-
-def pixels_of_a_picture() -> Pair:
-    return Net(), lambda picture: picture.resize((32, 32))
-
-
-def pixels_float64() -> Pair:
-    return _with_pixels(lambda x: x.double())
-
-
-def pixels_uint8() -> Pair:
-    return _with_pixels(lambda x: (x * 255).byte())
-
-
-def pixels_of_a_batch() -> Pair:
-    return _with_pixels(lambda x: x[None])
-
-
-def pixels_grey() -> Pair:
-    return _with_pixels(lambda x: x[:1])
-
-
-def pixels_empty() -> Pair:
-    return _with_pixels(lambda x: x[:, :0])
-
-
-def pixels_meta() -> Pair:
-    return _with_pixels(lambda x: x.to("meta"))
-
-
-def pixels_sparse() -> Pair:
-    return _with_pixels(lambda x: x.to_sparse())
-
-
-def pixels_in_a_dict() -> Pair:
-    return _with_pixels(lambda x: {"image": x})
-
-
-def pixels_with_a_graph() -> Pair:
-    scale = nn.Parameter(torch.full((3, 1, 1), 2.0))
-    return _with_pixels(lambda x: x * scale)
-
-
-def transform_fails() -> Pair:
-    return _with_pixels(_fail)
-
-
-def transform_takes_nothing() -> Pair:
-    return Net(), lambda: None
-
-
-# What ends the program
-
-
-def exits() -> Pair:
-    sys.exit(0)
-
-
-def exits_by_exit() -> Pair:
+def _raise_exit() -> Any:
     raise SystemExit
-
-
-def exits_in_forward() -> Pair:
-    return _net_with_output(lambda y: sys.exit(0)), transform
-
-
-class _ExitsFrom(Net):
-    def forward(self, x: Tensor) -> Any:
-        if self.forwards >= 6:  # one forward while loading and five in the trial
-            sys.exit("done")
-        return super().forward(x)
-
-
-def exits_in_the_first_batch() -> Pair:
-    return _ExitsFrom(), transform
 
 
 class _ExitsAtRealPictures:
@@ -388,27 +125,122 @@ class _ExitsAtRealPictures:
         return pixels
 
 
-def exits_in_the_transform() -> Pair:
-    return Net(), lambda picture: sys.exit(0)
+def _flat() -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten())
 
 
-def exits_in_the_transform_of_a_picture() -> Pair:
-    return Net(), _ExitsAtRealPictures()
+LINE = r" \(.*contrived_models.py, line "
+META = "is torch.strided on meta"
+NOT_DENSE = "a tensor that is not dense or has no values"
+PAIR = r"expected \(model, transform\)"
 
+# Name -> factory, and what the refusal says.
+FAULTS: dict[str, tuple[Any, str]] = {
+    # Layers and weights
+    "lazy": (_model(_lazy), "has no shape yet: lazy layers get theirs from the first batch; run one batch through"),
+    "lazy_statistics": (_model(lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.LazyBatchNorm2d())), "has no shape yet"),
+    "on_meta": (_model(_on_meta), f"conv.bias of the model {META}; expected a dense tensor with values"),
+    "partly_on_meta": (_model(_partly_on_meta), f"unused.bias of the model {META}"),
+    "sparse_weights": (_model(lambda: _with_buffer(torch.eye(3).to_sparse())), "extra of the model is torch.sparse_co"),
+    "extra_state": (_net(get_extra_state=lambda self: {"a": 1}, set_extra_state=_none), "_extra_state of .* is dict"),
+    "state_dict_fails": (_net(state_dict=_fail), "cannot be loaded: RuntimeError: no such luck" + LINE),
+    "no_state_dict": (_net(state_dict=_none), "cannot be loaded: AttributeError"),
+    "keys_of_two_types": (
+        _net(state_dict=lambda self: {1: torch.zeros(2), "a": torch.zeros(2)}), "cannot be loaded: TypeError",
+    ),
+    "half": (_model(lambda: Net().half()), "the model failed on a zero input"),
+    # Methods of the module
+    "eval_returns_none": (
+        _net(eval=_none), r"eval\(\) of the model of .*:eval_returns_none\(\) left the model in training mode",
+    ),
+    "eval_fails": (_net(eval=_fail), "cannot be loaded: RuntimeError: no such luck" + LINE),
+    "train_returns_none": (_net(train=_none), "cannot be loaded: AttributeError|left the model in training mode"),
+    "train_without_mode": (_net(train=lambda self: self), "cannot be loaded: TypeError"),
+    "names_fail": (_net(named_modules=_fail), "cannot be loaded: RuntimeError: no such luck"),
+    "no_names": (_net(named_modules=_none), "cannot be loaded: TypeError"),
+    "no_forward": (_model(nn.Module), 'missing the required "forward" function'),
+    "scripted": (
+        _model(lambda: torch.jit.script(_flat())),
+        "returned a scripted or traced model, whose code ignores hooks; return the Python module",
+    ),
+    "traced": (
+        _model(lambda: torch.jit.trace(_flat(), torch.zeros(1, 3, 32, 32))), "returned a scripted or traced model",
+    ),
+    "exported": (_model(lambda: _exported().module()), "cannot be loaded: NotImplementedError: "),
+    "exported_program": (_model(_exported), rf"returned \(ExportedProgram, Compose\); {PAIR}"),
+    # Outputs
+    "output_none": (_output(_none), f"its output is NoneType, {NO_VECTOR}"),
+    "output_text": (_output(lambda y: "text"), f"its output is str, {NO_VECTOR}"),
+    "output_empty_list": (_output(lambda y: []), f"its output is list, {NO_VECTOR}"),
+    "output_numpy": (_output(lambda y: y.numpy()), f"its output is ndarray, {NO_VECTOR}"),
+    "output_generator": (_output(lambda y: (value for value in y)), f"its output is generator, {NO_VECTOR}"),
+    "output_sparse": (_output(lambda y: y.to_sparse()), "its output is not a dense tensor with values"),
+    "output_nested": (
+        _output(lambda y: torch.nested.nested_tensor(list(y))), "its output is not a dense tensor with values",
+    ),
+    "output_meta": (_output(lambda y: y.to("meta")), "its output is not a dense tensor with values"),
+    "output_integers": (_output(lambda y: y.long()), "its output is torch.int64, not floating point"),
+    "output_complex": (_output(lambda y: y.to(torch.complex64)), "its output is torch.complex64, not floating point"),
+    "output_empty": (_output(lambda y: y[:, :0]), rf"its output is \(2, 0\), {NO_VECTOR}"),
+    "output_one_number": (_output(lambda y: y.mean()), rf"its output is \(\), {NO_VECTOR}"),
+    "output_fails": (_output(_fail), "the model failed on a zero input .*: RuntimeError: no such luck"),
+    "fails_at_the_second_forward": (_from(2, _fail), "RuntimeError: no such luck" + LINE),
+    "fails_in_the_first_batch": (_from(7, _fail), "RuntimeError: no such luck" + LINE),
+    "reads_a_file_in_the_first_batch": (
+        _from(7, lambda: Path("no-such-file").read_text()), "FileNotFoundError: .*no-such-file'" + LINE,
+    ),
+    "needs_batches": (
+        _net(forward=lambda self, x: _fail() if len(x) == 1 else Net.forward(self, x)),
+        "RuntimeError: no such luck" + LINE,
+    ),
+    # What a factory takes and returns
+    "a_class": (lambda: (Net, transform), rf"returned \(the class Net, Compose\); {PAIR}"),
+    "a_class_of_a_transform": (lambda: (Net(), transforms.ToTensor), "failed on an RGB picture: TypeError"),
+    "needs_an_argument": (needs_an_argument, "missing 1 required positional argument: 'width'"),
+    "returns_nothing": (_none, f"returned NoneType; {PAIR}"),
+    "returns_three": (lambda: (Net(), transform, 3), r"returned \(Net, Compose, int\); expected"),
+    "returns_a_list": (lambda: [Net(), transform], "returned list; expected"),
+    "returns_in_the_other_order": (lambda: (transform, Net()), r"returned \(Compose, Net\); expected"),
+    "returns_no_transform": (lambda: (Net(), None), r"returned \(Net, NoneType\); expected"),
+    "a_coroutine": (a_coroutine, "returned coroutine; expected"),
+    "calls_itself": (calls_itself, "RecursionError"),
+    "not_callable": (3, "factory 'not_callable' not found"),
+    # Transforms
+    "pixels_numpy": (_pixels(lambda x: x.numpy()), "maps an RGB picture to ndarray"),
+    "pixels_none": (_pixels(_none), "maps an RGB picture to NoneType"),
+    "pixels_of_a_picture": (
+        lambda: (Net(), lambda picture: picture.resize((32, 32))), "maps an RGB picture to Image",
+    ),
+    "pixels_float64": (_pixels(lambda x: x.double()), "maps an RGB picture to torch.float64"),
+    "pixels_uint8": (_pixels(lambda x: (x * 255).byte()), "maps an RGB picture to torch.uint8"),
+    "pixels_of_a_batch": (_pixels(lambda x: x[None]), r"maps an RGB picture to torch.float32 \(1, 3, 32, 32\)"),
+    "pixels_grey": (_pixels(lambda x: x[:1]), r"maps an RGB picture to torch.float32 \(1, 32, 32\)"),
+    "pixels_empty": (_pixels(lambda x: x[:, :0]), "the model failed on a zero input"),
+    "pixels_meta": (_pixels(lambda x: x.to("meta")), f"maps an RGB picture to {NOT_DENSE}"),
+    "pixels_sparse": (_pixels(lambda x: x.to_sparse()), f"maps an RGB picture to {NOT_DENSE}"),
+    "pixels_in_a_dict": (_pixels(lambda x: {"image": x}), "maps an RGB picture to dict"),
+    "transform_fails": (_pixels(_fail), "failed on an RGB picture: RuntimeError: no such luck"),
+    "transform_takes_nothing": (lambda: (Net(), lambda: None), "failed on an RGB picture: TypeError"),
+}  # fmt: skip
 
-# Exceptions that are not derived from Exception
+# What ends the program, and how it is told.
+EXITS: dict[str, tuple[Factory, str]] = {
+    "exits": (lambda: sys.exit(0), r"sys.exit\(0\)"),
+    "exits_by_exit": (_raise_exit, r"sys.exit\(\)"),
+    "exits_in_forward": (_output(lambda y: sys.exit(0)), r"sys.exit\(0\)"),
+    "exits_in_the_first_batch": (_from(7, lambda: sys.exit("done")), r"sys.exit\('done'\)"),
+    "exits_in_the_transform": (lambda: (Net(), lambda picture: sys.exit(0)), r"sys.exit\(0\)"),
+    "exits_in_the_transform_of_a_picture": (lambda: (Net(), _ExitsAtRealPictures()), r"sys.exit\(3\)"),
+}
 
+# What only looks like a fault.
+WORKING: dict[str, Factory] = {
+    "lazy_but_run_once": _model(lambda: _lazy(run_once=True)),
+    "eval_returns_none_but_works": _net(eval=lambda self: _none(nn.Module.eval(self))),
+    "to_returns_none": _net(to=_none),
+    "conjugated_weights": _model(lambda: _with_buffer(torch.eye(3).to(torch.complex64).conj())),
+    "pixels_with_a_graph": _pixels(lambda x: x * nn.Parameter(torch.full((3, 1, 1), 2.0))),
+}
 
-class OwnError(Exception):
-    pass
-
-
-class _RaisesFrom(Net):
-    def forward(self, x: Tensor) -> Any:
-        if self.forwards >= 6:
-            raise OwnError("enough")
-        return super().forward(x)
-
-
-def raises_its_own_in_the_first_batch() -> Pair:
-    return _RaisesFrom(), transform
+raises_its_own_in_the_first_batch = _from(7, _raise_own)
+globals().update({name: made[0] for name, made in (FAULTS | EXITS).items()} | WORKING)

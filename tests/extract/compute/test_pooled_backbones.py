@@ -15,7 +15,7 @@ from extract.compute.backends import open_forward
 from extract.compute.feature_choice import choose_features
 from extract.compute.sparse_projection import SparseProjection
 from extract.system.torch_state import evaluating
-from tests.extract.compute.test_backends import _pictures
+from tests.extract.compute.small_network import pictures_for
 from tests.extract.compute.test_sparse_projection import matrix_of
 
 ENGINES = [
@@ -29,7 +29,7 @@ def computed(backbone: Backbone, engine: str, layers: list[str]) -> dict[str, np
     with evaluating(backbone.model):
         choice = choose_features(backbone, layers)
     with open_forward(backbone, choice, "float32", "float32", engine, batch_size=3) as forward:
-        return {name: values.astype(np.float64) for name, values in forward(_pictures(backbone, 3)).items()}
+        return {name: values.astype(np.float64) for name, values in forward(pictures_for(backbone, 3)).items()}
 
 
 def projected(values: np.ndarray, outputs: int, seed: int) -> np.ndarray:
