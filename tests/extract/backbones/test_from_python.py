@@ -111,18 +111,17 @@ def test_the_fingerprint_follows_code_and_weights(file: Path, folder: Path, tmp_
     assert "weights_sha256" not in error
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [("no_transform", r"net.py:no_transform\(\) returned Net; expected \(model, transform\)"),
-     ("broken", r"net.py:broken\(\) failed: RuntimeError: no such luck"),
-     ("flat", r"the transform of .*:flat\(\) maps an RGB picture to torch.float32 \(3,\); expected"),
-     ("any_size", r"the transform of .*:any_size\(\) returns tensors of several sizes"),
-     ("bad_transform", "failed on an RGB picture: AttributeError"),
-     ("smal", "factory 'smal' not found in .*net.py; nearest: 'small'")],
-)  # fmt: skip
-def test_factories_that_do_not_fit_are_told(file: Path, name: str, message: str) -> None:
-    with pytest.raises((InputError, UnknownNameError), match=message):
-        load_backbone(f"python/{file}:{name}", device="cpu")
+def test_factories_that_do_not_fit_are_told(file: Path) -> None:
+    for name, message in (
+        ("no_transform", r"net.py:no_transform\(\) returned Net; expected \(model, transform\)"),
+        ("broken", r"net.py:broken\(\) failed: RuntimeError: no such luck"),
+        ("flat", r"the transform of .*:flat\(\) maps an RGB picture to torch.float32 \(3,\); expected"),
+        ("any_size", r"the transform of .*:any_size\(\) returns tensors of several sizes"),
+        ("bad_transform", "failed on an RGB picture: AttributeError"),
+        ("smal", "factory 'smal' not found in .*net.py; nearest: 'small'"),
+    ):
+        with pytest.raises((InputError, UnknownNameError), match=message):
+            load_backbone(f"python/{file}:{name}", device="cpu")
 
 
 RANDOM = """
@@ -150,12 +149,7 @@ def count(x):
 
 TRANSFORMS = {
     "crop": transforms.Compose([transforms.RandomResizedCrop(32), transforms.ToTensor()]),
-    "crop_v2": v2.Compose([v2.RandomResizedCrop(32), v2.ToImage(), v2.ToDtype(torch.float32, scale=True)]),
-    "flip": transforms.Compose([transforms.RandomHorizontalFlip(), *RESIZED]),
-    "jitter": transforms.Compose([transforms.ColorJitter(0.4, 0.4, 0.4), *RESIZED]),
     "augment": transforms.Compose([transforms.RandAugment(), *RESIZED]),
-    "trivial": transforms.Compose([transforms.TrivialAugmentWide(), *RESIZED]),
-    "blur": transforms.Compose([transforms.GaussianBlur(5), *RESIZED]),
     "rarely_erased": transforms.Compose([*RESIZED, transforms.RandomErasing(p=0.001)]),
     "rarely_flipped": v2.Compose([v2.RandomVerticalFlip(p=1e-6), *RESIZED]),
     "of_numpy": lambda picture: transforms.Compose(RESIZED)(picture) + float(np.random.rand() < 1e-6),
@@ -189,8 +183,8 @@ def random_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     "name",
-    ["crop", "crop_v2", "flip", "jitter", "augment", "trivial", "blur", "rarely_erased", "rarely_flipped", "of_numpy",
-     "of_python", "of_a_generator", "of_a_numpy_generator", "of_calls"],
+    ["crop", "augment", "rarely_erased", "rarely_flipped", "of_numpy", "of_python", "of_a_generator",
+     "of_a_numpy_generator", "of_calls"],
 )  # fmt: skip
 def test_a_random_transform_is_refused(random_file: Path, name: str) -> None:
     message = rf"the transform of .*net.py:{name}\(\) .*features would differ from run to run; use the transform"
@@ -269,7 +263,7 @@ def wrong():
 
 
 def of_timm():
-    model = timm.create_model("vit_tiny_patch16_224", img_size=64, num_classes=0)
+    model = timm.create_model("test_vit", img_size=64, num_classes=0)
     return model, transforms.Compose([transforms.Resize((64, 64)), transforms.ToTensor()])
 """
 
@@ -285,7 +279,7 @@ def vit_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("name", "layer", "prefix", "class_token", "auto"),
     [("with_class_token", "block", 1, True, "mean_tokens"), ("reads_class_token", "block", 1, True, "cls_token"),
      ("with_registers", "block", 5, True, "mean_tokens"), ("only_registers", "block", 4, False, "mean_tokens"),
-     ("of_timm", "blocks.3", 1, True, "cls_token")],
+     ("of_timm", "blocks.1", 1, True, "cls_token")],
 )  # fmt: skip
 def test_an_own_vision_transformer_states_its_prefix_tokens(
     vit_file: Path, name: str, layer: str, prefix: int, class_token: bool, auto: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 import timm
@@ -17,6 +18,10 @@ from extract.errors import InputError, LayertapError, UnknownNameError
     ("spec", "message"),
     [
         ("resnet50", "backbone 'resnet50' not found; did you mean torchvision/resnet50 or timm/resnet50?"),
+        ("torchvision/resnet5", "nearest: 'torchvision/resnet50'"),
+        ("torchvision/fasterrcnn_resnet50_fpn", "not found"),
+        ("timm/vit_smal_patch16_224", "nearest: 'timm/vit_small_patch16_224'"),
+        ("bundled/efficientnet", "nearest: 'bundled/efficientnet_lite0'"),
         ("efficientnet_lite0", "did you mean bundled/efficientnet_lite0 or timm/efficientnet_lite0?"),
         ("resnet50.a1_in1k", "did you mean timm/resnet50.a1_in1k?"),
         ("convnext_tiny", "did you mean torchvision/convnext_tiny or timm/convnext_tiny?"),
@@ -37,6 +42,15 @@ def test_a_spec_without_a_source_or_name_says_what_to_type(spec: str, message: s
         load_backbone(spec)
     assert "\n" not in str(raised.value)
     assert len(str(raised.value)) < 260
+
+
+def test_unknown_weights_list_the_nearest() -> None:
+    for spec, weights, message in (
+        ("torchvision/resnet50", "IMAGENET1K_V3", "weights 'IMAGENET1K_V3' not found in torchvision/resnet50; nearest"),
+        ("timm/resnet50", "a1_in2k", "nearest: 'a1_in1k'"),
+    ):
+        with pytest.raises(UnknownNameError, match=message):
+            load_backbone(spec, weights=weights, device="cpu")
 
 
 def test_the_list_of_backbones_says_what_to_type_too() -> None:
@@ -79,18 +93,32 @@ def test_means_of_pixels_from_0_to_255_are_refused_before_anything_is_loaded(
         load_backbone("timm/test_resnet", weights="random", device="cpu", preprocessing=given)
 
 
-@pytest.mark.parametrize("values", [(0.485, 0.456, 0.406), (0, 0, 0), (1, 1, 1), (1 / 255,) * 3])
-def test_published_means_are_accepted(values: tuple[float, ...]) -> None:
-    std = values if min(values) else (1, 1, 1)
-    given = {"mean": values, "std": std, "size": 64, "crop": 64}
-    backbone = load_backbone("timm/test_resnet", weights="random", device="cpu", preprocessing=given)
-    assert backbone.preprocessing.mean == values
-    assert backbone.preprocessing.std == std
+def test_preprocessing_that_makes_no_sense_is_refused() -> None:
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"interpolation": "cubic"}, "nearest: 'bicubic'"),
+        ({"crop": 0}, "expected 1 to 8,192 pixels"),
+        ({"size": 100_000}, "expected 1 to 8,192 pixels"),
+    ]
+    for given, message in refused:
+        with pytest.raises(LayertapError, match=message):
+            load_backbone("timm/test_resnet", weights="random", device="cpu", preprocessing=given)
+
+
+def test_published_means_are_accepted() -> None:
+    for values in ((0.485, 0.456, 0.406), (0, 0, 0), (1, 1, 1), (1 / 255,) * 3):
+        std = values if min(values) else (1, 1, 1)
+        given = {"mean": values, "std": std, "size": 64, "crop": 64}
+        backbone = load_backbone("timm/test_resnet", weights="random", device="cpu", preprocessing=given)
+        assert backbone.preprocessing.mean == values
+        assert backbone.preprocessing.std == std
 
 
 def test_a_device_message_is_one_line_without_the_backends_of_pytorch() -> None:
-    for device in ("gpu", "mps", "cuda:77", "xla", "meta", "", "cuda:x", "cpu:0:1"):
-        with pytest.raises(LayertapError) as raised:
+    for device, problem in (
+        ("cuda:99", "cannot be used"), ("gpu", "is unknown"), ("meta", "cannot be used"), ("mps", ""), ("xla", ""),
+        ("", ""), ("cuda:x", ""), ("cpu:0:1", ""),
+    ):  # fmt: skip
+        with pytest.raises(LayertapError, match=f"device '{device}' {problem}") as raised:
             load_backbone("timm/test_resnet", weights="random", device=device)
         message = str(raised.value)
         assert "\n" not in message

@@ -1,8 +1,7 @@
-"""Poolings on a backbone of each library, by each engine, against NumPy on the whole activations."""
+"""Poolings on a backbone of each library, against NumPy; that engines agree is in `test_backends.py`."""
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import numpy as np
@@ -18,17 +17,11 @@ from extract.system.torch_state import evaluating
 from tests.extract.compute.small_network import pictures_for
 from tests.extract.compute.test_sparse_projection import matrix_of
 
-ENGINES = [
-    "eager",
-    pytest.param("openvino", marks=pytest.mark.skipif(not importlib.util.find_spec("openvino"), reason="no openvino")),
-    "inductor",
-]
 
-
-def computed(backbone: Backbone, engine: str, layers: list[str]) -> dict[str, np.ndarray]:
+def computed(backbone: Backbone, layers: list[str]) -> dict[str, np.ndarray]:
     with evaluating(backbone.model):
         choice = choose_features(backbone, layers)
-    with open_forward(backbone, choice, "float32", "float32", engine, batch_size=3) as forward:
+    with open_forward(backbone, choice, "float32") as forward:
         return {name: values.astype(np.float64) for name, values in forward(pictures_for(backbone, 3)).items()}
 
 
@@ -50,15 +43,14 @@ def check(values: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(("spec", "layer"), [
     ("bundled/efficientnet_lite0", "blocks.2"), ("torchvision/resnet18", "layer3"),
     ("timm/swin_tiny_patch4_window7_224", "layers.1"), ("torchvision/swin_t", "features.3"),
 ])  # fmt: skip
-def test_maps_of_each_library(spec: str, layer: str, engine: str) -> None:
+def test_maps_of_each_library(spec: str, layer: str) -> None:
     backbone = load_backbone(spec, weights=None if spec.startswith("bundled") else "random", device="cpu")
     poolings = ["none", "grid2", "std_map", "meanstd", "gem", "srp200s1", "grid2:srp30"]
-    values = computed(backbone, engine, [f"{layer}:{pooling}" for pooling in poolings])
+    values = computed(backbone, [f"{layer}:{pooling}" for pooling in poolings])
     whole = values[f"{layer}:none"]
     last = "swin" in spec
     maps = whole if last else whole.transpose(0, 2, 3, 1)
@@ -72,9 +64,8 @@ def test_maps_of_each_library(spec: str, layer: str, engine: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("spec", ["hf", "timm/vit_tiny_patch16_224", "timm/deit_tiny_distilled_patch16_224"])
-def test_tokens_of_each_library(spec: str, engine: str, tmp_path: Path) -> None:
+def test_tokens_of_each_library(spec: str, tmp_path: Path) -> None:
     layer, special = "blocks.1", 2 if "distilled" in spec else 1
     if spec == "hf":  # with four registers
         config = transformers.Dinov2WithRegistersConfig(
@@ -86,7 +77,7 @@ def test_tokens_of_each_library(spec: str, engine: str, tmp_path: Path) -> None:
         spec, layer, special = f"hf/{tmp_path}", "encoder.layer.1", 5
     backbone = load_backbone(spec, weights=None if spec.startswith("hf") else "random", device="cpu")
     poolings = ["none", "grid2", "cls+mean", "last_token", "meanstd", "srp99", "grid2:max_map"]
-    values = computed(backbone, engine, [f"{layer}:{pooling}" for pooling in poolings])
+    values = computed(backbone, [f"{layer}:{pooling}" for pooling in poolings])
     whole = values[f"{layer}:none"]
     patches = whole[:, special:]
     side = round(patches.shape[1] ** 0.5)

@@ -213,6 +213,8 @@ def test_auto(shape: tuple[int, ...], class_token: bool, chosen: str) -> None:
         ("cls+mean", (196, 8), "which have no class token"),
         ("last_token", (64, 7, 7), "last_token does not fit a map"),
         ("meanstd", (64,), "meanstd does not fit a vector"),
+        ("tokens", (64,), "tokens does not fit a vector"),
+        ("cls_token:tokens", (197, 8), "after cls_token, tokens does not fit a vector"),
         ("std_map", (197, 8), "std_map does not fit tokens"),
         ("gem", (384, 196), "tokens could be the last axis"),
         ("gem0", (64, 7, 7), "gem0 has the power 0; expected 0.01 to 100"),

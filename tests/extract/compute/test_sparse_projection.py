@@ -8,7 +8,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from scipy.sparse import csr_array
 from sklearn.random_projection import SparseRandomProjection, johnson_lindenstrauss_min_dim
 
@@ -80,7 +79,7 @@ def test_entries_are_independent_and_have_the_density_of_li_hastie_and_church() 
     assert np.all(np.diff(rows * inputs + columns) > 0)  # sorted, each place once
 
 
-@pytest.mark.parametrize(("inputs", "outputs"), [(40_000, 300), (16_384, 64), (16_385, 64), (1000, 1000), (7, 3)])
+@pytest.mark.parametrize(("inputs", "outputs"), [(40_000, 60), (16_384, 64), (16_385, 64), (1000, 1000), (7, 3)])
 def test_the_projection_is_that_of_scikit_learn_with_the_same_matrix(inputs: int, outputs: int) -> None:
     projection = SparseProjection(inputs, outputs, 2)
     x = np.random.default_rng(0).normal(size=(9, inputs)).astype(np.float32)
@@ -132,12 +131,9 @@ def test_distances_are_kept_as_the_bound_says() -> None:
     assert ratios.max() < 1.3
 
 
-@pytest.mark.parametrize(("images", "distortion"), [(1797, 0.1), (10**7, 0.1), (100, 0.5), (2, 0.99), (50_000, 0.25)])
-def test_the_number_of_values_is_that_of_scikit_learn(images: int, distortion: float) -> None:
-    assert values_for_distortion(images, distortion) == johnson_lindenstrauss_min_dim(images, eps=distortion)
-
-
-def test_one_image_has_one_value() -> None:
+def test_the_number_of_values_is_that_of_scikit_learn() -> None:
+    for images, distortion in ((1797, 0.1), (10**7, 0.1), (100, 0.5), (2, 0.99), (50_000, 0.25)):
+        assert values_for_distortion(images, distortion) == johnson_lindenstrauss_min_dim(images, eps=distortion)
     assert values_for_distortion(1, 0.1) == 1
 
 
@@ -187,10 +183,6 @@ def test_more_values_than_the_activation_has_are_refused() -> None:
         SparseProjection(1 << 30, 1 << 20, 0)
 
 
-def dense(projection: SparseProjection) -> NDArray[np.float64]:
-    return matrix_of(projection).toarray()
-
-
 def test_seeds_give_other_matrices() -> None:
-    matrices = [dense(SparseProjection(400, 30, seed)) for seed in range(3)]
+    matrices = [matrix_of(SparseProjection(400, 30, seed)).toarray() for seed in range(3)]
     assert all(not np.array_equal(a, b) for a, b in zip(matrices, matrices[1:] + matrices[:1], strict=True))

@@ -19,12 +19,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from extract import FeatureReader, extract_features, load_backbone
+from extract import FeatureReader, extract_features
 from extract.compute import backends as engines
 from extract.compute.backbone import Backbone
 from extract.compute.transfers import Pinned, transfers_for
 from extract.extraction import validation
 from extract.extraction.run import extract
+from tests.extract.compute.small_network import small_network
 from tests.extract.compute.test_backends import BY_INDUCTOR, BY_OPENVINO
 from tests.planning import plan
 
@@ -69,7 +70,7 @@ class MadeUpGpu:
         return event
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(3))
 def test_every_copy_arrives_whole_whatever_the_order_in_which_they_are_made(seed: int) -> None:
     generator = random.Random(seed)
     gpu = MadeUpGpu(seed)
@@ -136,7 +137,7 @@ def test_a_cpu_has_nothing_to_wait_for() -> None:
 
 @pytest.fixture(scope="module")
 def backbone() -> Backbone:
-    return load_backbone("timm/test_resnet", weights="random", device="cpu")
+    return small_network()
 
 
 @pytest.fixture
@@ -171,7 +172,7 @@ def _without_pictures_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(validation, "check_rows", lambda forward, images, features: None)
 
 
-LAYERS = ["layer1:none", "layer1.0.act1:none", "layer*", "embedding"]
+LAYERS = ["layer1:none", "layer1.1:none", "layer*", "embedding"]  # a ReLU writes over one of them
 
 
 def rows_in(out: Path) -> dict[str, bytes]:
@@ -183,14 +184,7 @@ def rows_in(out: Path) -> dict[str, bytes]:
     }
 
 
-@pytest.mark.parametrize(
-    ("batch_size", "seed"),
-    [
-        pytest.param(size, seed, marks=() if (size, seed) in [(5, 1)] else pytest.mark.slow)
-        for size in (2, 5, 9)
-        for seed in range(3)
-    ],
-)
+@pytest.mark.parametrize(("batch_size", "seed"), [(5, 1), (9, 2)])
 def test_rows_are_those_of_a_run_that_waits(
     mixed: Path, tmp_path: Path, backbone: Backbone, batch_size: int, seed: int
 ) -> None:
@@ -233,19 +227,17 @@ def test_the_next_batch_is_begun_before_the_last_one_is_waited_for(
     assert order == ["begin", "wait", "begin", "begin", "wait", "begin", "wait", "wait"]
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
-def test_where_the_memory_is_short_no_row_is_lost(folder: Path, tmp_path: Path, backbone: Backbone, seed: int) -> None:
+def test_where_the_memory_is_short_no_row_is_lost(folder: Path, tmp_path: Path, backbone: Backbone) -> None:
     def short_of_memory(module: Any, args: Any) -> None:
         if len(args[0]) > 2 and len(sizes := made[0]._copies) > 3:
             raise torch.OutOfMemoryError(f"CUDA out of memory, beside {len(sizes)} copies")
 
     how: Any = {"backbone": backbone, "layers": LAYERS, "workers": 0}
     extract_features(folder, out=tmp_path / "waits", batch_size=2, **how)
-    with on_a_gpu(seed, 1 << 20) as made:
+    with on_a_gpu(0, 1 << 20) as made:
         planned = plan(folder, out=tmp_path / "ahead", batch_size=5, **how)
-        handle = backbone.model.layer2.register_forward_pre_hook(short_of_memory)
-        summary = extract(planned)
-        handle.remove()
+        with backbone.model.get_submodule("layer2").register_forward_pre_hook(short_of_memory):
+            summary = extract(planned)
     assert summary.images_at_once == 2
     assert dict(summary.status) == {"ok": 12}
     one, other = (FeatureReader(tmp_path / name) for name in ("waits", "ahead"))
@@ -253,14 +245,7 @@ def test_where_the_memory_is_short_no_row_is_lost(folder: Path, tmp_path: Path, 
         assert np.abs(one[name][:] - other[name][:]).max() <= 1e-5 * np.abs(one[name][:]).max()
 
 
-@pytest.mark.parametrize(
-    ("end", "after"),
-    [(KeyboardInterrupt, 2), (RuntimeError, 3), ("stop", 3)]
-    + [
-        pytest.param(*some, marks=pytest.mark.slow)
-        for some in [(KeyboardInterrupt, 3), (RuntimeError, 2), ("stop", 1), ("stop", 2)]
-    ],
-)
+@pytest.mark.parametrize(("end", "after"), [(KeyboardInterrupt, 2), (RuntimeError, 3), ("stop", 3)])
 def test_what_was_computed_when_a_run_ends_early_is_stored_and_right(
     mixed: Path, tmp_path: Path, backbone: Backbone, end: Any, after: int
 ) -> None:
@@ -273,10 +258,12 @@ def test_what_was_computed_when_a_run_ends_early_is_stored_and_right(
             raise end("now")
 
     planned = plan(mixed, out=tmp_path / "ahead", **how)
-    handle = backbone.model.layer2.register_forward_pre_hook(ends)
-    with on_a_gpu(after), contextlib.nullcontext() if end == "stop" else pytest.raises(end):
+    with (
+        backbone.model.get_submodule("layer2").register_forward_pre_hook(ends),
+        on_a_gpu(after),
+        contextlib.nullcontext() if end == "stop" else pytest.raises(end),
+    ):
         extract(planned, stop=lambda: end == "stop" and next(batches) == after)
-    handle.remove()
     expected = FeatureReader(tmp_path / "waits")
     found = FeatureReader(tmp_path / "ahead", partial=True)
     rows = [expected.paths.index(path) for path in found.paths]

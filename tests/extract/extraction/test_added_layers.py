@@ -126,19 +126,20 @@ def test_a_row_that_is_not_finite_in_an_old_layer_keeps_its_status_and_reason(ph
 
 def at_each_call(monkeypatch: pytest.MonkeyPatch, look: Callable[[], None]) -> None:
     """Look before and after each call that changes the name of a file."""
-    looking = [False]
+    looking = False
+
+    def look_once() -> None:
+        nonlocal looking
+        if not looking:  # to look calls these functions, too
+            looking = True
+            look()
+            looking = False
 
     def looked(function: Callable[..., Any]) -> Callable[..., Any]:
         def called(*arguments: Any, **named: Any) -> Any:
-            if looking[0]:
-                return function(*arguments, **named)
-            looking[0] = True
-            look()
-            looking[0] = False
+            look_once()
             result = function(*arguments, **named)
-            looking[0] = True
-            look()
-            looking[0] = False
+            look_once()
             return result
 
         return called

@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from extract import FeatureReader, LayertapError, extract_features, load_backbone
+from extract import FeatureReader, LayertapError, extract_features
 from extract.extraction.shard_maker import ShardMaker
 from extract.store.format.writer import ShardWriter
 from extract.store.places.shared_folder import SharedFolder
 from extract.store.verify import verify
-from tests.conftest import TINY_INPUT, make_picture
+from tests.conftest import make_picture
+from tests.extract.compute.small_network import small_network
 from tests.planning import plan
 
 ROWS = 8  # of a shard: one batch of two pieces for those that decode
@@ -30,8 +31,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def options() -> dict[str, Any]:
-    backbone = load_backbone("timm/test_resnet", weights="random", device="cpu", preprocessing=TINY_INPUT)
-    return {"backbone": backbone, "shard_rows": ROWS, "batch_size": ROWS // 2, "compile": "off"}
+    return {"backbone": small_network(), "shard_rows": ROWS, "batch_size": ROWS // 2, "compile": "off"}
 
 
 @pytest.fixture(scope="module")
@@ -51,11 +51,13 @@ def left_in(tmp_path: Path) -> list[str]:
     return sorted(path.name for path in (tmp_path / "scratch").rglob("*.h5*"))
 
 
-def assert_same(out: Path, expected: FeatureReader) -> None:
-    assert verify(out).faults == []
-    with FeatureReader(out) as reader:
+def assert_complete(tmp_path: Path, expected: FeatureReader) -> None:
+    """The data set is that of one run, and nothing is left beside it."""
+    assert verify(tmp_path / "out").faults == []
+    with FeatureReader(tmp_path / "out") as reader:
         assert reader.paths == expected.paths
         assert np.array_equal(reader["embedding"][:], expected["embedding"][:])
+    assert list((tmp_path / "scratch").iterdir()) == []
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -70,8 +72,7 @@ def test_shards_in_any_order_are_those_of_one_run(
             assert receipt["status"] == {"ok": ROWS}
     assert sum(count for count, resumed in rows if not resumed) == ROWS * SHARDS
     assert [count for count, resumed in rows if resumed] == [0] * SHARDS
-    assert_same(tmp_path / "out", expected)
-    assert list((tmp_path / "scratch").iterdir()) == []
+    assert_complete(tmp_path, expected)
 
 
 def test_a_shard_of_a_process_that_died_is_resumed_by_any_process_of_the_machine(
@@ -93,8 +94,7 @@ def test_a_shard_of_a_process_that_died_is_resumed_by_any_process_of_the_machine
             assert maker.build(shard, lambda *event: rows.append(event))
     assert rows[2][0] >= ROWS // 2  # of the rows of shard 2, a batch was stored at least
     assert sum(count for count, _ in rows) == ROWS * (SHARDS - 1)
-    assert_same(tmp_path / "out", expected)
-    assert list((tmp_path / "scratch").iterdir()) == []
+    assert_complete(tmp_path, expected)
 
 
 def test_a_finished_shard_of_a_process_that_was_killed_is_published_and_not_computed_again(
@@ -115,7 +115,7 @@ def test_a_finished_shard_of_a_process_that_was_killed_is_published_and_not_comp
         monkeypatch.setattr(ShardWriter, "write", write)
         for shard in (0, 1, 2, 3, 5):
             maker.build(shard)
-    assert_same(tmp_path / "out", expected)
+    assert_complete(tmp_path, expected)
 
 
 def test_a_finished_shard_without_its_receipt_is_built_again(
@@ -126,8 +126,7 @@ def test_a_finished_shard_without_its_receipt_is_built_again(
         folder.mkdir(parents=True)
         (folder / "000004.h5").write_bytes(b"left by a process that was killed")
         assert all(maker.build(shard) for shard in range(SHARDS))
-    assert_same(tmp_path / "out", expected)
-    assert list((tmp_path / "scratch").iterdir()) == []
+    assert_complete(tmp_path, expected)
 
 
 def test_processes_that_build_the_same_shard_have_a_folder_each_and_one_of_them_publishes(
@@ -144,8 +143,7 @@ def test_processes_that_build_the_same_shard_have_a_folder_each_and_one_of_them_
             assert maker.build(shard, meanwhile) is None
         assert all(of_other)
         assert len(of_other) == SHARDS
-    assert_same(tmp_path / "out", expected)
-    assert list((tmp_path / "scratch").iterdir()) == []
+    assert_complete(tmp_path, expected)
 
 
 def test_what_killed_processes_left_of_published_shards_is_removed(
@@ -170,11 +168,10 @@ def test_what_killed_processes_left_of_published_shards_is_removed(
     assert list(elsewhere.iterdir()) == []
 
 
-@pytest.mark.parametrize("flags", [{"precision": "bfloat16"}])
 def test_what_is_refused_is_compared_again_by_the_next_process(
-    pictures: Path, tmp_path: Path, options: dict[str, Any], flags: dict[str, Any]
+    pictures: Path, tmp_path: Path, options: dict[str, Any]
 ) -> None:
     for shard in (0, 1):
-        strict = maker_of(pictures, tmp_path, {**options, **flags, "min_cosine": 1.0})
+        strict = maker_of(pictures, tmp_path, {**options, "precision": "bfloat16", "min_cosine": 1.0})
         with strict as maker, pytest.raises(LayertapError, match="is required"):
             maker.build(shard)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from extract import FeatureReader, InputError, extract_features, load_backbone
+from extract import FeatureReader, InputError, extract_features
 from extract.compute import backends
 from extract.compute.backends import openvino_computes_in
 from extract.compute.feature_choice import choose_features
@@ -30,11 +31,11 @@ from extract.images import list_images
 from extract.system.torch_state import evaluating
 from pipelines.embed import job
 from pipelines.embed.config import EmbedConfig
+from tests.extract.compute.small_network import small_network
 from tests.extract.compute.test_transfers import on_a_gpu
 from tests.planning import plan
 
 openvino = pytest.mark.skipif(not importlib.util.find_spec("openvino"), reason="no openvino")
-NET: dict[str, Any] = {"weights": "random", "device": "cpu"}
 CPU = torch.device("cpu")
 LOWER, BY_OPENVINO = ComputeOption("bfloat16", "eager"), ComputeOption("float32", "openvino")
 LOWER_BY_OPENVINO = ComputeOption("bfloat16", "openvino")
@@ -42,7 +43,7 @@ LOWER_BY_OPENVINO = ComputeOption("bfloat16", "openvino")
 
 @pytest.fixture(scope="module")
 def backbone() -> Any:
-    return load_backbone("timm/test_resnet", **NET)
+    return small_network(resize_px=160, crop_px=(160, 160), interpolation="bicubic")
 
 
 @pytest.fixture
@@ -76,47 +77,43 @@ def _tried(
     return tried
 
 
-def test_the_first_images_that_can_be_decoded_are_taken(folder: Path, backbone: Any) -> None:
-    (folder / "ant" / "00.png").write_bytes(b"no picture")
+def broken(paths: Iterable[Path]) -> None:
+    for path in paths:
+        path.write_bytes(b"no picture")
+
+
+def test_images_that_can_be_decoded_are_compared_each_with_itself(folder: Path, backbone: Any) -> None:
+    ways = [backbone.preprocessing.faster(), backbone.preprocessing]
+    broken([folder / "ant" / "00.png"])
     images = list_images(folder)
     (pictures,) = decoded_in(images, [backbone.preprocessing], 10**6, 25)
-    assert len(pictures) == len(pictures.flatten(1).unique(dim=0)) == 11
+    assert len(pictures) == len(np.unique(pictures.flatten(1), axis=0)) == 11
     assert decode_seconds(images, backbone.preprocessing) > 0
-    for path in folder.rglob("*.*"):
-        path.write_bytes(b"no picture")
-    with pytest.raises(InputError, match="none of the 12 images can be decoded: "):
-        decoded_in(images, [backbone.preprocessing], 10**6, 25)
-
-
-def test_broken_images_do_not_shift_those_that_are_compared(folder: Path, backbone: Any) -> None:
-    """Each picture is compared with itself, not with its neighbour."""
-    ways = [backbone.preprocessing.faster(), backbone.preprocessing]
-    (folder / "ant" / "00.png").write_bytes(b"no picture")
-    images = list_images(folder)
     fast, exact = decoded_in(images, ways, 10**6)
     assert len(fast) == len(exact) == 11
-    assert float((fast.int() - exact.int()).abs().float().mean()) < 1
-    for path in folder.rglob("*.*"):
-        path.write_bytes(b"no picture")
+    assert float((fast.int() - exact.int()).abs().float().mean()) < 1  # not with its neighbour
+    broken(sorted((folder / "ant").iterdir()))
+    fast, _ = decoded_in(list_images(folder), ways, 10**6, 3)
+    assert len(fast) == 2  # of rows 3 to 5, the first is broken as well
+    broken(folder.rglob("*.*"))
+    with pytest.raises(InputError, match="none of the 12 images can be decoded: "):
+        decoded_in(images, [backbone.preprocessing], 10**6, 25)
     with pytest.raises(InputError, match="none of the 12 images can be decoded: .*use --decode exact"):
         decoded_in(images, ways, 10**6)
 
 
-def test_where_the_first_images_are_broken_later_ones_are_compared(folder: Path, backbone: Any) -> None:
-    for path in sorted((folder / "ant").iterdir())[:4]:
-        path.write_bytes(b"no picture")
-    ways = [backbone.preprocessing.faster(), backbone.preprocessing]
-    fast, _ = decoded_in(list_images(folder), ways, 10**6, 3)
-    assert len(fast) == 2  # of rows 3 to 5, the first is broken as well
-
-
-def test_options_are_those_that_the_device_is_likely_to_gain_by() -> None:
+def test_options_are_those_that_were_asked_for_or_the_device_is_likely_to_gain_by() -> None:
     cpu = compute_options(CPU)
     assert cpu[0] == PLAIN
     assert not any(way.precision == "float16" or way.engine == "inductor" for way in cpu)
     if importlib.util.find_spec("openvino"):
         assert (LOWER_BY_OPENVINO in cpu) == openvino_computes_in("bfloat16")
         assert LOWER not in cpu  # slow without a compiler
+    assert compute_options(CPU, precision="float16", compile="off") == [ComputeOption("float16", "eager")]  # as asked
+    assert compute_options(CPU, precision="float32", compile="off") == [PLAIN]
+    assert ComputeOption("float16", "eager") in compute_options(CPU, precision="float16")
+    with pytest.raises(InputError, match="use --device cpu"):
+        compute_options(torch.device("cuda"), compile="openvino")
 
 
 def test_the_options_of_a_gpu_are_ordered_and_a_long_job_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,14 +159,6 @@ def test_on_a_gpu_the_first_option_that_agrees_is_used_and_nothing_is_timed(
     assert "float32 on this GPU" not in capsys.readouterr().out
 
 
-def test_options_are_those_that_were_asked_for() -> None:
-    assert compute_options(CPU, precision="float16", compile="off") == [ComputeOption("float16", "eager")]
-    assert compute_options(CPU, precision="float32", compile="off") == [PLAIN]
-    assert ComputeOption("float16", "eager") in compute_options(CPU, precision="float16")
-    with pytest.raises(InputError, match="use --device cpu"):
-        compute_options(torch.device("cuda"), compile="openvino")
-
-
 def test_a_compiler_is_tried_if_the_job_may_gain_more_than_its_preparation_takes(
     backbone: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,7 +195,7 @@ def test_ways_that_do_not_agree_or_fail_are_not_to_be_taken(
     assert plain.images_per_s > 0 < compiled.images_per_s
     assert "at least 1.0 is required" in lower.why_not
     assert failed.images_per_s == 0.0
-    assert failed.why_not == "timm/test_resnet cannot be compiled by inductor: no C++ compiler"
+    assert failed.why_not == "test/small cannot be compiled by inductor: no C++ compiler"
 
 
 @pytest.mark.usefixtures("all_tried")
@@ -251,9 +240,8 @@ def test_a_data_set_is_gone_on_with_as_it_began(
     folder: Path, tmp_path: Path, backbone: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     began = {"precision": "bfloat16", "compile": "off", "decode": "fast"}
-    extract_features(
-        folder, out=tmp_path / "out", backbone=backbone, limit=5, min_cosine=0.9, progress=False, **began
-    ).close()  # type: ignore[arg-type]
+    options: dict[str, Any] = {"limit": 5, "min_cosine": 0.9, "progress": False, **began}
+    extract_features(folder, out=tmp_path / "out", backbone=backbone, **options).close()
     monkeypatch.setattr(tuning, "forward_rates", lambda *_, **__: pytest.fail("measured"))
     tuned = _tuned(folder, tmp_path / "out", backbone)
     assert tuned.settings == [began]
