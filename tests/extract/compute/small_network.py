@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from extract import FeatureReader, extract_features
 from extract.backbones import Weights
 from extract.backbones.preprocessing import Preprocessing
 from extract.compute.backbone import Backbone
+from extract.extraction.plan import Plan
+from extract.extraction.run import extract
 from tests.conftest import make_picture
+from tests.planning import plan
 
-__all__ = ["pictures_for", "small_network"]
+__all__ = ["Job", "pictures_for", "small_network"]
 
 
 class SmallNet(nn.Module):
@@ -47,3 +53,32 @@ def small_network(seed: int = 0, **preprocessing: Any) -> Backbone:
 def pictures_for(backbone: Backbone, count: int) -> Tensor:
     """A decoded batch of different pictures."""
     return torch.stack([backbone.preprocessing.cpu_transform(make_picture(seed, 300, 260)) for seed in range(count)])
+
+
+@dataclass(frozen=True)
+class Job:
+    """Runs of a backbone over a folder of pictures, which this process decodes.
+
+    Attributes:
+        images: the pictures.
+        root: the folder of its data sets, which are named below it.
+        backbone: the backbone.
+        always: settings of each run.
+    """
+
+    images: Path
+    root: Path
+    backbone: Backbone
+    always: dict[str, Any] = field(default_factory=dict)
+
+    def plan(self, out: str = "out", **settings: Any) -> Plan:
+        given = {"workers": 0} | self.always | settings
+        return plan(self.images, out=self.root / out, backbone=self.backbone, **given)
+
+    def run(self, out: str = "out", **settings: Any) -> FeatureReader:
+        given: dict[str, Any] = {"workers": 0, "progress": False} | self.always | settings
+        return extract_features(self.images, out=self.root / out, backbone=self.backbone, **given)
+
+    def count(self, out: str = "out", **settings: Any) -> int:
+        """Run, and return how many images were computed."""
+        return extract(self.plan(out, **settings)).computed

@@ -134,7 +134,6 @@ def test_grids_of_swin_are_those_of_its_maps_and_its_windows_have_none() -> None
 
 @pytest.mark.parametrize(("spec", "layer", "axes"), [
     ("timm/test_convnext", "stages.1.blocks.0.mlp", "HWC"), ("timm/test_convnext", "stages.1", "CHW"),
-    pytest.param("timm/swin_tiny_patch4_window7_224", "layers.2", "HWC", marks=pytest.mark.slow),
     pytest.param("torchvision/swin_t", "features.1", "HWC", marks=pytest.mark.slow),
     pytest.param("torchvision/convnext_tiny", "features.1.0.block.3", "HWC", marks=pytest.mark.slow),
 ])  # fmt: skip
@@ -263,25 +262,6 @@ def test_the_layers_of_real_networks_are_not_refused(name: str) -> None:
     trial = Trial(backbone.model, torch.randn(3, 3, *size), layers)
     for site in trial.record.sites.values():
         trial.rows(site)
-
-
-@pytest.mark.slow
-def test_rows_of_swin_windows_and_sequence_first_attention() -> None:
-    swin = load_backbone("timm/swin_tiny_patch4_window7_224", weights="random", device="cpu").model
-    assert find_batch_axis(swin, torch.randn(2, 3, 224, 224), ["layers.0.blocks.0.attn"]) == {
-        "layers.0.blocks.0.attn": BatchAxis(0, 64)
-    }
-    attention = nn.Sequential(nn.Flatten(2), nn.TransformerEncoderLayer(64, 2, 8, batch_first=False)).eval()
-
-    class SequenceFirst(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.encoder = attention[1]
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.encoder(x.flatten(2).permute(1, 0, 2))
-
-    assert find_batch_axis(SequenceFirst(), torch.randn(3, 3, 8, 8), ["encoder"]) == {"encoder": BatchAxis(1, 1)}
 
 
 def test_a_part_of_a_tuple_can_be_named(net: Backbone) -> None:

@@ -45,7 +45,7 @@ def content(out: Path) -> dict[str, Any]:
     """Everything that a reader gives, by name, and the names of the files."""
     with FeatureReader(out, check=True) as reader:
         columns = ("row_hash", "record_hash", "source_hash", "status")
-        found = {name: reader.column(name).tobytes() for name in columns}
+        found: dict[str, Any] = {name: reader.column(name).tobytes() for name in columns}
         found |= {layer: reader[layer][:].tobytes() for layer in reader.layers}
         found |= {"failures": reader.failures, "paths": list(reader.paths), "fingerprint": reader.fingerprint}
         return {**found, "files": sorted(str(path.relative_to(out)) for path in out.rglob("*"))}

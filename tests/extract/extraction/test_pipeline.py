@@ -20,9 +20,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import timm
 import torch
 from PIL import Image
+from timm.data.config import resolve_model_data_config
+from timm.data.transforms_factory import create_transform
 from torch import Tensor, nn
 
 from extract import FeatureReader, InputError, LayertapError, Status, extract_features, load_backbone
@@ -31,13 +32,12 @@ from extract.extraction import pipeline
 from extract.extraction.pipeline import Summary, batches_of
 from extract.extraction.plan import default_batch_size
 from extract.extraction.run import extract, work_of
-from extract.images import Batch, Decoding, list_images, load_batches
+from extract.images import Batch, list_images, load_batches
 from extract.store.format.dataset import DataSet
 from extract.store.format.writer import ShardWriter
 from extract.system.atomic_files import holder
 from tests.conftest import make_picture
-from tests.extract.compute.small_network import small_network
-from tests.planning import plan
+from tests.extract.compute.small_network import Job, small_network
 
 LAYERS = ["layer1", "layer1.1:none", "layer1.1:max_map", "layer1.2:none", "layer2:none", "embedding"]
 
@@ -52,22 +52,9 @@ def small() -> Backbone:
     return small_network()
 
 
-def run(images: Path, out: Path, backbone: Backbone, **options: Any) -> FeatureReader:
-    return extract_features(images, out=out, backbone=backbone, workers=0, progress=False, **options)
-
-
-def planned_run(images: Any, out: Path, backbone: Backbone, **options: Any) -> Any:
-    return plan(images, out=out, backbone=backbone, workers=0, **options)
-
-
-def count_images(images: Path, out: Path, backbone: Backbone, **options: Any) -> int:
-    return extract(planned_run(images, out, backbone, **options)).computed
-
-
 def direct(model: nn.Module, images: Path, layers: dict[str, nn.Module]) -> dict[str, np.ndarray]:
     """Each layer's output for each file: timm's own transform, batches of one, and a hook that clones."""
-    config = timm.data.resolve_model_data_config(model)
-    transform = timm.data.create_transform(**config, is_training=False)
+    transform = create_transform(**resolve_model_data_config(model), is_training=False)
     found: dict[str, list[Tensor]] = {name: [] for name in layers}
     handles = [
         module.register_forward_hook(lambda m, a, out, name=name: found[name].append(out[0].clone()))
@@ -89,7 +76,7 @@ def close(found: np.ndarray, expected: np.ndarray, tolerance: float = 1e-4) -> b
 
 @pytest.fixture(scope="module")
 def truth(photos: Path, lite0: Backbone) -> dict[str, np.ndarray]:
-    model = lite0.model
+    model: Any = lite0.model
     layers = {"global_pool": model.global_pool, "conv_stem": model.conv_stem, "classifier": model.classifier}
     layers |= {f"blocks.{i}": block for i, block in enumerate(model.blocks)}
     return direct(model, photos, layers)
@@ -111,7 +98,7 @@ def test_many_layers_in_one_pass_equal_a_direct_call_with_a_cloning_hook(
     photos: Path, tmp_path: Path, lite0: Backbone, truth: dict[str, np.ndarray]
 ) -> None:
     layers = ["blocks.*", "conv_stem:none", "global_pool", "classifier"]
-    with run(photos, tmp_path / "out", lite0, layers=layers) as reader:
+    with Job(photos, tmp_path, lite0).run(layers=layers) as reader:
         assert reader.layers == [*(f"blocks.{i}" for i in range(7)), "conv_stem", "global_pool", "classifier"]
         for i in range(7):
             assert close(reader[f"blocks.{i}"][:], truth[f"blocks.{i}"].mean((2, 3)))
@@ -125,7 +112,7 @@ def test_many_layers_in_one_pass_equal_a_direct_call_with_a_cloning_hook(
 
 def test_rows_of_generated_pictures_equal_a_direct_call_too(folder: Path, tmp_path: Path) -> None:
     backbone = load_backbone("timm/test_resnet", weights="random", device="cpu")
-    model = backbone.model
+    model: Any = backbone.model
     expected = direct(model, folder, {"layer2": model.layer2, "global_pool": model.global_pool})
     layers = ["layer2:none", "embedding"]
     with extract_features(
@@ -149,9 +136,21 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.fixture
+def job(pictures: Path, tmp_path: Path, small: Backbone) -> Job:
+    """Runs over these pictures."""
+    return Job(pictures, tmp_path, small)
+
+
+@pytest.fixture
+def own(folder: Path, tmp_path: Path, small: Backbone) -> Job:
+    """Runs over pictures that the test changes."""
+    return Job(folder, tmp_path, small)
+
+
 @pytest.fixture(scope="module")
 def whole(pictures: Path, small: Backbone, tmp_path_factory: pytest.TempPathFactory) -> FeatureReader:
-    return run(pictures, tmp_path_factory.mktemp("whole") / "out", small, layers=LAYERS, batch_size=4)
+    return Job(pictures, tmp_path_factory.mktemp("whole"), small).run(layers=LAYERS, batch_size=4)
 
 
 def test_kept_activations_are_those_before_the_inplace_relu(whole: FeatureReader) -> None:
@@ -162,9 +161,9 @@ def test_kept_activations_are_those_before_the_inplace_relu(whole: FeatureReader
     assert np.array_equal(before.max((2, 3)), whole["layer1.1:max_map"][:])
 
 
-def test_results_do_not_depend_on_shards(pictures: Path, tmp_path: Path, small: Backbone, whole: FeatureReader) -> None:
-    many = run(pictures, tmp_path / "many", small, layers=LAYERS, batch_size=4, shard_rows=5)
-    assert sorted(path.name for path in (tmp_path / "many" / "shards").glob("*.h5")) == [
+def test_results_do_not_depend_on_shards(job: Job, whole: FeatureReader) -> None:
+    many = job.run("many", layers=LAYERS, batch_size=4, shard_rows=5)
+    assert sorted(path.name for path in (job.root / "many" / "shards").glob("*.h5")) == [
         "000000.h5", "000001.h5", "000002.h5",
     ]  # fmt: skip
     assert whole.paths == many.paths
@@ -173,8 +172,8 @@ def test_results_do_not_depend_on_shards(pictures: Path, tmp_path: Path, small: 
         assert close(many[layer][:], whole[layer][:])
 
 
-def test_float16_is_float32_rounded(pictures: Path, tmp_path: Path, small: Backbone, whole: FeatureReader) -> None:
-    half = run(pictures, tmp_path / "16", small, layers=LAYERS, batch_size=4, dtype="float16")
+def test_float16_is_float32_rounded(job: Job, whole: FeatureReader) -> None:
+    half = job.run("16", layers=LAYERS, batch_size=4, dtype="float16")
     for layer in whole.layers:
         assert half[layer].dtype == np.float16
         assert np.array_equal(half[layer][:], whole[layer][:].astype(np.float16))
@@ -192,11 +191,11 @@ def test_provenance_says_what_the_numbers_come_from(whole: FeatureReader, small:
 # Rows without features
 
 
-def test_broken_files_are_rows_with_a_status_and_nan(folder: Path, tmp_path: Path, small: Backbone) -> None:
-    (folder / "ant" / "00.png").write_bytes(b"")
-    (folder / "bee" / "01.jpg").write_bytes((folder / "bee" / "01.jpg").read_bytes()[:-200])
-    (folder / "cat" / "gone.jpg").symlink_to(tmp_path / "nothing")
-    reader = run(folder, tmp_path / "out", small, batch_size=5)
+def test_broken_files_are_rows_with_a_status_and_nan(own: Job) -> None:
+    (own.images / "ant" / "00.png").write_bytes(b"")
+    (own.images / "bee" / "01.jpg").write_bytes((own.images / "bee" / "01.jpg").read_bytes()[:-200])
+    (own.images / "cat" / "gone.jpg").symlink_to(own.root / "nothing")
+    reader = own.run("out", batch_size=5)
     expected = [Status.OK] * 13
     expected[0], expected[4], expected[12] = Status.DECODE_ERROR, Status.DECODE_ERROR, Status.MISSING
     assert reader.status.tolist() == expected
@@ -207,9 +206,9 @@ def test_broken_files_are_rows_with_a_status_and_nan(folder: Path, tmp_path: Pat
         (0, "ant/00.png", "decode error"), (4, "bee/01.jpg", "decode error"), (12, "cat/gone.jpg", "missing"),
     ]  # fmt: skip
     assert reader.failures[0][3] == "empty file"
-    for path in folder.rglob("*.*"):  # nothing but broken files
+    for path in own.images.rglob("*.*"):  # nothing but broken files
         path.write_bytes(b"broken")
-    reader = run(folder / "ant", tmp_path / "failures", small)
+    reader = dataclasses.replace(own, images=own.images / "ant").run("failures")
     assert reader.status.tolist() == [Status.DECODE_ERROR] * 4
     assert np.isnan(reader["embedding"][:]).all()
 
@@ -231,10 +230,11 @@ def test_values_that_are_not_finite_have_a_status(tmp_path: Path, small: Backbon
     Image.new("RGB", (8, 8)).save(tmp_path / "in" / "0.png")
     make_picture(1).save(tmp_path / "in" / "1.png")
     spiky = dataclasses.replace(small, model=Spiky(), classifier=None)
-    plain = run(tmp_path / "in", tmp_path / "a", spiky, layers="out")
+    job = Job(tmp_path / "in", tmp_path, spiky, {"layers": "out"})
+    plain = job.run("a")
     assert plain.status.tolist() == [Status.NOT_FINITE, Status.OK]
     assert plain["out"][0].tolist() == [np.inf] * 4  # as computed
-    half = run(tmp_path / "in", tmp_path / "b", spiky, layers="out", dtype="float16")
+    half = job.run("b", dtype="float16")
     assert half.status.tolist() == [Status.NOT_FINITE] * 2
     assert "the largest float16 is 65504" in half.failures[1][3]
 
@@ -247,7 +247,7 @@ def test_the_model_is_handed_back_as_it_came(pictures: Path, tmp_path: Path, who
     model.conv1.requires_grad_(False)
     flags = {name: module.training for name, module in model.named_modules()}
     state = {name: value.clone() for name, value in model.state_dict().items()}
-    trained = run(pictures, tmp_path / "a", backbone, layers=LAYERS, batch_size=4)
+    trained = Job(pictures, tmp_path, backbone).run(layers=LAYERS, batch_size=4)
     assert {name: module.training for name, module in model.named_modules()} == flags
     assert not any(p.requires_grad for p in model.conv1.parameters())
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
@@ -258,46 +258,42 @@ def test_the_model_is_handed_back_as_it_came(pictures: Path, tmp_path: Path, who
 # A second run
 
 
-def test_a_second_run_computes_nothing_and_takes_the_shards_as_they_are(
-    pictures: Path, tmp_path: Path, small: Backbone
-) -> None:
-    assert count_images(pictures, tmp_path / "out", small, shard_rows=5) == 12
-    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*.h5")}
-    assert count_images(pictures, tmp_path / "out", small) == 0
-    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*.h5")} == before
+def test_a_second_run_computes_nothing_and_takes_the_shards_as_they_are(job: Job) -> None:
+    assert job.count(shard_rows=5) == 12
+    before = {path: path.stat().st_mtime_ns for path in (job.root / "out").rglob("*.h5")}
+    assert job.count() == 0
+    assert {path: path.stat().st_mtime_ns for path in (job.root / "out").rglob("*.h5")} == before
 
 
 @pytest.mark.parametrize("after", [1, 3])
-def test_a_run_that_was_stopped_goes_on_where_it_was(
-    pictures: Path, tmp_path: Path, small: Backbone, after: int
-) -> None:
+def test_a_run_that_was_stopped_goes_on_where_it_was(job: Job, after: int) -> None:
     options: dict[str, Any] = {"batch_size": 3, "shard_rows": 7, "layers": ["layer1", "embedding"]}
     batches = iter(range(1, 99))
-    first = extract(planned_run(pictures, tmp_path / "out", small, **options), stop=lambda: next(batches) == after)
+    first = extract(job.plan(**options), stop=lambda: next(batches) == after)
     assert first.stopped
     with pytest.raises(LayertapError, match="unfinished|missing"):
-        FeatureReader(tmp_path / "out")
-    assert first.computed + count_images(pictures, tmp_path / "out", small, **options) == 12
-    expected = run(pictures, tmp_path / "whole", small, **options)
-    with FeatureReader(tmp_path / "out") as reader:
+        FeatureReader(job.root / "out")
+    assert first.computed + job.count(**options) == 12
+    expected = job.run("whole", **options)
+    with FeatureReader(job.root / "out") as reader:
         assert reader.paths == expected.paths
         for layer in expected.layers:
             assert np.array_equal(reader[layer][:], expected[layer][:])
 
 
-def test_rows_that_failed_are_tried_again_when_a_run_goes_on(folder: Path, tmp_path: Path, small: Backbone) -> None:
-    good = (folder / "ant" / "00.png").read_bytes()
-    (folder / "ant" / "00.png").write_bytes(b"")
-    planned = planned_run(folder, tmp_path / "out", small, batch_size=4)
+def test_rows_that_failed_are_tried_again_when_a_run_goes_on(own: Job) -> None:
+    good = (own.images / "ant" / "00.png").read_bytes()
+    (own.images / "ant" / "00.png").write_bytes(b"")
+    planned = own.plan(batch_size=4)
     assert extract(planned, stop=lambda: True).status == {"decode error": 1, "ok": 3}
-    (folder / "ant" / "00.png").write_bytes(good)
-    assert count_images(folder, tmp_path / "out", small, batch_size=4) == 9
-    with FeatureReader(tmp_path / "out") as reader:
+    (own.images / "ant" / "00.png").write_bytes(good)
+    assert own.count(batch_size=4) == 9
+    with FeatureReader(own.root / "out") as reader:
         assert reader.failures == []
 
 
-def test_other_features_do_not_go_into_the_same_folder(pictures: Path, tmp_path: Path, small: Backbone) -> None:
-    count_images(pictures, tmp_path / "out", small)
+def test_other_features_do_not_go_into_the_same_folder(job: Job) -> None:
+    job.count()
     changes: list[tuple[dict[str, Any], str]] = [
         ({"layers": ["layer1"]}, "features.embedding: stored .*, now nothing"),
         ({"dtype": "float16"}, "stored_as: stored float32, now float16"),
@@ -306,25 +302,23 @@ def test_other_features_do_not_go_into_the_same_folder(pictures: Path, tmp_path:
     ]
     for change, message in changes:
         with pytest.raises(InputError, match=message):
-            count_images(pictures, tmp_path / "out", small, **change)
+            job.count(**change)
     with pytest.raises(InputError, match="weights_sha256: "):
-        count_images(pictures, tmp_path / "out", small_network(seed=1))
-    with FeatureReader(tmp_path / "out") as reader:
+        dataclasses.replace(job, backbone=small_network(seed=1)).count()
+    with FeatureReader(job.root / "out") as reader:
         assert (reader.status == Status.OK).all()
 
 
-def test_a_moved_folder_is_the_same_and_other_images_under_its_names_are_not(
-    folder: Path, tmp_path: Path, small: Backbone
-) -> None:
-    extract(planned_run(folder, tmp_path / "out", small, batch_size=4), stop=lambda: True)
-    moved = folder.rename(tmp_path / "elsewhere")
-    assert count_images(moved, tmp_path / "out", small, batch_size=4) == 8
+def test_a_moved_folder_is_the_same_and_other_images_under_its_names_are_not(own: Job) -> None:
+    extract(own.plan(batch_size=4), stop=lambda: True)
+    moved = own.images.rename(own.root / "elsewhere")
+    assert dataclasses.replace(own, images=moved).count(batch_size=4) == 8
     for i, path in enumerate(list_images(moved).paths):
-        other = tmp_path / "others" / path
+        other = own.root / "others" / path
         other.parent.mkdir(parents=True, exist_ok=True)
         make_picture(100 + i).save(other)
     with pytest.raises(InputError, match="features of the images in .*pictures; those in .*others are others: ant/00"):
-        count_images(tmp_path / "others", tmp_path / "out", small)
+        dataclasses.replace(own, images=own.root / "others").count()
 
 
 class KilledByTheSeventh:
@@ -342,15 +336,15 @@ class KilledByTheSeventh:
         return torch.zeros(3, 32, 32)
 
 
-def test_a_worker_that_dies_is_told_and_nothing_is_lost(pictures: Path, tmp_path: Path, small: Backbone) -> None:
-    transform = KilledByTheSeventh(tmp_path / "stored")
+def test_a_worker_that_dies_is_told_and_nothing_is_lost(job: Job) -> None:
+    transform = KilledByTheSeventh(job.root / "stored")
     deadly = dataclasses.replace(
-        small, preprocessing=dataclasses.replace(small.preprocessing, library_transform=transform)
+        job.backbone, preprocessing=dataclasses.replace(job.backbone.preprocessing, library_transform=transform)
     )
-    planned = plan(pictures, out=tmp_path / "out", backbone=deadly, workers=1, batch_size=2)
+    planned = dataclasses.replace(job, backbone=deadly).plan(workers=1, batch_size=2)
     with pytest.raises(LayertapError, match="a process that decodes images died .*run again to resume"):
         extract(planned, on_rows=lambda rows, resumed: transform.stored.touch())
-    with ShardWriter(DataSet.open(tmp_path / "out"), 0) as writer:
+    with ShardWriter(DataSet.open(job.root / "out"), 0) as writer:
         assert 0 < (writer.status == Status.OK).sum() <= 6
 
 
@@ -376,24 +370,22 @@ print(before, inside, faults())
     assert after <= before + 100
 
 
-def test_an_image_folder_that_vanishes_stops_the_run_and_fails_no_row(
-    folder: Path, tmp_path: Path, small: Backbone
-) -> None:
-    planned = planned_run(folder, tmp_path / "out", small, batch_size=3)
+def test_an_image_folder_that_vanishes_stops_the_run_and_fails_no_row(own: Job) -> None:
+    planned = own.plan(batch_size=3)
     with pytest.raises(LayertapError, match="pictures has vanished"):
-        extract(planned, stop=lambda: bool(folder.exists() and folder.rename(tmp_path / "away") and False))
-    (tmp_path / "away").rename(folder)
-    assert count_images(folder, tmp_path / "out", small, batch_size=3) == 9
-    with FeatureReader(tmp_path / "out") as reader:
+        extract(planned, stop=lambda: bool(own.images.exists() and own.images.rename(own.root / "away") and False))
+    (own.root / "away").rename(own.images)
+    assert own.count(batch_size=3) == 9
+    with FeatureReader(own.root / "out") as reader:
         assert reader.failures == []
 
 
-def test_every_run_is_told_of_when_it_starts_and_ends(pictures: Path, tmp_path: Path, small: Backbone) -> None:
-    planned = planned_run(pictures, tmp_path / "out", small, batch_size=4)
+def test_every_run_is_told_of_when_it_starts_and_ends(job: Job) -> None:
+    planned = job.plan(batch_size=4)
     extract(planned, stop=lambda: True)
-    count_images(pictures, tmp_path / "out", small, batch_size=4)
-    count_images(pictures, tmp_path / "out", small, batch_size=4)
-    lines = [json.loads(line) for line in (tmp_path / "out" / "runs.jsonl").read_text().splitlines()]
+    job.count(batch_size=4)
+    job.count(batch_size=4)
+    lines = [json.loads(line) for line in (job.root / "out" / "runs.jsonl").read_text().splitlines()]
     assert [(line["event"], line.get("rows", line.get("found_done"))) for line in lines] == [
         ("started", 0), ("computing", None), ("ended", 4), ("started", 4), ("computing", None), ("ended", 8),
     ]  # fmt: skip
@@ -401,9 +393,9 @@ def test_every_run_is_told_of_when_it_starts_and_ends(pictures: Path, tmp_path: 
 
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_each_second_of_a_shard_counts_for_the_stage_that_takes_it(
-    pictures: Path, tmp_path: Path, small: Backbone, ahead: int, monkeypatch: pytest.MonkeyPatch
+    job: Job, ahead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    planned = planned_run(pictures, tmp_path / "out", small, batch_size=4)
+    planned = job.plan(batch_size=4)
     planned.dataset.open_or_create()
     [work] = work_of(planned.dataset, planned.images.source, retry_failed=False)
     now = [0.0]
@@ -441,14 +433,12 @@ def test_each_second_of_a_shard_counts_for_the_stage_that_takes_it(
     assert summary.write_wait_s == 3 * 1000
     assert publish is not None
     publish()
-    [receipt] = [json.loads(path.read_text()) for path in (tmp_path / "out").rglob("*.json") if "shards" in str(path)]
+    [receipt] = [json.loads(path.read_text()) for path in (job.root / "out").rglob("*.json") if "shards" in str(path)]
     assert receipt["made"]["stages"] == summary.stages
     assert receipt["made"]["seconds"] == 400 + 3 * (20 + 3) + 3 * 1000 + 3 * 0.5
 
 
-def test_a_finished_shard_is_published_while_the_next_is_computed(
-    pictures: Path, tmp_path: Path, small: Backbone, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_finished_shard_is_published_while_the_next_is_computed(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     next_is_computed, publish = threading.Event(), ShardWriter.publish
     stored: list[int] = []
 
@@ -464,15 +454,15 @@ def test_a_finished_shard_is_published_while_the_next_is_computed(
             next_is_computed.set()
 
     monkeypatch.setattr(ShardWriter, "publish", patiently)
-    planned = planned_run(pictures, tmp_path / "out", small, batch_size=2, shard_rows=4)
+    planned = job.plan(batch_size=2, shard_rows=4)
     summary = extract(planned, on_rows=notice)
     assert summary.stages["write"] >= 0.15  # the run waited for it
-    with FeatureReader(tmp_path / "out") as reader:
+    with FeatureReader(job.root / "out") as reader:
         assert (reader.status == Status.OK).tolist() == [True] * 12
 
 
 def test_ctrl_c_while_a_publisher_starts_leaves_no_shard_that_is_published_without_the_lock(
-    pictures: Path, tmp_path: Path, small: Backbone, monkeypatch: pytest.MonkeyPatch
+    job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publish, start = ShardWriter.publish, threading.Thread.start
     holders: list[str] = []
@@ -480,7 +470,7 @@ def test_ctrl_c_while_a_publisher_starts_leaves_no_shard_that_is_published_witho
 
     def slowly(self: ShardWriter, *args: Any) -> Path:
         time.sleep(0.1)
-        holders.append(holder(tmp_path / "out"))
+        holders.append(holder(job.root / "out"))
         return publish(self, *args)
 
     def interrupted(self: threading.Thread) -> None:
@@ -492,13 +482,13 @@ def test_ctrl_c_while_a_publisher_starts_leaves_no_shard_that_is_published_witho
     monkeypatch.setattr(ShardWriter, "publish", slowly)
     monkeypatch.setattr(threading.Thread, "start", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        extract(planned_run(pictures, tmp_path / "out", small, batch_size=2, shard_rows=3))
+        extract(job.plan(batch_size=2, shard_rows=3))
     publishers[0].join(10)
     assert "" not in holders
 
 
 def test_a_shard_that_cannot_be_published_ends_the_run_after_the_next_ones_are_published(
-    pictures: Path, tmp_path: Path, small: Backbone, monkeypatch: pytest.MonkeyPatch
+    job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publish = ShardWriter.publish
 
@@ -507,7 +497,7 @@ def test_a_shard_that_cannot_be_published_ends_the_run_after_the_next_ones_are_p
             raise LayertapError("the disk is full")
         return publish(self, *args)
 
-    planned = planned_run(pictures, tmp_path / "out", small, batch_size=2, shard_rows=3)
+    planned = job.plan(batch_size=2, shard_rows=3)
     with monkeypatch.context() as patched:
         patched.setattr(ShardWriter, "publish", fail_first)
         with pytest.raises(LayertapError, match="the disk is full"):
@@ -516,16 +506,14 @@ def test_a_shard_that_cannot_be_published_ends_the_run_after_the_next_ones_are_p
     assert files[0] == (None, 0)
     assert (0, None) not in files[3:]  # the run has ended before
     # No file is left open, and no row is computed again.
-    planned = planned_run(pictures, tmp_path / "out", small, batch_size=2, shard_rows=3)
+    planned = job.plan(batch_size=2, shard_rows=3)
     assert extract(planned).computed == 12 - 3 - 3 * files.count((0, None))
-    with FeatureReader(tmp_path / "out") as reader:
+    with FeatureReader(job.root / "out") as reader:
         assert (reader.status == Status.OK).tolist() == [True] * 12
 
 
-def test_a_receipt_counts_the_wait_for_the_first_images_of_its_shard(
-    pictures: Path, tmp_path: Path, small: Backbone
-) -> None:
-    planned = planned_run(pictures, tmp_path / "out", small, batch_size=4, shard_rows=8)
+def test_a_receipt_counts_the_wait_for_the_first_images_of_its_shard(job: Job) -> None:
+    planned = job.plan(batch_size=4, shard_rows=8)
 
     def slowly(*args: Any) -> Generator[Batch, None, None]:
         for number, batch in enumerate(load_batches(*args)):
@@ -535,29 +523,25 @@ def test_a_receipt_counts_the_wait_for_the_first_images_of_its_shard(
             yield batch
 
     summary = extract(planned, load=slowly)
-    made = [json.loads((tmp_path / "out" / "shards" / f"00000{shard}.json").read_text())["made"] for shard in (0, 1)]
+    made = [json.loads((job.root / "out" / "shards" / f"00000{shard}.json").read_text())["made"] for shard in (0, 1)]
     assert all(0.05 <= each["stages"]["images"] <= each["seconds"] for each in made)
     assert sum(each["stages"]["images"] for each in made) == pytest.approx(summary.stages["images"], abs=0.002)
 
 
-def test_too_little_space_is_told_before_any_image_is_read(
-    pictures: Path, tmp_path: Path, small: Backbone, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_little_space_is_told_before_any_image_is_read(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 9, 1))
     with pytest.raises(LayertapError, match="MB, 0.0 MB are free on the disk"):
-        count_images(pictures, tmp_path / "out", small)
+        job.count()
 
 
-def test_numbers_below_their_least_or_not_whole_are_refused(pictures: Path, tmp_path: Path, small: Backbone) -> None:
+def test_numbers_below_their_least_or_not_whole_are_refused(job: Job) -> None:
     for name in ("batch_size", "workers", "limit", "shard_rows"):
         for value, message in ((-1, f"{name} is -1"), (3.0, f"{name} is 3.0; expected a whole number")):
             with pytest.raises(InputError, match=message):
-                plan(pictures, out=tmp_path / "out", backbone=small, **{name: value})
+                job.plan(**{name: value})
 
 
-def test_where_the_memory_is_short_batches_are_halved_and_no_row_is_lost(
-    pictures: Path, tmp_path: Path, small: Backbone, whole: FeatureReader
-) -> None:
+def test_where_the_memory_is_short_batches_are_halved_and_no_row_is_lost(job: Job, whole: FeatureReader) -> None:
     sizes: list[int] = []
 
     def short_of_memory(module: Any, args: Any) -> None:
@@ -565,23 +549,23 @@ def test_where_the_memory_is_short_batches_are_halved_and_no_row_is_lost(
         if len(args[0]) > 3:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
-    planned = planned_run(pictures, tmp_path / "out", small, batch_size=11)
-    with small.model.register_forward_pre_hook(short_of_memory):
+    planned = job.plan(batch_size=11)
+    with job.backbone.model.register_forward_pre_hook(short_of_memory):
         summary = extract(planned)
     assert sizes == [11, 6, 3, 3, 3, 2, *[1] * 4, 1]  # four pictures of the first batch are computed alone, too
     assert summary.images_at_once == 3
     assert dict(summary.status) == {"ok": 12}
-    found, expected = FeatureReader(tmp_path / "out")["embedding"][:], whole["embedding"][:]
+    found, expected = FeatureReader(job.root / "out")["embedding"][:], whole["embedding"][:]
     assert np.abs(found - expected).max() <= 1e-5 * np.abs(expected).max()
 
 
-def test_where_not_even_one_image_fits_the_run_ends(pictures: Path, tmp_path: Path, small: Backbone) -> None:
+def test_where_not_even_one_image_fits_the_run_ends(job: Job) -> None:
     def no_memory(module: Any, args: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    planned = planned_run(pictures, tmp_path / "out", small)
+    planned = job.plan()
     with (
-        small.model.register_forward_pre_hook(no_memory),
+        job.backbone.model.register_forward_pre_hook(no_memory),
         pytest.raises(LayertapError, match="insufficient device memory for one image: CUDA out of memory"),
     ):
         extract(planned)
@@ -612,57 +596,28 @@ def test_a_worker_of_a_pool_decodes_itself_and_says_so(
     assert close(FeatureReader(tmp_path / "out")["embedding"][:], whole["embedding"][:])
 
 
-def test_a_worker_of_a_data_loader_decodes_itself(pictures: Path) -> None:
-    class Widths(torch.utils.data.Dataset[int]):
-        def __getitem__(self, _: int) -> int:
-            how = Decoding(lambda picture: torch.from_numpy(np.array(picture.resize((8, 8)))), workers=1)
-            with pytest.warns(UserWarning, match="may start no processes"):
-                [batch] = load_batches(list_images(pictures), [[0, 1]], how)
-            return len(batch.images)
-
-        def __len__(self) -> int:
-            return 1
-
-    assert list(torch.utils.data.DataLoader(Widths(), num_workers=1)) == [torch.tensor([2])]
-
-
-def test_an_existing_data_set_is_read_once_before_the_lock_and_once_under_it(
-    pictures: Path, tmp_path: Path, small: Backbone, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = tmp_path / "out"
-    settings: dict[str, Any] = {"layers": ["layer1:pca2", "embedding"], "precision": "bfloat16", "min_cosine": 0.5,
-                                "fit_on": 8}  # fmt: skip
-    run(pictures, out, small, **settings).close()
-    read, open_data_set = [], DataSet.open
-    monkeypatch.setattr(DataSet, "open", lambda out: read.append(out) or open_data_set(out))
-    run(pictures, out, small, **settings).close()
-    assert read == [out] * 3  # the third time by the reader
-
-
 def test_a_shard_whose_rows_are_all_stored_is_published_by_the_next_run(
-    pictures: Path, tmp_path: Path, small: Backbone, monkeypatch: pytest.MonkeyPatch
+    job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any) -> None:
         raise LayertapError("killed")
 
     with monkeypatch.context() as patched, pytest.raises(LayertapError, match="killed"):
         patched.setattr(ShardWriter, "publish", fail)
-        run(pictures, tmp_path / "out", small)
-    assert [path.suffix for path in (tmp_path / "out" / "shards").iterdir()] == [".part"]
-    with run(pictures, tmp_path / "out", small) as reader:
+        job.run("out")
+    assert [path.suffix for path in (job.root / "out" / "shards").iterdir()] == [".part"]
+    with job.run("out") as reader:
         assert len(reader) == 12
         assert np.isfinite(reader["embedding"][:]).all()
 
 
-def test_where_no_image_can_be_read_no_file_of_a_shard_is_made(
-    folder: Path, tmp_path: Path, small: Backbone, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    planned = plan(list_images(folder), out=tmp_path / "out", backbone=small)
+def test_where_no_image_can_be_read_no_file_of_a_shard_is_made(own: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = own.plan()
     monkeypatch.setattr(pipeline, "open_part", lambda *_: pytest.fail("a file is made"))
-    shutil.rmtree(folder)
+    shutil.rmtree(own.images)
     with pytest.raises(LayertapError):
         extract(planned)
-    assert list((tmp_path / "out" / "shards").iterdir()) == []
+    assert list((own.root / "out" / "shards").iterdir()) == []
 
 
 def test_the_default_batch_is_larger_on_a_large_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

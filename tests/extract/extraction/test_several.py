@@ -33,7 +33,8 @@ LIMIT = 4 * 3 * 32 * 32  # bytes of four decoded images
 
 
 def settings(**changes: Any) -> ExtractionSettings:
-    return ExtractionSettings(**{"layers": ["embedding"], "batch_size": 2, "workers": 0, "compile": "off"} | changes)
+    given: dict[str, Any] = {"layers": ["embedding"], "batch_size": 2, "workers": 0, "compile": "off"}
+    return ExtractionSettings(**(given | changes))
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +41,18 @@ def expected(pictures: Path, options: dict[str, Any], tmp_path_factory: pytest.T
     return extract_features(pictures, out=out, workers=0, progress=False, **options)
 
 
-def maker_of(
-    pictures: Path, tmp_path: Path, options: dict[str, Any], workers: int = 0, place: SharedFolder | None = None
-) -> ShardMaker:
-    planned = plan(pictures, out=tmp_path / "out", workers=workers, **options)
-    return ShardMaker(planned, place or SharedFolder(tmp_path / "out"), tmp_path / "scratch")
+Makers = Callable[..., ShardMaker]
+
+
+@pytest.fixture
+def maker_of(pictures: Path, tmp_path: Path, options: dict[str, Any]) -> Makers:
+    """Makes a maker of shards of one data set, in one scratch folder, as processes of a machine have them."""
+
+    def make(workers: int = 0, place: SharedFolder | None = None, **changes: Any) -> ShardMaker:
+        planned = plan(pictures, out=tmp_path / "out", workers=workers, **(options | changes))
+        return ShardMaker(planned, place or SharedFolder(tmp_path / "out"), tmp_path / "scratch")
+
+    return make
 
 
 def left_in(tmp_path: Path) -> list[str]:
@@ -62,10 +70,10 @@ def assert_complete(tmp_path: Path, expected: FeatureReader) -> None:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_shards_in_any_order_are_those_of_one_run(
-    pictures: Path, tmp_path: Path, options: dict[str, Any], expected: FeatureReader, workers: int
+    maker_of: Makers, tmp_path: Path, expected: FeatureReader, workers: int
 ) -> None:
     rows: list[tuple[int, bool]] = []
-    with maker_of(pictures, tmp_path, options, workers) as maker:
+    with maker_of(workers) as maker:
         for shard in (3, 0, 1, 5, 4, 2):
             receipt = maker.build(shard, lambda *event: rows.append(event))
             assert receipt is not None
@@ -76,19 +84,19 @@ def test_shards_in_any_order_are_those_of_one_run(
 
 
 def test_a_shard_of_a_process_that_died_is_resumed_by_any_process_of_the_machine(
-    pictures: Path, tmp_path: Path, options: dict[str, Any], expected: FeatureReader
+    maker_of: Makers, tmp_path: Path, expected: FeatureReader
 ) -> None:
     def dies(rows: int, resumed: bool) -> None:
         if not resumed:
             raise KeyboardInterrupt
 
-    with maker_of(pictures, tmp_path, options, 1) as maker:
+    with maker_of(1) as maker:
         maker.build(0)
         with pytest.raises(KeyboardInterrupt):
             maker.build(2, dies)
     assert left_in(tmp_path) == ["000002.h5.part"]
     rows: list[tuple[int, bool]] = []
-    with maker_of(pictures, tmp_path, options, 1) as maker:
+    with maker_of(1) as maker:
         assert maker.build(0) is None  # published before
         for shard in range(1, SHARDS):
             assert maker.build(shard, lambda *event: rows.append(event))
@@ -98,19 +106,19 @@ def test_a_shard_of_a_process_that_died_is_resumed_by_any_process_of_the_machine
 
 
 def test_a_finished_shard_of_a_process_that_was_killed_is_published_and_not_computed_again(
-    pictures: Path, tmp_path: Path, options: dict[str, Any], expected: FeatureReader, monkeypatch: pytest.MonkeyPatch
+    maker_of: Makers, tmp_path: Path, expected: FeatureReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Unreachable(SharedFolder):
         def publish(self, path: Path, receipt: dict[str, Any]) -> bool:
             raise LayertapError("the place does not answer")
 
-    unreachable = maker_of(pictures, tmp_path, options, place=Unreachable(tmp_path / "out"))
+    unreachable = maker_of(place=Unreachable(tmp_path / "out"))
     with unreachable as maker, pytest.raises(LayertapError, match="does not answer"):
         maker.build(4)
     assert left_in(tmp_path) == ["000004.h5"]
     write = ShardWriter.write
     monkeypatch.setattr(ShardWriter, "write", None)
-    with maker_of(pictures, tmp_path, options) as maker:
+    with maker_of() as maker:
         assert maker.build(4)
         monkeypatch.setattr(ShardWriter, "write", write)
         for shard in (0, 1, 2, 3, 5):
@@ -119,9 +127,9 @@ def test_a_finished_shard_of_a_process_that_was_killed_is_published_and_not_comp
 
 
 def test_a_finished_shard_without_its_receipt_is_built_again(
-    pictures: Path, tmp_path: Path, options: dict[str, Any], expected: FeatureReader
+    maker_of: Makers, tmp_path: Path, expected: FeatureReader
 ) -> None:
-    with maker_of(pictures, tmp_path, options) as maker:
+    with maker_of() as maker:
         folder = tmp_path / "scratch" / f"{maker._name}-000004-0" / "shards"
         folder.mkdir(parents=True)
         (folder / "000004.h5").write_bytes(b"left by a process that was killed")
@@ -130,9 +138,9 @@ def test_a_finished_shard_without_its_receipt_is_built_again(
 
 
 def test_processes_that_build_the_same_shard_have_a_folder_each_and_one_of_them_publishes(
-    pictures: Path, tmp_path: Path, options: dict[str, Any], expected: FeatureReader
+    maker_of: Makers, tmp_path: Path, expected: FeatureReader
 ) -> None:
-    with maker_of(pictures, tmp_path, options) as maker, maker_of(pictures, tmp_path, options) as other:
+    with maker_of() as maker, maker_of() as other:
         of_other: list[dict[str, Any] | None] = []
 
         def meanwhile(rows: int, resumed: bool) -> None:
@@ -146,15 +154,13 @@ def test_processes_that_build_the_same_shard_have_a_folder_each_and_one_of_them_
     assert_complete(tmp_path, expected)
 
 
-def test_what_killed_processes_left_of_published_shards_is_removed(
-    pictures: Path, tmp_path: Path, options: dict[str, Any]
-) -> None:
-    with maker_of(pictures, tmp_path, options) as maker:
+def test_what_killed_processes_left_of_published_shards_is_removed(maker_of: Makers, tmp_path: Path) -> None:
+    with maker_of() as maker:
         for shard in (1, 2):
             folder = tmp_path / "scratch" / f"{maker._name}-{shard:06d}-0" / "shards"
             folder.mkdir(parents=True)
             (folder / f"{shard:06d}.h5.part").touch()
-    with maker_of(pictures, tmp_path, options) as maker:
+    with maker_of() as maker:
         (tmp_path / "scratch" / f"{maker._name}-000001-0" / "shards" / "000001.h5.part").unlink()
         maker.build(1)
         stale = tmp_path / "scratch" / f"{maker._name}-000001-7" / "shards"
@@ -168,10 +174,8 @@ def test_what_killed_processes_left_of_published_shards_is_removed(
     assert list(elsewhere.iterdir()) == []
 
 
-def test_what_is_refused_is_compared_again_by_the_next_process(
-    pictures: Path, tmp_path: Path, options: dict[str, Any]
-) -> None:
+def test_what_is_refused_is_compared_again_by_the_next_process(maker_of: Makers) -> None:
     for shard in (0, 1):
-        strict = maker_of(pictures, tmp_path, {**options, "precision": "bfloat16", "min_cosine": 1.0})
+        strict = maker_of(precision="bfloat16", min_cosine=1.0)
         with strict as maker, pytest.raises(LayertapError, match="is required"):
             maker.build(shard)

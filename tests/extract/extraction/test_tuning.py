@@ -70,10 +70,10 @@ def _tried(
         return Measured(option, rates[option])
 
     monkeypatch.setattr(tuning, "_tried", measured)
+    choice: Any = None
     forward_rates(
-        backbone, None, torch.zeros(8), options or (PLAIN, LOWER_BY_OPENVINO, BY_OPENVINO),
-        n_images=n_images,
-    )  # fmt: skip
+        backbone, choice, torch.zeros(8), options or (PLAIN, LOWER_BY_OPENVINO, BY_OPENVINO), n_images=n_images
+    )
     return tried
 
 
@@ -152,7 +152,8 @@ def test_on_a_gpu_the_first_option_that_agrees_is_used_and_nothing_is_timed(
     assert [each.plan.settings.precision for each in made] == ["bfloat16-weights", "tf32"]
     assert capsys.readouterr().err.count("Trying the next fastest") == 2
     plain = job.embed(EmbedConfig(**config, out=tmp_path / "plain"))
-    assert np.allclose(*(FeatureReader(e.plan.dataset.out)["embedding"][:] for e in (plain, made[1])), atol=1e-6)
+    rows, expected = (FeatureReader(each.plan.dataset.out)["embedding"][:] for each in (made[1], plain))
+    assert np.allclose(rows, expected, atol=1e-6)
     job.print_summary(plain, print)
     assert "float32 on this GPU; bfloat16 would be about 4 times as fast: " in capsys.readouterr().out
     job.print_summary(made[0], print)
