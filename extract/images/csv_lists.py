@@ -36,6 +36,7 @@ __all__ = [
     "file_and_column",
     "list_rows",
     "list_table",
+    "opened",
     "places_of",
     "plain_path",
     "read_table",
@@ -230,23 +231,24 @@ def _rows(where: str, places: Sequence[int], columns: Mapping[str, Any]) -> Iter
     return itertools.starmap(partial(_row, where), zip(places, *values, strict=True))
 
 
-def read_table(where: str, column: str) -> tuple[dict[str, Sequence[Any]], list[int]]:
+def read_table(where: str, column: str, further: Collection[str] = ()) -> tuple[dict[str, Sequence[Any]], list[int]]:
     """Read a table of values for images.
 
     Args:
         where: CSV, TSV or Parquet file, or URL.
         column: name of the column of values, text, numbers or booleans; case-insensitive.
+        further: further columns of such values, in lower case, which may be missing.
 
     Returns:
         name in lower case -> values, in file order; and the line on which each row ends (empty for Parquet). Of a
-        Parquet file, they are the named column, `path`, `id` and `split`, and without `path` those of text or whole
+        Parquet file, they are the named columns, `path`, `id` and `split`, and without `path` those of text or whole
         numbers.
 
     Raises:
         InputError: the table lacks the column, or is damaged.
     """
     column = column.strip().lower()
-    kinds = {"path": _TEXT, "id": _WHOLE, "split": _TEXT, column: _NUMBER}
+    kinds = {"path": _TEXT, "id": _WHOLE, "split": _TEXT, **dict.fromkeys((column, *further), _NUMBER)}
     lines: list[int] = []
     texts: dict[str, str] = {}  # see `list_table`
     with _opened_table(where, kinds) as table:
@@ -267,7 +269,7 @@ def _names(columns: Collection[str]) -> str:
 
 
 @contextlib.contextmanager
-def _opened(where: str) -> Iterator[BinaryIO]:
+def opened(where: str) -> Iterator[BinaryIO]:
     """Context manager: open a list for reading."""
     try:
         with io.BytesIO(read_remote(where)) if is_url(where) else Path(where).open("rb") as content:
@@ -366,7 +368,7 @@ class _ParquetTable:
 @contextlib.contextmanager
 def _opened_table(where: str, once: Collection[str]) -> Iterator[_CsvTable | _ParquetTable]:
     """Context manager: open a table for reading; the column names of `once` are unique."""
-    with _opened(where) as file:
+    with opened(where) as file:
         if not _is_parquet(where):
             # File names may have any bytes (surrogateescape); Excel writes a byte order mark (utf-8-sig). Lines keep
             # their ends, as `csv` requires.
