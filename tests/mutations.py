@@ -424,7 +424,7 @@ MUTATIONS = (
     ),
     Mutation(
         "When most files are gone, their rows go with them.",
-        "        if folder_changes.vanished > self.guards.max_vanish * n_files and not self.force:",
+        "        if vanished > self.guards.max_vanish * n_files and not self.force:",
         "        if folder_changes.vanished > n_files and not self.force:",
         ("test_a_quarter_gone_is_too_much_unless_it_is_forced",),
     ),

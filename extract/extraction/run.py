@@ -38,6 +38,7 @@ from extract.extraction.settings import BackboneSettings, ExtractionSettings, ta
 from extract.extraction.validation import Computation, ValidatedForward
 from extract.images import Batch, Images, list_images, load_batches
 from extract.images.datasets import MapDataset, is_in_memory, list_dataset
+from extract.images.listing import some_of
 from extract.images.loading import Load
 from extract.images.sources import ImageSource
 from extract.row_status import Status
@@ -121,14 +122,13 @@ def extract_features(arguments: Arguments) -> FeatureReader:
 
 
 def _listed(arguments: Arguments) -> Images:
-    """List the images; pass the notes of a dataset on as warnings."""
-    where, limit, keep = arguments.images, arguments.limit, arguments.keep_list
-    if isinstance(where, str | os.PathLike):
-        return list_images(where, limit, keep)
-    images = list_dataset(where, keep)
-    for note in images.notes:
+    """List the images; pass the notes of a dataset, and that on images that were left out, on as warnings."""
+    where, keep = arguments.images, arguments.keep_list
+    listed = list_images(where, keep=keep) if isinstance(where, str | os.PathLike) else list_dataset(where, keep)
+    images = some_of(listed, arguments.limit, arguments.without)
+    for note in images.notes[len(listed.notes) if isinstance(where, str | os.PathLike) else 0 :]:
         warnings.warn(note, stacklevel=4)
-    return images if limit is None else images.head(limit)
+    return images
 
 
 def _advance(bar: Any, rows: int, stored_earlier: bool) -> None:

@@ -15,7 +15,7 @@ import operator
 import os
 import re
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import cache, wraps
 from typing import Annotated, Any, Literal, ParamSpec, TypeVar, cast, get_args, get_origin, get_type_hints
@@ -125,6 +125,8 @@ class DataSetSettings(DecodingSettings, FeatureSettings):
         min_cosine: Minimum cosine to eager float32 and exact decoding; features below it are refused.
         axes: Data set, or file of its folder `axes`, with the principal axes of LAYER:pcaK and pcawK. [default: those
             of the data set, or fitted to the images]
+        without: Leave out the images that this file names: a table of `layertap findings -o`, of which rows whose
+            `keep` is true stay, or a text with a path on each line. In Python, also a DataFrame, findings or paths.
         shard_rows: Rows per shard file. [default: as many as fit into 1 GB]
         compress: Compress each finished file. [default: no compression, which is faster to read]
         sync_s: Seconds of work that a power cut may lose; 0: sync each batch to the disk.
@@ -132,6 +134,7 @@ class DataSetSettings(DecodingSettings, FeatureSettings):
 
     min_cosine: Annotated[float, Field(ge=-1, le=1), SAFETY, RARE] = defaults.MIN_COSINE
     axes: Annotated[str | os.PathLike[str] | None, BACKBONE] = None
+    without: Annotated[str | os.PathLike[str] | Iterable[Any] | None, IMAGES] = None
     shard_rows: Annotated[int | None, Field(strict=True, ge=1), OUTPUT, RARE] = None
     compress: Annotated[Literal["gzip", "lzf", "blosc2"] | None, OUTPUT] = None
     sync_s: Annotated[float, Field(ge=0), SAFETY, RARE] = defaults.SYNC_S
@@ -188,9 +191,9 @@ class ExtractionSettings(DataSetSettings):
         """Return the settings for the provenance of a data set.
 
         `keep` and `sync_s` do not affect features. `distortion` affects them by the numbers in the resolved layers
-        only, and `axes` and `fit_on` by the axes that the data set keeps.
+        only, `axes` and `fit_on` by the axes that the data set keeps, and `without` by the images that it lists.
         """
-        left_out = ("keep", "sync_s", "distortion", "axes", "fit_on")
+        left_out = ("keep", "sync_s", "distortion", "axes", "fit_on", "without")
         settings = {name: value for name, value in values_of(ExtractionSettings, self).items() if name not in left_out}
         return settings | {"layers": self.layer_list}
 

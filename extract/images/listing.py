@@ -11,6 +11,7 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,6 +25,7 @@ from extract.images.csv_lists import TABLES, list_table
 from extract.images.datasets import PROTOCOL, is_in_memory, is_on_disk, list_hugging_face
 from extract.images.decoding import ARRAY_SUFFIX, IMAGE_SUFFIXES, PixelTypeError, decode
 from extract.images.image_list import Images, is_litter, labels_from_folders, pick_images
+from extract.images.named_images import named_images
 from extract.images.plans import PLAN_FILE, open_plan
 from extract.images.sources import Chosen, Files, ImageSource, suffix_of
 from extract.system.similar_paths import did_you_mean, folder_or_list
@@ -40,6 +42,7 @@ __all__ = [
     "list_images",
     "listed_again",
     "no_images",
+    "some_of",
 ]
 
 _MOST_ARCHIVES = 1_000_000
@@ -48,7 +51,9 @@ _ARRAYS = (".npy", ".h5", ".hdf5")
 Entry = TypeVar("Entry")
 
 
-def list_images(where: str | os.PathLike[str], limit: int | None = None, keep: Sequence[str] = ()) -> Images:
+def list_images(
+    where: str | os.PathLike[str], limit: int | None = None, keep: Sequence[str] = (), without: Any = None
+) -> Images:
     """List images in the byte order of their paths.
 
     Args:
@@ -59,10 +64,12 @@ def list_images(where: str | os.PathLike[str], limit: int | None = None, keep: S
             `layertap embed --plan`, whose names are read when needed.
         limit: maximum number of images, the first in order.
         keep: names of further columns of a list or dataset, for `Images.columns`.
+        without: images to leave out; see `named_images`.
 
     Raises:
         UnknownNameError: a column to keep does not exist.
-        InputError: `where` does not exist or contains no images, or a list or archive is not valid.
+        InputError: `where` does not exist or contains no images, a list or archive is not valid, or the images to
+            leave out are not there.
         LayertapError: a URL does not answer, or the library for its protocol is not installed.
     """
     where = os.fspath(where).removeprefix("file://")
@@ -84,6 +91,19 @@ def list_images(where: str | os.PathLike[str], limit: int | None = None, keep: S
         images = {"array": list_array, "folder": list_folder}[kind](where)
     if not len(images):
         raise no_images(where, images.left_out)
+    return some_of(images, limit, without)
+
+
+def some_of(images: Images, limit: int | None, without: Any) -> Images:
+    """Return images without those that a table names, and of these the first `limit`.
+
+    Raises:
+        InputError, LayertapError: see `named_images`; or the table names none of the images, or all.
+    """
+    if without is not None:
+        named = named_images(without)
+        images = images.select(named.rows_of_others(images.paths))
+        images = replace(images, notes=(*images.notes, named.note))
     return images if limit is None else images.head(limit)
 
 

@@ -68,7 +68,7 @@ class Report:
 
     Attributes:
         added, changed, renamed, deleted: compared with the previous version. A copy of a stored image counts as added,
-            but is not computed.
+            but is not computed. A file that is left out counts as deleted.
         unchanged: files with unchanged content, including files whose times have changed.
         failed: rows of the new version without valid features.
         waiting: files left for the next pass because they may still be being written.

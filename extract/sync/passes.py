@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from extract.errors import InputError, LayertapError
 from extract.images.image_list import Images
+from extract.images.named_images import NamedImages, named_images
 from extract.images.sources import Files
 from extract.row_status import Status
 from extract.store.format.dataset import DataSet, remove_strays
@@ -69,6 +70,7 @@ class Pass:
         plan_for: returns the plan for computing features of images into a folder; called only if there are images to
             compute or `configuration` has changed.
         configuration: the requested settings that the features depend on.
+        without: images of the folder to leave out; see `named_images`.
         guards: safety limits.
         force: proceed even if most files are gone or the data set belongs to another folder.
         dry_run: report what a pass would do, without changing the data set.
@@ -85,6 +87,7 @@ class Pass:
     out: Path
     plan_for: Callable[[Images, Path], Plan]
     configuration: dict[str, Any]
+    without: Any = None
     guards: Guards = field(default_factory=Guards)
     force: bool = False
     dry_run: bool = False
@@ -110,6 +113,7 @@ class Pass:
         """
         start = time.perf_counter()
         self.report, self.published = Report(dry_run=self.dry_run), None
+        self._named = NamedImages("", {}) if self.without is None else named_images(self.without)
         self._check_out()
         try:
             # A dry run takes a shared lock. It needs a file that is open for reading only, so nothing in `out` changes,
@@ -159,7 +163,8 @@ class Pass:
             self.report.notes.append(f"the records of files were made again from the passes: {records.made_again}")
         self._repair_passes(records)
         scan = Scan(self.root)
-        scanned = compare(scan.files(), records, self.guards, self.now_ns)
+        files = self._named.others(scan.files(), lambda file: os.fsdecode(file.path))
+        scanned = compare(files, records, self.guards, self.now_ns)
         self.report.unreadable = scan.unreadable
         for path in scan.unreadable:
             scanned.gone[records.below(os.fsencode(path))] = False
@@ -168,6 +173,11 @@ class Pass:
             scanned.gone[below] = False
             if below.any():
                 scan.unreadable[path] = "the target of the link no longer exists"
+        if self.without is not None:
+            # Later, files that are named may have been deleted.
+            if self._named.found or self.published is None:
+                self._named.check()
+            self.report.notes.append(self._named.note)
         if not scanned.n_files and not records.n_files:
             raise InputError(f"{self.root}: no images", hint="images end in .jpg, .png, .tif, .webp and others")
         if not scanned.n_files and not self.force:
@@ -275,9 +285,11 @@ class Pass:
         report = self.report
         folder_changes = difference(self.root, records, scanned, self.guards, report, self.stop)
         n_files, n_gone = records.n_files, int(scanned.gone.sum())
-        if folder_changes.vanished > self.guards.max_vanish * n_files and not self.force:
+        left_out = sum(os.fsdecode(path) in self._named.found for path in records.array["path"][scanned.gone].tolist())
+        vanished = folder_changes.vanished - left_out
+        if vanished > self.guards.max_vanish * n_files and not self.force:
             raise VanishedError(
-                f"{self.root}: {folder_changes.vanished:,} of {n_files:,} images are gone, more than "
+                f"{self.root}: {vanished:,} of {n_files:,} images are gone, more than "
                 f"{self.guards.max_vanish:.0%} (max_vanish); is the disk mounted? Nothing was changed",
                 hint="`layertap sync CONFIG --force` confirms the deletion",
             )

@@ -33,7 +33,7 @@ _array_option = partial(click.option, cls=Option, heading=WORKERS, rare=True)
     {"backbone": ("-b",), "layers": ("-l",), "out": ("-o",)},
     {
         "layers": "LAYER[:POOLING]...", "size": "PX|HxW", "crop": "PX|HxW", "mean": "R,G,B", "std": "R,G,B",
-        "keep": "COLUMN", "shards_of": "I/N",
+        "keep": "COLUMN", "without": "FILE", "shards_of": "I/N",
     },
 )  # fmt: skip
 @click.option(

@@ -172,4 +172,4 @@ def listed_images(config: EmbedConfig) -> Images:
     from extract.images import list_images
 
     check_output(config)
-    return list_images(config.images, config.limit, config.keep)
+    return list_images(config.images, config.limit, config.keep, config.without)

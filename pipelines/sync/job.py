@@ -37,8 +37,8 @@ _RUNS_KEPT = 1000  # lines of runs.jsonl
 
 # Keys that features do not depend on. A pass with the same others and no new images does not load the backbone.
 _OTHER_KEYS = (
-    "images", "out", "device", "workers", "batch_size", "min_cosine", "axes", "shard_rows", "compress", "sync_s",
-    "strict",
+    "images", "out", "device", "workers", "batch_size", "min_cosine", "axes", "without", "shard_rows", "compress",
+    "sync_s", "strict",
 )  # fmt: skip
 
 
@@ -110,6 +110,7 @@ def _sync_one(
                 config.folder,
                 lambda images, folder: reporter.plan(config, images, folder),
                 configuration_of(config),
+                without=config.without,
                 guards=config.guards,
                 force=force,
                 dry_run=dry_run,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -73,7 +73,11 @@ FROZEN = ConfigDict(frozen=True, extra="forbid", defer_build=True)  # most comma
 Words = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
 
 # Types of settings that are others in config files.
-_IN_FILES: dict[Any, Any] = {str | Sequence[str]: Words, str | os.PathLike[str] | None: Path | None}
+_IN_FILES: dict[Any, Any] = {
+    str | Sequence[str]: Words,
+    str | os.PathLike[str] | None: Path | None,
+    str | os.PathLike[str] | Iterable[Any] | None: str | None,
+}
 
 
 def _keys(model: Any) -> type[BaseModel]:
@@ -119,7 +123,7 @@ class BackboneConfig(BackboneKeys, DecodingKeys, BaseModel):
     )
     std: Annotated[list[float] | None, IMAGES] = Field(None, description="R,G,B to divide by afterwards.")
 
-    @field_validator("images", "out", mode="before", check_fields=False)
+    @field_validator("images", "out", "without", mode="before", check_fields=False)
     @classmethod
     def _check_path(cls, value: Any) -> Any:
         value = os.fspath(value) if isinstance(value, os.PathLike) else value

@@ -114,7 +114,10 @@ class Embed:
         config = self.config
         if "workers" not in config.model_fields_set:
             config = config.model_copy(update={"workers": min(defaults.WORKERS, self.threads)})
-        plan = plan_of(config, backbone_of(config, say), list_images(config.images, config.limit, config.keep))
+        images = list_images(config.images, config.limit, config.keep, config.without)
+        for note in images.notes:
+            say(f"note: {note}")
+        plan = plan_of(config, backbone_of(config, say), images)
         with ShardMaker(
             plan,
             destination_of(config.place),
