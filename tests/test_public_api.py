@@ -58,6 +58,7 @@ extract.FeatureReader.to_arrow(self, layers: str | Sequence[str] | None = None) 
 extract.FeatureReader.to_pandas(self, layers: str | Sequence[str] | None = None) -> Any
 extract.FeatureReader.to_polars(self, layers: str | Sequence[str] | None = None) -> Any
 extract.FeatureReader.tokens(self, layer: str, *, split: str | None = None) -> TokenArray
+extract.FeatureReader.without(self, table: Any, on_note: Callable[[str], None] = ...) -> FeatureReader
 class extract.Finding(kind: str, row: int, path: str, other_path: str = '', score: float | None = None, meaning: str =
         '', group: int | None = None, keep: bool | None = None, label: str = '', suggested: str = '')
 class extract.GradientMonitor(model: nn.Module, layers: str | Sequence[str] | None = None, *, every: int = 100, to:
@@ -92,7 +93,8 @@ extract.extract_features(images: str | os.PathLike[str] | extract.images.dataset
         'bfloat16', 'float16', 'bfloat16-weights'] = 'float32', compile: Literal['auto', 'on', 'off',
         'inductor', 'openvino'] = 'auto', workers: int = ..., max_pixels: int = 178956970, orientation:
         Literal['exif', 'ignore'] = 'exif', icc: Literal['ignore', 'srgb'] = 'ignore', min_cosine: float =
-        0.999, axes: str | os.PathLike[str] | None = None, shard_rows: int | None = None, compress:
+        0.999, axes: str | os.PathLike[str] | None = None, without: str | os.PathLike[str] |
+        collections.abc.Iterable[typing.Any] | None = None, shard_rows: int | None = None, compress:
         Optional[Literal['gzip', 'lzf', 'blosc2']] = None, sync_s: float = 30.0, limit: int | None = None, keep:
         str | collections.abc.Sequence[str] = (), distortion: float | None = 0.1, fit_on: int | None = 2000,
         weights: str | None = None, allow_missing_head: bool = False, device: str = 'auto', seed: int = 0) ->

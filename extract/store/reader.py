@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -128,6 +129,10 @@ class FeatureReader:
             self.close()
             raise
         self._features, self._fingerprint = features or [], fingerprint
+        self._index_rows(check)
+
+    def _index_rows(self, check: bool) -> None:
+        """Note where the rows of the selections are; `check`: see the class."""
         self._row_data: dict[str, NDArray[Any]] = {}
         self._index = RowIndex(
             [selection.file for selection in self._selections],
@@ -462,6 +467,35 @@ class FeatureReader:
         if len(good):
             matrix[np.ix_(good, good)] = dissimilarities(self[layer][good].reshape(len(good), -1), metric)
         return matrix
+
+    def without(self, table: Any, on_note: Callable[[str], None] = lambda note: None) -> FeatureReader:
+        """Return a reader of the rows whose images are not named in a table, such as that of `layertap findings`.
+
+            reader.without("findings.csv")["embedding"][:]
+
+        Its `rows` are those of this reader. Both read the same open files, which either closes.
+
+        Args:
+            table: file, DataFrame, findings or paths; see `extract_features`. A row whose `keep` is true names none.
+            on_note: called with the number of rows that are left out, and of paths that are those of no row, in words.
+
+        Raises:
+            InputError: the table cannot be used, or names no image, or all.
+        """
+        from extract.images.named_images import named_images
+
+        named = named_images(table)
+        rows = np.array(named.rows_of_others(self.paths), np.int64)
+        on_note(named.note)
+        reader = object.__new__(type(self))
+        reader._name, reader._features, reader._fingerprint = self._name, self._features, self._fingerprint
+        reader._open_shards, reader._is_closed = self._open_shards, self._is_closed
+        edges = pairwise(np.searchsorted(rows, self._index.starts).tolist())
+        parts = zip(self._selections, self._index.starts, edges, strict=False)
+        reader._selections = [part.part(rows[first:stop] - start) for part, start, (first, stop) in parts]
+        reader._sets = self._sets
+        reader._index_rows(check=self._unverified is not None)
+        return reader
 
     # As a table
 

@@ -191,6 +191,14 @@ class RowSelection:
             return replace(self, rows=range(self.rows.start + count, self.rows.stop + count))
         return replace(self, rows=self.rows + count)
 
+    def part(self, places: NDArray[np.int64]) -> RowSelection:
+        """Return the selection of some of these rows, by their numbers (M,) in it, which ascend."""
+        if len(places) == len(self.rows):
+            return self
+        rows = self.rows.start + places if isinstance(self.rows, range) else self.rows[places]
+        chosen = places if self.chosen is None else self.chosen[places]
+        return replace(self, rows=rows, chosen=chosen, names=self.names and self.names.part(places))
+
     def column(self, name: str, start: int = 0, stop: int | None = None) -> NDArray[Any]:
         """Return (stop - start, ...), a column of the shard for some of the rows; by default for all."""
         if self.chosen is None:

@@ -227,15 +227,11 @@ def verify(ctx: click.Context, /, out: Path, as_json: bool, **settings: Any) -> 
 )  # fmt: skip
 @click.option("--images", help="Location of the images, if they were moved or are behind a URL; for --thumbnails.")
 @click.option("--metric", type=click.Choice(_METRICS), help="Dissimilarity in rdm. [default: correlation]")
+@option("--without", model=ExtractionSettings, metavar="FILE")
 def export(
-    out: Path | str,
-    to: str,
-    output: Path | None,
-    layers: tuple[str, ...],
-    thumbnails: int | None,
-    images: str | None,
-    metric: str | None,
-) -> None:
+    out: Path | str, to: str, output: Path | None, layers: tuple[str, ...], thumbnails: int | None, images: str | None,
+    metric: str | None, without: str | None,
+) -> None:  # fmt: skip
     """Write the data set OUT as plain files for other tools: HDF5, NumPy, Parquet, MATLAB or a Hugging Face folder.
 
     With rdm, write the dissimilarity matrix of the images (RDM) in each layer: by default 1 - Pearson's r of each pair.
@@ -247,7 +243,8 @@ def export(
     """
     from pipelines.data_sets.export import run_export
 
-    print_line(run_export(out, to, output, layers, thumbnails, images, metric))
+    say = partial(print_line, err=True)
+    print_line(run_export(out, to, output, layers, thumbnails, images, metric, without, say))
 
 
 @command(short_help="Join data sets into one.")

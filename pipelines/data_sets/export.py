@@ -25,7 +25,8 @@ _QUALITY = 85  # of JPEG
 
 def run_export(
     out: Path | str, to: str, output: Path | None, layers: Sequence[str], thumbnails_px: int | None = None,
-    images: str | None = None, metric: str | None = None,
+    images: str | None = None, metric: str | None = None, without: str | None = None,
+    say: Callable[[str], None] = lambda text: None,
 ) -> str:  # fmt: skip
     """Run the job and return a summary.
 
@@ -37,9 +38,12 @@ def run_export(
         thumbnails_px: longest side of thumbnails; None: no thumbnails.
         images: location of the images, for thumbnails; None: the recorded one.
         metric: of the dissimilarities in `rdm`; None is "correlation".
+        without: file that names images whose rows are left out; None: all rows are written.
+        say: receives a line about these rows.
 
     Raises:
-        InputError: `out` is not a data set, a layer does not exist, or the output cannot be written.
+        InputError: `out` is not a data set, a layer does not exist, the rows to leave out are not there, or the output
+            cannot be written.
     """
     if output is not None:
         path = output
@@ -50,10 +54,11 @@ def run_export(
     if images is not None and thumbnails_px is None:
         raise InputError("--images is for thumbnails", hint="add --thumbnails PX")
     with (
-        FeatureReader(out) as reader,
+        FeatureReader(out) as whole,
         ThreadPoolExecutor(defaults.CORES) as pool,
-        Progress(len(reader), "rows") as progress,
+        Progress(len(whole), "rows") as progress,
     ):
+        reader = whole if without is None else whole.without(without, say)
         pictures = None
         if thumbnails_px is not None:
             pictures = _thumbnails(reader, data_set_at(out).images["root"], thumbnails_px, images, pool)

@@ -148,7 +148,10 @@ class RowTable:
 
     def between(self, start: int, stop: int) -> RowTable:
         """Return a range of the rows, without the hashes."""
-        part = slice(start, stop)
+        return self.part(slice(start, stop))
+
+    def part(self, part: slice | NDArray[np.int64]) -> RowTable:
+        """Return some of the rows, without the hashes; their numbers ascend."""
         paths, labels, splits = self.paths[part], self.labels[part], self.splits[part]
         return RowTable(paths, labels, splits, self.classes, self.passes[part], self.rows[part])
 
