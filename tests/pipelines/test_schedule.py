@@ -579,13 +579,7 @@ def test_systemd_is_told_the_times_of_the_cron_line(tmp_path: Path, line: str) -
     expected = CronSim(line, begin)
     times = set()
     for event in events:
-        command = [
-            "systemd-analyze",
-            "calendar",
-            "--iterations=6",
-            "--base-time=2026-11-21 11:00:00 UTC",
-            event,
-        ]
+        command = ["systemd-analyze", "calendar", "--iterations=6", "--base-time=2026-11-21 11:00:00 UTC", event]
         run = subprocess.run(command, capture_output=True, text=True)
         assert run.returncode == 0, run.stderr
         times |= {one.split(": ", 1)[1] for one in run.stdout.splitlines() if "Next elapse:" in one or "Iter. #" in one}

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from extract.images.sources import Files
 def no_handler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """PyTorch sets its handler once in the life of a process: each test begins as a new process does."""
     monkeypatch.setattr("torch.utils.data._utils.signal_handling._SIGCHLD_handler_set", False)
+    monkeypatch.setattr("extract.images.loading._LOOK_S", 0.05)
     before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGCHLD, before)
@@ -45,43 +47,35 @@ def loaded(folder: Path, workers: int = 1) -> Any:
     return load_batches(list_images(folder), [[0, 1, 2], [3, 4, 5], [6, 7, 8]], Decoding(as_tensor, workers=workers))
 
 
-def deadly(monkeypatch: pytest.MonkeyPatch, row: int) -> None:
-    read = Files.read
-    main = os.getpid()
-
-    def kills(self: Files, number: int) -> Any:
-        if number == row and os.getpid() != main:
-            time.sleep(1)  # so that the batch before it is there
-            os.kill(os.getpid(), signal.SIGKILL)
-        return read(self, number)
-
-    monkeypatch.setattr(Files, "read", kills)
-
-
 def a_child_dies() -> None:
     subprocess.run([sys.executable, "-S", "-c", "pass"], check=True)
 
 
-def test_it_is_told_at_the_next_batch_and_not_before(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    deadly(monkeypatch, 4)
+@pytest.mark.parametrize("of_its_own", [False, True], ids=["", "after a loader of the program's own"])
+def test_it_is_told_at_the_next_batch_and_not_before(
+    folder: Path, of_its_own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if of_its_own:
+        list(DataLoader([0], num_workers=1))  # PyTorch sets its handler, which stays
+    read, main, first_is_there = Files.read, os.getpid(), multiprocessing.Event()
+
+    def deadly(self: Files, row: int) -> Any:
+        if row == 4 and os.getpid() != main:
+            first_is_there.wait(30)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return read(self, row)
+
+    monkeypatch.setattr(Files, "read", deadly)
     batches = loaded(folder)
     assert next(batches).rows.tolist() == [0, 1, 2]
-    end = time.monotonic() + 30
+    first_is_there.set()
     (worker,) = batches._workers
-    while worker.is_alive() and time.monotonic() < end:
-        time.sleep(0.01)
+    wait([worker.sentinel], timeout=30)
     a_child_dies()  # another signal, in the middle of something else
     with pytest.raises(DeadWorkerError, match=r"process that decodes images died \(exit code -9\)"):
         next(batches)
     batches.close()
     a_child_dies()
-
-
-def test_it_is_not_told_in_between_to_a_program_that_has_used_a_loader_of_its_own(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    list(DataLoader([0], num_workers=1))  # PyTorch sets its handler, which stays
-    test_it_is_told_at_the_next_batch_and_not_before(folder, monkeypatch)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -100,18 +94,21 @@ def test_an_error_of_what_a_worker_runs_is_no_death(
 
 
 def test_a_worker_that_hangs_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("extract.images.loading._GIVE_UP_S", 1)
-    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.5)  # for which it is asked to end
+    monkeypatch.setattr("extract.images.loading._GIVE_UP_S", 0.2)
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.1)  # for which it is asked to end
     monkeypatch.setattr(Files, "read", lambda self, row: time.sleep(60))
-    hangs = pytest.raises(LayertapError, match="a process that decodes images hangs: no image for 1 s")
+    hangs = pytest.raises(LayertapError, match="a process that decodes images hangs: no image for 0.2 s")
     with hangs as found, contextlib.closing(loaded(folder)) as batches:
         next(batches)
     assert not isinstance(found.value, DeadWorkerError)
 
 
-@pytest.mark.parametrize(("lives_s", "told"), [(0.3, DeadWorkerError), (60.0, ConnectionResetError)])
-def test_an_image_that_cannot_be_had_of_a_process_that_is_ending(lives_s: float, told: type[Exception]) -> None:
+@pytest.mark.parametrize(("lives_s", "look_s", "told"), [(0.1, 30, DeadWorkerError), (60, 0.1, ConnectionResetError)])
+def test_an_image_that_cannot_be_had_of_a_process_that_is_ending(
+    lives_s: float, look_s: float, told: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """PyTorch opens the memory of a tensor with the help of the process that has made it."""
+    monkeypatch.setattr("extract.images.loading._LOOK_S", look_s)
     worker = multiprocessing.Process(target=time.sleep, args=(lives_s,))
     worker.start()
 
@@ -127,28 +124,20 @@ def test_an_image_that_cannot_be_had_of_a_process_that_is_ending(lives_s: float,
         worker.join()
 
 
-def test_a_piece_that_takes_long_is_waited_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("extract.images.loading._LOOK_S", 0.1)
+def test_a_piece_or_an_error_that_takes_long_is_waited_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read = Files.read
 
     def slowly(self: Files, row: int) -> Any:
-        time.sleep(0.5 * (row % 3 == 0))
+        time.sleep(0.2 * (row % 3 == 0))
+        if row == 6:
+            raise RuntimeError("DataLoader timed out, says mine")
         return read(self, row)
 
     monkeypatch.setattr(Files, "read", slowly)
     with contextlib.closing(loaded(folder, 2)) as batches:
-        assert [batch.rows.tolist() for batch in batches] == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
-
-
-def test_an_error_of_a_worker_that_took_long_is_no_delay(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails_late(self: Files, row: int) -> Any:
-        time.sleep(0.5)
-        raise RuntimeError("DataLoader timed out, says mine")
-
-    monkeypatch.setattr("extract.images.loading._LOOK_S", 0.1)
-    monkeypatch.setattr(Files, "read", fails_late)
-    with pytest.raises(RuntimeError, match="says mine"), contextlib.closing(loaded(folder)) as batches:
-        next(batches)
+        assert [next(batches).rows.tolist() for _ in range(2)] == [[0, 1, 2], [3, 4, 5]]
+        with pytest.raises(RuntimeError, match="says mine"):
+            next(batches)
 
 
 def test_a_handler_of_ones_own_is_heard(folder: Path) -> None:
