@@ -245,7 +245,7 @@ class LivingFolder(RuleBasedStateMachine):
         return reader, reader.paths[:], reader["fc"][:]
 
     def check(self, report: Any) -> None:
-        with same_as_fresh(self.root, self.out) as expected:
+        with same_as_fresh(self.root, self.out).reader as expected:
             version = DataSet.open(self.out).version
             assert version is not None
             needed = {f"{version.number:06d}.h5"}

@@ -12,7 +12,7 @@ import random
 import shutil
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,7 +37,7 @@ from extract.sync.passes import VanishedError
 from extract.sync.records import locate
 from extract.sync.scan import Scan, ScannedFile
 from tests.extract.sync.changes import write_as_changes
-from tests.extract.sync.tiny import EAGER, one_pass, picture, planner, same_as_fresh
+from tests.extract.sync.tiny import EAGER, fresh_of, one_pass, picture, planner, same_as_fresh
 
 HOUR = 3600 * 10**9
 
@@ -58,6 +58,10 @@ class Home:
         path.write_bytes(picture(seed, height))
         return path
 
+    def delete(self, *names: str) -> None:
+        for name in names:
+            (self.root / name).unlink()
+
     def sync(self, **settings: Any) -> Report:
         def counting(images: Any, out: Path) -> Any:
             self.planned.append(len(images))
@@ -73,32 +77,61 @@ class Home:
 
 
 @pytest.fixture
-def home(tmp_path: Path) -> Home:
+def new(tmp_path: Path) -> Home:
+    """Ten pictures, of which there is no data set yet."""
     home = Home(tmp_path)
     for i in range(10):
         home.write(f"{'ab'[i % 2]}/{i}.ppm", i)
     return home
 
 
-def test_a_first_pass_takes_all_and_a_second_one_loads_nothing(home: Home) -> None:
-    home.ahead_ns = HOUR  # else a second pass more than 2 s later records that the files are settled, as a version
-    report = home.sync()
-    assert (report.added, report.computed, report.rows, report.version) == (10, 10, 10, 1)
-    before = {path: path.stat().st_mtime_ns for path in home.out.rglob("*.h5")}
-    report = home.sync()
-    assert (report.unchanged, report.computed, report.version, home.planned) == (10, 0, 1, [])
-    assert {path: path.stat().st_mtime_ns for path in home.out.rglob("*.h5")} == before
-
-
-def test_it_is_read_with_plain_h5py(home: Home) -> None:
+@pytest.fixture(scope="module")
+def _after_a_pass(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("passes")
+    home = Home(path / "home")
+    for i in range(10):
+        home.write(f"{'ab'[i % 2]}/{i}.ppm", i)
     home.sync()
+    shutil.copytree(path / "home", path / "whole")
+    return path
+
+
+@pytest.fixture
+def home(_after_a_pass: Path) -> Home:
+    """Ten pictures, and the data set of a first pass."""
+    path = _after_a_pass / "home"
+    shutil.rmtree(path)
+    shutil.copytree(_after_a_pass / "whole", path)
+    return Home(path)
+
+
+def test_a_first_pass_takes_all_a_second_loads_nothing_and_a_third_opens_no_image(new: Home, monkeypatch: Any) -> None:
+    new.ahead_ns = HOUR  # else a second pass more than 2 s later records that the files are settled, as a version
+    report = new.sync()
+    assert (report.added, report.computed, report.rows, report.version) == (10, 10, 10, 1)
+    before = {path: path.stat().st_mtime_ns for path in new.out.rglob("*.h5")}
+    report = new.sync()
+    assert (report.unchanged, report.computed, report.version, new.planned) == (10, 0, 1, [])
+    assert {path: path.stat().st_mtime_ns for path in new.out.rglob("*.h5")} == before
+    new.ahead_ns = 2 * HOUR
+    new.sync()  # reads all once more, since they were young
+    opened = []
+    real_open = os.open
+    monkeypatch.setattr(os, "open", lambda path, *args, **more: opened.append(path) or real_open(path, *args, **more))
+    assert new.sync().unchanged == 10
+    assert not [path for path in opened if os.fsencode(path).endswith(b".ppm")]
+
+
+def test_it_is_read_with_plain_h5py_and_its_table_has_the_hash_of_each_image(home: Home) -> None:
     (home.root / "a/0.ppm").rename(home.root / "b/renamed.ppm")
     home.write("a/new.ppm", 50)
     home.sync()
-    with h5py.File(home.out / "versions/000002.h5") as file:
+    with h5py.File(table_of(home.out)) as file:
         table = {path.decode(): (int(number), int(row), int(label)) for path, number, row, label in zip(
             file["path"][:], file["pass"][:], file["row"][:], file["label"][:], strict=True)}  # fmt: skip
         assert [name.decode() for name in file["classes"][:]] == ["a", "b"]
+        for path, content in zip(file["path"][:], file["source_hash"][:], strict=True):
+            assert content.tobytes() == xxhash.xxh3_128_digest((home.root / os.fsdecode(path)).read_bytes())
     assert table["b/renamed.ppm"] == (1, 0, 1)
     assert table["a/new.ppm"] == (2, 0, 0)
     with h5py.File(home.out / "passes/000001/shards/000000.h5") as file:
@@ -108,7 +141,6 @@ def test_it_is_read_with_plain_h5py(home: Home) -> None:
 
 
 def test_what_is_renamed_copied_touched_swapped_or_restored_is_not_computed(home: Home) -> None:
-    home.sync()
     root = home.root
     (root / "a").rename(root / "c")  # a folder, whole
     shutil.copy(root / "b/1.ppm", root / "b/copy.ppm")
@@ -130,25 +162,25 @@ def test_what_is_renamed_copied_touched_swapped_or_restored_is_not_computed(home
         assert [reader.classes[label] for label in reader.labels] == [path[0] for path in reader.paths]
 
 
-def test_a_failed_image_is_tried_again_when_it_changes_or_after_a_while(home: Home) -> None:
-    home.settings["guards"] = Guards(settle_s=0, retry_after_s=3600)
-    bad = home.root / "a/bad.ppm"
+def test_a_failed_image_is_tried_again_when_it_changes_or_after_a_while(new: Home) -> None:
+    new.settings["guards"] = Guards(settle_s=0, retry_after_s=3600)
+    bad = new.root / "a/bad.ppm"
     bad.write_bytes(b"P6 8 8 255\n..")
-    report = home.sync()
+    report = new.sync()
     assert (report.failed, report.added) == (1, 11)
-    assert home.sync().computed == 0
-    home.ahead_ns = 2 * HOUR
-    report = home.sync()
-    assert home.planned == [1]
+    assert new.sync().computed == 0
+    new.ahead_ns = 2 * HOUR
+    report = new.sync()
+    assert new.planned == [1]
     assert (report.computed, report.failed, report.changed) == (1, 1, 0)  # as before
-    assert home.sync().computed == 0  # the time counts from the last try
-    shutil.copy(bad, home.root / "a/bad2.ppm")
-    report = home.sync()
+    assert new.sync().computed == 0  # the time counts from the last try
+    shutil.copy(bad, new.root / "a/bad2.ppm")
+    report = new.sync()
     assert (report.computed, report.failed, report.added) == (0, 2, 1)  # bytes that are known to be bad
     bad.write_bytes(picture(77))
-    report = home.sync()
+    report = new.sync()
     assert (report.computed, report.failed, report.changed) == (1, 1, 1)
-    with FeatureReader(home.out) as reader:
+    with FeatureReader(new.out) as reader:
         assert [path for _, path, _, _ in reader.failures] == ["a/bad2.ppm"]
         assert reader.failures[0][3]
 
@@ -156,57 +188,48 @@ def test_a_failed_image_is_tried_again_when_it_changes_or_after_a_while(home: Ho
 # files that are being written
 
 
-def test_a_file_waits_until_it_is_left_alone(home: Home) -> None:
-    home.settings["guards"] = Guards(settle_s=60)
-    report = home.sync()
+def test_a_file_waits_until_it_is_left_alone(new: Home) -> None:
+    new.settings["guards"] = Guards(settle_s=60)
+    report = new.sync()
     assert (report.waiting, report.rows, report.version) == (10, 0, 0)
-    assert not (home.out / "dataset.json").exists()
-    home.ahead_ns = 61 * 10**9
-    assert home.sync().added == 10
-    home.write("a/0.ppm", 60)  # now, as the file system says; the pass's clock is ahead
-    home.ahead_ns = 0
-    report = home.sync()
+    assert not (new.out / "dataset.json").exists()
+    new.ahead_ns = 61 * 10**9
+    assert new.sync().added == 10
+    new.write("a/0.ppm", 60)  # now, as the file system says; the pass's clock is ahead
+    new.ahead_ns = 0
+    report = new.sync()
     assert (report.waiting, report.changed, report.unchanged) == (1, 0, 10)  # the row of before stays
-    home.ahead_ns = 61 * 10**9
-    assert home.sync().changed == 1
+    new.ahead_ns = 61 * 10**9
+    assert new.sync().changed == 1
 
 
-def test_times_in_the_future_do_not_make_a_file_wait_forever(home: Home) -> None:
-    home.sync()
-    home.settings["guards"] = Guards(settle_s=60)
-    path = home.write("a/new.ppm", 60)
+def test_a_file_is_waited_for_if_its_time_or_the_clock_of_its_server_is_ahead_or_the_scan_is_long(new: Home) -> None:
+    new.settings["guards"] = Guards(settle_s=60)
+    began = iter([-HOUR])  # the scan begins an hour before the files change
+    assert new.sync(now_ns=lambda: time.time_ns() + next(began, 0)).waiting == 10
+    new.ahead_ns = -10 * 10**9  # the clock of the file system is ten seconds ahead of that of the pass
+    assert new.sync().waiting == 10
+    new.ahead_ns = 61 * 10**9
+    assert new.sync().added == 10
+    new.ahead_ns = 0
+    path = new.write("a/new.ppm", 60)
     os.utime(path, (4e9, 4e9))
-    assert home.sync().waiting == 1
-    home.ahead_ns = 61 * 10**9
-    assert home.sync().added == 1
-    assert home.sync().added == 0
+    assert new.sync().waiting == 1
+    new.ahead_ns = 61 * 10**9
+    assert new.sync().added == 1
+    assert new.sync().added == 0
 
 
-def test_files_on_a_server_whose_clock_is_ahead_do_not_wait_until_it_is_right(home: Home) -> None:
-    home.settings["guards"] = Guards(settle_s=60)
-    home.ahead_ns = -HOUR  # the clock of the file system is an hour ahead of that of the pass
-    assert home.sync().added == 10
-    home.write("a/0.ppm", 60, height=9)
-    assert home.sync().changed == 1  # what was read too early is read again
-    same_as_fresh(home.root, home.out)
+def test_files_on_a_server_whose_clock_is_ahead_do_not_wait_until_it_is_right(new: Home) -> None:
+    new.settings["guards"] = Guards(settle_s=60)
+    new.ahead_ns = -HOUR  # the clock of the file system is an hour ahead of that of the pass
+    assert new.sync().added == 10
+    new.write("a/0.ppm", 60, height=9)
+    assert new.sync().changed == 1  # what was read too early is read again
+    same_as_fresh(new.root, new.out)
 
 
-def test_a_file_is_waited_for_if_the_clock_of_its_server_is_a_little_ahead(home: Home) -> None:
-    home.settings["guards"] = Guards(settle_s=60)
-    home.ahead_ns = -10 * 10**9  # the clock of the file system is ten seconds ahead of that of the pass
-    assert home.sync().waiting == 10
-    home.ahead_ns = 61 * 10**9
-    assert home.sync().added == 10
-
-
-def test_a_file_that_changes_during_a_long_scan_is_waited_for(home: Home) -> None:
-    home.settings["guards"] = Guards(settle_s=60)
-    ahead_ns = iter([-HOUR])  # the scan begins an hour before the files change
-    assert home.sync(now_ns=lambda: time.time_ns() + next(ahead_ns, 0)).waiting == 10
-
-
-def test_a_file_that_changes_while_it_is_computed_waits_for_the_next_pass(home: Home, monkeypatch: Any) -> None:
-    home.sync()
+def test_a_file_that_changes_while_it_is_computed_waits_for_the_next_pass(home: Home) -> None:
     home.write("a/0.ppm", 60, height=9)
     home.write("a/grows.ppm", 61, height=10)
     home.write("a/goes.ppm", 62, height=11)
@@ -223,7 +246,7 @@ def test_a_file_that_changes_while_it_is_computed_waits_for_the_next_pass(home: 
     same_as_fresh(home.root, home.out)
 
 
-def test_a_change_within_the_steps_of_a_clock_is_found(home: Home, monkeypatch: Any) -> None:
+def test_a_change_within_the_steps_of_a_clock_is_found(new: Home, monkeypatch: Any) -> None:
     """On a file system that counts time in steps of two seconds, a second change in a step shows in nothing."""
     step = 2 * 10**9
     real_files, real_fstat = Scan.files, os.fstat
@@ -242,33 +265,20 @@ def test_a_change_within_the_steps_of_a_clock_is_found(home: Home, monkeypatch: 
     monkeypatch.setattr(os, "fstat", coarse_fstat)
     while True:  # until both changes are in one step
         began = time.time_ns() // step
-        home.write("a/0.ppm", 70)
-        home.sync()
-        home.write("a/0.ppm", 71)
+        new.write("a/0.ppm", 70)
+        new.sync()
+        new.write("a/0.ppm", 71)
         if time.time_ns() // step == began:
             break
-    report = home.sync()
+    report = new.sync()
     assert (report.changed, report.computed) == (1, 1)
-    same_as_fresh(home.root, home.out)
-
-
-def test_files_that_have_not_changed_for_long_are_not_opened(home: Home, monkeypatch: Any) -> None:
-    home.sync()
-    time.sleep(0.02)
-    home.ahead_ns = HOUR
-    home.sync()  # reads all once more, since they were young
-    opened = []
-    real_open = os.open
-    monkeypatch.setattr(os, "open", lambda path, *args, **more: opened.append(path) or real_open(path, *args, **more))
-    assert home.sync().unchanged == 10
-    assert not [path for path in opened if os.fsencode(path).endswith(b".ppm")]
+    same_as_fresh(new.root, new.out)
 
 
 # folders that cannot be believed
 
 
 def test_a_folder_that_is_gone_or_empty_takes_nothing_with_it(home: Home) -> None:
-    home.sync()
     home.root.rename(home.path / "unmounted")
     with pytest.raises(LayertapError, match="cannot read folder .*: No such file.*is the disk mounted"):
         home.sync(force=True)
@@ -286,26 +296,24 @@ def test_a_folder_that_is_gone_or_empty_takes_nothing_with_it(home: Home) -> Non
     same_as_fresh(home.root, home.out)
 
 
-def test_a_quarter_gone_is_too_much_unless_it_is_forced(home: Home) -> None:
-    home.settings["guards"] = Guards(settle_s=0)
-    home.write("c/10.ppm", 10)
-    home.write("c/11.ppm", 11)
-    home.sync()
-    for name in ("a/0.ppm", "a/2.ppm", "b/1.ppm"):
-        (home.root / name).unlink()
-    home.write("c/12.ppm", 12)
+def test_a_quarter_gone_is_too_much_unless_it_is_forced(new: Home) -> None:
+    new.settings["guards"] = Guards(settle_s=0)
+    new.write("c/10.ppm", 10)
+    new.write("c/11.ppm", 11)
+    new.sync()
+    new.delete("a/0.ppm", "a/2.ppm", "b/1.ppm")
+    new.write("c/12.ppm", 12)
     with pytest.raises(VanishedError, match="3 of 12 images are gone, more than 20%"):
-        home.sync()
-    assert "a/0.ppm" in home.paths()
-    assert "c/12.ppm" not in home.paths()
-    report = home.sync(force=True)
+        new.sync()
+    assert "a/0.ppm" in new.paths()
+    assert "c/12.ppm" not in new.paths()
+    report = new.sync(force=True)
     assert (report.deleted, report.added, report.rows) == (3, 1, 10)
-    (home.root / "c").rename(home.root / "d")  # a rename is no loss
-    assert home.sync().renamed == 3
+    (new.root / "c").rename(new.root / "d")  # a rename is no loss
+    assert new.sync().renamed == 3
 
 
 def test_what_lies_in_a_folder_that_cannot_be_read_stays(home: Home, monkeypatch: Any) -> None:
-    home.sync()
     real = os.scandir
 
     def refusing(path: Any) -> Any:
@@ -322,28 +330,27 @@ def test_what_lies_in_a_folder_that_cannot_be_read_stays(home: Home, monkeypatch
     assert home.sync().unchanged == 11
 
 
-def test_links_loops_and_strange_names(home: Home) -> None:
-    (home.root / "a/loop").symlink_to(home.root)
-    (home.root / "linked").symlink_to(home.path / "elsewhere")
-    (home.path / "elsewhere").mkdir()
-    (home.path / "elsewhere/x.ppm").write_bytes(picture(80))
-    (home.root / "a/nowhere.ppm").symlink_to("nothing")
-    (home.root / "a/itself.ppm").symlink_to("itself.ppm")
-    os.mkfifo(home.root / "a/pipe.ppm")
+def test_links_loops_and_strange_names(new: Home) -> None:
+    (new.root / "a/loop").symlink_to(new.root)
+    (new.root / "linked").symlink_to(new.path / "elsewhere")
+    (new.path / "elsewhere").mkdir()
+    (new.path / "elsewhere/x.ppm").write_bytes(picture(80))
+    (new.root / "a/nowhere.ppm").symlink_to("nothing")
+    (new.root / "a/itself.ppm").symlink_to("itself.ppm")
+    os.mkfifo(new.root / "a/pipe.ppm")
     for name in (b"a/\xff\xfe.ppm", "a/\u00fc\U0001f600.ppm".encode(), b"a/new\nline.ppm", b"a/'quote\".ppm"):
-        Path(os.fsdecode(os.fsencode(home.root) + b"/" + name)).write_bytes(picture(len(name)))
-    (home.root / ".hidden.ppm").write_bytes(picture(81))
-    report = home.sync()
+        Path(os.fsdecode(os.fsencode(new.root) + b"/" + name)).write_bytes(picture(len(name)))
+    (new.root / ".hidden.ppm").write_bytes(picture(81))
+    report = new.sync()
     assert (report.rows, report.failed) == (18, 3)
-    same_as_fresh(home.root, home.out)
-    assert home.sync().unchanged == 18
-    (home.root / "a/nothing").write_bytes(picture(82))
-    assert home.sync().failed == 2
-    same_as_fresh(home.root, home.out)
+    same_as_fresh(new.root, new.out)
+    assert new.sync().unchanged == 18
+    (new.root / "a/nothing").write_bytes(picture(82))
+    assert new.sync().failed == 2
+    same_as_fresh(new.root, new.out)
 
 
 def test_another_folder_is_not_taken_for_the_one_before(home: Home) -> None:
-    home.sync()
     other = home.path / "other"
     shutil.copytree(home.root, other)
     home.root.rename(home.path / "old")
@@ -359,27 +366,26 @@ def test_another_folder_is_not_taken_for_the_one_before(home: Home) -> None:
     assert DataSet.open(home.out).images["root"] == str(other)
 
 
-def test_a_folder_of_something_else_is_left_alone(home: Home) -> None:
-    home.out.mkdir()
-    (home.out / "letter.txt").write_text("dear")
+def test_a_folder_of_something_else_is_left_alone(new: Home) -> None:
+    new.out.mkdir()
+    (new.out / "letter.txt").write_text("dear")
     with pytest.raises(InputError, match="not empty and not a data set"):
-        home.sync()
-    (home.out / "letter.txt").unlink()
-    shutil.rmtree(home.out)
-    extract(planner()(list_images(home.root), home.out))
+        new.sync()
+    (new.out / "letter.txt").unlink()
+    shutil.rmtree(new.out)
+    extract(planner()(list_images(new.root), new.out))
     with pytest.raises(InputError, match="holds a data set of `layertap embed`"):
-        home.sync()
-    shutil.rmtree(home.out)
-    home.sync()
+        new.sync()
+    shutil.rmtree(new.out)
+    new.sync()
     with pytest.raises(InputError, match="is kept in sync with .* by `layertap sync`"):
-        extract(planner()(list_images(home.root), home.out))
+        extract(planner()(list_images(new.root), new.out))
 
 
 # settings
 
 
 def test_other_features_do_not_mix(home: Home) -> None:
-    home.sync()
     home.plan_for = planner(layers=["conv"])
     assert home.sync().unchanged == 10  # nothing says that it is asked for other ones
     import tests.extract.sync.tiny as tiny
@@ -399,27 +405,26 @@ def test_other_features_do_not_mix(home: Home) -> None:
 
 
 def test_rows_of_a_first_pass_that_could_not_publish_are_not_published_as_other_features(
-    home: Home, monkeypatch: pytest.MonkeyPatch
+    new: Home, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched:
         patched.setattr("extract.sync.passes.publish", Mock(side_effect=LayertapError("the disk is full")))
         with pytest.raises(LayertapError, match="the disk is full"):
-            home.sync()
-    assert not (home.out / "dataset.json").exists()
-    home.plan_for = planner(layers=["conv"])
+            new.sync()
+    assert not (new.out / "dataset.json").exists()
+    new.plan_for = planner(layers=["conv"])
     monkeypatch.setattr("tests.extract.sync.tiny.CONFIGURATION", {"layers": "conv"})
     for _ in range(2):  # without and with images to compute
         with pytest.raises(InputError, match="holds other features"):
-            home.sync()
-        assert not (home.out / "dataset.json").exists()
-        home.write("a/new.ppm", 60)
-    home.plan_for = planner()
-    assert home.sync().rows == 11
-    same_as_fresh(home.root, home.out)
+            new.sync()
+        assert not (new.out / "dataset.json").exists()
+        new.write("a/new.ppm", 60)
+    new.plan_for = planner()
+    assert new.sync().rows == 11
+    same_as_fresh(new.root, new.out)
 
 
 def test_libraries_that_compute_otherwise_are_refused_and_others_are_told(home: Home, monkeypatch: Any) -> None:
-    home.sync()
     home.write("a/new.ppm", 60)
 
     def with_versions(number: str, scale: float = 1) -> Callable[..., Any]:
@@ -453,35 +458,30 @@ def test_libraries_that_compute_otherwise_are_refused_and_others_are_told(home: 
     assert home.sync().added == 1
 
 
-def test_a_dry_run_tells_and_writes_nothing(home: Home) -> None:
-    report = home.sync(dry_run=True)
+def counts(report: Report) -> tuple[int, ...]:
+    return (report.added, report.changed, report.renamed, report.deleted, report.unchanged, report.computed)
+
+
+def test_a_dry_run_tells_and_writes_nothing(new: Home) -> None:
+    report = new.sync(dry_run=True)
     assert (report.added, report.computed, report.rows) == (10, 10, 10)
-    assert not home.out.exists()
-    home.sync()
-    (home.root / "a/0.ppm").rename(home.root / "a/00.ppm")
-    (home.root / "a/2.ppm").unlink()
-    home.write("a/4.ppm", 60)
-    home.write("a/new.ppm", 61)
-    files = {path: path.read_bytes() for path in home.out.rglob("*") if path.is_file()}
-    report = home.sync(dry_run=True)
-    dry_counts = (report.added, report.changed, report.renamed, report.deleted, report.unchanged, report.computed)
+    assert not new.out.exists()
+    new.sync()
+    (new.root / "a/0.ppm").rename(new.root / "a/00.ppm")
+    (new.root / "a/2.ppm").unlink()
+    new.write("a/4.ppm", 60)
+    new.write("a/new.ppm", 61)
+    files = {path: path.read_bytes() for path in new.out.rglob("*") if path.is_file()}
+    report = new.sync(dry_run=True)
+    dry_counts = counts(report)
     assert dry_counts == (1, 1, 1, 1, 7, 2)
-    assert home.planned == []
-    after = {path: path.read_bytes() for path in home.out.rglob("*") if path.is_file()}
+    assert new.planned == []
+    after = {path: path.read_bytes() for path in new.out.rglob("*") if path.is_file()}
     assert after == files
-    report = home.sync()
-    assert (
-        report.added,
-        report.changed,
-        report.renamed,
-        report.deleted,
-        report.unchanged,
-        report.computed,
-    ) == dry_counts
+    assert counts(new.sync()) == dry_counts
 
 
 def test_a_dry_run_after_a_kill_changes_no_file_and_no_time(home: Home) -> None:
-    home.sync()
     for i in range(8):
         home.write(f"c/{i}.ppm", 100 + i)
     if not (pid := os.fork()):
@@ -542,47 +542,51 @@ def put(name: str, values: Any) -> Callable[[h5py.File], None]:
     return change
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        without_records,
-        put("file_size", np.zeros(9, "<i8")),
-        put("file_status", np.zeros(10, "<i8")),
-        put("unused_hash", np.zeros((1, 15), "u1")),
-        put("unused_pass", np.zeros(1, "<i8")),
-        put("settings", np.frombuffer(b"[]", "u1")),
-        put("settings", np.frombuffer(b'{"configuration": {}, "versions": {}, "last_pass": -1}', "u1")),
-        put("file_size", h5py.SoftLink("/nowhere")),
-    ],
-)
-def test_records_that_are_no_use_are_made_again_without_computing(home: Home, damage: Any) -> None:
-    home.sync()
+DAMAGES: list[Callable[[h5py.File], None]] = [
+    without_records,
+    put("file_size", np.zeros(9, "<i8")),
+    put("file_status", np.zeros(10, "<i8")),
+    put("unused_hash", np.zeros((1, 15), "u1")),
+    put("unused_pass", np.zeros(1, "<i8")),
+    put("settings", np.frombuffer(b"[]", "u1")),
+    put("settings", np.frombuffer(b'{"configuration": {}, "versions": {}, "last_pass": -1}', "u1")),
+    put("file_size", h5py.SoftLink("/nowhere")),
+]
+
+
+def copies(folder: Path, count: int) -> Iterator[int]:
+    """Restore a folder to what it is now before each step."""
+    whole = shutil.copytree(folder, folder.with_name("whole"))
+    for number in range(count):
+        shutil.rmtree(folder)
+        shutil.copytree(whole, folder)
+        yield number
+
+
+def test_records_that_are_no_use_are_made_again_without_computing(home: Home) -> None:
     home.write("a/0.ppm", 60)
     home.sync()
     (home.out / "manifest.sqlite").touch()  # of an earlier version
-    change_table(home.out, damage)
     home.write("a/new.ppm", 61)
-    dry = home.sync(dry_run=True)
-    report = home.sync()
-    for each in (dry, report):
-        assert "made again from the passes" in each.notes[0]
-        assert (each.added, each.changed, each.unchanged, each.rows) == (1, 0, 10, 11)
-    assert report.computed == 1
-    assert not (home.out / "manifest.sqlite").exists()
-    same_as_fresh(home.root, home.out)
-    assert home.sync().notes == []
+    fresh = fresh_of(home.root)
+    for number in copies(home.out, len(DAMAGES)):
+        change_table(home.out, DAMAGES[number])
+        dry = home.sync(dry_run=True)
+        report = home.sync()
+        for each in (dry, report):
+            assert "made again from the passes" in each.notes[0], number
+            assert (each.added, each.changed, each.unchanged, each.rows) == (1, 0, 10, 11), number
+        assert report.computed == 1
+        assert not (home.out / "manifest.sqlite").exists()
+        assert home.sync().notes == []
+        same_as_fresh(home.root, home.out, fresh)
 
 
 def test_a_bit_that_flips_in_the_table_gives_no_wrong_row(home: Home) -> None:
-    home.sync()
     (home.root / "a/0.ppm").unlink()  # so that there is a row that no file needs
     home.sync()
-    whole, right = home.path / "whole", home.paths()
-    shutil.copytree(home.out, whole)
-    chosen = random.Random(0)
-    for _ in range(int(os.environ.get("LAYERTAP_FUZZ", "10"))):
-        shutil.rmtree(home.out)
-        shutil.copytree(whole, home.out)
+    right, chosen = home.paths(), random.Random(0)
+    for _ in copies(home.out, int(os.environ.get("LAYERTAP_FUZZ", "6"))):
         path = table_of(home.out)
         content = bytearray(path.read_bytes())
         content[chosen.randrange(len(content))] ^= 1 << chosen.randrange(8)
@@ -594,8 +598,6 @@ def test_a_bit_that_flips_in_the_table_gives_no_wrong_row(home: Home) -> None:
 
 
 def test_verify_finds_a_row_with_the_features_of_another_image_and_the_next_pass_mends_it(home: Home) -> None:
-    home.sync()
-
     def swapped(file: h5py.File) -> None:
         for name in ("path", "source_hash"):
             file[name][:2] = file[name][:2][::-1]
@@ -611,7 +613,6 @@ def test_verify_finds_a_row_with_the_features_of_another_image_and_the_next_pass
 
 
 def test_a_table_of_changes_of_an_earlier_version_is_refused_and_written_whole_by_the_next_pass(home: Home) -> None:
-    home.sync()
     home.write("a/new.ppm", 60)
     home.sync()
     write_as_changes(home.out)
@@ -624,15 +625,7 @@ def test_a_table_of_changes_of_an_earlier_version_is_refused_and_written_whole_b
     same_as_fresh(home.root, home.out)
 
 
-def test_a_table_has_the_hash_of_each_image(home: Home) -> None:
-    home.sync()
-    with h5py.File(table_of(home.out)) as file:
-        for path, content in zip(file["path"][:], file["source_hash"][:], strict=True):
-            assert content.tobytes() == xxhash.xxh3_128_digest((home.root / os.fsdecode(path)).read_bytes())
-
-
 def test_a_data_set_without_hashes_in_its_table_is_read_verified_and_followed(home: Home) -> None:
-    home.sync()
     change_table(home.out, lambda file: (without_records(file), file.pop("source_hash")))  # type: ignore[arg-type]
     assert not verify(home.out).faults
     home.write("a/new.ppm", 60)
@@ -641,7 +634,6 @@ def test_a_data_set_without_hashes_in_its_table_is_read_verified_and_followed(ho
 
 
 def test_what_is_missing_of_the_data_set_is_made_again(home: Home) -> None:
-    home.sync()
     home.write("a/new.ppm", 60)
     home.sync()
     shutil.rmtree(home.out / "passes/000002")
@@ -649,23 +641,18 @@ def test_what_is_missing_of_the_data_set_is_made_again(home: Home) -> None:
         FeatureReader(home.out)
     assert home.sync().computed == 1
     (home.out / "passes/000001/shards/000001.h5").unlink()
-    report = home.sync()
-    assert report.computed == 3  # the rows of that file
-    same_as_fresh(home.root, home.out)
-    version = DataSet.open(home.out).version
-    assert version is not None
-    (home.out / f"versions/{version.number:06d}.h5").write_bytes(b"damaged")
+    assert home.sync().computed == 4  # the rows of that file
+    fresh = same_as_fresh(home.root, home.out)
+    table_of(home.out).write_bytes(b"damaged")
     with pytest.raises(InputError, match="run `layertap sync` to repair it"):
         FeatureReader(home.out)
     assert home.sync().computed == 0
-    same_as_fresh(home.root, home.out)
     (home.out / "dataset.json").unlink()
     assert home.sync().computed == 0
-    same_as_fresh(home.root, home.out)
+    same_as_fresh(home.root, home.out, fresh)
 
 
 def test_rows_that_verify_finds_damaged_are_computed_again(home: Home) -> None:
-    home.sync()
     assert verify(home.out).faults == []
     with h5py.File(home.out / "passes/000001/shards/000001.h5", "r+") as file:
         file["features/fc"][1] += 1
@@ -680,22 +667,19 @@ def test_rows_that_verify_finds_damaged_are_computed_again(home: Home) -> None:
     same_as_fresh(home.root, home.out)
 
 
-def test_guards_hold_when_the_records_were_lost(home: Home) -> None:
-    home.settings["guards"] = Guards(settle_s=0)
-    home.sync()
-    change_table(home.out, without_records)
-    for i in range(0, 10, 2):
-        (home.root / f"a/{i}.ppm").unlink()
+def test_guards_hold_when_the_records_were_lost(new: Home) -> None:
+    new.settings["guards"] = Guards(settle_s=0)
+    new.sync()
+    change_table(new.out, without_records)
+    new.delete(*(f"a/{i}.ppm" for i in range(0, 10, 2)))
     with pytest.raises(VanishedError, match="5 of 10 images are gone"):
-        home.sync()
-    assert len(home.paths()) == 10
-    report = home.sync(force=True)
+        new.sync()
+    assert len(new.paths()) == 10
+    report = new.sync(force=True)
     assert (report.deleted, report.added, report.changed, report.unchanged, report.computed) == (5, 0, 0, 5, 0)
 
 
 def test_a_table_that_the_system_cannot_map_is_not_damaged(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
-    home.sync()
-
     def fail(*_: object, **__: object) -> None:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
@@ -707,7 +691,6 @@ def test_a_table_that_the_system_cannot_map_is_not_damaged(home: Home, monkeypat
 
 
 def test_a_pass_is_never_given_the_number_of_another(home: Home) -> None:
-    home.sync()
     for i in range(8):
         home.write(f"c/{i}.ppm", 100 + i, height=9)
     assert home.sync(stop=lambda: (home.out / "passes/000002").exists()).stopped
@@ -719,79 +702,58 @@ def test_a_pass_is_never_given_the_number_of_another(home: Home) -> None:
     same_as_fresh(home.root, home.out)
 
 
-def test_the_rows_of_an_interrupted_first_pass_survive_an_error_of_the_settings(home: Home) -> None:
-    assert home.sync(stop=lambda: True).stopped
-    good = home.plan_for
+def test_the_rows_of_an_interrupted_first_pass_survive_an_error_of_the_settings(new: Home) -> None:
+    assert new.sync(stop=lambda: True).stopped
+    good = new.plan_for
 
     def without_weights(images: Any, out: Path) -> Any:
         raise InputError("the weights are not there")
 
-    home.plan_for = without_weights
+    new.plan_for = without_weights
     with pytest.raises(InputError, match="the weights are not there"):
-        home.sync()
-    home.plan_for = good
-    report = home.sync()
+        new.sync()
+    new.plan_for = good
+    report = new.sync()
     assert (report.rows, report.added) == (10, 10)
     assert 0 < report.computed < 10
 
 
-def test_files_that_go_while_an_interrupted_pass_waits_are_no_loss(home: Home) -> None:
-    home.settings["guards"] = Guards(settle_s=0)
-    assert home.sync(stop=lambda: True).stopped
-    for i in range(0, 8, 2):
-        (home.root / f"a/{i}.ppm").unlink()
-    report = home.sync()
+def test_files_that_go_while_an_interrupted_pass_waits_are_no_loss(new: Home) -> None:
+    new.settings["guards"] = Guards(settle_s=0)
+    assert new.sync(stop=lambda: True).stopped
+    new.delete(*(f"a/{i}.ppm" for i in range(0, 8, 2)))
+    report = new.sync()
     assert (report.rows, report.added, report.deleted, report.unchanged) == (6, 6, 0, 0)
-    same_as_fresh(home.root, home.out)
+    same_as_fresh(new.root, new.out)
 
 
-def test_links_whose_targets_are_away_are_gone_or_kept_but_not_failed(home: Home) -> None:
-    home.settings["guards"] = Guards(settle_s=0, max_vanish=0.5)
-    away = home.path / "disk"
+def test_links_whose_targets_are_away_are_gone_or_kept_but_not_failed(new: Home) -> None:
+    new.settings["guards"] = Guards(settle_s=0, max_vanish=0.5)
+    away = new.path / "disk"
     away.mkdir()
     for i in range(4):
         (away / f"{i}.ppm").write_bytes(picture(200 + i))
-        (home.root / f"a/link{i}.ppm").symlink_to(away / f"{i}.ppm")
-    (home.root / "linked").symlink_to(away)
-    home.sync()
-    away.rename(home.path / "unmounted")
-    report = home.sync()
+        (new.root / f"a/link{i}.ppm").symlink_to(away / f"{i}.ppm")
+    (new.root / "linked").symlink_to(away)
+    new.sync()
+    away.rename(new.path / "unmounted")
+    report = new.sync()
     assert report.unreadable == {"linked": "the target of the link no longer exists"}
     assert (report.rows, report.failed, report.deleted) == (18, 4, 0)
     assert (report.computed, report.waiting) == (4, 0)  # the links in `a`; nothing below `linked` is looked for
-    home.settings["guards"] = Guards(settle_s=0, max_vanish=0.2)
-    (home.path / "unmounted").rename(away)
-    assert home.sync().failed == 0
-    away.rename(home.path / "unmounted")
+    new.settings["guards"] = Guards(settle_s=0, max_vanish=0.2)
+    (new.path / "unmounted").rename(away)
+    assert new.sync().failed == 0
+    away.rename(new.path / "unmounted")
     with pytest.raises(VanishedError, match="4 of 18 images are gone"):
-        home.sync()
+        new.sync()
 
 
-def test_a_link_that_goes_during_the_scan_is_not_there(home: Home, monkeypatch: Any) -> None:
-    link = home.root / "a/link.ppm"
+def test_a_link_that_goes_during_the_scan_is_not_there(new: Home, monkeypatch: Any) -> None:
+    link = new.root / "a/link.ppm"
     link.symlink_to("nowhere")
     monkeypatch.setattr(scanning, "_is_link", lambda entry: link.unlink(missing_ok=True) or True)
-    assert home.sync().rows == 10
-
-
-def test_a_damaged_row_does_not_stop_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("extract.sync.compaction._SMALL_PASSES", 8)
-    home = Home(tmp_path)
-    for i in range(9):
-        home.write(f"c/{i}.ppm", 100 + i)
-        report = home.sync()
-        if i == 0:
-            with h5py.File(home.out / "passes/000001/shards/000000.h5", "r+") as file:
-                file["features/fc"][0] += 1
-    assert report.rows == 9
-    assert "cannot be compacted" in report.notes[0]
-    assert "`layertap verify OUT --repair`" in report.notes[0]
-    known = {f"{number:06d}" for number in DataSet.open(home.out).version.passes}  # type: ignore[union-attr]
-    assert {folder.name for folder in (home.out / "passes").iterdir()} == known
-    repair(verify(home.out))
-    report = home.sync()
-    assert (report.computed, report.notes) == (1, [])
-    same_as_fresh(home.root, home.out)
+    assert new.sync().rows == 10
 
 
 def test_passes_with_dead_rows_and_many_small_passes_are_rewritten() -> None:
@@ -806,19 +768,15 @@ def test_passes_with_dead_rows_and_many_small_passes_are_rewritten() -> None:
 
 
 def test_rows_that_a_version_cannot_have_are_refused(home: Home) -> None:
-    home.sync()
-    path = home.out / "versions/000001.h5"
-    with h5py.File(path, "r+") as file:
+    def behind_the_last(file: h5py.File) -> None:
         file["row"][-1] = 11
-    description = json.loads((home.out / "dataset.json").read_text())
-    description["version"]["rows_xxh3"] = xxhash.xxh3_128_hexdigest(path.read_bytes())
-    (home.out / "dataset.json").write_text(json.dumps(description))
+
+    change_table(home.out, behind_the_last)
     with pytest.raises(InputError, match="has no row"):
         FeatureReader(home.out)
 
 
 def test_a_reader_sees_one_version_throughout(home: Home) -> None:
-    home.sync()
     with FeatureReader(home.out) as reader:
         paths, features = reader.paths[:], reader["fc"][:]
         (home.root / "a/0.ppm").unlink()
@@ -842,7 +800,6 @@ def test_a_reader_sees_one_version_throughout(home: Home) -> None:
 
 
 def test_a_reader_can_be_pickled_and_goes_on_with_its_version(home: Home) -> None:
-    home.sync()
     with FeatureReader(home.out) as reader:
         features, frozen = reader["fc"][:], pickle.dumps(reader)
     home.write("a/new.ppm", 60)
@@ -861,7 +818,6 @@ def test_a_reader_can_be_pickled_and_goes_on_with_its_version(home: Home) -> Non
 
 
 def test_a_pickled_reader_finds_no_other_pass_of_the_same_number_after_the_table_was_lost(home: Home) -> None:
-    home.sync()
     home.write("a/new.ppm", 60)
     home.sync()
     with FeatureReader(home.out) as reader:
@@ -878,7 +834,6 @@ def test_a_pickled_reader_finds_no_other_pass_of_the_same_number_after_the_table
 
 @pytest.mark.slow
 def test_readers_that_open_while_versions_change_always_succeed(home: Home) -> None:
-    home.sync()
     stop = multiprocessing.get_context("fork").Event()
     reader = multiprocessing.get_context("fork").Process(target=_open_until, args=(home.out, stop))
     reader.start()
@@ -904,16 +859,16 @@ def _open_until(out: Path, stop: Any) -> None:
     assert opened > 5
 
 
-def test_two_passes_at_once_are_one(home: Home) -> None:
+def test_two_passes_at_once_are_one(new: Home) -> None:
     def second(plan: Any, count: int) -> None:
-        child = multiprocessing.get_context("fork").Process(target=_locked_out, args=(home, os.getpid()))
+        child = multiprocessing.get_context("fork").Process(target=_locked_out, args=(new, os.getpid()))
         child.start()
         child.join()
         assert child.exitcode == 0
 
-    home.sync()
-    home.write("a/new.ppm", 60)
-    assert home.sync(on_plan=second).added == 1
+    new.sync()
+    new.write("a/new.ppm", 60)
+    assert new.sync(on_plan=second).added == 1
 
 
 def _locked_out(home: Home, pid: int) -> None:
@@ -927,9 +882,7 @@ def _locked_out(home: Home, pid: int) -> None:
 
 
 def test_compacting_removes_rows_that_are_not_needed_and_nothing_else(home: Home) -> None:
-    home.sync()
-    for i in range(0, 10, 2):
-        (home.root / f"a/{i}.ppm").unlink()
+    home.delete(*(f"a/{i}.ppm" for i in range(0, 10, 2)))
     home.write("b/1.ppm", 60)
     home.sync()
     done = compact(home.out, max_dead=0.7)
@@ -945,55 +898,76 @@ def test_compacting_removes_rows_that_are_not_needed_and_nothing_else(home: Home
 def test_a_compaction_that_was_not_published_is_published_by_the_next(
     home: Home, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    home.sync()
-    for i in range(0, 10, 2):
-        (home.root / f"a/{i}.ppm").unlink()
+    home.delete(*(f"a/{i}.ppm" for i in range(0, 10, 2)))
     home.sync()
     with monkeypatch.context() as patch:
         patch.setattr("extract.sync.compaction.publish", Mock(side_effect=LayertapError("Input/output error")))
         with pytest.raises(LayertapError, match="Input/output error"):
             compact(home.out, max_dead=0)
-    same_as_fresh(home.root, home.out)
+    fresh = same_as_fresh(home.root, home.out)
     assert compact(home.out, max_dead=0).removed == 5
-    same_as_fresh(home.root, home.out)
+    same_as_fresh(home.root, home.out, fresh)
     assert sum(part.n_rows for part in DataSet.open(home.out).data_sets_with_shards()) == 5
     assert len(list((home.out / "passes").iterdir())) == len(list((home.out / "versions").iterdir())) == 1
 
 
-def test_rows_of_images_that_are_gone_are_kept_for_a_while(home: Home) -> None:
-    home.settings["guards"] = Guards(settle_s=0, max_vanish=1, keep_gone_s=3600)
-    home.sync()
-    content = {path: path.read_bytes() for path in home.root.rglob("a/*.ppm")}
+def test_rows_of_images_that_are_gone_are_kept_for_a_while(new: Home) -> None:
+    new.settings["guards"] = Guards(settle_s=0, max_vanish=1, keep_gone_s=3600)
+    new.sync()
+    content = {path: path.read_bytes() for path in new.root.rglob("a/*.ppm")}
     for path in content:
         path.unlink()
-    (home.root / "b/1.ppm").unlink()
-    home.sync()
+    (new.root / "b/1.ppm").unlink()
+    new.sync()
     for path, data in content.items():
         path.write_bytes(data)
-    assert home.sync().computed == 0
+    assert new.sync().computed == 0
     for path in content:
         path.unlink()
-    home.sync()
-    home.ahead_ns = 2 * HOUR
-    home.sync()  # more than half of the pass has not been needed for more than an hour
-    with FeatureReader(home.out) as reader:
-        assert sum(part.n_rows for part in DataSet.open(home.out).data_sets_with_shards()) == len(reader) == 4
+    new.sync()
+    new.ahead_ns = 2 * HOUR
+    new.sync()  # more than half of the pass has not been needed for more than an hour
+    with FeatureReader(new.out) as reader:
+        assert sum(part.n_rows for part in DataSet.open(new.out).data_sets_with_shards()) == len(reader) == 4
     for path, data in content.items():
         path.write_bytes(data)
-    assert home.sync().computed == 5
+    assert new.sync().computed == 5
 
 
-def test_many_small_passes_are_joined(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("extract.sync.compaction._SMALL_PASSES", 8)
-    home.plan_for = planner(shard_rows=1000)
-    for i in range(9):
-        home.write(f"c/{i}.ppm", 100 + i)
-        home.sync()
-    version = DataSet.open(home.out).version
-    assert version is not None
-    assert len(version.passes) < 8
-    assert len(home.paths()) == 19
+@pytest.fixture
+def after_small_passes(new: Home, monkeypatch: pytest.MonkeyPatch) -> Home:
+    """After passes of one image each, and before the one that joins them."""
+    monkeypatch.setattr("extract.sync.compaction._SMALL_PASSES", 4)
+    new.plan_for = planner(shard_rows=1000)
+    for i in range(3):
+        new.write(f"c/{i}.ppm", 100 + i)
+        new.sync()
+    new.write("c/3.ppm", 103)
+    return new
+
+
+def test_many_small_passes_are_joined(after_small_passes: Home) -> None:
+    home = after_small_passes
+    assert len(DataSet.open(home.out).version.passes) == 3  # type: ignore[union-attr]
+    home.sync()
+    assert len(DataSet.open(home.out).version.passes) == 1  # type: ignore[union-attr]
     assert verify(home.out).faults == []
+    same_as_fresh(home.root, home.out)
+
+
+def test_a_damaged_row_does_not_stop_passes(after_small_passes: Home) -> None:
+    home = after_small_passes
+    with h5py.File(home.out / "passes/000001/shards/000000.h5", "r+") as file:
+        file["features/fc"][0] += 1
+    report = home.sync()
+    assert report.rows == 14
+    assert "cannot be compacted" in report.notes[0]
+    assert "`layertap verify OUT --repair`" in report.notes[0]
+    known = {f"{number:06d}" for number in DataSet.open(home.out).version.passes}  # type: ignore[union-attr]
+    assert {folder.name for folder in (home.out / "passes").iterdir()} == known
+    repair(verify(home.out))
+    report = home.sync()
+    assert (report.computed, report.notes) == (1, [])
     same_as_fresh(home.root, home.out)
 
 

@@ -7,7 +7,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -61,7 +61,7 @@ def tiny_backbone() -> Backbone:
 def planner(**settings: Any) -> Callable[..., Plan]:
     """How to compute features with the tiny backbone."""
     backbone = tiny_backbone()
-    settings = {"layers": ["conv", "fc"], "batch_size": 4, "shard_rows": 3, "workers": 0} | settings
+    settings = {"layers": ["conv", "fc"], "batch_size": 4, "shard_rows": 6, "workers": 0} | settings
 
     def plan_for(images: Any, out: Path) -> Plan:
         return plan(images, out=out, backbone=backbone, **settings)
@@ -74,13 +74,24 @@ def one_pass(root: Path, out: Path, plan_for: Callable[..., Plan], **settings: A
     return Pass(os.fspath(root), out, plan_for, CONFIGURATION, **({"guards": EAGER} | settings)).run()
 
 
-def same_as_fresh(root: Path, out: Path) -> FeatureReader:
-    """Assert that a data set is what a fresh extraction of the folder gives; returns that, open."""
+class Fresh(NamedTuple):
+    """What a fresh extraction of a folder gives."""
+
+    reader: FeatureReader
+    paths_xxh3: str
+
+
+def fresh_of(root: Path) -> Fresh:
     with tempfile.TemporaryDirectory() as folder:
-        fresh = Path(folder) / "fresh"
-        extract(planner()(list_images(root), fresh))
-        expected = FeatureReader(fresh)
-        paths_xxh3 = DataSet.open(fresh).images["paths_xxh3"]
+        out = Path(folder) / "fresh"
+        extract(planner(batch_size=64, shard_rows=1000)(list_images(root), out))
+        return Fresh(FeatureReader(out), DataSet.open(out).images["paths_xxh3"])
+
+
+def same_as_fresh(root: Path, out: Path, fresh: Fresh | None = None) -> Fresh:
+    """Assert that a data set is what a fresh extraction of the folder gives; returns that, open."""
+    fresh = fresh or fresh_of(root)
+    expected = fresh.reader
     with FeatureReader(out) as actual:
         order = sorted(range(len(actual)), key=lambda row: os.fsencode(actual.paths[row]))
         assert [actual.paths[row] for row in order] == expected.paths
@@ -93,5 +104,5 @@ def same_as_fresh(root: Path, out: Path) -> FeatureReader:
         ]
         assert names[0] == names[1]
         assert [actual.splits[row] for row in order] == expected.splits
-    assert DataSet.open(out).images["paths_xxh3"] == paths_xxh3
-    return expected
+    assert DataSet.open(out).images["paths_xxh3"] == fresh.paths_xxh3
+    return fresh
