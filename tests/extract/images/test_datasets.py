@@ -21,7 +21,7 @@ from extract.images import list_images, listed_again
 from extract.images.datasets import list_dataset
 from extract.images.plan_writing import write_plan
 from extract.store.format.dataset import DataSet
-from tests.extract.images.test_sources import files_of
+from tests.extract.images.making import files_of
 
 QUICK: dict[str, Any] = {"workers": 0, "batch_size": 4, "compile": "off", "progress": False}
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import io
 import os
 from pathlib import Path
 
@@ -14,21 +13,7 @@ from extract.images import Decoding, list_images, load_batches
 from extract.images.decoding import decode
 from extract.row_status import Status
 from tests.conftest import make_picture
-
-
-def touch(root: Path, *names: str) -> Path:
-    for name in names:
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(b"x")
-    return root
-
-
-def encoded(image: Image.Image, kind: str, **options: object) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, kind, **options)
-    return buffer.getvalue()
-
+from tests.extract.images.making import as_tensor, batch_of, encoded, touch
 
 # Listing
 
@@ -87,7 +72,7 @@ def test_a_link_to_itself_and_a_pipe_are_rows_that_failed(tmp_path: Path) -> Non
     os.mkfifo(tmp_path / "pipe.jpg")
     found = list_images(tmp_path)
     assert found.paths == ["a.jpg", "loop.jpg", "pipe.jpg"]
-    batch = next(load_batches(found, [[0, 1, 2]], Decoding(as_tensor, workers=0)))
+    batch = batch_of(found, [0, 1, 2])
     assert batch.reasons == {
         0: "not an image in a known format", 1: "Too many levels of symbolic links", 2: "not a file",
     }  # fmt: skip
@@ -104,7 +89,7 @@ def test_names_of_any_bytes_come_through(tmp_path: Path) -> None:
         (Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + name))).write_bytes(encoded(make_picture(1), "JPEG"))
     found = list_images(tmp_path)
     assert [os.fsencode(path) for path in found.paths] == sorted(names)
-    batch = next(load_batches(found, [[0, 1, 2, 3]], Decoding(as_tensor, workers=0)))
+    batch = batch_of(found, [0, 1, 2, 3])
     assert batch.status.tolist() == [Status.OK] * 4
 
 
@@ -135,14 +120,6 @@ def test_an_image_is_a_folder_of_one(tmp_path: Path) -> None:
 # Decoding
 
 
-def test_plain_pictures_are_decoded_as_pillow_does() -> None:
-    picture = make_picture(3)
-    for kind in ("PNG", "BMP", "PPM", "TIFF", "TGA"):
-        assert np.array_equal(decode(encoded(picture, kind)), picture), kind
-    data = encoded(picture, "JPEG", quality=80, progressive=True)
-    assert np.array_equal(decode(data), Image.open(io.BytesIO(data)).convert("RGB"))
-
-
 def test_an_orientation_that_cannot_be_read_asks_for_nothing() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
@@ -150,23 +127,7 @@ def test_an_orientation_that_cannot_be_read_asks_for_nothing() -> None:
         assert np.array_equal(decode(encoded(make_picture(3), "PNG", exif=damaged)), make_picture(3)), damaged
 
 
-@pytest.mark.parametrize("kind", ["JPEG", "PNG", "GIF", "WEBP", "TIFF", "BMP"])
-def test_a_truncated_file_is_never_half_decoded(kind: str) -> None:
-    data = encoded(make_picture(5, 160, 120), kind)
-    whole = decode(data)
-    for length in range(0, len(data), max(1, len(data) // 23)):
-        try:
-            pixels = decode(data[:length])
-        except ValueError:
-            continue
-        assert np.array_equal(pixels, whole), f"{kind} cut to {length} of {len(data)} bytes"
-
-
 # Loading
-
-
-def as_tensor(picture: Image.Image) -> torch.Tensor:
-    return torch.from_numpy(np.array(picture.resize((8, 8))))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -195,7 +156,7 @@ def test_a_batch_tells_size_time_and_hash_of_the_files(folder: Path) -> None:
     import xxhash
 
     found = list_images(folder)
-    batch = next(load_batches(found, [[2, 5]], Decoding(as_tensor, workers=0)))
+    batch = batch_of(found, [2, 5])
     for i, row in enumerate((2, 5)):
         path = folder / found.paths[row]
         assert batch.source_size[i] == path.stat().st_size
@@ -207,6 +168,6 @@ def test_a_path_that_cannot_be_read_is_a_row_with_a_reason(folder: Path) -> None
     found = list_images(folder)
     (folder / found.paths[0]).unlink()
     (folder / found.paths[0]).mkdir()
-    batch = next(load_batches(found, [[0, 1]], Decoding(as_tensor, workers=0)))
+    batch = batch_of(found, [0, 1])
     assert batch.status.tolist() == [Status.DECODE_ERROR, Status.OK]
     assert batch.reasons == {0: "Is a directory"}

@@ -21,7 +21,7 @@ from extract.images.plan_writing import write_plan
 from extract.store.export import FORMATS, export
 from extract.store.merge import merge
 from extract.store.verify import verify
-from tests.extract.images.test_sources import files_of
+from tests.extract.images.making import files_of
 from tests.extract.store.rows import change
 
 QUICK: dict[str, Any] = {"workers": 0, "batch_size": 4, "compile": "off", "progress": False}

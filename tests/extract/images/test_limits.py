@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import http.server
-import io
 import os
 import resource
 import tarfile
-import threading
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import fsspec
-import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -29,29 +25,7 @@ from extract.images.decoding import decode
 from extract.images.sources import TooLargeError, read_remote
 from extract.row_status import Status
 from tests.conftest import make_picture
-
-
-def encoded(picture: Image.Image) -> bytes:
-    file = io.BytesIO()
-    picture.save(file, "JPEG")
-    return file.getvalue()
-
-
-def as_tensor(picture: Image.Image) -> torch.Tensor:
-    return torch.from_numpy(np.array(picture.resize((8, 8))))
-
-
-class Quiet(http.server.SimpleHTTPRequestHandler):
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
-
-@contextlib.contextmanager
-def served(handler: Callable[..., http.server.BaseHTTPRequestHandler]) -> Iterator[str]:
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as running:
-        threading.Thread(target=running.serve_forever, args=(0.01,), daemon=True).start()
-        yield f"http://127.0.0.1:{running.server_port}"
-        running.shutdown()
+from tests.extract.images.making import Quiet, as_tensor, batch_of, encoded, served
 
 
 def sparse(path: Path, size: int, start: bytes = b"") -> Path:
@@ -63,7 +37,7 @@ def sparse(path: Path, size: int, start: bytes = b"") -> Path:
 
 def reason(images: Images, row: int = 0) -> str:
     """Why a row has no image; read in this process."""
-    [batch] = load_batches(images, [[row]], Decoding(as_tensor))
+    batch = batch_of(images, [row])
     assert batch.status.tolist() == [Status.DECODE_ERROR]
     return batch.reasons[row]
 
@@ -108,8 +82,7 @@ def test_the_limit_of_bytes_holds_for_files_behind_urls(tmp_path: Path, monkeypa
         for where in ("memory://limit", tmp_path / "one.csv"):
             images = list_images(where)
             monkeypatch.setattr(defaults, "MAX_FILE_BYTES", len(data))
-            [batch] = load_batches(images, [[0]], Decoding(as_tensor))
-            assert torch.equal(batch.images[0], as_tensor(decode(data)))
+            assert torch.equal(batch_of(images, [0]).images[0], as_tensor(decode(data)))
             monkeypatch.setattr(defaults, "MAX_FILE_BYTES", len(data) - 1)
             assert reason(images) == f"{len(data):,} bytes; the limit for an image file is {len(data) - 1:,}"
     assert reason(list_images("memory://limit"), 1) == "empty file"
@@ -119,7 +92,7 @@ def test_a_file_behind_http_of_unknown_size_is_received_up_to_the_limit(monkeypa
     sent = []
 
     class Endless(Quiet):
-        def do_GET(self) -> None:
+        def do_GET(self) -> None:  # noqa: N802
             self.send_response(200)
             self.end_headers()
             with contextlib.suppress(OSError):
