@@ -8,6 +8,7 @@ import re
 import struct
 import zlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,10 +18,12 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image, ImageCms, ImageFile
 
-from extract import FeatureReader, Status, extract_features, load_backbone
+from extract import FeatureReader, Status, extract_features
 from extract.images import list_images
 from extract.images.decoding import decode
-from tests.conftest import TINY_INPUT, make_picture
+from tests.conftest import make_picture
+from tests.extract.images import making
+from tests.extract.images.making import TINY, encoded
 
 Pixels = NDArray[np.uint8]
 
@@ -40,21 +43,15 @@ OTHER = np.asarray(make_picture(4, 40, 30))
 GREY = RGB[..., 1]
 ALPHA = np.tile(np.linspace(0, 255, 40).astype(np.uint8), (30, 1))
 RGBA = np.dstack([RGB, ALPHA])
+PREMULTIPLIED = np.dstack([np.rint(RGB * (ALPHA[..., None] / 255)), ALPHA])
 DEEP = (np.arange(30 * 40, dtype=np.uint16) * 54).reshape(30, 40)  # 16-bit grey, up to 64,746
 DEEP_RGB = np.stack([DEEP, DEEP[::-1], DEEP[:, ::-1]], axis=2)
+TWO_COLOURS = np.array([[[1000, 2000, 3000], [40000, 50000, 60000]]] * 3, np.uint16)
 BITS = GREY > 128
 
 
-def encoded(picture: Image.Image | NDArray[np.generic], kind: str, **options: object) -> bytes:
-    buffer = io.BytesIO()
-    image = picture if isinstance(picture, Image.Image) else Image.fromarray(np.ascontiguousarray(picture))
-    image.save(buffer, kind, **options)
-    return buffer.getvalue()
-
-
 def heif(picture: Image.Image | NDArray[np.generic], **options: object) -> bytes:
-    pillow_heif = pytest.importorskip("pillow_heif")
-    pillow_heif.register_heif_opener()
+    pytest.importorskip("pillow_heif").register_heif_opener()
     return encoded(picture, "HEIF", **options)
 
 
@@ -155,6 +152,10 @@ def swapping_profile() -> bytes:
     return head + swapped + rest
 
 
+# A PNG that says that it has 200 million pixels.
+BOMB = encoded(BITS, "PNG")
+BOMB = BOMB[:8] + chunk(b"IHDR", struct.pack(">II", 20000, 10000) + BOMB[24:29]) + BOMB[33:]
+
 # JPEG tells no decoder more than its coefficients: pictures of flat blocks come back within rounding.
 BLOCKS = np.kron(
     np.array([[[200, 40, 60], [30, 180, 90]], [[60, 80, 220], [240, 220, 40]]]), np.ones((8, 8, 1), np.int64)
@@ -221,9 +222,8 @@ UPRIGHT = {orientation: STORED[{6: 8, 8: 6}.get(orientation, orientation)] for o
 
 
 def turned(orientation: int, kind: str, **options: object) -> bytes:
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    return encoded(STORED[orientation](RGB), kind, exif=exif, **options)
+    """What a camera stores of RGB."""
+    return making.turned(STORED[orientation](RGB), orientation, kind, **options)
 
 
 # Every kind, made when it is asked for. Those whose pixels are computed need no decoder to compare with; of lossy ones,
@@ -317,17 +317,10 @@ def from_16_bits(value: NDArray[np.generic]) -> NDArray[np.floating]:
 GOOD: dict[str, Callable[[], Kind]] = {
     # Lossless ones, in 8-bit RGB
     "apng.png": lambda: Kind(_frames("PNG"), RGB),
-    "webp_lossless.webp": lambda: Kind(encoded(RGB, "WEBP", lossless=True), RGB),
     "webp_animated.webp": lambda: Kind(_frames("WEBP", lossless=True), RGB),
     "gif_animated.gif": _animated_gif,
     "gif_of_part.gif": _gif_of_part,
-    "dib.dib": lambda: Kind(encoded(RGB, "DIB"), RGB),
-    "jpeg2000.jp2": lambda: Kind(encoded(RGB, "JPEG2000"), RGB),
     "jpeg2000_bare.j2k": lambda: Kind(encoded(RGB, "JPEG2000", no_jp2=True), RGB),
-    "qoi.qoi": lambda: Kind(encoded(RGB, "QOI"), RGB),
-    "dds.dds": lambda: Kind(encoded(RGB, "DDS"), RGB),
-    "pcx.pcx": lambda: Kind(encoded(RGB, "PCX"), RGB),
-    "sgi.sgi": lambda: Kind(encoded(RGB, "SGI"), RGB),
     "tga_packed.tga": lambda: Kind(encoded(RGB, "TGA", compression="tga_rle"), RGB),
     "psd.psd": lambda: Kind(psd(RGB.transpose(2, 0, 1)), RGB),
     "icon.ico": lambda: Kind(encoded(RGB, "ICO", sizes=[(40, 30)]), RGB),
@@ -338,8 +331,6 @@ GOOD: dict[str, Callable[[], Kind]] = {
     "tiff_packbits.tiff": lambda: Kind(encoded(RGB, "TIFF", compression="packbits"), RGB),
     "tiff_in_planes.tif": _planar,
     "tiff_pages.tif": lambda: Kind(_frames("TIFF"), RGB),
-    "1x1.png": lambda: Kind(encoded(RGB[:1, :1], "PNG"), RGB[:1, :1]),
-    "png_called_jpg.jpg": lambda: Kind(encoded(RGB, "PNG"), RGB),
     "png_gamma.png": lambda: Kind(
         png(40, 8, 2, [row.tobytes() for row in RGB], chunk(b"gAMA", struct.pack(">I", 100_000))), RGB
     ),
@@ -354,12 +345,7 @@ GOOD: dict[str, Callable[[], Kind]] = {
     "grey16.pgm": lambda: Kind(b"P5 40 30 65535\n" + DEEP.astype(">u2").tobytes(), from_16_bits(DEEP), 1),
     "grey10.pgm": lambda: Kind(b"P5 40 30 1023\n" + (DEEP >> 6).astype(">u2").tobytes(), from_16_bits(DEEP), 1),
     "grey16.jp2": lambda: Kind(encoded(DEEP, "JPEG2000"), from_16_bits(DEEP), 1),
-    "one_bit.png": lambda: Kind(encoded(BITS, "PNG"), grey_rgb(BITS * np.uint8(255))),
-    "one_bit.pbm": lambda: Kind(encoded(BITS, "PPM"), grey_rgb(BITS * np.uint8(255))),
     "one_bit_fax.tif": lambda: Kind(encoded(BITS, "TIFF", compression="group4"), grey_rgb(BITS * np.uint8(255))),
-    "one_bit.bmp": lambda: Kind(encoded(BITS, "BMP"), grey_rgb(BITS * np.uint8(255))),
-    "one_bit.msp": lambda: Kind(encoded(BITS, "MSP"), grey_rgb(BITS * np.uint8(255))),
-    "one_bit.xbm": lambda: Kind(encoded(BITS, "XBM"), grey_rgb(BITS * np.uint8(255))),
     "two_bit.png": lambda: Kind(
         png(4, 2, 0, [b"\x1b"] * 3), np.tile(grey_rgb(np.array([[0, 85, 170, 255]])), (3, 1, 1))
     ),
@@ -370,24 +356,9 @@ GOOD: dict[str, Callable[[], Kind]] = {
     "rgb16.ppm": lambda: Kind(b"P6 40 30 65535\n" + DEEP_RGB.astype(">u2").tobytes(), DEEP_RGB / 257, 1),
     # Transparency
     "rgba.webp": lambda: Kind(encoded(RGBA, "WEBP", lossless=True, exact=True), over_white(RGB, ALPHA), 1),
-    "rgba.png": lambda: Kind(encoded(RGBA, "PNG"), over_white(RGB, ALPHA), 1),
-    "rgba.tga": lambda: Kind(encoded(RGBA, "TGA"), over_white(RGB, ALPHA), 1),
-    "rgba.tif": lambda: Kind(encoded(RGBA, "TIFF"), over_white(RGB, ALPHA), 1),
     "rgba.ico": lambda: Kind(encoded(RGBA, "ICO", sizes=[(40, 30)]), over_white(RGB, ALPHA), 1),
-    "rgba.jp2": lambda: Kind(encoded(RGBA, "JPEG2000"), over_white(RGB, ALPHA), 1),
-    "rgba.qoi": lambda: Kind(encoded(RGBA, "QOI"), over_white(RGB, ALPHA), 1),
-    "rgba.dds": lambda: Kind(encoded(RGBA, "DDS"), over_white(RGB, ALPHA), 1),
     "rgba_premultiplied.tif": lambda: Kind(
-        tiff(
-            np.dstack([np.rint(RGB * (ALPHA[..., None] / 255)), ALPHA]).astype(np.uint8).tobytes(),
-            40,
-            30,
-            [8] * 4,
-            2,
-            extra=1,
-        ),
-        over_white(RGB, ALPHA),
-        2,
+        tiff(PREMULTIPLIED.astype(np.uint8).tobytes(), 40, 30, [8] * 4, 2, extra=1), over_white(RGB, ALPHA), 2
     ),
     "rgbx.tif": lambda: Kind(tiff(RGBA.tobytes(), 40, 30, [8] * 4, 2, extra=0), RGB),
     "rgba16.png": lambda: Kind(
@@ -410,6 +381,16 @@ GOOD: dict[str, Callable[[], Kind]] = {
         png(2, 8, 2, [bytes([0, 100, 200, 255, 1, 2])] * 3, chunk(b"tRNS", struct.pack(">HHH", 255, 1, 2))),
         np.tile(np.array([[[0, 100, 200], [255, 255, 255]]]), (3, 1, 1)),
     ),
+    "grey16_key.png": lambda: Kind(
+        deep_png(np.array([[0, 1000, 30000, 65535]] * 3, np.uint16), 0, chunk(b"tRNS", struct.pack(">H", 1000))),
+        np.tile(grey_rgb(np.array([[0, 255, 30000 / 257, 255]])), (3, 1, 1)),
+        1,
+    ),
+    "rgb16_key.png": lambda: Kind(
+        deep_png(TWO_COLOURS, 2, chunk(b"tRNS", struct.pack(">HHH", 1000, 2000, 3000))),
+        np.array([[[255, 255, 255], TWO_COLOURS[0, 1] / 257]] * 3),
+        1,
+    ),
     # Inks and other colours
     "cmyk.jpg": lambda: Kind(adobe_jpeg(255 - BLOCK_INKS, 0), of_inks(BLOCK_INKS), 4),
     "ycck.jpg": _ycck,
@@ -422,28 +403,71 @@ GOOD: dict[str, Callable[[], Kind]] = {
     ),
     "lab.tif": _lab,
     # Lossy
-    "jpeg.jpg": lambda: _lossy(encoded(RGB, "JPEG")),
     "jpeg_progressive.jpg": lambda: _lossy(encoded(RGB, "JPEG", progressive=True)),
     "jpeg_arithmetic.jpg": lambda: Kind(ARITHMETIC, BLOCKS, 2),
     "jpeg_rgb.jpg": lambda: Kind(encoded(BLOCKS, "JPEG", quality=100, keep_rgb=True), BLOCKS, 2),
     "jpeg_profile.jpg": lambda: _lossy(encoded(RGB, "JPEG", icc_profile=swapping_profile())),
     "jpeg_called_png.png": lambda: _lossy(encoded(RGB, "JPEG")),
     "mpo.jpg": _mpo,
-    "webp.webp": lambda: _lossy(encoded(RGB, "WEBP")),
-    "avif.avif": lambda: _lossy(encoded(RGB, "AVIF")),
     "avif_sequence.avif": lambda: _lossy(_frames("AVIF")),
     "heic.heic": lambda: _lossy(heif(RGB)),
     "heic_lossless.heic": lambda: Kind(heif(RGB, quality=-1, chroma=444, matrix_coefficients=0), RGB),
     "heic_sequence.heic": lambda: _lossy(heif(RGB, save_all=True, append_images=[Image.fromarray(OTHER)])),
     "tiff_jpeg.tif": lambda: _lossy(encoded(RGB, "TIFF", compression="jpeg")),
 }
+GOOD |= {
+    f"rgb.{suffix}": lambda kind=kind: Kind(encoded(RGB, kind), RGB)  # type: ignore[misc]
+    for suffix, kind in {
+        "png": "PNG", "bmp": "BMP", "dib": "DIB", "ppm": "PPM", "tiff": "TIFF", "jp2": "JPEG2000", "qoi": "QOI",
+        "dds": "DDS", "pcx": "PCX", "sgi": "SGI", "tga": "TGA", "png_called.jpg": "PNG",
+    }.items()
+}  # fmt: skip
+GOOD |= {
+    f"rgba.{suffix}": lambda kind=kind: Kind(encoded(RGBA, kind), over_white(RGB, ALPHA), 1)  # type: ignore[misc]
+    for suffix, kind in {
+        "png": "PNG", "tga": "TGA", "tif": "TIFF", "jp2": "JPEG2000", "qoi": "QOI", "dds": "DDS",
+    }.items()
+}  # fmt: skip
+GOOD |= {
+    f"one_bit.{suffix}": lambda kind=kind: Kind(encoded(BITS, kind), grey_rgb(BITS * np.uint8(255)))  # type: ignore[misc]
+    for suffix, kind in {"png": "PNG", "pbm": "PPM", "bmp": "BMP", "msp": "MSP", "xbm": "XBM"}.items()
+}
+GOOD |= {
+    f"lossy.{suffix}": lambda kind=kind: _lossy(encoded(RGB, kind))  # type: ignore[misc]
+    for suffix, kind in {"jpg": "JPEG", "webp": "WEBP", "avif": "AVIF"}.items()
+}
+# Right, or refused.
+PERHAPS: dict[str, Callable[[], Kind]] = {
+    "grey16_white_is_zero.tif": lambda: Kind(
+        tiff((65535 - DEEP).astype("<u2").tobytes(), 40, 30, [16], 0), from_16_bits(DEEP), 1
+    ),
+    "grey16_white_is_zero_big.tif": lambda: Kind(
+        tiff((65535 - DEEP).astype(">u2").tobytes(), 40, 30, [16], 0, ">"), from_16_bits(DEEP), 1
+    ),
+    "grey12.tif": lambda: Kind(tiff(_twelve_bits(), 40, 30, [12], 1), from_16_bits(DEEP), 1),
+    "grey_premultiplied.tif": lambda: Kind(
+        tiff(np.array([100, 128, 50, 255, 0, 0], np.uint8).tobytes(), 3, 1, [8] * 2, 1, extra=1),
+        grey_rgb(np.array([[100 + 127, 50, 255]])),
+        1,
+    ),
+}
+
+
+def _twelve_bits() -> bytes:
+    pairs = (DEEP >> 4).reshape(-1, 2)  # 12 bits each; two are three bytes
+    packed = np.stack([pairs[:, 0] >> 4, (pairs[:, 0] << 4 | pairs[:, 1] >> 8) & 255, pairs[:, 1] & 255], axis=1)
+    return packed.astype(np.uint8).tobytes()
 
 
 def test_every_kind_of_picture_has_the_pixels_it_was_made_from() -> None:
     differences = {}
-    for name, make in GOOD.items():
+    for name, make in (GOOD | PERHAPS).items():
         kind = make()
-        picture = decode(kind.data)
+        try:
+            picture = decode(kind.data)
+        except ValueError:
+            assert name in PERHAPS, name
+            continue
         assert picture.mode == "RGB", name
         assert picture.size == kind.pixels.shape[1::-1], name
         difference = np.abs(np.asarray(picture).astype(float) - kind.pixels).max()
@@ -460,7 +484,7 @@ def test_a_ycck_file_and_an_arithmetic_one_are_what_they_are_called() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("name", ["cmyk.jpg", "ycck.jpg", "jpeg.jpg", "jpeg_progressive.jpg"])
+@pytest.mark.parametrize("name", ["cmyk.jpg", "ycck.jpg", "lossy.jpg", "jpeg_progressive.jpg"])
 def test_another_decoder_gives_the_same_pixels(name: str) -> None:
     torchvision_io = pytest.importorskip("torchvision.io")
     if not hasattr(torchvision_io, "decode_image"):
@@ -486,7 +510,9 @@ def test_a_profile_is_not_applied_though_it_would_change_the_pixels() -> None:
 @pytest.mark.parametrize(("kind", "options"), [("WEBP", {"lossless": True}), ("TIFF", {}), ("PNG", {})])
 def test_orientation_is_applied_once_in_lossless_files(kind: str, options: dict[str, object]) -> None:
     for orientation in STORED:
-        assert np.array_equal(decode(turned(orientation, kind, **options)), RGB), orientation
+        data = turned(orientation, kind, **options)
+        assert np.array_equal(decode(data), RGB), orientation
+        assert np.array_equal(decode(data, orientation="ignore"), STORED[orientation](RGB)), orientation
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "MPO"])
@@ -495,6 +521,7 @@ def test_orientation_is_applied_once_in_jpeg(kind: str) -> None:
     for orientation in STORED:
         data = turned(orientation, kind, **more)
         assert np.array_equal(decode(data), UPRIGHT[orientation](as_stored(data))), orientation
+        assert np.array_equal(decode(data, orientation="ignore"), as_stored(data)), orientation
         # Upright, not just some way round.
         assert np.abs(np.asarray(decode(data)).astype(int) - RGB).mean() < 12, orientation
 
@@ -519,24 +546,19 @@ def test_heic_is_turned_by_its_own_property_and_not_again_by_exif() -> None:
 # Sizes
 
 
-@pytest.mark.parametrize("size", [(20000, 10), (10, 20000), (1, 1), (1, 500)])
 @pytest.mark.parametrize("kind", ["PNG", "JPEG"])
-def test_odd_sizes_are_whole(size: tuple[int, int], kind: str) -> None:
-    data = encoded(make_picture(2, *size), kind)
-    picture = decode(data)
-    assert picture.size == size
-    assert np.array_equal(picture, as_stored(data))
-
-
-@pytest.fixture(scope="module")
-def bomb() -> bytes:
-    return encoded(Image.new("1", (20000, 10000)), "PNG")
+def test_odd_sizes_are_whole(kind: str) -> None:
+    for size in ((20000, 10), (10, 20000), (1, 1), (1, 500)):
+        data = encoded(make_picture(2, *size), kind)
+        picture = decode(data)
+        assert picture.size == size
+        assert np.array_equal(picture, as_stored(data))
 
 
 @pytest.mark.parametrize("wrap", [bytes, icon, icns])
-def test_a_bomb_is_refused_wherever_it_lies(bomb: bytes, wrap: Callable[[bytes], bytes]) -> None:
+def test_a_bomb_is_refused_wherever_it_lies(wrap: Callable[[bytes], bytes]) -> None:
     with pytest.raises(ValueError, match=r"decompression bomb.*--max-pixels"):
-        decode(wrap(bomb))
+        decode(wrap(BOMB))
 
 
 @pytest.mark.parametrize(
@@ -559,13 +581,6 @@ def test_a_higher_limit_lets_a_larger_picture_through_and_leaves_pillow_s_own_as
         Image.open(io.BytesIO(picture))
     assert decode(picture, max_pixels=3000).size == (60, 50)
     assert Image.MAX_IMAGE_PIXELS == 1000
-
-
-@pytest.mark.slow
-def test_a_higher_limit_lets_a_picture_of_200_megapixels_through(bomb: bytes) -> None:
-    before = Image.MAX_IMAGE_PIXELS
-    assert decode(bomb, max_pixels=200_000_000).size == (20000, 10000)
-    assert before == Image.MAX_IMAGE_PIXELS
 
 
 # Broken files
@@ -676,15 +691,6 @@ def test_a_png_that_disagrees_with_its_checksums_is_refused(wrap: Callable[[byte
     assert not others, f"a bit changed at {others} gives other pixels"
 
 
-@pytest.mark.parametrize("kind", ["JPEG", "JPEG progressive", "PNG", "GIF", "JPEG2000", "JPEG2000 lossy"])
-def test_a_file_whose_end_was_never_written_is_refused(kind: str) -> None:
-    data = TRUNCATED[kind]()
-    for share in (0.0, 0.3, 0.6, 0.9):
-        length = int(len(data) * share)
-        with pytest.raises(ValueError, match="."):
-            decode(data[:length] + bytes(len(data) - length))
-
-
 @EACH_KIND
 def test_damage_raises_nothing_but_value_errors(kind: str) -> None:
     data = TRUNCATED[kind]()
@@ -723,29 +729,18 @@ REFUSED: dict[str, tuple[Callable[[], bytes], str]] = {
     "uint32.tif": (lambda: tiff(np.ones(4, "<u4").tobytes(), 2, 2, [32], 1), "no known range"),
     "float.pfm.ppm": (lambda: b"Pf 2 2 -1.0\n" + np.ones(4, "<f4").tobytes(), "no known range"),
     "no_pixels.png": (lambda: png(1, 8, 0, []), "."),
-    "half.jpg": (lambda: _half("JPEG"), "(?i)truncated"),
-    "half_progressive.jpg": (lambda: _half("JPEG progressive"), "(?i)truncated"),
-    "half.png": (lambda: _half("PNG"), "(?i)truncated"),
-    "half.gif": (lambda: _half("GIF"), "(?i)truncated"),
-    "half.webp": (lambda: _half("WEBP"), "."),
-    "half.tif": (lambda: _half("TIFF"), "."),
-    "half.bmp": (lambda: _half("BMP"), "(?i)truncated"),
-    "half.avif": (lambda: _half("AVIF"), "."),
-    "half.heic": (lambda: _half("HEIC"), "."),
-    "half.jp2": (lambda: _half("JPEG2000"), "."),
-    "half.ppm": (lambda: _half("PPM"), "(?i)truncated"),
-    "half.tga": (lambda: _half("TGA"), "(?i)truncated"),
-    "half.psd": (lambda: _half("PSD"), "."),
-    "half.qoi": (lambda: _half("QOI"), "."),
-    "half.dds": (lambda: _half("DDS"), "."),
-    "half.ico": (lambda: _half("ICO"), "."),
-    "bomb.png": (lambda: encoded(Image.new("1", (20000, 10000)), "PNG"), "decompression bomb"),
+    "bomb.png": (lambda: BOMB, "decompression bomb"),
 }
 
 
 def _half(kind: str) -> bytes:
     data = TRUNCATED[kind]()
     return data[: len(data) // 2]
+
+
+HALVES = dict.fromkeys(["JPEG", "JPEG progressive", "PNG", "GIF", "BMP", "PPM", "TGA"], "(?i)truncated")
+HALVES |= dict.fromkeys(["WEBP", "TIFF", "AVIF", "HEIC", "JPEG2000", "PSD", "QOI", "DDS", "ICO"], ".")
+REFUSED |= {f"half {kind}.jpg": (partial(_half, kind), reason) for kind, reason in HALVES.items()}
 
 
 def test_what_is_no_whole_picture_is_refused_with_a_reason() -> None:
@@ -769,19 +764,6 @@ def test_a_cut_heic_or_avif_file_is_not_said_to_need_another_library() -> None:
 # Kinds that Pillow opens without a word about what their numbers mean
 
 
-def test_sixteen_bit_grey_with_a_transparent_value_is_laid_over_white() -> None:
-    samples = np.array([[0, 1000, 30000, 65535]] * 3, np.uint16)
-    pixels = np.asarray(decode(deep_png(samples, 0, chunk(b"tRNS", struct.pack(">H", 1000)))))
-    assert np.abs(pixels[0, :, 0] - np.array([0, 255, 30000 / 257, 255])).max() <= 1
-
-
-def test_sixteen_bit_rgb_with_a_transparent_colour_is_laid_over_white() -> None:
-    samples = np.array([[[1000, 2000, 3000], [40000, 50000, 60000]]] * 3, np.uint16)
-    data = deep_png(samples, 2, chunk(b"tRNS", struct.pack(">HHH", 1000, 2000, 3000)))
-    pixels = np.asarray(decode(data))
-    assert np.abs(pixels[0] - np.array([[255, 255, 255], samples[0, 1] / 257])).max() <= 1
-
-
 @pytest.mark.parametrize("bits", [1, 2, 4])
 def test_grey_of_few_bits_with_a_transparent_value_is_laid_over_white(bits: int) -> None:
     row = {1: b"\x50", 2: b"\x11", 4: b"\x01\x01"}[bits]  # 0, 1, 0, 1
@@ -791,27 +773,6 @@ def test_grey_of_few_bits_with_a_transparent_value_is_laid_over_white(bits: int)
         assert pixels[0, :, 0].tolist() == [255 if i % 2 == clear else value for i, value in enumerate(values)]
 
 
-def test_sixteen_bit_tiff_where_zero_is_white_is_not_shown_inverted() -> None:
-    for order in "<>":
-        data = tiff((65535 - DEEP).astype(order + "u2").tobytes(), 40, 30, [16], 0, order)
-        try:
-            pixels = np.asarray(decode(data))
-        except ValueError:
-            continue  # refused is no wrong picture
-        assert np.abs(pixels - from_16_bits(DEEP)).max() <= 1, order
-
-
-def test_twelve_bit_tiff_is_scaled_from_twelve_bits_or_refused() -> None:
-    pairs = (DEEP >> 4).reshape(-1, 2)  # 12 bits each; two are three bytes
-    packed = np.stack([pairs[:, 0] >> 4, (pairs[:, 0] << 4 | pairs[:, 1] >> 8) & 255, pairs[:, 1] & 255], axis=1)
-    data = tiff(packed.astype(np.uint8).tobytes(), 40, 30, [12], 1)
-    try:
-        pixels = np.asarray(decode(data))
-    except ValueError:
-        return
-    assert np.abs(pixels - from_16_bits(DEEP)).max() <= 1
-
-
 def test_signed_samples_are_refused() -> None:
     for dtype, bits in (("i1", 8), ("<i2", 16), ("<i4", 32)):
         samples = np.linspace(-100, 100, 16).astype(dtype)
@@ -819,22 +780,13 @@ def test_signed_samples_are_refused() -> None:
             decode(tiff(samples.tobytes(), 4, 4, [bits], 1, sample_format=2))
 
 
-def test_grey_with_premultiplied_alpha_is_laid_over_white_or_refused() -> None:
-    data = tiff(np.array([100, 128, 50, 255, 0, 0], np.uint8).tobytes(), 3, 1, [8] * 2, 1, extra=1)
-    try:
-        pixels = np.asarray(decode(data))
-    except ValueError:
-        return
-    assert np.abs(pixels[0, :, 0] - np.array([100 + 127, 50, 255])).max() <= 1
+# Many of them in one run
 
 
-# All of them in one run
-
-
-def test_a_run_over_all_of_them_ends_with_the_right_counts_and_features(tmp_path: Path) -> None:
+def test_a_run_over_many_of_them_ends_with_the_right_counts_and_features(tmp_path: Path) -> None:
     folder = tmp_path / "all"
     folder.mkdir()
-    kinds = {name: make() for name, make in GOOD.items()}
+    kinds = {name: make() for i, (name, make) in enumerate(GOOD.items()) if i % 4 == 0 or name.endswith(".jpg")}
     kinds |= {f"turned_{i}.jpg": Kind(turned(i, "JPEG"), UPRIGHT[i](as_stored(turned(i, "JPEG")))) for i in STORED}
     kinds["wide.png"] = Kind(encoded(make_picture(2, 6000, 10), "PNG"), np.asarray(make_picture(2, 6000, 10)))
     for name, kind in kinds.items():
@@ -846,10 +798,9 @@ def test_a_run_over_all_of_them_ends_with_the_right_counts_and_features(tmp_path
     (folder / "folder.jpg").mkdir()
     for litter in (".DS_Store", "Thumbs.db", "._a.jpg", "__MACOSX/x.jpg", "@eaDir/x.jpg"):
         (folder / litter).parent.mkdir(exist_ok=True)
-        (folder / litter).write_bytes(kinds["jpeg.jpg"].data)
+        (folder / litter).write_bytes(kinds["lossy.jpg"].data)
 
-    backbone = load_backbone("timm/test_resnet", weights="random", device="cpu", preprocessing=TINY_INPUT)
-    with extract_features(folder, out=tmp_path / "out", backbone=backbone, workers=2, progress=False) as reader:
+    with extract_features(folder, out=tmp_path / "out", **TINY | {"workers": 2}) as reader:
         broken = {*REFUSED, "round.jpg", "gone.jpg"}
         assert sorted(reader.paths) == sorted({*kinds, *broken})
         assert list_images(folder).left_out == {}
@@ -871,7 +822,7 @@ def test_a_run_over_all_of_them_ends_with_the_right_counts_and_features(tmp_path
         assert np.abs(pixels.astype(float) - kinds[name].pixels).max() <= kinds[name].tolerance, name
         exact = pixels if kinds[name].tolerance else kinds[name].pixels
         Image.fromarray(np.ascontiguousarray(exact, np.uint8)).save(again / f"{i:04d}.png")
-    with extract_features(again, out=tmp_path / "out2", backbone=backbone, workers=2, progress=False) as reader:
+    with extract_features(again, out=tmp_path / "out2", **TINY) as reader:
         assert reader.status.tolist() == [Status.OK] * len(names)
         expected = reader["embedding"][:]
     assert np.isfinite(features).all()

@@ -79,27 +79,10 @@ def files_of(plan: Path) -> dict[str, bytes]:
 
 
 # Names whose order is easily got wrong: bytes below and above the slash, names that begin as others do, any bytes.
-PIECES = st.sampled_from(
-    [
-        "a",
-        "b",
-        "a-b",
-        "a.b",
-        "a b",
-        "a0",
-        "ab",
-        "A",
-        "train",
-        "test",
-        "val",
-        "ä",
-        "😀",
-        "\udcff",
-        "\udc80",
-        "x\ny",
-        "\ue000",
-    ]
-)
+PIECES = st.sampled_from([
+    "a", "b", "a-b", "a.b", "a b", "a0", "ab", "A", "train", "test", "val", "ä", "😀", "\udcff", "\udc80", "x\ny",
+    "\ue000",
+])  # fmt: skip
 FOLDERS = st.lists(PIECES, max_size=3).map("/".join)
 FILES = st.builds(
     lambda folder, name, ending: f"{folder}/{name}{ending}".lstrip("/"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import struct
 from collections.abc import Callable
@@ -15,16 +16,12 @@ from PIL import Image, ImageFilter, JpegImagePlugin
 
 from extract.images.decoding import decode
 from tests.conftest import make_picture
+from tests.extract.images.making import encoded
 
 END = b"\xff\xd9"
 
 
-def encoded(picture: Image.Image, kind: str = "JPEG", **options: object) -> bytes:
-    file = io.BytesIO()
-    picture.save(file, kind, **options)
-    return file.getvalue()
-
-
+@functools.cache
 def photo(seed: int = 0, width: int = 160, height: int = 120) -> Image.Image:
     """A picture with noise in it: its data are no pattern that repeats."""
     noise = np.random.default_rng(seed).normal(0, 12, (height, width, 3))
@@ -33,8 +30,7 @@ def photo(seed: int = 0, width: int = 160, height: int = 120) -> Image.Image:
 
 
 def with_alpha(picture: Image.Image) -> Image.Image:
-    picture.putalpha(picture.convert("L"))
-    return picture
+    return Image.merge("RGBA", [*picture.split(), picture.convert("L")])
 
 
 def pixels_of(data: bytes) -> NDArray[np.uint8]:
@@ -113,7 +109,7 @@ JPEGS: dict[str, Callable[[], bytes]] = {
 def test_a_jpeg_whose_tail_is_zeros_is_refused_at_any_cut(kind: str) -> None:
     data = JPEGS[kind]()
     assert np.array_equal(decode(data), pixels_of(data))
-    for share in np.linspace(0.02, 0.99, 60):
+    for share in np.linspace(0.02, 0.99, 24):
         with pytest.raises(ValueError, match="."):
             decode(zero_tailed(data, share))
 
@@ -130,7 +126,7 @@ def test_of_the_zero_tailed_jpegs_pillow_decodes_some_and_the_reason_names_the_m
 @pytest.mark.parametrize("fill", [0x55, 0xF6, 0xFF])
 def test_a_jpeg_filled_up_with_another_byte_is_refused(fill: int) -> None:
     data = JPEGS["baseline"]()
-    for share in np.linspace(0.1, 0.95, 30):
+    for share in np.linspace(0.1, 0.95, 15):
         kept = int(len(data) * share)
         with pytest.raises(ValueError, match="."):
             decode(data[:kept] + bytes([fill]) * (len(data) - kept))
@@ -152,23 +148,21 @@ def test_few_jpegs_pass_whose_tail_is_garbage_without_an_end_marker(pattern: int
 
 
 @pytest.mark.parametrize("kind", JPEGS)
-@pytest.mark.parametrize(
-    "behind",
-    [b"\0", bytes(5000), b"\xff" * 100, b"written by a camera\n", b"\xff\xda\0\x0c" + bytes(99), b"\xff\xd8\xff\xe0\0"],
-    ids=["zero", "zeros", "FF", "text", "start of a scan", "start of a picture"],
-)
-def test_bytes_behind_the_end_of_a_jpeg_are_ignored(kind: str, behind: bytes) -> None:
+def test_bytes_behind_the_end_of_a_jpeg_are_ignored(kind: str) -> None:
     data = JPEGS[kind]()
-    assert np.array_equal(decode(data + behind), pixels_of(data))
+    pixels = pixels_of(data)
+    start_of_scan, start_of_picture = b"\xff\xda\0\x0c" + bytes(99), b"\xff\xd8\xff\xe0\0"
+    for behind in (b"\0", bytes(5000), b"\xff" * 100, b"written by a camera\n", start_of_scan, start_of_picture):
+        assert np.array_equal(decode(data + behind), pixels), behind[:20]
 
 
-@pytest.mark.parametrize("share", [0.0, 0.01, 0.3, 0.9])
 @pytest.mark.parametrize("fill", [True, False])
-def test_a_second_picture_that_is_cut_or_zeros_does_not_matter_to_the_first(share: float, fill: bool) -> None:
+def test_a_second_picture_that_is_cut_or_zeros_does_not_matter_to_the_first(fill: bool) -> None:
     data, second = multi_picture(photo(1), photo(2))
-    kept = second + int((len(data) - second) * share)
-    changed = data[:kept] + bytes(len(data) - kept if fill else 0)
-    assert np.array_equal(decode(changed), pixels_of(data))
+    for share in (0.0, 0.01, 0.3, 0.9):
+        kept = second + int((len(data) - second) * share)
+        changed = data[:kept] + bytes(len(data) - kept if fill else 0)
+        assert np.array_equal(decode(changed), pixels_of(data)), share
 
 
 def test_a_first_picture_that_is_zeros_is_refused_though_its_thumbnail_and_the_garbage_have_end_markers() -> None:
@@ -182,43 +176,40 @@ def test_a_first_picture_that_is_zeros_is_refused_though_its_thumbnail_and_the_g
         decode(tailed)
 
 
-def without_end_marker() -> list[bytes]:
-    """Complete JPEG files without end marker: those of many that Pillow decodes to the pixels of the whole file."""
-    files = [encoded(photo(seed, 48, 40)) for seed in range(120)]
-    return [data[:-2] for data in files if decoded_by_pillow(data[:-2])]
+@pytest.fixture(scope="module")
+def small_jpegs() -> list[bytes]:
+    return [encoded(photo(seed, 48, 40)) for seed in range(120)]
 
 
-def test_a_complete_jpeg_without_end_marker_is_decoded_if_pillow_does() -> None:
-    files = without_end_marker()
-    assert len(files) >= 3
-    for data in files:
-        assert np.array_equal(decode(data), pixels_of(data + END))
+def test_a_complete_jpeg_without_end_marker_is_decoded_if_pillow_does(small_jpegs: list[bytes]) -> None:
+    decoded = [data for data in small_jpegs if decoded_by_pillow(data[:-2])]
+    assert len(decoded) >= 3
+    for data in decoded:
+        assert np.array_equal(decode(data[:-2]), pixels_of(data))
 
 
 @pytest.mark.parametrize("behind", [bytes(16), bytes(4096), b"\r\n", b"\xff" * 64, b"U" * 99])
-def test_a_complete_jpeg_with_other_bytes_for_its_end_marker_is_decoded_if_pillow_does(behind: bytes) -> None:
-    decoded = 0
-    for seed in range(60):
-        data = encoded(photo(seed, 48, 40))
-        changed = data[:-2] + behind
-        if decoded_by_pillow(changed):
-            decoded += 1
-            assert np.array_equal(decode(changed), pixels_of(data)), seed
+def test_a_complete_jpeg_with_other_bytes_for_its_end_marker_is_decoded_if_pillow_does(
+    small_jpegs: list[bytes], behind: bytes
+) -> None:
+    decoded = [data for data in small_jpegs[:60] if decoded_by_pillow(data[:-2] + behind)]
     assert decoded
+    for data in decoded:
+        assert np.array_equal(decode(data[:-2] + behind), pixels_of(data))
 
 
-@pytest.mark.parametrize("colour", ["black", "white", "grey", "red"])
 @pytest.mark.parametrize(
     ("kind", "options"),
     [("JPEG", {"optimize": True}), ("JPEG", {}), ("WEBP", {}), ("WEBP", {"lossless": True}), ("WEBP", {"quality": 100}),
      ("AVIF", {"speed": 10}), ("HEIF", {}), ("TIFF", {"compression": "packbits"}), ("TIFF", {"compression": "jpeg"}),
      ("TIFF", {"compression": "tiff_lzw"}), ("QOI", {}), ("JPEG2000", {}), ("BMP", {})],
 )  # fmt: skip
-def test_flat_pictures_whose_data_are_zeros_are_decoded(kind: str, options: dict[str, object], colour: str) -> None:
+def test_flat_pictures_whose_data_are_zeros_are_decoded(kind: str, options: dict[str, object]) -> None:
     if kind == "HEIF":
         pytest.importorskip("pillow_heif").register_heif_opener()
-    data = encoded(Image.new("RGB", (600, 500), colour), kind, **options)
-    assert np.array_equal(decode(data), pixels_of(data))
+    for colour in ("black", "white", "grey", "red"):
+        data = encoded(Image.new("RGB", (600, 500), colour), kind, **options)
+        assert np.array_equal(decode(data), pixels_of(data)), colour
 
 
 COMPRESSED: dict[str, Callable[[], bytes]] = {
@@ -231,6 +222,9 @@ COMPRESSED: dict[str, Callable[[], bytes]] = {
     "WebP lossless": lambda: encoded(photo(), "WEBP", lossless=True),
     "QOI": lambda: encoded(photo(), "QOI"),
     "JPEG 2000": lambda: encoded(photo(), "JPEG2000"),
+    "JPEG 2000, lossy": lambda: encoded(
+        photo(), "JPEG2000", irreversible=True, quality_mode="rates", quality_layers=[20]
+    ),
     "GIF": lambda: encoded(photo(), "GIF"),
     "PNG": lambda: encoded(photo(), "PNG"),
     "TIFF, LZW": lambda: tiff_with_its_tags_first(photo(), "tiff_lzw"),
@@ -246,7 +240,7 @@ def test_zeros_in_place_of_compressed_data_are_refused(kind: str) -> None:
         pytest.importorskip("pillow_heif").register_heif_opener()
     data = COMPRESSED[kind]()
     whole = np.asarray(decode(data))
-    for share in np.linspace(0.05, 0.98, 40):
+    for share in np.linspace(0.05, 0.98, 16):
         tailed = zero_tailed(data, share)
         try:
             pixels = np.asarray(decode(tailed))
@@ -277,14 +271,13 @@ def test_a_profile_behind_the_data_of_a_tiff_may_end_in_zeros(compression: str) 
 def test_lossy_webp_that_ends_in_a_flat_area_is_decoded(options: dict[str, object], rows: int) -> None:
     """Its data end in zeros, which no decoder can tell from zeros that were never written but by their number."""
     in_question = 0
-    for colour in ((0, 0, 0), (255, 255, 255), (128, 128, 128), (3, 200, 77)):
-        for animated in (False, True):
-            picture = Image.new("RGB", (700, 900), colour)
-            picture.paste(photo(1, 700, rows or 1), (0, 0))
-            more = {"save_all": True, "append_images": [Image.new("RGB", picture.size)]} if animated else {}
-            data = encoded(picture, "WEBP", **options, **more)
-            in_question += data.endswith(bytes(16))
-            assert np.array_equal(decode(data), pixels_of(data))
+    for colour, animated in (((0, 0, 0), False), ((0, 0, 0), True), ((3, 200, 77), False)):
+        picture = Image.new("RGB", (700, 900), colour)
+        picture.paste(photo(1, 700, rows or 1), (0, 0))
+        more = {"save_all": True, "append_images": [Image.new("RGB", picture.size)]} if animated else {}
+        data = encoded(picture, "WEBP", **options, **more)
+        in_question += data.endswith(bytes(16))
+        assert np.array_equal(decode(data), pixels_of(data))
     assert in_question or options == {"quality": 5}
 
 
@@ -303,15 +296,9 @@ def test_zeros_behind_a_compressed_picture_are_no_reason_to_refuse_it(kind: str)
 @pytest.mark.slow
 def test_no_photo_is_refused_and_no_photo_is_accepted_whose_tail_is_zeros(photos: Path) -> None:
     random = np.random.default_rng(0)
-    ways = (
-        {"quality": 95, "subsampling": 0},
-        {},
-        {"optimize": True},
-        {"restart_marker_rows": 3},
-        {"progressive": True},
-    )
+    ways = {"quality": 95, "subsampling": 0}, {}, {"optimize": True}, {"restart_marker_rows": 3}, {"progressive": True}
     passed = 0
-    for i, path in enumerate(sorted(photos.rglob("*.*"))):
+    for i, path in enumerate(sorted(photos.rglob("*.*"))[::2]):
         with Image.open(path) as image:
             files = [path.read_bytes(), encoded(image.convert("RGB"), **ways[i % len(ways)])]
         for data in files:
@@ -321,4 +308,4 @@ def test_no_photo_is_refused_and_no_photo_is_accepted_whose_tail_is_zeros(photos
                 passed += decoded_by_pillow(tailed)
                 with pytest.raises(ValueError, match="."):
                     decode(tailed)
-    assert passed > 50
+    assert passed > 25
