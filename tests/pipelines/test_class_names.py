@@ -22,6 +22,7 @@ from pipelines.probe.job import ProbeRun
 from pipelines.probe.labelling import Labelling
 from tests.pipelines.test_cli import SMALL, layertap
 
+pytestmark = pytest.mark.usefixtures("few_strengths")
 COLOURS = {"ant": (220, 40, 40), "bee": (40, 220, 40), "cat": (40, 40, 220), "aye": (220, 220, 40)}
 
 
@@ -51,6 +52,11 @@ def sets(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+def rows_of(table: Path) -> list[dict[str, str]]:
+    with table.open() as file:
+        return list(csv.DictReader(file))
+
+
 def called(path: str) -> str:
     """The class of an image, by its path alone."""
     return path.split("/")[-2]
@@ -69,8 +75,7 @@ def test_splits_of_which_one_lacks_a_class_join_the_others_by_name(sets: Path, t
         assert reader.classes == ["aye", "bee", "cat"]
         assert [reader.classes[label] for label in reader.labels] == [called(path) for path in reader.paths]
     assert layertap("probe", sets / "c", "-o", tmp_path / "res").exit_code == 0
-    with (tmp_path / "res" / "predictions.csv").open() as file:
-        rows = list(csv.DictReader(file))
+    rows = rows_of(tmp_path / "res" / "predictions.csv")
     assert [row["label"] for row in rows] == [called(row["path"]) for row in rows]
     assert {row["predicted"] for row in rows if row["label"] == "cat"} == {"cat"}  # 1 of aye, cat; 2 of all
     assert {row["predicted"] for row in rows} <= {"aye", "cat"}
@@ -80,8 +85,7 @@ def test_a_probe_predicts_names_on_a_data_set_with_other_classes(sets: Path, tmp
     saved = layertap("probe", sets / "a", "--save", tmp_path / "a.safetensors", "-o", tmp_path / "res")
     assert saved.exit_code == 0, saved.output
     assert layertap("predict", tmp_path / "a.safetensors", sets / "b", "-o", tmp_path / "b.csv").exit_code == 0
-    with (tmp_path / "b.csv").open() as file:
-        rows = list(csv.DictReader(file))
+    rows = rows_of(tmp_path / "b.csv")
     assert [row["predicted"] for row in rows] == [called(row["path"]) for row in rows]  # bee is 0 in b, 1 in the probe
     probe = LinearProbe.load(tmp_path / "a.safetensors")
     with FeatureReader(sets / "b") as reader:
@@ -93,8 +97,7 @@ def test_a_probe_predicts_names_on_a_data_set_with_other_classes(sets: Path, tmp
 
 def test_two_data_sets_are_probed_by_the_names_of_their_classes(sets: Path, tmp_path: Path) -> None:
     assert layertap("probe", sets / "a", sets / "b", "-o", tmp_path / "res").exit_code == 0
-    with (tmp_path / "res" / "predictions.csv").open() as file:
-        rows = list(csv.DictReader(file))
+    rows = rows_of(tmp_path / "res" / "predictions.csv")
     assert {row["data_set"] for row in rows} == {"a", "b"}
     assert [row["label"] for row in rows] == [row["predicted"] for row in rows] == [called(row["path"]) for row in rows]
 
@@ -102,8 +105,7 @@ def test_two_data_sets_are_probed_by_the_names_of_their_classes(sets: Path, tmp_
 def test_images_in_other_classes_are_the_same_images_in_diff(sets: Path, tmp_path: Path) -> None:
     for name, other in (("ant", "zoo"), ("bee", "bee"), ("cat", "aye")):
         shutil.copytree(sets / "photos" / "a" / name, tmp_path / "photos" / other)
-    made = layertap("embed", tmp_path / "photos", "-o", tmp_path / "renamed", *SMALL, "-l", "layer1")
-    assert made.exit_code == 0, made.output
+    assert layertap("embed", tmp_path / "photos", "-o", tmp_path / "renamed", *SMALL, "-l", "layer1").exit_code == 0
     content = json.loads(layertap("diff", sets / "a", tmp_path / "renamed", "--json").stdout)
     assert content["images"] == {"in_both": 24, "only_in_first": 0, "only_in_second": 0}
     assert content["features"]["layer1"]["least"] == pytest.approx(1, abs=1e-6)

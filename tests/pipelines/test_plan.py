@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from extract import FeatureReader
 from extract.images import list_images
 from extract.images.listing import is_plan
 from tests.conftest import make_picture
+from tests.extract.images.making import touch
 from tests.pipelines.test_cli import SMALL, fails, layertap
 
 
@@ -29,11 +31,10 @@ def here(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_it_tells_what_it_listed(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (folder / "notes.txt").write_text("x")
+def test_it_tells_what_it_listed(here: Path) -> None:
+    shutil.rmtree("outputs")
     result = layertap("plan", "pictures")
-    assert f"outputs/pictures-plan: 12 images in {folder}, 3 classes" in result.stdout
+    assert f"outputs/pictures-plan: 12 images in {here / 'pictures'}, 3 classes" in result.stdout
     assert "1 other files left out (.txt 1)" in result.stdout
     assert "images/s" in result.stdout
     assert "layertap embed outputs/pictures-plan" in result.stdout
@@ -106,9 +107,8 @@ def test_jobs_that_look_at_images_take_a_plan(here: Path) -> None:
 
 def test_rows_are_checked_on_the_images_of_a_plan(here: Path) -> None:
     assert layertap("embed", "pictures", *SMALL).exit_code == 0
-    result = layertap(
-        "verify", "outputs/pictures", "--sample", 5, "--images", "outputs/pictures-plan", "--device", "cpu"
-    )
+    of = ("--sample", 5, "--images", "outputs/pictures-plan", "--device", "cpu")
+    result = layertap("verify", "outputs/pictures", *of)
     assert result.exit_code == 0, result.output
     found = layertap("search", "outputs/pictures", 3, "--images", "outputs/pictures-plan", "-o", "found.png")
     assert found.exit_code == 0, found.output
@@ -132,17 +132,11 @@ main(sys.argv[1:], prog_name="layertap")
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_ctrl_c_says_how_to_go_on(tmp_path: Path, number: int, code: int) -> None:
-    for i in range(400):
-        path = tmp_path / "images" / str(i % 3) / f"{i:03d}.jpg"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(b"x")
+    touch(tmp_path / "images", *(f"{i % 3}/{i:03d}.jpg" for i in range(400)))
     command = ["plan", str(tmp_path / "images"), "-o", str(tmp_path / "a plan")]
-    stopped = subprocess.run(
-        [sys.executable, "-c", STOPPED, *command],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"SIGNAL": str(int(number))},
-    )
+    environment = os.environ | {"SIGNAL": str(int(number))}
+    script = [sys.executable, "-c", STOPPED, *command]
+    stopped = subprocess.run(script, capture_output=True, text=True, env=environment)
     assert stopped.returncode == code, stopped.stderr
     assert "stopped: no plan was written. To list the images again:" in stopped.stderr
     assert shlex.join(command) in stopped.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -24,7 +25,6 @@ import tzlocal
 from cronsim import CronSim
 
 from extract.errors import InputError
-from extract.system.atomic_files import locked
 from pipelines.sync.config import ScheduleConfig, load_sync_file
 from pipelines.sync.schedule import _LOCKED, PassRunner, due_after, run_passes, time_zone
 from pipelines.sync.systemd import as_systemd
@@ -318,11 +318,7 @@ def test_what_a_pass_prints_is_logged_and_given_to_the_commands_of_on_failure(
     [
         ("", "", False),
         ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "ERROR the pass failed with exit code -9", True),
-        (
-            f"raise SystemExit({_LOCKED})",
-            "WARNING the pass was skipped: another process is at work on a data set",
-            False,
-        ),
+        (f"raise SystemExit({_LOCKED})", SKIPPED, False),
         ("print('[[[' * 9)", "", False),
         ("print(42)", "", False),  # as code of a backbone may, before the pass is killed
         ("print('[42]')", "", False),
@@ -335,16 +331,6 @@ def test_a_failure_calls_the_commands_of_on_failure_and_a_lock_does_not(
     runner_of(tmp_path, code, on_failure=f"touch {tmp_path}/failed").run()
     assert messages == ["pass started", *filter(None, [message])]
     assert (tmp_path / "failed").exists() == is_failure
-
-
-def test_a_pass_that_finds_a_data_set_locked_ends_with_the_exit_code_that_the_scheduler_knows(tmp_path: Path) -> None:
-    folder = tmp_path / "photos"
-    folder.mkdir()
-    config = write(tmp_path / "s.yaml", images=str(folder), out=str(tmp_path / "out"), **SMALL)
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "passes").mkdir()
-    with locked(tmp_path / "out"):
-        assert layertap("sync", config).exit_code == _LOCKED
 
 
 def test_a_pass_that_cannot_be_started_is_a_failure(tmp_path: Path, messages: list[str]) -> None:
@@ -398,14 +384,19 @@ def test_a_failure_is_reported_when_it_starts_changes_and_ends(tmp_path: Path) -
 def test_a_pass_is_over_when_its_workers_are(tmp_path: Path) -> None:
     """They keep the lock of the data set that they have inherited."""
     begin = time.monotonic()
-    runner_of(tmp_path, "import subprocess; subprocess.Popen(['sleep', '0.5'])").run()
-    assert time.monotonic() - begin >= 0.5
+    runner_of(tmp_path, "import subprocess; subprocess.Popen(['sleep', '0.2'])").run()
+    assert time.monotonic() - begin >= 0.2
 
 
 def test_a_signal_ends_the_running_pass_which_is_no_failure(tmp_path: Path, messages: list[str]) -> None:
-    code = "import signal, time; signal.signal(15, lambda *_: exit(143)); print(); time.sleep(60)"
-    runner = runner_of(tmp_path, code, on_failure=f"touch {tmp_path}/failed")
-    threading.Timer(0.5, lambda: runner.stop(signal.SIGTERM, None)).start()
+    code = f"import signal, time; signal.signal(15, lambda *_: exit(143)); open({str(tmp_path / 'runs')!r}, 'w'); "
+    runner = runner_of(tmp_path, code + "time.sleep(60)", on_failure=f"touch {tmp_path}/failed")
+
+    def stop() -> None:
+        until((tmp_path / "runs").exists)
+        runner.stop(signal.SIGTERM, None)
+
+    threading.Thread(target=stop).start()
     runner.run()
     assert runner.stopped
     assert messages == ["pass started"]
@@ -513,14 +504,14 @@ def test_the_process_makes_passes_logs_them_and_stops_in_order(folder: Path, tmp
 @pytest.mark.slow
 def test_a_process_that_slept_makes_one_pass(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    config = write(tmp_path / "s.yaml", images=str(folder), out=str(out), schedule={"every": "5s"}, **SMALL)
+    config = write(tmp_path / "s.yaml", images=str(folder), out=str(out), schedule={"every": "3s"}, **SMALL)
     process = run_schedule(config, tmp_path / "log")
     try:
         until(lambda: len(runs_of(out)) >= 2)  # the second is quick
         count = len(runs_of(out))
-        time.sleep(2)  # the pass ends
+        time.sleep(1)  # the pass ends
         process.send_signal(signal.SIGSTOP)
-        time.sleep(12)  # two are due
+        time.sleep(7)  # two are due
         assert len(runs_of(out)) == count
         process.send_signal(signal.SIGCONT)
         until(lambda: len(runs_of(out)) == count + 1)
@@ -613,27 +604,27 @@ def test_units_pass_the_checker_of_systemd(tmp_path: Path) -> None:
         assert not [line for line in run.stderr.splitlines() if str(tmp_path) in line or "layertap" in line]
 
 
-@pytest.mark.parametrize("system", ["systemd", "cron"])
-def test_a_name_with_a_line_break_adds_no_line_to_a_unit_or_a_crontab(tmp_path: Path, system: str) -> None:
+def test_a_name_with_a_line_break_adds_no_line_to_a_unit_or_a_crontab(tmp_path: Path) -> None:
     config = write(tmp_path / "a\nExecStart=x.yaml", images="x", schedule={"cron": "0 * * * *"})
-    result = layertap("schedule", config, "--print", system)
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert "cannot name a file or a folder with a line break" in result.stderr
+    for system in ("systemd", "cron"):
+        result = layertap("schedule", config, "--print", system)
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert "cannot name a file or a folder with a line break" in result.stderr
 
 
-@pytest.mark.parametrize("system", ["systemd", "cron"])
-def test_what_systemd_and_cron_run_makes_a_pass_and_calls_on_failure(tmp_path: Path, system: str) -> None:
+def test_what_systemd_and_cron_run_makes_a_pass_and_calls_on_failure(tmp_path: Path) -> None:
     schedule = {"cron": "0 * * * *", "on_failure": f"(cat; echo; echo $LAYERTAP_EXIT_CODE) > '{tmp_path}/it failed'"}
-    config = write(
-        tmp_path / "50% off.yaml", images=str(tmp_path / "gone"), out=str(tmp_path / "out"), schedule=schedule
-    )
-    text = layertap("schedule", config, "--print", system).stdout
-    if system == "cron":  # which runs what follows five fields, in which it reads \% as %
-        command = text.strip().splitlines()[-1].split(" ", 5)[5].replace(r"\%", "%")
-    else:  # whose quoting is that of a shell, but for %%
-        start = next(line for line in text.splitlines() if line.startswith("ExecStart="))
-        command = start.removeprefix("ExecStart=").replace("%%", "%")
-    run = subprocess.run(command, shell=True, capture_output=True, text=True)
+    where = {"images": str(tmp_path / "gone"), "out": str(tmp_path / "out")}
+    config = write(tmp_path / "50% off.yaml", schedule=schedule, **where)
+    crontab, unit = (layertap("schedule", config, "--print", system).stdout for system in ("cron", "systemd"))
+    # cron runs what follows five fields, in which it reads \% as %.
+    of_cron = crontab.strip().splitlines()[-1].split(" ", 5)[5].replace(r"\%", "%")
+    # The quoting of systemd is that of a shell, but for %%.
+    start = next(line for line in unit.splitlines() if line.startswith("ExecStart="))
+    of_systemd = start.removeprefix("ExecStart=").replace("%%", "%")
+    assert of_cron.partition(" && ")[0] == shlex.join(["cd", str(Path.cwd())])
+    assert shlex.split(of_cron.partition(" && ")[2]) == shlex.split(of_systemd)
+    run = subprocess.run(of_cron, shell=True, capture_output=True, text=True)
     assert run.returncode == 1
     alarm, code = (tmp_path / "it failed").read_text().splitlines()
     assert "cannot read folder" in json.loads(alarm)["data_sets"][0]["error"]

@@ -16,10 +16,13 @@ import pytest
 import yaml
 
 from extract import FeatureReader
+from extract.system.atomic_files import locked
 from pipelines.sync.config import load_sync_file
+from pipelines.sync.schedule import _LOCKED
 from pipelines.sync.watch import reports_changes
 from tests.conftest import TINY_INPUT, make_picture
 from tests.pipelines.test_cli import fails, layertap
+from tests.planning import BY_COMMAND
 
 SMALL = {"backbone": "timm/test_resnet", "weights": "random", "workers": 0, "device": "cpu", "settle": 0, **TINY_INPUT}
 
@@ -37,18 +40,17 @@ def config(folder: Path, tmp_path: Path) -> Path:
 def test_sync_tells_what_it_did_and_everything_else_reads_it(config: Path, folder: Path, tmp_path: Path) -> None:
     result = layertap("sync", config)
     assert result.exit_code == 0
-    assert (
-        f"{tmp_path / 'out'}: version 1, 12 rows: 12 added, 0 changed, 0 renamed, 0 deleted, 0 failed" in result.stdout
-    )
+    told = "version 1, 12 rows: 12 added, 0 changed, 0 renamed, 0 deleted, 0 failed"
+    assert f"{tmp_path / 'out'}: {told}" in result.stdout
     assert "12 images computed" in result.stdout
     (folder / "ant/00.png").rename(folder / "bee/moved.png")
     (folder / "ant/03.jpg").unlink()
     make_picture(90).save(folder / "ant/new.png")
     (folder / "bee/bad.png").write_bytes(b"no picture")
-    told = json.loads(layertap("sync", config, "--dry-run", "--json").stdout)[0]
+    dry = json.loads(layertap("sync", config, "--dry-run", "--json").stdout)[0]
     done = json.loads(layertap("sync", config, "--json").stdout)[0]
     names = ("added", "changed", "renamed", "deleted", "computed", "rows")
-    assert [told[name] for name in names] == [done[name] for name in names] == [2, 0, 1, 1, 2, 13]
+    assert [dry[name] for name in names] == [done[name] for name in names] == [2, 0, 1, 1, 2, 13]
     assert (done["failed"], done["exit_code"], done["version"]) == (1, 0, 2)
     out = tmp_path / "out"
     assert "version 2" in layertap("show", out).stdout
@@ -56,8 +58,7 @@ def test_sync_tells_what_it_did_and_everything_else_reads_it(config: Path, folde
     assert layertap("verify", out, "--sample", 5).exit_code == 0
     assert layertap("export", out, "--to", "npy", "-o", tmp_path / "npy").exit_code == 0
     assert layertap("merge", out, "-o", tmp_path / "merged").exit_code == 0
-    arguments = ["-b", SMALL["backbone"], "--weights", "random", "--workers", 0, "--device", "cpu"]
-    arguments += ["--size", 64, "--crop", 64]
+    arguments = [*BY_COMMAND, "--size", 64, "--crop", 64]
     assert layertap("embed", folder, "-o", tmp_path / "fresh", *arguments).exit_code == 0
     assert "same fingerprint" in layertap("diff", out, tmp_path / "fresh").stdout
     with FeatureReader(tmp_path / "merged") as merged, FeatureReader(tmp_path / "fresh") as fresh:
@@ -97,22 +98,21 @@ def test_status_tells_of_runs_rows_failures_and_disk(config: Path, folder: Path,
 
 def test_status_and_compact_tell_what_kind_of_data_set_they_are_given(folder: Path, tmp_path: Path) -> None:
     assert "does not exist" in fails("status", tmp_path / "nothing")
-    layertap("embed", folder, "-o", tmp_path / "out", "-b", "timm/test_resnet", "--weights", "random", "--workers", 0)
+    layertap("embed", folder, "-o", tmp_path / "out", *BY_COMMAND, "--size", 64, "--crop", 64)
     assert "complete" in layertap("status", tmp_path / "out").stdout
     assert "it is a folder; expected a YAML file" in fails("sync", tmp_path / "out")
     assert "was not written by `layertap sync`" in fails("compact", tmp_path / "out")
 
 
-@pytest.mark.parametrize("option", [(), ("--compact",), ("--watch",)])
-def test_a_url_is_refused_as_it_was_written(option: tuple[str, ...]) -> None:
-    assert "s3://b/x: `sync` works on this machine, not on a URL" in fails("sync", "s3://b/x", *option)
+def test_a_url_is_refused_as_it_was_written() -> None:
+    for option in ((), ("--compact",), ("--watch",)):
+        assert "s3://b/x: `sync` works on this machine, not on a URL" in fails("sync", "s3://b/x", *option)
 
 
 def test_one_folder_that_fails_does_not_keep_the_others_from_their_pass(folder: Path, tmp_path: Path) -> None:
     for name in ("one", "two"):
         shutil.copytree(folder, tmp_path / name)
     sets = [{"images": str(tmp_path / name), "out": str(tmp_path / f"out-{name}")} for name in ("one", "gone", "two")]
-    sets[2]["backbone"] = "timm/test_vit"
     config = write(tmp_path / "sync.yaml", data_sets=sets, **SMALL)
     result = layertap("sync", config, "--json")
     assert result.exit_code == 1
@@ -139,22 +139,10 @@ def test_rows_that_fail_make_an_exit_code_where_it_is_strict(config: Path, folde
     assert layertap("sync", write(config, **yaml.safe_load(config.read_text()), strict=True)).exit_code == 3
 
 
-def test_a_second_sync_at_once_exits_with_4_and_names_the_first(config: Path, tmp_path: Path) -> None:
-    code = (
-        "import sys, time\n"
-        "from pathlib import Path\n"
-        "from extract.system.atomic_files import locked\n"
-        "with locked(Path(sys.argv[1])):\n"
-        "    print('held', flush=True)\n"
-        "    time.sleep(60)\n"
-    )
-    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "out")], stdout=subprocess.PIPE) as holder:
-        assert holder.stdout is not None
-        holder.stdout.readline()
-        message = fails("sync", config, code=4)
-        assert f"is locked by pid {holder.pid} on " in message
-        assert " since 20" in message
-        holder.kill()  # its lock ends with it
+def test_a_second_sync_at_once_exits_with_4_and_makes_no_pass(config: Path, tmp_path: Path) -> None:
+    with locked(tmp_path / "out"):
+        assert "is locked by" in fails("sync", config, code=4)
+    assert _LOCKED == 4  # for the scheduler, such a pass is no failure
     assert layertap("sync", config).exit_code == 0
     assert [json.loads(line)["event"] for line in (tmp_path / "out/runs.jsonl").read_text().splitlines()] == ["synced"]
 
@@ -187,15 +175,10 @@ def test_a_wrong_config_says_what_is_wrong(tmp_path: Path, values: dict[str, Any
 
 
 def test_times_have_units(tmp_path: Path) -> None:
-    file = write(
-        tmp_path / "s.yaml", images="x", settle="1.5m", retry_after="36h", keep_gone="2d", schedule={"every": 90}
-    )
-    found = load_sync_file(file)
-    assert (found.data_sets[0].settle, found.data_sets[0].retry_after, found.data_sets[0].keep_gone) == (
-        90,
-        129600,
-        172800,
-    )
+    given: dict[str, Any] = {"settle": "1.5m", "retry_after": "36h", "keep_gone": "2d", "schedule": {"every": 90}}
+    found = load_sync_file(write(tmp_path / "s.yaml", images="x", **given))
+    first = found.data_sets[0]
+    assert (first.settle, first.retry_after, first.keep_gone) == (90, 129600, 172800)
     assert found.schedule is not None
     assert found.schedule.every == 90
 
@@ -233,7 +216,7 @@ def test_what_a_killed_pass_has_left_is_removed_by_the_next(config: Path, tmp_pa
 
 @pytest.mark.slow
 def test_a_pass_that_is_stopped_finishes_its_batch_and_the_next_goes_on(folder: Path, tmp_path: Path) -> None:
-    for i in range(1500):  # seconds of computing
+    for i in range(700):  # seconds of computing
         make_picture(1000 + i).save(folder / f"ant/more{i}.png")
     config = write(tmp_path / "sync.yaml", images=str(folder), out=str(tmp_path / "out"), **SMALL | {"batch_size": 4})
     command = [sys.executable, "-m", "layertap", "sync", str(config)]
@@ -248,8 +231,8 @@ def test_a_pass_that_is_stopped_finishes_its_batch_and_the_next_goes_on(folder: 
     assert process.returncode == 143, errors
     assert "stopped; what was computed is stored" in output
     result = json.loads(layertap("sync", config, "--json").stdout)[0]
-    assert result["rows"] == 1512
-    assert 0 < result["computed"] < 1512
+    assert result["rows"] == 712
+    assert 0 < result["computed"] < 712
     assert layertap("verify", tmp_path / "out").exit_code == 0
 
 

@@ -12,13 +12,12 @@ from pyarrow import parquet
 
 from extract import FeatureReader
 from tests.extract.sync.tiny import one_pass, picture, planner
-from tests.pipelines.test_cli import fails, layertap
+from tests.pipelines.test_cli import SMALL, fails, layertap
 
 
 @pytest.fixture
 def data_set(folder: Path, tmp_path: Path) -> Path:
-    of = ("-b", "timm/test_resnet", "--weights", "random", "--workers", 0, "--compile", "off")
-    assert layertap("embed", folder, *of, "-o", tmp_path / "out").exit_code == 0
+    assert layertap("embed", folder, *SMALL, "-o", tmp_path / "out").exit_code == 0
     return tmp_path / "out"
 
 

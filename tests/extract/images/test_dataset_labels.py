@@ -21,6 +21,7 @@ from torchvision.datasets import DatasetFolder, ImageFolder
 from extract import InputError, extract_features
 from extract.images.datasets import list_dataset
 from extract.images.image_list import Images
+from tests.extract.images.making import TINY
 
 CLASSES = ["airplane", "bird", "cat", "dog"]
 
@@ -164,7 +165,7 @@ def nestings(draw: st.DrawFn, depth: int = 3) -> Callable[[Path], Any]:
     return made
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(make=nestings())
 def test_labels_of_any_nesting_are_those_of_the_items(photos: Path, make: Callable[[Path], Any]) -> None:
     dataset, before = make(photos), make(photos)
@@ -182,9 +183,7 @@ def test_labels_of_any_nesting_are_those_of_the_items(photos: Path, make: Callab
 def test_the_labels_of_items_are_stored(photos: Path, tmp_path: Path) -> None:
     dataset = ConcatDataset([OTHER["gaps"](photos), Subset(OTHER["coarse"](photos), [11, 0])])
     with pytest.warns(UserWarning, match="class names are not stored"):
-        extract_features(
-            dataset, backbone="timm/test_resnet", weights="random", out=tmp_path / "out", workers=0, progress=False
-        ).close()
+        extract_features(dataset, out=tmp_path / "out", **TINY).close()
     with h5py.File(tmp_path / "out" / "shards" / "000000.h5") as file:
         classes = file["classes"].asstr()[:]
         assert [int(classes[label]) for label in file["label"][:]] == numbers_of(dataset)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import pickle
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,12 @@ from pyarrow import parquet
 from extract import FeatureReader, InputError, UnknownNameError, extract_features, load_backbone
 from extract.compute.backbone import Backbone
 from extract.images import list_images
+from extract.images.datasets import list_dataset
 from extract.images.plan_writing import write_plan
 from extract.store.export import FORMATS, export
 from extract.store.merge import merge
 from extract.store.verify import verify
+from tests.conftest import TINY_INPUT
 from tests.extract.images.making import files_of
 from tests.extract.store.rows import change
 
@@ -30,11 +33,10 @@ COLUMNS = ["Caption", "age", "count", "indoors", "taken"]
 
 @pytest.fixture(scope="module")
 def backbone() -> Backbone:
-    return load_backbone("timm/test_resnet", weights="random", device="cpu")
+    return load_backbone("timm/test_resnet", weights="random", device="cpu", preprocessing=TINY_INPUT)
 
 
-@pytest.fixture
-def table(folder: Path) -> pd.DataFrame:
+def write_table(folder: Path) -> pd.DataFrame:
     """The twelve images in no order, with text, numbers, numbers that are missing, truth values and times."""
     names = [*files_of(folder)]
     table = pd.DataFrame({"path": [names[i * 5 % 12] for i in range(12)]})
@@ -49,12 +51,20 @@ def table(folder: Path) -> pd.DataFrame:
 
 
 @pytest.fixture
-def out(folder: Path, tmp_path: Path, table: pd.DataFrame, backbone: Backbone) -> Path:
-    path = tmp_path / "out"
-    extract_features(
-        folder / "list.parquet", out=path, backbone=backbone, keep=COLUMNS, shard_rows=5, **QUICK
-    ).close()  # fmt: skip
-    return path
+def table(folder: Path) -> pd.DataFrame:
+    """The table in `list.parquet` of the folder, in the order of the rows."""
+    return write_table(folder)
+
+
+@pytest.fixture(scope="module")
+def out(_twelve: Path, tmp_path_factory: pytest.TempPathFactory, backbone: Backbone) -> Path:
+    """The data set of such a table, to be read only."""
+    root = tmp_path_factory.mktemp("kept")
+    shutil.copytree(_twelve, root / "pictures")
+    write_table(root / "pictures")
+    where = root / "pictures" / "list.parquet"
+    extract_features(where, out=root / "out", backbone=backbone, keep=COLUMNS, shard_rows=5, **QUICK).close()
+    return root / "out"
 
 
 def check(reader: FeatureReader, table: pd.DataFrame) -> None:
@@ -87,14 +97,12 @@ def test_a_second_try_of_failed_rows_keeps_the_columns(
     broken = folder / table["path"][7]
     good = broken.read_bytes()
     broken.write_bytes(good[:40])
-    asked: dict[str, Any] = {
-        "out": tmp_path / "out", "backbone": backbone, "keep": COLUMNS, "shard_rows": 5, "compress": compress, **QUICK
-    }  # fmt: skip
-    with extract_features(folder / "list.parquet", **asked) as reader:
+    asked = QUICK | {"out": tmp_path / "out", "backbone": backbone, "keep": COLUMNS, "shard_rows": 5}
+    with extract_features(folder / "list.parquet", compress=compress, **asked) as reader:
         assert [row for row, *_ in reader.failures] == [7]
         check(reader, table)
     broken.write_bytes(good)
-    with extract_features(folder / "list.parquet", retry_failed=True, **asked) as reader:
+    with extract_features(folder / "list.parquet", retry_failed=True, compress=compress, **asked) as reader:
         assert reader.failures == []
         check(reader, table)
 
@@ -143,13 +151,7 @@ def test_columns_of_a_dataset_of_hugging_face(folder: Path, tmp_path: Path, back
         list_images(f"hfds://{tmp_path}/saved", keep=["box"])
     mixed = {"train": parts["train"].cast_column("age", datasets.Value("string")), "test": parts["test"]}
     with pytest.raises(InputError, match="column 'age' has text in one split, and numbers in another"):
-        list_images_of(datasets.DatasetDict(mixed))
-
-
-def list_images_of(dataset: Any) -> Any:
-    from extract.images.datasets import list_dataset
-
-    return list_dataset(dataset, ["age"])
+        list_dataset(datasets.DatasetDict(mixed), ["age"])
 
 
 @pytest.mark.parametrize("to", FORMATS)
@@ -189,9 +191,8 @@ def test_several_data_sets(folder: Path, tmp_path: Path, table: pd.DataFrame, ba
         part["path"] = [f"{folder}/{path}" for path in part["path"]]
         part.to_parquet(folder / name / "list.parquet")
         keep = ["Caption", "age", "count", *(["indoors"] if name == "a" else [])]
-        extract_features(
-            folder / name / "list.parquet", out=tmp_path / name, backbone=backbone, keep=keep, **QUICK
-        ).close()  # fmt: skip
+        where = folder / name / "list.parquet"
+        extract_features(where, out=tmp_path / name, backbone=backbone, keep=keep, **QUICK).close()
     sources = [tmp_path / "a", tmp_path / "b"]
     merge(sources, tmp_path / "merged", shard_rows=4)
     assert verify(tmp_path / "merged").faults == []
@@ -202,14 +203,17 @@ def test_several_data_sets(folder: Path, tmp_path: Path, table: pd.DataFrame, ba
             np.testing.assert_array_equal(reader.columns["age"], table["age"])
 
 
-def test_other_columns_are_noticed(folder: Path, tmp_path: Path, out: Path, table: pd.DataFrame, backbone: Any) -> None:
+def test_other_columns_are_noticed(tmp_path: Path, out: Path, backbone: Any) -> None:
+    pictures = shutil.copytree(out.parent, tmp_path / "copy") / "pictures"
+    asked = QUICK | {"out": pictures.parent / "out", "backbone": backbone, "shard_rows": 5}
     for keep in ([], ["Caption"]):
         with pytest.raises(InputError, match=r"kept columns of the images \(images.labels_xxh3\): stored"):
-            extract_features(folder / "list.parquet", out=out, backbone=backbone, keep=keep, shard_rows=5, **QUICK)
+            extract_features(pictures / "list.parquet", keep=keep, **asked)
+    table = pd.read_parquet(pictures / "list.parquet")
     table["age"] += 1
-    table.to_parquet(folder / "list.parquet")
+    table.to_parquet(pictures / "list.parquet")
     with pytest.raises(InputError, match="kept columns of the images"):
-        extract_features(folder / "list.parquet", out=out, backbone=backbone, keep=COLUMNS, shard_rows=5, **QUICK)
+        extract_features(pictures / "list.parquet", keep=COLUMNS, **asked)
 
 
 def test_columns_that_cannot_be_kept(folder: Path, tmp_path: Path, table: pd.DataFrame, backbone: Backbone) -> None:

@@ -14,12 +14,12 @@ import pytest
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from extract import FeatureReader, extract_features, load_backbone
+from extract import FeatureReader, extract_features
 from extract.errors import InputError
 from extract.images import list_images, listed_again
 from extract.images.csv_lists import plain_path
 from extract.images.plan_writing import write_plan
-from tests.conftest import TINY_INPUT
+from tests.extract.images.making import TINY
 
 
 def write_list(folder: Path, paths: list[str], name: str = "list.csv") -> Path:
@@ -118,13 +118,13 @@ def test_a_plain_path_is_that_of_normpath_without_its_folders_above(parts: list[
 
 def test_a_data_set_with_paths_as_they_stood_in_the_list_is_not_resumed(folder: Path, tmp_path: Path) -> None:
     where = write_list(folder, ["./ant/00.png", "bee//01.jpg"])
-    backbone = load_backbone("timm/test_resnet", weights="random", device="cpu", preprocessing=TINY_INPUT)
+    settings = TINY | {"out": tmp_path / "out"}
     with pytest.MonkeyPatch.context() as earlier:
         earlier.setattr("extract.images.csv_lists.plain_path", lambda path, where="": path)
-        with extract_features(where, out=tmp_path / "out", backbone=backbone, workers=0, progress=False) as reader:
+        with extract_features(where, **settings) as reader:
             assert reader.paths[:] == ["./ant/00.png", "bee//01.jpg"]
     with pytest.raises(InputError, match="names of the images"):
-        extract_features(where, out=tmp_path / "out", backbone=backbone, workers=0, progress=False)
+        extract_features(where, **settings)
     with FeatureReader(tmp_path / "out") as reader:
         assert np.isfinite(reader["embedding"][:]).all()
         with pytest.raises(InputError, match="no longer lists ./ant/00.png"):
