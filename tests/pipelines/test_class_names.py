@@ -15,7 +15,6 @@ from PIL import Image
 
 from extract import FeatureReader
 from extract.analysis.probe import LinearProbe
-from extract.store.merge import merge
 from pipelines.compare import job
 from pipelines.data_sets.report.probe_results import predictions_of, probes
 from pipelines.probe.job import ProbeRun
@@ -60,14 +59,6 @@ def rows_of(table: Path) -> list[dict[str, str]]:
 def called(path: str) -> str:
     """The class of an image, by its path alone."""
     return path.split("/")[-2]
-
-
-def test_merged_rows_keep_the_names_of_their_classes(sets: Path, tmp_path: Path) -> None:
-    merge([sets / "b", sets / "c", sets / "a"], tmp_path / "all")
-    with FeatureReader(tmp_path / "all") as reader:
-        assert reader.classes == ["ant", "aye", "bee", "cat"]
-        assert [reader.classes[label] for label in reader.labels] == [called(path) for path in reader.paths]
-        assert {reader.splits[row] for row, path in enumerate(reader.paths) if path.startswith("c/test")} == {"test"}
 
 
 def test_splits_of_which_one_lacks_a_class_join_the_others_by_name(sets: Path, tmp_path: Path) -> None:

@@ -147,25 +147,6 @@ def test_pixels_are_those_of_each_file_decoded_alone_and_all_else_is_as_ever(
         extract_features(photos, out=tmp_path / "gpu", **settings(backbone))
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("doubled")
-def test_a_run_that_was_stopped_and_resumed_gives_the_bytes_of_one_that_was_not(
-    photos: Path, tmp_path: Path, backbone: Any
-) -> None:
-    how = settings(backbone, decode="gpu", batch_size=4)
-    extract(plan(photos, out=tmp_path / "whole", **how))
-    planned, calls = plan(photos, out=tmp_path / "parts", **how), iter(range(100))
-    handle = backbone.model.layer2.register_forward_pre_hook(lambda *_: _interrupt(next(calls)))
-    with pytest.raises(KeyboardInterrupt):
-        extract(planned)
-    handle.remove()
-    stored = FeatureReader(tmp_path / "parts", partial=True)
-    assert 4 <= len(stored.paths) < 16
-    stored.close()
-    extract(plan(photos, out=tmp_path / "parts", **how))
-    assert rows_in(tmp_path / "parts") == rows_in(tmp_path / "whole")
-
-
 KILLED = """
 import os, signal, sys
 from dataclasses import replace
@@ -198,11 +179,6 @@ def test_a_run_that_was_killed_and_resumed_gives_the_bytes_of_one_that_was_not(
     assert 4 <= len(FeatureReader(tmp_path / "parts", partial=True).paths) < 16
     extract(plan(photos, out=tmp_path / "parts", **how))
     assert rows_in(tmp_path / "parts") == rows_in(tmp_path / "whole")
-
-
-def _interrupt(call: int) -> None:
-    if call > 8:  # of the comparisons and the first batches
-        raise KeyboardInterrupt
 
 
 @pytest.mark.usefixtures("doubled")

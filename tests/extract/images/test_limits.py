@@ -67,12 +67,6 @@ def test_a_file_of_too_many_bytes_is_not_read_from_a_folder_a_list_or_an_archive
     assert peak_mb() - before < 300
 
 
-@pytest.mark.parametrize("size", [2_000_000_000, 1 << 31])
-def test_a_sparse_file_of_two_gigabytes_is_an_image_error(tmp_path: Path, size: int) -> None:
-    sparse(tmp_path / "x.jpg", size)
-    assert "the limit for an image file" in reason(list_images(tmp_path))
-
-
 def test_the_limit_of_bytes_holds_for_files_behind_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = encoded(make_picture(1))
     (tmp_path / "x.jpg").write_bytes(data)

@@ -31,7 +31,7 @@ from extract.store.format.dataset import DataSet
 from extract.store.format.version import table_path
 from extract.store.verify import repair, verify
 from extract.sync import scan as scanning
-from extract.sync.compaction import compact, passes_to_compact
+from extract.sync.compaction import compact
 from extract.sync.difference import Guards, Report
 from extract.sync.passes import VanishedError
 from extract.sync.records import locate
@@ -754,14 +754,6 @@ def test_a_link_that_goes_during_the_scan_is_not_there(new: Home, monkeypatch: A
     link.symlink_to("nowhere")
     monkeypatch.setattr(scanning, "_is_link", lambda entry: link.unlink(missing_ok=True) or True)
     assert new.sync().rows == 10
-
-
-def test_passes_with_dead_rows_and_many_small_passes_are_rewritten() -> None:
-    full = 100_000
-    assert passes_to_compact({1: (3, 3), 2: (5, 5)}, 0.5, full) == []
-    small = dict.fromkeys(range(2, 34), (2, 2))
-    assert passes_to_compact({1: (full, full), **small}, 0.5, full) == list(small)
-    assert passes_to_compact({1: (4, 10), 2: (6, 10)}, 0.5, 5) == [1]
 
 
 # readers
