@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import functools
 import io
 import os
 import pickle
@@ -30,7 +29,6 @@ from extract.images.csv_lists import read_table
 from extract.row_status import Status
 from tests.conftest import TINY_INPUT, make_picture
 from tests.extract.images.making import TINY, as_tensor, batch_of, encoded, files_of, write_archive, write_tar
-from tests.planning import NET
 
 
 def as_csv(folder: Path, target: Path) -> str:
@@ -97,26 +95,6 @@ def test_the_same_pictures_in_every_form_are_the_same_rows(
         assert one.rows.tolist() == other.rows.tolist()
         assert one.source_hash.tolist() == other.source_hash.tolist()
         assert one.source_size.tolist() == other.source_size.tolist()
-
-
-@pytest.mark.slow
-def test_photos_give_identical_features_in_every_form(photos: Path, tmp_path: Path) -> None:
-    """Twenty photos as folder, CSV, Parquet, tar, two tars, zip and memory://."""
-    local = tmp_path / "photos"
-    for name, data in list(files_of(photos).items())[::10]:
-        (local / name).parent.mkdir(parents=True, exist_ok=True)
-        (local / name).write_bytes(data)
-    extract = functools.partial(extract_features, batch_size=8, **NET | {"workers": 2})
-    with extract(local, out=tmp_path / "out") as reader:
-        expected, paths, labels = reader["embedding"][:], reader.paths[:], reader.labels
-        assert (reader.status == Status.OK).all()
-    assert len(paths) == 20
-    for form in FORMS:
-        (tmp_path / form.__name__).mkdir()
-        with extract(form(local, tmp_path / form.__name__), out=tmp_path / f"out-{form.__name__}") as reader:
-            assert reader.paths == paths, form
-            assert np.array_equal(reader["embedding"][:], expected), form
-            assert reader.labels.tolist() == labels.tolist(), form
 
 
 def test_a_data_set_of_a_folder_goes_on_from_an_archive_of_it(folder: Path, tmp_path: Path) -> None:
