@@ -185,7 +185,8 @@ def test_all_commands_join_a_table_in_the_same_way(made: Path, tmp_path: Path) -
                       "--workers", 0, *labels)  # fmt: skip
     assert f"note: labels: {note}" in result.stderr
     assert json.loads(result.stdout)["labelled"] == 12
-    result = layertap("inspect", "timm/test_resnet", made / "pictures", "--weights", "random", "--grad", "--workers", 0,
+    result = layertap("inspect", "timm/test_resnet", made / "pictures", "--weights", "random", "--grad", "-l", "layer4",
+                      "--workers", 0,
                       *labels)  # fmt: skip
     assert f"note: labels: {note}" in result.stderr
     (tmp_path / "one.csv").write_text("slide_id,label\nslide_1,a\n/b/slide_1.svs,b\n")

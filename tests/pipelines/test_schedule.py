@@ -287,7 +287,7 @@ def runner_of(tmp_path: Path, code: str, **schedule: Any) -> PassRunner:
     """A runner whose passes are a Python program."""
     schedule = {"every": "1h", **schedule}
     file = load_sync_file(write(tmp_path / "s.yaml", images="x", out=str(tmp_path / "out"), schedule=schedule))
-    return PassRunner(file, [sys.executable, "-c", code])
+    return PassRunner(file, [sys.executable, "-S", "-c", code])
 
 
 def test_what_a_pass_prints_is_logged_and_given_to_the_commands_of_on_failure(

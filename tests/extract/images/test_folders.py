@@ -11,6 +11,7 @@ from PIL import Image
 from extract.errors import InputError
 from extract.images import Decoding, list_images, load_batches
 from extract.images.decoding import decode
+from extract.images.plan_writing import write_plan
 from extract.row_status import Status
 from tests.conftest import make_picture
 from tests.extract.images.making import as_tensor, batch_of, encoded, touch
@@ -31,29 +32,26 @@ def test_hidden_files_and_litter_are_left_out_and_other_files_counted(tmp_path: 
     assert found.left_out == {".txt": 2, "no suffix": 1}
 
 
-def test_classes_are_the_first_folders(tmp_path: Path) -> None:
-    found = list_images(touch(tmp_path, "bus/1.jpg", "bus/deep/2.jpg", "ant/3.jpg", "loose.jpg"))
-    assert found.classes == ["ant", "bus"]
-    assert dict(zip(found.paths, found.labels.tolist(), strict=True)) == {
-        "bus/1.jpg": 1, "bus/deep/2.jpg": 1, "ant/3.jpg": 0, "loose.jpg": -1,
-    }  # fmt: skip
-    assert set(found.splits) == {""}
-
-
-def test_splits_are_recognised_above_classes(tmp_path: Path) -> None:
-    found = list_images(touch(tmp_path, "train/a/1.jpg", "Validation/a/2.jpg", "test/b/3.jpg", "test/4.jpg", "5.jpg"))
-    rows = {path: (split, label) for path, split, label in zip(found.paths, found.splits, found.labels, strict=True)}
-    assert found.classes == ["a", "b"]
-    assert rows == {
-        "train/a/1.jpg": ("train", 0), "Validation/a/2.jpg": ("val", 0), "test/b/3.jpg": ("test", 1),
-        "test/4.jpg": ("test", -1), "5.jpg": ("", -1),
-    }  # fmt: skip
-
-
-def test_a_class_called_train_is_no_split(tmp_path: Path) -> None:
-    found = list_images(touch(tmp_path, "airplane/1.jpg", "train/2.jpg", "train/express/3.jpg"))
-    assert found.classes == ["airplane", "train"]
-    assert set(found.splits) == {""}
+@pytest.mark.parametrize(
+    "expected",
+    [
+        {"bus/1.jpg": ("", "bus"), "bus/deep/2.jpg": ("", "bus"), "ant/3.jpg": ("", "ant"), "loose.jpg": ("", "")},
+        {"train/a/1.jpg": ("train", "a"), "Validation/a/2.jpg": ("val", "a"), "test/b/3.jpg": ("test", "b"),
+         "test/4.jpg": ("test", ""), "5.jpg": ("", "")},
+        {"airplane/1.jpg": ("", "airplane"), "train/2.jpg": ("", "train"), "train/express/3.jpg": ("", "train")},
+    ],
+    ids=["classes", "splits above classes", "a class called train"],
+)  # fmt: skip
+def test_folders_are_classes_and_splits_in_lists_and_plans(
+    tmp_path: Path, expected: dict[str, tuple[str, str]]
+) -> None:
+    root = touch(tmp_path / "images", *expected)
+    names = sorted({name for _, name in expected.values() if name})
+    for images in (list_images(root), write_plan(root, tmp_path / "plan")):
+        found = images.slice(0, len(images))
+        classes = [found.classes[label] if label >= 0 else "" for label in found.labels]
+        assert found.classes == names
+        assert dict(zip(found.paths, zip(found.splits, classes, strict=True), strict=True)) == expected
 
 
 def test_links_are_followed_without_going_round(tmp_path: Path) -> None:
