@@ -37,7 +37,7 @@ def batch_of(images: Images, rows: list[int]) -> Batch:
     return batch
 
 
-def encoded(picture: Image.Image | np.ndarray, kind: str = "JPEG", **options: object) -> bytes:
+def encoded(picture: Image.Image | np.ndarray, kind: str = "JPEG", **options: Any) -> bytes:
     """The bytes of a file of this kind."""
     file = io.BytesIO()
     image = picture if isinstance(picture, Image.Image) else Image.fromarray(np.ascontiguousarray(picture))
@@ -45,7 +45,7 @@ def encoded(picture: Image.Image | np.ndarray, kind: str = "JPEG", **options: ob
     return file.getvalue()
 
 
-def turned(picture: Image.Image | np.ndarray, orientation: int, kind: str = "JPEG", **options: object) -> bytes:
+def turned(picture: Image.Image | np.ndarray, orientation: int, kind: str = "JPEG", **options: Any) -> bytes:
     """A file of these pixels whose EXIF data say how they are turned."""
     exif = Image.Exif()
     exif[0x0112] = orientation
@@ -66,7 +66,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return dict(sorted(found.items(), key=lambda item: item[0].encode()))
 
 
-def write_tar(path: Path, files: dict[str, bytes], mode: str = "w") -> Path:
+def write_tar(path: Path, files: dict[str, bytes], mode: Any = "w") -> Path:
     with tarfile.open(path, mode) as tar:
         for name, data in files.items():
             info = tarfile.TarInfo(name)

@@ -90,7 +90,7 @@ def test_an_array_of_pictures(tmp_path: Path) -> None:
     memory, file = (
         batch_of(images, list(range(5))) for images in (list_dataset(pixels), list_images(tmp_path / "a.npy"))
     )
-    assert memory.images.equal(file.images)  # type: ignore[union-attr]
+    assert memory.images.equal(file.images)
 
 
 def test_labels_come_from_the_items(folder: Path, tmp_path: Path, backbone: Backbone) -> None:

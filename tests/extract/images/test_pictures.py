@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -50,7 +50,7 @@ TWO_COLOURS = np.array([[[1000, 2000, 3000], [40000, 50000, 60000]]] * 3, np.uin
 BITS = GREY > 128
 
 
-def heif(picture: Image.Image | NDArray[np.generic], **options: object) -> bytes:
+def heif(picture: Image.Image | NDArray[np.generic], **options: Any) -> bytes:
     pytest.importorskip("pillow_heif").register_heif_opener()
     return encoded(picture, "HEIF", **options)
 
@@ -221,7 +221,7 @@ STORED: dict[int, Callable[[NDArray[np.generic]], NDArray[np.generic]]] = {
 UPRIGHT = {orientation: STORED[{6: 8, 8: 6}.get(orientation, orientation)] for orientation in STORED}
 
 
-def turned(orientation: int, kind: str, **options: object) -> bytes:
+def turned(orientation: int, kind: str, **options: Any) -> bytes:
     """What a camera stores of RGB."""
     return making.turned(STORED[orientation](RGB), orientation, kind, **options)
 
@@ -298,7 +298,7 @@ def _gif_of_part() -> Kind:
     return Kind(bytes(data), pixels)
 
 
-def _frames(kind: str, **options: object) -> bytes:
+def _frames(kind: str, **options: Any) -> bytes:
     return encoded(
         RGB, kind, save_all=True, append_images=[Image.fromarray(OTHER), Image.fromarray(RGB[::-1])], **options
     )
@@ -509,7 +509,7 @@ def test_a_profile_is_not_applied_though_it_would_change_the_pixels() -> None:
 
 
 @pytest.mark.parametrize(("kind", "options"), [("WEBP", {"lossless": True}), ("TIFF", {}), ("PNG", {})])
-def test_orientation_is_applied_once_in_lossless_files(kind: str, options: dict[str, object]) -> None:
+def test_orientation_is_applied_once_in_lossless_files(kind: str, options: dict[str, Any]) -> None:
     for orientation in STORED:
         data = turned(orientation, kind, **options)
         assert np.array_equal(decode(data), RGB), orientation

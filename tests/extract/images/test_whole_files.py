@@ -8,6 +8,7 @@ import io
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -204,7 +205,7 @@ def test_a_complete_jpeg_with_other_bytes_for_its_end_marker_is_decoded_if_pillo
      ("AVIF", {"speed": 10}), ("HEIF", {}), ("TIFF", {"compression": "packbits"}), ("TIFF", {"compression": "jpeg"}),
      ("TIFF", {"compression": "tiff_lzw"}), ("QOI", {}), ("JPEG2000", {}), ("BMP", {})],
 )  # fmt: skip
-def test_flat_pictures_whose_data_are_zeros_are_decoded(kind: str, options: dict[str, object]) -> None:
+def test_flat_pictures_whose_data_are_zeros_are_decoded(kind: str, options: dict[str, Any]) -> None:
     if kind == "HEIF":
         pytest.importorskip("pillow_heif").register_heif_opener()
     for colour in ("black", "white", "grey", "red"):
@@ -268,7 +269,7 @@ def test_a_profile_behind_the_data_of_a_tiff_may_end_in_zeros(compression: str) 
 
 @pytest.mark.parametrize("rows", [0, 40, pytest.param(300, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("options", [{}, {"quality": 5}, {"quality": 100, "method": 0}, {"method": 6}], ids=str)
-def test_lossy_webp_that_ends_in_a_flat_area_is_decoded(options: dict[str, object], rows: int) -> None:
+def test_lossy_webp_that_ends_in_a_flat_area_is_decoded(options: dict[str, Any], rows: int) -> None:
     """Its data end in zeros, which no decoder can tell from zeros that were never written but by their number."""
     in_question = 0
     for colour, animated in (((0, 0, 0), False), ((0, 0, 0), True), ((3, 200, 77), False)):
