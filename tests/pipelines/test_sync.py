@@ -236,44 +236,6 @@ def test_a_pass_that_is_stopped_finishes_its_batch_and_the_next_goes_on(folder: 
     assert layertap("verify", tmp_path / "out").exit_code == 0
 
 
-@pytest.mark.slow
-def test_watch_picks_up_what_changes(config: Path, folder: Path, tmp_path: Path) -> None:
-    values = yaml.safe_load(config.read_text())
-    write(config, **values | {"settle": 1})
-    out = tmp_path / "out"
-    command = [sys.executable, "-m", "layertap", "watch", str(config)]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            _until(lambda: _rows(out) == 12)
-            make_picture(90).save(folder / "ant/new.png")
-            _until(lambda: _rows(out) == 13)
-            (folder / "ant/new.png").rename(folder / "bee/new.png")
-            (folder / "ant/00.png").unlink()
-            _until(lambda: _rows(out) == 12)
-            with FeatureReader(out) as reader:
-                assert "bee/new.png" in reader.paths
-            process.send_signal(signal.SIGINT)
-            output, errors = process.communicate(timeout=30)
-        finally:
-            process.kill()
-    assert process.returncode == 130, errors
-    assert output.count("version") >= 3
-
-
-def _until(holds: Any, seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.1)
-
-
-def _rows(out: Path) -> int:
-    if not (out / "dataset.json").exists():
-        return 0
-    with FeatureReader(out) as reader:
-        return len(reader)
-
-
 def test_folders_on_servers_are_polled(tmp_path: Path) -> None:
     mounts = tmp_path / "mountinfo"
     mounts.write_text(

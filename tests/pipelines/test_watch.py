@@ -18,12 +18,27 @@ from typing import Any
 
 import pytest
 
+from extract import FeatureReader
 from pipelines.sync import watch as watching
 from pipelines.sync.config import SyncConfig
 from tests.conftest import make_picture
-from tests.pipelines.test_sync import SMALL, _rows, _until, write
+from tests.pipelines.test_sync import SMALL, write
 
 watchfiles = pytest.importorskip("watchfiles")
+
+
+def _until(holds: Any, seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+def _rows(out: Path) -> int:
+    if not (out / "dataset.json").exists():
+        return 0
+    with FeatureReader(out) as reader:
+        return len(reader)
 
 
 class Refusing:
@@ -116,6 +131,20 @@ def can_limit_watches() -> bool:
     return shutil.which("unshare") is not None and subprocess.run(limit, capture_output=True).returncode == 0
 
 
+@contextlib.contextmanager
+def running(command: list[Any]) -> Iterator[subprocess.Popen[str]]:
+    """`layertap watch`, or a shell that runs it; both are killed at the end."""
+    checkout = Path(__file__).parents[2]
+    how: dict[str, Any] = {"cwd": checkout, "env": os.environ | {"PYTHONPATH": str(checkout)}, "text": True}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, start_new_session=True, **pipes, **how) as process:
+        try:
+            yield process
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
 @pytest.mark.slow
 def test_beyond_the_limit_of_watches_changes_are_seen_within_seconds(folder: Path, tmp_path: Path) -> None:
     if not can_limit_watches():
@@ -125,19 +154,13 @@ def test_beyond_the_limit_of_watches_changes_are_seen_within_seconds(folder: Pat
         make_picture(200 + number).save(folder / f"class-{number:02d}" / "0.png")
     config = write(tmp_path / "sync.yaml", images=str(folder), out=str(tmp_path / "out"), **SMALL)
     script = f"echo 10 > /proc/sys/user/max_inotify_watches; exec {sys.executable} -m layertap watch {config}"
-    with subprocess.Popen(
-        ["unshare", "-Ur", "bash", "-c", script], stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-    ) as process:  # fmt: skip
-        try:
-            _until(lambda: _rows(tmp_path / "out") == 52)
-            for number in (37, 3):
-                make_picture(300 + number).save(folder / f"class-{number:02d}" / "1.png")
-                _until(lambda expected=53 if number == 37 else 54: _rows(tmp_path / "out") == expected)
-            process.send_signal(signal.SIGINT)
-            _, errors = process.communicate(timeout=30)
-        finally:
-            process.kill()
+    with running(["unshare", "-Ur", "bash", "-c", script]) as process:
+        _until(lambda: _rows(tmp_path / "out") == 52)
+        for number, rows in ((37, 53), (3, 54)):
+            make_picture(300 + number).save(folder / f"class-{number:02d}" / "1.png")
+            _until(lambda expected=rows: _rows(tmp_path / "out") == expected)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=30)
     assert "OS file watch limit reached" in errors
     assert "scanned every few seconds" in errors
 
@@ -150,26 +173,25 @@ def test_a_tree_of_700_folders_and_a_burst_of_1500_files_are_followed(tmp_path: 
         (root / f"{number:04d}").mkdir(parents=True)
     make_picture(1).save(picture)
     config = write(tmp_path / "sync.yaml", images=str(root), out=str(out), **{**SMALL, "batch_size": 64})
-    with subprocess.Popen(
-        [sys.executable, "-m", "layertap", "watch", str(config)], stderr=subprocess.PIPE, text=True,
-        cwd=Path(__file__).parents[2],
-    ) as process:  # fmt: skip
-        try:
-            _until(lambda: _rows(out) == 1, 60)
-            make_picture(2).save(root / "0699" / "0.png")
-            _until(lambda: _rows(out) == 2)
-            (root / "0400" / "new" / "nested").mkdir(parents=True)
-            make_picture(3).save(root / "0400" / "new" / "nested" / "0.png")
-            _until(lambda: _rows(out) == 3)
-            for number in range(1500):
-                shutil.copyfile(picture, root / f"{number % 700:04d}" / f"{number}-copy.png")
-            _until(lambda: _rows(out) == 1503, 240)
-            shutil.rmtree(root / "0400")
-            _until(lambda: _rows(out) == 1500, 60)  # without the nested one and two copies
-            process.send_signal(signal.SIGINT)
-            _, errors = process.communicate(timeout=30)
-        finally:
-            process.kill()
+    with running([sys.executable, "-m", "layertap", "watch", str(config)]) as process:
+        _until(lambda: _rows(out) == 1, 60)
+        make_picture(2).save(root / "0699" / "0.png")
+        _until(lambda: _rows(out) == 2)
+        (root / "0400" / "new" / "nested").mkdir(parents=True)
+        make_picture(3).save(root / "0400" / "new" / "nested" / "0.png")
+        _until(lambda: _rows(out) == 3)
+        (root / "0699" / "0.png").rename(root / "0698" / "renamed.png")
+        for number in range(1500):
+            shutil.copyfile(picture, root / f"{number % 700:04d}" / f"{number}-copy.png")
+        _until(lambda: _rows(out) == 1503, 240)
+        shutil.rmtree(root / "0400")
+        _until(lambda: _rows(out) == 1500, 60)  # without the nested one and two copies
+        with FeatureReader(out) as reader:
+            assert "0698/renamed.png" in reader.paths
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=30)
+    assert process.returncode == 130, errors
+    assert output.count("version") >= 5
     assert "cannot be watched" not in errors
 
 
@@ -194,23 +216,16 @@ def test_a_disk_that_is_unmounted_and_mounted_again_is_followed(folder: Path, tm
         wait_for mount; mount -t tmpfs none {root}; cp -r {folder} {root}/images; cp {folder}/new.png {root}/images/
         wait_for stop; kill -INT $watcher; wait $watcher
     """
-    with subprocess.Popen(
-        ["unshare", "-Urm", "bash", "-c", steps], stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}, start_new_session=True,
-    ) as process:  # fmt: skip
-        try:
-            _until(lambda: _rows(out) == 12, 60)
-            (tmp_path / "unmount").touch()
-            _until(lambda: '"event": "failed"' in (out / "runs.jsonl").read_text(), 60)  # a pass finds no folder
-            assert _rows(out) == 12
-            make_picture(77).save(folder / "new.png")
-            (tmp_path / "mount").touch()
-            _until(lambda: _rows(out) == 13, 60)
-            (tmp_path / "stop").touch()
-            _, errors = process.communicate(timeout=30)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+    with running(["unshare", "-Urm", "bash", "-c", steps]) as process:
+        _until(lambda: _rows(out) == 12, 60)
+        (tmp_path / "unmount").touch()
+        _until(lambda: '"event": "failed"' in (out / "runs.jsonl").read_text(), 60)  # a pass finds no folder
+        assert _rows(out) == 12
+        make_picture(77).save(folder / "new.png")
+        (tmp_path / "mount").touch()
+        _until(lambda: _rows(out) == 13, 60)
+        (tmp_path / "stop").touch()
+        _, errors = process.communicate(timeout=30)
     assert "disk/images" in errors  # the user was told that it was missing
 
 

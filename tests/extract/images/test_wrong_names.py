@@ -126,40 +126,29 @@ def check(error: Exception, content: str, suffix: str, tmp_path: Path) -> None:
     assert MESSAGES.get((content, suffix), "") in text
 
 
-@pytest.mark.parametrize("content", CONTENTS)
-def test_images_under_a_wrong_name_are_refused_in_one_line(
-    content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    for suffix in [".npy", ".h5", ".h5:a", ".csv", ".tsv", ".parquet", ".tar", ".zip"]:
-        where = written(tmp_path, content, suffix)
-        if content in RIGHT[suffix]:
-            assert len(list_images(where)) in (1, 2)
-            continue
-        with pytest.raises(LayertapError) as raised:
-            list_images(where)
-        check(raised.value, content, suffix, tmp_path)
-    assert not Path("code-has-run").exists()
-
-
-@pytest.mark.parametrize("content", CONTENTS)
-def test_weights_under_a_wrong_name_are_refused_in_one_line(
-    content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def built(where: str) -> list[Any]:
+    """Use the file as weights."""
     from extract.backbones.weights import LoadRequest, build_with_weights
 
+    request = LoadRequest("a linear layer", "", where, 0, False, {})
+    model = build_with_weights(request, lambda: torch.nn.Linear(2, 2, bias=False))[0]
+    assert bool((model.weight == 1).all())
+    return [model]
+
+
+@pytest.mark.parametrize("content", CONTENTS)
+def test_images_and_weights_under_a_wrong_name_are_refused_in_one_line(
+    content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    for suffix in [".safetensors", ".pth", ".bin", ".ckpt"]:
-        where = written(tmp_path, content, suffix)
-        arguments: Any = (
-            LoadRequest("a linear layer", "", where, 0, False, {}),
-            lambda: torch.nn.Linear(2, 2, bias=False),
-        )
-        if content in RIGHT[suffix]:
-            assert bool((build_with_weights(*arguments)[0].weight == 1).all())
+    for suffix, right in RIGHT.items():
+        is_weights = suffix in (".safetensors", ".pth", ".bin", ".ckpt")
+        where, read = written(tmp_path, content, suffix), built if is_weights else list_images
+        if content in right:
+            assert len(read(where)) in (1, 2)
             continue
-        with pytest.raises(InputError) as raised:
-            build_with_weights(*arguments)
+        with pytest.raises(InputError if is_weights else LayertapError) as raised:
+            read(where)
         check(raised.value, content, suffix, tmp_path)
     assert not Path("code-has-run").exists()
 
