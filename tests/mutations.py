@@ -220,7 +220,7 @@ MUTATIONS = (
         "Images are sorted by characters, not by bytes.",
         "    return sorted(range(len(encoded)), key=encoded.__getitem__)",
         "    return sorted(range(len(encoded)), key=paths.__getitem__)",
-        ("test_names_of_any_bytes_come_through_a_list_in_the_order_of_their_bytes",),
+        ("test_names_of_any_bytes_come_through_lists_and_archives_in_the_order_of_their_bytes",),
     ),
     Mutation(
         "A damaged member of a zip is read without a look at its checksum.",

@@ -138,14 +138,16 @@ def test_labels_that_are_no_counting_numbers_are_names(folder: Path) -> None:
     assert (found.classes, found.labels.tolist()) == (["007", "10"], [0, 1])
 
 
-def test_names_of_any_bytes_come_through_a_list_in_the_order_of_their_bytes(tmp_path: Path) -> None:
+def test_names_of_any_bytes_come_through_lists_and_archives_in_the_order_of_their_bytes(tmp_path: Path) -> None:
     names = [b"\xff,\n.png", "\U0001f600.png".encode()]
     for name in names:
         make_picture(1).save(tmp_path / os.fsdecode(name), "PNG")
     (tmp_path / "list.csv").write_bytes(b"path\r\n" + b"".join(b'"' + name + b'"\r\n' for name in names))
-    found = list_images(tmp_path / "list.csv")
-    assert [os.fsencode(path) for path in found.paths] == sorted(names)
-    assert batch_of(found, [0, 1]).status.tolist() == [Status.OK] * 2
+    write_tar(tmp_path / "a.tar", {os.fsdecode(name): encoded(make_picture(1), "PNG") for name in names})
+    for where in ("list.csv", "a.tar"):
+        found = list_images(tmp_path / where)
+        assert [os.fsencode(path) for path in found.paths] == sorted(names)
+        assert batch_of(found, [0, 1]).status.tolist() == [Status.OK] * 2
 
 
 def test_a_parquet_list_is_checked(tmp_path: Path) -> None:
