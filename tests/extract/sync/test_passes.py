@@ -647,6 +647,7 @@ def test_what_is_missing_of_the_data_set_is_made_again(home: Home) -> None:
     with pytest.raises(InputError, match="run `layertap sync` to repair it"):
         FeatureReader(home.out)
     assert home.sync().computed == 0
+    same_as_fresh(home.root, home.out, fresh)
     (home.out / "dataset.json").unlink()
     assert home.sync().computed == 0
     same_as_fresh(home.root, home.out, fresh)
