@@ -2,7 +2,7 @@
 
     python -m tests.pipelines.mistakes      # write docs/common-mistakes.md
 
-`tests/pipelines/test_mistakes.py` makes each mistake, and compares the page with this list.
+`tests/pipelines/test_mistakes.py` makes each mistake, and those of `refused.py`, which are in no page.
 """
 
 from __future__ import annotations
@@ -52,12 +52,6 @@ IMAGES = (
     Mistake("no images are named", "embed",
             "no images given",
             hint="name IMAGES, or set the key `images` in a config file (--config FILE)"),
-    Mistake("the name of the folder is misspelt", "embed phtos SMALL",
-            "phtos: no such folder or file",
-            hint="did you mean photos?"),
-    Mistake("the name of a subfolder is misspelt", "embed photos/atn SMALL",
-            "photos/atn: no such folder or file",
-            hint="did you mean photos/ant?"),
     Mistake("a path with a space is not quoted", "embed my photos",
             "Got unexpected extra argument (photos)",
             hint="quote a path with spaces: 'my photos'"),
@@ -67,7 +61,6 @@ IMAGES = (
     Mistake("a pattern of images", "embed 'photos/ant/*.png'",
             "photos/ant/*.png: no such folder or file",
             hint="name their folder: photos/ant; or a list: (echo path; ls photos/ant/*.png) > list.csv"),
-    Mistake("the folder is empty", "embed empty SMALL", "empty: no images; the folder is empty"),
     Mistake("the folder has other files only", "embed notes SMALL",
             "notes: no images; none of its 2 files is an image (.txt 1, .docx 1)",
             hint="images end in .jpg, ..."),
@@ -77,22 +70,12 @@ IMAGES = (
     Mistake("the archive is compressed", "embed photos.tar.gz SMALL",
             "photos.tar.gz: images cannot be read from the middle of a compressed tar",
             hint="decompress it to a .tar first"),
-    Mistake("a list has no column `path`", "embed names.csv SMALL",
-            "names.csv: no column 'path' among 'file', 'label'; expected a header with 'path' and optionally 'label', "
-            "'split' and 'id'"),
-    Mistake("a list names an image twice, in two spellings", "embed twice.csv SMALL",
-            "twice.csv: line 3: ant/0.png is already in twice.csv: line 2; expected each path only once"),
-    Mistake("a list has a split of another name", "embed split.csv SMALL",
-            "split.csv: line 2: split 'dev'; expected train, val, test or an empty value"),
     Mistake("an HDF5 file has pixels as floats", "embed floats.h5 SMALL",
             "floats.h5 is float32 (4, 8, 8, 3); expected uint8 pictures, (N, H, W, 3), (N, 3, H, W) or (N, H, W)",
             hint="file = h5py.File('floats.h5', 'a'); file['x_uint8'] = (file['x'][:] * 255).round().astype('uint8')"),
 )  # fmt: skip
 
 BACKBONES = (
-    Mistake("a backbone without its source", "embed photos -b resnet50",
-            "backbone 'resnet50' not found",
-            hint="did you mean torchvision/resnet50 or timm/resnet50?"),
     Mistake("a source without a name", "embed photos -b timm/",
             "backbone 'timm/' has no name; expected timm/NAME (a tag may follow, such as timm/resnet50.a1_in1k)",
             hint="list them: layertap list timm"),
@@ -102,18 +85,12 @@ BACKBONES = (
     Mistake("a backbone that does not exist", "embed photos -b torchvision/resnet51",
             "backbone 'torchvision/resnet51' not found; nearest: 'torchvision/resnet50', ...",
             hint="list them: layertap list torchvision"),
-    Mistake("a misspelt source", "embed photos -b tmm/resnetx",
-            "backbone 'tmm/resnetx' not found",
-            hint="did you mean timm/...?"),
     Mistake("a model of the Hugging Face hub without `hf/`", "embed photos -b facebook/dinov2-base",
             "backbone 'facebook/dinov2-base' not found",
             hint="the sources are bundled, ...; a model of the Hugging Face hub is hf/facebook/dinov2-base"),
     Mistake("weights in place of a backbone", "embed photos -b last.pth",
             "backbone 'last.pth' is a file of weights",
             hint="give it with --weights, and its network with -b SOURCE/NAME"),
-    Mistake("the weights file does not exist", "embed photos -b timm/test_resnet --weights lost.pth",
-            "weights file lost.pth does not exist",
-            hint="did you mean last.pth?"),
     Mistake("the weights are of another network", "embed photos -b timm/test_resnet --weights last.pth",
             "weights last.pth do not fit timm/test_resnet (...)...1 missing: fc.weight...1 unexpected: "
             "head.weight",
@@ -156,33 +133,16 @@ LAYERS = (
     Mistake("an empty layer", "embed photos SMALL -l ''",
             "layer '' has no name; expected LAYER[:POOLING]...",
             hint="list them: layertap list timm/test_resnet"),
-    Mistake("a pooling that does not exist", "embed photos SMALL -l layer4:avg",
-            "':avg' after layer 'layer4' is neither a pooling (auto, none, ...) nor one of its tensors (layer4)"),
     Mistake("a pooling that does not fit", "embed photos SMALL -l layer4:cls_token",
             "layer 'layer4' of timm/test_resnet: cls_token does not fit a map of shape ...",
             hint="use mean_map, max_map, ..."),
 )  # fmt: skip
 
 OPTIONS = (
-    Mistake("a command that does not exist", "embd photos", "No such command 'embd'",
-            hint="did you mean embed?"),
     Mistake("a path in place of a command", "photos", "photos is a path; expected a command",
             hint="layertap embed photos"),
     Mistake("several values of one option", "embed photos -l layer1 layer2", "Got unexpected extra argument (layer2)",
             hint="quote a path with spaces; for several values, repeat the option: -l layer1 -l layer2"),
-    Mistake("an option that does not exist", "embed photos --bach-size 4",
-            "No such option '--bach-size'",
-            hint="did you mean --batch-size or --size?"),
-    Mistake("a value that does not exist", "embed photos --dtype int4",
-            "Invalid value for '--dtype': 'int4' is not one of 'float32', 'float16', 'bfloat16', 'int8'",
-            hint="did you mean int8?"),
-    Mistake("a value that is the name of two", "findings outputs/photos --kind duplicates",
-            "Invalid value for '--kind': 'duplicates' is not one of 'failed', 'copy across splits', 'copy', "
-            "'near-duplicate', 'suspect label', 'outlier'",
-            hint="did you mean copy or near-duplicate?"),
-    Mistake("a value that has another name", "embed photos --dtype fp16",
-            "Invalid value for '--dtype': 'fp16' is not one of 'float32', 'float16', 'bfloat16', 'int8'",
-            hint="did you mean float16 or bfloat16?"),
     Mistake("an option that other programs have", "embed photos --overwrite", "No such option '--overwrite'",
             hint="to start again, delete the output, or name another one with -o"),
     Mistake("a backbone is left out", "inspect photos", "photos is a folder; expected a backbone",
@@ -193,15 +153,6 @@ OPTIONS = (
     Mistake("a folder in place of a config file", "sync photos",
             "config file photos: it is a folder; expected a YAML file, which names the folder",
             hint="to make one: printf '%s\\n' 'images: photos' 'out: outputs/photos-sync' > photos.yaml"),
-    Mistake("a negative number", "embed photos --limit -3",
-            "--limit: expected at least 1; got -3"),
-    Mistake("text in place of a number", "embed photos --batch-size many",
-            "Invalid value for '--batch-size': 'many' is not a valid integer",
-            hint="... embed --help lists arguments and options"),
-    Mistake("a batch that no memory holds", "embed photos --batch-size 99999999999999",
-            "--batch-size: expected at most 100000; got 99999999999999"),
-    Mistake("too many processes", "embed photos --workers 100000",
-            "--workers: expected at most ... processes on this machine; each takes some hundred MB; got 100000"),
     Mistake("an option without effect", "embed photos --address 10.0.0.1:6379",
             "--address is that of a Ray cluster", "add --engine ray"),
     Mistake("an option of several workers for one", "embed photos --cpus-per-worker 4",
@@ -211,15 +162,6 @@ OPTIONS = (
             hint="leave it out"),
     Mistake("two options that exclude each other", "embed photos --engine processes --fast",
             "--fast works in one process and on a folder only", "`layertap doctor --bench` prints the fastest flags"),
-    Mistake("a config file that does not exist", "embed --config photo.yaml",
-            "config file photo.yaml: No such file or directory",
-            hint="did you mean photos.yaml?"),
-    Mistake("an unknown key in a config file", "embed --config key.yaml",
-            "key 'bacbone' not found in key.yaml; nearest: 'backbone'"),
-    Mistake("a value of another type in a config file", "embed --config type.yaml",
-            "type.yaml: batch_size: expected a valid integer; got 'many'"),
-    Mistake("a config file that is not YAML", "embed --config broken.yaml",
-            "config file broken.yaml is not YAML: line 3, column 8: expected ',' or ']', but got ':'"),
 )  # fmt: skip
 
 OUTPUTS = (
@@ -243,24 +185,9 @@ OUTPUTS = (
 )  # fmt: skip
 
 DATA_SETS = (
-    Mistake("the name of the data set is misspelt", "show outputs/phtos",
-            "outputs/phtos does not exist",
-            hint="did you mean outputs/photos?"),
-    Mistake("a folder of images in place of a data set", "show photos",
-            "photos is not a layertap data set: it has no dataset.json",
-            hint="did you mean outputs/photos?"),
-    Mistake("the description in place of its data set", "show outputs/photos/dataset.json",
-            "outputs/photos/dataset.json is not a layertap data set: it has no dataset.json",
-            hint="did you mean outputs/photos?"),
-    Mistake("no data set is named", "show", "Missing argument 'OUT'",
-            hint="... show --help lists arguments and options"),
     Mistake("a probe of images without classes", "probe outputs/flat",
             "none of the 3 rows has both features and a label: 3 unlabelled",
             hint="name a table of labels: --labels FILE.csv"),
-    Mistake("a probe of a layer that is not stored", "probe outputs/photos -l layer1",
-            "layer 'layer1' not found in photos; available: 'embedding'"),
-    Mistake("a row that does not exist", "search outputs/photos 99",
-            "outputs/photos has no row 99: expected a row from 0 to 3"),
     Mistake("a search without a query", "search outputs/photos",
             "expected exactly one query: a row number, a path, an image file, or --text TEXT",
             hint="for the images most similar to the first one: layertap search outputs/photos 0"),
@@ -270,20 +197,9 @@ DATA_SETS = (
     Mistake("a place of images that is not used", "search outputs/photos 1 --images photos",
             "--images is for drawing the results",
             hint="add --out FILE"),
-    Mistake("a format that does not exist", "export outputs/photos --to csv",
-            "Invalid value for '--to': 'csv' is not one of ...",
-            hint="... export --help lists arguments and options"),
-    Mistake("a format by another name", "export outputs/photos --to hdf5",
-            "Invalid value for '--to': 'hdf5' is not one of ...",
-            hint="did you mean ...h5...?"),
-    Mistake("no format is named", "export outputs/photos",
-            "Missing option '--to'. Choose from: h5, npy, parquet, mat, hf, rdm",
-            hint="... export --help lists arguments and options", lines=1),
     Mistake("an export that exists", "export outputs/photos --to npy -o exported",
             "exported already exists",
             hint="delete it, or choose another name, such as -o exported-2"),
-    Mistake("a figure of a format that does not exist", "search outputs/photos 1 -o found.jpg",
-            "found.jpg: expected a file that ends in .png, .svg, .pdf"),
     Mistake("rows are to be computed again, but not how many", "verify outputs/photos --images photos",
             "--images is for computing rows again",
             hint="add --sample N"),
@@ -306,16 +222,11 @@ def page() -> str:
     ]
     for title, mistakes in SECTIONS.items():
         lines += ["", f"## {title}", "", "| mistake | message |", "|---|---|"]
-        for mistake in filter(_is_listed, mistakes):
+        for mistake in mistakes:
             extra = f" (here {mistake.without})" if mistake.without else ""
             cells = (mistake.what + extra, _printed(mistake))
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
-
-
-def _is_listed(mistake: Mistake) -> bool:
-    """Return whether the page has a mistake: not if its hint is a similar name or the help, or it has none."""
-    return bool(mistake.hint) and "did you mean" not in mistake.hint and "--help lists" not in mistake.hint
 
 
 def _printed(mistake: Mistake) -> str:

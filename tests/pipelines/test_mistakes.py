@@ -1,4 +1,4 @@
-"""Each mistake of `tests/pipelines/mistakes.py`: a short message, its exit code, no traceback; and the page of them."""
+"""Each mistake of `mistakes.py` and `refused.py`: a short message, its exit code, no traceback; and their page."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ import numpy as np
 import pytest
 import timm
 import torch
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
 from pipelines.cli import main
-from pipelines.embed.cluster import driver
+from pipelines.embed.cluster import driver, processes
 from tests.conftest import make_picture
 from tests.pipelines.mistakes import PAGE, SECTIONS, SMALL, Mistake, page
+from tests.pipelines.refused import REFUSED
 
-MISTAKES = [mistake for mistakes in SECTIONS.values() for mistake in mistakes]
+LISTED = [mistake for mistakes in SECTIONS.values() for mistake in mistakes]
+MISTAKES = LISTED + [Mistake("", command, message) for command, message in REFUSED.items()]
 FILES = {
     "names.csv": "file,label\nant/0.png,ant\n",
     "photos/twice.csv": "path\nant/0.png\n./ant//0.png\n",
@@ -65,6 +67,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+def invoke(command: str) -> Result:
+    return CliRunner().invoke(main, shlex.split(command.replace("SMALL", f"{SMALL} --workers 0")))
+
+
 @pytest.mark.parametrize("mistake", MISTAKES, ids=[mistake.command for mistake in MISTAKES])
 def test_a_mistake_gets_a_short_message_and_its_exit_code(
     place: Path, mistake: Mistake, monkeypatch: pytest.MonkeyPatch
@@ -79,16 +85,18 @@ def test_a_mistake_gets_a_short_message_and_its_exit_code(
         monkeypatch.setenv("TORCH_HOME", str(place / "torch"))
         monkeypatch.setattr(socket, "getaddrinfo", _no_server)
     before = {path: path.stat().st_mtime_ns for path in place.rglob("*") if path.is_file()}
-    command = shlex.split(mistake.command.replace("SMALL", f"{SMALL} --workers 0"))
-    result = CliRunner().invoke(main, command)
+    monkeypatch.setattr(processes, "Worker", None)  # none is started
+    result = invoke(mistake.command)
     assert isinstance(result.exception, SystemExit), result.exception  # any other exception is a traceback
     message = result.stderr[result.stderr.rfind("error: ") :].partition(": ")[2].strip()
     assert mistake.pattern.fullmatch(message), message
     assert result.exit_code == mistake.code
     assert message.partition("\n\nhint: ")[0].count("\n") < mistake.lines
     assert max(map(len, message.splitlines())) < 400
-    assert "Traceback" not in result.output
+    assert result.stderr.count("error: ") == 1
     assert result.stdout == ""
+    entries = (path for path in place.rglob("*") if path not in before)
+    assert [path for path in entries if not path.is_dir() or path.name == "out"] == []
     assert before == {path: path.stat().st_mtime_ns for path in place.rglob("*") if path.is_file() and path in before}
 
 
@@ -105,11 +113,32 @@ def test_a_pattern_of_a_message_matches_the_whole_message_only() -> None:
 
 def test_the_page_of_mistakes_is_up_to_date() -> None:
     assert PAGE.read_text(encoding="utf-8") == page(), "run python -m tests.pipelines.mistakes"
-    assert len(MISTAKES) >= 30
     assert len({mistake.command for mistake in MISTAKES}) == len(MISTAKES)
 
 
-def test_what_needs_no_backbone_is_refused_before_pytorch_is_imported(place: Path) -> None:
+# What a new process does, in this order, and then prints: the modules that it has loaded at each step.
+STEPS = """
+import json, os, sys
+from click.testing import CliRunner, Result
+from pipelines.cli import main
+def step(modules, *commands):
+    printed = [CliRunner().invoke(main, command).output for command in commands]
+    told.append([sorted(set(modules) & set(sys.modules)), printed])
+told, (refused, reading, completion) = [], json.loads(sys.argv[1])
+step(("torch", "h5py", "timm", "numpy"), ["--help"])
+os.environ.update(completion)
+told.append([[], [CliRunner().invoke(main, [], prog_name="layertap").output]])
+for name in completion:
+    del os.environ[name]
+step(("torch", "timm", "numpy"))
+step(("torch",), *refused)
+step(("torch", "timm", "matplotlib", "pandas"), *reading)
+print(json.dumps(told))
+"""
+
+
+def test_commands_that_need_no_backbone_import_no_pytorch(place: Path, tmp_path: Path) -> None:
+    """Help, completion in a shell, refusals, and commands that read a finished data set."""
     refused = {
         "embed Photos": "Photos: no such folder or file",
         "embed notes": "notes: no images",
@@ -122,20 +151,28 @@ def test_what_needs_no_backbone_is_refused_before_pytorch_is_imported(place: Pat
         "embed Photos --engine processes": "Photos: no such folder or file",
         "embed photos --engine processes -o names.csv": "names.csv is a file",
     }
-    program = (
-        "import sys; sys.modules['torch'] = None\n"
-        "from click.testing import CliRunner; from pipelines.cli import main\n"
-        "import json; commands = json.loads(sys.argv[1])\n"
-        "print(json.dumps([CliRunner().invoke(main, command).output for command in commands]))"
-    )
-    commands = json.dumps([shlex.split(command) for command in refused])
+    data_set = "outputs/photos"
+    reading = {
+        f"show {data_set}": "4 rows",
+        f"status {data_set}": "complete",
+        f"verify {data_set}": "no faults",
+        f"diff {data_set} {data_set}": "same fingerprint",
+        f"export {data_set} --to npy -o {tmp_path}/npy": "4 rows",
+    }
+    words = {"_LAYERTAP_COMPLETE": "bash_complete", "COMP_WORDS": "layertap embed --dtype bfl", "COMP_CWORD": "3"}
+    given = json.dumps([[shlex.split(command) for command in commands] for commands in (refused, reading)] + [words])
     before = sorted(place.rglob("*"))
-    run = subprocess.run(
-        [sys.executable, "-c", program, commands], cwd=place, capture_output=True, text=True, check=True
-    )
-    for (command, message), printed in zip(refused.items(), json.loads(run.stdout), strict=True):
-        assert printed.startswith("error: "), command
-        assert message in printed, command
+    run = subprocess.run([sys.executable, "-c", STEPS, given], cwd=place, capture_output=True, text=True, check=True)
+    steps = json.loads(run.stdout)
+    assert [modules for modules, _ in steps] == [[], [], [], [], []]
+    (_, [help_text]), (_, [completed]), _, (_, messages), (_, told) = steps
+    assert "Start with:" in help_text
+    assert completed.split() == ["plain,bfloat16"]
+    for message, (command, expected) in zip(messages, refused.items(), strict=True):
+        assert message.startswith("error: "), command
+        assert expected in message, command
+    for text, (command, expected) in zip(told, reading.items(), strict=True):
+        assert expected in text, command
     assert sorted(place.rglob("*")) == before
 
 
@@ -164,24 +201,26 @@ def test_the_line_that_a_hint_gives_to_a_shell_works(
 ) -> None:
     monkeypatch.chdir(place)
     (place / written).unlink(missing_ok=True)
-    hint = CliRunner().invoke(main, shlex.split(mistake)).stderr.partition("hint: ")[2].strip()
+    hint = invoke(mistake).stderr.partition("hint: ")[2].strip()
     line = hint.rpartition("to make one: " if written == "photos.yaml" else "or a list: ")[2]
     subprocess.run(["sh", "-c", line], check=True)
-    result = CliRunner().invoke(main, shlex.split(then.replace("SMALL", f"{SMALL} --workers 0")))
+    result = invoke(then)
     assert result.exit_code == 0, result.output
     assert ("2 rows" in result.stdout) == (written == "list.csv")
 
 
 def test_one_image_is_counted_in_the_singular(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place)
-    command = ["embed", "photos/ant/0.png", "-o", "outputs/one", "--workers", "0", *shlex.split(SMALL)]
-    assert "outputs/one: 1 row\n" in CliRunner().invoke(main, command).stdout
-    assert CliRunner().invoke(main, ["show", "outputs/one"]).stdout.startswith("outputs/one: 1 row in 1 shard,")
+    assert "outputs/one: 1 row\n" in invoke("embed photos/ant/0.png -o outputs/one SMALL").stdout
+    assert invoke("show outputs/one").stdout.startswith("outputs/one: 1 row in 1 shard,")
 
 
 def test_thousands_of_names_in_place_of_a_folder_get_the_hint_of_two(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(place)
-    names = ["photos/ant/0.png", *(f"photos/ant/{number}.png" for number in range(3000))]
-    assert "hint: name their folder: photos/ant; or a list: " in CliRunner().invoke(main, ["embed", *names]).stderr
+    names = " ".join(f"photos/ant/{number:05}.png" for number in range(3000))
+    told = invoke(f"embed photos/ant/0.png {names}").stderr
+    assert "hint: name their folder: photos/ant; or a list: " in told
+    assert "(photos/ant/00000.png photos/ant/00001.png " in told
+    assert len(told) < 500

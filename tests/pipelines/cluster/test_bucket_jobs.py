@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
@@ -15,11 +13,10 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from extract import FeatureReader, LayertapError
+from extract import FeatureReader
 from extract.store.places import objects as remote
 from pipelines.cli import main
 from pipelines.embed.cluster.driver import as_json, embed_shared
-from pipelines.embed.cluster.processes import Failed, Message, Worker
 from pipelines.embed.config import EmbedConfig
 from pipelines.terminal.config import load_config
 from pipelines.terminal.progress import Progress
@@ -98,25 +95,6 @@ def test_a_bucket_that_does_not_answer_is_reported_above_the_progress_bar() -> N
         logging.getLogger("layertap.store").warning("%s does not answer; retrying", "s3://bucket/x")
     bar.write.assert_called_once_with("s3://bucket/x does not answer; retrying", file=sys.stderr)
     assert logging.getLogger("layertap.store").handlers == []
-
-
-class Warns:
-    """A worker whose bucket does not answer."""
-
-    @contextlib.contextmanager
-    def __call__(self, say: Callable[[str], None]) -> Iterator[None]:
-        logging.getLogger("layertap.store").warning("%s does not answer; retrying", "s3://bucket/x")
-        raise LayertapError("ended")
-        yield
-
-
-def test_a_worker_sends_what_is_reported_of_its_bucket() -> None:
-    worker = Worker(Warns())
-    worker.begin()
-    told, failed = worker.build(None)
-    assert told == Message("s3://bucket/x does not answer; retrying")
-    assert isinstance(failed, Failed)
-    assert failed.why == "ended"
 
 
 @pytest.mark.slow

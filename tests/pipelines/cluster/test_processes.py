@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import platform
 import random
@@ -21,6 +22,7 @@ from typing import Any
 import pytest
 
 from extract.errors import InputError, LayertapError
+from pipelines.embed.cluster import driver
 from pipelines.embed.cluster.driver import ShardLoop
 from pipelines.embed.cluster.processes import Done, Event, Failed, Message, Processes, Rows, Worker
 from tests.pipelines.cluster.made_up import MadeUp
@@ -61,7 +63,7 @@ class Simulated:
             yield Done(shard, {})
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(5))
 def test_each_shard_is_published_once_or_has_failed_three_times_whatever_ends_the_workers(seed: int) -> None:
     chance = random.Random(seed)
     count = chance.randint(1, 400)
@@ -83,35 +85,28 @@ def test_when_ten_shards_fail_one_after_another_the_run_ends() -> None:
     assert engine.built == list(range(50))
 
 
-def test_each_shard_is_made_by_one_of_the_workers(tmp_path: Path) -> None:
-    loop, events = run(MadeUp(tmp_path, 0.01), 30)
-    assert (loop.done, loop.attempts) == (30, 0)
-    assert made(tmp_path) == list(range(30))
+def test_each_shard_is_made_once_beside_another_writer_and_a_worker_that_dies(tmp_path: Path) -> None:
+    """A shard that another writer published first has no receipt, nor has one whose worker died before it answered."""
+    (tmp_path / "shard-2").touch()
+    loop, events = run(MadeUp(tmp_path, 0.01, {4: "dies after publishing"}), 12)
+    assert made(tmp_path) == list(range(12))
+    assert (loop.done, loop.attempts) == (12, 1)
     assert Message(f"a worker on {platform.node()}, a made-up device") in events
     assert Message("ready") in events
-    assert all(event.receipt for event in events if isinstance(event, Done) and event.shard is not None)
-
-
-def test_a_shard_that_another_writer_was_the_first_to_publish_has_no_receipt(tmp_path: Path) -> None:
-    (tmp_path / "shard-2").touch()
-    loop, events = run(MadeUp(tmp_path), 4, workers=1)
-    assert loop.done == 4
-    assert [event.shard for event in events if isinstance(event, Done) and not event.receipt] == [None, 2]
-
-
-def test_a_shard_that_its_worker_published_before_it_died_is_counted(tmp_path: Path) -> None:
-    loop, events = run(MadeUp(tmp_path, does={4: "dies after publishing"}), 8, workers=1)
-    assert made(tmp_path) == list(range(8))
-    assert (loop.done, loop.attempts) == (8, 1)
     assert [event.shard for event in events if isinstance(event, Failed)] == [4]
+    done = [event for event in events if isinstance(event, Done) and event.shard is not None]
+    assert sorted(event.shard or 0 for event in done if not event.receipt) == [2, 4]
 
 
 @pytest.mark.slow
-def test_a_shard_that_fails_and_one_that_kills_are_named_and_the_others_made(tmp_path: Path) -> None:
-    loop, events = run(MadeUp(tmp_path, does={4: "fails", 9: "kills"}), 20)
-    assert made(tmp_path) == sorted(set(range(20)) - {4, 9})
-    assert loop.failed == {4: ["ValueError: a bad shard"] * 3, 9: ["its process was killed by SIGKILL"] * 3}
-    assert sum(isinstance(event, Failed) for event in events) == 6
+def test_a_shard_that_fails_and_one_that_kills_are_named_and_the_others_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver, "_ATTEMPTS", 2)
+    loop, events = run(MadeUp(tmp_path, does={2: "fails", 5: "kills"}), 8)
+    assert made(tmp_path) == sorted(set(range(8)) - {2, 5})
+    assert loop.failed == {2: ["ValueError: a bad shard"] * 2, 5: ["its process was killed by SIGKILL"] * 2}
+    assert sum(isinstance(event, Failed) for event in events) == 4
 
 
 @pytest.mark.slow
@@ -120,7 +115,7 @@ def test_workers_that_are_killed_at_random_are_replaced(tmp_path: Path) -> None:
     killed: list[int] = []
 
     def kill() -> None:
-        while len(killed) < 4:
+        while len(killed) < 2:  # with three, all attempts at a shard could be hit
             time.sleep(chance.uniform(0.1, 0.4))
             worker = chance.choice(engine._workers)
             if worker._is_alive and worker._process.pid:
@@ -132,12 +127,11 @@ def test_workers_that_are_killed_at_random_are_replaced(tmp_path: Path) -> None:
         assert loop.join()
         killer = threading.Thread(target=kill)
         killer.start()
-        loop.build(range(60))
+        loop.build(range(40))
         killer.join()
-    assert len(loop.failed) <= 1  # three of the kills may hit the same shard
-    assert made(tmp_path) == sorted(set(range(60)) - set(loop.failed))
-    assert loop.done == 60 - len(loop.failed)
-    assert loop.attempts <= 4
+    assert made(tmp_path) == list(range(40))
+    assert (loop.done, loop.failed) == (40, {})
+    assert loop.attempts <= 2
 
 
 def test_an_error_of_the_configuration_ends_all_workers_with_one_message(tmp_path: Path) -> None:
@@ -150,17 +144,6 @@ class Dies(MadeUp):
 
     def __call__(self, say: Any) -> Any:
         os._exit(7)
-
-
-def test_workers_that_die_before_they_are_ready_end_the_run(tmp_path: Path) -> None:
-    with pytest.raises(LayertapError, match="no worker can be started: its process exited with code 7"):
-        run(Dies(tmp_path), 3, workers=1)
-
-
-def test_the_end_of_a_file_in_a_shard_is_not_taken_for_the_end_of_the_run(tmp_path: Path) -> None:
-    worker = Worker(MadeUp(tmp_path, does={1: "meets a cut file"}))
-    worker.begin()
-    assert list(worker.build(1))[-1] == Failed(1, "EOFError: a cut file")
 
 
 class Unreadable(MadeUp):
@@ -176,9 +159,37 @@ class _NoNumber:
         return int, ("no number",)
 
 
-def test_a_message_that_cannot_be_read_ends_the_attempt_and_the_worker(tmp_path: Path) -> None:
-    with pytest.raises(LayertapError, match="its message cannot be read: ValueError: invalid literal for int"):
-        run(Unreadable(tmp_path), 3, workers=1)
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        (Dies, "its process exited with code 7"),
+        (Unreadable, "its message cannot be read: ValueError: invalid literal for int"),
+    ],
+)
+def test_workers_that_end_before_they_are_ready_end_the_run(
+    kind: type[MadeUp], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver, "_ATTEMPTS", 1)
+    with pytest.raises(LayertapError, match=f"no worker can be started: {why}"):
+        run(kind(tmp_path), 3, workers=1)
+
+
+class Warns(MadeUp):
+    """Its bucket does not answer."""
+
+    def __call__(self, say: Any) -> Any:
+        logging.getLogger("layertap.store").warning("%s does not answer; retrying", "s3://bucket/x")
+        return super().__call__(say)
+
+
+def test_a_worker_sends_what_is_reported_of_its_bucket_and_the_end_of_a_file_does_not_end_it_in_silence(
+    tmp_path: Path,
+) -> None:
+    worker = Worker(Warns(tmp_path, does={1: "meets a cut file"}))
+    worker.begin()
+    first, *_, last = worker.build(1)
+    assert first == Message("s3://bucket/x does not answer; retrying")
+    assert last == Failed(1, "EOFError: a cut file")
 
 
 def test_a_process_that_the_system_cannot_start_is_a_failed_attempt(
@@ -188,17 +199,17 @@ def test_a_process_that_the_system_cannot_start_is_a_failed_attempt(
 
     def sometimes(process: SpawnProcess) -> None:
         calls.append(process)
-        if len(calls) in (1, 2, 4):  # both at the beginning, and one of those that replace them
+        if len(calls) in (1, 2, 4):  # at the beginning, at the next attempt, and when the dead one is replaced
             raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
         start(process)
 
     monkeypatch.setattr(SpawnProcess, "start", sometimes)
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
-    loop, events = run(MadeUp(tmp_path, does={1: "dies after publishing"}), 4)
+    loop, events = run(MadeUp(tmp_path, does={1: "dies after publishing"}), 4, workers=1)
     assert made(tmp_path) == list(range(4))
     assert (loop.done, loop.failed) == (4, {})
     why = "its process cannot be started: Resource temporarily unavailable"
-    assert why in [event.why for event in events if isinstance(event, Failed)]
+    assert [event.why for event in events if isinstance(event, Failed)].count(why) == 2
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == blocked
 
 
@@ -208,6 +219,7 @@ def test_workers_end_when_the_first_process_is_killed(does: str, tmp_path: Path)
     code = f"""
 from pathlib import Path
 from pipelines.embed.cluster.processes import Processes
+from pipelines.embed.cluster import driver
 from pipelines.embed.cluster.driver import ShardLoop
 from tests.pipelines.cluster.made_up import MadeUp
 if __name__ == "__main__":

@@ -102,15 +102,18 @@ def test_a_server_that_is_not_ray_and_never_answers_is_given_up_in_a_minute(fold
 
 
 def test_a_process_whose_parent_is_killed_ends() -> None:
-    child = "import time\nfrom pipelines.embed.cluster.processes import exit_with_parent as run\nprint(1, flush=True)\n"
+    child = (
+        "import time\nfrom pipelines.embed.cluster import processes\nprocesses._PARENT_EVERY_S = 0.05\n"
+        "print(1, flush=True)\nprocesses."
+    )
     node = (
         "import subprocess, sys, time\n"
-        f"subprocess.Popen([sys.executable, '-c', {child + 'run(); time.sleep(600)'!r}])\ntime.sleep(600)"
+        f"subprocess.Popen([sys.executable, '-c', {child + 'exit_with_parent(); time.sleep(600)'!r}])\ntime.sleep(600)"
     )
     with subprocess.Popen([sys.executable, "-c", node], cwd=faults.ROOT, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"1\n"
-        assert not select.select([process.stdout], [], [], 1.5)[0]  # it lives as long as its parent
+        assert not select.select([process.stdout], [], [], 0.3)[0]  # it lives as long as its parent
         process.kill()
         assert select.select([process.stdout], [], [], 60)[0]
         assert process.stdout.read() == b""  # all processes that had the pipe have ended

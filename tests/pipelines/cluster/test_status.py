@@ -17,13 +17,17 @@ def test_the_receipts_tell_how_far_it_is(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     options = {"backbone": "timm/test_resnet", "weights": "random", "shard_rows": 3, "compile": "off", "workers": 0}
     extract_features(folder, out=out, device="cpu", progress=False, **options).close()
-    receipts = {shard: json.loads((out / "shards" / f"{shard:06d}.json").read_text()) for shard in range(5)}
+    made = [json.loads((out / "shards" / f"{shard:06d}.json").read_text())["made"] for shard in range(5)]
     away = [(path, path.read_bytes()) for shard in (1, 4) for path in (out / "shards").glob(f"{shard:06d}.*")]
     for path, _ in away:
         path.unlink()
     (out / "shards" / "000002.json").rename(tmp_path / "000002.json")
 
-    half = progress_of(str(out))
+    half, told = progress_of(str(out)), list[str]()
+    print_progress(half, told.append)
+    assert told[0].startswith(f"{out}: 69.2% of the rows are stored")
+    assert "receipts missing or damaged: shards/000002.json; if they stay so" in told[-2]
+    assert told[-1] == "to resume, run `layertap embed` with the same arguments again"
     for path, content in away:
         path.write_bytes(content)
     (tmp_path / "000002.json").rename(out / "shards" / "000002.json")
@@ -36,13 +40,12 @@ def test_the_receipts_tell_how_far_it_is(folder: Path, tmp_path: Path) -> None:
     assert (whole["shards_done"], whole["rows_done"], whole["receipts_missing"]) == (5, 13, [])
     assert whole["status"] == {"ok": 12, "decode error": 1}
     assert (whole["images_per_s"], whole["seconds_left"]) == (None, None)
-    made = [receipt["made"] for receipt in receipts.values()]
     assert whole["stages"]["forward"] == pytest.approx(sum(one["stages"]["forward"] for one in made), abs=0.1)
     rate = 13 / sum(one["seconds"] for one in made)
     assert whole["workers"] == [
         {"host": platform.node(), "device": "cpu", "shards": 5, "rows": 13, "images_per_s": pytest.approx(rate, 0.01)}
     ]
-    told: list[str] = []
+    told = []
     print_progress(whole, told.append)
     assert told[0].startswith(f"{out}: complete, images in {folder}")
     (line,) = (line for line in told if "per worker" in line)
