@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from pathlib import Path
+
 import pytest
 
 
@@ -15,3 +19,27 @@ def _figures_of_probes_are_made_but_not_drawn(request: pytest.FixtureRequest, mo
     """Drawing takes longer than the probes do."""
     if "figures" not in request.fixturenames:
         monkeypatch.setattr("pipelines.probe.probe_figures.save_figure", lambda figure, path: path)
+
+
+def copy_of(data_set: Path, copy: Path, images: Path) -> Path:
+    """A copy of a data set that says that its images lie in another folder, with the same names."""
+    shutil.copytree(data_set, copy)
+    content = json.loads((copy / "dataset.json").read_text())
+    content["images"]["root"] = str(images)
+    (copy / "dataset.json").write_text(json.dumps(content))
+    return copy
+
+
+@pytest.fixture(scope="session")
+def _embedded(_twelve: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.pipelines.test_cli import SMALL, layertap
+
+    out = tmp_path_factory.mktemp("embedded") / "out"
+    assert layertap("embed", _twelve, "-o", out, *SMALL, "--shard-rows", 5).exit_code == 0
+    return out
+
+
+@pytest.fixture
+def out(_embedded: Path, folder: Path, tmp_path: Path) -> Path:
+    """A data set of the twelve pictures of `folder`, in three shards."""
+    return copy_of(_embedded, tmp_path / "out", folder)

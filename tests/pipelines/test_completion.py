@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -53,17 +51,3 @@ def test_a_script_is_printed_for_each_shell(shell: str) -> None:
     assert "_LAYERTAP_COMPLETE" in result.stdout
     if shutil.which(shell):
         subprocess.run([shell, "-n"], input=result.stdout, text=True, check=True)
-
-
-def test_completion_imports_neither_torch_nor_timm() -> None:
-    code = (
-        "import sys\nfrom pipelines.cli import main\n"
-        "try: main(prog_name='layertap')\n"
-        "finally: print({'torch', 'timm', 'numpy'} & set(sys.modules), file=sys.stderr)"
-    )
-    words = {"_LAYERTAP_COMPLETE": "bash_complete", "COMP_WORDS": "layertap embed --dtype bfl", "COMP_CWORD": "3"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | words, capture_output=True, text=True, check=True
-    )
-    assert "plain,bfloat16" in done.stdout.split()
-    assert done.stderr == "set()\n"
