@@ -31,7 +31,7 @@ def copy_of(data_set: Path, copy: Path, images: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def _embedded(_twelve: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def twelve_embedded(_twelve: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.pipelines.test_cli import SMALL, layertap
 
     out = tmp_path_factory.mktemp("embedded") / "out"
@@ -40,6 +40,6 @@ def _embedded(_twelve: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def out(_embedded: Path, folder: Path, tmp_path: Path) -> Path:
+def out(twelve_embedded: Path, folder: Path, tmp_path: Path) -> Path:
     """A data set of the twelve pictures of `folder`, in three shards."""
-    return copy_of(_embedded, tmp_path / "out", folder)
+    return copy_of(twelve_embedded, tmp_path / "out", folder)

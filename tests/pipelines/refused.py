@@ -23,6 +23,8 @@ OF_BACKBONES_AND_LAYERS = {
     "embed photos -b timm/test_resnet --weights lost.pth": "weights file lost.pth does not exist\n\n"
                                                            "hint: did you mean last.pth?",
     "embed photos -b timm/test_resnet --weights ''": "--weights: String should have at least 1 character; got ''",
+    "embed photos -b timm/test_vit --weights random --size 200 --crop 200": "timm/test_vit does not accept pictures of "
+                                                                            "200x200: ...",
     "embed photos SMALL -l layer4:avg": "':avg' after layer 'layer4' is neither a pooling (auto, none, ...) nor one of "
                                         "its tensors (layer4)",
     "list timm/resnett": "backbone 'timm/resnett' not found; nearest: 'timm/resnet...\n\n"

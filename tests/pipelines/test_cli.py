@@ -159,20 +159,6 @@ def test_every_key_of_a_configuration_is_a_flag() -> None:
         assert {parameter.name for parameter in main.commands[name].params} == fields | {"config", "as_json"}
 
 
-def test_a_layer_that_never_runs(folder: Path, tmp_path: Path) -> None:
-    file = tmp_path / "net.py"
-    file.write_text(
-        "from torch import nn\n"
-        "from torchvision import transforms\n"
-        "def net():\n"
-        "    encoder = nn.TransformerEncoderLayer(64, 2, 8, batch_first=True)\n"
-        "    model = nn.Sequential(nn.Conv2d(3, 64, 8, 8), nn.Flatten(2), encoder, nn.Flatten(), nn.Linear(4096, 5))\n"
-        "    return model, transforms.Compose([transforms.Resize((64, 64)), transforms.ToTensor()])\n"
-    )
-    text = fails("embed", folder, "-o", tmp_path / "out", "-b", f"python/{file}:net", "-l", "2.self_attn.out_proj")
-    assert f"'2.self_attn.out_proj' of python/{file}:net never runs" in text
-
-
 def test_another_run_on_the_same_output_exits_with_4(out: Path, folder: Path) -> None:
     with DataSet.open(out).locked():
         text = fails("embed", folder, "-o", out, *SMALL, code=4)

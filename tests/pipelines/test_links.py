@@ -31,12 +31,11 @@ def precious(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def out(folder: Path, tmp_path: Path) -> Path:
+def out(out: Path) -> Path:
     """Twelve pictures in three shards, the last of which is to be computed again."""
-    assert layertap("embed", folder, "-o", tmp_path / "out", *SMALL, "--shard-rows", 5).exit_code == 0
-    for path in (tmp_path / "out" / "shards").glob("000002.*"):
+    for path in (out / "shards").glob("000002.*"):
         path.unlink()
-    return tmp_path / "out"
+    return out
 
 
 def symbolic(name: Path, target: Path) -> None:
@@ -50,27 +49,21 @@ def hard(name: Path, target: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [".lock", "runs.jsonl", "shards/000002.h5.part"])
-def test_embed_changes_no_file_through_a_symbolic_link(out: Path, folder: Path, precious: Path, name: str) -> None:
-    symbolic(out / name, precious)
-    message = fails("embed", folder, "-o", out, *SMALL)
-    assert str(out / name) in message
-    assert "nothing was written" in message
-    assert precious.read_bytes() == PRECIOUS
-    assert sorted(path.name for path in (out / "shards").glob("*.h5")) == ["000000.h5", "000001.h5"]
-    (out / name).unlink()  # as the message says
-    assert layertap("embed", folder, "-o", out, *SMALL).exit_code == 0
-    assert layertap("verify", out).exit_code == 0
-    assert precious.read_bytes() == PRECIOUS
-
-
-@pytest.mark.parametrize("name", [".lock", "runs.jsonl", "shards/000002.h5.part"])
-def test_embed_changes_no_file_through_a_hard_link(out: Path, folder: Path, precious: Path, name: str) -> None:
-    hard(out / name, precious)
+@pytest.mark.parametrize("link", [symbolic, hard])
+def test_embed_changes_no_file_through_a_link(
+    out: Path, folder: Path, precious: Path, link: Callable[[Path, Path], None], name: str
+) -> None:
+    link(out / name, precious)
     result = layertap("embed", folder, "-o", out, *SMALL)
     assert precious.read_bytes() == PRECIOUS
-    if name.endswith(".part"):  # what is in it is no shard
+    if link is symbolic:
+        assert result.exit_code == 2
+        assert str(out / name) in result.stderr
+        assert "nothing was written" in result.stderr
+        assert sorted(path.name for path in (out / "shards").glob("*.h5")) == ["000000.h5", "000001.h5"]
+    if link is symbolic or name.endswith(".part"):  # what is in it is no shard
         assert result.exit_code != 0
-        (out / name).unlink()
+        (out / name).unlink()  # as the message says
         result = layertap("embed", folder, "-o", out, *SMALL)
     assert result.exit_code == 0
     assert layertap("verify", out).exit_code == 0
@@ -78,27 +71,29 @@ def test_embed_changes_no_file_through_a_hard_link(out: Path, folder: Path, prec
 
 
 @pytest.mark.parametrize("link", [symbolic, hard])
-def test_repair_truncates_no_file_through_the_lock(
+def test_repair_changes_no_file_through_the_lock_or_a_receipt(
     out: Path, precious: Path, link: Callable[[Path, Path], None]
 ) -> None:
+    receipt = out / "shards" / "000000.json"
+    link(receipt, precious)
+    layertap("verify", out, "--repair")
+    assert precious.read_bytes() == PRECIOUS
+    assert not receipt.is_symlink()
+    assert json.loads(receipt.read_text())["n_rows"] == 5
+    receipt.unlink()  # a fault that can be repaired
     link(out / ".lock", precious)
-    (out / "shards" / "000000.json").unlink()  # a fault that can be repaired
     result = layertap("verify", out, "--repair")
     assert (str(out / ".lock") in result.stderr) == (link is symbolic)
     assert precious.read_bytes() == PRECIOUS
 
 
-@pytest.mark.parametrize("first", [True, False])
-def test_a_backup_of_hard_links_stays_as_it_is_and_both_go_on(
-    out: Path, folder: Path, tmp_path: Path, first: bool
-) -> None:
+def test_a_backup_of_hard_links_stays_as_it_is_and_both_go_on(out: Path, folder: Path, tmp_path: Path) -> None:
     backup = tmp_path / "backup"
     shutil.copytree(out, backup, copy_function=os.link)  # as `cp -al` does
-    changed, kept = (out, backup) if first else (backup, out)
-    before = {path: path.read_bytes() for path in kept.rglob("*") if path.is_file()}
-    assert layertap("embed", folder, "-o", changed, *SMALL).exit_code == 0
-    assert {path: path.read_bytes() for path in kept.rglob("*") if path.is_file()} == before
-    assert layertap("embed", folder, "-o", kept, *SMALL).exit_code == 0
+    before = {path: path.read_bytes() for path in backup.rglob("*") if path.is_file()}
+    assert layertap("embed", folder, "-o", out, *SMALL).exit_code == 0
+    assert {path: path.read_bytes() for path in backup.rglob("*") if path.is_file()} == before
+    assert layertap("embed", folder, "-o", backup, *SMALL).exit_code == 0
     for one in (out, backup):
         assert layertap("verify", one).exit_code == 0
 
@@ -118,30 +113,32 @@ def test_a_lock_with_two_names_is_a_lock(tmp_path: Path) -> None:
     assert (tmp_path / "elsewhere").read_bytes() == PRECIOUS
 
 
-def test_a_dry_run_of_sync_writes_nothing(folder: Path, tmp_path: Path) -> None:
-    config = write(tmp_path / "sync.yaml", images=str(folder), out=str(tmp_path / "out"), **SYNC)
+@pytest.fixture(scope="module")
+def synced_once(_twelve: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("synced")
+    config = write(place / "sync.yaml", images=str(_twelve), out=str(place / "out"), **SYNC)
     assert layertap("sync", config).exit_code == 0
-    (folder / "ant" / "00.png").rename(folder / "bee" / "moved.png")
+    return place / "out"
 
+
+@pytest.fixture
+def synced(synced_once: Path, _twelve: Path, tmp_path: Path) -> list[object]:
+    """The command that updates the data set `synced`, of whose pictures one has been renamed since."""
+    shutil.copytree(synced_once, tmp_path / "synced")
+    pictures = shutil.copytree(_twelve, tmp_path / "synced pictures")
+    (pictures / "ant" / "00.png").rename(pictures / "bee" / "moved.png")
+    values = {"images": str(pictures), "out": str(tmp_path / "synced"), "max_vanish": 1}
+    return ["sync", write(tmp_path / "sync.yaml", **values, **SYNC), "--force"]  # the pictures are elsewhere
+
+
+def test_a_dry_run_of_sync_writes_nothing(synced: list[object], tmp_path: Path) -> None:
     def files() -> dict[Path, tuple[bytes, int]]:
-        below = (path for path in (tmp_path / "out").rglob("*") if path.is_file())
+        below = (path for path in (tmp_path / "synced").rglob("*") if path.is_file())
         return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in below}
 
     before = files()
-    assert "1 renamed" in layertap("sync", config, "--dry-run").stdout
+    assert "1 renamed" in layertap(*synced, "--dry-run").stdout
     assert files() == before
-
-
-@pytest.mark.parametrize("link", [symbolic, hard])
-def test_repair_replaces_the_link_and_not_the_file_that_a_receipt_leads_to(
-    out: Path, precious: Path, link: Callable[[Path, Path], None]
-) -> None:
-    link(out / "shards" / "000000.json", precious)
-    layertap("verify", out, "--repair")
-    assert precious.read_bytes() == PRECIOUS
-    receipt = out / "shards" / "000000.json"
-    assert not receipt.is_symlink()
-    assert json.loads(receipt.read_text())["n_rows"] == 5
 
 
 def test_a_folder_that_is_a_link_is_not_written_into(out: Path, folder: Path, tmp_path: Path) -> None:
@@ -165,55 +162,43 @@ def test_the_data_set_itself_may_be_a_link(out: Path, folder: Path, tmp_path: Pa
     assert out.is_symlink()
 
 
-NAMES = ["versions/000001.h5", "runs.jsonl", ".lock"]
-
-
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["versions/000001.h5", "runs.jsonl", ".lock"])
 @pytest.mark.parametrize("dry", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_sync_changes_no_file_through_a_link(
-    folder: Path, tmp_path: Path, precious: Path, name: str, dry: bool
+    synced: list[object], tmp_path: Path, precious: Path, name: str, dry: bool
 ) -> None:
-    config = write(tmp_path / "sync.yaml", images=str(folder), out=str(tmp_path / "out"), **SYNC)
-    assert layertap("sync", config).exit_code == 0
-    before = precious.read_bytes()
-    symbolic(tmp_path / "out" / name, precious)
-    (folder / "ant" / "00.png").rename(folder / "bee" / "moved.png")
-    result = layertap("sync", config, *(["--dry-run"] if dry else []))
-    assert precious.read_bytes() == before
+    symbolic(tmp_path / "synced" / name, precious)
+    result = layertap(*synced, *(["--dry-run"] if dry else []))
+    assert precious.read_bytes() == PRECIOUS
     if name.startswith("versions"):  # it is written again, elsewhere
         assert result.exit_code == 0
     elif name != "runs.jsonl" or not dry:
         assert result.exit_code == 2
-        assert f"{tmp_path / 'out' / name} is a link to" in result.output
+        assert f"{tmp_path / 'synced' / name} is a link to" in result.output
 
 
-def test_sync_writes_no_version_into_a_linked_folder(folder: Path, tmp_path: Path) -> None:
-    config = write(tmp_path / "sync.yaml", images=str(folder), out=str(tmp_path / "out"), max_vanish=1, **SYNC)
-    assert layertap("sync", config).exit_code == 0
-    shards = tmp_path / "out" / "passes" / "000001" / "shards"
-    for place in (tmp_path / "out" / "versions", tmp_path / "out" / "passes", shards):
+def test_sync_writes_no_version_into_a_linked_folder(synced: list[object], tmp_path: Path) -> None:
+    out = tmp_path / "synced"
+    for place in (out / "versions", out / "passes", out / "passes" / "000001" / "shards"):
         elsewhere = tmp_path / f"elsewhere-{place.name}"
         shutil.move(place, elsewhere)
         place.symlink_to(elsewhere)
         before = sorted(path.name for path in elsewhere.iterdir())
-        assert f"{place} is a link to" in layertap("sync", config).output
+        assert f"{place} is a link to" in layertap(*synced).output
         assert sorted(path.name for path in elsewhere.iterdir()) == before
         place.unlink()
         shutil.move(elsewhere, place)
 
 
-def test_a_report_beside_the_features_replaces_a_link(out: Path, folder: Path, tmp_path: Path) -> None:
-    assert layertap("embed", folder, "-o", out, *SMALL).exit_code == 0
-    assert layertap("report", out, "-o", tmp_path / "kept.html", "--thumbnails", 0, "--map", "pca").exit_code == 0
-    kept = (tmp_path / "kept.html").read_bytes()
-    (out / "report.html").symlink_to(tmp_path / "kept.html")
-    assert layertap("report", out, "--thumbnails", 0, "--map", "pca", "--seed", 1).exit_code == 0
-    assert (tmp_path / "kept.html").read_bytes() == kept
+def test_reports_and_results_of_probes_do_not_go_through_a_link(twelve_embedded: Path, tmp_path: Path) -> None:
+    out, kept = shutil.copytree(twelve_embedded, tmp_path / "whole"), tmp_path / "kept.html"
+    report = ["report", out, "--thumbnails", 0, "--map", "pca"]
+    assert layertap(*report, "-o", kept).exit_code == 0
+    before = kept.read_bytes()
+    (out / "report.html").symlink_to(kept)
+    assert layertap(*report, "--seed", 1).exit_code == 0
+    assert kept.read_bytes() == before
     assert not (out / "report.html").is_symlink()
-
-
-def test_results_of_a_probe_do_not_go_through_a_linked_folder(out: Path, folder: Path, tmp_path: Path) -> None:
-    assert layertap("embed", folder, "-o", out, *SMALL).exit_code == 0
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (out / "probe").symlink_to(elsewhere)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from extract import FeatureReader, Status
-from extract.images import decoding
+from extract.images import decoding, loading
 from extract.images.sources import Files, UnreachableError
 from extract.sync import difference
 from tests.conftest import make_picture
@@ -79,16 +79,21 @@ def broken_heif(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cal
     "raise OSError('libheif.so.1: cannot open shared object file')", "import no_such_module", "raise MemoryError",
     "import ctypes; ctypes.CDLL('libheif-that-is-not-there.so')", "def register_heif_opener(): raise RuntimeError('x')",
 ])  # fmt: skip
-@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_a_broken_decoder_stops_the_run_before_the_first_image(
-    folder: Path, tmp_path: Path, broken_heif: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, line: str,
-    workers: int,
-) -> None:  # fmt: skip
-    arguments = ["embed", folder, "-o", tmp_path / "out", *SMALL, "--workers", workers]
+    folder: Path, tmp_path: Path, broken_heif: Callable[[str], None], line: str
+) -> None:
     broken_heif(line)
-    message = fails(*arguments, code=1)
+    message = fails("embed", folder, "-o", tmp_path / "out", *SMALL, code=1)
     assert "pillow_heif, which decodes HEIC, is installed but cannot be loaded" in message
     assert shards(tmp_path / "out") == []
+
+
+def test_a_decoder_that_is_repaired_is_used_by_the_processes_that_decode(
+    folder: Path, tmp_path: Path, broken_heif: Callable[[str], None]
+) -> None:
+    arguments = ["embed", folder, "-o", tmp_path / "out", *SMALL, "--workers", 2]
+    broken_heif("raise MemoryError")
+    assert "is installed but cannot be loaded" in fails(*arguments, code=1)
     broken_heif("def register_heif_opener(): pass")
     assert layertap(*arguments).exit_code == 0
     assert statuses(tmp_path / "out") == ["ok"] * 12
@@ -114,10 +119,7 @@ def test_a_pillow_that_decodes_no_jpeg_stops_the_run(
 @pytest.mark.parametrize(
     ("number", "workers"),
     [(errno.EMFILE, 0), (errno.ENOMEM, 2)]
-    + [
-        pytest.param(*some, marks=pytest.mark.slow)
-        for some in [(errno.EMFILE, 2), (errno.ENFILE, 0), (errno.ENFILE, 2), (errno.ENOMEM, 0)]
-    ],
+    + [pytest.param(*some, marks=pytest.mark.slow) for some in [(errno.ENFILE, 2), (errno.ENOMEM, 0)]],
 )
 def test_what_the_machine_has_run_out_of_stops_the_run_and_fails_no_row(
     folder: Path, tmp_path: Path, failing: dict[str, Exception], number: int, workers: int
@@ -144,7 +146,8 @@ def test_a_library_that_cannot_be_imported_stops_the_run(
 def test_too_little_memory_for_a_small_picture_stops_the_run_and_for_a_huge_one_is_a_failed_row(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    huge = decoding.Image.new("L", (9_000, 8_000))
+    monkeypatch.setattr(loading, "_NOT_MANY_PIXELS", 10_000)
+    huge = decoding.Image.new("L", (101, 100))
     huge.save(folder / "cat" / "huge.png")
     to_picture = decoding.to_picture
 
@@ -192,10 +195,11 @@ def test_too_little_memory_is_one_line_and_leaves_what_was_stored(
 
 
 def test_an_image_with_an_io_error_is_tried_again_by_the_next_run(
-    folder: Path, tmp_path: Path, failing: dict[str, Exception]
+    twelve_embedded: Path, folder: Path, tmp_path: Path, failing: dict[str, Exception]
 ) -> None:
     out = tmp_path / "out"
     arguments = ["embed", folder, "-o", out, *SMALL, "--shard-rows", 5]
+    whole = (folder / "bee" / "04.png").rename(tmp_path / "04.png")
     (folder / "bee" / "04.png").write_bytes(b"no picture")
     failing["bee/07.jpg"] = OSError(errno.EIO, os.strerror(errno.EIO))
     first = layertap(*arguments)
@@ -216,20 +220,10 @@ def test_an_image_with_an_io_error_is_tried_again_by_the_next_run(
     assert shards(out) == ["000000.h5", "000001-r1.h5", "000002.h5"]
     assert statuses(out).count("ok") == 11
     assert layertap("verify", out).exit_code == 0
-    make_picture(4).save(folder / "bee" / "04.png")
-    assert layertap("embed", folder, "-o", tmp_path / "fresh", *SMALL, "--shard-rows", 5).exit_code == 0
+    whole.rename(folder / "bee" / "04.png")
     assert layertap(*arguments, "--retry-failed").exit_code == 0
-    with FeatureReader(out) as one, FeatureReader(tmp_path / "fresh") as fresh:
+    with FeatureReader(out) as one, FeatureReader(twelve_embedded) as fresh:
         np.testing.assert_array_equal(one["embedding"][:], fresh["embedding"][:])
-
-
-def test_a_complete_data_set_with_failed_rows_says_how_they_are_tried_again(folder: Path, tmp_path: Path) -> None:
-    (folder / "bee" / "04.png").write_bytes(b"no picture")
-    arguments = ["embed", folder, "-o", tmp_path / "out", *SMALL]
-    layertap(*arguments)
-    told = layertap(*arguments).stdout
-    assert "is complete: all 12 rows were done before, 1 of them without features" in told
-    assert "--retry-failed" in told
 
 
 @pytest.mark.parametrize("error", [lambda i: OSError(errno.EIO, os.strerror(errno.EIO)),
@@ -237,8 +231,10 @@ def test_a_complete_data_set_with_failed_rows_says_how_they_are_tried_again(fold
 def test_many_images_in_a_row_that_fail_for_the_same_foreign_reason_stop_the_run(
     folder: Path, tmp_path: Path, failing: dict[str, Exception], error: Callable[[int], Exception]
 ) -> None:
+    make_picture(100, 20, 20).save(folder / "cat" / "z00.png")
+    png = (folder / "cat" / "z00.png").read_bytes()
     for i in range(60):
-        make_picture(100 + i, 20, 20).save(folder / "cat" / f"z{i:02d}.png")
+        (folder / "cat" / f"z{i:02d}.png").write_bytes(png + str(i).encode())  # other bytes, or it is computed once
         if i != 20:
             failing[f"cat/z{i:02d}.png"] = error(i)
     arguments = ["embed", folder, "-o", tmp_path / "out", *SMALL, "--batch-size", 4]
@@ -246,9 +242,6 @@ def test_many_images_in_a_row_that_fail_for_the_same_foreign_reason_stop_the_run
     assert "35 images in a row cannot be read" in message  # in batches of 4; not the 20 before the one that can be
     assert "Stored rows are safe" in message
     assert len(statuses(tmp_path / "out")) == 64  # what was stored before the last batches
-    failing.clear()
-    assert layertap(*arguments, "--retry-failed").exit_code == 0
-    assert statuses(tmp_path / "out") == ["ok"] * 72
 
 
 def test_a_first_batch_of_which_no_image_can_be_read_fails_no_row(
@@ -260,10 +253,10 @@ def test_a_first_batch_of_which_no_image_can_be_read_fails_no_row(
 
 
 def test_many_damaged_images_in_a_row_are_rows(folder: Path, tmp_path: Path) -> None:
-    for i in range(60):
+    for i in range(40):
         (folder / "ant" / f"0{i:02d}.png").write_bytes(b"no picture")
     assert layertap("embed", folder, "-o", tmp_path / "out", *SMALL, "--batch-size", 4).exit_code == 0
-    assert statuses(tmp_path / "out").count("decode error") == 60
+    assert statuses(tmp_path / "out").count("decode error") == 40
 
 
 def test_sync_tries_an_image_with_an_io_error_again_after_a_minute(
