@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import base64
-import http.server
 import json
 import shutil
 import sys
-import threading
-import urllib.parse
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +21,7 @@ from extract.store.places.bucket import Bucket
 from pipelines.terminal.config import name_of
 from tests.pipelines.test_cli import SMALL, layertap
 from tests.pipelines.test_report import n_thumbnails
+from tests.pipelines.web_server import WebServer, names, serving
 
 # A signature of today and one of tomorrow. The first characters show a secret that was cut or is encoded in part.
 DAYS = ["SECRETone0a1b2c3d4e5f6a7b8c9", "SECRETtwo9f8e7d6c5b4a39281706"]
@@ -121,68 +118,10 @@ def test_a_parameter_with_another_name_stays_as_it_is(url: str) -> None:
     assert text_without_credentials(url) == url
 
 
-class Guarded(http.server.BaseHTTPRequestHandler):
-    """Sends /signed/NAME only with the secret of the day in the query or as the user's name, /open/NAME to all."""
-
-    folder: Path
-    secret = DAYS[0]
-    requests = 0
-
-    def do_HEAD(self) -> None:
-        self.do_GET()
-
-    def do_GET(self) -> None:
-        type(self).requests += 1
-        path, _, query = self.path.partition("?")
-        user = base64.b64decode(self.headers.get("Authorization", "Basic ").partition(" ")[2]).decode()
-        if path.startswith("/signed/") and self.secret not in urllib.parse.unquote(query) + user:
-            self.send_error(403)
-            return
-        file = self.folder / path.removeprefix("/signed/").removeprefix("/open/")
-        if file.is_dir():
-            links = "".join(f'<a href="{entry.name}{"/" * entry.is_dir()}">x</a>' for entry in sorted(file.iterdir()))
-            self._send(200, links.encode(), "text/html")
-        elif not file.is_file():
-            self.send_error(404)
-        else:
-            data, first = file.read_bytes(), 0
-            if wanted := self.headers.get("Range"):
-                first, last = (int(number) for number in wanted.removeprefix("bytes=").split("-"))
-                data, size = data[first : last + 1], len(data)
-                self._send(206, data, "image/png", f"bytes {first}-{first + len(data) - 1}/{size}")
-            else:
-                self._send(200, data, "image/png")
-
-    def _send(self, code: int, data: bytes, kind: str, content_range: str = "") -> None:
-        self.send_response(code)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(data)))
-        self.send_header("Accept-Ranges", "bytes")
-        if content_range:
-            self.send_header("Content-Range", content_range)
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(data)
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
-
 @pytest.fixture
-def guarded(folder: Path) -> Iterator[type[Guarded]]:
-    class Here(Guarded):
-        pass
-
-    Here.folder = folder.parent
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Here) as running:
-        Here.host = f"127.0.0.1:{running.server_port}"  # type: ignore[attr-defined]
-        threading.Thread(target=running.serve_forever, args=(0.01,), daemon=True).start()
-        yield Here
-        running.shutdown()
-
-
-def names(folder: Path) -> list[str]:
-    return sorted(path.relative_to(folder.parent).as_posix() for path in folder.rglob("*.*"))
+def server(folder: Path) -> Iterator[type[WebServer]]:
+    with serving(folder.parent, DAYS[0]) as running:
+        yield running
 
 
 def write_list(folder: Path, host: str, day: str, extra: str = "") -> Path:
@@ -216,17 +155,17 @@ def check_item(item: h5py.Dataset | h5py.Group) -> None:
         assert MARK.encode() not in item[()].tobytes()
 
 
-def run(*arguments: object, code: int = 0) -> str:
+def run(*arguments: object, code: int = 0, stdout: bool = False) -> str:
     result = layertap(*arguments)
     assert result.exit_code == code, result.output
     assert MARK not in result.output
-    return result.output
+    return result.stdout if stdout else result.output
 
 
 def test_a_list_of_signed_urls_leaves_no_signature_and_resumes_with_those_of_another_day(
-    folder: Path, tmp_path: Path, guarded: type[Guarded]
+    folder: Path, tmp_path: Path, server: type[WebServer]
 ) -> None:
-    out, host = tmp_path / "data" / "out", guarded.host  # type: ignore[attr-defined]
+    out, host = tmp_path / "data" / "out", server.host
     where = write_list(folder, host, DAYS[0])
     run("embed", where, "-o", out, *SMALL, "--compress", "gzip")
     check_no_secret(out)
@@ -236,19 +175,19 @@ def test_a_list_of_signed_urls_leaves_no_signature_and_resumes_with_those_of_ano
         assert sorted(reader.paths) == sorted(kept)
         assert {kept[int(number)]: number for number in reader.ids} == dict(zip(reader.paths, reader.ids, strict=True))
     stored = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
-    guarded.secret, guarded.requests = DAYS[1], 0
+    server.secret, server.requests = DAYS[1], []
     write_list(folder, host, DAYS[1])
-    again = json.loads(layertap("embed", where, "-o", out, *SMALL, "--json").stdout)
-    assert (again["found_done"], again["computed"], guarded.requests) == (12, 0, 0)
+    again = json.loads(run("embed", where, "-o", out, *SMALL, "--json", stdout=True))
+    assert (again["found_done"], again["computed"], server.requests) == (12, 0, [])
     assert stored == {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
 
 
 @pytest.mark.slow
 def test_processes_that_share_a_signed_list_leave_no_signature(
-    folder: Path, tmp_path: Path, guarded: type[Guarded], capfd: pytest.CaptureFixture[str]
+    folder: Path, tmp_path: Path, server: type[WebServer], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    write_list(folder, guarded.host, DAYS[0], f"http://127.0.0.1:9/c.png?token={MARK},12\n")  # type: ignore[attr-defined]
-    url = f"http://{guarded.host}/signed/list.csv?X-Amz-Signature={DAYS[0]}"  # type: ignore[attr-defined]
+    write_list(folder, server.host, DAYS[0], f"http://127.0.0.1:9/c.png?token={MARK},12\n")
+    url = f"http://{server.host}/signed/list.csv?X-Amz-Signature={DAYS[0]}"
     out = tmp_path / "data" / "out"
     shared = ["--engine", "processes", "--cpus-per-worker", 1, "--shard-rows", 7]
     run("embed", url, "-o", out, *SMALL, *shared)
@@ -261,9 +200,9 @@ def test_processes_that_share_a_signed_list_leave_no_signature(
 
 @pytest.mark.usefixtures("no_pauses")
 def test_rows_that_failed_are_retried_with_the_signatures_of_another_day(
-    folder: Path, tmp_path: Path, guarded: type[Guarded]
+    folder: Path, tmp_path: Path, server: type[WebServer]
 ) -> None:
-    out, host = tmp_path / "data" / "out", guarded.host  # type: ignore[attr-defined]
+    out, host = tmp_path / "data" / "out", server.host
     passwords = f'"http://me:{MARK}p@ss/w@rd@{host}/a.png",12\n"http://me:{MARK}/x@{host}/b.png",13\n'
     dead = f'"http://127.0.0.1:9/c.png?token={MARK}",14\n"nothing://{MARK}@x/d.png?sig={MARK}",15\n'
     where = write_list(folder, host, DAYS[1], passwords + dead)
@@ -282,15 +221,14 @@ def test_rows_that_failed_are_retried_with_the_signatures_of_another_day(
         assert not any(MARK in text for text in (*failed, *failed.values()))
 
 
-def test_images_of_signed_urls_are_found_again(folder: Path, tmp_path: Path, guarded: type[Guarded]) -> None:
-    out, host = tmp_path / "data" / "out", guarded.host  # type: ignore[attr-defined]
+def test_images_of_signed_urls_are_found_again(folder: Path, tmp_path: Path, server: type[WebServer]) -> None:
+    out, host = tmp_path / "data" / "out", server.host
     where = write_list(folder, host, DAYS[0])
     run("embed", where, "-o", out, *SMALL)
-    guarded.secret = DAYS[1]
+    server.secret = DAYS[1]
     write_list(folder, host, DAYS[1])
-    run("show", out)
-    run("show", out, "--json")
-    run("status", out)
+    for command in (["show", out], ["show", out, "--json"], ["status", out]):
+        run(*command)
     assert "12 rows computed again" in run("verify", out, "--sample", 12, "--images", where)
     shutil.copy(where, moved := where.with_name("moved.csv"))
     run("verify", out, "--sample", 3, "--images", moved)
@@ -304,8 +242,8 @@ def test_images_of_signed_urls_are_found_again(folder: Path, tmp_path: Path, gua
     check_no_secret(tmp_path / "data")
 
 
-def test_rows_that_differ_in_other_parameters_stay_apart(folder: Path, tmp_path: Path, guarded: type[Guarded]) -> None:
-    url = f"http://{guarded.host}/signed/{names(folder)[0]}"  # type: ignore[attr-defined]
+def test_rows_that_differ_in_other_parameters_stay_apart(folder: Path, tmp_path: Path, server: type[WebServer]) -> None:
+    url = f"http://{server.host}/signed/{names(folder)[0]}"
     lines = [f"{url}?id={i}&token={DAYS[0]}" for i in (2, 1, 3)]
     (tmp_path / "list.csv").write_text("path\n" + "\n".join(lines))
     images = list_images(tmp_path / "list.csv")
@@ -317,43 +255,39 @@ def test_rows_that_differ_in_other_parameters_stay_apart(folder: Path, tmp_path:
     assert MARK not in str(raised.value)
 
 
-@pytest.mark.parametrize("kind", ["list", "zip", "list by user", "zips"])
-def test_a_root_with_credentials(folder: Path, tmp_path: Path, guarded: type[Guarded], kind: str) -> None:
-    host = guarded.host  # type: ignore[attr-defined]
-    (tmp_path / "web").mkdir()
-    shutil.move(folder, tmp_path / "web" / "pictures")
-    guarded.folder, folder = tmp_path / "web", tmp_path / "web" / "pictures"
-    rows = "\n".join(f"http://{host}/open/{name}" for name in names(folder))
-    (guarded.folder / "list.csv").write_text("path\n" + rows)
-    (guarded.folder / "relative.csv").write_text("path\n" + "\n".join(names(folder)))
+@pytest.mark.parametrize(
+    "place",
+    [
+        "http://{h}/signed/list.csv?X-Amz-Credential=A/{s}/b&X-Amz-Signature={s}",
+        "http://{s}@{h}/signed/relative.csv?version=2&sig={s}",
+        "http://{h}/signed/pictures-{{0..1}}.zip?token={s}",
+    ],
+)
+def test_a_root_with_credentials(folder: Path, tmp_path: Path, server: type[WebServer], place: str) -> None:
+    web = folder.parent
+    rows = "\n".join(f"http://{server.host}/open/{name}" for name in names(folder))
+    (web / "list.csv").write_text("path\n" + rows)
+    (web / "relative.csv").write_text("path\n" + "\n".join(names(folder)))
     for number in range(2):
-        with zipfile.ZipFile(guarded.folder / f"pictures-{number}.zip", "w") as archive:
+        with zipfile.ZipFile(web / f"pictures-{number}.zip", "w") as archive:
             for name in names(folder)[number::2]:
-                archive.write(guarded.folder / name, "same/name.png" if name == names(folder)[number] else name)
-    place = {
-        "list": "http://{h}/signed/list.csv?X-Amz-Credential=A/{s}/b&X-Amz-Signature={s}",
-        "list by user": "http://{s}@{h}/signed/relative.csv?version=2&sig={s}",
-        "zip": "http://{h}/signed/pictures-0.zip?token={s}",
-        "zips": "http://{h}/signed/pictures-{{0..1}}.zip?token={s}",
-    }[kind]
+                archive.write(web / name, "same/name.png" if name == names(folder)[number] else name)
     out = tmp_path / "data" / "out"
     roots = []
     for day in DAYS:
-        guarded.secret = day
-        url = place.format(h=host, s=day)
+        server.secret = day
+        url = place.format(h=server.host, s=day)
         assert MARK not in name_of(url)
-        result = layertap("embed", url, "-o", out, *SMALL, "--json")
-        assert result.exit_code == 0, result.output
-        assert MARK not in result.output
-        assert json.loads(result.stdout)["computed"] == (0 if roots else 6 if kind == "zip" else 12)
+        result = json.loads(run("embed", url, "-o", out, *SMALL, "--json", stdout=True))
+        assert result["computed"] == (0 if roots else 12)
         check_no_secret(out)
         roots.append(json.loads((out / "dataset.json").read_text())["images"]["root"])
-        assert run("verify", out, "--sample", 4, "--images", url)
     assert roots[0] == roots[1]
-    assert roots[0].startswith(f"http://{host}/")
+    assert roots[0].startswith(f"http://{server.host}/")
+    assert run("verify", out, "--sample", 2, "--images", url)
     run("show", out)
     # With a signature of yesterday, nothing can be read; the message does not repeat it.
-    result = layertap("verify", out, "--sample", 4, "--images", place.format(h=host, s=DAYS[0]))
+    result = layertap("verify", out, "--sample", 2, "--images", place.format(h=server.host, s=DAYS[0]))
     assert result.exit_code in (1, 2)
     assert MARK not in result.output
 
@@ -370,14 +304,9 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if "{s}" in shape and "host" in shape])
 def test_a_place_that_cannot_be_read_is_named_without_its_credentials(shape: str, tmp_path: Path) -> None:
     url = shape.format(s=DAYS[0]).replace("host:8080", "host").replace("host", "127.0.0.1:9")
-    for changed in (
-        url,
-        url.replace(".jpg", ".csv", 1),
-        url.replace(".jpg", ".tar", 1),
-        url.replace(".jpg", ".npy", 1),
-    ):
+    for suffix in (".jpg", ".csv", ".tar", ".npy"):
         with pytest.raises(LayertapError) as raised:
-            list_images(changed)
+            list_images(url.replace(".jpg", suffix, 1))
         assert MARK not in str(raised.value)
 
 
@@ -441,8 +370,8 @@ def test_the_command_to_resume_has_no_credentials(monkeypatch: pytest.MonkeyPatc
     assert command_line() == "layertap embed photos"
 
 
-def test_a_plan_stores_no_credentials(folder: Path, tmp_path: Path, guarded: type[Guarded]) -> None:
-    host = guarded.host  # type: ignore[attr-defined]
+def test_a_plan_stores_no_credentials(folder: Path, tmp_path: Path, server: type[WebServer]) -> None:
+    host = server.host
     signed = write_list(folder, host, DAYS[0])
     data = tmp_path / "data"
     for where in (
@@ -456,7 +385,7 @@ def test_a_plan_stores_no_credentials(folder: Path, tmp_path: Path, guarded: typ
     rows = [f"http://{host}/open/{name}" for name in names(folder)]
     signed.write_text("path\n" + "\n".join(rows))
     for day in DAYS:
-        guarded.secret = day
+        server.secret = day
         run("plan", f"http://{host}/signed/list.csv?sig={day}", "-o", data / "plan")
         run("embed", data / "plan", "-o", data / "out", *SMALL)
     assert list_images(data / "plan").paths_xxh3 == list_images(signed).paths_xxh3
@@ -464,10 +393,10 @@ def test_a_plan_stores_no_credentials(folder: Path, tmp_path: Path, guarded: typ
 
 
 def test_data_sets_of_an_earlier_version_are_read_and_printed_without_credentials(
-    folder: Path, tmp_path: Path, guarded: type[Guarded], monkeypatch: pytest.MonkeyPatch
+    folder: Path, tmp_path: Path, server: type[WebServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    where = write_list(folder, guarded.host, DAYS[0])  # type: ignore[attr-defined]
-    url = f"http://{guarded.host}/signed/list.csv?sig={DAYS[0]}"  # type: ignore[attr-defined]
+    where = write_list(folder, server.host, DAYS[0])
+    url = f"http://{server.host}/signed/list.csv?sig={DAYS[0]}"
     out = tmp_path / "out"
     with monkeypatch.context() as earlier:
         earlier.setattr(csv_lists, "stored_path", lambda path: path)
@@ -484,10 +413,10 @@ def test_data_sets_of_an_earlier_version_are_read_and_printed_without_credential
 
 
 def test_a_data_set_with_a_parameter_that_is_now_a_credential_is_read_but_not_resumed(
-    folder: Path, tmp_path: Path, guarded: type[Guarded], monkeypatch: pytest.MonkeyPatch
+    folder: Path, tmp_path: Path, server: type[WebServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Earlier versions stored `sas=...`; the images of its list now have other paths."""
-    lines = [f"http://{guarded.host}/open/{name}?sas={number}" for number, name in enumerate(names(folder))]  # type: ignore[attr-defined]
+    lines = [f"http://{server.host}/open/{name}?sas={number}" for number, name in enumerate(names(folder))]
     where, out = folder.parent / "list.csv", tmp_path / "out"
     where.write_text("\n".join(["path", *lines]) + "\n")
     with monkeypatch.context() as earlier:
@@ -499,14 +428,14 @@ def test_a_data_set_with_a_parameter_that_is_now_a_credential_is_read_but_not_re
     assert "names of the images (images.paths_xxh3)" in message
 
 
-def test_labels_for_urls_are_found_with_other_signatures(folder: Path, tmp_path: Path, guarded: type[Guarded]) -> None:
-    where, out = write_list(folder, guarded.host, DAYS[0]), tmp_path / "out"  # type: ignore[attr-defined]
+def test_labels_for_urls_are_found_with_other_signatures(folder: Path, tmp_path: Path, server: type[WebServer]) -> None:
+    where, out = write_list(folder, server.host, DAYS[0]), tmp_path / "out"
     run("embed", where, "-o", out, *SMALL)
     rows = where.read_text().replace(*DAYS).splitlines()[1:]
     labels = [f"{row.rpartition(',')[0]},{['a', 'b'][i % 2]}" for i, row in enumerate(rows)]
     (folder.parent / "labels.csv").write_text("path,label\n" + "\n".join([*labels, f"http://h/x?sig={MARK},a"]))
-    guarded.secret = DAYS[1]
-    url = f"http://{guarded.host}/signed/labels.csv?token={DAYS[1]}"  # type: ignore[attr-defined]
+    server.secret = DAYS[1]
+    url = f"http://{server.host}/signed/labels.csv?token={DAYS[1]}"
     run("probe", out, "--labels", url, "--out", tmp_path / "data", "--protocol", "centroid")
     check_no_secret(tmp_path / "data")
     other = labels[0].replace(*reversed(DAYS)).rpartition(",")[0] + ",b"
