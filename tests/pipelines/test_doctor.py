@@ -20,8 +20,9 @@ from PIL import Image
 from extract.backbones import sources
 from extract.images.listing import list_images
 from extract.system import optional_libraries
+from extract.system.atomic_files import locked
 from pipelines.doctor import checks
-from tests.pipelines.test_cli import SMALL, layertap
+from tests.pipelines.test_cli import layertap
 
 
 def examined(*arguments: object, code: int = 0) -> dict[str, Any]:
@@ -124,56 +125,28 @@ def test_a_disk_on_which_nothing_can_be_written_is_found_by_writing(tmp_path: Pa
         subprocess.run(["umount", place], check=True)
 
 
-def test_an_output_folder_that_cannot_be_written_is_a_problem() -> None:
+def test_an_output_that_cannot_be_used_is_a_problem(folder: Path, tmp_path: Path) -> None:
     problems = examined("-o", "/proc/layertap", code=1)["problems"]
     assert problems[-1]["text"].endswith(": No such file or directory")
     assert problems[-1]["hint"] == "choose another output folder with -o"
-
-
-def test_an_output_folder_with_other_files_is_a_problem(folder: Path) -> None:
-    problems = examined("-o", folder, code=1)["problems"]
-    assert [problem["text"] for problem in problems] == [f"{folder} is not empty and not a layertap data set"]
-    assert problems[0]["hint"] == "choose another output folder"
-
-
-def test_a_file_in_place_of_the_output_folder_is_a_problem_alone(tmp_path: Path) -> None:
+    (problem,) = examined("-o", folder, code=1)["problems"]
+    assert problem["text"] == f"{folder} is not empty and not a layertap data set"
+    assert problem["hint"] == "choose another output folder"
     (tmp_path / "file").touch()
-    result = examined("-o", tmp_path / "file", code=1)
-    assert [problem["text"] for problem in result["problems"]] == [f"{tmp_path / 'file'} is a file"]
-    assert "can be written" not in json.dumps(result["output"])
+    report = examined("-o", tmp_path / "file", code=1)
+    assert [problem["text"] for problem in report["problems"]] == [f"{tmp_path / 'file'} is a file"]
+    assert "can be written" not in json.dumps(report["output"])
 
 
-def test_a_data_set_in_the_output_folder_is_described(folder: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    assert layertap("embed", folder, "-o", out, *SMALL).exit_code == 0
+def test_a_data_set_in_the_output_folder_is_described_and_who_holds_it_is_named(out: Path, folder: Path) -> None:
     before = contents(out)
-    data_set = examined("-o", out)["output"]["data_set"]
-    assert data_set == {"rows": 12, "images": str(folder)}
-    assert contents(out) == {**before}
-
-
-HOLD = """
-import sys
-from pathlib import Path
-from extract.system.atomic_files import locked
-with locked(Path(sys.argv[1])):
-    print("held", flush=True)
-    sys.stdin.read()
-"""
-
-
-def test_a_locked_output_folder_names_the_process_that_holds_it(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    command = [sys.executable, "-c", HOLD, str(out)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "held\n"
+    assert examined("-o", out)["output"]["data_set"] == {"rows": 12, "images": str(folder)}
+    assert contents(out) == before
+    with locked(out):
         report = examined("-o", out, code=1)
-        assert f"pid {process.pid} on " in report["output"]["locked_by"]
-        assert [problem["text"].partition(" since")[0] for problem in report["problems"]] == [
-            f"{out} is locked by " + report["output"]["locked_by"].partition(" since")[0]
-        ]
-        process.communicate("")
+    assert report["output"]["locked_by"] == "another thread of this process"
+    (problem,) = report["problems"]
+    assert problem["text"] == f"{out} is locked by another thread of this process"
     assert examined("-o", out)["output"].get("locked_by") is None
 
 
