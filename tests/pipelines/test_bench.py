@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,8 @@ from extract.extraction import tuning
 from extract.extraction.tuning import ComputeOption, Measured
 from pipelines.cli import main
 from pipelines.embed import bench as bench_module
+from tests.pipelines.test_cli import SMALL
 
-openvino = pytest.mark.skipif(not importlib.util.find_spec("openvino"), reason="no openvino")
 NET = ["-b", "timm/test_resnet", "--weights", "random"]
 
 
@@ -73,56 +72,31 @@ def test_fast_measures_and_says_what_it_takes(folder: Path, tmp_path: Path, monk
     assert "float32, eager" not in result.stderr
 
 
-def test_a_short_job_is_not_measured_and_is_the_same_as_without_fast(folder: Path, tmp_path: Path) -> None:
-    result = _run("embed", str(folder), *NET, "--fast", "-o", str(tmp_path / "fast"))
+def test_a_short_job_is_not_measured_and_is_the_same_as_without_fast(out: Path, folder: Path, tmp_path: Path) -> None:
+    result = _run("embed", str(folder), *SMALL, "--fast", "-o", str(tmp_path / "fast"))
     assert "this job is too short to measure the options" in result.stderr
-    _run("embed", str(folder), *NET, "-o", str(tmp_path / "plain"))
-    with FeatureReader(tmp_path / "fast") as found, FeatureReader(tmp_path / "plain") as expected:
+    with FeatureReader(tmp_path / "fast") as found, FeatureReader(out) as expected:
         assert found.fingerprint == expected.fingerprint
         assert np.array_equal(found["embedding"][:], expected["embedding"][:])
 
 
 @pytest.mark.usefixtures("measured_at_once")
-@pytest.mark.slow
-@openvino
-def test_what_is_asked_for_beside_fast_stays(folder: Path, tmp_path: Path) -> None:
-    flags = ["--precision", "float32", "--decode", "exact", "--compile", "off"]
-    result = _run("embed", str(folder), *NET, "--fast", *flags, "-o", str(tmp_path / "out"), "--json")
-    assert "bfloat16" not in result.stderr
-    told = json.loads(result.stdout)
-    assert told["precision"] == "float32"
-    assert told["computation"]["engine"] == "eager"
-    assert told["bottleneck"] in ("forward", "images", "write")
-
-
-@pytest.mark.usefixtures("measured_at_once")
-@pytest.mark.parametrize(
-    ("flags", "named"),
-    [
-        (["--precision", "bfloat16", "--compile", "off", "--min-cosine", "1"], "bfloat16, eager: embedding has a cos"),
-        (["--compile", "openvino", "--precision", "float16"], "OpenVINO does not compute in float16"),
-    ],
-)
-@openvino
-def test_where_nothing_fast_may_be_taken_it_says_why(
-    folder: Path, tmp_path: Path, flags: list[str], named: str
-) -> None:
-    result = CliRunner().invoke(main, ["embed", str(folder), *NET, "--fast", *flags, "-o", str(tmp_path / "out")])
+def test_where_nothing_fast_may_be_taken_it_says_why(folder: Path, tmp_path: Path) -> None:
+    flags = ["--precision", "bfloat16", "--compile", "off", "--min-cosine", "1"]
+    result = CliRunner().invoke(main, ["embed", str(folder), *SMALL, "--fast", *flags, "-o", str(tmp_path / "out")])
     assert result.exit_code == 2
-    assert named in result.stderr
+    assert "bfloat16, eager: embedding has a cos" in result.stderr
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.usefixtures("measured_at_once")
 @pytest.mark.slow
-@pytest.mark.parametrize("fast_decoding_pays_from", [0, 1000])
 def test_where_the_first_batch_refuses_the_fastest_the_next_one_is_taken(
-    fast_decoding_pays_from: int, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fewer images are compared to find the fastest than in the run, which has the last word."""
     plain, lower = Measured(ComputeOption("float32", "eager"), 10.0), Measured(ComputeOption("bfloat16", "eager"), 20.0)
     monkeypatch.setattr(tuning, "forward_rates", lambda *_, **__: (plain, [plain, lower]))
-    monkeypatch.setattr(tuning, "_FAST_DECODING_PAYS_FROM", fast_decoding_pays_from)
     flags = [str(folder), *NET, "--min-cosine", "1"]
     result = _run("embed", *flags, "--fast", "-o", str(tmp_path / "out"), "--json")
     assert "rejected: in bfloat16 (eager), embedding has a cosine of 0.99" in result.stderr
@@ -138,11 +112,3 @@ def test_where_the_first_batch_refuses_the_fastest_the_next_one_is_taken(
     result = CliRunner().invoke(main, ["embed", *flags, "--fast", "-o", str(tmp_path / "none")])
     assert result.exit_code == 1
     assert "at least 1.0 is required\n\nhint: use --precision float32 or" in result.stderr
-
-
-@pytest.mark.usefixtures("measured_at_once")
-@pytest.mark.slow
-def test_fast_goes_over_broken_images(folder: Path, tmp_path: Path) -> None:
-    (folder / "ant" / "00.png").write_bytes(b"no picture")
-    result = _run("embed", str(folder), *NET, "--fast", "--compile", "off", "-o", str(tmp_path / "out"), "--json")
-    assert json.loads(result.stdout)["status"] == {"ok": 11, "decode error": 1}

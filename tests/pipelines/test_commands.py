@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-import numpy as np
 import pytest
 import yaml
 
@@ -175,15 +174,6 @@ def test_an_earlier_name_of_an_option_is_read_as_the_new_one_and_not_listed(comm
         assert parser.parse_args(words)[0] == parser.parse_args([new, "7"])[0] != {}
     assert not re.search(rf"{old}\b", layertap(command, "--help-all").stdout + layertap(command, "--help").stdout)
     assert OLD_OPTIONS[old] == new
-
-
-def test_features_are_exported_to_the_same_file_by_both_names(out: Path, tmp_path: Path) -> None:
-    layertap("export", out, "--to", "npy", "--output", tmp_path / "a")
-    layertap("export", out, "--to", "npy", "--out", tmp_path / "b", "--layer", "embedding")
-    first, second = (np.load(tmp_path / name / "embedding.npy") for name in "ab")
-    np.testing.assert_array_equal(first, second)
-    with FeatureReader(out) as reader:
-        np.testing.assert_array_equal(first, reader["embedding"][:])
 
 
 def test_every_option_of_embed_stands_below_one_heading_of_its_field() -> None:

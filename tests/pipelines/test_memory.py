@@ -24,22 +24,9 @@ print(json.dumps([own, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss]),
 def peaks_kb(images: Path, out: Path) -> list[int]:
     """Peak resident memory of the main process, and of the largest worker."""
     options = ["-b", "timm/test_resnet", "--weights", "random", "--device", "cpu", "--workers", "2"]
-    options += ["--size", "64", "--crop", "64"]
+    options += ["--size", "64", "--crop", "64", "-l", "embedding", "-l", "layer?"]
     options += ["--batch-size", "16"]  # large batches make the heap's own ups and downs as large as what is looked for
-    command = [
-        sys.executable,
-        "-c",
-        RUN,
-        "embed",
-        str(images),
-        "-o",
-        str(out),
-        *options,
-        "-l",
-        "embedding",
-        "-l",
-        "layer?",
-    ]
+    command = [sys.executable, "-c", RUN, "embed", str(images), "-o", str(out), *options]
     run = subprocess.run(command, check=True, capture_output=True, text=True)
     peaks: list[int] = json.loads(run.stderr.splitlines()[-1])
     return peaks

@@ -20,7 +20,6 @@ from click.testing import CliRunner
 from extract import FeatureReader, InputError, extract_features
 from extract.store.verify import verify
 from pipelines.cli import main
-from pipelines.embed.cluster import processes
 from pipelines.embed.cluster.driver import SharedRun, as_json, embed_shared
 from pipelines.embed.config import EmbedConfig
 from pipelines.embed.job import embed
@@ -107,31 +106,6 @@ def test_tasks_of_an_array_and_two_writers_of_a_part_make_each_shard_once_and_ot
     with pytest.raises(InputError, match="stored_as: stored float32, now float16"):
         embed_shared(config(folder, out, shards_of="0/2", scratch=tmp_path / "0", dtype="float16"))
     assert list((tmp_path / "0").iterdir()) == list((tmp_path / "1").iterdir()) == []
-
-
-WRONG = [
-    ["--shards-of", "2/2"], ["--shards-of", "1"], ["--engine", "spark"], ["--engine", "processes", "--fast"],
-    ["--shards-of", "0/2", "--retry-failed"], ["--shards-of", "0/2", "--cpus-per-worker", "9999"],
-    ["--engine", "processes", "--cpus-per-worker", "9999"], ["--device", "all,cpu"],
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("flags", WRONG)
-def test_wrong_flags_are_refused_before_anything_begins(folder: Path, tmp_path: Path, flags: list[str]) -> None:
-    found = CliRunner().invoke(main, ["embed", str(folder), "-o", str(tmp_path / "out"), *flags])
-    assert found.exit_code == 2
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("flags", [["-o", "s3://bucket/photos"], ["-o", "out", "--engine", "processes"]])
-def test_a_missing_folder_of_images_is_reported_before_a_worker_starts(
-    flags: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(folder.parent)
-    monkeypatch.setattr(processes, "Worker", None)
-    result = CliRunner().invoke(main, ["embed", f"{folder.name}x", *flags])
-    assert result.exit_code == 2
-    assert f"{folder.name}x: no such folder or file\n\nhint: did you mean {folder.name}?\n" in result.output
 
 
 @pytest.mark.slow
