@@ -122,16 +122,6 @@ def test_a_plan_is_written_by_both_names_and_replaces_the_images(folder: Path, t
     assert "out: 12 rows" in result.stdout
 
 
-def test_an_sbatch_file_is_printed_by_both_names(tmp_path: Path) -> None:
-    config = tmp_path / "embed.yaml"
-    config.write_text("images: photos\nout: outputs/x\n")
-    text = layertap("embed", "--config", config, "--slurm", 16, "--gpus", 2, "--time", "1:00:00").stdout
-    assert "#SBATCH --array=0-15\n" in text
-    assert "#SBATCH --gpus-per-task=2\n" in text
-    assert layertap("slurm", config, "--tasks", 16, "--gpus", 2, "--time", "1:00:00").stdout == text
-    assert layertap("slurm", "--tasks", 16, "--gpus", 2, "--time", "1:00:00", config).stdout == text
-
-
 def test_an_unfinished_data_set_shows_its_progress_in_words_and_not_in_json(out: Path) -> None:
     (out / "shards" / "000001.json").unlink()
     whole = layertap("show", out).stdout
@@ -292,10 +282,10 @@ OPTION = re.compile(r"(?<![\w./-])--[a-z][a-z-]*")
 
 def literals(source: str) -> Iterator[tuple[int, str]]:
     """Line and text of the string literals of a module without its docstrings; `{}` where a value is put in."""
-    tree = ast.parse(source)
-    inside = {id(value) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for value in node.values}
-    inside |= {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    for node in ast.walk(tree):
+    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.JoinedStr | ast.Expr | ast.Constant)]
+    inside = {id(value) for node in nodes if isinstance(node, ast.JoinedStr) for value in node.values}
+    inside |= {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    for node in nodes:
         if isinstance(node, ast.JoinedStr):
             yield (
                 node.lineno,

@@ -164,16 +164,15 @@ def test_too_little_memory_for_a_small_picture_stops_the_run_and_for_a_huge_one_
     assert "can no longer read images: MemoryError" in fails("embed", folder, "-o", tmp_path / "new", *SMALL, code=1)
 
 
-@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOMEM])
+@pytest.mark.parametrize(("number", "remedy"), [(errno.EMFILE, "ulimit -n"), (errno.ENOMEM, "out of memory")])
 def test_what_runs_out_when_decoders_are_started_is_one_line(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, remedy: str
 ) -> None:
     def refused() -> int:
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, "fork", refused)
-    message = fails("embed", folder, "-o", tmp_path / "out", *SMALL, "--workers", 2, code=1)
-    assert ("out of memory" if number == errno.ENOMEM else "ulimit -n") in message
+    assert remedy in fails("embed", folder, "-o", tmp_path / "out", *SMALL, "--workers", 2, code=1)
 
 
 def test_too_little_memory_is_one_line_and_leaves_what_was_stored(
@@ -259,44 +258,31 @@ def test_many_damaged_images_in_a_row_are_rows(folder: Path, tmp_path: Path) -> 
     assert statuses(tmp_path / "out").count("decode error") == 40
 
 
-def test_sync_tries_an_image_with_an_io_error_again_after_a_minute(
-    folder: Path, tmp_path: Path, failing: dict[str, Exception], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("extract.sync.difference._STEP_NS", 0)  # or young files would be read again
-    config = write(tmp_path / "sync.yaml", images=str(folder), out=str(tmp_path / "out"), **SYNC)
-    failing["bee/07.jpg"] = OSError(errno.EIO, os.strerror(errno.EIO))
-    assert layertap("sync", config).exit_code == 0
-    assert statuses(tmp_path / "out").count("io error") == 1
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("pipelines.sync.job.PassReporter.plan", lambda *_: pytest.fail("a backbone was loaded"))
-        assert layertap("sync", config).exit_code == 0
-    failing.clear()
-    monkeypatch.setattr("extract.sync.difference._UNREAD_S", 0)
-    assert layertap("sync", config).exit_code == 0
-    assert statuses(tmp_path / "out") == ["ok"] * 12
-
-
-def test_sync_follows_a_folder_with_images_that_cannot_be_read(
+def test_sync_tries_images_with_an_io_error_again_after_a_minute_and_follows_their_folder_meanwhile(
     folder: Path, tmp_path: Path, failing: dict[str, Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Computed alone, two of them would look like a broken disk, and end each pass before it stores anything."""
+    monkeypatch.setattr(difference, "_STEP_NS", 0)  # or young files would be read again
     hash_of, out = difference._hash_of, tmp_path / "out"
+    sync = ["sync", write(tmp_path / "sync.yaml", images=str(folder), out=str(out), **SYNC)]
+    for path in sorted((folder / "bee").iterdir())[:2]:
+        failing[f"bee/{path.name}"] = OSError(errno.EIO, os.strerror(errno.EIO))
+    assert layertap(*sync).exit_code == 0
+    assert statuses(out).count("io error") == 2
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("pipelines.sync.job.PassReporter.plan", lambda *_: pytest.fail("a backbone was loaded"))
+        assert layertap(*sync).exit_code == 0
     monkeypatch.setattr(
         difference, "_hash_of", lambda root, file: None if os.fsdecode(file.path) in failing else hash_of(root, file)
     )
-    monkeypatch.setattr(difference, "_UNREAD_S", 0)
-    config = write(tmp_path / "sync.yaml", images=str(folder), out=str(out), **SYNC)
-    for path in sorted((folder / "bee").iterdir())[:2]:
-        failing[f"bee/{path.name}"] = OSError(errno.EIO, os.strerror(errno.EIO))
-    assert layertap("sync", config).exit_code == 0
-    assert statuses(out).count("io error") == 2
+    monkeypatch.setattr(difference, "_UNREAD_S", 0)  # the minute is over
     (folder / "ant" / "00.png").unlink()
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("pipelines.sync.job.PassReporter.plan", lambda *_: pytest.fail("a backbone was loaded"))
-        assert layertap("sync", config).exit_code == 0
+        assert layertap(*sync).exit_code == 0
     assert (len(statuses(out)), statuses(out).count("io error")) == (11, 2)
     failing.clear()
-    assert layertap("sync", config).exit_code == 0
+    assert layertap(*sync).exit_code == 0
     assert statuses(out) == ["ok"] * 11
 
 

@@ -29,7 +29,10 @@ def write(path: Path, **content: Any) -> Path:
 
 def test_the_file_has_what_slurm_needs(folder: Path, tmp_path: Path) -> None:
     config = write(tmp_path / "photos.yaml", images=str(folder), out=str(tmp_path / "out dir"), **SMALL)
-    text = layertap("slurm", config, "--tasks", 16, "--gpus", 4, "--time", "04:00:00", "--partition", "gpu").stdout
+    options = ["--gpus", 4, "--time", "04:00:00", "--partition", "gpu"]
+    text = layertap("embed", "--config", config, "--slurm", 16, *options).stdout
+    for earlier in (["slurm", config, "--tasks", 16, *options], ["slurm", "--tasks", 16, *options, config]):
+        assert layertap(*earlier).stdout == text
     told = [line.removeprefix("#SBATCH --") for line in text.splitlines() if line.startswith("#SBATCH")]
     assert {"array=0-15", "gpus-per-task=4", "time=04:00:00", "partition=gpu", "requeue"} <= set(told)
     assert "--device all" in text
