@@ -243,14 +243,6 @@ def test_many_images_in_a_row_that_fail_for_the_same_foreign_reason_stop_the_run
     assert len(statuses(tmp_path / "out")) == 64  # what was stored before the last batches
 
 
-def test_a_first_batch_of_which_no_image_can_be_read_fails_no_row(
-    folder: Path, tmp_path: Path, failing: dict[str, Exception]
-) -> None:
-    failing["*"] = OSError(errno.EIO, os.strerror(errno.EIO))
-    assert "12 images in a row cannot be read" in fails("embed", folder, "-o", tmp_path / "out", *SMALL, code=1)
-    assert shards(tmp_path / "out") == []
-
-
 def test_many_damaged_images_in_a_row_are_rows(folder: Path, tmp_path: Path) -> None:
     for i in range(40):
         (folder / "ant" / f"0{i:02d}.png").write_bytes(b"no picture")

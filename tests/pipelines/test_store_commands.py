@@ -183,6 +183,7 @@ def test_weights_from_a_file_are_found_from_any_folder_and_others_are_found_out(
     assert "computed with another weights_sha256" in result.stdout
     layertap("embed", folder, "-o", tmp_path / "own", *SMALL, "--weights", "own.safetensors")
     monkeypatch.chdir(tmp_path)
+    assert "timm/test_resnet, weights own.safetensors" in layertap("show", tmp_path / "own").stdout
     assert layertap("verify", tmp_path / "own", "--sample", 3, "--device", "cpu").exit_code == 0
 
 
