@@ -51,12 +51,13 @@ def fails(*arguments: object, code: int = 2) -> str:
 
 
 def test_embed_writes_a_data_set_and_tells_what_it_did(folder: Path, tmp_path: Path) -> None:
-    arguments = ["embed", folder, "-o", tmp_path / "out", *SMALL, "-l", "layer4", "-l", "layer?:max_map"]
+    arguments = ["embed", folder, "-o", tmp_path / "out", *SMALL, "-l", "layer4", "-l", "layer?:max_map", "--limit", 12]
     result = layertap(*arguments)
     assert result.exit_code == 0
     assert "12 in" in result.stderr
     assert "3 classes" in result.stderr
     assert "chosen by auto" in result.stderr
+    assert "images have" not in result.stderr  # not fewer classes than there are
     assert "WARNING: random (seed 0) weights: these features mean nothing" in result.stderr
     assert "out: 12 rows" in result.stdout
     assert "images/s; time went to images" in result.stdout

@@ -173,6 +173,7 @@ def test_a_list_of_signed_urls_leaves_no_signature_and_resumes_with_those_of_ano
         assert not reader.failures
         kept = [f"http://{host}/signed/{n}{k}" for n, k in zip(names(folder), SIGNED.values(), strict=True)]
         assert sorted(reader.paths) == sorted(kept)
+        assert reader.ids
         assert {kept[int(number)]: number for number in reader.ids} == dict(zip(reader.paths, reader.ids, strict=True))
     stored = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
     server.secret, server.requests = DAYS[1], []
@@ -249,7 +250,7 @@ def test_rows_that_differ_in_other_parameters_stay_apart(folder: Path, tmp_path:
     images = list_images(tmp_path / "list.csv")
     assert images.paths == [f"{url}?id={i}" for i in (1, 2, 3)]
     assert images.source.read(1)[0] == (folder.parent / names(folder)[0]).read_bytes()
-    (tmp_path / "list.csv").write_text("path\n" + "\n".join([*lines, lines[1].replace(*DAYS)]))
+    (tmp_path / "list.csv").write_text("path\n" + "\n".join([*lines, lines[1].replace(DAYS[0], DAYS[1])]))
     with pytest.raises(InputError, match=r"\?id=1 is already in .* credentials in URLs are not compared") as raised:
         list_images(tmp_path / "list.csv")
     assert MARK not in str(raised.value)
@@ -273,7 +274,7 @@ def test_a_root_with_credentials(folder: Path, tmp_path: Path, server: type[WebS
             for name in names(folder)[number::2]:
                 archive.write(web / name, "same/name.png" if name == names(folder)[number] else name)
     out = tmp_path / "data" / "out"
-    roots = []
+    roots: list[str] = []
     for day in DAYS:
         server.secret = day
         url = place.format(h=server.host, s=day)
@@ -431,13 +432,13 @@ def test_a_data_set_with_a_parameter_that_is_now_a_credential_is_read_but_not_re
 def test_labels_for_urls_are_found_with_other_signatures(folder: Path, tmp_path: Path, server: type[WebServer]) -> None:
     where, out = write_list(folder, server.host, DAYS[0]), tmp_path / "out"
     run("embed", where, "-o", out, *SMALL)
-    rows = where.read_text().replace(*DAYS).splitlines()[1:]
+    rows = where.read_text().replace(DAYS[0], DAYS[1]).splitlines()[1:]
     labels = [f"{row.rpartition(',')[0]},{['a', 'b'][i % 2]}" for i, row in enumerate(rows)]
     (folder.parent / "labels.csv").write_text("path,label\n" + "\n".join([*labels, f"http://h/x?sig={MARK},a"]))
     server.secret = DAYS[1]
     url = f"http://{server.host}/signed/labels.csv?token={DAYS[1]}"
     run("probe", out, "--labels", url, "--out", tmp_path / "data", "--protocol", "centroid")
     check_no_secret(tmp_path / "data")
-    other = labels[0].replace(*reversed(DAYS)).rpartition(",")[0] + ",b"
+    other = labels[0].replace(DAYS[1], DAYS[0]).rpartition(",")[0] + ",b"
     (folder.parent / "labels.csv").write_text("path,label\n" + "\n".join([*labels, other]))
     assert "belong to the same image" in run("probe", out, "--labels", url, "--out", tmp_path / "twice", code=2)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image, JpegImagePlugin
 
 from extract import FeatureReader, Status
 from extract.images import decoding, loading
@@ -25,7 +26,7 @@ Read = Callable[[Files, int], tuple[bytes, int]]
 
 
 @pytest.fixture
-def failing(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Exception]]:
+def failing(monkeypatch: pytest.MonkeyPatch) -> dict[str, Exception]:
     """Name of an image -> the error that reading it gives; also in worker processes, which are forked."""
     errors: dict[str, Exception] = {}
     read: Read = Files.read
@@ -102,8 +103,6 @@ def test_a_decoder_that_is_repaired_is_used_by_the_processes_that_decode(
 def test_a_pillow_that_decodes_no_jpeg_stops_the_run(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from PIL import JpegImagePlugin
-
     def refuse(*_: object) -> None:
         raise OSError("decoder jpeg not available")
 
@@ -147,11 +146,11 @@ def test_too_little_memory_for_a_small_picture_stops_the_run_and_for_a_huge_one_
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loading, "_NOT_MANY_PIXELS", 10_000)
-    huge = decoding.Image.new("L", (101, 100))
+    huge = Image.new("L", (101, 100))
     huge.save(folder / "cat" / "huge.png")
     to_picture = decoding.to_picture
 
-    def short_of_memory(image: decoding.Image.Image, *how: str) -> decoding.Image.Image:
+    def short_of_memory(image: Image.Image, *how: str) -> Image.Image:
         if image.size in short:
             raise MemoryError
         return to_picture(image, *how)

@@ -274,8 +274,8 @@ def test_merge_of_two_halves_is_the_whole(made: Path, folder: Path, tmp_path: Pa
     assert layertap("verify", tmp_path / "all", "--sample", 100).exit_code == 0
     with FeatureReader(tmp_path / "all") as merged, FeatureReader(made / "whole") as whole:
         found = {path.split("/", 1)[1]: merged["layer4"][row] for row, path in enumerate(merged.paths)}
-        for path, expected in zip(whole.paths, whole["layer4"][:], strict=True):
-            assert np.allclose(found[path], expected, rtol=1e-4, atol=1e-6)
+        for name, expected in zip(whole.paths, whole["layer4"][:], strict=True):
+            assert np.allclose(found[name], expected, rtol=1e-4, atol=1e-6)
         assert merged.classes == whole.classes
     assert "all is a merged data set" in fails("embed", half, "-o", tmp_path / "all", *SMALL, *LAYERS)
 

@@ -15,8 +15,10 @@ from pipelines.data_sets.status import print_progress, progress_of
 def test_the_receipts_tell_how_far_it_is(folder: Path, tmp_path: Path) -> None:
     (folder / "ant" / "05-broken.jpg").write_bytes(b"no picture")
     out = tmp_path / "out"
-    options = {"backbone": "timm/test_resnet", "weights": "random", "shard_rows": 3, "compile": "off", "workers": 0}
-    extract_features(folder, out=out, device="cpu", progress=False, **options).close()
+    extract_features(
+        folder, out=out, backbone="timm/test_resnet", weights="random", shard_rows=3, compile="off", workers=0,
+        device="cpu", progress=False,
+    ).close()  # fmt: skip
     made = [json.loads((out / "shards" / f"{shard:06d}.json").read_text())["made"] for shard in range(5)]
     away = [(path, path.read_bytes()) for shard in (1, 4) for path in (out / "shards").glob(f"{shard:06d}.*")]
     for path, _ in away:
