@@ -11,23 +11,18 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from click.testing import CliRunner, Result
 
 from extract import FeatureReader
 from extract.store.places import objects as remote
-from pipelines.cli import main
 from pipelines.embed.cluster.driver import as_json, embed_shared
 from pipelines.embed.config import EmbedConfig
 from pipelines.terminal.config import load_config
 from pipelines.terminal.progress import Progress
 from tests.extract.store.bucket_server import Proxy, first
 from tests.extract.store.conftest import proxy, server, url  # noqa: F401
+from tests.pipelines.test_cli import layertap
 
 SMALL = ["-b", "timm/test_resnet", "--weights", "random", "--workers", "0", "--compile", "off", "--device", "cpu"]
-
-
-def layertap(*words: object) -> Result:
-    return CliRunner().invoke(main, [str(word) for word in words])
 
 
 @pytest.mark.slow
@@ -41,8 +36,7 @@ def test_embed_to_a_bucket_resumes_and_can_be_read(
     monkeypatch.setenv("TMPDIR", str(tmp_path / "scratch"))
     monkeypatch.setattr("tempfile.tempdir", None)
     (tmp_path / "scratch").mkdir()
-    images = f"{folder}"
-    words = ["embed", images, *SMALL, "--shard-rows", "5", "-o", url]
+    words = ["embed", folder, *SMALL, "--shard-rows", "5", "-o", url]
     first_part = layertap(*words, "--shards-of", "1/3")
     assert first_part.exit_code == 0, first_part.output
     told = json.loads(layertap("status", url, "--json").stdout)
@@ -56,7 +50,7 @@ def test_embed_to_a_bucket_resumes_and_can_be_read(
     shards = {f"shards/00000{shard}.{kind}" for shard in range(3) for kind in ("h5", "json")}
     assert names == {"dataset.json", *shards}
     assert list((tmp_path / "scratch").glob("layertap-*")) == []
-    here = layertap("embed", images, *SMALL, "--shard-rows", "5", "-o", tmp_path / "here")
+    here = layertap("embed", folder, *SMALL, "--shard-rows", "5", "-o", tmp_path / "here")
     assert here.exit_code == 0
     with FeatureReader(url) as reader, FeatureReader(tmp_path / "here") as expected:
         assert reader.paths == expected.paths

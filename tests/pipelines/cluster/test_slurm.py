@@ -10,16 +10,11 @@ from typing import Any
 
 import pytest
 import yaml
-from click.testing import CliRunner, Result
 
 from extract import FeatureReader
-from pipelines.cli import main
+from tests.pipelines.test_cli import layertap
 
 SMALL = {"backbone": "timm/test_resnet", "weights": "random", "shard_rows": 2, "workers": 0, "compile": "off"}
-
-
-def layertap(*words: object) -> Result:
-    return CliRunner().invoke(main, [str(word) for word in words])
 
 
 def write(path: Path, **content: Any) -> Path:

@@ -16,7 +16,8 @@ from PIL import Image
 
 from extract import FeatureReader
 from extract.store.verify import verify
-from tests.pipelines.cluster.test_slurm import layertap, write
+from tests.pipelines.cluster.test_slurm import write
+from tests.pipelines.test_cli import layertap
 
 pytestmark = [
     pytest.mark.soak,
