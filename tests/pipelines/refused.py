@@ -89,6 +89,7 @@ OF_SEVERAL_WORKERS = {
                                    "hint: ... embed --help lists arguments and options",
     "embed photos --device all,cpu": "--device: expected auto, cpu, cuda, cuda:N or mps; got 'all,cpu'\n\n"
                                      "hint: a GPU is cuda (NVIDIA) or mps (Apple)",
+    "embed --config key.yaml --slurm 2": "key 'bacbone' not found in key.yaml; nearest: 'backbone'",
     "embed --slurm 2": "--slurm needs a config file, which each task reads\n\nhint: add --config FILE",
     "embed photos --config photos.yaml --slurm 2": "IMAGES has no effect with --slurm: CONFIG names the images\n\n"
                                                    "hint: leave it out",

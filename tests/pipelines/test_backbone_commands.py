@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import timm
@@ -41,10 +42,11 @@ def test_backbones_that_match(pattern: str, specs: list[str]) -> None:
 def test_what_is_told_of_a_backbone_is_true() -> None:
     one, name = catalogue.describe("timm/test_vit"), "test_vit"
     with torch.device("meta"):  # without memory for weights
-        model, other = timm.create_model(name), models.mobilenet_v2()
+        model: Any = timm.create_model(name)
+        other = models.mobilenet_v2()
     assert (one.width, one.input_px) == (model.num_features, (160, 160))
     assert one.parameters == sum(p.numel() for p in model.parameters())
-    assert one.licence == timm.get_pretrained_cfg(name).license
+    assert one.licence == model.pretrained_cfg["license"]
     assert one.weights[0] == model.pretrained_cfg["tag"]
     one = catalogue.describe("torchvision/mobilenet_v2")
     assert one.parameters == sum(p.numel() for p in other.parameters())
@@ -60,6 +62,7 @@ def test_a_long_list_of_backbones_builds_no_model(monkeypatch: pytest.MonkeyPatc
     assert listed.keys() == {f"timm/{name}" for name in timm.list_models("vit*")}
     assert len(listed) > 100
     one, config = listed["timm/vit_base_patch16_384"], timm.get_pretrained_cfg("vit_base_patch16_384")
+    assert config
     assert (one["width"], one["parameters"]) == (None, None)
     assert (tuple(one["input_px"]), one["licence"]) == (config.input_size[1:], config.license)
     assert one["weights"][0] == config.tag
