@@ -81,11 +81,20 @@ def test_a_short_job_is_not_measured_and_is_the_same_as_without_fast(out: Path, 
 
 
 @pytest.mark.usefixtures("measured_at_once")
-def test_where_nothing_fast_may_be_taken_it_says_why(folder: Path, tmp_path: Path) -> None:
-    flags = ["--precision", "bfloat16", "--compile", "off", "--min-cosine", "1"]
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--precision", "bfloat16", "--compile", "off", "--min-cosine", "1"], "bfloat16, eager: embedding has a cos"),
+        (["--compile", "openvino", "--precision", "float16"], "OpenVINO does not compute in float16"),
+    ],
+)
+def test_where_nothing_fast_may_be_taken_it_says_why(
+    folder: Path, tmp_path: Path, flags: list[str], named: str
+) -> None:
+    pytest.importorskip("openvino")
     result = CliRunner().invoke(main, ["embed", str(folder), *SMALL, "--fast", *flags, "-o", str(tmp_path / "out")])
     assert result.exit_code == 2
-    assert "bfloat16, eager: embedding has a cos" in result.stderr
+    assert named in result.stderr
     assert not (tmp_path / "out").exists()
 
 
