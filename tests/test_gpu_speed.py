@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image, ImageFile
 
-from tests.benchmarks.gpu_speed import bare, by_pipeline, main_process_us, nothing, pictures_file
+from benchmarks.gpu_speed import bare, by_pipeline, main_process_us, nothing, pictures_file
 
 
 def test_decoding_and_resizing_are_no_part_of_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:

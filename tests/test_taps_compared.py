@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.benchmarks.taps_compared import Attempt, Task, WithTaps, attempts, cell, tasks
+from benchmarks.taps_compared import Attempt, Task, WithTaps, attempts, cell, tasks
 
 PAGE = (Path(__file__).parents[1] / "docs" / "taps-compared.md").read_text(encoding="utf-8")
 # The record refuses a live tensor that a later layer has changed.

@@ -58,8 +58,8 @@ _SUSPECT = 32  # consecutive images with the same failure, unlikely to be their 
 _GIVE_UP_S = 600  # without any image: a worker cannot send, or a file system hangs
 
 # A batch is split into pieces, so that consecutive huge pictures are shared among the workers: the wait for ten photos
-# of 100 megapixels was 2.4 s, with whole batches 4.0 s (`tests/benchmarks/huge_pictures.py`). Their number is limited,
-# as each waiting piece may take a file descriptor.
+# of 100 megapixels among 400 small ones was 2.4 s, with whole batches 4.0 s. Their number is limited, as each waiting
+# piece may take a file descriptor.
 _PIECES = 16
 _LEAST_PIECE = 4  # images; sending small images singly would cost as much as decoding them
 _BATCHES_AHEAD = 2  # for each worker

@@ -48,10 +48,10 @@ _KS = (10, 20, 100, 200)
 _REPEATS = 5  # draws of a few-shot probe
 _FEW_ROWS = 50  # to choose on; on fewer, the error of an accuracy exceeds 14 points
 _MOST_LEFT_OUT = 100  # rows a class that each draw predicts, besides the test rows
-# Against scikit-learn's cross-validation by log loss, on data sets of 15 to 1,000 rows (`strength_choice.py` of the
-# benchmarks), the best on a tenth loses 0.6 points of accuracy (35 on one) and 0.06 of calibration error; folds gain
-# 0.09 points (standard error 0.04, at worst -3.4) and lose 0.0025. A `val` split, dinov2-logreg and fewshot define the
-# rows to choose on. All folds and strengths are fitted side by side: a fold is a column of weights.
+# Against scikit-learn's cross-validation by log loss, on 500 data sets of 15 to 1,000 rows (drawn as in the test of few
+# rows), the best on a tenth loses 0.6 points of accuracy (35 on one) and 0.06 of calibration error; folds gain 0.09
+# points (standard error 0.04, at worst -3.4) and lose 0.0025. A `val` split, dinov2-logreg and fewshot define the rows
+# to choose on. All folds and strengths are fitted side by side: a fold is a column of weights.
 ENOUGH_ROWS = 500  # to choose on; see above
 N_FOLDS = 5
 _MOST_DRAWS = 4

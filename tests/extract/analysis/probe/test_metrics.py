@@ -7,6 +7,7 @@ import pytest
 from scipy.stats import beta, binomtest
 from sklearn import metrics as reference
 
+from benchmarks.interval_coverage import of_proportions
 from extract.analysis.probe.metrics import (
     average_precision,
     by_class,
@@ -20,7 +21,6 @@ from extract.analysis.probe.metrics import (
     ranking,
     regression_metrics,
 )
-from tests.benchmarks.interval_coverage import of_proportions
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from extract.analysis.probe.feature_matrix import FeatureRows
 from extract.analysis.probe.logistic import LogisticRegression as Problem
 from extract.analysis.probe.protocols import _note_on_iterations, stratified_folds
 from extract.errors import InputError, LayertapError
-from tests.benchmarks.strength_choice import compared
+from tests.extract.analysis.probe.strength_choice import compared
 from tests.extract.html_reader import HtmlReader
 
 

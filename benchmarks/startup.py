@@ -1,6 +1,6 @@
 """The time of whole commands, most of which is start-up, beside the imports of the libraries that they need.
 
-    python tests/benchmarks/startup.py [--rounds 5] [--checkout FOLDER ...] [--only TEXT ...] [-o times.json]
+    python -m benchmarks.startup [--rounds 5] [--checkout FOLDER ...] [--only TEXT ...] [-o times.json]
 
 Each command is a process of its own, on 64 made-up pictures, with all caches warm: one round before the first is not
 counted. The commands of all checkouts take turns, so that a busy machine delays all of them. Printed are medians: the
@@ -12,13 +12,10 @@ seconds of the process, its seconds of CPU with those of its workers, and the se
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections import defaultdict
 from pathlib import Path
 from statistics import median
@@ -29,7 +26,8 @@ import torch
 import torchvision
 from PIL import Image
 
-HERE = Path(__file__).resolve().parents[2]
+from benchmarks.common import ROOT, Run, parser, python
+
 IMAGES = 64
 RESNET = ["-b", "torchvision/resnet50", "--weights", "resnet50.pth"]
 
@@ -63,33 +61,21 @@ def make_inputs(work: Path) -> None:
     torch.save(torchvision.models.resnet50().state_dict(), work / "resnet50.pth")
 
 
-def run(arguments: list[str], work: Path, checkout: Path) -> tuple[float, float, bytes]:
-    """Run Python in a folder; return its seconds, its seconds of CPU, and its output."""
+def run_in(work: Path, arguments: list[str], checkout: Path) -> Run:
+    """Run Python in a folder, with the packages of a checkout."""
     subprocess.run(["rm", "-rf", "new", "probe"], cwd=work, check=True)
     variables = {"PYTHONPATH": str(checkout), "XDG_CACHE_HOME": str(work / "cache"), "OMP_NUM_THREADS": "1"}
-    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
-        start = time.perf_counter()
-        process = subprocess.Popen(
-            [sys.executable, *arguments], cwd=work, env=os.environ | variables, stdout=out, stderr=errors
-        )
-        _, status, usage = os.wait4(process.pid, 0)
-        seconds = time.perf_counter() - start
-        process.returncode = os.waitstatus_to_exitcode(status)
-        out.seek(0)
-        errors.seek(0)
-        if process.returncode:
-            sys.exit(f"{arguments} in {checkout} failed:\n{errors.read().decode()}")
-        return seconds, usage.ru_utime + usage.ru_stime, out.read()
+    return python(*arguments, cwd=work, env=variables)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--checkout", type=Path, action="append", help="several are compared [default: this one]")
-    parser.add_argument("--only", action="append", default=[], metavar="TEXT", help="only commands that contain it")
-    parser.add_argument("-o", "--out", type=Path, help="JSON file for all times")
-    arguments = parser.parse_args()
-    checkouts = [path.resolve() for path in arguments.checkout or [HERE]]
+    options = parser(__doc__)
+    options.add_argument("--rounds", type=int, default=5)
+    options.add_argument("--checkout", type=Path, action="append", help="several are compared [default: this one]")
+    options.add_argument("--only", action="append", default=[], metavar="TEXT", help="only commands that contain it")
+    options.add_argument("-o", "--out", type=Path, help="JSON file for all times")
+    arguments = options.parse_args()
+    checkouts = [path.resolve() for path in arguments.checkout or [ROOT]]
     jobs = [(name, None, line) for name, line in IMPORTS.items()] + [
         (name, checkout, ["-m", "layertap", *line])
         for name, line in COMMANDS.items()
@@ -101,17 +87,17 @@ def main() -> None:
         work = Path(folder)
         make_inputs(work)
         for checkout in checkouts:
-            run(["-m", "layertap", "embed", "photos", "-o", "done"], work, checkout)
-            run(["-m", "layertap", "embed", "photos", *RESNET, "-o", "done-resnet50"], work, checkout)
+            for more in (["-o", "done"], [*RESNET, "-o", "done-resnet50"]):
+                run_in(work, ["-m", "layertap", "embed", "photos", *more], checkout)
         for number in range(arguments.rounds + 1):
             for name, checkout, line in jobs:
-                seconds, cpu, out = run(line, work, checkout or HERE)
-                measured = {"seconds": seconds, "cpu_s": cpu}
+                took = run_in(work, line, checkout or ROOT)
+                measured = {"seconds": took.seconds, "cpu_s": took.cpu_s}
                 if "--json" in line:
-                    measured["startup_s"] = seconds - json.loads(out)["seconds"]
+                    measured["startup_s"] = took.seconds - json.loads(took.out)["seconds"]
                 if number:
                     times[name, checkout].append(measured)
-                    print(f"{number} {name}: {seconds:.2f} s", file=sys.stderr)
+                    print(f"{number} {name}: {took.seconds:.2f} s", file=sys.stderr)
     report(times, arguments.out)
 
 

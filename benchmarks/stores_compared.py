@@ -1,7 +1,7 @@
 """Read the same rows from layertap and from other stores, and compare the time with that of np.load(mmap_mode="r").
 
     pip install pyarrow pylance datasets zarr webdataset
-    python -m tests.benchmarks.stores_compared [STORE ...] [--folder FOLDER] [--json FILE]
+    python -m benchmarks.stores_compared [STORE ...] [--folder FOLDER] [--json FILE]
 
 Each store writes the rows into a folder of its own. In each round the stores are timed one after the other, and ratios
 are formed within the round. Every timed pass is first made without a clock, and there each batch is compared with the
@@ -26,7 +26,8 @@ from typing import Any
 
 import numpy as np
 
-from tests.benchmarks.stores import CASES, RANDOM, STORES, Batch, MissingLibraryError, Store
+from benchmarks import common
+from benchmarks.stores import CASES, RANDOM, STORES, Batch, MissingLibraryError, Store
 
 BASELINE = "mmap"
 
@@ -155,9 +156,9 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     }
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of the options."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(arguments: list[str] | None = None) -> None:
+    """Measure, print the table, and write the figures."""
+    parser = common.parser(__doc__)
     parser.add_argument("stores", nargs="*", metavar="STORE", help=f"default: all of {', '.join(STORES)}")
     parser.add_argument("--rows", type=int, default=100_000)
     parser.add_argument("--width", type=int, default=1280)
@@ -168,14 +169,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--folder", type=Path, help="parent of the temporary folder")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write all figures")
     parser.add_argument("--verbose", action="store_true", help="print each pass")
-    return parser
-
-
-def main(arguments: list[str] | None = None) -> None:
-    """Measure, print the table, and write the figures."""
-    options = parser().parse_args(arguments)
+    options = parser.parse_args(arguments)
     if unknown := set(options.stores) - STORES.keys():
-        parser().error(f"unknown store {', '.join(sorted(unknown))}; expected {', '.join(STORES)}")
+        parser.error(f"unknown store {', '.join(sorted(unknown))}; expected {', '.join(STORES)}")
     options.cases = options.cases or list(CASES)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         try:

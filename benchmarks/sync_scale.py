@@ -1,6 +1,6 @@
 """Time, memory and written bytes of passes of `layertap sync` over a data set of N files.
 
-    python -m tests.benchmarks.sync_scale 1000000 --home /var/tmp/sync-scale
+    python -m benchmarks.sync_scale 1000000 --home /var/tmp/sync-scale
 
 Each step is a process, and prints a line of JSON: seconds, seconds of CPU time, peak memory, bytes passed to the system
 for writing (with temporary files), and the bytes of the files of `versions/` that it wrote.
@@ -17,13 +17,11 @@ The scan is simulated: it yields N made-up files in the order of a real scan. On
 
 from __future__ import annotations
 
-import argparse
 import heapq
 import itertools
 import json
 import os
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -34,6 +32,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from benchmarks.common import parser, peak_mb, python
 from extract.sync.difference import Guards
 from extract.sync.passes import Pass
 from extract.sync.records import Records, publish, stored_rows
@@ -163,7 +162,7 @@ def run_pass(home: Path, count: int, counts: dict[str, int]) -> dict[str, Any]:
         tiny_backbone()
         plan_for = planner(layers=["fc"], shard_rows=None, batch_size=64)
     Scan.files = lambda _: folder.files()  # type: ignore[method-assign]
-    before = peak_mb()
+    before = round(peak_mb())
     report = Pass(os.fspath(folder.root), home / "out", plan_for, CONFIGURATION, GUARDS).run()
     assert ("torch" in sys.modules) == ("add" in counts)
     names = ("added", "changed", "renamed", "deleted", "computed", "rows", "version")
@@ -174,9 +173,9 @@ def reader(home: Path, count: int) -> dict[str, Any]:
     """Open a reader, and compare random rows with what their paths say."""
     from extract import FeatureReader
 
-    start, before = time.perf_counter(), peak_mb()
+    start, before = time.perf_counter(), round(peak_mb())
     with FeatureReader(home / "out") as opened:
-        seconds, peak = time.perf_counter() - start, peak_mb()
+        seconds, peak = time.perf_counter() - start, round(peak_mb())
         start = time.perf_counter()
         rows = np.sort(np.random.default_rng(0).choice(len(opened), min(10_000, len(opened)), replace=False))
         paths = [opened.paths[row] for row in rows.tolist()]
@@ -191,11 +190,6 @@ def reader(home: Path, count: int) -> dict[str, Any]:
         ]
         read = time.perf_counter() - start
     return {"open_s": round(seconds, 2), "peak_before_mb": before, "peak_open_mb": peak, "read_10000_s": round(read, 2)}
-
-
-def peak_mb() -> int:
-    """Return the peak resident memory of this process."""
-    return round(int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) / 1024)
 
 
 def step(name: str, home: Path, count: int) -> None:
@@ -222,7 +216,7 @@ def step(name: str, home: Path, count: int) -> None:
         "files": count,
         "seconds": round(seconds, 1),
         "cpu_s": round(times.user + times.system, 1),
-        "peak_mb": peak_mb(),
+        "peak_mb": round(peak_mb()),
         "written_mb": round(int(written) / 1e6, 2),
         "table_mb": round(sum(path.stat().st_size for path in new_tables) / 1e6, 3),
         **result,
@@ -231,19 +225,19 @@ def step(name: str, home: Path, count: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", type=int)
-    parser.add_argument("--home", type=Path, required=True, help="folder for the data set; its content is deleted")
-    parser.add_argument("--step", help="run one step on what earlier steps left")
-    args = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("files", type=int)
+    options.add_argument("--home", type=Path, required=True, help="folder for the data set; its content is deleted")
+    options.add_argument("--step", help="run one step on what earlier steps left")
+    args = options.parse_args()
     if args.step:
         step(args.step, args.home, args.files)
         return
     shutil.rmtree(args.home, ignore_errors=True)
     args.home.mkdir(parents=True)
     for name in STEPS:
-        own = [sys.executable, "-m", "tests.benchmarks.sync_scale", str(args.files), "--home", str(args.home)]
-        subprocess.run([*own, "--step", name], check=True)
+        own = ("-m", "benchmarks.sync_scale", args.files, "--home", args.home, "--step", name)
+        print(python(*own).out, end="", flush=True)
 
 
 if __name__ == "__main__":

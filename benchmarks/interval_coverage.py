@@ -1,16 +1,13 @@
 """Coverage of the 95 % intervals of a probe: how often they hold the true value.
 
-    python tests/benchmarks/interval_coverage.py RESULT.json [--tables docs/measurements/intervals.json] [--sets 300]
+    python -m benchmarks.interval_coverage RESULT.json [--tables docs/measurements/intervals.json] [--sets 300]
 
 Proportions: exact sums over the binomial distribution, for the interval that is used and for others. Other metrics:
-simulated test sets from populations whose true value is known. Chosen layers: `compare` on noise, a backbone with one
-layer and another with several, so that all are equally good. `--tables` writes the tables behind
-`docs/benchmarks.md`; `--choices PROTOCOL` computes one protocol of chosen layers alone, and adds it to RESULT.json.
+simulated test sets from populations whose true value is known. `--tables` writes the tables of `docs/benchmarks.md`.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -20,14 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import beta, binom
 
+from benchmarks.common import parser
 from extract.analysis.dense import PixelCounts, segmentation_metrics
-from extract.analysis.probe import metrics, protocols
-from extract.analysis.probe.feature_matrix import FeatureRows
-from extract.analysis.probe.metrics import LEVEL, exact_proportion, paired_tests
-from extract.analysis.probe.probing import probe
-from extract.analysis.probe.protocols import Labelled
-from pipelines.probe.config import ProbeConfig
-from pipelines.probe.job import ProbedFeature, ProbeRun
+from extract.analysis.probe import metrics
+from extract.analysis.probe.metrics import exact_proportion
 
 ROWS = (30, 50, 100, 200, 360, 1000, 3000, 10_000)
 PROPORTIONS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.998, 0.999)
@@ -49,15 +42,6 @@ def wilson(hits: NDArray[Any], n: int) -> Ends:
     return np.maximum(middle - half, 0), np.minimum(middle + half, 1)
 
 
-def modified_wilson(hits: NDArray[Any], n: int) -> Ends:
-    """Wilson's, with Poisson limits near 0 and 1 (Brown, Cai and DasGupta 2001, section 4.1.1)."""
-    low, high = wilson(hits, n)
-    for x in (1, 2, 3) if n > 50 else (1, 2):
-        limit = beta.ppf(0.05, x, 1e7) * 1e7 / n  # half of a chi-square quantile with 2 x degrees of freedom, over n
-        low, high = np.where(hits == x, limit, low), np.where(hits == n - x, 1 - limit, high)
-    return low, high
-
-
 def agresti_coull(hits: NDArray[Any], n: int) -> Ends:
     """Agresti and Coull 1998."""
     count = n + Z**2
@@ -72,30 +56,14 @@ def jeffreys(hits: NDArray[Any], n: int) -> Ends:
     return np.where(hits > 0, low, 0), np.where(hits < n, high, 1)
 
 
-def mid_p(hits: NDArray[Any], n: int) -> Ends:
-    """Lancaster 1961: half of the probability of the observed count counts as beyond it."""
-
-    def solved(beyond: Callable[[NDArray[Any]], NDArray[Any]], rising: bool) -> NDArray[Any]:
-        low, high = np.zeros(len(hits)), np.ones(len(hits))
-        for _ in range(60):
-            middle = (low + high) / 2
-            up = (beyond(middle) < 0.025) == rising
-            low, high = np.where(up, middle, low), np.where(up, high, middle)
-        return low
-
-    lower = solved(lambda p: binom.sf(hits, n, p) + binom.pmf(hits, n, p) / 2, True)
-    upper = solved(lambda p: binom.cdf(hits - 1, n, p) + binom.pmf(hits, n, p) / 2, False)
-    return np.where(hits > 0, lower, 0), np.where(hits < n, upper, 1)
-
-
 def percentile_bootstrap(hits: NDArray[Any], n: int) -> Ends:
     """Percentiles over infinitely many resamples, which are quantiles of a binomial distribution."""
     return binom.ppf(0.025, n, hits / n) / n, binom.ppf(0.975, n, hits / n) / n
 
 
 METHODS = {
-    "Clopper-Pearson": clopper_pearson, "Wilson": wilson, "modified Wilson": modified_wilson,
-    "Agresti-Coull": agresti_coull, "Jeffreys": jeffreys, "mid-p": mid_p, "percentile bootstrap": percentile_bootstrap,
+    "Clopper-Pearson": clopper_pearson, "Wilson": wilson, "Agresti-Coull": agresti_coull, "Jeffreys": jeffreys,
+    "percentile bootstrap": percentile_bootstrap,
 }  # fmt: skip
 
 
@@ -207,83 +175,16 @@ def of_metrics(sets: int) -> dict[str, dict[str, Any]]:
     return results
 
 
-CHOICE_ROWS = (50, 200, 500, 2000)
-CHOICES = [(layers, classes) for layers in (1, 12) for classes in (2, 10)]
-CHOICE_RUNS = {"centroid": 400, "knn": 400, "clip": 40, "dinov2-logreg": 40, "fewshot": 20, "simclr": 20}
-WIDTH = 16
-
-
-def of_choice(protocol: str, layers: int, classes: int, n: int, runs: int) -> dict[str, float]:
-    """Compare a backbone that has one layer of noise with one that has several; see `docs/benchmarks.md`."""
-    targets, n_distinguishable, n_covered = np.arange(n) % classes, 0, 0
-    with_draws = metrics.RESAMPLES, metrics._CALIBRATED_DRAWS
-    metrics.RESAMPLES = metrics._CALIBRATED_DRAWS = 1  # of metrics that are not looked at
-    protocols.SHOTS = (5,)
-    for run in range(runs):
-        generator = np.random.default_rng([run, layers, classes, n])
-        order = generator.permutation(n)
-        is_test = np.zeros(n, bool)
-        for k in range(classes):  # a fifth of each class, as `label_rows` draws it
-            of_class = order[targets[order] == k]
-            is_test[of_class[: max(1, round(0.2 * len(of_class)))]] = True
-        outcome = ProbeRun(ProbeConfig(out=["one", "several"], protocol=protocol))  # type: ignore[arg-type]
-        for name in ["one"] + ["several"] * layers:
-            noise = generator.normal(size=(n, WIDTH)).astype(np.float32)
-            train, test = (
-                Labelled(FeatureRows.of(noise, rows), targets[rows])
-                for rows in (np.flatnonzero(~is_test), np.flatnonzero(is_test))
-            )
-            result = probe(train, None, test, np.arange(classes), "classification", protocol=protocol, seed=run)
-            outcome.probed.append(ProbedFeature(name, (str(len(outcome.probed)),), WIDTH, result))
-        one = outcome.probed[0].result
-        best = outcome.best_of(outcome.probed[1:]).result
-        if one.right is not None and best.right is not None:
-            n_distinguishable += paired_tests({"one": one.right, "several": best.right})["one", "several"] <= LEVEL
-        interval = best.metrics[best.primary]
-        n_covered += interval.low <= 1 / classes <= interval.high
-    metrics.RESAMPLES, metrics._CALIBRATED_DRAWS = with_draws
-    return {"runs": runs, "distinguishable": n_distinguishable / runs, "coverage": n_covered / runs}
-
-
-def of_choices(protocol: str) -> dict[str, dict[str, float]]:
-    """The same by numbers of layers, classes and rows."""
-    results = {}
-    for layers, classes in CHOICES:
-        for n in CHOICE_ROWS:
-            if protocol == "fewshot" and n < 25 * classes:  # too few rows of a class for five shots
-                continue
-            results[f"{layers} {classes} {n}"] = of_choice(protocol, layers, classes, n, CHOICE_RUNS[protocol])
-            print(protocol, layers, classes, n, results[f"{layers} {classes} {n}"], flush=True)
-    return results
-
-
 def table(head: list[str], rows: list[list[str]]) -> list[dict[str, str]]:
     """The rows of a table, each by the names of its columns."""
     return [dict(zip(head, row, strict=True)) for row in rows]
-
-
-def table_of_choices(choices: dict[str, dict[str, dict[str, float]]]) -> list[dict[str, str]]:
-    """The shares that are called distinguishable and covered, by protocol, layers and classes."""
-    rows = []
-    for protocol, by_key in choices.items():
-        for layers, classes in CHOICES:
-            cells, runs = [], 0
-            for n in CHOICE_ROWS:
-                cell = by_key.get(f"{layers} {classes} {n}")
-                different = "" if cell is None or protocol == "fewshot" else f"{100 * cell['distinguishable']:.1f} %, "
-                cells.append("" if cell is None else f"{different}{cell['coverage']:.3f}")
-                runs = runs if cell is None else int(cell["runs"])
-            if runs:
-                rows.append([f"`{protocol}`", str(runs), str(layers), str(classes), *cells])
-    return table(["protocol", "runs", "layers", "classes", *(f"{n:,} rows" for n in CHOICE_ROWS)], rows)
 
 
 def tables(result: dict[str, Any]) -> dict[str, list[dict[str, str]]]:
     """The tables behind `docs/benchmarks.md`.
 
     A proportion has the least coverage, and the largest mean width in units of the mean width of Wilson's interval. Any
-    other metric has its coverage, and in brackets the share of the intervals with a remark. A choice has the share of
-    comparisons that are called distinguishable, and the coverage of the interval of the chosen layer.
+    other metric has its coverage, and in brackets the share of the intervals with a remark.
     """
     of = result["proportions"]
     proportions = [
@@ -308,29 +209,21 @@ def tables(result: dict[str, Any]) -> dict[str, list[dict[str, str]]]:
     return {
         "proportions": table(["test rows", *METHODS], proportions),
         "metrics": table(["population", "metric", "true value", *sizes], rows),
-        "choices": table_of_choices(result["choices"]),
         "calibration": table(of_calibration, calibration),
     }
 
 
 def main() -> None:
     """Compute, and write the files."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("result", type=Path)
-    parser.add_argument("--tables", type=Path)
-    parser.add_argument("--sets", type=int, default=300)
-    parser.add_argument("--choices", choices=CHOICE_RUNS)
-    arguments = parser.parse_args()
-    if arguments.choices is not None:
-        known = json.loads(arguments.result.read_text()) if arguments.result.exists() else {}
-        known.setdefault("choices", {})[arguments.choices] = of_choices(arguments.choices)
-        arguments.result.write_text(json.dumps(known, indent=1) + "\n")
-        return
+    options = parser(__doc__)
+    options.add_argument("result", type=Path)
+    options.add_argument("--tables", type=Path)
+    options.add_argument("--sets", type=int, default=300)
+    arguments = options.parse_args()
     result = {
         "sets": arguments.sets,
         "proportions": {method: {str(n): of_proportions(method, n) for n in ROWS} for method in METHODS},
         "metrics": of_metrics(arguments.sets),
-        "choices": {protocol: of_choices(protocol) for protocol in CHOICE_RUNS},
     }
     arguments.result.write_text(json.dumps(result, indent=1) + "\n")
     if arguments.tables is not None:

@@ -1,6 +1,6 @@
 """Six tasks with hooks, in five libraries; each answer is compared with that of plain torch code.
 
-    python tests/benchmarks/taps_compared.py [LIBRARY ...]
+    python -m benchmarks.taps_compared [LIBRARY ...]
 
 The libraries are Taps, baukit, nnsight, torchvision (`create_feature_extractor`, a torch.fx graph) and TorchLens. Each
 runs in its own process, because nnsight and TorchLens patch torch. A library that is not installed is skipped, and the
@@ -10,7 +10,7 @@ A method of a library's class is its code for one task. Blank lines, the signatu
 code. `TASK__NAME` is other code for the same task: often the first attempt of a user, which may be wrong.
 """
 
-# ruff: noqa: RET504  nnsight takes the code of its `with` blocks apart, and a `return` there ends the method
+# ruff: noqa: RET504, N805  nnsight takes the code of its `with` blocks apart, and a `return` there ends the method
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Callable
+from fnmatch import fnmatch
 from typing import Any
 
 import timm
@@ -33,6 +34,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision import models
+from torchvision.models.feature_extraction import create_feature_extractor
+
+from layertap import Taps
+from layertap.edits import scale
 
 TOLERANCE = 1e-5  # of the largest value of the reference; libraries compute in the same float32
 
@@ -42,68 +47,43 @@ class WithTaps:
 
     module, package, install = "layertap", "layertap", "pip install -e ."
 
-    @staticmethod
     def one_layer(model, images, layer):
-        from layertap import Taps
-
         with Taps(model, layer) as taps:
             taps(images)
         return taps.record[layer]
 
-    @staticmethod
     def by_pattern(model, images, pattern):
-        from layertap import Taps
-
         with Taps(model, pattern) as taps:
             taps(images)
         return dict(taps.record)
 
-    @staticmethod
     def gradient(model, images):
-        from layertap import Taps
-
         with Taps(model).keep("layer1.0.bn1", "grad") as taps:
             taps(images)[:, 0].sum().backward()
         return taps.record["layer1.0.bn1"]
 
-    @staticmethod
     def edit(model, images):
-        from layertap import Taps
-        from layertap.edits import scale
-
         with Taps(model, "layer4").edit("layer2", scale(0.5)) as taps:
             output = taps(images)
         return taps.record["layer4"], output
 
-    @staticmethod
     def attention_timm(model, images):
-        from layertap import Taps
-
         with Taps(model).keep("blocks.1.attn", "attention") as taps:
             taps(images)
         return taps.record["blocks.1.attn"]
 
-    @staticmethod
     def attention_torchvision(model, images):
-        from layertap import Taps
-
         with Taps(model).keep("encoder.layers.encoder_layer_1.self_attention", "attention") as taps:
             taps(images)
         return taps.record["encoder.layers.encoder_layer_1.self_attention"]
 
-    @staticmethod
     def live_loss(model, images, target, layer):
-        from layertap import Taps
-
         with Taps(model, stop=True).keep(layer, live=True) as taps:
             taps(images)
         (taps.record[layer] - target).square().mean().backward()
         return images.grad
 
-    @staticmethod
     def live_loss__copy(model, images, target, layer):
-        from layertap import Taps
-
         with Taps(model, stop=True).keep(layer, live=True, reduce=torch.clone) as taps:
             taps(images)
         (taps.record[layer] - target).square().mean().backward()
@@ -116,7 +96,6 @@ class WithBaukit:
     module, package = "baukit", "baukit"
     install = "pip install git+https://github.com/davidbau/baukit (it is not in the package index)"
 
-    @staticmethod
     def one_layer(model, images, layer):
         from baukit import Trace
 
@@ -124,7 +103,6 @@ class WithBaukit:
             model(images)
         return trace.output
 
-    @staticmethod
     def one_layer__without_clone(model, images, layer):
         from baukit import Trace
 
@@ -132,10 +110,7 @@ class WithBaukit:
             model(images)
         return trace.output
 
-    @staticmethod
     def by_pattern(model, images, pattern):
-        from fnmatch import fnmatch
-
         from baukit import TraceDict, module_names
 
         names = [name for name in module_names(model) if fnmatch(name, pattern)]
@@ -143,17 +118,13 @@ class WithBaukit:
             model(images)
         return {name: trace.output for name, trace in traces.items()}
 
-    @staticmethod
     def by_pattern__without_clone(model, images, pattern):
-        from fnmatch import fnmatch
-
         from baukit import TraceDict, module_names
 
         with TraceDict(model, [name for name in module_names(model) if fnmatch(name, pattern)]) as traces:
             model(images)
         return {name: trace.output for name, trace in traces.items()}
 
-    @staticmethod
     def gradient(model, images):
         from baukit import Trace
 
@@ -161,7 +132,6 @@ class WithBaukit:
             model(images)[:, 0].sum().backward()
         return trace.output.grad
 
-    @staticmethod
     def edit(model, images):
         from baukit import TraceDict
 
@@ -169,7 +139,6 @@ class WithBaukit:
             output = model(images)
         return traces["layer4"].output, output
 
-    @staticmethod
     def attention_timm(model, images):
         from baukit import Trace
 
@@ -178,7 +147,6 @@ class WithBaukit:
             model(images)
         return trace.output
 
-    @staticmethod
     def attention_timm__fused(model, images):
         from baukit import Trace
 
@@ -186,7 +154,6 @@ class WithBaukit:
             model(images)
         return trace.output
 
-    @staticmethod
     def attention_torchvision(model, images):
         from baukit import Trace
 
@@ -194,7 +161,6 @@ class WithBaukit:
             model(images)
         return model.encoder.layers[1].self_attention(*trace.input, average_attn_weights=False)[1]
 
-    @staticmethod
     def live_loss(model, images, target, layer):
         from baukit import Trace
 
@@ -203,7 +169,6 @@ class WithBaukit:
         (trace.output - target).square().mean().backward()
         return images.grad
 
-    @staticmethod
     def live_loss__without_clone(model, images, target, layer):
         from baukit import Trace
 
@@ -212,7 +177,6 @@ class WithBaukit:
         (trace.output - target).square().mean().backward()
         return images.grad
 
-    @staticmethod
     def live_loss__without_clone_stop(model, images, target, layer):
         from baukit import Trace
 
@@ -227,7 +191,6 @@ class WithNnsight:
 
     module, package, install = "nnsight", "nnsight", "pip install nnsight"
 
-    @staticmethod
     def one_layer(model, images, layer):
         from nnsight import NNsight
 
@@ -236,7 +199,6 @@ class WithNnsight:
             output = traced.get(layer).output.clone().save()
         return output
 
-    @staticmethod
     def one_layer__without_clone(model, images, layer):
         from nnsight import NNsight
 
@@ -245,10 +207,7 @@ class WithNnsight:
             output = traced.get(layer).output.save()
         return output
 
-    @staticmethod
     def by_pattern(model, images, pattern):
-        from fnmatch import fnmatch
-
         from nnsight import NNsight, save
 
         traced = NNsight(model)
@@ -257,10 +216,7 @@ class WithNnsight:
             outputs = save({name: traced.get(name).output.clone() for name in names})
         return outputs
 
-    @staticmethod
     def by_pattern__cache(model, images, pattern):
-        from fnmatch import fnmatch
-
         from nnsight import NNsight
 
         names = [name for name, _ in model.named_modules() if fnmatch(name, pattern)]
@@ -268,7 +224,6 @@ class WithNnsight:
             cache = tracer.cache(modules=[f"model.{name}" for name in names])
         return {name: cache[f"model.{name}"].output for name in names}
 
-    @staticmethod
     def gradient(model, images):
         from nnsight import NNsight
 
@@ -280,7 +235,6 @@ class WithNnsight:
                 gradient = normed.grad.save()
         return gradient
 
-    @staticmethod
     def gradient__without_clone(model, images):
         from nnsight import NNsight
 
@@ -291,7 +245,6 @@ class WithNnsight:
                 gradient = normed.grad.save()
         return gradient
 
-    @staticmethod
     def edit(model, images):
         from nnsight import NNsight, save
 
@@ -301,7 +254,6 @@ class WithNnsight:
             outputs = save((traced.layer4.output, traced.output))
         return outputs
 
-    @staticmethod
     def attention_timm(model, images):
         from nnsight import NNsight
 
@@ -311,7 +263,6 @@ class WithNnsight:
             weights = traced.blocks[1].attn.attn_drop.output.save()
         return weights
 
-    @staticmethod
     def attention_timm__fused(model, images):
         from nnsight import NNsight
 
@@ -320,7 +271,6 @@ class WithNnsight:
             weights = traced.blocks[1].attn.attn_drop.output.save()
         return weights
 
-    @staticmethod
     def attention_torchvision(model, images):
         from nnsight import NNsight
 
@@ -330,7 +280,6 @@ class WithNnsight:
             weights = net.encoder.layers.encoder_layer_1.self_attention(x, x, x, average_attn_weights=False)[1].save()
         return weights
 
-    @staticmethod
     def live_loss(model, images, target, layer):
         from nnsight import NNsight
 
@@ -340,7 +289,6 @@ class WithNnsight:
         (features - target).square().mean().backward()
         return images.grad
 
-    @staticmethod
     def live_loss__without_clone(model, images, target, layer):
         from nnsight import NNsight
 
@@ -356,54 +304,32 @@ class WithTorchvision:
 
     module, package, install = "torchvision", "torchvision", "pip install torchvision"
 
-    @staticmethod
     def one_layer(model, images, layer):
-        from torchvision.models.feature_extraction import create_feature_extractor
-
         return create_feature_extractor(model, [layer])(images)[layer]
 
-    @staticmethod
     def by_pattern(model, images, pattern):
-        from fnmatch import fnmatch
-
-        from torchvision.models.feature_extraction import create_feature_extractor
-
         for module in model.modules():
             if isinstance(module, nn.ReLU):
                 module.inplace = False
         names = [name for name, _ in model.named_modules() if fnmatch(name, pattern)]
         return create_feature_extractor(model, names)(images)
 
-    @staticmethod
     def by_pattern__in_place(model, images, pattern):
-        from fnmatch import fnmatch
-
-        from torchvision.models.feature_extraction import create_feature_extractor
-
         names = [name for name, _ in model.named_modules() if fnmatch(name, pattern)]
         return create_feature_extractor(model, names)(images)
 
-    @staticmethod
     def gradient(model, images):
-        from torchvision.models.feature_extraction import create_feature_extractor
-
         for module in model.modules():
             if isinstance(module, nn.ReLU):
                 module.inplace = False
         outputs = create_feature_extractor(model, ["layer1.0.bn1", "fc"])(images)
         return torch.autograd.grad(outputs["fc"][:, 0].sum(), outputs["layer1.0.bn1"])[0]
 
-    @staticmethod
     def gradient__in_place(model, images):
-        from torchvision.models.feature_extraction import create_feature_extractor
-
         outputs = create_feature_extractor(model, ["layer1.0.bn1", "fc"])(images)
         return torch.autograd.grad(outputs["fc"][:, 0].sum(), outputs["layer1.0.bn1"])[0]
 
-    @staticmethod
     def edit(model, images):
-        from torchvision.models.feature_extraction import create_feature_extractor
-
         extractor = create_feature_extractor(model, ["layer2", "layer4", "fc"])
         layer2 = extractor.graph.output_node().args[0]["layer2"]
         with extractor.graph.inserting_after(layer2):
@@ -413,37 +339,22 @@ class WithTorchvision:
         outputs = extractor(images)
         return outputs["layer4"], outputs["fc"]
 
-    @staticmethod
     def attention_timm(model, images):
-        from torchvision.models.feature_extraction import create_feature_extractor
-
         model.blocks[1].attn.fused_attn = False
         return create_feature_extractor(model, ["blocks.1.attn.softmax"])(images)["blocks.1.attn.softmax"]
 
-    @staticmethod
     def attention_timm__fused(model, images):
-        from torchvision.models.feature_extraction import create_feature_extractor
-
         return create_feature_extractor(model, ["blocks.1.attn.softmax"])(images)["blocks.1.attn.softmax"]
 
-    @staticmethod
     def attention_torchvision(model, images):
-        from torchvision.models.feature_extraction import create_feature_extractor
-
         x = create_feature_extractor(model, {"encoder.layers.encoder_layer_1.ln": "x"})(images)["x"]
         return model.encoder.layers[1].self_attention(x, x, x, average_attn_weights=False)[1]
 
-    @staticmethod
     def attention_torchvision__module_name(model, images):
-        from torchvision.models.feature_extraction import create_feature_extractor
-
         x = create_feature_extractor(model, {"encoder.layers.encoder_layer_1.ln_1": "x"})(images)["x"]
         return model.encoder.layers[1].self_attention(x, x, x, average_attn_weights=False)[1]
 
-    @staticmethod
     def live_loss(model, images, target, layer):
-        from torchvision.models.feature_extraction import create_feature_extractor
-
         features = create_feature_extractor(model, [layer])(images)[layer]
         (features - target).square().mean().backward()
         return images.grad
@@ -454,22 +365,17 @@ class WithTorchLens:
 
     module, package, install = "torchlens", "torchlens", "pip install torchlens"
 
-    @staticmethod
     def one_layer(model, images, layer):
         import torchlens as tl
 
         return tl.pluck(model, images, layer)
 
-    @staticmethod
     def by_pattern(model, images, pattern):
-        from fnmatch import fnmatch
-
         import torchlens as tl
 
         names = {name: name for name, _ in model.named_modules() if fnmatch(name, pattern)}
         return tl.extract(model, images, names)
 
-    @staticmethod
     def gradient(model, images):
         import torchlens as tl
 
@@ -477,28 +383,24 @@ class WithTorchLens:
         trace.log_backward(trace[trace.output_layers[0]].out[:, 0].sum())
         return trace["layer1.0.bn1"].grad
 
-    @staticmethod
     def edit(model, images):
         import torchlens as tl
 
         trace = tl.trace(model, images, intervene=tl.when(tl.module("layer2"), tl.scale(0.5)))
         return trace["layer4"].out, trace[trace.output_layers[0]].out
 
-    @staticmethod
     def attention_timm(model, images):
         import torchlens as tl
 
         model.blocks[1].attn.fused_attn = False
         return tl.pluck(model, images, "blocks.1.attn.attn_drop")
 
-    @staticmethod
     def attention_timm__fused(model, images):
         import torchlens as tl
 
         trace = tl.trace(model, images, reconstruction_ready=True)
         return trace.modules["blocks.1.attn"].facets["pattern"].value
 
-    @staticmethod
     def attention_timm__own_recipe(model, images):
         import torchlens as tl
         from torchlens.semantic.recipes._helpers import fused_sdpa_pattern
@@ -510,21 +412,18 @@ class WithTorchLens:
         trace = tl.trace(model, images, reconstruction_ready=True)
         return trace.modules["blocks.1.attn"].facets["pattern"].value
 
-    @staticmethod
     def attention_torchvision(model, images):
         import torchlens as tl
 
         x = tl.pluck(model, images, "encoder.layers.encoder_layer_1.ln_1")
         return model.encoder.layers[1].self_attention(x, x, x, average_attn_weights=False)[1]
 
-    @staticmethod
     def attention_torchvision__fused(model, images):
         import torchlens as tl
 
         trace = tl.trace(model, images, reconstruction_ready=True)
         return trace.modules["encoder.layers.encoder_layer_1.self_attention"].facets["pattern"].value
 
-    @staticmethod
     def live_loss(model, images, target, layer):
         import torchlens as tl
 
@@ -666,7 +565,7 @@ def tasks() -> list[Task]:
     torchvision_vit = models.VisionTransformer(32, 16, num_layers=2, num_heads=3, hidden_dim=48, mlp_dim=64).eval()
     images, small = torch.randn(2, 3, 64, 64), torch.randn(2, 3, 32, 32)
     stimulus = images.clone().requires_grad_()
-    targets = {"layer3": torch.randn(2, 256, 4, 4), "layer1.0.bn1": torch.randn(2, 64, 16, 16)}
+    third, first = torch.randn(2, 256, 4, 4), torch.randn(2, 64, 16, 16)
     return [
         Task("1 output of `layer3`", "one_layer", resnet, (images, "layer3")),
         Task("1b of `layer1.0.bn1`, before an in-place ReLU", "one_layer", resnet, (images, "layer1.0.bn1")),
@@ -676,20 +575,8 @@ def tasks() -> list[Task]:
         Task("4 half of `layer2`: `layer4` and the output", "edit", resnet, (images,)),
         Task("5 attention weights, timm", "attention_timm", timm_vit, (small,)),
         Task("5b attention weights, torchvision", "attention_torchvision", torchvision_vit, (small,)),
-        Task(
-            "6 gradient of a loss on `layer3` to the image",
-            "live_loss",
-            resnet,
-            (stimulus, targets["layer3"], "layer3"),
-            True,
-        ),
-        Task(
-            "6b of a loss on `layer1.0.bn1`",
-            "live_loss",
-            resnet,
-            (stimulus, targets["layer1.0.bn1"], "layer1.0.bn1"),
-            True,
-        ),
+        Task("6 gradient of a loss on `layer3` to the image", "live_loss", resnet, (stimulus, third, "layer3"), True),
+        Task("6b of a loss on `layer1.0.bn1`", "live_loss", resnet, (stimulus, first, "layer1.0.bn1"), True),
     ]
 
 
@@ -716,8 +603,8 @@ def largest_difference(answer: Any, reference: Answer) -> float:
 
 
 def source(code: Callable[..., Any]) -> str:
-    """The source of a method as a function: without decorator and indentation."""
-    return textwrap.dedent(inspect.getsource(code)).removeprefix("@staticmethod\n")
+    """The source of a method as a function: without indentation."""
+    return textwrap.dedent(inspect.getsource(code))
 
 
 def count_lines(code: Callable[..., Any]) -> int:
@@ -775,7 +662,7 @@ def cell(results: list[Attempt]) -> str:
 
 def run_in_process(library: str) -> dict[str, list[Attempt]]:
     """Run one library in a process of its own; title of the task -> attempts."""
-    command = [sys.executable, __file__, "--json", library]
+    command = [sys.executable, "-m", "benchmarks.taps_compared", "--json", library]
     printed = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     results = json.loads(printed.splitlines()[-1])
     return {title: [Attempt(**fields) for fields in of_task] for title, of_task in results.items()}

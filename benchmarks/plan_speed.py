@@ -1,6 +1,6 @@
 """What listing images into a plan costs, by the number of names: a folder that is walked, and a list in no order.
 
-python tests/benchmarks/plan_speed.py [--names 1000000 10000000] [--kinds folder list]
+    python -m benchmarks.plan_speed [--names 1000000 10000000] [--kinds folder list]
 
 Names are made up, and the files are not there: what a disk needs to tell the names of a folder comes on top (here it is
 measured on 100,000 files). Each plan is made by a process of its own, and opened by another, which reads every name
@@ -9,21 +9,16 @@ once, as the workers of a run do.
 
 from __future__ import annotations
 
-import argparse
 import json
-import subprocess
-import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
-PEAK = """
-def peak_mb():
-    return int(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM"))) / 1024
-"""
+from benchmarks.common import parser, python
+
 MAKE = """
 import json, sys, time
+from benchmarks.common import peak_mb
 from extract.images import plan_writing
 kind, count, where, out = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4]
 if kind == "folder":
@@ -40,6 +35,7 @@ print(json.dumps({"seconds": seconds, "cpu": cpu, "stages": stages, "before": be
 """
 READ = """
 import json, sys, time
+from benchmarks.common import peak_mb
 from extract.images import list_images
 start = time.perf_counter()
 found = list_images(sys.argv[1])
@@ -59,9 +55,7 @@ print(json.dumps({"rate": count / (time.perf_counter() - start)}))
 
 
 def run(program: str, *arguments: object) -> dict[str, Any]:
-    command = [sys.executable, "-c", PEAK + program, *map(str, arguments)]
-    found: dict[str, Any] = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
-    return found
+    return dict(json.loads(python("-c", program, *arguments).out))
 
 
 def write_list(path: Path, count: int) -> None:
@@ -96,10 +90,10 @@ def measure(kind: str, count: int, scratch: Path) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--names", type=int, nargs="+", default=[1_000_000, 10_000_000])
-    parser.add_argument("--kinds", nargs="+", default=["folder", "list"])
-    arguments = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--names", type=int, nargs="+", default=[1_000_000, 10_000_000])
+    options.add_argument("--kinds", nargs="+", default=["folder", "list"])
+    arguments = options.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         for i in range(100_000):
             path = Path(folder) / f"{i // 1000:03d}" / f"picture-{i:06d}.jpg"
@@ -115,6 +109,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    start = time.perf_counter()
     main()
-    print(f"({time.perf_counter() - start:.0f} s in all)")

@@ -1,7 +1,7 @@
 """Shuffled batches of the tokens of a data set, against other ways to read them; a Markdown table.
 
     pip install datasets webdataset
-    python -m tests.benchmarks.token_stream [WAY ...] [--images 102041] [--rounds 3] [--folder FOLDER]
+    python -m benchmarks.token_stream [WAY ...] [--images 102041] [--rounds 3] [--folder FOLDER]
 
 The data are random float16 tokens, 196 of 192 values an image: with the default number of images, 20 million tokens of
 7.7 GB. The ways run in turn, round after round. Each takes the whole data, or as many batches as it gives in `--limit`
@@ -15,26 +15,21 @@ what independent uniform order gives.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import sys
-import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks.common import created, fill, parser, ratio
 from extract import FeatureReader
-from extract.store.format.dataset import DataSet
-from extract.store.format.layout import RowNames, StoredFeature, create_shard
-from extract.store.format.writer import ShardWriter
-from tests.extract.store.rows import no_files
+from extract.store.format.layout import StoredFeature
 
 PER_IMAGE, WIDTH, BATCH = 196, 192, 4096
 PARTS = 16
@@ -43,34 +38,14 @@ BLOCK = 2 * WIDTH * PER_IMAGE * 100  # bytes of 100 images
 Batches = Iterator[tuple[np.ndarray, np.ndarray]]  # values, and the image of each token
 
 
-def make(folder: Path, images: int) -> dict[str, float]:
-    """Write the data as a data set, raw, for `datasets` and for WebDataset; return seconds."""
+def make(folder: Path, images: int) -> None:
+    """Write the data as a raw file, and as a data set."""
     block = np.random.default_rng(0).normal(size=(256, PER_IMAGE, WIDTH)).astype(np.float16)
-    seconds = {}
-    raw, start = folder / "raw.bin", time.perf_counter()
-    with raw.open("wb") as file:
+    with (folder / "raw.bin").open("wb") as file:
         for first in range(0, images, 256):
             file.write(block[: images - first].data)
-        os.fsync(file.fileno())
-    seconds["raw"] = time.perf_counter() - start
-    start = time.perf_counter()
     feature = StoredFeature("tokens", (PER_IMAGE, WIDTH), "float16", {"axes": "TC", "grid": "14,14"})
-    data = DataSet(
-        folder / "out", {"weights": "w"}, [feature], {"root": "/p", "count": images, "paths_xxh3": ""}, 1 << 14
-    )
-    data.open_or_create()
-    for shard in range(data.n_shards):
-        rows = np.array(data.shard_range(shard))
-        names = RowNames(list(map(str, rows)), np.zeros(len(rows), np.int64), [""] * len(rows), ["a"])
-        create_shard(data.path(shard, part=True), data.features, data.identity(shard), names, {})
-        with ShardWriter(data, shard) as writer:
-            for first in range(0, len(rows), 256):
-                some = rows[first : first + 256]
-                status = np.ones(len(some), np.uint8)
-                writer.write(some, {"tokens": block[: len(some)]}, status, no_files(len(some)))
-            writer.publish()
-    seconds["layertap"] = time.perf_counter() - start
-    return seconds
+    fill(created(folder / "out", [feature], images, 1 << 14), lambda some: {"tokens": block[: len(some)]}, 256)
 
 
 def in_order(folder: Path, images: int) -> Batches:
@@ -153,14 +128,9 @@ def by_webdataset(folder: Path, images: int) -> Batches:
         tokens = np.memmap(folder / "raw.bin", np.float16, "r").reshape(-1, PER_IMAGE, WIDTH)
         per_tar = 1000
         for shard in range(min(20, -(-images // per_tar))):
-            with tarfile.open(stored / f"{shard:04d}.tar", "w") as tar:
+            with webdataset.TarWriter(str(stored / f"{shard:04d}.tar")) as tar:
                 for image in range(shard * per_tar, min(images, (shard + 1) * per_tar)):
-                    content = BytesIO()
-                    np.save(content, tokens[image])
-                    entry = tarfile.TarInfo(f"{image:08d}.npy")
-                    entry.size = content.tell()
-                    content.seek(0)
-                    tar.addfile(entry, content)
+                    tar.write({"__key__": f"{image:08d}", "npy": tokens[image]})
 
     def split(samples: Iterator[dict[str, Any]]) -> Iterator[tuple[np.ndarray, int]]:
         for sample in samples:
@@ -223,20 +193,18 @@ def measure(way: Callable[[Path, int], Batches], folder: Path, images: int, limi
 
 def main() -> None:
     """Measure and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("ways", nargs="*", metavar="WAY", help=f"default: {', '.join(WAYS)}")
-    parser.add_argument("--images", type=int, default=102_041)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--limit", type=float, default=30, help="seconds for each way")
-    parser.add_argument("--folder", type=Path, help="where the data are kept; default: a temporary folder")
-    options = parser.parse_args()
+    given = parser(__doc__)
+    given.add_argument("ways", nargs="*", metavar="WAY", help=f"default: {', '.join(WAYS)}")
+    given.add_argument("--images", type=int, default=102_041)
+    given.add_argument("--rounds", type=int, default=3)
+    given.add_argument("--limit", type=float, default=30, help="seconds for each way")
+    given.add_argument("--folder", type=Path, help="where the data are kept; default: a temporary folder")
+    options = given.parse_args()
     with tempfile.TemporaryDirectory() if options.folder is None else nullcontext(options.folder) as name:
         folder = Path(name)
         if not (folder / "out").exists():
             folder.mkdir(exist_ok=True)
-            size = options.images * PER_IMAGE * WIDTH * 2
-            for what, seconds in make(folder, options.images).items():
-                print(f"{what} written at {size / seconds / 1e9:.2f} GB/s", file=sys.stderr)
+            make(folder, options.images)
         ways = {way: WAYS[way] for way in options.ways or WAYS}
         for way, _ in ways.values():
             next(way(folder, options.images))  # writes what it reads
@@ -251,11 +219,9 @@ def main() -> None:
                     print(state, way, results[way][-1], file=sys.stderr, flush=True)
             for way, rounds in results.items():
                 rate = statistics.median(each["rate"] for each in rounds)
-                ratio = statistics.median(
-                    each["rate"] / first["rate"] for each, first in zip(rounds, results["file, in order"], strict=True)
-                )
+                of_file = ratio([each["rate"] for each in rounds], [each["rate"] for each in results["file, in order"]])
                 print(
-                    f"| {way} | {state} | {rate / WIDTH / 2 / 1e6:.2f} | {ratio:.2f} | "
+                    f"| {way} | {state} | {rate / WIDTH / 2 / 1e6:.2f} | {of_file:.2f} | "
                     f"{rounds[0]['images']:,.0f} | {rounds[0]['mixing']:,.1f} |",
                     flush=True,
                 )

@@ -1,6 +1,6 @@
 """What a monitor costs: steps of a training of ResNet-18, with and without one, in turn.
 
-    python tests/benchmarks/monitor_cost.py --rounds 3
+    python -m benchmarks.monitor_cost --rounds 3
 
 The time of a whole look is measured by itself (`every=1`), and what `every=100` costs is the time of 100 steps with one
 look in them, by that of 100 without.
@@ -8,8 +8,8 @@ look in them, by that of 100 without.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -19,6 +19,7 @@ import torch
 import torchvision
 from torch.nn import functional as F
 
+from benchmarks.common import in_turn, parser, ratio
 from extract.analysis.network.monitors import ActivationMonitor, GradientMonitor
 
 
@@ -42,26 +43,23 @@ def seconds(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--px", type=int, default=128)
-    args = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--rounds", type=int, default=3)
+    options.add_argument("--steps", type=int, default=100)
+    options.add_argument("--batch", type=int, default=16)
+    options.add_argument("--px", type=int, default=128)
+    args = options.parse_args()
     ways: dict[str, Callable[[torch.nn.Module], AbstractContextManager[object]]] = {
         "none": lambda model: contextlib.nullcontext(),
         "activations": lambda model: ActivationMonitor(model, every=args.steps),
         "gradients": lambda model: GradientMonitor(model, every=args.steps),
     }
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(args.rounds):
-        for name, make in ways.items():
-            times[name].append(seconds(make, args.steps, args.batch, args.px))
-    plain = statistics.median(times["none"])
+    steps = {name: functools.partial(seconds, make, args.steps, args.batch, args.px) for name, make in ways.items()}
+    times = in_turn(steps, args.rounds)
     for name, found in times.items():
-        ratio = statistics.median(found) / plain
-        rounds = ", ".join(f"{one:.1f}" for one in found)
-        print(f"{name:12} {args.steps} steps, one look: {rounds} s; {100 * (ratio - 1):+.1f} %")
+        each = ", ".join(f"{one:.1f}" for one in found)
+        print(f"{name:12} {args.steps} steps, one look: {each} s; {100 * (ratio(found, times['none']) - 1):+.1f} %")
+    plain = statistics.median(times["none"])
     one = plain / args.steps
     for name, monitor in (("activations", ActivationMonitor), ("gradients", GradientMonitor)):
         look = seconds(lambda model, monitor=monitor: monitor(model, every=1), 5, args.batch, args.px) / 5 - one

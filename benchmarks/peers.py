@@ -1,6 +1,6 @@
 """layertap against what one could take instead, in turn, in one run; prints a Markdown table.
 
-    python tests/benchmarks/peers.py IMAGES [-b torchvision/resnet50]... [--rounds 3] [--limit 1000]
+    python -m benchmarks.peers IMAGES [-b torchvision/resnet50]... [--rounds 3] [--limit 1000]
         [--peer NAME=PYTHON]... [--layertap "NAME=FLAGS"]... [--markdown FILE]
 
 - the loop by hand: torchvision's `create_feature_extractor` (for timm a forward hook), a DataLoader with two workers
@@ -23,7 +23,6 @@ machine with a GPU all of them use it.
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import json
 import os
@@ -45,7 +44,6 @@ from typing import Any
 
 WORKERS, BATCH, CHUNK = 2, 32, 256
 BACKBONES = ("bundled/efficientnet_lite0", "torchvision/resnet18", "torchvision/resnet50")
-SUFFIXES = {".jpg", ".jpeg", ".png"}  # that all of them take
 LONGEST_S = 3600
 HAND, US, PEERS = "loop by hand", "layertap", ("thingsvision", "ray", "daft", "datasets")
 VARIANTS = ["strict=--compile off", "compiled=--compile on", "fast=--fast"]
@@ -144,6 +142,17 @@ class Files:
         return self.transform(Image.open(self.paths[index]).convert("RGB"))
 
 
+def append(file: Any, name: str, rows: Any, kind: Any = "f4") -> int:
+    """Write rows behind those of an array of HDF5, and give how many it has."""
+    shape = rows.shape[1:]
+    if name not in file:
+        file.create_dataset(name, (0, *shape), kind, maxshape=(None, *shape), chunks=(CHUNK, *shape))
+    done = len(file[name])
+    file[name].resize(done + len(rows), 0)
+    file[name][done:] = rows
+    return done + len(rows)
+
+
 def by_hand(images: str, backbone: str, node: str, out: Path) -> tuple[int, float]:
     """The loop that one would write."""
     import h5py
@@ -167,13 +176,7 @@ def by_hand(images: str, backbone: str, node: str, out: Path) -> tuple[int, floa
     with h5py.File(out / "features.h5", "w") as file, torch.inference_mode():
         for batch in loader:
             found = model(batch.to(device, non_blocking=True))
-            rows = (found if node else kept)["features"].flatten(1).cpu().numpy()
-            if not done:
-                width = rows.shape[1]
-                data = file.create_dataset("features", (0, width), "f4", maxshape=(None, width), chunks=(CHUNK, width))
-            data.resize(done + len(rows), 0)
-            data[done:] = rows
-            done += len(rows)
+            done = append(file, "features", (found if node else kept)["features"].flatten(1).cpu().numpy())
     return done, time.perf_counter() - start
 
 
@@ -228,15 +231,8 @@ def by_ray(images: str, backbone: str, node: str, out: Path) -> tuple[int, float
     done = 0
     with h5py.File(out / "features.h5", "w") as file:
         for batch in embedded.iter_batches(batch_size=CHUNK):
-            rows = batch["features"]
-            if not done:
-                width = rows.shape[1]
-                data = file.create_dataset("features", (0, width), "f4", maxshape=(None, width), chunks=(CHUNK, width))
-                paths = file.create_dataset("path", (0,), h5py.string_dtype(), maxshape=(None,), chunks=(CHUNK,))
-            for each, values in ((data, rows), (paths, batch["path"])):
-                each.resize(done + len(rows), 0)
-                each[done:] = values
-            done += len(rows)
+            done = append(file, "features", batch["features"])
+            append(file, "path", batch["path"], h5py.string_dtype())
     return done, time.time() - float(batch["ready"][0])
 
 
@@ -283,14 +279,9 @@ def by_datasets(images: str, backbone: str, node: str, out: Path) -> tuple[int, 
 
     start = time.perf_counter()
     files = Dataset.from_dict({"path": paths, "image": paths}).cast_column("image", Image())
-    rows = files.map(
-        embed,
-        batched=True,
-        batch_size=BATCH,
-        remove_columns=["image"],
-        features=Features({"path": Value("string"), "features": List(Value("float32"))}),
-        cache_file_name=str(out / "features.arrow"),
-    )
+    stored = Features({"path": Value("string"), "features": List(Value("float32"))})
+    how: Any = {"batched": True, "batch_size": BATCH, "remove_columns": ["image"], "features": stored}
+    rows = files.map(embed, **how, cache_file_name=str(out / "features.arrow"))
     return len(rows), time.perf_counter() - start
 
 
@@ -338,23 +329,6 @@ class Row:
     loop: list[float] = field(default_factory=list)
     whole: list[float] = field(default_factory=list)
     apart: float | None = None
-
-
-def laid_out(images: Path, limit: int, folder: Path) -> int:
-    """Fill a folder with links to the images, and then with copies of other bytes; gives how many are links."""
-    files = sorted(path for path in images.rglob("*") if path.suffix.lower() in SUFFIXES)[:limit]
-    if not files:
-        sys.exit(f"no {', '.join(sorted(SUFFIXES))} files in {images}")
-    folder.mkdir()
-    for number in range(limit):
-        file = files[number % len(files)].resolve()
-        data = file.read_bytes()  # from here on it is in the file cache, for all alike
-        name = folder / f"{number:07d}{file.suffix.lower()}"
-        if number < len(files):
-            name.symlink_to(file)
-        else:
-            name.write_bytes(data + name.name.encode())
-    return len(files)
 
 
 def rows_of(backbone: str, images: Path, variants: list[str], peers: dict[str, str]) -> dict[str, Row]:
@@ -447,10 +421,8 @@ def spread(values: list[float], digits: int) -> str:
 
 def table(rows: dict[str, Row]) -> str:
     """Markdown."""
-    lines = [
-        "| | images/s, loop | over by hand | images/s, whole process | over by hand | features apart |",
-        "|---|---|---|---|---|---|",
-    ]
+    heads = ["", "images/s, loop", "over by hand", "images/s, whole process", "over by hand", "features apart"]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     hand = rows[HAND]
     for name, row in rows.items():
         versions = row.told.get("versions", name)
@@ -470,7 +442,10 @@ def table(rows: dict[str, Row]) -> str:
 
 def main() -> None:
     """Read the options, compare, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    from benchmarks.common import parser as parser_of
+    from benchmarks.common import repeated
+
+    parser = parser_of(__doc__)
     parser.add_argument("images", type=Path)
     parser.add_argument("-b", "--backbone", action="append", help=f"default: {', '.join(BACKBONES)}")
     parser.add_argument("--rounds", type=int, default=3)
@@ -487,12 +462,12 @@ def main() -> None:
         parser.error(f"--peer is NAME=PYTHON, with a name of {', '.join(PEERS)}")
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        links = laid_out(options.images, options.limit, work / "images")
+        pictures = repeated(options.images, options.limit, work / "images")
         for backbone in backbones:
             rows = rows_of(backbone, work / "images", options.layertap or VARIANTS, peers)
             compare(rows, options.rounds, options.limit, work)
             text = (
-                f"{backbone} on {options.limit:,} images ({links:,} pictures), {rows[HAND].told.get('device', '')}, "
+                f"{backbone} on {options.limit:,} images ({pictures:,} pictures), {rows[HAND].told.get('device', '')}, "
                 f"{date.today()}; median (least..most), rounds in turn: {options.rounds}.\n\n{table(rows)}\n"
             )
             print(f"\n{text}", flush=True)

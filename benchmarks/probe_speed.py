@@ -1,7 +1,7 @@
 """The 45 strengths of SimCLR's protocol, side by side, against a plain loop of scikit-learn, in turn.
 
     layertap embed ../shared/data/cifar10-6k -o outputs/cifar10-6k
-    python tests/benchmarks/probe_speed.py outputs/cifar10-6k [--scaling standardise] [--rounds 3] [--large]
+    python -m benchmarks.probe_speed outputs/cifar10-6k [--scaling standardise] [--rounds 3] [--large]
 
 Nine tenths of the training rows are fitted on, a tenth chooses; scaling is of the rows that are fitted on. `--large`
 only times ours, on ten times as many rows, made by repetition with noise.
@@ -9,16 +9,15 @@ only times ours, on ten times as many rows, made by repetition with noise.
 
 from __future__ import annotations
 
-import argparse
 import time
 import warnings
-from statistics import median
 
 import numpy as np
 from sklearn.linear_model import LogisticRegression as Reference
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import FunctionTransformer, StandardScaler
 
+from benchmarks.common import parser, ratio
 from extract import FeatureReader
 from extract.analysis.probe.feature_matrix import FeatureRows, Scaling
 from extract.analysis.probe.logistic import LogisticRegression
@@ -48,13 +47,13 @@ def loop(x, y, x_val, y_val, scaling):
 
 def main() -> None:
     """Measure, and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("data_set")
-    parser.add_argument("--layer", default="embedding")
-    parser.add_argument("--scaling", choices=["none", "standardise"], default="standardise")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--large", action="store_true")
-    arguments = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("data_set")
+    options.add_argument("--layer", default="embedding")
+    options.add_argument("--scaling", choices=["none", "standardise"], default="standardise")
+    options.add_argument("--rounds", type=int, default=3)
+    options.add_argument("--large", action="store_true")
+    arguments = options.parse_args()
     warnings.filterwarnings("ignore")  # scikit-learn's, where it stops before it has converged
     with FeatureReader(arguments.data_set) as reader:
         train = np.array(reader.splits) == "train"
@@ -78,8 +77,7 @@ def main() -> None:
             best = int(np.argmax(found))
             print(f"{name}: {seconds:.1f} s; best {found[best]:.4f} at C = {STRENGTHS[best]:.2g}", flush=True)
     if times["loop"]:
-        ratios = [b / a for a, b in zip(times["ours"], times["loop"], strict=True)]
-        print(f"the loop takes {median(ratios):.1f} times as long ({', '.join(f'{r:.1f}' for r in ratios)})")
+        print(f"the loop takes {ratio(times['loop'], times['ours']):.1f} times as long")
 
 
 if __name__ == "__main__":

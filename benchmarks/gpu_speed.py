@@ -1,6 +1,6 @@
-"""The pipeline with decoded images over the bare forward, on one device: python tests/benchmarks/gpu_speed.py
+"""The pipeline with decoded images over the bare forward, on one device.
 
-    python tests/benchmarks/gpu_speed.py [-b torchvision/resnet50]... [--images 8192] [--batch-size 256]
+    python -m benchmarks.gpu_speed [-b torchvision/resnet50]... [--images 8192] [--batch-size 256]
         [--precision float32] [--compile off] [--rounds 3] [--device auto] [--workers 8] [--decode FOLDER]
 
 Bare: batches of float32 pictures that lie on the device already go through the model, and nothing is done with what
@@ -19,8 +19,6 @@ import argparse
 import itertools
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -35,6 +33,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from benchmarks import common
+from benchmarks.common import python, ratio
 from extract import load_backbone
 from extract.backbones.preprocessing import Preprocessing
 from extract.backbones.weights import Weights
@@ -163,7 +163,7 @@ def wait(backbone: Backbone) -> None:
 
 def main() -> None:
     """Measure each backbone."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.parser(__doc__)
     parser.add_argument("-b", "--backbone", action="append")
     parser.add_argument("--images", type=int, default=8192)
     parser.add_argument("--batch-size", type=int, default=256)
@@ -177,11 +177,9 @@ def main() -> None:
     options = parser.parse_args()
     if options.main_process:
         for side in (32, 224):
-            each = [
-                main_process_us(side, options.images, options.workers, options.batch_size)
-                for _ in range(options.rounds)
-            ]
-            print(f"{side} x {side} pixels: {statistics.median(each):.0f} us of the main process an image", flush=True)
+            how = (side, options.images, options.workers, options.batch_size)
+            each = statistics.median(main_process_us(*how) for _ in range(options.rounds))
+            print(f"{side} x {side} pixels: {each:.0f} us of the main process an image", flush=True)
         return
     for spec in options.backbone or BACKBONES:
         backbone = load_backbone(spec, weights="random", device=options.device)
@@ -194,11 +192,11 @@ def main() -> None:
                 rate, stages = by_pipeline(backbone, listed, options)
                 ours.append(rate)
                 theirs.append(bare(backbone, pictures, options))
-        ratio = statistics.median(one / other for one, other in zip(ours, theirs, strict=True))
         spent = ", ".join(f"{stage} {seconds:.2f} s" for stage, seconds in stages.items())
         print(
             f"{spec} on {backbone.device}, {options.precision}, compile {options.compile}: pipeline "
-            f"{statistics.median(ours):.0f} images/s, bare {statistics.median(theirs):.0f}, ratio {ratio:.3f}; {spent}",
+            f"{statistics.median(ours):.0f} images/s, bare {statistics.median(theirs):.0f}, "
+            f"ratio {ratio(ours, theirs):.3f}; {spent}",
             flush=True,
         )
         if options.decode:
@@ -208,12 +206,12 @@ def main() -> None:
 def decoded(spec: str, options: argparse.Namespace) -> None:
     """`layertap embed` of photos, as it comes."""
     with tempfile.TemporaryDirectory() as out:
-        command = [
-            Path(sys.executable).with_name("layertap"), "embed", options.decode, "-o", out, "-b", spec,
-            "--weights", "random", "--device", options.device, "--precision", options.precision, "--min-cosine", "0.9",
-            "--compile", options.compile, "--batch-size", str(options.batch_size), "--json",
-        ]  # fmt: skip
-        told = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+        done = python(
+            "-m", "layertap", "embed", options.decode, "-o", out, "-b", spec, "--weights", "random",
+            "--device", options.device, "--precision", options.precision, "--min-cosine", "0.9",
+            "--compile", options.compile, "--batch-size", options.batch_size, "--json",
+        )  # fmt: skip
+        told = json.loads(done.out)
         stages = ", ".join(f"{stage} {seconds:.2f} s" for stage, seconds in told["stages"].items())
         print(
             f"  with decoding: {told['images_per_s']:.0f} images/s, bound by {told['bottleneck']}; {stages}", flush=True

@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.common import created, fill
+
 Batch = tuple[np.ndarray, np.ndarray]
 
 RANDOM, ROWS, MIXED, IN_ORDER = "random", "rows", "mixed", "in order"
@@ -109,28 +111,12 @@ class Layertap(Store):
     check = False
 
     def write(self, values: np.ndarray) -> None:
-        from extract.store.format.dataset import DataSet, shard_rows_for
-        from extract.store.format.layout import RowNames, StoredFeature, create_shard
-        from extract.store.format.writer import ShardWriter
+        from extract.store.format.dataset import shard_rows_for
+        from extract.store.format.layout import StoredFeature
 
         feature = StoredFeature("x", values.shape[1:], values.dtype.name)
-        images = {"root": "/", "count": len(values), "paths_xxh3": ""}
-        data = DataSet(self.folder / "out", {"weights": "w"}, [feature], images, shard_rows_for([feature]))
-        data.open_or_create()
-        for shard in range(data.n_shards):
-            rows = np.array(data.shard_range(shard))
-            names = RowNames([f"{row:08d}.jpg" for row in rows], np.zeros(len(rows)), [""] * len(rows), ["a"])
-            create_shard(data.path(shard, part=True), data.features, data.identity(shard), names, {})
-            with ShardWriter(data, shard) as writer:
-                for start in range(int(rows[0]), int(rows[-1]) + 1, 1024):
-                    here = np.arange(start, min(start + 1024, int(rows[-1]) + 1))
-                    source = {
-                        "source_size": here,
-                        "source_mtime_ns": here,
-                        "source_hash": np.zeros((len(here), 16), "u1"),
-                    }
-                    writer.write(here, {"x": values[here]}, np.ones(len(here), np.uint8), source, {})
-                writer.publish()
+        data = created(self.folder / "out", [feature], len(values), shard_rows_for([feature]))
+        fill(data, lambda rows: {"x": values[rows]})
 
     def open(self) -> None:
         from extract import FeatureReader

@@ -1,0 +1,117 @@
+"""The store against the plainest way to do the same: `python -m benchmarks.store_speed [FOLDER] [--rows 80000]`.
+
+Ratios of rates, medians of five rounds in turn; 1 is as fast as the plain way. 80,000 rows of 1,280 float16 (205 MB),
+written into FOLDER (a temporary one by default), read from the file cache.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.common import created, fill, in_turn, parser, say
+from extract import FeatureReader
+from extract.store.format.layout import StoredFeature
+
+WIDTH, BATCH, ROUNDS = 1280, 256, 5
+RAW = "raw write and fsync"
+
+
+def appending(folder: Path, values: NDArray[Any]) -> None:
+    """Compare the writer with a raw file; creating a file, which takes its space, is not part of appending to it."""
+    data: list[Any] = []
+
+    def raw() -> None:
+        with (folder / "raw").open("wb", buffering=0) as file:
+            for start in range(0, len(values), BATCH):
+                file.write(values[start : start + BATCH].data)
+            os.fsync(file.fileno())
+
+    def append(sync_s: float = 30, publish: bool = False) -> None:
+        fill(data[0], lambda rows: {"x": values[rows[0] : rows[-1] + 1]}, BATCH, sync_s, publish)
+
+    def empty(name: str) -> None:
+        shutil.rmtree(folder / "one", ignore_errors=True)
+        data[:] = [stored(folder / "one", values, len(values))]
+        os.sync()
+
+    ways = {
+        "append, batches of 256": append,
+        "  forced to the disk every 50 ms": lambda: append(0.05),
+        "  forced to the disk at every batch (sync_s 0)": lambda: append(0),
+        "  and published (sha256 of the file)": lambda: append(publish=True),
+    }
+    taken = in_turn({RAW: raw, **ways}, ROUNDS, before=empty)
+    for name in ways:
+        say(name, taken[name], taken[RAW], RAW)
+
+
+def stored(out: Path, values: NDArray[Any], shard_rows: int) -> Any:
+    """A data set for the values, without any."""
+    return created(out, [StoredFeature("x", (WIDTH,), "float16")], len(values), shard_rows)
+
+
+def reading(folder: Path, values: NDArray[Any]) -> None:
+    """Compare readers of one file and of 50 with NumPy's and with h5py."""
+    count = len(values)
+    one, many = folder / "whole", folder / "parts"
+    for out, shard_rows in ((one, count), (many, count // 50)):
+        fill(stored(out, values, shard_rows), lambda rows: {"x": values[rows]})
+    np.save(folder / "plain.npy", values)
+    mapped = np.load(folder / "plain.npy", mmap_mode="r")
+    random = np.random.default_rng(0)
+    batches = [random.integers(0, count, BATCH) for _ in range(300)]
+    single = random.integers(0, count, 3000)
+    with FeatureReader(one) as reader, FeatureReader(many) as of_many, h5py.File(one / "shards/000000.h5") as naive:
+        x, plain = reader["x"], naive["features/x"]
+        assert np.array_equal(x[:], values)
+        assert np.array_equal(of_many["x"][batches[0]], values[batches[0]])
+
+        def a_pass(of: FeatureReader, shuffle: Any) -> None:
+            for _ in of.batches("x", BATCH, shuffle=shuffle, seed=0, memory_bytes=64 << 20):
+                pass
+
+        taken = in_turn({"ours": lambda: x[:], "plain": lambda: np.load(folder / "plain.npy")}, ROUNDS)
+        say("sequential read of everything", taken["ours"], taken["plain"], "np.load")
+        taken = in_turn(
+            {
+                "ours": lambda: [x[rows] for rows in batches],
+                "many": lambda: [of_many["x"][rows] for rows in batches],
+                "plain": lambda: [mapped[rows] for rows in batches],
+            },
+            ROUNDS,
+        )
+        say("random batches of 256", taken["ours"], taken["plain"], "np.memmap")
+        say("  over 50 shards", taken["many"], taken["plain"], "np.memmap")
+        taken = in_turn({"ours": lambda: [x[i] for i in single], "plain": lambda: [plain[i] for i in single]}, ROUNDS)
+        say("random rows one at a time", taken["ours"], taken["plain"], "h5py dataset[i]")
+        naive_epoch = [seconds * count / len(single) for seconds in taken["plain"]]
+        # One kind at a time: a pass in chunks gives its pages back, and the next of another kind would map them anew.
+        for kind in ("rows", "chunks", None):
+            passes = {"one": lambda kind=kind: a_pass(reader, kind), "many": lambda kind=kind: a_pass(of_many, kind)}
+            taken = in_turn(passes, ROUNDS)
+            say(f"an epoch, shuffle={kind!r}", taken["one"], naive_epoch, "h5py dataset[i]")
+            say("  over 50 shards", taken["many"], taken["one"], "one file")
+
+
+def main() -> None:
+    """Measure, and print the ratios."""
+    options = parser(__doc__)
+    options.add_argument("folder", nargs="?", type=Path)
+    options.add_argument("--rows", type=int, default=80_000)
+    given = options.parse_args()
+    values = np.random.default_rng(0).normal(size=(given.rows, WIDTH)).astype(np.float16)
+    with tempfile.TemporaryDirectory(dir=given.folder) as folder:
+        appending(Path(folder), values)
+        reading(Path(folder), values)
+
+
+if __name__ == "__main__":
+    main()
