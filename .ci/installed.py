@@ -1,7 +1,7 @@
 """Whether the installed package is whole: `python .ci/installed.py CHECKOUT`, run outside the checkout.
 
-Every module of the checkout is there and can be imported, every file beside the modules is there, and every command
-answers to --help.
+Every module of the checkout is there and can be imported, every file beside the modules is there, the script runs, and
+every command answers to --help.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import importlib
 import subprocess
 import sys
 from pathlib import Path
+
+from click.testing import CliRunner
 
 TOPS = ("extract", "layertap", "pipelines")
 checkout = Path(sys.argv[1]).resolve()
@@ -24,7 +26,8 @@ names = [".".join(path.parts).removesuffix(".__init__") for path in modules]
 for name in names:
     importlib.import_module(name)
 main = importlib.import_module("pipelines.cli").main
+assert "Usage: layertap" in subprocess.run(["layertap", "--help"], check=True, capture_output=True, text=True).stdout
 for command in sorted(main.commands):
-    text = subprocess.run(["layertap", command, "--help"], check=True, capture_output=True, text=True).stdout
-    assert "Usage: layertap" in text, command
+    text = CliRunner().invoke(main, [command, "--help"], prog_name="layertap", catch_exceptions=False).stdout
+    assert f"Usage: layertap {command}" in text, command
 print(f"{len(names)} modules and {len(main.commands)} commands of {here}")

@@ -10,7 +10,8 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 # Processes of pytest-xdist share the cores, and so do the processes that their tests start. NumPy's OpenBLAS reads this
@@ -117,6 +118,25 @@ def few_strengths(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # Preprocessing for tests that need a network and not its pictures: its forward takes a sixth of the time.
 TINY_INPUT = {"size": 64, "crop": 64}
+
+
+@pytest.fixture(scope="module")
+def small_inputs() -> Iterator[None]:
+    """The bundled backbone is loaded once, and takes pictures of 64 pixels."""
+    from extract.backbones import sources
+    from extract.backbones.backbone import LoadedBackbone, LoadRequest
+
+    source = sources.SOURCES["bundled"]
+    loaded: list[LoadedBackbone] = []
+
+    def load(request: LoadRequest) -> LoadedBackbone:
+        loaded.extend([] if loaded else [source.load(request)])
+        small = replace(loaded[0].preprocessing, resize_px=64, crop_px=(64, 64))
+        return replace(loaded[0], preprocessing=small)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sources.SOURCES, "bundled", replace(source, load=load))
+        yield
 
 
 def make_picture(seed: int, width: int = 64, height: int = 48) -> Image.Image:

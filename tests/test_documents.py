@@ -11,7 +11,6 @@ import shlex
 import shutil
 import textwrap
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,8 +26,6 @@ from pyarrow import parquet
 
 import layertap
 from extract import FeatureReader
-from extract.backbones import sources
-from extract.backbones.backbone import LoadedBackbone, LoadRequest
 from extract.store.export import export
 from pipelines.cli import main
 from pipelines.embed.config import EmbedConfig
@@ -73,23 +70,6 @@ def names() -> dict[str, Any]:
             exec(code, found)
         found[f"printed by {number}"] = printed.getvalue()
     return found
-
-
-@pytest.fixture(scope="module")
-def small_inputs() -> Iterator[None]:
-    """The bundled backbone is loaded once, and takes pictures of 64 pixels."""
-    source = sources.SOURCES["bundled"]
-
-    loaded: list[LoadedBackbone] = []
-
-    def load(request: LoadRequest) -> LoadedBackbone:
-        loaded.extend([] if loaded else [source.load(request)])
-        small = replace(loaded[0].preprocessing, resize_px=64, crop_px=(64, 64))
-        return replace(loaded[0], preprocessing=small)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sources.SOURCES, "bundled", replace(source, load=load))
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -169,10 +169,11 @@ def test_a_pooling_may_have_numbers_in_its_name(monkeypatch: pytest.MonkeyPatch)
         backbone.features([make_picture(1)], layers=["layer4:rank4096"])
 
 
-def run_main(before: str, *words: str) -> str:
-    """What `layertap` prints in a process in which something was added before it was imported."""
-    code = f"{before}\nfrom pipelines.cli import main\nmain()"
-    return subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=True).stdout
+def run_main(before: str, *runs: Sequence[str]) -> str:
+    """What commands print in a process in which something was added before `pipelines.cli` was imported."""
+    call = f"for words in {runs}:\n    main(words, 'layertap', standalone_mode=False)"
+    code = f"{before}\nfrom pipelines.cli import main\n{call}"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
 
 
 def test_help_names_a_new_pooling_and_does_not_wait_for_torch() -> None:
@@ -182,7 +183,7 @@ def test_help_names_a_new_pooling_and_does_not_wait_for_torch() -> None:
         "from extract.compute.pooling import POOLINGS\n"
         "POOLINGS['spread'] = POOLINGS['max_map']"
     )
-    words = run_main(added, "embed", "--help").split()
+    words = run_main(added, ["embed", "--help"]).split()
     assert words[words.index("Poolings:") + 1 :][: len(POOLINGS) + 2] == ["auto", *POOLINGS, "spread."]
     assert words[-1] == "False"
 
@@ -240,8 +241,9 @@ def greet() -> None:
     click.echo("hello")
 
 command.greet = greet"""
-    assert run_main(added, "greet") == "hello\n"
-    assert "  greet  Say hello." in run_main(added, "--help").splitlines()
+    hello, *shown = run_main(added, ["greet"], ["--help"]).splitlines()
+    assert hello == "hello"
+    assert "  greet  Say hello." in shown
 
 
 # A setting: a field and its line of the docstring in `extract/extraction/settings.py`, and the place of its use.
@@ -272,32 +274,30 @@ main(["embed", "--config", "run.yaml", "--brightness", "4"])
 """
 
 
+# File of `extract/`, what stands there, and what is written for it.
+NEW_SETTING = (
+    ("extraction/settings.py", "        orientation: exif:", "        brightness: Factor of all pixels.\n{}"),
+    (
+        "extraction/settings.py", "    orientation: Annotated[Literal",
+        "    brightness: Annotated[float, Field(gt=0, lt=8)] = 1.0\n{}",
+    ),
+    (
+        "extraction/plan.py", "preprocessing = replace(backbone.preprocessing, orientation",
+        "std = tuple(x / settings.brightness for x in backbone.preprocessing.std)\n"
+        "    preprocessing = replace(backbone.preprocessing, std=std, orientation",
+    ),
+)  # fmt: skip
+
+
 @pytest.mark.slow
 def test_a_setting_is_added_in_two_files(folder: Path, tmp_path: Path) -> None:
     root = Path(__file__).parents[1]
     for name in ("extract", "pipelines", "layertap", "docs"):
         shutil.copytree(root / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "*.md", "*.ipynb"))
-    for path, old, new in (
-        (
-            "extraction/settings.py",
-            "        orientation: exif:",
-            "        brightness: Factor of all pixels.\n        orientation: exif:",
-        ),
-        (
-            "extraction/settings.py",
-            "    orientation: Annotated[Literal",
-            "    brightness: Annotated[float, Field(gt=0, lt=8)] = 1.0\n    orientation: Annotated[Literal",
-        ),
-        (
-            "extraction/plan.py",
-            "preprocessing = replace(backbone.preprocessing, orientation",
-            "std = tuple(x / settings.brightness for x in backbone.preprocessing.std)\n"
-            "    preprocessing = replace(backbone.preprocessing, std=std, orientation",
-        ),
-    ):
-        text = (tmp_path / "extract" / path).read_text()
-        assert text.count(old) == 1
-        (tmp_path / "extract" / path).write_text(text.replace(old, new))
+    for name, old, new in NEW_SETTING:
+        path = tmp_path / "extract" / name
+        assert path.read_text().count(old) == 1
+        path.write_text(path.read_text().replace(old, new.format(old)))
     config = {"images": str(folder), "backbone": "timm/test_resnet", "weights": "random", "device": "cpu", "workers": 0}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump({**config, "out": "out", "brightness": 2}))
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import subprocess
 import sys
 import tomllib
 from fnmatch import fnmatch
 from importlib.metadata import packages_distributions
-from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+from tests.test_rooms import FILES, ROOT, imported
+
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 TOPS = ("extract", "layertap", "pipelines")
 
@@ -37,21 +36,14 @@ def test_every_file_beside_the_modules_goes_into_the_wheel() -> None:
 
 def test_every_library_that_is_imported_is_declared() -> None:
     extras = PROJECT["project"]["optional-dependencies"]
-    needed = [
-        *PROJECT["project"]["dependencies"],
-        *(one for name, some in extras.items() if name != "test" for one in some),
-    ]
+    needed = [*PROJECT["project"]["dependencies"], *(x for name in extras if name != "test" for x in extras[name])]
     declared = {re.split(r"[\[<>=~! ]", text)[0].lower().replace("_", "-") for text in needed}
+    tops = {name: {other.partition(".")[0] for other in imported(name)} for name in FILES}
+    others = set().union(*tops.values()) - {*TOPS, "__future__"} - sys.stdlib_module_names
     distributions = packages_distributions()
-    for path in (path for top in TOPS for path in (ROOT / top).rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            names = [one.name for one in node.names] if isinstance(node, ast.Import) else []
-            if isinstance(node, ast.ImportFrom) and not node.level and node.module:
-                names = [node.module]
-            for name in {name.partition(".")[0] for name in names} - {*TOPS, "__future__"}:
-                if name in sys.stdlib_module_names:
-                    continue
-                owners = {one.lower().replace("_", "-") for one in distributions.get(name, [name])}
-                assert owners & declared, (
-                    f"{path.relative_to(ROOT)} imports {name}, which pyproject.toml does not declare"
-                )
+    undeclared = {
+        name
+        for name in others
+        if not declared & {one.lower().replace("_", "-") for one in distributions.get(name, [name])}
+    }
+    assert {name: undeclared & found for name, found in tops.items() if undeclared & found} == {}

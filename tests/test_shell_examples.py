@@ -65,6 +65,7 @@ DATA_SETS = {
 }
 FEW_PHOTOS = ("docs/guides/inside-a-network.md",)  # an ablation runs the network again for each layer
 
+RANDOM: dict[str, Any] = {"backbone": "timm/test_resnet", "weights": "random"}
 NET = """\
 from torch import float32, nn
 from torch.nn.functional import cross_entropy as loss
@@ -161,7 +162,7 @@ def save_for_hugging_face(start: Path, names: list[str]) -> None:
 
 
 @pytest.fixture(scope="module")
-def data_sets(start: Path) -> Path:
+def data_sets(start: Path, small_inputs: None) -> Path:
     """Data sets that the pages begin with."""
     out = start / "data-sets"
     layers = ["blocks.0", "blocks.5", "blocks.6", "embedding"]
@@ -169,11 +170,7 @@ def data_sets(start: Path) -> Path:
         ("photos", "photos", {"layers": layers}),
         ("photos-2", "photos", {"layers": layers, "limit": 20}),
         ("cifar", "cifar", {"layers": layers}),
-        (
-            "cifar-random",
-            "cifar",
-            {"backbone": "timm/test_resnet", "weights": "random", "layers": ["layer1", "embedding"]},
-        ),
+        ("cifar-random", "cifar", {**RANDOM, "layers": ["layer1", "embedding"]}),
         ("faces", "cifar", {}),
         ("2023", "2023", {}),
         ("2024", "2024", {}),
