@@ -6,9 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-import nbformat
 import pytest
-from nbformat.v4 import new_code_cell, new_notebook
 
 from tests.conftest import make_picture
 from tests.notebook import NOTEBOOK, run_notebook
@@ -29,6 +27,8 @@ def outputs(cell: Any) -> list[str]:
 
 @pytest.mark.slow
 def test_the_notebook_prints_what_its_file_says(tmp_path: Path) -> None:
+    import nbformat
+
     stored = nbformat.read(NOTEBOOK, as_version=4)
     executed = run_notebook(NOTEBOOK, tmp_path)
     for before, after in zip(stored.cells, executed.cells, strict=True):
@@ -41,6 +41,9 @@ def test_the_notebook_prints_what_its_file_says(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_progress_bar_in_a_notebook_is_a_widget_that_ends_full(tmp_path: Path) -> None:
+    import nbformat
+    from nbformat.v4 import new_code_cell, new_notebook
+
     (tmp_path / "photos").mkdir()
     for number in range(3):
         make_picture(number).save(tmp_path / "photos" / f"{number}.png")

@@ -51,7 +51,7 @@ def traced(on_event: Callable[[FrameType, str, Any], None]) -> Iterator[None]:
         yield
     finally:
         sys.setprofile(None)
-        threading.setprofile(None)  # type: ignore[arg-type]
+        threading.setprofile(None)
 
 
 def file_of(frame: FrameType) -> str:
