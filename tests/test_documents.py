@@ -11,6 +11,7 @@ import shlex
 import shutil
 import textwrap
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,6 +28,8 @@ from pyarrow import parquet
 import layertap
 from extract import FeatureReader
 from extract.analysis.probe import logistic
+from extract.backbones import from_timm
+from extract.backbones.sources import SOURCES
 from extract.store.export import export
 from pipelines.cli import main
 from pipelines.embed.config import EmbedConfig
@@ -271,7 +274,11 @@ def test_the_extraction_example_stores_and_computes_the_same_features(run: Any) 
 
 
 @pytest.mark.slow
-def test_the_example_of_a_difference_prints_none_between_a_vector_and_itself(run: Any) -> None:
+def test_the_example_of_a_difference_prints_none_between_a_vector_and_itself(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole_inputs = replace(SOURCES["bundled"], load=from_timm.load_bundled)
+    monkeypatch.setitem(SOURCES, "bundled", whole_inputs)
     found, printed = run("docs/concepts/why-features-differ.md")
     assert found["pixels"].shape == (224, 224, 3)
     assert found["pixels"].dtype == torch.uint8
