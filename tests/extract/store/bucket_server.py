@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import functools
 import hashlib
 import http.client
 import socket
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import boto3
@@ -179,8 +182,43 @@ def served() -> Iterator[Proxy]:
 
 def direct(proxy: Proxy) -> Any:
     """A client of another library, past the proxy."""
-    host, port = proxy.target
+    return _client(*proxy.target)
+
+
+@functools.cache
+def _client(host: str, port: int) -> Any:
     return boto3.client(
         "s3", endpoint_url=f"http://{host}:{port}", region_name="us-east-1",
         aws_access_key_id=KEY, aws_secret_access_key=SECRET,
     )  # fmt: skip
+
+
+def object_at(url: str) -> dict[str, str]:
+    """A URL as arguments of the client."""
+    bucket, _, key = url.removeprefix("s3://").partition("/")
+    return {"Bucket": bucket, "Key": key}
+
+
+def new_url(proxy: Proxy) -> str:
+    """A place in a new bucket."""
+    bucket = f"b-{uuid.uuid4().hex[:12]}"
+    direct(proxy).create_bucket(Bucket=bucket)
+    return f"s3://{bucket}/sets/photos"
+
+
+def put(proxy: Proxy, url: str, content: bytes) -> None:
+    direct(proxy).put_object(**object_at(url), Body=content)
+
+
+def get(proxy: Proxy, url: str) -> bytes:
+    return bytes(direct(proxy).get_object(**object_at(url))["Body"].read())
+
+
+def delete(proxy: Proxy, url: str) -> None:
+    direct(proxy).delete_object(**object_at(url))
+
+
+def upload(proxy: Proxy, out: Path, url: str) -> None:
+    """A copy of a data set, as `aws s3 sync` makes it."""
+    for path in (out / "dataset.json", *(out / "shards").iterdir()):
+        put(proxy, f"{url}/{path.relative_to(out)}", path.read_bytes())

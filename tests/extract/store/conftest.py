@@ -2,16 +2,16 @@ from __future__ import annotations
 
 import functools
 import shutil
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from extract.store.format.dataset import DataSet
 from extract.store.format.shard import Shard
 from extract.store.places import objects as remote
-from tests.extract.store.bucket_server import KEY, SECRET, TOKEN, Proxy, direct, served
-from tests.extract.store.rows import complete_data_set
+from tests.extract.store.bucket_server import KEY, SECRET, TOKEN, Proxy, new_url, served
+from tests.extract.store.rows import complete_data_set, empty_data_set
 
 
 @pytest.fixture(scope="session")
@@ -25,22 +25,28 @@ def complete(_complete: Path, tmp_path: Path) -> Path:
     return shutil.copytree(_complete, tmp_path / "out")
 
 
+@pytest.fixture
+def data(tmp_path: Path) -> DataSet:
+    """A data set of three shards, of which only the description is there."""
+    return empty_data_set(tmp_path / "out")
+
+
 @pytest.fixture(scope="session")
 def server() -> Iterator[Proxy]:
     """The server, and clients that parse the descriptions of services once, not once each."""
+    import s3fs
     from botocore.loaders import JSONFileLoader
 
     loaded = functools.cache(JSONFileLoader().load_file)
     with pytest.MonkeyPatch.context() as patch, served() as proxy:
         patch.setattr(JSONFileLoader, "load_file", lambda self, path: loaded(path))
+        s3fs.S3FileSystem.clear_instance_cache()
         yield proxy
 
 
 @pytest.fixture
 def proxy(server: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Proxy:
     """The server as the libraries find it, with short pauses; the cache is a folder of the test's own."""
-    import s3fs
-
     server.forget()
     environment = {
         "AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.port}",
@@ -59,16 +65,23 @@ def proxy(server: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pro
     monkeypatch.setattr(remote, "_GIVE_UP_S", 0)  # after five attempts
     monkeypatch.setattr(remote, "_ANSWER_S", 1)
     monkeypatch.setattr(remote, "_STORED_S", 1)
-    s3fs.S3FileSystem.clear_instance_cache()
     return server
 
 
 @pytest.fixture
 def url(proxy: Proxy) -> str:
     """A place in a new bucket."""
-    bucket = f"b-{uuid.uuid4().hex[:12]}"
-    direct(proxy).create_bucket(Bucket=bucket)
-    return f"s3://{bucket}/sets/photos"
+    return new_url(proxy)
+
+
+@pytest.fixture
+def new_clients(proxy: Proxy) -> Iterator[None]:
+    """The library connects anew, with the environment that a test sets."""
+    import s3fs
+
+    s3fs.S3FileSystem.clear_instance_cache()
+    yield
+    s3fs.S3FileSystem.clear_instance_cache()
 
 
 @pytest.fixture

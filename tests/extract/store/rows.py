@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import h5py
@@ -38,6 +38,13 @@ def data_set(out: Path, **changes: object) -> DataSet:
     return DataSet(out=out, **{**content, **changes})
 
 
+def empty_data_set(out: Path, **changes: object) -> DataSet:
+    """A data set of which only the description is there."""
+    data = data_set(out, **changes)
+    data.open_or_create()
+    return data
+
+
 def names_of(rows: range) -> RowNames:
     return RowNames(
         [PATHS[i] for i in rows], np.array([i % 3 for i in rows]), ["train"] * len(rows),
@@ -54,6 +61,11 @@ def create(data: DataSet, shard: int) -> Path:
 def created(data: DataSet, shard: int) -> tuple[DataSet, int]:
     create(data, shard)
     return data, shard
+
+
+def new_shard(data: DataSet, shard: int = 0) -> ShardWriter:
+    """A shard without rows, opened to write them."""
+    return ShardWriter(*created(data, shard))
 
 
 def write(writer: ShardWriter, rows: list[int], status: Status = Status.OK) -> None:
@@ -91,6 +103,35 @@ def complete_data_set(
     return _write_all(data, compress, failed)
 
 
+def filled(
+    out: Path,
+    features: list[StoredFeature],
+    count: int,
+    values_of: Callable[[np.ndarray], dict[str, np.ndarray]],
+    shard_rows: int = 1 << 20,
+    *,
+    compress: str | None = None,
+    failed: Collection[int] = (),
+    provenance: dict[str, object] | None = None,
+    batch_rows: int = 1000,
+) -> DataSet:
+    """Other features: row i has the path `i`, one of seven classes, and is in `val` if 3 divides i."""
+    paths = [str(row) for row in range(count)]
+    images = {"root": "/p", "count": count, "paths_xxh3": xxhash.xxh3_128_hexdigest("\0".join(paths).encode())}
+    data = empty_data_set(out, features=features, images=images, shard_rows=min(shard_rows, count))
+    for shard in range(data.n_shards):
+        rows = np.array(data.shard_range(shard))
+        splits = ["train" if row % 3 else "val" for row in rows]
+        names = RowNames([paths[row] for row in rows], rows % 7, splits, list("abcdefg"))
+        create_shard(data.path(shard, part=True), features, data.identity(shard), names, provenance or {})
+        with ShardWriter(data, shard) as writer:
+            status = np.where(np.isin(rows, list(failed)), Status.DECODE_ERROR, Status.OK).astype("uint8")
+            for part in np.split(np.arange(len(rows)), range(batch_rows, len(rows), batch_rows)):
+                writer.write(rows[part], values_of(rows[part]), status[part], no_files(len(part)))
+            writer.publish(compress)
+    return data
+
+
 _TEMPLATES = tempfile.TemporaryDirectory(prefix="layertap-rows-")
 
 
@@ -102,7 +143,7 @@ def _written(compress: str | None, failed: tuple[int, ...]) -> Path:
 def _write_all(data: DataSet, compress: str | None, failed: tuple[int, ...]) -> DataSet:
     data.open_or_create()
     for shard in range(data.n_shards):
-        with ShardWriter(*created(data, shard)) as writer:
+        with new_shard(data, shard) as writer:
             rows = list(data.shard_range(shard))
             for part in (rows[:4], rows[4:]):
                 write(writer, [row for row in part if row not in failed])
@@ -136,14 +177,17 @@ def sign(path: Path) -> None:
     path.write_bytes(content)
 
 
+def flip(path: Path, offset: int, bit: int = 1) -> None:
+    """Change a bit of a file, as a bad disk or another program does."""
+    content = bytearray(path.read_bytes())
+    content[offset] ^= bit
+    path.write_bytes(content)
+
+
 def change_a_value(out: Path, shard: int, layer: str, row: int) -> None:
-    """Change a byte of a feature in a finished shard, as a bad disk or another program does."""
+    """Change a byte of a feature in a finished shard."""
     path = out / "shards" / f"{shard:06d}.h5"
     with Shard(path) as opened:
         (feature,) = (feature for feature in opened.features if feature.name == layer)
         offset = opened.offsets[f"/features/{layer}"] + row * feature.row_bytes
-    with path.open("r+b") as file:
-        file.seek(offset)
-        byte = file.read(1)[0]
-        file.seek(offset)
-        file.write(bytes([byte ^ 1]))
+    flip(path, offset)

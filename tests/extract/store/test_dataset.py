@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import json
 import os
-import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,8 @@ import pytest
 from extract import FeatureReader, InputError, LockedError
 from extract.store.format.dataset import DataSet
 from extract.system.atomic_files import locked
-from tests.extract.store.rows import (
-    PATHS_XXH3,
-    create,
-    data_set,
-)
+from tests.extract.store.processes import result_of
+from tests.extract.store.rows import PATHS_XXH3, create, data_set, empty_data_set
 
 
 def test_a_data_set_is_the_same_when_read_back(tmp_path: Path) -> None:
@@ -44,8 +42,7 @@ def test_a_folder_that_a_killed_run_had_just_begun_is_taken_over(tmp_path: Path,
 
 
 def test_keys_of_a_later_writer_are_ignored(tmp_path: Path) -> None:
-    data = data_set(tmp_path / "out")
-    data.open_or_create()
+    data = empty_data_set(tmp_path / "out")
     content = json.loads((data.out / "dataset.json").read_text())
     content["features"][0]["unit"] = content["mood"] = "new"
     (data.out / "dataset.json").write_text(json.dumps(content))
@@ -73,19 +70,18 @@ def test_a_folder_with_other_files_is_not_written_into(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
+def enter(data: DataSet) -> None:
+    with data.locked():
+        pass
+
+
 def test_one_process_at_a_time(tmp_path: Path) -> None:
     data = data_set(tmp_path / "out")
     with data.locked():
-        child = os.fork()
-        if not child:
-            try:
-                with data.locked():
-                    os._exit(0)
-            except LockedError as error:
-                os._exit(7 if f"locked by pid {os.getppid()} on " in str(error) else 1)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-    with data.locked():
-        pass
+        error = result_of(enter, data)
+        assert isinstance(error, LockedError)
+        assert f"locked by pid {os.getpid()} on " in str(error)
+    assert result_of(enter, data) is None
 
 
 def test_a_folder_into_which_nothing_was_put_is_gone_again(tmp_path: Path) -> None:
@@ -101,20 +97,11 @@ def test_a_folder_into_which_nothing_was_put_is_gone_again(tmp_path: Path) -> No
 
 
 def test_one_thread_at_a_time(tmp_path: Path) -> None:
-    data, raised = data_set(tmp_path / "out"), []
-
-    def second() -> None:
-        with pytest.raises(LockedError, match="by another thread of this process"), data.locked():
-            pass
-        raised.append(True)
-
-    with data.locked():
-        thread = threading.Thread(target=second)
-        thread.start()
-        thread.join()
-    assert raised
-    with data.locked():
-        pass
+    data = data_set(tmp_path / "out")
+    with ThreadPoolExecutor(1) as pool:
+        with data.locked(), pytest.raises(LockedError, match="by another thread of this process"):
+            pool.submit(enter, data).result()
+        pool.submit(enter, data).result()
 
 
 def test_what_a_killed_run_left_is_cleaned(complete: Path) -> None:
@@ -127,8 +114,26 @@ def test_what_a_killed_run_left_is_cleaned(complete: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"format": "layertap", "format_version": 2}', "\xff"])
-def test_a_damaged_description_is_an_error(complete: Path, content: str) -> None:
-    (complete / "dataset.json").write_text(content, encoding="latin-1")
-    with pytest.raises(InputError, match="dataset.json"):
-        FeatureReader(complete)
+FEATURE = {"name": "a", "shape": [3], "dtype": "float32", "attributes": {}}
+WRONG: list[dict[str, object]] = [
+    {"images": None}, {"images": {}}, {"images": {"count": 4}}, {"shard_rows": 0}, {"shard_rows": None},
+    {"depends_on": None}, {"depends_on": []}, {"features": []}, {"features": {}}, {"fingerprint": "0" * 64},
+    {"shard_rows": 1, "images": {"root": "/", "count": 1 << 60, "paths_xxh3": ""}}, {"features": [{"name": "../x"}]},
+    {"features": [{**FEATURE, "name": "a/b"}]}, {"features": [{**FEATURE, "shape": [-3]}]},
+    {"features": [{**FEATURE, "dtype": "object"}]}, {"features": [{**FEATURE, "attributes": {"x": 1}}]},
+]  # fmt: skip
+NO_DESCRIPTION = [
+    "", "[]", "{}", '{"format": "layertap", "format_version": 2}', "\xff",
+    "[" * 100_000, '{"a":' * 50_000, "1" * 10_000, '{"images": ' + "9" * 5000 + "}",  # bombs
+]  # fmt: skip
+
+
+def test_a_damaged_description_is_an_error(complete: Path) -> None:
+    path = complete / "dataset.json"
+    good = json.loads(path.read_text())
+    for content in (*NO_DESCRIPTION, *(json.dumps({**good, **change}) for change in WRONG)):
+        path.write_text(content, encoding="latin-1")
+        start = time.perf_counter()
+        with pytest.raises(InputError, match="dataset.json is damaged|dataset.json.*format"):
+            FeatureReader(complete)
+        assert time.perf_counter() - start < 1

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
+import re
 import resource
-import signal
-import subprocess
-import sys
+import shutil
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,10 +19,9 @@ import numpy as np
 import pytest
 
 from extract import FeatureReader, InputError, LayertapError
-from extract.store.format.dataset import DataSet
 from extract.store.verify import verify
-from extract.system.json_files import read_json
-from tests.extract.store.rows import VALUES, change, complete_data_set, sign
+from tests.extract.store.processes import result_of
+from tests.extract.store.rows import VALUES, change, complete_data_set, flip, sign
 
 
 def replace(file: h5py.File, name: str, **how: object) -> None:
@@ -141,22 +141,45 @@ HOSTILE: list[tuple[Callable[[h5py.File], object], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("how", "message"), HOSTILE, ids=[getattr(how, "__name__", "?") for how, _ in HOSTILE])
-def test_a_hostile_shard_is_refused(complete: Path, how: Callable[[h5py.File], object], message: str) -> None:
-    change(complete / "shards" / "000000.h5", how)
-    with pytest.raises(InputError, match=message) as raised:
-        FeatureReader(complete)
-    assert "000000.h5" in str(raised.value)
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory: pytest.TempPathFactory, _complete: Path) -> list[Path]:
+    """The first shard of a data set, changed in each of these ways."""
+    folder = tmp_path_factory.mktemp("hostile")
+    files = [folder / f"{i}.h5" for i in range(len(HOSTILE))]
+    for path, (how, _) in zip(files, HOSTILE, strict=True):
+        shutil.copyfile(_complete / "shards/000000.h5", path)
+        change(path, how)
+    return files
 
 
-def test_hostile_files_cost_neither_time_nor_memory(tmp_path: Path) -> None:
-    """All of them, and some that are no HDF5, in one fresh process: 1 s each, 200 MB beyond what the imports take."""
-    made = complete_data_set(tmp_path / "made")
-    files = []
-    for i, (how, _) in enumerate(HOSTILE):
-        files.append(tmp_path / f"{i}.h5")
-        files[-1].write_bytes(made.path(0).read_bytes())
-        change(files[-1], how)
+def test_a_hostile_shard_is_refused(complete: Path, hostile: list[Path]) -> None:
+    for path, (_, message) in zip(hostile, HOSTILE, strict=True):
+        shutil.copyfile(path, complete / "shards/000000.h5")
+        with pytest.raises(InputError, match=message) as raised:
+            FeatureReader(complete)
+        assert "000000.h5" in str(raised.value)
+
+
+def peak_kb() -> int:  # not ru_maxrss, which begins with what the process had that started this one
+    (line,) = re.findall(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())
+    return int(line)
+
+
+def opened_of(paths: list[Path]) -> tuple[list[Path], list[Path], int]:
+    """Which files are no error, which take longer than a second, and MB of memory that all take."""
+    opened, slow, base = [], [], peak_kb()
+    for path in paths:
+        start = time.perf_counter()
+        with contextlib.suppress(InputError):
+            FeatureReader(path)
+            opened.append(path)
+        if time.perf_counter() - start > 1:
+            slow.append(path)
+    return opened, slow, (peak_kb() - base) // 1024
+
+
+def test_hostile_files_cost_neither_time_nor_memory(tmp_path: Path, hostile: list[Path]) -> None:
+    """All of them, and some that are no HDF5, in one process: 1 s each, 100 MB."""
     sparse = tmp_path / "sparse.h5"
     with sparse.open("wb") as file:
         header = {"size": 4 << 40, "row_data": [[512, 1024]], "fixed_xxh3": "0"}
@@ -165,29 +188,10 @@ def test_hostile_files_cost_neither_time_nor_memory(tmp_path: Path) -> None:
     bomb = tmp_path / "bomb.h5"
     bomb.write_bytes(b"layertap shard, format 1; HDF5 begins at byte 999999\n" + b"[" * 999_999)
     os.mkfifo(tmp_path / "pipe.h5")
-    code = f"""
-import time
-from extract import FeatureReader, InputError
-def peak_kb():  # not ru_maxrss, which begins with what the process had that started this one
-    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
-base = peak_kb()
-for path in {[str(path) for path in (*files, sparse, bomb, tmp_path / "pipe.h5", tmp_path)]!r}:
-    start = time.perf_counter()
-    try:
-        FeatureReader(path)
-        print("opened", path)
-    except InputError:
-        pass
-    if time.perf_counter() - start > 1:
-        print("slow", path, time.perf_counter() - start)
-print("memory", (peak_kb() - base) // 1024)
-"""
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert run.returncode == 0, run.stderr
-    opened = [line for line in run.stdout.splitlines() if not line.startswith("memory")]
+    opened, slow, megabytes = result_of(opened_of, [*hostile, sparse, bomb, tmp_path / "pipe.h5", tmp_path])
     # A long fingerprint is only wrong beside the description of the data set.
-    assert opened == [f"opened {files[-1]}"]
-    assert int(run.stdout.split()[-1]) < 200
+    assert (opened, slow) == ([hostile[-1]], [])
+    assert megabytes < 100
 
 
 def test_a_shard_that_grew_or_was_cut_tells_its_sizes(complete: Path) -> None:
@@ -199,44 +203,6 @@ def test_a_shard_that_grew_or_was_cut_tells_its_sizes(complete: Path) -> None:
     shard.write_bytes(content + b"x")
     with pytest.raises(InputError, match=f"it has {len(content) + 1:,} bytes, expected {len(content):,}"):
         FeatureReader(complete)
-
-
-def test_a_part_of_another_data_set_is_not_gone_on_with(complete: Path, tmp_path: Path) -> None:
-    other = complete_data_set(tmp_path / "other", depends_on={"weights": "v"})
-    data = DataSet.open(complete)
-    data.path(0).unlink()
-    other.path(0).rename(data.path(0, part=True))
-    from extract.store.format.writer import ShardWriter
-
-    with pytest.raises(LayertapError, match="its 'fingerprint' is .*; delete the file"):
-        ShardWriter(data, 0)
-
-
-@pytest.mark.parametrize("content", ["[" * 100_000, '{"a":' * 50_000, "1" * 10_000, '{"images": ' + "9" * 5000 + "}"])
-def test_json_bombs_are_refused(tmp_path: Path, content: str) -> None:
-    path = tmp_path / "dataset.json"
-    path.write_text(content)
-    with pytest.raises(InputError, match=r"dataset.json is damaged"):
-        read_json(path)
-    with pytest.raises(InputError, match=r"dataset.json is damaged"):
-        DataSet.open(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "change_to",
-    [{"shard_rows": 1, "images": {"root": "/", "count": 1 << 60, "paths_xxh3": ""}}, {"features": [{"name": "../x"}]},
-     {"features": [{"name": "a/b", "shape": [3], "dtype": "float32", "attributes": {}}]},
-     {"features": [{"name": "a", "shape": [-3], "dtype": "float32", "attributes": {}}]},
-     {"features": [{"name": "a", "shape": [3], "dtype": "object", "attributes": {}}]},
-     {"features": [{"name": "a", "shape": [3], "dtype": "float32", "attributes": {"x": 1}}]}],
-)  # fmt: skip
-def test_a_hostile_description_is_refused(complete: Path, change_to: dict[str, object]) -> None:
-    path = complete / "dataset.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **change_to}))
-    start = time.perf_counter()
-    with pytest.raises(InputError, match="dataset.json is damaged"):
-        FeatureReader(complete)
-    assert time.perf_counter() - start < 1
 
 
 # Damage by chance
@@ -257,6 +223,9 @@ def read_everything(out: Path) -> str:
     return "right" if right else "wrong"
 
 
+FILTERS = ("gzip", "lzf", "blosc2")
+
+
 def damage(content: bytes, dice: random.Random) -> bytes:
     """A file cut short, or with bits or bytes changed."""
     if dice.random() < 0.15:
@@ -268,75 +237,44 @@ def damage(content: bytes, dice: random.Random) -> bytes:
     return bytes(damaged)
 
 
-@pytest.mark.parametrize(
-    "compress",
-    [
-        None,
-        pytest.param("gzip", marks=pytest.mark.slow),
-        pytest.param("lzf", marks=pytest.mark.slow),
-        pytest.param("blosc2", marks=pytest.mark.slow),
-    ],
-)
+TRIES = int(os.environ.get("LAYERTAP_FUZZ", "15"))
+
+
+def read_and_verify(out: Path) -> tuple[str, int]:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    return read_everything(out), len(verify(out).faults)
+
+
+@pytest.mark.parametrize("compress", [None, *(pytest.param(how, marks=pytest.mark.slow) for how in FILTERS)])
 def test_no_damage_crashes_or_passes_for_right(tmp_path: Path, compress: str | None) -> None:
     """LAYERTAP_FUZZ is how many damaged files are tried; each in a process of its own."""
-    data = complete_data_set(tmp_path / "out", compress)
+    data, dice, seen = complete_data_set(tmp_path / "out", compress), random.Random(0), Counter[str]()
     shard = data.path(1)
     good = shard.read_bytes()
-    dice = random.Random(0)
-    seen = {"right": 0, "error": 0, "wrong": 0}
-    for _ in range(int(os.environ.get("LAYERTAP_FUZZ", "15"))):
+    for _ in range(TRIES):
         bad = damage(good, dice)
         if bad == good:
             continue
         shard.write_bytes(bad)
-        reading, writing = os.pipe()
-        child = os.fork()
-        if not child:
-            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-            signal.alarm(20)
-            try:
-                outcome = read_everything(data.out)
-                faults = verify(data.out).faults
-                os.write(writing, f"{outcome} {len(faults)}".encode())
-                os._exit(0)
-            except BaseException as error:
-                os.write(writing, f"{type(error).__name__}: {error}"[:4000].encode())
-                os._exit(1)
-        os.close(writing)
-        said = os.read(reading, 4096).decode()
-        os.close(reading)
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         (tmp_path / "last.h5").write_bytes(bad)
-        assert code == 0, (code, said)
-        outcome, faults = said.split()
-        assert int(faults) > 0, "verify has seen nothing"
+        outcome, faults = result_of(read_and_verify, data.out, within_s=20)
+        assert faults > 0, "verify has seen nothing"
         seen[outcome] += 1
     assert seen["error"] > 0
-    assert sum(seen.values()) > 10
+    assert seen.total() > 10
     shard.write_bytes(good)
-    assert read_everything(data.out) == "right"
-    assert verify(data.out).faults == []
+    assert result_of(read_and_verify, data.out) == ("right", 0)
 
 
-def test_even_a_structure_that_was_signed_anew_crashes_nothing(tmp_path: Path) -> None:
+def test_even_a_structure_that_was_signed_anew_crashes_nothing(complete: Path) -> None:
     """Damage that the check of the user block would find, but for a forger: HDF5's own checksums are left."""
-    data = complete_data_set(tmp_path / "out")
-    shard = data.path(1)
+    shard = complete / "shards" / "000001.h5"
     good, dice, errors = shard.read_bytes(), random.Random(1), 0
-    for _ in range(int(os.environ.get("LAYERTAP_FUZZ", "15"))):
-        bad = bytearray(good)
-        at = 512 + dice.randrange(4096)  # where HDF5 keeps its structures
-        bad[at] ^= 1 << dice.randrange(8)
-        shard.write_bytes(bytes(bad))
+    for _ in range(TRIES):
+        shard.write_bytes(good)
+        flip(shard, 512 + dice.randrange(4096), 1 << dice.randrange(8))  # where HDF5 keeps its structures
         sign(shard)
-        child = os.fork()
-        if not child:
-            signal.alarm(20)
-            try:
-                os._exit(["right", "error", "wrong"].index(read_everything(data.out)))
-            finally:
-                os._exit(9)
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        assert code in (0, 1), code
-        errors += code
+        outcome = result_of(read_everything, complete, within_s=20)
+        assert outcome in ("right", "error")
+        errors += outcome == "error"
     assert errors > 0

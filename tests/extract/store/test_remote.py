@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import subprocess
-import sys
 import threading
 import time
 import traceback
@@ -14,16 +12,12 @@ import pytest
 
 from extract.errors import InputError, LayertapError
 from extract.store.places import objects as remote
-from tests.extract.store.bucket_server import SECRET, TOKEN, Proxy, direct, first
+from tests.extract.store.bucket_server import SECRET, TOKEN, Proxy, first, get, put
+from tests.extract.store.processes import started
 
 pytestmark = pytest.mark.slow
 
 CONTENT = bytes(range(256)) * 5000
-
-
-def stored(proxy: Proxy, url: str) -> bytes:
-    bucket, _, key = url.removeprefix("s3://").partition("/")
-    return bytes(direct(proxy).get_object(Bucket=bucket, Key=key)["Body"].read())
 
 
 def test_what_is_put_is_read_back(proxy: Proxy, url: str, tmp_path: Path) -> None:
@@ -36,7 +30,7 @@ def test_what_is_put_is_read_back(proxy: Proxy, url: str, tmp_path: Path) -> Non
     sha256 = hashlib.sha256(CONTENT * 3).hexdigest()
     assert remote.put_file(f"{url}/shards/ü b", tmp_path / "file", sha256)
     assert remote.names(url) == {"a": len(CONTENT), "shards/ü b": 3 * len(CONTENT)}
-    assert remote.read(f"{url}/a") == stored(proxy, f"{url}/a") == CONTENT
+    assert remote.read(f"{url}/a") == get(proxy, f"{url}/a") == CONTENT
     assert remote.read_range(f"{url}/a", 1000, 3001) == CONTENT[1000:3001]
     assert remote.read_range(f"{url}/a", 7, 7) == b""
     metadata = remote.info(f"{url}/shards/ü b")
@@ -51,13 +45,12 @@ def test_a_listing_has_more_names_than_a_page_and_is_never_stale(
     proxy: Proxy, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MOTO_S3_DEFAULT_MAX_KEYS", "10")
-    client, bucket = direct(proxy), url.split("/")[2]
     for i in range(25):
-        client.put_object(Bucket=bucket, Key=f"sets/photos/shards/{i:06d}.json", Body=b"x" * (i % 7))
+        put(proxy, f"{url}/shards/{i:06d}.json", b"x" * (i % 7))
     assert remote.names(f"{url}/shards") == {f"{i:06d}.json": i % 7 for i in range(25)}
     assert sum(method == "GET" for method, *_ in proxy.seen) == 3
-    client.put_object(Bucket=bucket, Key="sets/photos/shards/new", Body=b"")
-    client.put_object(Bucket=bucket, Key="sets/photos/shards-of-another/x", Body=b"")
+    put(proxy, f"{url}/shards/new", b"")
+    put(proxy, f"{url}/shards-of-another/x", b"")
     assert len(remote.names(f"{url}/shards")) == 26
 
 
@@ -65,6 +58,21 @@ def test_a_listing_has_more_names_than_a_page_and_is_never_stale(
 def test_stores_that_cannot_create_only_where_there_is_none_are_refused(url: str) -> None:
     with pytest.raises(InputError, match="cannot create an object only if it does not exist; use s3:// or gs://"):
         remote.put(url, b"")
+
+
+@pytest.mark.parametrize("fault", ["500", "503", "SlowDown", "reset", "hang", "lost", "cut", "slow", "late"])
+def test_each_request_gets_through(proxy: Proxy, url: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "_ANSWER_S", 0.5)
+    monkeypatch.setattr(remote, "_STORED_S", 0.5)
+    proxy.slow_s = 0.8
+    proxy.rule = lambda method, path, count: fault if count < 2 else None  # of each method and path
+    assert remote.put(url, CONTENT)
+    assert get(proxy, url) == CONTENT
+    assert remote.read_range(url, 5, 900_000) == CONTENT[5:900_000]
+    assert remote.read(url) == CONTENT
+    assert remote.names(url.rpartition("/")[0]) == {"photos": len(CONTENT)}
+    proxy.counts.clear()
+    assert remote.info(url) is not None
 
 
 # Writing
@@ -78,7 +86,7 @@ def test_an_object_is_never_written_over(proxy: Proxy, url: str, tmp_path: Path,
     assert not remote.put(url, old)  # the same content, but not ours
     (tmp_path / "file").write_bytes(new)
     assert not remote.put_file(url, tmp_path / "file", hashlib.sha256(new).hexdigest())
-    assert stored(proxy, url) == old
+    assert get(proxy, url) == old
 
 
 def test_of_many_writers_one_wins(proxy: Proxy, url: str) -> None:
@@ -94,25 +102,15 @@ def test_of_many_writers_one_wins(proxy: Proxy, url: str) -> None:
     [thread.start() for thread in threads]
     [thread.join() for thread in threads]
     assert len(won) == 1
-    assert stored(proxy, url) == b"%d" % won[0]
-
-
-@pytest.mark.parametrize("fault", ["500", "503", "SlowDown", "reset", "hang", "lost", "cut", "late"])
-@pytest.mark.parametrize("times", [1, 2])
-def test_a_put_gets_through(proxy: Proxy, url: str, fault: str, times: int) -> None:
-    proxy.slow_s = 1.5
-    proxy.rule = first(fault, "PUT", "sets", times)
-    assert remote.put(url, CONTENT)
-    assert stored(proxy, url) == CONTENT
+    assert get(proxy, url) == b"%d" % won[0]
 
 
 def test_an_answer_that_is_lost_does_not_make_another_writers_object_ours(proxy: Proxy, url: str) -> None:
     """The first attempt reaches nobody, and before the second another writer comes with the same content."""
-    bucket, _, key = url.removeprefix("s3://").partition("/")
 
     def rule(method: str, path: str, count: int) -> str | None:
         if method == "PUT" and count == 0:
-            direct(proxy).put_object(Bucket=bucket, Key=key, Body=CONTENT)
+            put(proxy, url, CONTENT)
             return "reset"
         return None
 
@@ -127,41 +125,39 @@ def test_a_file_that_is_not_what_its_sha256_says_is_not_stored(proxy: Proxy, url
     assert remote.info(url) is None
 
 
-# Reading
+def test_an_upload_that_is_killed_leaves_nothing_behind(proxy: Proxy, url: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(CONTENT * 20)
+    proxy.slow_s = 1
+    proxy.rule = first("hang", "PUT", "sets")
+    sha256 = hashlib.sha256(CONTENT * 20).hexdigest()
+    run = started(remote.put_file, url, tmp_path / "file", sha256)
+    while not any(method == "PUT" for method, *_ in proxy.seen):
+        assert run.is_alive()
+        time.sleep(0.02)
+    run.kill()
+    run.join()
+    assert remote.names(url) == {}
+    proxy.forget()
+    assert remote.put_file(url, tmp_path / "file", sha256)
+    assert get(proxy, url) == CONTENT * 20
 
 
-@pytest.mark.parametrize("fault", ["500", "503", "SlowDown", "reset", "hang", "lost", "cut", "slow", "late"])
-def test_a_read_gets_through(proxy: Proxy, url: str, fault: str) -> None:
-    proxy.slow_s = 1.5
-    remote.put(url, CONTENT)
-    proxy.counts.clear()
-    proxy.rule = first(fault, "GET", "sets", 2)
-    assert remote.read_range(url, 5, 900_000) == CONTENT[5:900_000]
-    assert remote.read(url) == CONTENT
-
-
-@pytest.mark.parametrize("fault", ["500", "503", "SlowDown", "reset", "cut"])
-def test_a_listing_and_a_look_get_through(proxy: Proxy, url: str, fault: str) -> None:
-    remote.put(f"{url}/a", b"x")
-    proxy.counts.clear()
-    proxy.rule = first(fault, "GET", "list-type", 2)
-    assert remote.names(url) == {"a": 1}
-    proxy.rule = first(fault if fault != "cut" else "503", "HEAD", "sets", 2)
-    assert remote.info(f"{url}/a") is not None
+# Errors
 
 
 @pytest.mark.parametrize(("fault", "what"), [
     ("503", "HTTP 503 ServiceUnavailable, 5 times"), ("500", "HTTP 500 InternalError, 5 times"),
     ("reset", ", 5 times"), ("cut", ", 5 times"), ("hang", "no answer .*, 5 times"),
 ])  # fmt: skip
-def test_in_the_end_it_is_an_error(proxy: Proxy, url: str, fault: str, what: str) -> None:
-    proxy.slow_s = 1.5
-    remote.put(url, CONTENT)
-    proxy.seen.clear()
+def test_in_the_end_it_is_an_error(
+    proxy: Proxy, url: str, fault: str, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(proxy, url, CONTENT)
+    monkeypatch.setattr(remote, "_ANSWER_S", 0.3)
+    proxy.slow_s = 0.5
     proxy.rule = lambda method, path, count: fault
-    with pytest.raises(
-        LayertapError, match=f"^{url} cannot be read: .*{what} in .* s. Stored objects are safe; run again"
-    ):
+    message = f"^{url} cannot be read: .*{what} in .* s. Stored objects are safe; run again"
+    with pytest.raises(LayertapError, match=message):
         remote.read_range(url, 0, 1000)
     # A connection that breaks is tried again by aiohttp once, where it had been used before.
     assert 5 <= len(proxy.ranges("sets")) <= (10 if fault == "reset" else 5)
@@ -169,7 +165,7 @@ def test_in_the_end_it_is_an_error(proxy: Proxy, url: str, fault: str, what: str
 
 def test_a_server_that_trickles_is_given_up(proxy: Proxy, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It sends a byte before each time-out of the socket, so that only the limit of the whole request ends it."""
-    remote.put(url, CONTENT)
+    put(proxy, url, CONTENT)
     monkeypatch.setattr(remote, "_ATTEMPTS", 1)
     monkeypatch.setattr(remote, "_limit", lambda fs, size=0: {"timeout": 0.15})
     proxy.rule = lambda method, path, count: "slow"
@@ -180,20 +176,23 @@ def test_a_server_that_trickles_is_given_up(proxy: Proxy, url: str, monkeypatch:
 
 
 def test_a_range_behind_the_end_is_an_error_at_once(proxy: Proxy, url: str) -> None:
-    remote.put(url, b"123")
-    proxy.seen.clear()
+    put(proxy, url, b"123")
     with pytest.raises(LayertapError, match="HTTP 416"):
         remote.read_range(url, 5, 9)
     assert len(proxy.seen) == 1
 
 
+@pytest.mark.usefixtures("new_clients")
 def test_nobody_there_is_an_error(proxy: Proxy, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    import s3fs
-
-    s3fs.S3FileSystem.clear_instance_cache()
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     with pytest.raises(LayertapError, match="EndpointConnectionError.*5 times"):
         remote.names(url)
+
+
+def test_a_bucket_that_is_not_there_is_named(proxy: Proxy) -> None:
+    for call in (remote.names, lambda url: remote.put(url, b"")):
+        with pytest.raises(LayertapError, match="s3://no-such-bucket/x: the bucket does not exist"):
+            call("s3://no-such-bucket/x")
 
 
 # Credentials
@@ -230,6 +229,7 @@ def test_a_password_in_a_url_is_refused_and_not_repeated() -> None:
     assert SECRET.replace("/", "") not in everything(caught.value)
 
 
+@pytest.mark.usefixtures("new_clients")
 def test_without_credentials_the_error_says_where_they_come_from(
     proxy: Proxy, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -238,28 +238,3 @@ def test_without_credentials_the_error_says_where_they_come_from(
     with pytest.raises(LayertapError, match="no credentials found; set AWS_ACCESS_KEY_ID"):
         remote.names(url)
     assert proxy.seen == []
-
-
-def test_a_bucket_that_is_not_there_is_named(proxy: Proxy) -> None:
-    with pytest.raises(LayertapError, match="s3://no-such-bucket/x: the bucket does not exist"):
-        remote.names("s3://no-such-bucket/x")
-    with pytest.raises(LayertapError, match="s3://no-such-bucket/x: the bucket does not exist"):
-        remote.put("s3://no-such-bucket/x", b"")
-
-
-def test_an_upload_that_is_killed_leaves_nothing_behind(proxy: Proxy, url: str, tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(CONTENT * 20)
-    proxy.slow_s = 5
-    proxy.rule = first("hang", "PUT", "sets")
-    code = "from pathlib import Path; from extract.store.places import objects as remote; import sys; " \
-        "remote.put_file(sys.argv[1], Path(sys.argv[2]), '0' * 64)"  # fmt: skip
-    run = subprocess.Popen([sys.executable, "-c", code, url, str(tmp_path / "file")], cwd=Path(__file__).parents[3])
-    while not any(method == "PUT" for method, *_ in proxy.seen):
-        assert run.poll() is None
-        time.sleep(0.05)
-    run.kill()
-    run.wait()
-    assert remote.names(url) == {}
-    proxy.forget()
-    assert remote.put_file(url, tmp_path / "file", hashlib.sha256(CONTENT * 20).hexdigest())
-    assert stored(proxy, url) == CONTENT * 20
