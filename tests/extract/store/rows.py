@@ -114,10 +114,11 @@ def filled(
     failed: Collection[int] = (),
     provenance: dict[str, object] | None = None,
     batch_rows: int = 1000,
+    root: str = "/p",
 ) -> DataSet:
     """Other features: row i has the path `i`, one of seven classes, and is in `val` if 3 divides i."""
     paths = [str(row) for row in range(count)]
-    images = {"root": "/p", "count": count, "paths_xxh3": xxhash.xxh3_128_hexdigest("\0".join(paths).encode())}
+    images = {"root": root, "count": count, "paths_xxh3": xxhash.xxh3_128_hexdigest("\0".join(paths).encode())}
     data = empty_data_set(out, features=features, images=images, shard_rows=min(shard_rows, count))
     for shard in range(data.n_shards):
         rows = np.array(data.shard_range(shard))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
+import pyarrow
 import pytest
 import torch
 from numpy.typing import NDArray
@@ -19,6 +21,7 @@ from extract import DisagreementError, InputError, extract_features, load_backbo
 from extract.extraction.reproduce import recheck
 from extract.row_status import Status
 from extract.store.export import export
+from extract.store.format.layout import StoredFeature
 from extract.store.format.value_types import (
     ROUNDING,
     VALUE_TYPES,
@@ -32,9 +35,12 @@ from extract.store.merge import merge
 from extract.store.reader import FeatureReader
 from extract.store.verify import verify
 from extract.taps.layer_names import named_layers
+from tests.conftest import TINY_INPUT
+from tests.extract.store.rows import filled, flip
 from tests.pipelines.test_cli import layertap
 from tests.planning import BY_COMMAND, NET
 
+SMALL = {**NET, "preprocessing": TINY_INPUT}
 LAYERS = ["layer1:grid2", "layer4", "embedding"]
 
 
@@ -83,13 +89,35 @@ def test_other_types_are_none_of_these(other: np.dtype[Any]) -> None:
     assert value_type_of(other, ()) is None
 
 
-@pytest.mark.parametrize("kind", ["bfloat16", "int8"])
-def test_a_data_set_of_each_type_is_read_as_float32(folder: Path, tmp_path: Path, kind: str) -> None:
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory, _twelve: Path) -> Path:
+    """Twelve pictures, and a file that is none."""
+    folder = shutil.copytree(_twelve, tmp_path_factory.mktemp("types") / "pictures")
     (folder / "bee" / "damaged.png").write_bytes(b"no picture")
-    exact = extract_features(folder, out=tmp_path / "exact", layers=LAYERS, **NET)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def exact_out(tmp_path_factory: pytest.TempPathFactory, pictures: Path) -> Path:
+    out = tmp_path_factory.mktemp("exact") / "out"
+    extract_features(pictures, out=out, layers=LAYERS, **SMALL).close()
+    return out
+
+
+@pytest.fixture
+def exact(exact_out: Path) -> Iterator[FeatureReader]:
+    with FeatureReader(exact_out) as reader:
+        yield reader
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "int8"])
+def test_a_data_set_of_each_type_is_read_as_float32(
+    pictures: Path, exact_out: Path, exact: FeatureReader, tmp_path: Path, kind: str
+) -> None:
     out = tmp_path / "out"
     layers = [text for layer in LAYERS for text in ("-l", layer)]
-    shown = layertap("embed", folder, *BY_COMMAND, *layers, "--dtype", kind, "--shard-rows", 5, "-o", out)
+    small = ["--size", 64, "--crop", 64]
+    shown = layertap("embed", pictures, *BY_COMMAND, *small, *layers, "--dtype", kind, "--shard-rows", 5, "-o", out)
     assert "layer4: as stored, compared with the values, minimum cosine 0.99" in shown.stderr
     [computing] = [event for line in (out / "runs.jsonl").read_text().splitlines()
                    if (event := json.loads(line))["event"] == "computing"]  # fmt: skip
@@ -103,12 +131,9 @@ def test_a_data_set_of_each_type_is_read_as_float32(folder: Path, tmp_path: Path
             apart = np.abs(array[:][good] - expected[good]).reshape(len(good), -1).max(1) / largest
             assert (apart <= ROUNDING[kind] * 1.001 + 1e-6).all()
             whole = array[:]
-            order = np.array([7, 2, 2, 12, 0])
-            for rows in (array[order], array[7], array[3:11], array[reader.labels == 1]):
-                assert rows.dtype == np.float32
-            assert np.array_equal(array[order], whole[order], equal_nan=True)
-            assert np.array_equal(array[7], whole[7], equal_nan=True)
-            assert np.array_equal(array[3:11], whole[3:11], equal_nan=True)
+            for rows in (np.array([7, 2, 2, 12, 0]), 7, slice(3, 11), reader.labels == 1):
+                assert array[rows].dtype == np.float32
+                assert np.array_equal(array[rows], whole[rows], equal_nan=True)
         for shuffle in (None, "rows", "chunks"):
             for features, rows in reader.batches("layer4", 20, shuffle=shuffle, seed=1):
                 assert features.dtype == np.float32
@@ -121,48 +146,112 @@ def test_a_data_set_of_each_type_is_read_as_float32(folder: Path, tmp_path: Path
                 plain = (data[:].astype(np.uint32) << 16).view(np.float32)
             np.testing.assert_array_equal(plain, reader["layer4"][:5])
     assert verify(out).faults == []
-    assert recheck(out, 12, images=folder).faults == []
-    whole_bytes = sum(path.stat().st_size for path in (tmp_path / "exact" / "shards").glob("*.h5"))
+    assert recheck(out, 12, images=pictures).faults == []
+    whole_bytes = sum(path.stat().st_size for path in exact_out.glob("shards/*.h5"))
     assert sum(path.stat().st_size for path in (out / "shards").glob("*.h5")) < whole_bytes * 3  # small features
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "int8"])
-def test_rows_that_are_not_finite_are_stored_as_such(folder: Path, tmp_path: Path, kind: str) -> None:
-    backbone = load_backbone("timm/test_resnet", weights="random", device="cpu")
-    means = extract_features(folder, out=tmp_path / "exact", layers="layer4", **NET)["layer4"][:].mean(1)
+def test_rows_that_are_not_finite_are_stored_as_such(
+    pictures: Path, exact: FeatureReader, tmp_path: Path, kind: str
+) -> None:
+    backbone = load_backbone("timm/test_resnet", weights="random", device="cpu", preprocessing=TINY_INPUT)
+    means = exact["layer4"][:].mean(1)
 
     def poisoned(module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
         fifth = (output.mean((1, 2, 3)) / means[4] - 1).abs() < 1e-4
         assert fifth.sum() <= 1
         return torch.where(fifth[:, None, None, None], torch.nan, output)
 
-    options = {name: value for name, value in NET.items() if name not in ("backbone", "weights", "device")}
     with backbone.model.get_submodule("layer4").register_forward_hook(poisoned):
         reader = extract_features(
-            folder, out=tmp_path / "out", backbone=backbone, layers="layer4", dtype=kind, compile="off", **options
-        )
+            pictures, out=tmp_path / "out", backbone=backbone, layers="layer4", dtype=kind, compile="off", workers=0,
+            progress=False,
+        )  # fmt: skip
     assert np.flatnonzero(reader.status == Status.NOT_FINITE).tolist() == [4]
     assert np.isnan(reader["layer4"][4]).any()
-    assert np.isfinite(reader["layer4"][5:]).all()
+    assert np.isfinite(reader["layer4"][[5, 6, 7]]).all()
     assert verify(tmp_path / "out").faults == []
 
 
-@pytest.mark.parametrize("kind", ["bfloat16", "int8"])
-def test_rows_are_copied_as_they_are_kept(folder: Path, tmp_path: Path, kind: str) -> None:
-    options: dict[str, Any] = {"layers": "layer4", "dtype": kind, **NET}
-    whole = extract_features(folder, out=tmp_path / "whole", **options)
-    for name in ("ant", "bee"):
-        extract_features(folder / name, out=tmp_path / name, **options)
-    merge([tmp_path / "ant", tmp_path / "bee"], tmp_path / "merged", compress="gzip")
-    assert verify(tmp_path / "merged").faults == []
-    with FeatureReader(tmp_path / "merged") as merged:
-        rows = [whole.paths.index(path) for path in merged.paths]
-        np.testing.assert_array_equal(merged["layer4"][:], whole["layer4"][rows])
-        raw = merged["layer4"].kept(np.arange(len(merged)))
-        assert raw.tobytes() == whole["layer4"].kept(np.array(rows)).tobytes()
-        export(merged, tmp_path / "npy", "npy")
-        np.testing.assert_array_equal(np.load(tmp_path / "npy" / "layer4.npy"), merged["layer4"][:])
+def test_a_type_that_changes_features_too_much_or_another_type_is_refused(pictures: Path, tmp_path: Path) -> None:
+    out, options = tmp_path / "out", {"layers": "layer4", **SMALL}
+    with pytest.raises(DisagreementError, match=r"stored as int8, layer4 has a cosine of .* to its values; .*--min"):
+        extract_features(pictures, out=out, dtype="int8", min_cosine=1.0, **options)
+    extract_features(pictures, out=out, dtype="int8", **options)
+    with pytest.raises(InputError, match="stored_as: stored int8, now float32"):
+        extract_features(pictures, out=out, **options)
+    [shard] = (out / "shards").glob("*.h5")
+    with h5py.File(shard) as file:
+        start = file["features/layer4"].id.get_chunk_info(0).byte_offset
+    flip(shard, start + 1, 0x40)
+    assert 0 in [fault.row for fault in verify(out).faults]
 
+
+# Copies
+
+KEPT = [
+    StoredFeature("int8", (6,), "int8"), StoredFeature("bfloat16", (2, 3), "bfloat16"),
+    StoredFeature("codes", (4,), "int64"), StoredFeature("small", (2, 2), "int32"),
+]  # fmt: skip
+
+
+def kept_values(rows: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
+    real = np.sin(np.multiply.outer(rows, np.arange(1, 7))).astype(np.float32)
+    codes = np.multiply.outer(rows, np.arange(4)) + 2**53 + 1  # which no float of 64 bits holds
+    small = np.multiply.outer(rows, np.arange(4, dtype=np.int64)).astype(np.int32) - 2**30
+    return {"int8": real, "bfloat16": real.reshape(-1, 2, 3), "codes": codes, "small": small.reshape(-1, 2, 2)}
+
+
+@pytest.fixture(scope="module")
+def merged_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two data sets with features of each type in one, of 11 and 12 rows in the order of their paths, compressed."""
+    folder = tmp_path_factory.mktemp("merged")
+    for name, count in (("a", 11), ("b", 12)):
+        filled(folder / name, KEPT, count, kept_values, 5, root=f"/p/{name}")
+    merge([folder / "a", folder / "b"], folder / "out", compress="gzip")
+    return folder / "out"
+
+
+@pytest.fixture
+def merged(merged_out: Path) -> Iterator[FeatureReader]:
+    with FeatureReader(merged_out) as reader:
+        yield reader
+
+
+def test_rows_are_copied_as_they_are_kept(merged_out: Path, merged: FeatureReader) -> None:
+    assert verify(merged_out).faults == []
+    rows = np.array([int(path[2:]) for path in merged.paths])
+    for name, values in kept_values(rows).items():
+        kept = encoded(values, name) if name in VALUE_TYPES else values
+        assert merged[name].kept(np.arange(23)).tobytes() == kept.tobytes()
+        np.testing.assert_array_equal(merged[name][:], decoded(kept, name) if name in VALUE_TYPES else values)
+    for features, chosen in merged.batches("codes", 2, shuffle="rows", seed=1):
+        assert features.dtype == np.int64
+        np.testing.assert_array_equal(features, merged["codes"][:][chosen])
+
+
+def test_whole_numbers_are_exported_exactly(merged: FeatureReader, tmp_path: Path) -> None:
+    whole, small = merged["codes"][:], merged["small"][:]
+    assert (whole > 2**53).all()
+    for kind in ("npy", "h5", "mat", "parquet", "hf"):
+        export(merged, tmp_path / kind, kind)
+    for name in merged.layers:
+        np.testing.assert_array_equal(np.load(tmp_path / "npy" / f"{name}.npy"), merged[name][:])
+    with FeatureReader(tmp_path / "h5") as exported:
+        np.testing.assert_array_equal(exported["codes"][:], whole)
+        np.testing.assert_array_equal(exported["small"][:], small)
+    with h5py.File(tmp_path / "mat") as file:
+        assert [file[name].attrs["MATLAB_class"] for name in ("codes", "small")] == [b"int64", b"int32"]
+        np.testing.assert_array_equal(file["codes"][:].T, whole)
+        np.testing.assert_array_equal(file["small"][:].T, small)
+    for paths in ([tmp_path / "parquet"], (tmp_path / "hf" / "data").glob("*.parquet")):
+        table = pyarrow.concat_tables([parquet.read_table(path) for path in paths]).sort_by("row")
+        np.testing.assert_array_equal(np.array(table["codes"].to_pylist()), whole)
+        np.testing.assert_array_equal(np.array(table["small"].to_pylist()).reshape(small.shape), small)
+
+
+# Whole numbers
 
 CODES = """
 import torch
@@ -205,65 +294,38 @@ def expected_codes(path: Path) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
     return codes, (pixels[..., 1] * np.float32(200)).astype(np.int32)
 
 
-@pytest.mark.parametrize("kind", ["float32", "float16", "int8"])
+@pytest.mark.parametrize("kind", ["float16", "int8"])
 def test_whole_numbers_are_stored_exactly_beside_features_of_any_type(codes: str, tmp_path: Path, kind: str) -> None:
-    generator = np.random.default_rng(0)
-    for name in ("a/0.png", "a/1.png", "a/2.png", "b/0.png", "b/1.png"):
-        (tmp_path / "p" / name).parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(generator.integers(0, 255, (32, 32, 3), np.uint8)).save(tmp_path / "p" / name)
-    shutil.copy(tmp_path / "p/a/1.png", tmp_path / "p/b/2.png")  # computed once, copied
-    (tmp_path / "p/a/3.png").write_bytes(b"no picture")
-    options: dict[str, Any] = {"backbone": codes, "dtype": kind, "workers": 0, "device": "cpu", "progress": False}
-    layers, out = ["codes", "small:flatten", "small", "conv"], tmp_path / "out"
-    reader = extract_features(tmp_path / "p", out=out, layers=layers, shard_rows=4, batch_size=3, **options)
+    generator, pictures, out = np.random.default_rng(0), tmp_path / "p", tmp_path / "out"
+    pictures.mkdir()
+    for name in "0145":
+        Image.fromarray(generator.integers(0, 255, (32, 32, 3), np.uint8)).save(pictures / f"{name}.png")
+    shutil.copy(pictures / "1.png", pictures / "6.png")  # computed once, copied
+    (pictures / "3.png").write_bytes(b"no picture")
+    layers = ["codes", "small:flatten", "small", "conv"]
+    options: dict[str, Any] = {"dtype": kind, "workers": 0, "device": "cpu", "progress": False}
+    reader = extract_features(
+        pictures, out=out, backbone=codes, layers=layers, shard_rows=4, batch_size=3, **options
+    )  # fmt: skip
     assert {name: (reader[name].dtype.name, reader[name].stored_dtype) for name in reader.layers} == {
         "codes": ("int64", "int64"), "small:flatten": ("int32", "int32"), "small:none": ("int32", "int32"),
         "conv": ("float16" if kind == "float16" else "float32", kind),
     }  # fmt: skip
     assert reader["small:none"].attributes["source_dtype"] == "uint8"
-    assert reader.paths[3] == "a/3.png"
-    assert (reader["codes"][3] == -(2**63)).all()
-    assert (reader["small:none"][3] == -(2**31)).all()
-    assert np.isnan(reader["conv"][3]).all()
-    for row in (0, 1, 2, 4, 5, 6):
-        first, second = expected_codes(tmp_path / "p" / reader.paths[row])
-        np.testing.assert_array_equal(reader["codes"][row], first)
-        np.testing.assert_array_equal(reader["small:none"][row], second)
-        np.testing.assert_array_equal(reader["small:flatten"][row], second.ravel())
+    for row, path in enumerate(reader.paths):
+        if path == "3.png":
+            assert (reader["codes"][row] == -(2**63)).all()
+            assert (reader["small:none"][row] == -(2**31)).all()
+            assert np.isnan(reader["conv"][row]).all()
+        else:
+            first, second = expected_codes(pictures / path)
+            np.testing.assert_array_equal(reader["codes"][row], first)
+            np.testing.assert_array_equal(reader["small:none"][row], second)
+            np.testing.assert_array_equal(reader["small:flatten"][row], second.ravel())
     assert verify(out).faults == []
     assert recheck(out, 6, backbone=codes).faults == []
     with h5py.File(out / "shards" / "000000.h5") as file:
         np.testing.assert_array_equal(file["features/codes"][:], reader["codes"][:4])
-    for name in ("a", "b"):
-        extract_features(tmp_path / "p" / name, out=tmp_path / name, layers=layers, **options)
-    merge([tmp_path / "a", tmp_path / "b"], tmp_path / "merged")
-    assert verify(tmp_path / "merged").faults == []
-    with FeatureReader(tmp_path / "merged") as merged:
-        np.testing.assert_array_equal(merged["codes"][:], reader["codes"][:])
-        for features, rows in merged.batches("codes", 2, shuffle="rows", seed=1):
-            assert features.dtype == np.int64
-            np.testing.assert_array_equal(features, reader["codes"][rows])
-
-
-def test_whole_numbers_are_exported_exactly(codes: str, folder: Path, tmp_path: Path) -> None:
-    reader = extract_features(folder, out=tmp_path / "out", backbone=codes, layers=["codes", "small"], workers=0,
-                              device="cpu", progress=False)  # fmt: skip
-    whole, small = reader["codes"][:], reader["small"][:]
-    assert (whole > 2**53).all()
-    for kind in ("npy", "h5", "mat", "parquet", "hf"):
-        export(reader, tmp_path / kind, kind)
-    np.testing.assert_array_equal(np.load(tmp_path / "npy" / "codes.npy"), whole)
-    with FeatureReader(tmp_path / "h5") as exported:
-        np.testing.assert_array_equal(exported["codes"][:], whole)
-        np.testing.assert_array_equal(exported["small"][:], small)
-    with h5py.File(tmp_path / "mat") as file:
-        assert [file[name].attrs["MATLAB_class"] for name in ("codes", "small")] == [b"int64", b"int32"]
-        np.testing.assert_array_equal(file["codes"][:].T, whole)
-        np.testing.assert_array_equal(file["small"][:].T, small)
-    for path in (tmp_path / "parquet", next((tmp_path / "hf" / "data").glob("*.parquet"))):
-        table = parquet.read_table(path)
-        np.testing.assert_array_equal(np.array(table["codes"].to_pylist()), whole)
-        np.testing.assert_array_equal(np.array(table["small"].to_pylist()).reshape(small.shape), small)
 
 
 def test_the_smallest_whole_number_means_no_value(codes: str, folder: Path, tmp_path: Path) -> None:
@@ -288,20 +350,3 @@ def test_whole_numbers_are_computed_by_nothing_but_exact_code(codes: str, folder
         with pytest.raises(InputError, match="codes is whole numbers, which are computed exactly"):
             extract_features(folder, out=tmp_path / "out", backbone=codes, layers=["conv", "codes"], workers=0,
                              device="cpu", progress=False, **setting)  # fmt: skip
-
-
-def test_a_type_that_changes_features_too_much_or_another_type_is_refused(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(DisagreementError, match=r"stored as int8, layer4 has a cosine of .* to its values; .*--min"):
-        extract_features(folder, out=tmp_path / "out", layers="layer4", dtype="int8", min_cosine=1.0, **NET)
-    extract_features(folder, out=tmp_path / "out", layers="layer4", dtype="int8", **NET)
-    with pytest.raises(InputError, match="stored_as: stored int8, now float32"):
-        extract_features(folder, out=tmp_path / "out", layers="layer4", **NET)
-    damaged = tmp_path / "damaged"
-    shutil.copytree(tmp_path / "out", damaged)
-    [shard] = (damaged / "shards").glob("*.h5")
-    with h5py.File(shard) as file:
-        start = file["features/layer4"].id.get_chunk_info(0).byte_offset
-    with shard.open("r+b") as raw:
-        raw.seek(start + 1)
-        raw.write(b"\x7f")
-    assert 0 in [fault.row for fault in verify(damaged).faults]
