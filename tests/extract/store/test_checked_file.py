@@ -15,8 +15,9 @@ import pytest
 from extract import FeatureReader, LayertapError
 from extract.store.export import export
 from extract.store.format import checked_file
+from extract.store.format.dataset import DataSet
 from extract.store.format.shard import Shard, copy_shard
-from tests.extract.store.rows import PATHS, create, data_set
+from tests.extract.store.rows import PATHS, create
 
 
 class Calls:
@@ -58,9 +59,7 @@ def each_failing(calls: Calls, run: Callable[[], Any]) -> Iterator[str]:
         assert calls.count > failing
 
 
-def test_each_failed_write_of_a_new_shard_is_an_error(tmp_path: Path, calls: Calls) -> None:
-    data = data_set(tmp_path / "out")
-    data.open_or_create()
+def test_each_failed_write_of_a_new_shard_is_an_error(data: DataSet, calls: Calls) -> None:
     part = data.path(0, part=True)
 
     def run() -> None:

@@ -10,14 +10,13 @@ import pytest
 import xxhash
 
 from extract import InputError, Status
-from extract.store.format.dataset import fingerprint_of
+from extract.store.format.dataset import DataSet, fingerprint_of
 from extract.store.format.layout import RowNames, StoredFeature, chunk_rows, create_shard
 from tests.extract.store.rows import (
     PATHS,
     PATHS_XXH3,
     VALUES,
     create,
-    data_set,
 )
 
 
@@ -42,9 +41,7 @@ def test_plain_h5py_reads_a_shard(complete: Path) -> None:
             assert file["row_hash"][row] == xxhash.xxh3_64(content).intdigest()
 
 
-def test_features_are_stored_plain_and_taken_on_disk_at_creation(tmp_path: Path) -> None:
-    data = data_set(tmp_path / "out")
-    data.open_or_create()
+def test_features_are_stored_plain_and_taken_on_disk_at_creation(data: DataSet) -> None:
     part = create(data, 0)
     assert part.stat().st_blocks * 512 >= part.stat().st_size > 10 * (6 * 4 + 24 * 2)
     with h5py.File(part) as file:
@@ -101,9 +98,7 @@ def test_a_feature_is_one_array_in_the_file(complete: Path) -> None:
     assert np.array_equal(np.memmap(shard, "<f4", "r", offset, (10, 6)), VALUES["vector"][10:20])
 
 
-def test_paths_that_are_too_long_for_one_file_are_refused(tmp_path: Path) -> None:
-    data = data_set(tmp_path / "out")
-    data.open_or_create()
+def test_paths_that_are_too_long_for_one_file_are_refused(data: DataSet) -> None:
     names = RowNames(["x"] * 10 + ["y" * 200_000_000], np.zeros(11), [""] * 11, ["a"])
     with pytest.raises(
         InputError, match="paths and columns take 2,200 MB, too much for one file; set a smaller shard_rows"

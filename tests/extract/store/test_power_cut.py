@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 import random
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from extract import Status
+from extract.store.format.dataset import DataSet
 from extract.store.format.shard import Shard
 from extract.store.format.writer import ShardWriter
-from tests.extract.store.rows import VALUES, create, data_set, write
+from tests.extract.store.rows import VALUES, create, write
 
 PAGE = 512  # what a disk writes whole
 
@@ -55,10 +55,8 @@ class Disk:
     ],
 )
 def test_no_row_that_says_it_is_done_is_wrong(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync_s: float, retried: bool
+    data: DataSet, monkeypatch: pytest.MonkeyPatch, sync_s: float, retried: bool
 ) -> None:
-    data = data_set(tmp_path / "out")
-    data.open_or_create()
     part = create(data, 0)
     if retried:  # rows that have failed are written over, as by a run that goes on
         with ShardWriter(data, 0) as writer:

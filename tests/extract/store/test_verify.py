@@ -19,7 +19,18 @@ from extract.store.format.layout import ROW_DATA, RowNames, StoredFeature, creat
 from extract.store.format.shard import Shard, copy_shard
 from extract.store.format.writer import ShardWriter
 from extract.store.verify import Fault, Remedy, repair, verify
-from tests.extract.store.rows import PATHS, ROWS, VALUES, change, complete_data_set, created, data_set, no_files, write
+from tests.extract.store.rows import (
+    PATHS,
+    ROWS,
+    VALUES,
+    change,
+    complete_data_set,
+    created,
+    data_set,
+    new_shard,
+    no_files,
+    write,
+)
 
 
 def faults(out: Path) -> list[tuple[str, int | None, str]]:
@@ -110,7 +121,7 @@ def test_whatever_is_changed_beside_the_features_is_found(
 def test_features_must_be_as_their_status_says(tmp_path: Path, status: Status, value: float, what: str | None) -> None:
     data = data_set(tmp_path / "out", images={"root": "/", "count": 10, "paths_xxh3": "x"})
     data.open_or_create()
-    with ShardWriter(*created(data, 0)) as writer:
+    with new_shard(data) as writer:
         write(writer, [*range(4), *range(5, 10)])
         values = {name: np.full((1, *rows.shape[1:]), value, rows.dtype) for name, rows in VALUES.items()}
         writer.write(np.array([4]), values, np.array([status], "uint8"), no_files(1))
@@ -156,7 +167,7 @@ def test_missing_and_unfinished_shards_are_faults(complete: Path) -> None:
     data.path(0).unlink()
     data.path(1).unlink()
     data.path(1).with_suffix(".json").unlink()
-    with ShardWriter(*created(data, 1)) as writer:
+    with new_shard(data, 1) as writer:
         write(writer, [10, 11])
     assert faults(complete) == [
         ("shards/000000.h5", None, "is missing, but its receipt exists"),
@@ -168,7 +179,7 @@ def test_missing_and_unfinished_shards_are_faults(complete: Path) -> None:
 def test_a_torn_row_of_an_unfinished_shard_becomes_pending(complete: Path) -> None:
     data = DataSet.open(complete)
     data.path(1).unlink()
-    with ShardWriter(*created(data, 1)) as writer:
+    with new_shard(data, 1) as writer:
         write(writer, [10, 11])
         writer._put("/features/vector", np.array([1]), np.zeros((1, 6), "float32"))
     verification = verify(complete)
@@ -303,7 +314,7 @@ def test_damage_beside_a_wrong_row_is_not_laundered(complete: Path) -> None:
 def test_what_is_published_while_it_is_looked_at_is_no_fault(complete: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = DataSet.open(complete)
     data.path(1).unlink()
-    writer = ShardWriter(*created(data, 1))
+    writer = new_shard(data, 1)
     write(writer, list(range(10, 20)))
     opened = DataSet.open_shard
 
@@ -326,7 +337,7 @@ def test_a_repair_looks_again_before_it_acts(complete: Path) -> None:
     data.path(0).unlink()
     verification = verify(complete)
     data.path(1).write_bytes(good)
-    with ShardWriter(*created(data, 0)) as writer:
+    with new_shard(data) as writer:
         write(writer, list(range(10)))
         writer.publish()
     # Rows that a former look has named are made pending as long as their file is the same; others are left.

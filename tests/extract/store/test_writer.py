@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
+import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,37 +14,35 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from extract import FeatureReader, LayertapError, Status
+from extract import FeatureReader, LayertapError, LockedError, Status
 from extract.store.format import writer as writing
 from extract.store.format.dataset import DataSet
-from extract.store.format.layout import RowNames, StoredFeature, create_shard
+from extract.store.format.layout import StoredFeature
 from extract.store.format.shard import Shard, runs
 from extract.store.format.writer import ShardWriter
+from tests.extract.store.processes import kill_itself, killed, result_of
 from tests.extract.store.rows import (
     VALUES,
     complete_data_set,
     create,
-    created,
-    data_set,
+    filled,
+    new_shard,
     no_files,
     write,
 )
 
 
-def test_a_killed_write_leaves_its_rows_pending_and_the_others_stored(tmp_path: Path) -> None:
-    data = data_set(tmp_path / "out")
-    data.open_or_create()
-    create(data, 0)
-    child = os.fork()
-    if not child:  # dies as by SIGKILL, with the file open
-        writer = ShardWriter(data, 0)
+def test_a_killed_write_leaves_its_rows_pending_and_the_others_stored(data: DataSet) -> None:
+    def write_and_die() -> None:
+        writer = new_shard(data)
         write(writer, [0, 1, 2])
         writer._put("/features/vector", np.array([3, 4]), np.full((2, 6), 7, "float32"))
-        os._exit(9)
-    os.waitpid(child, 0)
+        kill_itself()
+
+    killed(write_and_die)
     with ShardWriter(data, 0) as writer:
         assert writer.status.tolist() == [1, 1, 1, 0, 0, 0, 0, 0, 0, 0]
         assert writer.check() == 0
@@ -53,9 +52,7 @@ def test_a_killed_write_leaves_its_rows_pending_and_the_others_stored(tmp_path: 
         assert np.array_equal(reader["vector"][:], VALUES["vector"][:10])
 
 
-def test_rows_that_do_not_agree_with_their_hash_become_pending(tmp_path: Path) -> None:
-    data = data_set(tmp_path / "out")
-    data.open_or_create()
+def test_rows_that_do_not_agree_with_their_hash_become_pending(data: DataSet) -> None:
     part = create(data, 0)
     with ShardWriter(data, 0) as writer:
         write(writer, list(range(10)))
@@ -69,30 +66,27 @@ def test_rows_that_do_not_agree_with_their_hash_become_pending(tmp_path: Path) -
             writer.publish()
 
 
-def test_a_second_writer_of_a_shard_is_refused(tmp_path: Path) -> None:
-    data = data_set(tmp_path / "out")
-    data.open_or_create()
-    create(data, 0)
-    with ShardWriter(data, 0):
-        code = (
-            "from pathlib import Path; from extract.store.format.dataset import DataSet\n"
-            "from extract.store.format.writer import ShardWriter\n"
-            f"ShardWriter(DataSet.open(Path({str(data.out)!r})), 0)"
-        )
-        other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert "LockedError" in other.stderr
-    assert "is open in another process" in other.stderr
+def test_a_second_writer_of_a_shard_is_refused(data: DataSet) -> None:
+    with new_shard(data):
+        error = result_of(ShardWriter, data, 0)
+    assert isinstance(error, LockedError)
+    assert "is open in another process" in str(error)
 
 
-def test_a_published_shard_always_has_its_receipt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = data_set(tmp_path / "out")
-    data.open_or_create()
-    with ShardWriter(*created(data, 0)) as writer:
+def failing(code: int) -> Callable[..., Any]:
+    """A call of the system that has an error."""
+
+    def fail(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    return fail
+
+
+def test_a_published_shard_always_has_its_receipt(data: DataSet, monkeypatch: pytest.MonkeyPatch) -> None:
+    with new_shard(data) as writer:
         write(writer, list(range(10)))
         with monkeypatch.context() as patch:
-            patch.setattr(
-                os, "fsync", lambda descriptor: (_ for _ in ()).throw(OSError(errno.EIO, "Input/output error"))
-            )
+            patch.setattr(os, "fsync", failing(errno.EIO))
             with pytest.raises(LayertapError, match="cannot publish .*Input/output error; its rows are safe"):
                 writer.publish()
     assert data.path(0, part=True).exists()
@@ -103,10 +97,8 @@ def test_a_published_shard_always_has_its_receipt(tmp_path: Path, monkeypatch: p
 
 
 def test_a_shard_has_its_receipt_and_name_only_when_its_rows_are_on_the_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    data: DataSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    data = data_set(tmp_path / "out")
-    data.open_or_create()
     events: list[str] = []
 
     def noted(name: str) -> Callable[..., Any]:
@@ -114,7 +106,7 @@ def test_a_shard_has_its_receipt_and_name_only_when_its_rows_are_on_the_disk(
 
         def call(*arguments: Any, **options: Any) -> Any:
             if name == "flush_to_disk":
-                time.sleep(0.2)  # longer than hashing takes
+                time.sleep(0.05)  # longer than hashing takes
             events.append(name)
             return function(*arguments, **options)
 
@@ -122,20 +114,15 @@ def test_a_shard_has_its_receipt_and_name_only_when_its_rows_are_on_the_disk(
 
     for name in ("flush_to_disk", "write_json", "claim"):
         monkeypatch.setattr(writing, name, noted(name))
-    with ShardWriter(*created(data, 0)) as writer:
+    with new_shard(data) as writer:
         write(writer, list(range(10)))
         writer.publish()
     assert events == ["flush_to_disk", "write_json", "claim"]
 
 
-def test_where_there_are_no_hard_links_a_shard_is_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise PermissionError(errno.EPERM, "Operation not permitted")
-
-    monkeypatch.setattr(os, "link", refuse)
-    data = data_set(tmp_path / "out")
-    data.open_or_create()
-    with ShardWriter(*created(data, 0)) as writer:
+def test_where_there_are_no_hard_links_a_shard_is_renamed(data: DataSet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "link", failing(errno.EPERM))
+    with new_shard(data) as writer:
         write(writer, list(range(10)))
         assert writer.publish() == data.path(0)
     assert sorted(path.name for path in (data.out / "shards").iterdir()) == ["000000.h5", "000000.json"]
@@ -144,7 +131,7 @@ def test_where_there_are_no_hard_links_a_shard_is_renamed(tmp_path: Path, monkey
 def test_the_final_name_is_given_once(complete: Path) -> None:
     data = DataSet.open(complete)
     before = data.path(0).read_bytes()
-    with ShardWriter(*created(data, 0)) as writer:
+    with new_shard(data) as writer:
         write(writer, list(range(10)), Status.NOT_FINITE)
         with pytest.raises(LayertapError, match="already exists"):
             writer.publish()
@@ -152,8 +139,6 @@ def test_the_final_name_is_given_once(complete: Path) -> None:
 
 
 def test_a_receipt_tells_size_hash_and_counts(complete: Path) -> None:
-    import hashlib
-
     shard = complete / "shards" / "000002.h5"
     receipt = json.loads(shard.with_suffix(".json").read_text())
     assert receipt["size"] == shard.stat().st_size
@@ -167,27 +152,21 @@ def test_a_receipt_tells_size_hash_and_counts(complete: Path) -> None:
     [({"vector": np.zeros((2, 6), "float32")}, "features"),
      ({"vector": np.zeros((2, 5), "float32"), "map:none": np.zeros((2, 2, 3, 4))}, "vector")],
 )  # fmt: skip
-def test_wrong_features_are_refused(tmp_path: Path, features: dict[str, np.ndarray], message: str) -> None:
-    data = data_set(tmp_path / "out")
-    data.open_or_create()
-    with ShardWriter(*created(data, 0)) as writer:
+def test_wrong_features_are_refused(data: DataSet, features: dict[str, np.ndarray], message: str) -> None:
+    with new_shard(data) as writer:
         with pytest.raises(ValueError, match=message):
             writer.write(np.array([0, 1]), features, np.ones(2, "uint8"), no_files(2))
         assert not writer.status.any()
 
 
-def test_a_full_disk_is_told_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    data = data_set(tmp_path / "out")
-    data.open_or_create()
-    monkeypatch.setattr(os, "posix_fallocate", full)
+def test_a_full_disk_is_told_before_anything_is_written(data: DataSet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "posix_fallocate", failing(errno.ENOSPC))
     with pytest.raises(LayertapError, match="No space left on device"):
         create(data, 0)
     assert list((data.out / "shards").iterdir()) == []
 
 
+@settings(max_examples=30)
 @given(st.lists(st.integers(0, 60), unique=True), st.integers(1, 5))
 def test_runs_cover_the_rows_in_order(rows: list[int], at_most: int) -> None:
     rows.sort()
@@ -198,12 +177,10 @@ def test_runs_cover_the_rows_in_order(rows: list[int], at_most: int) -> None:
 
 @pytest.mark.parametrize("sync_s", [0, 1e9])
 def test_batches_are_forced_to_the_disk_as_often_as_asked(
-    tmp_path: Path, sync_s: float, monkeypatch: pytest.MonkeyPatch
+    data: DataSet, sync_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: list[int] = []
     monkeypatch.setattr(os, "fdatasync", synced.append)
-    data = data_set(tmp_path / "out")
-    data.open_or_create()
     create(data, 0)
     with ShardWriter(data, 0, sync_s=sync_s) as writer:
         for row in range(10):
@@ -212,9 +189,7 @@ def test_batches_are_forced_to_the_disk_as_often_as_asked(
     assert len(synced) == (20 if sync_s == 0 else 0)
 
 
-def test_nothing_but_row_data_changes_after_creation(tmp_path: Path) -> None:
-    data = data_set(tmp_path / "out")
-    data.open_or_create()
+def test_nothing_but_row_data_changes_after_creation(data: DataSet) -> None:
     part = create(data, 0)
     before = part.read_bytes()
     with ShardWriter(data, 0) as writer:
@@ -251,40 +226,30 @@ def test_compression_is_a_copy_that_plain_h5py_reads(tmp_path: Path, compress: s
 
 
 def test_features_that_compress_are_smaller(tmp_path: Path) -> None:
-    features = [StoredFeature("x", (512,), "float32")]
-    rows = np.arange(4000)
-    sizes = {}
+    count, sizes = 1000, {}
+
+    def values_of(rows: np.ndarray) -> dict[str, np.ndarray]:
+        return {"x": np.repeat(rows[:, None] % 50, 512, 1).astype("float32")}
+
     for compress in (None, "gzip", "lzf", "blosc2"):
-        images = {"root": "/p", "count": 4000, "paths_xxh3": ""}
-        data = data_set(tmp_path / str(compress), features=features, images=images, shard_rows=4000)
-        data.open_or_create()
-        names = RowNames([str(i) for i in rows], rows % 3, [""] * 4000, list("abc"))
-        create_shard(data.path(0, part=True), features, data.identity(0), names, {})
-        with ShardWriter(data, 0) as writer:
-            writer.write(
-                rows,
-                {"x": np.repeat(rows[:, None] % 50, 512, 1).astype("float32")},
-                np.ones(4000, "u1"),
-                no_files(4000),
-            )
-            sizes[compress] = writer.publish(compress).stat().st_size
+        features = [StoredFeature("x", (512,), "float32")]
+        data = filled(tmp_path / str(compress), features, count, values_of, compress=compress)
+        sizes[compress] = data.path(0).stat().st_size
         with FeatureReader(data.out) as reader:
-            assert (reader["x"][:] == rows[:, None] % 50).all()
-            assert (reader["x"][[3999, 3, 2000]] == np.array([[49], [3], [0]])).all()
+            assert (reader["x"][:] == np.arange(count)[:, None] % 50).all()
+            assert (reader["x"][[999, 3, 500]] == np.array([[49], [3], [0]])).all()
             packed = reader.compression
         if compress:
             assert packed["x"][0] == compress
             with h5py.File(data.path(0)) as file:
-                assert packed["x"][1] == 4000 * 2048 / file["features/x"].id.get_storage_size()
+                assert packed["x"][1] == count * 2048 / file["features/x"].id.get_storage_size()
             assert sizes[compress] < sizes[None] / 5
 
 
 def test_a_compressed_copy_that_is_not_the_same_is_not_published(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    data: DataSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    data = data_set(tmp_path / "out")
-    data.open_or_create()
-    with ShardWriter(*created(data, 0)) as writer:
+    with new_shard(data) as writer:
         write(writer, list(range(10)))
         blocks = Shard.blocks
 
@@ -298,15 +263,10 @@ def test_a_compressed_copy_that_is_not_the_same_is_not_published(
     assert [path.name for path in (data.out / "shards").iterdir()] == ["000000.h5.part"]
 
 
-def test_no_space_for_a_compressed_copy_leaves_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    data = data_set(tmp_path / "out")
-    data.open_or_create()
-    with ShardWriter(*created(data, 0)) as writer:
+def test_no_space_for_a_compressed_copy_leaves_the_rows(data: DataSet, monkeypatch: pytest.MonkeyPatch) -> None:
+    with new_shard(data) as writer:
         write(writer, list(range(10)))
-        monkeypatch.setattr(os, "posix_fallocate", full)
+        monkeypatch.setattr(os, "posix_fallocate", failing(errno.ENOSPC))
         with pytest.raises(LayertapError, match="No space left on device"):
             writer.publish("gzip")
     monkeypatch.undo()
@@ -317,9 +277,7 @@ def test_no_space_for_a_compressed_copy_leaves_the_rows(tmp_path: Path, monkeypa
         assert np.array_equal(reader["vector"][:], VALUES["vector"][:10])
 
 
-def test_a_signal_while_a_writer_closes_does_not_close_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = data_set(tmp_path / "out")
-    data.open_or_create()
+def test_a_signal_while_a_writer_closes_does_not_close_twice(data: DataSet, monkeypatch: pytest.MonkeyPatch) -> None:
     create(data, 0)
     closed: list[int] = []
     close = os.close
@@ -335,12 +293,8 @@ def test_a_signal_while_a_writer_closes_does_not_close_twice(tmp_path: Path, mon
     assert len(closed) == 1
 
 
-def test_a_folder_that_vanished_is_told(tmp_path: Path) -> None:
-    import shutil
-
-    data = data_set(tmp_path / "out")
-    data.open_or_create()
-    with ShardWriter(*created(data, 0)) as writer:
+def test_a_folder_that_vanished_is_told(data: DataSet) -> None:
+    with new_shard(data) as writer:
         write(writer, list(range(9)))
         shutil.rmtree(data.out)
         write(writer, [9])
@@ -348,10 +302,8 @@ def test_a_folder_that_vanished_is_told(tmp_path: Path) -> None:
             writer.publish()
 
 
-def test_status_of_any_integer_type_is_stored_as_a_byte(tmp_path: Path) -> None:
-    data = data_set(tmp_path / "out")
-    data.open_or_create()
-    with ShardWriter(*created(data, 0)) as writer:
+def test_status_of_any_integer_type_is_stored_as_a_byte(data: DataSet) -> None:
+    with new_shard(data) as writer:
         for rows in ([0, 1, 5], [2, 3, 4, 6, 7, 8, 9]):
             values = {name: values[rows] for name, values in VALUES.items()}
             writer.write(np.array(rows, np.int32), values, np.ones(len(rows), np.int64), no_files(len(rows)))
@@ -363,82 +315,58 @@ def test_status_of_any_integer_type_is_stored_as_a_byte(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rows", [[10], [-1], [3, 3], [4, 3]])
-def test_rows_of_another_shard_or_in_disorder_are_refused(tmp_path: Path, rows: list[int]) -> None:
-    data = data_set(tmp_path / "out")
-    data.open_or_create()
+def test_rows_of_another_shard_or_in_disorder_are_refused(data: DataSet, rows: list[int]) -> None:
     with (
-        ShardWriter(*created(data, 0)) as writer,
+        new_shard(data) as writer,
         pytest.raises(ValueError, match="are not ascending rows of this shard"),
     ):
         write(writer, rows)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount")
-@pytest.mark.parametrize(("compress", "size"), [(None, "12m"), ("gzip", "14m")])
-def test_a_full_file_system_ends_in_an_error_and_no_crash(tmp_path: Path, compress: str | None, size: str) -> None:
-    """Too little for three shards of 4 MB: two are published, and stay."""
-    small = tmp_path / "small"
-    small.mkdir()
-    if subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(small)], capture_output=True
-    ).returncode:
+@pytest.fixture
+def mounted(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A file system of its own, of the given size."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={request.param}", "tmpfs", str(folder)]
+    if os.geteuid() != 0 or subprocess.run(command, capture_output=True).returncode:
         pytest.skip("nothing can be mounted here")
     try:
-        code = f"""
-import numpy as np
-from pathlib import Path
-from extract import LayertapError
-from extract.store.format.layout import RowNames, StoredFeature, create_shard
-from extract.store.format.writer import ShardWriter
-from tests.extract.store.rows import data_set, no_files
-features = [StoredFeature("x", (1024,), "float32")]
-data = data_set(Path({str(small / "out")!r}), features=features,
-                images={{"root": "/", "count": 4096, "paths_xxh3": ""}}, shard_rows=1024)
-data.open_or_create()
-try:
-    for shard in range(4):
-        rows = np.array(data.shard_range(shard))
-        names = RowNames([str(i) for i in rows], rows, [""] * 1024, [])
-        create_shard(data.path(shard, part=True), features, data.identity(shard), names, {{}})
-        with ShardWriter(data, shard) as writer:
-            random = np.random.default_rng(shard)
-            values = random.normal(size=(1024, 1024)).astype("f4")
-            writer.write(rows, {{"x": values}}, np.ones(1024, "u1"), no_files(1024))
-            writer.publish({compress!r})
-except LayertapError as error:
-    print(shard, error)
-"""
-        run = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[3]
-        )
-        assert run.returncode == 0, run.stderr
-        assert run.stdout.startswith("2 "), run.stdout
-        assert "No space left on device" in run.stdout
-        assert compress is None or "its rows are safe in 000002.h5.part" in run.stdout
-        published = sorted((small / "out" / "shards").glob("*.h5"))
-        assert len(published) == 2
-        for shard, path in enumerate(published):
-            expected = np.random.default_rng(shard).normal(size=(1024, 1024)).astype("f4")
-            with FeatureReader(path) as reader:
-                assert np.array_equal(reader["x"][:], expected)
+        yield folder
     finally:
-        subprocess.run(["umount", str(small)], check=True)
+        subprocess.run(["umount", str(folder)], check=True)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount")
-def test_a_read_only_file_system_is_told(tmp_path: Path) -> None:
-    small = tmp_path / "small"
-    small.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "tmpfs", str(small)], capture_output=True).returncode:
-        pytest.skip("nothing can be mounted here")
-    try:
-        data = complete_data_set(small / "out")
-        subprocess.run(["mount", "-o", "remount,ro", str(small)], check=True)
-        with pytest.raises(LayertapError, match="cannot write to .*Read-only file system"), data.locked():
-            pass
-        with pytest.raises(LayertapError, match="cannot create .*Read-only file system"):
-            create(data, 1)
-        with FeatureReader(data.out) as reader:
-            assert np.array_equal(reader["vector"][:], VALUES["vector"])
-    finally:
-        subprocess.run(["umount", str(small)], check=True)
+def random_values(rows: np.ndarray) -> dict[str, np.ndarray]:
+    """A megabyte of one shard."""
+    return {"x": np.random.default_rng(rows[0]).normal(size=(len(rows), 1024)).astype("f4")}
+
+
+def fill_the_disk(out: Path, compress: str | None) -> None:
+    filled(out, [StoredFeature("x", (1024,), "float32")], 1024, random_values, 256, compress=compress)
+
+
+@pytest.mark.parametrize(("mounted", "compress"), [("3200k", None), ("4500k", "gzip")], indirect=["mounted"])
+def test_a_full_file_system_ends_in_an_error_and_no_crash(mounted: Path, compress: str | None) -> None:
+    """Too little for three shards of 1 MB: two are published, and stay."""
+    error = result_of(fill_the_disk, mounted / "out", compress)
+    assert isinstance(error, LayertapError)
+    assert "No space left on device" in str(error)
+    assert compress is None or "its rows are safe in 000002.h5.part" in str(error)
+    published = sorted((mounted / "out" / "shards").glob("*.h5"))
+    assert len(published) == 2
+    for shard, path in enumerate(published):
+        with FeatureReader(path) as reader:
+            assert np.array_equal(reader["x"][:], random_values(np.arange(256) + 256 * shard)["x"])
+
+
+@pytest.mark.parametrize("mounted", ["10m"], indirect=True)
+def test_a_read_only_file_system_is_told(mounted: Path) -> None:
+    data = complete_data_set(mounted / "out")
+    subprocess.run(["mount", "-o", "remount,ro", str(mounted)], check=True)
+    with pytest.raises(LayertapError, match="cannot write to .*Read-only file system"), data.locked():
+        pass
+    with pytest.raises(LayertapError, match="cannot create .*Read-only file system"):
+        create(data, 1)
+    with FeatureReader(data.out) as reader:
+        assert np.array_equal(reader["vector"][:], VALUES["vector"])
