@@ -11,11 +11,11 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-import xxhash
 
 from extract import FeatureReader, InputError, LayertapError, LockedError, Status
+from extract.store.format import layout
 from extract.store.format.dataset import DataSet
-from extract.store.format.layout import ROW_DATA, RowNames, StoredFeature, create_shard
+from extract.store.format.layout import ROW_DATA, StoredFeature
 from extract.store.format.shard import Shard, copy_shard
 from extract.store.format.writer import ShardWriter
 from extract.store.verify import Fault, Remedy, repair, verify
@@ -27,8 +27,12 @@ from tests.extract.store.rows import (
     complete_data_set,
     created,
     data_set,
+    empty_data_set,
+    filled,
+    flip,
     new_shard,
     no_files,
+    sign,
     write,
 )
 
@@ -71,8 +75,6 @@ def test_a_changed_feature_is_named_and_filled_again(tmp_path: Path, compress: s
     edit(data.path(1), "features/vector", 4, 77)
     edit(data.path(1), "features/map:none", 6, 77)
     if compress:  # HDF5 puts the chunk that it packed anew elsewhere; the user block does not know of it
-        from tests.extract.store.rows import sign
-
         sign(data.path(1))
     verification = verify(data.out)
     rows = [fault for fault in verification.faults if fault.row is not None]
@@ -92,23 +94,19 @@ def test_a_changed_feature_is_named_and_filled_again(tmp_path: Path, compress: s
         assert np.array_equal(reader["vector"][:], VALUES["vector"])
 
 
-@pytest.mark.parametrize(
-    ("name", "row", "value", "expected"),
-    [("status", 3, 0, "is pending in a finished file"), ("status", 3, 9, "does not match its hashes"),
-     ("status", 3, 2, "does not match its hashes"), ("row_hash", 3, 1, "does not match its hashes"),
-     ("record_hash", 3, 1, "does not match its hashes"),
-     ("source_size", 3, 1, "does not match its hashes"),
-     ("source_mtime_ns", 3, 1, "does not match its hashes"),
-     ("source_hash", 3, 1, "does not match its hashes")],
-)  # fmt: skip
-def test_whatever_is_changed_beside_the_features_is_found(
-    complete: Path, name: str, row: int, value: int, expected: str
-) -> None:
-    edit(complete / "shards" / "000000.h5", name, row, value)
-    assert ("shards/000000.h5", 3, expected) in faults(complete)
-    data = DataSet.open(complete)
-    assert repair(verify(complete)) == 1
-    refill(data)
+EDITS: list[tuple[str, object]] = [
+    ("status", 0), ("status", 9), ("status", 2), ("row_hash", 1), ("record_hash", 1), ("source_size", 1),
+    ("source_mtime_ns", 1), ("source_hash", 1),
+]  # fmt: skip
+
+
+def test_whatever_is_changed_beside_the_features_is_found(complete: Path) -> None:
+    for row, (name, value) in enumerate(EDITS):
+        edit(complete / "shards" / "000000.h5", name, row, value)
+    found = {row: what for _, row, what in faults(complete) if row is not None}
+    assert found == {0: "is pending in a finished file", **dict.fromkeys(range(1, 8), "does not match its hashes")}
+    assert repair(verify(complete)) == len(EDITS)
+    refill(DataSet.open(complete))
     assert verify(complete).faults == []
 
 
@@ -119,8 +117,7 @@ def test_whatever_is_changed_beside_the_features_is_found(
      (Status.NOT_FINITE, 1.0, "features contradict the status"), (Status.NOT_FINITE, np.inf, None)],
 )  # fmt: skip
 def test_features_must_be_as_their_status_says(tmp_path: Path, status: Status, value: float, what: str | None) -> None:
-    data = data_set(tmp_path / "out", images={"root": "/", "count": 10, "paths_xxh3": "x"})
-    data.open_or_create()
+    data = empty_data_set(tmp_path / "out", images={"root": "/", "count": 10, "paths_xxh3": "x"})
     with new_shard(data) as writer:
         write(writer, [*range(4), *range(5, 10)])
         values = {name: np.full((1, *rows.shape[1:]), value, rows.dtype) for name, rows in VALUES.items()}
@@ -231,14 +228,15 @@ def test_paths_of_other_images_are_found(tmp_path: Path) -> None:
     assert verify(data.out).faults == [Fault("the paths of the shards do not match dataset.json", Remedy.NONE)]
 
 
-def test_labels_beyond_the_classes_are_found(complete: Path) -> None:
-    change(complete / "shards" / "000001.h5", lambda file: file["label"].__setitem__(3, 12))
-    assert ("shards/000001.h5", None, "has labels outside its 3 classes") in faults(complete)
-
-
-def test_shards_with_different_classes_are_found(complete: Path) -> None:
-    change(complete / "shards" / "000001.h5", lambda file: file["classes"].__setitem__(0, b"other"))
-    assert "has other classes than the preceding shards" in [description for _, _, description in faults(complete)]
+@pytest.mark.parametrize(("how", "fault"), [
+    (lambda file: file["label"].__setitem__(3, 12), "has labels outside its 3 classes"),
+    (lambda file: file["classes"].__setitem__(0, b"other"), "has other classes than the preceding shards"),
+])  # fmt: skip
+def test_labels_and_classes_that_contradict_each_other_are_found(
+    complete: Path, how: Callable[[h5py.File], object], fault: str
+) -> None:
+    change(complete / "shards" / "000001.h5", how)
+    assert ("shards/000001.h5", None, fault) in faults(complete)
 
 
 def test_nothing_is_repaired_while_another_writes(complete: Path) -> None:
@@ -249,23 +247,16 @@ def test_nothing_is_repaired_while_another_writes(complete: Path) -> None:
 
 
 @pytest.mark.parametrize("compress", ["gzip", "lzf", "blosc2"])
-def test_a_compressed_chunk_that_cannot_be_unpacked_takes_only_its_rows(tmp_path: Path, compress: str) -> None:
-    data = data_set(
-        tmp_path / "out", features=[StoredFeature("x", (1 << 18,), "float32")],
-        images={"root": "/", "count": 6, "paths_xxh3": xxhash.xxh3_128_hexdigest("\0".join("012345").encode())},
-    )  # fmt: skip
-    data.open_or_create()
-    names = RowNames([str(i) for i in range(6)], np.zeros(6), [""] * 6, ["a"])
-    create_shard(data.path(0, part=True), data.features, data.identity(0), names, {})
-    values = np.random.default_rng(0).normal(size=(6, 1 << 18)).astype("float32")
-    with ShardWriter(data, 0) as writer:
-        writer.write(np.arange(6), {"x": values}, np.ones(6, "u1"), no_files(6))
-        writer.publish(compress)
+def test_a_compressed_chunk_that_cannot_be_unpacked_takes_only_its_rows(
+    tmp_path: Path, compress: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layout, "_CHUNK_BYTES", 8192)  # of a row
+    values = np.random.default_rng(0).normal(size=(6, 2048)).astype("float32")
+    features = [StoredFeature("x", (2048,), "float32")]
+    data = filled(tmp_path / "out", features, 6, lambda rows: {"x": values[rows]}, compress=compress)
     with h5py.File(data.path(0)) as file:
         chunk = file["features/x"].id.get_chunk_info(3)
-    content = bytearray(data.path(0).read_bytes())
-    content[chunk.byte_offset + chunk.size // 2] ^= 4
-    data.path(0).write_bytes(content)
+    flip(data.path(0), chunk.byte_offset + chunk.size // 2, 4)
     verification = verify(data.out)
     assert [(fault.row, fault.what) for fault in verification.faults if fault.row is not None] == [
         (3, "does not match its hashes")
@@ -373,9 +364,7 @@ def test_a_damaged_successor_is_refused_when_it_is_resumed_and_the_finished_file
     data = DataSet.open(complete)
     with data.open_shard(1, data.path(1)) as shard:
         copy_shard(shard, data.path(1, 1, part=True), pending=np.array([3]))
-    content = bytearray(data.path(1, 1, part=True).read_bytes())
-    content[1100] ^= 1
-    data.path(1, 1, part=True).write_bytes(content)
+    flip(data.path(1, 1, part=True), 1100)
     assert verify(complete).faults == []
     with pytest.raises(LayertapError, match="is damaged") as caught:
         ShardWriter(data, 1, 1)
@@ -402,9 +391,7 @@ def test_a_file_with_two_names_is_put_aside_once(complete: Path) -> None:
     """As a kill between the link and the unlink leaves it, and damaged then."""
     data = DataSet.open(complete)
     os.link(data.path(1), data.path(1, part=True))
-    with data.path(1).open("r+b") as file:
-        file.seek(1100)
-        file.write(b"X")
+    flip(data.path(1), 1100, 64)
     assert repair(verify(complete)) == 10
     assert not data.path(1, part=True).exists()
     refill(data)
