@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from extract import FeatureReader
 from extract.store.format.dataset import DataSet
 from extract.store.format.shard import Shard
 from extract.store.places import objects as remote
 from tests.extract.store.bucket_server import KEY, SECRET, TOKEN, Proxy, new_url, served
-from tests.extract.store.rows import complete_data_set, empty_data_set
+from tests.extract.store.rows import FAILED, complete_data_set, empty_data_set
 
 
 @pytest.fixture(scope="session")
@@ -23,6 +24,18 @@ def _complete(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def complete(_complete: Path, tmp_path: Path) -> Path:
     """A finished data set of three shards."""
     return shutil.copytree(_complete, tmp_path / "out")
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> FeatureReader:
+    """Of three shards, with a failed row."""
+    return FeatureReader(complete_data_set(tmp_path / "out", failed=(FAILED,)).out)
+
+
+@pytest.fixture(params=[None, "gzip"])
+def reader(tmp_path: Path, request: pytest.FixtureRequest) -> FeatureReader:
+    """The same, and compressed."""
+    return FeatureReader(complete_data_set(tmp_path / "out", request.param, failed=(FAILED,)).out)
 
 
 @pytest.fixture

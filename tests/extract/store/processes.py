@@ -1,4 +1,4 @@
-"""Functions that run in a forked process: it may be killed or crash, and has limits and locks of its own."""
+"""Functions that run in a forked process, which may be killed or crash, and calls of the system that fail."""
 
 from __future__ import annotations
 
@@ -50,3 +50,12 @@ def result_of(work: Callable[..., Any], *arguments: Any, within_s: int = 60) -> 
     process.join()
     assert process.exitcode == 0, f"the process ended with {process.exitcode}"
     return result
+
+
+def failing(code: int) -> Callable[..., Any]:
+    """A call of the system that has an error."""
+
+    def fail(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    return fail

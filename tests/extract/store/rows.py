@@ -31,6 +31,16 @@ PATHS = [f"class {i % 3}/ü{i}.jpg" for i in range(ROWS)]
 PATHS[4] = os.fsdecode(b"class 1/\xff\n.jpg")
 PATHS_XXH3 = xxhash.xxh3_128_hexdigest(b"\0".join(map(os.fsencode, PATHS)))
 
+FAILED = 3  # where a row is said to have failed, it is this one
+STATUS = ["decode error" if row == FAILED else "ok" for row in range(ROWS)]
+
+
+def with_a_failed_row(name: str) -> np.ndarray:
+    """The values of a feature where that row has failed."""
+    values = VALUES[name].copy()
+    values[FAILED] = np.nan
+    return values
+
 
 def data_set(out: Path, **changes: object) -> DataSet:
     images = {"root": "/photos", "count": ROWS, "paths_xxh3": PATHS_XXH3}

@@ -13,21 +13,8 @@ import pytest
 
 from extract import FeatureReader, InputError, LayertapError, UnknownNameError
 from extract.store.export import export
-from tests.extract.store.rows import PATHS, ROWS, VALUES, change, complete_data_set
-
-FAILED = 3
-STATUS = ["decode error" if row == FAILED else "ok" for row in range(ROWS)]
-
-
-@pytest.fixture(params=[None, "gzip"])
-def reader(tmp_path: Path, request: pytest.FixtureRequest) -> FeatureReader:
-    return FeatureReader(complete_data_set(tmp_path / "out", request.param, failed=(FAILED,)).out)
-
-
-def expected(name: str) -> np.ndarray:
-    values = VALUES[name].copy()
-    values[FAILED] = np.nan
-    return values
+from tests.extract.store.rows import FAILED, PATHS, ROWS, STATUS, VALUES, change, complete_data_set
+from tests.extract.store.rows import with_a_failed_row as expected
 
 
 def test_arrow(reader: FeatureReader) -> None:
@@ -73,7 +60,7 @@ print(table.num_rows)
 
 
 @pytest.mark.slow
-def test_lance(reader: FeatureReader, tmp_path: Path) -> None:
+def test_lance(plain: FeatureReader, tmp_path: Path) -> None:
     """In a process of its own, since Lance is not safe in one that forks."""
     run = subprocess.run(
         [sys.executable, "-c", LANCE, tmp_path / "out", tmp_path / "lance"], capture_output=True, text=True, check=True
@@ -94,8 +81,8 @@ def test_features_are_not_copied(tmp_path: Path) -> None:
     np.testing.assert_array_equal(values.reshape(-1, 6), VALUES["vector"])
 
 
-def test_pandas(reader: FeatureReader) -> None:
-    frame = reader.to_pandas()
+def test_pandas(plain: FeatureReader) -> None:
+    frame = plain.to_pandas()
     assert len(frame) == ROWS
     for name in VALUES:
         values = np.stack(frame[name].to_numpy())
@@ -105,10 +92,10 @@ def test_pandas(reader: FeatureReader) -> None:
     assert frame.groupby("class").size().to_dict() == {f"class {i}": len(range(i, ROWS, 3)) for i in range(3)}
 
 
-def test_polars(reader: FeatureReader) -> None:
+def test_polars(plain: FeatureReader) -> None:
     import polars
 
-    frame = reader.to_polars(["vector", "map:none"])
+    frame = plain.to_polars(["vector", "map:none"])
     assert frame.schema["vector"] == polars.Array(polars.Float32, 6)
     np.testing.assert_array_equal(frame["vector"].to_numpy(), expected("vector"))
     np.testing.assert_array_equal(
@@ -117,10 +104,10 @@ def test_polars(reader: FeatureReader) -> None:
     assert frame.filter(polars.col("status") == "ok").height == ROWS - 1
 
 
-def test_duckdb_queries_the_export(reader: FeatureReader, tmp_path: Path) -> None:
+def test_duckdb_queries_the_export(plain: FeatureReader, tmp_path: Path) -> None:
     import duckdb
 
-    export(reader, tmp_path / "a.parquet", "parquet")
+    export(plain, tmp_path / "a.parquet", "parquet")
     query = VALUES["vector"][0].tolist()
     found = duckdb.sql(
         f"SELECT row, list_cosine_similarity(vector, {query}::FLOAT[]) AS cosine FROM '{tmp_path}/a.parquet' "

@@ -2,92 +2,80 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
 
-from extract import FeatureReader, extract_features
 from extract.analysis.dataset_diff import Similarity, compare
 from extract.compute.agreement import cosines, deviation
 from extract.errors import InputError
-from tests.conftest import TINY_INPUT, make_picture
-
-NET = {"backbone": "timm/test_resnet", "weights": "random", "device": "cpu", "workers": 0, "progress": False,
-       "preprocessing": TINY_INPUT}  # fmt: skip
-
-
-def expected_cosines(first: Path, second: Path, paths: list[str], name: str = "embedding") -> np.ndarray:
-    with FeatureReader(first) as a, FeatureReader(second) as b:
-        rows = [(a[name][a.paths.index(path)].ravel(), b[name][b.paths.index(path)].ravel()) for path in paths]
-    return np.array([x @ y / np.linalg.norm(x) / np.linalg.norm(y) for x, y in rows])
+from extract.row_status import Status
+from extract.store.format.layout import RowNames, StoredFeature, create_shard
+from extract.store.format.writer import ShardWriter
+from tests.extract.store.rows import empty_data_set, no_files
 
 
-def test_two_interpolations(folder: Path, tmp_path: Path) -> None:
-    for name in ("bicubic", "bilinear"):
-        net = {**NET, "preprocessing": {**TINY_INPUT, "interpolation": name}}
-        extract_features(folder, out=tmp_path / name, **net).close()
-    comparison = compare(tmp_path / "bicubic", tmp_path / "bilinear")
+def made(
+    out: Path, pictures: Sequence[int], layers: dict[str, np.ndarray], failed: int | None = None, **depends_on: object
+) -> Path:
+    """A data set; row i is of the picture with the number that is given for it."""
+    count, features = len(pictures), [StoredFeature(name, rows.shape[1:], "float32") for name, rows in layers.items()]
+    images = {"root": "/p", "count": count, "paths_xxh3": ""}
+    data = empty_data_set(out, features=features, images=images, shard_rows=count, depends_on=depends_on)
+    names = RowNames([f"{i}.png" for i in range(count)], np.zeros(count), [""] * count, ["a"])
+    create_shard(data.path(0, part=True), features, data.identity(0), names, {})
+    status = np.where(np.arange(count) == failed, Status.DECODE_ERROR, Status.OK).astype("u1")
+    hashes = np.repeat(np.array(pictures, "u1")[:, None], 16, 1)
+    with ShardWriter(data, 0) as writer:
+        writer.write(np.arange(count), layers, status, {**no_files(count), "source_hash": hashes})
+        writer.publish()
+    return out
+
+
+def test_features_of_two_settings_are_compared_image_by_image(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    x = random.normal(size=(12, 4, 5)).astype(np.float32)
+    y = x + 0.1 * random.normal(size=x.shape).astype(np.float32)
+    first = made(tmp_path / "a", range(12), {"x": x}, weights="w", preprocessing={"interpolation": "bicubic"})
+    order = random.permutation(12)
+    second = made(tmp_path / "b", order, {"x": y[order]}, weights="w", preprocessing={"interpolation": "bilinear"})
+    comparison = compare(first, second)
     assert comparison.changes == [("preprocessing.interpolation", "bicubic", "bilinear")]
     assert (comparison.same, comparison.only) == (12, (0, 0))
-    with FeatureReader(tmp_path / "bicubic") as reader:
-        paths = reader.paths[:]
-    expected = expected_cosines(tmp_path / "bicubic", tmp_path / "bilinear", paths)
-    similarity = comparison.features["embedding"]
+    pairs = [(a.ravel().astype(float), b.ravel().astype(float)) for a, b in zip(x, y, strict=True)]
+    expected = np.array([a @ b / np.linalg.norm(a) / np.linalg.norm(b) for a, b in pairs])
+    similarity = comparison.features["x"]
     assert isinstance(similarity, Similarity)
     assert similarity.least == pytest.approx(expected.min(), abs=1e-6)
     assert similarity.median == pytest.approx(np.median(expected), abs=1e-6)
-    assert similarity.path == paths[int(expected.argmin())]
-    assert 0 < 1 - similarity.least < 1e-3  # smooth pictures
+    assert similarity.path == f"{expected.argmin()}.png"
+    assert similarity.deviation == pytest.approx(np.abs(x - y).max() / np.abs(x).max(), abs=1e-6)
 
 
-def test_two_weights_of_one_architecture(folder: Path, tmp_path: Path) -> None:
-    for seed in (1, 2):
-        extract_features(folder, out=tmp_path / str(seed), seed=seed, **NET).close()
-    comparison = compare(tmp_path / "1", tmp_path / "2")
-    assert [key for key, *_ in comparison.changes] == ["weights_sha256"]
-    assert comparison.features["embedding"].least < 0.99
+def test_images_are_known_by_their_bytes(tmp_path: Path) -> None:
+    x = np.random.default_rng(0).normal(size=(20, 6)).astype(np.float32)
+    first = made(tmp_path / "a", range(12), {"x": x[:12]})
+    pictures = [7, 3, 19, 19, 5, 0]  # one is there twice, and the last one could not be decoded
+    second = made(tmp_path / "b", pictures, {"x": x[pictures]}, failed=5)
+    comparison = compare(first, second)
+    assert (comparison.changes, comparison.same, comparison.only) == ([], 3, (9, 1))
+    assert comparison.features["x"].least == pytest.approx(1, abs=1e-6)
 
 
-def test_float32_and_bfloat16(folder: Path, tmp_path: Path) -> None:
-    extract_features(folder, out=tmp_path / "32", **NET).close()
-    extract_features(folder, out=tmp_path / "16", precision="bfloat16", compile="off", min_cosine=0.9, **NET).close()
-    comparison = compare(tmp_path / "32", tmp_path / "16")
-    assert comparison.changes == [("precision", "float32", "bfloat16 autocast")]
-    similarity = comparison.features["embedding"]
-    assert 0.9 < similarity.least < 1
-    assert 1e-4 < similarity.deviation < 0.1
-
-
-def test_images_are_known_by_their_bytes(folder: Path, tmp_path: Path) -> None:
-    other = tmp_path / "other"
-    other.mkdir()
-    for i, path in enumerate(sorted(folder.rglob("*.png"))):
-        (other / f"{i}.png").write_bytes(path.read_bytes())
-    make_picture(77).save(other / "new.png")
-    (other / "copy.png").write_bytes((other / "new.png").read_bytes())
-    (other / "broken.png").write_bytes(b"")
-    extract_features(folder, out=tmp_path / "a", **NET).close()
-    extract_features(other, out=tmp_path / "b", **NET).close()
-    comparison = compare(tmp_path / "a", tmp_path / "b")
-    assert (comparison.changes, comparison.same, comparison.only) == ([], 6, (6, 1))
-    assert comparison.features["embedding"].least == pytest.approx(1, abs=1e-6)
-
-
-def test_features_that_cannot_be_compared_say_why(folder: Path, tmp_path: Path) -> None:
-    extract_features(folder, out=tmp_path / "a", layers=["layer1:none", "layer2"], **NET).close()
-    extract_features(folder, out=tmp_path / "b", layers=["layer1", "layer3"], **NET).close()
-    extract_features(folder, out=tmp_path / "c", layers=["layer1"], limit=1, **NET).close()
-    features = compare(tmp_path / "a", tmp_path / "b").features
-    assert features["layer2"] == f"only in {tmp_path / 'a'}"
-    assert features["layer3"] == f"only in {tmp_path / 'b'}"
-    assert "different shapes, (32, 16, 16) and (32,)" in features["layer1"]
-    Image.open(next(folder.rglob("00.png"))).rotate(90).save(folder / "ant" / "00.png")
-    extract_features(folder, out=tmp_path / "d", layers=["layer1"], limit=1, **NET).close()
-    assert compare(tmp_path / "c", tmp_path / "d").features == {"layer1": "no shared images"}
+def test_features_that_cannot_be_compared_say_why(tmp_path: Path) -> None:
+    maps, vectors = np.ones((2, 3, 2, 2), np.float32), np.ones((2, 3), np.float32)
+    first = made(tmp_path / "a", [1, 2], {"layer1": maps, "layer2": vectors})
+    second = made(tmp_path / "b", [1, 2], {"layer1": vectors, "layer3": vectors})
+    features = compare(first, second).features
+    assert features["layer2"] == f"only in {first}"
+    assert features["layer3"] == f"only in {second}"
+    assert "different shapes, (3, 2, 2) and (3,)" in features["layer1"]
+    other = made(tmp_path / "c", [3, 4], {"layer1": maps, "layer2": vectors})
+    assert compare(first, other).features == dict.fromkeys(("layer1", "layer2"), "no shared images")
     with pytest.raises(InputError, match="does not exist"):
-        compare(tmp_path / "a", tmp_path / "none")
+        compare(first, tmp_path / "none")
 
 
 def test_cosines_of_rows_without_a_direction() -> None:

@@ -3,10 +3,8 @@ from __future__ import annotations
 import csv
 import errno
 import json
-import multiprocessing
 import os
 import re
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -22,22 +20,14 @@ from extract.store.format.shard import Shard
 from extract.store.format.writer import wrong_rows
 from extract.store.hugging_face import _CARD
 from extract.system.atomic_files import claim
-from tests.extract.store.rows import PATHS, ROWS, VALUES, change, complete_data_set
-
-FAILED = 3
-STATUS = ["decode error" if row == FAILED else "ok" for row in range(ROWS)]
-
-
-@pytest.fixture(params=[None, "gzip"])
-def reader(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> FeatureReader:
-    monkeypatch.setattr("extract.store.export.BLOCK_BYTES", 400)  # so that there are several blocks
-    return FeatureReader(complete_data_set(tmp_path / "out", request.param, failed=(FAILED,)).out)
+from tests.extract.store.processes import failing, kill_itself, killed
+from tests.extract.store.rows import FAILED, PATHS, ROWS, STATUS, VALUES, change, complete_data_set
+from tests.extract.store.rows import with_a_failed_row as expected
 
 
-def expected(name: str) -> np.ndarray:
-    values = VALUES[name].copy()
-    values[FAILED] = np.nan
-    return values
+@pytest.fixture(autouse=True)
+def _several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("extract.store.export.BLOCK_BYTES", 400)
 
 
 def test_one_hdf5_file(reader: FeatureReader, tmp_path: Path) -> None:
@@ -119,10 +109,10 @@ def test_matlab(reader: FeatureReader, tmp_path: Path) -> None:
     assert texts == PATHS
 
 
-def test_matrices_of_dissimilarity(reader: FeatureReader, tmp_path: Path) -> None:
+def test_matrices_of_dissimilarity(plain: FeatureReader, tmp_path: Path) -> None:
     import mat73
 
-    export(reader, tmp_path / "a", "rdm")
+    export(plain, tmp_path / "a", "rdm")
     files = ["map:none.mat", "map:none.npy", "rows.csv", "vector.mat", "vector.npy"]
     assert sorted(path.name for path in (tmp_path / "a").iterdir()) == files
     good = np.delete(np.arange(ROWS), FAILED)
@@ -135,21 +125,21 @@ def test_matrices_of_dissimilarity(reader: FeatureReader, tmp_path: Path) -> Non
         assert np.isnan(matrix[:, FAILED]).all()
         variables = mat73.loadmat(str(tmp_path / "a" / f"{name}.mat"))
         np.testing.assert_array_equal(variables["rdm"], matrix)
-        assert variables["status"].reshape(-1).tolist() == reader.status.tolist()
+        assert variables["status"].reshape(-1).tolist() == plain.status.tolist()
     with (tmp_path / "a" / "rows.csv").open(encoding="utf-8", errors="surrogateescape", newline="") as text:
         assert [(row["path"], row["status"]) for row in csv.DictReader(text)] == list(zip(PATHS, STATUS, strict=True))
     with pytest.raises(UnknownNameError, match="layer 'nothing' not found"):
-        reader.rdm("nothing")
-    export(reader, tmp_path / "b", "rdm", ["vector"], metric="cosine")
-    np.testing.assert_array_equal(np.load(tmp_path / "b" / "vector.npy"), reader.rdm("vector", "cosine"))
+        plain.rdm("nothing")
+    export(plain, tmp_path / "b", "rdm", ["vector"], metric="cosine")
+    np.testing.assert_array_equal(np.load(tmp_path / "b" / "vector.npy"), plain.rdm("vector", "cosine"))
     with pytest.raises(InputError, match="the format npy has no dissimilarities; --metric is for --to rdm"):
-        export(reader, tmp_path / "c", "npy", metric="cosine")
+        export(plain, tmp_path / "c", "npy", metric="cosine")
 
 
-def test_hugging_face(reader: FeatureReader, tmp_path: Path) -> None:
+def test_hugging_face(plain: FeatureReader, tmp_path: Path) -> None:
     from datasets import ClassLabel, load_dataset
 
-    export(reader, tmp_path / "a", "hf")
+    export(plain, tmp_path / "a", "hf")
     assert sorted(path.relative_to(tmp_path / "a").as_posix() for path in (tmp_path / "a").rglob("*.*")) == [
         "README.md", "data/train-00000.parquet"
     ]  # fmt: skip
@@ -162,11 +152,11 @@ def test_hugging_face(reader: FeatureReader, tmp_path: Path) -> None:
     assert rows["label"][:] == [i % 3 for i in range(ROWS)]
     assert rows["status"][:] == STATUS
     card = (tmp_path / "a" / "README.md").read_text(encoding="utf-8")
-    assert reader.fingerprint in card
+    assert plain.fingerprint in card
     code = card.partition("```python\n")[2].partition("```")[0].replace("path/of/this/folder", str(tmp_path / "a"))
     names: dict[str, Any] = {}
     exec(code, names)  # what the card says works
-    assert names["x"].shape == (ROWS - 1, *VALUES[reader.layers[0]].shape[1:])
+    assert names["x"].shape == (ROWS - 1, *VALUES[plain.layers[0]].shape[1:])
     assert len(names["y"]) == ROWS - 1
 
 
@@ -228,7 +218,6 @@ def test_names_of_columns_cannot_run_code_in_a_spreadsheet_or_terminal(
 def test_splits_are_those_of_hugging_face(tmp_path: Path, splits: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     from datasets import load_dataset
 
-    monkeypatch.setattr("extract.store.export.BLOCK_BYTES", 400)
     with FeatureReader(complete_data_set(tmp_path / "out").out) as reader:
         given = [splits[row % len(splits)] for row in range(ROWS)]
         monkeypatch.setattr(FeatureReader, "splits", given)
@@ -243,14 +232,14 @@ def test_splits_are_those_of_hugging_face(tmp_path: Path, splits: list[str], mon
         assert np.array_equal(np.array(found[names[split]]["vector"][:], np.float32), x[rows])
 
 
-def test_some_layers_only(reader: FeatureReader, tmp_path: Path) -> None:
-    export(reader, tmp_path / "a.h5", "h5", ["map:none"])
+def test_some_layers_only(plain: FeatureReader, tmp_path: Path) -> None:
+    export(plain, tmp_path / "a.h5", "h5", ["map:none"])
     with FeatureReader(tmp_path / "a.h5") as again:
         assert again.layers == ["map:none"]
     with Shard(tmp_path / "a.h5") as shard:
         assert len(wrong_rows(shard, np.arange(ROWS))) == 0
     with pytest.raises(UnknownNameError, match="layer 'vctor' not found.*nearest: 'vector'"):
-        export(reader, tmp_path / "b.h5", "h5", ["vctor"])
+        export(plain, tmp_path / "b.h5", "h5", ["vctor"])
     assert not (tmp_path / "b.h5").exists()
 
 
@@ -261,14 +250,14 @@ def test_names_that_matlab_does_not_allow() -> None:
     }  # fmt: skip
 
 
-def test_names_of_files_that_are_too_long_or_taken_meanwhile(reader: FeatureReader, tmp_path: Path) -> None:
+def test_names_of_files_that_are_too_long_or_taken_meanwhile(plain: FeatureReader, tmp_path: Path) -> None:
     with pytest.raises(LayertapError, match="File name too long"):
-        export(reader, tmp_path / ("x" * 300), "h5")
+        export(plain, tmp_path / ("x" * 300), "h5")
     with pytest.raises(InputError, match="was created by another process"):
-        export(reader, tmp_path / "a.h5", "h5", on_rows=lambda rows: (tmp_path / "a.h5").write_text("mine"))
+        export(plain, tmp_path / "a.h5", "h5", on_rows=lambda rows: (tmp_path / "a.h5").write_text("mine"))
     assert (tmp_path / "a.h5").read_text() == "mine"
     (tmp_path / "b.new").mkdir()
-    export(reader, tmp_path / "b", "npy")
+    export(plain, tmp_path / "b", "npy")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.h5", "b", "b.new", "out"]
 
 
@@ -284,70 +273,55 @@ def test_a_class_that_is_no_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("to", ["h5", "npy"])
-def test_what_a_killed_export_has_left_is_removed_by_the_next(reader: FeatureReader, tmp_path: Path, to: str) -> None:
-    def kill(rows: int) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    process = multiprocessing.get_context("fork").Process(target=export, args=(reader, tmp_path / "a", to, None, kill))
-    process.start()
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
+def test_what_a_killed_export_has_left_is_removed_by_the_next(plain: FeatureReader, tmp_path: Path, to: str) -> None:
+    killed(export, plain, tmp_path / "a", to, None, kill_itself)
     (left,) = tmp_path.glob(".a.*.new")
     os.utime(left, (0, 0))
-    export(reader, tmp_path / "a", to)
+    export(plain, tmp_path / "a", to)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "out"]
 
 
 @pytest.mark.parametrize("to", ["h5", "npy"])
 def test_an_export_that_was_killed_when_it_was_complete_leaves_nothing_after_the_next(
-    reader: FeatureReader, tmp_path: Path, to: str
+    plain: FeatureReader, tmp_path: Path, to: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def kill_after_claim(path: Path, name: Path) -> None:
         claim(path, name)
-        os.kill(os.getpid(), signal.SIGKILL)
+        kill_itself()
 
-    def killed_export() -> None:
-        export_module.claim = kill_after_claim  # type: ignore[attr-defined]
-        export(reader, tmp_path / "a", to)
-
-    process = multiprocessing.get_context("fork").Process(target=killed_export)
-    process.start()
-    process.join()
+    with monkeypatch.context() as patch:
+        patch.setattr(export_module, "claim", kill_after_claim)
+        killed(export, plain, tmp_path / "a", to)
     (left,) = tmp_path.glob(".a.*.new")
     os.utime(left, (0, 0))
     with pytest.raises(InputError, match="already exists"):
-        export(reader, tmp_path / "a", to)
+        export(plain, tmp_path / "a", to)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "out"]
 
 
-@pytest.mark.parametrize("to", ["h5", "npy"])
-def test_what_is_there_is_not_overwritten(reader: FeatureReader, tmp_path: Path, to: str) -> None:
+def test_what_is_there_is_not_overwritten(plain: FeatureReader, tmp_path: Path) -> None:
     path = tmp_path / "there"
     path.write_text("mine")
-    with pytest.raises(InputError, match="there already exists"):
-        export(reader, path, to)
-    assert path.read_text() == "mine"
+    for to in ("h5", "npy"):
+        with pytest.raises(InputError, match="there already exists"):
+            export(plain, path, to)
+        assert path.read_text() == "mine"
 
 
-@pytest.mark.parametrize("to", ["h5", "npy", "parquet", "mat", "hf"])
-def test_a_failure_leaves_nothing_behind(
-    reader: FeatureReader, tmp_path: Path, to: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr("extract.store.export._blocks", full)
-    with pytest.raises(LayertapError, match="No space left on device"):
-        export(reader, tmp_path / "new", to)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+def test_a_failure_leaves_nothing_behind(plain: FeatureReader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("extract.store.export._blocks", failing(errno.ENOSPC))
+    for to in ("h5", "npy", "parquet", "mat", "hf"):
+        with pytest.raises(LayertapError, match="No space left on device"):
+            export(plain, tmp_path / "new", to)
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
 
 def test_parquet_without_its_library_says_how_to_install_it(
-    reader: FeatureReader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    plain: FeatureReader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
     with pytest.raises(LayertapError, match=r"pip install 'pyarrow>="):
-        export(reader, tmp_path / "a.parquet", "parquet")
+        export(plain, tmp_path / "a.parquet", "parquet")
 
 
 @pytest.mark.parametrize(("name", "to"), [("labels", "npy"), ("path", "parquet")])

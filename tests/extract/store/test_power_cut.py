@@ -77,7 +77,7 @@ def test_no_row_that_says_it_is_done_is_wrong(
         for rows in ([0, 1], [2], [3, 4, 5], [6], [7, 8, 9]):
             write(writer, rows)
             done += 1
-            states += [(done, disk.after_a_power_cut(dice)) for _ in range(15)]
+            states += [(done, disk.after_a_power_cut(dice)) for _ in range(6)]
     monkeypatch.undo()
     torn = 0
     batches = np.array([1, 1, 2, 3, 3, 3, 4, 5, 5, 5])

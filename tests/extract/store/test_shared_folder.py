@@ -6,9 +6,6 @@ import errno
 import json
 import os
 import shutil
-import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -21,6 +18,7 @@ from extract.store.places import shared_folder
 from extract.store.places.shared_folder import SharedFolder
 from extract.store.verify import verify
 from extract.system.json_files import read_json
+from tests.extract.store.processes import failing, kill_itself, killed
 from tests.extract.store.rows import VALUES, complete_data_set, data_set
 
 
@@ -28,6 +26,14 @@ from tests.extract.store.rows import VALUES, complete_data_set, data_set
 def built(tmp_path: Path) -> DataSet:
     """A data set whose shards are finished, somewhere else, with a failed row in shard 1."""
     return complete_data_set(tmp_path / "scratch", failed=(12,))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, built: DataSet) -> SharedFolder:
+    """Where it is published; no shard is there yet."""
+    folder = SharedFolder(tmp_path / "out")
+    assert folder.open_or_create(built) is None
+    return folder
 
 
 def receipt_of(built: DataSet, shard: int) -> dict[str, object]:
@@ -48,12 +54,10 @@ def copied(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_what_is_published_is_the_data_set(
-    tmp_path: Path, built: DataSet, elsewhere: bool, monkeypatch: pytest.MonkeyPatch
+    folder: SharedFolder, built: DataSet, elsewhere: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = SharedFolder(tmp_path / "out")
     if elsewhere:
         copied(folder.out, monkeypatch)
-    assert folder.open_or_create(built) is None
     for shard in (2, 0, 1):
         assert folder.publish(built.path(shard), receipt_of(built, shard))
         assert not folder.publish(built.path(shard), receipt_of(built, shard)) or not elsewhere
@@ -69,7 +73,7 @@ def test_what_is_published_is_the_data_set(
 
 
 def test_of_many_that_publish_a_shard_at_once_one_wins(
-    tmp_path: Path, built: DataSet, monkeypatch: pytest.MonkeyPatch
+    folder: SharedFolder, tmp_path: Path, built: DataSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copied(tmp_path / "out", monkeypatch)
     sources = []
@@ -78,7 +82,6 @@ def test_of_many_that_publish_a_shard_at_once_one_wins(
         shutil.copytree(built.out, source)
         receipt = receipt_of(built, 0) | {"made": {"host": str(number)}}
         sources.append((source / "shards" / "000000.h5", receipt))
-    folder = SharedFolder(tmp_path / "out")
     barrier, won = threading.Barrier(len(sources), timeout=20), []
 
     def publish(number: int) -> None:
@@ -97,38 +100,20 @@ def test_of_many_that_publish_a_shard_at_once_one_wins(
     assert sorted(path.name for path in (folder.out / "shards").iterdir()) == ["000000.h5", "000000.json"]
 
 
-def publish_and_be_killed(out: Path, built: DataSet, step: str, elsewhere: bool) -> None:
+def publish_and_be_killed(folder: SharedFolder, built: DataSet, step: str) -> None:
     """Publish shard 1 in a process that is killed right after a step."""
-    code = f"""
-import errno, os, signal, sys
-from pathlib import Path
-from extract.store.places import shared_folder
-from extract.system.json_files import read_json
-step = getattr(shared_folder, {step!r})
-def killed(*given, **options):
-    step(*given, **options)
-    os.kill(os.getpid(), signal.SIGKILL)
-if {elsewhere}:
-    link = os.link
-    def within(path, name):
-        if path.parent != name.parent:
-            raise OSError(errno.EXDEV, "Invalid cross-device link")
-        link(path, name)
-    os.link = within
-setattr(shared_folder, {step!r}, killed)
-path = Path({str(built.path(1))!r})
-shared_folder.SharedFolder(Path({str(out)!r})).publish(path, read_json(path.with_suffix(".json")))
-"""
-    assert subprocess.run([sys.executable, "-c", code]).returncode == -signal.SIGKILL
+    with pytest.MonkeyPatch.context() as patch:
+        original = getattr(shared_folder, step)
+        patch.setattr(shared_folder, step, lambda *given, **options: kill_itself(original(*given, **options)))
+        killed(folder.publish, built.path(1), receipt_of(built, 1))
 
 
 @pytest.mark.parametrize("step", ["write_json", "_copy", "_link"])
 def test_killed_at_any_step_another_can_publish_and_nothing_stays_behind(
-    tmp_path: Path, built: DataSet, step: str
+    folder: SharedFolder, built: DataSet, step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = SharedFolder(tmp_path / "out")
-    folder.open_or_create(built)
-    publish_and_be_killed(folder.out, built, step, elsewhere=True)
+    copied(folder.out, monkeypatch)
+    publish_and_be_killed(folder, built, step)
     before = sorted(path.name for path in (folder.out / "shards").iterdir())
     assert before
     won = folder.publish(built.path(1), receipt_of(built, 1))
@@ -143,16 +128,16 @@ def test_killed_at_any_step_another_can_publish_and_nothing_stays_behind(
 
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_killed_right_after_it_published_a_shard_its_receipt_is_there_in_the_next_run(
-    tmp_path: Path, built: DataSet, elsewhere: bool
+    folder: SharedFolder, built: DataSet, elsewhere: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No other worker builds the shard again: it is published."""
-    folder = SharedFolder(tmp_path / "out")
-    folder.open_or_create(built)
+    if elsewhere:
+        copied(folder.out, monkeypatch)
     for shard in (0, 2):
         folder.publish(built.path(shard), receipt_of(built, shard))
     other = folder.out / "shards" / "000001.json.node7-12-ab.copy"
     other.write_text(json.dumps(receipt_of(built, 1) | {"sha256": "0" * 64}))  # of a worker that was not first
-    publish_and_be_killed(folder.out, built, "_link", elsewhere)
+    publish_and_be_killed(folder, built, "_link")
     assert folder.published().tolist() == [0, 1, 2]
     for _ in range(2):
         SharedFolder(folder.out).open_or_create(built)
@@ -161,9 +146,9 @@ def test_killed_right_after_it_published_a_shard_its_receipt_is_there_in_the_nex
     assert len(list((folder.out / "shards").iterdir())) == 6
 
 
-def test_a_link_in_place_of_a_receipt_is_not_taken_for_one(tmp_path: Path, built: DataSet) -> None:
-    folder = SharedFolder(tmp_path / "out")
-    folder.open_or_create(built)
+def test_a_link_in_place_of_a_receipt_is_not_taken_for_one(
+    folder: SharedFolder, tmp_path: Path, built: DataSet
+) -> None:
     folder.publish(built.path(1), receipt_of(built, 1))
     elsewhere = tmp_path / "elsewhere.json"
     (folder.out / "shards" / "000001.json").rename(elsewhere)
@@ -175,9 +160,7 @@ def test_a_link_in_place_of_a_receipt_is_not_taken_for_one(tmp_path: Path, built
     assert elsewhere.exists()
 
 
-def test_a_receipt_that_is_there_is_never_written_over(tmp_path: Path, built: DataSet) -> None:
-    folder = SharedFolder(tmp_path / "out")
-    folder.open_or_create(built)
+def test_a_receipt_that_is_there_is_never_written_over(folder: SharedFolder, tmp_path: Path, built: DataSet) -> None:
     assert folder.publish(built.path(0), receipt_of(built, 0) | {"made": {"host": "first"}})
     other = tmp_path / "other"
     shutil.copytree(built.out, other)
@@ -186,11 +169,9 @@ def test_a_receipt_that_is_there_is_never_written_over(tmp_path: Path, built: Da
 
 
 def test_a_shard_that_has_changed_since_it_was_finished_is_not_published(
-    tmp_path: Path, built: DataSet, monkeypatch: pytest.MonkeyPatch
+    folder: SharedFolder, built: DataSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = SharedFolder(tmp_path / "out")
     copied(folder.out, monkeypatch)
-    folder.open_or_create(built)
     content = bytearray(built.path(0).read_bytes())
     content[-1] ^= 1
     built.path(0).write_bytes(content)
@@ -200,7 +181,7 @@ def test_a_shard_that_has_changed_since_it_was_finished_is_not_published(
 
 
 def test_a_link_whose_answer_was_lost_and_that_was_sent_again_has_won(
-    tmp_path: Path, built: DataSet, monkeypatch: pytest.MonkeyPatch
+    folder: SharedFolder, built: DataSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """NFS sends a request again when no answer comes; then the server says that the name exists."""
     link = os.link
@@ -210,38 +191,26 @@ def test_a_link_whose_answer_was_lost_and_that_was_sent_again_has_won(
         link(source, target)
 
     monkeypatch.setattr(os, "link", twice)
-    folder = SharedFolder(tmp_path / "out")
-    assert folder.open_or_create(built) is None
     assert folder.publish(built.path(0), receipt_of(built, 0))
     assert (folder.out / "shards" / "000000.json").exists()
 
 
 def test_a_file_system_without_hard_links_is_refused(
-    tmp_path: Path, built: DataSet, monkeypatch: pytest.MonkeyPatch
+    folder: SharedFolder, built: DataSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = SharedFolder(tmp_path / "out")
-    folder.open_or_create(built)
 
-    def refuse(source: Path, target: Path) -> None:
-        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
-
-    monkeypatch.setattr(os, "link", refuse)
+    monkeypatch.setattr(os, "link", failing(errno.EPERM))
     with pytest.raises(LayertapError, match="has no hard links"):
         folder.publish(built.path(0), receipt_of(built, 0))
 
 
 def test_a_full_disk_leaves_the_shard_where_it_was(
-    tmp_path: Path, built: DataSet, monkeypatch: pytest.MonkeyPatch
+    folder: SharedFolder, built: DataSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = SharedFolder(tmp_path / "out")
     copied(folder.out, monkeypatch)
-    folder.open_or_create(built)
-
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr(shared_folder.os, "fsync", full)
+        patch.setattr(shared_folder.os, "fsync", failing(errno.ENOSPC))
         with pytest.raises(LayertapError, match=r"No space left on device; the shard is safe in .*000000\.h5"):
             folder.publish(built.path(0), receipt_of(built, 0))
     assert list((folder.out / "shards").iterdir()) == []

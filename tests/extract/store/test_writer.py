@@ -23,7 +23,7 @@ from extract.store.format.dataset import DataSet
 from extract.store.format.layout import StoredFeature
 from extract.store.format.shard import Shard, runs
 from extract.store.format.writer import ShardWriter
-from tests.extract.store.processes import kill_itself, killed, result_of
+from tests.extract.store.processes import failing, kill_itself, killed, result_of
 from tests.extract.store.rows import (
     VALUES,
     complete_data_set,
@@ -71,15 +71,6 @@ def test_a_second_writer_of_a_shard_is_refused(data: DataSet) -> None:
         error = result_of(ShardWriter, data, 0)
     assert isinstance(error, LockedError)
     assert "is open in another process" in str(error)
-
-
-def failing(code: int) -> Callable[..., Any]:
-    """A call of the system that has an error."""
-
-    def fail(*_: object) -> None:
-        raise OSError(code, os.strerror(code))
-
-    return fail
 
 
 def test_a_published_shard_always_has_its_receipt(data: DataSet, monkeypatch: pytest.MonkeyPatch) -> None:
