@@ -1,26 +1,39 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
+import h5py
 import numpy as np
 import pytest
 
 from extract import FeatureReader, InputError, LayertapError, Status
+from extract.store.export import FORMATS, export
 from extract.store.format.dataset import DataSet
 from extract.store.merge import merge
-from extract.store.verify import verify
+from extract.store.verify import repair, verify
+from tests.extract.store.processes import kill_itself, killed
 from tests.extract.store.rows import PATHS, ROWS, VALUES, change, complete_data_set
 
 
+def made(out: Path, root: str, failed: tuple[int, ...] = ()) -> Path:
+    images = {"root": root, "count": ROWS, "paths_xxh3": "0" * 32}
+    return complete_data_set(out, failed=failed, images=images).out
+
+
+@pytest.fixture(scope="module")
+def _sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sources")
+    made(folder / "zoo", "/photos/zoo")
+    made(folder / "ark", "/photos/ark", (5,))
+    return folder
+
+
 @pytest.fixture
-def sources(tmp_path: Path) -> list[Path]:
+def sources(_sources: Path, tmp_path: Path) -> list[Path]:
     """Two data sets of the same pictures below two folders; row 5 of the second has failed."""
-    folders = []
-    for name, failed in (("zoo", ()), ("ark", (5,))):
-        images = {"root": f"/photos/{name}", "count": ROWS, "paths_xxh3": "0" * 32}
-        folders.append(complete_data_set(tmp_path / name, failed=failed, images=images).out)
-    return folders
+    return [shutil.copytree(_sources / name, tmp_path / name) for name in ("zoo", "ark")]
 
 
 @pytest.mark.parametrize("compress", [None, "gzip"])
@@ -53,12 +66,9 @@ def test_two_data_sets_become_one_sorted_by_path(sources: list[Path], tmp_path: 
 
 
 def test_a_merge_that_was_killed_goes_on(sources: list[Path], tmp_path: Path) -> None:
-    out, child = tmp_path / "all", os.fork()
-    if not child:
-        merge(sources, out, shard_rows=17, on_rows=lambda rows, stored: os._exit(9) if rows == 12 else None)
-        os._exit(0)
+    out = tmp_path / "all"
     # Three shards of 17, 17 and 12 rows: it dies when the last one is written and not yet published.
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    killed(lambda: merge(sources, out, shard_rows=17, on_rows=lambda rows, stored: rows == 12 and kill_itself()))
     assert [path.name for path in sorted((out / "shards").glob("*.h5*"))] == [
         "000000.h5", "000001.h5", "000002.h5.part"
     ]  # fmt: skip
@@ -97,14 +107,10 @@ def test_classes_are_united(sources: list[Path], tmp_path: Path) -> None:
 
 
 def test_damage_of_a_source_is_not_laundered(sources: list[Path], tmp_path: Path) -> None:
-    import h5py
-
     with h5py.File(sources[0] / "shards" / "000001.h5", "r+") as file:
         file["features/vector"][3, 0] += 1
     with pytest.raises(InputError, match=r"row 13 \(class 1/ü13.jpg\) of .* is damaged: it does not match"):
         merge(sources, tmp_path / "all")
-    from extract.store.export import FORMATS, export
-
     with FeatureReader(sources[0]) as reader:
         for to in FORMATS:
             with pytest.raises(InputError, match="row 13 .*does not match its hashes"):
@@ -113,10 +119,6 @@ def test_damage_of_a_source_is_not_laundered(sources: list[Path], tmp_path: Path
 
 
 def test_a_merged_data_set_is_repaired_by_merging_again(sources: list[Path], tmp_path: Path) -> None:
-    import h5py
-
-    from extract.store.verify import repair
-
     out = tmp_path / "all"
     merge(sources, out, shard_rows=17)
     with h5py.File(out / "shards" / "000001.h5", "r+") as file:
@@ -130,22 +132,19 @@ def test_a_merged_data_set_is_repaired_by_merging_again(sources: list[Path], tmp
 def test_other_sources_do_not_go_into_the_same_folder(sources: list[Path], tmp_path: Path) -> None:
     out = tmp_path / "all"
     merge(sources, out)
-    others = []
-    for name in ("zoo", "ark"):  # the same names of images, below another root
-        images = {"root": f"/other/{name}", "count": ROWS, "paths_xxh3": "0" * 32}
-        others.append(complete_data_set(tmp_path / f"other {name}", images=images).out)
+    # The same names of images, below another root.
+    others = [made(tmp_path / f"other {name}", f"/other/{name}") for name in ("zoo", "ark")]
     with pytest.raises(InputError, match="holds other features; .*\n  images.merged_from: "):
         merge(others, out)
     # The same sources, of which one was made anew by now: its fifth row has not failed any more.
-    images = {"root": "/photos/ark", "count": ROWS, "paths_xxh3": "0" * 32}
-    mended = complete_data_set(tmp_path / "mended", images=images).out
+    mended = made(tmp_path / "mended", "/photos/ark")
     with pytest.raises(InputError, match="the stored row of ark/class 2/ü5.jpg differs from the data sets to merge"):
         merge([sources[0], mended], out)
     with pytest.raises(InputError, match="or inside one"):
         merge(sources, sources[0] / "sub")
 
 
-@pytest.mark.parametrize("shard_rows", [0, -5])
-def test_a_shard_has_at_least_a_row(sources: list[Path], tmp_path: Path, shard_rows: int) -> None:
-    with pytest.raises(InputError, match=f"shard_rows is {shard_rows}; it must be at least 1"):
-        merge(sources, tmp_path / "all", shard_rows=shard_rows)
+def test_a_shard_has_at_least_a_row(sources: list[Path], tmp_path: Path) -> None:
+    for shard_rows in (0, -5):
+        with pytest.raises(InputError, match=f"shard_rows is {shard_rows}; it must be at least 1"):
+            merge(sources, tmp_path / "all", shard_rows=shard_rows)
