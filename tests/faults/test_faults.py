@@ -239,7 +239,7 @@ def shuffled(calls: tuple[tuple[str, str, int], ...]) -> list[Fault]:
     return faults
 
 
-MANY = int(os.environ.get("LAYERTAP_FUZZ", "100"))
+MANY = int(os.environ.get("LAYERTAP_FUZZ", "60"))
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import multiprocessing
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +19,6 @@ from extract.store.format.shard import copy_shard
 from extract.store.format.writer import ShardWriter
 from extract.store.places import objects as remote
 from extract.store.places.bucket import Bucket
-from extract.store.places.shard_cache import cache_folder
 from extract.store.verify import verify
 from extract.system.json_files import read_json
 from tests.extract.store.bucket_server import Proxy, delete, first, get, new_url, put, upload
@@ -30,9 +28,7 @@ from tests.extract.store.rows import (
     SHARD_ROWS,
     VALUES,
     complete_data_set,
-    create,
     data_set,
-    empty_data_set,
     names_of,
     new_shard,
     write,
@@ -194,61 +190,6 @@ def flipped(out: Path) -> bytes:
     return bytes(content)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("other", [
-    lambda out: b"not a shard",
-    lambda out: complete_data_set(out).path(0).read_bytes()[:-10],
-    flipped,
-    lambda out: create(empty_data_set(out), 0).read_bytes(),  # rows are pending
-    lambda out: complete_data_set(out).path(1).read_bytes(),
-    lambda out: complete_data_set(out, depends_on={"weights": "v"}).path(0).read_bytes(),
-])  # fmt: skip
-def test_what_is_no_whole_shard_is_left_and_named(url: str, tmp_path: Path, other: Callable[[Path], bytes]) -> None:
-    data, content = complete_data_set(tmp_path / "ours", failed=(1,)), other(tmp_path / "other")
-    Bucket(url).open_or_create(data)
-    remote.put(f"{url}/shards/000000.h5", content)
-    with pytest.raises(LayertapError, match=f"{url}/shards/000000.h5 has no receipt and is not a complete shard"):
-        publish(data, url)
-    assert remote.names(f"{url}/shards") == {"000000.h5": len(content)}
-    assert remote.read(f"{url}/shards/000000.h5") == content
-
-
-def test_a_file_that_is_not_that_of_its_receipt_is_not_published(url: str, begun: DataSet) -> None:
-    with pytest.raises(InputError, match=r"000000.h5 has .* bytes, its receipt says"):
-        Bucket(url).publish(begun.path(0), receipt_of(begun.path(1)) | {"size": 12})
-    assert remote.names(f"{url}/shards") == {}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("method", "inside", "fault"), [
-    *(("PUT", ".h5", fault) for fault in ("500", "reset", "lost", "hang")),
-    ("PUT", "000000.json", "lost"), ("PUT", "000000.json", "hang"), ("HEAD", ".h5", "500"),
-    ("HEAD", "000000.json", "reset"),
-])  # fmt: skip
-def test_publishing_gets_through(proxy: Proxy, url: str, begun: DataSet, fault: str, inside: str, method: str) -> None:
-    proxy.slow_s = 1.2
-    proxy.rule = first(fault, method, inside)
-    assert publish(begun, url)
-    assert get(proxy, f"{url}/shards/000000.h5") == begun.path(0).read_bytes()
-    assert json.loads(get(proxy, f"{url}/shards/000000.json")) == receipt_of(begun.path(0))
-
-
-@pytest.mark.slow
-def test_faults_at_random_harm_nothing(proxy: Proxy, url: str, complete: Path) -> None:
-    random, data = np.random.default_rng(0), DataSet.open(complete)
-    kinds = ["500", "503", "SlowDown", "reset", "lost", "cut"]
-    proxy.rule = lambda method, path, count: kinds[random.integers(6)] if random.random() < 0.2 else None
-    Bucket(url).open_or_create(data)
-    assert [publish(data, url, shard) for shard in range(data.n_shards)] == [True] * 3
-    for _ in range(3):
-        with FeatureReader(url) as reader:
-            assert np.array_equal(reader["vector"][:], VALUES["vector"])
-        for block in cache_folder().iterdir():
-            block.unlink()
-    proxy.forget()
-    assert verify(copied(url, complete.parent / "copy").out).faults == []
-
-
 @pytest.mark.parametrize("same", [True, False])
 def test_of_writers_of_one_shard_one_wins(proxy: Proxy, url: str, tmp_path: Path, same: bool) -> None:
     sets = [complete_data_set(tmp_path / str(i), failed=() if same else (i,)) for i in range(3)]
@@ -269,14 +210,6 @@ def test_of_writers_of_one_shard_one_wins(proxy: Proxy, url: str, tmp_path: Path
     verification = verify(copy.out)
     assert {fault.shard for fault in verification.faults} == {1, 2}  # which nobody has published
     assert copy.path(0).read_bytes() in [data.path(0).read_bytes() for data in sets]
-
-
-@pytest.mark.slow
-def test_of_two_processes_one_wins(url: str, begun: DataSet) -> None:
-    won = multiprocessing.get_context("fork").SimpleQueue()
-    runs = [started(lambda: won.put(publish(begun, url))) for _ in range(2)]
-    assert sorted(won.get() for _ in runs) == [False, True]
-    [run.join() for run in runs]
 
 
 @pytest.mark.slow

@@ -28,6 +28,8 @@ from tests.extract.store.rows import with_a_failed_row as expected
 @pytest.fixture(autouse=True)
 def _several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("extract.store.export.BLOCK_BYTES", 400)
+    monkeypatch.setattr("extract.store.export._ROWS_AT_ONCE", 5)
+    monkeypatch.setattr("extract.store.format.layout._TEXTS_AT_ONCE", 4)
 
 
 def test_one_hdf5_file(reader: FeatureReader, tmp_path: Path) -> None:
@@ -46,6 +48,9 @@ def test_one_hdf5_file(reader: FeatureReader, tmp_path: Path) -> None:
         assert again.paths == reader.paths[:]
         assert np.array_equal(again.labels, reader.labels)
         assert np.array_equal(again.status, reader.status)
+        assert again.splits == reader.splits[:]
+        for name in ("row_hash", "source_hash"):
+            assert np.array_equal(again.column(name), reader.column(name))
         assert again.provenance == reader.provenance
         assert again["vector"].attributes == {"layer": "fc"}
         assert np.array_equal(again["map:none"][[5, 1]], VALUES["map:none"][[5, 1]])

@@ -15,9 +15,11 @@ import pytest
 
 from extract import FeatureReader, InputError, LayertapError
 from extract.store import row_selection
-from extract.store.export import export
+from extract.store.batches import Shuffle
 from extract.store.format.shard import Shard
 from extract.store.row_selection import OpenShards, ShardFile
+
+HOW: tuple[Shuffle, ...] = (None, "chunks", "rows")
 
 
 @pytest.fixture(autouse=True)
@@ -60,17 +62,14 @@ def test_a_range_of_a_column_has_no_step(complete: Path) -> None:
         reader.column("status", slice(0, 8, 2))
 
 
-@pytest.mark.parametrize("shuffle", [None, "chunks", "rows"])
-def test_batches_are_those_of_a_reader_that_opens_all_shards(
-    complete: Path, shuffle: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with FeatureReader(complete) as reader:
-        lazy = list(reader.batches("vector", 4, shuffle=shuffle, seed=3))  # type: ignore[arg-type]
+def test_batches_are_those_of_a_reader_that_opens_all_shards(complete: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def batches() -> list[tuple[np.ndarray, np.ndarray]]:
+        with FeatureReader(complete) as reader:
+            return [batch for how in HOW for batch in reader.batches("vector", 4, shuffle=how, seed=3)]
+
+    lazy = batches()
     monkeypatch.setattr(row_selection, "OPENED_AT_ONCE", 64)
-    with FeatureReader(complete) as reader:
-        eager = list(reader.batches("vector", 4, shuffle=shuffle, seed=3))  # type: ignore[arg-type]
-    assert len(lazy) == len(eager) > 0
-    for (features, rows), (expected, expected_rows) in zip(lazy, eager, strict=True):
+    for (features, rows), (expected, expected_rows) in zip(lazy, batches(), strict=True):
         np.testing.assert_array_equal(rows, expected_rows)
         np.testing.assert_array_equal(features, expected)
 
@@ -105,12 +104,6 @@ def test_a_shard_that_was_removed_is_named_when_it_is_read(complete: Path) -> No
             reader["vector"][:]
 
 
-def test_a_missing_shard_is_named_when_the_data_set_is_opened(complete: Path) -> None:
-    (complete / "shards/000002.h5").unlink()
-    with pytest.raises(LayertapError, match=r"000002\.h5 is missing"):
-        FeatureReader(complete)
-
-
 def test_a_shard_of_another_data_set_is_refused_when_it_is_read(complete: Path) -> None:
     shutil.copy(complete / "shards/000000.h5", complete / "shards/000001.h5")
     with FeatureReader(complete) as reader, pytest.raises(InputError, match="is not shard 1 of this data set"):
@@ -137,16 +130,6 @@ def test_a_pickled_reader_opens_the_files_again(complete: Path, opened: list[str
         np.testing.assert_array_equal(copy["vector"][:], in_files(complete, "features/vector"))
         assert list(map(os.fsencode, copy.paths)) == in_files(complete, "path").tolist()
     assert len(opened) == 3
-
-
-def test_an_export_opens_as_the_data_set(complete: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("extract.store.export._ROWS_AT_ONCE", 5)  # blocks that begin within a shard
-    monkeypatch.setattr("extract.store.format.layout._TEXTS_AT_ONCE", 4)
-    with FeatureReader(complete) as reader:
-        export(reader, tmp_path / "one.h5", "h5")
-    with h5py.File(tmp_path / "one.h5") as file:
-        for name in ("features/vector", "path", "split", "status", "row_hash", "source_hash"):
-            np.testing.assert_array_equal(file[name][()], in_files(complete, name))
 
 
 class _ClosedByAnotherThread(OrderedDict[ShardFile, None]):

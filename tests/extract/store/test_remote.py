@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import threading
 import time
 import traceback
 from pathlib import Path
@@ -87,22 +86,6 @@ def test_an_object_is_never_written_over(proxy: Proxy, url: str, tmp_path: Path,
     (tmp_path / "file").write_bytes(new)
     assert not remote.put_file(url, tmp_path / "file", hashlib.sha256(new).hexdigest())
     assert get(proxy, url) == old
-
-
-def test_of_many_writers_one_wins(proxy: Proxy, url: str) -> None:
-    won: list[int] = []
-    barrier = threading.Barrier(8)
-
-    def write(number: int) -> None:
-        barrier.wait()
-        if remote.put(url, b"%d" % number):
-            won.append(number)
-
-    threads = [threading.Thread(target=write, args=(number,)) for number in range(8)]
-    [thread.start() for thread in threads]
-    [thread.join() for thread in threads]
-    assert len(won) == 1
-    assert get(proxy, url) == b"%d" % won[0]
 
 
 def test_an_answer_that_is_lost_does_not_make_another_writers_object_ours(proxy: Proxy, url: str) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from extract.errors import LayertapError
 from extract.store.places import objects as remote
-from tests.extract.store.bucket_server import Proxy, direct, first
+from tests.extract.store.bucket_server import Proxy, first, put
 
 A_MINUTE = "(6[0-9]|7[01])"  # the last pause begins before the minute is over, and is 12 s at most
 
@@ -48,18 +48,13 @@ def patched(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> Clock:
     return clock
 
 
-def stored(proxy: Proxy, url: str, content: bytes) -> None:
-    bucket, _, key = url.removeprefix("s3://").partition("/")
-    direct(proxy).put_object(Bucket=bucket, Key=key, Body=content)
-
-
 def test_a_listing_whose_second_page_fails_is_retried_whole(
     proxy: Proxy, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MOTO_S3_DEFAULT_MAX_KEYS", "6")
     for number in range(11):
-        stored(proxy, f"{url}/shards/{number:06d}.json", b"x" * number)
-    stored(proxy, f"{url}/shards/", b"")  # a folder, as consoles create it
+        put(proxy, f"{url}/shards/{number:06d}.json", b"x" * number)
+    put(proxy, f"{url}/shards/", b"")  # a folder, as consoles create it
     seen: Counter[bool] = Counter()
 
     def rule(method: str, path: str, count: int) -> str | None:
@@ -90,7 +85,7 @@ def test_a_request_is_retried_for_a_minute_with_growing_pauses(
 
 
 def test_a_server_that_comes_back_is_not_given_up(proxy: Proxy, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    stored(proxy, url, b"content")
+    put(proxy, url, b"content")
     proxy.refuse()
     try:
         clock = patched(monkeypatch, Clock(lambda number: proxy.accept() if number == 7 else None))
@@ -109,8 +104,8 @@ def test_a_server_that_comes_back_is_not_given_up(proxy: Proxy, url: str, monkey
 def test_a_silent_server_is_reported_after_the_first_request_and_once_for_all(
     proxy: Proxy, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote, "_ANSWER_S", 0.3)
-    proxy.slow_s = 2
+    monkeypatch.setattr(remote, "_ANSWER_S", 0.2)
+    proxy.slow_s = 0.6
     proxy.rule = lambda method, path, count: "hang"
     reported: list[tuple[str, int]] = []
 

@@ -19,15 +19,13 @@ from extract.system.atomic_files import (
     temporary_folder,
     write_json,
 )
+from tests.extract.store.processes import kill_itself, killed, started
 
 
-def killed_in(function: Callable[..., Any], *arguments: Any) -> None:
-    """Call a function in another process, which calls SIGKILL on itself; what it leaves is as old as can be."""
-    process = multiprocessing.get_context("fork").Process(target=function, args=arguments)
-    process.start()
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
-    age(arguments[0].parent)
+def killed_in(function: Callable[..., Any], path: Path) -> None:
+    """Call a function in another process, which kills itself; what it leaves is as old as can be."""
+    killed(function, path)
+    age(path.parent)
 
 
 def age(folder: Path) -> None:
@@ -39,14 +37,14 @@ def kill_while_writing(path: Path) -> None:
     with atomic_write(path) as file:
         file.write(b"half")
         file.flush()
-        os.kill(os.getpid(), signal.SIGKILL)
+        kill_itself()
 
 
 def kill_in_folder(path: Path) -> None:
     with temporary_folder(path) as folder:
         (folder / "features").mkdir()
         (folder / "features" / "a").write_bytes(b"half")
-        os.kill(os.getpid(), signal.SIGKILL)
+        kill_itself()
 
 
 def hold(path: Path, ready: Any, end: Any) -> None:
@@ -78,10 +76,8 @@ def test_a_folder_of_a_killed_process_is_removed_by_the_next(tmp_path: Path) -> 
 
 
 def test_what_a_living_process_writes_is_kept(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("fork")
-    ready, end = context.Event(), context.Event()
-    process = context.Process(target=hold, args=(tmp_path / "a", ready, end))
-    process.start()
+    ready, end = multiprocessing.Event(), multiprocessing.Event()
+    process = started(hold, tmp_path / "a", ready, end)
     assert ready.wait(30)
     age(tmp_path)
     living = names(tmp_path)
