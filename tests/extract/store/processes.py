@@ -1,11 +1,12 @@
-"""Functions that run in a forked process, which may be killed or crash, and calls of the system that fail."""
+"""Functions that run in a forked process, which may be killed or crash, or in threads; and calls that fail."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterable
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -50,6 +51,15 @@ def result_of(work: Callable[..., Any], *arguments: Any, within_s: int = 60) -> 
     process.join()
     assert process.exitcode == 0, f"the process ended with {process.exitcode}"
     return result
+
+
+def at_once(work: Callable[[Any], object], arguments: Iterable[Any]) -> None:
+    """Call a function with each of some arguments, in as many threads."""
+    threads = [threading.Thread(target=work, args=(argument,)) for argument in arguments]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def failing(code: int) -> Callable[..., Any]:

@@ -22,7 +22,7 @@ from extract.store.places.bucket import Bucket
 from extract.store.verify import verify
 from extract.system.json_files import read_json
 from tests.extract.store.bucket_server import Proxy, delete, first, get, new_url, put, upload
-from tests.extract.store.processes import started
+from tests.extract.store.processes import at_once, started
 from tests.extract.store.rows import (
     ROWS,
     SHARD_ROWS,
@@ -202,9 +202,7 @@ def test_of_writers_of_one_shard_one_wins(proxy: Proxy, url: str, tmp_path: Path
         barrier.wait()
         results.append(bucket.publish(data.path(0), receipt_of(data.path(0))))
 
-    threads = [threading.Thread(target=publish_with_others, args=(data,)) for data in sets]
-    [thread.start() for thread in threads]
-    [thread.join() for thread in threads]
+    at_once(publish_with_others, sets)
     assert sorted(results) == [False, False, True]
     copy = copied(url, tmp_path / "copy")
     verification = verify(copy.out)

@@ -28,7 +28,7 @@ from extract.store.format.layout import RowNames, create_shard
 from extract.store.format.shard import copy_shard
 from extract.store.format.writer import ShardWriter
 from tests.extract.html_reader import HtmlReader
-from tests.extract.store.processes import result_of, started
+from tests.extract.store.processes import at_once, result_of, started
 from tests.extract.store.rows import (
     FEATURES,
     PATHS,
@@ -433,9 +433,7 @@ def test_threads_share_a_reader(tmp_path: Path, compress: str | None) -> None:
                 wrong_rows.append(rows)
 
     with FeatureReader(data.out) as reader:
-        threads = [threading.Thread(target=read, args=(seed,)) for seed in range(4)]
-        [thread.start() for thread in threads]
-        [thread.join() for thread in threads]
+        at_once(read, range(4))
     assert wrong_rows == []
 
 

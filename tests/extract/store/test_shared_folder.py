@@ -18,7 +18,7 @@ from extract.store.places import shared_folder
 from extract.store.places.shared_folder import SharedFolder
 from extract.store.verify import verify
 from extract.system.json_files import read_json
-from tests.extract.store.processes import failing, kill_itself, killed
+from tests.extract.store.processes import at_once, failing, kill_itself, killed
 from tests.extract.store.rows import VALUES, complete_data_set, data_set
 
 
@@ -90,11 +90,7 @@ def test_of_many_that_publish_a_shard_at_once_one_wins(
         if folder.publish(*sources[number]):
             won.append(str(number))
 
-    threads = [threading.Thread(target=publish, args=[number]) for number in range(len(sources))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once(publish, range(len(sources)))
     assert len(won) == 1
     assert read_json(folder.out / "shards" / "000000.json")["made"] == {"host": won[0]}
     assert sorted(path.name for path in (folder.out / "shards").iterdir()) == ["000000.h5", "000000.json"]
@@ -240,11 +236,7 @@ def test_of_two_different_data_sets_that_are_begun_at_once_one_is_refused(tmp_pa
         except InputError:
             refused.append(number)
 
-    threads = [threading.Thread(target=begin, args=[number]) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once(begin, range(2))
     assert len(refused) == 1
     assert DataSet.open(tmp_path / "out").depends_on == sets[1 - refused[0]].depends_on
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["dataset.json", "shards"]
