@@ -28,7 +28,9 @@ from tests.extract.store.rows import (
     SHARD_ROWS,
     VALUES,
     complete_data_set,
+    create,
     data_set,
+    empty_data_set,
     names_of,
     new_shard,
     write,
@@ -188,6 +190,45 @@ def flipped(out: Path) -> bytes:
     with shard.open_shard(0, shard.path(0)) as opened:
         content[opened.offsets["/features/vector"] + 30] ^= 1
     return bytes(content)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("other", [
+    lambda out: b"not a shard",
+    lambda out: complete_data_set(out).path(0).read_bytes()[:-10],
+    flipped,
+    lambda out: create(empty_data_set(out), 0).read_bytes(),  # rows are pending
+    lambda out: complete_data_set(out).path(1).read_bytes(),
+    lambda out: complete_data_set(out, depends_on={"weights": "v"}).path(0).read_bytes(),
+])  # fmt: skip
+def test_what_is_no_whole_shard_is_left_and_named(url: str, tmp_path: Path, other: Callable[[Path], bytes]) -> None:
+    data, content = complete_data_set(tmp_path / "ours", failed=(1,)), other(tmp_path / "other")
+    Bucket(url).open_or_create(data)
+    remote.put(f"{url}/shards/000000.h5", content)
+    with pytest.raises(LayertapError, match=f"{url}/shards/000000.h5 has no receipt and is not a complete shard"):
+        publish(data, url)
+    assert remote.names(f"{url}/shards") == {"000000.h5": len(content)}
+    assert remote.read(f"{url}/shards/000000.h5") == content
+
+
+def test_a_file_that_is_not_that_of_its_receipt_is_not_published(url: str, begun: DataSet) -> None:
+    with pytest.raises(InputError, match=r"000000.h5 has .* bytes, its receipt says"):
+        Bucket(url).publish(begun.path(0), receipt_of(begun.path(1)) | {"size": 12})
+    assert remote.names(f"{url}/shards") == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "inside", "fault"), [
+    *(("PUT", ".h5", fault) for fault in ("500", "reset", "lost", "hang")),
+    ("PUT", "000000.json", "lost"), ("PUT", "000000.json", "hang"), ("HEAD", ".h5", "500"),
+    ("HEAD", "000000.json", "reset"),
+])  # fmt: skip
+def test_publishing_gets_through(proxy: Proxy, url: str, begun: DataSet, fault: str, inside: str, method: str) -> None:
+    proxy.slow_s = 1.2
+    proxy.rule = first(fault, method, inside)
+    assert publish(begun, url)
+    assert get(proxy, f"{url}/shards/000000.h5") == begun.path(0).read_bytes()
+    assert json.loads(get(proxy, f"{url}/shards/000000.json")) == receipt_of(begun.path(0))
 
 
 @pytest.mark.parametrize("same", [True, False])

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import h5py
@@ -10,7 +11,7 @@ import xxhash
 
 from extract import InputError, Status
 from extract.store.format.dataset import DataSet, fingerprint_of
-from extract.store.format.layout import RowNames, create_shard
+from extract.store.format.layout import RowNames, StoredFeature, chunk_rows, create_shard
 from tests.extract.store.rows import (
     PATHS,
     PATHS_XXH3,
@@ -50,6 +51,45 @@ def test_features_are_stored_plain_and_taken_on_disk_at_creation(data: DataSet) 
         assert file["features/vector"].chunks == (10, 6)
         assert file["features/vector"].id.get_num_chunks() == 1
         assert file["status"][:].tolist() == [Status.PENDING] * 10
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "n_rows", "expected"),
+    [((1280,), "float16", 80_000, 256), ((1280,), "float32", 80_000, 128), ((64, 224, 224), "float32", 100, 1),
+     ((6,), "float32", 10, 10), ((1 << 18,), "float32", 9, 1), ((), "float32", 10**7, 262144)],
+)  # fmt: skip
+def test_chunks_are_half_a_megabyte_to_one(shape: tuple[int, ...], dtype: str, n_rows: int, expected: int) -> None:
+    feature = StoredFeature("f", shape, dtype)
+    rows = chunk_rows(feature, n_rows)
+    assert rows == expected
+    assert rows in (1, n_rows) or 2**19 < rows * feature.row_bytes <= 2**20
+
+
+def test_the_user_block_is_as_the_readme_says(complete: Path) -> None:
+    """From the bytes alone, without the project's own code."""
+    for shard in sorted((complete / "shards").glob("*.h5")):
+        content = shard.read_bytes()
+        title, line, rest = content.split(b"\n", 2)
+        assert title == b"layertap shard, format 1; HDF5 begins at byte 1024"
+        assert content[1024:1032] == b"\x89HDF\r\n\x1a\n"
+        assert rest[: 1024 - len(title) - len(line) - 2].strip(b"\0") == b""
+        about = json.loads(line)
+        assert sorted(about) == ["fixed_xxh3", "row_data", "size"]
+        assert about["size"] == len(content)
+        at, fixed = 1024, b""
+        for start, stop in about["row_data"]:
+            fixed, at = fixed + content[at:start], stop
+        assert about["fixed_xxh3"] == xxhash.xxh3_128_hexdigest(fixed + content[at:])
+
+
+def test_the_record_hash_is_over_what_stands_beside_the_features(complete: Path) -> None:
+    with h5py.File(complete / "shards" / "000001.h5") as file:
+        for row in range(10):
+            names = ("row_hash", "source_size", "source_mtime_ns", "source_hash", "status")
+            record = b"".join(file[name][row].tobytes() for name in names)
+            assert len(record) == 8 + 8 + 8 + 16 + 1
+            path = os.fsencode(PATHS[10 + row])
+            assert file["record_hash"][row] == xxhash.xxh3_64(path + b"\0" + record).intdigest()
 
 
 def test_paths_that_are_too_long_for_one_file_are_refused(data: DataSet) -> None:

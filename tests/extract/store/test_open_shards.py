@@ -68,6 +68,7 @@ def test_batches_are_those_of_a_reader_that_opens_all_shards(complete: Path, mon
             return [batch for how in HOW for batch in reader.batches("vector", 4, shuffle=how, seed=3)]
 
     lazy = batches()
+    assert lazy
     monkeypatch.setattr(row_selection, "OPENED_AT_ONCE", 64)
     for (features, rows), (expected, expected_rows) in zip(lazy, batches(), strict=True):
         np.testing.assert_array_equal(rows, expected_rows)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import pickle
 import resource
@@ -196,17 +197,21 @@ def test_a_torn_row_of_an_unfinished_shard_is_not_done(data: DataSet) -> None:
 
 
 def test_one_that_reads_while_another_writes_never_sees_a_wrong_row(tmp_path: Path) -> None:
-    def slowly(rows: np.ndarray) -> dict[str, np.ndarray]:
-        time.sleep(0.001)
+    allowed = multiprocessing.Semaphore(0)
+
+    def in_turn(rows: np.ndarray) -> dict[str, np.ndarray]:
+        allowed.acquire(timeout=60)
         return {f.name: np.multiply.outer(rows, np.ones(f.shape)).astype(f.dtype) for f in FEATURES}
 
     count = 1500
-    writing = started(lambda: filled(tmp_path / "out", FEATURES, count, slowly, 600, batch_rows=10))
+    writing = started(lambda: filled(tmp_path / "out", FEATURES, count, in_turn, 600, batch_rows=10))
     while not (tmp_path / "out/shards").exists():
         time.sleep(0.001)
     seen, looks = 0, 0
     while seen < count:
         assert writing.exitcode in (None, 0)
+        for _ in range(10):  # batches that are written during this look
+            allowed.release()
         with FeatureReader(tmp_path / "out", partial=True) as reader:
             rows = reader.rows
             assert len(rows) >= seen
