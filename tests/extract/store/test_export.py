@@ -168,7 +168,8 @@ def test_hugging_face(plain: FeatureReader, tmp_path: Path) -> None:
 def test_a_hugging_face_folder_names_no_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     provenance = {
         "backbone": "timm/x", "weights": "/home/me/last.pth", "machine": {"host": "myhost"},
-        "configuration": {"images": "/home/me/photos"}, "depends_on": {"precision": "float32"},
+        "configuration": {"images": "/home/me/photos"},
+        "depends_on": {"precision": "float32", "architecture": "python//home/me/net.py:make"},
     }  # fmt: skip
     monkeypatch.setattr(FeatureReader, "provenance", provenance)
     with FeatureReader(complete_data_set(tmp_path / "out").out) as reader:
@@ -176,6 +177,7 @@ def test_a_hugging_face_folder_names_no_machine(tmp_path: Path, monkeypatch: pyt
     content = b"".join(path.read_bytes() for path in (tmp_path / "a").rglob("*.*"))
     assert b"last.pth" in content
     assert b"timm/x" in content
+    assert b"python/net.py:make" in content
     for private in (b"/home/me", b"myhost"):
         assert private not in content
 

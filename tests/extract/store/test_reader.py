@@ -205,7 +205,7 @@ def test_one_that_reads_while_another_writes_never_sees_a_wrong_row(tmp_path: Pa
 
     count = 1500
     writing = started(lambda: filled(tmp_path / "out", FEATURES, count, in_turn, 600, batch_rows=10))
-    while not (tmp_path / "out/shards").exists():
+    while not (tmp_path / "out/dataset.json").exists():
         time.sleep(0.001)
     seen, looks = 0, 0
     while seen < count:

@@ -108,8 +108,9 @@ def publish_and_be_killed(folder: SharedFolder, built: DataSet, step: str) -> No
 def test_killed_at_any_step_another_can_publish_and_nothing_stays_behind(
     folder: SharedFolder, built: DataSet, step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copied(folder.out, monkeypatch)
-    publish_and_be_killed(folder, built, step)
+    with monkeypatch.context() as patch:
+        copied(folder.out, patch)
+        publish_and_be_killed(folder, built, step)
     before = sorted(path.name for path in (folder.out / "shards").iterdir())
     assert before
     won = folder.publish(built.path(1), receipt_of(built, 1))

@@ -300,7 +300,7 @@ def test_whole_numbers_are_stored_exactly_beside_features_of_any_type(codes: str
     pictures.mkdir()
     for name in "0145":
         Image.fromarray(generator.integers(0, 255, (32, 32, 3), np.uint8)).save(pictures / f"{name}.png")
-    shutil.copy(pictures / "1.png", pictures / "6.png")  # computed once, copied
+    shutil.copy(pictures / "1.png", pictures / "2.png")  # computed once, copied
     (pictures / "3.png").write_bytes(b"no picture")
     layers = ["codes", "small:flatten", "small", "conv"]
     options: dict[str, Any] = {"dtype": kind, "workers": 0, "device": "cpu", "progress": False}
