@@ -207,10 +207,10 @@ def test_one_that_reads_while_another_writes_never_sees_a_wrong_row(tmp_path: Pa
     writing = started(lambda: filled(tmp_path / "out", FEATURES, count, in_turn, 600, batch_rows=10))
     while not (tmp_path / "out/dataset.json").exists():
         time.sleep(0.001)
-    seen, looks = 0, 0
+    seen, looks, grew = 0, 0, True
     while seen < count:
         assert writing.exitcode in (None, 0)
-        for _ in range(10):  # batches that are written during this look
+        for _ in range(10 * grew):  # batches that are written during the next looks
             allowed.release()
         with FeatureReader(tmp_path / "out", partial=True) as reader:
             rows = reader.rows
@@ -218,7 +218,8 @@ def test_one_that_reads_while_another_writes_never_sees_a_wrong_row(tmp_path: Pa
             assert np.array_equal(rows, np.arange(len(rows)))  # they are written in order
             assert (reader["vector"][:] == rows[:, None]).all()
             assert (reader["map:none"][:].reshape(len(rows), 24) == rows[:, None].astype("float16")).all()
-            looks, seen = looks + (seen < len(rows) < count), len(rows)
+            grew, seen = len(rows) > seen, len(rows)
+            looks += grew
     writing.join()
     assert (writing.exitcode, seen) == (0, count)
     assert looks > 5
