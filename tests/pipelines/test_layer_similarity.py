@@ -8,11 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from scipy.spatial.distance import pdist
+from scipy.spatial.distance import pdist, squareform
 from scipy.stats import spearmanr
 
 from extract import FeatureReader
 from extract.probe import linear_cka
+from tests.conftest import make_picture
 from tests.pipelines.test_cli import SMALL, fails, layertap
 from tests.pipelines.test_probe import write_pictures
 
@@ -21,32 +22,42 @@ from tests.pipelines.test_probe import write_pictures
 def stimuli(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Ten pictures without classes, and a broken one, with three layers."""
     root = tmp_path_factory.mktemp("stimuli")
-    write_pictures(root / "pictures", {"": 4})
     folder = root / "pictures"
-    for number, path in enumerate(sorted(folder.rglob("*.png"))):
-        path.rename(folder / f"{number:02d}.png")
-    (folder / "10.png").unlink()
-    (folder / "11.png").unlink()
+    folder.mkdir()
+    for number in range(10):
+        make_picture(number, 40, 40).save(folder / f"{number:02d}.png")
     (folder / "broken.png").write_bytes(b"no picture")
     layers = ["-l", "layer1", "-l", "layer4", "-l", "embedding"]
     assert layertap("embed", folder, "-o", root / "out", *SMALL, *layers).exit_code == 0
     return root
 
 
-def test_layers_of_ten_images_without_labels_are_compared(stimuli: Path, tmp_path: Path) -> None:
-    result = layertap("probe", stimuli / "out", "--similarity", "-o", tmp_path / "res")
+def test_layers_of_ten_images_without_labels_are_compared(stimuli: Path) -> None:
+    result = layertap("probe", stimuli / "out", "--similarity")
     assert result.exit_code == 0, result.output
     assert "similarity on 10 images" in result.stdout
-    assert sorted(path.name for path in (tmp_path / "res").iterdir()) == ["similarity.csv", "similarity.png"]
+    folder = stimuli / "out" / "probe" / "similarity"  # beside results of probes
+    assert sorted(path.name for path in folder.iterdir()) == ["similarity.csv", "similarity.png"]
     with FeatureReader(stimuli / "out") as reader:
         each = [reader[name][:10].reshape(10, -1).astype(np.float64) for name in ("layer1", "layer4")]
-    lines = list(csv.DictReader((tmp_path / "res" / "similarity.csv").open()))
+    lines = list(csv.DictReader((folder / "similarity.csv").open()))
     assert len(lines) == 3
     [line] = [line for line in lines if (line["layer"], line["other_layer"]) == ("layer1", "layer4")]
     expected = spearmanr(*(pdist(values, "correlation") for values in each)).statistic
     assert float(line["rsa"]) == pytest.approx(expected, abs=1e-4)
     assert float(line["linear_cka"]) == pytest.approx(linear_cka(*each), abs=1e-5)
     assert line["data_set"] == line["other_data_set"] == "out"
+
+
+def test_dissimilarities_are_those_of_scipy_and_failed_images_have_none(stimuli: Path, tmp_path: Path) -> None:
+    with FeatureReader(stimuli / "out") as reader:
+        values, matrix = reader["layer4"][:10].reshape(10, -1).astype(np.float64), reader.rdm("layer4")
+    np.testing.assert_allclose(matrix[:10, :10], squareform(pdist(values, "correlation")), atol=1e-12)
+    assert np.isnan(matrix[10]).all()
+    exported = layertap("export", stimuli / "out", "--to", "rdm", "-l", "layer4", "-o", tmp_path / "rdm")
+    assert "11 rows of layer4" in exported.stdout
+    assert "1 of them failed and are NaN" in exported.stdout
+    assert np.isnan(np.load(tmp_path / "rdm" / "layer4.npy")[10]).all()
 
 
 def test_layers_of_two_data_sets_are_compared_on_the_images_that_both_have(stimuli: Path, tmp_path: Path) -> None:
@@ -63,21 +74,19 @@ def test_layers_of_two_data_sets_are_compared_on_the_images_that_both_have(stimu
     assert (tmp_path / "res" / "similarity.svg").exists()
 
 
-def test_results_lie_beside_those_of_probes(stimuli: Path) -> None:
-    layertap("probe", stimuli / "out", "--similarity")
-    assert (stimuli / "out" / "probe" / "similarity" / "similarity.csv").exists()
-
-
-def test_what_cannot_be_compared_is_named(stimuli: Path, tmp_path: Path) -> None:
-    out = stimuli / "out"
-    assert "there is one" in fails("probe", out, "--similarity", "-l", "layer4", "-o", tmp_path / "one")
-    assert "layer 'layer9' not found" in fails("probe", out, "--similarity", "-l", "layer9", "-o", tmp_path / "one")
-    assert "has both features and a label" in fails("probe", out, "-o", tmp_path / "none")
+def test_what_cannot_be_compared_is_named(stimuli: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, options = stimuli / "out", ("--similarity", "-o", tmp_path / "res")
+    assert "there is one" in fails("probe", out, *options, "-l", "layer4")
+    assert "layer 'layer9' not found" in fails("probe", out, *options, "-l", "layer9")
+    assert "has both features and a label" in fails("probe", out, "-o", tmp_path / "res")
     write_pictures(tmp_path / "pictures", {"": 2}, noise=10)
     layertap("embed", tmp_path / "pictures", "-o", tmp_path / "other", *SMALL, "-l", "layer4")
-    message = fails("probe", out, tmp_path / "other", "--similarity", "-o", tmp_path / "two")
-    assert "0 images in common" in message
-    assert not (tmp_path / "two").exists()
+    assert "0 images in common" in fails("probe", out, tmp_path / "other", *options)
+    monkeypatch.setattr("pipelines.probe.layer_similarity.MOST_COLUMNS", 1)
+    message = fails("probe", out, *options)
+    assert "layer1 of out has " in message
+    assert "values for an image; --similarity takes at most 1; name" in message
+    assert not (tmp_path / "res").exists()
 
 
 def test_files_of_others_stay_and_a_place_that_cannot_be_written_is_named(stimuli: Path, tmp_path: Path) -> None:
@@ -99,10 +108,3 @@ def test_options_of_probes_are_refused_beside_similarity(stimuli: Path, tmp_path
     message = fails("probe", stimuli / "out", "--similarity", "-o", tmp_path / "res", *options)
     assert "is for probes, and --similarity compares layers in place of probing them" in message
     assert not (tmp_path / "res").exists()
-
-
-def test_a_layer_that_is_too_wide_is_named(stimuli: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipelines.probe.layer_similarity.MOST_COLUMNS", 1)
-    message = fails("probe", stimuli / "out", "--similarity", "-o", tmp_path / "res")
-    assert "layer1 of out has " in message
-    assert "values for an image; --similarity takes at most 1; name" in message

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from PIL import Image
 from safetensors import safe_open
-from scipy.spatial.distance import pdist, squareform
 from sklearn.linear_model import LogisticRegression
 
 from extract import FeatureReader
@@ -47,8 +46,24 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.fixture(scope="module")
+def paths(made: Path) -> list[str]:
+    with FeatureReader(made / "out") as reader:
+        return list(reader.paths)
+
+
 def results(folder: Path) -> dict:
     return json.loads((folder / "results.json").read_text())
+
+
+def table(file: Path) -> list[dict[str, str]]:
+    with file.open() as lines:
+        return list(csv.DictReader(lines))
+
+
+def quickly_probed(out: Path, folder: Path, *options: object) -> str:
+    """What is told of the centroids of a layer; results go into the folder."""
+    return layertap("probe", out, "-l", "layer4", "-p", "centroid", "-o", folder, *options).stdout
 
 
 @pytest.mark.usefixtures("figures")
@@ -73,9 +88,9 @@ def test_every_layer_is_probed_and_all_that_was_found_is_written(made, tmp_path)
     assert first["metrics"]["top1"]["method"] == "Clopper-Pearson"
     assert first["chosen_on"] == "5 folds of the training rows, drawn 4 times"
     assert len(first["curve"]) >= 7
-    lines = list(csv.DictReader((tmp_path / "res" / "results.csv").open()))
+    lines = table(tmp_path / "res" / "results.csv")
     assert float(lines[0]["estimate"]) == first["metrics"][lines[0]["metric"]]["value"]
-    predictions = list(csv.DictReader((tmp_path / "res" / "predictions.csv").open()))
+    predictions = table(tmp_path / "res" / "predictions.csv")
     assert len(predictions) == 3 * 24
     right = [one["label"] == one["predicted"] for one in predictions if one["layer"] == "layer1"]
     assert np.mean(right) == pytest.approx(first["metrics"]["top1"]["value"])
@@ -97,14 +112,15 @@ def test_the_numbers_are_those_of_scikit_learn_on_the_stored_arrays(made, tmp_pa
     assert found["objective"] == pytest.approx(objective, rel=1e-4)
 
 
-def test_results_go_into_the_data_set_unless_told_otherwise(made, tmp_path):
-    shutil.copytree(made / "out", tmp_path / "out")
-    result = layertap("probe", tmp_path / "out", "-l", "layer4", "-p", "centroid")
-    assert str(tmp_path / "out" / "probe" / "centroid" / "results.json") in result.stderr
-    assert layertap("verify", tmp_path / "out").exit_code == 0
-    again = layertap("embed", made / "pictures", "-o", tmp_path / "out", *SMALL, "-l", "layer1", "-l", "layer4",
-                     "-l", "embedding")  # fmt: skip
-    assert "is complete" in again.stdout
+def test_results_go_into_the_data_set_and_those_of_other_settings_are_not_written_over(made, tmp_path):
+    out = shutil.copytree(made / "out", tmp_path / "out")
+    (out / "probe" / "centroid-2").mkdir(parents=True)  # another run has just taken it
+    for layer, folder in (("layer4", "centroid"), ("layer1", "centroid-3"), ("layer4", "centroid")):
+        result = layertap("probe", out, "-p", "centroid", "-l", layer)
+        assert str(out / "probe" / folder / "results.json") in result.stderr
+    assert layertap("verify", out).exit_code == 0
+    layers = ("-l", "layer1", "-l", "layer4", "-l", "embedding")
+    assert "is complete" in layertap("embed", made / "pictures", "-o", out, *SMALL, *layers).stdout
 
 
 def test_a_layer_may_be_two_side_by_side(made, tmp_path):
@@ -118,14 +134,11 @@ def test_a_layer_may_be_two_side_by_side(made, tmp_path):
 
 def test_two_data_sets_are_compared_on_the_images_they_share(made, tmp_path):
     layertap("embed", made / "pictures", "-o", tmp_path / "other", *SMALL, "--seed", 1, "-l", "layer4")
-    result = layertap(
-        "probe", made / "out", tmp_path / "other", "-l", "layer4", "-p", "centroid", "-o", tmp_path / "res"
-    )
-    assert "other: 66 rows" in result.stdout
+    assert "other: 66 rows" in quickly_probed(made / "out", tmp_path / "res", tmp_path / "other")
     content = results(tmp_path / "res")
     assert [(one["data_set"], one["layer"]) for one in content["probes"]] == [("out", "layer4"), ("other", "layer4")]
     (pair,) = content["mcnemar"]
-    predictions = list(csv.DictReader((tmp_path / "res" / "predictions.csv").open()))
+    predictions = table(tmp_path / "res" / "predictions.csv")
     right = {name: {one["path"]: one["label"] == one["predicted"] for one in predictions if one["data_set"] == name}
              for name in ("out", "other")}  # fmt: skip
     better, other = pair["better"][0], pair["other"][0]
@@ -138,14 +151,13 @@ def test_images_without_splits_are_drawn_by_class_and_copies_stay_together(tmp_p
     for i in range(5):  # five copies of one picture
         shutil.copy(tmp_path / "pictures/ant/00.png", tmp_path / f"pictures/ant/copy{i}.png")
     layertap("embed", tmp_path / "pictures", "-o", tmp_path / "out", *SMALL)
-    for seed in range(6):
-        result = layertap("probe", tmp_path / "out", "-p", "centroid", "-o", tmp_path / "res", "--seed", seed)
-        assert f"20% of each class drawn for testing, with seed {seed}" in result.stdout
+    of = ("probe", tmp_path / "out", "-p", "centroid", "-o", tmp_path / "res")
+    for seed in range(4):
+        assert f"20% of each class drawn for testing, with seed {seed}" in layertap(*of, "--seed", seed).stdout
         content = results(tmp_path / "res")["data_sets"]["out"]
         assert content["leaks"] == {}
         assert content["rows"]["test"] in (6, 11)  # two of ten a class; the five copies all or none
-    half = layertap("probe", tmp_path / "out", "-p", "centroid", "-o", tmp_path / "res", "--test-fraction", 0.5)
-    assert "50% of each class" in half.stdout
+    assert "50% of each class" in layertap(*of, "--test-fraction", 0.5).stdout
 
 
 def test_images_that_are_in_two_sets_are_counted_and_left_out_when_asked(made, tmp_path):
@@ -155,52 +167,41 @@ def test_images_that_are_in_two_sets_are_counted_and_left_out_when_asked(made, t
     shutil.copy(tmp_path / "pictures/test/bee/00.png", tmp_path / "pictures/train/ant/wrong.png")
     shutil.copy(tmp_path / "pictures/test/cat/00.png", tmp_path / "pictures/test/cat/copy.png")  # no leak
     layertap("embed", tmp_path / "pictures", "-o", tmp_path / "out", *SMALL)
-    leaky = layertap("probe", tmp_path / "out", "-p", "centroid", "-o", tmp_path / "res")
-    assert "leakage: the same bytes in two sets: 5 images of test are also in train; --drop-leaks" in leaky.stdout
+    of = ("probe", tmp_path / "out", "-p", "centroid", "-o", tmp_path / "res")
+    warning = "leakage: the same bytes in two sets: 5 images of test are also in train; --drop-leaks"
+    assert warning in layertap(*of).stdout
     assert results(tmp_path / "res")["data_sets"]["out"]["leaks"] == {"test in train": 5}
     assert results(tmp_path / "res")["probes"][0]["rows"]["train"] == 47
-    clean = layertap("probe", tmp_path / "out", "-p", "centroid", "-o", tmp_path / "res", "--drop-leaks")
+    clean = layertap(*of, "--drop-leaks")
     assert "5 rows of train and val left out" in clean.stdout
     assert "leakage" not in clean.stdout
     assert results(tmp_path / "res")["probes"][0]["rows"] == {"train": 42, "val": 0, "test": 25}
 
 
-def test_val_is_tested_on_where_there_is_no_test(tmp_path):
-    write_pictures(tmp_path / "pictures", {"train": 12, "val": 5})
-    layertap("embed", tmp_path / "pictures", "-o", tmp_path / "out", *SMALL)
-    result = layertap("probe", tmp_path / "out", "-p", "knn", "-o", tmp_path / "res")
-    assert "no labelled test images: val is used for testing, and nothing is chosen on it" in result.stdout
-    assert results(tmp_path / "res")["probes"][0]["rows"] == {"train": 36, "val": 3, "test": 15}
-
-
 # labels
 
 
-def labels_file(path: Path, lines: list[list[str]]) -> Path:
+def labels_file(path: Path, *lines: list[str]) -> Path:
     with path.open("w", newline="") as file:
         csv.writer(file).writerows(lines)
     return path
 
 
-def test_labels_come_from_a_file_by_path_and_what_is_left_out_is_counted(made, tmp_path):
-    with FeatureReader(made / "out") as reader:
-        paths = reader.paths[:]
-    lines = [["path", "Label"]] + [[path, "warm" if "ant" in path else "cold"] for path in paths[:-3]]
-    file = labels_file(tmp_path / "labels.csv", [*lines, [paths[-3], ""], ["nowhere.png", "warm"]])
-    result = layertap("probe", made / "out", "-l", "layer4", "-p", "centroid", "--labels", file, "-o", tmp_path / "res")
-    assert "66 rows, 2 classes; 39 train, 24 test; left out: 3 unlabelled" in result.stdout
-    assert f"1 of the 65 rows of {file} have no image" in result.stdout
+def test_labels_come_from_a_file_by_path_and_what_is_left_out_is_counted(made, paths, tmp_path):
+    lines = [[path, "warm" if "ant" in path else "cold"] for path in paths[:-3]]
+    file = labels_file(tmp_path / "l.csv", ["path", "Label"], *lines, [paths[-3], ""], ["nowhere.png", "warm"])
+    told = quickly_probed(made / "out", tmp_path / "res", "--labels", file)
+    assert "66 rows, 2 classes; 39 train, 24 test; left out: 3 unlabelled" in told
+    assert f"1 of the 65 rows of {file} have no image" in told
 
 
-def test_labels_of_a_file_may_be_several_or_numbers_and_have_splits(made, tmp_path):
-    with FeatureReader(made / "out") as reader:
-        paths = reader.paths[:]
+def test_labels_of_a_file_may_be_several_or_numbers_and_have_splits(made, paths, tmp_path):
     generator = np.random.default_rng(0)
-    lines = [["path", "tags", "size", "split"]]
+    lines = []
     for path in paths:
         tags = ["warm"] * ("ant" in path) + ["living"] * (generator.random() < 0.5)
         lines.append([path, "|".join(tags), str(generator.normal()), generator.choice(["train", "valid", "test"])])
-    file = labels_file(tmp_path / "labels.csv", lines)
+    file = labels_file(tmp_path / "labels.csv", ["path", "tags", "size", "split"], *lines)
     layertap("probe", made / "out", "-l", "layer4", "--labels", f"{file}:tags", "--multilabel", "-o", tmp_path / "a")
     content = results(tmp_path / "a")
     assert content["data_sets"]["out"]["task"] == "multilabel"
@@ -243,24 +244,21 @@ def test_failed_images_are_left_out_and_counted(made, tmp_path):
     ],
 )
 def test_labels_that_do_not_fit_are_explained(made, tmp_path, lines, labels, message):
-    file = labels_file(tmp_path / "labels.csv", lines)
+    file = labels_file(tmp_path / "labels.csv", *lines)
     assert message in fails("probe", made / "out", "--labels", labels.format(file), "-o", tmp_path)
 
 
-def test_classes_that_differ_by_case_or_spaces_are_named(made, tmp_path):
-    with FeatureReader(made / "out") as reader:
-        paths = reader.paths[:]
+def test_classes_that_differ_by_case_or_spaces_are_named(made, paths, tmp_path):
     names = ["ant" if "ant" in path else "bee" if "bee" in path else "red cat" for path in paths]
     names[0], names[1], names[-1] = "Ant", "ANT", "Red  cat"
-    file = labels_file(tmp_path / "labels.csv", [["path", "label"], *zip(paths, names, strict=True)])
-    result = layertap("probe", made / "out", "-l", "layer4", "-p", "centroid", "--labels", file, "-o", tmp_path / "res")
+    file = labels_file(tmp_path / "labels.csv", ["path", "label"], *zip(paths, names, strict=True))
+    told = quickly_probed(made / "out", tmp_path / "res", "--labels", file)
     for names in ("'ANT' and 'Ant' and 'ant'", "'Red  cat' and 'red cat'"):
         assert (
             f"the classes {names} differ only by case or spaces; if they mean the same, give them one spelling in a "
-            "list of labels (--labels)" in result.stdout
+            "list of labels (--labels)" in told
         )
-    plain = layertap("probe", made / "out", "-l", "layer4", "-p", "centroid", "-o", tmp_path / "res")
-    assert "differ only by case" not in plain.stdout
+    assert "differ only by case" not in quickly_probed(made / "out", tmp_path / "res")
 
 
 def test_figures_hold_their_curves_with_intervals_also_of_one_layer_and_say_n(made, tmp_path, monkeypatch):
@@ -288,12 +286,9 @@ def test_figures_hold_their_curves_with_intervals_also_of_one_layer_and_say_n(ma
 @pytest.mark.parametrize("suffix", ["svg", "pdf"])
 @pytest.mark.usefixtures("figures")
 def test_figures_of_vectors_have_text(made, tmp_path, suffix):
-    result = layertap("probe", made / "out", "-p", "centroid", "-l", "layer1", "-l", "layer4", "-o", tmp_path,
-                      "--format", suffix)  # fmt: skip
-    assert result.exit_code == 0, result.output
-    assert {path.name for path in tmp_path.glob("*.*g")} | {path.name for path in tmp_path.glob("*.pdf")} == {
-        f"layers.{suffix}", f"confusion.{suffix}",
-    }  # fmt: skip
+    quickly_probed(made / "out", tmp_path, "-l", "layer1", "--format", suffix)
+    drawn = {path.name for path in tmp_path.iterdir() if path.suffix in (".png", ".svg", ".pdf")}
+    assert drawn == {f"layers.{suffix}", f"confusion.{suffix}"}
     content = (tmp_path / f"layers.{suffix}").read_bytes()
     if suffix == "svg":
         assert "layer4" in re.findall(r"<text[^>]*>([^<]*)</text>", content.decode())
@@ -302,49 +297,20 @@ def test_figures_of_vectors_have_text(made, tmp_path, suffix):
         assert b"/Subtype /Type3" not in content
 
 
-def test_linear_is_the_usual_probe(made, tmp_path):
-    layertap("probe", made / "out", "-l", "layer4", "-p", "linear", "-o", tmp_path)
-    content = results(tmp_path)
-    assert content["configuration"]["protocol"] == content["probes"][0]["protocol"] == "clip"
+def test_numbers_and_names_of_images_are_not_taken_for_classes(made, paths, tmp_path, monkeypatch):
+    ages = ([path, str(i / 7)] for i, path in enumerate(paths))
+    file = labels_file(tmp_path / "many.csv", ["path", "age"], *ages)
+    monkeypatch.setattr("pipelines.probe.labelling._MOST_CLASSES", 10)
+    assert "gives 66 classes to 66 rows" in fails("probe", made / "out", "--labels", f"{file}:age")
 
 
-def test_dissimilarities_of_a_data_set_without_labels_are_those_of_scipy(tmp_path):
-    write_pictures(tmp_path / "pictures", {"": 4})
-    folder = tmp_path / "pictures"
-    for number, path in enumerate(sorted(folder.rglob("*.png"))):
-        path.rename(folder / f"{number:02d}.png")
-    (folder / "11.png").write_bytes(b"no picture")
-    layertap("embed", folder, "-o", tmp_path / "out", *SMALL, "-l", "layer4")
-    with FeatureReader(tmp_path / "out") as reader:
-        values, matrix = reader["layer4"][:11].reshape(11, -1).astype(np.float64), reader.rdm("layer4")
-    np.testing.assert_allclose(matrix[:11, :11], squareform(pdist(values, "correlation")), atol=1e-12)
-    assert np.isnan(matrix[11]).all()
-    exported = layertap("export", tmp_path / "out", "--to", "rdm", "-l", "layer4")
-    assert "12 rows of layer4" in exported.stdout
-    assert "1 of them failed and are NaN" in exported.stdout
-    assert np.isnan(np.load(tmp_path / "out-rdm" / "layer4.npy")[11]).all()
-    assert "has both features and a label" in fails("probe", tmp_path / "out", "-o", tmp_path / "none")
-
-
-def test_numbers_and_names_of_images_are_not_taken_for_classes(made, tmp_path):
-    with FeatureReader(made / "out") as reader:
-        paths = reader.paths[:]
-    file = labels_file(tmp_path / "many.csv", [["path", "age"], *([path, str(i / 7)] for i, path in enumerate(paths))])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pipelines.probe.labelling._MOST_CLASSES", 10)
-        assert "gives 66 classes to 66 rows" in fails("probe", made / "out", "--labels", f"{file}:age")
-
-
-def test_labels_of_lists_are_read_as_embed_reads_them(made, tmp_path):
+def test_labels_of_lists_are_read_as_embed_reads_them(made, paths, tmp_path):
     import pyarrow as pa
     import pyarrow.parquet as parquet
 
-    with FeatureReader(made / "out") as reader:
-        paths = reader.paths[:]
     numbers = [None if i % 10 == 0 else -1.0 if i % 10 == 1 else float("ant" in path) for i, path in enumerate(paths)]
     parquet.write_table(pa.table({"path": paths, "label": numbers}), tmp_path / "labels.parquet")
-    layertap("probe", made / "out", "-l", "layer4", "-p", "centroid", "--labels", tmp_path / "labels.parquet",
-             "-o", tmp_path / "res")  # fmt: skip
+    quickly_probed(made / "out", tmp_path / "res", "--labels", tmp_path / "labels.parquet")
     content = results(tmp_path / "res")
     assert content["probes"][0]["classes"] == ["0", "1"]
     assert content["data_sets"]["out"]["counts"]["unlabelled"] == 14
@@ -355,20 +321,13 @@ def test_unlabelled_test_images_leave_val_to_test_on(tmp_path):
     (tmp_path / "pictures/test").mkdir()
     shutil.copy(tmp_path / "pictures/val/ant/00.png", tmp_path / "pictures/test/new.png")
     layertap("embed", tmp_path / "pictures", "-o", tmp_path / "out", *SMALL)
-    result = layertap("probe", tmp_path / "out", "-p", "centroid")
-    assert "24 train, 12 test; left out: 1 unlabelled" in result.stdout
-    assert "val is used for testing" in result.stdout
+    told = layertap("probe", tmp_path / "out", "-p", "knn", "-o", tmp_path / "res").stdout
+    assert "24 train, 12 test; left out: 1 unlabelled" in told
+    assert "no labelled test images: val is used for testing, and nothing is chosen on it" in told
+    assert results(tmp_path / "res")["probes"][0]["rows"] == {"train": 24, "val": 2, "test": 12}
 
 
 # results
-
-
-def test_results_of_other_settings_are_not_written_over(made, tmp_path):
-    shutil.copytree(made / "out", tmp_path / "out")
-    (tmp_path / "out" / "probe" / "centroid-2").mkdir(parents=True)  # another run has just taken it
-    for layer, folder in (("layer4", "centroid"), ("layer1", "centroid-3"), ("layer4", "centroid")):
-        result = layertap("probe", tmp_path / "out", "-p", "centroid", "-l", layer)
-        assert str(tmp_path / "out" / "probe" / folder / "results.json") in result.stderr
 
 
 @pytest.mark.parametrize("options", [["-p", "knn"], ["--similarity"]])
@@ -382,25 +341,31 @@ def test_a_folder_of_results_that_is_a_link_out_of_the_data_set_is_refused(made,
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
-def test_an_interruption_leaves_the_results_of_the_layers_that_are_done(made, tmp_path, monkeypatch):
-    layertap("probe", made / "out", "-p", "knn", "-o", tmp_path / "res")
-    assert results(tmp_path / "res")["complete"]
+def test_an_interruption_leaves_the_results_of_the_layers_that_are_done_or_else_those_of_before(
+    made, tmp_path, monkeypatch
+):
+    layertap("probe", made / "out", "-p", "knn", "-o", tmp_path)
+    assert results(tmp_path)["complete"]
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     from pipelines.probe import job
 
     real, calls = job.probe, []
 
     def interrupted(*args, **settings):
         calls.append(1)
-        if len(calls) == 2:
+        if len(calls) in (1, 3):
             raise KeyboardInterrupt
         return real(*args, **settings)
 
     monkeypatch.setattr(job, "probe", interrupted)
-    assert layertap("probe", made / "out", "-p", "centroid", "-o", tmp_path / "res").exit_code == 130
-    content = results(tmp_path / "res")
+    of = ("probe", made / "out", "-p", "centroid", "-o", tmp_path)
+    assert layertap(*of).exit_code == 130
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert layertap(*of).exit_code == 130
+    content = results(tmp_path)
     assert not content["complete"]
     assert [one["layer"] for one in content["probes"]] == ["layer1"]
-    assert sorted(path.name for path in (tmp_path / "res").iterdir()) == ["results.csv", "results.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["results.csv", "results.json"]
 
 
 def test_where_nothing_is_written_nothing_is_left(made, tmp_path):
@@ -408,6 +373,9 @@ def test_where_nothing_is_written_nothing_is_left(made, tmp_path):
     fails("probe", tmp_path / "out", "-p", "ridge")
     fails("probe", tmp_path / "out", "-l", "layer4", "--save", tmp_path / "probe.txt")
     assert not list((tmp_path / "out" / "probe").iterdir())
+    (tmp_path / "mine" / "empty").mkdir(parents=True)
+    fails("probe", made / "out", "-p", "ridge", "-o", tmp_path / "mine" / "empty")
+    assert (tmp_path / "mine" / "empty").is_dir()
     (tmp_path / "file").write_text("")
     assert "cannot be written" in fails("probe", made / "out", "-o", tmp_path / "file" / "res")
     for name in (tmp_path, tmp_path / "probe.txt"):
@@ -437,16 +405,13 @@ def test_only_files_of_the_same_kind_are_written_over(made, kept, tmp_path):
     assert (tmp_path / "link.csv").is_symlink()
 
 
-def test_classes_that_training_lacks_keep_their_names(made, tmp_path):
-    with FeatureReader(made / "out") as reader:
-        paths = reader.paths[:]
+def test_classes_that_training_lacks_keep_their_names(made, paths, tmp_path):
     names = {path: "zebra" if "test/ant/00" in path else "yak" if "test/ant/01" in path else path.split("/")[1]
              for path in paths}  # fmt: skip
-    file = labels_file(tmp_path / "labels.csv", [["path", "label"], *map(list, names.items())])
-    result = layertap("probe", made / "out", "-l", "layer4", "-p", "centroid", "--labels", file, "-o", tmp_path / "res")
-    assert "2 test rows have a class that no training row has" in result.stdout
-    found = {one["path"]: one["label"] for one in csv.DictReader((tmp_path / "res/predictions.csv").open())}
-    assert all(names[path] == label for path, label in found.items())
+    file = labels_file(tmp_path / "labels.csv", ["path", "label"], *map(list, names.items()))
+    told = quickly_probed(made / "out", tmp_path / "res", "--labels", file)
+    assert "2 test rows have a class that no training row has" in told
+    assert all(names[one["path"]] == one["label"] for one in table(tmp_path / "res/predictions.csv"))
 
 
 @pytest.mark.usefixtures("figures")
@@ -458,21 +423,6 @@ def test_names_that_are_formulas_elsewhere_are_drawn_as_they_are(tmp_path):
     result = layertap("probe", tmp_path / "$x_$", "-p", "knn", "-o", tmp_path / "res")
     assert result.exit_code == 0
     assert "confusion.png" in result.stderr
-
-
-def test_folders_of_the_users_own_stay_and_so_do_results_until_there_are_new_ones(made, tmp_path, monkeypatch):
-    (tmp_path / "mine" / "empty").mkdir(parents=True)
-    fails("probe", made / "out", "-p", "ridge", "-o", tmp_path / "mine" / "empty")
-    assert (tmp_path / "mine" / "empty").is_dir()
-    layertap("probe", made / "out", "-p", "knn", "-o", tmp_path / "res")
-    before = {path.name: path.read_bytes() for path in (tmp_path / "res").iterdir()}
-
-    def interrupted(*args, **settings):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("pipelines.probe.job.probe", interrupted)
-    assert layertap("probe", made / "out", "-p", "centroid", "-o", tmp_path / "res").exit_code == 130
-    assert {path.name: path.read_bytes() for path in (tmp_path / "res").iterdir()} == before
 
 
 # what is wrong is said
@@ -521,8 +471,10 @@ def test_a_config_file_has_the_words_of_the_flags(made, tmp_path):
 def _kept(made, tmp_path_factory):
     place = tmp_path_factory.mktemp("kept")
     file = place / "probe.safetensors"
-    result = layertap("probe", made / "out", "-l", "layer4", "-o", place / "res", "--save", file)
+    result = layertap("probe", made / "out", "-l", "layer4", "-p", "linear", "-o", place / "res", "--save", file)
     assert str(file) in result.stderr
+    content = results(place / "res")  # linear is the usual probe
+    assert content["configuration"]["protocol"] == content["probes"][0]["protocol"] == "clip"
     return place
 
 
@@ -533,24 +485,20 @@ def kept(_kept, tmp_path):
 
 
 def predictions(file: Path) -> dict[str, str]:
-    return {one["path"]: one["predicted"] for one in csv.DictReader(file.open())}
+    return {one["path"]: one["predicted"] for one in table(file)}
 
 
 def test_new_images_get_the_classes_that_their_stored_features_get(made, kept, tmp_path):
-    probed = {one["path"]: one["predicted"] for one in csv.DictReader((tmp_path / "res/predictions.csv").open())}
     stored = layertap("predict", kept, made / "out", "-o", tmp_path / "stored.csv")
     assert "66 images predicted" in stored.stdout
-    fresh = layertap("predict", kept, made / "pictures", "-o", tmp_path / "fresh.csv")
-    assert fresh.exit_code == 0
+    assert layertap("predict", kept, made / "pictures", "-o", tmp_path / "fresh.csv").exit_code == 0
     assert predictions(tmp_path / "stored.csv") == predictions(tmp_path / "fresh.csv")
-    assert {path: predictions(tmp_path / "fresh.csv")[path] for path in probed} == probed
-    one = next(csv.DictReader((tmp_path / "fresh.csv").open()))
-    assert sum(float(one[f"p({name})"]) for name in COLOURS) == pytest.approx(1, abs=1e-4)
-    saved = {line["path"]: line for line in csv.DictReader((tmp_path / "res/predictions.csv").open())}
-    for line in csv.DictReader((tmp_path / "fresh.csv").open()):
-        if line["path"] in saved:
-            probability = float(saved[line["path"]]["probability"])
-            assert probability == pytest.approx(float(line[f"p({line['predicted']})"]), abs=1e-3)
+    fresh = {one["path"]: one for one in table(tmp_path / "fresh.csv")}
+    assert sum(float(fresh["test/ant/00.png"][f"p({name})"]) for name in COLOURS) == pytest.approx(1, abs=1e-4)
+    for line in table(tmp_path / "res/predictions.csv"):
+        now = fresh[line["path"]]
+        assert now["predicted"] == line["predicted"]
+        assert float(now[f"p({line['predicted']})"]) == pytest.approx(float(line["probability"]), abs=1e-3)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["fresh.csv", "probe.safetensors", "res", "stored.csv"]
 
 
@@ -594,7 +542,7 @@ def test_images_that_fail_have_a_line_without_a_class(made, kept, tmp_path):
     (tmp_path / "new/ant/00.png").write_bytes(b"broken")
     result = layertap("predict", kept, tmp_path / "new", "-o", tmp_path / "new.csv")
     assert "5 images predicted, 1 without features" in result.stdout
-    lines = {one["path"]: one for one in csv.DictReader((tmp_path / "new.csv").open())}
+    lines = {one["path"]: one for one in table(tmp_path / "new.csv")}
     assert (lines["ant/00.png"]["status"], lines["ant/00.png"]["predicted"]) == ("decode error", "")
     assert lines["ant/01.png"]["status"] == "ok"
 
@@ -622,19 +570,15 @@ def test_a_probe_of_two_layers_side_by_side_and_of_the_embedding_predicts(made, 
     assert results(tmp_path / "res")["probes"][0]["layer"] == "embedding"
 
 
-def test_images_without_any_label_are_no_failures(made, tmp_path):
-    with FeatureReader(made / "out") as reader:
-        paths = reader.paths[:]
-    lines = [["path", "label"]] + [[path, "warm|hot" if "ant" in path else ""] for path in paths]
-    file = labels_file(tmp_path / "labels.csv", lines)
-    for protocol in ("clip", "knn"):
-        arguments = [] if protocol == "knn" else ["--save", tmp_path / "p.safetensors"]
-        layertap("probe", made / "out", "-l", "layer4", "-p", protocol, "--labels", file, "--multilabel",
-                 "-o", tmp_path / "res", *arguments)  # fmt: skip
-        found = list(csv.DictReader((tmp_path / "res" / "predictions.csv").open()))
+def test_images_without_any_label_are_no_failures(made, paths, tmp_path):
+    lines = [[path, "warm|hot" if "ant" in path else ""] for path in paths]
+    file = labels_file(tmp_path / "labels.csv", ["path", "label"], *lines)
+    of = ("probe", made / "out", "-l", "layer4", "--labels", file, "--multilabel", "-o", tmp_path / "res")
+    for options in (("--save", tmp_path / "p.safetensors"), ("-p", "knn")):
+        layertap(*of, *options)
+        found = table(tmp_path / "res" / "predictions.csv")
         assert {one["label"] for one in found} == {"", "hot|warm"}
-        if protocol == "knn":
-            assert np.mean([one["predicted"] == one["label"] for one in found]) > 0.85
+    assert np.mean([one["predicted"] == one["label"] for one in found]) > 0.85
     result = layertap("predict", tmp_path / "p.safetensors", made / "out", "-o", tmp_path / "x.csv")
     assert "66 images predicted;" in result.stdout
 
