@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import numpy as np
 import pytest
 import scipy.stats
@@ -14,7 +12,7 @@ from sklearn.multiclass import OneVsRestClassifier
 from sklearn.neighbors import NearestCentroid
 from sklearn.preprocessing import StandardScaler, normalize
 
-from extract.analysis.probe import PROTOCOLS, linear_probe, protocols
+from extract.analysis.probe import linear_probe, protocols
 from extract.analysis.probe.feature_matrix import FeatureRows
 from extract.analysis.probe.logistic import LogisticRegression as Problem
 from extract.analysis.probe.protocols import _note_on_iterations, stratified_folds
@@ -33,9 +31,28 @@ def data():
     return x[:400], y[:400], x[400:500], y[400:500], x[500:], y[500:]
 
 
-def fitted(x, y, strength):
+@pytest.fixture
+def train_and_test(data):
+    """The rows to train on and to test on, without those to choose on."""
+    x, y, _, _, x_test, y_test = data
+    return x, y, x_test, y_test
+
+
+def fitted(x, y, strength, **how):
     # Newton's method, since L-BFGS stops early where regularisation is weak.
-    return LogisticRegression(C=strength, solver="newton-cholesky", tol=1e-8).fit(x.astype(np.float64), y)
+    return LogisticRegression(C=strength, solver="newton-cholesky", tol=1e-8, **how).fit(x.astype(np.float64), y)
+
+
+def votes(bank, labels, queries, k):
+    """Classes by the votes of the k nearest rows by cosine."""
+    cosines = normalize(queries.astype(np.float64)) @ normalize(bank.astype(np.float64)).T
+    nearest = np.argsort(-cosines, axis=1)[:, :k]
+    weights = np.exp(np.take_along_axis(cosines, nearest, 1) / 0.07)
+    return np.einsum("qk,qkc->qc", weights, np.eye(5)[labels[nearest]]).argmax(1)
+
+
+def is_judged_by_the_best_of_its_curve(result):
+    return result.validation == max(value for _, value in result.curve)
 
 
 def test_simclr_takes_the_best_of_45_strengths_on_val_and_fits_again(data):
@@ -51,11 +68,14 @@ def test_simclr_takes_the_best_of_45_strengths_on_val_and_fits_again(data):
     assert result.model is not None
     np.testing.assert_allclose(result.model.predict_proba(x_test), both.predict_proba(x_test), atol=5e-3)
     assert (result.n_train, result.n_val, result.n_test) == (500, 100, 150)
+    assert is_judged_by_the_best_of_its_curve(result)
 
 
-def test_dinov2_holds_out_the_first_tenth_of_a_permutation_with_seed_0(data):
-    x, y, _, _, x_test, y_test = data
-    result = linear_probe(x, y, x_test, y_test, protocol="dinov2-logreg")
+def test_dinov2_holds_out_the_first_tenth_of_a_permutation_with_seed_0(train_and_test):
+    x, y, x_test, y_test = train_and_test
+    result = linear_probe(*train_and_test, protocol="dinov2-logreg")
+    assert (result.n_val, result.chosen_on) == (40, "a tenth of the training rows")
+    assert is_judged_by_the_best_of_its_curve(result)
     torch.manual_seed(0)
     order = torch.randperm(400).numpy()
     out, left = order[:40], order[40:]
@@ -73,9 +93,8 @@ def test_clip_searches_from_coarse_to_fine(data):
     best = round(8 * np.log10(result.chosen))
     assert {best - 1, best + 1} <= set(exponents)  # it was looked at on both sides, at the end
     assert len(result.curve) <= 7 + 4 * 2
-    assert (
-        max(value for _, value in result.curve) == dict(zip(exponents, (v for _, v in result.curve), strict=True))[best]
-    )
+    assert is_judged_by_the_best_of_its_curve(result)
+    assert result.validation == dict(zip(exponents, (value for _, value in result.curve), strict=True))[best]
     both = fitted(np.concatenate([x, x_val]), np.concatenate([y, y_val]), 1 / result.chosen)
     assert result.value == pytest.approx(both.score(x_test, y_test), abs=0.003)
 
@@ -83,52 +102,41 @@ def test_clip_searches_from_coarse_to_fine(data):
 def test_knn_chooses_k_on_val_and_then_has_its_rows_too(data):
     x, y, x_val, y_val, x_test, y_test = data
     result = linear_probe(x, y, x_test, y_test, x_val=x_val, y_val=y_val, protocol="knn")
-
-    def accuracy(bank, labels, queries, truth, k):
-        cosines = normalize(queries.astype(np.float64)) @ normalize(bank.astype(np.float64)).T
-        nearest = np.argsort(-cosines, axis=1)[:, :k]
-        votes = np.exp(np.take_along_axis(cosines, nearest, 1) / 0.07)
-        return (np.einsum("qk,qkc->qc", votes, np.eye(5)[labels[nearest]]).argmax(1) == truth).mean()
-
-    on_val = {k: accuracy(x, y, x_val, y_val, k) for k in (10, 20, 100, 200)}
+    on_val = {k: (votes(x, y, x_val, k) == y_val).mean() for k in (10, 20, 100, 200)}
     assert dict(result.curve) == pytest.approx(on_val)
     assert result.chosen == max(on_val, key=lambda k: on_val[k])
+    assert is_judged_by_the_best_of_its_curve(result)
     everyone, labels = np.concatenate([x, x_val]), np.concatenate([y, y_val])
-    assert result.value == pytest.approx(accuracy(everyone, labels, x_test, y_test, int(result.chosen)))
+    assert result.value == pytest.approx((votes(everyone, labels, x_test, int(result.chosen)) == y_test).mean())
     assert result.model is None
-
-
-def test_knn_goes_by_cosine_also_of_standardised_features(data):
-    x, y, x_val, y_val, x_test, y_test = data
-    result = linear_probe(x, y, x_test, y_test, x_val=x_val, y_val=y_val, protocol="knn", scaling="standardise")
-    everyone, labels = np.concatenate([x, x_val]), np.concatenate([y, y_val])
+    scaled = linear_probe(x, y, x_test, y_test, x_val=x_val, y_val=y_val, protocol="knn", scaling="standardise")
     scaler = StandardScaler().fit(everyone)
-    cosines = normalize(scaler.transform(x_test)) @ normalize(scaler.transform(everyone)).T
-    nearest = np.argsort(-cosines, axis=1)[:, : int(result.chosen)]
-    votes = np.exp(np.take_along_axis(cosines, nearest, 1) / 0.07)
-    expected = np.einsum("qk,qkc->qc", votes, np.eye(5)[labels[nearest]]).argmax(1)
-    assert (result.predictions == expected).mean() > 0.99
+    expected = votes(scaler.transform(everyone), labels, scaler.transform(x_test), int(scaled.chosen))
+    assert (scaled.predictions == expected).mean() > 0.99
 
 
-def test_centroid_is_the_nearest_class_mean_by_cosine(data):
-    x, y, _, _, x_test, y_test = data
-    result = linear_probe(x, y, x_test, y_test, protocol="centroid")
+def test_centroid_is_the_nearest_class_mean_by_cosine(train_and_test):
+    x, y, x_test, y_test = train_and_test
+    result = linear_probe(*train_and_test, protocol="centroid")
     means = normalize(NearestCentroid().fit(normalize(x), y).centroids_)
     np.testing.assert_array_equal(result.predictions, (normalize(x_test) @ means.T).argmax(1))
     assert "log_loss" not in result.metrics
+    column = linear_probe(x, y[:, None] % 2, x_test, y_test[:, None] % 2, protocol="centroid")
+    assert column.task == "classification"
 
 
-def test_two_classes_have_one_vector_of_weights_in_every_protocol(data):
-    x, y, _, _, x_test, y_test = data
+@pytest.mark.usefixtures("few_strengths")
+@pytest.mark.parametrize("protocol", ["clip", "centroid", "knn"])
+def test_two_classes_have_one_vector_of_weights_in_every_protocol(train_and_test, protocol):
+    x, y, x_test, y_test = train_and_test
     two, two_test = y < 2, y_test < 2
-    for protocol in ("clip", "centroid", "knn"):
-        result = linear_probe(x[two], y[two], x_test[two_test], y_test[two_test], protocol=protocol)
-        assert result.value > 0.8, protocol
-        if result.model is not None:
-            assert result.model.coef_.shape == (1, 24)
-            assert (result.model.predict(x_test[two_test]) == np.array([0, 1])[result.predictions]).all()
-            scores = result.model.decision_function(x_test[two_test])
-            assert ((scores > 0) == (result.predictions == 1)).all()
+    result = linear_probe(x[two], y[two], x_test[two_test], y_test[two_test], protocol=protocol)
+    assert result.value > 0.8
+    if result.model is not None:
+        assert result.model.coef_.shape == (1, 24)
+        assert (result.model.predict(x_test[two_test]) == np.array([0, 1])[result.predictions]).all()
+        scores = result.model.decision_function(x_test[two_test])
+        assert ((scores > 0) == (result.predictions == 1)).all()
 
 
 def test_ridge_chooses_alpha_on_val(data):
@@ -142,6 +150,7 @@ def test_ridge_chooses_alpha_on_val(data):
     alphas = np.logspace(-5, 6, 45)
     on_val = [Ridge(alpha=a).fit(scaler.transform(x), y).score(scaler.transform(x_val), y_val) for a in alphas]
     np.testing.assert_allclose([value for _, value in result.curve], on_val, atol=1e-4)
+    assert is_judged_by_the_best_of_its_curve(result)
     # Small alphas hardly differ: which of them is the best by the last bits depends on the processor.
     assert dict(zip(alphas.tolist(), on_val, strict=True))[result.chosen] == pytest.approx(max(on_val), abs=1e-7)
     everyone = np.concatenate([x, x_val]).astype(np.float64)
@@ -181,13 +190,12 @@ def test_labels_that_do_not_exclude_each_other_are_judged_by_average_precision(d
     assert nearest.metrics["mAP"].value > labels[2].mean() + 0.1
 
 
-def test_class_weights_are_those_of_scikit_learn(data):
-    x, y, _, _, x_test, y_test = data
+@pytest.mark.usefixtures("few_strengths")
+def test_class_weights_are_those_of_scikit_learn(train_and_test):
+    x, y, x_test, y_test = train_and_test
     few = (y != 0) | (np.arange(400) % 10 == 0)
-    result = linear_probe(x[few], y[few], x_test, y_test, protocol="dinov2-logreg", class_weight="balanced")
-    expected = LogisticRegression(C=result.chosen, class_weight="balanced", solver="newton-cholesky").fit(
-        x[few], y[few]
-    )
+    result = linear_probe(x[few], y[few], x_test, y_test, protocol="clip", class_weight="balanced")
+    expected = fitted(x[few], y[few], 1 / result.chosen, class_weight="balanced")
     assert result.model is not None
     np.testing.assert_allclose(result.model.predict_proba(x_test), expected.predict_proba(x_test), atol=5e-3)
 
@@ -210,13 +218,6 @@ def test_centroid_predicts_folds_of_the_training_rows_so_that_a_layer_can_be_cho
     given = linear_probe(x, y, x_test, y_test, x_val=x_val, y_val=y_val, protocol="centroid")
     alone = linear_probe(x, y, x_val, y_val, protocol="centroid")
     assert (given.validation, given.chosen_on) == (pytest.approx(alone.value), "validation rows")
-
-
-@pytest.mark.parametrize("protocol", ["clip", "simclr", "dinov2-logreg", "knn", "ridge"])
-def test_a_layer_is_judged_by_the_best_metric_on_the_rows_for_the_strength(data, protocol):
-    x, y, _, _, x_test, y_test = data
-    result = linear_probe(x[:120], y[:120], x_test, y_test, protocol=protocol)
-    assert result.validation == max(value for _, value in result.curve)
 
 
 @pytest.mark.usefixtures("few_strengths")
@@ -252,12 +253,10 @@ def test_few_shot_draws_nested_rows_of_each_class_and_tells_mean_and_spread(data
 
 
 @pytest.mark.usefixtures("few_strengths")
-def test_few_shot_draws_by_its_seed(data, monkeypatch):
-    x, y, _, _, x_test, y_test = data
+def test_few_shot_draws_by_its_seed(train_and_test, monkeypatch):
     monkeypatch.setattr(protocols, "SHOTS", (1,))
-    first, second, other = (
-        linear_probe(x, y, x_test, y_test, protocol="fewshot", seed=seed).shots for seed in (0, 0, 1)
-    )
+    monkeypatch.setattr(protocols, "_REPEATS", 2)
+    first, second, other = (linear_probe(*train_and_test, protocol="fewshot", seed=seed).shots for seed in (0, 0, 1))
     assert first == second != other
 
 
@@ -272,62 +271,51 @@ def test_few_shot_leaves_out_more_shots_than_a_class_has(data):
         linear_probe(x[:2], [0, 1], x_test, y_test, protocol="fewshot")
 
 
-def test_scaling_is_of_the_training_rows_alone(data):
-    x, y, _, _, x_test, y_test = data
-    plain = linear_probe(x, y, x_test, y_test, protocol="dinov2-logreg", scaling="standardise")
-    moved = linear_probe(x, y, 5 * x_test + 100, y_test, protocol="dinov2-logreg", scaling="standardise")
+@pytest.mark.usefixtures("few_strengths")
+def test_scaling_is_of_the_training_rows_alone(train_and_test):
+    x, y, x_test, y_test = train_and_test
+    plain = linear_probe(*train_and_test, scaling="standardise")
+    moved = linear_probe(x, y, 5 * x_test + 100, y_test, scaling="standardise")
     assert plain.model is not None
     assert moved.model is not None
     np.testing.assert_array_equal(plain.model.coef_, moved.model.coef_)
     scaler = StandardScaler().fit(x.astype(np.float64))
-    expected = fitted(scaler.transform(x), y, plain.chosen).predict_proba(scaler.transform(x_test))
+    expected = fitted(scaler.transform(x), y, 1 / plain.chosen).predict_proba(scaler.transform(x_test))
     np.testing.assert_allclose(plain.model.predict_proba(x_test), expected, atol=5e-3)
 
 
-def test_labels_of_the_test_rows_have_no_influence_on_the_probe(data):
-    x, y, x_val, y_val, x_test, y_test = data
-    for protocol in ("clip", "knn"):
-        first, second = (
-            linear_probe(x, y, x_test, truth, x_val=x_val, y_val=y_val, protocol=protocol)
-            for truth in (y_test, np.random.default_rng(0).permutation(y_test))
-        )
-        assert (first.chosen, list(first.curve)) == (second.chosen, list(second.curve))
-        np.testing.assert_array_equal(first.predictions, second.predictions)
+@pytest.mark.usefixtures("few_strengths")
+@pytest.mark.parametrize("protocol", ["clip", "knn"])
+def test_labels_of_the_test_rows_have_no_influence_on_the_probe(train_and_test, protocol):
+    x, y, x_test, y_test = train_and_test
+    first, second = (
+        linear_probe(x, y, x_test, truth, protocol=protocol)
+        for truth in (y_test, np.random.default_rng(0).permutation(y_test))
+    )
+    assert (first.chosen, list(first.curve)) == (second.chosen, list(second.curve))
+    np.testing.assert_array_equal(first.predictions, second.predictions)
 
 
-def test_shuffled_labels_give_chance():
+@pytest.mark.usefixtures("few_strengths")
+@pytest.mark.parametrize("protocol", ["clip", "knn", "centroid"])
+def test_shuffled_labels_give_chance(protocol):
     generator = np.random.default_rng(0)
     x, y = generator.normal(size=(1000, 20)).astype(np.float32), np.arange(1000) % 4
     y = generator.permutation(y)
-    for protocol in ("clip", "knn", "centroid"):
-        top1 = linear_probe(x[:600], y[:600], x[600:], y[600:], protocol=protocol).metrics["top1"]
-        assert abs(top1.value - 0.25) < 3 * np.sqrt(0.25 * 0.75 / 400), protocol
-        assert top1.high - top1.low == pytest.approx(4 * np.sqrt(0.25 * 0.75 / 400), rel=0.15)
+    top1 = linear_probe(x[:600], y[:600], x[600:], y[600:], protocol=protocol).metrics["top1"]
+    assert abs(top1.value - 0.25) < 3 * np.sqrt(0.25 * 0.75 / 400)
+    assert top1.high - top1.low == pytest.approx(4 * np.sqrt(0.25 * 0.75 / 400), rel=0.15)
 
 
-def test_streamed_features_give_what_held_ones_give(data):
+@pytest.mark.usefixtures("few_strengths")
+@pytest.mark.parametrize("protocol", ["clip", "knn", "centroid"])
+def test_streamed_features_give_what_held_ones_give(data, protocol):
     x, y, x_val, y_val, x_test, y_test = data
-    for protocol in ("clip", "knn", "centroid"):
-        held, streamed = (
-            linear_probe(
-                x[:200], y[:200], x_test, y_test, x_val=x_val, y_val=y_val, protocol=protocol, memory_bytes=memory
-            )
-            for memory in (1 << 30, 20_000)
-        )
-        assert streamed.value == pytest.approx(held.value, abs=0.0067), protocol
-
-
-def test_few_rows_to_choose_on_are_told_and_none_is_as_if_not_given(data):
-    x, y, _, _, x_test, y_test = data
-    assert "chosen on only 40 rows" in linear_probe(x, y, x_test, y_test, protocol="knn").notes
-    empty = linear_probe(x, y, x_test, y_test, x_val=x[:0], y_val=y[:0], protocol="knn")
-    assert empty.n_val == 40
-
-
-def test_a_column_of_classes_is_classes(data):
-    x, y, _, _, x_test, y_test = data
-    result = linear_probe(x, y[:, None] % 2, x_test, y_test[:, None] % 2, protocol="centroid")
-    assert result.task == "classification"
+    how = {"x_val": x_val, "y_val": y_val, "protocol": protocol}
+    held, streamed = (
+        linear_probe(x[:200], y[:200], x_test, y_test, memory_bytes=memory, **how) for memory in (1 << 30, 20_000)
+    )
+    assert streamed.value == pytest.approx(held.value, abs=0.0067)
 
 
 def test_classes_are_of_any_kind_and_unknown_ones_count_as_wrong(data):
@@ -369,30 +357,15 @@ def test_classes_are_of_any_kind_and_unknown_ones_count_as_wrong(data):
         ({"device": "mps"}, "cannot be used|mps does not support"),
         ({"x_train": np.ones((400, 0), np.float32)}, "have no values"),
         ({"y_train": np.full((400, 2), 3), "y_test": np.zeros((150, 2))}, "labels, 0 or 1"),
+        ({"x_train": np.ones((9, 24)), "y_train": np.arange(9) % 5, "protocol": "knn"}, "too few to hold out a tenth"),
+        ({"x_train": np.ones((3, 24)), "y_train": [0, 1, 2], "y_test": [0] * 150}, "no class has two training rows"),
+        ({"y_train": np.eye(5)[[0] * 400], "y_test": np.eye(5)[[0] * 150], "protocol": "centroid"}, "not multilabel"),
     ],
 )
-def test_what_cannot_be_is_said(data, change, message):
-    x, y, _, _, x_test, y_test = data
-    given = {"x_train": x, "y_train": y, "x_test": x_test, "y_test": y_test, **change}
+def test_what_cannot_be_is_said(train_and_test, change, message):
+    given = dict(zip(("x_train", "y_train", "x_test", "y_test"), train_and_test, strict=True))
     with pytest.raises(LayertapError, match=message):
-        linear_probe(**given)
-
-
-def test_too_few_rows_to_choose_on_and_protocols_for_another_task(data):
-    x, y, _, _, x_test, y_test = data
-    with pytest.raises(InputError, match="too few to hold out a tenth"):
-        linear_probe(x[:9], y[:9], x_test, y_test, protocol="knn")
-    with pytest.raises(InputError, match="no class has two training rows"):
-        linear_probe(x[:3], [0, 1, 2], x_test, y_test % 3)
-    with pytest.raises(InputError, match="not multilabel"):
-        linear_probe(x, np.eye(5)[y], x_test, np.eye(5)[y_test], protocol="centroid")
-
-
-def test_every_protocol_says_what_it_does_and_where_it_is_from():
-    for name, protocol in PROTOCOLS.items():
-        assert protocol.about, name
-        if protocol.fit is not None:
-            assert re.search(r"[A-Z][a-z]+ .*(19|20)\d\d", protocol.fit.__doc__ or ""), name
+        linear_probe(**given | change)
 
 
 def gaussian_classes(rows: int, sigma: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -412,7 +385,7 @@ def chosen_by_scikit_learn(strengths, x, y, x_val, y_val) -> float:
 
 
 @pytest.mark.parametrize(("rows", "sigma"), [(15, 1.5), (100, 4.0), (200, 8.0)])
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_of_equally_good_strengths_the_one_with_the_least_log_loss_is_taken(rows, sigma, seed):
     x, y = gaussian_classes(rows, sigma, seed)
     x_val, y_val = gaussian_classes(max(6, rows // 10), sigma, 100 + seed)
@@ -422,14 +395,10 @@ def test_of_equally_good_strengths_the_one_with_the_least_log_loss_is_taken(rows
     accuracies = [value for _, value in result.curve]
     assert accuracies.count(max(accuracies)) > 1  # there is a choice
     assert result.chosen == pytest.approx(chosen_by_scikit_learn(strengths, x, y, x_val, y_val))
-
-
-def test_ties_do_not_cost_small_data_their_accuracy():
-    """The strongest penalty of equals lost 5 points of accuracy here, and its log loss was 0.9."""
-    for seed in range(3):
-        x, y = gaussian_classes(100, 4.0, seed)
-        x_test, y_test = gaussian_classes(900, 4.0, 200 + seed)
-        result = linear_probe(x, y, x_test, y_test, protocol="clip")
+    if (rows, sigma) == (
+        100,
+        4.0,
+    ):  # the strongest penalty of equals lost 5 points of accuracy, and its log loss was 0.9
         assert result.value > LogisticRegression().fit(x, y).score(x_test, y_test) - 0.02
         assert result.metrics["log_loss"].value < 0.2
 
@@ -440,6 +409,7 @@ def test_few_rows_choose_by_stratified_folds_as_scikit_learn_does():
     x_test, y_test = gaussian_classes(300, 1.0, 1)
     result = linear_probe(x, y, x_test, y_test, protocol="simclr")
     assert (result.n_val, result.chosen_on) == (90, "5 folds of the training rows, drawn 4 times")
+    assert is_judged_by_the_best_of_its_curve(result)
     folds = stratified_folds(y, 0)
     accuracies, losses = [], []
     strengths = np.logspace(-6, 5, 45)[::4]
@@ -488,18 +458,21 @@ def test_folds_hold_their_share_of_every_class_and_never_leave_out_an_only_row()
     assert stratified_folds(np.arange(3000) % 7, 0).shape == (3000, 1)  # enough rows are predicted at once
 
 
-def test_a_choice_on_many_rows_or_by_dinov2_stays_on_a_tenth():
+@pytest.mark.usefixtures("few_strengths")
+def test_many_rows_are_chosen_on_by_a_tenth_and_few_by_those_that_are_given():
     x, y = gaussian_classes(5000, 1.0, 0)
     x_test, y_test = gaussian_classes(90, 1.0, 1)
     assert linear_probe(x, y, x_test, y_test).n_val == 500
-    few = linear_probe(x[:400], y[:400], x_test, y_test, protocol="dinov2-logreg")
-    assert (few.n_val, few.chosen_on) == (40, "a tenth of the training rows")
     named = linear_probe(x[:400], y[:400], x_test, y_test, x_val=x[400:430], y_val=y[400:430])
     assert (named.n_val, named.chosen_on) == (30, "validation rows")
+    assert "chosen on only 30 rows" in named.notes
+    empty = linear_probe(x[:400], y[:400], x_test, y_test, x_val=x[:0], y_val=y[:0], protocol="knn")
+    assert empty.n_val == 40
 
 
-# With the best of a tenth, the first two lost 24 and 22 points, and the others had calibration errors of 0.3 more.
-@pytest.mark.parametrize("seed", [143, *(pytest.param(i, marks=pytest.mark.slow) for i in (137, 12, 16, 55, 92))])
+# With the best of a tenth, the first two lost 24 and 22 points, and the last had a calibration error of 0.3 more.
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [143, 137, 12])
 def test_a_probe_of_few_rows_is_as_good_as_one_cross_validated_by_scikit_learn(seed):
     record = compared(seed)
     ours, theirs = record["layertap"], record["scikit-learn"]
@@ -526,16 +499,16 @@ def test_a_limit_of_iterations_on_separated_rows_is_explained():
     assert "had not converged after 1,000 iterations; --scaling standardise" in overlapping
 
 
-@pytest.mark.parametrize("protocol", ["clip", "simclr"])
-def test_tiny_and_huge_features_name_the_scaling_that_helps(data, protocol):
-    x, y, _, _, x_test, y_test = data
-    tiny = linear_probe(1e-15 * x, y, 1e-15 * x_test, y_test, protocol=protocol)
+@pytest.mark.usefixtures("few_strengths")
+def test_tiny_and_huge_features_name_the_scaling_that_helps(train_and_test):
+    x, y, x_test, y_test = train_and_test
+    tiny = linear_probe(1e-15 * x, y, 1e-15 * x_test, y_test)
     assert any("vary so little" in note and "--scaling standardise" in note for note in tiny.notes)
-    helped = linear_probe(1e-15 * x, y, 1e-15 * x_test, y_test, protocol=protocol, scaling="standardise")
+    helped = linear_probe(1e-15 * x, y, 1e-15 * x_test, y_test, scaling="standardise")
     assert helped.value > tiny.value + 0.3
     assert not any("vary so little" in note for note in helped.notes)
     with pytest.raises(LayertapError, match="use --scaling standardise"):
-        linear_probe(1e30 * x, y, 1e30 * x_test, y_test, protocol=protocol)
+        linear_probe(1e30 * x, y, 1e30 * x_test, y_test)
 
 
 def test_labels_that_are_equally_good_are_chosen_by_log_loss_too():
@@ -554,9 +527,8 @@ def test_labels_that_are_equally_good_are_chosen_by_log_loss_too():
     assert result.chosen > 10 * equal[0]
 
 
-def test_a_result_prints_as_a_line_and_in_a_notebook_as_a_table(data):
-    x_train, y_train, _, _, x_test, y_test = data
-    result = linear_probe(x_train, y_train, x_test, y_test, protocol="knn")
+def test_a_result_prints_as_a_line_and_in_a_notebook_as_a_table(train_and_test):
+    result = linear_probe(*train_and_test, protocol="knn")
     top1 = result.metrics["top1"]
     line = f"{100 * top1.value:.1f} % ({100 * top1.low:.1f} to {100 * top1.high:.1f})"
     assert repr(result) == f"ProbeResult(knn: top-1 {line}, 400 train rows, 150 test rows)"
