@@ -48,17 +48,43 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def compared(made: Path) -> Path:
     """The folder of a comparison."""
-    result = layertap("compare", made / "pictures", "--from", made / "backbones.csv", "-l", "embedding", *QUICK, "-o",
-                      made / "out")  # fmt: skip
-    assert result.exit_code == 0, result.output
+    result = compare(made, made / "out", "-l", "embedding")
     assert "timm-nothing is left out: backbone 'timm/nothing' not found" in result.stderr
     assert "timm-nothing: backbone 'timm/nothing' not found" in result.stdout
     return made / "out"
 
 
+@pytest.fixture
+def copied(compared: Path, tmp_path: Path) -> Path:
+    """A copy of the comparison, which may be changed."""
+    return shutil.copytree(compared, tmp_path / "out")
+
+
+def compare(made: Path, out: Path, *options: object, images: Path | None = None, table: Path | None = None) -> Any:
+    """Compare backbones of a table, that of the fixture unless another is given."""
+    of = ("compare", images or made / "pictures", "--from", table or made / "backbones.csv", *QUICK, "-o", out)
+    result = layertap(*of, *options)
+    assert result.exit_code == 0, result.output
+    return result
+
+
 def results(out: Path) -> dict[str, Any]:
     content: dict[str, Any] = json.loads((out / "compare.json").read_text())
     return content
+
+
+def by_name(content: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {entry["name"]: entry for entry in content["backbones"]}
+
+
+def flat_copies(made: Path, folder: Path, every: int) -> list[str]:
+    """Every so manieth picture in a folder without folders; returns `name,class` of each."""
+    folder.mkdir()
+    lines = []
+    for path in sorted((made / "pictures").rglob("*.png"))[::every]:
+        shutil.copy(path, folder / path.name)
+        lines.append(f"{path.name},{path.parent.name}")
+    return lines
 
 
 def test_the_numbers_are_those_of_separate_runs(made: Path, compared: Path, tmp_path: Path) -> None:
@@ -78,7 +104,7 @@ def test_the_numbers_are_those_of_separate_runs(made: Path, compared: Path, tmp_
             assert alone.fingerprint == together.fingerprint
         assert layertap("probe", out, "-p", "centroid", "-o", tmp_path / f"{name}-probe").exit_code == 0
         (probe,) = json.loads((tmp_path / f"{name}-probe" / "results.json").read_text())["probes"]
-        (entry,) = (entry for entry in content["backbones"] if entry["name"] == name)
+        entry = by_name(content)[name]
         for key in ("value", "low", "high"):
             assert entry[key] == probe["metrics"]["top1"][key]
         values[name] = entry["value"]
@@ -140,41 +166,50 @@ def test_similarity_is_that_of_the_features(compared: Path) -> None:
         lines = list(csv.reader((compared / f"{measure}.csv").open()))
         assert lines[0] == [measure, "resnet:embedding", "timm-test_vit-random:embedding"]
         assert float(lines[1][2]) == content[measure][0][1]
-    by_name = {entry["name"]: entry for entry in results(compared)["backbones"]}
-    assert by_name["resnet"]["alignment"] == pytest.approx(expected.mutual_knn[0, 1])
-    assert by_name["resnet"]["effective_rank"] == pytest.approx(expected.effective_rank[0])
+    resnet = by_name(results(compared))["resnet"]
+    assert resnet["alignment"] == pytest.approx(expected.mutual_knn[0, 1])
+    assert resnet["effective_rank"] == pytest.approx(expected.effective_rank[0])
 
 
-def test_a_second_run_computes_nothing_and_adds_backbones(made: Path, compared: Path, tmp_path: Path) -> None:
-    out = shutil.copytree(compared, tmp_path / "out")
-    before = (out / "compare.json").read_bytes()
-    files = sorted(out.rglob("*.h5"))
-    times = [file.stat().st_mtime_ns for file in files]
-    of = ("compare", made / "pictures", "--from", made / "backbones.csv", *QUICK, "-o", out)
-    assert layertap(*of).exit_code == 0
-    assert (out / "compare.json").read_bytes() == before
-    assert [file.stat().st_mtime_ns for file in files] == times
-    result = layertap(*of, "-b", "timm/nope", "--json")
-    assert result.exit_code == 0
+def test_a_second_run_computes_nothing_and_adds_backbones_also_from_a_file_of_settings_and_from_python(
+    made: Path, copied: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = (copied / "compare.json").read_bytes()
+    files = {file: file.stat().st_mtime_ns for file in copied.rglob("*.h5")}
+    (tmp_path / "compare.yaml").write_text(
+        f"images: {made / 'pictures'}\ntable: {made / 'backbones.csv'}\nprotocol: knn\nworkers: 0\ncompile: 'off'\n"
+        f"out: {copied}\n"
+    )
+    assert layertap("compare", "--config", tmp_path / "compare.yaml", "-p", "centroid").exit_code == 0
+    assert (copied / "compare.json").read_bytes() == before
+    capfd.readouterr()
+    comparison = layertap_compare(
+        made / "pictures", table=made / "backbones.csv", protocol="centroid", out=copied, workers=0, compile="off",
+        progress=False,
+    )  # fmt: skip
+    assert capfd.readouterr().err == ""
+    assert (copied / "compare.json").read_bytes() == before
+    assert {file: file.stat().st_mtime_ns for file in copied.rglob("*.h5")} == files
+    assert comparison.best.name == results(copied)["backbones"][0]["name"]
+    assert [line["value"] for line in comparison.table] == [entry["value"] for entry in results(copied)["backbones"]]
+    with (copied / "backbones.csv").open() as lines:
+        assert [line["name"] for line in csv.DictReader(lines)] == [line["name"] for line in comparison.table]
+    with pytest.raises(InputError, match="protocol"):
+        layertap_compare(made / "pictures", "timm/test_vit", protocol="psychic", out=tmp_path / "no")
+    result = compare(made, copied, "-b", "timm/nope", "--json")
     assert [entry["name"] for entry in json.loads(result.stdout)["backbones"]][2:] == ["timm-nope", "timm-nothing"]
 
 
 def test_without_labels_there_are_rates_and_similarity(made: Path, tmp_path: Path) -> None:
-    flat = tmp_path / "flat"
-    flat.mkdir()
-    for path in sorted((made / "pictures").rglob("*.png"))[:30]:
-        shutil.copy(path, flat / path.name)
-    result = layertap("compare", flat, "--from", made / "backbones.csv", *QUICK, "-o", tmp_path / "out", "-l", "layer*",
-                      "-l", "embedding")  # fmt: skip
-    assert result.exit_code == 0, result.output
-    content = results(tmp_path / "out")
-    assert "30 images, no labels" in result.stdout
+    out = tmp_path / "out"
+    flat_copies(made, tmp_path / "flat", 4)
+    result = compare(made, out, "-l", "layer*", "-l", "embedding", images=tmp_path / "flat")
+    content = results(out)
+    assert "23 images, no labels" in result.stdout
     assert content["tasks"] == []
-    assert not (tmp_path / "out" / "probe").exists()
-    resnet = next(entry for entry in content["backbones"] if entry["name"] == "resnet")
-    assert resnet["layer"] == "embedding"
-    vit = next(entry for entry in content["backbones"] if entry["name"] == "timm-test_vit-random")
-    assert "layer*" in vit["error"]  # a ViT has no such layers
+    assert not (out / "probe").exists()
+    assert by_name(content)["resnet"]["layer"] == "embedding"
+    assert "layer*" in by_name(content)["timm-test_vit-random"]["error"]  # a ViT has no such layers
     assert len(content["alikeness"]["features"]) > 2
 
 
@@ -183,9 +218,7 @@ def test_the_best_layer_is_never_chosen_on_test_images(made: Path, tmp_path: Pat
         ("knn", "a tenth of the training rows"),
         ("centroid", "5 folds of the training rows, drawn 4 times"),
     ):  # the second call computes no features
-        result = layertap("compare", made / "pictures", "--from", made / "backbones.csv", *QUICK[:-2], "-p", protocol,
-                          "-l", "layer?", "-o", tmp_path / "out")  # fmt: skip
-        assert result.exit_code == 0, result.output
+        result = compare(made, tmp_path / "out", "-p", protocol, "-l", "layer?")
         content = results(tmp_path / "out")
         (task,) = content["tasks"]
         assert task["layers_chosen_on"] == chosen_on
@@ -199,19 +232,17 @@ def test_the_best_layer_is_never_chosen_on_test_images(made: Path, tmp_path: Pat
 
 
 def test_wide_layers_are_left_out_of_the_matrices_alone(
-    made: Path, compared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    made: Path, copied: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(job, "MOST_COLUMNS", 70)
-    out = shutil.copytree(compared, tmp_path / "out")
-    result = layertap("compare", made / "pictures", "--from", made / "backbones.csv", *QUICK, "-o", out)
-    assert result.exit_code == 0, result.output
-    assert "too wide to be compared with other features: resnet: embedding; pool them" in result.stdout
-    content = results(tmp_path / "out")
+    told = compare(made, copied).stdout
+    assert "too wide to be compared with other features: resnet: embedding; pool them" in told
+    content = results(copied)
     assert content["alikeness"]["features"] == [["timm-test_vit-random", "embedding"]]
-    by_name = {entry["name"]: entry for entry in content["backbones"]}
-    assert by_name["resnet"]["effective_rank"] is None
-    assert by_name["resnet"]["value"] is not None
-    assert by_name["timm-test_vit-random"]["alignment"] is None
+    entries = by_name(content)
+    assert entries["resnet"]["effective_rank"] is None
+    assert entries["resnet"]["value"] is not None
+    assert entries["timm-test_vit-random"]["alignment"] is None
 
 
 @pytest.fixture(scope="module")
@@ -229,19 +260,14 @@ def tasks(made: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_several_tasks_are_ranked(made: Path, compared: Path, tasks: list[str], tmp_path: Path) -> None:
-    out = shutil.copytree(compared, tmp_path / "out")
-    of = ("compare", made / "pictures", "--from", made / "backbones.csv", *QUICK, "-o", out)
-    result = layertap(*of, *tasks)
-    assert result.exit_code == 0, result.output
-    content = results(out)
+def test_several_tasks_are_ranked(made: Path, compared: Path, copied: Path, tasks: list[str]) -> None:
+    result, content = compare(made, copied, *tasks), results(copied)
     assert [task["name"] for task in content["tasks"]] == ["class", "first", "half"]
     names = ["resnet", "timm-test_vit-random"]
     values = np.array([[task["scores"][name]["value"] for name in names] for task in content["tasks"]])
     ranks = np.where(values == values.max(1, keepdims=True), 1.0, 2.0)
     ranks[(values[:, :1] == values[:, 1:])[:, 0]] = 1.5
-    by_name = {entry["name"]: entry for entry in content["backbones"]}
-    assert [by_name[name]["rank"] for name in names] == pytest.approx(ranks.mean(0).tolist())
+    assert [by_name(content)[name]["rank"] for name in names] == pytest.approx(ranks.mean(0).tolist())
     assert content["critical_difference"] == pytest.approx(1.95996 * np.sqrt(2 * 3 / (6 * 3)), rel=1e-4)
     (alone,) = results(compared)["tasks"]
     assert content["tasks"][0]["scores"] == alone["scores"]  # the classes of the folders, as a table
@@ -250,117 +276,79 @@ def test_several_tasks_are_ranked(made: Path, compared: Path, tasks: list[str], 
     assert (best["p"], best["value"], failed["rank"]) == (None, None, None)
     assert f"not distinguishable from {best['name']}: {second['name']}" in result.stdout
     assert "class top-1" in result.stdout
-    lines = list(csv.DictReader((out / "tasks.csv").open()))
+    lines = list(csv.DictReader((copied / "tasks.csv").open()))
     assert [line["task"] for line in lines] == ["class", "class", "first", "first", "half", "half"]
     assert float(lines[0]["value"]) == max(task["value"] for task in content["tasks"][0]["scores"].values())
     for name in ("class", "first", "half"):
-        assert (out / "probe" / name / "results.json").is_file()
-    assert layertap(*of).exit_code == 0
-    assert results(out) == results(compared)
-    assert not (out / "tasks.csv").exists()
+        assert (copied / "probe" / name / "results.json").is_file()
+    compare(made, copied)
+    assert results(copied) == results(compared)
+    assert not (copied / "tasks.csv").exists()
 
 
-def test_labels_are_checked_before_features_are_computed(made: Path, tmp_path: Path) -> None:
+def test_labels_and_tasks_are_checked_before_features_are_computed(made: Path, tmp_path: Path) -> None:
     of = ("compare", made / "pictures", "-b", "timm/test_vit", "-o", tmp_path / "out")
     (tmp_path / "other.csv").write_text("path,label\nelsewhere.png,a\n")
-    assert "no such file" in fails(*of, "--labels", tmp_path / "none.csv")
-    assert "a column 'kind'" in fails(*of, "--task", f"a={tmp_path / 'other.csv'}:kind")
-    assert "none of its 1 values of 'path' names an image" in fails(*of, "--labels", tmp_path / "other.csv")
-    (tmp_path / "one.csv").write_text("path,label\n" + f"{path_of(made, 0)},a\n{path_of(made, 1)},a\n")
-    assert "one.csv has only 1 class" in fails(*of, "--labels", tmp_path / "one.csv")
+    paths = sorted(path.relative_to(made / "pictures").as_posix() for path in (made / "pictures").rglob("*.png"))
+    (tmp_path / "one.csv").write_text(f"path,label\n{paths[0]},a\n{paths[-1]},a\n")
+    for options, why in (
+        (("--labels", tmp_path / "none.csv"), "no such file"),
+        (("--task", f"a={tmp_path / 'other.csv'}:kind"), "a column 'kind'"),
+        (("--labels", tmp_path / "other.csv"), "none of its 1 values of 'path' names an image"),
+        (("--labels", tmp_path / "one.csv"), "one.csv has only 1 class"),
+        (("--task", "labels.csv"), "expected NAME=FILE.csv[:COLUMN]"),
+        (("--task", "a=1.csv", "--task", "a=2.csv"), "two tasks are called a"),
+        (("--task", "a=1.csv", "--labels", "2.csv"), "cannot be used together"),
+    ):
+        assert why in fails(*of, *options)
     assert not (tmp_path / "out").exists()
 
 
-def path_of(made: Path, number: int) -> str:
-    (path,) = (made / "pictures").rglob(f"{number:02d}.png")
-    return path.relative_to(made / "pictures").as_posix()
-
-
-def test_folders_that_are_no_classes_are_a_note(made: Path, tmp_path: Path) -> None:
-    result = layertap("compare", made / "pictures" / "train", "--from", made / "backbones.csv", *QUICK, "--limit", 12,
-                      "-o", tmp_path / "out")  # fmt: skip
-    assert result.exit_code == 0, result.output
-    note = "the classes of the images are not used: the images have only 1 class; a probe needs at least two"
-    assert f"note: {note}" in result.stderr
-    assert "12 images, no labels" in result.stdout
-    assert note in results(tmp_path / "out")["notes"]
-
-
-def test_a_single_backbone_has_rank_one(made: Path, compared: Path, tasks: list[str], tmp_path: Path) -> None:
-    (tmp_path / "one.csv").write_text("backbone,weights\ntimm/test_vit,random\n")
-    shutil.copytree(compared, tmp_path / "out")
-    result = layertap("compare", made / "pictures", "--from", tmp_path / "one.csv", *QUICK, *tasks, "-o",
-                      tmp_path / "out")  # fmt: skip
-    assert result.exit_code == 0, result.output
-    content = results(tmp_path / "out")
-    assert content["critical_difference"] is None
-    assert [entry["rank"] for entry in content["backbones"]] == [1]
-    assert "distinguishable" not in result.stdout
-
-
-def test_wrong_tasks_are_refused(made: Path, tmp_path: Path) -> None:
-    of = ("compare", made / "pictures", "-b", "timm/test_vit", "-o", tmp_path / "out")
-    assert "expected NAME=FILE.csv[:COLUMN]" in fails(*of, "--task", "labels.csv")
-    assert "two tasks are called a" in fails(*of, "--task", "a=1.csv", "--task", "A=2.csv".lower())
-    assert "cannot be used together" in fails(*of, "--task", "a=1.csv", "--labels", "2.csv")
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_budget_is_refused_with_what_to_use(made: Path, tmp_path: Path) -> None:
-    of = ("compare", made / "pictures", "-b", "timm/test_vit", "-o", tmp_path / "out")
+def test_wrong_input_is_refused(made: Path, tmp_path: Path) -> None:
+    of = ("compare", made / "pictures", "-o", tmp_path / "out")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("")
     (tmp_path / "compare.yaml").write_text("budget: 30m\n")
-    for more in (("--budget", "30m"), ("--config", tmp_path / "compare.yaml")):
-        assert "use --limit N" in fails(*of, *more)
+    for options, why in (
+        ((), "no backbones to compare"),
+        (("-b", "timm/x", "-o", tmp_path / "mine"), "not a comparison"),
+        (("-b", "timm/zzz*"), "backbone 'timm/zzz*' not found"),
+        (("-b", "timm/test_vit", "--budget", "30m"), "use --limit N"),
+        (("-b", "timm/test_vit", "--config", tmp_path / "compare.yaml"), "use --limit N"),
+    ):
+        assert why in fails(*of, *options)
     with pytest.raises(TypeError, match="budget"):
         layertap_compare(made / "pictures", "timm/test_vit", out=tmp_path / "out", budget="30m")
     assert not (tmp_path / "out").exists()
+    message = fails(*of, "-b", "timm/nothing")
+    assert "no backbone could be used" in message
+    assert "timm-nothing: backbone 'timm/nothing' not found" in message
 
 
-def test_a_backbone_with_other_images_is_left_out_with_each_difference_on_its_line(
-    made: Path, compared: Path, tmp_path: Path
+def test_folders_that_are_no_classes_are_a_note(made: Path, tmp_path: Path) -> None:
+    result = compare(made, tmp_path, "--limit", 12, images=made / "pictures" / "train")
+    note = "the classes of the images are not used: the images have only 1 class; a probe needs at least two"
+    assert f"note: {note}" in result.stderr
+    assert "12 images, no labels" in result.stdout
+    assert note in results(tmp_path)["notes"]
+
+
+def test_a_single_backbone_has_rank_one_and_disputes_nothing(
+    made: Path, copied: Path, tasks: list[str], tmp_path: Path
 ) -> None:
-    out = shutil.copytree(compared, tmp_path / "out")
-    result = layertap("compare", made / "pictures", "--from", made / "backbones.csv", "-l", "embedding", *QUICK,
-                      "--limit", 60, "-o", out)  # fmt: skip
-    assert "cannot be mixed:\n  images.count: stored 90, now 60\n" in result.stderr.split("error:")[0]
-
-
-def test_from_python(made: Path, compared: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    out = shutil.copytree(compared, tmp_path / "out")
-    comparison = layertap_compare(
-        made / "pictures", table=made / "backbones.csv", protocol="centroid", out=out, workers=0, compile="off",
-        progress=False,
-    )  # fmt: skip
-    assert capfd.readouterr().err == ""
-    assert results(out) == results(compared)
-    assert comparison.best.name == results(out)["backbones"][0]["name"]
-    assert [line["value"] for line in comparison.table][:2] == [
-        entry["value"] for entry in results(out)["backbones"][:2]
-    ]
-    lines = csv.DictReader((out / "backbones.csv").open())
-    assert [line["name"] for line in lines] == [line["name"] for line in comparison.table]
-    with pytest.raises(InputError, match="protocol"):
-        layertap_compare(made / "pictures", "timm/test_vit", protocol="psychic", out=tmp_path / "no")
-
-
-def test_settings_may_be_in_a_file(made: Path, compared: Path, tmp_path: Path) -> None:
-    out = shutil.copytree(compared, tmp_path / "out")
-    (tmp_path / "compare.yaml").write_text(
-        f"images: {made / 'pictures'}\ntable: {made / 'backbones.csv'}\nprotocol: knn\nworkers: 0\ncompile: 'off'\n"
-        f"out: {out}\n"
-    )
-    assert layertap("compare", "--config", tmp_path / "compare.yaml", "-p", "centroid").exit_code == 0
-    assert results(out) == results(compared)
-
-
-def test_a_single_backbone_disputes_nothing(made: Path, compared: Path, tmp_path: Path) -> None:
     (tmp_path / "one.csv").write_text("backbone,weights\ntimm/test_vit,random\n")
-    shutil.copytree(compared, tmp_path / "out")
-    result = layertap("compare", made / "pictures", "--from", tmp_path / "one.csv", *QUICK, "-o", tmp_path / "out")
-    assert result.exit_code == 0, result.output
-    content = results(tmp_path / "out")
-    assert content["tasks"][0]["disputed"] == []
-    assert (tmp_path / "out" / "compare.html").is_file()
+    result, content = compare(made, copied, *tasks, table=tmp_path / "one.csv"), results(copied)
+    assert content["critical_difference"] is None
+    assert [entry["rank"] for entry in content["backbones"]] == [1]
+    assert "distinguishable" not in result.stdout
+    assert [task["disputed"] for task in content["tasks"]] == [[], [], []]
+    assert (copied / "compare.html").is_file()
+
+
+def test_a_backbone_with_other_images_is_left_out_with_each_difference_on_its_line(made: Path, copied: Path) -> None:
+    of = ("compare", made / "pictures", "--from", made / "backbones.csv", *QUICK, "-o", copied)
+    result = layertap(*of, "-l", "embedding", "--limit", 60)
+    assert "cannot be mixed:\n  images.count: stored 90, now 60\n" in result.stderr.split("error:")[0]
 
 
 BROKEN = """
@@ -407,17 +395,10 @@ def test_a_backbone_that_fails_while_it_computes_is_a_line_with_the_reason(made:
 
 
 def test_labels_may_be_in_a_table(made: Path, tmp_path: Path) -> None:
-    flat = tmp_path / "flat"
-    flat.mkdir()
-    lines = ["path,label"]
-    for path in sorted((made / "pictures").rglob("*.png"))[::2]:
-        shutil.copy(path, flat / path.name)
-        lines.append(f"{path.name},{path.parent.name}")
-    (tmp_path / "labels.csv").write_text("\n".join(lines))
-    result = layertap("compare", flat, "--from", made / "backbones.csv", *QUICK, "--labels", tmp_path / "labels.csv",
-                      "-o", tmp_path / "out")  # fmt: skip
-    assert result.exit_code == 0, result.output
-    assert results(tmp_path / "out")["tasks"][0]["test_images"] == 9
+    lines = flat_copies(made, tmp_path / "flat", 3)
+    (tmp_path / "labels.csv").write_text("\n".join(["path,label", *lines]))
+    compare(made, tmp_path / "out", "--labels", tmp_path / "labels.csv", images=tmp_path / "flat")
+    assert results(tmp_path / "out")["tasks"][0]["test_images"] == 6
 
 
 @pytest.mark.slow
@@ -452,18 +433,6 @@ def without_rates(content: dict[str, Any]) -> dict[str, Any]:
     for entry in content["backbones"]:
         del entry["images_per_s"]
     return content
-
-
-def test_wrong_input_is_refused(made: Path, tmp_path: Path) -> None:
-    pictures = made / "pictures"
-    assert "no backbones to compare" in fails("compare", pictures, "-o", tmp_path / "a")
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "thesis.txt").write_text("")
-    assert "not a comparison" in fails("compare", pictures, "-b", "timm/x", "-o", tmp_path / "mine")
-    message = fails("compare", pictures, "-b", "timm/nothing", "-o", tmp_path / "b")
-    assert "no backbone could be used" in message
-    assert "timm-nothing: backbone 'timm/nothing' not found" in message
-    assert "backbone 'timm/zzz*' not found" in fails("compare", pictures, "-b", "timm/zzz*", "-o", tmp_path / "c")
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.pipelines.test_cli import layertap
-from tests.pipelines.test_compare import QUICK, compared, made, tasks
+from tests.pipelines.test_compare import compare, compared, made, tasks
 from tests.pipelines.test_report_page import browser, fine, opened
 
 __all__ = ["browser", "compared", "made", "tasks"]  # fixtures
@@ -56,9 +55,7 @@ def test_names_are_text(browser: Any, made: Path, tmp_path: Path) -> None:
         (flat / name).write_bytes(path.read_bytes())
         lines.append(f"{name},<b>{path.parent.name}</b>")
     (tmp_path / "labels.csv").write_text("\n".join(lines))
-    result = layertap("compare", flat, "--from", made / "backbones.csv", *QUICK, "--labels", tmp_path / "labels.csv",
-                      "-o", tmp_path / "out")  # fmt: skip
-    assert result.exit_code == 0, result.output
+    compare(made, tmp_path / "out", "--labels", tmp_path / "labels.csv", images=flat)
     view = opened(browser, tmp_path / "out" / "compare.html")
     assert "<b>" in view.locator(".card.disputed").nth(0).inner_text()
     fine(view)
@@ -66,8 +63,7 @@ def test_names_are_text(browser: Any, made: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("width", [400, 1280])
 def test_several_tasks_have_a_part_each(browser: Any, made: Path, tasks: list[str], tmp_path: Path, width: int) -> None:
-    of = ("compare", made / "pictures", "--from", made / "backbones.csv", *QUICK, "-l", "*", "-o", tmp_path / "out")
-    assert layertap(*of, *tasks).exit_code == 0
+    compare(made, tmp_path / "out", "-l", "*", *tasks)
     content = json.loads((tmp_path / "out" / "compare.json").read_text())
     view = opened(browser, tmp_path / "out" / "compare.html", width)
     assert f"differ by more than {content['critical_difference']:.2f}" in view.locator(".verdict").inner_text()

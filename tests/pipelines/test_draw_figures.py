@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 
+from extract import Backbone
 from extract.analysis.network.inspection import inspect_model
 from pipelines.network import draw, figures
 from pipelines.network.config import DrawConfig
@@ -34,11 +37,19 @@ def test_images_that_do_not_excite_a_channel_are_left_out_and_no_part_is_black()
     assert not outline.contains_point((4, 4))
 
 
-def test_grad_cam_gives_the_class_and_its_probability(net: Path, folder: Path) -> None:
-    config = DrawConfig(backbone=f"python/{net}:make", images=str(folder), workers=0, sample=6, device="cpu")
+def drawn(kind: str, net: Path, folder: Path, **settings: Any) -> tuple[str, Figure, Backbone, Any]:
+    """The layer and the figure of a kind, and the backbone and the images that it is of."""
+    config = DrawConfig(backbone=f"python/{net}:make", images=str(folder), workers=0, device="cpu", **settings)
     backbone = backbone_of(config)
+    with torch.no_grad():
+        backbone.model.conv1.weight[5] *= 1e-9  # varies, by nothing that counts
     sample = sample_of(config, backbone)
-    ((_, figure),) = draw.KINDS["gradcam"](config, backbone, sample)
+    ((layer, figure),) = draw.KINDS[kind](config, backbone, sample)
+    return layer, figure, backbone, sample
+
+
+def test_grad_cam_gives_the_class_and_its_probability(net: Path, folder: Path) -> None:
+    _, figure, backbone, sample = drawn("gradcam", net, folder, sample=6)
     captions = [tile.get_title() for tile in figure.axes[1::2]]
     seen = []
     for batch in sample.batches():
@@ -54,21 +65,12 @@ def test_grad_cam_gives_the_class_and_its_probability(net: Path, folder: Path) -
 
 @pytest.mark.parametrize(("target", "says"), [(None, "of the predicted class of each image"), (1, "of class 1; ")])
 def test_the_title_of_grad_cam_says_whose_class_it_is(net: Path, folder: Path, target: int | None, says: str) -> None:
-    config = DrawConfig(backbone=f"python/{net}:make", images=str(folder), workers=0, sample=1, device="cpu",
-                        layers=["conv1"], target=target)  # fmt: skip
-    backbone = backbone_of(config)
-    ((_, figure),) = draw.KINDS["gradcam"](config, backbone, sample_of(config, backbone))
-    title = " ".join(figure.get_suptitle().split(" "))
-    assert says in title.replace("\n", " ")
+    _, figure, _, _ = drawn("gradcam", net, folder, sample=1, layers=["conv1"], target=target)
+    assert says in " ".join(figure.get_suptitle().split(" ")).replace("\n", " ")
 
 
 def test_maps_of_constant_channels_are_grey_as_an_inspection_counts_them(net: Path, folder: Path) -> None:
-    config = DrawConfig(backbone=f"python/{net}:make", images=str(folder), workers=0, sample=1, device="cpu")
-    backbone = backbone_of(config)
-    with torch.no_grad():
-        backbone.model.conv1.weight[5] *= 1e-9  # varies, by nothing that counts
-    sample = sample_of(config, backbone)
-    ((layer, figure),) = draw.KINDS["maps"](config, backbone, sample)
+    layer, figure, backbone, sample = drawn("maps", net, folder, sample=1)
     (report,) = inspect_model(backbone.model, [batch.inputs for batch in sample.batches()], layer).tensors
     assert report.activations.dead.tolist() == [2, 5]
     tiles = {tile.get_title(): tile for tile in figure.axes if tile.images}
@@ -79,9 +81,7 @@ def test_maps_of_constant_channels_are_grey_as_an_inspection_counts_them(net: Pa
     assert len(tiles) == 9  # eight channels, and the image beside them
 
 
-@pytest.mark.parametrize(
-    "count", [1, 9, 17, *(pytest.param(count, marks=pytest.mark.slow) for count in (8, 25, 32, 33, 57, 64))]
-)
+@pytest.mark.parametrize("count", [1, 9, 17, *(pytest.param(count, marks=pytest.mark.slow) for count in (8, 33, 57))])
 def test_no_channel_stands_alone_in_a_row_and_no_long_title_leaves_the_figure(count: int) -> None:
     maps, pixels = np.random.default_rng(0).normal(size=(1, 2, 2, count)), np.zeros((1, 4, 4, 3), np.uint8)
     channels = dict.fromkeys(range(count), False)

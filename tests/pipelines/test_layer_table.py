@@ -15,10 +15,12 @@ def table(model: nn.Module, *layers: str, size: int = 64, operations: bool = Fal
 
 
 def test_shapes_bytes_calls_and_parameters_of_resnet() -> None:
-    rows = table(models.resnet18(), operations=True)
+    model = models.resnet18()
+    rows = table(model, operations=True)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     assert rows["layer2"].shapes == {"": (128, 8, 8)}
     assert rows["layer2"].bytes == 128 * 8 * 8 * 4
-    assert rows["layer2"].parameters == sum(p.numel() for p in models.resnet18().layer2.parameters())
+    assert rows["layer2"].parameters == sum(p.numel() for p in model.layer2.parameters())
     assert rows["layer2"].notes == []
     assert rows["layer1.0.relu"].calls == 2
     assert rows["layer1.0.relu"].bytes == 2 * 64 * 16 * 16 * 4
@@ -28,9 +30,10 @@ def test_shapes_bytes_calls_and_parameters_of_resnet() -> None:
     assert not any(name.startswith("conv1/") for name in rows)
 
 
-def test_every_layer_of_the_model_is_listed_in_order() -> None:
+def test_every_layer_of_the_model_is_listed_in_order_and_the_model_is_left_as_it_was() -> None:
     model = models.resnet18()
-    assert list(table(model)) == [name for name, _ in model.named_modules() if name]
+    assert list(table(model, size=32)) == [name for name, _ in model.named_modules() if name]
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
 class Odd(nn.Module):
@@ -59,9 +62,3 @@ def test_notes_tell_where_a_hook_cannot_be_trusted() -> None:
     assert notes["attn.out_proj"] == ["never called: nn.MultiheadAttention uses its weights directly"]
     assert rows["lstm"].shapes == {"0": (64, 5), "1.0": (1, 5), "1.1": (1, 5)}
     assert rows["windows"].shapes == {"": (4, 3, 32, 32)}
-
-
-def test_the_model_is_left_as_it_was() -> None:
-    model = models.resnet18()
-    table(model, operations=True)
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())

@@ -64,35 +64,28 @@ def net(tmp_path: Path) -> Path:
     return file
 
 
+@pytest.fixture
+def of(net: Path, folder: Path) -> tuple[object, ...]:
+    """The network and the pictures, as words of a command."""
+    return (f"python/{net}:make", folder, "--workers", 0)
+
+
 def run(*args: object, code: int = 0) -> str:
     result = CliRunner().invoke(main, [str(arg) for arg in args])
     assert result.exit_code == code, result.output
     return result.output
 
 
-def test_findings_come_first_then_the_table(net: Path, folder: Path) -> None:
-    output = run("inspect", f"python/{net}:make", folder, "--workers", 0)
-    lines = output.splitlines()
+def test_findings_come_first_then_the_table(of: tuple[object, ...]) -> None:
+    lines = run("inspect", *of).splitlines()
     assert "12 images" in lines[0]
     found = next(line for line in lines if "conv1: 1 of 8 channels" in line)
     assert lines.index(found) < next(i for i, line in enumerate(lines) if line.startswith("layer"))
 
 
-def test_json_and_csv_hold_the_same_numbers(net: Path, folder: Path, tmp_path: Path) -> None:
+def test_json_and_csv_hold_the_same_numbers(net: Path, of: tuple[object, ...], tmp_path: Path) -> None:
     table = tmp_path / "table.csv"
-    output = run(
-        "inspect",
-        f"python/{net}:make",
-        folder,
-        "--grad",
-        "--loss",
-        f"{net}:loss",
-        "--json",
-        "--csv",
-        table,
-        "--workers",
-        0,
-    )
+    output = run("inspect", *of, "--grad", "--loss", f"{net}:loss", "--json", "--csv", table)
     content = json.loads(output[output.index("{") :])
     assert content["loss"]["of"] == "net.py:loss"
     assert all(one.keys() == {"kind", "layer", "text", "grave", "layers"} for one in content["findings"])
@@ -117,32 +110,39 @@ def test_the_picture_that_gives_nan_is_named(net: Path, folder: Path) -> None:
     assert "left out: ant/broken.jpg" in output
 
 
-def test_a_loss_needs_classes_or_code(net: Path, folder: Path) -> None:
-    output = run("inspect", f"python/{net}:make", folder, "--grad", code=2)
-    assert "--loss FILE.py:FUNCTION" in output
-    assert "expected cross_entropy or" in run(
-        "inspect", f"python/{net}:make", folder, "--grad", "--loss", "mse", code=2
-    )
-    assert "'losss'" in run("inspect", f"python/{net}:make", folder, "--grad", "--loss", f"{net}:losss", code=2)
+def test_a_loss_needs_classes_or_code_and_is_of_gradients(net: Path, of: tuple[object, ...], tmp_path: Path) -> None:
+    for options, why in (
+        (("--grad",), "--loss FILE.py:FUNCTION"),
+        (("--grad", "--loss", "mse"), "expected cross_entropy or"),
+        (("--grad", "--loss", f"{net}:losss"), "'losss'"),
+        (("--labels", tmp_path / "x.csv"), "--grad"),
+    ):
+        assert why in run("inspect", *of, *options, code=2)
+    told = """
+def told(output, labels):
+    print("labels", sorted(set(labels.tolist())))
+    return output.square().mean()
+"""
+    net.write_text(net.read_text() + told)
+    assert "labels [0, 1, 2]" in run("inspect", *of, "--grad", "--loss", f"{net}:told")
 
 
 @pytest.mark.parametrize(
     "suffix", ["png", pytest.param("svg", marks=pytest.mark.slow), pytest.param("pdf", marks=pytest.mark.slow)]
 )
-def test_pictures_of_an_inspection(net: Path, folder: Path, tmp_path: Path, suffix: str) -> None:
+def test_pictures_of_an_inspection(net: Path, of: tuple[object, ...], tmp_path: Path, suffix: str) -> None:
     out = tmp_path / "inside"
-    run("inspect", f"python/{net}:make", folder, "--workers", 0, "--grad", "--loss", f"{net}:loss", "--pictures", out,
-        "--format", suffix)  # fmt: skip
+    run("inspect", *of, "--grad", "--loss", f"{net}:loss", "--pictures", out, "--format", suffix)
     names = sorted(path.name for path in out.iterdir())
     assert names == [f"{name}.{suffix}" for name in ("activations", "gradient-flow", "gradients", "layers")]
     start = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}[suffix]
     assert all(path.read_bytes().startswith(start) for path in out.iterdir())
 
 
-def drawn_inspection(
-    count: int, folder: Path, monkeypatch: pytest.MonkeyPatch, backbone: str = "bundled/efficientnet_lite0"
-) -> dict[str, Figure]:
-    """Draw the figures of a network of many layers with names of 60 characters; return them by file, as they were."""
+@pytest.mark.parametrize("count", [11, *(pytest.param(count, marks=pytest.mark.slow) for count in (1, 120))])
+def test_figures_of_an_inspection_name_each_layer_once_inside_pages_of_little_height(
+    count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(0)
     net = nn.Sequential()
     for number in range(count):
@@ -151,15 +151,7 @@ def drawn_inspection(
                                loss=lambda output, _: output.square().sum())  # fmt: skip
     drawn: dict[str, Figure] = {}
     monkeypatch.setattr(figures, "save_figure", lambda figure, path: drawn.setdefault(path.name, copy.deepcopy(figure)))
-    figures.draw_inspection(inspection, backbone, folder, "png")
-    return drawn
-
-
-@pytest.mark.parametrize("count", [1, 11, pytest.param(120, marks=pytest.mark.slow)])
-def test_figures_of_an_inspection_name_each_layer_once_inside_pages_of_little_height(
-    count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    drawn = drawn_inspection(count, tmp_path, monkeypatch, "python/" + "x" * 80)
+    figures.draw_inspection(inspection, "python/" + "x" * 80, tmp_path, "png")
     pages = -(-(count + 1) // 45)
     assert len(drawn) == 4 * pages
     for kind in ("activations", "gradients", "gradient-flow", "layers"):
@@ -204,14 +196,12 @@ def test_a_histogram_that_is_cut_says_where_and_how_much(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize("kind", ["maps", "top", "tokens"])
-def test_each_kind_of_picture_is_drawn(net: Path, folder: Path, tmp_path: Path, kind: str) -> None:
-    output = run("draw", kind, f"python/{net}:make", folder, "-o", tmp_path / "p", "--workers", 0,
-                 "--sample", 4)  # fmt: skip
+def test_each_kind_of_picture_is_drawn(of: tuple[object, ...], tmp_path: Path, kind: str) -> None:
+    output = run("draw", kind, *of, "-o", tmp_path / "p", "--sample", 2)
     [path] = (tmp_path / "p").iterdir()
     assert str(path) in output
     with Image.open(path) as picture:
-        pixels = np.asarray(picture.convert("RGB"))
-    assert pixels.std() > 5
+        assert np.asarray(picture.convert("RGB")).std() > 5
     assert path.name.startswith(kind)
 
 
@@ -223,13 +213,16 @@ def test_one_picture_alone_and_chosen_layers_and_channels(net: Path, tmp_path: P
     assert len(output.splitlines()) == 2
 
 
-def test_what_cannot_be_drawn_is_refused(net: Path, folder: Path) -> None:
-    of = (f"python/{net}:make", folder, "--workers", 0)
-    assert "expected a map or patches" in run("draw", "maps", *of, "-l", "fc", code=2)
-    assert "channels 0 to 7" in run("draw", "maps", *of, "-l", "conv1", "--channels", 8, code=2)
-    assert "no attention" in run("draw", "rollout", *of, code=2)
-    assert "'conv9'" in run("draw", "maps", *of, "-l", "conv9", code=2)
-    assert "expected a number of images, or all" in run("draw", "maps", *of, "--sample", "0", code=2)
+def test_what_cannot_be_drawn_is_refused(of: tuple[object, ...]) -> None:
+    for words, why in (
+        (("maps", *of, "-l", "fc"), "expected a map or patches"),
+        (("maps", *of, "-l", "conv1", "--channels", 8), "channels 0 to 7"),
+        (("rollout", *of), "no attention"),
+        (("maps", *of, "-l", "conv9"), "'conv9'"),
+        (("maps", *of, "--sample", "0"), "expected a number of images, or all"),
+        (("gradcam", *of, "--target", 5000), "expected a class from 0 to 2"),
+    ):
+        assert why in run("draw", *words, code=2)
 
 
 def test_grad_cam_of_an_own_transformer_names_the_layer_that_its_class_token_would_give(tmp_path: Path) -> None:
@@ -265,23 +258,14 @@ def stated():
     assert (tmp_path / "p" / "gradcam-vit.blocks.5.norm1.png").is_file()
 
 
-@pytest.mark.slow
-def test_attention_rollout_and_grad_cam_of_a_transformer(folder: Path, tmp_path: Path) -> None:
-    for kind in ("attention", "rollout", "gradcam"):
-        run("draw", kind, "timm/vit_tiny_patch16_224", folder, "--weights", "random", "--sample", 2, "--workers", 0,
-            "-o", tmp_path / "p")  # fmt: skip
-    assert len(list((tmp_path / "p").iterdir())) == 3
-
-
-def test_ablation_by_layer_and_by_channel(net: Path, folder: Path, tmp_path: Path) -> None:
+def test_ablation_by_layer_and_by_channel(of: tuple[object, ...], tmp_path: Path) -> None:
     picture, table = tmp_path / "a.png", tmp_path / "a.csv"
-    of = ("ablate", f"python/{net}:make", folder, "--workers", 0)
-    output = run(*of, "-l", "conv?", "-l", "relu2", "--edit", "scale:0.5", "--pictures", picture, "--csv", table)
+    by_layer = ("-l", "conv?", "-l", "relu2", "--edit", "scale:0.5")
+    assert "relu2" in run("ablate", *of, *by_layer, "--pictures", picture, "--csv", table)
     assert picture.read_bytes().startswith(b"\x89PNG")
     with table.open(newline="") as file:
         assert [row["layer"] for row in csv.DictReader(file)] == ["conv1", "conv2", "relu2"]
-    assert "relu2" in output
-    output = run(*of, "-l", "conv1", "--channels", "all", "--edit", "mean")
+    output = run("ablate", *of, "-l", "conv1", "--channels", "all", "--edit", "mean")
     line = next(line for line in output.splitlines() if "conv1 channel 2" in line)
     assert "1.0000" in line  # it is constant, so its mean is what it gives
 
@@ -300,8 +284,8 @@ def test_ablation_by_layer_and_by_channel(net: Path, folder: Path, tmp_path: Pat
         (("-l", "conv1", "--pictures", "a.png", "--format", "pdf"), "--format pdf: the file is a.png"),
     ],
 )
-def test_wrong_words_for_an_ablation(net: Path, folder: Path, args: tuple[str, ...], says: str) -> None:
-    assert says in run("ablate", f"python/{net}:make", folder, *args, "--workers", 0, code=2)
+def test_wrong_words_for_an_ablation(of: tuple[object, ...], args: tuple[str, ...], says: str) -> None:
+    assert says in run("ablate", *of, *args, code=2)
 
 
 @pytest.mark.slow
@@ -338,32 +322,20 @@ def test_places_that_cannot_be_written_are_told_of_before_anything_is_loaded(fol
         assert "cannot be written" in output
 
 
-def test_labels_and_losses_are_of_gradients(net: Path, folder: Path, tmp_path: Path) -> None:
-    of = ("inspect", f"python/{net}:make", folder, "--workers", 0)
-    assert "--grad" in run(*of, "--labels", tmp_path / "x.csv", code=2)
-    net.write_text(
-        net.read_text()
-        + """
-def told(output, labels):
-    print("labels", sorted(set(labels.tolist())))
-    return output.square().mean()
-"""
-    )
-    assert "labels [0, 1, 2]" in run(*of, "--grad", "--loss", f"{net}:told")
-
-
 @pytest.mark.slow
-def test_attention_of_each_layer_and_refusals(folder: Path, tmp_path: Path) -> None:
+def test_attention_rollout_and_grad_cam_of_each_layer_and_call(folder: Path, tmp_path: Path) -> None:
     few = ("--weights", "random", "--sample", 2, "--workers", 0)
-    of = ("timm/test_vit", folder, *few, "-o", tmp_path / "p")
-    run("draw", "attention", *of, "-l", "blocks.0.attn", "-l", "blocks.3.attn")
-    names = sorted(path.name for path in (tmp_path / "p").iterdir())
+    vit = ("timm/test_vit", folder, *few)
+    for kind in ("attention", "rollout", "gradcam"):
+        run("draw", kind, *vit, "-o", tmp_path / "p")
+    assert len(list((tmp_path / "p").iterdir())) == 3
+    run("draw", "attention", *vit, "-l", "blocks.0.attn", "-l", "blocks.3.attn", "-o", tmp_path / "a")
+    names = sorted(path.name for path in (tmp_path / "a").iterdir())
     assert names == ["attention-blocks.0.attn.png", "attention-blocks.3.attn.png"]
-    assert "leave out -l" in run("draw", "rollout", *of, "-l", "blocks.0.attn", code=2)
+    assert "leave out -l" in run("draw", "rollout", *vit, "-l", "blocks.0.attn", code=2)
     relu = ("torchvision/resnet18", folder, *few, "-l", "layer1.0.relu")
-    run("draw", "gradcam", *relu, "-o", tmp_path / "r")
-    wrong = run("draw", "gradcam", *relu, "-o", tmp_path / "r", "--target", 5000, code=2)
+    for kind in ("gradcam", "maps"):  # the layer runs twice
+        run("draw", kind, *relu, "-o", tmp_path / kind)
+        assert len(list((tmp_path / kind).iterdir())) == 2
+    wrong = run("draw", "gradcam", *relu, "--target", 5000, code=2)
     assert "--target 5000: expected a class from 0 to 999" in wrong
-    assert len(list((tmp_path / "r").iterdir())) == 2
-    run("draw", "maps", *relu, "-o", tmp_path / "q")
-    assert len(list((tmp_path / "q").iterdir())) == 2

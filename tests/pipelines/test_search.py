@@ -19,13 +19,22 @@ from tests.extract.store.rows import change_a_value
 from tests.pipelines.test_cli import SMALL, fails, layertap
 
 
-@pytest.fixture
-def out(folder: Path, tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def pictures(_twelve: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twelve pictures in three classes, a copy of one, one that is named like a row, and one that is none."""
+    folder = tmp_path_factory.mktemp("search") / "pictures"
+    shutil.copytree(_twelve, folder)
     (folder / "bee" / "zz bad.jpg").write_bytes(b"no picture")
     shutil.copy(folder / "ant" / "00.png", folder / "cat" / "copy.png")
     (folder / "7").write_bytes((folder / "bee" / "07.jpg").read_bytes())
-    assert layertap("embed", folder, "-o", tmp_path / "out", *SMALL, "--shard-rows", 5).exit_code == 0
-    return tmp_path / "out"
+    return folder
+
+
+@pytest.fixture(scope="module")
+def out(pictures: Path) -> Path:
+    out = pictures.parent / "out"
+    assert layertap("embed", pictures, "-o", out, *SMALL, "--shard-rows", 5).exit_code == 0
+    return out
 
 
 def found(*arguments: object) -> dict:
@@ -70,22 +79,17 @@ def test_a_value_that_was_changed_on_the_disk_is_not_used(
     out: Path, command: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    change_a_value(out, 1, "embedding", 2)
-    message = fails(command[0], out, *command[1:])
+    copied = shutil.copytree(out, tmp_path / "out")
+    change_a_value(copied, 1, "embedding", 2)
+    message = fails(command[0], copied, *command[1:])
     assert message.startswith("error: row 7 (")
     assert "is damaged: it does not match its hashes" in message
     assert not any((tmp_path / name).exists() for name in ("page.html", "rows.h5"))
 
 
-def test_a_path_of_the_data_set_is_its_row(out: Path) -> None:
-    with FeatureReader(out) as reader:
-        row = reader.paths.index("bee/04.png")
-    assert found(out, "bee/04.png")["query"]["row"] == row
-
-
-def test_a_file_is_searched_with_features_computed_as_those_stored(out: Path, folder: Path, tmp_path: Path) -> None:
+def test_a_file_is_searched_with_features_computed_as_those_stored(out: Path, pictures: Path, tmp_path: Path) -> None:
     moved = tmp_path / "elsewhere.png"
-    shutil.copy(folder / "ant" / "06.png", moved)
+    shutil.copy(pictures / "ant" / "06.png", moved)
     content = found(out, moved, "-k", 3)
     assert content["query"] == {"row": None, "path": str(moved), "text": None, "class": None}
     assert content["results"][0]["path"] == "ant/06.png"
@@ -95,24 +99,30 @@ def test_a_file_is_searched_with_features_computed_as_those_stored(out: Path, fo
         assert [one["row"] for one in content["results"]] == expected(out, reader["embedding"][row])[:3]
 
 
-def test_a_number_is_a_row_and_not_a_file(out: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(folder)
+def test_a_number_or_a_path_of_the_data_set_is_a_row_and_not_a_file(
+    out: Path, pictures: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(pictures)
     assert found(out, "7")["query"]["row"] == 7
     assert found(out, "./7")["results"][0]["path"] == "bee/07.jpg"
-    assert found(out, "bee/04.png")["query"]["row"] is not None
+    with FeatureReader(out) as reader:
+        assert found(out, "bee/04.png")["query"]["row"] == reader.paths.index("bee/04.png")
 
 
-def test_what_cannot_be_searched_for_is_told(out: Path, folder: Path, tmp_path: Path) -> None:
-    assert "is a folder; name one image" in fails("search", out, folder)
+def test_what_cannot_be_searched_for_is_told(out: Path, pictures: Path, tmp_path: Path) -> None:
     with FeatureReader(out) as reader:
         bad = reader.paths.index("bee/zz bad.jpg")
-    assert "(bee/zz bad.jpg) has no features: decode error: not an image" in fails("search", out, bad)
     (tmp_path / "text.png").write_text("text")
-    assert "text.png: decode error: not an image in a known format" in fails("search", out, tmp_path / "text.png")
-    assert "layer 'embeding' not found" in fails("search", out, 0, "-l", "embeding")
-    assert "no such folder" in fails("search", out, 0, "-o", tmp_path / "none" / "x.png")
-    assert "cannot be written to /proc: " in fails("search", out, 0, "-o", "/proc/x.png")
-    assert "backbone 'timm/other' not found" in fails("search", out, folder / "ant" / "00.png", "-b", "timm/other")
+    for query, why in (
+        ((pictures,), "is a folder; name one image"),
+        ((bad,), "(bee/zz bad.jpg) has no features: decode error: not an image"),
+        ((tmp_path / "text.png",), "text.png: decode error: not an image in a known format"),
+        ((0, "-l", "embeding"), "layer 'embeding' not found"),
+        ((0, "-o", tmp_path / "none" / "x.png"), "no such folder"),
+        ((0, "-o", "/proc/x.png"), "cannot be written to /proc: "),
+        ((pictures / "ant" / "00.png", "-b", "timm/other"), "backbone 'timm/other' not found"),
+    ):
+        assert why in fails("search", out, *query)
 
 
 def test_without_an_embedding_a_layer_must_be_named(folder: Path, tmp_path: Path) -> None:
@@ -123,41 +133,21 @@ def test_without_an_embedding_a_layer_must_be_named(folder: Path, tmp_path: Path
     assert len(content["results"]) == 2
 
 
-def test_code_is_run_by_consent_only(folder: Path, tmp_path: Path) -> None:
-    code = tmp_path / "net.py"
-    code.write_text(
-        "import torch\nfrom torch import nn\nfrom torchvision import transforms\n\n"
-        "def make():\n    torch.manual_seed(0)\n"
-        "    net = nn.Sequential(nn.Conv2d(3, 4, 8, 8), nn.AdaptiveAvgPool2d(1), nn.Flatten())\n"
-        "    return net, transforms.Compose([transforms.Resize((32, 32)), transforms.ToTensor()])\n"
-    )
-    spec = f"python/{code}:make"
-    made = layertap("embed", folder, "-o", tmp_path / "out", "-b", spec, "--workers", 0, "--device", "cpu")
-    assert made.exit_code == 0, made.output
-    assert found(tmp_path / "out", 0)["results"]  # of a row, nothing is computed
-    image = folder / "ant" / "00.png"
-    assert "if you trust the code, name the backbone: --backbone" in fails("search", tmp_path / "out", image)
-    content = found(tmp_path / "out", image, "-b", spec)
-    assert content["results"][0]["path"] == "ant/00.png"
-
-
 @pytest.mark.parametrize(
     "kind", ["png", pytest.param("svg", marks=pytest.mark.slow), pytest.param("pdf", marks=pytest.mark.slow)]
 )
-def test_a_gallery_is_drawn_and_missing_pictures_have_a_place(
-    out: Path, folder: Path, tmp_path: Path, kind: str
-) -> None:
-    (folder / "cat" / "copy.png").unlink()
+def test_a_gallery_is_drawn_and_missing_pictures_have_a_place(folder: Path, tmp_path: Path, kind: str) -> None:
+    assert layertap("embed", folder, "-o", tmp_path / "out", *SMALL).exit_code == 0
+    (folder / "cat" / "02.png").unlink()
     make_picture(77).save(folder / "ant" / "06.png")  # another picture now
     file = tmp_path / f"gallery.{kind}"
-    assert f"written: {file}" in layertap("search", out, 0, "-o", file).stderr
-    start = file.read_bytes()[:200]
-    assert start.startswith({"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}[kind])
+    assert f"written: {file}" in layertap("search", tmp_path / "out", 0, "-o", file).stderr
+    assert file.read_bytes().startswith({"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}[kind])
     if kind == "png":
         with Image.open(file) as picture:
             assert picture.width > 1000
     shutil.rmtree(folder)
-    assert layertap("search", out, 0, "-o", file).exit_code == 0
+    assert layertap("search", tmp_path / "out", 0, "-k", 2, "-o", file).exit_code == 0
 
 
 def test_the_gallery_names_the_class_of_the_query(out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
