@@ -11,7 +11,6 @@ from sklearn.linear_model import LogisticRegression
 from torch.nn.functional import interpolate
 
 from extract.analysis.dense import DepthBins, cell_means, depth_probe
-from extract.analysis.probe import protocols
 from extract.errors import InputError, UnknownNameError
 from tests.extract.analysis.dense.test_segmentation import CHANNELS, CROP, GRID, IMAGES, TEST, TRAIN, token_array
 
@@ -31,13 +30,6 @@ def samples() -> tuple[Any, list[np.ndarray]]:
         depth[:3] = 0
         depth[3, :5] = np.nan
     return token_array(values.reshape(IMAGES, -1, CHANNELS).astype(np.float32)), depths
-
-
-@pytest.fixture
-def few_strengths(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The strength is chosen from three, in tests that are not about the choice."""
-    compare_all, three = protocols._compare_all, np.logspace(-4, 0, 3)
-    monkeypatch.setattr(protocols, "_coarse_to_fine", lambda compare: compare_all(compare, three))
 
 
 def known(depth: np.ndarray) -> np.ndarray:

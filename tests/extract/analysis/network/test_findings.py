@@ -10,27 +10,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from extract.analysis.network.findings import AttentionReport, Finding, InputReport
+from extract.analysis.network.findings import AttentionReport, InputReport
 from extract.analysis.network.inspection import inspect_model
 from tests.extract.analysis.network.planted_faults import chain, noise
 
 
-def findings_of_chain(layer: str, factor: float) -> list[Finding]:
-    torch.manual_seed(0)
-    model = chain(10)
-    with torch.no_grad():
-        model.get_submodule(layer).weight.mul_(factor)  # type: ignore[operator,union-attr]
-    return inspect_model(model, noise()).findings
-
-
-@pytest.mark.parametrize("depth", [0, 5, 9])
+@pytest.mark.parametrize("depth", [0, 9])
 def test_an_explosion_names_its_gain_that_of_other_layers_and_all_layers_behind_once(depth: int) -> None:
-    [finding] = findings_of_chain(f"conv{depth}", 1e4)
-    assert finding.grave
     torch.manual_seed(0)
     model, h, gains = chain(10), torch.cat([images for images, _ in noise()]), {}
     with torch.no_grad():
         model.get_submodule(f"conv{depth}").weight.mul_(1e4)  # type: ignore[operator,union-attr]
+        [finding] = inspect_model(model, noise()).findings
+        assert finding.grave
         for name, layer in model.named_children():
             before, h = h, layer(h)
             if isinstance(layer, nn.Conv2d):
@@ -52,11 +44,7 @@ def test_a_normalisation_limits_the_layers_that_an_explosion_affects() -> None:
         model[1].weight *= 1e5
     [finding] = inspect_model(model, [torch.randn(64, 8)]).findings
     assert (finding.kind, finding.layer, finding.layers) == ("exploding", "1", ("2",))
-
-
-def test_the_text_of_a_finding_names_all_of_a_few_layers() -> None:
-    assert str(Finding("frozen", "a", "frozen", layers=("b", "c"))) == "a: frozen (b, c)"
-    assert str(Finding("frozen", "a", "frozen")) == "a: frozen"
+    assert str(finding).endswith(" (2)")
 
 
 def test_inputs_are_those_of_numpy() -> None:
@@ -150,8 +138,7 @@ def test_layers_that_never_run_are_one_finding() -> None:
     assert finding.text.endswith("the layer never runs")
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
-@pytest.mark.parametrize("depth", [0, 3])
+@pytest.mark.parametrize(("depth", "value"), [(0, torch.nan), (3, torch.inf)])
 def test_a_weight_that_is_not_finite_is_one_finding(depth: int, value: float) -> None:
     torch.manual_seed(0)
     model = chain(5)

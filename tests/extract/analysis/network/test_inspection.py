@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -133,57 +134,93 @@ def test_all_faults_together_are_each_found_and_nothing_else() -> None:
     assert "first in image 57" in str(inspection.findings[0])
 
 
-def test_the_image_that_gives_nan_is_named_and_the_layer_where_it_begins() -> None:
-    inspection = inspect_model(
-        nn.Sequential(nn.Linear(4, 4), SquareRootOfEach(), nn.Linear(4, 4)),
-        [torch.ones(8, 4), torch.cat([torch.ones(5, 4), -torch.full((1, 4), 1e3), torch.ones(2, 4)])],
-        name_of=lambda position: f"photo-{position:03d}.jpg",
-    )
-    [finding] = inspection.findings
-    assert str(finding).startswith("1: ")
-    assert "first in photo-013.jpg" in finding.text
-
-
-class SquareRootOfEach(nn.Module):
+class NanIfLarge(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return torch.where(x.abs().sum(1, keepdim=True) > 100, torch.nan, x)
 
 
-def test_gradients_that_vanish_in_a_chain_of_sigmoids_are_found() -> None:
+def test_the_image_that_gives_nan_is_named_and_the_layer_where_it_begins() -> None:
+    images = torch.ones(16, 4)
+    images[13] *= -1e3
+    model = nn.Sequential(nn.Linear(4, 4), NanIfLarge(), nn.Linear(4, 4))
+    [finding] = inspect_model(model, images.split(8), name_of=lambda position: f"photo-{position:03d}.jpg").findings
+    assert str(finding).startswith("1: ")
+    assert "first in photo-013.jpg" in finding.text
+    images[7, 2] = torch.nan  # it comes in broken
+    [finding] = inspect_model(model, [images[:8]]).findings
+    assert (finding.kind, finding.layer) == ("not finite", "input")
+    assert "image 7" in finding.text
+
+
+class Steep(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x * 1e5) * 1e-5 + x * 1e4 - (x * 1e4).detach() + x
+
+
+class DeadTwice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.first, self.between = nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6)
+        self.two, self.second = nn.Linear(6, 6), nn.ReLU()
+        nn.init.constant_(self.one.bias, -30.0)
+        nn.init.constant_(self.two.bias, -30.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.between(x + self.first(self.one(x)))
+        return self.second(self.two(h))
+
+
+def scaled(factor: float, *layers: nn.Module) -> nn.Module:
+    """The layers, with the parameters of the first times a factor."""
+    with torch.no_grad():
+        for parameter in layers[0].parameters():
+            parameter *= factor
+    return nn.Sequential(*layers)
+
+
+def zero_at_the_end() -> nn.Module:
+    model = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 3))
+    nn.init.zeros_(model[2].weight)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("build", "loss", "expected"),
+    [
+        (
+            lambda: nn.Sequential(nn.Linear(6, 8), Steep(), nn.Linear(8, 3)),
+            F.cross_entropy,
+            [("exploding gradients", "1")],
+        ),
+        (zero_at_the_end, F.cross_entropy, [("zero weight", "2")]),  # and not what follows from it
+        (DeadTwice, None, [("dead", "first"), ("dead", "second")]),
+        # Gates and sure answers are no faults.
+        (lambda: scaled(1e3, nn.Linear(6, 8), nn.Sigmoid()), None, []),
+        (lambda: scaled(1e-4, nn.Linear(6, 8), nn.Sigmoid(), nn.Linear(8, 2)), None, []),
+    ],
+)
+def test_small_networks_have_the_findings_that_they_should(
+    build: Callable[[], nn.Module], loss: Any, expected: list[tuple[str, Any]]
+) -> None:
     torch.manual_seed(0)
-    layers: list[nn.Module] = []
-    for _ in range(14):
-        layers += [nn.Linear(16, 16), nn.Sigmoid()]
-    inspection = inspect_model(nn.Sequential(*layers, nn.Linear(16, 3)), [(torch.randn(50, 16), torch.arange(50) % 3)],
-                               loss=F.cross_entropy)  # fmt: skip
-    # The signal dies in them, too: from the tenth on, all inputs give the same up to rounding. It is the same fault.
-    [finding] = inspection.findings
-    assert finding.kind == "vanishing gradients"
-    assert finding.layers[-1] == "0"
-
-
-def test_gradients_that_explode_are_found() -> None:
-    torch.manual_seed(0)
-
-    class Steep(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.tanh(x * 1e5) * 1e-5 + x * 1e4 - (x * 1e4).detach() + x
-
-    model = nn.Sequential(nn.Linear(8, 8), Steep(), nn.Linear(8, 3))
-    inspection = inspect_model(model, [(torch.randn(50, 8), torch.arange(50) % 3)], loss=F.cross_entropy)
-    assert kinds_and_layers(inspection) == [("exploding gradients", "1")]
+    inspection = inspect_model(build(), [(torch.randn(120, 6), torch.arange(120) % 3)], loss=loss)
+    assert kinds_and_layers(inspection) == expected
 
 
 def test_a_parameter_that_the_loss_does_not_depend_on_is_named() -> None:
-    class Spare(nn.Linear):
-        def __init__(self) -> None:
-            super().__init__(4, 3)
-            self.spare = nn.Parameter(torch.ones(2))
-
-    inspection = inspect_model(nn.Sequential(Spare()), [(torch.randn(30, 4), torch.arange(30) % 3)],
-                               loss=F.cross_entropy)  # fmt: skip
-    [finding] = inspection.findings
+    linear = nn.Linear(6, 3)
+    linear.spare = nn.Parameter(torch.ones(2))
+    batch = torch.randn(30, 6), torch.arange(30) % 3
+    [finding] = inspect_model(nn.Sequential(linear), [batch], loss=F.cross_entropy).findings
     assert (finding.kind, finding.layer, finding.text.split()[0]) == ("no gradient", "0", "spare")
+
+
+def test_one_huge_channel_does_not_make_the_others_dead() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 16, 3))
+    with torch.no_grad():
+        model[0].weight[3] *= 1e10
+    assert "dead" not in dict(kinds_and_layers(inspect_model(model, [torch.randn(30, 3, 8, 8)])))
 
 
 def test_numbers_are_those_of_plain_hooks_and_autograd() -> None:
@@ -221,6 +258,8 @@ def test_numbers_are_those_of_plain_hooks_and_autograd() -> None:
 
 def test_the_size_of_batches_does_not_matter() -> None:
     first, second = inspected(net(), size=40, grad=False), inspected(net(), size=7, grad=False)
+    shapes = {tensor.name: tensor.shape for tensor in first.tensors}  # of one image
+    assert (shapes["conv1"], shapes["pool"], shapes["fc"]) == ((16, 32, 32), (32, 1, 1), (CLASSES,))
     for a, b in zip(first.tensors, second.tensors, strict=True):
         assert a.name == b.name
         np.testing.assert_allclose(a.activations.channel_mean, b.activations.channel_mean, rtol=1e-4, atol=1e-5)
@@ -235,10 +274,7 @@ def test_the_model_comes_out_as_it_went_in() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
     assert [name for name, p in model.named_parameters() if not p.requires_grad] == ["conv4.weight", "conv4.bias"]
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-
-
-def test_a_frozen_network_has_gradients_of_activations_and_no_finding() -> None:
-    inspection = inspected(net().requires_grad_(False))
+    inspection = inspected(model.requires_grad_(False))  # a frozen network has gradients of activations
     assert kinds_and_layers(inspection) == []
     assert all(tensor.gradients is not None for tensor in inspection.tensors)
 
@@ -317,81 +353,31 @@ def test_a_model_that_writes_into_its_input_is_seen_as_it_is() -> None:
     assert conv.gradients is not None
 
 
-def test_a_dead_layer_does_not_hide_another() -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.first, self.between = nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6)
-            self.two, self.second = nn.Linear(6, 6), nn.ReLU()
-            nn.init.constant_(self.one.bias, -30.0)
-            nn.init.constant_(self.two.bias, -30.0)
-
-        def forward(self, x: Tensor) -> Tensor:
-            h = self.between(x + self.first(self.one(x)))
-            return self.second(self.two(h))
-
-    torch.manual_seed(0)
-    inspection = inspect_model(Twice(), [torch.randn(200, 6)])
-    assert kinds_and_layers(inspection) == [("dead", "first"), ("dead", "second")]
+class FirstColumns(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, :2]
 
 
-def test_one_huge_channel_does_not_make_the_others_dead() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 16, 3))
-    with torch.no_grad():
-        model[0].weight[3] *= 1e10
-    assert "dead" not in dict(kinds_and_layers(inspect_model(model, [torch.randn(30, 3, 8, 8)])))
+class WritesIntoAView(nn.Module):
+    """Writes in place into what a layer handed on under another name."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.one, self.part, self.weight = layer, FirstColumns(), nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.one(x) * self.weight
+        part = self.part(h)
+        part += 1.0
+        return h
 
 
-def test_gates_and_sure_answers_are_no_faults() -> None:
-    torch.manual_seed(0)
-    answer = nn.Sequential(nn.Linear(5, 8), nn.Sigmoid())
-    with torch.no_grad():
-        answer[0].weight *= 1e3
-    assert kinds_and_layers(inspect_model(answer, [torch.randn(50, 5)])) == []
-    gate = nn.Sequential(nn.Linear(5, 8), nn.Sigmoid(), nn.Linear(8, 2))
-    with torch.no_grad():
-        gate[0].weight *= 1e-4
-        gate[0].bias *= 1e-4
-    assert kinds_and_layers(inspect_model(gate, [torch.randn(50, 5)])) == []
-
-
-def test_values_that_come_in_broken_are_said_to_be() -> None:
-    images = torch.randn(30, 4)
-    images[7, 2] = torch.nan
-    [finding] = inspect_model(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), [images]).findings
-    assert (finding.kind, finding.layer) == ("not finite", "input")
-    assert "image 7" in finding.text
-
-
-def test_a_tensor_whose_gradient_cannot_be_had_is_left_out() -> None:
-    class Half(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x[:, :2]
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.part, self.two = nn.Linear(4, 4), Half(), nn.Linear(4, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            h = self.one(x)
-            half = self.part(h)
-            h += 1.0
-            return self.two(h) + half
-
-    torch.manual_seed(0)
-    inspection = inspect_model(Net(), [torch.randn(30, 4)], loss=lambda output, targets: output.square().mean())
+def test_a_loss_is_taken_and_a_tensor_whose_gradient_cannot_be_had_is_left_out() -> None:
+    inspection = inspect_model(
+        WritesIntoAView(nn.Identity()), [torch.ones(6, 4)], loss=lambda output, targets: output.square().mean()
+    )
+    assert inspection.loss == pytest.approx((4 + 1) / 2)
     assert {tensor.name for tensor in inspection.tensors if tensor.gradients is None} == {"part"}
-
-
-def test_weights_that_are_zero_are_told_of_and_not_what_follows_from_them() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
-    nn.init.zeros_(model[2].weight)
-    inspection = inspect_model(model, [(torch.randn(60, 4), torch.arange(60) % 3)], loss=F.cross_entropy)
-    assert kinds_and_layers(inspection) == [("zero weight", "2")]
-    assert not inspection.findings[0].grave
 
 
 def test_lists_of_layers_and_what_attention_does_not_call_are_not_said_to_be_silent() -> None:
@@ -408,31 +394,6 @@ def test_lists_of_layers_and_what_attention_does_not_call_are_not_said_to_be_sil
 
     torch.manual_seed(0)
     assert inspect_model(Net(), [torch.randn(6, 5, 8)]).never_ran == ["spare"]
-
-
-def test_shapes_are_of_one_image() -> None:
-    shapes = {tensor.name: tensor.shape for tensor in inspected(net(), grad=False).tensors}
-    assert (shapes["conv1"], shapes["pool"], shapes["fc"]) == ((16, 32, 32), (32, 1, 1), (CLASSES,))
-
-
-def test_a_loss_is_taken_where_no_gradient_of_a_layer_can_be_had() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.part, self.weight = Part(), nn.Parameter(torch.ones(4))
-
-        def forward(self, x: Tensor) -> Tensor:
-            h = x * self.weight
-            part = self.part(h)
-            part += 1.0
-            return h
-
-    class Part(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x[:, :2]
-
-    inspection = inspect_model(Net(), [torch.ones(6, 4)], loss=lambda output, targets: output.square().mean())
-    assert inspection.loss == pytest.approx((4 + 1) / 2)
 
 
 def test_a_loss_of_a_model_whose_forward_computes_no_gradients_is_refused() -> None:

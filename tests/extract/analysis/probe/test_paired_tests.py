@@ -10,7 +10,7 @@ from scipy.stats import binom, binomtest
 
 from extract.analysis.probe.metrics import holm, paired_tests
 
-DRAWS = 1000
+DRAWS = 500
 
 
 def test_the_correction_is_that_of_holm() -> None:

@@ -37,9 +37,9 @@ def test_p_values_are_those_of_the_studentized_range(tasks: int, classifiers: in
 
 def test_equal_classifiers_are_seldom_called_different() -> None:
     generator, called = np.random.default_rng(1), 0
-    for _ in range(100):
+    for _ in range(50):
         called += bool((rank_test(generator.normal(size=(10, 4))).p < 0.05).any())
-    assert called <= 100 * 0.05 + 3 * np.sqrt(100 * 0.05 * 0.95)
+    assert called <= 50 * 0.05 + 3 * np.sqrt(50 * 0.05 * 0.95)
 
 
 def test_a_better_classifier_is_found() -> None:
