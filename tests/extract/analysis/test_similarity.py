@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from scipy.linalg import orthogonal_procrustes
-from scipy.spatial.distance import pdist
+from scipy.spatial.distance import pdist, squareform
 from scipy.stats import spearmanr
 
 from extract.analysis import similarity as module
-from extract.analysis.similarity import feature_similarity
-from extract.errors import InputError
+from extract.analysis.similarity import feature_similarity, linear_cka, rsa
+from extract.errors import InputError, UnknownNameError
+from extract.system.dissimilarities import METRICS, dissimilarities
 
 N = 60
 
@@ -46,6 +49,10 @@ def unbiased_cka(x: np.ndarray, y: np.ndarray) -> float:
     return hsic(k, other) / np.sqrt(hsic(k, k) * hsic(other, other))
 
 
+def spearman(x: np.ndarray, y: np.ndarray) -> float:
+    return float(spearmanr(pdist(flat(x), "correlation"), pdist(flat(y), "correlation")).statistic)
+
+
 def mutual_knn(x: np.ndarray, y: np.ndarray, k: int) -> float:
     """As in the code of Huh et al. 2024 (`metrics.py`): masks of the k nearest by inner product of unit vectors."""
     masks = []
@@ -71,26 +78,64 @@ def test_all_measures_are_those_of_other_implementations(features: list[np.ndarr
         for j, y in enumerate(features):
             assert found.cka[i, j] == pytest.approx(unbiased_cka(x, y), abs=1e-6)
             assert found.mutual_knn[i, j] == pytest.approx(mutual_knn(x, y, 5), abs=1e-9)
-            assert found.rsa[i, j] == pytest.approx(
-                spearmanr(pdist(flat(x), "correlation"), pdist(flat(y), "correlation")).statistic, abs=1e-6
-            )
+            assert found.rsa[i, j] == pytest.approx(spearman(x, y), abs=1e-6)
             other = flat(y) - flat(y).mean(0)
             width = max(centred.shape[1], other.shape[1])
             padded = [np.pad(z, ((0, 0), (0, width - z.shape[1]))) / np.linalg.norm(z) for z in (centred, other)]
             assert found.procrustes[i, j] == pytest.approx(orthogonal_procrustes(*padded)[1], abs=1e-6)
 
 
-def test_a_rotated_and_scaled_copy_has_similarity_one() -> None:
+def test_two_features_alone_are_compared_as_among_others(features: list[np.ndarray]) -> None:
+    x, y = features[0], features[2]
+    assert linear_cka(x, y) == pytest.approx(unbiased_cka(x, y), rel=1e-5)
+    assert rsa(x, y) == pytest.approx(spearman(x, y), abs=1e-6)
+
+
+@pytest.mark.parametrize("width", [8, 2000])
+def test_a_rotated_and_scaled_copy_has_similarity_one_and_noise_none_however_wide_it_is(width: int) -> None:
     generator = np.random.default_rng(1)
-    x = generator.normal(size=(200, 8)).astype(np.float32)
+    x, noise = (generator.normal(size=(200, columns)).astype(np.float32) for columns in (8, width))
     rotation = np.linalg.qr(generator.normal(size=(8, 8)))[0]
-    found = feature_similarity(
-        [x, (3 * x @ rotation + 1).astype(np.float32), generator.normal(size=(200, 8)).astype(np.float32)]
-    )
+    found = feature_similarity([x, (3 * x @ rotation + 1).astype(np.float32), noise])
     assert found.cka[0, 1] == pytest.approx(1, abs=1e-5)
     assert found.procrustes[0, 1] == pytest.approx(1, abs=1e-5)
-    assert abs(found.cka[0, 2]) < 0.1
+    assert abs(found.cka[0, 2]) < 0.05
+    assert abs(found.rsa[0, 2]) < 0.05
     assert found.mutual_knn[0, 2] < 0.15
+    assert linear_cka(x, x) == pytest.approx(1, abs=1e-9)
+    assert rsa(x, x) == pytest.approx(1, abs=1e-9)
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_dissimilarities_are_those_of_scipy(metric: str) -> None:
+    x = np.random.default_rng(0).normal(100, 1, (30, 7)).astype(np.float32)  # far from zero
+    matrix = dissimilarities(x, metric)
+    assert (matrix.dtype, matrix.shape) == (np.float64, (30, 30))
+    np.testing.assert_allclose(matrix, squareform(pdist(x.astype(np.float64), metric)), atol=1e-12)
+    assert (np.diag(matrix) == 0).all()
+    np.testing.assert_array_equal(matrix, matrix.T)
+    with pytest.raises(UnknownNameError, match="metric 'cosin' not found"):
+        dissimilarities(x, "cosin")
+
+
+def test_rows_of_equal_values_have_no_correlation() -> None:
+    x = np.random.default_rng(0).normal(size=(6, 5)).astype(np.float32)
+    x[2] = 0.1
+    matrix, kept = dissimilarities(x), np.delete(np.arange(6), 2)
+    assert np.isnan(matrix[2]).all()
+    assert np.isnan(matrix[:, 2]).all()
+    np.testing.assert_allclose(matrix[np.ix_(kept, kept)], 1 - np.corrcoef(x[kept].astype(np.float64)), atol=1e-12)
+
+
+@pytest.mark.parametrize("similarity", [rsa, linear_cka])
+def test_a_matrix_of_dissimilarities_is_not_taken_for_features(similarity: Callable[..., float]) -> None:
+    x = np.random.default_rng(0).normal(size=(9, 5)).astype(np.float32)
+    with pytest.raises(InputError, match=r"expected features \(N, D\), got the dissimilarity matrix .*spearmanr"):
+        similarity(x, squareform(pdist(x)))
+    with pytest.raises(InputError, match="features have 9, 6 rows"):
+        similarity(x, x[:6])
+    with pytest.raises(InputError, match="at least 4"):
+        similarity(x[:3], x[:3])
 
 
 def test_slow_measures_take_a_sample(monkeypatch: pytest.MonkeyPatch, features: list[np.ndarray]) -> None:
@@ -102,8 +147,7 @@ def test_slow_measures_take_a_sample(monkeypatch: pytest.MonkeyPatch, features: 
     assert (found.knn_rows, found.rsa_rows) == (30, 20)
     x, y = features[0], features[1]
     assert found.mutual_knn[0, 1] == pytest.approx(mutual_knn(x[of_knn], y[of_knn], 3), abs=1e-9)
-    expected = spearmanr(pdist(flat(x[of_rsa]), "correlation"), pdist(flat(y[of_rsa]), "correlation")).statistic
-    assert found.rsa[0, 1] == pytest.approx(expected, abs=1e-6)
+    assert found.rsa[0, 1] == pytest.approx(spearman(x[of_rsa], y[of_rsa]), abs=1e-6)
     assert found.cka[0, 1] == pytest.approx(unbiased_cka(x, y), abs=1e-6)
 
 

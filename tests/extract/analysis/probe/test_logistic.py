@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 from sklearn.linear_model import LogisticRegression as Reference
 
 from extract.analysis.probe import feature_matrix as rows
 from extract.analysis.probe import logistic
-from extract.analysis.probe.feature_matrix import FeatureRows, Scaling
+from extract.analysis.probe.feature_matrix import FeatureRows
 from extract.analysis.probe.logistic import LogisticRegression
 
 STRENGTHS = [1e-6, 1e-3, 1.0, 100.0]
@@ -47,8 +46,11 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(rows, "_BLOCK_BYTES", 10_000)
 
 
+held_or_streamed = pytest.mark.parametrize("memory_bytes", [1 << 30, 10_000], ids=["held", "streamed"])
+
+
 @pytest.mark.parametrize("k", [2, 4])
-@pytest.mark.parametrize("memory_bytes", [1 << 30, 10_000], ids=["held", "streamed"])
+@held_or_streamed
 def test_every_strength_reaches_the_objective_of_scikit_learn(k, memory_bytes):
     x, y = data(k=k)
     fit = LogisticRegression(FeatureRows.of(x), y, k, memory_bytes=memory_bytes).fit(STRENGTHS[::-1])
@@ -60,18 +62,6 @@ def test_every_strength_reaches_the_objective_of_scikit_learn(k, memory_bytes):
         assert fit.converged[i]
 
 
-def test_where_classes_overlap_the_weights_are_those_of_scikit_learn():
-    x, y = data()
-    fit = LogisticRegression(FeatureRows.of(x), y, 4).fit([0.01, 1.0])
-    for i, strength in enumerate([0.01, 1.0]):
-        weights, biases = reference(x, y, strength)
-        size = np.abs(x @ weights.T).max()
-        expected = x @ weights.T + biases
-        logits = x @ fit.weights[i].T + fit.biases[i]
-        expected, logits = (scores - scores.mean(1, keepdims=True) for scores in (expected, logits))
-        assert np.abs(logits - expected).max() < 5e-3 * size
-
-
 def test_weak_regularisation_of_separable_classes_does_not_stop_early():
     generator = np.random.default_rng(0)
     y = generator.integers(0, 3, 60)
@@ -81,20 +71,18 @@ def test_weak_regularisation_of_separable_classes_does_not_stop_early():
     assert objective(fit.weights[0], fit.biases[0], x, y, 1e4) <= best * (1 + 1e-3)
 
 
-@pytest.mark.parametrize("memory_bytes", [1 << 30, 10_000], ids=["held", "streamed"])
+@held_or_streamed
 def test_labels_that_do_not_exclude_each_other_are_as_many_problems_of_one_label(memory_bytes):
     x, _ = data()
-    generator = np.random.default_rng(1)
-    labels = (x[:, :3] + generator.normal(size=(len(x), 3)) > 3).astype(np.float32)
+    labels = (x[:, :3] + np.random.default_rng(1).normal(size=(len(x), 3)) > 3).astype(np.float32)
     fit = LogisticRegression(FeatureRows.of(x), labels, 3, memory_bytes=memory_bytes).fit([0.1])
     for label in range(3):
-        y = labels[:, label].astype(int)
+        y, own = labels[:, label].astype(int), slice(label, label + 1)
         best = objective(*reference(x, y, 0.1), x, y, 0.1)
-        value = objective(fit.weights[0, label : label + 1], fit.biases[0, label : label + 1], x, y, 0.1)
-        assert value <= best * (1 + 1e-4)
+        assert objective(fit.weights[0, own], fit.biases[0, own], x, y, 0.1) <= best * (1 + 1e-4)
 
 
-@pytest.mark.parametrize("memory_bytes", [1 << 30, 10_000], ids=["held", "streamed"])
+@held_or_streamed
 def test_rows_may_weigh_differently(memory_bytes):
     x, y = data(n=300)
     times = np.random.default_rng(2).uniform(0.1, 4, len(x)).astype(np.float32)
@@ -118,37 +106,6 @@ def test_rows_that_are_all_the_same_give_the_frequencies_of_the_classes():
     scores = np.ones(5, np.float32) @ fit.weights[0].T + fit.biases[0]
     shares = np.exp(scores) / np.exp(scores).sum()
     np.testing.assert_allclose(shares, [0.3, 0.6, 0.1], atol=2e-3)
-
-
-def test_scaled_rows_are_what_is_fitted():
-    x, y = data()
-    scaled = FeatureRows.of(x).scaled(Scaling.of("standardise", FeatureRows.of(x)))
-    plain = ((x - x.mean(0, dtype=np.float64)) / x.std(0, dtype=np.float64)).astype(np.float32)
-    first, second = (LogisticRegression(given, y, 4).fit([0.3]) for given in (scaled, FeatureRows.of(plain)))
-    np.testing.assert_allclose(first.objectives, second.objectives, rtol=1e-5)
-
-
-@pytest.mark.parametrize(("per_thread", "expected"), [(logistic._PER_THREAD, 1), (1, 3)])
-def test_a_small_problem_is_solved_in_one_thread(monkeypatch, per_thread, expected):
-    used, evaluate = set(), logistic._Problem.evaluate
-
-    def counted(problem, *args):
-        used.add(torch.get_num_threads())
-        return evaluate(problem, *args)
-
-    monkeypatch.setattr(logistic._Problem, "evaluate", counted)
-    monkeypatch.setattr(logistic, "_PER_THREAD", per_thread)
-    x, y = data(n=60)
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    try:
-        solver = LogisticRegression(FeatureRows.of(x), y, 4)
-        solver.fit([1.0])
-        list(solver.left_out_scores([1.0], np.arange(60)[:, None] % 5))
-        assert torch.get_num_threads() == 3
-    finally:
-        torch.set_num_threads(before)
-    assert used == {expected}
 
 
 def test_only_a_problem_of_a_certain_size_is_solved_on_another_device(monkeypatch):

@@ -46,7 +46,7 @@ def same(neighbours, expected, exact=False):
 
 
 # Small whole numbers make ties and zero vectors; their products are exact in float64.
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(data=st.data(), width=st.sampled_from([1, 2, 5, 40]), n=st.integers(1, 40), k=st.integers(1, 50))
 def test_it_is_what_all_cosines_in_float64_give(data: st.DataObject, width: int, n: int, k: int) -> None:
     generator = np.random.default_rng(data.draw(st.integers(0, 2**32)))
