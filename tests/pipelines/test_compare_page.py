@@ -16,10 +16,9 @@ __all__ = ["browser", "compared", "made", "tasks"]  # fixtures
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("width", [400, 1280])
-def test_the_page_shows_the_comparison(browser: Any, compared: Path, width: int) -> None:
+def test_the_page_shows_the_comparison(browser: Any, compared: Path) -> None:
     content = json.loads((compared / "compare.json").read_text())
-    view = opened(browser, compared / "compare.html", width)
+    view = opened(browser, compared / "compare.html")
     best, second, failed = content["backbones"]
     tables = view.locator("table")
     rows = tables.nth(0).locator("tbody tr")
@@ -61,11 +60,10 @@ def test_names_are_text(browser: Any, made: Path, tmp_path: Path) -> None:
     fine(view)
 
 
-@pytest.mark.parametrize("width", [400, 1280])
-def test_several_tasks_have_a_part_each(browser: Any, made: Path, tasks: list[str], tmp_path: Path, width: int) -> None:
+def test_several_tasks_have_a_part_each(browser: Any, made: Path, tasks: list[str], tmp_path: Path) -> None:
     compare(made, tmp_path / "out", "-l", "*", *tasks)
     content = json.loads((tmp_path / "out" / "compare.json").read_text())
-    view = opened(browser, tmp_path / "out" / "compare.html", width)
+    view = opened(browser, tmp_path / "out" / "compare.html")
     assert f"differ by more than {content['critical_difference']:.2f}" in view.locator(".verdict").inner_text()
     row = view.locator("table").nth(0).locator("tbody tr").nth(0).inner_text()
     best = content["backbones"][0]

@@ -6,17 +6,22 @@ import csv
 import re
 import shutil
 from collections.abc import Iterator
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from tests.conftest import make_picture
 from tests.pipelines.test_cli import SMALL, layertap
 from tests.pipelines.test_report import CLASSES, IMAGE_NAME, hostile, of_every_kind, report
 
 __all__ = ["hostile"]  # a fixture
+
+
+Page = tuple[Path, dict[str, Any]]  # and what it holds
 
 
 @pytest.fixture(scope="module")
@@ -47,9 +52,12 @@ def opened(browser: Any, page: Path, width: int = 1280, **settings: Any) -> Any:
 
 
 def fine(view: Any) -> None:
+    """Nothing went wrong, and nothing is wider than the window, nor than that of a telephone."""
     assert view.wrong == []
     assert view.evaluate("window.done") is None
-    assert view.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+    for size in (view.viewport_size, {"width": 400, "height": 900}):
+        view.set_viewport_size(size)
+        assert view.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
     view.context.close()
 
 
@@ -73,12 +81,12 @@ def point_alone(content: dict[str, Any]) -> int:
 
 
 @pytest.fixture(scope="module")
-def hostile_page(hostile: Path) -> tuple[Path, dict[str, Any]]:
+def hostile_page(hostile: Path) -> Page:
     return report(hostile, "-o", hostile.parent / "page.html")
 
 
 @pytest.fixture(scope="module")
-def probed_page(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+def probed_page(tmp_path_factory: pytest.TempPathFactory) -> Page:
     """A report of 90 pictures of three classes, with a probe that is often wrong."""
     folder = tmp_path_factory.mktemp("probed")
     for i in range(90):
@@ -90,9 +98,26 @@ def probed_page(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[st
     return report(folder / "out")
 
 
+@pytest.fixture
+def hostile_view(browser: Any, hostile_page: Page) -> Iterator[tuple[Any, Any]]:
+    yield from shown(browser, hostile_page)
+
+
+@pytest.fixture
+def probed_view(browser: Any, probed_page: Page) -> Iterator[tuple[Any, Any]]:
+    yield from shown(browser, probed_page)
+
+
+def shown(browser: Any, page: Page) -> Iterator[tuple[Any, Any]]:
+    """The page in the browser, and what it holds; after the test it is fine."""
+    view = opened(browser, page[0])
+    yield view, page[1]
+    fine(view)
+
+
 @pytest.mark.slow
-def test_names_are_text_and_do_nothing(browser: Any, hostile_page: tuple[Path, dict[str, Any]]) -> None:
-    view = opened(browser, hostile_page[0])
+def test_names_are_text_and_do_nothing(hostile_view: tuple[Any, Any]) -> None:
+    view, _ = hostile_view
     view.get_by_label("Path").fill(".png")  # shows them all
     text = view.inner_text("main") + view.evaluate("document.querySelector('main').textContent")
     titles = view.evaluate("[...document.querySelectorAll('[title]')].map((element) => element.title).join(' ')")
@@ -105,12 +130,11 @@ def test_names_are_text_and_do_nothing(browser: Any, hostile_page: tuple[Path, d
     assert "\\u202e" in titles  # a character that turns the line around is shown as its code
     assert "\\udcff\\udcfe.png" in titles
     assert view.locator("main script, main svg[onload], main b:not(.tile b)").count() == 0
-    fine(view)
 
 
 @pytest.mark.slow
 def test_a_script_that_got_into_the_page_all_the_same_would_not_run(
-    browser: Any, hostile_page: tuple[Path, dict[str, Any]], tmp_path: Path
+    browser: Any, hostile_page: Page, tmp_path: Path
 ) -> None:
     text = hostile_page[0].read_text(encoding="utf-8")
     page = tmp_path / "page.html"
@@ -122,11 +146,8 @@ def test_a_script_that_got_into_the_page_all_the_same_would_not_run(
     view.context.close()
 
 
-def test_pointing_shows_an_image_and_a_click_its_nearest(
-    browser: Any, hostile_page: tuple[Path, dict[str, Any]]
-) -> None:
-    page, content = hostile_page
-    view = opened(browser, page)
+def test_pointing_shows_an_image_and_a_click_its_nearest(hostile_view: tuple[Any, Any]) -> None:
+    view, content = hostile_view
     assert view.locator(".about-point").is_hidden()
     alone = point_alone(content)
     row = content["map"]["rows"][alone]
@@ -140,39 +161,31 @@ def test_pointing_shows_an_image_and_a_click_its_nearest(
     shown = view.locator(".panel .tile-image")
     near = [content["map"]["rows"][point] for point in content["map"]["near"][alone]]
     assert [int(shown.nth(i).get_attribute("data-row")) for i in range(shown.count())] == [row, *near]
-    fine(view)
 
 
 @pytest.mark.slow
-def test_a_thumbnail_is_the_picture_of_its_row(browser: Any, probed_page: tuple[Path, dict[str, Any]]) -> None:
-    page, content = probed_page
-    view = opened(browser, page)
+def test_a_thumbnail_is_the_picture_of_its_row(probed_view: tuple[Any, Any], probed_page: Page) -> None:
+    view, content = probed_view
     image = view.locator(".row-strip .tile-image").last
     row = int(image.get_attribute("data-row"))
     image.scroll_into_view_if_needed()
-    from io import BytesIO
-
-    from PIL import Image
-
     seen = Image.open(BytesIO(image.screenshot())).convert("RGB")
-    path = page.parents[1] / "images" / content["rows"][str(row)][0]
+    path = probed_page[0].parents[1] / "images" / content["rows"][str(row)][0]
     real = Image.open(path).convert("RGB").resize(seen.size)
     assert np.abs(np.asarray(seen, np.float32) - np.asarray(real, np.float32)).mean() < 25
-    fine(view)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [(1280, 900), (1920, 1080)])
 def test_map_and_legend_fit_the_first_screen_and_findings_are_linked(
-    browser: Any, probed_page: tuple[Path, dict[str, Any]], size: tuple[int, int], tmp_path: Path
+    probed_view: tuple[Any, Any], probed_page: Page, tmp_path: Path
 ) -> None:
-    page, content = probed_page
-    view = opened(browser, page)
-    view.set_viewport_size({"width": size[0], "height": size[1]})
-    for part in (".map", ".legend", ".panel"):
-        box = view.locator(part).bounding_box()
-        assert box["height"] > 20
-        assert box["y"] + box["height"] <= size[1]
+    view, content = probed_view
+    for width, height in ((1920, 1080), (1280, 900)):
+        view.set_viewport_size({"width": width, "height": height})
+        for part in (".map", ".legend", ".panel"):
+            box = view.locator(part).bounding_box()
+            assert box["height"] > 20
+            assert box["y"] + box["height"] <= height
     assert view.locator(".panel .card").count() > 0  # before anything is chosen
     links = view.locator(".verdict p a")
     assert links.count() >= len(content["findings"]["counts"]) > 0
@@ -184,13 +197,12 @@ def test_map_and_legend_fit_the_first_screen_and_findings_are_linked(
     with view.expect_download() as download:
         view.get_by_role("button", name="Save findings as CSV").click()
     download.value.save_as(tmp_path / "saved.csv")
-    assert layertap("findings", page.parent, "-o", tmp_path / "written.csv").exit_code == 0
+    assert layertap("findings", probed_page[0].parent, "-o", tmp_path / "written.csv").exit_code == 0
     assert (tmp_path / "saved.csv").read_bytes() == (tmp_path / "written.csv").read_bytes()
-    fine(view)
 
 
 @pytest.mark.slow
-def test_what_scrolls_sideways_shows_an_arrow(browser: Any, probed_page: tuple[Path, dict[str, Any]]) -> None:
+def test_what_scrolls_sideways_shows_an_arrow(browser: Any, probed_page: Page) -> None:
     view = opened(browser, probed_page[0], 400)
     strip = view.locator(".sideways:has(> .row-strip)").first
     assert strip.get_attribute("class") == "sideways more"
@@ -201,8 +213,8 @@ def test_what_scrolls_sideways_shows_an_arrow(browser: Any, probed_page: tuple[P
 
 
 @pytest.mark.slow
-def test_the_map_is_walked_by_keys(browser: Any, hostile_page: tuple[Path, dict[str, Any]]) -> None:
-    view = opened(browser, hostile_page[0])
+def test_the_map_is_walked_by_keys(hostile_view: tuple[Any, Any]) -> None:
+    view, _ = hostile_view
     view.locator(".map").focus()
     view.keyboard.press("ArrowRight")
     view.keyboard.press("ArrowRight")
@@ -222,15 +234,11 @@ def test_the_map_is_walked_by_keys(browser: Any, hostile_page: tuple[Path, dict[
     legend.focus()
     view.keyboard.press("Enter")
     assert legend.get_attribute("aria-pressed") == "true"
-    fine(view)
 
 
 @pytest.mark.slow
-def test_images_are_selected_by_path_and_by_drawing(
-    browser: Any, probed_page: tuple[Path, dict[str, Any]], tmp_path: Path
-) -> None:
-    page, content = probed_page
-    view = opened(browser, page)
+def test_images_are_selected_by_path_and_by_drawing(probed_view: tuple[Any, Any], tmp_path: Path) -> None:
+    view, content = probed_view
     view.get_by_label("Path").fill("BEE/")
     bees = [row for row in content["map"]["rows"] if content["rows"][str(row)][0].startswith("bee/")]
     assert view.locator(".panel h3").inner_text() == f"{len(bees)} images selected"
@@ -258,15 +266,11 @@ def test_images_are_selected_by_path_and_by_drawing(
     assert view.locator(".panel h3").inner_text() == "1 image selected"
     shown = view.locator(".panel .tile-image")
     assert int(shown.get_attribute("data-row")) == content["map"]["rows"][alone]
-    fine(view)
 
 
 @pytest.mark.slow
-def test_dots_become_pictures_and_are_coloured_by_what_the_probe_got_wrong(
-    browser: Any, probed_page: tuple[Path, dict[str, Any]]
-) -> None:
-    page, content = probed_page
-    view = opened(browser, page)
+def test_dots_become_pictures_and_are_coloured_by_what_the_probe_got_wrong(probed_view: tuple[Any, Any]) -> None:
+    view, content = probed_view
     drawn = view.locator(".map")
     # `wait_for_function` would need eval, which the page forbids, if the first look is too early.
     view.locator(".map[data-drawn=pictures]").wait_for()  # 90 points have room
@@ -280,15 +284,11 @@ def test_dots_become_pictures_and_are_coloured_by_what_the_probe_got_wrong(
     on_map = [row for row in wrong if row in content["map"]["rows"]]
     assert f"wrong ({len(on_map)})" in options
     assert drawn.get_attribute("data-drawn") == "dots"
-    fine(view)
 
 
 @pytest.mark.slow
-def test_a_cell_of_the_confusion_matrix_shows_its_images(
-    browser: Any, probed_page: tuple[Path, dict[str, Any]]
-) -> None:
-    page, content = probed_page
-    view = opened(browser, page)
+def test_a_cell_of_the_confusion_matrix_shows_its_images(probed_view: tuple[Any, Any]) -> None:
+    view, content = probed_view
     layer = content["probes"][0]["layers"][0]
     cells = view.locator(".confusion tbody td").all_inner_texts()
     assert [int(text) for text in cells] == [count for line in layer["confusion"] for count in line]
@@ -299,12 +299,11 @@ def test_a_cell_of_the_confusion_matrix_shows_its_images(
     shown = view.locator(".card.prediction .tile-image")
     assert [int(shown.nth(i).get_attribute("data-row")) for i in range(shown.count())] == rows
     assert len(rows) == int(button.inner_text())
-    fine(view)
 
 
 @pytest.mark.slow
-def test_tables_sort_by_click_and_by_enter(browser: Any, hostile_page: tuple[Path, dict[str, Any]]) -> None:
-    view = opened(browser, hostile_page[0])
+def test_tables_sort_by_click_and_by_enter(hostile_view: tuple[Any, Any]) -> None:
+    view, _ = hostile_view
     view.get_by_text("Statistics of 2 layers").click()
     table = view.get_by_role("region", name="Statistics by layer")
     heading = table.get_by_role("columnheader", name="Mean")
@@ -320,11 +319,10 @@ def test_tables_sort_by_click_and_by_enter(browser: Any, hostile_page: tuple[Pat
     assert heading.get_attribute("aria-sort") == "descending"
     assert column() == sorted(column(), reverse=True)
     assert table.locator("th[aria-sort=none]").count() == table.locator("th").count() - 1
-    fine(view)
 
 
 @pytest.mark.slow
-def test_dark_narrow_and_printed_pages_are_drawn(browser: Any, hostile_page: tuple[Path, dict[str, Any]]) -> None:
+def test_dark_narrow_and_printed_pages_are_drawn(browser: Any, hostile_page: Page) -> None:
     view = opened(browser, hostile_page[0], 400, color_scheme="dark", reduced_motion="reduce")
     pixels = "document.querySelector('.map canvas').toDataURL()"
     dark = view.evaluate("getComputedStyle(document.body).backgroundColor")
@@ -347,12 +345,10 @@ def test_dark_narrow_and_printed_pages_are_drawn(browser: Any, hostile_page: tup
 @pytest.mark.slow
 def test_data_sets_of_every_kind_are_shown(browser: Any, folder: Path, tmp_path: Path) -> None:
     for name, says in of_every_kind(folder, tmp_path).items():
-        page, _ = report(tmp_path / name)
-        for width in (400, 1280):
-            view = opened(browser, page, width)
-            assert says in view.inner_text("main")
-            assert name != "one" or "the same for all images" not in view.inner_text("main")
-            fine(view)
+        view = opened(browser, report(tmp_path / name)[0])
+        assert says in view.inner_text("main")
+        assert name != "one" or "the same for all images" not in view.inner_text("main")
+        fine(view)
 
 
 @pytest.mark.slow
@@ -370,15 +366,14 @@ def test_the_page_opens_on_tsne_and_has_principal_axes(browser: Any, hostile: Pa
 
 
 @pytest.mark.slow
-def test_a_page_has_no_fault_that_axe_finds(browser: Any, probed_page: tuple[Path, dict[str, Any]]) -> None:
+def test_a_page_has_no_fault_that_axe_finds(browser: Any, probed_page: Page) -> None:
     axe = pytest.importorskip("axe_core_python", reason="no axe-core-python")
     (script,) = Path(axe.__file__).parent.rglob("axe.min.js")
-    for scheme in ("light", "dark"):
-        for width in (400, 1280):
-            view = opened(browser, probed_page[0], width, color_scheme=scheme, bypass_csp=True)
-            view.evaluate("for (const details of document.querySelectorAll('details')) details.open = true")
-            view.evaluate(script.read_text(encoding="utf-8"))
-            result = view.evaluate("axe.run()")
-            assert [rule["id"] for rule in result["violations"]] == []
-            assert [rule["id"] for rule in result["incomplete"] if rule["nodes"]] == []
-            view.context.close()
+    for scheme, width in (("light", 1280), ("dark", 400)):
+        view = opened(browser, probed_page[0], width, color_scheme=scheme, bypass_csp=True)
+        view.evaluate("for (const details of document.querySelectorAll('details')) details.open = true")
+        view.evaluate(script.read_text(encoding="utf-8"))
+        result = view.evaluate("axe.run()")
+        assert [rule["id"] for rule in result["violations"]] == []
+        assert [rule["id"] for rule in result["incomplete"] if rule["nodes"]] == []
+        view.context.close()

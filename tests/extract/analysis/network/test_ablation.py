@@ -160,31 +160,32 @@ def test_wrong_layers_and_channels_are_refused() -> None:
         ablation(Own(), [], ["conv1"], edits.ablate())
 
 
-@pytest.mark.slow
-def test_each_call_of_a_layer_gets_its_own_mean(inputs: Tensor) -> None:
-    resnet = load_backbone("torchvision/resnet18", weights="random")
-    means = mean_activations(resnet, [(inputs[:2], None), (inputs[2:], None)], ["layer1.0.relu"])
-    calls: list[Tensor] = []
-    handle = resnet.model.layer1[0].relu.register_forward_hook(lambda m, args, out: calls.append(out.clone()))
+class Twice(Own):
+    """One activation for two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.relu = nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.relu(self.conv2(self.relu(self.conv1(x)))).mean((2, 3)))
+
+
+def test_each_call_of_a_layer_gets_its_own_mean() -> None:
+    model = Twice()
+    means = mean_activations(model, [PICTURES[:2], PICTURES[2:]], ["relu"])
     with torch.no_grad():
-        resnet.model(inputs)
-    handle.remove()
-    assert list(means) == ["layer1.0.relu#0", "layer1.0.relu#1"]
-    for mean, call in zip(means.values(), calls, strict=True):
+        first = model.conv1(PICTURES).relu()
+        second = model.conv2(first).relu()
+        replaced = model.head(second.mean(0, keepdim=True).mean((2, 3)))
+        plain = model(PICTURES)
+    assert list(means) == ["relu#0", "relu#1"]
+    for mean, call in zip(means.values(), (first, second), strict=True):
         np.testing.assert_allclose(mean, call.mean(0, keepdim=True), atol=1e-4)
-    replaced = {name: edits.replace(mean) for name, mean in means.items()}
-    [effect] = ablation(resnet, [(inputs, None)], ["layer1.0.relu"], replaced).effects
-    assert effect.layer == "layer1.0.relu"
-    order = iter(means.values())
-    handle = resnet.model.layer1[0].relu.register_forward_hook(lambda m, args, out: next(order).expand_as(out).clone())
-    kept: list[Tensor] = []
-    pool = resnet.model.avgpool.register_forward_hook(lambda m, args, out: kept.append(out.flatten(1)))
-    with torch.no_grad():
-        resnet.model(inputs)
-        handle.remove()
-        resnet.model(inputs)
-    pool.remove()
-    assert effect.cosine == pytest.approx(cosine(kept[0], kept[1]), abs=1e-4)
+    edit = {name: edits.replace(mean) for name, mean in means.items()}
+    [effect] = ablation(model, [PICTURES], ["relu"], edit).effects
+    assert effect.layer == "relu"
+    assert effect.cosine == pytest.approx(cosine(replaced.expand_as(plain), plain), abs=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.uint8])

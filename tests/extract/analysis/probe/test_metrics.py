@@ -69,29 +69,19 @@ def test_the_calibration_error_is_the_mean_distance_of_confidence_and_accuracy()
     assert expected_calibration_error(np.array([1.0, 0.0]), np.array([True, False])) == 0
 
 
-def test_a_test_class_that_training_did_not_have_is_always_wrong(predictions):
+def test_test_classes_that_training_did_not_have_are_always_wrong_and_count_one_by_one(predictions):
     scores, truth, probabilities = predictions
     known = classification_metrics(scores, truth, probabilities, seed=0)["top1"].value
-    truth = truth.copy()
-    truth[scores.argmax(1) == 0] = -1
-    metrics = classification_metrics(scores, truth, probabilities, seed=0)
-    assert metrics["top1"].value == (scores.argmax(1) == truth).mean() < known
+    names = np.where(truth == 5, 105, np.where(truth == 6, 106, truth))
+    unseen = np.where(truth == 5, -1, np.where(truth == 6, -2, truth))
+    metrics = classification_metrics(scores, unseen, probabilities, seed=0)
+    predicted, how = scores.argmax(1), {"average": "macro", "zero_division": 0}
+    recall = reference.recall_score(names, predicted, labels=np.unique(names), **how)
+    assert metrics["balanced_accuracy"].value == pytest.approx(recall)
+    assert metrics["macro_f1"].value == pytest.approx(reference.f1_score(names, predicted, **how))
+    assert metrics["top1"].value == (predicted == unseen).mean() < known
     assert metrics["top5"].value < 1
     assert np.isfinite(metrics["log_loss"].value)
-
-
-def test_several_classes_that_training_did_not_have_count_one_by_one(predictions):
-    scores, truth, _ = predictions
-    names = truth.copy()
-    names[truth == 5], names[truth == 6] = 105, 106
-    unseen = np.where(truth == 5, -1, np.where(truth == 6, -2, truth))
-    metrics = classification_metrics(scores, unseen, None, seed=0)
-    predicted, labels = scores.argmax(1), np.unique(names)
-    recall = reference.recall_score(names, predicted, labels=labels, average="macro", zero_division=0)
-    assert metrics["balanced_accuracy"].value == pytest.approx(recall)
-    assert metrics["macro_f1"].value == pytest.approx(
-        reference.f1_score(names, predicted, average="macro", zero_division=0)
-    )
 
 
 def test_the_log_loss_of_sure_and_wrong_answers_is_not_cut_off():

@@ -238,6 +238,7 @@ def test_few_shot_predicts_training_rows_that_were_not_drawn(data, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("few_strengths")
 def test_few_shot_draws_nested_rows_of_each_class_and_tells_mean_and_spread(data):
     x, y, x_val, y_val, x_test, y_test = data
     result = linear_probe(x, y, x_test, y_test, x_val=x_val, y_val=y_val, protocol="fewshot")
@@ -261,6 +262,7 @@ def test_few_shot_draws_by_its_seed(train_and_test, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("few_strengths")
 def test_few_shot_leaves_out_more_shots_than_a_class_has(data):
     x, y, _, _, x_test, y_test = data
     rows = np.concatenate([np.flatnonzero(y == 0)[:8], np.flatnonzero(y > 0)])
@@ -478,18 +480,6 @@ def test_a_probe_of_few_rows_is_as_good_as_one_cross_validated_by_scikit_learn(s
     ours, theirs = record["layertap"], record["scikit-learn"]
     assert ours["accuracy"] > theirs["accuracy"] - 0.03  # of one data set; the mean is in the benchmark
     assert ours["calibration_error"] < theirs["calibration_error"] + 0.1
-
-
-def test_separated_rows_stop_when_no_prediction_changes_any_more():
-    x, y = gaussian_classes(60, 8.0, 0)
-    problem = Problem(FeatureRows.of(x), y, 3)
-    settled, whole = (problem.fit([1e5], until_settled=until) for until in (True, False))
-    assert settled.separated[0]
-    assert settled.iterations[0] <= whole.iterations[0]
-    for fit in (settled, whole):
-        assert ((x @ fit.weights[0].T + fit.biases[0]).argmax(1) == y).all()
-    x, y = gaussian_classes(60, 0.5, 0)
-    assert not Problem(FeatureRows.of(x), y, 3).fit([1e5], until_settled=True).separated[0]
 
 
 def test_a_limit_of_iterations_on_separated_rows_is_explained():
