@@ -152,9 +152,7 @@ def test_all_that_was_found_is_written(made: Path, saved: Path) -> None:
     assert {(0x00, 0x72, 0xB2), (0xD5, 0x5E, 0x00), (0x00, 0x9E, 0x73)} <= colours  # masks of three classes
 
 
-def test_masks_that_a_saved_probe_predicts_have_the_metrics_of_the_probe(
-    made: Path, saved: Path, tmp_path: Path
-) -> None:
+def test_masks_of_a_saved_probe_have_the_metrics_of_the_probe(made: Path, saved: Path, tmp_path: Path) -> None:
     result = predict(saved, made / "pictures" / "test", tmp_path)
     assert f"4 masks predicted; written: {tmp_path}" in result.stdout
     assert table(tmp_path / "masks.csv")[0] == {"path": "20.png", "status": "ok", "mask": "20.png"}
@@ -171,7 +169,7 @@ def test_masks_that_a_saved_probe_predicts_have_the_metrics_of_the_probe(
     assert np.mean(ious(pairs, [0, 3, 7])) == pytest.approx(probe["metrics"]["mIoU"]["value"], abs=1e-3)
 
 
-def test_masks_of_a_data_set_and_of_new_images_are_the_same_and_can_be_learned(
+def test_masks_of_a_data_set_are_those_of_new_images_and_can_be_learned(
     made: Path, saved: Path, tmp_path: Path
 ) -> None:
     assert "tokens" in refused(made, "-l", "layer1+layer2", "-o", tmp_path / "res")  # other grids
@@ -229,9 +227,7 @@ def test_predict_refuses_a_place_that_is_not_its_own(made: Path, saved: Path, tm
     assert (tmp_path / "outside" / "20.png").read_text() == "precious"
 
 
-def test_predict_finds_moved_images_where_they_are_named_and_two_images_need_two_masks(
-    made: Path, saved: Path, tmp_path: Path
-) -> None:
+def test_predict_takes_moved_images_where_they_are_named(made: Path, saved: Path, tmp_path: Path) -> None:
     moved, masks = tmp_path / "moved", tmp_path / "masks"
     shutil.copytree(made / "out", moved)
     dataset = json.loads((moved / "dataset.json").read_text())
@@ -242,10 +238,6 @@ def test_predict_finds_moved_images_where_they_are_named_and_two_images_need_two
     assert "--images FOLDER" in message
     assert not masks.exists()
     assert "24 masks predicted" in predict(saved, moved, masks, "--images", made / "pictures").stdout
-    for name in ("x.jpg", "x.png/1.jpg"):
-        save(tmp_path / "images" / name, np.zeros((*SIZE, 3), np.uint8))
-    message = fails("predict", saved, tmp_path / "images", "-o", tmp_path / "predicted")
-    assert "two images have the mask x.png, or one is also a folder" in message
 
 
 @pytest.mark.parametrize("content", ["mine", '{"probes": [], "complete": false}'])
@@ -360,7 +352,11 @@ def test_masks_may_have_16_bits_or_a_palette_or_half_the_pixels(made: Path, tmp_
     assert found["mIoU"]["value"] == pytest.approx(expected["mIoU"]["value"], abs=0.02)
 
 
-def test_two_images_with_one_mask_are_refused(made: Path, tmp_path: Path) -> None:
+def test_two_images_with_one_mask_are_refused(saved: Path, tmp_path: Path) -> None:
+    for name in ("x.jpg", "x.png/1.jpg"):
+        save(tmp_path / "new" / name, np.zeros((*SIZE, 3), np.uint8))
+    message = fails("predict", saved, tmp_path / "new", "-o", tmp_path / "predicted")
+    assert "two images have the mask x.png, or one is also a folder" in message
     for number, name in enumerate(("a/1.jpg", "a/1.png", "b/1.png")):
         save(tmp_path / "images" / name, np.full((*SIZE, 3), 50 * number, np.uint8))
     out = tmp_path / "out"
@@ -484,9 +480,7 @@ def test_depths_that_hardly_differ_can_be_saved_and_predicted(made: Path, tmp_pa
     predict(tmp_path / "d.safetensors", made / "out", tmp_path / "p")
 
 
-def test_larger_depths_are_left_out_and_files_that_do_not_fit_are_refused(
-    made: Path, saved_depth: Path, tmp_path: Path
-) -> None:
+def test_larger_depths_are_left_out_and_wrong_files_refused(made: Path, saved_depth: Path, tmp_path: Path) -> None:
     depth_probed(made, tmp_path / "near", "--max-depth", 3000)
     near, every = (results(folder)[0]["metrics"]["rmse"] for folder in (tmp_path / "near", made / "depth probed"))
     assert near["value"] < every["value"]

@@ -34,6 +34,7 @@ from tests.conftest import make_picture
 from tests.extract.store.rows import RowNames, data_set, no_files
 from tests.pipelines.test_cli import SMALL, fails, layertap
 
+Page = tuple[Path, dict[str, Any]]  # and what it holds
 IMAGE_NAME = "<img src=x onerror=window.done=1>.png"
 CLASSES = ["</script><script>window.done=2</script>", "<b>bold</b> $x^2$ %{x} &amp;", "<!-- \u2028"]
 
@@ -51,7 +52,7 @@ def n_thumbnails(page: Path) -> int:
     return len(told(page)["thumbnails"]["tiles"])
 
 
-def report(*arguments: object) -> tuple[Path, dict[str, Any]]:
+def report(*arguments: object) -> Page:
     """A report, with a map by principal axes unless another is asked for."""
     result = layertap("report", *arguments, *(() if "--map" in arguments else ("--map", "pca")))
     assert result.exit_code == 0, result.output
@@ -90,14 +91,14 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def hostile_page(hostile: Path) -> tuple[Path, dict[str, Any]]:
+def hostile_page(hostile: Path) -> Page:
     return report(hostile)
 
 
 # What it says
 
 
-def test_the_page_tells_what_show_tells_and_more(hostile: Path, hostile_page: tuple[Path, dict[str, Any]]) -> None:
+def test_the_page_tells_what_show_tells_and_more(hostile: Path, hostile_page: Page) -> None:
     page, content = hostile_page
     assert page == hostile / "report.html"
     assert content["counts"] == {"rows": 33, "good": 31, "failed": 2, "classes": 3}
@@ -127,7 +128,7 @@ def test_the_page_tells_what_show_tells_and_more(hostile: Path, hostile_page: tu
     )
 
 
-def test_neighbours_are_those_of_numpy(hostile: Path, hostile_page: tuple[Path, dict[str, Any]]) -> None:
+def test_neighbours_are_those_of_numpy(hostile: Path, hostile_page: Page) -> None:
     _, content = hostile_page
     with FeatureReader(hostile) as reader:
         good = np.flatnonzero(reader.status == Status.OK)
@@ -142,9 +143,7 @@ def test_neighbours_are_those_of_numpy(hostile: Path, hostile_page: tuple[Path, 
         assert [row for row, _ in query["hits"]] == good[np.argsort(-mine)[:10]].tolist()
 
 
-def test_the_page_has_the_table_of_the_command_and_its_csv_file(
-    hostile: Path, hostile_page: tuple[Path, dict[str, Any]], tmp_path: Path
-) -> None:
+def test_the_page_has_the_table_of_findings_and_its_csv_file(hostile: Path, hostile_page: Page, tmp_path: Path) -> None:
     _, content = hostile_page
     assert layertap("findings", hostile, "-o", tmp_path / "findings.csv").exit_code == 0
     assert base64.b64decode(content["findings"]["csv"]) == (tmp_path / "findings.csv").read_bytes()
@@ -221,11 +220,7 @@ LAB = [[0.2104542553, 0.7936177850, -0.0040720468], [1.9779984951, -2.4285922050
 
 
 def test_colours_of_classes_can_be_told_apart_by_every_eye_in_light_and_dark() -> None:
-    style = (resources.files("pipelines.terminal.page") / "page.css").read_text()
-    colours = re.findall(r"--class-(\d): #([0-9a-f]{6})", style)
-    assert [int(number) for number, _ in colours] == [*range(10)] * 2
-    values = np.array([[int(text[i : i + 2], 16) / 255 for i in (0, 2, 4)] for _, text in colours]).reshape(2, 10, 3)
-    linear = np.where(values <= 0.04045, values / 12.92, ((values + 0.055) / 1.055) ** 2.4)
+    linear = np.stack([linear_colours(f"class-{number}") for number in range(10)], 1)
     for vision in VISION.values():
         seen = np.clip(linear @ np.transpose(vision), 0, 1)
         lab = np.cbrt(seen @ np.transpose(LMS)) @ np.transpose(LAB)
@@ -234,20 +229,24 @@ def test_colours_of_classes_can_be_told_apart_by_every_eye_in_light_and_dark() -
 
 
 def test_colours_of_classes_are_seen_on_light_and_dark_paper() -> None:
+    *of_classes, paper, panel = (luminances(name) for name in [*(f"class-{k}" for k in range(10)), "paper", "panel"])
+    for behind in (paper, panel):
+        for own in of_classes:
+            for colour, back in zip(own, behind, strict=True):  # light, dark
+                assert (max(colour, back) + 0.05) / (min(colour, back) + 0.05) >= 3
+
+
+def linear_colours(name: str) -> np.ndarray:
+    """The linear RGB (2, 3) of a colour of the page, in light and dark."""
     style = (resources.files("pipelines.terminal.page") / "page.css").read_text()
+    texts = re.findall(f"--{name}: #([0-9a-f]{{6}})", style)[:2]  # the third is that of printed pages
+    values = np.array([[int(text[i : i + 2], 16) / 255 for i in (0, 2, 4)] for text in texts])
+    return np.where(values <= 0.04045, values / 12.92, ((values + 0.055) / 1.055) ** 2.4)
 
-    def luminances(name: str) -> list[float]:  # WCAG 2.2, relative luminance
-        channels = [
-            [int(text[i : i + 2], 16) / 255 for i in (0, 2, 4)]
-            for text in re.findall(f"--{name}: #([0-9a-f]{{6}})", style)
-        ]
-        linear = [[c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in each] for each in channels]
-        return [0.2126 * red + 0.7152 * green + 0.0722 * blue for red, green, blue in linear]
 
-    for number in range(10):
-        for scheme, colour in enumerate(luminances(f"class-{number}")):  # light, dark
-            for paper in (luminances("paper")[scheme], luminances("panel")[scheme]):
-                assert (max(colour, paper) + 0.05) / (min(colour, paper) + 0.05) >= 3, (number, scheme)
+def luminances(name: str) -> list[float]:
+    luminance: list[float] = (linear_colours(name) @ [0.2126, 0.7152, 0.0722]).tolist()  # WCAG 2.2
+    return luminance
 
 
 def test_data_cannot_end_the_script_that_it_stands_in() -> None:
@@ -259,40 +258,41 @@ def test_data_cannot_end_the_script_that_it_stands_in() -> None:
 def test_probes_are_told(folder: Path, tmp_path: Path) -> None:
     for i in range(12, 60):
         make_picture(i).save(folder / ["ant", "bee", "cat"][i % 3] / f"{i:02d}.png")
-    assert layertap("embed", folder, "-o", tmp_path / "a", *SMALL).exit_code == 0
-    assert layertap("probe", tmp_path / "a", "-p", "centroid").exit_code == 0
-    (tmp_path / "a" / "probe" / "broken").mkdir()
-    (tmp_path / "a" / "probe" / "broken" / "results.json").write_text('{"probes": 1, "configuration": {}}')
-    _, content = report(tmp_path / "a", "-o", tmp_path / "page.html")
+    out, page = tmp_path / "a", tmp_path / "page.html"
+    assert layertap("embed", folder, "-o", out, *SMALL).exit_code == 0
+    assert layertap("probe", out, "-p", "centroid").exit_code == 0
+    (out / "probe" / "broken").mkdir()
+    (out / "probe" / "broken" / "results.json").write_text('{"probes": 1, "configuration": {}}')
+    _, content = report(out, "-o", page)
     (probe,) = content["probes"]
-    results = json.loads((tmp_path / "a" / "probe" / "centroid" / "results.json").read_text())
-    top1 = results["probes"][0]["metrics"]["top1"]
+    (result,) = json.loads((out / "probe" / "centroid" / "results.json").read_text())["probes"]
+    top1 = result["metrics"]["top1"]
     assert probe["layers"][0]["metrics"]["top1"] == [top1["value"], top1["low"], top1["high"]]
-    assert probe["layers"][0]["confusion"] == results["probes"][0]["confusion"]
+    assert probe["layers"][0]["confusion"] == result["confusion"]
     predictions, rows = content["predictions"], content["rows"]
-    with (tmp_path / "a" / "probe" / "centroid" / "predictions.csv").open() as file:
-        lines = list(csv.DictReader(file))
+    file = out / "probe" / "centroid" / "predictions.csv"
+    with file.open() as text:
+        lines = list(csv.DictReader(text))
     wrong = {line["path"]: line["predicted"] for line in lines if line["predicted"] != line["label"]}
     assert (predictions["layer"], predictions["tested"]) == ("embedding", len(lines))
     assert {rows[str(row)][0]: rows[str(row)][5] for row in predictions["wrong"]} == wrong
     assert sum(len(row) > 4 for row in rows.values()) == len(lines)
     assert "cannot be read as results of a probe" in content["notes"][0]
-    file = tmp_path / "a" / "probe" / "centroid" / "predictions.csv"
     confidences = {line["path"]: i % 5 / 5 for i, line in enumerate(lines)}
     with file.open("w", newline="") as text:
         writer = csv.DictWriter(text, lines[0])
         writer.writeheader()
         writer.writerows({**line, "probability": confidences[line["path"]]} for line in lines)
-    _, content = report(tmp_path / "a", "-o", tmp_path / "page.html")
+    _, content = report(out, "-o", page)
     shown = [confidences[content["rows"][str(row)][0]] for row in content["predictions"]["wrong"]]
     assert shown == sorted((confidences[path] for path in wrong), reverse=True)
     file.write_text("data_set,layer\na,embedding\n")
-    _, content = report(tmp_path / "a", "-o", tmp_path / "page.html")
+    _, content = report(out, "-o", page)
     assert "centroid/predictions.csv cannot be read as predictions: no column 'label'" in " ".join(content["notes"])
     assert content["predictions"] == {"tested": 0, "wrong": [], "n_wrong": 0}
     file.unlink()
     os.mkfifo(file)  # of a stranger's data set: it is not waited for
-    _, content = report(tmp_path / "a", "-o", tmp_path / "page.html")
+    _, content = report(out, "-o", page)
     assert "centroid/predictions.csv is not a regular file" in " ".join(content["notes"])
 
 
@@ -311,9 +311,7 @@ def test_training_rows_of_a_probe_are_those_of_its_final_fit(tmp_path: Path) -> 
     assert (results[tmp_path]["layers"][0]["train"], results[tmp_path]["layers"][0]["test"]) == (50, 9)
 
 
-def test_a_file_that_is_no_report_is_not_written_over(
-    hostile: Path, hostile_page: tuple[Path, dict[str, Any]], tmp_path: Path
-) -> None:
+def test_a_file_that_is_no_report_is_not_written_over(hostile: Path, hostile_page: Page, tmp_path: Path) -> None:
     mine = tmp_path / "mine.html"
     mine.write_text("<p>mine</p>")
     for options, why in (

@@ -16,12 +16,9 @@ from PIL import Image
 
 from tests.conftest import make_picture
 from tests.pipelines.test_cli import SMALL, layertap
-from tests.pipelines.test_report import CLASSES, IMAGE_NAME, hostile, of_every_kind, report
+from tests.pipelines.test_report import CLASSES, IMAGE_NAME, Page, hostile, of_every_kind, report
 
 __all__ = ["hostile"]  # a fixture
-
-
-Page = tuple[Path, dict[str, Any]]  # and what it holds
 
 
 @pytest.fixture(scope="module")

@@ -85,7 +85,9 @@ def test_the_fast_protocol_is_logistic_regression_of_the_means_of_cells(samples:
     )  # depths of bins: of the training images alone
     centres = np.array([y[fitted_on & (bins == number)].mean() for number in range(16)])
     mean, scale = x.mean(0), x.std(0)
-    model = LogisticRegression(C=1 / result.chosen, solver="newton-cholesky", tol=1e-8).fit((x - mean) / scale, bins)
+    model = LogisticRegression(C=1 / result.chosen, solver="newton-cholesky", max_iter=5000, tol=1e-8).fit(
+        (x - mean) / scale, bins
+    )
     for image in TEST:
         of_cells = (model.predict_proba((values[image] - mean) / scale) @ centres).reshape(1, 1, *GRID)
         expected = interpolate(torch.from_numpy(of_cells), size=CROP, mode="bilinear")[0, 0]

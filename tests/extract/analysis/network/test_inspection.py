@@ -203,6 +203,7 @@ def test_small_networks_have_the_findings_that_they_should(
     torch.manual_seed(0)
     inspection = inspect_model(build(), [(torch.randn(120, 6), torch.arange(120) % 3)], loss=loss)
     assert kinds_and_layers(inspection) == expected
+    assert all(finding.grave is finding.kind.startswith("exploding") for finding in inspection.findings)
 
 
 def test_a_parameter_that_the_loss_does_not_depend_on_is_named() -> None:

@@ -15,7 +15,7 @@ from sklearn.preprocessing import StandardScaler, normalize
 from extract.analysis.probe import linear_probe, protocols
 from extract.analysis.probe.feature_matrix import FeatureRows
 from extract.analysis.probe.logistic import LogisticRegression as Problem
-from extract.analysis.probe.protocols import _note_on_iterations, stratified_folds
+from extract.analysis.probe.protocols import _note_on_iterations, fit_ridge, stratified_folds
 from extract.errors import InputError, LayertapError
 from tests.extract.analysis.probe.strength_choice import compared
 from tests.extract.html_reader import HtmlReader
@@ -386,6 +386,29 @@ def chosen_by_scikit_learn(strengths, x, y, x_val, y_val) -> float:
     return float(strengths[equal.argmax()])
 
 
+@pytest.mark.slow
+def test_few_shot_is_that_of_a_script_that_draws_and_searches_by_itself(monkeypatch):
+    monkeypatch.setattr(protocols, "SHOTS", (5,))
+    (x, y), (x_test, y_test) = gaussian_classes(300, 1.5, 0), gaussian_classes(900, 1.5, 1)
+    result = linear_probe(x, y, x_test, y_test, protocol="fewshot")
+    values = []
+    for repeat in range(5):
+        generator = np.random.default_rng([0, repeat])
+        order = [generator.permutation(np.flatnonzero(y == c)) for c in range(3)]
+        drawn, out = (np.concatenate([rows[part] for rows in order]) for part in (slice(5), slice(-4, None)))
+        known, steps = {}, list(range(0, 97, 16))
+        for distance in (8, 4, 2, 1, 0):
+            for step in steps:
+                probe = fitted(x[drawn], y[drawn], 10 ** (6 - step / 8))
+                known[step] = probe.score(x[out], y[out]), log_loss(y[out], probe.predict_proba(x[out]))
+            top = max(known.values())[0]
+            least = min(loss for score, loss in known.values() if score == top)
+            best = max(step for step, (score, loss) in known.items() if score == top and loss <= least + 1e-3)
+            steps = [step for step in (best - distance, best + distance) if 0 <= step <= 96 and step not in known]
+        values.append(fitted(x[drawn], y[drawn], 10 ** (6 - best / 8)).score(x_test, y_test))
+    assert np.mean(result.shots[5]) == pytest.approx(np.mean(values), abs=0.01)
+
+
 @pytest.mark.parametrize(("rows", "sigma"), [(15, 1.5), (100, 4.0), (200, 8.0)])
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_of_equally_good_strengths_the_one_with_the_least_log_loss_is_taken(rows, sigma, seed):
@@ -524,3 +547,24 @@ def test_a_result_prints_as_a_line_and_in_a_notebook_as_a_table(train_and_test):
     assert repr(result) == f"ProbeResult(knn: top-1 {line}, 400 train rows, 150 test rows)"
     page = HtmlReader(result._repr_html_())
     assert page.rows[:2] == [["metric", "value (95 % interval)"], ["top-1", line]]
+
+
+@pytest.mark.parametrize(("n", "d"), [(200, 12), (12, 200)])
+def test_weights_of_ridge_are_those_of_scikit_learn_for_every_alpha(n, d):
+    generator = np.random.default_rng(0)
+    x = (generator.normal(size=(n, d)) + 5).astype(np.float32)
+    y = x[:, :2].astype(np.float64) @ [[1.0, 0.5], [2.0, -1.0]] + generator.normal(size=(n, 2)) + 100
+    alphas = [1e-3, 1.0, 1e4]
+    weights, biases = fit_ridge(FeatureRows.of(x), y, alphas)
+    for i, alpha in enumerate(alphas):
+        expected = Ridge(alpha=alpha, solver="svd").fit(x.astype(np.float64), y)
+        np.testing.assert_allclose(weights[i], expected.coef_, rtol=1e-3, atol=1e-5)
+        np.testing.assert_allclose(
+            x @ weights[i].T.astype(np.float64) + biases[i], expected.predict(x.astype(np.float64)), rtol=1e-4
+        )
+
+
+def test_a_ridge_that_needs_too_large_a_matrix_is_refused(monkeypatch):
+    monkeypatch.setattr(protocols, "_WIDEST_RIDGE", 10)
+    with pytest.raises(InputError, match="store the layer with a pooling"):
+        fit_ridge(FeatureRows.of(np.ones((20, 30), np.float32)), np.ones((20, 1)), [1.0])
