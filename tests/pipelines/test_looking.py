@@ -142,7 +142,7 @@ def test_pictures_of_an_inspection(net: Path, of: tuple[object, ...], tmp_path: 
     assert all(path.read_bytes().startswith(start) for path in out.iterdir())
 
 
-@pytest.mark.parametrize("count", [11, *(pytest.param(count, marks=pytest.mark.slow) for count in (1, 120))])
+@pytest.mark.parametrize("count", [11, *(pytest.param(count, marks=pytest.mark.slow) for count in (1, 60))])
 def test_figures_of_an_inspection_name_each_layer_once_inside_pages_of_little_height(
     count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -387,10 +387,9 @@ def test_grad_cam_gives_the_class_and_its_probability(net: Path, folder: Path) -
     assert "relu2: Grad-CAM of the predicted class of each image; " in title
 
 
-@pytest.mark.parametrize(("target", "says"), [(None, "of the predicted class of each image"), (1, "of class 1; ")])
-def test_the_title_of_grad_cam_says_whose_class_it_is(net: Path, folder: Path, target: int | None, says: str) -> None:
-    _, figure, _, _ = drawn("gradcam", net, folder, sample=1, layers=["conv1"], target=target)
-    assert says in " ".join(figure.get_suptitle().split(" ")).replace("\n", " ")
+def test_the_title_of_grad_cam_says_of_which_class_it_is(net: Path, folder: Path) -> None:
+    _, figure, _, _ = drawn("gradcam", net, folder, sample=1, layers=["conv1"], target=1)
+    assert "of class 1; " in " ".join(figure.get_suptitle().split())
 
 
 def test_maps_of_constant_channels_are_grey_as_an_inspection_counts_them(net: Path, folder: Path) -> None:

@@ -21,8 +21,6 @@ from PIL import Image
 from extract import FeatureReader, Status, findings
 from extract.analysis.probe import metrics
 from extract.analysis.row_findings import near_duplicate_cosine
-from extract.store.format.layout import StoredFeature, create_shard
-from extract.store.format.writer import ShardWriter
 from pipelines.data_sets import report as report_room
 from pipelines.data_sets.report.page import PAGE_BYTES, _histogram
 from pipelines.data_sets.report.probe_results import probes
@@ -31,7 +29,7 @@ from pipelines.terminal.page.assembly import _as_data
 from pipelines.terminal.page.thumbnail_sheets import thumbnail_sheets
 from pipelines.terminal.text_output import data_set_name
 from tests.conftest import make_picture
-from tests.extract.store.rows import RowNames, data_set, no_files
+from tests.extract.analysis.test_row_findings import stored
 from tests.pipelines.test_cli import SMALL, fails, layertap
 
 Page = tuple[Path, dict[str, Any]]  # and what it holds
@@ -345,23 +343,10 @@ def test_a_data_set_with_a_report_in_it_is_as_good_as_without(folder: Path, tmp_
 
 def made(out: Path, rows: int, width: int, classes: int, failed: bool = False, unlabelled: bool = False) -> Path:
     """A data set of random features, without images."""
-    features = [StoredFeature("embedding", (width,), "float32", {"layer": "x", "pooling": "none"})]
-    data = data_set(out, features=features, images={"root": "/nowhere", "count": rows, "paths_xxh3": ""},
-                    shard_rows=rows)  # fmt: skip
-    data.open_or_create()
-    labels = np.full(rows, -1) if unlabelled else np.arange(rows) % max(1, classes)
-    names = RowNames([f"{i}.png" for i in range(rows)], labels, [""] * rows, [f"class {i}" for i in range(classes)])
-    create_shard(data.path(0, part=True), features, data.identity(0), names, {})
-    generator = np.random.default_rng(0)
-    with ShardWriter(data, 0) as writer:
-        for start in range(0, rows, 10_000):
-            here = np.arange(start, min(start + 10_000, rows))
-            values = generator.normal(size=(len(here), width)).astype(np.float32)
-            status = np.full(len(here), Status.DECODE_ERROR if failed else Status.OK, np.uint8)
-            reasons = dict.fromkeys(here.tolist(), "made to fail") if failed else {}
-            values[status != Status.OK] = np.nan
-            writer.write(here, {"embedding": values}, status, no_files(len(here)), reasons)
-        writer.publish()
+    values = np.random.default_rng(0).standard_normal((rows, width), np.float32)
+    labels = [-1] * rows if unlabelled else [row % classes for row in range(rows)]
+    images = [*range(-rows, 0)] if failed else None
+    stored(out, values, [f"class {i}" for i in range(classes)], labels, images).close()
     return out
 
 

@@ -39,8 +39,8 @@ def stored(
     create_shard(data.path(0, part=True), features, data.identity(0), RowNames(paths, labels, splits, classes), {})
     numbers = np.arange(count) if images is None else np.array(images)
     files = no_files(count)
-    files["source_size"][12] = 1
-    files["source_hash"][:] = np.array([[abs(n) % 250 + 1, abs(n) // 250, *[7] * 14] for n in numbers], np.uint8)
+    files["source_size"][12:13] = 1
+    files["source_hash"][:] = np.array([[*(abs(int(n)) + 1).to_bytes(4, "big"), *[7] * 12] for n in numbers], np.uint8)
     status = np.where(numbers < 0, Status.DECODE_ERROR, Status.OK).astype(np.uint8)
     values = np.where((numbers >= 0)[:, None], values, np.nan).astype(np.float32)
     reasons = dict.fromkeys(np.flatnonzero(numbers < 0).tolist(), "made to fail")

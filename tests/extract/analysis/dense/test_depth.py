@@ -11,10 +11,11 @@ from sklearn.linear_model import LogisticRegression
 from torch.nn.functional import interpolate
 
 from extract.analysis.dense import DepthBins, cell_means, depth_probe
-from extract.errors import InputError, UnknownNameError
+from extract.errors import LayertapError
 from tests.extract.analysis.dense.test_segmentation import CHANNELS, CROP, GRID, IMAGES, TEST, TRAIN, token_array
 
 LARGEST = 8.0
+UNKNOWN_IN_TEST = [np.full(CROP, 0.0 if image in TEST else 1.0 + image % 7) for image in range(IMAGES)]
 
 
 @pytest.fixture(scope="module")
@@ -143,19 +144,12 @@ def test_larger_depths_neither_count_nor_are_predicted(samples: Any) -> None:
         ({"depths": [np.zeros(CROP)] * IMAGES}, "no pixel of the training images has a known depth"),
         ({"train": [0]}, "a single training image"),
         ({"test": [0]}, "in both train and test"),
+        ({"protocol": "depth-dinov2"}, "protocol 'depth-dinov2' not found"),
+        ({"depths": UNKNOWN_IN_TEST}, "test images have no known depth inside the crop"),
     ],
 )
+@pytest.mark.usefixtures("few_strengths")
 def test_wrong_arguments_are_refused(samples: Any, arguments: dict[str, Any], message: str) -> None:
     how: dict[str, Any] = {"depths": samples[1], "train": TRAIN, "test": TEST} | arguments
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(LayertapError, match=message):
         depth_probe(samples[0], **how)
-
-
-@pytest.mark.usefixtures("few_strengths")
-def test_unknown_protocols_and_test_images_without_depths_are_refused(samples: Any) -> None:
-    tokens, depths = samples
-    with pytest.raises(UnknownNameError, match="protocol 'depth-dinov2' not found"):
-        depth_probe(tokens, depths, TRAIN, TEST, protocol="depth-dinov2")
-    unknown = [np.zeros(CROP) if image in TEST else depth for image, depth in enumerate(depths)]
-    with pytest.raises(InputError, match="test images have no known depth inside the crop"):
-        depth_probe(tokens, unknown, TRAIN, TEST)

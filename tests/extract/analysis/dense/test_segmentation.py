@@ -11,7 +11,7 @@ from torch.nn.functional import interpolate
 
 from extract.analysis import dense
 from extract.analysis.dense import SEGMENTATION, predicted_mask, segmentation_probe, upsampled
-from extract.errors import InputError, UnknownNameError
+from extract.errors import InputError, LayertapError
 from extract.store.tokens.token_array import TokenArray
 from extract.store.tokens.token_layout import TokenLayout
 
@@ -189,11 +189,12 @@ def test_tokens_with_nan_are_refused(samples: Any, protocol: str, memory_bytes: 
         ({"masks": [np.zeros((32, 48), np.uint8)] * 7}, "no mask of image 7"),
         ({"masks": [np.full((32, 48), 26_001, np.uint16)] * 30}, "the label 26,001; expected classes from 0 to 999"),
         ({"iterations": 5}, "no protocol is trained in iterations"),
+        ({"protocol": "segmentation-kn"}, "segmentation-knn"),
     ],
 )
 def test_wrong_arguments_are_refused(samples: Any, arguments: dict[str, Any], message: str) -> None:
     how: dict[str, Any] = {"masks": samples[1], "train": TRAIN, "test": TEST} | arguments
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(LayertapError, match=message):
         segmentation_probe(samples[0], **how)
 
 
@@ -206,10 +207,7 @@ def test_predicted_masks_are_passed_on_in_the_order_of_the_images(samples: Any) 
     np.testing.assert_allclose(right, result.per_image["pixel_accuracy"])
 
 
-def test_unknown_protocols_and_other_grids_are_refused(samples: Any) -> None:
-    tokens, masks = samples
-    with pytest.raises(UnknownNameError, match="segmentation-knn"):
-        segmentation_probe(tokens, masks, TRAIN, TEST, protocol="segmentation-kn")
+def test_features_of_other_grids_are_refused(samples: Any) -> None:
     other = token_array(np.zeros((IMAGES, 6, 2), np.float32), (2, 3))
     with pytest.raises(InputError, match="4 x 6 tokens and 2 x 3 tokens"):
-        segmentation_probe([tokens, other], masks, TRAIN, TEST)
+        segmentation_probe([samples[0], other], samples[1], TRAIN, TEST)
