@@ -49,15 +49,15 @@ def test_layers_of_ten_images_without_labels_are_compared(stimuli: Path) -> None
     assert line["data_set"] == line["other_data_set"] == "out"
 
 
-def test_dissimilarities_are_those_of_scipy_and_failed_images_have_none(stimuli: Path, tmp_path: Path) -> None:
+def test_dissimilarities_are_those_of_scipy_and_failed_images_have_none(stimuli: Path) -> None:
     with FeatureReader(stimuli / "out") as reader:
         values, matrix = reader["layer4"][:10].reshape(10, -1).astype(np.float64), reader.rdm("layer4")
     np.testing.assert_allclose(matrix[:10, :10], squareform(pdist(values, "correlation")), atol=1e-12)
     assert np.isnan(matrix[10]).all()
-    exported = layertap("export", stimuli / "out", "--to", "rdm", "-l", "layer4", "-o", tmp_path / "rdm")
+    exported = layertap("export", stimuli / "out", "--to", "rdm", "-l", "layer4")
     assert "11 rows of layer4" in exported.stdout
     assert "1 of them failed and are NaN" in exported.stdout
-    assert np.isnan(np.load(tmp_path / "rdm" / "layer4.npy")[10]).all()
+    assert np.isnan(np.load(stimuli / "out-rdm" / "layer4.npy")[10]).all()
 
 
 def test_layers_of_two_data_sets_are_compared_on_the_images_that_both_have(stimuli: Path, tmp_path: Path) -> None:

@@ -370,6 +370,7 @@ def of_every_kind(folder: Path, tmp_path: Path) -> dict[str, str]:
 
 def test_data_sets_of_every_kind_have_a_report(folder: Path, tmp_path: Path) -> None:
     found = {name: report(tmp_path / name)[1] for name in of_every_kind(folder, tmp_path)}
+    assert report(tmp_path / "one", "--map", "tsne")[1]["map"]["ways"][0]["x"] == [0]
     assert found["failed"]["counts"]["good"] == 0
     assert len(found["failed"]["findings"]["listed"]) == 7
     assert found["failed"]["layers"][0]["mean"] is None

@@ -6,7 +6,8 @@ import pytest
 
 from tests.extract.analysis.network.planted_faults import CIFAR, FAULTS, HEALTHY, PHOTOS, score
 
-QUICK = {"31 default ReLUs", "21 default sigmoids"}  # `test_findings` has others in its own networks
+# `test_findings` has others in its own networks.
+QUICK = {"31 default ReLUs", "21 default sigmoids", "zero weights in conv5"}
 
 
 @pytest.mark.parametrize(
