@@ -17,7 +17,7 @@ from extract.analysis.network.inspection import Inspection, inspect_model
 from extract.errors import InputError, UnknownNameError
 from tests.extract.html_reader import HtmlReader
 
-IMAGES, CLASSES = 64, 10
+IMAGES, CLASSES = 120, 10
 
 
 class Times(nn.Module):
