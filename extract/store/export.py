@@ -81,7 +81,7 @@ def export(
         able = ", ".join(name for name, each in FORMATS.items() if each.has_pictures)
         raise InputError(f"the format {to} has no pictures; formats with pictures: {able}")
     if metric is not None and to != "rdm":
-        raise InputError(f"the format {to} has no dissimilarities", hint="--metric is for --to rdm")
+        raise InputError(f"the format {to} has no dissimilarities", hint="leave out the metric, or export rdm")
     names = list(dict.fromkeys(layers or reader.layers))
     for name in names:
         reader[name]

@@ -351,7 +351,7 @@ def input_scale(evidence: Evidence, explained: set[str]) -> list[Finding]:
     if misfit is None or misfit.variance_is_zero or misfit.position != misfit.first_position or normalised:
         return []
     if not misfit.varies_otherwise:
-        return []
+        return []  # `distortions` names its mean
     if any(tensor.norm_ratio > _GROWTH_BEFORE for tensor in tensors[: misfit.position]):
         return []  # a layer before the batch normalisation is at fault
     change = f"the values at {tensors[misfit.position].name} vary {misfit.ratio:,.3g} times as much as in training"
@@ -359,24 +359,17 @@ def input_scale(evidence: Evidence, explained: set[str]) -> list[Finding]:
     return [Finding("input scale", "input", text, layers=affected)]
 
 
-def in_training_mode(evidence: Evidence, explained: set[str]) -> list[Finding]:
-    """Find layers that were in training mode while the model was in eval mode; the inspection ran them in eval mode."""
-    if not evidence.in_training:
-        return []
-    first, *others = evidence.in_training
-    text = "in training mode while the model is in eval mode: outside of this inspection it computes other values"
-    return [Finding("training mode", first, text, layers=tuple(others))]
-
-
-def random_outputs(evidence: Evidence, explained: set[str]) -> list[Finding]:
-    """Find that two forwards of the same inputs differ."""
-    if not evidence.random:
-        return []
-    text = (
-        "its output differs in two forwards of the same inputs in eval mode, as with "
-        "F.dropout without training=self.training"
-    )
-    return [Finding("random", evidence.random, text)]
+def wrong_modes(evidence: Evidence, explained: set[str]) -> list[Finding]:
+    """Find layers in training mode in a model in eval mode, and outputs that differ in two forwards in eval mode."""
+    findings: list[Finding] = []
+    if evidence.in_training:
+        first, *others = evidence.in_training
+        text = "in training mode while the model is in eval mode: outside of this inspection it computes other values"
+        findings.append(Finding("training mode", first, text, layers=tuple(others)))
+    if evidence.random:
+        text = "two forwards in eval mode differ here, as after F.dropout without training=self.training"
+        findings.append(Finding("random", evidence.random, text))
+    return findings
 
 
 def initial_statistics(evidence: Evidence, explained: set[str]) -> list[Finding]:
@@ -774,8 +767,7 @@ CAUSES: tuple[Callable[[Evidence, set[str]], list[Finding]], ...] = (
     broken_inputs,
     equal_inputs,
     input_scale,
-    in_training_mode,
-    random_outputs,
+    wrong_modes,
     not_finite,
     initial_statistics,
     distortions,  # explosions, and running statistics that do not fit

@@ -56,7 +56,7 @@ _SLOW = 1e-7
 _USUAL_UPDATE = 1e-3
 _FAST_LOOKS = 3  # consecutive monitored steps
 _WILD = 3.0  # in one step: the weights of before are lost, and the network may be dead after it
-_UNMOVED_LOOKS = 3  # consecutive monitored steps in which a parameter with a gradient did not change
+_UNMOVED_LOOKS = 3  # consecutive monitored steps in which a weight with a gradient did not change
 _SLOW_LOOKS = 5  # monitored steps since the start; at its end, a schedule may lower the learning rate to zero
 
 Rows = list[dict[str, Any]]
@@ -333,13 +333,15 @@ class GradientMonitor(_Monitor):
         if not weights or not self._changed:
             return  # the optimizer has not run, as while gradients are accumulated
         self._updates.append(median(weights))
+        # Of weights alone: the gradient of a bias in front of a batch normalisation is a rounding error.
         for row in rows:
-            name = f"{row['layer']}.{row['of']}".removeprefix(".")
-            stays = row["norm"] > 0 and row["update"] == 0 and self._updates[-1] > _SLOW
-            self._unmoved[name] = self._unmoved[name] + 1 if stays else 0
-            if self._unmoved[name] >= _UNMOVED_LOOKS:
-                text = f"no step changes {row['of']}, which has a gradient; does the optimizer have it?"
-                yield "not updated", row["layer"], text
+            if row["of"].startswith("weight"):
+                stays = row["norm"] > 0 and row["update"] == 0 and self._updates[-1] > _SLOW
+                name = f"{row['layer']}.{row['of']}"
+                self._unmoved[name] = self._unmoved[name] + 1 if stays else 0
+                if self._unmoved[name] >= _UNMOVED_LOOKS:
+                    text = f"no step changes {row['of']}, which has a gradient; does the optimizer have it?"
+                    yield "not updated", row["layer"], text
         usual = f"the rule of thumb is {_USUAL_UPDATE:g}; is the learning rate too"
         repeated = len(self._updates) >= _FAST_LOOKS and min(self._updates[-_FAST_LOOKS:]) > _FAST
         if repeated or self._updates[-1] > _WILD:

@@ -137,7 +137,7 @@ def test_matrices_of_dissimilarity(plain: FeatureReader, tmp_path: Path) -> None
         plain.rdm("nothing")
     export(plain, tmp_path / "b", "rdm", ["vector"], metric="cosine")
     np.testing.assert_array_equal(np.load(tmp_path / "b" / "vector.npy"), plain.rdm("vector", "cosine"))
-    with pytest.raises(InputError, match="the format npy has no dissimilarities; --metric is for --to rdm"):
+    with pytest.raises(InputError, match="the format npy has no dissimilarities; leave out the metric, or export rdm"):
         export(plain, tmp_path / "c", "npy", metric="cosine")
 
 
