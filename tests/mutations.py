@@ -513,12 +513,6 @@ MUTATIONS = (
         ("test_functions_and_edits_before_the_end_of_an_encoder_that_leaves_zeros_are_refused",),
     ),
     Mutation(
-        "A damaged table is not written again.",
-        "    if records.made_again:\n        records.changed = True",
-        "    if records.made_again:\n        records.changed = False",
-        ("test_what_is_missing_of_the_data_set_is_made_again",),
-    ),
-    Mutation(
         "Labels and splits in a receipt are not compared by verify.",
         "        expected |= {entry: value",
         "        _ = {entry: value",

@@ -50,8 +50,6 @@ NOT_RUN = {
     ("docs/guides/other-tools.md", "import lance"): "test_arrow_table.py of the store runs it in its own process",
     ("docs/guides/search-and-report.md", "from layertap import load_text_tower"): "needs weights from a server",
 }
-# Pages of which every command is a mistake.
-MISTAKES = ("docs/common-mistakes.md",)
 
 
 def blocks(page: str, language: str) -> list[str]:
@@ -453,7 +451,7 @@ def problem(words: list[str]) -> str | None:
 
 def test_every_command_of_a_page_exists_with_its_options() -> None:
     unknown = []
-    for page in PAGES.keys() - set(MISTAKES):
+    for page in PAGES:
         for text, is_example in commands(page):
             words = shlex.split(text) if re.match(r"layertap [a-z]+( |$)", text) else []
             if words and (wrong := problem(words[1:])) is not None:

@@ -37,18 +37,6 @@ COMPARED = {
     "after",
 }  # fmt: skip
 
-# Start of a reason -> a reason in words, for networks that were not compared; the first that fits.
-NOT_RUN = {
-    "a model of timm": "a model of timm, which is compared there",
-    "more than 400 M parameters": "more than 400 M parameters",
-    "more than": "more time or memory than permitted",
-    "computes other values": "computes other values in a second forward of the same pictures with the same seed",
-    "cannot be built: ImportError": "needs a library that is not installed",
-    "cannot be built": "cannot be built from its default configuration",
-    "cannot be run: TypeError": "takes other inputs than one batch of pictures",
-    "cannot be run": "cannot be run on a batch of pictures with its default configuration",
-}
-
 
 def read(path: Path) -> tuple[dict[str, Any], list[Result]]:
     """Return the versions that were used, and the last result of each network."""
@@ -83,8 +71,7 @@ def page(about: dict[str, Any], results: list[Result]) -> str:
         "",
         "The result of each network is a line of `benchmarks/census/results.jsonl`.",
         "",
-        f"The libraries have {total:,} families of networks for pictures. Of {len(tried - families):,}, no network ran "
-        "(the table below gives the reasons)"
+        f"The libraries have {total:,} families of networks for pictures. Of {len(tried - families):,}, no network ran"
         + (f", and {total - len(tried):,} have not been tried yet." if total > len(tried) else "."),
         "",
         f"Versions: {versions} ({about.get('date', '')}), on a CPU. Of each family, the smallest network that runs is "
@@ -110,9 +97,8 @@ def page(about: dict[str, Any], results: list[Result]) -> str:
         _notes(numbers),
         "",
         *_wrong_table(compared),
-        *_reason_table("Refused", "layertap declines these with an error that gives the reason.", "refused", compared),
-        *_reason_table("Not compared", "These have no independent reference.", "uncompared", compared),
-        *_not_run(results),
+        _left_out(results, compared),
+        "",
     ])  # fmt: skip
 
 
@@ -140,31 +126,17 @@ def _wrong_table(compared: list[Result]) -> list[str]:
     return ["## Wrong", "", "| network | what | values | first |", "|---|---|---|---|", *rows, ""]
 
 
-def _reason_table(title: str, text: str, field: str, compared: list[Result]) -> list[str]:
-    counts = _sum(result.get(field, {}) for result in compared)
-    networks = Counter(reason for result in compared for reason in result.get(field, {}))
-    rows = [f"| {_cell(reason)} | {count:,} | {networks[reason]:,} |" for reason, count in counts.most_common()]
-    if not rows:
-        return []
-    return [f"## {title}", "", text, "", "| reason | values | networks |", "|---|---|---|", *rows, ""]
-
-
-def _not_run(results: list[Result]) -> list[str]:
-    reasons: Counter[str] = Counter()
-    for text in (result["not run"] for result in results if "not run" in result):
-        reasons[next((words for start, words in NOT_RUN.items() if text.startswith(start)), text)] += 1
-    if not reasons:
-        return []
-    rows = [f"| {_cell(reason)} | {count:,} |" for reason, count in sorted(reasons.items())]
-    return ["## Not run", "", "| reason | networks |", "|---|---|", *rows, ""]
+def _left_out(results: list[Result], compared: list[Result]) -> str:
+    refused, uncompared = (_sum(result.get(field, {}) for result in compared) for field in ("refused", "uncompared"))
+    not_run = sum("not run" in result for result in results)
+    return (
+        f"{refused.total():,} values are refused with an error that gives the reason; {uncompared.total():,} have no "
+        f"independent reference; {not_run:,} networks did not run. The file of results has the reasons."
+    )
 
 
 def _key(result: Result) -> str:
     return f"{result['library']}/{result['name']}"
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
 
 
 def _sum(counts: Iterable[dict[str, int]]) -> Counter[str]:

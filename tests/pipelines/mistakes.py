@@ -1,17 +1,13 @@
-"""Frequent mistakes, with the message and the exit code that each gets.
+"""Frequent mistakes, with the message, the hint and the exit code that each gets.
 
-    python -m tests.pipelines.mistakes      # write docs/common-mistakes.md
-
-`tests/pipelines/test_mistakes.py` makes each mistake, and those of `refused.py`, which are in no page.
+`tests/pipelines/test_mistakes.py` makes each mistake, and those of `refused.py`, which have no hint.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from pathlib import Path
 
-PAGE = Path(__file__).parents[2] / "docs" / "common-mistakes.md"
 SMALL = "-b timm/test_resnet --weights random"  # a network that needs no download
 
 
@@ -209,34 +205,3 @@ SECTIONS = {
     "Images": IMAGES, "Backbones": BACKBONES, "Layers": LAYERS, "Options and config files": OPTIONS,
     "Outputs": OUTPUTS, "Finished data sets": DATA_SETS,
 }  # fmt: skip
-
-
-def page() -> str:
-    """Return the content of docs/common-mistakes.md."""
-    lines = [
-        "# Common mistakes",
-        "",
-        "What `layertap` prints after a mistake whose remedy is more than a word; misspelt names get the nearest ones.",
-        "The exit code is 2 after wrong usage or input, otherwise 1. `...` stands for text of your machine.",
-        "`python -m tests.pipelines.mistakes` writes this page, and the tests make each mistake.",
-    ]
-    for title, mistakes in SECTIONS.items():
-        lines += ["", f"## {title}", "", "| mistake | message |", "|---|---|"]
-        for mistake in mistakes:
-            extra = f" (here {mistake.without})" if mistake.without else ""
-            cells = (mistake.what + extra, _printed(mistake))
-            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return "\n".join(lines) + "\n"
-
-
-def _printed(mistake: Mistake) -> str:
-    hint = f"<br>{_quoted(f'hint: {mistake.hint}')}" if mistake.hint else ""
-    return _quoted(f"error: {mistake.message}") + hint
-
-
-def _quoted(message: str) -> str:
-    return f"`` {message} ``" if "`" in message else f"`{message}`"
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")

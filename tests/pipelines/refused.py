@@ -1,4 +1,4 @@
-"""Wrong commands whose message needs no row in the page of common mistakes, with what follows "error: ".
+"""Wrong commands whose message has no hint of more than a word, with what follows "error: ".
 
 As in `mistakes.py`, `...` stands for any text, and SMALL for a network that needs no download.
 """

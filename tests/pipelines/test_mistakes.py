@@ -1,4 +1,4 @@
-"""Each mistake of `mistakes.py` and `refused.py`: a short message, its exit code, no traceback; and their page."""
+"""Each mistake of `mistakes.py` and `refused.py`: a short message, its exit code, no traceback."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from click.testing import CliRunner, Result
 from pipelines.cli import main
 from pipelines.embed.cluster import driver, processes
 from tests.conftest import make_picture
-from tests.pipelines.mistakes import PAGE, SECTIONS, SMALL, Mistake, page
+from tests.pipelines.mistakes import SECTIONS, SMALL, Mistake
 from tests.pipelines.refused import REFUSED
 
 LISTED = [mistake for mistakes in SECTIONS.values() for mistake in mistakes]
@@ -109,10 +109,6 @@ def test_a_pattern_of_a_message_matches_the_whole_message_only() -> None:
     assert pattern.fullmatch("layer 'x' not found (a.b)")
     for other in ("layer 'x' not found (aab)", "layer 'x' not found (a.b) here", "a layer 'x' not found (a.b)"):
         assert not pattern.fullmatch(other)
-
-
-def test_the_page_of_mistakes_is_up_to_date() -> None:
-    assert PAGE.read_text(encoding="utf-8") == page(), "run python -m tests.pipelines.mistakes"
     assert len({mistake.command for mistake in MISTAKES}) == len(MISTAKES)
 
 
