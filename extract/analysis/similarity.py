@@ -87,7 +87,7 @@ def feature_similarity(
     of_knn, of_rsa = (np.sort(draw[:most]) for most in (_KNN_ROWS, _RSA_ROWS))
     if not 1 <= k < len(of_knn):
         raise InputError(f"k is {k}; expected 1 to {len(of_knn) - 1}")
-    cka, procrustes, effective_rank = _products(rows, memory_bytes)
+    cka, procrustes, effective_rank = _products([_in_few_columns(each, memory_bytes) for each in rows], memory_bytes)
     shared = mutual_knn((feature.subset(of_knn).between(0, len(of_knn)) for feature in rows), k, memory_bytes)
     distances = [_ranked_distances(feature.subset(of_rsa)) for feature in rows]
     rsa = _symmetric(len(rows), lambda i, j: _correlation(distances[i], distances[j]))
@@ -185,6 +185,15 @@ def _symmetric(count: int, value_of: Callable[[int, int], float]) -> Matrix:
         for j in range(i):
             matrix[i, j] = matrix[j, i] = value_of(i, j)
     return matrix
+
+
+def _in_few_columns(rows: FeatureRows, memory_bytes: int) -> FeatureRows:
+    """Return rows with at most as many columns as rows, rotated: a rotation changes no measure."""
+    if rows.width <= len(rows) or 3 * 8 * len(rows) * rows.width > memory_bytes:
+        return rows
+    centred = rows.between(0, len(rows)) - mean_of(rows)
+    along_axes: Matrix = np.linalg.qr(centred.T, mode="r")  # type: ignore[assignment]
+    return FeatureRows.of(along_axes.T)
 
 
 def _products(rows: Sequence[FeatureRows], memory_bytes: int) -> tuple[Matrix, Matrix, NDArray[np.float64]]:

@@ -11,14 +11,15 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
-from torch import nn
 
 from extract.backbones import LoadedBackbone
 from extract.backbones.output_as_embedding import WithEmbedding
 from extract.backbones.sources import SOURCES
 from extract.compute.pooling import (
+    EITHER_END,
     Layout,
     PoolingChain,
     pooling_names,
@@ -165,8 +166,8 @@ def choose_features(backbone: LoadedBackbone, layers: Sequence[str], *, in_order
         UnknownNameError: a layer or pooling does not exist.
         InputError: a layer never runs, its rows are not the images, or the pooling does not fit.
     """
-    modules = named_layers(backbone.model)
-    requests = [request for text in layers for request in _parse(backbone, modules, text)]
+    layer_names = named_layers(backbone.model)
+    requests = [request for text in layers for request in _parse(backbone, layer_names, text)]
     trial, has_grids = _trial(backbone, requests), _has_grids(backbone)
     record = trial.record
     names = {site: name for name, site in record.sites.items()}
@@ -181,7 +182,7 @@ def choose_features(backbone: LoadedBackbone, layers: Sequence[str], *, in_order
         for site in sites:
             name = EMBEDDING if request.what == "input" else names[site]
             try:
-                feature = _feature(backbone, name, request.pooling, site, modules[site.layer], trial, has_grids)
+                feature = _feature(backbone, name, request.pooling, site, trial, has_grids)
             except InputError as error:
                 if not sites[1:] or request.by_glob:
                     raise
@@ -199,7 +200,7 @@ def choose_features(backbone: LoadedBackbone, layers: Sequence[str], *, in_order
         for (site, _), feature in features.items()
     ]
     if in_order:
-        places = {name: place for place, name in enumerate(modules)}
+        places = {name: place for place, name in enumerate(layer_names)}
         named.sort(key=lambda feature: places[feature.site.layer])
     if len({feature.name for feature in named}) < len(named):
         raise InputError(f"{backbone.spec} has a layer called {EMBEDDING!r}", hint="extract it in a separate run")
@@ -304,34 +305,36 @@ def _has_grids(backbone: LoadedBackbone) -> bool:
     return all(type(module).__name__ not in ("Hiera", "HieraEncoder") for module in backbone.model.modules())
 
 
-def _recognised(shape: Sequence[int], backbone: LoadedBackbone, module: nn.Module, has_grids: bool) -> Layout:
+def _recognised(shape: tuple[int, ...], backbone: LoadedBackbone, site: Site, has_grids: bool) -> Layout:
     """Return the layout of the activation of one image of a layer."""
-    is_2d = type(module).__module__.startswith("torch.nn.") and type(module).__name__.endswith("2d")  # as Conv2d
-    layout = recognise(
-        shape,
-        backbone.preprocessing.crop_px,
-        backbone.prefix_tokens,
-        backbone.patches,
-        backbone.class_token,
-        channels_first=is_2d,
-    )
+    size, patches = backbone.preprocessing.crop_px, (backbone.prefix_tokens, backbone.patches, backbone.class_token)
+    layout = recognise(shape, size, *patches)
+    if layout.reason == EITHER_END:
+        layout = recognise(shape, size, *patches, channels=_channels_of(backbone, site, shape))
     return layout if has_grids else replace(layout, grid=None)
 
 
-def _feature(
-    backbone: LoadedBackbone,
-    name: str,
-    pooling: str,
-    site: Site,
-    module: nn.Module,
-    trial: Trial,
-    has_grids: bool,
-) -> Feature:
+def _channels_of(backbone: LoadedBackbone, site: Site, shape: tuple[int, ...]) -> Literal["first", "last", "unknown"]:
+    """Return the axis of the channels: a higher input has a higher map, if the model takes it, and as many channels."""
+    height, width = backbone.preprocessing.crop_px
+    higher = torch.zeros(1, 3, height + 32 * max(1, height // 64), width, device=backbone.device)
+    try:
+        with exits_refused(), torch.no_grad(), Taps(backbone.model, site) as taps:
+            taps(backbone.preprocessing.to_input(higher.byte().movedim(1, 3)))
+            found = tuple(taps.record[site].shape[1:])
+    except Exception:  # the model takes one size alone
+        return "unknown"
+    if found[0::2] == shape[0::2] and found[1] > shape[1]:
+        return "first"
+    return "last" if found[1:] == shape[1:] and found[0] > shape[0] else "unknown"
+
+
+def _feature(backbone: LoadedBackbone, name: str, pooling: str, site: Site, trial: Trial, has_grids: bool) -> Feature:
     layout: Layout | None = None
     try:
         rows = trial.rows(site)
         values = rows.by_image(trial.record[site])
-        layout = _recognised(values.shape[1:], backbone, module, has_grids)
+        layout = _recognised(tuple(values.shape[1:]), backbone, site, has_grids)
         poolings = resolve_pooling(pooling, values, layout, backbone.reads_class_token)
     except InputError as error:
         hint = _hint(backbone, layout, pooling) or error.hint

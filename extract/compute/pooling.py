@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # not at run time: the command line lists poolings without im
     from extract.taps.batch_axis import BatchAxis
 
 __all__ = [
+    "EITHER_END",
     "POOLINGS",
     "Layout",
     "Pooling",
@@ -41,6 +42,8 @@ __all__ = [
 ]
 
 _NUMBER = r"0|[1-9]\d{0,17}"  # in the name of a pooling, whose `arguments` check its range
+
+EITHER_END = "channels could be the first axis or the last"  # why a layout is unknown
 
 # "Any square" would average T x T attention matrices, and XCiT's channels x channels. No table of models is needed: the
 # axes of a map shrink in proportion to the input.
@@ -475,13 +478,13 @@ def recognise(
     prefix_tokens: int = 0,
     patches: int | None = None,
     class_token: bool = False,
-    channels_first: bool = False,
+    channels: Literal["first", "last", "unknown"] = "unknown",
 ) -> Layout:
     """Recognise positions and channels in the activation of one image.
 
     The two axes of a map are the input size over one stride: (7, 7) for a (224, 224) input, (7, 14) for (224, 448).
-    If both (C, H, W) and (H, W, C) fit, as in (56, 56, 56), the layout is unknown unless `channels_first`. Tokens are
-    recognised by their number: a grid of patches, with or without the backbone's prefix tokens.
+    If both (C, H, W) and (H, W, C) fit, as in (56, 56, 56), `channels` decides. Tokens are recognised by their number:
+    a grid of patches, with or without the backbone's prefix tokens.
 
     Args:
         shape: shape of the activation of one image, without the batch axis.
@@ -489,7 +492,7 @@ def recognise(
         prefix_tokens: number of tokens before the patch tokens.
         patches: number of patches of the input, if known.
         class_token: whether the first prefix token is a class token.
-        channels_first: whether the channels of a map are known to be its first axis.
+        channels: axis of a map that is known to be its channels.
     """
     shape = tuple(shape)
     if len(shape) <= 1:
@@ -498,8 +501,10 @@ def recognise(
         return _recognise_tokens(shape, input_px, prefix_tokens, patches, class_token)
     if len(shape) == 3:
         first, last = _is_grid(shape[1:], input_px), _is_grid(shape[:2], input_px)
-        if first and last and not channels_first:
-            return Layout("unknown", reason="channels could be the first axis or the last")
+        if first and last and channels == "unknown":
+            return Layout("unknown", reason=EITHER_END)
+        if first and last:
+            first = channels == "first"
         if first:
             return Layout("map", "CHW", grid=(shape[1], shape[2]))
         if last:

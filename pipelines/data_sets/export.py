@@ -48,7 +48,7 @@ def run_export(
     if output is not None:
         path = output
     elif isinstance(out, Path):
-        path = FORMATS[to].default_path(out.resolve(), to)
+        path = FORMATS[to].default_path(out.resolve(), to if metric is None else f"{to}-{metric}")
     else:
         raise InputError(f"{out} is in a bucket", hint="name an output file on this machine with -o")
     if images is not None and thumbnails_px is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,7 +114,6 @@ def compare_layers(config: ProbeConfig) -> tuple[LayerSimilarity, list[Path]]:
             common images, or the results cannot be written.
         UnknownNameError: a layer does not exist.
     """
-    folder = _folder_for(config)
     with contextlib.ExitStack() as stack:
         readers = {
             name: stack.enter_context(FeatureReader(path, check=isinstance(path, Path)))
@@ -128,6 +128,7 @@ def compare_layers(config: ProbeConfig) -> tuple[LayerSimilarity, list[Path]]:
             raise InputError(
                 "--similarity compares layers, and there is one", hint="name more with -l, or two data sets"
             )
+        folder = _folder_for(config, list(columns))
         rows = _common_rows(readers, config.seed)
         for (name, layer), arrays in columns.items():
             if (width := FeatureRows.of(arrays, rows[name][:1]).width) > MOST_COLUMNS:
@@ -143,15 +144,30 @@ def compare_layers(config: ProbeConfig) -> tuple[LayerSimilarity, list[Path]]:
     return result, result.write(folder, config.format)
 
 
-def _folder_for(config: ProbeConfig) -> Path:
-    """Return the folder of the results, after a check that it has no other files of their names."""
-    data_sets(config.out)
+def _folder_for(config: ProbeConfig, layers: list[tuple[str, str]]) -> Path:
+    """Return the folder of the results, after a check that it has no other files of their names.
+
+    Without `config.results`, it is OUT/probe/similarity, or similarity-2 and so on: the first without results of other
+    layers.
+    """
     folder = config.results or folder_of_results(config, "similarity")
+    number = 2
+    while config.results is None and _layers_in(folder / _TABLE) not in ([], layers):
+        folder, number = folder.with_name(f"similarity-{number}"), number + 1
     names = (_TABLE, f"similarity.{config.format}")
     other = next((folder / name for name in names if (folder / name).exists()), None)
     if other is not None and not holds_columns(folder / _TABLE, _HEAD):
         raise InputError(f"{other} exists and is not of --similarity", hint="name another folder with -o")
     return folder
+
+
+def _layers_in(table: Path) -> list[tuple[str, str]]:
+    """Return the (data set, layer) of the results in a table, in order; none if it is not a table of results."""
+    if not holds_columns(table, _HEAD):
+        return []
+    with table.open(encoding="utf-8", newline="") as lines:
+        rows = [(line[0:2], line[2:4]) for line in csv.reader(lines)][1:]
+    return list(dict.fromkeys((data_set, layer) for pair in zip(*rows, strict=True) for data_set, layer in pair))
 
 
 def _common_rows(readers: dict[str, FeatureReader], seed: int) -> dict[str, NDArray[np.int64]]:

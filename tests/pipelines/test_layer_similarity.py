@@ -47,6 +47,12 @@ def test_layers_of_ten_images_without_labels_are_compared(stimuli: Path) -> None
     assert float(line["rsa"]) == pytest.approx(expected, abs=1e-4)
     assert float(line["linear_cka"]) == pytest.approx(linear_cka(*each), abs=1e-5)
     assert line["data_set"] == line["other_data_set"] == "out"
+    before = (folder / "similarity.csv").read_bytes()
+    for _ in range(2):  # other layers have another folder, and take it again
+        assert layertap("probe", stimuli / "out", "--similarity", "-l", "layer1", "-l", "layer4").exit_code == 0
+    assert sorted(path.name for path in folder.parent.iterdir()) == ["similarity", "similarity-2"]
+    assert len((folder.parent / "similarity-2" / "similarity.csv").read_text().splitlines()) == 2
+    assert (folder / "similarity.csv").read_bytes() == before
 
 
 def test_dissimilarities_are_those_of_scipy_and_failed_images_have_none(stimuli: Path) -> None:
@@ -58,6 +64,9 @@ def test_dissimilarities_are_those_of_scipy_and_failed_images_have_none(stimuli:
     assert "11 rows of layer4" in exported.stdout
     assert "1 of them failed and are NaN" in exported.stdout
     assert np.isnan(np.load(stimuli / "out-rdm" / "layer4.npy")[10]).all()
+    layertap("export", stimuli / "out", "--to", "rdm", "-l", "layer4", "--metric", "cosine")
+    cosine = np.load(stimuli / "out-rdm-cosine" / "layer4.npy")
+    np.testing.assert_allclose(cosine[:10, :10], squareform(pdist(values, "cosine")), atol=1e-12)
 
 
 def test_layers_of_two_data_sets_are_compared_on_the_images_that_both_have(stimuli: Path, tmp_path: Path) -> None:

@@ -364,9 +364,9 @@ def wrong_modes(evidence: Evidence, explained: set[str]) -> list[Finding]:
     findings: list[Finding] = []
     if evidence.in_training:
         first, *others = evidence.in_training
-        text = "in training mode while the model is in eval mode: outside of this inspection it computes other values"
+        text = "in training mode while the model is in eval mode: it computes other values than in eval mode"
         findings.append(Finding("training mode", first, text, layers=tuple(others)))
-    if evidence.random:
+    elif evidence.random:
         text = "two forwards in eval mode differ here, as after F.dropout without training=self.training"
         findings.append(Finding("random", evidence.random, text))
     return findings
@@ -376,9 +376,9 @@ def initial_statistics(evidence: Evidence, explained: set[str]) -> list[Finding]
     """Find batch normalisations whose running statistics are those before training, while others have others."""
     normalising = [tensor for tensor in evidence.tensors if tensor.running is not None]
     initial = [tensor.name for tensor in normalising if tensor.running is not None and tensor.running.initial]
-    if not initial or len(initial) == len(normalising) or initial[0] in explained:
+    if not initial or len(initial) == len(normalising) or initial[0] in explained or evidence.in_training:
         return []
-    text = "its running statistics are those before training (mean 0, variance 1), unlike those of other layers"
+    text = "its running statistics are those before training (mean 0, variance 1); other layers have others"
     return [Finding("running statistics", initial[0], text, layers=tuple(initial[1:]))]
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -136,10 +136,12 @@ def inspect_model(
             loss is not one number that depends on the model's output.
     """
     model = model.model if isinstance(model, Backbone) else model
-    in_training = _in_training(model)
+    in_training = [] if model.training else _in_training(model)
     with contextlib.ExitStack() as settings:
         for setting in (evaluating(model), full_float32(), keeping_freed_memory()):
             settings.enter_context(setting)
+        in_training = in_training or _in_training(model)  # whose `train` does not let them leave it
+        settings.enter_context(_buffers_kept([named_layers(model)[name] for name in in_training]))
         pairs = pairs_of(batches)
         first = next(pairs)
         names = _distinct_layers(model) if layers is None else match_layers(named_layers(model), layers)
@@ -163,10 +165,19 @@ def _distinct_layers(model: nn.Module) -> list[str]:
     return list(first.values())
 
 
+@contextlib.contextmanager
+def _buffers_kept(layers: Sequence[nn.Module]) -> Iterator[None]:
+    """Context manager: restore the buffers of layers, which change them in training mode."""
+    kept = [(buffer, buffer.clone()) for layer in layers for buffer in layer.buffers()]
+    try:
+        yield
+    finally:
+        for buffer, value in kept:
+            buffer.copy_(value)
+
+
 def _in_training(model: nn.Module) -> list[str]:
-    """Return the layers that compute otherwise in training mode, and are in it although the model is in eval mode."""
-    if model.training:
-        return []
+    """Return the layers that compute otherwise in training mode, and are in it."""
     return [
         name
         for name, module in named_layers(model).items()
@@ -174,6 +185,7 @@ def _in_training(model: nn.Module) -> list[str]:
         and (
             isinstance(module, _BatchNorm)
             or (isinstance(module, _DropoutNd) and module.p > 0)
+            or (isinstance(module, (nn.MultiheadAttention, nn.RNNBase)) and module.dropout > 0)
             or type(module).__name__ in ("DropPath", "StochasticDepth")
         )
     ]

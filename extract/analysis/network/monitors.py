@@ -114,7 +114,7 @@ class _Monitor:
         self._input_shape: tuple[int, ...] = ()
         self._handle: RemovableHandle | None = None
         self._earlier_sizes: dict[str, list[float]] = defaultdict(list)
-        self._unmoved: Counter[str] = Counter()  # parameter -> consecutive monitored steps without a change
+        self._unmoved: Counter[tuple[str, str]] = Counter()  # parameter -> consecutive looks without a change
         self._updates: list[float] = []  # median update of the weights in each monitored step
         self._active: set[tuple[str, str]] = set()  # (kind, layer) of alarms that persist
         self.step = 0
@@ -295,7 +295,6 @@ class GradientMonitor(_Monitor):
     def _rows_of(self, record: Record) -> Rows:
         rows = []
         parameters, before, self._before = named_parameters(self._model), self._before, {}
-        self._changed = False  # whether the optimizer has run
         for name, site in record.sites.items():
             tensors = record[site]
             if site.layer in self._sizes:
@@ -304,7 +303,6 @@ class GradientMonitor(_Monitor):
                 change = float((parameters[site.layer].detach() - before[site.layer]).norm())
                 columns = {"std": math.nan, "zeros": math.nan, "ratio": norm / size if size else math.nan,
                            "update": change / size if size else math.nan}  # fmt: skip
-                self._changed = self._changed or change > 0
             elif tensors:
                 layer, of, statistics = name.removesuffix("@grad"), "output", _statistics(tensors)
                 norm = statistics.rms * math.sqrt(statistics.total) if statistics.total else math.nan
@@ -330,18 +328,20 @@ class GradientMonitor(_Monitor):
 
     def _alarms_of_updates(self, rows: Rows) -> Iterable[tuple[str, str, str]]:
         weights = [row["update"] for row in rows if row["of"].startswith("weight") and math.isfinite(row["update"])]
-        if not weights or not self._changed:
+        moved = [update for update in weights if update > 0]  # not those that the optimizer does not have
+        if not moved:
             return  # the optimizer has not run, as while gradients are accumulated
-        self._updates.append(median(weights))
+        self._updates.append(median(moved))
         # Of weights alone: the gradient of a bias in front of a batch normalisation is a rounding error.
         for row in rows:
-            if row["of"].startswith("weight"):
-                stays = row["norm"] > 0 and row["update"] == 0 and self._updates[-1] > _SLOW
-                name = f"{row['layer']}.{row['of']}"
-                self._unmoved[name] = self._unmoved[name] + 1 if stays else 0
-                if self._unmoved[name] >= _UNMOVED_LOOKS:
-                    text = f"no step changes {row['of']}, which has a gradient; does the optimizer have it?"
-                    yield "not updated", row["layer"], text
+            stays = row["of"].startswith("weight") and row["norm"] > 0 and row["update"] == 0
+            name = (row["layer"], row["of"])
+            self._unmoved[name] = self._unmoved[name] + 1 if stays and self._updates[-1] > _SLOW else 0
+        if stuck := [name for name, looks in self._unmoved.items() if looks >= _UNMOVED_LOOKS]:
+            layer, of = stuck[-1]  # the gradients come in the order from the loss to the first layer
+            others = f", nor the weights of {len(stuck) - 1:,} other layers" if stuck[1:] else ""
+            text = f"no step changes {of}, which has a gradient{others}; does the optimizer have it?"
+            yield "not updated", layer, text
         usual = f"the rule of thumb is {_USUAL_UPDATE:g}; is the learning rate too"
         repeated = len(self._updates) >= _FAST_LOOKS and min(self._updates[-_FAST_LOOKS:]) > _FAST
         if repeated or self._updates[-1] > _WILD:

@@ -270,16 +270,32 @@ def test_a_part_of_a_tuple_can_be_named(net: Backbone) -> None:
         choose_features(net, ["lstm"])
 
 
-def test_channels_come_first_after_a_convolution_where_the_shape_does_not_tell(net: Backbone) -> None:
-    cube = nn.Sequential(nn.Conv2d(3, 28, 8, stride=8), nn.Identity()).eval()
-    backbone = replace(net, model=cube)
-    images = torch.rand(2, 3, 224, 224)
-    feature = choose_features(backbone, ["0"]).features[0]
-    assert (feature.pooling, feature.layout.axes) == ("mean_map", "CHW")
+class Cube(nn.Module):
+    """Maps of as many channels as rows and columns, before and after they come last."""
+
+    def __init__(self, only_one_size: bool) -> None:
+        super().__init__()
+        self.conv, self.first, self.last = nn.Conv2d(3, 28, 8, stride=8), nn.ReLU(), nn.Identity()
+        self.only_one_size = only_one_size
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert not self.only_one_size or x.shape[2:] == (224, 224)
+        return self.last(self.first(self.conv(x)).movedim(1, 3)).mean((1, 2))
+
+
+def test_a_higher_input_tells_channels_from_positions_of_the_same_number(net: Backbone) -> None:
+    model, images = Cube(only_one_size=False).eval(), torch.rand(2, 3, 224, 224)
+    features = choose_features(replace(net, model=model), ["first", "last"]).features
+    assert [(feature.pooling, feature.layout.axes) for feature in features] == [
+        ("mean_map", "CHW"),
+        ("mean_map", "HWC"),
+    ]
     with torch.no_grad():
-        torch.testing.assert_close(feature.poolings(cube(images)), cube(images).mean((2, 3)))
+        for feature, values in zip(features, (model.first(model.conv(images)), model.conv(images).relu().movedim(1, 3)),
+                                   strict=True):  # fmt: skip
+            torch.testing.assert_close(feature.poolings(values), model(images))
     with pytest.raises(InputError, match="channels could be the first axis or the last"):
-        choose_features(backbone, ["1"])
+        choose_features(replace(net, model=Cube(only_one_size=True).eval()), ["first"])
 
 
 def test_names_that_do_not_exist(net: Backbone) -> None:

@@ -511,8 +511,9 @@ def faults() -> list[Fault]:
             )  # fmt: skip
     add("softmax before cross-entropy", "probabilities", "fc",
         lambda: in_trained("batch norm", lambda m: put_behind(m, "fc", nn.Softmax(1)), F.cross_entropy))  # fmt: skip
-    add("first layer not in the optimiser", "not updated", "conv0",
-        lambda: with_rate(lambda p: torch.optim.SGD(list(p)[2:], 0.01)), False)  # fmt: skip
+    for n, name in ((2, "first layer"), (8, "body")):
+        add(f"{name} not in the optimiser", "not updated", "conv0",
+            lambda n=n: with_rate(lambda p: torch.optim.SGD(list(p)[n:], 0.01)), False)  # fmt: skip
     add("Adam, learning rate 1", "learning rate", "optimizer",
         lambda: with_rate(lambda p: torch.optim.Adam(p, 1.0)), False)  # fmt: skip
     add("SGD, learning rate 100", "learning rate", "optimizer",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -276,6 +277,35 @@ def test_the_model_comes_out_as_it_went_in() -> None:
     inspection = inspected(model.requires_grad_(False))  # a frozen network has gradients of activations
     assert kinds_and_layers(inspection) == []
     assert all(tensor.gradients is not None for tensor in inspection.tensors)
+
+
+class AlwaysTraining(nn.BatchNorm2d):
+    def train(self, mode: bool = True) -> AlwaysTraining:
+        super().train(True)
+        return self
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, dropout=0.1, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x, x, x)[0]
+
+
+def test_layers_in_training_mode_are_named_and_do_not_change() -> None:
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3), AlwaysTraining(4), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4)
+    ).eval()
+    before = copy.deepcopy(model.state_dict())
+    found = inspect_model(model, [torch.randn(32, 3, 8, 8)]).findings
+    assert [(finding.kind, finding.layer) for finding in found] == [("training mode", "1")]
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    attention = Attention().eval()
+    attention.attention.train()
+    found = inspect_model(attention, [torch.randn(32, 5, 8)]).findings
+    assert [(finding.kind, finding.layer) for finding in found] == [("training mode", "attention")]
 
 
 def test_rows_that_are_not_images_count_by_batch() -> None:
