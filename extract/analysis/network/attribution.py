@@ -72,7 +72,7 @@ def map_of(activation: Tensor, axes: str, prefix_tokens: int, input_px: Sequence
         return activation
     if axes != "TC":
         raise InputError(
-            "the layer has no positions",
+            "it has no positions",
             hint="name a layer that returns a map, or tokens of patches; a network of your own states the number of "
             "tokens before them as model.num_prefix_tokens",
         )
@@ -162,10 +162,14 @@ def _grad_cams(
                 "without torch.no_grad(), torch.inference_mode() and detach()",
             )
         layout, size = feature.layout, backbone.preprocessing.crop_px
-        activation, slopes = (
-            map_of(feature.rows.by_image(record[site]), layout.axes, layout.prefix_tokens, size).float()
-            for site in (feature.site, gradient)
-        )
+        try:
+            activation, slopes = (
+                map_of(feature.rows.by_image(record[site]), layout.axes, layout.prefix_tokens, size).float()
+                for site in (feature.site, gradient)
+            )
+        except InputError as error:
+            why = f" ({layout.reason})" if layout.reason else ""
+            raise InputError(f"layer {feature.name!r}: {error.message}{why}", hint=error.hint) from None
         weights = slopes.mean((1, 2))  # (B, C)
         if not bool(weights.any()):
             raise _UnreachedError(

@@ -323,5 +323,5 @@ def test_an_own_transformer_states_the_tokens_before_its_patches() -> None:
     weights = gradient[:, 1:].mean(1)
     expected = torch.einsum("btc,bc->bt", kept[0][:, 1:], weights).relu().reshape(2, 4, 2).detach()
     np.testing.assert_allclose(cam, expected, atol=1e-6)
-    with pytest.raises(InputError, match=r"no positions; .* as model\.num_prefix_tokens"):
+    with pytest.raises(InputError, match=r"layer 'block': it has no positions .*; .* as model\.num_prefix_tokens"):
         grad_cam(OwnTransformer(None), inputs, "block")
