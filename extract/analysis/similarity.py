@@ -16,7 +16,8 @@ from extract.errors import InputError
 from extract.system.dissimilarities import dissimilarities
 
 __all__ = [
-    "MOST_COLUMNS", "Alikeness", "FeatureSimilarity", "alikeness", "feature_similarity", "linear_cka", "rsa",
+    "MOST_COLUMNS", "Alikeness", "FeatureSimilarity", "alikeness", "feature_similarity", "is_too_wide", "linear_cka",
+    "rsa",
 ]  # fmt: skip
 
 MEMORY_BYTES = 512 << 20
@@ -66,8 +67,8 @@ def feature_similarity(
     seed.
 
     Args:
-        features: (N, D) or (N, *shape) each, with any D up to 16,384; the same images in the same order, N of at least
-            4.
+        features: (N, D) or (N, *shape) each, with any D up to 16,384, or of any D if 24 * N * D bytes fit into
+            `memory_bytes`; the same images in the same order, N of at least 4.
         k: nearest images of `mutual_knn`.
         seed: seed of the choice of images.
         memory_bytes: limit for products of features and for rows held at once, apart from the images that mutual
@@ -79,7 +80,7 @@ def feature_similarity(
     """
     rows = _same_images(features)
     count = len(rows[0])
-    if wide := [feature.width for feature in rows if feature.width > MOST_COLUMNS]:
+    if wide := [feature.width for feature in rows if is_too_wide(count, feature.width, memory_bytes)]:
         raise InputError(
             f"a feature has {wide[0]:,} values for an image; expected at most {MOST_COLUMNS:,}", hint="pool the layer"
         )
@@ -187,9 +188,18 @@ def _symmetric(count: int, value_of: Callable[[int, int], float]) -> Matrix:
     return matrix
 
 
+def is_too_wide(count: int, width: int, memory_bytes: int = MEMORY_BYTES) -> bool:
+    """Return whether features (N, D) cannot be compared."""
+    return width > MOST_COLUMNS and not _is_rotated(count, width, memory_bytes)
+
+
+def _is_rotated(count: int, width: int, memory_bytes: int) -> bool:
+    return width > count and 3 * 8 * count * width <= memory_bytes
+
+
 def _in_few_columns(rows: FeatureRows, memory_bytes: int) -> FeatureRows:
     """Return rows with at most as many columns as rows, rotated: a rotation changes no measure."""
-    if rows.width <= len(rows) or 3 * 8 * len(rows) * rows.width > memory_bytes:
+    if not _is_rotated(len(rows), rows.width, memory_bytes):
         return rows
     centred = rows.between(0, len(rows)) - mean_of(rows)
     along_axes: Matrix = np.linalg.qr(centred.T, mode="r")  # type: ignore[assignment]

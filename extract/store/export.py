@@ -13,7 +13,7 @@ import itertools
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -174,6 +174,7 @@ def _to_rdm(
         with _matlab_file(path / f"{name}.mat") as file:
             _set_matlab_class(file.create_dataset("rdm", data=matrix), "double")  # symmetric: no axes to reverse
             _set_matlab_class(file.create_dataset("status", data=reader.status[None]), "uint8")
+            _write_texts(file, {"paths": reader.paths})
     for start, stop, _ in _blocks(reader):  # checks hashes; after the matrices, which are refused for many rows
         on_rows(stop - start)
 
@@ -184,7 +185,7 @@ def _write_rows(reader: FeatureReader, path: Path) -> None:
         further = {**({"id": reader.ids} if reader.ids else {}), **reader.columns}
         table.writerow(map(safe_cell, ["row", "path", "label", "class", "split", "status", *further]))
         classes = [*reader.classes, ""]  # label -1 indexes the last entry
-        columns = (reader.rows, reader.paths, reader.labels, reader.splits, reader.status)
+        columns = (range(len(reader)), reader.paths, reader.labels, reader.splits, reader.status)
         for row, image, label, split, status, *others in zip(*columns, *further.values(), strict=True):
             cells = [row, image, label, classes[label], split, Status(status).text, *others]
             table.writerow(map(safe_cell, cells))
@@ -234,21 +235,12 @@ def _to_mat(reader: FeatureReader, path: Path, names: Sequence[str], on_rows: _O
         texts["ids"] = ids
     numbers = {variables[name]: each for name, each in reader.columns.items() if isinstance(each, np.ndarray)}
     texts |= {variables[name]: each for name, each in reader.columns.items() if not isinstance(each, np.ndarray)}
-    longest = {
-        name: max((len(_utf16_units(value)) for value in values), default=0) or 1 for name, values in texts.items()
-    }
     shapes = {name: reader[name].shape[1:] or (1,) for name in names}
     dtypes = {name: reader[name].dtype if reader[name].dtype.kind == "i" else np.dtype(np.float32) for name in names}
     row_bytes = {name: dtypes[name].itemsize * math.prod(shape) for name, shape in shapes.items()}
     rows = {name: max(1, min(n_rows, (1 << 20) // row_bytes[name])) for name in names}
     with _matlab_file(path) as file:
-        for name, values in texts.items():
-            data = file.create_dataset(name, (longest[name], len(values)), np.uint16)
-            data.attrs["MATLAB_class"] = np.bytes_("char")
-            data.attrs["MATLAB_int_decode"] = np.int32(2)
-            for start in range(0, len(values), 10_000):
-                part = values[start : start + 10_000]
-                data[:, start : start + len(part)] = _char_matrix(part, longest[name])
+        _write_texts(file, texts)
         _set_matlab_class(file.create_dataset("labels", data=reader.labels[None].astype(np.float64) + 1), "double")
         for name, column in numbers.items():
             _set_matlab_class(file.create_dataset(name, data=column[None].astype(np.float64)), "double")
@@ -262,6 +254,17 @@ def _to_mat(reader: FeatureReader, path: Path, names: Sequence[str], on_rows: _O
                 transposed = block[name].reshape(-1, *shape).transpose().astype(dtypes[name])
                 file[variables[name]][..., start:stop] = transposed
             on_rows(stop - start)
+
+
+def _write_texts(file: h5py.File, texts: Mapping[str, Sequence[str]]) -> None:
+    for name, values in texts.items():
+        longest = max((len(_utf16_units(value)) for value in values), default=0) or 1
+        data = file.create_dataset(name, (longest, len(values)), np.uint16)
+        data.attrs["MATLAB_class"] = np.bytes_("char")
+        data.attrs["MATLAB_int_decode"] = np.int32(2)
+        for start in range(0, len(values), 10_000):
+            part = values[start : start + 10_000]
+            data[:, start : start + len(part)] = _char_matrix(part, longest)
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from extract.analysis.dataset_diff import distinct_images
 from extract.analysis.probe.feature_matrix import FeatureRows
-from extract.analysis.similarity import MOST_COLUMNS, feature_similarity
+from extract.analysis.similarity import MOST_COLUMNS, feature_similarity, is_too_wide
 from extract.errors import InputError
 from extract.store.reader import FeatureReader
 from pipelines.probe.config import ProbeConfig
@@ -131,10 +131,10 @@ def compare_layers(config: ProbeConfig) -> tuple[LayerSimilarity, list[Path]]:
         folder = _folder_for(config, list(columns))
         rows = _common_rows(readers, config.seed)
         for (name, layer), arrays in columns.items():
-            if (width := FeatureRows.of(arrays, rows[name][:1]).width) > MOST_COLUMNS:
+            if is_too_wide(len(rows[name]), width := FeatureRows.of(arrays, rows[name][:1]).width):
                 raise InputError(
                     f"{layer} of {name} has {width:,} values for an image; --similarity takes at most {MOST_COLUMNS:,}",
-                    hint="name narrower layers with -l, or compute it again with a pooling such as mean_map",
+                    hint="name narrower layers with -l, or compute it again with a pooling such as srp4096",
                 )
         features = [_in_order(arrays, rows[name]) for (name, _), arrays in columns.items()]
         count = len(features[0])

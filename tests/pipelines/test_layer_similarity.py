@@ -91,10 +91,10 @@ def test_what_cannot_be_compared_is_named(stimuli: Path, tmp_path: Path, monkeyp
     write_pictures(tmp_path / "pictures", {"": 2}, noise=10)
     layertap("embed", tmp_path / "pictures", "-o", tmp_path / "other", *SMALL, "-l", "layer4")
     assert "0 images in common" in fails("probe", out, tmp_path / "other", *options)
-    monkeypatch.setattr("pipelines.probe.layer_similarity.MOST_COLUMNS", 1)
+    monkeypatch.setattr("pipelines.probe.layer_similarity.is_too_wide", lambda count, width: True)
     message = fails("probe", out, *options)
     assert "layer1 of out has " in message
-    assert "values for an image; --similarity takes at most 1; name" in message
+    assert "values for an image; --similarity takes at most 16,384; name" in message
     assert not (tmp_path / "res").exists()
 
 
