@@ -82,7 +82,7 @@ def option(*names: str, model: type[Any], **how: Any) -> Callable[[Any], Any]:
     text = field.description or ""
     if field.default not in (None, [], ()) and not isinstance(field.default, bool):
         default = " ".join(field.default) if isinstance(field.default, list | tuple) else field.default
-        text += f" [default: {default}]"
+        text = text.partition(" [default: ")[0] + f" [default: {default}]"
     complete = complete_paths if key in _PATHS else None
     heading = next((each for each in field.metadata if isinstance(each, Heading)), "Options")
     how = {**_how_to_read(field.annotation), "heading": heading, "rare": RARE in field.metadata, **how}

@@ -339,8 +339,8 @@ class GradientMonitor(_Monitor):
             self._unmoved[name] = self._unmoved[name] + 1 if stays and self._updates[-1] > _SLOW else 0
         if stuck := [name for name, looks in self._unmoved.items() if looks >= _UNMOVED_LOOKS]:
             layer, of = stuck[-1]  # the gradients come in the order from the loss to the first layer
-            others = f", nor the weights of {len(stuck) - 1:,} other layers" if stuck[1:] else ""
-            text = f"no step changes {of}, which has a gradient{others}; does the optimizer have it?"
+            others = f" (and {len(stuck) - 1:,} more)" if stuck[1:] else ""
+            text = f"no step changes {of}{others}, which has a gradient; does the optimizer have it?"
             yield "not updated", layer, text
         usual = f"the rule of thumb is {_USUAL_UPDATE:g}; is the learning rate too"
         repeated = len(self._updates) >= _FAST_LOOKS and min(self._updates[-_FAST_LOOKS:]) > _FAST
