@@ -16,8 +16,7 @@ from extract.errors import InputError
 from extract.system.dissimilarities import dissimilarities
 
 __all__ = [
-    "MOST_COLUMNS", "Alikeness", "FeatureSimilarity", "alikeness", "feature_similarity", "is_too_wide", "linear_cka",
-    "rsa",
+    "MOST_COLUMNS", "Alikeness", "FeatureSimilarity", "alikeness", "feature_similarity", "linear_cka", "rsa",
 ]  # fmt: skip
 
 MEMORY_BYTES = 512 << 20

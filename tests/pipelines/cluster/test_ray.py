@@ -133,12 +133,13 @@ def test_tasks_and_workers_of_a_node_whose_raylet_is_killed_end(folder: Path, tm
             ]  # fmt: skip
             with subprocess.Popen(command, cwd=faults.ROOT, env={**os.environ, **environment}) as process:
                 end = time.monotonic() + 180
-                while not list(tmp_path.glob("out/shards/*.h5")):
+                raylet, running = nodes[0].all_processes["raylet"][0].process.pid, []
+                while not (list(tmp_path.glob("out/shards/*.h5")) and running):  # between two tasks, none runs
                     assert time.monotonic() < end
                     assert process.poll() is None
-                    time.sleep(0.1)
-                raylet = nodes[0].all_processes["raylet"][0].process.pid
-                (task,) = (pid for pid in faults.tasks() if parent_of(pid) == raylet)
+                    time.sleep(0.05)
+                    running = [pid for pid in faults.tasks() if parent_of(pid) == raylet]
+                (task,) = running
                 below = [pid for pid in descendants(task) if memory_mb(pid) > 100]
                 assert below  # the process with the backbone, and one that decodes
                 os.kill(raylet, signal.SIGKILL)
