@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,17 +14,12 @@ from tests.extract.taps.networks import Net, hooks_in, same
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
 
-pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+pytestmark = [
+    pytest.mark.usefixtures("no_trace_of_taps"),
+    pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors"),
+]
 
 Ask = Callable[[Taps], Taps]
-
-
-@pytest.fixture(autouse=True)
-def no_trace_of_taps() -> Iterator[None]:
-    before = torch.backends.mha.get_fastpath_enabled()
-    yield
-    assert torch.backends.mha.get_fastpath_enabled() == before
-    assert not torch.overrides._get_current_function_mode_stack()
 
 
 def test_attention_projections_never_run_and_that_is_said() -> None:

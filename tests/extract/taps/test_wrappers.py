@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,18 +24,12 @@ from tests.extract.taps.networks import Net, hooks_in, linear, naive
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
 
+pytestmark = pytest.mark.usefixtures("no_trace_of_taps")
+
 
 def net() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 8), nn.ReLU(inplace=True), nn.Linear(8, 2)).eval()
-
-
-@pytest.fixture(autouse=True)
-def no_trace_of_taps() -> Iterator[None]:
-    before = torch.backends.mha.get_fastpath_enabled()
-    yield
-    assert torch.backends.mha.get_fastpath_enabled() == before
-    assert not torch.overrides._get_current_function_mode_stack()
 
 
 def test_layers_of_wrapped_models_are_named_without_the_wrapper_and_replicated_ones_refused() -> None:
