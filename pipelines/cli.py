@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import io
+import os
 import re
 import shlex
 import sys
@@ -70,6 +71,8 @@ def _print_machine_error(error: OSError | MemoryError) -> None:
     hint = ""
     if error.filename == STDOUT:
         hint = "write it to another file or disk"
+        if sys.stdout is sys.__stdout__:  # else Python writes what is left when it exits: exit code 120
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     elif error.errno in _OPEN_FILES_ERRORS:
         hint = "raise the limit of open files (ulimit -n)"
     elif error.errno in (errno.ENOSPC, errno.EDQUOT):

@@ -234,7 +234,8 @@ def test_a_command_without_arguments_prints_help_and_no_error() -> None:
 def test_a_full_disk_behind_stdout_is_not_taken_for_that_of_a_data_set(forged: Path) -> None:
     with Path("/dev/full").open("w") as full:
         command = [sys.executable, "-m", "layertap", "show", str(forged / "D")]
-        run = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+        buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+        run = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=buffered)
     assert run.returncode == 1
     assert run.stderr == "error: standard output: No space left on device\n\nhint: write it to another file or disk\n"
 
