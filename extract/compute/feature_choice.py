@@ -19,7 +19,6 @@ from extract.backbones import LoadedBackbone
 from extract.backbones.output_as_embedding import WithEmbedding
 from extract.backbones.sources import SOURCES
 from extract.compute.pooling import (
-    EITHER_END,
     Layout,
     PoolingChain,
     pooling_names,
@@ -186,8 +185,9 @@ def choose_features(backbone: LoadedBackbone, layers: Sequence[str], *, in_order
             except InputError as error:
                 if not sites[1:] or request.by_glob:
                     raise
-                tensors = ", ".join(other.text() for other in sites)
-                raise InputError(error.message, hint=f"{error.hint}; or choose among its tensors: {tensors}") from None
+                others = f"choose among its tensors: {', '.join(other.text() for other in sites)}"
+                hint = f"{error.hint}; or {others}" if error.hint else others
+                raise InputError(error.message, hint=hint) from None
             features.setdefault((site, feature.pooling), feature)
     ran = {site.layer for site in record.sites.values()}
     if not features and (wrong := [request for request in requests if request.part and request.layer in ran]):
@@ -289,13 +289,14 @@ def _absent(backbone: LoadedBackbone, record: Record, request: _Request) -> Laye
     )
 
 
-def _hint(backbone: LoadedBackbone, layout: Layout | None, pooling: str) -> str:
+def _hint(backbone: LoadedBackbone, layout: Layout | None, shape: tuple[int, ...], pooling: str) -> str:
     """Return how a user's own model says that tokens precede the patch tokens, if that may help."""
     source = SOURCES.get(backbone.spec.partition("/")[0])
     if layout is None or source is None or not source.runs_code or backbone.prefix_tokens:
         return ""
-    may_have_more = layout.kind == "tokens" and pooling.startswith("cls_token")
-    if not may_have_more and "number of patches" not in layout.reason:
+    has_no_class_token = layout.kind == "tokens" and pooling.startswith("cls_token")
+    is_attention = shape[0:1] == shape[1:2]  # (T, T)
+    if not has_no_class_token and (layout.kind != "unknown" or len(shape) != 2 or is_attention):
         return ""
     return "if tokens precede the patch tokens, set their number as model.num_prefix_tokens"
 
@@ -309,7 +310,7 @@ def _recognised(shape: tuple[int, ...], backbone: LoadedBackbone, site: Site, ha
     """Return the layout of the activation of one image of a layer."""
     size, patches = backbone.preprocessing.crop_px, (backbone.prefix_tokens, backbone.patches, backbone.class_token)
     layout = recognise(shape, size, *patches)
-    if layout.reason == EITHER_END:
+    if layout.is_ambiguous:
         layout = recognise(shape, size, *patches, channels=_channels_of(backbone, site, shape))
     return layout if has_grids else replace(layout, grid=None)
 
@@ -317,10 +318,10 @@ def _recognised(shape: tuple[int, ...], backbone: LoadedBackbone, site: Site, ha
 def _channels_of(backbone: LoadedBackbone, site: Site, shape: tuple[int, ...]) -> Literal["first", "last", "unknown"]:
     """Return the axis of the channels: a higher input has a higher map, if the model takes it, and as many channels."""
     height, width = backbone.preprocessing.crop_px
-    higher = torch.zeros(1, 3, height + 32 * max(1, height // 64), width, device=backbone.device)
+    higher = torch.zeros(1, height + 32 * max(1, height // 64), width, 3, dtype=torch.uint8, device=backbone.device)
     try:
         with exits_refused(), torch.no_grad(), Taps(backbone.model, site) as taps:
-            taps(backbone.preprocessing.to_input(higher.byte().movedim(1, 3)))
+            taps(backbone.preprocessing.to_input(higher))
             found = tuple(taps.record[site].shape[1:])
     except Exception:  # the model takes one size alone
         return "unknown"
@@ -331,13 +332,15 @@ def _channels_of(backbone: LoadedBackbone, site: Site, shape: tuple[int, ...]) -
 
 def _feature(backbone: LoadedBackbone, name: str, pooling: str, site: Site, trial: Trial, has_grids: bool) -> Feature:
     layout: Layout | None = None
+    shape: tuple[int, ...] = ()
     try:
         rows = trial.rows(site)
         values = rows.by_image(trial.record[site])
-        layout = _recognised(tuple(values.shape[1:]), backbone, site, has_grids)
+        shape = tuple(values.shape[1:])
+        layout = _recognised(shape, backbone, site, has_grids)
         poolings = resolve_pooling(pooling, values, layout, backbone.reads_class_token)
     except InputError as error:
-        hint = _hint(backbone, layout, pooling) or error.hint
+        hint = _hint(backbone, layout, shape, pooling) or error.hint
         raise InputError(f"layer {site.text()!r} of {backbone.spec}: {error.message}", hint=hint) from None
     return Feature(
         name=name,
@@ -345,7 +348,7 @@ def _feature(backbone: LoadedBackbone, name: str, pooling: str, site: Site, tria
         rows=rows,
         poolings=poolings,
         layout=layout,
-        activation_shape=tuple(values.shape[1:]),
+        activation_shape=shape,
         source_dtype=str(values.dtype).removeprefix("torch."),
         automatic=pooling == "auto",
     )

@@ -29,7 +29,6 @@ if TYPE_CHECKING:  # not at run time: the command line lists poolings without im
     from extract.taps.batch_axis import BatchAxis
 
 __all__ = [
-    "EITHER_END",
     "POOLINGS",
     "Layout",
     "Pooling",
@@ -42,8 +41,6 @@ __all__ = [
 ]
 
 _NUMBER = r"0|[1-9]\d{0,17}"  # in the name of a pooling, whose `arguments` check its range
-
-EITHER_END = "channels could be the first axis or the last"  # why a layout is unknown
 
 # "Any square" would average T x T attention matrices, and XCiT's channels x channels. No table of models is needed: the
 # axes of a map shrink in proportion to the input.
@@ -63,6 +60,7 @@ class Layout:
         grid: (rows, columns) of the positions of a map, or of the patch tokens, which are in the order of the rows;
             None if it is not known.
         reason: why the layout is unknown.
+        is_ambiguous: whether it is unknown because both ends of a map may be its channels.
     """
 
     kind: Literal["vector", "map", "tokens", "unknown"]
@@ -71,6 +69,7 @@ class Layout:
     class_token: bool = False
     grid: tuple[int, int] | None = None
     reason: str = ""
+    is_ambiguous: bool = False
 
     def attributes(self) -> dict[str, str]:
         """Return the axes as stored with a feature, and where its positions are, if it has some."""
@@ -502,7 +501,7 @@ def recognise(
     if len(shape) == 3:
         first, last = _is_grid(shape[1:], input_px), _is_grid(shape[:2], input_px)
         if first and last and channels == "unknown":
-            return Layout("unknown", reason=EITHER_END)
+            return Layout("unknown", reason="channels could be the first axis or the last", is_ambiguous=True)
         if first and last:
             first = channels == "first"
         if first:

@@ -126,7 +126,8 @@ def _listed(arguments: Arguments) -> Images:
     where, keep = arguments.images, arguments.keep_list
     listed = list_images(where, keep=keep) if isinstance(where, str | os.PathLike) else list_dataset(where, keep)
     images = some_of(listed, arguments.limit, arguments.without)
-    for note in images.notes[len(listed.notes) if isinstance(where, str | os.PathLike) else 0 :]:
+    are_told = len(listed.notes) if isinstance(where, str | os.PathLike) else 0
+    for note in images.notes[are_told:]:
         warnings.warn(note, stacklevel=4)
     return images
 

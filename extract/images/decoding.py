@@ -497,13 +497,13 @@ def check_whole(data: bytes, image: Image.Image) -> None:
     """Check what decoders do not: that a file with checksums or an end mark is whole, and does not end in zeros.
 
     A crash of a file system, or a download into a preallocated file, leaves a file of the right size whose tail is
-    zeros. Many decoders take zeros for pixels: Pillow decoded 548 of 5,000 such JPEG files of 18
-    encoders, and 83 % (HEIC) to 100 % (WebP) of others. So the tail is replaced by another
-    byte, and the file is refused if its pixels change. None of the 5,000 was accepted, and none of 1,568 sound files
-    with nine changes was refused. Of files whose marker alone was replaced by zeros, 17 of 1,309 are refused, since
-    they cannot be told from files that lack more. A hole before an intact end is not looked for: optimised JPEG of flat
-    areas has up to 375 KB of zeros. In formats without compression (BMP, PPM, TGA, most TIFF) zeros are black areas.
-    Pillow refuses TIFF with LZW or PackBits itself.
+    zeros. Many decoders take zeros for pixels: Pillow decoded 548 of 5,000 such JPEG files of 18 encoders, and 83 %
+    (HEIC) to 100 % (WebP) of others. So the tail is replaced by another byte, and the file is refused if its pixels
+    change. None of the 5,000 was accepted, and none of 1,568 sound files with nine changes was refused. Of files whose
+    marker alone was replaced by zeros, 17 of 1,309 are refused, since they cannot be told from files that lack more. A
+    hole before an intact end is not looked for: optimised JPEG of flat areas has up to 375 KB of zeros. In formats
+    without compression (BMP, PPM, TGA, most TIFF) zeros are black areas. Pillow refuses TIFF with LZW or PackBits
+    itself.
 
     Args:
         data: content of the file.

@@ -163,7 +163,9 @@ class Pass:
             self.report.notes.append(f"the records of files were made again from the passes: {records.made_again}")
         self._repair_passes(records)
         scan = Scan(self.root)
-        files = self._named.others(scan.files(), lambda file: os.fsdecode(file.path))
+        files = scan.files()
+        if self.without is not None:
+            files = self._named.others(files, lambda file: os.fsdecode(file.path))
         scanned = compare(files, records, self.guards, self.now_ns)
         self.report.unreadable = scan.unreadable
         for path in scan.unreadable:

@@ -53,16 +53,13 @@ def run_export(
         raise InputError(f"{out} is in a bucket", hint="name an output file on this machine with -o")
     if images is not None and thumbnails_px is None:
         raise InputError("--images is for thumbnails", hint="add --thumbnails PX")
-    with (
-        FeatureReader(out) as whole,
-        ThreadPoolExecutor(defaults.CORES) as pool,
-        Progress(len(whole), "rows") as progress,
-    ):
+    with FeatureReader(out) as whole, ThreadPoolExecutor(defaults.CORES) as pool:
         reader = whole if without is None else whole.without(without, say)
         pictures = None
         if thumbnails_px is not None:
             pictures = _thumbnails(reader, data_set_at(out).images["root"], thumbnails_px, images, pool)
-        export(reader, path, to, layers or None, lambda rows: progress.advance(rows, False), pictures, metric)
+        with Progress(len(reader), "rows") as progress:
+            export(reader, path, to, layers or None, lambda rows: progress.advance(rows, False), pictures, metric)
         names = ", ".join(layers or reader.layers)
         failed = int((reader.status != Status.OK).sum())
     size = sum(file.stat().st_size for file in [path, *path.rglob("*")] if file.is_file())

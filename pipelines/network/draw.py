@@ -22,7 +22,7 @@ from extract.analysis.network.activation_statistics import are_constant
 from extract.analysis.network.plain_modules import scores_of, whole_layers
 from extract.compute.backbone import Backbone
 from extract.compute.feature_choice import Choice, Feature
-from extract.compute.pooling import EITHER_END, recognise
+from extract.compute.pooling import recognise
 from extract.errors import InputError, LayertapError
 from extract.system.torch_state import evaluating, full_float32
 from extract.taps.layer_names import match_layers, named_layers
@@ -114,7 +114,7 @@ def _suitable_layers(backbone: Backbone, *, last: bool) -> list[str]:
         for site in taps.record.sites.values():
             shape = taps.record[site].shape[1:]
             layout = recognise(shape, size, backbone.prefix_tokens, backbone.patches, backbone.class_token)
-            if layout.kind in ("map", "tokens") or layout.reason == EITHER_END:
+            if layout.kind in ("map", "tokens") or layout.is_ambiguous:
                 names.append(site.layer)
     return list(dict.fromkeys(reversed(names) if last else names))
 

@@ -128,14 +128,15 @@ def compare_layers(config: ProbeConfig) -> tuple[LayerSimilarity, list[Path]]:
             raise InputError(
                 "--similarity compares layers, and there is one", hint="name more with -l, or two data sets"
             )
-        folder = _folder_for(config, list(columns))
         rows = _common_rows(readers, config.seed)
         for (name, layer), arrays in columns.items():
             if is_too_wide(len(rows[name]), width := FeatureRows.of(arrays, rows[name][:1]).width):
                 raise InputError(
-                    f"{layer} of {name} has {width:,} values for an image; --similarity takes at most {MOST_COLUMNS:,}",
+                    f"{layer} of {name} has {width:,} values for an image; of so many images, --similarity takes at "
+                    f"most {MOST_COLUMNS:,}",
                     hint="name narrower layers with -l, or compute it again with a pooling such as srp4096",
                 )
+        folder = _folder_for(config, list(columns))
         features = [_in_order(arrays, rows[name]) for (name, _), arrays in columns.items()]
         count = len(features[0])
         found = feature_similarity(features, k=min(10, count - 1), seed=config.seed)
@@ -166,7 +167,7 @@ def _layers_in(table: Path) -> list[tuple[str, str]]:
     if not holds_columns(table, _HEAD):
         return []
     with table.open(encoding="utf-8", newline="") as lines:
-        rows = [(line[0:2], line[2:4]) for line in csv.reader(lines)][1:]
+        rows = [(line[0:2], line[2:4]) for line in csv.reader(lines) if len(line) >= 4][1:]
     return list(dict.fromkeys((data_set, layer) for pair in zip(*rows, strict=True) for data_set, layer in pair))
 
 

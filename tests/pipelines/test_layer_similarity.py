@@ -94,7 +94,7 @@ def test_what_cannot_be_compared_is_named(stimuli: Path, tmp_path: Path, monkeyp
     monkeypatch.setattr("pipelines.probe.layer_similarity.is_too_wide", lambda count, width: True)
     message = fails("probe", out, *options)
     assert "layer1 of out has " in message
-    assert "values for an image; --similarity takes at most 16,384; name" in message
+    assert "values for an image; of so many images, --similarity takes at most 16,384; name" in message
     assert not (tmp_path / "res").exists()
 
 

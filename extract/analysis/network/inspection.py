@@ -57,8 +57,8 @@ _SUM_OF_ONE = 1e-4  # relative error of sums of probabilities, and of the loss
 _IDLE = (
     nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.ModuleList, nn.ModuleDict,
 )  # fmt: skip
-# From timm and torchvision; and the last projection inside nn.MultiheadAttention, which is not called.
-_IDLE_NAMES = {"DropPath", "StochasticDepth", "NonDynamicallyQuantizableLinear"}
+_DROPS_BRANCHES = {"DropPath", "StochasticDepth"}  # from timm and torchvision
+_IDLE_NAMES = {*_DROPS_BRANCHES, "NonDynamicallyQuantizableLinear"}  # the last is not called by nn.MultiheadAttention
 
 
 @dataclass
@@ -140,7 +140,7 @@ def inspect_model(
     with contextlib.ExitStack() as settings:
         for setting in (evaluating(model), full_float32(), keeping_freed_memory()):
             settings.enter_context(setting)
-        in_training = in_training or _in_training(model)  # whose `train` does not let them leave it
+        in_training = in_training or _in_training(model)  # layers that stay in training mode after `eval`
         settings.enter_context(_buffers_kept([named_layers(model)[name] for name in in_training]))
         pairs = pairs_of(batches)
         first = next(pairs)
@@ -186,7 +186,7 @@ def _in_training(model: nn.Module) -> list[str]:
             isinstance(module, _BatchNorm)
             or (isinstance(module, _DropoutNd) and module.p > 0)
             or (isinstance(module, (nn.MultiheadAttention, nn.RNNBase)) and module.dropout > 0)
-            or type(module).__name__ in ("DropPath", "StochasticDepth")
+            or type(module).__name__ in _DROPS_BRANCHES
         )
     ]
 
@@ -372,8 +372,9 @@ def _tensor_plans(model: nn.Module, names: Sequence[str], inputs: Tensor) -> tup
             trial = Trial(model, trial_inputs, wanted)  # type: ignore[arg-type]
     with torch.no_grad(), Taps(model, list(names)) as taps:
         taps(trial_inputs.clone())
-        record = again = taps.record
-        taps(trial_inputs)
+        record = taps.record if trial is None else trial.record
+        if trial is None:
+            taps(trial_inputs)
         again = taps.record
     named, plans = named_layers(model), {}
     for site in record.sites.values():

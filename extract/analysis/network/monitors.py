@@ -276,8 +276,9 @@ class GradientMonitor(_Monitor):
     forward, to that of the parameter) for a parameter, not_finite (number of values). With a GradScaler, the gradients
     are scaled. The backward pass must end before the next forward starts.
 
-    An alarm for a learning rate means that the median update of the weights is above 3 in a monitored step, above 0.3
-    in three consecutive ones, or below 1e-7 in all of the first five. Steps in which no parameter changes do not count.
+    An alarm for a learning rate means that the median update of the weights that change is above 3 in a monitored step,
+    above 0.3 in three consecutive ones, or below 1e-7 in all of the first five. "not updated" means that a weight with
+    a gradient did not change in three consecutive ones, while others did. Steps without any change do not count.
     """
 
     def _request(self, taps: Taps) -> None:
@@ -339,8 +340,8 @@ class GradientMonitor(_Monitor):
             self._unmoved[name] = self._unmoved[name] + 1 if stays and self._updates[-1] > _SLOW else 0
         if stuck := [name for name, looks in self._unmoved.items() if looks >= _UNMOVED_LOOKS]:
             layer, of = stuck[-1]  # the gradients come in the order from the loss to the first layer
-            others = f" (and {len(stuck) - 1:,} more)" if stuck[1:] else ""
-            text = f"no step changes {of}{others}, which has a gradient; does the optimizer have it?"
+            others = f" (other such weights: {len(stuck) - 1:,})" if stuck[1:] else ""
+            text = f"no step changes {of}, which has a gradient{others}; does the optimizer have it?"
             yield "not updated", layer, text
         usual = f"the rule of thumb is {_USUAL_UPDATE:g}; is the learning rate too"
         repeated = len(self._updates) >= _FAST_LOOKS and min(self._updates[-_FAST_LOOKS:]) > _FAST

@@ -302,6 +302,14 @@ def test_layers_in_training_mode_are_named_and_do_not_change() -> None:
     found = inspect_model(model, [torch.randn(32, 3, 8, 8)]).findings
     assert [(finding.kind, finding.layer) for finding in found] == [("training mode", "1")]
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    shifted = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3)).eval()
+    shifted[1].running_mean += 30  # is found although the layer is left in training mode
+    shifted[1].train()
+    found = inspect_model(shifted, [torch.randn(32, 3, 8, 8)]).findings
+    assert [(finding.kind, finding.layer) for finding in found][:2] == [
+        ("running statistics", "1"),
+        ("training mode", "1"),
+    ]
     attention = Attention().eval()
     attention.attention.train()
     found = inspect_model(attention, [torch.randn(32, 5, 8)]).findings
