@@ -295,8 +295,8 @@ def _hint(backbone: LoadedBackbone, layout: Layout | None, shape: tuple[int, ...
     if layout is None or source is None or not source.runs_code or backbone.prefix_tokens:
         return ""
     has_no_class_token = layout.kind == "tokens" and pooling.startswith("cls_token")
-    is_attention = shape[0:1] == shape[1:2]  # (T, T)
-    if not has_no_class_token and (layout.kind != "unknown" or len(shape) != 2 or is_attention):
+    is_of_another_number = layout.kind == "unknown" and len(shape) == 2 and not layout.is_ambiguous
+    if not has_no_class_token and not is_of_another_number:
         return ""
     return "if tokens precede the patch tokens, set their number as model.num_prefix_tokens"
 
@@ -316,7 +316,7 @@ def _recognised(shape: tuple[int, ...], backbone: LoadedBackbone, site: Site, ha
 
 
 def _channels_of(backbone: LoadedBackbone, site: Site, shape: tuple[int, ...]) -> Literal["first", "last", "unknown"]:
-    """Return the axis of the channels: a higher input has a higher map, if the model takes it, and as many channels."""
+    """Return the axis of the channels: a higher input has more positions, and as many channels."""
     height, width = backbone.preprocessing.crop_px
     higher = torch.zeros(1, height + 32 * max(1, height // 64), width, 3, dtype=torch.uint8, device=backbone.device)
     try:
@@ -325,9 +325,10 @@ def _channels_of(backbone: LoadedBackbone, site: Site, shape: tuple[int, ...]) -
             found = tuple(taps.record[site].shape[1:])
     except Exception:  # the model takes one size alone
         return "unknown"
-    if found[0::2] == shape[0::2] and found[1] > shape[1]:
+    grown = [axis for axis, size in enumerate(shape) if len(found) == len(shape) and found[axis] != size]
+    if grown == [1] and found[1] > shape[1]:  # (C, H, W), (C, T)
         return "first"
-    return "last" if found[1:] == shape[1:] and found[0] > shape[0] else "unknown"
+    return "last" if grown == [0] and found[0] > shape[0] else "unknown"
 
 
 def _feature(backbone: LoadedBackbone, name: str, pooling: str, site: Site, trial: Trial, has_grids: bool) -> Feature:

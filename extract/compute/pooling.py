@@ -60,7 +60,7 @@ class Layout:
         grid: (rows, columns) of the positions of a map, or of the patch tokens, which are in the order of the rows;
             None if it is not known.
         reason: why the layout is unknown.
-        is_ambiguous: whether it is unknown because both ends of a map may be its channels.
+        is_ambiguous: whether it is unknown because the first axis and the last may be its channels.
     """
 
     kind: Literal["vector", "map", "tokens", "unknown"]
@@ -482,8 +482,8 @@ def recognise(
     """Recognise positions and channels in the activation of one image.
 
     The two axes of a map are the input size over one stride: (7, 7) for a (224, 224) input, (7, 14) for (224, 448).
-    If both (C, H, W) and (H, W, C) fit, as in (56, 56, 56), `channels` decides. Tokens are recognised by their number:
-    a grid of patches, with or without the backbone's prefix tokens.
+    Tokens are recognised by their number: a grid of patches, with or without the backbone's prefix tokens. If several
+    axes fit, as in (56, 56, 56) or (256, 64), `channels` decides.
 
     Args:
         shape: shape of the activation of one image, without the batch axis.
@@ -491,13 +491,13 @@ def recognise(
         prefix_tokens: number of tokens before the patch tokens.
         patches: number of patches of the input, if known.
         class_token: whether the first prefix token is a class token.
-        channels: axis of a map that is known to be its channels.
+        channels: axis of a map or tokens that is known to be its channels.
     """
     shape = tuple(shape)
     if len(shape) <= 1:
         return Layout("vector", "C"[: len(shape)])
     if len(shape) == 2:
-        return _recognise_tokens(shape, input_px, prefix_tokens, patches, class_token)
+        return _recognise_tokens(shape, input_px, prefix_tokens, patches, class_token, channels)
     if len(shape) == 3:
         first, last = _is_grid(shape[1:], input_px), _is_grid(shape[:2], input_px)
         if first and last and channels == "unknown":
@@ -513,18 +513,19 @@ def recognise(
 
 
 def _recognise_tokens(
-    shape: tuple[int, ...], input_px: tuple[int, int], prefix_tokens: int, patches: int | None, class_token: bool
-) -> Layout:
+    shape: tuple[int, ...], input_px: tuple[int, int], prefix_tokens: int, patches: int | None, class_token: bool,
+    channels: str,
+) -> Layout:  # fmt: skip
     height, width = input_px
     grids = {(height // size) * (width // size) for size in _PATCH_SIZES_PX} - {0, 1}
     # The backbone's own number of patches comes first. A stated number of prefix tokens tells 65 tokens from 64 values.
     for counts, prefix in [(counts, prefix) for counts in ({patches} - {None}, grids) for prefix in (prefix_tokens, 0)]:
         fits = [axis - prefix in counts for axis in shape]
-        if fits == [True, False]:
+        if fits == [True, False] or (fits == [True, True] and channels == "last"):
             grid = _grid_of(shape[0] - prefix, input_px)
             return Layout("tokens", "TC", prefix, class_token and prefix > 0, grid)
         if any(fits):
-            return Layout("unknown", reason="tokens could be the last axis")
+            return Layout("unknown", reason="tokens could be the last axis", is_ambiguous=True)
     return Layout("unknown", reason=f"{shape[0]} is not the number of patches of the {_px(input_px)} input")
 
 

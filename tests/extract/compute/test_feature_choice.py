@@ -271,31 +271,35 @@ def test_a_part_of_a_tuple_can_be_named(net: Backbone) -> None:
 
 
 class Cube(nn.Module):
-    """Maps of as many channels as rows and columns, before and after they come last."""
+    """Maps of as many channels as rows and columns, before and after they come last; 784 tokens of 196 channels."""
 
     def __init__(self, only_one_size: bool) -> None:
         super().__init__()
         self.conv, self.first, self.last = nn.Conv2d(3, 28, 8, stride=8), nn.ReLU(), nn.Identity()
-        self.only_one_size = only_one_size
+        self.tokens, self.only_one_size = nn.Identity(), only_one_size
 
     def forward(self, x: Tensor) -> Tensor:
         assert not self.only_one_size or x.shape[2:] == (224, 224)
-        return self.last(self.first(self.conv(x)).movedim(1, 3)).mean((1, 2))
+        maps = self.last(self.first(self.conv(x)).movedim(1, 3))
+        self.tokens(maps.repeat(1, 1, 1, 7).flatten(1, 2))
+        return maps.mean((1, 2))
 
 
 def test_a_higher_input_tells_channels_from_positions_of_the_same_number(net: Backbone) -> None:
     model, images = Cube(only_one_size=False).eval(), torch.rand(2, 3, 224, 224)
-    features = choose_features(replace(net, model=model), ["first", "last"]).features
-    assert [(feature.pooling, feature.layout.axes) for feature in features] == [
-        ("mean_map", "CHW"),
-        ("mean_map", "HWC"),
-    ]
+    first, last, tokens = choose_features(replace(net, model=model), ["first", "last", "tokens:mean_tokens"]).features
+    assert [feature.layout.axes for feature in (first, last, tokens)] == ["CHW", "HWC", "TC"]
     with torch.no_grad():
-        for feature, values in zip(features, (model.first(model.conv(images)), model.conv(images).relu().movedim(1, 3)),
-                                   strict=True):  # fmt: skip
-            torch.testing.assert_close(feature.poolings(values), model(images))
+        maps, means = model.conv(images).relu(), model(images)
+        torch.testing.assert_close(first.poolings(maps), means)
+        torch.testing.assert_close(last.poolings(maps.movedim(1, 3)), means)
+        values = maps.movedim(1, 3).repeat(1, 1, 1, 7).flatten(1, 2)
+        torch.testing.assert_close(tokens.poolings(values), means.repeat(1, 7))
+    fixed = replace(net, model=Cube(only_one_size=True).eval())
     with pytest.raises(InputError, match="channels could be the first axis or the last"):
-        choose_features(replace(net, model=Cube(only_one_size=True).eval()), ["first"])
+        choose_features(fixed, ["first"])
+    with pytest.raises(InputError, match="tokens could be the last axis; use none"):
+        choose_features(fixed, ["tokens"])
 
 
 def test_names_that_do_not_exist(net: Backbone) -> None:
